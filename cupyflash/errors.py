@@ -1,0 +1,15 @@
+"""The exceptions of cupyflash: each says which argument, what came, what was wanted, the remedy."""
+
+from __future__ import annotations
+
+
+class ArgumentError(ValueError):
+    """An argument's value cannot be served."""
+
+
+class ArgumentTypeError(TypeError):
+    """An argument is of the wrong kind."""
+
+
+class TraceError(TypeError):
+    """A mask or score function does something that an expression cannot record."""

@@ -1,0 +1,238 @@
+"""Give an expression a problem's shape: aligned arrays become look-ups, indices are proven.
+
+An array that a constructor aligns with the batch, the heads or the positions (`dense`, `segments`,
+`lengths`, a bias) broadcasts like any array operand. Which of its axes have length 1, and how the
+flat batch index splits over leading axes, is known only when it meets a problem.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import ArgumentError
+from .evaluate import evaluate_exactly
+from .functions import POSITIONS
+from .interval import EVERYTHING, Bounds, bounds
+from .nodes import Expr, array_type, as_expr, lookup_node, rebuild, symbol, walk
+
+_B = POSITIONS[0]
+
+
+class Sizes(Protocol):
+    """The sizes of a problem, as far as masks and scores need them."""
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Leading axes; their product is the number of batch entries."""
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def len_q(self) -> Any:
+        """Queries of each batch entry: a number, or an array over b."""
+
+    @property
+    def len_k(self) -> Any:
+        """Keys of each batch entry."""
+
+    @property
+    def start_q(self) -> Any:
+        """First packed row of each sequence; 0 where nothing is packed."""
+
+    @property
+    def start_k(self) -> Any:
+        """First packed row of each sequence's keys."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences of different lengths lie one after the other."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One trailing axis of an aligned array: the index that reads it, and the size that fits."""
+
+    index: Expr
+    size: str  # "heads", "len_q", "len_k", or a quotient rounded up, as in "len_q/64"
+    exact: int | None = None  # a fixed size instead
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How an array lines up with a problem."""
+
+    array: Any
+    argument: str
+    axes: tuple[Axis, ...]
+    lead: bool = True  # leading axes broadcast with the batch's
+    packed: bool = False  # in variable-length calls packed rows index it, without a batch axis
+
+
+def aligned(alignment: Alignment) -> Expr:
+    """Return a node that reads an aligned array at the positions of a problem."""
+    kind = array_type(alignment.array, alignment.argument)
+    return Expr("aligned", tuple(axis.index for axis in alignment.axes), kind, alignment)
+
+
+def bind(root: Expr, sizes: Sizes) -> Expr:
+    """Return `root` with every aligned array resolved for a problem of these sizes.
+
+    Raises
+    ------
+    ArgumentError
+        Where an array does not broadcast, an index may fall out of range, a divisor may be 0, or an
+        integer may leave 64 bits.
+    """
+
+    def resolved(node: Expr) -> Expr | None:
+        return _resolve(node.value, sizes) if node.op == "aligned" else None
+
+    bound = rebuild(root, resolved)
+    _prove(bound, sizes)
+    return bound
+
+
+def extent(sizes: Sizes, name: str) -> int:
+    """Return the largest length along an axis: "heads", "len_q", "len_k" or a quotient."""
+    base, _, divisor = name.partition("/")
+    longest = int(max(_ends(getattr(sizes, base))))
+    return -(-longest // int(divisor or 1))
+
+
+def _ends(value: Any) -> tuple[int, int]:
+    if isinstance(value, int):
+        return value, value
+    return (int(value.min()), int(value.max())) if value.size else (0, 0)
+
+
+def _resolve(alignment: Alignment, sizes: Sizes) -> Expr:
+    array, axes = alignment.array, alignment.axes
+    shape = tuple(array.shape)
+    packed = alignment.packed and sizes.packed
+    wanted = tuple(
+        axis.exact if axis.exact is not None else extent(sizes, axis.size) for axis in axes
+    )
+    if packed:
+        wanted = tuple(_total(sizes, axis.size) for axis in axes)
+    lead = sizes.lead if alignment.lead and not packed else ()
+    if not axes and shape == (math.prod(lead),):
+        return lookup_node(array, (_B,), proven=True)  # one entry per flat batch index
+    full = lead + wanted
+    # The specification asks for one sequence at a time, and an array may serve longer ones.
+    some = sizes.packed and np.size(sizes.len_q) < math.prod(sizes.lead)
+    fits = len(shape) <= len(full) and all(
+        size in (1, want) or (some and size > want)
+        for size, want in zip(reversed(shape), reversed(full), strict=False)
+    )
+    if not fits:
+        names = "".join(f", {axis.size}" for axis in axes if axis.exact is None)
+        raise ArgumentError(
+            f"{alignment.argument}: an array of shape {shape} came; wanted one that broadcasts to "
+            f"{full}{' (the leading axes' + names + ')' if lead else ''}."
+        )
+    indices: list[Expr] = []
+    stride = math.prod(lead)
+    for size in lead:
+        stride //= max(size, 1)
+        indices.append(_B // stride % size if len(lead) > 1 else _B)
+    for axis in axes:
+        start = symbol(axis.size.replace("len", "start")) if packed else None
+        indices.append(axis.index if start is None else start + axis.index)
+    indices = indices[len(full) - len(shape) :]
+    zero = as_expr(0)
+    chosen = tuple(zero if size == 1 else index for index, size in zip(indices, shape, strict=True))
+    return lookup_node(array, chosen, proven=True)
+
+
+def _total(sizes: Sizes, name: str) -> int:
+    start = sizes.start_q if name == "len_q" else sizes.start_k
+    length = sizes.len_q if name == "len_q" else sizes.len_k
+    return int((start + length).max()) if length.size else 0
+
+
+_OVERFLOWING = ("add", "subtract", "multiply", "negative", "absolute")
+
+
+def _prove(root: Expr, sizes: Sizes) -> None:
+    ranges = {name: _range(name, sizes) for name in EVERYTHING}
+    if not math.prod(sizes.lead) or any(high < low for low, high in ranges.values()):
+        return  # an empty axis: nothing is ever evaluated
+    symbols: dict[str, int | float] = {}
+    for name, (low, high) in ranges.items():
+        symbols |= {f"{name}_low": low, f"{name}_high": high}
+    ends = bounds(root, EVERYTHING)
+    # A score's floats may be of either type, and an integer may hang on how they round.
+    float_types: list[Any] = [np.float32]
+    if any(node.op == "floor" or _compares_floats(node) for node in ends):
+        float_types.append(np.float64)
+    for float_type in float_types:
+        _prove_nodes(root, ends, symbols, float_type)
+
+
+def _compares_floats(node: Expr) -> bool:
+    return node.type == "bool" and any(arg.type == "float" for arg in node.args)
+
+
+def _prove_nodes(
+    root: Expr, ends: dict[Expr, Bounds], symbols: dict[str, int | float], float_type: Any
+) -> None:
+    values: dict[Expr, Any] = {}
+
+    def span(node: Expr) -> tuple[int, int]:
+        low, high = (evaluate_exactly(end, symbols, values, float_type) for end in ends[node])
+        return low, high
+
+    # Operands come first, so that nothing is evaluated before what it reads has been proven.
+    for node in walk(root):
+        if node.op in _OVERFLOWING and node.type == "int":
+            _prove_no_overflow(node, *span(node))
+        elif node.op in ("floor_divide", "remainder"):
+            low, high = span(node.args[1])
+            _prove_divisor(node.args[1], low, high)
+            if low <= -1 <= high and span(node.args[0])[0] == -(2**63):
+                _prove_no_overflow(node, -(2**63), 2**63)
+        elif node.op == "lookup" and not node.value[1]:
+            for axis, index in enumerate(node.args):
+                _prove_index(node.value[0], axis, index, *span(index))
+
+
+def _prove_no_overflow(node: Expr, low: int, high: int) -> None:
+    if low < -(2**63) or high >= 2**63:
+        raise ArgumentError(
+            f"{node} may leave the range of 64-bit integers (it lies between {low} and {high}); "
+            "hold its operands with cupyflash.expr.clip."
+        )
+
+
+def _prove_divisor(divisor: Expr, low: int, high: int) -> None:
+    if low <= 0 <= high:
+        raise ArgumentError(
+            f"the divisor {divisor} may be 0 (it lies between {low} and {high}); hold it with "
+            "cupyflash.expr.maximum(..., 1)."
+        )
+
+
+def _prove_index(array: Any, axis: int, index: Expr, low: int, high: int) -> None:
+    size = array.shape[axis]
+    if low < 0 or high >= size:
+        raise ArgumentError(
+            f"lookup: axis {axis} of an array of shape {tuple(array.shape)} is read at {index}, "
+            f"which lies between {low} and {high} here; wanted 0 to {size - 1}. Hold the index "
+            "with cupyflash.expr.clip."
+        )
+
+
+def _range(name: str, sizes: Sizes) -> tuple[int, int]:
+    if name == "b":
+        return 0, math.prod(sizes.lead) - 1
+    if name == "h":
+        return 0, sizes.heads - 1
+    if name in ("i", "j"):
+        return 0, _ends(sizes.len_q if name == "i" else sizes.len_k)[1] - 1
+    return _ends(getattr(sizes, name))

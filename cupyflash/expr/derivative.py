@@ -1,0 +1,70 @@
+"""The derivative of a score change by the score, as another expression (forward mode, by node)."""
+
+from __future__ import annotations
+
+from .nodes import Expr, as_expr, operation, walk
+
+
+def derivative(root: Expr) -> Expr:
+    """Return d `root` / d score.
+
+    Where the change has a kink (`absolute`, `minimum`, `maximum`, `where`) it is the derivative of
+    the branch that is taken; at a tie the first operand's, and 1 for `absolute` at 0. Conditions,
+    `floor` and look-ups are locally constant.
+    """
+    known: dict[Expr, Expr | None] = {}  # None stands for a derivative that is zero everywhere
+    for node in walk(root):
+        known[node] = _rule(node, [known[arg] for arg in node.args])
+    result = known[root]
+    return as_expr(0.0) if result is None else result
+
+
+def _rule(node: Expr, d: list[Expr | None]) -> Expr | None:
+    if node.op == "symbol":
+        return as_expr(1.0) if node.value == "score" else None
+    if node.op in ("floor", "lookup", "constant") or node.type != "float" or not any_nonzero(d):
+        return None
+    x = node.args
+    if node.op == "add":
+        return _sum(d[0], d[1])
+    if node.op == "subtract":
+        return _sum(d[0], None if d[1] is None else -d[1])
+    if node.op == "multiply":
+        return _sum(None if d[0] is None else d[0] * x[1], None if d[1] is None else x[0] * d[1])
+    if node.op == "divide":
+        return _sum(
+            None if d[0] is None else d[0] / x[1], None if d[1] is None else -(node / x[1]) * d[1]
+        )
+    if node.op == "negative":
+        return None if d[0] is None else -d[0]
+    if node.op == "absolute":
+        return None if d[0] is None else operation("where", x[0] < 0.0, -d[0], d[0])
+    if node.op in ("minimum", "maximum"):
+        first = x[0] <= x[1] if node.op == "minimum" else x[1] <= x[0]
+        return operation("where", first, _or_zero(d[0]), _or_zero(d[1]))
+    if node.op == "where":
+        return operation("where", x[0], _or_zero(d[1]), _or_zero(d[2]))
+    if d[0] is None:
+        return None
+    if node.op == "exp":
+        return d[0] * node
+    if node.op == "log":
+        return d[0] / x[0]
+    if node.op == "tanh":
+        return d[0] * (1.0 - node * node)
+    raise AssertionError(f"no derivative is written for {node.op}")
+
+
+def any_nonzero(d: list[Expr | None]) -> bool:
+    """Whether any derivative in `d` can differ from zero."""
+    return any(term is not None for term in d)
+
+
+def _or_zero(d: Expr | None) -> Expr:
+    return as_expr(0.0) if d is None else d
+
+
+def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

@@ -1,0 +1,144 @@
+"""The value of an expression: on NumPy arrays, or exactly, on Python numbers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .nodes import Expr, walk
+
+
+def _to_int64(x: Any) -> Any:
+    return np.asarray(x).astype(np.int64)
+
+
+def _floor(x: Any) -> Any:
+    x = np.floor(x)
+    inside = (x >= -(2.0**63)) & (x < 2.0**63)
+    beyond = np.where(x > 0, np.int64(2**63 - 1), np.int64(-(2**63)))  # the latter for NaN, too
+    return np.where(inside, _to_int64(np.where(inside, x, 0)), beyond)
+
+
+NUMPY: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "negative": np.negative,
+    "absolute": np.absolute,
+    "floor_divide": np.floor_divide,
+    "remainder": np.remainder,
+    "divide": np.divide,
+    "exp": np.exp,
+    "log": np.log,
+    "tanh": np.tanh,
+    "floor": _floor,
+    "to_int": _to_int64,
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+    "logical_and": np.logical_and,
+    "logical_or": np.logical_or,
+    "logical_xor": np.logical_xor,
+    "logical_not": np.logical_not,
+    "where": np.where,
+}
+
+# Integers and conditions, exact and unbounded, so that an overflow of 64 bits shows.
+EXACT: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "minimum": min,
+    "maximum": max,
+    "negative": operator.neg,
+    "absolute": abs,
+    "floor_divide": operator.floordiv,
+    "remainder": operator.mod,
+    "to_int": int,
+}
+
+
+def evaluate(root: Expr, symbols: Mapping[str, Any], float_type: Any = np.float32) -> Any:
+    """Return the value of `root` on NumPy arrays.
+
+    Parameters
+    ----------
+    root : Expr
+        A tree whose arrays lie in host memory.
+    symbols : mapping of str to array of int64 (float for ``score``)
+        Values of the symbols, broadcastable against each other.
+    float_type : dtype
+        In which every float is computed: float32 for masks, the accumulator's type for scores.
+
+    Returns
+    -------
+    numpy.ndarray
+        Of dtype bool, int64 or `float_type`; it broadcasts against the symbols, and may be smaller.
+    """
+    values: dict[Expr, Any] = {}
+    with np.errstate(all="ignore"):
+        for node in walk(root):
+            args = [values[arg] for arg in node.args]
+            values[node] = node_value(node, args, symbols, float_type)
+    return values[root]
+
+
+def node_value(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_type: Any) -> Any:
+    """Return the value of one node, given its operands' values."""
+    dtypes = {"bool": np.bool_, "int": np.int64, "float": float_type}
+    if node.op == "constant":
+        return np.asarray(node.value).astype(dtypes[node.type])
+    if node.op == "symbol":
+        return np.asarray(symbols[node.value])
+    if node.op == "lookup":
+        return np.asarray(node.value[0])[tuple(args)].astype(dtypes[node.type])
+    if node.op == "to_float":
+        return np.asarray(args[0]).astype(float_type)
+    return NUMPY[node.op](*args)
+
+
+def evaluate_exactly(
+    root: Expr,
+    symbols: Mapping[str, int | float],
+    values: dict[Expr, Any],
+    float_type: Any = np.float32,
+) -> Any:
+    """Return the value of `root` for single values of the symbols, with unbounded integers.
+
+    ``range_minimum`` and ``range_maximum`` nodes read their array between two index bounds. Floats
+    are computed as `evaluate` computes them, so that the bounds of an expression hold for it.
+    `values` keeps what is known, from call to call.
+    """
+    with np.errstate(all="ignore"):
+        for node in walk(root):
+            if node not in values:
+                values[node] = _exact(node, [values[arg] for arg in node.args], symbols, float_type)
+    return values[root]
+
+
+def _exact(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_type: Any) -> Any:
+    if node.op == "symbol":
+        return symbols[node.value]
+    if node.op == "constant":
+        return float_type(node.value) if node.type == "float" else node.value
+    if node.op == "to_float":
+        return np.int64(args[0]).astype(float_type)  # one rounding, unlike that of a Python integer
+    if node.op in ("lookup", "range_minimum", "range_maximum"):
+        array = np.asarray(node.value[0])
+        if node.op == "lookup":
+            found = array[tuple(args)]
+        else:
+            low, high = args[: array.ndim], args[array.ndim :]
+            part = array[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
+            found = part.min() if node.op == "range_minimum" else part.max()
+        return float_type(found) if node.type == "float" else found.item()
+    if node.type != "int" or node.op in ("where", "floor"):
+        chosen = NUMPY[node.op](*args)
+        return chosen.item() if node.type != "float" else float_type(chosen)
+    return EXACT[node.op](*args)

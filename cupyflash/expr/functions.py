@@ -1,0 +1,63 @@
+"""What a mask or score function may call: symbols of a problem, functions of expressions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .nodes import Expr, Operand, operation, symbol
+
+# Lengths of the sequence at hand, so that a function can say `i + len_k - len_q`.
+len_q = symbol("len_q")
+len_k = symbol("len_k")
+
+# The positions of a batch entry, in the order in which masks and scores receive them.
+POSITIONS: tuple[Expr, ...] = tuple(symbol(name) for name in "bhij")
+SCORE = symbol("score")
+
+
+def where(condition: Operand, a: Operand, b: Operand) -> Expr:
+    """Return `a` where `condition` holds, else `b`; the other branch is never propagated."""
+    return operation("where", condition, a, b)
+
+
+def exp(x: Operand) -> Expr:
+    """Return e to the power `x`."""
+    return operation("exp", x)
+
+
+def log(x: Operand) -> Expr:
+    """Return the natural logarithm of `x`."""
+    return operation("log", x)
+
+
+def tanh(x: Operand) -> Expr:
+    """Return the hyperbolic tangent of `x`."""
+    return operation("tanh", x)
+
+
+def floor(x: Operand) -> Expr:
+    """Return the largest integer that is at most `x`, as an integer.
+
+    Beyond 64 bits it is the nearest integer of 64 bits; for NaN the smallest.
+    """
+    return operation("floor", x)
+
+
+def minimum(a: Operand, b: Operand) -> Expr:
+    """Return the smaller of `a` and `b`; NaN if either is."""
+    return operation("minimum", a, b)
+
+
+def maximum(a: Operand, b: Operand) -> Expr:
+    """Return the larger of `a` and `b`; NaN if either is."""
+    return operation("maximum", a, b)
+
+
+def clip(x: Operand, low: Operand, high: Operand) -> Expr:
+    """Return `x` held between `low` and `high`."""
+    return minimum(maximum(x, low), high)
+
+
+def absolute(x: Any) -> Expr:
+    """Return the magnitude of `x`."""
+    return operation("absolute", x)

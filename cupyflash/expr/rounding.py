@@ -1,0 +1,300 @@
+"""Running rounding-error analysis: how far a computed expression can be from the exact one.
+
+Beside its exact value every node carries a bound on what a kernel may compute instead, given the
+error of the score and the unit roundoff of the arithmetic. An operation passes its operands' errors
+on and then rounds: ``|fl(z) - z| <= unit |z| + tiny``. A condition carries which outcomes are
+possible. Where both are, `where` may take either branch, so that its error is the larger of the
+taken branch's error and the distance to the other branch; `minimum`, `maximum` and `absolute` never
+move further apart than their operands do, so that their kinks need no such care. An error that
+cannot be bounded is infinite.
+
+Nothing is gained for operations that happen to be exact (times 1.0): a chain's derivative, computed
+in one go, rounds where the product of its members' derivatives multiplies by 1.
+
+References
+----------
+Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.3 (running error analysis).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .evaluate import node_value
+from .nodes import Expr, walk
+
+Floats = NDArray[np.float64]
+
+# Units in the last place by which a kernel's exp, log and tanh may be off; one is at most 2 units.
+FUNCTION_ULPS = 4
+# Differences of float64 numbers, by which the outcome of a comparison is judged, round themselves.
+_SLACK = 1 + 2.0**-50
+
+
+class Outcomes(NamedTuple):
+    """Which outcomes a computed condition may have."""
+
+    true: Any
+    false: Any
+
+
+class _Operation(NamedTuple):
+    value: Any
+    x: list[Any]  # operands
+    e: list[Any]  # their errors
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The accumulator's arithmetic."""
+
+    unit: float
+    tiny: float  # subnormal results may become 0
+    largest: float
+    stored: Any  # type of the accumulator
+
+    @classmethod
+    def of(cls, unit: float) -> Arithmetic:
+        """Return the arithmetic with a unit roundoff of `unit`: float32, float64, or twice."""
+        stored = np.float64 if unit < 2.0**-40 else np.float32
+        limits = np.finfo(stored)
+        return cls(unit, float(limits.smallest_normal), float(limits.max), stored)
+
+    def rounded(self, value: Any, error: Floats, unit: float | None = None) -> Floats:
+        """Return the error after one more rounding; infinite where the result may overflow."""
+        size = _size(value) + error
+        unit = self.unit if unit is None else unit
+        error = np.where(size > 0, error + unit * size + self.tiny, 0)
+        return np.where(size < self.largest, error, np.inf)
+
+    def conversion(self, value: Any) -> Floats:
+        """Return the error of converting numbers to the accumulator's type."""
+        exact = np.asarray(value)
+        error = _size(np.asarray(exact.astype(self.stored), exact.dtype) - exact)
+        # Subnormal numbers may be read as 0; infinities are exact.
+        error = np.where(_size(exact) < self.tiny, _size(exact), error)
+        return np.where(np.isinf(exact), 0.0, error)
+
+
+def _size(value: Any) -> Floats:
+    return np.abs(np.asarray(value, np.float64))
+
+
+def evaluate_with_error(
+    roots: tuple[Expr, ...], symbols: Mapping[str, Any], score_error: Any, unit: float
+) -> list[tuple[Any, Floats]]:
+    """Return the values of expressions and bounds on the errors of their computed values.
+
+    Parameters
+    ----------
+    roots : tuple of Expr
+        Bound trees of type float; what they share is evaluated once.
+    symbols : mapping of str to array
+        Values of the symbols; the type of ``score`` is the type of the exact values.
+    score_error : array_like
+        Bound on the error of the computed score.
+    unit : float
+        Unit roundoff of the arithmetic.
+
+    Returns
+    -------
+    list of tuple of 2 ndarray
+        Value and bound of each root; they broadcast against the symbols.
+    """
+    arithmetic = Arithmetic.of(unit)
+    float_type = np.asarray(symbols["score"]).dtype.type
+    values: dict[Expr, Any] = {}
+    errors: dict[Expr, Any] = {}
+    score_error = np.asarray(score_error, np.float64)
+    with np.errstate(all="ignore"):
+        for root in roots:
+            for node in walk(root):
+                if node in values:
+                    continue
+                operands = [values[arg] for arg in node.args]
+                value = node_value(node, operands, symbols, float_type)
+                known = [errors[arg] for arg in node.args]
+                values[node] = value
+                errors[node] = _error(node, value, operands, known, score_error, arithmetic)
+        return [(values[root], errors[root]) for root in roots]
+
+
+def _error(
+    node: Expr, value: Any, x: list[Any], e: list[Any], score_error: Floats, arithmetic: Arithmetic
+) -> Any:
+    """Return a number's error bound, or a condition's possible outcomes."""
+    if node.op == "lookup":
+        return _lookup(node, value, e, arithmetic)
+    if node.op == "symbol" and node.value == "score":
+        return _known(score_error)
+    if node.type == "bool":
+        return _condition(node, value, x, e)
+    if node.op == "symbol":
+        return np.zeros(())
+    if node.op == "constant":
+        return arithmetic.conversion(value) if node.type == "float" else np.zeros(())
+    if node.op == "to_int":  # a condition as 0 or 1
+        return np.where(e[0].true & e[0].false, 1.0, 0.0)
+    if node.op == "to_float":
+        safe = _size(x[0]) + e[0] <= 1 / arithmetic.unit
+        return _known(np.where(safe, e[0], arithmetic.rounded(value, e[0])))
+    if node.op == "where":
+        return _where(x, e)
+    error = _PROPAGATION[node.op](_Operation(value, x, e))
+    if node.op in _FUNCTIONS:
+        error = arithmetic.rounded(value, error, 2 * FUNCTION_ULPS * arithmetic.unit)
+    elif node.type == "float" and node.op in _ROUNDING:
+        error = arithmetic.rounded(value, error)
+        error = np.where(_surely_infinite(node.op, value, x, e), 0.0, error)
+    return _known(error)
+
+
+_FUNCTIONS = ("exp", "log", "tanh")
+_ROUNDING = ("add", "subtract", "multiply", "divide")
+
+
+def _known(error: Any) -> Floats:
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def _surely_infinite(op: str, value: Any, x: list[Any], e: list[Any]) -> Any:
+    """Where an infinite operand, which is exact, makes the result infinite."""
+    sure = np.isinf(value) & np.isfinite(e[0]) & np.isfinite(e[1])
+    if op == "divide":
+        return sure & np.isinf(x[0]) & (_size(x[1]) > e[1])
+    if op == "multiply":
+        return (
+            sure & (np.isinf(x[0]) | np.isinf(x[1])) & (_size(x[0]) > e[0]) & (_size(x[1]) > e[1])
+        )
+    return sure & (np.isinf(x[0]) | np.isinf(x[1]))
+
+
+def _distance(a: Any, b: Any) -> Floats:
+    """Return |a - b|: 0 for equal infinities, infinite where it is unknown."""
+    if np.asarray(a).dtype.kind == "i":  # a difference of integers may leave 64 bits
+        return np.where(np.equal(a, b), 0.0, np.abs(np.subtract(a, b, dtype=np.float64)) * _SLACK)
+    return np.where(np.equal(a, b), 0.0, _known(_size(np.subtract(a, b)) * _SLACK))
+
+
+def _condition(node: Expr, value: Any, x: list[Any], e: list[Any]) -> Outcomes:
+    if node.op in ("constant", "symbol"):
+        return Outcomes(value, ~value)
+    if node.op == "logical_and":
+        return Outcomes(e[0].true & e[1].true, e[0].false | e[1].false)
+    if node.op == "logical_or":
+        return Outcomes(e[0].true | e[1].true, e[0].false & e[1].false)
+    if node.op == "logical_not":
+        return Outcomes(e[0].false, e[0].true)
+    if node.op == "logical_xor":
+        return Outcomes(
+            (e[0].true & e[1].false) | (e[0].false & e[1].true),
+            (e[0].true & e[1].true) | (e[0].false & e[1].false),
+        )
+    if node.op == "where":
+        return Outcomes(
+            (e[0].true & e[1].true) | (e[0].false & e[2].true),
+            (e[0].true & e[1].false) | (e[0].false & e[2].false),
+        )
+    error = e[0] + e[1]
+    distance = _known(_size(np.subtract(x[0], x[1], dtype=np.result_type(x[0], np.float64))))
+    either = (error > 0) & (distance <= error * _SLACK)
+    return Outcomes(value | either, ~value | either)
+
+
+def _where(x: list[Any], e: list[Any]) -> Floats:
+    condition, a, b = e
+    taken = np.where(x[0], a, b)
+    other = _distance(x[1], x[2]) + np.where(x[0], b, a)
+    return _known(np.where(condition.true & condition.false, np.maximum(taken, other), taken))
+
+
+def _lookup(node: Expr, value: Any, e: list[Any], arithmetic: Arithmetic) -> Any:
+    array = np.asarray(node.value[0])
+    uncertain: Any = np.zeros((), bool)
+    for error in e:
+        uncertain = uncertain | (error > 0)
+    if node.type == "bool":
+        either = uncertain & bool(array.any() and not array.all())
+        return Outcomes(value | either, ~value | either)
+    error = arithmetic.conversion(value) if node.type == "float" else np.zeros(())
+    if np.any(uncertain):  # any other element may be read
+        low, high = array.min(), array.max()
+        if node.type == "float":
+            low, high = low.astype(np.float64), high.astype(np.float64)
+            reach = np.maximum(_distance(value, low), _distance(high, value))
+            reach = arithmetic.rounded(value, reach)
+        else:
+            reach = np.maximum(_distance(value, low), _distance(high, value))
+        error = np.where(uncertain, _known(reach), error)
+    return _known(error)
+
+
+def _multiply(o: _Operation) -> Any:
+    return _size(o.x[0]) * o.e[1] + _size(o.x[1]) * o.e[0] + o.e[0] * o.e[1]
+
+
+def _divide(o: _Operation) -> Any:
+    # |x'/y' - x/y| = |(x' - x) - (x/y) (y' - y)| / |y'|
+    room = _size(o.x[1]) - o.e[1]
+    return np.where(room > 0, (o.e[0] + _size(o.value) * o.e[1]) / room, np.inf)
+
+
+def _either(o: _Operation) -> Any:
+    return np.maximum(o.e[0], o.e[1])
+
+
+def _floor(o: _Operation) -> Any:
+    x0 = np.asarray(o.x[0], np.float64)
+    low = np.floor(np.nextafter(x0 - o.e[0], -np.inf))
+    high = np.floor(np.nextafter(x0 + o.e[0], np.inf))
+    return np.where(o.e[0] > 0, np.maximum(o.value - low, high - o.value), 0.0)
+
+
+def _remainder(o: _Operation) -> Any:
+    # Exact operands give it exactly; else it is anything between 0 and the divisor.
+    return np.where((o.e[0] > 0) | (o.e[1] > 0), _size(o.x[1]) + o.e[1], 0.0)
+
+
+def _floor_divide(o: _Operation) -> Any:
+    room = np.maximum(_size(o.x[1]) - o.e[1], 1.0)  # integers that are never 0
+    quotient = _size(o.x[0]) / _size(o.x[1])
+    signs = np.where(_size(o.x[1]) > o.e[1], 0, np.inf)  # else the divisor's sign is unknown
+    error = (o.e[0] + quotient * o.e[1]) / room * _SLACK + 1 + signs
+    return np.where((o.e[0] > 0) | (o.e[1] > 0), error, 0.0)
+
+
+def _exp(o: _Operation) -> Any:
+    return np.where(o.e[0] > 0, _size(o.value) * np.expm1(o.e[0]), 0.0)
+
+
+def _log(o: _Operation) -> Any:
+    return np.where(o.e[0] < o.x[0], -np.log1p(-o.e[0] / _size(o.x[0])), np.inf)
+
+
+def _tanh(o: _Operation) -> Any:
+    nearest = np.maximum(_size(o.x[0]) - o.e[0], 0)  # to 0, where the slope is largest
+    return np.minimum(o.e[0] / np.cosh(nearest) ** 2 * _SLACK, 2.0)
+
+
+# How an operation passes its operands' errors on, before it rounds.
+_PROPAGATION: dict[str, Callable[[_Operation], Any]] = {
+    "add": lambda o: o.e[0] + o.e[1],
+    "subtract": lambda o: o.e[0] + o.e[1],
+    "multiply": _multiply,
+    "divide": _divide,
+    "negative": lambda o: o.e[0],
+    "absolute": lambda o: o.e[0],
+    "minimum": _either,
+    "maximum": _either,
+    "floor": _floor,
+    "remainder": _remainder,
+    "floor_divide": _floor_divide,
+    "exp": _exp,
+    "log": _log,
+    "tanh": _tanh,
+}

@@ -1,0 +1,442 @@
+"""Masks: which query i may see which key j. True means attend.
+
+Every mask is one expression over the batch entry b, the query head h and the positions i and j; the
+CPU's and the GPU's code, and the proof of which tiles can be skipped, are made from it. Masks
+combine with ``&``, ``|`` and ``~``, and `mask` makes one from a function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .expr.bind import Alignment, Axis, Sizes, aligned, bind
+from .expr.evaluate import evaluate
+from .expr.functions import POSITIONS, len_k, len_q
+from .expr.nodes import Expr, LookupTable, as_expr
+
+__all__ = [
+    "Mask",
+    "blocks",
+    "causal",
+    "dense",
+    "dilated",
+    "lengths",
+    "mask",
+    "prefix",
+    "segments",
+    "window",
+]
+
+_B, _H, _I, _J = POSITIONS
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """Sizes of a problem whose batch entries all have the same lengths."""
+
+    lead: tuple[int, ...]
+    heads: int
+    len_q: int
+    len_k: int
+    start_q: int = 0
+    start_k: int = 0
+    packed: bool = False
+
+
+class Mask:
+    """A condition over (b, h, i, j). Join masks with ``&``, ``|``, ``^`` and ``~``."""
+
+    __slots__ = ("expr",)
+
+    def __init__(self, expr: Expr) -> None:
+        self.expr = expr
+
+    def __and__(self, other: Mask) -> Mask:
+        return self._join(other, lambda a, b: a & b)
+
+    def __or__(self, other: Mask) -> Mask:
+        return self._join(other, lambda a, b: a | b)
+
+    def __xor__(self, other: Mask) -> Mask:
+        return self._join(other, lambda a, b: a ^ b)
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+    __array_ufunc__ = None  # `array & mask` comes here, and is told to wrap the array
+
+    def __invert__(self) -> Mask:
+        return Mask(~self.expr)
+
+    def _join(self, other: Any, how: Callable[[Expr, Expr], Expr]) -> Mask:
+        if not isinstance(other, Mask):
+            raise ArgumentTypeError(
+                f"a mask was joined with {type(other).__name__}; wanted another mask. Wrap an "
+                "array with masks.dense(array), a function with masks.mask(function)."
+            )
+        return Mask(how(self.expr, other.expr))
+
+    def __bool__(self) -> bool:
+        raise TraceError("A mask has no truth value; join masks with &, | and ~, not and, or, not.")
+
+    def __repr__(self) -> str:
+        return f"<mask {self.expr}>"
+
+    def evaluate(self, b: Any, h: Any, i: Any, j: Any, sizes: Any) -> np.ndarray[Any, Any]:
+        """Return the mask at given positions.
+
+        Parameters
+        ----------
+        b, h, i, j : array_like of int
+            Positions that broadcast against each other; b is the flat batch index.
+        sizes : object
+            The problem's ``lead``, ``heads``, ``len_q``, ``len_k``, ``start_q``, ``start_k``:
+            numbers, or in variable-length problems arrays that broadcast with `b`.
+
+        Returns
+        -------
+        numpy.ndarray
+            Of bool, of the broadcast shape of b, h, i and j.
+        """
+        symbols = position_symbols(b, h, i, j, sizes)
+        bound = bind(self.expr, flat_sizes(sizes))
+        shape = np.broadcast_shapes(*(np.shape(x) for x in (b, h, i, j)))
+        if not math.prod(shape):
+            return np.zeros(shape, np.bool_)
+        return np.broadcast_to(evaluate(bound, symbols), shape)
+
+    def to_array(self, B: int | tuple[int, ...], H: int, Lq: int, Lk: int) -> np.ndarray[Any, Any]:
+        r"""Return the whole mask of a problem.
+
+        Parameters
+        ----------
+        B : int or tuple of int
+            Batch entries, or the leading axes whose product they are.
+        H : int
+            Query heads.
+        Lq, Lk : int
+            Queries and keys.
+
+        Returns
+        -------
+        numpy.ndarray
+            Of bool and shape (B, H, Lq, Lk), or (*B, H, Lq, Lk) for a tuple; True means attend.
+        """
+        lead = B if isinstance(B, tuple) else (B,)
+        sizes = _Dense(lead, H, Lq, Lk)
+        count = math.prod(lead)
+        b, h, i, j = np.ix_(np.arange(count), np.arange(H), np.arange(Lq), np.arange(Lk))
+        values = self.evaluate(b, h, i, j, sizes)
+        return np.array(values).reshape((*lead, H, Lq, Lk))
+
+
+@dataclass(frozen=True)
+class _Flat:
+    lead: tuple[int, ...]
+    heads: int
+    len_q: Any
+    len_k: Any
+    start_q: Any
+    start_k: Any
+    packed: bool
+
+
+def flat_sizes(sizes: Any) -> Sizes:
+    """Return sizes whose lengths are numbers or one-dimensional arrays over b."""
+    varying = {name: getattr(sizes, name, 0) for name in ("len_q", "len_k", "start_q", "start_k")}
+    flat = {
+        name: int(value) if np.ndim(value) == 0 else np.asarray(value).reshape(-1)
+        for name, value in varying.items()
+    }
+    default = any(np.ndim(value) for value in varying.values())
+    packed = bool(getattr(sizes, "packed", default))
+    return _Flat(tuple(sizes.lead), sizes.heads, packed=packed, **flat)
+
+
+def position_symbols(b: Any, h: Any, i: Any, j: Any, sizes: Any) -> dict[str, Any]:
+    """Return the values of every symbol but the score."""
+    names = ("len_q", "len_k", "start_q", "start_k")
+    symbols = {name: np.asarray(getattr(sizes, name, 0), np.int64) for name in names}
+    positions = zip("bhij", (b, h, i, j), strict=True)
+    return symbols | {name: np.asarray(value, np.int64) for name, value in positions}
+
+
+def number_or_per_batch(value: Any, argument: str) -> Expr:
+    """Return an integer, or a look-up of one integer per batch entry."""
+    if isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{argument}: a bool came; wanted an integer.")
+    if isinstance(value, (int, np.integer)):
+        return as_expr(int(value))
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, LookupTable):
+        value = value.array
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    if not hasattr(value, "dtype") or np.dtype(value.dtype).kind not in "iu":
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise ArgumentTypeError(
+            f"{argument}: {kind} came; wanted an integer, or an integer array with one entry per "
+            "batch entry."
+        )
+    return aligned(Alignment(value, argument, ()))
+
+
+def traced(function: Callable[..., Any], symbols: Sequence[Expr], what: str) -> Expr:
+    """Call a user's function once, on symbols, and return what it computed."""
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"{what}: {type(function).__name__} came; wanted a function of "
+            f"({', '.join(str(s)[0] for s in symbols)})."
+        )
+    try:
+        inspect.signature(function).bind(*symbols)
+    except TypeError as error:
+        names = ", ".join("s" if str(s) == "score" else str(s) for s in symbols)
+        raise ArgumentTypeError(f"{what}: its function must take ({names}): {error}.") from None
+    except ValueError:
+        pass  # a built-in without a signature: calling it will tell
+    result = function(*symbols)
+    if result is None:
+        raise TraceError(f"{what}: its function returned None; wanted an expression.")
+    return as_expr(result)
+
+
+def mask(function: Callable[[Expr, Expr, Expr, Expr], Any]) -> Mask:
+    """Make a mask from a function of (b, h, i, j).
+
+    Parameters
+    ----------
+    function : callable
+        Called once with symbols: the flat batch index b, the query head h, the query position i,
+        the key position j. It returns a condition, made of arithmetic, comparisons, ``&``, ``|``,
+        ``~``, `lookup` and the functions of `cupyflash.expr`.
+
+    Returns
+    -------
+    Mask
+
+    Raises
+    ------
+    TraceError
+        Where the function branches on a symbol (use ``where``), or returns no condition.
+
+    Examples
+    --------
+    >>> from cupyflash import masks
+    >>> masks.mask(lambda b, h, i, j: (i - j) % 2 == 0).to_array(1, 1, 2, 4)[0, 0]
+    array([[ True, False,  True, False],
+           [False,  True, False,  True]])
+    """
+    expr = traced(function, POSITIONS, "mask")
+    if expr.type != "bool":
+        raise TraceError(f"mask: its function returned {expr} ({expr.type}); wanted a condition.")
+    return Mask(expr)
+
+
+def _diagonal(offset: Any, argument: str) -> Expr:
+    return _I + (len_k - len_q if offset is None else number_or_per_batch(offset, argument))
+
+
+def causal(offset: Any = None) -> Mask:
+    """Let query i see key j when ``j <= i + offset``.
+
+    Parameters
+    ----------
+    offset : int or array of int, optional
+        A number, or one per batch entry. Default: Lk - Lq, so that the last query sees every key.
+
+    Returns
+    -------
+    Mask
+    """
+    return Mask(_diagonal(offset, "causal: offset") >= _J)
+
+
+def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
+    """Let query i see keys from ``i + offset - left`` to ``i + offset + right``.
+
+    Parameters
+    ----------
+    left, right : int or None
+        Keys before and after the query's own; None is unbounded. ``window(None, 0)`` is causal.
+    offset : int or array of int, optional
+        As in `causal`.
+
+    Returns
+    -------
+    Mask
+    """
+    diagonal = _diagonal(offset, "window: offset")
+    expr = as_expr(True)
+    for side, value in (("left", left), ("right", right)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise ArgumentTypeError(
+                f"window: {side} is {value!r}; wanted an integer, or None for unbounded."
+            )
+        bound = diagonal - int(value) <= _J if side == "left" else diagonal + int(value) >= _J
+        expr = bound if expr.op == "constant" else expr & bound
+    return Mask(expr)
+
+
+def lengths(k_lengths: Any, q_lengths: Any = None) -> Mask:
+    """Let queries see the first `k_lengths` keys of their batch entry: padded batches.
+
+    Parameters
+    ----------
+    k_lengths : int or array of int
+        True number of keys, for all or per batch entry.
+    q_lengths : int or array of int, optional
+        True number of queries; later queries see nothing (output 0, LSE -inf, zero gradients).
+
+    Returns
+    -------
+    Mask
+
+    Notes
+    -----
+    Masks never see each other: causal alignment by true lengths is
+    ``lengths(n) & causal(offset=n - q_lengths)``.
+    """
+    expr = number_or_per_batch(k_lengths, "lengths: k_lengths") > _J
+    if q_lengths is not None:
+        expr = expr & (number_or_per_batch(q_lengths, "lengths: q_lengths") > _I)
+    return Mask(expr)
+
+
+def segments(q_ids: Any, k_ids: Any = None) -> Mask:
+    """Let queries see the keys of their own segment (document).
+
+    Parameters
+    ----------
+    q_ids : array of int
+        Segment of every query, (Lq,) or one row per batch entry; (total,) in variable-length calls.
+    k_ids : array of int, optional
+        Segment of every key. Default: `q_ids`.
+
+    Returns
+    -------
+    Mask
+    """
+
+    def ids(array: Any, argument: str, size: str, index: Expr) -> Expr:
+        array = as_array(array, argument)
+        if np.dtype(array.dtype).kind not in "iub":
+            raise ArgumentTypeError(f"{argument}: dtype {array.dtype} came; wanted integers.")
+        return aligned(Alignment(array, argument, (Axis(index, size),), packed=True))
+
+    return Mask(
+        ids(q_ids, "segments: q_ids", "len_q", _I)
+        == ids(q_ids if k_ids is None else k_ids, "segments: k_ids", "len_k", _J)
+    )
+
+
+def prefix(n: Any) -> Mask:
+    """Let every query see the first `n` keys: join with `causal` for a prefix language model.
+
+    Parameters
+    ----------
+    n : int or array of int
+        For all, or one per batch entry.
+
+    Returns
+    -------
+    Mask
+    """
+    return Mask(number_or_per_batch(n, "prefix: n") > _J)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) > 0
+
+
+def dilated(step: int) -> Mask:
+    """Let query i see every `step`-th key, counted from its own: ``(i + Lk - Lq - j) % step == 0``.
+
+    Parameters
+    ----------
+    step : int
+        1 or more.
+
+    Returns
+    -------
+    Mask
+    """
+    if not _is_positive(step):
+        raise ArgumentError(f"dilated: step is {step!r}; wanted an integer of 1 or more.")
+    return Mask((_I + len_k - len_q - _J) % int(step) == 0)
+
+
+def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
+    r"""Let block (i // block_q) of queries see block (j // block_k) of keys where `layout` says so.
+
+    Parameters
+    ----------
+    layout : array of bool
+        Broadcasts to (..., Hq, ceil(Lq / block_q), ceil(Lk / block_k)).
+    block_q, block_k : int
+        Block sizes, 1 or more.
+
+    Returns
+    -------
+    Mask
+
+    References
+    ----------
+    Dao et al. 2022, FlashAttention, section 3.3 (block-sparse FlashAttention).
+    """
+    for name, size in (("block_q", block_q), ("block_k", block_k)):
+        if not _is_positive(size):
+            raise ArgumentError(f"blocks: {name} is {size!r}; wanted an integer of 1 or more.")
+    array = _boolean(layout, "blocks: layout")
+    axes = (
+        Axis(_H, "heads"),
+        Axis(_I // int(block_q), f"len_q/{block_q}"),
+        Axis(_J // int(block_k), f"len_k/{block_k}"),
+    )
+    return Mask(aligned(Alignment(array, "blocks: layout", axes)))
+
+
+def dense(array: Any) -> Mask:
+    r"""Make a mask of a boolean array; a plain array given as ``mask=`` means the same.
+
+    Parameters
+    ----------
+    array : array of bool
+        Broadcasts to (..., Hq, Lq, Lk); to (n, Hq, max Lq, max Lk) in variable-length calls. It
+        is read in place: a later change of its elements changes the mask.
+
+    Returns
+    -------
+    Mask
+    """
+    axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
+    return Mask(aligned(Alignment(_boolean(array, "mask"), "mask", axes)))
+
+
+def _boolean(array: Any, argument: str) -> Any:
+    array = as_array(array, argument)
+    if np.dtype(array.dtype) != np.bool_:
+        raise ArgumentTypeError(
+            f"{argument}: an array of dtype {array.dtype} came; wanted bool, True meaning attend. "
+            "Additive masks go to bias=."
+        )
+    return array
+
+
+def as_array(value: Any, argument: str) -> Any:
+    """Return `value` if it is an array, a nested list as an array, else raise."""
+    if isinstance(value, LookupTable):
+        return value.array
+    if isinstance(value, (list, tuple)):
+        return np.asarray(value)
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise ArgumentTypeError(f"{argument}: {type(value).__name__} came; wanted an array.")
+    return value

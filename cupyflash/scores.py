@@ -1,0 +1,241 @@
+"""Score changes: what happens to scale * q.k before bias, mask and softmax.
+
+Every change is one expression of the score s and the positions b, h, i, j. Its derivative by s,
+which the backward needs, is made from the same tree. Changes are chained in order: ``score_mod=[a,
+b]`` or ``a.then(b)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .expr.bind import Alignment, Axis, aligned, bind
+from .expr.derivative import derivative
+from .expr.evaluate import evaluate
+from .expr.functions import POSITIONS, SCORE, clip, len_k, len_q, tanh
+from .expr.nodes import Expr, LookupTable, convert, rebuild
+from .expr.rounding import evaluate_with_error
+from .masks import as_array, flat_sizes, position_symbols, traced
+
+__all__ = ["Score", "alibi", "chain", "relative_bias", "score", "softcap"]
+
+_B, _H, _I, _J = POSITIONS
+
+
+class Score:
+    """A function of a score and its position (b, h, i, j)."""
+
+    __slots__ = ("expr",)
+
+    def __init__(self, expr: Expr) -> None:
+        self.expr = convert(expr, "float")
+
+    def then(self, other: Score) -> Score:
+        """Return the change that applies this one first and `other` to its result."""
+        if not isinstance(other, Score):
+            raise ArgumentTypeError(
+                f"then: {type(other).__name__} came; wanted a score change of cupyflash.scores."
+            )
+        return Score(rebuild(other.expr, lambda node: self.expr if is_score(node) else None))
+
+    def __repr__(self) -> str:
+        return f"<score {self.expr}>"
+
+    def evaluate(
+        self, s: Any, b: Any, h: Any, i: Any, j: Any, sizes: Any
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return the changed scores and their derivative by the score.
+
+        Parameters
+        ----------
+        s : numpy.ndarray
+            Scores; all arithmetic happens in its dtype.
+        b, h, i, j : array_like of int
+            Positions that broadcast with `s`.
+        sizes : object
+            As in `Mask.evaluate`.
+
+        Returns
+        -------
+        changed, slope : numpy.ndarray
+            Of the shape and dtype of `s`.
+        """
+        bound = bind(self.expr, flat_sizes(sizes))
+        symbols = position_symbols(b, h, i, j, sizes) | {"score": s}
+        if not s.size:
+            return s.copy(), np.ones_like(s)
+        pair = (evaluate(tree, symbols, s.dtype.type) for tree in (bound, derivative(bound)))
+        changed, slope = (np.broadcast_to(value, s.shape) for value in pair)
+        return changed, slope
+
+    def evaluate_with_error(
+        self, s: Any, s_error: Any, b: Any, h: Any, i: Any, j: Any, sizes: Any, unit: float
+    ) -> tuple[np.ndarray[Any, Any], ...]:
+        """Return changed scores and slopes, each with a bound on its computed value's error.
+
+        Parameters
+        ----------
+        s : numpy.ndarray
+            Scores; the values are computed in its dtype.
+        s_error : array_like
+            Bound on ``|computed s - s|``.
+        b, h, i, j, sizes
+            As in `evaluate`.
+        unit : float
+            Unit roundoff of the arithmetic that the bounds speak of.
+
+        Returns
+        -------
+        changed, changed_error, slope, slope_error : numpy.ndarray
+            Of the shape of `s`; an error is infinite where it cannot be bounded.
+        """
+        bound = bind(self.expr, flat_sizes(sizes))
+        symbols = position_symbols(b, h, i, j, sizes) | {"score": s}
+        if not s.size:
+            none = np.zeros(s.shape)
+            return s.copy(), none, np.ones_like(s), none
+        roots = (bound, derivative(bound))
+        parts = [x for pair in evaluate_with_error(roots, symbols, s_error, unit) for x in pair]
+        return tuple(np.broadcast_to(part, s.shape) for part in parts)
+
+
+def is_score(node: Expr) -> bool:
+    """Whether a node is the symbol of the score."""
+    return node.op == "symbol" and node.value == "score"
+
+
+def chain(changes: Any) -> Score | None:
+    """Return one change for None, a change, or a sequence of changes applied in order."""
+    if changes is None or isinstance(changes, Score):
+        return changes
+    if isinstance(changes, Sequence) and not isinstance(changes, str):
+        result: Score | None = None
+        for change in changes:
+            if not isinstance(change, Score):
+                changes = change
+                break
+            result = change if result is None else result.then(change)
+        else:
+            return result
+    raise ArgumentTypeError(
+        f"score_mod: {type(changes).__name__} came; wanted a score change of cupyflash.scores, or "
+        "a sequence of them. A function is wrapped by scores.score(function)."
+    )
+
+
+def score(function: Callable[[Expr, Expr, Expr, Expr, Expr], Any]) -> Score:
+    """Make a score change from a function of (s, b, h, i, j).
+
+    Parameters
+    ----------
+    function : callable
+        Called once with symbols: the score s (scale * q.k), the flat batch index b, the query head
+        h, the query position i, the key position j. It returns the new score. -inf hides the pair.
+
+    Returns
+    -------
+    Score
+
+    Raises
+    ------
+    TraceError
+        Where the function branches on a symbol (use ``where``), or returns no number.
+
+    Examples
+    --------
+    >>> from cupyflash import scores
+    >>> scores.score(lambda s, b, h, i, j: s - 0.1 * abs(i - j))
+    <score (score - (0.1 * absolute((i - j))))>
+    """
+    expr = traced(function, (SCORE, *POSITIONS), "score")
+    if expr.type == "bool":
+        raise TraceError(f"score: its function returned the condition {expr}; wanted a number.")
+    return Score(expr)
+
+
+def alibi(slopes: Any) -> Score:
+    """Subtract a penalty that grows with the distance: ``s - slope_h |i + Lk - Lq - j|``.
+
+    Parameters
+    ----------
+    slopes : array of float
+        One per query head, (Hq,).
+
+    Returns
+    -------
+    Score
+
+    References
+    ----------
+    Press, Smith & Lewis 2022, "Train Short, Test Long", section 3.
+    """
+    slopes = _floats(slopes, "alibi: slopes")
+    slope = aligned(Alignment(slopes, "alibi: slopes", (Axis(_H, "heads"),), lead=False))
+    return Score(SCORE - slope * abs(_I + len_k - len_q - _J))
+
+
+def softcap(c: float) -> Score:
+    """Hold scores softly within (-c, c): ``c tanh(s / c)``.
+
+    Parameters
+    ----------
+    c : float
+        Positive and finite.
+
+    Returns
+    -------
+    Score
+    """
+    if isinstance(c, bool) or not isinstance(c, (int, float, np.integer, np.floating)):
+        raise ArgumentTypeError(f"softcap: c is {c!r}; wanted a positive number.")
+    if not (math.isfinite(c) and c > 0):
+        raise ArgumentError(f"softcap: c is {c!r}; wanted a positive, finite number.")
+    cap = float(c)
+    return Score(cap * tanh(SCORE / cap))
+
+
+def relative_bias(table: Any) -> Score:
+    """Add a learned number for every distance.
+
+    ``s + table[h, R + clip(j - i - (Lk - Lq), -R, R)]``
+
+    Parameters
+    ----------
+    table : array of float
+        (Hq, 2 R + 1), (1, 2 R + 1) or (2 R + 1,): from R keys before the query's own to R after it.
+        Distances beyond R use the ends.
+
+    Returns
+    -------
+    Score
+
+    References
+    ----------
+    Shaw, Uszkoreit & Vaswani 2018, "Self-Attention with Relative Position Representations" (the
+    clipping); Raffel et al. 2020, section 2.1 (a scalar per head and distance).
+    """
+    table = _floats(table, "relative_bias: table")
+    if table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
+        raise ArgumentError(
+            f"relative_bias: a table of shape {tuple(table.shape)} came; wanted (Hq, 2 R + 1) or "
+            "(2 R + 1,), an odd number of distances."
+        )
+    size = int(table.shape[-1])
+    reach = size // 2
+    position = clip(_J - _I - (len_k - len_q), -reach, reach) + reach
+    axes = (Axis(_H, "heads"), Axis(position, "distance", exact=size))
+    return Score(SCORE + aligned(Alignment(table, "relative_bias: table", axes, lead=False)))
+
+
+def _floats(value: Any, argument: str) -> Any:
+    if isinstance(value, LookupTable):
+        value = value.array
+    array = as_array(value, argument)
+    if np.dtype(array.dtype).name not in ("float16", "bfloat16", "float32", "float64"):
+        raise ArgumentTypeError(f"{argument}: dtype {array.dtype} came; wanted floats.")
+    return array

@@ -1,0 +1,142 @@
+"""The arithmetic of a kernel, as far as a rounding-error bound needs to know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+# Name of a type: unit roundoff, largest absolute error below the normal range, largest number.
+# Subnormal results may be flushed to zero (CuPy compiles with -ftz=true), hence the smallest normal
+# number for float32 and bfloat16; float16 conversions keep subnormals, whose spacing is 2**-24.
+_FORMATS: dict[str, tuple[float, float, float]] = {
+    "float16": (2.0**-11, 2.0**-25, 65504.0),
+    "bfloat16": (2.0**-8, 2.0**-126, (2.0 - 2.0**-7) * 2.0**127),
+    "float32": (2.0**-24, 2.0**-126, (2.0 - 2.0**-23) * 2.0**127),
+    "float64": (2.0**-53, 2.0**-1022, float(np.finfo(np.float64).max)),
+}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Conversion to a stored type: ``|round(x) - x| <= unit * |x| + underflow``.
+
+    Parameters
+    ----------
+    unit : float
+        Unit roundoff; 0 for no conversion.
+    underflow : float
+        Largest absolute error of a number below the normal range.
+    largest : float
+        Largest finite number.
+    """
+
+    unit: float
+    underflow: float
+    largest: float
+
+    @classmethod
+    def to(cls, dtype: DTypeLike) -> Rounding:
+        """Return the rounding to one of float16, bfloat16, float32 and float64.
+
+        Parameters
+        ----------
+        dtype : dtype_like
+            The stored type.
+
+        Returns
+        -------
+        Rounding
+            Its constants.
+        """
+        name = np.dtype(dtype).name
+        if name not in _FORMATS:
+            raise TypeError(f"dtype is {name}; it must be one of {', '.join(_FORMATS)}")
+        return cls(*_FORMATS[name])
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Constants of a kernel's arithmetic.
+
+    Parameters
+    ----------
+    unit : float
+        Unit roundoff u_a of the accumulator.
+    exp2_error : float
+        Largest relative error u_e of the kernel's exp2 (and absolute error of its log).
+    underflow : float
+        Largest absolute error of an accumulator operation whose result is not a normal number.
+    largest : float
+        Largest finite accumulator.
+    product : Rounding
+        Rounding u_p of P and dS to an operand of the second matrix product; unit 0 for none.
+    output : Rounding
+        Rounding u_o of O, dQ, dK and dV as they are stored. The LSE and delta stay accumulators.
+    truncates : bool
+        Whether the accumulator rounds toward zero, as tensor cores do, which doubles the bound of
+        every rounding.
+    """
+
+    unit: float
+    exp2_error: float
+    underflow: float
+    largest: float
+    product: Rounding
+    output: Rounding
+    truncates: bool = False
+
+    @classmethod
+    def of(cls, dtype: DTypeLike, tensor_cores: bool = False) -> Precision:
+        """Return what the package's kernels compute with for inputs of a type.
+
+        Parameters
+        ----------
+        dtype : dtype_like
+            float16, bfloat16, float32 or float64: the type of q, k, v and of the output.
+        tensor_cores : bool
+            Whether P and dS are rounded to `dtype` for a tensor core, whose accumulator truncates.
+
+        Returns
+        -------
+        Precision
+            Accumulation in float64 for float64, else in float32.
+        """
+        output = Rounding.to(dtype)
+        double = np.dtype(dtype).name == "float64"
+        unit, underflow, largest = _FORMATS["float64" if double else "float32"]
+        exact = Rounding(0.0, 0.0, largest)
+        return cls(
+            unit=unit,
+            exp2_error=2.0**-50 if double else 2.0**-22,
+            underflow=underflow,
+            largest=largest,
+            product=output if tensor_cores and output.unit > unit else exact,
+            output=output,
+            truncates=tensor_cores,
+        )
+
+    @property
+    def reference_dtype(self) -> Any:
+        """Type of the exact values: float64, or long double where float64 is what is bounded."""
+        return np.float64 if self.unit > 2.0**-40 else np.longdouble
+
+    def gamma(self, count: Any) -> NDArray[np.float64]:
+        """Bound the relative error of `count` roundings in a row or in any tree.
+
+        Parameters
+        ----------
+        count : array_like
+            Number of roundings n.
+
+        Returns
+        -------
+        ndarray of float64
+            Higham's ``gamma_n = c n u / (1 - c n u)``, with c = 2 for accumulators that truncate;
+            infinite where ``c n u >= 1``.
+        """
+        total = np.asarray(count, np.float64) * ((2 if self.truncates else 1) * self.unit)
+        with np.errstate(divide="ignore"):
+            return np.where(total < 1, total / np.maximum(1 - total, 0.0), np.inf)

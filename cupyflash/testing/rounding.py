@@ -1,0 +1,445 @@
+"""Where rounding errors enter attention: the derivation behind `bound`, term by term.
+
+Every statement below holds for any order of summation, any tiles and any schedule. u is the
+accumulator's unit roundoff, e the error of exp2, lam the underflow, and gamma(n) bounds n roundings
+(`Precision.gamma`). A relative error x is carried as an *exponent*,
+``a = -log(1 - x)``, because exponents of factors add and ``|factors - 1| <= exp(a) - 1``.
+
+Logits. A computed s errs by at most ``gamma(d + 3) sigma`` with ``sigma = |scale| |q||k|^T``: d for
+the products and their sum, 3 for the conversion of the scale and its product. The score chain turns
+that into an error of t and of its slope by its own running error analysis; a bias adds its
+conversion and the sum. The result is ``tau_ij``.
+
+Weights. Any number may stand for the row maximum, since it cancels, so that only the evaluation of
+``t - m`` counts: at most ``3u(|t| + |m|)`` whichever way it is computed (conversion of log2 e,
+product, difference, or one FMA with a rounded ``m log2 e``), and tile rescalings telescope to the
+same. With one exp2 per tile::
+
+    a_ij = tau_ij + 3u (|t_ij| + tau_ij + M_i) + (T + 1) e,      M_i = max_j |t_ij| + tau_ij, |sink|
+
+Output. With n_i = visible keys + 2 T + 2 roundings of products, sums, rescalings and the division
+(2 more with dropout, whose factor is converted and multiplied), u_p for P as an operand, and Z for
+the dropout weights::
+
+    error of the numerator / l     N_ic = sum_j P_ij (exp(a_ij + gamma + u_p) - 1) Z_ij |v_jc| + ...
+    error of l, relative           theta_i = sum_j P_ij (exp(a_ij + gamma) - 1) + the sink's
+    B_O = (1 + u_o) (N + theta |O|) / (1 - theta) + u_o |O| + lam_o
+
+A sink is one more term of l, with an exponent of its own and no numerator. Without dropout the
+computed row is a convex combination of values (and of 0, with a sink) up to gamma, so
+``max_j |v_jc - O_ic|`` caps the bound. Rows with ``theta >= 1/2`` are ill-conditioned: nothing is
+claimed of them, their bound is infinite.
+
+LSE. ``ln l`` inherits ``-log(1 - theta)``; conversions of m between bases and the sum add
+``4u (|m| + |ln l|)``, the logarithm e.
+
+Backward. P is computed again from the stored LSE: ``b_ij = tau_ij + B_L + 3u(...) + e``. delta uses
+the stored, rounded O, so ``B_D = sum_c |dO| B_O + gamma(dv) sum_c |dO| (|O| + B_O)``. With
+``Delta = dP - delta + dLSE`` and ``H = gamma(dv + 2) Z |dO||V|^T + B_D + ...`` its error before the
+sums, and ``W = H + 2u(|Delta| + H)`` after them::
+
+    error of dT:  E = (P (exp(b) - 1) + lam)(|Delta| + W) + P W + u P exp(b) (|Delta| + W) + lam
+
+The slope of the score chain multiplies it; u_p rounds it as an operand. Each gradient is then one
+sum over all pairs that reach it, over queries, the heads of a group and broadcast axes alike:
+``sum of term errors + gamma(terms + 3) * sum of |terms|``, then the output's rounding.
+
+References
+----------
+N. J. Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., 2002, section 3.1.
+P. Blanchard, D. J. Higham, N. J. Higham, "Accurately computing the log-sum-exp and softmax
+functions", IMA J. Numer. Anal. 41, 2021.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from cupyflash.reference.naive import Backward, Forward
+
+    from .precision import Precision, Rounding
+
+Floats = NDArray[np.float64]
+
+
+class Errors(NamedTuple):
+    """Bounds of everything the forward pass computes, per query head.
+
+    Parameters
+    ----------
+    logits, slope : ndarray, shape (B, Hq, Lq, Lk)
+        tau and the error of dt/ds; 0 where not allowed.
+    out : ndarray, shape (B, Hq, Lq, Dv)
+        B_O.
+    lse : ndarray, shape (B, Hq, Lq)
+        B_L.
+    ill_conditioned : ndarray of bool, shape (B, Hq, Lq)
+        Rows of which nothing is claimed.
+    """
+
+    logits: Floats
+    slope: Floats
+    out: Floats
+    lse: Floats
+    ill_conditioned: NDArray[np.bool_]
+
+
+class Terms(NamedTuple):
+    """A sum whose terms carry errors, before or after it is reduced over shared axes.
+
+    Parameters
+    ----------
+    exact : ndarray
+        The exact sum.
+    errors : ndarray
+        Sum of the terms' error bounds.
+    magnitude : ndarray
+        Sum of the computed terms' magnitudes, at most.
+    number : ndarray
+        How many terms; broadcasts to the others.
+    """
+
+    exact: Any
+    errors: Floats
+    magnitude: Floats
+    number: Floats
+
+
+def magnitude(x: Any) -> Floats:
+    """Return absolute values in float64."""
+    return np.abs(np.asarray(x, np.float64))
+
+
+def exponent(error: Any) -> Floats:
+    """Turn a relative error into the exponent ``-log(1 - x)``; infinite from 1 on."""
+    x = np.asarray(error, np.float64)
+    return np.where(x < 1, -np.log1p(-np.minimum(x, 1)), np.inf)
+
+
+def growth(probs: Floats, gap: Floats, a: Floats) -> Floats:
+    """Return ``P (exp(a) - 1)``, at most, for ``P = exp(gap)`` that may have underflowed."""
+    result = np.where(a < 1, probs * np.expm1(np.minimum(a, 1)), np.exp(gap + a))
+    return np.where(gap == -np.inf, 0.0, result)
+
+
+def matmul(a: Floats, b: Floats) -> Floats:
+    """Multiply matrices of bounds with ``0 * inf = 0``; NaN counts as infinite."""
+    finite_a, finite_b = np.isfinite(a), np.isfinite(b)
+    result: Floats = np.where(finite_a, a, 0) @ np.where(finite_b, b, 0)
+    if not (finite_a.all() and finite_b.all()):
+        hits = (~finite_a).astype(float) @ (b != 0) + (a != 0).astype(float) @ ~finite_b
+        result = np.where(hits > 0, np.inf, result)
+    return result
+
+
+def times(a: Floats, b: Floats) -> Floats:
+    """Multiply bounds elementwise with ``0 * inf = 0``."""
+    return np.where((a == 0) | (b == 0), 0.0, a * b)
+
+
+def stored(error: Floats, exact: Any, rounding: Rounding) -> Floats:
+    """Add the rounding of the result; infinite where the stored number may overflow."""
+    size = magnitude(exact)
+    bound = (1 + rounding.unit) * error + rounding.unit * size + rounding.underflow
+    return np.where(size + bound < rounding.largest, bound, np.inf)
+
+
+def total(terms: Terms, extra: int, precision: Precision, rounding: Rounding) -> Floats:
+    """Bound a stored sum: its terms' errors, `extra` + count roundings, the output's rounding."""
+    summation = times(precision.gamma(terms.number + extra), terms.magnitude)
+    return stored(terms.errors + summation, terms.exact, rounding)
+
+
+def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -> tuple[Any, ...]:
+    """Bound the errors of the logits and of the score chain's slope.
+
+    Parameters
+    ----------
+    f : Forward
+        Exact values.
+    score_mod : tuple
+        Score changes with ``evaluate_with_error``.
+    precision : Precision
+        The arithmetic.
+
+    Returns
+    -------
+    tuple of 2 ndarray, shape (B, Hq, Lq, Lk)
+        tau and the slope's error; 0 where not allowed, infinite where something may overflow.
+    """
+    unit, lam = precision.unit, precision.underflow
+    depth = f.q.shape[-1]
+    products = magnitude(f.q) @ magnitude(f.k).swapaxes(-1, -2)
+    scale = float(abs(f.scale))
+    error = precision.gamma(depth + 3) * scale * products + (scale * depth + 1) * lam
+    # Products that may overflow the accumulator, before or after the scale.
+    safe = np.maximum(products, scale * products) < precision.largest / 2
+    error = np.where(f.allowed, np.where(safe, error, np.inf), 0)
+    s, s_error = f.scores, error
+    slope, slope_error = np.ones(error.shape), np.zeros(error.shape)
+    for change in score_mod:
+        s, s_error, d, d_error = change.evaluate_with_error(s, s_error, *f.positions, f.sizes, unit)
+        d, d_error = magnitude(d), np.asarray(d_error, np.float64)
+        product = (slope + slope_error) * (d + d_error)
+        slope_error = slope * d_error + slope_error * (d + d_error) + unit * product
+        slope = slope * d
+    error = np.asarray(s_error, np.float64)
+    if f.bias is not None:
+        error = error + unit * magnitude(f.bias)
+        error = error + unit * (magnitude(np.where(f.allowed, f.logits, 0)) + error)
+
+    def clean(x: Floats) -> Floats:
+        return np.where(f.allowed, np.where(np.isnan(x), np.inf, x), 0)
+
+    return clean(error), clean(slope_error)
+
+
+def spread(f: Forward) -> Floats:
+    """Return ``max_j |v_jc - O_ic|`` over the visible keys (and 0, for a sink) of each row."""
+    out = np.asarray(f.out, np.float64)
+    result = np.abs(out) if f.sink is not None else np.zeros(out.shape)
+    batch, heads, rows, width = out.shape
+    keys = f.v.shape[2]
+    step = max(1, 2**21 // max(1, keys * width))
+    for b, h in np.ndindex(batch, heads):
+        values = np.asarray(f.v[b, h], np.float64)
+        for start in range(0, rows, step):
+            here = slice(start, start + step)
+            visible = f.allowed[b, h, here, :, None]
+            high = np.where(visible, values, -np.inf).max(axis=1, initial=-np.inf)
+            low = np.where(visible, values, np.inf).min(axis=1, initial=np.inf)
+            x = out[b, h, here]
+            result[b, h, here] = np.maximum(result[b, h, here], np.maximum(high - x, x - low))
+    return result
+
+
+@np.errstate(all="ignore")
+def forward_errors(
+    f: Forward,
+    score_mod: tuple[Any, ...],
+    precision: Precision,
+    *,
+    tiles: int,
+    splits: int,
+    dropout: bool,
+) -> Errors:
+    """Bound the errors of O and LSE.
+
+    Parameters
+    ----------
+    f : Forward
+        Exact values.
+    score_mod : tuple
+        Score changes with ``evaluate_with_error``.
+    precision : Precision
+        The arithmetic.
+    tiles, splits : int
+        Key tiles, and parts the keys are split into and combined by their LSE.
+    dropout : bool
+        Whether dropout weights are multiplied in.
+
+    Returns
+    -------
+    Errors
+        The bounds.
+    """
+    unit, lam = precision.unit, precision.underflow
+    error_exp = exponent(precision.exp2_error)
+    tau, slope = logit_errors(f, score_mod, precision)
+    size = magnitude(np.where(f.allowed, f.logits, 0))
+    probs, l = magnitude(f.probs), magnitude(f.total)
+    lse = np.asarray(f.lse, np.float64)
+    count = f.allowed.sum(axis=-1)
+    largest = (size + tau).max(axis=-1, initial=0)
+    if f.sink is not None:
+        largest = np.maximum(largest, np.where(np.isinf(f.sink), 0, magnitude(f.sink)))
+    log_l = magnitude(np.log(np.where(l > 0, l, 1)))
+
+    # Exponents of the weights; `shared` is what every weight of a row has.
+    shared = 3 * unit * largest + (tiles + 1) * error_exp
+    if splits > 1:  # each part's stored LSE, and its weight exp(lse_part - lse) in the combination
+        shared = shared + 10 * unit * (largest + np.log1p(count)) + 2 * error_exp
+    a = tau + 3 * unit * (size + tau) + shared[..., None]
+    roundings = count + 2 * tiles + 2 + (2 if dropout else 0) + (4 if splits > 1 else 0)
+    summation = exponent(precision.gamma(roundings))
+    gap = np.where(f.allowed, np.asarray(f.logits, np.float64) - lse[..., None], -np.inf)
+    lost = np.where(l > 0, lam / l, 0) * (count > 0)
+
+    theta = growth(probs, gap, a + summation[..., None]).sum(axis=-1) + count * lost
+    if f.sink is not None and f.sink_probs is not None:
+        sink = np.where(np.isinf(f.sink), 0, magnitude(f.sink))
+        a_sink = 4 * unit * sink + shared + summation
+        gap_sink = np.where(f.sink == -np.inf, -np.inf, np.asarray(f.sink, np.float64) - lse)
+        theta = theta + growth(magnitude(f.sink_probs), gap_sink, a_sink)
+    ill = ~(theta < 0.5)
+    theta = np.where(ill, np.inf, theta)
+
+    out, value = magnitude(f.out), magnitude(f.v)
+    weights = magnitude(f.weights) * f.allowed
+    operand = exponent(precision.product.unit)
+    numerator = matmul(growth(probs, gap, a + summation[..., None] + operand) * weights, value)
+    reach = matmul(weights, value)  # largest numerator before the division, as exp(t - m) <= 1
+    small = lam + precision.product.underflow
+    flushed = (lost / lam * small)[..., None] * (reach + count[..., None])
+    numerator = numerator + flushed
+    bound = (numerator + times(theta[..., None], out)) / (1 - np.minimum(theta, 0.5))[..., None]
+    if not dropout:
+        relative = np.expm1(2 * summation + operand)[..., None]
+        hull = spread(f)
+        bound = np.minimum(bound, hull + relative * (hull + out) + 2 * flushed)
+    bound = stored(bound, f.out, precision.output)
+    bound = np.where((reach < precision.largest / 2) & ~ill[..., None], bound, np.inf)
+
+    log_theta = exponent(theta)
+    m = magnitude(f.maximum) + tau.max(axis=-1, initial=0)
+    bound_lse = log_theta + 4 * unit * (m + log_l + log_theta) + error_exp
+    nothing = count == 0
+    unseen = nothing if f.sink is None else nothing & np.isinf(f.lse)
+    return Errors(
+        logits=tau,
+        slope=slope,
+        out=np.where(nothing[..., None], 0, bound),
+        lse=np.where(unseen, 0, np.where(ill, np.inf, bound_lse)),
+        ill_conditioned=ill & ~unseen,
+    )
+
+
+class BackwardErrors(NamedTuple):
+    """Bounds of delta, and each gradient as a sum that is still to be reduced.
+
+    Parameters
+    ----------
+    delta : ndarray, shape (B, Hq, Lq)
+        B_D.
+    dq, dk, dv, dbias : Terms, shapes (B, Hq, L, D or Dv) and (B, Hq, Lq, Lk)
+        Per query head.
+    dsink : Terms, shape (B, Hq), or None
+        Per batch entry.
+    """
+
+    delta: Floats
+    dq: Terms
+    dk: Terms
+    dv: Terms
+    dbias: Terms
+    dsink: Terms | None
+
+
+@np.errstate(all="ignore")
+def backward_errors(
+    f: Forward, g: Backward, e: Errors, precision: Precision, *, with_dlse: bool
+) -> BackwardErrors:
+    """Bound the errors of delta and of the terms of every gradient.
+
+    Parameters
+    ----------
+    f, g : Forward, Backward
+        Exact values.
+    e : Errors
+        Bounds of the forward pass.
+    precision : Precision
+        The arithmetic.
+    with_dlse : bool
+        Whether a gradient by the LSE takes part.
+
+    Returns
+    -------
+    BackwardErrors
+        The bounds.
+    """
+    unit, lam = precision.unit, precision.underflow
+    error_exp = exponent(precision.exp2_error)
+    allowed = f.allowed
+    counts = allowed.astype(np.float64)
+    do, out, value = magnitude(g.do), magnitude(f.out), magnitude(f.v)
+    width = f.v.shape[-1]
+    seen = allowed.any(axis=-1)
+
+    # delta, and what dLSE adds to it
+    delta = times(do, e.out).sum(axis=-1)
+    delta = delta + precision.gamma(width) * times(do, out + e.out).sum(axis=-1) + width * lam
+    delta = np.where(seen, delta, 0)
+    shift = delta
+    if with_dlse:
+        shift = delta + 2 * unit * (magnitude(g.delta) + magnitude(g.dlse) + delta)
+
+    # P again, from the stored LSE
+    lse = np.where(np.isinf(f.lse), 0, np.asarray(f.lse, np.float64))
+    size = magnitude(np.where(allowed, f.logits, 0))
+    row = e.lse + 3 * unit * (np.abs(lse) + e.lse) + error_exp
+    b = e.logits + 3 * unit * (size + e.logits) + row[..., None]
+    gap = np.where(allowed, np.asarray(f.logits, np.float64) - lse[..., None], -np.inf)
+    probs, weights = magnitude(f.probs), magnitude(f.weights)
+    probs_error = growth(probs, gap, b) + lam * counts
+
+    # dV: terms P Z dO
+    b_value = b + exponent(precision.product.unit) + exponent(2 * unit)
+    value_error = growth(probs, gap, b_value) + (lam + precision.product.underflow) * counts
+    value_error = times(value_error, weights).swapaxes(-1, -2)
+    value_terms = (probs * weights).swapaxes(-1, -2)
+    visits = counts.sum(axis=-2)[..., None]
+    dv = Terms(
+        g.dv,
+        matmul(value_error, do) + lam * visits,
+        matmul(value_terms + value_error, do),
+        visits,
+    )
+
+    # dT, which is the bias's gradient
+    reach = np.where(allowed, matmul(do, value.swapaxes(-1, -2)), 0)
+    products = times(weights, precision.gamma(width + 2) * reach + width * lam)
+    products = np.where(reach < precision.largest / 2, products, np.inf)
+    size_delta = magnitude(g.dprobs - (g.delta - g.dlse)[..., None])
+    size_delta = np.where(allowed, size_delta, 0)
+
+    def term_error(p: Floats, p_error: Floats, size: Floats, before: Floats) -> Floats:
+        after = before + 2 * unit * (size + before)
+        reached = size + after
+        result = times(p_error, reached) + times(p, after)
+        return result + unit * times(p + p_error, reached) + lam
+
+    dlogits_error = term_error(probs, probs_error, size_delta, products + shift[..., None])
+    dlogits_error = np.where(allowed, dlogits_error, 0)
+    dlogits = magnitude(g.dlogits)
+    dbias = Terms(g.dlogits, dlogits_error, dlogits + dlogits_error, counts)
+
+    # dS, an operand of the last two products
+    slope, scale = magnitude(f.slope), float(abs(f.scale))
+    error = times(dlogits_error, slope) + times(dlogits + dlogits_error, e.slope)
+    if slope.size and not (np.all(f.slope[allowed] == 1) and not e.slope.any()):
+        error = error + unit * times(dlogits + dlogits_error, slope + e.slope) + lam * counts
+    dscores = magnitude(g.dscores)
+    error = error + precision.product.unit * (dscores + error)
+    error = error + precision.product.underflow * counts
+    keys, queries = magnitude(f.k), magnitude(f.q)
+    seen_keys = counts.sum(axis=-1)[..., None]
+    dq = Terms(
+        g.dq,
+        scale * matmul(error, keys) + (scale + 1) * lam * seen_keys,
+        scale * matmul(dscores + error, keys),
+        seen_keys,
+    )
+    dk = Terms(
+        g.dk,
+        scale * matmul(error.swapaxes(-1, -2), queries) + (scale + 1) * lam * visits,
+        scale * matmul((dscores + error).swapaxes(-1, -2), queries),
+        visits,
+    )
+
+    dsink = None
+    if f.sink is not None and f.sink_probs is not None:
+        finite = np.isfinite(f.sink)
+        sink = np.where(finite, np.asarray(f.sink, np.float64), 0)
+        p = magnitude(f.sink_probs)
+        b_sink = 4 * unit * np.abs(sink) + row
+        p_error = growth(p, np.where(finite, sink - lse, -np.inf), b_sink) + lam
+        size_row = magnitude(g.dlse - g.delta)
+        row_error = np.where(finite, term_error(p, p_error, size_row, shift), 0)
+        terms = (times(p, size_row) + row_error).sum(axis=-1)
+        number = np.full(terms.shape, float(f.lse.shape[-1]))
+        dsink = Terms(g.dsink, row_error.sum(axis=-1), terms, number)
+    return BackwardErrors(delta, dq, dk, dv, dbias, dsink)

@@ -1,0 +1,1 @@
+"""CUDA C++ sources, shipped as data; the folder's README.md gives the reading order."""

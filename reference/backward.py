@@ -1,0 +1,247 @@
+"""Tiled attention, backward: the CPU twin of the backward kernels.
+
+FlashAttention-2 (Dao 2023), Algorithm 2, in two passes that share `gradient_tile`: `backward_dkdv`
+keeps a block of keys and values and lets the queries pass by, `backward_dq` keeps a block of
+queries. Nothing is written by two work items, so the result does not depend on their order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .accumulate import accumulate, padded
+from .gradient_tile import apply_slope, gradient_tile, load_row_numbers, make_scratch
+from .jit import kernel
+from .memory import load_transposed, row_address, store
+from .tile import EMPTY, classify_tile, describe_tile
+
+
+@kernel
+def transpose_blocks(first, last, work, shape, rows, depth, panels, like):
+    """Write query blocks as (depth, lanes) panels, one after the other, padded with zeros.
+
+    Item n is block ``work[n // heads, 1]`` of batch entry ``work[n // heads, 0]``, head ``n %
+    heads``.
+    """
+    itemsize = shape.itemsize
+    most = padded(shape.block_q, shape.lanes_per_vector)
+    tile = np.empty(depth * most, like.dtype)
+    for item in range(first, last):
+        b, block = work[item // shape.heads, 0], work[item // shape.heads, 1]
+        h = item % shape.heads
+        i0 = block * shape.block_q
+        ni = min(shape.block_q, shape.len_q[b] - i0)
+        lanes = padded(ni, shape.lanes_per_vector)
+        load_transposed(rows, b, h, i0, ni, lanes, depth, itemsize, tile)
+        target = row_address(panels, b, h, block, itemsize)
+        for n in range(depth * lanes):
+            store(target + n * itemsize, tile[n])
+
+
+@kernel
+def backward_dkdv(
+    first,
+    last,
+    work,
+    members,
+    shape,
+    changes,
+    q,
+    k,
+    v,
+    do,
+    lse,
+    delta,
+    qt,
+    dot,
+    dk,
+    dv,
+    visited,
+    like,
+):
+    """Compute dk and dv of the work items from `first` to `last`.
+
+    Item n is key block ``work[n // heads_kv, 2]`` of key-value head ``n % heads_kv``; the batch
+    entries that share these keys are ``members[work[n // heads_kv, 0] : work[n // heads_kv, 1]]``.
+    `qt` and `dot` are panels of q and do. The sum runs over those entries, the group's heads and
+    the query blocks, in that order.
+    """
+    itemsize, vector = shape.itemsize, shape.lanes_per_vector
+    heads_kv = shape.heads // shape.group
+    columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
+    one = like.dtype.type(1)
+    scratch = make_scratch(shape, changes, like)
+    dk_tile = np.empty(shape.block_kv * columns, like.dtype)
+    dv_tile = np.empty(shape.block_kv * columns_v, like.dtype)
+    for item in range(first, last):
+        place = work[item // heads_kv]
+        h_kv = item % heads_kv
+        j0 = place[2] * shape.block_kv
+        keys = members[place[0]]
+        nj = min(shape.block_kv, shape.len_k[keys] - j0)
+        dk_tile[:] = 0
+        dv_tile[:] = 0
+        count = 0
+        for b in members[place[0] : place[1]]:
+            for h in range(h_kv * shape.group, (h_kv + 1) * shape.group):
+                for i0 in range(0, shape.len_q[b], shape.block_q):
+                    ni = min(shape.block_q, shape.len_q[b] - i0)
+                    lanes = padded(ni, vector)
+                    describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
+                    tile_class = classify_tile(
+                        changes.tile, scratch.symbols, scratch.tile_ri, scratch.tile_rf
+                    )
+                    if tile_class == EMPTY:
+                        continue
+                    count += 1
+                    load_row_numbers(shape, lse, delta, b, h, i0, ni, lanes, scratch)
+                    q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
+                    do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
+                    gradient_tile(
+                        shape,
+                        changes,
+                        scratch,
+                        tile_class,
+                        b,
+                        h,
+                        i0,
+                        ni,
+                        j0,
+                        nj,
+                        lanes,
+                        q_panel,
+                        do_panel,
+                        k,
+                        v,
+                    )
+                    # 6 accumulate dv and dk
+                    accumulate(
+                        one,
+                        scratch.p,
+                        lanes,
+                        1,
+                        nj,
+                        ni,
+                        do,
+                        b,
+                        h,
+                        i0,
+                        columns_v,
+                        itemsize,
+                        dv_tile,
+                        changes.careful,
+                        scratch.seen,
+                    )
+                    if changes.slope.code.shape[0]:
+                        apply_slope(scratch, ni, nj, lanes)
+                    accumulate(
+                        one,
+                        scratch.ds,
+                        lanes,
+                        1,
+                        nj,
+                        ni,
+                        q,
+                        b,
+                        h,
+                        i0,
+                        columns,
+                        itemsize,
+                        dk_tile,
+                        changes.careful,
+                        scratch.seen,
+                    )
+        # 7 scale and store
+        for j in range(nj):
+            target = row_address(dk, keys, h_kv, j0 + j, itemsize)
+            for d in range(shape.d):
+                store(target + d * itemsize, dk_tile[j * columns + d] * shape.scale)
+            target = row_address(dv, keys, h_kv, j0 + j, itemsize)
+            for d in range(shape.d_v):
+                store(target + d * itemsize, dv_tile[j * columns_v + d])
+        visited[item] = count
+
+
+@kernel
+def backward_dq(
+    first, last, work, members, shape, changes, k, v, q, do, lse, delta, dq, visited, like
+):
+    """Compute dq of the work items from `first` to `last`.
+
+    Item n is query block ``work[n // heads, 2]`` of head ``n % heads``; the batch entries that
+    share these queries are ``members[work[n // heads, 0] : work[n // heads, 1]]``.
+    """
+    itemsize, vector = shape.itemsize, shape.lanes_per_vector
+    columns = padded(shape.d, vector)
+    most = padded(shape.block_q, vector)
+    one = like.dtype.type(1)
+    scratch = make_scratch(shape, changes, like)
+    q_panel = np.empty(shape.d * most, like.dtype)
+    do_panel = np.empty(shape.d_v * most, like.dtype)
+    dq_tile = np.empty(most * columns, like.dtype)
+    for item in range(first, last):
+        place = work[item // shape.heads]
+        h = item % shape.heads
+        i0 = place[2] * shape.block_q
+        queries = members[place[0]]
+        ni = min(shape.block_q, shape.len_q[queries] - i0)
+        lanes = padded(ni, vector)
+        load_transposed(q, queries, h, i0, ni, lanes, shape.d, itemsize, q_panel)
+        dq_tile[:] = 0
+        count = 0
+        for b in members[place[0] : place[1]]:
+            h_kv = h // shape.group
+            load_transposed(do, b, h, i0, ni, lanes, shape.d_v, itemsize, do_panel)
+            load_row_numbers(shape, lse, delta, b, h, i0, ni, lanes, scratch)
+            for j0 in range(0, shape.len_k[b], shape.block_kv):
+                nj = min(shape.block_kv, shape.len_k[b] - j0)
+                describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
+                tile_class = classify_tile(
+                    changes.tile, scratch.symbols, scratch.tile_ri, scratch.tile_rf
+                )
+                if tile_class == EMPTY:
+                    continue
+                count += 1
+                gradient_tile(
+                    shape,
+                    changes,
+                    scratch,
+                    tile_class,
+                    b,
+                    h,
+                    i0,
+                    ni,
+                    j0,
+                    nj,
+                    lanes,
+                    q_panel.ctypes.data,
+                    do_panel.ctypes.data,
+                    k,
+                    v,
+                )
+                # 6 accumulate dq
+                if changes.slope.code.shape[0]:
+                    apply_slope(scratch, ni, nj, lanes)
+                accumulate(
+                    one,
+                    scratch.ds,
+                    1,
+                    lanes,
+                    ni,
+                    nj,
+                    k,
+                    b,
+                    h_kv,
+                    j0,
+                    columns,
+                    itemsize,
+                    dq_tile,
+                    changes.careful,
+                    scratch.seen,
+                )
+        # 7 scale and store
+        for i in range(ni):
+            target = row_address(dq, queries, h, i0 + i, itemsize)
+            for d in range(shape.d):
+                store(target + d * itemsize, dq_tile[i * columns + d] * shape.scale)
+        visited[item] = count

@@ -1,0 +1,76 @@
+"""The gradient of a bias, summed over the axes along which it was broadcast.
+
+One work item per tile of the bias, as the bias is stored: it loops over the batch entries, heads
+and blocks that were given this tile, in that order, and recomputes their dS.
+"""
+
+from __future__ import annotations
+
+from .accumulate import padded
+from .gradient_tile import gradient_tile, load_row_numbers, make_scratch
+from .jit import kernel
+from .memory import row_address
+from .tile import EMPTY, classify_tile, describe_tile
+
+
+@kernel
+def backward_bias(first, last, work, members, shape, changes, k, v, lse, delta, qt, dot, dbias):
+    """Compute some tiles of `dbias` (entries, heads or 1, queries or 1, keys or 1).
+
+    Row n of `work` names a tile: the range of `members` (batch entries that share it), the bias's
+    own batch entry, head, query block and key block; a broadcast axis has the single index 0.
+    """
+    itemsize, vector = shape.itemsize, shape.lanes_per_vector
+    scratch = make_scratch(shape, changes, dbias.reshape(-1))
+    one_head, one_query, one_key = dbias.shape[1] == 1, dbias.shape[2] == 1, dbias.shape[3] == 1
+    for item in range(first, last):
+        begin, end, entry, head, q_block, kv_block = work[item]
+        target = dbias[entry, head]
+        for b in members[begin:end]:
+            for h in range(0 if one_head else head, shape.heads if one_head else head + 1):
+                i_end = (
+                    shape.len_q[b]
+                    if one_query
+                    else min((q_block + 1) * shape.block_q, shape.len_q[b])
+                )
+                j_end = (
+                    shape.len_k[b]
+                    if one_key
+                    else min((kv_block + 1) * shape.block_kv, shape.len_k[b])
+                )
+                for i0 in range(0 if one_query else q_block * shape.block_q, i_end, shape.block_q):
+                    ni = min(shape.block_q, shape.len_q[b] - i0)
+                    lanes = padded(ni, vector)
+                    load_row_numbers(shape, lse, delta, b, h, i0, ni, lanes, scratch)
+                    q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
+                    do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
+                    j_start = 0 if one_key else kv_block * shape.block_kv
+                    for j0 in range(j_start, j_end, shape.block_kv):
+                        nj = min(shape.block_kv, shape.len_k[b] - j0)
+                        describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
+                        tile_class = classify_tile(
+                            changes.tile, scratch.symbols, scratch.tile_ri, scratch.tile_rf
+                        )
+                        if tile_class == EMPTY:
+                            continue
+                        gradient_tile(
+                            shape,
+                            changes,
+                            scratch,
+                            tile_class,
+                            b,
+                            h,
+                            i0,
+                            ni,
+                            j0,
+                            nj,
+                            lanes,
+                            q_panel,
+                            do_panel,
+                            k,
+                            v,
+                        )
+                        for j in range(nj):
+                            for i in range(ni):
+                                row, column = 0 if one_query else i0 + i, 0 if one_key else j0 + j
+                                target[row, column] += scratch.ds[j * lanes + i]

@@ -1,0 +1,38 @@
+"""delta = rowsum(do * out) - dlse, and the gradient of the sink: before the backward kernels.
+
+FlashAttention-2 (Dao 2023), Algorithm 2, line 4.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .jit import kernel
+from .memory import load, row_address, store
+
+
+@kernel
+def backward_delta(first, last, shape, do, out, dlse, lse, sink, delta, dsink):
+    """Compute delta of batch entry and head ``n = b * heads + h`` from `first` to `last`.
+
+    ``dsink[n]`` receives the sum over the queries of p_sink * (dlse - rowsum(do * out)).
+    """
+    itemsize = shape.itemsize
+    zero, one = sink.dtype.type(0), sink.dtype.type(1)
+    for item in range(first, last):
+        b, h = item // shape.heads, item % shape.heads
+        total = zero
+        for i in range(shape.len_q[b]):
+            do_row = row_address(do, b, h, i, itemsize)
+            out_row = row_address(out, b, h, i, itemsize)
+            value = zero
+            for d in range(shape.d_v):
+                element = load(out_row + d * itemsize, one)
+                # An empty row's output is 0 whatever its gradient holds.
+                value += element * load(do_row + d * itemsize, one) if element != zero else zero
+            value -= load(row_address(dlse, b, h, i, itemsize), one)
+            store(row_address(delta, b, h, i, itemsize), value)
+            row_lse = load(row_address(lse, b, h, i, itemsize), one)
+            if sink[h] != -math.inf and row_lse != -math.inf:
+                total -= sink.dtype.type(math.exp(min(sink[h] - row_lse, zero))) * value
+        dsink[item] = total

@@ -1,0 +1,280 @@
+"""How the arrays of one call lie in memory: addresses, strides, copies where needed, work lists.
+
+Arrays arrive validated, as ``(*lead, H, L, D)`` whose leading axes broadcast, or packed as
+``(H, total, D)``. What a kernel cannot read in place (16-bit floats, unaligned or strided rows,
+rows that do not fill whole vectors) is copied once, in the accumulator's type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from . import philox
+from .jit import address
+from .memory import Rows, count_nonfinite
+from .microkernel import vector_lanes
+from .program import Program
+from .threads import parallel
+from .tile import Shape
+
+Array = np.ndarray[Any, Any]
+
+
+class Problem(Protocol):
+    """What a launch needs to know of a problem (see `cupyflash.problem.Problem`)."""
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Leading axes; their product is the number of batch entries."""
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def heads_kv(self) -> int:
+        """Key-value heads."""
+
+    @property
+    def len_q(self) -> Any:
+        """Queries, a number or an array over b."""
+
+    @property
+    def len_k(self) -> Any:
+        """Keys, a number or an array over b."""
+
+    @property
+    def start_q(self) -> Any:
+        """First packed row of the queries."""
+
+    @property
+    def start_k(self) -> Any:
+        """First packed row of the keys."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences lie one after the other."""
+
+    @property
+    def d(self) -> int:
+        """Head size of queries and keys."""
+
+    @property
+    def d_v(self) -> int:
+        """Head size of values."""
+
+    @property
+    def accumulator(self) -> np.dtype[Any]:
+        """The dtype of scores, sums and LSE."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+
+    @property
+    def dropout(self) -> float:
+        """Probability of dropping a pair."""
+
+    @property
+    def seed(self) -> int:
+        """Key of the generator."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The lowered mask and score changes of a problem."""
+
+    score: Program
+    slope: Program
+    mask: Program
+    tile: Program
+
+    @property
+    def may_mask(self) -> bool:
+        """Whether any pair can be left out."""
+        return bool(len(self.score.code) or len(self.mask.code))
+
+
+class Scratch:
+    """Memory for copies and intermediate results: the caller's workspace, or fresh arrays."""
+
+    ALIGNMENT = 64
+
+    def __init__(self, workspace: Array | None = None) -> None:
+        self._workspace = workspace
+        self._used = -address(workspace) % self.ALIGNMENT if workspace is not None else 0
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an uninitialised contiguous array."""
+        if self._workspace is None:
+            return np.empty(shape, dtype)
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        part: Array = self._workspace[self._used : self._used + size]
+        self._used += -(-size // self.ALIGNMENT) * self.ALIGNMENT
+        made: Array = part.view(dtype).reshape(shape)
+        return made
+
+
+class Layout:
+    """The batch entries of a problem, and how arrays of each kind are laid out over them."""
+
+    def __init__(self, problem: Problem, block_q: int, block_kv: int) -> None:
+        self.problem = problem
+        self.batch = math.prod(problem.lead)
+        self.len_q = self._per_entry(problem.len_q)
+        self.len_k = self._per_entry(problem.len_k)
+        self.start_q = self._per_entry(problem.start_q)
+        self.start_k = self._per_entry(problem.start_k)
+        self.itemsize = problem.accumulator.itemsize
+        self.lanes = vector_lanes(self.itemsize)
+        self.block_q, self.block_kv = block_q, block_kv
+        number = problem.accumulator.type
+        kept = philox.keep_probability(problem.dropout)
+        self.shape = Shape(
+            heads=problem.heads,
+            group=problem.heads // problem.heads_kv if problem.heads_kv else 1,
+            len_q=self.len_q,
+            len_k=self.len_k,
+            start_q=self.start_q,
+            start_k=self.start_k,
+            d=problem.d,
+            d_v=problem.d_v,
+            block_q=block_q,
+            block_kv=block_kv,
+            itemsize=self.itemsize,
+            lanes_per_vector=self.lanes,
+            scale=number(problem.scale),
+            log2_e=number(math.log2(math.e)),
+            drop_below=philox.threshold(problem.dropout),
+            keep_scale=number(1.0 / kept),
+            seed=int(np.uint64(problem.seed).astype(np.int64)),
+        )
+
+    def _per_entry(self, value: Any) -> Array:
+        return np.ascontiguousarray(np.broadcast_to(np.asarray(value, np.int64), (self.batch,)))
+
+    def entries(self, lead: tuple[int, ...]) -> Array:
+        """Return, for every batch entry, the flat index of its place in an operand."""
+        index = np.zeros(self.batch, np.int64)
+        inner, place = self.batch, 1
+        padded = (1,) * (len(self.problem.lead) - len(lead)) + lead
+        for size, own in zip(self.problem.lead, padded, strict=True):
+            inner //= max(size, 1)
+            position = np.arange(self.batch, dtype=np.int64) // max(inner, 1) % max(size, 1)
+            index = index * own + (position if own == size else 0)
+            place *= own
+        return index
+
+    def rows(self, array: Array, keys: bool = False) -> Rows:
+        """Return where the rows of an array of the accumulator's type lie."""
+        strides = [stride // self.itemsize for stride in array.strides]
+        row, head = strides[-2], strides[-3]
+        if self.problem.packed:
+            batch = (self.start_k if keys else self.start_q) * row
+        else:
+            lead = array.shape[:-3]
+            places = np.zeros(math.prod(lead), np.int64).reshape(lead)
+            for axis, stride in enumerate(strides[:-3]):
+                steps = np.arange(lead[axis], dtype=np.int64) * stride
+                places += steps.reshape((-1,) + (1,) * (len(lead) - axis - 1))
+            batch = places.reshape(-1)[self.entries(lead)]
+        return Rows(address(array), np.ascontiguousarray(batch), head, row)
+
+    def readable(self, array: Array, whole_vectors: bool) -> bool:
+        """Whether kernels can use an array's rows in place."""
+        return (
+            array.dtype == self.problem.accumulator
+            and array.flags.aligned
+            and (array.shape[-1] <= 1 or array.strides[-1] == self.itemsize)
+            and all(stride % self.itemsize == 0 for stride in array.strides)
+            and (not whole_vectors or array.shape[-1] % self.lanes == 0)
+        )
+
+    def operand(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
+        """Return the array itself, or a copy of its rows that kernels can use."""
+        if self.readable(array, whole_vectors):
+            return array
+        columns = -(-array.shape[-1] // self.lanes) * self.lanes
+        copy = scratch.empty((*array.shape[:-1], columns), self.problem.accumulator)
+        copy[..., : array.shape[-1]] = array
+        copy[..., array.shape[-1] :] = 0
+        return copy
+
+    def result(self, array: Array, scratch: Scratch) -> Array:
+        """Return the array itself, or a stand-in that `finish` copies to it."""
+        if self.readable(array, whole_vectors=False):
+            return array
+        return scratch.empty(array.shape, self.problem.accumulator)
+
+    def blocks(self, lengths: Array, block: int, last_first: bool) -> Array:
+        """Return (batch entry, block) of every block, the causal mask's longest first."""
+        counts = -(-lengths // block)
+        entry = np.repeat(np.arange(self.batch, dtype=np.int64), counts)
+        first = np.cumsum(counts) - counts
+        number = np.arange(entry.size, dtype=np.int64) - np.repeat(first, counts)
+        order = np.argsort(-number if last_first else number, kind="stable")
+        return np.stack([entry, number], axis=1)[order]
+
+    def shared_blocks(
+        self, lead: tuple[int, ...], lengths: Array, block: int, last_first: bool
+    ) -> tuple[Array, Array]:
+        """Return work of (first member, last member, block), and the members it speaks of.
+
+        Batch entries to which an operand was broadcast are members of one group.
+        """
+        groups, members, starts = self.groups(lead)
+        ends = np.append(starts[1:], self.batch)
+        counts = -(-lengths[members[starts]] // block)
+        group = np.repeat(np.arange(groups, dtype=np.int64), counts)
+        first = np.cumsum(counts) - counts
+        number = np.arange(group.size, dtype=np.int64) - np.repeat(first, counts)
+        order = np.argsort(-number if last_first else number, kind="stable")
+        return np.stack([starts[group], ends[group], number], axis=1)[order], members
+
+    def groups(self, lead: tuple[int, ...]) -> tuple[int, Array, Array]:
+        """Return the number of groups, the batch entries by group, and each group's first place."""
+        entries = np.arange(self.batch) if self.problem.packed else self.entries(lead)
+        members = np.argsort(entries, kind="stable").astype(np.int64)
+        starts = np.flatnonzero(np.diff(entries[members], prepend=-1)).astype(np.int64)
+        return len(starts), members, starts
+
+    def panels(self, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
+        """Return memory for every query block as a (depth, lanes) panel, and where each lies."""
+        counts = -(-self.len_q // self.block_q)
+        most = -(-self.block_q // self.lanes) * self.lanes
+        total = int(counts.sum())
+        memory = scratch.empty(
+            (self.problem.heads * total * depth * most,), self.problem.accumulator
+        )
+        size = depth * most
+        first = (np.cumsum(counts) - counts) * size
+        return memory, Rows(address(memory), np.ascontiguousarray(first), total * size, size)
+
+    def careful(self, programs: Programs, arrays: list[tuple[Array, Rows, Array]]) -> bool:
+        """Whether masked pairs could meet NaN or infinity in one of the arrays."""
+        if not programs.may_mask:
+            return False
+        for array, rows, lengths in arrays:
+            found = np.zeros(self.batch * array.shape[-3], self.problem.accumulator)
+            parallel(partial(self._count_nonfinite, array, rows, lengths, found), found.size)
+            if found.any():
+                return True
+        return False
+
+    def _count_nonfinite(
+        self, array: Array, rows: Rows, lengths: Array, found: Array, first: int, last: int
+    ) -> None:
+        heads, columns = array.shape[-3], array.shape[-1]
+        count_nonfinite(first, last, heads, lengths, rows, columns, self.itemsize, found)
+
+
+def finish(target: Array, computed: Array) -> None:
+    """Copy a stand-in to the array it stands for, rounding to its type."""
+    if computed is not target:
+        with np.errstate(over="ignore"):
+            target[...] = computed.astype(target.dtype)

@@ -1,0 +1,81 @@
+"""Addresses: how a kernel reads and writes arrays of any strides through one compiled signature."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from .jit import helper, kernel
+
+
+class Rows(NamedTuple):
+    """Rows of contiguous elements of the accumulator's type, by batch entry, head and position.
+
+    Element (b, h, i, d) lies ``batch[b] + h * head + i * row + d`` elements behind `address`. For a
+    quantity of one number per row (lse, delta) a row has one element.
+    """
+
+    address: int
+    batch: np.ndarray[Any, Any]  # (B,) int64: a broadcast axis repeats an offset
+    head: int
+    row: int
+
+
+@intrinsic
+def load(typingctx, place, like):
+    """Return the value of the type of `like` at an address."""
+
+    def codegen(context, builder, sig, args):
+        kind = context.get_value_type(sig.args[1])
+        return builder.load(builder.inttoptr(args[0], kind.as_pointer()))
+
+    return like(types.int64, like), codegen
+
+
+@intrinsic
+def store(typingctx, place, value):
+    """Write `value` at an address."""
+
+    def codegen(context, builder, sig, args):
+        kind = context.get_value_type(sig.args[1])
+        builder.store(args[1], builder.inttoptr(args[0], kind.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value), codegen
+
+
+@helper
+def row_address(rows, b, h, i, itemsize):
+    """Return the address of row i of head h of batch entry b."""
+    return rows.address + (rows.batch[b] + h * rows.head + i * rows.row) * itemsize
+
+
+@helper
+def load_transposed(rows, b, h, i0, count, lanes, depth, itemsize, tile):
+    """Load `count` rows as the columns of `tile` (depth, lanes), flat; the other columns are 0."""
+    zero = tile.dtype.type(0)
+    for d in range(depth):
+        for i in range(count, lanes):
+            tile[d * lanes + i] = zero
+    for i in range(count):
+        source = row_address(rows, b, h, i0 + i, itemsize)
+        for d in range(depth):
+            tile[d * lanes + i] = load(source + d * itemsize, zero)
+
+
+@kernel
+def count_nonfinite(first, last, heads, lengths, rows, columns, itemsize, found):
+    """Count the elements of entry and head ``n = b * heads + h`` that are not finite in found[n]."""
+    like = found.dtype.type(0)
+    for item in range(first, last):
+        b, h = item // heads, item % heads
+        total = 0
+        for i in range(lengths[b]):
+            row = row_address(rows, b, h, i, itemsize)
+            for d in range(columns):
+                value = load(row + d * itemsize, like)
+                total += value - value != 0
+        found[item] = total

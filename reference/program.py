@@ -1,0 +1,416 @@
+"""Masks and scores as data: a register machine that evaluates an expression over a tile.
+
+An instruction is six integers, ``opcode, lanes, target, a, b, c``. Registers hold one row of a
+tile, one value per query (``lanes`` = 1) or a single value (``lanes`` = 0). Integers and conditions
+live in int64 registers, floats in registers of the accumulator's type (float32 for masks), each
+written once. Every operation rounds by itself, as NumPy's does: nothing is contracted.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .jit import address, helper
+
+# The groups matter: `run` sends an instruction to its group's function by the group's last member.
+Op = enum.IntEnum(
+    "Op",
+    """SYMBOL I SCORE CONSTANT_INT CONSTANT_FLOAT TO_FLOAT LOOKUP_INT LOOKUP_FLOAT
+    RANGE_MINIMUM_INT RANGE_MAXIMUM_INT RANGE_MINIMUM_FLOAT RANGE_MAXIMUM_FLOAT
+    ADD_INT SUBTRACT_INT MULTIPLY_INT MINIMUM_INT MAXIMUM_INT NEGATIVE_INT ABSOLUTE_INT
+    FLOOR_DIVIDE_INT REMAINDER_INT TO_INT SPREAD_INT WHERE_INT
+    LOGICAL_AND LOGICAL_OR LOGICAL_XOR LOGICAL_NOT
+    LESS_INT LESS_EQUAL_INT EQUAL_INT NOT_EQUAL_INT
+    LESS_FLOAT LESS_EQUAL_FLOAT EQUAL_FLOAT NOT_EQUAL_FLOAT FLOOR
+    ADD_FLOAT SUBTRACT_FLOAT MULTIPLY_FLOAT DIVIDE_FLOAT MINIMUM_FLOAT MAXIMUM_FLOAT
+    NEGATIVE_FLOAT ABSOLUTE_FLOAT EXP LOG TANH SPREAD_FLOAT WHERE_FLOAT""",
+)
+OPCODES: dict[str, int] = {op.name.lower(): int(op) for op in Op}
+SYMBOLS = tuple("b h j len_q len_k start_q start_k i_low i_high j_low j_high".split())
+
+# A table: address, element kind, axes, smallest and largest element, lengths, byte strides.
+MAX_AXES = 8
+TABLE_WORDS = 5 + 2 * MAX_AXES
+# A range of more elements than this is bounded by the whole array's extremes.
+RANGE_LIMIT = 16384
+
+KINDS = tuple(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 float16 bfloat16 float32 float64".split()
+)
+
+
+class Program(NamedTuple):
+    """An expression, lowered. Without instructions it stands for "no mask" or "no score change"."""
+
+    code: np.ndarray[Any, Any]  # (instructions, 6) int64
+    once_per_tile: int  # instructions that do not depend on the key; the others run for each key
+    result: int  # register of the result
+    int_registers: int
+    float_registers: int
+    operands: np.ndarray[Any, Any]  # index registers of look-ups, int64
+    ints: np.ndarray[Any, Any]  # constants, int64
+    floats: np.ndarray[Any, Any]  # constants, float64
+    tables: np.ndarray[Any, Any]  # (tables, TABLE_WORDS) int64
+
+
+def empty_program() -> Program:
+    """Return the program that changes nothing."""
+    none = np.empty(0, np.int64)
+    return Program(
+        none.reshape(0, 6),
+        0,
+        0,
+        0,
+        0,
+        none,
+        none,
+        none.astype(np.float64),
+        none.reshape(0, TABLE_WORDS),
+    )
+
+
+def describe_table(array: np.ndarray[Any, Any]) -> list[int]:
+    """Return the table row by which a program reads `array`, in place."""
+    if array.ndim > MAX_AXES:
+        raise ValueError(
+            f"lookup: an array with {array.ndim} axes came; wanted at most {MAX_AXES}."
+        )
+    low, high = 0, 0
+    if array.size > RANGE_LIMIT and array.dtype.kind in "iub":
+        low, high = int(array.min()), int(array.max())
+    padding = [0] * (MAX_AXES - array.ndim)
+    kind = KINDS.index(array.dtype.name)
+    shape, strides = list(array.shape), list(array.strides)
+    return [address(array), kind, array.ndim, low, high, *shape, *padding, *strides, *padding]
+
+
+def _loader(bits: int, kind: str) -> Callable[..., Any]:
+    """Make a function that reads a value of `kind` at an address, aligned or not."""
+
+    @intrinsic
+    def load(typingctx, place):
+        result = types.float64 if kind == "float" else types.int64
+
+        def codegen(context, builder, sig, args):
+            floats = {32: ir.FloatType(), 64: ir.DoubleType()}
+            memory = floats[bits] if kind == "float" else ir.IntType(bits)
+            value = builder.load(builder.inttoptr(args[0], memory.as_pointer()))
+            value.align = 1
+            if kind == "float":
+                return builder.fpext(value, ir.DoubleType()) if bits == 32 else value
+            wide = ir.IntType(64)
+            if bits == 64:
+                return value
+            return builder.sext(value, wide) if kind == "signed" else builder.zext(value, wide)
+
+        return result(types.int64), codegen
+
+    function: Callable[..., Any] = load
+    return function
+
+
+_load_int8, _load_int16, _load_int32, _load_int64 = (_loader(n, "signed") for n in (8, 16, 32, 64))
+_load_uint8, _load_uint16, _load_uint32 = (_loader(n, "unsigned") for n in (8, 16, 32))
+_load_float32, _load_float64 = (_loader(n, "float") for n in (32, 64))
+
+
+@helper
+def half_to_float(bits):
+    """Return the value of a float16, given its 16 bits."""
+    exponent = (bits >> 10) & 31
+    fraction = bits & 1023
+    sign = -1.0 if bits & 32768 else 1.0
+    if exponent == 31:
+        return sign * (math.inf if fraction == 0 else math.nan)
+    if exponent == 0:
+        return sign * fraction * 2.0**-24
+    return sign * math.ldexp(1024.0 + fraction, exponent - 25)
+
+
+@helper
+def bfloat_to_float(bits):
+    """Return the value of a bfloat16, given its 16 bits."""
+    exponent = (bits >> 7) & 255
+    fraction = bits & 127
+    sign = -1.0 if bits & 32768 else 1.0
+    if exponent == 255:
+        return sign * (math.inf if fraction == 0 else math.nan)
+    if exponent == 0:
+        return sign * fraction * 2.0**-133
+    return sign * math.ldexp(128.0 + fraction, exponent - 134)
+
+
+@helper
+def _load_as_int(place, kind):
+    if kind == 0:
+        return np.int64(_load_uint8(place) != 0)  # a view of other bytes as bool holds more than 1
+    if kind == 5:
+        return _load_uint8(place)
+    if kind == 1:
+        return _load_int8(place)
+    if kind == 2:
+        return _load_int16(place)
+    if kind == 3:
+        return _load_int32(place)
+    if kind == 6:
+        return _load_uint16(place)
+    if kind == 7:
+        return _load_uint32(place)
+    return _load_int64(place)
+
+
+@helper
+def _load_as_float(place, kind):
+    if kind == 10:
+        return _load_float32(place)
+    if kind == 11:
+        return _load_float64(place)
+    if kind == 8:
+        return half_to_float(_load_uint16(place))
+    return bfloat_to_float(_load_uint16(place))
+
+
+@helper
+def _place(table, operands, start, ri, lane):
+    place = table[0]
+    for axis in range(table[2]):
+        place += ri[operands[start + axis], lane] * table[5 + MAX_AXES + axis]
+    return place
+
+
+@helper
+def _index_range(table, operands, start, ri, axis):
+    """Return the first index and the number of indices that a range reads along an axis."""
+    # Indices are proven in range; their bounds may be wider, where floats were rounded outward.
+    first = max(ri[operands[start + axis], 0], 0)
+    last = min(ri[operands[start + table[2] + axis], 0], table[5 + axis] - 1)
+    return first, last - first + 1
+
+
+@helper
+def _range_extremes(table, operands, start, ri, as_float):
+    """Return the extremes of a table between index bounds: (ints..., floats...); NaN if one is."""
+    axes = table[2]
+    count = 1
+    for axis in range(axes):
+        count *= _index_range(table, operands, start, ri, axis)[1]
+    if count > RANGE_LIMIT:
+        return table[3], table[4], math.nan, math.nan
+    low_int, high_int = np.int64(2**63 - 1), np.int64(-(2**63))
+    low, high = math.inf, -math.inf
+    for element in range(count):
+        place = table[0]
+        rest = element
+        for axis in range(axes - 1, -1, -1):
+            first, length = _index_range(table, operands, start, ri, axis)
+            place += (first + rest % length) * table[5 + MAX_AXES + axis]
+            rest //= length
+        if as_float:
+            value = _load_as_float(place, table[1])
+            if math.isnan(value):
+                return low_int, high_int, math.nan, math.nan
+            low, high = min(low, value), max(high, value)
+        else:
+            whole = _load_as_int(place, table[1])
+            low_int, high_int = min(low_int, whole), max(high_int, whole)
+    return low_int, high_int, low, high
+
+
+@helper
+def _int_step(op, n, out, x, y, z):
+    """One operation on integers and conditions."""
+    if op == Op.ADD_INT:
+        for l in range(n):
+            out[l] = x[l] + y[l]
+    elif op == Op.SUBTRACT_INT:
+        for l in range(n):
+            out[l] = x[l] - y[l]
+    elif op == Op.MULTIPLY_INT:
+        for l in range(n):
+            out[l] = x[l] * y[l]
+    elif op == Op.MINIMUM_INT:
+        for l in range(n):
+            out[l] = min(x[l], y[l])
+    elif op == Op.MAXIMUM_INT:
+        for l in range(n):
+            out[l] = max(x[l], y[l])
+    elif op == Op.NEGATIVE_INT:
+        for l in range(n):
+            out[l] = -x[l]
+    elif op == Op.ABSOLUTE_INT:
+        for l in range(n):
+            out[l] = abs(x[l])
+    elif op == Op.FLOOR_DIVIDE_INT:
+        for l in range(n):
+            out[l] = x[l] // y[l]
+    elif op == Op.REMAINDER_INT:
+        for l in range(n):
+            out[l] = x[l] % y[l]
+    elif op == Op.TO_INT:
+        for l in range(n):
+            out[l] = x[l]
+    elif op == Op.SPREAD_INT:
+        for l in range(n):
+            out[l] = x[0]
+    elif op == Op.WHERE_INT:
+        for l in range(n):
+            out[l] = y[l] if x[l] else z[l]
+    elif op == Op.LOGICAL_AND:
+        for l in range(n):
+            out[l] = x[l] & y[l]
+    elif op == Op.LOGICAL_OR:
+        for l in range(n):
+            out[l] = x[l] | y[l]
+    elif op == Op.LOGICAL_XOR:
+        for l in range(n):
+            out[l] = x[l] ^ y[l]
+    elif op == Op.LOGICAL_NOT:
+        for l in range(n):
+            out[l] = 1 - x[l]
+    elif op == Op.LESS_INT:
+        for l in range(n):
+            out[l] = x[l] < y[l]
+    elif op == Op.LESS_EQUAL_INT:
+        for l in range(n):
+            out[l] = x[l] <= y[l]
+    elif op == Op.EQUAL_INT:
+        for l in range(n):
+            out[l] = x[l] == y[l]
+    elif op == Op.NOT_EQUAL_INT:
+        for l in range(n):
+            out[l] = x[l] != y[l]
+
+
+@helper
+def _float_step(op, n, out, x, y, z, condition):
+    """One operation on floats."""
+    if op == Op.ADD_FLOAT:
+        for l in range(n):
+            out[l] = x[l] + y[l]
+    elif op == Op.SUBTRACT_FLOAT:
+        for l in range(n):
+            out[l] = x[l] - y[l]
+    elif op == Op.MULTIPLY_FLOAT:
+        for l in range(n):
+            out[l] = x[l] * y[l]
+    elif op == Op.DIVIDE_FLOAT:
+        for l in range(n):
+            out[l] = x[l] / y[l]
+    elif op == Op.MINIMUM_FLOAT:
+        for l in range(n):
+            out[l] = x[l] if x[l] < y[l] or x[l] != x[l] else y[l]
+    elif op == Op.MAXIMUM_FLOAT:
+        for l in range(n):
+            out[l] = x[l] if x[l] > y[l] or x[l] != x[l] else y[l]
+    elif op == Op.NEGATIVE_FLOAT:
+        for l in range(n):
+            out[l] = -x[l]
+    elif op == Op.ABSOLUTE_FLOAT:
+        for l in range(n):
+            out[l] = abs(x[l])
+    elif op == Op.EXP:
+        for l in range(n):
+            out[l] = math.exp(x[l])
+    elif op == Op.LOG:
+        for l in range(n):
+            out[l] = math.log(x[l])
+    elif op == Op.TANH:
+        for l in range(n):
+            out[l] = math.tanh(x[l])
+    elif op == Op.SPREAD_FLOAT:
+        for l in range(n):
+            out[l] = x[0]
+    elif op == Op.WHERE_FLOAT:
+        for l in range(n):
+            out[l] = y[l] if condition[l] else z[l]
+
+
+@helper
+def _floor_to_int(x):
+    """Return the nearest int64 to the floor of `x`; the smallest for NaN."""
+    if -(2.0**63) <= x < 2.0**63:
+        return np.int64(math.floor(x))
+    return np.int64(2**63 - 1) if x > 0 else np.int64(-(2**63))
+
+
+@helper
+def _compare_step(op, n, out, x, y):
+    """One operation from floats to integers or conditions."""
+    if op == Op.LESS_FLOAT:
+        for l in range(n):
+            out[l] = x[l] < y[l]
+    elif op == Op.LESS_EQUAL_FLOAT:
+        for l in range(n):
+            out[l] = x[l] <= y[l]
+    elif op == Op.EQUAL_FLOAT:
+        for l in range(n):
+            out[l] = x[l] == y[l]
+    elif op == Op.NOT_EQUAL_FLOAT:
+        for l in range(n):
+            out[l] = x[l] != y[l]
+    elif op == Op.FLOOR:
+        for l in range(n):
+            out[l] = _floor_to_int(x[l])
+
+
+@helper
+def _read_step(op, n, program, target, a, b, symbols, i0, score, ri, rf):
+    """One operation that reads symbols, constants or arrays."""
+    if op == Op.SYMBOL:
+        ri[target, 0] = symbols[a]
+    elif op == Op.I:
+        for l in range(n):
+            ri[target, l] = i0 + l
+    elif op == Op.SCORE:
+        for l in range(n):
+            rf[target, l] = score[l]
+    elif op == Op.CONSTANT_INT:
+        ri[target, 0] = program.ints[a]
+    elif op == Op.CONSTANT_FLOAT:
+        rf[target, 0] = program.floats[a]
+    elif op == Op.TO_FLOAT:
+        for l in range(n):
+            rf[target, l] = ri[a, l]
+    elif op == Op.LOOKUP_INT:
+        table = program.tables[a]
+        for l in range(n):
+            ri[target, l] = _load_as_int(_place(table, program.operands, b, ri, l), table[1])
+    elif op == Op.LOOKUP_FLOAT:
+        table = program.tables[a]
+        for l in range(n):
+            rf[target, l] = _load_as_float(_place(table, program.operands, b, ri, l), table[1])
+    elif op == Op.RANGE_MINIMUM_INT or op == Op.RANGE_MAXIMUM_INT:
+        low, high, _, _ = _range_extremes(program.tables[a], program.operands, b, ri, False)
+        ri[target, 0] = low if op == Op.RANGE_MINIMUM_INT else high
+    else:
+        _, _, smallest, largest = _range_extremes(program.tables[a], program.operands, b, ri, True)
+        rf[target, 0] = smallest if op == Op.RANGE_MINIMUM_FLOAT else largest
+
+
+@helper
+def run(program, first, last, lanes, symbols, i0, score, ri, rf):
+    """Run the instructions from `first` to `last` for `lanes` queries from `i0` on.
+
+    `symbols` holds the values of `SYMBOLS`, `score` a row of scores, `ri` and `rf` the registers.
+    """
+    for step in range(first, last):
+        op, varies, target, a, b, c = program.code[step]
+        n = lanes if varies else 1
+        if op <= Op.RANGE_MAXIMUM_FLOAT:
+            _read_step(op, n, program, target, a, b, symbols, i0, score, ri, rf)
+        elif op <= Op.NOT_EQUAL_INT:
+            _int_step(op, n, ri[target], ri[a], ri[b], ri[c])
+        elif op <= Op.FLOOR:
+            _compare_step(op, n, ri[target], rf[a], rf[b])
+        elif op == Op.WHERE_FLOAT:
+            _float_step(op, n, rf[target], rf[a], rf[b], rf[c], ri[a])
+        else:
+            _float_step(op, n, rf[target], rf[a], rf[b], rf[c], ri[0])

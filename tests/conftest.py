@@ -1,0 +1,56 @@
+"""What all tests share: which cupyflash they test, and Hypothesis' profiles."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# `python -m pytest` puts the current folder on sys.path. In a checkout that would give a
+# `cupyflash` without its parts `reference` and `kernels_cu`, which lie beside it and come under
+# its name only by installing. So the tests import what is installed (an editable install is the
+# checkout itself), and say so when there is nothing or something else installed.
+sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != ROOT]
+
+
+def installed_package_is_this_checkout() -> None:
+    remedy = 'install this checkout first, from its top: pip install ".[test]" (or with -e)'
+    found = importlib.util.find_spec("cupyflash")
+    if found is None or found.origin is None:
+        raise pytest.UsageError(f"cupyflash is not installed; {remedy}")
+    installed = Path(found.origin).parent
+    if installed == ROOT / "cupyflash":
+        return
+    for here, there in (
+        (ROOT / "cupyflash", installed),
+        (ROOT / "reference", installed / "reference"),
+    ):
+        for source in here.rglob("*.py"):
+            copy = there / source.relative_to(here)
+            if not copy.is_file() or copy.read_bytes() != source.read_bytes():
+                raise pytest.UsageError(
+                    f"the installed cupyflash ({installed}) is not this checkout: "
+                    f"{source.relative_to(ROOT)} differs; {remedy}"
+                )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    installed_package_is_this_checkout()
+
+
+# dev: while writing; ci: the same examples every time; nightly: a long search for new ones.
+# deadline=None: the first call of a kernel compiles it.
+slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
+common = {"deadline": None, "suppress_health_check": slow_is_fine, "print_blob": True}
+settings.register_profile("dev", max_examples=25, **common)
+settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **common)
+settings.register_profile("nightly", max_examples=2000, **common)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
+)

@@ -1,0 +1,179 @@
+"""Who may import whom, read from the sources by `ast`."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Lowest first. A module of `cupyflash` imports modules of lower rows only (and the modules of its
+# own package: `expr` and `testing` are folders). `__init__` and `__main__` may import all of them.
+ORDER = [
+    ["errors"],
+    ["expr"],
+    ["masks"],
+    ["scores"],
+    ["problem"],
+    ["validate"],
+    ["config"],
+    ["dispatch"],
+    ["api"],
+    ["testing"],
+    ["demo"],
+    ["cli"],
+]
+# The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
+# them: who calls them, who writes the programs they run, who checks them, who reports on them.
+USERS_OF_REFERENCE = [
+    "cupyflash.dispatch",
+    "cupyflash.expr.lower",
+    "cupyflash.testing",
+    "cupyflash.demo",
+    "cupyflash.cli",
+]
+# Imported when first needed, never by `import cupyflash`.
+LAZY = {"numba", "llvmlite", "cupy", "cupyx", "cuda", "hypothesis", "typer", "rich", "ml_dtypes"}
+REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_names)
+
+LEVEL = {name: level for level, row in enumerate(ORDER) for name in row}
+
+
+class Import(NamedTuple):
+    target: str  # absolute dotted name; for `from a import b` both a.b and a are possible targets
+    line: int
+    at_import: bool  # executed when the module is imported
+
+
+def modules(folder: str, package: str) -> dict[str, Path]:
+    """Dotted name -> file of every module of a package that lies in `folder`."""
+    found = {}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT / folder).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        found[".".join((package, *parts))] = path
+    return found
+
+
+PACKAGE = modules("cupyflash", "cupyflash")
+REFERENCE = modules("reference", "cupyflash.reference")
+ALL = PACKAGE | REFERENCE | modules("kernels_cu", "cupyflash.kernels_cu")
+
+
+def for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(node: ast.AST, at_import: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    for child in ast.iter_child_nodes(node):
+        inside = at_import and not (
+            isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            or for_types_only(child)
+        )
+        yield child, at_import
+        yield from walk(child, inside)
+
+
+def imports(name: str, path: Path) -> list[Import]:
+    """Every import of a module, wherever it stands, with relative ones resolved."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = []
+    for node, at_import in walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found += [Import(alias.name, node.lineno, at_import) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                dotted = ".".join((*base, alias.name))
+                target = dotted if dotted in ALL else ".".join(base)
+                found.append(Import(target, node.lineno, at_import))
+    return found
+
+
+def row_of(module: str) -> str:
+    """`cupyflash.expr.nodes` -> `expr`; the package itself -> the empty string."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_the_table_names_existing_modules():
+    rows = {row_of(name) for name in PACKAGE} - {"", "__main__"}
+    assert rows - set(LEVEL) == set(), "modules without a row in ORDER"
+    assert set(LEVEL) - rows == set(), "rows in ORDER without a module"
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_cupyflash_imports_one_way(name):
+    mine = row_of(name)
+    if mine in ("", "__main__"):
+        return
+    for target, line, _ in imports(name, PACKAGE[name]):
+        if not within(target, "cupyflash"):
+            continue
+        where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
+        theirs = row_of(target)
+        if within(target, "cupyflash.reference"):
+            assert any(within(name, user) for user in USERS_OF_REFERENCE), where
+        elif within(target, "cupyflash.kernels_cu"):
+            raise AssertionError(where + ": the CUDA sources are data")
+        elif theirs != mine:
+            # "" is `from cupyflash import x`: the top, which imports everything.
+            assert theirs, where + ": import the module that defines it"
+            assert LEVEL[theirs] < LEVEL[mine], where
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_heavy_packages_are_imported_when_needed(name):
+    for target, line, at_import in imports(name, PACKAGE[name]):
+        where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
+        if at_import:
+            assert target.partition(".")[0] not in LAZY, where
+
+
+def test_importing_cupyflash_does_not_reach_reference():
+    # A module may import `reference`, hence Numba, if it is itself imported only when needed.
+    paths = {"cupyflash": "cupyflash"}
+    ahead = ["cupyflash"]
+    while ahead:
+        name = ahead.pop()
+        for target, _, at_import in imports(name, ALL[name]):
+            if not (at_import and target in ALL):
+                continue
+            parts = target.split(".")
+            for end in range(1, len(parts) + 1):  # importing a.b.c imports a and a.b first
+                module = ".".join(parts[:end])
+                if module not in paths:
+                    paths[module] = f"{paths[name]} -> {module}"
+                    ahead.append(module)
+    assert [path for name, path in paths.items() if within(name, "cupyflash.reference")] == []
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_reference_knows_nothing_of_cupyflash(name):
+    for target, line, _ in imports(name, REFERENCE[name]):
+        where = f"{REFERENCE[name].relative_to(ROOT)}:{line} imports {target}"
+        if within(target, "cupyflash"):
+            # Only through a relative import of a sibling: `from . import philox`.
+            assert within(target, "cupyflash.reference"), where
+        else:
+            assert target.partition(".")[0] in REFERENCE_MAY_IMPORT, where
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_reference_imports_siblings_relatively(name):
+    for node in ast.walk(ast.parse(REFERENCE[name].read_text())):
+        if isinstance(node, ast.Import):
+            assert not any(within(alias.name, "cupyflash") for alias in node.names)
+            assert not any(within(alias.name, "reference") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert not within(node.module or "", "cupyflash")
+            assert not within(node.module or "", "reference")

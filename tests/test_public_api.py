@@ -1,0 +1,135 @@
+"""The public names: all there, all documented, and cheap to import."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+from numpydoc.validate import validate
+
+import cupyflash
+import cupyflash.masks
+import cupyflash.scores
+
+FUNCTIONS = {
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_varlen_vjp",
+    "attention_vjp",
+    "combine",
+    "lookup",
+    "plan",
+    "workspace_size",
+}
+MODULES = {"expr", "masks", "scores"}
+TYPES = {"ArgumentError", "ArgumentTypeError", "Gradients", "Plan", "TraceError"}
+MASKS = {
+    "blocks",
+    "causal",
+    "dense",
+    "dilated",
+    "lengths",
+    "mask",
+    "prefix",
+    "segments",
+    "window",
+}
+SCORES = {"alibi", "chain", "relative_bias", "score", "softcap"}
+
+# numpydoc's checks that every public docstring passes: a summary that is one sentence, the
+# parameters of the signature in its order, each with a description, and what is returned.
+SUMMARY = {"GL03", "GL05", "GL06", "GL07", "GL08", "GL10", "SS01", "SS02", "SS03", "SS04", "SS06"}
+PARAMETERS = {"PR01", "PR02", "PR03", "PR05", "PR07", "PR10", "RT01", "YD01"}
+# Catches misspelt options, to say which there are; nothing to document.
+CATCH_ALL = "Parameters {'**unknown'} not documented"
+
+
+def public(module: types.ModuleType) -> dict[str, object]:
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+def documented() -> list[str]:
+    names = [f"cupyflash.{name}" for name in sorted(FUNCTIONS | TYPES)]
+    for module in (cupyflash.masks, cupyflash.scores):
+        names += [f"{module.__name__}.{name}" for name in sorted(module.__all__)]
+    return names
+
+
+def resolve(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_all_of_the_package():
+    assert set(cupyflash.__all__) == FUNCTIONS | MODULES | TYPES
+    assert len(set(cupyflash.__all__)) == len(cupyflash.__all__)
+    for name, value in public(cupyflash).items():
+        assert inspect.ismodule(value) == (name in MODULES)
+    assert set(dir(cupyflash)) >= set(cupyflash.__all__)
+
+
+def test_nothing_public_is_missing_from_all():
+    for name, value in vars(cupyflash).items():
+        if not name.startswith("_") and not inspect.ismodule(value):
+            assert name in cupyflash.__all__ or name in {"annotations", "TYPE_CHECKING"}, name
+
+
+@pytest.mark.parametrize(("module", "wanted"), [("masks", MASKS), ("scores", SCORES)])
+def test_all_of_the_constructors(module, wanted):
+    module = getattr(cupyflash, module)
+    names = set(module.__all__)
+    assert names >= wanted
+    # Beside the constructors only the types of what they return.
+    assert all(inspect.isclass(getattr(module, name)) for name in names - wanted)
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="atention"):
+        _ = cupyflash.atention
+
+
+def test_the_version_is_a_string():
+    assert cupyflash.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("name", documented())
+def test_docstrings(name):
+    # A class documents its fields as attributes, which these checks do not look at.
+    checks = SUMMARY if isinstance(resolve(name), type) else SUMMARY | PARAMETERS
+    faults = [
+        f"{code}: {text}"
+        for code, text in validate(name)["errors"]
+        if code in checks and text != CATCH_ALL
+    ]
+    assert not faults, f"{name}:\n" + "\n".join(faults)
+
+
+def in_a_fresh_process(program: str, folder: object) -> object:
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_import_is_light(tmp_path):
+    program = "import cupyflash, sys, json; print(json.dumps(sorted(sys.modules)))"
+    loaded = {name.partition(".")[0] for name in in_a_fresh_process(program, tmp_path)}
+    heavy = {"numba", "llvmlite", "cupy", "hypothesis", "ml_dtypes", "typer", "rich", "scipy"}
+    assert loaded & heavy == set()
+
+
+def test_import_is_quick(tmp_path):
+    program = (
+        "import numpy, time; begin = time.perf_counter(); import cupyflash; "
+        "cupyflash.masks, cupyflash.scores; print(time.perf_counter() - begin)"
+    )
+    # The best of five: other processes can only add to it.
+    seconds = min(in_a_fresh_process(program, tmp_path) for _ in range(5))
+    assert seconds < 0.3
