@@ -8,9 +8,6 @@ from . import expr, masks, scores
 from .api import (
     attention,
     attention_backward,
-    attention_varlen,
-    attention_varlen_backward,
-    attention_varlen_vjp,
     attention_vjp,
     combine,
     lookup,
@@ -19,6 +16,7 @@ from .api import (
 )
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .problem import Gradients, Plan
+from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 __version__ = "0.1.0"
 

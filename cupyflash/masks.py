@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from . import arrays
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.bind import Alignment, Axis, Sizes, aligned, bind
 from .expr.evaluate import evaluate
@@ -178,6 +179,8 @@ def number_or_per_batch(value: Any, argument: str) -> Expr:
         value = value.array
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
+    if hasattr(value, "__dlpack__"):
+        value = arrays.array(value, argument)
     if not hasattr(value, "dtype") or np.dtype(value.dtype).kind not in "iu":
         kind = getattr(value, "dtype", type(value).__name__)
         raise ArgumentTypeError(
@@ -437,6 +440,4 @@ def as_array(value: Any, argument: str) -> Any:
         return value.array
     if isinstance(value, (list, tuple)):
         return np.asarray(value)
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise ArgumentTypeError(f"{argument}: {type(value).__name__} came; wanted an array.")
-    return value
+    return arrays.array(value, argument)

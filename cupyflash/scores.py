@@ -22,7 +22,7 @@ from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
 from .masks import as_array, flat_sizes, position_symbols, traced
 
-__all__ = ["Score", "alibi", "chain", "relative_bias", "score", "softcap"]
+__all__ = ["Score", "alibi", "relative_bias", "score", "softcap"]
 
 _B, _H, _I, _J = POSITIONS
 

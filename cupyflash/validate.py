@@ -6,13 +6,13 @@ was.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from .arrays import array, floats, outputs
 from .errors import ArgumentError, ArgumentTypeError
 from .expr.nodes import Expr, LookupTable, walk
 from .masks import Mask, dense
@@ -20,88 +20,6 @@ from .problem import ACCUMULATORS, Array, Call, Gradients, Problem
 from .scores import Score, chain
 
 MAX_HEAD_SIZE = 512
-
-
-def array(value: Any, name: str) -> Array:
-    """Return an argument as a NumPy array that shares its memory.
-
-    Raises
-    ------
-    ArgumentTypeError
-        If it is no array, or lives where this version has no kernels.
-    """
-    if isinstance(value, np.ma.MaskedArray):
-        raise ArgumentTypeError(
-            f"{name}: a masked array came; pass {name}.data, and the mask as mask= (True = attend)."
-        )
-    if isinstance(value, np.matrix):
-        raise ArgumentTypeError(f"{name}: a numpy.matrix came; pass np.asarray({name}).")
-    if isinstance(value, np.ndarray):
-        return value
-    if type(value).__module__.split(".")[0] == "cupy":
-        raise ArgumentTypeError(
-            f"{name}: a CuPy array came; this version computes on NumPy arrays only. Pass "
-            f"cupy.asnumpy({name}), for every array of the call."
-        )
-    if not hasattr(value, "__dlpack__"):
-        raise ArgumentTypeError(
-            f"{name}: {type(value).__name__} came; wanted a NumPy array, or an array that exports "
-            "DLPack. Convert it with np.asarray."
-        )
-    kind = int(value.__dlpack_device__()[0])
-    if kind not in (1, 3):  # kDLCPU, kDLCUDAHost
-        raise ArgumentTypeError(
-            f"{name}: an array in device memory came (DLPack device type {kind}); this version "
-            "computes on arrays in host memory only. Copy it to the CPU first."
-        )
-    try:
-        return np.from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError, ValueError):
-        return _bfloat16_from_dlpack(value, name)
-
-
-class _Reexport:
-    """A DLPack exporter of one capsule, for NumPy, which knows no bfloat16."""
-
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)
-
-
-def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
-    """Take a bfloat16 array by telling NumPy that its elements are 16-bit integers."""
-    capsule = value.__dlpack__()
-    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    tensor = get_pointer(capsule, b"dltensor")
-    # DLTensor: data pointer (8 bytes), device (8), ndim (4), then dtype: code, bits, lanes.
-    dtype = (ctypes.c_uint8 * 2).from_address(tensor + 20)
-    bfloat, unsigned = 4, 1  # DLDataTypeCode
-    if tuple(dtype) != (bfloat, 16):
-        raise ArgumentTypeError(
-            f"{name}: NumPy cannot take this {type(value).__name__} by DLPack (type code {dtype[0]}, "
-            f"{dtype[1]} bits). Convert it to float16, bfloat16, float32 or float64 on the CPU."
-        )
-    import ml_dtypes
-
-    dtype[0] = unsigned
-    return np.from_dlpack(_Reexport(capsule)).view(ml_dtypes.bfloat16)
-
-
-def floats(value: Any, name: str) -> Array:
-    """Return an argument as an array of one of the four float dtypes."""
-    result = array(value, name)
-    if result.dtype.name not in ACCUMULATORS or not result.dtype.isnative:
-        raise ArgumentTypeError(
-            f"{name}: dtype {result.dtype} came; wanted float16, bfloat16 (ml_dtypes), float32 or "
-            f"float64 in native byte order. Convert it with {name}.astype(...)."
-        )
-    return result
 
 
 def _same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
@@ -137,13 +55,15 @@ def _heads(q: Array, k: Array, v: Array) -> tuple[int, int]:
     heads, heads_kv = q.shape[-3], k.shape[-3]
     if v.shape[-3] != heads_kv:
         raise ArgumentError(
-            f"v: {v.shape[-3]} heads came with {heads_kv} heads in k; wanted as many."
+            f"v: shape {v.shape} came with k of shape {k.shape}; they have the same heads, "
+            f"so their axes third from the end must be equal, {v.shape[-3]} is not {heads_kv}."
         )
     if heads != heads_kv and (not heads_kv or heads % heads_kv or not heads):
         raise ArgumentError(
-            f"q has {heads} heads and k {heads_kv}; wanted a multiple of k's heads in q "
-            "(grouped-query attention). The head axis is the third from the end: arrays of shape "
-            "(B, L, H, D) are passed as x.swapaxes(-3, -2)."
+            f"q: shape {q.shape} came with k of shape {k.shape}, {heads} query heads for "
+            f"{heads_kv} key-value heads; wanted a multiple of them (grouped-query attention). The "
+            "head axis is the third from the end: arrays of shape (B, L, H, D) are passed as "
+            "x.swapaxes(-3, -2)."
         )
     return heads, heads_kv
 
@@ -165,8 +85,8 @@ def call(q: Any, k: Any, v: Any, **options: Any) -> Call:
         lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except ValueError:
         raise ArgumentError(
-            f"q, k and v have leading axes {q.shape[:-3]}, {k.shape[:-3]} and {v.shape[:-3]}, which "
-            "do not broadcast; wanted equal lengths, or 1."
+            f"q, k and v came with leading axes {q.shape[:-3]}, {k.shape[:-3]} and {v.shape[:-3]}, "
+            "which do not broadcast; wanted equal lengths, or 1."
         ) from None
     problem = Problem(
         lead=lead,
@@ -224,28 +144,57 @@ def varlen_call(
 
 
 def _offsets(value: Any, name: str, total: int) -> Array:
+    wanted = "one axis of integers, one more than there are sequences, from 0 to the packed length"
     if isinstance(value, (list, tuple)):
-        value = np.asarray(value, np.int64) if value else np.zeros(0, np.int64)
+        try:
+            value = np.asarray(value)
+        except ValueError:
+            raise ArgumentTypeError(
+                f"{name}: a {type(value).__name__} that makes no array came; wanted {wanted}."
+            ) from None
     offsets = array(value, name)
     if offsets.dtype.kind not in "iu" or offsets.ndim != 1 or not offsets.size:
         raise ArgumentTypeError(
-            f"{name}: shape {offsets.shape}, dtype {offsets.dtype} came; wanted one axis of "
-            "integers, one more than there are sequences."
+            f"{name}: shape {offsets.shape}, dtype {offsets.dtype} came; wanted {wanted}."
         )
-    offsets = offsets.astype(np.int64)
-    bad = np.flatnonzero(np.diff(offsets) < 0)
+    bad = np.flatnonzero(offsets[1:] < offsets[:-1])  # their difference may leave 64 bits
     if bad.size:
         n = int(bad[0])
         raise ArgumentError(
-            f"{name}: entry {n + 1} is {offsets[n + 1]}, smaller than {offsets[n]} before it; wanted "
-            "offsets that never decrease."
+            f"{name}: entry {n + 1} is {offsets[n + 1]}, smaller than {offsets[n]} before it; "
+            "wanted offsets that never decrease."
         )
     if offsets[0] != 0 or offsets[-1] != total:
         raise ArgumentError(
             f"{name}: runs from {offsets[0]} to {offsets[-1]}; wanted 0 to {total}, the packed "
             "array's length."
         )
-    return offsets
+    return offsets.astype(np.int64)
+
+
+_OPTIONS = (
+    "the options are mask, score_mod, bias, sink, scale, dropout, seed; beside them attention "
+    "takes return_lse, out, lse_out, and attention_backward dlse, deterministic, grads_out, "
+    "workspace"
+)
+_OTHER_NAMES = {  # of other libraries, or of other functions of this one
+    "alibi_slopes": "say score_mod=scores.alibi(slopes)",
+    "attention_mask": "say mask=array (bool), or bias=array (added to the scores)",
+    "attn_bias": "say bias=array",
+    "attn_mask": "say mask=array (bool), or bias=array (added to the scores)",
+    "causal": "say mask=masks.causal()",
+    "dropout_p": "say dropout=p, seed=number",
+    "enable_gqa": "leave it out: grouped-query attention is read from the shapes",
+    "is_causal": "say mask=masks.causal()",
+    "key_padding_mask": "say mask=masks.lengths(k_lengths)",
+    "lse_out": "attention and attention_varlen take it",
+    "out": "attention and attention_varlen take it",
+    "return_lse": "attention, attention_vjp and their varlen forms take it",
+    "sm_scale": "say scale=number",
+    "softcap": "say score_mod=scores.softcap(c)",
+    "softmax_scale": "say scale=number",
+    "window_size": "say mask=masks.window(left, right)",
+}
 
 
 def _with_options(
@@ -266,22 +215,8 @@ def _with_options(
 ) -> Call:
     if unknown:
         name = next(iter(unknown))
-        remedy = {
-            "causal": "say mask=masks.causal()",
-            "is_causal": "say mask=masks.causal()",
-            "attn_mask": "say mask=array (bool), or bias=array (added to the scores)",
-            "dropout_p": "say dropout=p, seed=number",
-            "softmax_scale": "say scale=number",
-            "window_size": "say mask=masks.window(left, right)",
-            "alibi_slopes": "say score_mod=scores.alibi(slopes)",
-            "softcap": "say score_mod=scores.softcap(c)",
-            "enable_gqa": "leave it out: grouped-query attention is read from the shapes",
-        }.get(
-            name,
-            "the options are mask, score_mod, bias, sink, scale, dropout, seed (and return_lse, out, "
-            "lse_out; deterministic, grads_out, workspace, dlse of the backward)",
-        )
-        raise ArgumentTypeError(f"{name} is no argument of this function; {remedy}.")
+        remedy = _OTHER_NAMES.get(name, _OPTIONS)
+        raise ArgumentTypeError(f"{name}: no argument of this function; {remedy}.")
     problem = replace(
         problem,
         scale=_scale(scale, problem.d, problem.accumulator),
@@ -307,8 +242,13 @@ def _number(value: Any, name: str) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(
         value, (int, float, np.integer, np.floating)
     ):
-        raise ArgumentTypeError(f"{name}: {type(value).__name__} came; wanted a number.")
-    return float(value)
+        raise ArgumentTypeError(
+            f"{name}: {type(value).__name__} came; wanted a number, an int or a float."
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name}: an integer beyond every float came; wanted less.") from None
 
 
 def _scale(value: Any, d: int, accumulator: np.dtype[Any]) -> float:
@@ -317,7 +257,8 @@ def _scale(value: Any, d: int, accumulator: np.dtype[Any]) -> float:
     scale = _number(value, "scale")
     if not abs(scale) <= float(np.finfo(accumulator).max):
         raise ArgumentError(
-            f"scale: {scale} came; wanted a finite number within the range of {accumulator}."
+            f"scale: {scale} came; wanted a finite number within the range of {accumulator}, or "
+            "None for 1 / sqrt(D)."
         )
     return scale
 
@@ -325,9 +266,11 @@ def _scale(value: Any, d: int, accumulator: np.dtype[Any]) -> float:
 def _dropout(value: Any, seed: Any) -> float:
     p = _number(value, "dropout")
     if not 0 <= p < 1:
-        raise ArgumentError(f"dropout: {p} came; wanted a probability in [0, 1).")
+        raise ArgumentError(f"dropout: {p} came; wanted a probability, 0 or more and less than 1.")
     if round(p * 2**32) == 2**32:
-        raise ArgumentError(f"dropout: {p} rounds to 1 in 32 bits; wanted less than 1 - 2**-33.")
+        raise ArgumentError(
+            f"dropout: {p!r} came, which rounds to 1 in 32 bits; wanted less than 1 - 2**-33."
+        )
     if p and seed is None:
         raise ArgumentError(
             f"dropout: {p} came without a seed; pass seed=number. The same seed gives the same "
@@ -346,7 +289,9 @@ def _seed(value: Any) -> int:
             f"seed: {type(value).__name__} came; wanted an integer, or a 0-d uint64 array."
         )
     if not 0 <= int(value) < 2**64:
-        raise ArgumentError(f"seed: {value} came; wanted 0 to 2**64 - 1.")
+        raise ArgumentError(
+            f"seed: {value} came; wanted 0 to 2**64 - 1, for instance seed % 2**64."
+        )
     return int(value)
 
 
@@ -360,7 +305,8 @@ def _mask(value: Any) -> Mask | None:
         if callable(value) or isinstance(value, (Expr, LookupTable, str, bool, list, tuple, Score)):
             raise ArgumentTypeError(
                 f"mask: {type(value).__name__} came; wanted a mask of cupyflash.masks or a boolean "
-                "array. A function is wrapped by masks.mask(function), a list by np.asarray."
+                "array. Call a constructor, masks.causal(); wrap a function of your own, "
+                "masks.mask(function); make an array of a list, np.asarray(list)."
             )
         result = dense(array(value, "mask"))
     _check_home(result.expr, "mask")
@@ -376,8 +322,7 @@ def _score_mod(value: Any) -> Score | None:
 
 def _check_home(expr: Expr, name: str) -> None:
     for node in walk(expr):
-        if node.op in ("lookup", "aligned"):
-            held = node.value[0] if node.op == "lookup" else node.value.array
+        for held in _looked_up(node):
             if not isinstance(held, np.ndarray):
                 raise ArgumentTypeError(
                     f"{name}: it looks up a {type(held).__name__} of "
@@ -416,16 +361,29 @@ def _sink(value: Any, problem: Problem) -> Array:
 
 def read_arrays(request: Call) -> dict[str, Array]:
     """Return every array that a call reads, by name."""
-    arrays = {"q": request.q, "k": request.k, "v": request.v}
-    for name, option in (("bias", request.bias), ("sink", request.sink)):
-        if option is not None:
-            arrays[name] = option
+    named = {"q": request.q, "k": request.k, "v": request.v}
+    options = {"bias": request.bias, "sink": request.sink}
+    named |= {name: option for name, option in options.items() if option is not None}
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
-        for node in walk(made.expr) if made is not None else ():
-            if node.op in ("lookup", "aligned"):
-                held = node.value[0] if node.op == "lookup" else node.value.array
-                arrays[f"{name} (array {len(arrays)})"] = held
-    return arrays
+        nodes = walk(made.expr) if made is not None else ()
+        looked_up = [x for node in nodes for x in _looked_up(node)]
+        named |= {f"array {n} of {name}": x for n, x in enumerate(looked_up)}
+    return named
+
+
+def _looked_up(node: Expr) -> tuple[Any, ...]:
+    """Return the array that a node reads, if it reads one."""
+    if node.op == "lookup":
+        return (node.value[0],)
+    return (node.value.array,) if node.op == "aligned" else ()
+
+
+_ORIGINS = {
+    "do": "the shape and dtype of out",
+    "dlse": "the shape and dtype of lse",
+    "out": "the out that the forward returned, for the same q, k, v",
+    "lse": "the lse that the forward returned (return_lse=True), for the same q, k, v",
+}
 
 
 def given(value: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -433,41 +391,10 @@ def given(value: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     result = array(value, name)
     if result.shape != shape or result.dtype != dtype:
         raise ArgumentError(
-            f"{name}: shape {result.shape}, dtype {result.dtype} came; wanted {shape}, {dtype}."
+            f"{name}: shape {result.shape}, dtype {result.dtype} came; wanted {shape}, {dtype}"
+            f"{', ' + _ORIGINS[name] if name in _ORIGINS else ''}."
         )
     return result
-
-
-def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[str, Array]) -> None:
-    """Check arrays that a call is to write: kind, shape, dtype, and that no element is shared.
-
-    `targets` maps a name to (array, wanted shape, wanted dtype).
-    """
-    for name, (target, shape, dtype) in targets.items():
-        if not isinstance(target, np.ndarray) or isinstance(target, (np.ma.MaskedArray, np.matrix)):
-            raise ArgumentTypeError(
-                f"{name}: {type(target).__name__} came; wanted a NumPy array to write to."
-            )
-        if target.shape != shape or target.dtype != dtype:
-            raise ArgumentError(
-                f"{name}: shape {target.shape}, dtype {target.dtype} came; wanted {shape}, {dtype}."
-            )
-        if not target.flags.writeable:
-            raise ArgumentError(f"{name}: a read-only array came; wanted one that can be written.")
-        if repeats_an_address(target):
-            raise ArgumentError(
-                f"{name}: several of its elements share one address (strides {target.strides}, a "
-                "broadcast view?); wanted an array with an address per element, as np.empty makes."
-            )
-    names = list(targets)
-    for place, name in enumerate(names):
-        others = {other: targets[other][0] for other in names[:place]} | inputs
-        for other, held in others.items():
-            if share_memory(targets[name][0], held):
-                raise ArgumentError(
-                    f"{name} and {other} share memory; wanted an output that overlaps no input and "
-                    "no other output. Pass a fresh array, or none."
-                )
 
 
 def gradients(value: Any, request: Call, inputs: dict[str, Array]) -> Gradients:
@@ -475,9 +402,12 @@ def gradients(value: Any, request: Call, inputs: dict[str, Array]) -> Gradients:
     if value is None:
         return Gradients(None, None, None)
     if not isinstance(value, (tuple, list)) or not 3 <= len(value) <= 5:
+        came = type(value).__name__
+        if isinstance(value, (tuple, list)):
+            came += f" of length {len(value)}"
         raise ArgumentTypeError(
-            f"grads_out: {type(value).__name__} came; wanted Gradients, or a tuple of arrays (or "
-            "None) for dq, dk, dv[, dbias[, dsink]]."
+            f"grads_out: {came} came; wanted Gradients, or a tuple of arrays (or None) for dq, dk, "
+            "dv[, dbias[, dsink]]."
         )
     result = Gradients(*value)
     owners = (request.q, request.k, request.v, request.bias, request.sink)
@@ -502,10 +432,10 @@ def gradients(value: Any, request: Call, inputs: dict[str, Array]) -> Gradients:
 def parts(value: Any) -> list[tuple[Array, Array]]:
     """Check the (out, lse) pairs that `combine` joins."""
     if not isinstance(value, (list, tuple)) or not value:
-        raise ArgumentTypeError(
-            f"combine: {type(value).__name__ if value != [] else 'an empty list'} came; wanted a "
-            "non-empty list of (out, lse)."
-        )
+        came = type(value).__name__
+        if isinstance(value, (list, tuple)):
+            came = f"an empty {came}"
+        raise ArgumentTypeError(f"combine: {came} came; wanted a non-empty list of (out, lse).")
     pairs: list[tuple[Array, Array]] = []
     for n, pair in enumerate(value):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -528,38 +458,6 @@ def parts(value: Any) -> list[tuple[Array, Array]]:
     return pairs
 
 
-def share_memory(a: Array, b: Array) -> bool:
-    """Whether two arrays share an element. What cannot be decided soon counts as shared."""
-    if not np.may_share_memory(a, b):
-        return False
-    try:
-        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-def repeats_an_address(x: Array) -> bool:
-    """Whether two elements of an array lie at one address (or cannot soon be told apart)."""
-    if not x.size:
-        return False
-    reach = x.itemsize
-    for stride, length in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True)):
-        if length == 1:
-            continue
-        if stride < reach:
-            break
-        reach += stride * (length - 1)
-    else:
-        return False
-    if x.size > 100_000 or not all(x.strides[axis] for axis in range(x.ndim) if x.shape[axis] > 1):
-        return True
-    places = np.zeros(x.shape, np.int64)
-    for axis, (stride, length) in enumerate(zip(x.strides, x.shape, strict=True)):
-        places += (np.arange(length) * stride).reshape((-1,) + (1,) * (x.ndim - axis - 1))
-    sorted_places = np.sort(places, axis=None)
-    return bool((np.diff(sorted_places) < x.itemsize).any())
-
-
 def workspace(value: Any, size: int, inputs: dict[str, Array]) -> Array | None:
     """Check a workspace: bytes, enough of them, apart from every other array."""
     if value is None:
@@ -570,13 +468,17 @@ def workspace(value: Any, size: int, inputs: dict[str, Array]) -> Array | None:
         or value.ndim != 1
         or not value.flags.c_contiguous
     ):
+        came = type(value).__name__
+        if isinstance(value, np.ndarray):
+            came = f"shape {value.shape}, dtype {value.dtype}, strides {value.strides}"
         raise ArgumentTypeError(
-            f"workspace: {type(value).__name__} came; wanted a contiguous one-dimensional array of "
-            f"uint8, np.empty({size}, np.uint8)."
+            f"workspace: {came} came; wanted a contiguous one-dimensional array of uint8, "
+            f"np.empty({size}, np.uint8)."
         )
     if value.size < size:
         raise ArgumentError(
-            f"workspace: {value.size} bytes came; this call needs {size} (see workspace_size)."
+            f"workspace: {value.size} bytes came; this call wants {size}, as workspace_size says: "
+            f"np.empty({size}, np.uint8)."
         )
     outputs({"workspace": (value, value.shape, value.dtype)}, inputs)
     return value

@@ -103,6 +103,11 @@ def backward(
 ) -> int:
     """Write every gradient; return how many tiles `backward_dkdv` visited."""
     layout, scratch = Layout(problem, block_q, block_kv), Scratch(workspace)
+    if not layout.batch:  # what was broadcast to no batch entry at all still has a gradient
+        for gradient in (dq, dk, dv, dbias, dsink):
+            if gradient is not None:
+                gradient[...] = 0
+        return 0
     accumulator, heads = problem.accumulator, problem.heads
     like, shape = _like(layout), layout.shape
     q_read, do_read, k_read = (layout.operand(x, scratch, whole_vectors=True) for x in (q, do, k))
@@ -146,14 +151,15 @@ def backward(
     )
     changes = Changes(programs.score, programs.slope, programs.mask, programs.tile, careful)
 
-    dk_made, dv_made, dq_made = (layout.result(x, scratch) for x in (dk, dv, dq))
-    dk_rows, dv_rows = layout.rows(dk_made, keys=True), layout.rows(dv_made, keys=True)
     kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
     if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):
         # k and v were broadcast over different axes: compute over their common ones, then sum.
         dk_made = scratch.empty((*kv_lead, *dk.shape[-3:]), accumulator)
         dv_made = scratch.empty((*kv_lead, *dv.shape[-3:]), accumulator)
-        dk_rows, dv_rows = layout.rows(dk_made, keys=True), layout.rows(dv_made, keys=True)
+    else:
+        dk_made, dv_made = layout.result(dk, scratch), layout.result(dv, scratch)
+    dq_made = layout.result(dq, scratch)
+    dk_rows, dv_rows = layout.rows(dk_made, keys=True), layout.rows(dv_made, keys=True)
     kv_work, members = layout.shared_blocks(kv_lead, layout.len_k, block_kv, last_first=False)
     visited = np.zeros(len(kv_work) * problem.heads_kv, np.int64)
     parallel(

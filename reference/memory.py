@@ -68,7 +68,7 @@ def load_transposed(rows, b, h, i0, count, lanes, depth, itemsize, tile):
 
 @kernel
 def count_nonfinite(first, last, heads, lengths, rows, columns, itemsize, found):
-    """Count the elements of entry and head ``n = b * heads + h`` that are not finite in found[n]."""
+    """Count the elements that are not finite in found[n], n = b * heads + h."""
     like = found.dtype.type(0)
     for item in range(first, last):
         b, h = item // heads, item % heads

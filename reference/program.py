@@ -179,11 +179,14 @@ def _load_as_float(place, kind):
 
 
 @helper
-def _place(table, operands, start, ri, lane):
-    place = table[0]
+def _find_places(table, operands, start, ri, n, places):
+    """Write the addresses of the elements that `n` lanes look up."""
+    for l in range(n):
+        places[l] = table[0]
     for axis in range(table[2]):
-        place += ri[operands[start + axis], lane] * table[5 + MAX_AXES + axis]
-    return place
+        index, stride = ri[operands[start + axis]], table[5 + MAX_AXES + axis]
+        for l in range(n):
+            places[l] += index[l] * stride
 
 
 @helper
@@ -206,21 +209,32 @@ def _range_extremes(table, operands, start, ri, as_float):
         return table[3], table[4], math.nan, math.nan
     low_int, high_int = np.int64(2**63 - 1), np.int64(-(2**63))
     low, high = math.inf, -math.inf
-    for element in range(count):
+    inner, stride = 1, 0
+    if axes:
+        inner = _index_range(table, operands, start, ri, axes - 1)[1]
+        stride = table[4 + MAX_AXES + axes]
+    for row in range(count // max(inner, 1)):
         place = table[0]
-        rest = element
+        rest = row
         for axis in range(axes - 1, -1, -1):
             first, length = _index_range(table, operands, start, ri, axis)
-            place += (first + rest % length) * table[5 + MAX_AXES + axis]
-            rest //= length
+            if axis == axes - 1:
+                place += first * stride
+            else:
+                place += (first + rest % length) * table[5 + MAX_AXES + axis]
+                rest //= length
         if as_float:
-            value = _load_as_float(place, table[1])
-            if math.isnan(value):
-                return low_int, high_int, math.nan, math.nan
-            low, high = min(low, value), max(high, value)
+            for n in range(inner):
+                value = _load_as_float(place + n * stride, table[1])
+                if math.isnan(value):
+                    return low_int, high_int, math.nan, math.nan
+                low, high = min(low, value), max(high, value)
         else:
-            whole = _load_as_int(place, table[1])
-            low_int, high_int = min(low_int, whole), max(high_int, whole)
+            for n in range(inner):
+                whole = _load_as_int(place + n * stride, table[1])
+                low_int, high_int = min(low_int, whole), max(high_int, whole)
+            if table[1] == 0 and low_int != high_int:
+                break  # a row with both truth values settles it
     return low_int, high_int, low, high
 
 
@@ -380,13 +394,23 @@ def _read_step(op, n, program, target, a, b, symbols, i0, score, ri, rf):
         for l in range(n):
             rf[target, l] = ri[a, l]
     elif op == Op.LOOKUP_INT:
-        table = program.tables[a]
-        for l in range(n):
-            ri[target, l] = _load_as_int(_place(table, program.operands, b, ri, l), table[1])
+        table, places = program.tables[a], ri[ri.shape[0] - 1]
+        _find_places(table, program.operands, b, ri, n, places)
+        if table[1] == 0:
+            for l in range(n):
+                ri[target, l] = _load_uint8(places[l]) != 0
+        else:
+            for l in range(n):
+                ri[target, l] = _load_as_int(places[l], table[1])
     elif op == Op.LOOKUP_FLOAT:
-        table = program.tables[a]
-        for l in range(n):
-            rf[target, l] = _load_as_float(_place(table, program.operands, b, ri, l), table[1])
+        table, places = program.tables[a], ri[ri.shape[0] - 1]
+        _find_places(table, program.operands, b, ri, n, places)
+        if table[1] == 10:
+            for l in range(n):
+                rf[target, l] = _load_float32(places[l])
+        else:
+            for l in range(n):
+                rf[target, l] = _load_as_float(places[l], table[1])
     elif op == Op.RANGE_MINIMUM_INT or op == Op.RANGE_MAXIMUM_INT:
         low, high, _, _ = _range_extremes(program.tables[a], program.operands, b, ri, False)
         ri[target, 0] = low if op == Op.RANGE_MINIMUM_INT else high

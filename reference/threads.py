@@ -6,6 +6,7 @@ Every item is computed the same way whoever computes it: results do not depend o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -20,9 +21,10 @@ def num_threads() -> int:
     """Return how many threads a call uses: ``CUPYFLASH_NUM_THREADS``, else the process's CPUs."""
     chosen = os.environ.get("CUPYFLASH_NUM_THREADS", "").strip()
     if chosen:
-        if not chosen.isdigit() or int(chosen) < 1:
+        if not chosen.isdecimal() or int(chosen) < 1:
             raise ValueError(
-                f"CUPYFLASH_NUM_THREADS is {chosen!r}; wanted a whole number, 1 or more."
+                f"CUPYFLASH_NUM_THREADS is {chosen!r}; wanted a whole number, 1 or more. Correct "
+                "this environment variable, or unset it for one thread per CPU."
             )
         return int(chosen)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -46,34 +48,75 @@ def _shared_pool(workers: int) -> ThreadPoolExecutor:
         return _pool
 
 
+class _Job:
+    """One call's chunks: helpers take them until none is left, or one has failed."""
+
+    def __init__(self, run: Callable[[int, int], None], items: int, chunk: int) -> None:
+        self._run, self._items, self._chunk = run, items, chunk
+        self._starts = itertools.count(0, chunk)
+        self._changed = threading.Condition()
+        self._helpers = 0  # helpers at work
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """Compute chunks; keep an exception for `finish`."""
+        try:
+            for first in self._starts:
+                if first >= self._items or self._error is not None:
+                    return
+                self._run(first, min(first + self._chunk, self._items))
+        except BaseException as error:  # noqa: BLE001 (`finish` raises it)
+            self._error = self._error or error
+
+    def help(self) -> None:
+        """Work as a helper, unless the caller has gone: kernels write to memory that it owns."""
+        with self._changed:
+            if self._closed:
+                return
+            self._helpers += 1
+        self.work()
+        with self._changed:
+            self._helpers -= 1
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait until nobody works any more, then raise what a chunk raised."""
+        while True:
+            try:
+                with self._changed:
+                    self._closed = True
+                    self._changed.wait_for(lambda: not self._helpers)
+                break
+            except KeyboardInterrupt as again:  # a second Ctrl-C, and memory is still being written
+                self._error = self._error or again
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            error = None  # it holds this frame
+
+
 def parallel(run: Callable[[int, int], None], items: int) -> None:
     """Call ``run(first, last)`` over all of ``range(items)``, in chunks, on several threads.
 
     The caller works too, so that callers that share the pool never wait for each other's turn. An
-    exception of any chunk is raised here, once all threads have stopped.
+    exception of any chunk is raised here, once all threads have stopped; chunks that nobody has
+    begun are then left out.
     """
     workers = min(num_threads(), items)
-    chunk = max(1, items // (workers * 16)) if workers > 1 else max(items, 1)
-    starts = itertools.count(0, chunk)
-
-    def work() -> None:
-        for first in starts:
-            if first >= items:
-                return
-            run(first, min(first + chunk, items))
-
     if workers <= 1:
         if items:
             run(0, items)
         return
-    pool = _shared_pool(workers - 1)
-    helpers = [pool.submit(work) for _ in range(workers - 1)]
+    job = _Job(run, items, chunk=max(1, items // (workers * 16)))
     try:
-        work()
+        # Where no thread can be had (a limit, or the interpreter is ending) fewer do the work.
+        with contextlib.suppress(RuntimeError):
+            pool = _shared_pool(workers - 1)
+            for _ in range(workers - 1):
+                pool.submit(job.help)
+        job.work()
     finally:
-        for helper in helpers:
-            if not helper.cancel():
-                helper.exception()  # waits
-    for helper in helpers:
-        if not helper.cancelled():
-            helper.result()
+        job.finish()

@@ -48,8 +48,8 @@ class Changes(NamedTuple):
 
 @helper
 def make_registers(program, lanes, like):
-    """Return the integer and float registers of a program."""
-    ri = np.zeros((max(program.int_registers, 1), lanes), np.int64)
+    """Return the registers of a program; the last row of integers is for addresses."""
+    ri = np.zeros((program.int_registers + 1, lanes), np.int64)
     rf = np.zeros((max(program.float_registers, 1), lanes), like.dtype)
     return ri, rf
 

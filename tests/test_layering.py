@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # own package: `expr` and `testing` are folders). `__init__` and `__main__` may import all of them.
 ORDER = [
     ["errors"],
+    ["arrays"],
     ["expr"],
     ["masks"],
     ["scores"],
@@ -23,7 +24,8 @@ ORDER = [
     ["validate"],
     ["config"],
     ["dispatch"],
-    ["api"],
+    ["calls"],
+    ["api", "varlen"],
     ["testing"],
     ["demo"],
     ["cli"],

@@ -41,7 +41,7 @@ MASKS = {
     "segments",
     "window",
 }
-SCORES = {"alibi", "chain", "relative_bias", "score", "softcap"}
+SCORES = {"alibi", "relative_bias", "score", "softcap"}
 
 # numpydoc's checks that every public docstring passes: a summary that is one sentence, the
 # parameters of the signature in its order, each with a description, and what is returned.

@@ -68,10 +68,10 @@ def _rule(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
         exact = Expr(op, tuple(low for low, _ in ends), node.type, node.value)
         return exact, exact
     if op in _MONOTONE:
-        result = (
-            operation(op, *[low for low, _ in ends]),
-            operation(op, *[high for _, high in ends]),
+        low, high = (
+            Expr(op, tuple(pair[side] for pair in ends), node.type, node.value) for side in (0, 1)
         )
+        result = low, high
     else:
         result = _RULES[op](*ends)
     if node.type == "float" and op in _MAY_MAKE_NAN:

@@ -254,6 +254,8 @@ def as_expr(value: Any) -> Expr:
         return value
     if isinstance(value, LookupTable):
         value._not_a_number()
+    if isinstance(value, np.ndarray) and not value.ndim:
+        value = value[()]  # NumPy makes its own numbers arrays before it hands them over
     if isinstance(value, (bool, np.bool_)):
         return Expr("constant", (), "bool", bool(value))
     if isinstance(value, (int, np.integer)):
@@ -291,6 +293,8 @@ def operation(name: str, *operands: Any) -> Expr:
     if len(nodes) != arity:
         raise TraceError(f"{name} takes {arity} operands; {len(nodes)} came.")
     types = [node.type for node in nodes]
+    if rule == "convert":
+        return convert(nodes[0], "float" if name == "to_float" else "int")
     if rule == "logic":
         if any(type != "bool" for type in types):
             raise TraceError(

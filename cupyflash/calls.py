@@ -1,0 +1,146 @@
+"""The steps of a call: check what it writes, allocate what is missing, run, return the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import arrays, dispatch, validate
+from .errors import ArgumentError, ArgumentTypeError
+from .problem import Array, Call, Gradients
+
+Vjp = Callable[..., Gradients]
+
+
+def options(
+    mask: Any,
+    score_mod: Any,
+    bias: Any,
+    sink: Any,
+    scale: Any,
+    dropout: Any,
+    seed: Any,
+    unknown: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the options of a call as keywords, unknown ones included."""
+    return {
+        "mask": mask,
+        "score_mod": score_mod,
+        "bias": bias,
+        "sink": sink,
+        "scale": scale,
+        "dropout": dropout,
+        "seed": seed,
+        **unknown,
+    }
+
+
+def dense_or_packed(
+    q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, keywords: dict[str, Any]
+) -> Call:
+    """Validate a call on dense arrays, or with offsets one on packed arrays."""
+    if (offsets_q is None) != (offsets_k is None):
+        raise ArgumentError("offsets_q and offsets_k belong together; one came without the other.")
+    if offsets_q is None:
+        return validate.call(q, k, v, **keywords)
+    return validate.varlen_call(q, k, v, offsets_q, offsets_k, True, **keywords)
+
+
+def _check_flag(value: Any, name: str) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{name}: {value!r} came; wanted True or False.")
+
+
+def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes that users see of out and lse."""
+    problem = call.problem
+    rows = call.q.shape[-2]
+    lse = (rows,) if call.matrices else (problem.heads, rows)
+    if not problem.packed and not call.matrices:
+        lse = (*problem.lead, *lse)
+    return (*lse, problem.d_v), lse
+
+
+def forward(call: Call, return_lse: bool, out: Any, lse_out: Any) -> Any:
+    """Compute a validated call, into the arrays given or into new ones."""
+    _check_flag(return_lse, "return_lse")
+    out_shape, lse_shape = _shapes(call)
+    wanted = {
+        "out": (out, out_shape, call.problem.dtype),
+        "lse_out": (lse_out, lse_shape, call.problem.accumulator),
+    }
+    named = {name: entry for name, entry in wanted.items() if entry[0] is not None}
+    arrays.outputs(named, validate.read_arrays(call))
+    out_full, lse_full = dispatch.empty_output(call)
+    if out is not None:
+        out_full = out[None] if call.matrices else out
+    if lse_out is not None:
+        lse_full = lse_out[None] if call.matrices else lse_out
+    dispatch.forward(call, out_full, lse_full)
+    if call.matrices:
+        out_full, lse_full = out_full[0], lse_full[0]
+    result = out_full if out is None else out
+    lse = lse_full if lse_out is None else lse_out
+    return (result, lse) if return_lse else result
+
+
+def backward(
+    call: Call,
+    do: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    deterministic: bool,
+    grads_out: Any,
+    workspace: Any,
+) -> Gradients:
+    """Compute the gradients of a validated call, into the arrays given or into new ones."""
+    _check_flag(deterministic, "deterministic")
+    out_shape, lse_shape = _shapes(call)
+    problem = call.problem
+    rows = {
+        "do": validate.given(do, "do", out_shape, problem.dtype),
+        "out": validate.given(out, "out", out_shape, problem.dtype),
+        "lse": validate.given(lse, "lse", lse_shape, problem.accumulator),
+    }
+    if dlse is not None:
+        rows["dlse"] = validate.given(dlse, "dlse", lse_shape, problem.accumulator)
+    inputs = validate.read_arrays(call) | rows
+    owners = (call.q, call.k, call.v, call.bias, call.sink)
+    targets = validate.gradients(grads_out, call, inputs)
+    named = {f"grads_out.{name}": x for name, x in targets._asdict().items() if x is not None}
+    needed = dispatch.workspace_size(call) if workspace is not None else 0
+    scratch = validate.workspace(workspace, needed, inputs | named)
+    if call.matrices:
+        rows = {name: array[None] for name, array in rows.items()}
+    made: list[Array | None] = []
+    results: list[Array | None] = []
+    for owner, target, matrix in zip(
+        owners, targets, (*call.were_matrices, False, False), strict=True
+    ):
+        if owner is None:
+            made.append(None)
+            results.append(None)
+            continue
+        full = np.empty_like(owner, subok=False) if target is None else target
+        if target is not None and matrix:
+            full = target[None]
+        made.append(full)
+        results.append(target if target is not None else full[0] if matrix else full)
+    dispatch.backward(
+        call, rows["do"], rows["out"], rows["lse"], rows.get("dlse"), Gradients(*made), scratch
+    )
+    return Gradients(*results)
+
+
+def vjp_of(call: Call, return_lse: bool) -> Any:
+    """Compute a validated call, and return it with the function that computes its gradients."""
+    _check_flag(return_lse, "return_lse")
+    out, lse = forward(call, True, None, None)
+
+    def vjp(do: Any, dlse: Any = None) -> Gradients:
+        return backward(call, do, out, lse, dlse, False, None, None)
+
+    return (out, lse, vjp) if return_lse else (out, vjp)

@@ -1,0 +1,171 @@
+"""The public functions on packed sequences of different lengths: signatures and documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import calls, validate
+from .problem import Gradients
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    offsets_q: Any,
+    offsets_k: Any,
+    *,
+    check: bool = True,
+    mask: Any = None,
+    score_mod: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    scale: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    lse_out: Any = None,
+    **unknown: Any,
+) -> Any:
+    """Compute attention within each of several sequences that lie one after the other.
+
+    Parameters
+    ----------
+    q : array, shape (Hq, total_q, D)
+        Queries of all sequences.
+    k : array, shape (Hkv, total_k, D)
+        Keys of all sequences.
+    v : array, shape (Hkv, total_k, Dv)
+        Values of all sequences.
+    offsets_q, offsets_k : array of int, shape (n + 1,)
+        Sequence b has the rows from ``offsets[b]`` to ``offsets[b + 1]``: from 0 to the total,
+        never decreasing.
+    check : bool
+        Offsets in host memory are always checked, which costs nothing to speak of.
+    mask, score_mod, bias, sink, scale, dropout, seed, return_lse, out, lse_out
+        As in `attention`. In masks and scores b is the sequence, i and j count within it, and the
+        default offset of `masks.causal` is that sequence's Lk - Lq. `bias` and a mask array
+        broadcast to (n, Hq, max Lq, max Lk); `masks.segments` takes packed arrays.
+
+    Returns
+    -------
+    out : numpy.ndarray, shape (Hq, total_q, Dv)
+        As of `attention` on every sequence alone.
+    lse : numpy.ndarray, shape (Hq, total_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `attention`.
+
+    References
+    ----------
+    T. Dao, "FlashAttention-2", 2023, Algorithm 1.
+    """
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
+    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, check, **options)
+    return calls.forward(call, return_lse, out, lse_out)
+
+
+def attention_varlen_backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    offsets_q: Any,
+    offsets_k: Any,
+    *,
+    check: bool = True,
+    dlse: Any = None,
+    deterministic: bool = False,
+    grads_out: Any = None,
+    workspace: Any = None,
+    mask: Any = None,
+    score_mod: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    scale: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    **unknown: Any,
+) -> Gradients:
+    """Compute the gradients of `attention_varlen`.
+
+    Parameters
+    ----------
+    do, q, k, v, out, lse : array
+        As in `attention_backward`, packed.
+    offsets_q, offsets_k : array of int, shape (n + 1,)
+        As in `attention_varlen`.
+    check : bool
+        As in `attention_varlen`.
+    dlse, deterministic, grads_out, workspace
+        As in `attention_backward`.
+    mask, score_mod, bias, sink, scale, dropout, seed
+        As given to `attention_varlen`.
+
+    Returns
+    -------
+    Gradients
+        dq, dk, dv, dbias, dsink, each of its input's shape and dtype.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `attention`.
+
+    References
+    ----------
+    T. Dao, "FlashAttention-2", 2023, Algorithm 2.
+    """
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
+    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, check, **options)
+    return calls.backward(call, do, out, lse, dlse, deterministic, grads_out, workspace)
+
+
+def attention_varlen_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    offsets_q: Any,
+    offsets_k: Any,
+    *,
+    check: bool = True,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """Compute `attention_varlen`, and return it with a function that computes its gradients.
+
+    Parameters
+    ----------
+    q, k, v, offsets_q, offsets_k, check
+        As in `attention_varlen`.
+    return_lse : bool
+        Return (out, lse, vjp) instead of (out, vjp).
+    **options
+        The options of `attention_varlen` but out and lse_out.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        As of `attention_varlen`.
+    lse : numpy.ndarray
+        Only with `return_lse`.
+    vjp : callable
+        ``vjp(do, dlse=None)`` returns `Gradients`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `attention`.
+
+    References
+    ----------
+    T. Dao, "FlashAttention-2", 2023, Algorithms 1 and 2.
+    """
+    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, check, **options)
+    return calls.vjp_of(call, return_lse)
