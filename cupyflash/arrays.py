@@ -52,7 +52,7 @@ def array(value: Any, name: str) -> Array:
         raise _refused(value, name, error) from None
     if kind not in (1, 3):  # kDLCPU, kDLCUDAHost
         raise ArgumentTypeError(
-            f"{name}: a {type(value).__name__} in device memory came (DLPack device type {kind}); "
+            f"{name}: {type(value).__name__} in device memory came (DLPack device type {kind}); "
             "wanted arrays in host memory, in this version. Copy it to the CPU first."
         )
     try:
@@ -66,7 +66,7 @@ _DLPACK_FAILURES = (BufferError, RuntimeError, TypeError, ValueError)
 
 def _refused(value: Any, name: str, reason: object) -> ArgumentTypeError:
     return ArgumentTypeError(
-        f"{name}: a {type(value).__name__} came, which could not be taken by DLPack ({reason}); "
+        f"{name}: {type(value).__name__} came, which could not be taken by DLPack ({reason}); "
         "wanted float16, bfloat16, float32 or float64 in host memory. Convert it, or pass a NumPy "
         "array."
     )

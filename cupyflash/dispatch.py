@@ -121,12 +121,16 @@ def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
     launch.combine(parts, out, lse)
 
 
-def empty_output(call: Call) -> tuple[Array, Array]:
-    """Return uninitialised arrays for out, in the memory order of q, and lse."""
+def empty_output(
+    call: Call, out: Array | None = None, lse: Array | None = None
+) -> tuple[Array, Array]:
+    """Return out and lse as given, or else uninitialised: out in the memory order of q."""
     problem, q = call.problem, call.q
     if problem.packed:
         shape: tuple[int, ...] = (*q.shape[:-1], problem.d_v)
     else:
         q = np.broadcast_to(q, (*problem.lead, *q.shape[-3:]))
         shape = (*q.shape[:-1], problem.d_v)
-    return np.empty_like(q, shape=shape, subok=False), np.empty(shape[:-1], problem.accumulator)
+    if out is None:
+        out = np.empty_like(q, shape=shape, subok=False)
+    return out, np.empty(shape[:-1], problem.accumulator) if lse is None else lse
