@@ -15,7 +15,7 @@ from harness import (
     run_backward,
     run_forward,
 )
-from hypothesis import assume, given, settings, target
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from placement import same_bits
 from strategies import BFLOAT16, DTYPES, plain, problems
@@ -25,7 +25,7 @@ from cupyflash import masks, scores
 from cupyflash.reference import naive
 
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-MANY = settings(max_examples=6 * settings().max_examples)
+MANY = settings(max_examples=4 * settings().max_examples)
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -40,7 +40,6 @@ def test_gradients_are_within_the_bound(dtype):
         out, lse = run_forward(problem)
         assume(np.isfinite(out).all())  # the backward reads what float16 made of O
         ratios = backward_ratios(problem, run_backward(problem, out, lse))
-        target(max(ratios.values()))
         assert max(ratios.values()) <= 1, ratios
 
     check()

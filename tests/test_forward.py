@@ -12,7 +12,7 @@ from harness import (
     forward_ratios,
     run_forward,
 )
-from hypothesis import given, settings, target
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import same_bits
 from strategies import BFLOAT16, DTYPES, MASKS, Sizes, plain, problems
@@ -22,7 +22,7 @@ from cupyflash import masks, scores
 from cupyflash.testing import Precision
 
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-MANY = settings(max_examples=6 * settings().max_examples)
+MANY = settings(max_examples=4 * settings().max_examples)
 
 
 # The bound
@@ -34,7 +34,6 @@ def test_out_and_lse_are_within_the_bound(dtype):
     @given(problems(dtype))
     def check(problem):
         ratios = forward_ratios(problem, *run_forward(problem))
-        target(max(ratios.values()))
         assert max(ratios.values()) <= 1, ratios
 
     check()

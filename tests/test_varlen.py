@@ -13,7 +13,7 @@ from harness import (
     run_backward,
     run_forward,
 )
-from hypothesis import assume, given, settings, target
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from placement import same_bits
 from strategies import DTYPES, problems
@@ -35,7 +35,6 @@ def test_every_output_is_within_the_bound(dtype):
         assert max(ratios.values()) <= 1, ratios
         assume(np.isfinite(out).all())  # the backward reads what float16 made of O
         ratios |= backward_ratios(problem, run_backward(problem, out, lse))
-        target(max(ratios.values()))
         assert max(ratios.values()) <= 1, ratios
 
     check()

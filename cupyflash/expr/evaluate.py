@@ -61,6 +61,15 @@ EXACT: dict[str, Callable[..., Any]] = {
     "floor_divide": operator.floordiv,
     "remainder": operator.mod,
     "to_int": int,
+    "less": operator.lt,
+    "less_equal": operator.le,
+    "equal": operator.eq,
+    "not_equal": operator.ne,
+    "logical_and": operator.and_,
+    "logical_or": operator.or_,
+    "logical_xor": operator.xor,
+    "logical_not": operator.not_,
+    "where": lambda condition, a, b: a if condition else b,
 }
 
 
@@ -138,7 +147,7 @@ def _exact(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_type: 
             part = array[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
             found = part.min() if node.op == "range_minimum" else part.max()
         return float_type(found) if node.type == "float" else found.item()
-    if node.type != "int" or node.op in ("where", "floor"):
-        chosen = NUMPY[node.op](*args)
-        return chosen.item() if node.type != "float" else float_type(chosen)
-    return EXACT[node.op](*args)
+    if node.op in EXACT and all(isinstance(arg, int) for arg in args):
+        return EXACT[node.op](*args)
+    chosen = NUMPY[node.op](*args)
+    return float_type(chosen) if node.type == "float" else chosen.item()
