@@ -50,7 +50,7 @@ def attention(
         Changes of the scores, applied in order, see `cupyflash.scores`.
     bias : array, optional
         Added to the scores, after `score_mod`; broadcasts to (..., Hq, Lq, Lk), any of the four
-        dtypes. -inf hides a pair.
+        dtypes. -inf hides a pair, and so does what rounds to -inf in the accumulator's type.
     sink : array, shape (Hq,), optional
         Logit of one extra key of value 0 per head.
     scale : float, optional
