@@ -27,4 +27,14 @@ __device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS
   }
 }
 
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS],
+                                           const Operand& to, int kind, long long offset,
+                                           long long first, int valid, accum_t factor) {
+  accum_t factors[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) factors[r] = factor;
+  store_rows<WIDTH>(result, to, kind, offset, first, valid, factors);
+}
+
 }  // namespace epilogue

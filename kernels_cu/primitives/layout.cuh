@@ -130,6 +130,14 @@ __device__ __forceinline__ Work work_of(const Params& p, long long number, int h
   return work;
 }
 
+// Elements between the start of an array and an entry's place along the leading axes.
+__device__ __forceinline__ long long lead_offset(const Operand& operand, const Entry& entry) {
+  long long elements = 0;
+#pragma unroll
+  for (int axis = 0; axis < MAX_LEAD; ++axis) elements += entry.lead[axis] * operand.lead[axis];
+  return elements;
+}
+
 // Elements between the start of an array and row 0 of an entry's head.
 __device__ __forceinline__ long long offset(const Operand& operand, const Entry& entry,
                                             long long head, bool of_keys) {
@@ -137,8 +145,7 @@ __device__ __forceinline__ long long offset(const Operand& operand, const Entry&
   if constexpr (PACKED) {
     elements += (of_keys ? entry.start_k : entry.start_q) * operand.row;
   } else {
-#pragma unroll
-    for (int axis = 0; axis < MAX_LEAD; ++axis) elements += entry.lead[axis] * operand.lead[axis];
+    elements += lead_offset(operand, entry);
   }
   return elements;
 }

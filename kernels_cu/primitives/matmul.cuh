@@ -15,6 +15,7 @@ constexpr int ROW_THREADS = THREADS / COLUMN_THREADS;
 
 namespace matmul {
 
+__device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
 __device__ constexpr int round_up(int x, int step) { return (x + step - 1) / step * step; }
 
 // Columns of an operand that `multiply` holds in shared memory at a time, and how many chunks of
@@ -64,7 +65,7 @@ __device__ constexpr int stage_rows(int rows, int width, int elements) {
 __device__ constexpr int stage_elements(int rows, int width, int wide) {
   const int chunk = rows * odd_stride(chunk_columns(width));
   const int whole = stage_rows(rows, wide, chunk) * padded_columns(wide);
-  return chunk > whole ? chunk : whole;
+  return larger(chunk, whole);
 }
 
 __device__ __forceinline__ int row_thread() { return threadIdx.x / COLUMN_THREADS; }
@@ -179,6 +180,16 @@ __device__ __forceinline__ void clear(accum_t (&c)[ROWS][COLUMNS]) {
 }
 
 template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void add(accum_t (&c)[ROWS][COLUMNS],
+                                    const accum_t (&b)[ROWS][COLUMNS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) c[r][n] += b[r][n];
+  }
+}
+
+template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t factor) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -204,6 +215,25 @@ __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const
     memory::load_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(stage_smem, b, first, valid, column);
     __syncthreads();  // the stage, now filled
     multiply<CHUNK, A_STRIDE, STRIDE>(c, a_smem + column, stage_smem);
+  }
+}
+
+// c = a b^T, where the rows of both pass through shared memory, a chunk of columns at a time.
+template <int A_ROWS, int B_ROWS, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const memory::Rows& a,
+                                              long long first_a, int valid_a, const memory::Rows& b,
+                                              long long first_b, int valid_b, accum_t* a_smem,
+                                              accum_t* b_smem) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
+  clear(c);
+#pragma unroll 1
+  for (int column = 0; column < WIDTH; column += CHUNK) {
+    __syncthreads();  // both chunks, which may still be read
+    memory::load_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
+    memory::load_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
+    __syncthreads();  // both chunks, now filled
+    multiply<CHUNK, STRIDE, STRIDE>(c, a_smem, b_smem);
   }
 }
 
