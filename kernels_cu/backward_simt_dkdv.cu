@@ -97,14 +97,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
 
-  // 7 scale and store; a launch may want one of the two only
-  if (p.dk.data != nullptr) {
-    epilogue::store_rows<D>(dk, p.dk, p.kind_dk, layout::offset(p.dk, work.entry, h_kv, true), j0,
-                            nj, static_cast<accum_t>(p.scale));
-  }
-  if (p.dv.data != nullptr) {
-    epilogue::store_rows<D_V>(dv, p.dv, p.kind_dv, layout::offset(p.dv, work.entry, h_kv, true), j0,
-                              nj, accum_t(1));
-  }
+  // 7 scale and store
+  epilogue::store_rows<D>(dk, p.dk, p.kind_dk != number::STORAGE_KIND,
+                          layout::offset(p.dk, work.entry, h_kv, true), j0, nj,
+                          static_cast<accum_t>(p.scale));
+  epilogue::store_rows<D_V>(dv, p.dv, p.kind_dv != number::STORAGE_KIND,
+                            layout::offset(p.dv, work.entry, h_kv, true), j0, nj, accum_t(1));
   tile::count_tiles(p, visited);
 }
