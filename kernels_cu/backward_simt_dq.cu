@@ -91,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 
   // 7 scale and store
-  epilogue::store_rows<D>(dq, p.dq, p.kind_dq, layout::offset(p.dq, work.entry, h, false), i0, ni,
+  epilogue::store_rows<D>(dq, p.dq, p.kind_dq != number::STORAGE_KIND,
+                          layout::offset(p.dq, work.entry, h, false), i0, ni,
                           static_cast<accum_t>(p.scale));
   tile::count_tiles(p, visited);
 }

@@ -41,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
   for (int step = THREADS / 2; step > 0; step /= 2) {
     __syncthreads();  // the sums, which other threads wrote
-    if (threadIdx.x < step) sums_smem[threadIdx.x] += sums_smem[threadIdx.x + step];
+    if (static_cast<int>(threadIdx.x) < step)
+      sums_smem[threadIdx.x] += sums_smem[threadIdx.x + step];
   }
   if (threadIdx.x == 0) number::store(p.dsink, p.kind_dsink, h, sums_smem[0]);
 }

@@ -89,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   accum_t inverse[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) inverse[r] = l[r] == accum_t(0) ? accum_t(0) : accum_t(1) / l[r];
-  epilogue::store_rows<D_V>(acc, p.out, number::STORAGE_KIND,
-                            layout::offset(p.out, entry, h, false), i0, ni, inverse);
+  epilogue::store_as<D_V, storage_t>(acc, p.out, layout::offset(p.out, entry, h, false), i0, ni,
+                                     inverse);
   // 9 store lse
   const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll

@@ -80,7 +80,7 @@ struct Params {
   int bias_heads;  // heads of dbias: heads or 1
   int kind_sink;
   int kind_dsink;
-  int kind_dq;  // element kinds of gradients: the storage type, or wider where the host sums on
+  int kind_dq;  // element kind of dq: the storage type or the accumulator's, for the host to sum on
   int kind_dk;
   int kind_dv;
   int kind_dbias;

@@ -12,6 +12,7 @@
 // A row of the thread grid lies in one warp, so that a row's maximum needs no shared memory.
 constexpr int COLUMN_THREADS = (D > D_V ? D : D_V) > 256 ? 32 : 16;
 constexpr int ROW_THREADS = THREADS / COLUMN_THREADS;
+constexpr int ROWS_PER_WARP = arch::WARP_SIZE / COLUMN_THREADS;
 
 namespace matmul {
 
@@ -68,8 +69,15 @@ __device__ constexpr int stage_elements(int rows, int width, int wide) {
   return larger(chunk, whole);
 }
 
-__device__ __forceinline__ int row_thread() { return threadIdx.x / COLUMN_THREADS; }
-__device__ __forceinline__ int column_thread() { return threadIdx.x % COLUMN_THREADS; }
+// Neighbouring lanes share a column thread and every other lane a row thread: 16-byte reads are
+// served half a warp at a time, in one go where lanes next to each other, or next but one, read the
+// same place.
+__device__ __forceinline__ int row_thread() {
+  return threadIdx.x / arch::WARP_SIZE * ROWS_PER_WARP + threadIdx.x % ROWS_PER_WARP;
+}
+__device__ __forceinline__ int column_thread() {
+  return threadIdx.x % arch::WARP_SIZE / ROWS_PER_WARP;
+}
 
 // c += a b^T for tiles of `DEPTH` columns. The thread's columns of c are column_thread +
 // COLUMN_THREADS * n.

@@ -81,6 +81,12 @@ __device__ __forceinline__ unsigned short to_bfloat(double value) {
   return double_to_bfloat(value);
 }
 
+// Rounds a value to the storage type, or keeps it in the accumulator's.
+__device__ __forceinline__ void narrow(accum_t value, unsigned short* to) {
+  *to = STORAGE == 0 ? to_half(value) : to_bfloat(value);
+}
+__device__ __forceinline__ void narrow(accum_t value, accum_t* to) { *to = value; }
+
 // Rounds a value to one of the four float kinds and writes it at `index`.
 __device__ __forceinline__ void store(char* data, int kind, long long index, accum_t value) {
   if (kind == KIND_FLOAT16) {

@@ -39,7 +39,7 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) m_new[r] = s[r][n] > m_new[r] ? s[r][n] : m_new[r];
 #pragma unroll
-    for (int lanes = COLUMN_THREADS / 2; lanes > 0; lanes /= 2) {
+    for (int lanes = arch::WARP_SIZE / 2; lanes >= ROWS_PER_WARP; lanes /= 2) {
       const accum_t other = arch::shuffle_xor(m_new[r], lanes);
       m_new[r] = other > m_new[r] ? other : m_new[r];
     }
@@ -86,7 +86,7 @@ __device__ __forceinline__ void row_sum(accum_t (&l)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int lanes = COLUMN_THREADS / 2; lanes > 0; lanes /= 2) {
+    for (int lanes = arch::WARP_SIZE / 2; lanes >= ROWS_PER_WARP; lanes /= 2) {
       l[r] += arch::shuffle_xor(l[r], lanes);
     }
   }
