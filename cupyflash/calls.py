@@ -73,11 +73,8 @@ def forward(call: Call, return_lse: bool, out: Any, lse_out: Any) -> Any:
     }
     named = {name: entry for name, entry in wanted.items() if entry[0] is not None}
     arrays.outputs(named, validate.read_arrays(call))
-    out_full, lse_full = dispatch.empty_output(call)
-    if out is not None:
-        out_full = out[None] if call.matrices else out
-    if lse_out is not None:
-        lse_full = lse_out[None] if call.matrices else lse_out
+    given = (x if x is None or not call.matrices else x[None] for x in (out, lse_out))
+    out_full, lse_full = dispatch.empty_output(call, *given)
     dispatch.forward(call, out_full, lse_full)
     if call.matrices:
         out_full, lse_full = out_full[0], lse_full[0]

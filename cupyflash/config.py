@@ -41,7 +41,13 @@ def choose(problem: Problem, target: Target | None = None) -> Plan:
     )
 
 
-def simt(kernel: str, problem: Problem, target: Target, slope: bool = False) -> Tiles:
+def simt(
+    kernel: str,
+    problem: Problem,
+    target: Target,
+    slope: bool = False,
+    blocks: tuple[int, int] | None = None,
+) -> Tiles:
     """Return the tiles of a portable kernel.
 
     Parameters
@@ -54,6 +60,8 @@ def simt(kernel: str, problem: Problem, target: Target, slope: bool = False) -> 
         The device.
     slope : bool
         Whether scores are changed, so that a backward kernel keeps their derivatives.
+    blocks : tuple of int, optional
+        Queries and keys of a tile, instead of the best ones.
 
     Raises
     ------
@@ -62,7 +70,7 @@ def simt(kernel: str, problem: Problem, target: Target, slope: bool = False) -> 
     """
     spare = int(slope) + int(problem.dropout > 0)
     sizes = (problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v)
-    tiles = _fit(kernel, *sizes, spare, target.shared_memory)
+    tiles = _fit(kernel, *sizes, spare, target.shared_memory, blocks)
     if tiles is None:
         raise ArgumentError(
             f"q, v: head sizes {problem.d} and {problem.d_v} of {problem.dtype} came; "

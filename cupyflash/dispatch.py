@@ -35,7 +35,7 @@ def forward(call: Call, out: Array, lse: Array, plan: Plan | None = None) -> int
     if call.device is not None:
         from . import launch as gpu
 
-        gpu.forward(call, out, lse)
+        gpu.forward(call, out, lse, plan)
         return 0
     from cupyflash.reference import launch
 
@@ -71,7 +71,7 @@ def backward(
     if call.device is not None:
         from . import launch as gpu
 
-        gpu.backward(call, do, out, lse, dlse, gradients, workspace)
+        gpu.backward(call, do, out, lse, dlse, gradients, workspace, plan)
         return 0
     from cupyflash.reference import launch
 
@@ -131,14 +131,21 @@ def empty_like(array: Array) -> Array:
     return np.empty_like(array, subok=False)
 
 
-def empty_output(call: Call) -> tuple[Array, Array]:
-    """Return uninitialised arrays for out, in the memory order of q, and lse."""
+def empty_output(
+    call: Call, out: Array | None = None, lse: Array | None = None
+) -> tuple[Array, Array]:
+    """Return out and lse as given, or else uninitialised: out in the memory order of q."""
     problem, q = call.problem, call.q
     lead = () if problem.packed else problem.lead
     shape = (*lead, *q.shape[-3:-1], problem.d_v)
     if call.device is not None:
-        lse = target.empty(shape[:-1], problem.accumulator, call.device)
-        return target.empty_like(q, shape), lse
+        if out is None:
+            out = target.empty_like(q, shape)
+        if lse is None:
+            lse = target.empty(shape[:-1], problem.accumulator, call.device)
+        return out, lse
     if not problem.packed:
         q = np.broadcast_to(q, (*lead, *q.shape[-3:]))
-    return np.empty_like(q, shape=shape, subok=False), np.empty(shape[:-1], problem.accumulator)
+    if out is None:
+        out = np.empty_like(q, shape=shape, subok=False)
+    return out, np.empty(shape[:-1], problem.accumulator) if lse is None else lse

@@ -21,7 +21,7 @@ from .errors import ArgumentError
 from .expr.cuda import Generated, generate
 from .operands import Lead, lead_of
 from .params import KINDS, MAX_PARTS
-from .problem import Array, Call, Gradients, Problem
+from .problem import Array, Call, Gradients, Plan, Problem
 from .source import NONE, Specialisation
 from .tiles import Tiles
 from .trees import trees
@@ -38,6 +38,7 @@ class Run:
     generated: Generated
     lead: Lead
     told: dict[str, Any]
+    blocks: tuple[int, int] | None = None  # of a tile, instead of the table's
     keep: list[Any] = field(default_factory=list)  # arrays that must live until all is launched
 
     def launch(
@@ -63,6 +64,7 @@ class Run:
             tiles=tiles,
             packed=problem.packed,
             dropout=problem.dropout > 0 and not of_rows,
+            count_tiles="tiles_visited" in common and not of_rows,
             generated=generated,
         )
         layout = params.params(*_lengths(generated))
@@ -71,7 +73,7 @@ class Run:
     def tiles(self, kernel: str, generated: Generated) -> Tiles:
         """Return the tiles of a kernel."""
         facts = target.of(self.device)
-        return config.simt(kernel, self.call.problem, facts, generated.has_slope)
+        return config.simt(kernel, self.call.problem, facts, generated.has_slope, self.blocks)
 
     def grid(self, rows: int, of_keys: bool, own: tuple[int, ...]) -> tuple[int, int]:
         """Return the blocks of one head, of so many rows each, and those of the whole launch."""
@@ -89,7 +91,13 @@ def _lengths(generated: Generated) -> tuple[int, int, int]:
     return len(generated.ints), len(generated.floats), len(generated.arrays)
 
 
-def _begin(call: Call, arrays: Mapping[str, tuple[Any, int]], slope: bool) -> Run:
+def _begin(
+    call: Call,
+    arrays: Mapping[str, tuple[Any, int]],
+    slope: bool,
+    plan: Plan | None,
+    visited: Array | None,
+) -> Run:
     """Gather what every launch of a call is told.
 
     `arrays` maps a field's name to an array and its trailing axes: H, L, D or, without D, 2.
@@ -132,6 +140,10 @@ def _begin(call: Call, arrays: Mapping[str, tuple[Any, int]], slope: bool) -> Ru
         },
     }
     run = Run(call, call.device, generated, lead, told)
+    if plan is not None:
+        run.blocks = plan.block_q, plan.block_kv
+    if visited is not None:
+        told["tiles_visited"] = target.address(visited)
     if target.is_device_array(problem.seed):
         told["seed_gmem"] = target.address(problem.seed)
     else:
@@ -207,12 +219,19 @@ def start(special: Specialisation, device: int, grid: int, packed: bytes) -> Non
             raise
 
 
-def forward(call: Call, out: Array, lse: Array) -> None:
-    """Write out and lse."""
+def forward(
+    call: Call, out: Array, lse: Array, plan: Plan | None = None, visited: Array | None = None
+) -> None:
+    """Write out and lse.
+
+    A `plan` gives other tiles than the table's. `visited`, one uint64 in device memory, grows by
+    the number of tiles that were not EMPTY; counting needs kernels of their own.
+    """
     if not lse.size:
         return
     arrays = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
-    run = _begin(call, arrays | {"out": (out, 3), "lse": (lse, 2)}, slope=False)
+    arrays |= {"out": (out, 3), "lse": (lse, 2)}
+    run = _begin(call, arrays, False, plan, visited)
     tiles = run.tiles("forward_simt", run.generated)
     blocks, grid = run.grid(tiles.block_q, False, run.lead.sizes)
     run.launch("forward_simt", tiles, grid, run.generated, blocks=blocks)
@@ -226,8 +245,10 @@ def backward(
     dlse: Array | None,
     gradients: Gradients,
     workspace: Array | None,
+    plan: Plan | None = None,
+    visited: Array | None = None,
 ) -> None:
-    """Write every gradient."""
+    """Write every gradient; `plan` and `visited` as in `forward`."""
     problem, device = call.problem, call.device
     assert device is not None
     dq, dk, dv, dbias, dsink = gradients
@@ -257,9 +278,9 @@ def backward(
     if dlse is not None:
         arrays["dlse"] = (dlse, 2)
     if dbias is not None:
-        dbias = dbias.reshape((1,) * (3 - dbias.ndim) + dbias.shape)
+        dbias = dbias[(None,) * (3 - dbias.ndim)]
         arrays["dbias"] = (dbias, 3)
-    run = _begin(call, arrays, slope=True)
+    run = _begin(call, arrays, True, plan, visited)
     run.told |= {"kind_dq": KINDS[problem.dtype.name], "kind_dk": kind, "kind_dv": kind}
     plain = replace(run.generated, has_slope=False)
 
@@ -414,7 +435,8 @@ def _combine(
     parts: list[tuple[Array, Array]], out: Array, lse: Array, device: int, dtype: str
 ) -> None:
     def whole(array: Array, axes: int) -> Array:
-        return array.reshape((1,) * (axes - array.ndim) + array.shape)
+        view: Array = array[(None,) * (axes - array.ndim)]
+        return view
 
     outs, lses = [whole(o, 3) for o, _ in parts], [whole(x, 2) for _, x in parts]
     out, lse = whole(out, 3), whole(lse, 2)

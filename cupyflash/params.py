@@ -44,14 +44,14 @@ class Table(NamedTuple):
     strides: tuple[int, ...]
 
 
-_OPERAND = [
+OPERAND = [
     ("data", "Q", 1),
     ("lead", "q", MAX_LEAD),
     ("head", "q", 1),
     ("row", "q", 1),
     ("col", "q", 1),
 ]
-_TABLE = [
+TABLE = [
     ("data", "Q", 1), ("extremes", "Q", 1), ("kind", "i", 1), ("axes", "i", 1),
     ("shape", "q", MAX_AXES), ("strides", "q", MAX_AXES),
 ]  # fmt: skip
@@ -59,7 +59,7 @@ _TABLE = [
 # (name, type, count): a letter of `struct`, or the fields of a struct.
 Fields = list[tuple[str, Any, int]]
 _FIXED: Fields = [
-    *((name, _OPERAND, 1) for name in "q k v out d_out dq dk dv dbias lse dlse delta".split()),
+    *((name, OPERAND, 1) for name in "q k v out d_out dq dk dv dbias lse dlse delta".split()),
     *((name, "Q", 1) for name in "sink dsink offsets_q offsets_k seed_gmem tiles_visited".split()),
     ("batch", "q", 1),
     ("lead_size", "q", MAX_LEAD),
@@ -76,10 +76,10 @@ _FIXED: Fields = [
     *((f"kind_{name}", "i", 1) for name in "sink dsink dq dk dv dbias".split()),
 ]
 _COMBINE: Fields = [
-    ("outs", _OPERAND, MAX_PARTS),
-    ("lses", _OPERAND, MAX_PARTS),
-    ("out", _OPERAND, 1),
-    ("lse", _OPERAND, 1),
+    ("outs", OPERAND, MAX_PARTS),
+    ("lses", OPERAND, MAX_PARTS),
+    ("out", OPERAND, 1),
+    ("lse", OPERAND, 1),
     ("lead_size", "q", MAX_LEAD),
     *((name, "q", 1) for name in "rows columns heads".split()),
     ("kinds", "i", MAX_PARTS),
@@ -118,7 +118,7 @@ def params(ints: int, floats: int, tables: int) -> Layout:
         *_FIXED,
         ("ints", "q", max(ints, 1)),
         ("floats", "d", max(floats, 1)),
-        ("tables", _TABLE, max(tables, 1)),
+        ("tables", TABLE, max(tables, 1)),
     ])  # fmt: skip
 
 

@@ -143,7 +143,7 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
 
 # Rows of a block's results, rows that pass by at a time, threads; the best first. A block takes the
 # first that fits. Few threads hold few rows, for the largest heads in the least shared memory.
-CANDIDATES = (
+CANDIDATES: tuple[tuple[int, int, int], ...] = (
     (64, 64, 256),
     (64, 32, 256),
     (32, 32, 256),
@@ -156,7 +156,14 @@ MOST_REGISTERS = 128  # of a thread's 255, for the block's results
 
 
 def fit(
-    kernel: str, itemsize: int, stored: int, d: int, d_v: int, spare: int, limit: int
+    kernel: str,
+    itemsize: int,
+    stored: int,
+    d: int,
+    d_v: int,
+    spare: int,
+    limit: int,
+    blocks: tuple[int, int] | None = None,
 ) -> Tiles | None:
     """Return the best tiles of a kernel that fit into `limit` bytes of shared memory, or None.
 
@@ -172,9 +179,15 @@ def fit(
         Tiles beside the first: one for dropout, one for slopes.
     limit : int
         Bytes of shared memory that a block may have.
+    blocks : tuple of int, optional
+        Queries and keys of a tile, instead of the best ones.
     """
     elements, keys_are_rows, columns_of = KERNELS[kernel]
-    for rows, columns, threads in CANDIDATES:
+    candidates = CANDIDATES
+    if blocks is not None:
+        rows, columns = reversed(blocks) if keys_are_rows else blocks
+        candidates = ((rows, columns, 256), (rows, columns, 128))
+    for rows, columns, threads in candidates:
         shape = Shape(itemsize, stored, d, d_v, threads)
         if rows % shape.row_threads or columns % shape.column_threads:
             continue
