@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import posixpath
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -120,21 +121,30 @@ def source(special: Specialisation) -> str:
     return prelude(special) + flatten(paths) + special.generated.source
 
 
+def read(path: str) -> str:
+    """Return a file of `kernels_cu`."""
+    return files("cupyflash.kernels_cu").joinpath(path).read_text(encoding="utf-8")
+
+
 @functools.cache
 def flatten(paths: tuple[str, ...]) -> str:
     """Return files of `kernels_cu`, with every include replaced by that file, once each."""
+    return flatten_with(paths, read)
+
+
+def flatten_with(paths: tuple[str, ...], read: Callable[[str], str]) -> str:
+    """Return what `flatten` does, of files that `read` returns."""
     seen: set[str] = set()
-    return "".join(_flatten(path, seen) for path in paths)
 
+    def flat(path: str) -> str:
+        if path in seen:
+            return ""
+        seen.add(path)
+        folder = posixpath.dirname(path)
 
-def _flatten(path: str, seen: set[str]) -> str:
-    if path in seen:
-        return ""
-    seen.add(path)
-    text = files("cupyflash.kernels_cu").joinpath(path).read_text(encoding="utf-8")
-    folder = posixpath.dirname(path)
+        def included(match: re.Match[str]) -> str:
+            return flat(posixpath.normpath(posixpath.join(folder, match[1])))
 
-    def included(match: re.Match[str]) -> str:
-        return _flatten(posixpath.normpath(posixpath.join(folder, match[1])), seen)
+        return f"// {path}\n" + _INCLUDE.sub(included, _ONCE.sub("", read(path))) + "\n"
 
-    return f"// {path}\n" + _INCLUDE.sub(included, _ONCE.sub("", text)) + "\n"
+    return "".join(flat(path) for path in paths)
