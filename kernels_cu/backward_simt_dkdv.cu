@@ -83,11 +83,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         // 2 scores
         accum_t s[ROWS][COLUMNS];
         matmul::multiply_rows<BLOCK_Q, D>(s, k_smem, q, i0, ni, stage_smem);
+        // 5 probabilities and the gradient of the output's weights
         gradient_tile::probabilities<true, STRIDE>(p, box, tile_class, s, scratch);
         // 6 accumulate dv and dk
+        // dv comes first, because dS will take the place of p.
         matmul::accumulate<BLOCK_Q, D_V, STRIDE, STAGE, MAY_MASK>(dv, scratch.dropped_smem, d_out,
                                                                   i0, ni, stage_smem);
-        // 5 probabilities and the gradient of the output's weights
         matmul::multiply_rows<BLOCK_Q, D_V>(s, v_smem, d_out, i0, ni, stage_smem);
         gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
         if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);

@@ -79,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       // 2 scores
       accum_t s[ROWS][COLUMNS];
       matmul::multiply_rows<BLOCK_KV, D>(s, q_smem, k, j0, nj, stage_smem);
-      gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
       // 5 probabilities and the gradient of the output's weights
+      gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
       matmul::multiply_rows<BLOCK_KV, D_V>(s, do_smem, v, j0, nj, stage_smem);
       gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
       // 6 accumulate dq

@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     accum_t s[ROWS][COLUMNS];
     matmul::multiply_rows<BLOCK_KV, D>(s, q_smem, k, j0, nj, stage_smem);
     matmul::scale(s, scale);
-    // 3 score mod, 4 mask
+    // 3 score mod
+    // 4 mask
     tile::apply_score_and_mask<false, P_STRIDE>(p, box, tile_class, s, p_smem, nullptr);
     // 5 row max
     accum_t m_new[ROWS];

@@ -55,7 +55,8 @@ template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void probabilities(const Params& p, const TileBox& box, int tile_class,
                                               accum_t (&s)[ROWS][COLUMNS], const Scratch& scratch) {
   matmul::scale(s, static_cast<accum_t>(p.scale));
-  // 3 score mod, 4 mask
+  // 3 score mod
+  // 4 mask
   tile::apply_score_and_mask<KEYS_ARE_ROWS, STRIDE>(p, box, tile_class, s, scratch.tile_smem,
                                                     HAS_SLOPE ? scratch.slope_smem : nullptr);
 #pragma unroll

@@ -33,8 +33,11 @@ __device__ __forceinline__ bool load_rows(accum_t* tile_smem, const Rows& from, 
   if constexpr (COLUMNS % STORED_VECTOR == 0 && WIDTH % STORED_VECTOR == 0) {
     if (from.vectors) {
       constexpr int PER_ROW = COLUMNS / STORED_VECTOR;
+      constexpr int STEPS = (ROWS * PER_ROW + THREADS - 1) / THREADS;
 #pragma unroll 4
-      for (int n = threadIdx.x; n < ROWS * PER_ROW; n += THREADS) {
+      for (int step = 0; step < STEPS; ++step) {
+        const int n = step * THREADS + threadIdx.x;
+        if (ROWS * PER_ROW % THREADS != 0 && n >= ROWS * PER_ROW) break;
         const int row = n / PER_ROW;
         const int c = n % PER_ROW * STORED_VECTOR;
         StoredVector stored = {};
