@@ -114,7 +114,7 @@ class Copies:
         """Copy the arrays among a call's options, also those inside masks and scores."""
         copied = {}
         for name, value in options.items():
-            if isinstance(value, np.ndarray) and value.ndim:
+            if isinstance(value, np.ndarray):
                 copied[name] = self.array(value)
             elif isinstance(value, Mask):
                 copied[name] = Mask(self.expr(value.expr))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gpu_calls import run_backward, run_forward
 from harness import backward_ratios, forward_ratios
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, problems
 
@@ -38,6 +38,7 @@ def test_forward_is_within_the_bound(gpu, dtype, packed, data):
 def test_gradients_are_within_the_bound(gpu, dtype, packed, data):
     problem = data.draw(problems(dtype, packed=packed))
     out, lse = run_forward(problem, gpu)
+    assume(np.isfinite(out).all())  # the backward reads what float16 made of O
     gradients = run_backward(problem, gpu, out, lse)
     for name, ratio in backward_ratios(for_bounds(problem), gradients).items():
         assert ratio <= 1, name
