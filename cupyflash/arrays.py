@@ -52,7 +52,7 @@ def array(value: Any, name: str) -> Array:
         return _of_device(_device_from_dlpack(value, name), name)
     if kind not in (1, 3):  # kDLCPU, kDLCUDAHost
         raise ArgumentTypeError(
-            f"{name}: a {type(value).__name__} in device memory came (DLPack device type {kind}); "
+            f"{name}: {type(value).__name__} in device memory came (DLPack device type {kind}); "
             "wanted arrays in host memory, or of an NVIDIA GPU. Copy it to the CPU first."
         )
     try:
@@ -76,13 +76,12 @@ def _of_device(value: Any, name: str) -> Array:
 def _device_from_dlpack(value: Any, name: str) -> Any:
     try:
         return from_dlpack(value)
-    except ImportError:
+    except (ImportError, *_DLPACK_FAILURES) as error:
         raise ArgumentTypeError(
-            f"{name}: a {type(value).__name__} in the memory of a GPU came; wanted CuPy to be "
-            "installed for it: pip install 'cupyflash[cuda12]' (CUDA 12) or 'cupyflash[cuda13]'."
+            f"{name}: {type(value).__name__} in device memory came (DLPack device type 2), which "
+            f"CuPy could not take ({error}); wanted a CuPy array, or one in host memory. Install "
+            "CuPy, pip install 'cupyflash[cuda12]' or 'cupyflash[cuda13]', or copy it to the CPU."
         ) from None
-    except _DLPACK_FAILURES as error:
-        raise _refused(value, name, error) from None
 
 
 def one_home(named: dict[str, Any]) -> int | None:
@@ -102,8 +101,8 @@ def one_home(named: dict[str, Any]) -> int | None:
                 remedy = f"cupy.asarray, with device {homes[first]} current,"
             raise ArgumentTypeError(
                 f"{name}: an array in {_place(home)} came, and {first} is in "
-                f"{_place(homes[first])}; wanted every array of a call in one place. Move it to "
-                f"{first}'s: {remedy} makes a copy."
+                f"{_place(homes[first])}; wanted every array of a call in one place. Move one: "
+                f"{remedy} makes a copy."
             )
     return homes[first]
 
@@ -117,7 +116,7 @@ _DLPACK_FAILURES = (BufferError, RuntimeError, TypeError, ValueError)
 
 def _refused(value: Any, name: str, reason: object) -> ArgumentTypeError:
     return ArgumentTypeError(
-        f"{name}: a {type(value).__name__} came, which could not be taken by DLPack ({reason}); "
+        f"{name}: {type(value).__name__} came, which could not be taken by DLPack ({reason}); "
         "wanted float16, bfloat16, float32 or float64 in host memory. Convert it, or pass a NumPy "
         "array."
     )

@@ -111,15 +111,17 @@ def workspace_size(call: Call) -> int:
 def combine(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Combine several (out, lse)."""
     first_out, first_lse = parts[0]
-    out, lse = empty_like(first_out), empty_like(first_lse)
-    if target.is_device_array(first_out):
+    out, device = empty_like(first_out), target.device_of(first_out)
+    if device is not None:
         from . import launch as gpu
 
+        lse: Array = target.empty(first_lse.shape, first_lse.dtype, device)
         gpu.combine(parts, out, lse)
-    else:
-        from cupyflash.reference import launch
+        return out, lse
+    from cupyflash.reference import launch
 
-        launch.combine(parts, out, lse)
+    lse = np.empty(first_lse.shape, first_lse.dtype)
+    launch.combine(parts, out, lse)
     return out, lse
 
 

@@ -124,11 +124,6 @@ def varlen_call(
     heads, heads_kv = _heads(q, k, v)
     named = {"offsets_q": offsets_q, "offsets_k": offsets_k}
     held = {name: _offsets_array(value, name) for name, value in named.items()}
-    if held["offsets_q"].size != held["offsets_k"].size:
-        raise ArgumentError(
-            f"offsets_k: {held['offsets_k'].size - 1} sequences came, and "
-            f"{held['offsets_q'].size - 1} in offsets_q; wanted as many."
-        )
     ends: dict[str, Any] = {}
     for size, packed in (("q", q), ("k", k)):
         name, total = f"offsets_{size}", packed.shape[1]
@@ -139,6 +134,11 @@ def varlen_call(
         else:
             bounds = _checked_offsets(read, name, total)
             ends[f"len_{size}"], ends[f"start_{size}"] = np.diff(bounds), bounds[:-1]
+    if held["offsets_q"].size != held["offsets_k"].size:
+        raise ArgumentError(
+            f"offsets_k: {held['offsets_k'].size - 1} sequences came, and "
+            f"{held['offsets_q'].size - 1} in offsets_q; wanted as many."
+        )
     problem = Problem(
         lead=(held["offsets_q"].size - 1,),
         heads=heads,

@@ -156,7 +156,8 @@ class Layout:
         )
 
     def _per_entry(self, value: Any) -> Array:
-        return np.ascontiguousarray(np.broadcast_to(np.asarray(value, np.int64), (self.batch,)))
+        # A copy always: a read-only array would be another type, and compile every kernel again.
+        return np.array(np.broadcast_to(np.asarray(value, np.int64), (self.batch,)))
 
     def entries(self, lead: tuple[int, ...]) -> Array:
         """Return, for every batch entry, the flat index of its place in an operand."""

@@ -34,6 +34,7 @@ Floats = NDArray[np.float64]
 FUNCTION_ULPS = 4
 # Differences of float64 numbers, by which the outcome of a comparison is judged, round themselves.
 _SLACK = 1 + 2.0**-50
+_SMALLEST = 2.0**-1074
 
 
 class Outcomes(NamedTuple):
@@ -69,7 +70,8 @@ class Arithmetic:
         """Return the error after one more rounding; infinite where the result may overflow."""
         size = _size(value) + error
         unit = self.unit if unit is None else unit
-        error = np.where(size > 0, error + unit * size + self.tiny, 0)
+        exact_zero = (error == 0) & (np.asarray(value) == 0)
+        error = np.where(exact_zero, 0, error + unit * size + self.tiny)
         return np.where(size < self.largest, error, np.inf)
 
     def conversion(self, value: Any) -> Floats:
@@ -146,6 +148,8 @@ def _error(
     if node.op == "where":
         return _where(x, e)
     error = _PROPAGATION[node.op](_Operation(value, x, e))
+    if node.op == "multiply":  # a product of errors may underflow
+        error = np.maximum(error, np.where((e[0] > 0) | (e[1] > 0), _SMALLEST, 0))
     if node.op in _FUNCTIONS:
         error = arithmetic.rounded(value, error, 2 * FUNCTION_ULPS * arithmetic.unit)
     elif node.type == "float" and node.op in _ROUNDING:
@@ -278,7 +282,8 @@ def _log(o: _Operation) -> Any:
 
 def _tanh(o: _Operation) -> Any:
     nearest = np.maximum(_size(o.x[0]) - o.e[0], 0)  # to 0, where the slope is largest
-    return np.minimum(o.e[0] / np.cosh(nearest) ** 2 * _SLACK, 2.0)
+    error = np.minimum(o.e[0] / np.cosh(nearest) ** 2 * _SLACK, 2.0)
+    return np.where(np.isinf(o.e[0]), np.inf, error)  # what is computed may be NaN
 
 
 # How an operation passes its operands' errors on, before it rounds.
