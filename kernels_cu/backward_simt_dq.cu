@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const layout::Entry entry = layout::shared_entry(p, work.entry, member);
     const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
     const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
-    // Those of the entry before were read before the barriers of `accumulate`.
+    __syncthreads();  // do, lse and delta of the entry before, which may still be written or read
     memory::load_rows<BLOCK_Q, matmul::whole_columns(D_V), DO_STRIDE, D_V, false>(
         do_smem, memory::rows(p.d_out, entry, h, false), i0, ni, 0);
     gradient_tile::load_row_numbers(p, entry, h, i0, ni, scratch);

@@ -11,6 +11,8 @@
 
 namespace {
 
+constexpr int COLUMNS = 4;  // that a thread sums at a time
+
 // A row's place in the arrays of a call.
 struct Row {
   long long lead[MAX_LEAD];
@@ -23,6 +25,16 @@ __device__ __forceinline__ long long offset(const Operand& operand, const Row& r
 #pragma unroll
   for (int axis = 0; axis < MAX_LEAD; ++axis) elements += row.lead[axis] * operand.lead[axis];
   return elements;
+}
+
+__device__ __forceinline__ accum_t lse_of(const Operand& operand, const Row& row) {
+  return reinterpret_cast<const accum_t*>(operand.data)[offset(operand, row)];
+}
+
+// exp(lse - m), exactly 1 for the largest, 0 for a set that saw nothing.
+__device__ __forceinline__ accum_t weight(accum_t lse, accum_t m) {
+  if (lse == -number::infinity()) return 0;
+  return lse == m ? accum_t(1) : exp(lse - m);
 }
 
 }  // namespace
@@ -44,41 +56,44 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   if (place > 0) return;
 
-  accum_t weights[MAX_PARTS];
   accum_t m = -number::infinity();
-#pragma unroll
-  for (int n = 0; n < MAX_PARTS; ++n) {
-    weights[n] = -number::infinity();
-    if (n < p.parts) {
-      weights[n] = reinterpret_cast<const accum_t*>(p.lses[n].data)[offset(p.lses[n], row)];
-    }
-    m = weights[n] > m || weights[n] != weights[n] ? weights[n] : m;
+#pragma unroll 1
+  for (int n = 0; n < p.parts; ++n) {
+    const accum_t value = lse_of(p.lses[n], row);
+    m = value > m || value != value ? value : m;
   }
   accum_t l = 0;
-#pragma unroll
-  for (int n = 0; n < MAX_PARTS; ++n) {
-    if (weights[n] == -number::infinity()) {
-      weights[n] = -1;  // takes no part, whatever its output holds
-    } else {
-      weights[n] = weights[n] == m ? accum_t(1) : exp(weights[n] - m);
-      l += weights[n];
-    }
-  }
+#pragma unroll 1
+  for (int n = 0; n < p.parts; ++n) l += weight(lse_of(p.lses[n], row), m);
 
   const bool empty = m == -number::infinity();
   const accum_t inverse = empty ? accum_t(0) : accum_t(1) / l;
   const long long target = offset(p.out, row);
 #pragma unroll 1
-  for (long long d = lane; d < p.columns; d += arch::WARP_SIZE) {
-    accum_t sum = 0;
+  for (long long first = lane; first < p.columns; first += COLUMNS * arch::WARP_SIZE) {
+    accum_t sums[COLUMNS] = {};
+#pragma unroll 1
+    for (int n = 0; n < p.parts; ++n) {
+      const Operand& part = p.outs[n];
+      const accum_t value = lse_of(p.lses[n], row);
+      if (value == -number::infinity()) continue;  // whatever its output holds
+      const accum_t factor = weight(value, m);
+      const long long source = offset(part, row);
 #pragma unroll
-    for (int n = 0; n < MAX_PARTS; ++n) {
-      if (n < p.parts && !(weights[n] < accum_t(0))) {
-        const long long source = offset(p.outs[n], row) + d * p.outs[n].col;
-        sum += weights[n] * number::load<accum_t>(p.outs[n].data, p.kinds[n], source);
+      for (int c = 0; c < COLUMNS; ++c) {
+        const long long d = first + c * arch::WARP_SIZE;
+        if (d < p.columns) {
+          sums[c] += factor * number::load<accum_t>(part.data, p.kinds[n], source + d * part.col);
+        }
       }
     }
-    number::store(p.out.data, p.kind_out, target + d * p.out.col, sum * inverse);
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      const long long d = first + c * arch::WARP_SIZE;
+      if (d < p.columns) {
+        number::store(p.out.data, p.kind_out, target + d * p.out.col, sums[c] * inverse);
+      }
+    }
   }
   if (lane == 0) {
     reinterpret_cast<accum_t*>(p.lse.data)[offset(p.lse, row)] = empty ? m : m + log(l);
