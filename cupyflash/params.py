@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,6 +96,14 @@ class Layout:
         self.dtype = _dtype(fields)
         self._struct = struct.Struct("=" + _format(fields))
         self.size = self._struct.size
+        # For every field: its name, whether it has several entries, whether those are structs, and
+        # the numbers of a field that nothing is said of.
+        self._rows = [
+            (name, count > 1 or _is_array(name), not isinstance(kind, str), (0,) * _width([field]))
+            for field in fields
+            for name, kind, count in [field]
+        ]
+        self._names = frozenset(name for name, _, _ in fields)
 
     def pack(self, values: Mapping[str, Any]) -> bytes:
         """Return the bytes of the struct. What `values` does not name is zero.
@@ -104,11 +112,30 @@ class Layout:
         ------
         KeyError
             If a name is no field.
+        ValueError
+            If a field gets more entries than it has.
         """
-        unknown = values.keys() - {name for name, _, _ in self.fields}
-        if unknown:
-            raise KeyError(f"no field {sorted(unknown)}")
-        return self._struct.pack(*_flat(self.fields, values))
+        if not values.keys() <= self._names:
+            raise KeyError(f"no field {sorted(values.keys() - self._names)}")
+        numbers: list[Any] = []
+        for name, several, structs, zeros in self._rows:
+            value = values.get(name)
+            if value is None:
+                numbers += zeros
+                continue
+            start = len(numbers)
+            if structs:
+                for entry in value if several else (value,):
+                    numbers += _numbers(entry)
+            elif several:
+                numbers += value
+            else:
+                numbers.append(value)
+            missing = len(zeros) - len(numbers) + start
+            if missing < 0:
+                raise ValueError(f"{name}: {len(value)} entries came, which are too many")
+            numbers += zeros[:missing]
+        return self._struct.pack(*numbers)
 
 
 @functools.lru_cache(maxsize=256)
@@ -151,18 +178,15 @@ def _format(fields: Fields) -> str:
     )
 
 
-def _flat(fields: Fields, values: Mapping[str, Any]) -> Iterator[Any]:
-    for name, kind, count in fields:
-        value = values.get(name)
-        many = count > 1 or _is_array(name)
-        entries: Sequence[Any] = () if value is None else value if many else (value,)
-        if len(entries) > count:
-            raise ValueError(f"{name}: {len(entries)} entries came for {count}")
-        if isinstance(kind, str):
-            yield from entries
-            yield from (0,) * (count - len(entries))
-            continue
-        for entry in entries:
-            yield from _flat(kind, entry._asdict())
-        for _ in range(count - len(entries)):
-            yield from _flat(kind, {})
+def _width(fields: Fields) -> int:
+    """Return how many numbers a struct holds."""
+    return sum(
+        count if isinstance(kind, str) else count * _width(kind) for _, kind, count in fields
+    )
+
+
+def _numbers(entry: Any) -> tuple[Any, ...]:
+    """Return the numbers of an operand or a table, in the order of its fields."""
+    if isinstance(entry, Operand):
+        return (entry.data, *entry.lead, entry.head, entry.row, entry.col)
+    return (entry.data, entry.extremes, entry.kind, entry.axes, *entry.shape, *entry.strides)
