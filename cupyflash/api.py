@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, calls, config, dispatch, validate
+from . import arrays, calls, dispatch, validate
 from .expr.nodes import LookupTable, array_type
 from .problem import Array, Gradients, Plan
 
@@ -231,10 +231,7 @@ def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
     M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, equation 4.
     """
     pairs = validate.parts(parts)
-    out = np.empty_like(pairs[0][0], subok=False)
-    lse = np.empty(pairs[0][1].shape, pairs[0][1].dtype)
-    dispatch.combine(pairs, out, lse)
-    return out, lse
+    return dispatch.combine(pairs)
 
 
 def plan(
@@ -261,7 +258,7 @@ def plan(
     ArgumentError, ArgumentTypeError
         As in `attention`.
     """
-    return config.choose(calls.dense_or_packed(q, k, v, offsets_q, offsets_k, options).problem)
+    return dispatch.plan(calls.dense_or_packed(q, k, v, offsets_q, offsets_k, options))
 
 
 def workspace_size(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .errors import ArgumentError, ArgumentTypeError
+from .target import address, device_of, from_dlpack, is_device_array
 
 Array = np.ndarray[Any, Any]
 
@@ -15,7 +16,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def array(value: Any, name: str) -> Array:
-    """Return an argument as a NumPy array that shares its memory.
+    """Return an argument as a NumPy or CuPy array that shares its memory.
 
     Raises
     ------
@@ -33,11 +34,8 @@ def array(value: Any, name: str) -> Array:
         )
     if isinstance(value, np.ndarray):
         return value
-    if type(value).__module__.split(".")[0] == "cupy":
-        raise ArgumentTypeError(
-            f"{name}: a CuPy array came; wanted NumPy arrays only, in this version. Pass "
-            "cupy.asnumpy of it, and of every other CuPy array of the call."
-        )
+    if is_device_array(value):
+        return _of_device(value, name)
     if not hasattr(value, "__dlpack__"):
         came = type(value).__name__
         if isinstance(value, np.generic):
@@ -50,15 +48,67 @@ def array(value: Any, name: str) -> Array:
         kind = int(value.__dlpack_device__()[0])
     except _DLPACK_FAILURES as error:
         raise _refused(value, name, error) from None
+    if kind in (2, 13):  # kDLCUDA, kDLCUDAManaged
+        return _of_device(_device_from_dlpack(value, name), name)
     if kind not in (1, 3):  # kDLCPU, kDLCUDAHost
         raise ArgumentTypeError(
             f"{name}: {type(value).__name__} in device memory came (DLPack device type {kind}); "
-            "wanted arrays in host memory, in this version. Copy it to the CPU first."
+            "wanted arrays in host memory, or of an NVIDIA GPU. Copy it to the CPU first."
         )
     try:
         return np.from_dlpack(value)
     except _DLPACK_FAILURES:
         return _bfloat16_from_dlpack(value, name)
+
+
+def _of_device(value: Any, name: str) -> Array:
+    """Return a CuPy array whose elements kernels can read."""
+    steps = [stride for stride, size in zip(value.strides, value.shape, strict=True) if size > 1]
+    if value.size and any(x % value.itemsize for x in (address(value), *steps)):
+        raise ArgumentError(
+            f"{name}: an array came whose elements do not lie at multiples of their size (address "
+            f"{address(value):#x}, strides {value.strides}); wanted an aligned one, such as a copy."
+        )
+    result: Array = value
+    return result
+
+
+def _device_from_dlpack(value: Any, name: str) -> Any:
+    try:
+        return from_dlpack(value)
+    except (ImportError, *_DLPACK_FAILURES) as error:
+        raise ArgumentTypeError(
+            f"{name}: {type(value).__name__} in device memory came (DLPack device type 2), which "
+            f"CuPy could not take ({error}); wanted a CuPy array, or one in host memory. Install "
+            "CuPy, pip install 'cupyflash[cuda12]' or 'cupyflash[cuda13]', or copy it to the CPU."
+        ) from None
+
+
+def one_home(named: dict[str, Any]) -> int | None:
+    """Return the device on which all arrays of a call live; None for host memory.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If they live in different places.
+    """
+    homes = {name: device_of(x) for name, x in named.items()}
+    first = next(iter(homes))
+    for name, home in homes.items():
+        if home != homes[first]:
+            remedy = "cupy.asarray" if home is None else "cupy.asnumpy"
+            if home is not None and homes[first] is not None:
+                remedy = f"cupy.asarray, with device {homes[first]} current,"
+            raise ArgumentTypeError(
+                f"{name}: an array in {_place(home)} came, and {first} is in "
+                f"{_place(homes[first])}; wanted every array of a call in one place. Move one: "
+                f"{remedy} makes a copy."
+            )
+    return homes[first]
+
+
+def _place(home: int | None) -> str:
+    return "host memory" if home is None else f"the memory of GPU {home}"
 
 
 _DLPACK_FAILURES = (BufferError, RuntimeError, TypeError, ValueError)
@@ -132,7 +182,11 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
     `targets` maps a name to (array, wanted shape, wanted dtype).
     """
     for name, (target, shape, dtype) in targets.items():
-        if not isinstance(target, np.ndarray) or isinstance(target, (np.ma.MaskedArray, np.matrix)):
+        on_device = is_device_array(target)
+        plain = isinstance(target, np.ndarray) and not isinstance(
+            target, (np.ma.MaskedArray, np.matrix)
+        )
+        if not plain and not on_device:
             raise ArgumentTypeError(
                 f"{name}: {type(target).__name__} came; wanted a NumPy array to write to (one that "
                 "shares the memory of another library's array is made by np.from_dlpack)."
@@ -142,7 +196,9 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
                 f"{name}: shape {target.shape}, dtype {target.dtype} came; wanted {shape}, "
                 f"{dtype}, as np.empty({shape}, {dtype.name}) makes."
             )
-        if not target.flags.writeable:
+        if on_device:
+            _of_device(target, name)
+        elif not target.flags.writeable:
             raise ArgumentError(
                 f"{name}: a read-only array came; wanted one that can be written, such as a copy."
             )
@@ -151,6 +207,8 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
                 f"{name}: several of its elements share one address (strides {target.strides}, a "
                 "broadcast view?); wanted an array with an address per element, as np.empty makes."
             )
+    if targets:
+        one_home(inputs | {name: held for name, (held, _, _) in targets.items()})
     names = list(targets)
     for place, name in enumerate(names):
         others = {other: targets[other][0] for other in names[:place]} | inputs
@@ -164,12 +222,34 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
 
 def share_memory(a: Array, b: Array) -> bool:
     """Whether two arrays share an element. What cannot be decided soon counts as shared."""
+    a, b = _shadow(a), _shadow(b)
     if not np.may_share_memory(a, b):
         return False
     try:
         return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
+
+
+class _Addresses:
+    """Says where the elements of an array lie, without reading one."""
+
+    def __init__(self, x: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address(x), True),
+            "shape": x.shape,
+            "strides": x.strides,
+            "typestr": f"|V{x.itemsize}",
+        }
+
+
+def _shadow(x: Any) -> Array:
+    """Return an array whose addresses are those of a CuPy array; its elements cannot be read."""
+    if not is_device_array(x):
+        result: Array = x
+        return result
+    return np.asarray(_Addresses(x)) if x.size else np.empty(x.shape, x.dtype)
 
 
 def repeats_an_address(x: Array) -> bool:

@@ -110,6 +110,7 @@ def backward(
     named = {f"grads_out.{name}": x for name, x in targets._asdict().items() if x is not None}
     needed = dispatch.workspace_size(call) if workspace is not None else 0
     scratch = validate.workspace(workspace, needed, inputs | named)
+    arrays.one_home(inputs)
     if call.matrices:
         rows = {name: array[None] for name, array in rows.items()}
     made: list[Array | None] = []
@@ -121,7 +122,7 @@ def backward(
             made.append(None)
             results.append(None)
             continue
-        full = np.empty_like(owner, subok=False) if target is None else target
+        full = dispatch.empty_like(owner) if target is None else target
         if target is not None and matrix:
             full = target[None]
         made.append(full)

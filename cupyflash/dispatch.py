@@ -6,56 +6,41 @@ from typing import Any
 
 import numpy as np
 
-from . import config
-from .expr.bind import Alignment, Axis, aligned, bind
-from .expr.derivative import derivative
-from .expr.functions import POSITIONS, SCORE, where
-from .expr.interval import tile_class
-from .expr.nodes import Expr, convert
+from . import config, target
 from .problem import Array, Call, Gradients, Plan
+from .trees import Trees, trees
 
-_B, _H, _I, _J = POSITIONS
 
-
-def _programs(call: Call) -> tuple[Any, list[Expr]]:
+def _programs(call: Call) -> tuple[Any, Trees]:
     """Lower a call's mask and score changes; the trees keep the arrays that programs read alive."""
     from cupyflash.reference.layout import Programs
     from cupyflash.reference.program import empty_program
 
     from .expr.lower import lower
 
-    none = empty_program()
-    score = slope = mask = tile = none
-    trees: list[Expr] = []
-    if call.score_mod is not None:
-        changed = bind(call.score_mod.expr, call.problem)
-        slope_tree = convert(derivative(changed), "float")
-        slope = lower(slope_tree)
-        trees += [changed, slope_tree]
-    else:
-        changed = SCORE
-    if call.bias is not None:
-        axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
-        bias = bind(aligned(Alignment(call.bias, "bias", axes)), call.problem)
-        hidden = float("-inf")
-        changed = where(bias == hidden, hidden, changed + bias)  # hides even a NaN score
-        trees.append(changed)
-    if changed is not SCORE:
-        score = lower(changed)
-    if call.mask is not None:
-        allowed = bind(call.mask.expr, call.problem)
-        classes = tile_class(allowed)
-        mask, tile = lower(allowed), lower(classes)
-        trees += [allowed, classes]
-    return Programs(score, slope, mask, tile), trees
+    made = trees(call)
+    score, slope, mask, tile = (empty_program() if tree is None else lower(tree) for tree in made)
+    return Programs(score, slope, mask, tile), made
+
+
+def plan(call: Call) -> Plan:
+    """Return which kernel serves a call, with which tiles."""
+    if call.device is None:
+        return config.choose(call.problem)
+    return config.choose(call.problem, target.of(call.device))
 
 
 def forward(call: Call, out: Array, lse: Array, plan: Plan | None = None) -> int:
-    """Compute `out` and `lse`; return how many tiles were visited."""
+    """Compute `out` and `lse`; on the CPU return how many tiles were visited, else 0."""
+    if call.device is not None:
+        from . import launch as gpu
+
+        gpu.forward(call, out, lse, plan)
+        return 0
     from cupyflash.reference import launch
 
     plan = plan or config.choose(call.problem)
-    programs, trees = _programs(call)
+    programs, held = _programs(call)
     visited = launch.forward(
         call.problem,
         programs,
@@ -68,7 +53,7 @@ def forward(call: Call, out: Array, lse: Array, plan: Plan | None = None) -> int
         plan.block_q,
         plan.block_kv,
     )
-    del trees
+    del held
     return visited
 
 
@@ -82,11 +67,16 @@ def backward(
     workspace: Array | None,
     plan: Plan | None = None,
 ) -> int:
-    """Compute `gradients`; return how many tiles were visited."""
+    """Compute `gradients`; on the CPU return how many tiles were visited, else 0."""
+    if call.device is not None:
+        from . import launch as gpu
+
+        gpu.backward(call, do, out, lse, dlse, gradients, workspace, plan)
+        return 0
     from cupyflash.reference import launch
 
     plan = plan or config.choose(call.problem)
-    programs, trees = _programs(call)
+    programs, held = _programs(call)
     visited = launch.backward(
         call.problem,
         programs,
@@ -103,22 +93,44 @@ def backward(
         plan.block_kv,
         workspace,
     )
-    del trees
+    del held
     return visited
 
 
 def workspace_size(call: Call) -> int:
     """Return the bytes of scratch that the call's backward needs."""
+    if call.device is not None:
+        from . import launch as gpu
+
+        return gpu.workspace_size(call)
     from cupyflash.reference import launch
 
     return launch.backward_scratch_size(call.problem, config.choose(call.problem).block_q)
 
 
-def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
+def combine(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Combine several (out, lse)."""
+    first_out, first_lse = parts[0]
+    out, device = empty_like(first_out), target.device_of(first_out)
+    if device is not None:
+        from . import launch as gpu
+
+        lse: Array = target.empty(first_lse.shape, first_lse.dtype, device)
+        gpu.combine(parts, out, lse)
+        return out, lse
     from cupyflash.reference import launch
 
+    lse = np.empty(first_lse.shape, first_lse.dtype)
     launch.combine(parts, out, lse)
+    return out, lse
+
+
+def empty_like(array: Array) -> Array:
+    """Return an uninitialised array of the same kind, shape, dtype and memory order."""
+    if target.is_device_array(array):
+        made: Array = target.empty_like(array, array.shape)
+        return made
+    return np.empty_like(array, subok=False)
 
 
 def empty_output(
@@ -126,11 +138,16 @@ def empty_output(
 ) -> tuple[Array, Array]:
     """Return out and lse as given, or else uninitialised: out in the memory order of q."""
     problem, q = call.problem, call.q
-    if problem.packed:
-        shape: tuple[int, ...] = (*q.shape[:-1], problem.d_v)
-    else:
-        q = np.broadcast_to(q, (*problem.lead, *q.shape[-3:]))
-        shape = (*q.shape[:-1], problem.d_v)
+    lead = () if problem.packed else problem.lead
+    shape = (*lead, *q.shape[-3:-1], problem.d_v)
+    if call.device is not None:
+        if out is None:
+            out = target.empty_like(q, shape)
+        if lse is None:
+            lse = target.empty(shape[:-1], problem.accumulator, call.device)
+        return out, lse
+    if not problem.packed:
+        q = np.broadcast_to(q, (*lead, *q.shape[-3:]))
     if out is None:
         out = np.empty_like(q, shape=shape, subok=False)
     return out, np.empty(shape[:-1], problem.accumulator) if lse is None else lse

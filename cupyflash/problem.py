@@ -61,7 +61,7 @@ class Problem:
     dtype: np.dtype[Any]
     scale: float = 1.0
     dropout: float = 0.0
-    seed: int = 0
+    seed: Any = 0  # a number, or a 0-d array of uint64 in device memory
 
     @property
     def accumulator(self) -> np.dtype[Any]:
@@ -87,6 +87,8 @@ class Call:
     bias: Array | None
     sink: Array | None
     were_matrices: tuple[bool, bool, bool]  # q, k, v came as two-dimensional arrays, one head
+    offsets: tuple[Any, Any] | None = None  # of packed arrays, as they came
+    device: int | None = None  # where every array of the call lives; None: in host memory
 
     @property
     def matrices(self) -> bool:

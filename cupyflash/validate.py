@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import array, floats, outputs
+from . import device
+from .arrays import array, floats, one_home, outputs
 from .errors import ArgumentError, ArgumentTypeError
 from .expr.nodes import Expr, LookupTable, walk
 from .masks import Mask, dense
 from .problem import ACCUMULATORS, Array, Call, Gradients, Problem
 from .scores import Score, chain
+from .target import is_device_array
 
 MAX_HEAD_SIZE = 512
 
@@ -120,30 +122,48 @@ def varlen_call(
     q, k, v = operands.values()
     d, d_v = _head_sizes(q, k, v)
     heads, heads_kv = _heads(q, k, v)
-    bounds_q = _offsets(offsets_q, "offsets_q", q.shape[1])
-    bounds_k = _offsets(offsets_k, "offsets_k", k.shape[1])
-    if bounds_q.size != bounds_k.size:
+    named = {"offsets_q": offsets_q, "offsets_k": offsets_k}
+    held = {name: _offsets_array(value, name) for name, value in named.items()}
+    ends: dict[str, Any] = {}
+    for size, packed in (("q", q), ("k", k)):
+        name, total = f"offsets_{size}", packed.shape[1]
+        read = device.offsets_to_check(held[name], name, q, bool(check))
+        if read is None:
+            longest = device.longest(f"len_{size}", total, *_position_arrays(options))
+            ends[f"len_{size}"], ends[f"start_{size}"] = device.unread(total, longest)
+        else:
+            bounds = _checked_offsets(read, name, total)
+            ends[f"len_{size}"], ends[f"start_{size}"] = np.diff(bounds), bounds[:-1]
+    if held["offsets_q"].size != held["offsets_k"].size:
         raise ArgumentError(
-            f"offsets_k: {bounds_k.size - 1} sequences came, and {bounds_q.size - 1} in offsets_q; "
-            "wanted as many."
+            f"offsets_k: {held['offsets_k'].size - 1} sequences came, and "
+            f"{held['offsets_q'].size - 1} in offsets_q; wanted as many."
         )
     problem = Problem(
-        lead=(bounds_q.size - 1,),
+        lead=(held["offsets_q"].size - 1,),
         heads=heads,
         heads_kv=heads_kv,
-        len_q=np.diff(bounds_q),
-        len_k=np.diff(bounds_k),
-        start_q=bounds_q[:-1],
-        start_k=bounds_k[:-1],
+        **ends,
         packed=True,
         d=d,
         d_v=d_v,
         dtype=dtype,
     )
-    return _with_options(problem, q, k, v, (False,) * 3, **options)
+    made = _with_options(problem, q, k, v, (False,) * 3, **options)
+    return replace(made, offsets=(held["offsets_q"], held["offsets_k"]))
 
 
-def _offsets(value: Any, name: str, total: int) -> Array:
+def _position_arrays(options: dict[str, Any]) -> tuple[list[Array], list[Expr]]:
+    """Return the arrays (..., Lq, Lk) and the expressions among the options of a call."""
+    bias, mask = options.get("bias"), options.get("mask")
+    made = (mask, chain(options.get("score_mod")))
+    return (
+        [x for x in (bias, mask) if x is not None and hasattr(x, "shape")],
+        [x.expr for x in made if isinstance(x, (Mask, Score))],
+    )
+
+
+def _offsets_array(value: Any, name: str) -> Array:
     wanted = "one axis of integers, one more than there are sequences, from 0 to the packed length"
     if isinstance(value, (list, tuple)):
         try:
@@ -157,6 +177,10 @@ def _offsets(value: Any, name: str, total: int) -> Array:
         raise ArgumentTypeError(
             f"{name}: shape {offsets.shape}, dtype {offsets.dtype} came; wanted {wanted}."
         )
+    return offsets
+
+
+def _checked_offsets(offsets: Array, name: str, total: int) -> Array:
     bad = np.flatnonzero(offsets[1:] < offsets[:-1])  # their difference may leave 64 bits
     if bad.size:
         n = int(bad[0])
@@ -223,17 +247,18 @@ def _with_options(
         dropout=_dropout(dropout, seed),
         seed=_seed(seed),
     )
-    return Call(
+    made = Call(
         problem,
         q,
         k,
         v,
         mask=_mask(mask),
-        score_mod=_score_mod(score_mod),
+        score_mod=chain(score_mod),
         bias=None if bias is None else _bias(bias, problem),
         sink=None if sink is None else _sink(sink, problem),
         were_matrices=(matrices[0], matrices[1], matrices[2]),
     )
+    return replace(made, device=one_home(read_arrays(made)))
 
 
 def _number(value: Any, name: str) -> float:
@@ -279,9 +304,11 @@ def _dropout(value: Any, seed: Any) -> float:
     return p
 
 
-def _seed(value: Any) -> int:
+def _seed(value: Any) -> Any:
     if value is None:
         return 0
+    if is_device_array(value):
+        return device.seed(value)
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
@@ -309,25 +336,7 @@ def _mask(value: Any) -> Mask | None:
                 "masks.mask(function); make an array of a list, np.asarray(list)."
             )
         result = dense(array(value, "mask"))
-    _check_home(result.expr, "mask")
     return result
-
-
-def _score_mod(value: Any) -> Score | None:
-    result = chain(value)
-    if result is not None:
-        _check_home(result.expr, "score_mod")
-    return result
-
-
-def _check_home(expr: Expr, name: str) -> None:
-    for node in walk(expr):
-        for held in _looked_up(node):
-            if not isinstance(held, np.ndarray):
-                raise ArgumentTypeError(
-                    f"{name}: it looks up a {type(held).__name__} of "
-                    f"{type(held).__module__.split('.')[0]}; wanted a NumPy array, where q lives."
-                )
 
 
 def _bias(value: Any, problem: Problem) -> Array:
@@ -364,6 +373,8 @@ def read_arrays(request: Call) -> dict[str, Array]:
     named = {"q": request.q, "k": request.k, "v": request.v}
     options = {"bias": request.bias, "sink": request.sink}
     named |= {name: option for name, option in options.items() if option is not None}
+    if is_device_array(request.problem.seed):
+        named["seed"] = request.problem.seed
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
         nodes = walk(made.expr) if made is not None else ()
         looked_up = [x for node in nodes for x in _looked_up(node)]
@@ -455,6 +466,8 @@ def parts(value: Any) -> list[tuple[Array, Array]]:
         pairs.append(
             (out, given(pair[1], f"combine: lse of entry {n}", out.shape[:-1], accumulator))
         )
+    names = ("out", "lse")
+    one_home({f"{names[x]} of entry {n}": pairs[n][x] for n in range(len(pairs)) for x in (0, 1)})
     return pairs
 
 
@@ -462,14 +475,10 @@ def workspace(value: Any, size: int, inputs: dict[str, Array]) -> Array | None:
     """Check a workspace: bytes, enough of them, apart from every other array."""
     if value is None:
         return None
-    if (
-        not isinstance(value, np.ndarray)
-        or value.dtype != np.uint8
-        or value.ndim != 1
-        or not value.flags.c_contiguous
-    ):
+    is_array = isinstance(value, np.ndarray) or is_device_array(value)
+    if not is_array or value.dtype != np.uint8 or value.ndim != 1 or not value.flags.c_contiguous:
         came = type(value).__name__
-        if isinstance(value, np.ndarray):
+        if is_array:
             came = f"shape {value.shape}, dtype {value.dtype}, strides {value.strides}"
         raise ArgumentTypeError(
             f"workspace: {came} came; wanted a contiguous one-dimensional array of uint8, "
@@ -481,4 +490,5 @@ def workspace(value: Any, size: int, inputs: dict[str, Array]) -> Array | None:
             f"np.empty({size}, np.uint8)."
         )
     outputs({"workspace": (value, value.shape, value.dtype)}, inputs)
-    return value
+    result: Array = value
+    return result

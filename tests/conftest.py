@@ -40,6 +40,14 @@ def installed_package_is_this_checkout() -> None:
                 )
 
 
+@pytest.fixture(scope="session")
+def gpu() -> object:
+    """The memory of a GPU; tests that need one are skipped where there is none."""
+    import gpu_arrays  # imports cupyflash, whose place is settled above
+
+    return gpu_arrays.memory()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     installed_package_is_this_checkout()
 

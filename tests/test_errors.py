@@ -6,7 +6,9 @@ Every case also shows that every array is bit for bit as it was.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -39,14 +41,14 @@ class FakeCuPyArray:
 
     def __init__(self, shape: tuple[int, ...] = (B, H, LQ, D), dtype: Any = F32) -> None:
         self.shape, self.dtype, self.ndim = shape, np.dtype(dtype), len(shape)
-        self.strides = np.empty(shape, dtype).strides
+        like = np.empty(shape, dtype)
+        self.strides, self.size, self.itemsize = like.strides, like.size, like.itemsize
+        self.data, self.device = SimpleNamespace(ptr=1 << 32), SimpleNamespace(id=0)
 
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0)
 
-
-FakeCuPyArray.__module__ = "cupy"
-FakeCuPyArray.__name__ = "ndarray"
+@pytest.fixture(autouse=True)
+def fake_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=FakeCuPyArray))
 
 
 def filled(*shape: int, dtype: Any = F32) -> np.ndarray:
@@ -89,10 +91,13 @@ TABLE = lookup(np.ones(4, F32))
 
 FORWARD = {
     # kinds of array
-    "cupy k": case(T, "k: a CuPy array came", "NumPy", "cupy.asnumpy", k=FakeCuPyArray()),
-    "cupy q": case(T, "q: a CuPy array came", "NumPy", q=FakeCuPyArray()),
-    "cupy mask": case(T, "mask: a CuPy array came", mask=FakeCuPyArray((LQ, LK), np.bool_)),
-    "cupy bias": case(T, "bias: a CuPy array came", bias=FakeCuPyArray((LQ, LK))),
+    "cupy k": case(T, "k: an array in the memory of GPU 0 came", "cupy.asnumpy",
+                   k=FakeCuPyArray((B, HKV, LK, D))),
+    "cupy q": case(T, "k: an array in host memory came", "q is in the memory of GPU 0", "asarray",
+                   q=FakeCuPyArray()),
+    "cupy mask": case(T, "of mask: an array in the memory of GPU 0",
+                      mask=FakeCuPyArray((LQ, LK), np.bool_)),
+    "cupy bias": case(T, "bias: an array in the memory of GPU 0", bias=FakeCuPyArray((LQ, LK))),
     "list": case(T, "v: list came", "np.asarray", v=x["v"].tolist()),
     "None": case(T, "k: NoneType came", "wanted a NumPy array", k=None),
     "scalar": case(T, "q: float came", q=1.0),
@@ -229,7 +234,7 @@ BACKWARD = {
     "lse axes": case(V, "lse: shape (2, 4, 5, 1)", "(2, 4, 5)", lse=filled(B, H, LQ, 1)),
     "lse None": case(T, "lse: NoneType came", lse=None),
     "dlse shape": case(V, "dlse: shape (4, 5)", "dtype of lse", dlse=filled(H, LQ)),
-    "cupy do": case(T, "do: a CuPy array came", do=FakeCuPyArray()),
+    "cupy do": case(T, "do: an array in the memory of GPU 0", do=FakeCuPyArray((B, H, LQ, DV))),
     "deterministic": case(T, "deterministic: None came", "True or False", deterministic=None),
     "return_lse": case(T, "return_lse", "attention_vjp", return_lse=True),
     "grads array": case(T, "grads_out: ndarray came", "Gradients", grads_out=x["q"]),
@@ -335,7 +340,8 @@ def read_only(*shape: int) -> np.ndarray:
 
 TARGETS = {
     "list": case(T, "{name}: list came", "np.from_dlpack", change=lambda *shape: [0.0]),
-    "cupy": case(T, "{name}: ndarray came", change=lambda *shape: FakeCuPyArray(shape)),
+    "cupy": case(T, "{name}: an array in the memory of GPU 0 came",
+                 change=lambda *shape: FakeCuPyArray(shape)),
     "masked": case(T, "{name}: MaskedArray came", change=lambda *shape: np.ma.zeros(shape)),
     "shape": case(V, "{name}: shape (1, 2", "np.empty(", change=lambda *shape: filled(1, *shape)),
     "dtype": case(V, "{name}: shape", "float64 came", change=lambda *shape: np.empty(shape)),
@@ -433,7 +439,7 @@ COMBINE = {
     "lse dtype": case(V, "lse of entry 0", "float16", "float32", parts=[
         (filled(2, 3, dtype="f2"), filled(2, dtype="f2"))]),
     "int": case(T, "out of entry 0", "int64", parts=[(np.ones((2, 3), int), filled(2))]),
-    "cupy": case(T, "out of entry 0", "CuPy", parts=[(FakeCuPyArray((2, 3)), filled(2))]),
+    "cupy": case(T, "lse of entry 0", "GPU 0", parts=[(FakeCuPyArray((2, 3)), filled(2))]),
     "no axis": case(V, "out of entry 0", "no axis", parts=[(np.ones((), F32), np.ones((), F32))]),
 }  # fmt: skip
 
@@ -445,7 +451,6 @@ def test_combine(name):
 
 LOOKUP = {
     "a number": case(T, "lookup: int came", array=3),
-    "cupy": case(T, "lookup: a CuPy array came", array=FakeCuPyArray()),
     "complex": case(T, "lookup", "complex128", ".astype", array=np.ones(3, complex)),
     "uint64": case(T, "lookup", "uint64", "uint32", array=np.ones(3, np.uint64)),
     "foreign": case(T, "lookup", "byte order", array=np.ones(3, ">i4")),

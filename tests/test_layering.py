@@ -16,13 +16,19 @@ ROOT = Path(__file__).resolve().parent.parent
 # own package: `expr` and `testing` are folders). `__init__` and `__main__` may import all of them.
 ORDER = [
     ["errors"],
+    ["target"],
     ["arrays"],
     ["expr"],
     ["masks"],
     ["scores"],
     ["problem"],
+    ["trees"],
+    ["device"],
     ["validate"],
-    ["config"],
+    ["tiles", "params"],
+    ["config", "source", "operands"],
+    ["compile"],
+    ["launch"],
     ["dispatch"],
     ["calls"],
     ["api", "varlen"],
@@ -42,6 +48,9 @@ USERS_OF_REFERENCE = [
 # Imported when first needed, never by `import cupyflash`.
 LAZY = {"numba", "llvmlite", "cupy", "cupyx", "cuda", "hypothesis", "typer", "rich", "ml_dtypes"}
 REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_names)
+
+# CuPy stays behind these, and even they import it only when one of their functions is called.
+USERS_OF_CUPY = ["cupyflash.target", "cupyflash.compile", "cupyflash.launch", "cupyflash.cli"]
 
 LEVEL = {name: level for level, row in enumerate(ORDER) for name in row}
 
@@ -131,6 +140,15 @@ def test_cupyflash_imports_one_way(name):
             # "" is `from cupyflash import x`: the top, which imports everything.
             assert theirs, where + ": import the module that defines it"
             assert LEVEL[theirs] < LEVEL[mine], where
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_cupy_stays_behind_few_modules(name):
+    if any(within(name, user) for user in USERS_OF_CUPY):
+        return
+    for target, line, _ in imports(name, PACKAGE[name]):
+        where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
+        assert target.partition(".")[0] not in {"cupy", "cupyx", "cuda"}, where
 
 
 @pytest.mark.parametrize("name", PACKAGE)

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from .. import target
 from .nodes import Expr, walk
+
+# The ends between which a proof takes an int64 array in device memory to lie: it is not read.
+DEVICE_INT = 2**53
 
 
 def _to_int64(x: Any) -> Any:
@@ -106,7 +110,7 @@ def node_value(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_ty
     if node.op == "symbol":
         return np.asarray(symbols[node.value])
     if node.op == "lookup":
-        return np.asarray(node.value[0])[tuple(args)].astype(dtypes[node.type])
+        return _in_host_memory(node.value[0])[tuple(args)].astype(dtypes[node.type])
     if node.op == "to_float":
         return np.asarray(args[0]).astype(float_type)
     return NUMPY[node.op](*args)
@@ -139,6 +143,8 @@ def _exact(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_type: 
     if node.op == "to_float":
         return np.int64(args[0]).astype(float_type)  # one rounding, unlike that of a Python integer
     if node.op in ("lookup", "range_minimum", "range_maximum"):
+        if target.is_device_array(node.value[0]):
+            return _end_of_type(node, float_type)
         array = np.asarray(node.value[0])
         if node.op == "lookup":
             found = array[tuple(args)]
@@ -151,3 +157,19 @@ def _exact(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_type: 
         return EXACT[node.op](*args)
     chosen = NUMPY[node.op](*args)
     return float_type(chosen) if node.type == "float" else chosen.item()
+
+
+def _in_host_memory(array: Any) -> np.ndarray[Any, Any]:
+    return target.read_back(array) if target.is_device_array(array) else np.asarray(array)
+
+
+def _end_of_type(node: Expr, float_type: Any) -> Any:
+    """Return the least or greatest element that an array's type allows; NaN for floats."""
+    if node.type == "float":
+        return float_type(np.nan)
+    if node.type == "bool":
+        return node.op == "range_maximum"
+    limits = np.iinfo(node.value[0].dtype)
+    if node.op == "range_minimum":
+        return max(int(limits.min), -DEVICE_INT)
+    return min(int(limits.max), DEVICE_INT)

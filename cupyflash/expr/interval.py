@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from .. import target
 from .nodes import Expr, as_expr, operation, symbol, walk
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -63,7 +64,7 @@ def _rule(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
             return symbol(f"{node.value}_low"), symbol(f"{node.value}_high")
         return node, node
     if op == "lookup":
-        return _lookup(node, ends)
+        return _lookup(node, ends, varying)
     if all(low is high for low, high in ends):
         exact = Expr(op, tuple(low for low, _ in ends), node.type, node.value)
         return exact, exact
@@ -98,9 +99,11 @@ def _nan_unless_finite(result: Bounds, ends: list[Bounds]) -> Bounds:
     return result[0] + zero, result[1] + zero
 
 
-def _lookup(node: Expr, ends: list[Bounds]) -> Bounds:
+def _lookup(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
     array, proven = node.value
-    if all(low is high for low, high in ends):
+    # What holds for every tile is told in host memory, where no element of the device is known.
+    known = tuple(varying) == TILE or not target.is_device_array(array)
+    if known and all(low is high for low, high in ends):
         exact = Expr("lookup", tuple(low for low, _ in ends), node.type, (array, proven))
         return exact, exact
     corners = tuple(low for low, _ in ends) + tuple(high for _, high in ends)

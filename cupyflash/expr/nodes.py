@@ -396,13 +396,14 @@ def show(root: Expr) -> str:
     """Return the tree as a line of Python."""
     lines: dict[Expr, str] = {}
     for node in walk(root):
-        line = _show(node, [lines[arg] for arg in node.args])
+        line = show_node(node, [lines[arg] for arg in node.args])
         half = _LONGEST // 2
         lines[node] = line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}"
     return lines[root]
 
 
-def _show(node: Expr, args: list[str]) -> str:
+def show_node(node: Expr, args: list[str]) -> str:
+    """Return one node as Python, given its operands as Python."""
     if node.op == "constant":
         return repr(node.value) if math.isfinite(node.value) else f"float('{node.value}')"
     if node.op == "symbol":

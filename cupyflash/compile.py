@@ -1,0 +1,66 @@
+"""From a specialisation to a kernel that can be launched: compiled once, cached per device.
+
+CuPy compiles with NVRTC for the device at hand, and keeps the result on disk under the text and the
+compiler's version (``CUPY_CACHE_DIR``, or ``~/.cupy/kernel_cache``). The folder holds native code:
+it must not lie where others can write.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .source import Specialisation, source
+
+# Compilers before 12.9 refuse a second -arch, and CuPy gives its own, that of the device.
+OPTIONS = ("-std=c++17",)
+_DEFAULT_SHARED_MEMORY = 48 * 1024  # what a block may have without being asked
+
+_lock = threading.Lock()
+_kernels: dict[tuple[int, str], Any] = {}
+
+
+def kernel(special: Specialisation, device: int) -> Any:
+    """Return the kernel of a specialisation on a device, which must be the current one.
+
+    Parameters
+    ----------
+    special : Specialisation
+        What to compile.
+    device : int
+        The device.
+    """
+    text = source(special)
+    key = (device, text)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key)
+            if found is None:
+                found = _compiled(special.name, text, special.tiles.shared_memory)
+                _kernels[key] = found
+    return found
+
+
+def _compiled(name: str, text: str, shared_memory: int) -> Any:
+    import cupy
+
+    try:
+        made = cupy.RawModule(code=text, options=OPTIONS).get_function(name)
+        if shared_memory > _DEFAULT_SHARED_MEMORY:
+            made.max_dynamic_shared_size_bytes = shared_memory
+    except Exception as error:
+        error.add_note(f"while compiling the kernel {name}")
+        raise
+    return made
+
+
+def compiled() -> int:
+    """Return how many kernels this process holds, over all devices."""
+    return len(_kernels)
+
+
+def forget() -> None:
+    """Forget every kernel, for tests."""
+    with _lock:
+        _kernels.clear()

@@ -1,0 +1,284 @@
+"""Turn expressions into CUDA C++: the functions that a kernel calls for masks and scores.
+
+Only a tree's structure stands in the text. Its numbers are parameters of the kernel (``p.ints``,
+``p.floats``) and so are the arrays it looks up (``p.tables``), so that a thousand different offsets
+compile one kernel. Numbers that `interval` and `derivative` bring in belong to the structure and
+are written out.
+
+Every node becomes one statement, ``const long long t3 = t1 + t2;``, and equal nodes become one.
+Floats are float32 in masks and of the accumulator's type in scores. A product that a comparison or
+`floor` hangs on is rounded before it is added to something, as NumPy does; elsewhere the compiler
+may contract.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ArgumentError
+from .nodes import Expr, show_node, walk
+
+MAX_AXES = 8  # of a looked-up array, as in params.cuh
+
+# How an operation is written, given the names of its operands, by the type of its result. Functions
+# that are not part of C++ stand in primitives/lookup.cuh and primitives/expression.cuh. A tile's
+# class computes with bounds of integers: they may lie at the ends of 64 bits.
+_FLOAT = {
+    "add": "{0} + {1}",
+    "subtract": "{0} - {1}",
+    "multiply": "{0} * {1}",
+    "divide": "{0} / {1}",
+    "negative": "-{0}",
+    "absolute": "fabs({0})",
+    "minimum": "minimum({0}, {1})",
+    "maximum": "maximum({0}, {1})",
+    "exp": "exp({0})",
+    "log": "log({0})",
+    "tanh": "tanh({0})",
+    "to_float": "static_cast<{type}>({0})",
+    "where": "{0} ? {1} : {2}",
+}
+_INT = {
+    "add": "{0} + {1}",
+    "subtract": "{0} - {1}",
+    "multiply": "{0} * {1}",
+    "negative": "-{0}",
+    "absolute": "{0} < 0 ? -{0} : {0}",
+    "minimum": "{0} < {1} ? {0} : {1}",
+    "maximum": "{0} > {1} ? {0} : {1}",
+    "floor_divide": "floor_divide({0}, {1})",
+    "remainder": "remainder({0}, {1})",
+    "floor": "floor_to_int({0})",
+    "to_int": "static_cast<long long>({0})",
+    "where": "{0} ? {1} : {2}",
+}
+_BOUND = _INT | {
+    "add": "saturating_add({0}, {1})",
+    "subtract": "saturating_subtract({0}, {1})",
+    "multiply": "saturating_multiply({0}, {1})",
+    "negative": "saturating_subtract(0LL, {0})",
+    "absolute": "{0} < 0 ? saturating_subtract(0LL, {0}) : {0}",
+}
+_BOOL = {
+    "less": "{0} < {1}",
+    "less_equal": "{0} <= {1}",
+    "equal": "{0} == {1}",
+    "not_equal": "{0} != {1}",
+    "logical_and": "{0} & {1}",
+    "logical_or": "{0} | {1}",
+    "logical_xor": "{0} != {1}",
+    "logical_not": "!{0}",
+    "where": "{0} ? {1} : {2}",
+}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The functions of a call's expressions, and what they read at run time.
+
+    Attributes
+    ----------
+    source : str
+        CUDA C++, the same for every call whose expressions have the same structure.
+    ints, floats : tuple
+        Constants, in the order of ``p.ints`` and ``p.floats``.
+    arrays : tuple
+        Looked-up arrays, in the order of ``p.tables``.
+    has_mask, has_score, has_slope : bool
+        Which functions are defined.
+    """
+
+    source: str
+    ints: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()
+    arrays: tuple[Any, ...] = ()
+    has_mask: bool = False
+    has_score: bool = False
+    has_slope: bool = False
+
+
+@dataclass
+class _Parameters:
+    """What the functions of one kernel share: constants and tables, numbered as they are met."""
+
+    structural: bool = False  # constants met now are written out
+    places: dict[Expr, str] = field(default_factory=dict)
+    ints: list[int] = field(default_factory=list)
+    floats: list[float] = field(default_factory=list)
+    arrays: list[Any] = field(default_factory=list)
+
+    def constant(self, node: Expr) -> str | None:
+        """Return where a constant stands, or None where it is written out."""
+        if node.type == "bool" or (node not in self.places and self.structural):
+            return None
+        if node not in self.places:
+            if node.type == "int":
+                self.places[node] = f"p.ints[{len(self.ints)}]"
+                self.ints.append(node.value)
+            else:
+                self.places[node] = f"p.floats[{len(self.floats)}]"
+                self.floats.append(node.value)
+        return self.places[node]
+
+    def table(self, array: Any) -> str:
+        if array.ndim > MAX_AXES:
+            raise ArgumentError(
+                f"lookup: an array with {array.ndim} axes came; wanted at most {MAX_AXES}."
+            )
+        if not any(array is known for known in self.arrays):
+            self.arrays.append(array)
+        place = next(n for n, known in enumerate(self.arrays) if known is array)
+        return f"p.tables[{place}]"
+
+
+def generate(
+    allowed: Expr | None = None,
+    classes: Expr | None = None,
+    changed: Expr | None = None,
+    slope: Expr | None = None,
+) -> Generated:
+    """Write the functions of a call's bound expressions.
+
+    Parameters
+    ----------
+    allowed, classes : Expr, optional
+        The mask, and its class over a tile.
+    changed, slope : Expr, optional
+        The changed score, with the bias, and the derivative of the score change without it.
+    """
+    parameters = _Parameters()
+    for root in (allowed, changed):  # the users' numbers, before those that follow from structure
+        for node in walk(root) if root is not None else ():
+            if node.op == "constant":
+                parameters.constant(node)
+    parameters.structural = True
+    parts = []
+    if allowed is not None:
+        parts.append(_function("bool mask_allows", "Site", allowed, "float", parameters))
+    if classes is not None:
+        parts.append(_function("int tile_class", "TileBox", classes, "float", parameters))
+    for name, root in (("score_changed", changed), ("score_slope", slope)):
+        if root is not None:
+            parts.append(_function(f"accum_t {name}", "Site", root, "accum_t", parameters))
+    return Generated(
+        "\n".join(parts),
+        tuple(parameters.ints),
+        tuple(parameters.floats),
+        tuple(parameters.arrays),
+        has_mask=allowed is not None,
+        has_score=changed is not None,
+        has_slope=slope is not None,
+    )
+
+
+def _function(name: str, site: str, root: Expr, float_type: str, parameters: _Parameters) -> str:
+    score = ", accum_t score" if float_type == "accum_t" else ""
+    body = _Body(float_type, parameters, bounds=site == "TileBox", rounded=_rounded(root))
+    result = body.write(root)
+    comment = "" if site == "TileBox" else f"  // {body.text[root]}\n"
+    lines = "".join(f"  {line}\n" for line in body.lines)
+    return (
+        f"__device__ __forceinline__ {name}(const Params& p{score}, const {site}& at) {{\n"
+        f"{comment}{lines}  return {result};\n}}\n"
+    )
+
+
+def _rounded(root: Expr) -> set[Expr]:
+    """Return the floats on which an integer or a condition hangs."""
+    found: set[Expr] = set()
+    for node in reversed(walk(root)):
+        if node.op == "floor" or node.type == "bool" or node in found:
+            found.update(arg for arg in node.args if arg.type == "float")
+    return found
+
+
+class _Body:
+    """The statements of one function."""
+
+    def __init__(
+        self, float_type: str, parameters: _Parameters, bounds: bool, rounded: set[Expr]
+    ) -> None:
+        self.types = {"bool": "bool", "int": "long long", "float": float_type}
+        self.parameters = parameters
+        self.bounds = bounds
+        self.rounded = rounded
+        self.lines: list[str] = []
+        self.text: dict[Expr, str] = {}  # the tree in Python, numbers by their place
+        self._names: dict[str, str] = {}  # type and right-hand side -> name
+
+    def write(self, root: Expr) -> str:
+        """Write every statement that `root` needs, and return its name."""
+        names: dict[Expr, str] = {}
+        for node in walk(root):
+            args = [names[arg] for arg in node.args]
+            names[node] = self._statement(node, args)
+            self.text[node] = self._show(node)
+        return names[root]
+
+    def _statement(self, node: Expr, args: list[str]) -> str:
+        kind = self.types[node.type]
+        value = self._value(node, args)
+        if node.op == "symbol" or (node.op == "constant" and "p." not in value):
+            return value
+        key = f"{kind} {value}"
+        if key not in self._names:
+            self._names[key] = f"t{len(self.lines)}"
+            self.lines.append(f"const {kind} {self._names[key]} = {value};")
+        return self._names[key]
+
+    def _value(self, node: Expr, args: list[str]) -> str:
+        kind = self.types[node.type]
+        if node.op == "symbol":
+            return "score" if node.value == "score" else f"at.{node.value}"
+        if node.op == "constant":
+            place = self.parameters.constant(node)
+            if place is None:
+                return _literal(node, kind)
+            return f"static_cast<{kind}>({place})" if node.type == "float" else place
+        if node.op in ("lookup", "range_minimum", "range_maximum"):
+            return self._read(node, args)
+        if node.type == "float":
+            text = _FLOAT[node.op]
+            if node.op == "multiply" and node in self.rounded:
+                text = "multiply_rounded({0}, {1})"
+        elif node.type == "bool":
+            text = _BOOL[node.op]
+        else:
+            text = (_BOUND if self.bounds else _INT)[node.op]
+        return text.format(*args, type=kind)
+
+    def _read(self, node: Expr, args: list[str]) -> str:
+        array = node.value[0]
+        table, axes = self.parameters.table(array), array.ndim
+        # Of an axis of length 1 there is one element, whatever the index's tree.
+        args = ["0LL" if array.shape[n % axes] == 1 else arg for n, arg in enumerate(args)]
+        kind = "float" if node.type == "float" else "int"
+        parameter = f"<{self.types['float']}>" if kind == "float" else ""
+        call = f"{node.op}_{kind}{parameter}({', '.join([table, *args])})"
+        return f"{call} != 0" if node.type == "bool" else call
+
+    def _show(self, node: Expr) -> str:
+        args = [self.text[arg] for arg in node.args]
+        if node.op == "constant":
+            place = self.parameters.constant(node)
+            return _literal(node, self.types[node.type]) if place is None else place[2:]
+        if node.op in ("lookup", "range_minimum", "range_maximum"):
+            return f"{self.parameters.table(node.value[0])[2:]}[{', '.join(args)}]"
+        return show_node(node, args)
+
+
+def _literal(node: Expr, kind: str) -> str:
+    value = node.value
+    if node.type == "bool":
+        return "true" if value else "false"
+    if node.type == "int":
+        if value == -(2**63):
+            return "(-9223372036854775807LL - 1)"
+        return f"{value}LL" if value >= 0 else f"({value}LL)"
+    if math.isnan(value):
+        return f"not_a_number<{kind}>()"
+    if math.isinf(value):
+        return f"{'-' if value < 0 else ''}infinity<{kind}>()"
+    return f"static_cast<{kind}>({float(value).hex()})"

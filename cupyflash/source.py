@@ -1,0 +1,150 @@
+"""One string of CUDA C++ per kernel: a prelude, the kernel's file with its includes, expressions.
+
+Quoted includes are put in place of themselves, once each: the compiler needs no include path, and
+the disk cache, whose key is the text, sees every change.
+"""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from .expr.cuda import Generated
+from .tiles import Tiles
+
+# Storage types, numbered as kernels know them.
+STORAGE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+_SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+_VOCABULARY = ("primitives/expression.cuh",)  # what generated code calls
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*\n', re.MULTILINE)
+_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
+
+
+NONE = Generated("")  # of a call without mask and score changes
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """What a kernel is compiled for; everything else it is told at run time.
+
+    Attributes
+    ----------
+    kernel : str
+        Stem of the kernel's file in `kernels_cu`.
+    dtype : str
+        Name of the storage type.
+    d, d_v : int
+        Head sizes; 0 where the kernel has no use for them.
+    tiles : Tiles
+        Tile, threads and shared memory of a block.
+    packed, dropout, count_tiles : bool
+        Whether sequences are packed, pairs dropped, tiles counted.
+    generated : Generated
+        The functions of the call's expressions.
+    """
+
+    kernel: str
+    dtype: str
+    d: int
+    d_v: int
+    tiles: Tiles
+    packed: bool = False
+    dropout: bool = False
+    count_tiles: bool = False
+    generated: Generated = NONE
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol, as a profiler shows it."""
+        has = self.generated
+        flags = {
+            "packed": self.packed,
+            "mask": has.has_mask,
+            "score": has.has_score,
+            "dropout": self.dropout,
+            "count": self.count_tiles,
+        }
+        sizes = {"d": self.d, "dv": self.d_v}
+        blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
+        parts = [
+            self.kernel,
+            "_".join([_SHORT[self.dtype], *(f"{name}{n}" for name, n in sizes.items() if n)]),
+            "_".join(name for name, on in flags.items() if on),
+            "_".join(f"{name}{n}" for name, n in blocks.items() if n),
+        ]
+        return "__".join(part for part in parts if part)
+
+
+def prelude(special: Specialisation) -> str:
+    """Return the compile-time values that a kernel's source begins with."""
+    has = special.generated
+    values: dict[str, dict[str, Any]] = {
+        "int": {
+            "STORAGE": STORAGE[special.dtype],
+            "D": special.d,
+            "D_V": special.d_v,
+            "BLOCK_Q": special.tiles.block_q,
+            "BLOCK_KV": special.tiles.block_kv,
+            "THREADS": special.tiles.threads,
+            "SHARED_BYTES": special.tiles.shared_memory,
+            # An array has one element at least.
+            "NUM_INTS": max(len(has.ints), 1),
+            "NUM_FLOATS": max(len(has.floats), 1),
+            "NUM_TABLES": max(len(has.arrays), 1),
+        },
+        "bool": {
+            "HAS_SCORE": has.has_score,
+            "HAS_SLOPE": has.has_slope,
+            "HAS_MASK": has.has_mask,
+            "HAS_DROPOUT": special.dropout,
+            "PACKED": special.packed,
+            "COUNT_TILES": special.count_tiles,
+        },
+    }
+    lines = [
+        f"constexpr {kind} {name} = {str(value).lower()};"
+        for kind, group in values.items()
+        for name, value in group.items()
+    ]
+    lines.append(f"#define KERNEL_NAME {special.name}")
+    return "\n".join(lines) + "\n"
+
+
+def source(special: Specialisation) -> str:
+    """Return the whole text of a kernel, which includes nothing."""
+    paths = (f"{special.kernel}.cu", *(_VOCABULARY if special.generated.source else ()))
+    return prelude(special) + flatten(paths) + special.generated.source
+
+
+def read(path: str) -> str:
+    """Return a file of `kernels_cu`."""
+    return files("cupyflash.kernels_cu").joinpath(path).read_text(encoding="utf-8")
+
+
+@functools.cache
+def flatten(paths: tuple[str, ...]) -> str:
+    """Return files of `kernels_cu`, with every include replaced by that file, once each."""
+    return flatten_with(paths, read)
+
+
+def flatten_with(paths: tuple[str, ...], read: Callable[[str], str]) -> str:
+    """Return what `flatten` does, of files that `read` returns."""
+    seen: set[str] = set()
+
+    def flat(path: str) -> str:
+        if path in seen:
+            return ""
+        seen.add(path)
+        folder = posixpath.dirname(path)
+
+        def included(match: re.Match[str]) -> str:
+            return flat(posixpath.normpath(posixpath.join(folder, match[1])))
+
+        return f"// {path}\n" + _INCLUDE.sub(included, _ONCE.sub("", read(path))) + "\n"
+
+    return "".join(flat(path) for path in paths)

@@ -1,0 +1,144 @@
+"""What a GPU is: frozen facts, and the few things that only CuPy can say or do with its arrays.
+
+CuPy is imported when one of these functions is called, and `is_device_array` does not even then:
+an object is a CuPy array only where CuPy has been imported already.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MAX_GRID = 2**31 - 1  # blocks of one launch, along x
+
+
+@dataclass(frozen=True)
+class Target:
+    """Facts about one device.
+
+    Attributes
+    ----------
+    device : int
+        Its number in this process.
+    name : str
+        As the driver calls it.
+    capability : tuple of int
+        Compute capability, (9, 0) for Hopper.
+    multiprocessors : int
+        How many there are.
+    shared_memory : int
+        Bytes of shared memory that one block may have.
+    """
+
+    device: int
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory: int
+
+
+@functools.cache
+def of(device: int) -> Target:
+    """Return the facts of a device of this process."""
+    import cupy
+
+    facts = cupy.cuda.runtime.getDeviceProperties(device)
+    return Target(
+        device=device,
+        name=facts["name"].decode(),
+        capability=(int(facts["major"]), int(facts["minor"])),
+        multiprocessors=int(facts["multiProcessorCount"]),
+        shared_memory=int(facts["sharedMemPerBlockOptin"]),
+    )
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of the compiler that CuPy uses."""
+    from cupy.cuda import nvrtc
+
+    major, minor = nvrtc.getVersion()
+    return int(major), int(minor)
+
+
+def is_device_array(value: Any) -> bool:
+    """Whether a value is a CuPy array."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, getattr(cupy, "ndarray", ()))
+
+
+def device_of(array: Any) -> int | None:
+    """Return the number of the device on which an array lives; None for host memory."""
+    return int(array.device.id) if is_device_array(array) else None
+
+
+def address(array: Any) -> int:
+    """Return where an array's first element lies, in whichever memory."""
+    return int(array.data.ptr if is_device_array(array) else array.ctypes.data)
+
+
+def from_dlpack(value: Any) -> Any:
+    """Return a CuPy array that shares the memory of another library's array."""
+    import cupy
+
+    return cupy.from_dlpack(value)
+
+
+def read_back(array: Any) -> np.ndarray[Any, Any]:
+    """Copy an array to host memory, and wait for it."""
+    with array.device:
+        return np.asarray(array.get())
+
+
+def is_capturing(device: int) -> bool:
+    """Whether the device's current stream records a CUDA graph."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return bool(cupy.cuda.get_current_stream().is_capturing())
+
+
+def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Any:
+    """Return an uninitialised array in C order."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        try:
+            return cupy.empty(shape, dtype)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            error.add_note(
+                f"while cupyflash asked for an array of shape {tuple(shape)}, dtype "
+                f"{np.dtype(dtype)}; every array of the call is as it was"
+            )
+            raise
+
+
+def fill(array: Any, value: float) -> None:
+    """Write one number to every element."""
+    with array.device:
+        array.fill(value)
+
+
+def empty_like(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return an uninitialised array of a shape, with the axes in memory as those of an array.
+
+    `shape` may have more leading axes; they, and axes along which the array repeats itself, lie
+    farthest apart.
+    """
+    missing = len(shape) - array.ndim
+    strides = [*(0,) * missing, *(abs(stride) for stride in array.strides)]
+    # Slowest first. Of equal strides, as repeated axes have, the first axis comes first.
+    order = sorted(range(len(shape)), key=lambda axis: -strides[axis] or -(2**63))
+    made = empty(tuple(shape[axis] for axis in order), array.dtype, int(array.device.id))
+    return made.transpose([order.index(axis) for axis in range(len(shape))])
+
+
+def to_device(array: Any, dtype: Any, device: int) -> Any:
+    """Return a contiguous copy of an array, of either memory, in a device's memory."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.ascontiguousarray(cupy.asarray(array), dtype)

@@ -1,0 +1,201 @@
+"""Tiles of the portable kernels: what fits into a block's shared memory and registers.
+
+The formulas are those of kernels_cu/primitives/matmul.cuh; every kernel asserts that it and this
+module agree on the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of one kernel, and the memory they take."""
+
+    block_q: int
+    block_kv: int
+    threads: int
+    shared_memory: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel's memory depends on."""
+
+    itemsize: int  # of the accumulator's type
+    stored: int  # bytes of an element in global memory
+    d: int
+    d_v: int
+    threads: int
+
+    @property
+    def vector(self) -> int:
+        """Elements in 16 bytes of shared memory."""
+        return 16 // self.itemsize
+
+    @property
+    def column_threads(self) -> int:
+        """Threads that share a row of a tile."""
+        return 32 if max(self.d, self.d_v) > 256 else 16
+
+    @property
+    def row_threads(self) -> int:
+        """Rows of the thread grid."""
+        return self.threads // self.column_threads
+
+    def chunk_columns(self, width: int) -> int:
+        """Columns of an operand that are in shared memory at a time."""
+        stored_vector = 16 // self.stored
+        whole = stored_vector if width % stored_vector == 0 else self.vector
+        chunks = _ceil(width, 256 // self.itemsize)
+        return _round_up(_ceil(width, chunks), whole)
+
+    def whole_columns(self, width: int) -> int:
+        """Columns of an operand that is in shared memory as a whole."""
+        return _ceil(width, 256 // self.itemsize) * self.chunk_columns(width)
+
+    def odd_stride(self, columns: int) -> int:
+        """Distance of rows: an odd number of vectors."""
+        wide = _round_up(columns, self.vector)
+        return wide + (self.vector if wide // self.vector % 2 == 0 else 0)
+
+    def padded_columns(self, width: int) -> int:
+        """Columns of a result, with those that exist for the thread grid only."""
+        best = run = self.vector
+        while run > 0:
+            padded = _round_up(width, self.column_threads * run)
+            if padded < _round_up(width, self.column_threads * best):
+                best = run
+            run //= 2
+        return _round_up(width, self.column_threads * best)
+
+    def stage(self, rows: int, width: int, wide: int) -> int:
+        """Elements of the buffer through which rows of global memory pass."""
+        chunk = rows * self.odd_stride(self.chunk_columns(width))
+        step = rows
+        while (
+            step > self.vector
+            and step % (2 * self.vector) == 0
+            and step * self.padded_columns(wide) > chunk
+        ):
+            step //= 2
+        return max(chunk, step * self.padded_columns(wide))
+
+
+def _ceil(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+def _round_up(x: int, step: int) -> int:
+    return _ceil(x, step) * step
+
+
+def _tile(shape: Shape, rows: int, columns: int) -> int:
+    return rows * shape.odd_stride(columns)
+
+
+def _whole(shape: Shape, rows: int, width: int) -> int:
+    return rows * shape.odd_stride(shape.whole_columns(width))
+
+
+def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
+    """Shared elements of forward_simt.cu: queries, weights, stage."""
+    held = _whole(shape, block_q, shape.d) + _tile(shape, block_q, block_kv)
+    return held + shape.stage(block_kv, shape.d, shape.d_v)
+
+
+def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse and delta."""
+    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
+    held += (1 + spare) * _tile(shape, block_kv, block_q) + 2 * block_q
+    stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
+    return held + max(stages)
+
+
+def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of backward_simt_dq.cu: queries, do, tiles, stage, lse and delta."""
+    held = _whole(shape, block_q, shape.d) + _whole(shape, block_q, shape.d_v)
+    held += (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
+    stages = (shape.stage(block_kv, width, shape.d) for width in (shape.d, shape.d_v))
+    return held + max(stages)
+
+
+def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
+    """Shared elements of backward_bias.cu: chunks of both operands, tiles, lse and delta."""
+    chunk = max(shape.odd_stride(shape.chunk_columns(width)) for width in (shape.d, shape.d_v))
+    held = (block_q + block_kv) * chunk + (1 + spare) * _tile(shape, block_q, block_kv)
+    return held + 2 * block_q
+
+
+# Kernel -> (its shared elements, whether its block's rows are keys, columns of its results).
+KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[Shape], int]]] = {
+    "forward_simt": (forward_simt, False, lambda x: x.padded_columns(x.d_v)),
+    "backward_simt_dkdv": (
+        backward_simt_dkdv,
+        True,
+        lambda x: x.padded_columns(x.d) + x.padded_columns(x.d_v),
+    ),
+    "backward_simt_dq": (backward_simt_dq, False, lambda x: x.padded_columns(x.d)),
+    "backward_bias": (backward_bias, False, lambda x: 0),
+}
+
+# Rows of a block's results, rows that pass by at a time, threads; the best first. A block takes the
+# first that fits. Few threads hold few rows, for the largest heads in the least shared memory.
+CANDIDATES: tuple[tuple[int, int, int], ...] = (
+    (64, 64, 256),
+    (64, 32, 256),
+    (32, 32, 256),
+    (16, 32, 256),
+    (8, 32, 256),
+    (8, 32, 128),
+    (4, 32, 128),
+)
+MOST_REGISTERS = 128  # of a thread's 255, for the block's results
+
+
+def fit(
+    kernel: str,
+    itemsize: int,
+    stored: int,
+    d: int,
+    d_v: int,
+    spare: int,
+    limit: int,
+    blocks: tuple[int, int] | None = None,
+) -> Tiles | None:
+    """Return the best tiles of a kernel that fit into `limit` bytes of shared memory, or None.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of the kernel.
+    itemsize, stored : int
+        Bytes of the accumulator's and of the storage type.
+    d, d_v : int
+        Head sizes.
+    spare : int
+        Tiles beside the first: one for dropout, one for slopes.
+    limit : int
+        Bytes of shared memory that a block may have.
+    blocks : tuple of int, optional
+        Queries and keys of a tile, instead of the best ones.
+    """
+    elements, keys_are_rows, columns_of = KERNELS[kernel]
+    candidates = CANDIDATES
+    if blocks is not None:
+        rows, columns = reversed(blocks) if keys_are_rows else blocks
+        candidates = ((rows, columns, 256), (rows, columns, 128))
+    for rows, columns, threads in candidates:
+        shape = Shape(itemsize, stored, d, d_v, threads)
+        if rows % shape.row_threads or columns % shape.column_threads:
+            continue
+        results = rows // shape.row_threads * columns_of(shape) // shape.column_threads
+        if results * itemsize // 4 > MOST_REGISTERS:
+            continue
+        block_q, block_kv = (columns, rows) if keys_are_rows else (rows, columns)
+        shared = elements(shape, block_q, block_kv, spare) * itemsize
+        if block_kv % 4 == 0 and shared <= limit:
+            return Tiles(block_q, block_kv, threads, shared)
+    return None

@@ -1,0 +1,108 @@
+// Tiled attention, backward, gradients of keys and values on any GPU: the twin of `backward_dkdv`
+// in reference/backward.py.
+//
+// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
+// The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
+// in that order. Nothing is written by two blocks, so the result does not depend on their order.
+//
+// Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
+// Shared memory: the keys, the values, the tile (and one each for dropout and for slopes), the
+// stage, lse and delta. BLOCK_KV is a multiple of ROW_THREADS and 4, BLOCK_Q of COLUMN_THREADS.
+#include "params.cuh"
+#include "primitives/epilogue.cuh"
+#include "primitives/gradient_tile.cuh"
+
+namespace {
+
+constexpr int ROWS = BLOCK_KV / ROW_THREADS;
+constexpr int COLUMNS = BLOCK_Q / COLUMN_THREADS;
+constexpr int COLUMNS_K = matmul::padded_columns(D) / COLUMN_THREADS;
+constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
+constexpr int K_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
+constexpr int V_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
+constexpr int STRIDE = matmul::odd_stride(BLOCK_Q);
+constexpr int TILE = BLOCK_KV * STRIDE;
+constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
+constexpr int STAGE = matmul::larger(matmul::stage_elements(BLOCK_Q, D, D),
+                                     matmul::stage_elements(BLOCK_Q, D_V, D_V));
+constexpr int SHARED_ELEMENTS =
+    BLOCK_KV * (K_STRIDE + V_STRIDE) + TILES * TILE + STAGE + 2 * BLOCK_Q;
+
+static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_KV, "BLOCK_KV, THREADS");
+static_assert(COLUMNS * COLUMN_THREADS == BLOCK_Q && BLOCK_KV % 4 == 0, "BLOCK_Q");
+static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  accum_t* const k_smem = reinterpret_cast<accum_t*>(shared_smem);
+  accum_t* const v_smem = k_smem + BLOCK_KV * K_STRIDE;
+  accum_t* const stage_smem = v_smem + BLOCK_KV * V_STRIDE;
+  accum_t* const tile_smem = stage_smem + STAGE;
+  accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
+  accum_t* const lse_smem = tile_smem + TILES * TILE;
+  const gradient_tile::Scratch scratch{tile_smem, HAS_DROPOUT ? tile_smem + TILE : tile_smem,
+                                       HAS_SLOPE ? last_smem : nullptr, lse_smem,
+                                       lse_smem + BLOCK_Q};
+
+  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
+  if (work.idle) return;
+  const long long h_kv = work.head;
+  const long long j0 = work.block * BLOCK_KV;
+  const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
+  unsigned long long visited = 0;
+
+  memory::load_rows<BLOCK_KV, matmul::whole_columns(D), K_STRIDE, D, false>(
+      k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj, 0);
+  memory::load_rows<BLOCK_KV, matmul::whole_columns(D_V), V_STRIDE, D_V, false>(
+      v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj, 0);
+  accum_t dk[ROWS][COLUMNS_K], dv[ROWS][COLUMNS_V];
+  matmul::clear(dk);
+  matmul::clear(dv);
+
+  const long long members = layout::entries_sharing(p);
+#pragma unroll 1
+  for (long long member = 0; member < members; ++member) {
+    const layout::Entry entry = layout::shared_entry(p, work.entry, member);
+#pragma unroll 1
+    for (long long h = h_kv * p.group; h < (h_kv + 1) * p.group; ++h) {
+      const memory::Rows q = memory::rows(p.q, entry, h, false);
+      const memory::Rows d_out = memory::rows(p.d_out, entry, h, false);
+#pragma unroll 1
+      for (long long i0 = 0; i0 < entry.len_q; i0 += BLOCK_Q) {
+        const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
+        const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
+        const int tile_class = tile::classify_tile(p, box);
+        if (tile_class == EMPTY) continue;
+        ++visited;
+        // The lse and delta of the tile before were read before the barriers of `accumulate`.
+        gradient_tile::load_row_numbers(p, entry, h, i0, ni, scratch);
+
+        // 2 scores
+        accum_t s[ROWS][COLUMNS];
+        matmul::multiply_rows<BLOCK_Q, D>(s, k_smem, q, i0, ni, stage_smem);
+        // 5 probabilities and the gradient of the output's weights
+        gradient_tile::probabilities<true, STRIDE>(p, box, tile_class, s, scratch);
+        // 6 accumulate dv and dk
+        // dv comes first, because dS will take the place of p.
+        matmul::accumulate<BLOCK_Q, D_V, STRIDE, STAGE, MAY_MASK>(dv, scratch.dropped_smem, d_out,
+                                                                  i0, ni, stage_smem);
+        matmul::multiply_rows<BLOCK_Q, D_V>(s, v_smem, d_out, i0, ni, stage_smem);
+        gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
+        if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
+        matmul::accumulate<BLOCK_Q, D, STRIDE, STAGE, MAY_MASK>(dk, scratch.tile_smem, q, i0, ni,
+                                                                stage_smem);
+      }
+    }
+  }
+
+  // 7 scale and store
+  epilogue::store_rows<D>(dk, p.dk, p.kind_dk != number::STORAGE_KIND,
+                          layout::offset(p.dk, work.entry, h_kv, true), j0, nj,
+                          static_cast<accum_t>(p.scale));
+  epilogue::store_rows<D_V>(dv, p.dv, p.kind_dv != number::STORAGE_KIND,
+                            layout::offset(p.dv, work.entry, h_kv, true), j0, nj, accum_t(1));
+  tile::count_tiles(p, visited);
+}

@@ -1,0 +1,45 @@
+// Writing a block of results from registers to global memory.
+#pragma once
+#include "matmul.cuh"
+
+namespace epilogue {
+
+// Writes a thread's rows of a result of WIDTH columns, times `factor`, as elements of type T. Row 0
+// of the block is row `first` of the entry's head; `valid` rows exist.
+template <int WIDTH, typename T, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_as(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
+                                         long long offset, long long first, int valid,
+                                         const accum_t (&factor)[ROWS]) {
+  T* const data = reinterpret_cast<T*>(to.data) + offset + first * to.row;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = matmul::row_thread() + ROW_THREADS * r;
+    T* const target = data + row * to.row;
+    if (row < valid) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int column = matmul::result_column<WIDTH>(n);
+        if (column < WIDTH) number::narrow(result[r][n] * factor[r], target + column * to.col);
+      }
+    }
+  }
+}
+
+// The same, as elements of the storage type or, where `wide`, of the accumulator's.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS],
+                                           const Operand& to, bool wide, long long offset,
+                                           long long first, int valid, accum_t factor) {
+  accum_t factors[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) factors[r] = factor;
+  if constexpr (sizeof(storage_t) < sizeof(accum_t)) {
+    if (wide) {
+      store_as<WIDTH, accum_t>(result, to, offset, first, valid, factors);
+      return;
+    }
+  }
+  store_as<WIDTH, storage_t>(result, to, offset, first, valid, factors);
+}
+
+}  // namespace epilogue

@@ -1,0 +1,153 @@
+// Which part of a problem a block works on, and where its rows lie: the twin of
+// reference/layout.py.
+#pragma once
+#include "number.cuh"
+
+namespace layout {
+
+// One entry of the batch; in packed arrays one sequence.
+struct Entry {
+  long long b;               // flat index over the broadcast leading axes
+  long long lead[MAX_LEAD];  // its place along each of them
+  long long len_q;
+  long long len_k;
+  long long start_q;  // first packed row; 0 otherwise
+  long long start_k;
+};
+
+// What a block is given: an output's entry, head and block of rows.
+struct Work {
+  Entry entry;
+  long long head;
+  long long block;
+  bool idle;  // a packed array's last block of a sequence may not exist
+};
+
+__device__ __forceinline__ long long clamp(long long x, long long low, long long high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+// Completes an entry whose place along the leading axes is known. Offsets may be unchecked: what
+// they say is held inside the arrays.
+__device__ __forceinline__ void complete(const Params& p, Entry& entry) {
+  entry.b = 0;
+#pragma unroll
+  for (int axis = 0; axis < MAX_LEAD; ++axis) {
+    entry.b = entry.b * p.lead_size[axis] + entry.lead[axis];
+  }
+  if constexpr (PACKED) {
+    entry.start_q = clamp(p.offsets_q[entry.b], 0, p.total_q);
+    entry.start_k = clamp(p.offsets_k[entry.b], 0, p.total_k);
+    entry.len_q = clamp(p.offsets_q[entry.b + 1], entry.start_q, p.total_q) - entry.start_q;
+    entry.len_k = clamp(p.offsets_k[entry.b + 1], entry.start_k, p.total_k) - entry.start_k;
+    entry.len_q = clamp(entry.len_q, 0, p.len_q);
+    entry.len_k = clamp(entry.len_k, 0, p.len_k);
+  } else {
+    entry.start_q = 0;
+    entry.start_k = 0;
+    entry.len_q = p.len_q;
+    entry.len_k = p.len_k;
+  }
+}
+
+// The first of the entries that share place number `place` of the launch's output.
+__device__ __forceinline__ Entry first_entry(const Params& p, long long place) {
+  Entry entry;
+#pragma unroll
+  for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
+    entry.lead[axis] = 0;
+    if (p.own_size[axis] > 1) {
+      entry.lead[axis] = place % p.own_size[axis];
+      place /= p.own_size[axis];
+    }
+  }
+  complete(p, entry);
+  return entry;
+}
+
+// How many entries share each place of the launch's output.
+__device__ __forceinline__ long long entries_sharing(const Params& p) {
+  long long count = 1;
+#pragma unroll
+  for (int axis = 0; axis < MAX_LEAD; ++axis) {
+    if (p.own_size[axis] != p.lead_size[axis]) count *= p.lead_size[axis];
+  }
+  return count;
+}
+
+// Entry `number` of those that share the place of `first`, in the order of b.
+__device__ __forceinline__ Entry shared_entry(const Params& p, const Entry& first,
+                                              long long number) {
+  Entry entry = first;
+#pragma unroll
+  for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
+    if (p.own_size[axis] != p.lead_size[axis]) {
+      entry.lead[axis] = number % p.lead_size[axis];
+      number /= p.lead_size[axis];
+    }
+  }
+  complete(p, entry);
+  return entry;
+}
+
+// The sequence in whose share of the block numbers `slot` falls. Sequence b owns the numbers from
+// offsets[b] / block + b on: at least as many as it has blocks, and total / block + batch in all.
+__device__ __forceinline__ long long sequence_of(const Params& p, const long long* offsets,
+                                                 long long total, int block, long long slot) {
+  long long low = 0, high = p.batch - 1;
+  while (low < high) {
+    const long long middle = (low + high + 1) / 2;
+    if (clamp(offsets[middle], 0, total) / block + middle <= slot) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+// The work of a thread block among `heads` heads. Blocks of rows come last first where
+// `last_first`: under a causal mask the last queries see most keys.
+__device__ __forceinline__ Work work_of(const Params& p, long long number, int heads, bool of_keys,
+                                        int block, bool last_first) {
+  Work work;
+  long long slot = number % p.blocks;
+  if (last_first) slot = p.blocks - 1 - slot;
+  number /= p.blocks;
+  work.head = number % heads;
+  if constexpr (PACKED) {
+    const long long* offsets = of_keys ? p.offsets_k : p.offsets_q;
+    const long long total = of_keys ? p.total_k : p.total_q;
+    const long long b = sequence_of(p, offsets, total, block, slot);
+    work.entry = first_entry(p, b);
+    work.block = slot - (clamp(offsets[b], 0, total) / block + b);
+  } else {
+    work.entry = first_entry(p, number / heads);
+    work.block = slot;
+  }
+  const long long length = of_keys ? work.entry.len_k : work.entry.len_q;
+  work.idle = work.block < 0 || work.block * block >= length;
+  return work;
+}
+
+// Elements between the start of an array and an entry's place along the leading axes.
+__device__ __forceinline__ long long lead_offset(const Operand& operand, const Entry& entry) {
+  long long elements = 0;
+#pragma unroll
+  for (int axis = 0; axis < MAX_LEAD; ++axis) elements += entry.lead[axis] * operand.lead[axis];
+  return elements;
+}
+
+// Elements between the start of an array and row 0 of an entry's head.
+__device__ __forceinline__ long long offset(const Operand& operand, const Entry& entry,
+                                            long long head, bool of_keys) {
+  long long elements = head * operand.head;
+  if constexpr (PACKED) {
+    elements += (of_keys ? entry.start_k : entry.start_q) * operand.row;
+  } else {
+    elements += lead_offset(operand, entry);
+  }
+  return elements;
+}
+
+}  // namespace layout

@@ -1,0 +1,104 @@
+"""A covering set of specialisations, for tests that compile kernels without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cupyflash import config, lookup, masks, scores, validate
+from cupyflash.expr import tanh
+from cupyflash.expr.cuda import generate
+from cupyflash.launch import ROWS
+from cupyflash.source import NONE, Specialisation
+from cupyflash.target import Target
+from cupyflash.tiles import KERNELS, Tiles
+from cupyflash.trees import trees
+
+# Bytes of shared memory that a block may have.
+SHARED_MEMORY = {
+    "sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_87": 166912, "sm_89": 101376,
+    "sm_90": 232448, "sm_100": 232448, "sm_103": 232448, "sm_110": 232448, "sm_120": 101376,
+    "sm_121": 101376,
+}  # fmt: skip
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+IDS = np.zeros(24, np.int32)
+SLOPES = np.ones(4, np.float32)
+BIAS = np.zeros((4, 24, 24), np.float16)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "segments": {"mask": masks.segments(IDS) & masks.window(4, 0)},
+    "softcap": {"score_mod": scores.softcap(30.0)},
+    "alibi": {"mask": masks.causal(), "score_mod": scores.alibi(SLOPES)},
+    "bias": {"bias": BIAS, "dropout": 0.1, "seed": 1},
+    "everything": {
+        "mask": masks.causal(),
+        "bias": BIAS,
+        "dropout": 0.1,
+        "seed": 1,
+        "score_mod": scores.score(
+            lambda s, b, h, i, j: 2.0 * tanh(s) - lookup(SLOPES)[h] * abs(i - j)
+        ),
+    },
+}
+
+
+class Case(NamedTuple):
+    kernel: str
+    dtype: Any
+    sizes: tuple[int, int]
+    options: str
+    packed: bool
+
+
+def cases() -> list[Case]:
+    """Every kernel with every dtype, head size, option and layout: pairs, not products."""
+    dtypes = [np.dtype(np.float32), BFLOAT16, np.dtype(np.float16), np.dtype(np.float64)]
+    sizes = [(64, 64), (128, 128), (256, 256), (512, 512), (40, 72), (1, 3)]
+    found = []
+    for k, kernel in enumerate(KERNELS):
+        # Steps without a common factor meet every pair soon.
+        for n in range(12):
+            options = list(OPTIONS)[(n + k) % len(OPTIONS)]
+            if kernel == "backward_bias" and "bias" not in OPTIONS[options]:
+                options = "bias" if n % 2 else "everything"
+            dtype = dtypes[(n + n // 4) % 4]
+            found.append(Case(kernel, dtype, sizes[(n + k) % 6], options, bool((n // 3) % 2)))
+    for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
+        found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
+    return found
+
+
+def specialisation(case: Case, arch: str) -> Specialisation:
+    """Return what a case is compiled for on a GPU."""
+    q = np.zeros((4, 24, case.sizes[0]), case.dtype)
+    v = np.zeros((4, 24, case.sizes[1]), case.dtype)
+    if case.packed:
+        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, **OPTIONS[case.options])
+    else:
+        call = validate.call(q, q, v, **OPTIONS[case.options])
+    problem, made = call.problem, trees(call)
+    generated = generate(made.allowed, made.classes, made.changed, made.slope)
+    if case.kernel in ("forward_simt", "backward_bias"):
+        generated = dataclasses.replace(generated, has_slope=False)
+    target = Target(0, arch, (int(arch[3:-1]), int(arch[-1])), 1, SHARED_MEMORY[arch])
+    if case.kernel in KERNELS:
+        tiles = config.simt(case.kernel, problem, target, generated.has_slope)
+    else:
+        shared = 512 * problem.accumulator.itemsize
+        tiles = Tiles(0, 0, 512, shared) if case.kernel == "backward_sink" else ROWS
+        generated = NONE
+    return Specialisation(
+        case.kernel,
+        problem.dtype.name,
+        0 if tiles.block_q == 0 else problem.d,
+        problem.d_v,
+        tiles,
+        packed=case.packed,
+        dropout=problem.dropout > 0 and tiles.block_q > 0,
+        generated=generated,
+    )

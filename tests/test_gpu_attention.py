@@ -1,0 +1,57 @@
+"""CuPy arrays: the CPU's property tests, on the GPU, within the same rounding-error bound."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from gpu_calls import run_backward, run_forward
+from harness import backward_ratios, forward_ratios
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES, problems
+
+pytestmark = pytest.mark.gpu
+
+
+def for_bounds(problem):
+    # The bound grows a little with the number of key tiles; no kernel has smaller ones.
+    return dataclasses.replace(problem, tiles=(8, 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@settings(suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_forward_is_within_the_bound(gpu, dtype, packed, data):
+    problem = data.draw(problems(dtype, packed=packed))
+    out, lse = run_forward(problem, gpu)
+    for name, ratio in forward_ratios(for_bounds(problem), out, lse).items():
+        assert ratio <= 1, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@settings(suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_gradients_are_within_the_bound(gpu, dtype, packed, data):
+    problem = data.draw(problems(dtype, packed=packed))
+    out, lse = run_forward(problem, gpu)
+    assume(np.isfinite(out).all())  # the backward reads what float16 made of O
+    gradients = run_backward(problem, gpu, out, lse)
+    for name, ratio in backward_ratios(for_bounds(problem), gradients).items():
+        assert ratio <= 1, name
+
+
+@settings(suppress_health_check=list(HealthCheck), max_examples=10)
+@given(data=st.data())
+def test_two_runs_are_bitwise_equal(gpu, data):
+    problem = data.draw(problems(np.dtype(np.float32)))
+    first, second = (run_forward(problem, gpu) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a.tobytes() == b.tobytes()
+    one, two = (run_backward(problem, gpu, *first) for _ in range(2))
+    for a, b in zip(one, two, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or a.tobytes() == b.tobytes()
