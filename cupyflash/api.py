@@ -37,8 +37,9 @@ def attention(
     Parameters
     ----------
     q : array, shape (..., Hq, Lq, D)
-        Queries, of float16, bfloat16 (ml_dtypes), float32 or float64; any strides. Leading axes
-        broadcast against those of `k` and `v`; a two-dimensional array is one head.
+        Queries, of float16, bfloat16 (ml_dtypes), float32 or float64; any strides; NumPy's or
+        CuPy's, as every array of the call. Leading axes broadcast against those of `k` and `v`; a
+        two-dimensional array is one head.
     k : array, shape (..., Hkv, Lk, D)
         Keys, of the dtype of `q`. Hq must be a multiple of Hkv: query head h reads key-value head
         ``h // (Hq // Hkv)``.
@@ -68,9 +69,9 @@ def attention(
 
     Returns
     -------
-    out : numpy.ndarray, shape (..., Hq, Lq, Dv)
+    out : array, shape (..., Hq, Lq, Dv)
         In the dtype and memory order of `q`. A query that sees no key gets 0.
-    lse : numpy.ndarray, shape (..., Hq, Lq)
+    lse : array, shape (..., Hq, Lq)
         Only with `return_lse`: natural logarithm of the sum of exp(logits), with the sink and
         before dropout; float32 (float64 for float64 input); -inf for a query that sees no key.
 
@@ -130,13 +131,14 @@ def attention_backward(
     dlse : array, shape of lse, optional
         Gradient of the LSE, in its dtype.
     deterministic : bool
-        Ask for bitwise equal gradients in every run. On the CPU they always are.
+        Ask for bitwise equal gradients in every run. Today's kernels always give them.
     grads_out : Gradients or tuple, optional
         Arrays for dq, dk, dv and, where there are such inputs, dbias and dsink; None for a fresh
         one. Views are fine: three views of one packed QKV gradient take the gradients without a
         copy.
-    workspace : numpy.ndarray of uint8, optional
-        Scratch memory of at least `workspace_size` bytes.
+    workspace : array of uint8, optional
+        Scratch memory of at least `workspace_size` bytes, where q lives. Needed while a CUDA graph
+        is being captured.
     mask, score_mod, bias, sink, scale, dropout, seed
         As given to `attention`.
 
@@ -173,9 +175,9 @@ def attention_vjp(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options
 
     Returns
     -------
-    out : numpy.ndarray
+    out : array
         As of `attention`.
-    lse : numpy.ndarray
+    lse : array
         Only with `return_lse`.
     vjp : callable
         ``vjp(do, dlse=None)`` returns `Gradients`. It keeps q, k, v, out and lse, and no more: do
@@ -216,9 +218,9 @@ def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
 
     Returns
     -------
-    out : numpy.ndarray
+    out : array
         In the dtype of the parts.
-    lse : numpy.ndarray
+    lse : array
         float32, or float64.
 
     Raises

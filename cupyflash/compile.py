@@ -58,9 +58,3 @@ def _compiled(name: str, text: str, shared_memory: int) -> Any:
 def compiled() -> int:
     """Return how many kernels this process holds, over all devices."""
     return len(_kernels)
-
-
-def forget() -> None:
-    """Forget every kernel, for tests."""
-    with _lock:
-        _kernels.clear()

@@ -56,14 +56,6 @@ def of(device: int) -> Target:
     )
 
 
-def nvrtc_version() -> tuple[int, int]:
-    """Return the version of the compiler that CuPy uses."""
-    from cupy.cuda import nvrtc
-
-    major, minor = nvrtc.getVersion()
-    return int(major), int(minor)
-
-
 def is_device_array(value: Any) -> bool:
     """Whether a value is a CuPy array."""
     cupy = sys.modules.get("cupy")

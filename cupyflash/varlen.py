@@ -42,7 +42,8 @@ def attention_varlen(
         Sequence b has the rows from ``offsets[b]`` to ``offsets[b + 1]``: from 0 to the total,
         never decreasing.
     check : bool
-        Offsets in host memory are always checked, which costs nothing to speak of.
+        Offsets on a GPU are read back and checked, which waits for them; with False they are not
+        read, and kernels hold them within the arrays. Offsets in host memory are always checked.
     mask, score_mod, bias, sink, scale, dropout, seed, return_lse, out, lse_out
         As in `attention`. In masks and scores b is the sequence, i and j count within it, and the
         default offset of `masks.causal` is that sequence's Lk - Lq. `bias` and a mask array
@@ -50,9 +51,9 @@ def attention_varlen(
 
     Returns
     -------
-    out : numpy.ndarray, shape (Hq, total_q, Dv)
+    out : array, shape (Hq, total_q, Dv)
         As of `attention` on every sequence alone.
-    lse : numpy.ndarray, shape (Hq, total_q)
+    lse : array, shape (Hq, total_q)
         Only with `return_lse`.
 
     Raises
@@ -151,9 +152,9 @@ def attention_varlen_vjp(
 
     Returns
     -------
-    out : numpy.ndarray
+    out : array
         As of `attention_varlen`.
-    lse : numpy.ndarray
+    lse : array
         Only with `return_lse`.
     vjp : callable
         ``vjp(do, dlse=None)`` returns `Gradients`.
