@@ -94,7 +94,7 @@ def attention(
     (2, 4, 100, 32)
     """
     options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
-    return calls.forward(validate.call(q, k, v, **options), return_lse, out, lse_out)
+    return calls.forward(calls.Request(q, k, v, options), return_lse, out, lse_out)
 
 
 def attention_backward(
@@ -157,8 +157,8 @@ def attention_backward(
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
     options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
-    call = validate.call(q, k, v, **options)
-    return calls.backward(call, do, out, lse, dlse, deterministic, grads_out, workspace)
+    request = calls.Request(q, k, v, options)
+    return calls.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
 
 def attention_vjp(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
@@ -201,7 +201,7 @@ def attention_vjp(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options
     >>> vjp(np.ones_like(out)).dv[0, :, 0]
     array([1., 1., 1., 1., 1., 1., 1., 1.], dtype=float32)
     """
-    return calls.vjp_of(validate.call(q, k, v, **options), return_lse)
+    return calls.vjp_of(calls.Request(q, k, v, options), return_lse)
 
 
 def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:

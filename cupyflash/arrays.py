@@ -48,7 +48,7 @@ def array(value: Any, name: str) -> Array:
         kind = int(value.__dlpack_device__()[0])
     except _DLPACK_FAILURES as error:
         raise _refused(value, name, error) from None
-    if kind in (2, 13):  # kDLCUDA, kDLCUDAManaged
+    if kind in _DLPACK_DEVICE:
         return _of_device(_device_from_dlpack(value, name), name)
     if kind not in (1, 3):  # kDLCPU, kDLCUDAHost
         raise ArgumentTypeError(
@@ -59,6 +59,25 @@ def array(value: Any, name: str) -> Array:
         return np.from_dlpack(value)
     except _DLPACK_FAILURES:
         return _bfloat16_from_dlpack(value, name)
+
+
+_DLPACK_DEVICE = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+def of_device(**named: Any) -> list[Any]:
+    """Return arrays of other libraries in device memory as CuPy's, and anything else as it is."""
+    values = list(named.values())
+    if isinstance(values[0], np.ndarray) or is_device_array(values[0]):
+        return values
+    for n, (name, value) in enumerate(named.items()):
+        device = getattr(value, "__dlpack_device__", None)
+        if device is not None and not isinstance(value, np.ndarray):
+            try:
+                if int(device()[0]) in _DLPACK_DEVICE:
+                    values[n] = array(value, name)
+            except _DLPACK_FAILURES:
+                pass  # is refused where it is read
+    return values
 
 
 def _of_device(value: Any, name: str) -> Array:

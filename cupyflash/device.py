@@ -27,11 +27,14 @@ def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> Array | 
     device = one_home({"q": q, name: value})
     if not check:
         return None
-    if device is not None and target.is_capturing(device):
-        raise ArgumentError(
-            f"check: True came while a CUDA graph is being captured, and {name} would have to be "
-            "read back; wanted check=False, which trusts the offsets and holds them in range."
-        )
+    assert device is not None
+    with target.current(device):
+        if target.is_capturing():
+            raise ArgumentError(
+                f"check: True came while a CUDA graph is being captured, and {name} would have to "
+                "be read back; wanted check=False, which trusts the offsets and holds them in "
+                "range."
+            )
     return target.read_back(value)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from . import config, target
+from . import config, launch, target
+from .launch import Served
 from .problem import Array, Call, Gradients, Plan
 from .trees import Trees, trees
 
@@ -30,18 +31,15 @@ def plan(call: Call) -> Plan:
     return config.choose(call.problem, target.of(call.device))
 
 
-def forward(call: Call, out: Array, lse: Array, plan: Plan | None = None) -> int:
-    """Compute `out` and `lse`; on the CPU return how many tiles were visited, else 0."""
+def forward(call: Call, out: Array, lse: Array, plan: Plan | None = None) -> Served:
+    """Compute `out` and `lse`."""
     if call.device is not None:
-        from . import launch as gpu
-
-        gpu.forward(call, out, lse, plan)
-        return 0
-    from cupyflash.reference import launch
+        return launch.forward(call, out, lse, plan)
+    from cupyflash.reference import launch as cpu
 
     plan = plan or config.choose(call.problem)
     programs, held = _programs(call)
-    visited = launch.forward(
+    visited = cpu.forward(
         call.problem,
         programs,
         call.q,
@@ -54,7 +52,7 @@ def forward(call: Call, out: Array, lse: Array, plan: Plan | None = None) -> int
         plan.block_kv,
     )
     del held
-    return visited
+    return Served(visited)
 
 
 def backward(
@@ -66,18 +64,15 @@ def backward(
     gradients: Gradients,
     workspace: Array | None,
     plan: Plan | None = None,
-) -> int:
-    """Compute `gradients`; on the CPU return how many tiles were visited, else 0."""
+) -> Served:
+    """Compute `gradients`."""
     if call.device is not None:
-        from . import launch as gpu
-
-        gpu.backward(call, do, out, lse, dlse, gradients, workspace, plan)
-        return 0
-    from cupyflash.reference import launch
+        return launch.backward(call, do, out, lse, dlse, gradients, workspace, plan)
+    from cupyflash.reference import launch as cpu
 
     plan = plan or config.choose(call.problem)
     programs, held = _programs(call)
-    visited = launch.backward(
+    visited = cpu.backward(
         call.problem,
         programs,
         do,
@@ -94,18 +89,16 @@ def backward(
         workspace,
     )
     del held
-    return visited
+    return Served(visited)
 
 
 def workspace_size(call: Call) -> int:
     """Return the bytes of scratch that the call's backward needs."""
     if call.device is not None:
-        from . import launch as gpu
+        return launch.workspace_size(call)
+    from cupyflash.reference import launch as cpu
 
-        return gpu.workspace_size(call)
-    from cupyflash.reference import launch
-
-    return launch.backward_scratch_size(call.problem, config.choose(call.problem).block_q)
+    return cpu.backward_scratch_size(call.problem, config.choose(call.problem).block_q)
 
 
 def combine(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -113,15 +106,14 @@ def combine(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     first_out, first_lse = parts[0]
     out, device = empty_like(first_out), target.device_of(first_out)
     if device is not None:
-        from . import launch as gpu
-
-        lse: Array = target.empty(first_lse.shape, first_lse.dtype, device)
-        gpu.combine(parts, out, lse)
+        with target.current(device):
+            lse: Array = target.empty(first_lse.shape, first_lse.dtype)
+        launch.combine(parts, out, lse)
         return out, lse
-    from cupyflash.reference import launch
+    from cupyflash.reference import launch as cpu
 
     lse = np.empty(first_lse.shape, first_lse.dtype)
-    launch.combine(parts, out, lse)
+    cpu.combine(parts, out, lse)
     return out, lse
 
 
@@ -144,7 +136,8 @@ def empty_output(
         if out is None:
             out = target.empty_like(q, shape)
         if lse is None:
-            lse = target.empty(shape[:-1], problem.accumulator, call.device)
+            with target.current(call.device):
+                lse = target.empty(shape[:-1], problem.accumulator)
         return out, lse
     if not problem.packed:
         q = np.broadcast_to(q, (*lead, *q.shape[-3:]))

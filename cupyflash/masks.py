@@ -21,6 +21,7 @@ from .expr.bind import Alignment, Axis, Sizes, aligned, bind
 from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, len_k, len_q
 from .expr.nodes import Expr, LookupTable, as_expr
+from .expr.structure import Structure, structure
 
 __all__ = [
     "Mask",
@@ -54,10 +55,11 @@ class _Dense:
 class Mask:
     """A condition over (b, h, i, j). Join masks with ``&``, ``|``, ``^`` and ``~``."""
 
-    __slots__ = ("expr",)
+    __slots__ = ("_structure", "expr")
 
     def __init__(self, expr: Expr) -> None:
         self.expr = expr
+        self._structure: tuple[Structure, tuple[Any, ...]] | None = None
 
     def __and__(self, other: Mask) -> Mask:
         return self._join(other, lambda a, b: a & b)
@@ -84,6 +86,13 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise TraceError("A mask has no truth value; join masks with &, | and ~, not and, or, not.")
+
+    @property
+    def structure(self) -> tuple[Structure, tuple[Any, ...]]:
+        """The structure of its tree, and the arrays that it reads."""
+        if self._structure is None:
+            self._structure = structure(self.expr)
+        return self._structure
 
     def __repr__(self) -> str:
         return f"<mask {self.expr}>"

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from .errors import ArgumentError
 from .params import KINDS, MAX_AXES, MAX_LEAD, Operand, Table
-from .target import address
 
 Strides = tuple[int, ...]
 
@@ -88,16 +87,16 @@ def _broadcast(array: Any, trailing: int, axes: int) -> list[int]:
 
 
 def operand(array: Any, lead: Strides = (0,) * MAX_LEAD, columns: bool = True) -> Operand:
-    """Return an array (..., H, L, D), or without `columns` (..., H, L), as a kernel takes it."""
+    """Return how an array (..., H, L, D), or without `columns` (..., H, L), lies in memory."""
     steps = [stride // array.itemsize for stride in array.strides[-3 if columns else -2 :]]
-    return Operand(address(array), lead, steps[0], steps[1], steps[2] if columns else 0)
+    return Operand(0, lead, steps[0], steps[1], steps[2] if columns else 0)
 
 
 def table(array: Any) -> Table:
-    """Return a looked-up array as a kernel takes it."""
+    """Return how a looked-up array lies in memory."""
     padding = (0,) * (MAX_AXES - array.ndim)
     return Table(
-        data=address(array),
+        data=0,
         extremes=0,
         kind=KINDS[array.dtype.name],
         axes=array.ndim,

@@ -94,6 +94,7 @@ class Layout:
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
         self.dtype = _dtype(fields)
+        self._fields: Mapping[str, Any] = self.dtype.fields or {}
         self._struct = struct.Struct("=" + _format(fields))
         self.size = self._struct.size
         # For every field: its name, whether it has several entries, whether those are structs, and
@@ -104,6 +105,18 @@ class Layout:
             for name, kind, count in [field]
         ]
         self._names = frozenset(name for name, _, _ in fields)
+
+    def place(self, name: str) -> int:
+        """Return the offset of a number or an address: a field's, or its entry's, as in "table 3".
+
+        Raises
+        ------
+        KeyError
+            If there is no such field.
+        """
+        field, _, entry = name.partition(" ")
+        kind, offset = self._fields[f"{field}s" if entry else field][:2]
+        return int(offset + int(entry or 0) * kind.base.itemsize)
 
     def pack(self, values: Mapping[str, Any]) -> bytes:
         """Return the bytes of the struct. What `values` does not name is zero.
@@ -153,11 +166,6 @@ def params(ints: int, floats: int, tables: int) -> Layout:
 def combine() -> Layout:
     """Return the layout of `CombineParams`."""
     return Layout(_COMBINE)
-
-
-def argument(packed: bytes) -> np.ndarray[Any, Any]:
-    """Return packed bytes as what a kernel takes by value."""
-    return np.frombuffer(packed, np.dtype(f"V{len(packed)}"))
 
 
 def _dtype(fields: Fields) -> np.dtype[Any]:

@@ -20,6 +20,7 @@ from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, SCORE, clip, len_k, len_q, tanh
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
+from .expr.structure import Structure, structure
 from .masks import as_array, flat_sizes, position_symbols, traced
 
 __all__ = ["Score", "alibi", "relative_bias", "score", "softcap"]
@@ -30,10 +31,11 @@ _B, _H, _I, _J = POSITIONS
 class Score:
     """A function of a score and its position (b, h, i, j)."""
 
-    __slots__ = ("expr",)
+    __slots__ = ("_structure", "expr")
 
     def __init__(self, expr: Expr) -> None:
         self.expr = convert(expr, "float")
+        self._structure: tuple[Structure, tuple[Any, ...]] | None = None
 
     def then(self, other: Score) -> Score:
         """Return the change that applies this one first and `other` to its result."""
@@ -42,6 +44,13 @@ class Score:
                 f"then: {type(other).__name__} came; wanted a score change of cupyflash.scores."
             )
         return Score(rebuild(other.expr, lambda node: self.expr if is_score(node) else None))
+
+    @property
+    def structure(self) -> tuple[Structure, tuple[Any, ...]]:
+        """The structure of its tree, and the arrays that it reads."""
+        if self._structure is None:
+            self._structure = structure(self.expr)
+        return self._structure
 
     def __repr__(self) -> str:
         return f"<score {self.expr}>"

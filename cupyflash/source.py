@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from .expr.cuda import Generated
+from .expr.cuda import Functions
 from .tiles import Tiles
 
 # Storage types, numbered as kernels know them.
@@ -25,7 +25,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*\n', re.MULTIL
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
 
 
-NONE = Generated("")  # of a call without mask and score changes
+NONE = Functions()  # of a call without mask and score changes
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Specialisation:
         Tile, threads and shared memory of a block.
     packed, dropout, count_tiles : bool
         Whether sequences are packed, pairs dropped, tiles counted.
-    generated : Generated
-        The functions of the call's expressions.
+    functions : Functions
+        Those of the call's expressions.
     """
 
     kernel: str
@@ -56,12 +56,12 @@ class Specialisation:
     packed: bool = False
     dropout: bool = False
     count_tiles: bool = False
-    generated: Generated = NONE
+    functions: Functions = NONE
 
     @property
     def name(self) -> str:
         """The kernel's symbol, as a profiler shows it."""
-        has = self.generated
+        has = self.functions
         flags = {
             "packed": self.packed,
             "mask": has.has_mask,
@@ -82,7 +82,7 @@ class Specialisation:
 
 def prelude(special: Specialisation) -> str:
     """Return the compile-time values that a kernel's source begins with."""
-    has = special.generated
+    has = special.functions
     values: dict[str, dict[str, Any]] = {
         "int": {
             "STORAGE": STORAGE[special.dtype],
@@ -93,9 +93,9 @@ def prelude(special: Specialisation) -> str:
             "THREADS": special.tiles.threads,
             "SHARED_BYTES": special.tiles.shared_memory,
             # An array has one element at least.
-            "NUM_INTS": max(len(has.ints), 1),
-            "NUM_FLOATS": max(len(has.floats), 1),
-            "NUM_TABLES": max(len(has.arrays), 1),
+            "NUM_INTS": max(has.num_ints, 1),
+            "NUM_FLOATS": max(has.num_floats, 1),
+            "NUM_TABLES": max(has.num_tables, 1),
         },
         "bool": {
             "HAS_SCORE": has.has_score,
@@ -117,8 +117,8 @@ def prelude(special: Specialisation) -> str:
 
 def source(special: Specialisation) -> str:
     """Return the whole text of a kernel, which includes nothing."""
-    paths = (f"{special.kernel}.cu", *(_VOCABULARY if special.generated.source else ()))
-    return prelude(special) + flatten(paths) + special.generated.source
+    paths = (f"{special.kernel}.cu", *(_VOCABULARY if special.functions.source else ()))
+    return prelude(special) + flatten(paths) + special.functions.source
 
 
 def read(path: str) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,27 +86,75 @@ def read_back(array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array.get())
 
 
-def is_capturing(device: int) -> bool:
-    """Whether the device's current stream records a CUDA graph."""
+def is_capturing() -> bool:
+    """Whether the current device's current stream records a CUDA graph."""
     import cupy
 
-    with cupy.cuda.Device(device):
-        return bool(cupy.cuda.get_current_stream().is_capturing())
+    return bool(cupy.cuda.get_current_stream().is_capturing())
 
 
-def empty(shape: tuple[int, ...], dtype: Any, device: int) -> Any:
-    """Return an uninitialised array in C order."""
+def synchronize() -> None:
+    """Wait for the current device's current stream."""
     import cupy
 
-    with cupy.cuda.Device(device):
-        try:
-            return cupy.empty(shape, dtype)
-        except cupy.cuda.memory.OutOfMemoryError as error:
-            error.add_note(
-                f"while cupyflash asked for an array of shape {tuple(shape)}, dtype "
-                f"{np.dtype(dtype)}; every array of the call is as it was"
-            )
-            raise
+    cupy.cuda.get_current_stream().synchronize()
+
+
+def current(device: int) -> AbstractContextManager[Any]:
+    """Make a device the current one for a while; quick where it is already."""
+    import cupy
+
+    return _HERE if cupy.cuda.runtime.getDevice() == device else cupy.cuda.Device(device)
+
+
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+class Form(NamedTuple):
+    """Shape, dtype and memory order of an array that is to be made.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        As in memory, the slowest axis first.
+    dtype : numpy.dtype
+        Of its elements.
+    axes : tuple of int or None
+        The axes of the array in those of `shape`; None where they are the same.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[int, ...] | None
+
+    @staticmethod
+    def of(array: Any) -> Form:
+        """Return the form of an array without gaps."""
+        steps = array.strides
+        # Of equal strides that of an axis of length 1 belongs to the inner one.
+        order = sorted(range(array.ndim), key=lambda axis: (-steps[axis], array.shape[axis] == 1))
+        axes = tuple(order.index(axis) for axis in range(array.ndim))
+        shape = tuple(array.shape[axis] for axis in order)
+        return Form(shape, array.dtype, None if axes == tuple(range(array.ndim)) else axes)
+
+    def empty(self) -> Any:
+        """Return such an array, uninitialised, on the current device."""
+        made = empty(self.shape, self.dtype)
+        return made if self.axes is None else made.transpose(self.axes)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return an uninitialised array in C order, on the current device."""
+    import cupy
+
+    try:
+        return cupy.empty(shape, dtype)
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        error.add_note(
+            f"while cupyflash asked for an array of shape {tuple(shape)}, dtype {np.dtype(dtype)}; "
+            "every array of the call is as it was"
+        )
+        raise
 
 
 def fill(array: Any, value: float) -> None:
@@ -124,13 +173,13 @@ def empty_like(array: Any, shape: tuple[int, ...]) -> Any:
     strides = [*(0,) * missing, *(abs(stride) for stride in array.strides)]
     # Slowest first. Of equal strides, as repeated axes have, the first axis comes first.
     order = sorted(range(len(shape)), key=lambda axis: -strides[axis] or -(2**63))
-    made = empty(tuple(shape[axis] for axis in order), array.dtype, int(array.device.id))
+    with current(int(array.device.id)):
+        made = empty(tuple(shape[axis] for axis in order), array.dtype)
     return made.transpose([order.index(axis) for axis in range(len(shape))])
 
 
-def to_device(array: Any, dtype: Any, device: int) -> Any:
-    """Return a contiguous copy of an array, of either memory, in a device's memory."""
+def to_device(array: Any, dtype: Any) -> Any:
+    """Return a contiguous copy of an array, of either memory, in the current device's memory."""
     import cupy
 
-    with cupy.cuda.Device(device):
-        return cupy.ascontiguousarray(cupy.asarray(array), dtype)
+    return cupy.ascontiguousarray(cupy.asarray(array), dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import calls, validate
+from . import calls
 from .problem import Gradients
 
 
@@ -66,8 +66,8 @@ def attention_varlen(
     T. Dao, "FlashAttention-2", 2023, Algorithm 1.
     """
     options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
-    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, check, **options)
-    return calls.forward(call, return_lse, out, lse_out)
+    request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    return calls.forward(request, return_lse, out, lse_out)
 
 
 def attention_varlen_backward(
@@ -124,8 +124,8 @@ def attention_varlen_backward(
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
     options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
-    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, check, **options)
-    return calls.backward(call, do, out, lse, dlse, deterministic, grads_out, workspace)
+    request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    return calls.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
 
 def attention_varlen_vjp(
@@ -168,5 +168,5 @@ def attention_varlen_vjp(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithms 1 and 2.
     """
-    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, check, **options)
-    return calls.vjp_of(call, return_lse)
+    request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    return calls.vjp_of(request, return_lse)

@@ -15,6 +15,7 @@ import pytest
 
 from cupyflash import operands, params, source
 from cupyflash.expr.cuda import Generated
+from cupyflash.target import address
 
 # What the compiler knows by itself on a GPU, and twins of the functions of arch/.
 SHIM = """
@@ -110,7 +111,7 @@ class Compiled:
         headers = ("params.cuh", "primitives/expression.cuh")
         text += source.flatten_with(headers, _read_for_cpu) + _structs()
         for n, each in enumerate(made):
-            text += f"namespace n{n} {{\n{each.source}}}\n" + (
+            text += f"namespace n{n} {{\n{each.functions.source}}}\n" + (
                 SCORE_CALLS if scores else CALLS
             ).format(n=n)
         file, library = folder / "expressions.cpp", folder / "expressions.so"
@@ -124,7 +125,7 @@ class Compiled:
         return params.params(*self.sizes).pack({
             "ints": each.ints,
             "floats": each.floats,
-            "tables": [operands.table(x) for x in each.arrays],
+            "tables": [operands.table(x)._replace(data=address(x)) for x in each.arrays],
         })  # fmt: skip
 
     @staticmethod

@@ -11,7 +11,7 @@ import numpy as np
 from cupyflash import config, lookup, masks, scores, validate
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
-from cupyflash.launch import ROWS
+from cupyflash.recipe import ROWS
 from cupyflash.source import NONE, Specialisation
 from cupyflash.target import Target
 from cupyflash.tiles import KERNELS, Tiles
@@ -82,16 +82,16 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     else:
         call = validate.call(q, q, v, **OPTIONS[case.options])
     problem, made = call.problem, trees(call)
-    generated = generate(made.allowed, made.classes, made.changed, made.slope)
+    functions = generate(made.allowed, made.classes, made.changed, made.slope).functions
     if case.kernel in ("forward_simt", "backward_bias"):
-        generated = dataclasses.replace(generated, has_slope=False)
+        functions = dataclasses.replace(functions, has_slope=False)
     target = Target(0, arch, (int(arch[3:-1]), int(arch[-1])), 1, SHARED_MEMORY[arch])
     if case.kernel in KERNELS:
-        tiles = config.simt(case.kernel, problem, target, generated.has_slope)
+        tiles = config.simt(case.kernel, problem, target, functions.has_slope)
     else:
         shared = 512 * problem.accumulator.itemsize
         tiles = Tiles(0, 0, 512, shared) if case.kernel == "backward_sink" else ROWS
-        generated = NONE
+        functions = NONE
     return Specialisation(
         case.kernel,
         problem.dtype.name,
@@ -100,5 +100,5 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         tiles,
         packed=case.packed,
         dropout=problem.dropout > 0 and tiles.block_q > 0,
-        generated=generated,
+        functions=functions,
     )

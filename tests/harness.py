@@ -183,7 +183,7 @@ def attend(
     out, lse = dispatch.empty_output(call)
     out.fill(np.nan)
     lse.fill(np.nan)
-    visited = dispatch.forward(call, out, lse, plan=plan_of(*tiles))
+    visited = dispatch.forward(call, out, lse, plan=plan_of(*tiles)).visited
     return Result(out, lse, visited)
 
 
@@ -211,8 +211,8 @@ def attend_backward(
     call = _call(q, k, v, offsets, options)
     owners = (q, k, v, options.get("bias"), options.get("sink"))
     made = Gradients(*(None if x is None else np.full(x.shape, np.nan, x.dtype) for x in owners))
-    visited = dispatch.backward(call, do, out, lse, dlse, made, None, plan=plan_of(*tiles))
-    return BackwardResult(*made, visited)
+    served = dispatch.backward(call, do, out, lse, dlse, made, None, plan=plan_of(*tiles))
+    return BackwardResult(*made, served.visited)
 
 
 def bound_of(

@@ -25,7 +25,7 @@ KERNELS = sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 def special(kernel, call, **more):
     made = trees(call)
-    generated = generate(made.allowed, made.classes, made.changed, made.slope)
+    functions = generate(made.allowed, made.classes, made.changed, made.slope).functions
     problem = call.problem
     own = tiles.Tiles(64, 64, 256, 0)
     return source.Specialisation(
@@ -36,7 +36,7 @@ def special(kernel, call, **more):
         own,
         packed=problem.packed,
         dropout=problem.dropout > 0,
-        generated=generated,
+        functions=functions,
         **more,
     )
 

@@ -43,7 +43,7 @@ class FakeCuPyArray:
         self.shape, self.dtype, self.ndim = shape, np.dtype(dtype), len(shape)
         like = np.empty(shape, dtype)
         self.strides, self.size, self.itemsize = like.strides, like.size, like.itemsize
-        self.data, self.device = SimpleNamespace(ptr=1 << 32), SimpleNamespace(id=0)
+        self.data, self.device = SimpleNamespace(ptr=1 << 32, device_id=0), SimpleNamespace(id=0)
 
 
 @pytest.fixture(autouse=True)

@@ -27,9 +27,9 @@ ORDER = [
     ["validate"],
     ["tiles", "params"],
     ["config", "source", "operands"],
-    ["compile"],
+    ["compile", "recipe"],
     ["launch"],
-    ["dispatch"],
+    ["dispatch", "replay"],
     ["calls"],
     ["api", "varlen"],
     ["testing"],
@@ -50,7 +50,7 @@ LAZY = {"numba", "llvmlite", "cupy", "cupyx", "cuda", "hypothesis", "typer", "ri
 REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_names)
 
 # CuPy stays behind these, and even they import it only when one of their functions is called.
-USERS_OF_CUPY = ["cupyflash.target", "cupyflash.compile", "cupyflash.launch", "cupyflash.cli"]
+USERS_OF_CUPY = ["cupyflash.target", "cupyflash.compile", "cupyflash.cli"]
 
 LEVEL = {name: level for level, row in enumerate(ORDER) for name in row}
 

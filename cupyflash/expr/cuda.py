@@ -75,28 +75,46 @@ _BOOL = {
 
 
 @dataclass(frozen=True)
-class Generated:
-    """The functions of a call's expressions, and what they read at run time.
+class Functions:
+    """The functions of a call's expressions: what a kernel is compiled for.
 
     Attributes
     ----------
     source : str
         CUDA C++, the same for every call whose expressions have the same structure.
-    ints, floats : tuple
-        Constants, in the order of ``p.ints`` and ``p.floats``.
-    arrays : tuple
-        Looked-up arrays, in the order of ``p.tables``.
+    num_ints, num_floats, num_tables : int
+        How many constants and looked-up arrays they read at run time.
     has_mask, has_score, has_slope : bool
         Which functions are defined.
     """
 
-    source: str
-    ints: tuple[int, ...] = ()
-    floats: tuple[float, ...] = ()
-    arrays: tuple[Any, ...] = ()
+    source: str = ""
+    num_ints: int = 0
+    num_floats: int = 0
+    num_tables: int = 0
     has_mask: bool = False
     has_score: bool = False
     has_slope: bool = False
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a call's expressions became.
+
+    Attributes
+    ----------
+    functions : Functions
+        What kernels are compiled for.
+    ints, floats : tuple
+        Constants, in the order of ``p.ints`` and ``p.floats``.
+    arrays : tuple
+        Looked-up arrays, in the order of ``p.tables``.
+    """
+
+    functions: Functions
+    ints: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()
+    arrays: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -162,15 +180,17 @@ def generate(
     for name, root in (("score_changed", changed), ("score_slope", slope)):
         if root is not None:
             parts.append(_function(f"accum_t {name}", "Site", root, "accum_t", parameters))
-    return Generated(
-        "\n".join(parts),
-        tuple(parameters.ints),
-        tuple(parameters.floats),
-        tuple(parameters.arrays),
+    functions = Functions(
+        source="\n".join(parts),
+        num_ints=len(parameters.ints),
+        num_floats=len(parameters.floats),
+        num_tables=len(parameters.arrays),
         has_mask=allowed is not None,
         has_score=changed is not None,
         has_slope=slope is not None,
     )
+    constants = tuple(parameters.ints), tuple(parameters.floats)
+    return Generated(functions, *constants, tuple(parameters.arrays))
 
 
 def _function(name: str, site: str, root: Expr, float_type: str, parameters: _Parameters) -> str:

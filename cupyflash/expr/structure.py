@@ -1,0 +1,60 @@
+"""What a tree computes, apart from the arrays it reads: something to compare and to look up.
+
+Nodes compare by identity, because ``==`` makes a condition; a `Structure` compares by value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .nodes import Expr, walk
+
+
+class Structure:
+    """The operations and numbers of a tree. Equal structures compute alike on equal arrays."""
+
+    __slots__ = ("_hash", "_nodes")
+
+    def __init__(self, nodes: tuple[Any, ...]) -> None:
+        self._nodes = nodes
+        self._hash = hash(nodes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Structure) and self._nodes == other._nodes)
+
+
+def structure(root: Expr) -> tuple[Structure, tuple[Any, ...]]:
+    """Return the structure of a tree, and the arrays it reads, each once, in a fixed order."""
+    places: dict[Expr, int] = {}
+    arrays: list[Any] = []
+    nodes: list[Any] = []
+    for node in walk(root):
+        places[node] = len(nodes)
+        args = tuple(places[arg] for arg in node.args)
+        nodes.append((node.op, node.type, args, _value(node, arrays)))
+    return Structure(tuple(nodes)), tuple(arrays)
+
+
+def _value(node: Expr, arrays: list[Any]) -> Any:
+    """Return a node's value as something that compares as it computes."""
+    if node.op == "lookup":
+        array, proven = node.value
+        return _place(array, arrays), proven
+    if node.op == "aligned":
+        alignment = node.value
+        axes = tuple((axis.size, axis.exact) for axis in alignment.axes)
+        own = alignment.argument, alignment.lead, alignment.packed
+        return _place(alignment.array, arrays), axes, own
+    # -0.0 equals 0.0 and no NaN equals itself, but they compute what their digits say.
+    return node.value.hex() if isinstance(node.value, float) else node.value
+
+
+def _place(array: Any, arrays: list[Any]) -> int:
+    for place, known in enumerate(arrays):
+        if known is array:
+            return place
+    arrays.append(array)
+    return len(arrays) - 1

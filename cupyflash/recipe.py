@@ -1,0 +1,401 @@
+"""The launches that make up a call on a GPU, as data: kernels, grids, parameters.
+
+A recipe is a function of shapes, strides, numbers and a device's facts; addresses are filled in
+later. Nothing here touches CuPy or an array's elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import config, operands, params
+from .errors import ArgumentError
+from .expr.cuda import Functions, generate
+from .operands import Lead, lead_of
+from .params import KINDS
+from .problem import Array, Call, Gradients, Plan, Problem
+from .source import Specialisation
+from .target import MAX_GRID, Target
+from .tiles import Tiles
+from .trees import trees
+
+ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
+SINK_THREADS = 512
+
+
+class Laid(NamedTuple):
+    """An array in C order that is not there yet."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes between neighbours along each axis."""
+        return tuple(math.prod(self.shape[axis + 1 :]) * self.itemsize for axis in range(self.ndim))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel's launch.
+
+    Attributes
+    ----------
+    special : Specialisation
+        The kernel.
+    grid : int
+        Blocks.
+    template : bytes
+        Its parameters, with 0 for what `slots` names.
+    slots : tuple of (int, str)
+        Byte offset, and whose address (or for "seed" the number itself) belongs there.
+    """
+
+    special: Specialisation
+    grid: int
+    template: bytes
+    slots: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a call launches, in order.
+
+    Attributes
+    ----------
+    launches : tuple of Launch
+        None of them is empty.
+    scratch : dict of str to Laid
+        Memory that the launches need beside the call's arrays. What has a gradient's name is
+        computed there first, and then summed over the axes along which its input was broadcast.
+    tables : tuple of array
+        Looked-up arrays; number n goes by the name ``table n``.
+    """
+
+    launches: tuple[Launch, ...] = ()
+    scratch: Mapping[str, Laid] = field(default_factory=dict)
+    tables: tuple[Any, ...] = ()
+    all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
+
+
+class _Writer:
+    """Writes the launches of one call: its expressions, and what all its kernels are told.
+
+    `arrays` maps a field's name to an array and its trailing axes: H, L, D or, without D, 2.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        facts: Target,
+        arrays: Mapping[str, tuple[Any, int]],
+        slope: bool,
+        plan: Plan | None,
+        count_tiles: bool,
+    ) -> None:
+        made = trees(call)
+        self.call, self.facts = call, facts
+        self.generated = generate(
+            made.allowed, made.classes, made.changed, made.slope if slope else None
+        )
+        self.blocks = None if plan is None else (plan.block_q, plan.block_kv)
+        self.lead = _lead(call.problem, arrays)
+        self.launches: list[Launch] = []
+        _check_size(self.generated.functions)
+        problem = call.problem
+        drop_below = round(problem.dropout * 2.0**32)
+        self.told: dict[str, Any] = {
+            "batch": problem.batch,
+            "lead_size": self.lead.sizes,
+            "own_size": self.lead.sizes,
+            "len_q": int(np.max(problem.len_q, initial=0)),
+            "len_k": int(np.max(problem.len_k, initial=0)),
+            "total_q": call.q.shape[-2],
+            "total_k": call.k.shape[-2],
+            "heads": problem.heads,
+            "heads_kv": problem.heads_kv,
+            "group": problem.heads // problem.heads_kv if problem.heads_kv else 1,
+            "scale": problem.scale,
+            "drop_below": drop_below,
+            "keep_scale": 1.0 / (1.0 - drop_below / 2.0**32),
+            "ints": self.generated.ints,
+            "floats": self.generated.floats,
+            "tables": [operands.table(x) for x in self.generated.arrays],
+            **{
+                name: operands.operand(array, self.lead.strides[name], axes == 3)
+                for name, (array, axes) in arrays.items()
+            },
+        }
+        self.named = [*arrays, "seed" if isinstance(problem.seed, int) else "seed_gmem"]
+        self.named += [f"table {n}" for n in range(len(self.generated.arrays))]
+        if count_tiles:
+            self.named.append("tiles_visited")
+        if call.offsets is not None:
+            self.named += ["offsets_q", "offsets_k"]
+        if call.sink is not None:
+            self.named.append("sink")
+            self.told["kind_sink"] = KINDS[call.sink.dtype.name]
+
+    def tiles(self, kernel: str, functions: Functions) -> Tiles:
+        """Return the tiles of a kernel."""
+        return config.simt(kernel, self.call.problem, self.facts, functions.has_slope, self.blocks)
+
+    def over_rows(self, kernel: str, of_keys: bool, own: tuple[int, ...]) -> None:
+        """Add a kernel whose blocks own rows of queries, or of keys, of one head each.
+
+        `own` are the lengths of the leading axes that its result has.
+        """
+        problem, functions = self.call.problem, self.generated.functions
+        tiles = self.tiles(kernel, functions)
+        heads = problem.heads_kv if of_keys else problem.heads
+        rows = tiles.block_kv if of_keys else tiles.block_q
+        if problem.packed:
+            total = self.told["total_k" if of_keys else "total_q"]
+            blocks = total // rows + problem.batch if total else 0
+            grid = blocks * heads
+        else:
+            blocks = -(-self.told["len_k" if of_keys else "len_q"] // rows)
+            grid = blocks * heads * math.prod(own)
+        self.over_tiles(kernel, tiles, grid, functions, blocks=blocks, own_size=own)
+
+    def over_tiles(
+        self, kernel: str, tiles: Tiles, grid: int, functions: Functions, **told: Any
+    ) -> None:
+        """Add a kernel that works on tiles of scores; `told` goes before what all are told."""
+        problem = self.call.problem
+        special = Specialisation(
+            kernel=kernel,
+            dtype=problem.dtype.name,
+            d=problem.d,
+            d_v=problem.d_v,
+            tiles=tiles,
+            packed=problem.packed,
+            dropout=problem.dropout > 0,
+            count_tiles="tiles_visited" in self.named,
+            functions=functions,
+        )
+        self._add(special, grid, self.told | told, self.named)
+
+    def over_results(
+        self, kernel: str, tiles: Tiles, grid: int, named: tuple[str, ...] = (), **told: Any
+    ) -> None:
+        """Add a kernel that works on rows of results, and has no use for masks and scores."""
+        problem = self.call.problem
+        special = Specialisation(
+            kernel, problem.dtype.name, 0, problem.d_v, tiles, packed=problem.packed
+        )
+        nothing = {"ints": (), "floats": (), "tables": ()}
+        own = [name for name in self.named if not name.startswith("table ")]
+        self._add(special, grid, self.told | nothing | told, [*own, *named])
+
+    def _add(
+        self, special: Specialisation, grid: int, told: Mapping[str, Any], named: list[str]
+    ) -> None:
+        has = special.functions
+        layout = params.params(has.num_ints, has.num_floats, has.num_tables)
+        if grid:
+            slots = tuple((layout.place(name), name) for name in named)
+            self.launches.append(_launch(special, grid, layout.pack(told), slots))
+
+
+def _launch(
+    special: Specialisation, grid: int, template: bytes, slots: tuple[tuple[int, str], ...]
+) -> Launch:
+    if grid > MAX_GRID:
+        raise ArgumentError(
+            f"q: batch, heads and lengths make {grid} blocks of {special.kernel}; wanted at most "
+            f"{MAX_GRID}. Split the batch over several calls."
+        )
+    return Launch(special, grid, template, slots)
+
+
+def _check_size(has: Functions) -> None:
+    size = params.params(has.num_ints, has.num_floats, has.num_tables).size
+    if size > params.MAX_BYTES:
+        raise ArgumentError(
+            f"mask, score_mod: {has.num_tables} arrays and {has.num_ints + has.num_floats} numbers "
+            f"came, which make {size} bytes of parameters; wanted at most {params.MAX_BYTES}. Join "
+            "arrays into one with another axis, or compute numbers before they enter."
+        )
+
+
+def _lead(problem: Problem, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
+    if not problem.packed:
+        return lead_of(problem.lead, arrays)
+    # Offsets tell where a sequence lies, and arrays have no leading axes.
+    sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
+    return Lead(sizes, dict.fromkeys(arrays, (0,) * params.MAX_LEAD))
+
+
+def forward(
+    call: Call,
+    facts: Target,
+    out: Array,
+    lse: Array,
+    plan: Plan | None = None,
+    count_tiles: bool = False,
+) -> Recipe:
+    """Return the recipe of out and lse.
+
+    A `plan` gives other tiles than the table's. Counting tiles needs kernels of their own, which
+    add the number of those that were not EMPTY to the uint64 at ``tiles_visited``.
+    """
+    if not lse.size:
+        return Recipe()
+    arrays = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    arrays |= {"out": (out, 3), "lse": (lse, 2)}
+    writer = _Writer(call, facts, arrays, False, plan, count_tiles)
+    writer.over_rows("forward_simt", False, writer.lead.sizes)
+    return Recipe(tuple(writer.launches), {}, writer.generated.arrays)
+
+
+def backward(
+    call: Call,
+    facts: Target,
+    do: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradients: Gradients,
+    plan: Plan | None = None,
+    count_tiles: bool = False,
+) -> Recipe:
+    """Return the recipe of every gradient; `plan` and `count_tiles` as in `forward`."""
+    problem = call.problem
+    if not problem.batch or not problem.heads:
+        return Recipe(all_zero=True)
+    dq, dk, dv, dbias, dsink = gradients
+    scratch = scratch_of(call)
+    if dsink is not None and not dsink.flags.c_contiguous:
+        scratch["dsink"] = Laid(dsink.shape, dsink.dtype)
+    made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
+    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}
+    arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
+    if dlse is not None:
+        arrays["dlse"] = (dlse, 2)
+    if dbias is not None:
+        dbias = dbias[(None,) * (3 - dbias.ndim)]
+        arrays["dbias"] = (dbias, 3)
+    writer = _Writer(call, facts, arrays, True, plan, count_tiles)
+    writer.told |= {
+        "kind_dq": KINDS[problem.dtype.name],
+        "kind_dk": KINDS[made_dk.dtype.name],
+        "kind_dv": KINDS[made_dv.dtype.name],
+    }
+    rows, lead = lse.size, writer.lead  # rows of all entries and heads
+    writer.over_results("backward_delta", ROWS, -(-rows // (ROWS.threads // 32)))
+    if dsink is not None:
+        shared = SINK_THREADS * problem.accumulator.itemsize
+        tiles = Tiles(block_q=0, block_kv=0, threads=SINK_THREADS, shared_memory=shared)
+        kind = KINDS[dsink.dtype.name]
+        writer.over_results("backward_sink", tiles, problem.heads, ("dsink",), kind_dsink=kind)
+    own = lead.sizes if problem.packed else lead.own("dk", "dv")
+    writer.over_rows("backward_simt_dkdv", True, own)
+    writer.over_rows("backward_simt_dq", False, lead.sizes if problem.packed else lead.own("dq"))
+    if dbias is not None:
+        _bias_gradient(writer, dbias)
+    return Recipe(tuple(writer.launches), scratch, writer.generated.arrays)
+
+
+def _bias_gradient(writer: _Writer, dbias: Array) -> None:
+    problem = writer.call.problem
+    functions = replace(writer.generated.functions, has_slope=False)
+    tiles = writer.tiles("backward_bias", functions)
+    heads, len_q, len_k = dbias.shape[-3:]
+    told: dict[str, Any] = {}
+    if problem.packed:
+        shared = dbias.ndim == 3 or dbias.shape[0] == 1 != problem.batch
+        own = (*(1,) * (params.MAX_LEAD - 1), 1 if shared else problem.batch)
+        step = 0 if shared else dbias.strides[0] // dbias.itemsize
+        lead = (*(0,) * (params.MAX_LEAD - 1), step)
+        told["dbias"] = operands.operand(dbias, lead)
+    else:
+        own = writer.lead.own("dbias")
+    blocks = -(-len_q // tiles.block_q) * -(-len_k // tiles.block_kv)
+    writer.over_tiles(
+        "backward_bias",
+        tiles,
+        blocks * heads * math.prod(own),
+        functions,
+        own_size=own,
+        bias_heads=heads,
+        bias_len_q=len_q,
+        bias_len_k=len_k,
+        kind_dbias=KINDS[dbias.dtype.name],
+        **told,
+    )
+
+
+def scratch_of(call: Call) -> dict[str, Laid]:
+    """Return what the backward keeps beside its results: delta, one number per query.
+
+    Where k and v are broadcast over different axes, also their gradients before they are summed.
+    """
+    problem = call.problem
+    lead = () if problem.packed else problem.lead
+    scratch = {"delta": Laid((*lead, problem.heads, call.q.shape[-2]), problem.accumulator)}
+    shared = _shared_lead(call)
+    if shared is not None:
+        for name, array in (("dk", call.k), ("dv", call.v)):
+            scratch[name] = Laid((*shared, *array.shape[-3:]), problem.accumulator)
+    return scratch
+
+
+def _shared_lead(call: Call) -> tuple[int, ...] | None:
+    """Return the leading axes that k and v have together, if one of them was broadcast to them."""
+    if call.problem.packed:
+        return None
+    lead = np.broadcast_shapes(call.k.shape[:-3], call.v.shape[:-3])
+    different = math.prod(call.k.shape[:-3]) != math.prod(call.v.shape[:-3])
+    return lead if different or math.prod(lead) != math.prod(call.k.shape[:-3]) else None
+
+
+def combine(parts: list[tuple[Array, Array]], out: Any, lse: Any, dtype: str) -> Launch:
+    """Return the launch that combines at most `MAX_PARTS` (out, lse) of a storage type."""
+
+    def whole(array: Any, axes: int) -> Array:
+        view: Array = array[(None,) * (axes - array.ndim)]
+        return view
+
+    outs, lses = [whole(o, 3) for o, _ in parts], [whole(x, 2) for _, x in parts]
+    out, lse = whole(out, 3), whole(lse, 2)
+    named = {f"out {n}": (x, 3) for n, x in enumerate(outs)}
+    named |= {f"lse {n}": (x, 2) for n, x in enumerate(lses)}
+    lead = lead_of(out.shape[:-3], named | {"out": (out, 3), "lse": (lse, 2)})
+    template = params.combine().pack({
+        "outs": [operands.operand(x, lead.strides[f"out {n}"]) for n, x in enumerate(outs)],
+        "lses": [operands.operand(x, lead.strides[f"lse {n}"], False) for n, x in enumerate(lses)],
+        "out": operands.operand(out, lead.strides["out"]),
+        "lse": operands.operand(lse, lead.strides["lse"], False),
+        "lead_size": lead.sizes,
+        "rows": out.shape[-2],
+        "columns": out.shape[-1],
+        "heads": out.shape[-3],
+        "kinds": [KINDS[x.dtype.name] for x in outs],
+        "kind_out": KINDS[out.dtype.name],
+        "parts": len(parts),
+    })  # fmt: skip
+    slots = tuple((params.combine().place(name), name) for name in (*named, "out", "lse"))
+    special = Specialisation("combine", dtype, 0, 0, ROWS)
+    return _launch(special, -(-lse.size // (ROWS.threads // 32)), template, slots)
