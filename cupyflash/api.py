@@ -93,7 +93,7 @@ def attention(
     >>> attention(x, x, x, mask=masks.causal()).shape
     (2, 4, 100, 32)
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, **unknown)
     return calls.forward(calls.Request(q, k, v, options), return_lse, out, lse_out)
 
 
@@ -156,7 +156,7 @@ def attention_backward(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, **unknown)
     request = calls.Request(q, k, v, options)
     return calls.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
@@ -201,7 +201,7 @@ def attention_vjp(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options
     >>> vjp(np.ones_like(out)).dv[0, :, 0]
     array([1., 1., 1., 1., 1., 1., 1., 1.], dtype=float32)
     """
-    return calls.vjp_of(calls.Request(q, k, v, options), return_lse)
+    return calls.vjp_of(calls.Request(q, k, v, calls.options(**options)), return_lse)
 
 
 def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:

@@ -68,7 +68,7 @@ def of_device(**named: Any) -> list[Any]:
     """Return arrays of other libraries in device memory as CuPy's, and anything else as it is."""
     values = list(named.values())
     if isinstance(values[0], np.ndarray) or is_device_array(values[0]):
-        return values
+        return values  # then the others are such arrays too, or wrong
     for n, (name, value) in enumerate(named.items()):
         device = getattr(value, "__dlpack_device__", None)
         if device is not None and not isinstance(value, np.ndarray):

@@ -16,16 +16,16 @@ Vjp = Callable[..., Gradients]
 
 
 def options(
-    mask: Any,
-    score_mod: Any,
-    bias: Any,
-    sink: Any,
-    scale: Any,
-    dropout: Any,
-    seed: Any,
-    unknown: dict[str, Any],
+    mask: Any = None,
+    score_mod: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    scale: Any = None,
+    dropout: Any = 0.0,
+    seed: Any = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
-    """Return the options of a call as keywords, unknown ones included."""
+    """Return all options of a call as keywords, unknown ones behind them."""
     return {
         "mask": mask,
         "score_mod": score_mod,
@@ -46,7 +46,7 @@ class Request:
     q, k, v : Any
         As users pass them.
     options : mapping
-        What `attention` takes beside them and what is written.
+        As `options` returns them.
     offsets : tuple, optional
         Of packed arrays.
     check : bool
@@ -63,7 +63,7 @@ class Request:
         check: Any = True,
     ) -> None:
         self._q, self._k, self._v = arrays.of_device(q=q, k=k, v=v)
-        self._options = {**_NO_OPTIONS, **options}
+        self._options = options
         self._offsets, self._check = offsets, check
 
     @functools.cached_property
@@ -86,17 +86,6 @@ class Request:
         return replay.signature(kind, named, self._options, written)
 
 
-_NO_OPTIONS = {
-    "mask": None,
-    "score_mod": None,
-    "bias": None,
-    "sink": None,
-    "scale": None,
-    "dropout": 0.0,
-    "seed": None,
-}
-
-
 def dense_or_packed(
     q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, keywords: dict[str, Any]
 ) -> Call:
@@ -104,7 +93,7 @@ def dense_or_packed(
     if (offsets_q is None) != (offsets_k is None):
         raise ArgumentError("offsets_q and offsets_k belong together; one came without the other.")
     offsets = None if offsets_q is None else (offsets_q, offsets_k)
-    return Request(q, k, v, keywords, offsets).call
+    return Request(q, k, v, options(**keywords), offsets).call
 
 
 def _check_flag(value: Any, name: str) -> None:
@@ -125,7 +114,9 @@ def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     """Compute a call, into the arrays given or into new ones."""
     _check_flag(return_lse, "return_lse")
-    seen = request.signature("forward", {}, {"out": out, "lse": lse_out})
+    want_lse = return_lse or lse_out is not None
+    kind = "forward" if want_lse else "forward without lse"
+    seen = request.signature(kind, {}, {"out": out, "lse": lse_out})
     known = None if seen is None else replay.find(seen)
     if known is not None:
         result, lse = replay.forward(*known, out, lse_out)
@@ -138,11 +129,11 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     }
     named = {name: entry for name, entry in wanted.items() if entry[0] is not None}
     arrays.outputs(named, validate.read_arrays(call))
-    given = (x if x is None or not call.matrices else x[None] for x in (out, lse_out))
-    out_full, lse_full = dispatch.empty_output(call, *given)
+    given = [x if x is None or not call.matrices else x[None] for x in (out, lse_out)]
+    out_full, lse_full = dispatch.empty_output(call, given[0], given[1], want_lse)
     served = dispatch.forward(call, out_full, lse_full)
     if call.matrices:
-        out_full, lse_full = out_full[0], lse_full[0]
+        out_full, lse_full = out_full[0], None if lse_full is None else lse_full[0]
     if seen is not None:
         replay.keep(seen, served, (out_full, lse_full))
     result = out_full if out is None else out

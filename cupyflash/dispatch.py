@@ -31,12 +31,13 @@ def plan(call: Call) -> Plan:
     return config.choose(call.problem, target.of(call.device))
 
 
-def forward(call: Call, out: Array, lse: Array, plan: Plan | None = None) -> Served:
-    """Compute `out` and `lse`."""
+def forward(call: Call, out: Array, lse: Array | None, plan: Plan | None = None) -> Served:
+    """Compute `out` and `lse`, which may be None on a GPU."""
     if call.device is not None:
         return launch.forward(call, out, lse, plan)
     from cupyflash.reference import launch as cpu
 
+    assert lse is not None
     plan = plan or config.choose(call.problem)
     programs, held = _programs(call)
     visited = cpu.forward(
@@ -126,16 +127,19 @@ def empty_like(array: Array) -> Array:
 
 
 def empty_output(
-    call: Call, out: Array | None = None, lse: Array | None = None
-) -> tuple[Array, Array]:
-    """Return out and lse as given, or else uninitialised: out in the memory order of q."""
+    call: Call, out: Array | None = None, lse: Array | None = None, want_lse: bool = True
+) -> tuple[Array, Array | None]:
+    """Return out and lse as given, or else uninitialised: out in the memory order of q.
+
+    On a GPU there is no lse that nobody wants.
+    """
     problem, q = call.problem, call.q
     lead = () if problem.packed else problem.lead
     shape = (*lead, *q.shape[-3:-1], problem.d_v)
     if call.device is not None:
         if out is None:
             out = target.empty_like(q, shape)
-        if lse is None:
+        if lse is None and want_lse:
             with target.current(call.device):
                 lse = target.empty(shape[:-1], problem.accumulator)
         return out, lse

@@ -22,6 +22,7 @@ from .params import MAX_PARTS
 from .problem import Array, Call, Gradients, Plan
 from .recipe import Laid, Launch, Recipe
 
+WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 ALIGNMENT = 256  # bytes, of the parts of a workspace
 _ADDRESS = struct.Struct("=Q")
 
@@ -48,7 +49,7 @@ class Ready:
         argument = np.frombuffer(packed, self._by_value)
         try:
             self._kernel(self._grid, self._block, (argument,), shared_mem=self._shared_memory)
-            if os.environ.get("CUPYFLASH_DEBUG") == "1":
+            if WAIT_AFTER_LAUNCH:
                 target.synchronize()
         except Exception as error:
             error.add_note(f"while running the kernel {self.name}")
@@ -196,9 +197,13 @@ def _copy(array: Array, name: str, dtype: Any) -> Array:
 
 
 def forward(
-    call: Call, out: Array, lse: Array, plan: Plan | None = None, visited: Array | None = None
+    call: Call,
+    out: Array,
+    lse: Array | None,
+    plan: Plan | None = None,
+    visited: Array | None = None,
 ) -> Served:
-    """Write out and lse.
+    """Write out and, unless it is None, lse.
 
     A `plan` gives other tiles than the table's. `visited`, one uint64 in device memory, grows by
     the number of tiles that were not EMPTY.
@@ -208,7 +213,9 @@ def forward(
         made = recipe.forward(call, target.of(device), out, lse, plan, visited is not None)
         prepared = _prepared(made, device)
         addresses, copies = _read_in_place(call, made)
-        addresses |= {"out": target.address(out), "lse": target.address(lse)}
+        addresses["out"] = target.address(out)
+        if lse is not None:
+            addresses["lse"] = target.address(lse)
         if visited is not None:
             addresses["tiles_visited"] = target.address(visited)
         prepared.forward(addresses)

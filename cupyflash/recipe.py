@@ -251,20 +251,23 @@ def forward(
     call: Call,
     facts: Target,
     out: Array,
-    lse: Array,
+    lse: Array | None,
     plan: Plan | None = None,
     count_tiles: bool = False,
 ) -> Recipe:
-    """Return the recipe of out and lse.
+    """Return the recipe of out and, unless it is None, lse.
 
     A `plan` gives other tiles than the table's. Counting tiles needs kernels of their own, which
     add the number of those that were not EMPTY to the uint64 at ``tiles_visited``.
     """
-    if not lse.size:
+    rows = Laid(out.shape[:-1], call.problem.accumulator) if lse is None else lse
+    if not math.prod(rows.shape):
         return Recipe()
-    arrays = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
-    arrays |= {"out": (out, 3), "lse": (lse, 2)}
+    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    arrays |= {"out": (out, 3), "lse": (rows, 2)}
     writer = _Writer(call, facts, arrays, False, plan, count_tiles)
+    if lse is None:
+        writer.named.remove("lse")
     writer.over_rows("forward_simt", False, writer.lead.sizes)
     return Recipe(tuple(writer.launches), {}, writer.generated.arrays)
 

@@ -8,6 +8,7 @@ Signatures hold no array, and what was longest unused is forgotten.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
@@ -68,8 +69,9 @@ class _UnlikeError(Exception):
 class _Reader:
     """Reads the arguments of one call."""
 
-    def __init__(self, kind: str) -> None:
-        self.key: list[Any] = [kind]
+    def __init__(self, call: str, q: Any) -> None:
+        self._kind = type(q)
+        self.key: list[Any] = [call]
         self.addresses: Addresses = {}
         self.arrays: list[Any] = []
         self.read: list[Any] = []
@@ -83,7 +85,7 @@ class _Reader:
         if array is None:
             self.key.append(None)
             return
-        if not target.is_device_array(array):
+        if not isinstance(array, self._kind):
             raise _UnlikeError
         data = array.data
         place = data.ptr
@@ -161,15 +163,16 @@ _NUMBER_OF_OPTIONS = 7
 
 def _span(array: Any) -> tuple[int, int]:
     """Return the first byte of an array and the one behind its last."""
-    low = high = array.data.ptr
-    if not array.size:
-        return low, low
-    for length, step in zip(array.shape, array.strides, strict=True):
-        if step < 0:
-            low += (length - 1) * step
-        else:
-            high += (length - 1) * step
-    return low, high + array.itemsize
+    place = array.data.ptr
+    low, high = _reach(array.shape, array.strides)
+    return place + low, place + high + array.itemsize if array.size else place
+
+
+@functools.lru_cache(maxsize=1024)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Return how far before and behind an array's first element others begin, in bytes."""
+    steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps)
 
 
 def signature(
@@ -191,7 +194,7 @@ def signature(
     """
     if not target.is_device_array(read["q"]):
         return None
-    reader = _Reader(kind)
+    reader = _Reader(kind, read["q"])
     try:
         for name, array in read.items():
             reader.array(name, array)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -130,9 +131,7 @@ class Form(NamedTuple):
     @staticmethod
     def of(array: Any) -> Form:
         """Return the form of an array without gaps."""
-        steps = array.strides
-        # Of equal strides that of an axis of length 1 belongs to the inner one.
-        order = sorted(range(array.ndim), key=lambda axis: (-steps[axis], array.shape[axis] == 1))
+        order = _slowest_first(array.shape, array.strides)
         axes = tuple(order.index(axis) for axis in range(array.ndim))
         shape = tuple(array.shape[axis] for axis in order)
         return Form(shape, array.dtype, None if axes == tuple(range(array.ndim)) else axes)
@@ -148,13 +147,18 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     import cupy
 
     try:
-        return cupy.empty(shape, dtype)
+        return cupy.ndarray(shape, dtype)  # what cupy.empty calls
     except cupy.cuda.memory.OutOfMemoryError as error:
         error.add_note(
             f"while cupyflash asked for an array of shape {tuple(shape)}, dtype {np.dtype(dtype)}; "
             "every array of the call is as it was"
         )
         raise
+
+
+def _slowest_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    # Of two equal strides, that of an axis of length 1 belongs to the faster axis.
+    return sorted(range(len(shape)), key=lambda axis: (-strides[axis], shape[axis] == 1))
 
 
 def fill(array: Any, value: float) -> None:
@@ -171,8 +175,7 @@ def empty_like(array: Any, shape: tuple[int, ...]) -> Any:
     """
     missing = len(shape) - array.ndim
     strides = [*(0,) * missing, *(abs(stride) for stride in array.strides)]
-    # Slowest first. Of equal strides, as repeated axes have, the first axis comes first.
-    order = sorted(range(len(shape)), key=lambda axis: -strides[axis] or -(2**63))
+    order = _slowest_first(shape, [stride or 2**63 for stride in strides])
     with current(int(array.device.id)):
         made = empty(tuple(shape[axis] for axis in order), array.dtype)
     return made.transpose([order.index(axis) for axis in range(len(shape))])

@@ -65,7 +65,7 @@ def attention_varlen(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 1.
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, **unknown)
     request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
     return calls.forward(request, return_lse, out, lse_out)
 
@@ -123,7 +123,7 @@ def attention_varlen_backward(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, unknown)
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, **unknown)
     request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
     return calls.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
@@ -168,5 +168,6 @@ def attention_varlen_vjp(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithms 1 and 2.
     """
-    request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    named = calls.options(**options)
+    request = calls.Request(q, k, v, named, (offsets_q, offsets_k), check)
     return calls.vjp_of(request, return_lse)

@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = matmul::row_thread() + ROW_THREADS * r;
-    if (matmul::column_thread() == 0 && row < ni) {
+    if (p.lse.data != nullptr && matmul::column_thread() == 0 && row < ni) {
       lse.data[(i0 + row) * lse.row] = l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
     }
   }

@@ -45,7 +45,8 @@ struct Params {
   Operand dk;
   Operand dv;
   Operand dbias;
-  // (lead..., H, Lq) of the accumulator's type; col is unused. No dlse: data is null.
+  // (lead..., H, Lq) of the accumulator's type; col is unused. No dlse, or lse not asked for: data
+  // is null.
   Operand lse;
   Operand dlse;
   Operand delta;

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import ml_dtypes
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentError, ArgumentTypeError, compile, lookup, masks, scores
+from cupyflash import ArgumentError, ArgumentTypeError, compile, lookup, masks, scores, target
 from cupyflash import launch as launches
 from cupyflash.reference import naive, philox
 from cupyflash.testing import Precision, forward_bound, rho
@@ -308,9 +311,39 @@ def test_too_much_memory_says_what_was_asked_for(cupy):
 
 
 def test_debugging_waits_for_every_launch(cupy, monkeypatch):
-    monkeypatch.setenv("CUPYFLASH_DEBUG", "1")
+    waited = []
+    monkeypatch.setattr(target, "synchronize", lambda: waited.append(True))
     q, k, v = (cupy.asarray(x) for x in draw())
-    close(cupyflash.attention(q, k, v), naive.attention(*draw()).out)
+    for wait in (False, True):
+        monkeypatch.setattr(launches, "WAIT_AFTER_LAUNCH", wait)
+        close(cupyflash.attention(q, k, v), naive.attention(*draw()).out)
+        assert len(waited) == wait
+
+
+def test_an_error_of_a_kernel_names_it(cupy):
+    # In a process of its own: after such an error a process cannot use the GPU any more.
+    program = """
+import cupy
+import cupyflash
+from cupyflash import masks
+
+x = cupy.ones((1, 64, 16), cupy.float32)
+gone = cupy.ndarray(64, cupy.int64, cupy.cuda.MemoryPointer(
+    cupy.cuda.UnownedMemory(1 << 20, 512, None, 0), 0))
+try:
+    cupyflash.attention(x, x, x, mask=masks.segments(gone))
+except Exception as error:
+    print(type(error).__name__, *error.__notes__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "CUPYFLASH_DEBUG": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert "while running the kernel forward_simt__f32_d16_dv16__mask" in done.stdout, done
 
 
 # -- how much is compiled and visited --------------------------------------------------------------
