@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,6 +169,64 @@ def test_padding_changes_no_embedding():
     changed[:, 0] = (changed[:, 0] + 1) % 50
     moved = np.abs(example.encode_tokens(changed, lengths, weights) - padded).max(axis=1)
     assert moved.min() > 1e-3
+
+
+class Letters:
+    """A tokenizer without a download: one token per letter, and one before and behind."""
+
+    def encode_batch(self, sentences):
+        return [
+            SimpleNamespace(ids=[0, *(ord(x) % 48 + 1 for x in text), 49]) for text in sentences
+        ]
+
+
+@pytest.mark.gpu
+def test_the_gpu_gives_the_same_embeddings(gpu):
+    import cupy
+
+    rng = np.random.default_rng(2)
+    weights = random_weights(rng)
+    on_gpu = {name: cupy.asarray(array) for name, array in weights.items()}
+    lengths = np.array([1, 5, 17, 33])
+    ids = rng.integers(0, 50, (4, 33))
+    found = example.encode_tokens(ids, lengths, on_gpu)
+    assert isinstance(found, cupy.ndarray)
+    assert found.dtype == np.float32
+    wanted = example.encode_tokens(ids, lengths, weights)
+    np.testing.assert_allclose(example.to_host(found), wanted, atol=2e-5)
+    # Arrays that are on the GPU already, and what stands in the padding.
+    other = np.where(np.arange(33) < lengths[:, None], ids, 7)
+    again = example.encode_tokens(cupy.asarray(other), cupy.asarray(lengths), on_gpu)
+    np.testing.assert_array_equal(again.get(), found.get())
+
+
+@pytest.mark.gpu
+def test_the_whole_program_on_the_gpu(gpu, monkeypatch, capsys):
+    """From sentences to the table, in batches of mixed lengths; only the weights are not real."""
+    weights = random_weights(np.random.default_rng(3))
+    monkeypatch.setattr(example, "load_tokenizer", Letters)
+    monkeypatch.setattr(
+        example, "load_weights", lambda xp: {name: xp.asarray(x) for name, x in weights.items()}
+    )
+    printed = {}
+    for device in ("cpu", "gpu"):
+        assert example.main(["--device", device, *example.SENTENCES]) == 0
+        printed[device] = capsys.readouterr().out.split()
+    assert len(printed["cpu"]) == len(printed["gpu"]) > 36
+    for ours, theirs in zip(printed["gpu"], printed["cpu"], strict=True):
+        assert ours == theirs or abs(float(ours) - float(theirs)) < 0.0101  # of two decimals
+
+
+@pytest.mark.parametrize(
+    ("cupy", "wanted"),
+    [(None, "cuda13"), (SimpleNamespace(is_available=lambda: False), "cupyflash info")],
+)
+def test_a_gpu_that_is_not_there_is_explained(cupy, wanted, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert example.main(["--device", "gpu", "one", "two"]) == 1
+    captured = capsys.readouterr()
+    assert wanted in captured.err
+    assert not captured.out
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(np.float64, 2.2e-7), (np.float32, 4e-7)])
