@@ -295,7 +295,9 @@ def encode_tokens(ids: Array, lengths: Array, weights: Weights) -> Array:
     for layer in range(LAYERS):
         x = encoder_layer(x, lengths, weights, layer)
     true_token = xp.arange(ids.shape[-1]) < lengths[:, None]
-    x = xp.where(true_token[:, :, None], x, 0).sum(axis=1) / lengths[:, None].astype(x.dtype)
+    x = xp.where(true_token[:, :, None], x, x.dtype.type(0)).sum(axis=1) / lengths[:, None].astype(
+        x.dtype
+    )
     return x / ((x * x).sum(axis=-1, keepdims=True)) ** 0.5
 
 
@@ -321,10 +323,11 @@ def encode(
     array of float32, shape (len(sentences), 384)
         Rows of Euclidean length 1, in the order of the sentences.
     """
-    xp = module_of(weights["embeddings.LayerNorm.weight"])
+    norm = weights["embeddings.LayerNorm.weight"]
+    xp = module_of(norm)
     tokens = [encoding.ids for encoding in tokenizer.encode_batch(list(sentences))]
     order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
-    result = xp.empty((len(tokens), 384), dtype=np.float32)
+    result = xp.empty((len(tokens), *norm.shape), dtype=norm.dtype)
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         lengths = np.array([len(tokens[index]) for index in batch])

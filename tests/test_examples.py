@@ -200,21 +200,38 @@ def test_the_gpu_gives_the_same_embeddings(gpu):
     np.testing.assert_array_equal(again.get(), found.get())
 
 
-@pytest.mark.gpu
-def test_the_whole_program_on_the_gpu(gpu, monkeypatch, capsys):
-    """From sentences to the table, in batches of mixed lengths; only the weights are not real."""
+def printed(device, monkeypatch, capsys):
+    """What the whole program prints, from sentences to the table; its weights are not real."""
     weights = random_weights(np.random.default_rng(3))
     monkeypatch.setattr(example, "load_tokenizer", Letters)
     monkeypatch.setattr(
         example, "load_weights", lambda xp: {name: xp.asarray(x) for name, x in weights.items()}
     )
-    printed = {}
-    for device in ("cpu", "gpu"):
-        assert example.main(["--device", device, *example.SENTENCES]) == 0
-        printed[device] = capsys.readouterr().out.split()
-    assert len(printed["cpu"]) == len(printed["gpu"]) > 36
-    for ours, theirs in zip(printed["gpu"], printed["cpu"], strict=True):
-        assert ours == theirs or abs(float(ours) - float(theirs)) < 0.0101  # of two decimals
+    assert example.main(["--device", device, *example.SENTENCES]) == 0
+    return capsys.readouterr().out.split()
+
+
+def test_the_whole_program(monkeypatch, capsys):
+    words = printed("cpu", monkeypatch, capsys)
+    number = len(example.SENTENCES)
+    table = np.array(words[-number * (number + 2) :]).reshape(number, number + 2)
+    similarity = table[:, 1:-1].astype(float)
+    np.testing.assert_array_equal(similarity, similarity.T)
+    np.testing.assert_array_equal(np.diag(similarity), 1)
+    # Alone, or in another batch: the same.
+    tokenizer = example.load_tokenizer()
+    weights = example.load_weights(np)
+    together = example.encode(example.SENTENCES, weights, tokenizer)
+    one_by_one = example.encode(example.SENTENCES, weights, tokenizer, batch_size=1)
+    np.testing.assert_allclose(together, one_by_one, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_the_whole_program_on_the_gpu(gpu, monkeypatch, capsys):
+    ours, theirs = (printed(device, monkeypatch, capsys) for device in ("gpu", "cpu"))
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a == b or abs(float(a) - float(b)) < 0.0101  # of two decimals
 
 
 @pytest.mark.parametrize(
