@@ -105,8 +105,8 @@ def test_standard_attention_is_right(dtype, causal, cupy):
     wide = demo.Inputs(*(array.astype(np.float64) for array in host))
     o, p = demo.standard_forward(np, *wide[:3], causal)
     wanted = o, *demo.standard_backward(np, wide, o, p)
-    # Of the largest element; float16 rounds the scores themselves.
-    tolerance = {"float64": 1e-12, "float32": 1e-4, "float16": 0.05}[dtype]
+    # Of the largest element; in float16 the scores themselves are rounded.
+    tolerance = {"float64": 1e-12, "float32": 1e-5, "float16": 0.01}[dtype]
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == np.dtype(dtype)
         assert np.abs(ours.get() - theirs).max() <= tolerance * np.abs(theirs).max()
