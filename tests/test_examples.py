@@ -218,12 +218,12 @@ def test_the_whole_program(monkeypatch, capsys):
     similarity = table[:, 1:-1].astype(float)
     np.testing.assert_array_equal(similarity, similarity.T)
     np.testing.assert_array_equal(np.diag(similarity), 1)
-    # Alone, or in another batch: the same.
-    tokenizer = example.load_tokenizer()
-    weights = example.load_weights(np)
-    together = example.encode(example.SENTENCES, weights, tokenizer)
-    one_by_one = example.encode(example.SENTENCES, weights, tokenizer, batch_size=1)
-    np.testing.assert_allclose(together, one_by_one, atol=1e-5)
+    # Alone, or in batches of mixed lengths: the same, in the order of the sentences.
+    tokenizer, weights = example.load_tokenizer(), example.load_weights(np)
+    alone = [example.encode([text], weights, tokenizer)[0] for text in example.SENTENCES]
+    for batch_size in (2, 32):
+        together = example.encode(example.SENTENCES, weights, tokenizer, batch_size)
+        np.testing.assert_allclose(together, alone, atol=1e-5)
 
 
 @pytest.mark.gpu
