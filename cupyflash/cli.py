@@ -173,8 +173,8 @@ def demo(options: argparse.Namespace) -> int:
         repeat, runs = repeat or work.gpu_repeat(dtype, gpu.free_memory()), runs or GPU_RUNS
         device = f"GPU {gpu.number()}, {gpu.name()}; portable kernels, without tensor cores"
         standard = "CuPy, whose matrix products are cuBLAS's"
-        if dtype != "float32":
-            standard += " and may use tensor cores"
+    if dtype == "float16":
+        standard += "; float16 is widened to float32"
     text, inputs = (work.load(dtype, n, meter.xp) for n in (1, repeat))
     heads, length, width = inputs.q.shape
     scores = megabytes(work.score_bytes(dtype, repeat))
@@ -214,7 +214,8 @@ def demo(options: argparse.Namespace) -> int:
 
     time_phrase = span([line.standard_seconds / line.ours_seconds for line in found], "time")
     memory_phrase = span([line.standard_bytes / line.ours_bytes for line in found], "memory")
-    print(f"Against standard attention, cupyflash took {time_phrase} and {memory_phrase}.")
+    summary = f"Against standard attention, cupyflash took {time_phrase} and {memory_phrase}."
+    print(textwrap.fill(summary, COLUMNS))
     if worst > 1:
         print(f"An error lies BEYOND the bound ({worst:.3g} of it): please report this output.")
         return 1

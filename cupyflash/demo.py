@@ -23,11 +23,8 @@ Array = Any  # of `xp`
 HEADS, TOKENS = 12, 512  # of the layer, of the text
 NAMES = ("O", "LSE", "dQ", "dK", "dV")  # what is checked
 CPU_REPEAT, GPU_REPEATS = 3, (16, 8, 4, 2, 1)  # of the text
-# What standard attention holds at its peak is a few such matrices: p, ds, a narrower copy of each.
-MATRICES = 5
-SMALLEST_BLOCK_KV = (
-    8  # no forward kernel has tiles of fewer keys; the bound grows with their number
-)
+MATRICES = 3  # of all scores: more than standard attention's peak, which is p and ds and vectors
+SMALLEST_BLOCK_KV = 8  # of a forward kernel's tiles; a bound grows with the number of tiles
 
 
 class Inputs(NamedTuple):
@@ -76,15 +73,6 @@ def load(dtype: str = "float32", repeat: int = 1, xp: Any = np) -> Inputs:
     return Inputs(*(xp.asarray(array) for array in (q, k, v, do)))
 
 
-def product_dtype(xp: Any, dtype: Any) -> np.dtype[Any]:
-    """Type of the operands of standard attention's matrix products.
-
-    Products of float16 run on tensor cores by CuPy, but element by element by NumPy, where float32
-    is what anybody would take.
-    """
-    return np.dtype(dtype) if xp is not np else np.promote_types(dtype, np.float32)
-
-
 def standard_forward(xp: Any, q: Array, k: Array, v: Array, causal: bool) -> tuple[Array, Array]:
     """Standard attention (FlashAttention, Algorithm 0): all scores in one array.
 
@@ -93,7 +81,8 @@ def standard_forward(xp: Any, q: Array, k: Array, v: Array, causal: bool) -> tup
     xp : module
         The array module of all arrays.
     q, k, v : array, shape (H, L, D)
-        Queries, keys, values.
+        float16 is widened to float32: NumPy's float16 products are no match for anybody, and CuPy
+        itself widens those of more than one head.
     causal : bool
         Whether query i sees keys up to i only.
 
@@ -105,17 +94,16 @@ def standard_forward(xp: Any, q: Array, k: Array, v: Array, causal: bool) -> tup
         The probabilities, which the backward needs; in float32 or float64.
     """
     dtype = q.dtype
-    factor = product_dtype(xp, dtype)
-    q, k, v = (array.astype(factor, copy=False) for array in (q, k, v))
+    work = np.promote_types(dtype, np.float32)
+    q, k, v = (array.astype(work, copy=False) for array in (q, k, v))
     p = (q * q.shape[-1] ** -0.5) @ k.swapaxes(-1, -2)
-    p = p.astype(np.promote_types(dtype, np.float32), copy=False)
     if causal:
         at = xp.arange(p.shape[-1])
         xp.copyto(p, -np.inf, where=at > at[:, None])
     p -= p.max(axis=-1, keepdims=True)
     xp.exp(p, out=p)
     p /= p.sum(axis=-1, keepdims=True)
-    return (p.astype(factor, copy=False) @ v).astype(dtype, copy=False), p
+    return (p @ v).astype(dtype, copy=False), p
 
 
 def standard_backward(xp: Any, inputs: Inputs, o: Array, p: Array) -> tuple[Array, Array, Array]:
@@ -136,13 +124,11 @@ def standard_backward(xp: Any, inputs: Inputs, o: Array, p: Array) -> tuple[Arra
         In the dtype of q.
     """
     dtype = inputs.q.dtype
-    factor = product_dtype(xp, dtype)
-    q, k, v, do = (array.astype(factor, copy=False) for array in inputs)
-    dv = transposed_product(xp, p.astype(factor, copy=False), do)
-    ds = (do @ v.swapaxes(-1, -2)).astype(p.dtype, copy=False)
-    ds -= (do.astype(p.dtype, copy=False) * o).sum(axis=-1, keepdims=True)
+    q, k, v, do = (array.astype(p.dtype, copy=False) for array in inputs)
+    dv = transposed_product(xp, p, do)
+    ds = do @ v.swapaxes(-1, -2)
+    ds -= (do * o).sum(axis=-1, keepdims=True)
     ds *= p
-    ds = ds.astype(factor, copy=False)
     scale = q.shape[-1] ** -0.5
     dq = scale * (ds @ k)
     dk = scale * transposed_product(xp, ds, q)
