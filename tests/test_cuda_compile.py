@@ -89,6 +89,13 @@ def test_too_little_shared_memory_is_an_error():
         config.choose(validate.call(q, q, q).problem, target)
 
 
+def test_a_gpu_that_is_too_old_is_an_error():
+    target = Target(0, "an old GPU", (7, 0), 80, 98304)
+    q = np.zeros((1, 64), np.float32)
+    with pytest.raises(ArgumentError, match=r"7\.0; wanted a GPU of 7\.5"):
+        config.choose(validate.call(q, q, q).problem, target)
+
+
 def test_the_choice_never_reads_the_batch_or_the_lengths():
     target = Target(0, "a GPU", (9, 0), 132, SHARED_MEMORY["sm_90"])
     plans = {

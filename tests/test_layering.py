@@ -33,7 +33,8 @@ ORDER = [
     ["calls"],
     ["api", "varlen"],
     ["testing"],
-    ["demo"],
+    ["measure"],
+    ["info", "demo"],
     ["cli"],
 ]
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
@@ -42,7 +43,7 @@ USERS_OF_REFERENCE = [
     "cupyflash.dispatch",
     "cupyflash.expr.lower",
     "cupyflash.testing",
-    "cupyflash.demo",
+    "cupyflash.info",
     "cupyflash.cli",
 ]
 # Imported when first needed, never by `import cupyflash`.
@@ -50,7 +51,7 @@ LAZY = {"numba", "llvmlite", "cupy", "cupyx", "cuda", "hypothesis", "typer", "ri
 REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_names)
 
 # CuPy stays behind these, and even they import it only when one of their functions is called.
-USERS_OF_CUPY = ["cupyflash.target", "cupyflash.compile", "cupyflash.cli"]
+USERS_OF_CUPY = ["cupyflash.target", "cupyflash.compile", "cupyflash.measure", "cupyflash.info"]
 
 LEVEL = {name: level for level, row in enumerate(ORDER) for name in row}
 
