@@ -228,8 +228,13 @@ def cuda_names(files: list[str]) -> set[str]:
     }
 
 
-def listed(table: dict[str, dict[str, str]], row: str) -> list[str]:
-    return sorted(name for names in table.get(row, {}).values() for name in names.split())
+def compare(found: set[str], table: dict[str, dict[str, str]], row: str) -> None:
+    """Assert that the names found on one side only are those that are listed, once each."""
+    listed = [name for names in table.get(row, {}).values() for name in names.split()]
+    assert len(listed) == len(set(listed)), f"listed twice: {sorted(listed)}"
+    unlisted, stale = sorted(found - set(listed)), sorted(set(listed) - found)
+    assert not unlisted, f"on one side only, without a reason: {unlisted}"
+    assert not stale, f"listed, but gone or on both sides: {stale}"
 
 
 @pytest.mark.parametrize(("row", "name"), list(zip(TWINNED, IDS, strict=True)), ids=IDS)
@@ -237,8 +242,8 @@ def test_functions_have_the_same_names(row, name):
     ours = cuda_names(files_of(row))
     theirs = {made.name.lstrip("_") for twin in row.twins for made in PYTHON_FUNCTIONS[twin]}
     opcodes = {op.name.lower() for op in Op} if "reference/program.py" in row.twins else set()
-    assert sorted(ours - theirs - opcodes) == listed(ONLY_CUDA, name)
-    assert sorted(theirs - ours - cuda_names(WITHOUT_TWIN)) == listed(ONLY_PYTHON, name)
+    compare(ours - theirs - opcodes, ONLY_CUDA, name)
+    compare(theirs - ours - cuda_names(WITHOUT_TWIN), ONLY_PYTHON, name)
 
 
 def test_the_lists_speak_of_rows_of_the_table():
