@@ -81,11 +81,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           // 2 scores
           accum_t s[ROWS][COLUMNS];
           matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(s, q, i0, ni, k, j0, nj, a_smem, b_smem);
+          // 3 score mod
+          // 4 mask
           // 5 probabilities and the gradient of the output's weights
           gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
           matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem,
                                                         b_smem);
           gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
+          // 6 accumulate dbias
           matmul::add(total, s);
         }
       }

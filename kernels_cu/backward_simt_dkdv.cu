@@ -83,6 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         // 2 scores
         accum_t s[ROWS][COLUMNS];
         matmul::multiply_rows<BLOCK_Q, D>(s, k_smem, q, i0, ni, stage_smem);
+        // 3 score mod
+        // 4 mask
         // 5 probabilities and the gradient of the output's weights
         gradient_tile::probabilities<true, STRIDE>(p, box, tile_class, s, scratch);
         // 6 accumulate dv and dk

@@ -53,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int ni = tile::rows_from(i0, work.entry.len_q, BLOCK_Q);
   unsigned long long visited = 0;
 
+  // 1 load q
   memory::load_rows<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D, false>(
       q_smem, memory::rows(p.q, work.entry, h, false), i0, ni, 0);
   accum_t dq[ROWS][COLUMNS_Q];
@@ -79,6 +80,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       // 2 scores
       accum_t s[ROWS][COLUMNS];
       matmul::multiply_rows<BLOCK_KV, D>(s, q_smem, k, j0, nj, stage_smem);
+      // 3 score mod
+      // 4 mask
       // 5 probabilities and the gradient of the output's weights
       gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
       matmul::multiply_rows<BLOCK_KV, D_V>(s, do_smem, v, j0, nj, stage_smem);
