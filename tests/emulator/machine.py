@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import shutil
 import subprocess
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -73,6 +76,7 @@ class Machine:
         self.name, self._path = name, path
         self._library = ctypes.CDLL(str(path))
         self._library.emulator_launch.restype = ctypes.c_bool
+        weakref.finalize(self, _ctypes.dlclose, self._library._handle)
         self._params_bytes = _Kernel.in_dll(self._library, "emulated_kernel").params_bytes
 
     def launch(self, blocks: int, packed: bytes, schedule: Schedule = FORWARD) -> None:
@@ -109,7 +113,8 @@ class Machine:
         return " < ".join(line.partition(" ")[0] for line in lines)
 
 
-_machines: dict[tuple[str, str], Machine] = {}
+_machines: OrderedDict[tuple[str, str], Machine] = OrderedDict()
+_MOST = 100  # libraries that are loaded at a time
 
 
 def machine(
@@ -118,8 +123,11 @@ def machine(
     read: Callable[[str], str] = build.read,
 ) -> Machine:
     """Return the kernel of a specialisation, compiled if it is new."""
-    text = build.text(special, read)
-    if (text, flavour) not in _machines:
-        path = build.library(text, special.name, flavour)
-        _machines[text, flavour] = Machine(special.name, path)
-    return _machines[text, flavour]
+    key = build.text(special, read), flavour
+    if key not in _machines:
+        path = build.library(key[0], special.name, flavour)
+        _machines[key] = Machine(special.name, path)
+    _machines.move_to_end(key)
+    if len(_machines) > _MOST:
+        _machines.popitem(last=False)
+    return _machines[key]

@@ -132,18 +132,12 @@ void touch(const void* pointer, std::size_t bytes, bool writes, const void* call
 
 }  // namespace
 
-void describe_memory(const Memory& memory, unsigned int count) {
+void begin_launch(const Memory& memory, unsigned int count) {
   place = memory;
   threads = count;
-  known.resize(threads * threads);
-  written.resize(memory.shared_bytes / GRAIN + 1);
-  was_read.resize(written.size() * threads);
-}
-
-void begin_launch() {
-  std::fill(written.begin(), written.end(), Write{});
-  std::fill(was_read.begin(), was_read.end(), 0);
-  std::fill(known.begin(), known.end(), 0);
+  known.assign(threads * threads, 0);
+  written.assign(memory.shared_bytes / GRAIN + 1, Write{});
+  was_read.assign(written.size() * threads, 0);
   global.clear();
   global_low = ~Address(0);
   global_high = 0;

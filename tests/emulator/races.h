@@ -14,8 +14,7 @@ struct Memory {
   std::size_t stack_bytes;
 };
 
-void describe_memory(const Memory& memory, unsigned int threads);
-void begin_launch();
+void begin_launch(const Memory& memory, unsigned int threads);
 void begin_block(long long number);
 
 // What these threads did before comes before what they do from now on.

@@ -244,12 +244,13 @@ void* map(std::size_t bytes) {
   return place;
 }
 
-// Once for a library: a stack per thread, each above a page that must not be touched.
+// A stack per thread, each above a page that must not be touched.
 void allocate() {
   const unsigned int threads = emulated_kernel.threads;
   fibers.resize(threads);
   warps.resize((threads + WARP - 1) / WARP);
-  for (unsigned int t = 0; t < threads; ++t) block.members.push_back(static_cast<int>(t));
+  block.members.resize(threads);
+  std::iota(block.members.begin(), block.members.end(), 0);
   stacks = static_cast<char*>(map(threads * STACK));
   for (unsigned int t = 0; t < threads; ++t) mprotect(stacks + t * STACK, PAGE, PROT_NONE);
 #ifdef EMULATOR_HEAP
@@ -261,7 +262,17 @@ void allocate() {
   shared = static_cast<char*>(map(2 * BESIDE + emulated_kernel.shared_bytes)) + BESIDE;
 #endif
   races::Memory memory = {shared, emulated_kernel.shared_bytes, BESIDE, stacks, threads * STACK};
-  races::describe_memory(memory, threads);
+  races::begin_launch(memory, threads);
+}
+
+// Many kernels stay loaded, and a process may have only so many pieces of memory.
+void release() {
+  munmap(stacks, emulated_kernel.threads * STACK);
+#ifdef EMULATOR_HEAP
+  std::free(shared);
+#else
+  munmap(shared - BESIDE, 2 * BESIDE + emulated_kernel.shared_bytes);
+#endif
 }
 
 }  // namespace
@@ -349,7 +360,7 @@ unsigned long long add_at_once(unsigned long long* place, unsigned long long val
 EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int schedule,
                                 unsigned long long seed, emulator::Report* to) {
   using namespace emulator;
-  if (fibers.empty()) allocate();
+  allocate();
   params = given;
   report = to;
   failed = false;
@@ -359,7 +370,6 @@ EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int sc
   const Schedule how = static_cast<Schedule>(schedule);
   if (how == Schedule::REVERSE) std::reverse(order.begin(), order.end());
   if (how == Schedule::RANDOM) std::shuffle(order.begin(), order.end(), random);
-  races::begin_launch();
   const unsigned int control = _mm_getcsr();
   if (emulated_kernel.flush_subnormals) _mm_setcsr(control | FLUSH);
   for (long long number : order) {
@@ -368,5 +378,6 @@ EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int sc
     if (failed) break;
   }
   _mm_setcsr(control);
+  release();
   return !failed;
 }
