@@ -94,14 +94,18 @@ def test_every_kind_of_mask_and_score(kind, dtype):
 
 @pytest.mark.parametrize("blocks", [(16, 16, 32), (32, 16, 64), (16, 32, 128), (64, 64, 256)])
 def test_every_size_of_a_tile(blocks):
-    problem = _with_options(F32, lambda z: {"mask": masks.causal(), "score_mod": scores.softcap(2.0)})
+    problem = _with_options(
+        F32, lambda z: {"mask": masks.causal(), "score_mod": scores.softcap(2.0)}
+    )
     found = ratios(problem, Emulator(Blocks(*blocks)))
     assert max(found.values()) <= 1, found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_no_query_sees_changes_no_bit(dtype):
-    problem = _with_options(dtype, lambda z: {"mask": masks.window(9, 0) & masks.lengths(z.len_k - 7)})
+    problem = _with_options(
+        dtype, lambda z: {"mask": masks.window(9, 0) & masks.lengths(z.len_k - 7)}
+    )
     emulator = Emulator()
     results = []
     for value in (0.0, np.nan, np.inf):
@@ -216,7 +220,9 @@ def test_parts_are_joined_within_the_bound(dtype, data):
         bound += np.abs((weights * o).sum(axis=0)) * (weights * error).sum(axis=0)
         finfo = np.finfo(dtype) if dtype != BFLOAT16 else None
         unit = 2.0**-8 if finfo is None else float(finfo.eps)
-        bound += unit * np.abs((weights * o).sum(axis=0)) + (2.0**-24 if dtype == np.float16 else 1e-37)
+        bound += unit * np.abs((weights * o).sum(axis=0)) + (
+            2.0**-24 if dtype == np.float16 else 1e-37
+        )
         assert (np.abs(out.astype(wide) - (weights * o).sum(axis=0)) <= bound).all()
         near = np.abs(lse.astype(wide) - wanted_lse)
         limit = u * (2 * number + 20 + 4 * np.abs(wanted_lse) + gaps.max(axis=0))

@@ -24,13 +24,13 @@ HEADERS = ("runtime.h", "language.h", "races.h")
 
 # No contraction: a product and a sum are two roundings here, on a GPU one or two.
 COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-I", str(HERE))
-KERNEL = ("-O1", "-g1", "-w", "-Werror=return-type")
+KERNEL = ("-g1", "-w", "-Werror=return-type")
 # What g++ puts around a kernel's accesses. "races": calls of races.cpp, and no library of
 # ThreadSanitizer's. "sanitized": AddressSanitizer and UndefinedBehaviorSanitizer; the process must
 # be started with their libraries.
 FLAVOURS = {
-    "races": ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
-    "sanitized": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "races": ("-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
+    "sanitized": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*(?:include[ \t]*"|pragma[ \t]+once)')
@@ -87,9 +87,7 @@ def complete(kernel: str) -> str:
 
     The text defines KERNEL_NAME, FLUSH_SUBNORMALS, THREADS and SHARED_BYTES.
     """
-    kernel = _SHARED.sub(
-        r"\1* const \2 = static_cast<\1*>(emulator::shared_memory());", kernel
-    )
+    kernel = _SHARED.sub(r"\1* const \2 = static_cast<\1*>(emulator::shared_memory());", kernel)
     return f'#include "language.h"\n{kernel}{_TRAILER}'
 
 

@@ -93,7 +93,10 @@ class Emulator:
     def _run(self, work: Callable[[], None]) -> None:
         specials: list[Specialisation] = []
         # Sums between the launches find anything at all in the arrays, the first time.
-        with self._answering(lambda special, *_: specials.append(special)), np.errstate(all="ignore"):
+        with (
+            self._answering(lambda special, *_: specials.append(special)),
+            np.errstate(all="ignore"),
+        ):
             work()
         build.libraries(specials, self.flavour, self.read)
         with self._answering(self._start):

@@ -18,7 +18,7 @@ struct Arrays {{
   void* in;
   void* out;
 }};
-{headers}
+{before}{headers}
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(const __grid_constant__ Arrays p) {{
   extern __shared__ {kind} smem[];
   const int t = threadIdx.x;
@@ -47,6 +47,8 @@ class Probe:
         Number of the storage type; float64 keeps subnormal numbers.
     flavour : str
         What is built.
+    before : str
+        What stands before the headers and the kernel.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Probe:
         headers: tuple[str, ...] = (),
         storage: int = 2,
         flavour: str = "races",
+        before: str = "",
     ) -> None:
         size = {"char": 1, "short": 2, "int": 4, "float": 4, "double": 8}[kind]
         text = TEXT.format(
@@ -67,6 +70,7 @@ class Probe:
             threads=threads,
             storage=storage,
             flush="false" if storage == 3 else "true",
+            before=before,
             headers=source.flatten_with(headers, build.read),
         )
         self._machine = Machine("probe", build.library(build.complete(text), "probe", flavour))
