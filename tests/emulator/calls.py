@@ -92,11 +92,12 @@ class Emulator:
 
     def _run(self, work: Callable[[], None]) -> None:
         specials: list[Specialisation] = []
-        # Sums between the launches find anything at all in the arrays, the first time.
-        with (
-            self._answering(lambda special, *_: specials.append(special)),
-            np.errstate(all="ignore"),
-        ):
+
+        def collect(special: Specialisation, *_: Any) -> None:
+            specials.append(special)
+
+        # What sums between the launches find in the arrays means nothing yet.
+        with self._answering(collect), np.errstate(all="ignore"):
             work()
         build.libraries(specials, self.flavour, self.read)
         with self._answering(self._start):
@@ -135,5 +136,5 @@ def _on_device(call: Call) -> Call:
 def _poisoned(shape: tuple[int, ...], dtype: Any, _: int) -> Array:
     """Memory of a pool holds anything: here NaN."""
     made = np.empty(shape, dtype)
-    made.view(np.uint8).fill(0xFF) if made.size else None
+    made.reshape(-1).view(np.uint8).fill(0xFF)
     return made

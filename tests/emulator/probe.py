@@ -19,7 +19,8 @@ struct Arrays {{
   void* out;
 }};
 {before}{headers}
-extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(const __grid_constant__ Arrays p) {{
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KERNEL_NAME(const __grid_constant__ Arrays p) {{
   extern __shared__ {kind} smem[];
   const int t = threadIdx.x;
 #line 1 "probe.cu"

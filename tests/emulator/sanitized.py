@@ -121,8 +121,7 @@ def main() -> None:
         # One row more than there is.
         def read(path: str) -> str:
             return build.read(path).replace(
-                "return smaller(length - first, block);",
-                "return smaller(length - first + 1, block);",
+                "smaller(length - first,", "smaller(length - first + 1,"
             )
 
         everything(read)
