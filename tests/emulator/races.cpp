@@ -117,8 +117,7 @@ void touch(const void* pointer, std::size_t bytes, bool writes, const void* call
   if (offset + place.beside < place.shared_bytes + 2 * place.beside) {
     if (offset >= place.shared_bytes || offset + bytes > place.shared_bytes) {
       fault(offset_of(caller), "%s %zu bytes at byte %lld of %zu of shared memory",
-            writes ? "writes" : "reads", bytes, static_cast<long long>(offset),
-            place.shared_bytes);
+            writes ? "writes" : "reads", bytes, static_cast<long long>(offset), place.shared_bytes);
     }
     const std::size_t first = offset / GRAIN, last = (offset + bytes - 1) / GRAIN;
     (writes ? write_shared : read_shared)(first, last, current_thread(), caller);
@@ -166,18 +165,14 @@ void synchronise(const std::vector<int>& members) {
 
 using emulator::races::touch;
 
-#define ACCESSES(BYTES)                                                             \
-  void __tsan_read##BYTES(void* at) {                                               \
-    touch(at, BYTES, false, __builtin_return_address(0));                           \
-  }                                                                                 \
-  void __tsan_write##BYTES(void* at) {                                              \
-    touch(at, BYTES, true, __builtin_return_address(0));                            \
-  }                                                                                 \
-  void __tsan_unaligned_read##BYTES(void* at) {                                     \
-    touch(at, BYTES, false, __builtin_return_address(0));                           \
-  }                                                                                 \
-  void __tsan_unaligned_write##BYTES(void* at) {                                    \
-    touch(at, BYTES, true, __builtin_return_address(0));                            \
+#define ACCESSES(BYTES)                                                                       \
+  void __tsan_read##BYTES(void* at) { touch(at, BYTES, false, __builtin_return_address(0)); } \
+  void __tsan_write##BYTES(void* at) { touch(at, BYTES, true, __builtin_return_address(0)); } \
+  void __tsan_unaligned_read##BYTES(void* at) {                                               \
+    touch(at, BYTES, false, __builtin_return_address(0));                                     \
+  }                                                                                           \
+  void __tsan_unaligned_write##BYTES(void* at) {                                              \
+    touch(at, BYTES, true, __builtin_return_address(0));                                      \
   }
 
 extern "C" {

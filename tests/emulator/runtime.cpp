@@ -138,7 +138,7 @@ bool arrive(Meeting& meeting, const char* what, Where where) {
     const auto other = std::find_if(meeting.members.begin(), meeting.members.end(),
                                     [&](int t) { return fibers[t].at == &meeting; });
     fault_of("waits at %s while thread %d waits at %s", text_of(what, where).c_str(), *other,
-         text_of(meeting.what, meeting.where).c_str());
+             text_of(meeting.what, meeting.where).c_str());
     stop();
   }
   fibers[current].at = &meeting;
@@ -224,9 +224,8 @@ void run_block(Schedule schedule, std::mt19937_64& random) {
     }
     if (ended == fibers.size()) return;
     if (!ran) {
-      const auto first = std::find_if(fibers.begin(), fibers.end(), [](const Fiber& f) {
-        return f.at != nullptr;
-      });
+      const auto first = std::find_if(fibers.begin(), fibers.end(),
+                                      [](const Fiber& f) { return f.at != nullptr; });
       current = static_cast<int>(first - fibers.begin());
       fault_of("deadlock: %s", waiting().c_str());
       return;
@@ -358,7 +357,7 @@ unsigned long long add_at_once(unsigned long long* place, unsigned long long val
 
 // Runs every block; returns whether there was no fault.
 EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int schedule,
-                                unsigned long long seed, emulator::Report* to) {
+                                     unsigned long long seed, emulator::Report* to) {
   using namespace emulator;
   allocate();
   params = given;

@@ -24,7 +24,8 @@ inline unsigned short double_to_half(double value) {
   const double magnitude = __builtin_fabs(value);
   if (magnitude >= 65520) return sign | 0x7c00;  // halfway to what would come next
   const int exponent = magnitude < 0x1p-14 ? -14 : __builtin_ilogb(magnitude);
-  const int units = static_cast<int>(__builtin_nearbyint(__builtin_ldexp(magnitude, 10 - exponent)));
+  const int units =
+      static_cast<int>(__builtin_nearbyint(__builtin_ldexp(magnitude, 10 - exponent)));
   return static_cast<unsigned short>(sign | (((exponent + 14) << 10) + units));
 }
 
