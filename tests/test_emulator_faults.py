@@ -134,6 +134,13 @@ def test_the_block_that_fails_is_named():
         Probe("if (blockIdx.x == 2 && t == 7) smem[64] = 0;").run(blocks=4)
 
 
+def test_lanes_that_do_not_exist():
+    body = "__shfl_xor_sync(0xffffffffu, t, 1);"
+    with pytest.raises(Fault, match=r"thread 32: .* mask 0xffffffff, but the block has 40 threads"):
+        Probe(body, threads=40).run()
+    Probe(body.replace("0xffffffffu", "t < 32 ? 0xffffffffu : 0xffu"), threads=40).run()
+
+
 def test_two_blocks_must_not_write_the_same():
     body = "if (t == 0) static_cast<int*>(p.out)[0] = blockIdx.x;"
     out = np.zeros(1, np.int32)
