@@ -74,7 +74,7 @@ def text(special: Specialisation, read: Callable[[str], str] = read) -> str:
 
     `read` returns the files of `kernels_cu`; a test may change them.
     """
-    generated = special.generated.source
+    generated = special.functions.source
     paths = (f"{special.kernel}.cu", *(source._VOCABULARY if generated else ()))
     flat = source.flatten_with(paths, lambda path: _with_lines(read(path), path))
     flush = "true" if special.dtype != "float64" else "false"

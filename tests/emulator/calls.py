@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from cupyflash import config, launch, target
 from cupyflash.problem import Array, Call, Gradients, Problem
+from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
 from cupyflash.tiles import KERNELS, Shape, Tiles
 
@@ -90,40 +92,48 @@ class Emulator:
         """Write the combination of several (out, lse), as `cupyflash.launch.combine`."""
         self._run(lambda: launch.combine(parts, out, lse))
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], Any]) -> None:
         specials: list[Specialisation] = []
 
-        def collect(special: Specialisation, *_: Any) -> None:
-            specials.append(special)
+        def collected(launch: Launch, _: int) -> Any:
+            specials.append(launch.special)
+            return SimpleNamespace(start=lambda addresses: None)
 
         # What sums between the launches find in the arrays means nothing yet.
-        with self._answering(collect), np.errstate(all="ignore"):
+        with self._answering(collected), np.errstate(all="ignore"):
             work()
         build.libraries(specials, self.flavour, self.read)
-        with self._answering(self._start):
+        with self._answering(self._ready):
             work()
 
-    def _start(self, special: Specialisation, _: int, grid: int, packed: bytes) -> None:
-        machine(special, self.flavour, self.read).launch(grid, packed, self.schedule)
+    def _ready(self, launch: Launch, _: int) -> Any:
+        def start(addresses: Mapping[str, int]) -> None:
+            kernel = machine(launch.special, self.flavour, self.read)
+            kernel.launch(launch.grid, launch.packed(addresses), self.schedule)
+
+        return SimpleNamespace(start=start)
 
     @contextlib.contextmanager
-    def _answering(self, start: Callable[..., None]) -> Iterator[None]:
+    def _answering(self, ready: Callable[[Launch, int], Any]) -> Iterator[None]:
         """Answer what launches ask of CuPy, and take the launches."""
 
         def tiles(kernel: str, problem: Problem, _: Any, slope: bool, __: Any) -> Tiles:
             return self.blocks.tiles(kernel, problem, slope)
 
         with (
-            mock.patch.object(launch, "start", start),
+            mock.patch.object(launch, "Ready", ready),
             mock.patch.object(config, "simt", tiles),
             mock.patch.multiple(
                 target,
                 of=lambda _: None,
                 device_of=lambda _: 0,
-                is_capturing=lambda _: False,
+                current=lambda _: contextlib.nullcontext(),
+                is_capturing=lambda: False,
                 empty=_poisoned,
                 fill=lambda array, value: array.fill(value),
-                to_device=lambda array, dtype, _: np.ascontiguousarray(array, dtype),
+                is_device_array=lambda array: isinstance(array, np.ndarray),
+                address=lambda array: array.ctypes.data,
+                to_device=np.ascontiguousarray,
             ),
         ):
             yield
@@ -133,7 +143,7 @@ def _on_device(call: Call) -> Call:
     return dataclasses.replace(call, device=0)
 
 
-def _poisoned(shape: tuple[int, ...], dtype: Any, _: int) -> Array:
+def _poisoned(shape: tuple[int, ...], dtype: Any) -> Array:
     """Memory of a pool holds anything: here NaN."""
     made = np.empty(shape, dtype)
     made.reshape(-1).view(np.uint8).fill(0xFF)

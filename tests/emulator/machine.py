@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cupyflash import params
 from cupyflash.source import Specialisation
 
 from . import build
@@ -79,7 +78,7 @@ class Machine:
         weakref.finalize(self, _ctypes.dlclose, self._library._handle)
         self._params_bytes = _Kernel.in_dll(self._library, "emulated_kernel").params_bytes
 
-    def launch(self, blocks: int, packed: bytes, schedule: Schedule = FORWARD) -> None:
+    def launch(self, blocks: int, packed: bytearray, schedule: Schedule = FORWARD) -> None:
         """Run every block, each thread with a copy of the parameters.
 
         Raises
@@ -89,9 +88,9 @@ class Machine:
         """
         assert len(packed) == self._params_bytes, (len(packed), self._params_bytes)
         report = _Report()
-        argument = params.argument(packed)
+        argument = (ctypes.c_char * len(packed)).from_buffer(packed)
         done = self._library.emulator_launch(
-            ctypes.c_void_p(argument.ctypes.data),
+            ctypes.byref(argument),
             ctypes.c_longlong(blocks),
             ctypes.c_int(_ORDERS.index(schedule.order)),
             ctypes.c_ulonglong(schedule.seed),
