@@ -155,23 +155,24 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
     "backward_bias": (backward_bias, False, lambda x: 0),
 }
 
-# Rows of a block's results, rows that pass by at a time, threads; the best first.
-BEST: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "forward_simt": ((64, 128, 128), (64, 64, 128)),
-    "backward_simt_dkdv": ((64, 128, 128), (128, 64, 256), (64, 64, 128)),
-    "backward_simt_dq": ((64, 64, 128),),
-    "backward_bias": ((64, 64, 256),),
+# Kernel, bytes of the accumulator's type -> rows of a block's results, rows that pass by at a time,
+# threads, and the largest head that this is for; the best first.
+BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
+    ("forward_simt", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
+    ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (128, 64, 256, 512), (64, 64, 128, 512)),
+    ("backward_simt_dq", 4): ((64, 64, 128, 64), (128, 64, 256, 512), (64, 64, 128, 512)),
+    ("backward_bias", 4): ((64, 64, 256, 512),),
+    ("backward_bias", 8): ((64, 64, 256, 512),),
 }
-# After those, for every kernel: smaller tiles, for larger heads and elements and for less shared
-# memory.
-SMALLER: tuple[tuple[int, int, int], ...] = (
-    (32, 64, 128),
-    (64, 64, 256),
-    (32, 32, 128),
-    (16, 64, 128),
-    (16, 32, 128),
-    (8, 32, 128),
-    (4, 32, 128),
+# After those, and for every kernel: smaller tiles, for larger heads and elements or less memory.
+SMALLER: tuple[tuple[int, int, int, int], ...] = (
+    (32, 64, 128, 512),
+    (64, 64, 256, 512),
+    (32, 32, 128, 512),
+    (16, 64, 128, 512),
+    (16, 32, 128, 512),
+    (8, 32, 128, 512),
+    (4, 32, 128, 512),
 )
 # Registers for a thread's part of the block's results and of a tile: with more it would spill, and
 # with few it needs no more than FEW_REGISTERS in all, so that more blocks run at a time.
@@ -210,14 +211,14 @@ def fit(
         Queries and keys of a tile, instead of the best ones.
     """
     elements, keys_are_rows, columns_of = KERNELS[kernel]
-    candidates = BEST[kernel] + SMALLER
+    candidates = BEST.get((kernel, itemsize), ()) + SMALLER
     if blocks is not None:
         rows, columns = reversed(blocks) if keys_are_rows else blocks
-        candidates = ((rows, columns, 256), (rows, columns, 128))
+        candidates = ((rows, columns, 256, 512), (rows, columns, 128, 512))
     found = []
-    for rows, columns, threads in candidates:
+    for rows, columns, threads, largest in candidates:
         shape = Shape(itemsize, stored, d, d_v, threads)
-        if rows % shape.row_threads or columns % shape.column_threads:
+        if max(d, d_v) > largest or rows % shape.row_threads or columns % shape.column_threads:
             continue
         numbers = rows // shape.row_threads * (columns + columns_of(shape)) // shape.column_threads
         numbers = numbers * itemsize // 4
