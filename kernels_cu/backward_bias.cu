@@ -28,7 +28,7 @@ static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES")
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const a_smem = reinterpret_cast<accum_t*>(shared_smem);
