@@ -112,13 +112,36 @@ FAULTS = {
         "static_cast<int*>(p.out)[t] = 0;\nif (t == 9) smem[9] = static_cast<int*>(p.out)[8];",
         (9, r"reads global memory that thread 8 of block 0 has written"),
     ),
+    "a copy that is read before it is finished": (
+        "if (t == 3) {\narch::begin_copy(smem, p.out, true);\n"
+        "static_cast<int*>(p.out)[60] = smem[2];\narch::finish_copies();\n}",
+        (3, r"reads byte 8 of shared memory, which a copy of thread 3 has not finished .*be.cu:3"),
+    ),
+    "a copy that others read without a barrier": (
+        "if (t == 3) {\narch::begin_copy(smem, p.out, true);\narch::finish_copies();\n}\n"
+        "if (t > 31) static_cast<int*>(p.out)[t] = smem[2];\n",
+        (32, r"reads byte 8 of shared memory, which thread 3 has written with no barrier since"),
+    ),
+    "a copy to where others still read": (
+        "smem[t] = 0;\n__syncthreads();\nif (t == 9) static_cast<int*>(p.out)[t] = smem[2];\n"
+        "if (t == 33) {\narch::begin_copy(smem, p.out, false);\narch::finish_copies();\n}",
+        (33, r"writes byte 8 of shared memory, which thread 9 has read .*probe.cu:5"),
+    ),
+    "a copy beside shared memory": (
+        "if (t == 5) arch::begin_copy(smem + 62, p.out, false);",
+        (5, r"writes 16 bytes at byte 248 of 256 of shared memory"),
+    ),
+    "a copy that nobody waits for": (
+        "if (t == 5) arch::begin_copy(smem, p.out, true);",
+        (5, r"ended before its copies were finished"),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_faults_are_reported(what):
     body, (thread, text) = FAULTS[what]
-    probe = Probe(body)
+    probe = Probe(body, headers=("arch/copy.cuh",))
     out = np.zeros(64, np.int32)
     with pytest.raises(Fault) as caught:
         probe.run(out, blocks=3)

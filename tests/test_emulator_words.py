@@ -17,7 +17,9 @@ import cupyflash.kernels_cu
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
 ARCH = Path(cupyflash.kernels_cu.__file__).parent / "arch"
-FUNCTION = re.compile(r"^(?:__device__ __forceinline__|inline)? ?(\w[\w ]*?) (\w+)\(", re.MULTILINE)
+FUNCTION = re.compile(
+    r"^(?:__device__ __forceinline__|inline)? ?(?!struct)(\w[\w ]*?) (\w+)\(", re.MULTILINE
+)
 CONVERT = ("arch/convert.cuh",)
 NUMBER = ("params.cuh", "primitives/number.cuh")
 SIZES = "constexpr int NUM_INTS = 1, NUM_FLOATS = 1, NUM_TABLES = 1;\n"
@@ -213,6 +215,22 @@ def test_barriers(schedule):
       static_cast<int*>(p.out)[t] = smem[t ^ 1] + 1000 * some + 2000 * none;
     """
     np.testing.assert_array_equal(threads(body, schedule), ((LANES ^ 1) + 1) % 96 + 1000)
+
+
+@EVERY_ORDER
+def test_copies_to_shared_memory(schedule):
+    body = """
+      const int* const from = static_cast<const int*>(p.in) + 96 * blockIdx.x;
+      if (t % 4 == 0) arch::begin_copy(smem + t, from + t, t < 48);
+      arch::finish_copies();
+      __syncthreads();
+      static_cast<int*>(p.out)[96 * blockIdx.x + t] = smem[t ^ 5];
+    """
+    given, out = np.arange(1, 193, dtype=np.int32), np.zeros(192, np.int32)
+    probe = Probe(body, elements=96, threads=96, headers=("arch/copy.cuh",))
+    probe.run(out, given, 2, schedule)
+    whole = np.where(LANES < 48, given.reshape(2, 96), 0)
+    np.testing.assert_array_equal(out.reshape(2, 96), whole[:, LANES ^ 5])
 
 
 def test_schedules_differ_and_seeds_repeat():

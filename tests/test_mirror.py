@@ -68,7 +68,9 @@ ONLY_CUDA = {
     },
     "primitives/memory.cuh": {
         "rows in global memory; Layout.rows describes them on the CPU": "rows numbers",
-        "through shared memory and as they lie; the CPU transposes them": "load_rows",
+        "through shared memory and as they lie; the CPU transposes them": (
+            "load_rows begin_rows finish_rows finish_vector"
+        ),
     },
     "primitives/matmul.cuh": {
         "sizes in shared memory": (
@@ -80,7 +82,7 @@ ONLY_CUDA = {
             "no_part takes_part multiply_add_seen"
         ),
         "results in registers": "clear add scale",
-        "operands that pass through shared memory": "multiply_rows multiply_both",
+        "operands that pass through shared memory": "multiply_rows multiply_both buffer_elements",
     },
     "primitives/tile.cuh": {
         "sizes of a tile": "smaller rows_from is_whole",

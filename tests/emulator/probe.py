@@ -81,5 +81,5 @@ class Probe:
     ) -> Any:
         """Run it with the arrays `p.in` and `p.out`, and return the latter."""
         places = [0 if x is None else x.ctypes.data for x in (given, out)]
-        self._machine.launch(blocks, struct.pack("=QQ", *places), schedule)
+        self._machine.launch(blocks, bytearray(struct.pack("=QQ", *places)), schedule)
         return out

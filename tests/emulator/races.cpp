@@ -20,7 +20,8 @@ namespace {
 using Clock = std::uint32_t;
 using Address = std::uintptr_t;
 
-constexpr std::size_t GRAIN = 2;  // bytes: no kernel shares smaller elements
+constexpr std::size_t GRAIN = 2;        // bytes: no kernel shares smaller elements
+constexpr Clock IN_FLIGHT = ~Clock(0);  // of a write by a copy that is not finished
 
 struct Write {
   Clock clock = 0;
@@ -53,6 +54,12 @@ bool is_before(const Write& write, int thread) {
   return write.clock <= knows(thread, static_cast<std::size_t>(write.thread));
 }
 
+void not_before(const Write& write, const char* does, std::size_t grain, const void* caller) {
+  fault(offset_of(caller), "%s byte %zu of shared memory, which %sthread %d %s", does,
+        grain * GRAIN, write.clock == IN_FLIGHT ? "a copy of " : "", write.thread,
+        write.clock == IN_FLIGHT ? "has not finished" : "has written with no barrier since");
+}
+
 void read_shared(std::size_t first, std::size_t last, int me, const void* caller) {
   for (std::size_t grain = first; grain <= last; ++grain) {
     const Write& write = written[grain];
@@ -60,11 +67,7 @@ void read_shared(std::size_t first, std::size_t last, int me, const void* caller
       fault(offset_of(caller), "reads byte %zu of shared memory, which no thread has written",
             grain * GRAIN);
     }
-    if (!is_before(write, me)) {
-      fault(offset_of(caller),
-            "reads byte %zu of shared memory, which thread %d has written with no barrier since",
-            grain * GRAIN, write.thread);
-    }
+    if (!is_before(write, me)) not_before(write, "reads", grain, caller);
     was_read[grain * threads + static_cast<std::size_t>(me)] = knows(me, me);
   }
 }
@@ -72,11 +75,7 @@ void read_shared(std::size_t first, std::size_t last, int me, const void* caller
 void write_shared(std::size_t first, std::size_t last, int me, const void* caller) {
   for (std::size_t grain = first; grain <= last; ++grain) {
     Write& write = written[grain];
-    if (!is_before(write, me)) {
-      fault(offset_of(caller),
-            "writes byte %zu of shared memory, which thread %d has written with no barrier since",
-            grain * GRAIN, write.thread);
-    }
+    if (!is_before(write, me)) not_before(write, "writes", grain, caller);
     const Clock* reads = &was_read[grain * threads];
     const Clock* mine = &knows(me, 0);
     bool ordered = true;
@@ -148,6 +147,23 @@ void begin_block(long long number) {
   base = *std::max_element(known.begin(), known.end());
   std::fill(known.begin(), known.end(), base);
   for (std::size_t t = 0; t < threads; ++t) knows(static_cast<int>(t), t) = base + 1;
+}
+
+void begin_copy(void* to, const void* from, std::size_t bytes, const void* caller) {
+  if (from != nullptr) touch(from, bytes, false, caller);
+  touch(to, bytes, true, caller);
+  const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;
+  for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
+    written[grain].clock = IN_FLIGHT;
+  }
+}
+
+void finish_copy(void* to, std::size_t bytes) {
+  const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;
+  for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
+    written[grain].clock =
+        knows(written[grain].thread, static_cast<std::size_t>(written[grain].thread));
+  }
 }
 
 void synchronise(const std::vector<int>& members) {

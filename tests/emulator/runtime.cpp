@@ -67,7 +67,23 @@ struct Meeting {
   bool any = false;
 };
 
+// On its way to shared memory; without a source it brings zeros.
+struct Copy {
+  void* to;
+  const void* from;
+  unsigned int bytes;
+
+  void land() const {
+    if (from == nullptr) {
+      std::memset(to, 0, bytes);
+    } else {
+      std::memcpy(to, from, bytes);
+    }
+  }
+};
+
 struct Fiber {
+  std::vector<Copy> landed, flying;  // copies that it has not waited for
   void* stack_pointer = nullptr;
   Meeting* at = nullptr;  // where it waits
   bool done = false;
@@ -86,6 +102,8 @@ struct Report {
 std::vector<Fiber> fibers;
 std::vector<std::map<unsigned int, Meeting>> warps;  // of each, by the mask of lanes
 Meeting block;
+Schedule schedule;
+std::mt19937_64 randomness;
 int current;  // the thread that runs
 void* scheduler_stack;
 char* stacks;
@@ -165,6 +183,10 @@ void check_end(const Meeting& meeting) {
 
 void begin() {
   emulated_kernel.run(params);
+  if (!fibers[current].landed.empty() || !fibers[current].flying.empty()) {
+    fault_of("ended before its copies were finished");
+    stop();
+  }
   fibers[current].done = true;
   check_end(block);
   for (const auto& each : warps[current / WARP]) check_end(each.second);
@@ -198,7 +220,7 @@ std::string waiting() {
   return text;
 }
 
-void run_block(Schedule schedule, std::mt19937_64& random) {
+void run_block() {
   prepare_fibers();
   for (auto& warp : warps) warp.clear();
   block.arrived = 0;
@@ -208,7 +230,7 @@ void run_block(Schedule schedule, std::mt19937_64& random) {
   std::iota(order.begin(), order.end(), 0);
   if (schedule == Schedule::REVERSE) std::reverse(order.begin(), order.end());
   for (;;) {
-    if (schedule == Schedule::RANDOM) std::shuffle(order.begin(), order.end(), random);
+    if (schedule == Schedule::RANDOM) std::shuffle(order.begin(), order.end(), randomness);
     bool ran = false;
     std::size_t ended = 0;
     for (int t : order) {
@@ -347,6 +369,26 @@ unsigned int vote(const char* what, Where where, unsigned int mask, bool conditi
   return found;
 }
 
+void begin_copy(void* to, const void* from, unsigned int bytes) {
+  races::begin_copy(to, from, bytes, __builtin_return_address(0));
+  const Copy copy = {to, from, bytes};
+  const bool at_once =
+      schedule == Schedule::RANDOM ? randomness() % 2 == 0 : schedule == Schedule::REVERSE;
+  if (at_once) copy.land();
+  (at_once ? fibers[current].landed : fibers[current].flying).push_back(copy);
+}
+
+void finish_copies() {
+  Fiber& me = fibers[current];
+  if (schedule == Schedule::RANDOM) std::shuffle(me.flying.begin(), me.flying.end(), randomness);
+  for (const Copy& copy : me.flying) copy.land();
+  for (const auto* copies : {&me.landed, &me.flying}) {
+    for (const Copy& copy : *copies) races::finish_copy(copy.to, copy.bytes);
+  }
+  me.landed.clear();
+  me.flying.clear();
+}
+
 unsigned long long add_at_once(unsigned long long* place, unsigned long long value) {
   const unsigned long long before = *place;
   *place += value;
@@ -356,24 +398,24 @@ unsigned long long add_at_once(unsigned long long* place, unsigned long long val
 }  // namespace emulator
 
 // Runs every block; returns whether there was no fault.
-EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int schedule,
+EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int order_of_turns,
                                      unsigned long long seed, emulator::Report* to) {
   using namespace emulator;
   allocate();
   params = given;
   report = to;
   failed = false;
-  std::mt19937_64 random(seed);
+  randomness.seed(seed);
+  schedule = static_cast<Schedule>(order_of_turns);
   std::vector<long long> order(static_cast<std::size_t>(blocks));
   std::iota(order.begin(), order.end(), 0LL);
-  const Schedule how = static_cast<Schedule>(schedule);
-  if (how == Schedule::REVERSE) std::reverse(order.begin(), order.end());
-  if (how == Schedule::RANDOM) std::shuffle(order.begin(), order.end(), random);
+  if (schedule == Schedule::REVERSE) std::reverse(order.begin(), order.end());
+  if (schedule == Schedule::RANDOM) std::shuffle(order.begin(), order.end(), randomness);
   const unsigned int control = _mm_getcsr();
   if (emulated_kernel.flush_subnormals) _mm_setcsr(control | FLUSH);
   for (long long number : order) {
     blockIdx.x = static_cast<unsigned int>(number);
-    run_block(how, random);
+    run_block();
     if (failed) break;
   }
   _mm_setcsr(control);

@@ -46,6 +46,13 @@ unsigned long long meet_warp(const char* what, Where where, unsigned int mask, b
 // The lanes of `mask` for which the condition holds.
 unsigned int vote(const char* what, Where where, unsigned int mask, bool condition);
 
+// Begins to copy to shared memory, or to write zeros where `from` is null. It lands at once or at
+// `finish_copies`, as the schedule says; until then nobody may touch its place.
+void begin_copy(void* to, const void* from, unsigned int bytes);
+
+// Waits for the copies that this thread began.
+void finish_copies();
+
 // Adds to memory in one step, whatever other threads do.
 unsigned long long add_at_once(unsigned long long* place, unsigned long long value);
 
