@@ -96,7 +96,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   const long long base = layout::lead_offset(p.dbias, first) + head * p.dbias.head;
-  __syncthreads();  // the tile, which other threads may still read
   tile::store_cells<STRIDE>(total, tile_smem);
   __syncthreads();  // the tile, which other threads wrote
   // Each thread writes elements of dbias: cells of the tile, or sums of its rows or columns.

@@ -75,7 +75,7 @@ ONLY_CUDA = {
     "primitives/matmul.cuh": {
         "sizes in shared memory": (
             "larger round_up chunks chunk_columns whole_columns odd_stride run_of padded_columns "
-            "stage_rows stage_elements"
+            "stage_rows"
         ),
         "the grid of threads": "row_thread column_thread result_column",
         "a masked pair is told by its weight; the CPU keeps a tile of `seen`": (
