@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 from emulator import build
-from emulator.calls import Blocks, Emulator
+from emulator.calls import Blocks, Chosen, Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
 from emulator.problems import (
     HostMemory,
@@ -99,6 +99,31 @@ def test_every_size_of_a_tile(blocks):
     options = {"mask": masks.causal(), "score_mod": scores.softcap(2.0)}
     problem = _with_options(F32, lambda z: options)
     found = ratios(problem, Emulator(Blocks(*blocks)))
+    assert max(found.values()) <= 1, found
+
+
+HEADS = [(64, 64), (128, 128), (257, 400), (48, 272), (400, 1), (512, 512)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "shared_memory"),
+    [
+        (sizes, dtype, (65536, 232448)[(n + m) % 2])
+        for n, sizes in enumerate(HEADS)
+        for m, dtype in enumerate(DTYPES)
+    ],
+    ids=str,
+)
+def test_the_tiles_that_gpus_get(sizes, dtype, shared_memory):
+    rng = np.random.default_rng(sizes)
+    d, d_v = sizes
+    shapes = {"q": (2, 35, d), "k": (1, 70, d), "v": (1, 70, d_v), "do": (2, 35, d_v)}
+    arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    problem = Problem(
+        dtype, "normal", **arrays, dlse=None, options={"mask": masks.causal()},
+        offsets=None, tiles=(8, 8), layouts="plain", workspace=False, hard=False, seed=1,
+    )  # fmt: skip
+    found = ratios(problem, Emulator(Chosen(shared_memory=shared_memory), randomly(1)))
     assert max(found.values()) <= 1, found
 
 

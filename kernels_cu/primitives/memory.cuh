@@ -34,6 +34,12 @@ struct Shares {
   int row = threadIdx.x / LANES;
   int column = threadIdx.x % LANES * STORED_VECTOR;
 
+  // The thread's columns of a row lie so far apart; the last ones may be beyond the row's end.
+  static constexpr int APART = LANES * STORED_VECTOR;
+  __device__ __forceinline__ static bool in_row(int place) {
+    return COLUMNS % APART == 0 || place < COLUMNS;
+  }
+
   __device__ __forceinline__ bool has(int step) const {
     if (THREADS % LANES != 0 && row >= AT_ONCE) return false;
     return ROWS % AT_ONCE == 0 || row + step * AT_ONCE < ROWS;
@@ -61,8 +67,9 @@ __device__ __forceinline__ void begin_rows(accum_t* tile_smem, const Rows& from,
     using Share = Shares<ROWS, COLUMNS>;
     const Share own;
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c += Share::LANES * STORED_VECTOR) {
+    for (int c = 0; c < COLUMNS; c += Share::APART) {
       const int place = c + own.column;
+      if (!Share::in_row(place)) break;
       const bool inside = column + place < WIDTH;
       const storage_t* source = from.data + (first + own.row) * from.row + column + place;
       accum_t* const target_smem = tile_smem + own.row * STRIDE + place;
@@ -111,7 +118,8 @@ __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from
       arch::finish_copies();
       if constexpr (CHECK || sizeof(storage_t) < sizeof(accum_t)) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c += Share::LANES * STORED_VECTOR) {
+        for (int c = 0; c < COLUMNS; c += Share::APART) {
+          if (!Share::in_row(c + own.column)) break;
           accum_t* const target_smem = tile_smem + own.row * STRIDE + c + own.column;
 #pragma unroll 4
           for (int step = 0; step < Share::STEPS; ++step) {

@@ -20,7 +20,7 @@ from cupyflash import config, launch, target
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
-from cupyflash.tiles import KERNELS, Shape, Tiles
+from cupyflash.tiles import KERNELS, Shape, Tiles, fit
 
 from . import build
 from .machine import FORWARD, Schedule, machine
@@ -46,6 +46,22 @@ class Blocks:
         spare = int(slope) + int(problem.dropout > 0)
         shared = elements(shape, rows, columns, spare) * shape.itemsize
         return Tiles(rows, columns, self.threads, shared)
+
+
+@dataclass(frozen=True)
+class Chosen(Blocks):
+    """The tiles that a GPU gets; the sizes are those that a bound may assume."""
+
+    block_q: int = 8
+    block_kv: int = 8
+    shared_memory: int = 232448  # bytes that a block may have
+
+    def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
+        """Return the tiles that the package's table gives a kernel."""
+        sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
+        chosen = fit(kernel, *sizes, int(slope) + int(problem.dropout > 0), self.shared_memory)
+        assert chosen is not None
+        return chosen
 
 
 @dataclass(frozen=True)
