@@ -132,7 +132,7 @@ __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from
     }
   }
   const storage_t* source = from.data + first * from.row + column * from.col;
-#pragma unroll 4
+#pragma unroll 2
   for (int n = threadIdx.x; n < ROWS * COLUMNS; n += THREADS) {
     const int row = n / COLUMNS;
     const int c = n % COLUMNS;

@@ -109,7 +109,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
                                                      accum_t* tile_smem, accum_t* slope_smem) {
   if (!HAS_SCORE && !HAS_SLOPE && tile_class == FULL && is_whole(box)) return;
   store_cells<STRIDE>(s, tile_smem);
-#pragma unroll 4
+#pragma unroll 1
   for (int n = 0; n < ROWS * COLUMNS; ++n) {
     const int row = matmul::row_thread() + ROW_THREADS * (n / COLUMNS);
     const int column = matmul::column_thread() + COLUMN_THREADS * (n % COLUMNS);
