@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from placement import Layout, Placed, random_layout
-from strategies import Problem
 
 import cupyflash
 from cupyflash import config, dispatch, validate
@@ -22,6 +20,8 @@ from cupyflash.testing import (
     forward_bound_varlen,
     rho,
 )
+from cupyflash.testing.placement import Layout, Placed, random_layout
+from cupyflash.testing.problems import Problem
 
 Array = np.ndarray[Any, Any]
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
