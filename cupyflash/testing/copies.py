@@ -35,6 +35,9 @@ class Memory(Protocol):
     def download(self, data: Any) -> Array:
         """Copy bytes back."""
 
+    def result(self, array: Any) -> Array:
+        """Return what a kernel returned as a NumPy array."""
+
 
 class HostMemory:
     """NumPy arrays."""
@@ -55,6 +58,10 @@ class HostMemory:
     def download(self, data: Array) -> Array:
         """Return the bytes."""
         return data
+
+    def result(self, array: Any) -> Array:
+        """Return what a kernel returned."""
+        return np.asarray(array)
 
 
 class CuPyMemory:
@@ -79,6 +86,10 @@ class CuPyMemory:
     def download(self, data: Any) -> Array:
         """Copy bytes back."""
         return np.asarray(data.get())
+
+    def result(self, array: Any) -> Array:
+        """Copy what a kernel returned."""
+        return np.asarray(array.get())
 
 
 class Copy:

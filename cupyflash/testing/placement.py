@@ -97,7 +97,8 @@ class Placed:
             reach *= 1 if step == 0 else 1 + abs(step) * (length - 1) if length > 1 else abs(step)
         self._bytes = np.full(reach + 2 * GUARD + 64, POISON, np.uint8)
         start = GUARD + -self._bytes.ctypes.data % 64 + layout.shift
-        place: dict[str, Any] = {"buffer": self._bytes, "offset": start + first, "strides": tuple(strides)}
+        place: dict[str, Any] = {"buffer": self._bytes, "offset": start + first}
+        place["strides"] = tuple(strides)
         self.view = np.ndarray(shape, dtype, **place)
         # Numbers move as integers, so that no bit of a NaN changes.
         self._raw = np.ndarray(shape, f"u{dtype.itemsize}", **place)

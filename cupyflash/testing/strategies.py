@@ -125,8 +125,8 @@ def problems(
         small = st.tuples(*[st.sampled_from(SMALL_TILES)] * 2)
         tiles = draw(st.one_of(small, small, small, st.none()))
         lengths_of = [edges(block) for block in tiles or (64, 64)]
-    else:  # any kernel has an edge at the multiples of 8 or 16
-        lengths_of = [edges(draw(st.sampled_from([8, 16, block]))) for block in tiles]
+    else:  # kernels have edges at the multiples of smaller powers of 2 too
+        lengths_of = [edges(draw(st.sampled_from([8, 16, 32, 64, block]))) for block in tiles]
     if "empty" not in features:
         lengths_of = [[n for n in each if n] for each in lengths_of]
     d = draw(st.sampled_from(HEAD_SIZES))
@@ -233,9 +233,9 @@ def plain(
     seed = draw(st.integers(0, 2**32 - 1))
     dtype = np.dtype(draw(st.sampled_from([np.dtype(x) for x in dtypes or known_floats()])))
     blocks = tiles or draw(st.tuples(*[st.sampled_from([5, 8, 16])] * 2))
-    most = 40 if max(blocks) <= 16 else 130
+    most, more = (40, edges(8)) if max(blocks) <= 16 else (130, edges(8) + edges(64))
     lengths = [
-        draw(st.sampled_from([n for n in edges(block) + edges(8) if 0 < n <= most]))
+        draw(st.sampled_from([n for n in edges(block) + more if 0 < n <= most]))
         for block in blocks
     ]
     if square or "lengths" not in features:
