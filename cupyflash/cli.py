@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import verify_cli
+
 if TYPE_CHECKING:
     from .demo import Checked, Comparison
 
@@ -298,6 +300,8 @@ def parser() -> argparse.ArgumentParser:
         help="at most so many runs per median (default: %(default)s)",
     )
     command.set_defaults(function=demo)
+
+    verify_cli.add_command(commands)
 
     text = "versions, threads, devices and cache folders"
     command = commands.add_parser("info", help=text, description=f"Show {text}.")

@@ -33,7 +33,7 @@ ORDER = [
     ["calls"],
     ["api", "varlen"],
     ["testing"],
-    ["demo"],
+    ["demo", "verify_cli"],
     ["cli"],
 ]
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know

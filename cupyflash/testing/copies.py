@@ -74,6 +74,10 @@ class CuPyMemory:
 
         self._cupy = cupy
 
+    def available(self) -> bool:
+        """Whether there is a GPU."""
+        return bool(self._cupy.is_available())
+
     def upload(self, data: Array) -> Any:
         """Copy bytes to the current GPU."""
         return self._cupy.asarray(data)

@@ -115,7 +115,8 @@ class Report:
         idle = [x for x in self.results if x.status == NOT_APPLICABLE]
         rows = [["property", "result", "examples", "seconds", "worst", "of"]]
         rows += [line_of(result) for result in run]
-        text = [columns(rows)]
+        settings = f"{self.examples} examples a property, seed {self.seed}"
+        text = [f"{self.device}: {', '.join(self.dtypes)}; {settings}", "", columns(rows)]
         if idle:
             text += ["", "Not run:"]
             width = max(len(x.name) for x in idle)

@@ -235,8 +235,7 @@ def plain(
     blocks = tiles or draw(st.tuples(*[st.sampled_from([5, 8, 16])] * 2))
     most, more = (40, edges(8)) if max(blocks) <= 16 else (130, edges(8) + edges(64))
     lengths = [
-        draw(st.sampled_from([n for n in edges(block) + more if 0 < n <= most]))
-        for block in blocks
+        draw(st.sampled_from([n for n in edges(block) + more if 0 < n <= most])) for block in blocks
     ]
     if square or "lengths" not in features:
         lengths[1] = lengths[0]

@@ -40,6 +40,11 @@ Array = np.ndarray[Any, Any]
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
 
 
+def wide(x: Any) -> Array:
+    """Return numbers in long double."""
+    return np.asarray(x).astype(np.longdouble)
+
+
 class PropertyError(AssertionError):
     """A property does not hold."""
 
@@ -268,15 +273,19 @@ class Subject:
             at = worst.index
             got, right = (float(np.asarray(x)[at]) for x in (actual, exact))
             limit = float(np.broadcast_to(bound, np.shape(exact))[at])
-            size = "not within" if math.isinf(worst.value) else f"{worst.value:.3g} times"
-            raise PropertyError(
-                f"{name}{list(at)} is {got:.9g} where {right:.9g} was expected: {size} the "
-                f"bound of {limit:.3g}"
-            )
+            if math.isnan(got) or math.isnan(right) or math.isinf(worst.value):
+                how = f"where {right:.9g} was expected, with a bound of {limit:.3g}"
+            else:
+                off = abs(wide(actual)[at] - wide(exact)[at])
+                how = (
+                    f"where {right:.9g} was expected: off by {float(off):.3g}, "
+                    f"{worst.value:.3g} times the bound of {limit:.3g}"
+                )
+            raise PropertyError(f"{name}{list(at)} is {got:.9g} {how}")
 
     def near(self, name: str, a: Any, b: Any, *bounds: Any) -> None:
         """Expect two computed arrays to differ by no more than the sum of their bounds."""
-        a, b = (np.asarray(x).astype(np.longdouble) for x in (a, b))
+        a, b = (wide(x) for x in (a, b))
         limit = sum(np.asarray(x, np.float64) for x in bounds)
         self.judge(name, a, b, np.broadcast_to(limit, a.shape))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .precision import Precision
     from .problems import Problem
 
-EXAMPLES = 10
+EXAMPLES = 40
 SHRINKING = 10.0  # seconds
 FUNCTIONS = {
     "backward": "no backward_fn was given",
@@ -43,12 +44,15 @@ def memory_of(device: str) -> Memory:
     if device != "gpu":
         raise ValueError(f"device: {device!r} came; wanted 'cpu' or 'gpu'")
     try:
-        return CuPyMemory()
+        memory = CuPyMemory()
     except ImportError as error:
         raise ImportError(
-            "device='gpu' needs CuPy, which is not installed: pip install 'cupyflash[cuda12]' "
+            "device gpu needs CuPy, which is not installed: pip install 'cupyflash[cuda12]' "
             "or 'cupyflash[cuda13]'"
         ) from error
+    if not memory.available():
+        raise RuntimeError("device gpu: CuPy finds no usable NVIDIA GPU")
+    return memory
 
 
 def strategy_of(
@@ -310,7 +314,11 @@ def chosen_properties(only: str | Iterable[str] | None) -> list[Property]:
     names = [only] if isinstance(only, str) else list(only)
     for name in names:
         if name not in PROPERTIES:
-            raise ValueError(f"only: {name!r} came; wanted one of {', '.join(PROPERTIES)}")
+            near = difflib.get_close_matches(name, PROPERTIES, 3, 0.3)
+            raise ValueError(
+                f"only: {name!r} came, which is no property; close to it: {', '.join(near)}. "
+                "`cupyflash verify --list` and cupyflash.testing.PROPERTIES have all of them."
+            )
     return [PROPERTIES[name] for name in names]
 
 

@@ -33,6 +33,9 @@ _FIRST = (
     gradients.gradients_within_bound,
     packed.packed_within_bound,
     packed.packed_gradients_within_bound,
+    nonfinite.unseen_keys_reach_no_row,
+    calls.twice_is_the_same,
+    calls.strides_do_not_matter,
 )
 
 

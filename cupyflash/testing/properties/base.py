@@ -10,13 +10,26 @@ import numpy as np
 
 from cupyflash import masks
 
-from ..subject import Rows
+from ..subject import Rows, wide
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..problems import Problem
     from ..subject import Subject
+
+__all__ = [
+    "ROUNDED",
+    "WIDE",
+    "Property",
+    "a_property",
+    "allowed_by",
+    "cut_rows",
+    "default_scale",
+    "per_head",
+    "some_mask",
+    "wide",
+]
 
 Array = np.ndarray[Any, Any]
 WIDE = ("bfloat16", "float32", "float64")  # types of a wide exponent
@@ -117,8 +130,3 @@ def cut_rows(rows: Rows, *where: Any) -> Rows:
 def default_scale(p: Problem) -> Any:
     """Return 1/sqrt(D) to long double's precision."""
     return 1 / np.sqrt(np.longdouble(p.q.shape[-1]))
-
-
-def wide(x: Any) -> Array:
-    """Return numbers in long double."""
-    return np.asarray(x).astype(np.longdouble)
