@@ -15,7 +15,7 @@ from cupyflash.masks import flat_sizes, position_symbols
 from cupyflash.reference import program, tile
 from cupyflash.reference.jit import kernel
 from cupyflash.reference.naive import Sizes
-from cupyflash.testing.expressions import (  # noqa: F401
+from cupyflash.testing.trees import (  # noqa: F401
     FUNCTIONS,
     HARD_FLOATS,
     arrays,

@@ -24,8 +24,8 @@ from cupyflash.testing import (
     forward_bound_varlen,
     rho,
 )
+from cupyflash.testing.cases import Problem
 from cupyflash.testing.placement import Layout, Placed, random_layout
-from cupyflash.testing.problems import Problem
 
 Array = np.ndarray[Any, Any]
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")

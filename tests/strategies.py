@@ -1,7 +1,7 @@
 """The strategies of `cupyflash.testing` under the short names that tests use."""
 
+from cupyflash.testing.cases import Problem
 from cupyflash.testing.options import MASKS, Sizes, float_type, known_floats
-from cupyflash.testing.problems import Problem
 from cupyflash.testing.strategies import plain, problems
 
 __all__ = ["BFLOAT16", "DTYPES", "MASKS", "Problem", "Sizes", "plain", "problems"]

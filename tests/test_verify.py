@@ -21,7 +21,7 @@ import cupyflash
 from cupyflash import masks, testing
 from cupyflash.testing import verification
 from cupyflash.testing.copies import Copies, HostMemory
-from cupyflash.testing.options import MASKS, SCORES
+from cupyflash.testing.options import MASKS, SCORES, float_type
 
 
 def mine(q, k, v, causal):
@@ -193,7 +193,7 @@ def test_a_problem_of_unknown_names(options, message):
 def test_a_line_makes_the_problem_again(data):
     dtype = data.draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]))
     packed = data.draw(st.booleans())
-    drawn = data.draw(testing.problems(subjects_dtype(dtype), packed=packed))
+    drawn = data.draw(testing.problems(float_type(dtype), packed=packed))
     again = eval(drawn.line, {"cupyflash": cupyflash})
     for name in ("q", "k", "v", "do", "dlse"):
         a, b = getattr(drawn, name), getattr(again, name)
@@ -204,12 +204,6 @@ def test_a_line_makes_the_problem_again(data):
     for name in ("bias", "sink"):
         if name in drawn.options:
             assert testing.same_bits(drawn.options[name], again.options[name])
-
-
-def subjects_dtype(name):
-    from cupyflash.testing.options import float_type
-
-    return float_type(name)
 
 
 def test_every_named_option_can_be_made():
@@ -315,7 +309,7 @@ def test_docstrings(name):
     assert not faults, f"{name}:\n" + "\n".join(faults)
 
 
-@pytest.mark.parametrize("module", ["verification", "problems", "precision", "__init__"])
+@pytest.mark.parametrize("module", ["verification", "cases", "precision", "__init__"])
 def test_examples_in_docstrings(module):
     name = "cupyflash.testing" + ("" if module == "__init__" else f".{module}")
     failed, tried = doctest.testmod(importlib.import_module(name))

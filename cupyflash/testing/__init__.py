@@ -44,22 +44,22 @@ from .bound import (
     forward_bound_varlen,
     rho,
 )
+from .cases import Problem, problem
 from .families import FAMILIES
 from .features import FEATURES
 from .placement import Layout, Placed, random_layout, same_bits
-from .problems import Problem, problem
 from .properties import PROPERTIES, Property
 from .report import Failure, Report, Result
 from .subject import PropertyError, Subject
 from .verification import check, verify
 
 if TYPE_CHECKING:
-    from .expressions import expressions
     from .strategies import mask_names, plain, problems
+    from .trees import expressions
 
 # What needs hypothesis is imported when it is asked for.
 _DRAWN = {
-    "expressions": "expressions",
+    "expressions": "trees",
     "mask_names": "strategies",
     "plain": "strategies",
     "problems": "strategies",

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .cases import Problem, Shape, problem
 from .families import FAMILIES
 from .features import ALL
 from .hypothesis_needed import st
 from .options import MASKS, SCORES, known_floats
-from .problems import Problem, Shape, problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,8 +41,6 @@ def mask_names(draw: Any, features: Iterable[str] = ALL) -> str | None:
 
     Parameters
     ----------
-    draw : callable
-        Hypothesis gives it.
     features : iterable of str
         What the kernel knows: masks, or causal alone.
 
@@ -96,8 +94,6 @@ def problems(
 
     Parameters
     ----------
-    draw : callable
-        Hypothesis gives it.
     dtype : dtype_like
         The type of q, k and v.
     families : iterable of str
@@ -209,8 +205,6 @@ def plain(
 
     Parameters
     ----------
-    draw : callable
-        Hypothesis gives it.
     dtypes : iterable of dtype_like, optional
         Types to draw from; all of them.
     integers : bool

@@ -34,7 +34,7 @@ from .precision import Precision, Rounding
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from .problems import Problem
+    from .cases import Problem
 
 Array = np.ndarray[Any, Any]
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")

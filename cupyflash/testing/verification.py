@@ -20,8 +20,8 @@ from .subject import PropertyError, Subject
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from .cases import Problem
     from .precision import Precision
-    from .problems import Problem
 
 EXAMPLES = 40
 SHRINKING = 10.0  # seconds

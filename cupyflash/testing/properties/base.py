@@ -15,7 +15,7 @@ from ..subject import Rows, wide
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..problems import Problem
+    from ..cases import Problem
     from ..subject import Subject
 
 __all__ = [

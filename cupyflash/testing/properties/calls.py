@@ -18,7 +18,7 @@ from ..subject import expect, out_shape
 from .base import a_property
 
 if TYPE_CHECKING:
-    from ..problems import Problem
+    from ..cases import Problem
     from ..subject import Subject
 
 NAMES = ("dq", "dk", "dv", "dbias", "dsink")

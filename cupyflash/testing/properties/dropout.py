@@ -17,7 +17,7 @@ from ..subject import expect
 from .base import Array, a_property, some_mask, wide
 
 if TYPE_CHECKING:
-    from ..problems import Problem
+    from ..cases import Problem
     from ..subject import Subject
 
 

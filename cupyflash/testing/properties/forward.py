@@ -27,7 +27,7 @@ from .base import (
 )
 
 if TYPE_CHECKING:
-    from ..problems import Problem
+    from ..cases import Problem
     from ..subject import Subject
 
 

@@ -18,7 +18,7 @@ from .base import Array, a_property, allowed_by, default_scale, per_head, some_m
 
 if TYPE_CHECKING:
     from ..bound import BackwardBound
-    from ..problems import Problem
+    from ..cases import Problem
     from ..subject import Subject
 
 NAMES = ("dq", "dk", "dv")

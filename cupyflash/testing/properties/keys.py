@@ -19,7 +19,7 @@ from .base import a_property, cut_rows, default_scale, per_head, some_mask, wide
 
 if TYPE_CHECKING:
     from ..bound import ForwardBound
-    from ..problems import Problem
+    from ..cases import Problem
     from ..subject import Subject
 
 Array = np.ndarray[Any, Any]

@@ -20,7 +20,7 @@ from ..subject import expect
 from .base import Array, a_property
 
 if TYPE_CHECKING:
-    from ..problems import Problem
+    from ..cases import Problem
     from ..subject import Subject
 
 NAMES = ("dq", "dk", "dv")

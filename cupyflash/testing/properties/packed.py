@@ -10,14 +10,14 @@ import numpy as np
 from cupyflash import masks, scores
 from cupyflash.problem import Gradients
 
-from ..problems import problem
+from ..cases import problem
 from ..subject import Rows, expect
 from .base import a_property, cut_rows
 from .forward import forward_within_bound
 from .gradients import gradients_within_bound
 
 if TYPE_CHECKING:
-    from ..problems import Problem
+    from ..cases import Problem
     from ..subject import Subject
 
 

@@ -14,7 +14,7 @@ from ..subject import expect
 from .base import WIDE, a_property, cut_rows, some_mask
 
 if TYPE_CHECKING:
-    from ..problems import Problem
+    from ..cases import Problem
     from ..subject import Subject
 
 

@@ -164,7 +164,7 @@ def problem(
     >>> from cupyflash.testing import problem
     >>> p = problem("float32", q=(2, 4, 33, 16), k=(2, 2, 65, 16), mask="causal", seed=123)
     >>> p.q.shape, p.v.shape, p.options["mask"]
-    ((2, 4, 33, 16), (2, 2, 65, 16), <mask (j <= ((i + len_k) - len_q))>)
+    ((2, 4, 33, 16), (2, 2, 65, 16), <mask (j <= (i + (len_k - len_q)))>)
     """
     if layouts not in LAYOUTS:
         raise ValueError(f"layouts: {layouts!r} came; wanted one of {', '.join(LAYOUTS)}")

@@ -86,8 +86,6 @@ def expressions(
 
     Parameters
     ----------
-    draw : callable
-        Hypothesis gives it.
     kind : str
         Its type: "bool", "int" or "float".
     depth : int, optional
