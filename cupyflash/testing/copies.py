@@ -93,7 +93,8 @@ class CuPyMemory:
 
     def result(self, array: Any) -> Array:
         """Copy what a kernel returned."""
-        return np.asarray(array.get())
+        raw = np.asarray(array.view(f"u{array.dtype.itemsize}").get())  # bfloat16 is not CuPy's own
+        return raw.view(array.dtype)
 
 
 class Copy:
