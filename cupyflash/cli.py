@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
-import os
-import platform
 import sys
+import textwrap
 import time
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from . import verify_cli
+from . import info, verify_cli
 
 if TYPE_CHECKING:
     from .demo import Checked, Comparison
 
+COLUMNS = 100
 DTYPES = ("float32", "float16", "float64")
+CPU_RUNS, GPU_RUNS = 5, 20  # of a median, at most
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1, header: int = 1) -> str:
@@ -121,52 +117,105 @@ def error_table(checks: Sequence[Checked]) -> str:
     return table(rows)
 
 
+def wrapped(lines: Sequence[tuple[str, str]]) -> str:
+    """Lay out labels and texts, the texts below each other and broken at 100 columns."""
+    indent = 2 + max(len(label) for label, _ in lines)
+    return "\n".join(
+        textwrap.fill(
+            text,
+            COLUMNS,
+            initial_indent=f"{label:<{indent}}",
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for label, text in lines
+    )
+
+
+def choose_device(wanted: str | None) -> tuple[str, str]:
+    """Return the demo's device, cpu or gpu, and in words why no other, or how to choose it.
+
+    Raises
+    ------
+    ValueError
+        A GPU was wanted, and none can be used; the message says why and what to do.
+    """
+    if wanted == "cpu":
+        return "cpu", "--device gpu measures a GPU"
+    obstacle = info.gpu_obstacle()
+    if not obstacle:
+        return "gpu", "--device cpu measures the CPU"
+    if wanted == "gpu":
+        raise ValueError(f"--device gpu: no GPU can be used, since {obstacle}")
+    return "cpu", f"no GPU can be used, since {obstacle}"
+
+
 def demo(options: argparse.Namespace) -> int:
     """Measure real attention against standard attention, and check it against the bound."""
-    from . import demo as measure
-    from .reference import threads
-
     try:
-        number_of_threads = threads.num_threads()
+        kind, choice = choose_device(options.device)
+        threads = number_of_threads() if kind == "cpu" else 0
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(textwrap.fill(f"error: {error}", COLUMNS), file=sys.stderr)
         return 1
-    text, inputs = measure.load(options.dtype), measure.load(options.dtype, options.repeat)
+    from . import demo as work
+    from . import measure
+
+    dtype, repeat, runs = options.dtype, options.repeat, options.runs
+    if kind == "cpu":
+        meter: measure.Meter = measure.Cpu()
+        repeat, runs = repeat or work.CPU_REPEAT, runs or CPU_RUNS
+        device = f"CPU, {info.processor()}; {threads} threads for cupyflash"
+        standard = "NumPy, whose matrix products choose their own number of threads"
+    else:
+        meter = gpu = measure.Gpu()
+        repeat, runs = repeat or work.gpu_repeat(dtype, gpu.free_memory()), runs or GPU_RUNS
+        device = f"GPU {gpu.number()}, {gpu.name()}; portable kernels, without tensor cores"
+        standard = "CuPy, whose matrix products are cuBLAS's"
+    if dtype == "float16":
+        standard += "; float16 is widened to float32"
+    text, inputs = (work.load(dtype, n, meter.xp) for n in (1, repeat))
     heads, length, width = inputs.q.shape
-    scores = megabytes(heads * length**2 * max(inputs.q.itemsize, 4))
-    tiled = f"the text {options.repeat} times over" if options.repeat > 1 else "the text as it is"
+    scores = megabytes(work.score_bytes(dtype, repeat))
+    tiled = f"the text {repeat} times over" if repeat > 1 else "the text as it is"
+    lines = [
+        ("data", "q, k, v of the second layer of all-MiniLM-L6-v2 over the first "
+         f"{work.TOKENS} tokens of the Apache License 2.0 (the gradient do is random)"),
+        ("timed", f"{tiled}: {length} tokens, whose scores take {scores}"),
+        ("shape", f"({heads}, {length}, {width}): heads, tokens, head dimension; {dtype}"),
+        ("device", device),
+        ("", f"({choice})"),
+        ("standard", f"attention that holds all scores, written in {standard}"),
+    ]  # fmt: skip
     print("Exact attention of a real transformer layer over a real text\n")
-    print("data     q, k, v of the second layer of all-MiniLM-L6-v2 over the first")
-    print(f"         {measure.TOKENS} tokens of the Apache License 2.0 (the gradient do is random)")
-    print(f"timed    {tiled}: {length} tokens, whose scores take {scores}")
-    print(f"shape    ({heads}, {length}, {width}): heads, tokens, head dimension; {options.dtype}")
-    print(f"threads  {number_of_threads} for cupyflash; standard attention is NumPy, whose")
-    print("         matrix products choose their own number")
+    print(wrapped(lines))
     sys.stdout.flush()
 
     start = time.perf_counter()
     for causal in (False, True):
-        measure.candidates(text, causal, backward=True)[1]()
-    print(f"kernels  ready after {time.perf_counter() - start:.1f} s\n")
+        meter.seconds(work.candidates(meter.xp, text, causal, backward=True)[1])
+    print(wrapped([("kernels ", f"ready after {time.perf_counter() - start:.1f} s")]) + "\n")
     sys.stdout.flush()
 
-    lines = measure.compare(inputs, options.runs)
-    runs = sorted({line.runs for line in lines})
-    many = f"{runs[0]}" if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
+    found = work.compare(meter, inputs, runs)
+    counts = sorted({line.runs for line in found})
+    many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     print(f"Time (runs per median: {many}, taken in turn) and peak memory beyond q, k and v:\n")
-    print(comparison_table(lines) + "\n")
+    print(comparison_table(found) + "\n")
     sys.stdout.flush()
 
-    every = 6 if options.dtype == "float64" else 4  # exact values beyond float64 take longer
-    checks = measure.check(text, every)
+    every = 6 if dtype == "float64" else 4  # exact values beyond float64 take longer
+    checks = work.check(text, every)
     worst = max(share for line in checks for share in line.share.values())
     print("Error, as the largest share of an element's rounding-error bound: at most 1 is right")
     print(f"(on the text as it is, {-(-heads // every)} of its {heads} heads):\n")
     print(error_table(checks) + "\n")
 
-    time_phrase = span([line.standard_seconds / line.ours_seconds for line in lines], "time")
-    memory_phrase = span([line.standard_bytes / line.ours_bytes for line in lines], "memory")
-    print(f"Against standard attention, cupyflash took {time_phrase} and {memory_phrase}.")
+    time_phrase = span([line.standard_seconds / line.ours_seconds for line in found], "time")
+    memory_phrase = span([line.standard_bytes / line.ours_bytes for line in found], "memory")
+    summary = f"Against standard attention, cupyflash took {time_phrase} and {memory_phrase}."
+    print(textwrap.fill(summary, COLUMNS))
     if worst > 1:
         print(f"An error lies BEYOND the bound ({worst:.3g} of it): please report this output.")
         return 1
@@ -174,90 +223,21 @@ def demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def number_of_threads() -> int:
+    """Threads of a call on NumPy arrays; a ValueError says what is wrong with the setting."""
+    from .reference import threads
+
+    return threads.num_threads()
+
+
 def version() -> str:
     """Version of the package."""
     return str(importlib.import_module("cupyflash").__version__)
 
 
-def installed(distribution: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def processor() -> str:
-    """Name of the CPU, as far as the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def devices() -> list[tuple[str, str]]:
-    """CuPy and the GPUs it sees, or what to install: label and text."""
-    try:
-        cupy: Any = importlib.import_module("cupy")
-    except ImportError:
-        return [
-            ("CuPy", "not installed; for NVIDIA GPUs: pip install 'cupyflash[cuda12]'"),
-            ("", "(CUDA 12) or pip install 'cupyflash[cuda13]' (CUDA 13)"),
-            ("devices", "none"),
-        ]
-    found = [("CuPy", str(cupy.__version__))]
-    if not cupy.is_available():
-        return [*found, ("devices", "none: CuPy finds no usable NVIDIA GPU")]
-    for number in range(cupy.cuda.runtime.getDeviceCount()):
-        facts = cupy.cuda.runtime.getDeviceProperties(number)
-        text = (
-            f"{number}: {facts['name'].decode()}, compute capability "
-            f"{facts['major']}.{facts['minor']}, {facts['totalGlobalMem'] / 2**30:.0f} GiB"
-        )
-        found.append(("devices" if number == 0 else "", text))
-    return found
-
-
-def info(_: argparse.Namespace) -> int:
-    """Print versions, threads, devices and the cache folder."""
-    from .reference import jit, threads
-
-    with warnings.catch_warnings():  # said below in words of its own
-        warnings.simplefilter("ignore")
-        writable = jit.cache_is_writable()
-    how = os.environ.get("CUPYFLASH_NUM_THREADS")
-    how = f"CUPYFLASH_NUM_THREADS={how}" if how else "CUPYFLASH_NUM_THREADS sets it"
-    try:
-        number_of_threads = f"{threads.num_threads()} ({how})"
-    except ValueError as error:  # a wrong setting is what somebody may be looking for here
-        number_of_threads = str(error)
-    lines = [
-        ("cupyflash", version()),
-        ("Python", f"{platform.python_version()} ({sys.executable})"),
-        ("NumPy", np.__version__),
-        ("Numba", installed("numba") or "not installed"),
-        ("ml_dtypes", installed("ml_dtypes") or "not installed; bfloat16 arrays need it"),
-        *devices(),
-        ("CPU", f"{processor()}, {usable_cores()} usable cores"),
-        ("threads", number_of_threads),
-        ("CPU kernels", f"{jit.cache_folder()}"),
-        ("", "writable" if writable else "NOT writable: every process compiles them again;"),
-    ]
-    if not writable:
-        lines.append(("", "set CUPYFLASH_CACHE_DIR to a folder of yours that is"))
-    width = max(len(label) for label, _ in lines)
-    for label, text in lines:
-        print(f"{label:<{width}}  {text}")
+def show_info(_: argparse.Namespace) -> int:
+    """Print versions, threads, devices and the cache folders."""
+    print(wrapped(info.lines(version())))
     return 0
 
 
@@ -283,21 +263,26 @@ def parser() -> argparse.ArgumentParser:
     text = "time, memory and error of real attention, against standard attention"
     command = commands.add_parser("demo", help=text, description=f"Show {text}.")
     command.add_argument(
+        "--device",
+        choices=("cpu", "gpu"),
+        help="NumPy arrays on the CPU or CuPy arrays on the current GPU (default: the GPU where "
+        "one can be used, else the CPU)",
+    )
+    command.add_argument(
         "--dtype", choices=DTYPES, default=DTYPES[0], help="of q, k, v (default: %(default)s)"
     )
     command.add_argument(
         "--repeat",
         type=positive,
-        default=3,
         metavar="N",
-        help="tile the text of 512 tokens N times (default: %(default)s)",
+        help="tile the text of 512 tokens N times (default: 3; on a GPU 16, or less where standard "
+        "attention would not fit)",
     )
     command.add_argument(
         "--runs",
         type=positive,
-        default=5,
         metavar="N",
-        help="at most so many runs per median (default: %(default)s)",
+        help=f"at most so many runs per median (default: {CPU_RUNS}; on a GPU {GPU_RUNS})",
     )
     command.set_defaults(function=demo)
 
@@ -305,7 +290,7 @@ def parser() -> argparse.ArgumentParser:
 
     text = "versions, threads, devices and cache folders"
     command = commands.add_parser("info", help=text, description=f"Show {text}.")
-    command.set_defaults(function=info)
+    command.set_defaults(function=show_info)
     return top
 
 

@@ -9,7 +9,7 @@ import functools
 
 from .errors import ArgumentError
 from .problem import Plan, Problem
-from .target import Target
+from .target import OLDEST_CAPABILITY, Target
 from .tiles import Tiles, fit
 
 # Largest head size -> (block_q, block_kv) of the CPU kernels. A tile of scores, the block of
@@ -66,8 +66,14 @@ def simt(
     Raises
     ------
     ArgumentError
-        If the device has too little shared memory for these head sizes.
+        If the device is too old, or has too little shared memory for these head sizes.
     """
+    if target.capability < OLDEST_CAPABILITY:
+        wanted, came = (".".join(map(str, x)) for x in (OLDEST_CAPABILITY, target.capability))
+        raise ArgumentError(
+            f"q: an array on {target.name} came, of compute capability {came}; wanted a GPU of "
+            f"{wanted} (Turing) or newer. NumPy arrays, as cupy.asnumpy makes, run on the CPU."
+        )
     spare = int(slope) + int(problem.dropout > 0)
     sizes = (problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v)
     tiles = _fit(kernel, *sizes, spare, target.shared_memory, blocks)

@@ -1,31 +1,30 @@
 """What `cupyflash demo` measures: real attention against standard attention, and its error.
 
-The data are q, k and v of one transformer layer over a text (``data/README.md``). Nothing here
-prints: `cli` does.
+The data are q, k and v of one transformer layer over a text (``data/README.md``). Everything is
+written for an array module ``xp``, ``numpy`` or ``cupy``. Nothing here prints: `cli` does.
 """
 
 from __future__ import annotations
 
-import gc
-import statistics
-import time
-import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from . import target
 from .api import attention, attention_vjp
 from .masks import causal as causal_mask
+from .measure import Meter
 from .testing import Precision, backward_bound, forward_bound, rho
 
-Array = NDArray[Any]
-TOKENS = 512  # of the text
+Array = Any  # of `xp`
+HEADS, TOKENS = 12, 512  # of the layer, of the text
 NAMES = ("O", "LSE", "dQ", "dK", "dV")  # what is checked
+CPU_REPEAT, GPU_REPEATS = 3, (16, 8, 4, 2, 1)  # of the text
+MATRICES = 3  # of all scores: more than standard attention's peak, which is p and ds and vectors
+SMALLEST_BLOCK_KV = 8  # of a forward kernel's tiles; a bound grows with the number of tiles
 
 
 class Inputs(NamedTuple):
@@ -37,7 +36,21 @@ class Inputs(NamedTuple):
     do: Array
 
 
-def load(dtype: str = "float32", repeat: int = 1) -> Inputs:
+def score_bytes(dtype: str, repeat: int) -> int:
+    """Bytes of all scores over the text, `repeat` times over."""
+    return HEADS * (TOKENS * repeat) ** 2 * max(np.dtype(dtype).itemsize, 4)
+
+
+def gpu_repeat(dtype: str, free: int) -> int:
+    """How often a GPU with so many `free` bytes gets the text, so that times are not of launches.
+
+    The largest of `GPU_REPEATS` for which standard attention fits too.
+    """
+    fits = (n for n in GPU_REPEATS if MATRICES * score_bytes(dtype, n) <= free)
+    return next(fits, GPU_REPEATS[-1])
+
+
+def load(dtype: str = "float32", repeat: int = 1, xp: Any = np) -> Inputs:
     """Read the data, widen them from float16, and tile the text.
 
     Parameters
@@ -46,6 +59,8 @@ def load(dtype: str = "float32", repeat: int = 1) -> Inputs:
         float16, float32 or float64.
     repeat : int, optional
         How often the text's 512 tokens stand one after the other.
+    xp : module, optional
+        The array module that shall hold them.
 
     Returns
     -------
@@ -55,16 +70,19 @@ def load(dtype: str = "float32", repeat: int = 1) -> Inputs:
     with (files("cupyflash") / "data" / "demo.npz").open("rb") as file, np.load(file) as data:
         q, k, v = (np.tile(data[name].astype(dtype), (1, repeat, 1)) for name in "qkv")
     do = np.random.default_rng(0).standard_normal(v.shape).astype(dtype)
-    return Inputs(q, k, v, do)
+    return Inputs(*(xp.asarray(array) for array in (q, k, v, do)))
 
 
-def standard_forward(q: Array, k: Array, v: Array, causal: bool) -> tuple[Array, Array]:
-    """Standard attention (FlashAttention, Algorithm 0) by NumPy: all scores in one array.
+def standard_forward(xp: Any, q: Array, k: Array, v: Array, causal: bool) -> tuple[Array, Array]:
+    """Standard attention (FlashAttention, Algorithm 0): all scores in one array.
 
     Parameters
     ----------
+    xp : module
+        The array module of all arrays.
     q, k, v : array, shape (H, L, D)
-        float16 is widened to float32, since NumPy's float16 products are no match for anybody.
+        float16 is widened to float32: NumPy's float16 products are no match for anybody, and CuPy
+        itself widens those of more than one head.
     causal : bool
         Whether query i sees keys up to i only.
 
@@ -75,21 +93,26 @@ def standard_forward(q: Array, k: Array, v: Array, causal: bool) -> tuple[Array,
     p : array, shape (H, L, L)
         The probabilities, which the backward needs; in float32 or float64.
     """
-    work = np.promote_types(q.dtype, np.float32)
-    p = (q.astype(work) * q.shape[-1] ** -0.5) @ k.astype(work).swapaxes(-1, -2)
+    dtype = q.dtype
+    work = np.promote_types(dtype, np.float32)
+    q, k, v = (array.astype(work, copy=False) for array in (q, k, v))
+    p = (q * q.shape[-1] ** -0.5) @ k.swapaxes(-1, -2)
     if causal:
-        np.copyto(p, -np.inf, where=~np.tri(*p.shape[-2:], dtype=np.bool_))
+        at = xp.arange(p.shape[-1])
+        xp.copyto(p, -np.inf, where=at > at[:, None])
     p -= p.max(axis=-1, keepdims=True)
-    np.exp(p, out=p)
+    xp.exp(p, out=p)
     p /= p.sum(axis=-1, keepdims=True)
-    return (p @ v.astype(work)).astype(q.dtype), p
+    return (p @ v).astype(dtype, copy=False), p
 
 
-def standard_backward(inputs: Inputs, o: Array, p: Array) -> tuple[Array, Array, Array]:
+def standard_backward(xp: Any, inputs: Inputs, o: Array, p: Array) -> tuple[Array, Array, Array]:
     """Gradients of standard attention, from the probabilities that the forward kept.
 
     Parameters
     ----------
+    xp : module
+        The array module of all arrays.
     inputs : Inputs
         What went into the forward, and the gradient of its output.
     o, p : array
@@ -100,26 +123,39 @@ def standard_backward(inputs: Inputs, o: Array, p: Array) -> tuple[Array, Array,
     dq, dk, dv : array, shape (H, L, D)
         In the dtype of q.
     """
-    q, k, v, do = (array.astype(p.dtype) for array in inputs)
-    scale = q.shape[-1] ** -0.5
-    dv = p.swapaxes(-1, -2) @ do
+    dtype = inputs.q.dtype
+    q, k, v, do = (array.astype(p.dtype, copy=False) for array in inputs)
+    dv = transposed_product(xp, p, do)
     ds = do @ v.swapaxes(-1, -2)
     ds -= (do * o).sum(axis=-1, keepdims=True)
     ds *= p
+    scale = q.shape[-1] ** -0.5
     dq = scale * (ds @ k)
-    dk = scale * (ds.swapaxes(-1, -2) @ q)
-    dtype = inputs.q.dtype
+    dk = scale * transposed_product(xp, ds, q)
     return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
 
 
-def candidates(inputs: Inputs, causal: bool, backward: bool) -> tuple[Callable[[], Any], ...]:
+def transposed_product(xp: Any, a: Array, b: Array) -> Array:
+    """Return the product of the transposed large `a`, shape (H, L, L), and `b`, shape (H, L, D).
+
+    CuPy copies an operand that is transposed, so there the small one is; NumPy copies none, and is
+    slower that way round.
+    """
+    if xp is np:
+        return a.swapaxes(-1, -2) @ b
+    return (b.swapaxes(-1, -2) @ a).swapaxes(-1, -2)
+
+
+def candidates(
+    xp: Any, inputs: Inputs, causal: bool, backward: bool
+) -> tuple[Callable[[], Any], ...]:
     """Return the same work twice as functions to call: by standard attention, by cupyflash."""
     q, k, v, do = inputs
     mask = causal_mask() if causal else None
 
     def standard() -> Any:
-        o, p = standard_forward(q, k, v, causal)
-        return (o, standard_backward(inputs, o, p)) if backward else o
+        o, p = standard_forward(xp, q, k, v, causal)
+        return (o, standard_backward(xp, inputs, o, p)) if backward else o
 
     def ours() -> Any:
         if not backward:
@@ -128,90 +164,6 @@ def candidates(inputs: Inputs, causal: bool, backward: bool) -> tuple[Callable[[
         return o, vjp(do)
 
     return standard, ours
-
-
-def _resident(field: str) -> int | None:
-    """Bytes of ``VmRSS`` (resident now) or ``VmHWM`` (its peak); None where Linux is not."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    for line in status.splitlines():
-        if line.startswith(field + ":"):
-            return 1024 * int(line.split()[1])
-    return None
-
-
-def peak_memory(work: Callable[[], Any]) -> int:
-    """Bytes that a call holds at its peak beyond what was held before, its results included.
-
-    The larger of two measurements, each of which may miss something: `tracemalloc` sees the arrays
-    that NumPy makes but not memory that compiled code takes by itself; the peak of the process's
-    resident memory (Linux) sees that too, but not pages that an earlier call left behind.
-
-    Parameters
-    ----------
-    work : callable
-        Called once, without arguments.
-
-    Returns
-    -------
-    int
-        Bytes.
-    """
-    gc.collect()
-    before = None
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts anew
-        before = _resident("VmRSS")
-    except OSError:
-        pass
-    tracing = tracemalloc.is_tracing()
-    if not tracing:
-        tracemalloc.start()
-    tracemalloc.reset_peak()
-    start = tracemalloc.get_traced_memory()[0]
-    result = work()
-    peak = tracemalloc.get_traced_memory()[1] - start
-    if not tracing:
-        tracemalloc.stop()
-    if before is not None:
-        peak = max(peak, (_resident("VmHWM") or 0) - before)
-    del result
-    return peak
-
-
-def medians(
-    work: Sequence[Callable[[], Any]], most_runs: int, seconds: float
-) -> tuple[list[float], int]:
-    """Time functions in turn, so that a change of the machine's speed meets all of them.
-
-    Parameters
-    ----------
-    work : sequence of callable
-        What to time; each should have run once before.
-    most_runs : int
-        Rounds at most.
-    seconds : float
-        No round is begun after that time; one round is always run.
-
-    Returns
-    -------
-    medians : list of float
-        Seconds, one per function.
-    runs : int
-        Rounds that were run.
-    """
-    times: list[list[float]] = [[] for _ in work]
-    begin = time.perf_counter()
-    runs = 0
-    while runs == 0 or (runs < most_runs and time.perf_counter() - begin < seconds):
-        for function, list_of_times in zip(work, times, strict=True):
-            start = time.perf_counter()
-            function()
-            list_of_times.append(time.perf_counter() - start)
-        runs += 1
-    return [statistics.median(list_of_times) for list_of_times in times], runs
 
 
 @dataclass(frozen=True)
@@ -227,14 +179,16 @@ class Comparison:
     runs: int
 
 
-def compare(inputs: Inputs, most_runs: int = 5, seconds: float = 0.6) -> list[Comparison]:
+def compare(meter: Meter, inputs: Inputs, most_runs: int, seconds: float = 0.6) -> list[Comparison]:
     """Measure time and memory, full and causal, of the forward and of forward and backward.
 
     Parameters
     ----------
+    meter : Meter
+        Of the device where the inputs live.
     inputs : Inputs
         As `load` returns them.
-    most_runs : int, optional
+    most_runs : int
         Runs that a median is of, at most.
     seconds : float, optional
         Time for the runs of one line; fewer runs where they do not fit.
@@ -247,9 +201,9 @@ def compare(inputs: Inputs, most_runs: int = 5, seconds: float = 0.6) -> list[Co
     lines = []
     for causal in (False, True):
         for backward in (False, True):
-            work = candidates(inputs, causal, backward)
-            standard_bytes, ours_bytes = (peak_memory(function) for function in work)
-            (standard_seconds, ours_seconds), runs = medians(work, most_runs, seconds)
+            work = candidates(meter.xp, inputs, causal, backward)
+            standard_bytes, ours_bytes = (meter.peak_memory(function) for function in work)
+            (standard_seconds, ours_seconds), runs = meter.medians(work, most_runs, seconds)
             lines.append(
                 Comparison(
                     "causal" if causal else "full",
@@ -300,19 +254,27 @@ def check(inputs: Inputs, every: int = 1) -> list[Checked]:
         Full and causal.
     """
     q, k, v, do = (array[::every] for array in inputs)
-    precision = Precision.of(q.dtype)
+    host = [_on_host(array) for array in (q, k, v)]
+    options: dict[str, Any] = {"precision": Precision.of(q.dtype)}
+    if target.is_device_array(q):
+        options["block_kv"] = SMALLEST_BLOCK_KV
     results = []
     for causal in (False, True):
-        mask = causal_mask() if causal else None
+        mask = options["mask"] = causal_mask() if causal else None
         o, lse, vjp = attention_vjp(q, k, v, mask=mask, return_lse=True)
-        computed = (o, lse, *vjp(do)[:3])
-        forward = forward_bound(q, k, v, precision=precision, mask=mask)
-        backward = backward_bound(do, q, k, v, precision=precision, mask=mask)
+        computed = [_on_host(array) for array in (o, lse, *vjp(do)[:3])]
+        forward = forward_bound(*host, **options)
+        backward = backward_bound(_on_host(do), *host, **options)
         bounds = (forward.out, forward.lse, backward.dq, backward.dk, backward.dv)
         share = {
             name: rho(array, *bounded).value
             for name, array, bounded in zip(NAMES, computed, bounds, strict=True)
         }
-        largest = float(np.abs(o - forward.out.exact).max())
+        largest = float(np.abs(computed[0] - forward.out.exact).max())
         results.append(Checked("causal" if causal else "full", share, largest))
     return results
+
+
+def _on_host(array: Array) -> Any:
+    """Return an array that NumPy can read."""
+    return target.read_back(array) if target.is_device_array(array) else array

@@ -8,7 +8,6 @@ for, so that an error names its kernel.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from .recipe import Laid, Launch, Recipe
 
 WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 ALIGNMENT = 256  # bytes, of the parts of a workspace
-_ADDRESS = struct.Struct("=Q")
 
 Addresses = dict[str, int]
 
@@ -34,19 +32,15 @@ class Ready:
 
     def __init__(self, launch: Launch, device: int) -> None:
         special = launch.special
+        self._packed, self._by_value = launch.packed, np.dtype(f"V{len(launch.template)}")
         self._kernel = compiler.kernel(special, device)
         self._shared_memory = special.tiles.shared_memory
         self._grid, self._block = (launch.grid,), (special.tiles.threads,)
-        self._template, self._slots = launch.template, launch.slots
-        self._by_value = np.dtype(f"V{len(launch.template)}")
         self.name = special.name
 
     def start(self, addresses: Mapping[str, int]) -> None:
         """Launch on the current device's current stream."""
-        packed = bytearray(self._template)
-        for offset, name in self._slots:
-            _ADDRESS.pack_into(packed, offset, addresses[name])
-        argument = np.frombuffer(packed, self._by_value)
+        argument = np.frombuffer(self._packed(addresses), self._by_value)
         try:
             self._kernel(self._grid, self._block, (argument,), shared_mem=self._shared_memory)
             if WAIT_AFTER_LAUNCH:

@@ -97,7 +97,6 @@ def table(array: Any) -> Table:
     padding = (0,) * (MAX_AXES - array.ndim)
     return Table(
         data=0,
-        extremes=0,
         kind=KINDS[array.dtype.name],
         axes=array.ndim,
         shape=(*array.shape, *padding),

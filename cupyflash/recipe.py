@@ -7,6 +7,7 @@ later. Nothing here touches CuPy or an array's elements.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from .trees import trees
 
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
 SINK_THREADS = 512
+_ADDRESS = struct.Struct("=Q")
 
 
 class Laid(NamedTuple):
@@ -75,6 +77,13 @@ class Launch:
     grid: int
     template: bytes
     slots: tuple[tuple[int, str], ...]
+
+    def packed(self, addresses: Mapping[str, int]) -> bytearray:
+        """Return the parameters with every address in its place."""
+        packed = bytearray(self.template)
+        for offset, name in self.slots:
+            _ADDRESS.pack_into(packed, offset, addresses[name])
+        return packed
 
 
 @dataclass(frozen=True)

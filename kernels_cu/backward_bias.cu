@@ -28,7 +28,7 @@ static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES")
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const a_smem = reinterpret_cast<accum_t*>(shared_smem);
@@ -81,11 +81,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           // 2 scores
           accum_t s[ROWS][COLUMNS];
           matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(s, q, i0, ni, k, j0, nj, a_smem, b_smem);
+          // 3 score mod
+          // 4 mask
           // 5 probabilities and the gradient of the output's weights
           gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
           matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem,
                                                         b_smem);
           gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
+          // 6 accumulate dbias
           matmul::add(total, s);
         }
       }
@@ -93,7 +96,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 
   const long long base = layout::lead_offset(p.dbias, first) + head * p.dbias.head;
-  __syncthreads();  // the tile, which other threads may still read
   tile::store_cells<STRIDE>(total, tile_smem);
   __syncthreads();  // the tile, which other threads wrote
   // Each thread writes elements of dbias: cells of the tile, or sums of its rows or columns.

@@ -23,10 +23,11 @@ constexpr int V_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
 constexpr int STRIDE = matmul::odd_stride(BLOCK_Q);
 constexpr int TILE = BLOCK_KV * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
-constexpr int STAGE = matmul::larger(matmul::stage_elements(BLOCK_Q, D, D),
-                                     matmul::stage_elements(BLOCK_Q, D_V, D_V));
+constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_Q, D, D),
+                                      matmul::buffer_elements(BLOCK_Q, D_V, D_V));
 constexpr int SHARED_ELEMENTS =
-    BLOCK_KV * (K_STRIDE + V_STRIDE) + TILES * TILE + STAGE + 2 * BLOCK_Q;
+    BLOCK_KV * (K_STRIDE + V_STRIDE) + TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q;
+constexpr int UNROLL = 2;  // as far as registers go
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_KV, "BLOCK_KV, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_Q && BLOCK_KV % 4 == 0, "BLOCK_Q");
@@ -34,19 +35,20 @@ static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES")
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const k_smem = reinterpret_cast<accum_t*>(shared_smem);
   accum_t* const v_smem = k_smem + BLOCK_KV * K_STRIDE;
   accum_t* const stage_smem = v_smem + BLOCK_KV * V_STRIDE;
-  accum_t* const tile_smem = stage_smem + STAGE;
+  accum_t* const tile_smem = stage_smem + 2 * BUFFER;
   accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
   const gradient_tile::Scratch scratch{tile_smem, HAS_DROPOUT ? tile_smem + TILE : tile_smem,
                                        HAS_SLOPE ? last_smem : nullptr, lse_smem,
                                        lse_smem + BLOCK_Q};
 
+  matmul::Stage<BUFFER> stage{stage_smem};
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const long long h_kv = work.head;
@@ -54,10 +56,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
   unsigned long long visited = 0;
 
-  memory::load_rows<BLOCK_KV, matmul::whole_columns(D), K_STRIDE, D, false>(
-      k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj, 0);
-  memory::load_rows<BLOCK_KV, matmul::whole_columns(D_V), V_STRIDE, D_V, false>(
-      v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj, 0);
+  memory::load_rows<BLOCK_KV, matmul::whole_columns(D), K_STRIDE, D>(
+      k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj);
+  memory::load_rows<BLOCK_KV, matmul::whole_columns(D_V), V_STRIDE, D_V>(
+      v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj);
   accum_t dk[ROWS][COLUMNS_K], dv[ROWS][COLUMNS_V];
   matmul::clear(dk);
   matmul::clear(dv);
@@ -82,18 +84,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
         // 2 scores
         accum_t s[ROWS][COLUMNS];
-        matmul::multiply_rows<BLOCK_Q, D>(s, k_smem, q, i0, ni, stage_smem);
+        matmul::multiply_rows<BLOCK_Q, D, UNROLL>(s, k_smem, q, i0, ni, stage);
+        // 3 score mod
+        // 4 mask
         // 5 probabilities and the gradient of the output's weights
         gradient_tile::probabilities<true, STRIDE>(p, box, tile_class, s, scratch);
         // 6 accumulate dv and dk
         // dv comes first, because dS will take the place of p.
-        matmul::accumulate<BLOCK_Q, D_V, STRIDE, STAGE, MAY_MASK>(dv, scratch.dropped_smem, d_out,
-                                                                  i0, ni, stage_smem);
-        matmul::multiply_rows<BLOCK_Q, D_V>(s, v_smem, d_out, i0, ni, stage_smem);
+        matmul::accumulate<BLOCK_Q, D_V, STRIDE, MAY_MASK>(dv, scratch.dropped_smem, d_out, i0, ni,
+                                                           stage);
+        matmul::multiply_rows<BLOCK_Q, D_V, UNROLL>(s, v_smem, d_out, i0, ni, stage);
         gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
         if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
-        matmul::accumulate<BLOCK_Q, D, STRIDE, STAGE, MAY_MASK>(dk, scratch.tile_smem, q, i0, ni,
-                                                                stage_smem);
+        matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tile_smem, q, i0, ni, stage);
       }
     }
   }

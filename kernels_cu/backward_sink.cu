@@ -1,4 +1,4 @@
-// The gradient of the sink, after backward_delta: the rest of the twin of
+// The gradient of the sink, after backward_delta: the twin of `backward_sink` in
 // reference/backward_delta.py.
 //
 // dsink[h] is the sum over the batch and the queries of p_sink * (dlse - rowsum(do * out)), that is

@@ -27,7 +27,6 @@ struct Operand {
 // An array that masks and scores read. Strides count bytes.
 struct Table {
   const char* data;
-  const long long* extremes;  // device: smallest and largest element; null where never needed
   int kind;
   int axes;
   long long shape[MAX_AXES];

@@ -186,6 +186,7 @@ def backward_dq(
         queries = members[place[0]]
         ni = min(shape.block_q, shape.len_q[queries] - i0)
         lanes = padded(ni, vector)
+        # 1 load q
         load_transposed(q, queries, h, i0, ni, lanes, shape.d, itemsize, q_panel)
         dq_tile[:] = 0
         count = 0

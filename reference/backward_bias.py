@@ -70,6 +70,7 @@ def backward_bias(first, last, work, members, shape, changes, k, v, lse, delta, 
                             k,
                             v,
                         )
+                        # 6 accumulate dbias
                         for j in range(nj):
                             for i in range(ni):
                                 row, column = 0 if one_query else i0 + i, 0 if one_key else j0 + j

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from .jit import kernel
+from .jit import helper, kernel
 from .memory import load, row_address, store
 
 
@@ -15,13 +15,12 @@ from .memory import load, row_address, store
 def backward_delta(first, last, shape, do, out, dlse, lse, sink, delta, dsink):
     """Compute delta of batch entry and head ``n = b * heads + h`` from `first` to `last`.
 
-    ``dsink[n]`` receives the sum over the queries of p_sink * (dlse - rowsum(do * out)).
+    ``dsink[n]`` receives that entry's part of the sink's gradient.
     """
     itemsize = shape.itemsize
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     for item in range(first, last):
         b, h = item // shape.heads, item % shape.heads
-        total = zero
         for i in range(shape.len_q[b]):
             do_row = row_address(do, b, h, i, itemsize)
             out_row = row_address(out, b, h, i, itemsize)
@@ -32,7 +31,18 @@ def backward_delta(first, last, shape, do, out, dlse, lse, sink, delta, dsink):
                 value += element * load(do_row + d * itemsize, one) if element != zero else zero
             value -= load(row_address(dlse, b, h, i, itemsize), one)
             store(row_address(delta, b, h, i, itemsize), value)
-            row_lse = load(row_address(lse, b, h, i, itemsize), one)
-            if sink[h] != -math.inf and row_lse != -math.inf:
-                total -= sink.dtype.type(math.exp(min(sink[h] - row_lse, zero))) * value
-        dsink[item] = total
+        dsink[item] = backward_sink(shape, lse, sink, delta, b, h)
+
+
+@helper
+def backward_sink(shape, lse, sink, delta, b, h):
+    """Return the sum over the queries of p_sink * (dlse - rowsum(do * out)), or -p_sink * delta."""
+    zero = sink.dtype.type(0)
+    total = zero
+    for i in range(shape.len_q[b]):
+        row_lse = load(row_address(lse, b, h, i, shape.itemsize), zero)
+        if sink[h] == -math.inf or row_lse == -math.inf:
+            continue
+        p_sink = sink.dtype.type(math.exp(min(sink[h] - row_lse, zero)))
+        total -= p_sink * load(row_address(delta, b, h, i, shape.itemsize), zero)
+    return total

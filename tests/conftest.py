@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +59,15 @@ common = {"deadline": None, "suppress_health_check": slow_is_fine, "print_blob":
 settings.register_profile("dev", max_examples=25, **common)
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **common)
 settings.register_profile("nightly", max_examples=2000, **common)
+# sanitizer: a few, for tools that make a GPU many times slower (tests/gpu_check.py).
+settings.register_profile(
+    "sanitizer",
+    max_examples=4,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    **common,
+)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 )

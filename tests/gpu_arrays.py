@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -19,4 +20,7 @@ def memory() -> Any:
         pytest.skip("CuPy is not installed")
     if not cupy.is_available():
         pytest.skip("CuPy finds no usable NVIDIA GPU")
+    if os.environ.get("CUPYFLASH_TEST_NO_POOL"):
+        # Every array is an allocation of its own, so that a sanitizer sees where it ends.
+        cupy.cuda.set_allocator(None)
     return CuPyMemory()

@@ -1,7 +1,8 @@
-"""The command line: what `demo`, `info` and `--version` print is true, and wrong words are told."""
+"""The command line: what `demo` and `--version` print is true, and wrong words are told."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import re
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_cupy import H200, fake_cupy
 
 import cupyflash
-from cupyflash import cli, demo
+from cupyflash import cli, demo, measure
 from cupyflash.reference import naive
 
 UNITS = {"ms": 1e-3, "MB": 1e6}
@@ -69,6 +71,7 @@ def test_the_script_is_installed():
         (["demmo"], "'demmo'"),
         (["demo", "--dtype", "int8"], "'int8'"),
         (["demo", "--repeat", "0"], "'0' came, a whole number from 1 was wanted"),
+        (["demo", "--device", "tpu"], "'tpu'"),
         (["demo", "--runs", "x"], "'x' came, a whole number from 1 was wanted"),
         (["info", "--all"], "--all"),
     ],
@@ -82,52 +85,22 @@ def test_wrong_arguments(arguments, wanted, capsys):
     assert not captured.out
 
 
-def test_info(tmp_path):
-    cache = tmp_path / "kernels"
-    done = run(
-        tmp_path, "info", CUPYFLASH_NUM_THREADS="1", CUPYFLASH_CACHE_DIR=str(cache), COLUMNS="80"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    said = {line[:13].strip(): line[13:].strip() for line in done.stdout.splitlines()}
-    assert said["cupyflash"] == cupyflash.__version__
-    assert said["NumPy"] == np.__version__
-    assert said["Numba"] == importlib.metadata.version("numba")
-    assert said["threads"].startswith("1 ")
-    assert "CUPYFLASH_NUM_THREADS" in said["threads"]
-    assert said["CPU kernels"] == str(cache)
-    assert "writable" in done.stdout
-    assert "NOT writable" not in done.stdout
-    assert re.search(r"\d+ usable core", said["CPU"])
-    try:
-        import cupy
-    except ImportError:
-        assert "cupyflash[cuda12]" in done.stdout
-        assert "cupyflash[cuda13]" in done.stdout
-    else:
-        assert said["CuPy"] == cupy.__version__
-
-
-def test_info_without_a_writable_cache(tmp_path):
-    (tmp_path / "file").touch()
-    done = run(tmp_path, "info", CUPYFLASH_CACHE_DIR=str(tmp_path / "file" / "kernels"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "NOT writable" in done.stdout
-    assert "set CUPYFLASH_CACHE_DIR" in done.stdout
-
-
 def test_a_wrong_number_of_threads_is_told(monkeypatch, capsys):
     monkeypatch.setenv("CUPYFLASH_NUM_THREADS", "many")
     assert cli.main(["info"]) == 0
     assert "'many'" in capsys.readouterr().out
-    assert cli.main(["demo"]) == 1
+    assert cli.main(["demo", "--device", "cpu"]) == 1
     captured = capsys.readouterr()
     assert "'many'" in captured.err
     assert not captured.out
 
 
 def test_demo(tmp_path):
-    done = run(tmp_path, "demo", "--repeat", "2", "--runs", "2")
+    done = run(tmp_path, "demo", "--device", "cpu", "--repeat", "2", "--runs", "2")
     assert done.returncode == 0, done.stderr
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+    assert "NumPy" in done.stdout
+    assert "--device gpu" in done.stdout  # how to choose
     assert "1024 tokens" in done.stdout
 
     lines = [cells(line) for line in section(done.stdout, "Time")]
@@ -159,10 +132,36 @@ def test_demo(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_demo_in_other_types(dtype, capsys):
-    assert cli.main(["demo", "--dtype", dtype, "--repeat", "1", "--runs", "1"]) == 0
+    arguments = ["--device", "cpu", "--dtype", dtype, "--repeat", "1", "--runs", "1"]
+    assert cli.main(["demo", *arguments]) == 0
     out = capsys.readouterr().out
     assert dtype in out
     assert "within the bound" in out.splitlines()[-1]
+
+
+def test_demo_for_a_gpu(monkeypatch, capsys):
+    """What it says and chooses; the numbers are tested where there is a GPU."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy((H200,), free=2**28))
+    assert cli.main(["demo", "--runs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= 100
+    for words in ("GPU 0, NVIDIA H200", "--device cpu", "CuPy", "2 times over"):
+        assert words in out
+    lines = [cells(line) for line in section(out, "Time")]
+    assert all(line[5:7] == ["1.0 MB", "1.0 MB"] for line in lines)  # as the pool's hook is told
+    assert "within the bound" in out.splitlines()[-1]
+
+
+def test_a_long_summary_is_broken(monkeypatch, capsys):
+    """Slower here, faster there: the longest that the last lines become."""
+    line = demo.Comparison("full", "forward", 1.0, 1.1, 10**9, 10**6, 5)
+    lines = [line, dataclasses.replace(line, ours_seconds=0.08, ours_bytes=800_000)]
+    monkeypatch.setattr(demo, "compare", lambda *_: lines)
+    assert cli.main(["demo", "--device", "cpu", "--repeat", "1"]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= 100
+    words = "cupyflash took from 1.1x more to 12x less time and 1000x to 1250x less memory."
+    assert words in " ".join(out.split())
 
 
 def test_demo_says_when_it_fails(monkeypatch, capsys):
@@ -178,22 +177,23 @@ def test_demo_says_when_it_fails(monkeypatch, capsys):
         "attention_vjp",
         lambda *a, **o: wrong(*a, **o) if o.get("return_lse") else right(*a, **o),
     )
-    assert cli.main(["demo", "--repeat", "1", "--runs", "1"]) == 1
+    assert cli.main(["demo", "--device", "cpu", "--repeat", "1", "--runs", "1"]) == 1
     assert "BEYOND the bound" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.parametrize("xp", [np, fake_cupy()], ids=["numpy", "as on a GPU"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_standard_attention_is_right(causal):
+def test_standard_attention_is_right(causal, xp):
     """What cupyflash is compared with computes the same thing."""
     inputs = demo.Inputs(*(array[:2, :40] for array in demo.load("float64")))
     q, k, v, do = inputs
     mask = cupyflash.masks.causal() if causal else None
     exact = naive.attention(q, k, v, mask=mask, return_probs=True)
-    o, p = demo.standard_forward(q, k, v, causal)
+    o, p = demo.standard_forward(xp, q, k, v, causal)
     np.testing.assert_allclose(o, exact.out, atol=1e-13)
     np.testing.assert_allclose(p, np.reshape(exact.probs, p.shape), atol=1e-13)
     wanted = naive.attention_backward(do, q, k, v, mask=mask)
-    for got, gradient in zip(demo.standard_backward(inputs, o, p), wanted[:3], strict=True):
+    for got, gradient in zip(demo.standard_backward(xp, inputs, o, p), wanted[:3], strict=True):
         np.testing.assert_allclose(got, gradient, atol=1e-12)
 
 
@@ -219,16 +219,39 @@ def test_peak_memory():
         np.zeros(size, dtype=np.uint8).fill(1)  # given back before the end
         return np.ones(1000)
 
-    assert size <= demo.peak_memory(work) < 1.2 * size
+    assert size <= measure.Cpu().peak_memory(work) < 1.2 * size
+
+
+def test_the_gpus_text_leaves_room_for_standard_attention():
+    whole = demo.score_bytes("float32", 16)
+    assert whole == 12 * (16 * 512) ** 2 * 4
+    assert demo.score_bytes("float16", 16) == whole  # its softmax is float32
+    assert demo.gpu_repeat("float32", 80 * 2**30) == 16
+    for free in (2**30, 4 * 2**30, 12 * 2**30):
+        repeat = demo.gpu_repeat("float64", free)
+        assert 1 <= repeat < 16
+        assert demo.MATRICES * demo.score_bytes("float64", repeat) <= free
+        assert demo.MATRICES * demo.score_bytes("float64", 2 * repeat) > free
+    assert demo.gpu_repeat("float32", 0) == 1
+
+
+def test_peak_memory_of_a_pool():
+    """As CuPy's pool calls its hook."""
+    hook = measure._peak_hook(object)
+    for size in (100, 50):
+        hook.malloc_postprocess(device_id=0, size=size, mem_size=size, mem_ptr=1, pmem_id=1)
+    hook.free_postprocess(device_id=0, mem_size=100, mem_ptr=1, pmem_id=1)
+    hook.malloc_postprocess(device_id=0, size=90, mem_size=90, mem_ptr=2, pmem_id=2)
+    assert (hook.held, hook.peak) == (140, 150)
 
 
 def test_medians_take_turns():
     order = []
     work = [lambda: order.append("a"), lambda: order.append("b")]
-    times, runs = demo.medians(work, 3, 60.0)
+    times, runs = measure.Cpu().medians(work, 3, 60.0)
     assert (runs, order) == (3, ["a", "b"] * 3)
     assert len(times) == 2
-    assert demo.medians(work, 3, 0.0)[1] == 1  # one round is always run
+    assert measure.Cpu().medians(work, 3, 0.0)[1] == 1  # one round is always run
 
 
 def test_table():

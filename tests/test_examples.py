@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,6 +169,81 @@ def test_padding_changes_no_embedding():
     changed[:, 0] = (changed[:, 0] + 1) % 50
     moved = np.abs(example.encode_tokens(changed, lengths, weights) - padded).max(axis=1)
     assert moved.min() > 1e-3
+
+
+class Letters:
+    """A tokenizer without a download: one token per letter, and one before and behind."""
+
+    def encode_batch(self, sentences):
+        return [
+            SimpleNamespace(ids=[0, *(ord(x) % 48 + 1 for x in text), 49]) for text in sentences
+        ]
+
+
+@pytest.mark.gpu
+def test_the_gpu_gives_the_same_embeddings(gpu):
+    import cupy
+
+    rng = np.random.default_rng(2)
+    weights = random_weights(rng)
+    on_gpu = {name: cupy.asarray(array) for name, array in weights.items()}
+    lengths = np.array([1, 5, 17, 33])
+    ids = rng.integers(0, 50, (4, 33))
+    found = example.encode_tokens(ids, lengths, on_gpu)
+    assert isinstance(found, cupy.ndarray)
+    assert found.dtype == np.float32
+    wanted = example.encode_tokens(ids, lengths, weights)
+    np.testing.assert_allclose(example.to_host(found), wanted, atol=2e-5)
+    # Arrays that are on the GPU already, and what stands in the padding.
+    other = np.where(np.arange(33) < lengths[:, None], ids, 7)
+    again = example.encode_tokens(cupy.asarray(other), cupy.asarray(lengths), on_gpu)
+    np.testing.assert_array_equal(again.get(), found.get())
+
+
+def printed(device, monkeypatch, capsys):
+    """What the whole program prints, from sentences to the table; its weights are not real."""
+    weights = random_weights(np.random.default_rng(3))
+    monkeypatch.setattr(example, "load_tokenizer", Letters)
+    monkeypatch.setattr(
+        example, "load_weights", lambda xp: {name: xp.asarray(x) for name, x in weights.items()}
+    )
+    assert example.main(["--device", device, *example.SENTENCES]) == 0
+    return capsys.readouterr().out.split()
+
+
+def test_the_whole_program(monkeypatch, capsys):
+    words = printed("cpu", monkeypatch, capsys)
+    number = len(example.SENTENCES)
+    table = np.array(words[-number * (number + 2) :]).reshape(number, number + 2)
+    similarity = table[:, 1:-1].astype(float)
+    np.testing.assert_array_equal(similarity, similarity.T)
+    np.testing.assert_array_equal(np.diag(similarity), 1)
+    # Alone, or in batches of mixed lengths: the same, in the order of the sentences.
+    tokenizer, weights = example.load_tokenizer(), example.load_weights(np)
+    alone = [example.encode([text], weights, tokenizer)[0] for text in example.SENTENCES]
+    for batch_size in (2, 32):
+        together = example.encode(example.SENTENCES, weights, tokenizer, batch_size)
+        np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_the_whole_program_on_the_gpu(gpu, monkeypatch, capsys):
+    ours, theirs = (printed(device, monkeypatch, capsys) for device in ("gpu", "cpu"))
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a == b or abs(float(a) - float(b)) < 0.0101  # of two decimals
+
+
+@pytest.mark.parametrize(
+    ("cupy", "wanted"),
+    [(None, "cuda13"), (SimpleNamespace(is_available=lambda: False), "cupyflash info")],
+)
+def test_a_gpu_that_is_not_there_is_explained(cupy, wanted, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert example.main(["--device", "gpu", "one", "two"]) == 1
+    captured = capsys.readouterr()
+    assert wanted in captured.err
+    assert not captured.out
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(np.float64, 2.2e-7), (np.float32, 4e-7)])

@@ -33,7 +33,8 @@ ORDER = [
     ["calls"],
     ["api", "varlen"],
     ["testing"],
-    ["demo", "verify_cli"],
+    ["measure"],
+    ["info", "demo", "verify_cli"],
     ["cli"],
 ]
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
@@ -42,7 +43,7 @@ USERS_OF_REFERENCE = [
     "cupyflash.dispatch",
     "cupyflash.expr.lower",
     "cupyflash.testing",
-    "cupyflash.demo",
+    "cupyflash.info",
     "cupyflash.cli",
 ]
 # Imported when first needed, never by `import cupyflash`.
@@ -53,7 +54,8 @@ REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_na
 USERS_OF_CUPY = [
     "cupyflash.target",
     "cupyflash.compile",
-    "cupyflash.cli",
+    "cupyflash.measure",
+    "cupyflash.info",
     "cupyflash.testing.copies",
 ]
 # The one module that imports hypothesis; no module that is imported by itself imports it.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -29,6 +31,7 @@ COMMANDS = {
     'pip install ".[verify]"': "an extra",
 }
 
+NEEDS_A_GPU = re.compile(r"^import (?:cupy|torch)$", re.MULTILINE)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)")
@@ -61,16 +64,53 @@ def mentioned_paths(document: str) -> set[str]:
     return found
 
 
+def code(document: str, line: int, text: str) -> CodeType:
+    # The empty lines make a traceback show the document's own line numbers.
+    return compile("\n" * (line - 1) + text, str(ROOT / document), "exec")
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_the_code_runs(document, tmp_path, monkeypatch):
     # One namespace for a document, in order, as a reader would type it; away from the checkout.
     monkeypatch.chdir(tmp_path)
-    found = blocks(document, "python")
+    found = [each for each in blocks(document, "python") if not NEEDS_A_GPU.search(each[1])]
     assert found
     namespace: dict[str, object] = {"__name__": "readme"}
     for line, text in found:
-        # The empty lines make a traceback show the document's own line numbers.
-        exec(compile("\n" * (line - 1) + text, str(ROOT / document), "exec"), namespace)
+        exec(code(document, line, text), namespace)
+
+
+def gpu_blocks() -> list[tuple[int, str]]:
+    return [each for each in blocks("README.md", "python") if NEEDS_A_GPU.search(each[1])]
+
+
+def test_there_is_code_for_gpus():
+    """It is Python at least, and shows what the text promises."""
+    for line, text in gpu_blocks():
+        code("README.md", line, text)
+    together = "".join(text for _, text in gpu_blocks())
+    for name in (
+        "cupy.asarray",
+        "torch.from_dlpack",
+        "torch.bfloat16",
+        "workspace=",
+        "end_capture",
+    ):
+        assert name in together
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("line", "text"), gpu_blocks(), ids=lambda x: f"line {x}" if isinstance(x, int) else ""
+)
+def test_the_code_for_gpus_runs(line, text, gpu, tmp_path, monkeypatch):
+    # Each by itself: a reader takes the one that fits.
+    monkeypatch.chdir(tmp_path)
+    if "import torch" in text:
+        pytest.importorskip("torch", reason="this block shows arrays of PyTorch")
+    exec(code("README.md", line, text), {"__name__": "readme"})
+    cupy = sys.modules["cupy"]
+    cupy.cuda.Device().synchronize()
 
 
 def test_only_known_languages():

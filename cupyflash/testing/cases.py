@@ -78,8 +78,8 @@ class Problem:
     workspace: bool
     seed: int
     hard: bool
-    line: str
-    rng: np.random.Generator
+    line: str = ""
+    rng: np.random.Generator = field(default_factory=np.random.default_rng)
     placed: list[Placed] = field(default_factory=list)
 
     @property

@@ -4,7 +4,7 @@
 #include "../arch/warp.cuh"
 #include "number.cuh"
 
-// A range of more elements than this is bounded by the whole array's extremes.
+// A range of more elements than this is not looked at: its bounds are those of the type.
 constexpr long long RANGE_LIMIT = 1024;
 constexpr long long SMALLEST_INT = -0x7fffffffffffffffLL - 1;
 constexpr long long LARGEST_INT = 0x7fffffffffffffffLL;
@@ -93,9 +93,7 @@ template <int AXES>
 __device__ __forceinline__ IntEnds int_extremes(const Table& table, const long long* ends) {
   const Range<AXES> range(table, ends);
   if (range.count > RANGE_LIMIT) {
-    if (table.kind == KIND_BOOL) return IntEnds{0, 1};
-    if (table.extremes == nullptr) return IntEnds{SMALLEST_INT, LARGEST_INT};
-    return IntEnds{table.extremes[0], table.extremes[1]};
+    return table.kind == KIND_BOOL ? IntEnds{0, 1} : IntEnds{SMALLEST_INT, LARGEST_INT};
   }
   IntEnds found{LARGEST_INT, SMALLEST_INT};
 #pragma unroll 1

@@ -20,8 +20,8 @@ __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
 __device__ constexpr int round_up(int x, int step) { return (x + step - 1) / step * step; }
 
 // Columns of an operand that `multiply` holds in shared memory at a time, and how many chunks of
-// them there are. A chunk is at most 256 bytes wide.
-constexpr int CHUNK_LIMIT = 256 / static_cast<int>(sizeof(accum_t));
+// them there are. A chunk is at most 128 bytes wide.
+constexpr int CHUNK_LIMIT = 128 / static_cast<int>(sizeof(accum_t));
 __device__ constexpr int chunks(int width) { return (width + CHUNK_LIMIT - 1) / CHUNK_LIMIT; }
 __device__ constexpr int chunk_columns(int width) {
   const int whole = width % STORED_VECTOR == 0 ? STORED_VECTOR : VECTOR;
@@ -61,13 +61,29 @@ __device__ constexpr int stage_rows(int rows, int width, int elements) {
   return rows;
 }
 
-// Elements of the buffer through which rows of global memory pass: a chunk of `rows` rows of
-// `width` columns for `multiply`, or a few whole rows of `wide` columns for `accumulate`.
-__device__ constexpr int stage_elements(int rows, int width, int wide) {
+// Elements of one of the stage's two buffers: a chunk of `rows` rows of `width` columns for
+// `multiply`, or a few whole rows of `wide` columns for `accumulate`.
+__device__ constexpr int buffer_elements(int rows, int width, int wide) {
   const int chunk = rows * odd_stride(chunk_columns(width));
   const int whole = stage_rows(rows, wide, chunk) * padded_columns(wide);
   return larger(chunk, whole);
 }
+
+// Where rows of global memory pass through shared memory: while the block multiplies what is in one
+// buffer, the next rows are copied to the other.
+//
+// Whoever begins a product finds the next buffer free: the product before ended in the other one,
+// and had a barrier after this one was read.
+template <int BUFFER>
+struct Stage {
+  accum_t* stage_smem;
+  int offset = 0;
+
+  __device__ __forceinline__ accum_t* next() {
+    offset = BUFFER - offset;
+    return stage_smem + offset;
+  }
+};
 
 // Neighbouring lanes share a column thread and every other lane a row thread: 16-byte reads are
 // served half a warp at a time, in one go where lanes next to each other, or next but one, read the
@@ -80,13 +96,13 @@ __device__ __forceinline__ int column_thread() {
 }
 
 // c += a b^T for tiles of `DEPTH` columns. The thread's columns of c are column_thread +
-// COLUMN_THREADS * n.
-template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
+// COLUMN_THREADS * n. UNROLL vectors of each row are in sight at a time.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                          const accum_t* b_smem) {
   a_smem += row_thread() * A_STRIDE;
   b_smem += column_thread() * B_STRIDE;
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int k = 0; k < DEPTH; k += VECTOR) {
     Vector a[ROWS], b[COLUMNS];
 #pragma unroll
@@ -136,7 +152,7 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const 
   };
   a_smem += row_thread() * A_STRIDE;
   b_smem += column_thread() * RUN;
-#pragma unroll 1
+#pragma unroll 2
   for (int k = 0; k < DEPTH; k += VECTOR) {
     Vector a[ROWS];
 #pragma unroll
@@ -208,21 +224,27 @@ __device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t facto
 
 // c = a b^T, where a lies whole in shared memory and B_ROWS rows of b, of which `valid` exist from
 // `first` on, pass through the stage a chunk of columns at a time.
-template <int B_ROWS, int WIDTH, int ROWS, int COLUMNS>
+template <int B_ROWS, int WIDTH, int UNROLL, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                               const memory::Rows& b, long long first, int valid,
-                                              accum_t* stage_smem) {
+                                              Stage<BUFFER>& stage) {
   constexpr int CHUNK = chunk_columns(WIDTH);
   constexpr int A_STRIDE = odd_stride(whole_columns(WIDTH));
   constexpr int STRIDE = odd_stride(CHUNK);
+  accum_t* chunk_smem = stage.next();
+  memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, 0);
   clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
-    __syncthreads();  // the stage, which may still be read; before the first chunk also the rows
-                      // of a, which other threads wrote
-    memory::load_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(stage_smem, b, first, valid, column);
-    __syncthreads();  // the stage, now filled
-    multiply<CHUNK, A_STRIDE, STRIDE>(c, a_smem + column, stage_smem);
+    const accum_t* const filled_smem = chunk_smem;
+    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(chunk_smem, b, first, valid, column);
+    __syncthreads();  // the chunk, now filled, and the other buffer, which was read; before the
+                      // first chunk also the rows of a, which other threads wrote
+    if (column + CHUNK < WIDTH) {
+      chunk_smem = stage.next();
+      memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, column + CHUNK);
+    }
+    multiply<CHUNK, A_STRIDE, STRIDE, UNROLL>(c, a_smem + column, filled_smem);
   }
 }
 
@@ -238,37 +260,48 @@ __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     __syncthreads();  // both chunks, which may still be read
-    memory::load_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
-    memory::load_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
+    memory::begin_rows<A_ROWS, CHUNK, STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
+    memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
+    memory::finish_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
+    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
     __syncthreads();  // both chunks, now filled
-    multiply<CHUNK, STRIDE, STRIDE>(c, a_smem, b_smem);
+    multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
   }
 }
 
 // c += a b, where the tile a of weights lies in shared memory and B_ROWS rows of b, of which
-// `valid` exist from `first` on, pass through the stage of STAGE elements a few at a time.
-template <int B_ROWS, int WIDTH, int A_STRIDE, int STAGE, bool MAY_MASK, int ROWS, int COLUMNS>
+// `valid` exist from `first` on, pass through the stage a few at a time.
+template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                            const memory::Rows& b, long long first, int valid,
-                                           accum_t* stage_smem) {
-  constexpr int STEP = stage_rows(B_ROWS, WIDTH, STAGE);
+                                           Stage<BUFFER>& stage) {
+  constexpr int STEP = stage_rows(B_ROWS, WIDTH, BUFFER);
   constexpr int STRIDE = padded_columns(WIDTH);
+  accum_t* rows_smem = stage.next();
+  memory::begin_rows<STEP, STRIDE, STRIDE, WIDTH>(rows_smem, b, first, valid, 0);
 #pragma unroll 1
   for (int k = 0; k < B_ROWS && k < valid; k += STEP) {
-    __syncthreads();  // the stage, which may still be read; before the first rows also the tile of
-                      // weights, which other threads wrote
-    const bool finite = memory::load_rows<STEP, STRIDE, STRIDE, WIDTH, MAY_MASK>(
-        stage_smem, b, first + k, valid - k, 0);
+    const accum_t* const filled_smem = rows_smem;
+    const bool finite = memory::finish_rows<STEP, STRIDE, STRIDE, WIDTH, MAY_MASK>(
+        rows_smem, b, first + k, valid - k, 0);
+    bool careful = false;
+    // The rows, now filled, and the other buffer, which was read; before the first rows also the
+    // tile of weights, which other threads wrote.
     if constexpr (MAY_MASK) {
-      const bool careful = arch::barrier_or(!finite);  // the stage, now filled
-      if (careful) {
-        multiply_add_seen<STEP, A_STRIDE, WIDTH>(c, a_smem + k, stage_smem);
-        continue;
-      }
+      careful = arch::barrier_or(!finite);
     } else {
-      __syncthreads();  // the stage, now filled
+      __syncthreads();  // the same
     }
-    multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, stage_smem);
+    if (k + STEP < B_ROWS && k + STEP < valid) {
+      rows_smem = stage.next();
+      memory::begin_rows<STEP, STRIDE, STRIDE, WIDTH>(rows_smem, b, first + k + STEP,
+                                                      valid - k - STEP, 0);
+    }
+    if (careful) {
+      multiply_add_seen<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+    } else {
+      multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+    }
   }
 }
 

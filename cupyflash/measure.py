@@ -1,0 +1,183 @@
+"""How long work takes and how much memory it holds: on the CPU, on the current GPU of CuPy."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import tracemalloc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Work = Callable[[], Any]
+
+
+class Meter(ABC):
+    """Measures on one kind of device.
+
+    Attributes
+    ----------
+    xp : module
+        The array module whose arrays live there: ``numpy`` or ``cupy``.
+    """
+
+    xp: Any
+
+    @abstractmethod
+    def seconds(self, work: Work) -> float:
+        """Return the seconds that one call takes, until its results are there."""
+
+    @abstractmethod
+    def peak_memory(self, work: Work) -> int:
+        """Return the bytes that one call holds at its peak, its results included.
+
+        Only what goes beyond what was held before counts.
+        """
+
+    def medians(
+        self, work: Sequence[Work], most_runs: int, seconds: float
+    ) -> tuple[list[float], int]:
+        """Time functions in turn, so that a change of the machine's speed meets all of them.
+
+        Parameters
+        ----------
+        work : sequence of callable
+            What to time; each should have run once before.
+        most_runs : int
+            Rounds at most.
+        seconds : float
+            No round is begun after that time; one round is always run.
+
+        Returns
+        -------
+        medians : list of float
+            Seconds, one per function.
+        runs : int
+            Rounds that were run.
+        """
+        times: list[list[float]] = [[] for _ in work]
+        begin = time.perf_counter()
+        runs = 0
+        while runs == 0 or (runs < most_runs and time.perf_counter() - begin < seconds):
+            for function, list_of_times in zip(work, times, strict=True):
+                list_of_times.append(self.seconds(function))
+            runs += 1
+        return [statistics.median(list_of_times) for list_of_times in times], runs
+
+
+class Cpu(Meter):
+    """Measures NumPy code by the wall clock and by the process's memory."""
+
+    xp = np
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds that one call takes."""
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    def peak_memory(self, work: Work) -> int:
+        """Return the bytes that one call holds at its peak, its results included.
+
+        The larger of two measurements, each of which may miss something: `tracemalloc` sees the
+        arrays that NumPy makes but not memory that compiled code takes by itself; the peak of the
+        process's resident memory (Linux) sees that too, but not pages that an earlier call left
+        behind.
+        """
+        gc.collect()
+        before = None
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts anew
+            before = _resident("VmRSS")
+        except OSError:
+            pass
+        tracing = tracemalloc.is_tracing()
+        if not tracing:
+            tracemalloc.start()
+        tracemalloc.reset_peak()
+        start = tracemalloc.get_traced_memory()[0]
+        result = work()
+        peak = tracemalloc.get_traced_memory()[1] - start
+        if not tracing:
+            tracemalloc.stop()
+        if before is not None:
+            peak = max(peak, (_resident("VmHWM") or 0) - before)
+        del result
+        return peak
+
+
+def _resident(field: str) -> int | None:
+    """Bytes of ``VmRSS`` (resident now) or ``VmHWM`` (its peak); None where Linux is not."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith(field + ":"):
+            return 1024 * int(line.split()[1])
+    return None
+
+
+class Gpu(Meter):
+    """Measures CuPy code by CUDA events and by what it takes from CuPy's memory pool."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.xp = cupy
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds from the call's first to its last instruction on the GPU."""
+        cuda = self.xp.cuda
+        start, end = cuda.Event(), cuda.Event()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(cuda.get_elapsed_time(start, end)) / 1e3
+
+    def peak_memory(self, work: Work) -> int:
+        """Return the bytes of CuPy's memory pool that one call holds at its peak.
+
+        Memory that libraries take from the driver by themselves is not among them.
+        """
+        hook = _peak_hook(self.xp.cuda.MemoryHook)
+        with hook:
+            result = work()
+            del result
+        return int(hook.peak)
+
+    def number(self) -> int:
+        """Return the number of the current device."""
+        return int(self.xp.cuda.runtime.getDevice())
+
+    def name(self) -> str:
+        """Return the name of the current device."""
+        return str(self.xp.cuda.runtime.getDeviceProperties(self.number())["name"].decode())
+
+    def free_memory(self) -> int:
+        """Return the bytes that the current device could still give."""
+        pool = self.xp.get_default_memory_pool()
+        return int(self.xp.cuda.runtime.memGetInfo()[0]) + int(pool.free_bytes())
+
+
+def _peak_hook(base: Any) -> Any:
+    """Return a hook of CuPy's memory pool that keeps the largest number of bytes held."""
+
+    class Peak(base):  # type: ignore[misc]
+        name = "Peak"
+        held = 0
+        peak = 0
+
+        def malloc_postprocess(self, *, mem_size: int, **_: Any) -> None:
+            self.held += mem_size
+            self.peak = max(self.peak, self.held)
+
+        def free_postprocess(self, *, mem_size: int, **_: Any) -> None:
+            self.held -= mem_size
+
+    return Peak()

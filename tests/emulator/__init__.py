@@ -1,0 +1,1 @@
+"""The CUDA sources on a CPU: see README.md."""

@@ -1,0 +1,19 @@
+// The twin of kernels_cu/arch/warp.cuh in C++: the caller's line is what faults report.
+#pragma once
+
+namespace arch {
+
+constexpr int WARP_SIZE = 32;
+
+inline int lane_index() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
+
+template <typename T>
+T shuffle_xor(T value, int lanes, EMULATOR_WHERE) {
+  return __shfl_xor_sync(emulator::WHOLE_WARP, value, lanes, file, line);
+}
+
+inline bool barrier_or(bool condition, EMULATOR_WHERE) {
+  return __syncthreads_or(condition, file, line) != 0;
+}
+
+}  // namespace arch

@@ -1,0 +1,150 @@
+"""The launches of a call, on the emulator: the one module that knows how the package launches.
+
+`cupyflash.launch` runs as it is, on NumPy arrays: only what it asks of CuPy is answered here, and
+the tiles are the emulator's, small ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from cupyflash import config, launch, target
+from cupyflash.problem import Array, Call, Gradients, Problem
+from cupyflash.recipe import Launch
+from cupyflash.source import Specialisation
+from cupyflash.tiles import KERNELS, Shape, Tiles
+
+from . import build
+from .machine import FORWARD, Schedule, machine
+
+Read = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of a tile of scores, and threads of a block."""
+
+    block_q: int = 16
+    block_kv: int = 16
+    threads: int = 64
+
+    def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
+        """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
+        sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
+        shape = Shape(*sizes, self.threads)
+        least = shape.column_threads
+        rows, columns = max(self.block_q, least), max(self.block_kv, least)
+        elements, _, _ = KERNELS[kernel]
+        spare = int(slope) + int(problem.dropout > 0)
+        shared = elements(shape, rows, columns, spare) * shape.itemsize
+        return Tiles(rows, columns, self.threads, shared)
+
+
+@dataclass(frozen=True)
+class Emulator:
+    """How calls are run.
+
+    Attributes
+    ----------
+    blocks : Blocks
+        Tiles and threads of the kernels on tiles of scores.
+    schedule : Schedule
+        The order of threads and blocks.
+    flavour : str
+        What is built: see `build.FLAVOURS`.
+    read : function
+        Returns the files of `kernels_cu`, perhaps changed.
+    """
+
+    blocks: Blocks = Blocks()
+    schedule: Schedule = FORWARD
+    flavour: str = "races"
+    read: Read = build.read
+
+    def forward(self, call: Call, out: Array, lse: Array, visited: Array | None = None) -> None:
+        """Write out and lse, as `cupyflash.launch.forward`."""
+        self._run(lambda: launch.forward(_on_device(call), out, lse, visited=visited))
+
+    def backward(
+        self,
+        call: Call,
+        do: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        gradients: Gradients,
+        workspace: Array | None = None,
+        visited: Array | None = None,
+    ) -> None:
+        """Write every gradient, as `cupyflash.launch.backward`."""
+        arrays = do, out, lse, dlse, gradients, workspace
+        self._run(lambda: launch.backward(_on_device(call), *arrays, visited=visited))
+
+    def combine(self, parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
+        """Write the combination of several (out, lse), as `cupyflash.launch.combine`."""
+        self._run(lambda: launch.combine(parts, out, lse))
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        specials: list[Specialisation] = []
+
+        def collected(launch: Launch, _: int) -> Any:
+            specials.append(launch.special)
+            return SimpleNamespace(start=lambda addresses: None)
+
+        # What sums between the launches find in the arrays means nothing yet.
+        with self._answering(collected), np.errstate(all="ignore"):
+            work()
+        build.libraries(specials, self.flavour, self.read)
+        with self._answering(self._ready):
+            work()
+
+    def _ready(self, launch: Launch, _: int) -> Any:
+        def start(addresses: Mapping[str, int]) -> None:
+            kernel = machine(launch.special, self.flavour, self.read)
+            kernel.launch(launch.grid, launch.packed(addresses), self.schedule)
+
+        return SimpleNamespace(start=start)
+
+    @contextlib.contextmanager
+    def _answering(self, ready: Callable[[Launch, int], Any]) -> Iterator[None]:
+        """Answer what launches ask of CuPy, and take the launches."""
+
+        def tiles(kernel: str, problem: Problem, _: Any, slope: bool, __: Any) -> Tiles:
+            return self.blocks.tiles(kernel, problem, slope)
+
+        with (
+            mock.patch.object(launch, "Ready", ready),
+            mock.patch.object(config, "simt", tiles),
+            mock.patch.multiple(
+                target,
+                of=lambda _: None,
+                device_of=lambda _: 0,
+                current=lambda _: contextlib.nullcontext(),
+                is_capturing=lambda: False,
+                empty=_poisoned,
+                fill=lambda array, value: array.fill(value),
+                is_device_array=lambda array: isinstance(array, np.ndarray),
+                address=lambda array: array.ctypes.data,
+                to_device=np.ascontiguousarray,
+            ),
+        ):
+            yield
+
+
+def _on_device(call: Call) -> Call:
+    return dataclasses.replace(call, device=0)
+
+
+def _poisoned(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Memory of a pool holds anything: here NaN."""
+    made = np.empty(shape, dtype)
+    made.reshape(-1).view(np.uint8).fill(0xFF)
+    return made

@@ -1,0 +1,99 @@
+"""Run a drawn problem on the emulator, and check what its kernels read and wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from harness import backward_ratios, call_of, forward_ratios
+from placement import Layout, Placed, random_layout
+from strategies import Problem
+
+from cupyflash import launch
+from cupyflash.problem import Array, Call, Gradients
+from cupyflash.testing import copies as memory
+from cupyflash.testing.copies import Copies
+
+from .calls import Blocks, Emulator
+from .machine import randomly
+
+
+def emulator_of(problem: Problem) -> Emulator:
+    """Return tiles near the problem's own, and threads and a schedule that its seed chooses."""
+    rng = np.random.default_rng([problem.seed, 3])
+    most = max(problem.q.shape[-1], problem.v.shape[-1])
+    tiles = [16 if n <= 16 and most <= 256 else 32 for n in problem.tiles or (32, 32)]
+    return Emulator(Blocks(*tiles, int(rng.choice([32, 64, 128]))), randomly(problem.seed))
+
+
+class HostMemory(memory.HostMemory):
+    """Memory as a GPU's: elements lie at multiples of their size."""
+
+    any_address = False
+
+
+def target(rng: np.random.Generator, shape: Any, dtype: Any, random: bool) -> Array:
+    """Return an array that says how an output is to lie in memory."""
+    layout = random_layout(rng, len(shape), np.dtype(dtype).itemsize) if random else Layout()
+    return Placed(shape, dtype, layout).view
+
+
+def _full(array: Array | None, matrix: bool) -> Array | None:
+    return array[None] if matrix and array is not None else array
+
+
+def _copied(problem: Problem, copies: Copies) -> Call:
+    arrays = {name: copies.array(getattr(problem, name)) for name in "qkv"}
+    options = copies.options(problem.options)
+    return call_of(dataclasses.replace(problem, options=options, **arrays))
+
+
+def run_forward(problem: Problem, emulator: Emulator) -> tuple[Array, Array]:
+    """Compute out and lse into poisoned memory, and check that nothing else changed."""
+    rng = np.random.default_rng([problem.seed, 1])
+    random = problem.layouts == "random"
+    out = target(rng, problem.do.shape, problem.dtype, random)
+    lse = target(rng, problem.do.shape[:-1], problem.accumulator, random)
+    copies = Copies(HostMemory())
+    call = _copied(problem, copies)
+    emulator.forward(call, *(_full(copies.array(x, True), call.matrices) for x in (out, lse)))
+    copies.check()
+    return copies.value(out), copies.value(lse)
+
+
+def run_backward(problem: Problem, emulator: Emulator, out: Array, lse: Array) -> Gradients:
+    """Compute every gradient into poisoned memory, and check that nothing else changed."""
+    rng = np.random.default_rng([problem.seed, 2])
+    random = problem.layouts == "random"
+    copies = Copies(HostMemory())
+    call = _copied(problem, copies)
+    owners = [problem.q, problem.k, problem.v]
+    owners += [problem.options.get("bias"), problem.options.get("sink")]
+    made = [None if x is None else target(rng, x.shape, x.dtype, random) for x in owners]
+    matrices = (*call.were_matrices, False, False)
+    gradients = Gradients(
+        *(_full(copies.array(x, True), matrix) for x, matrix in zip(made, matrices, strict=True))
+    )
+    rows = (problem.do, out, lse, problem.dlse)
+    given = [_full(copies.array(x), call.matrices) for x in rows]
+    workspace = None
+    if problem.workspace:
+        workspace = copies.array(Placed((launch.workspace_size(call),), np.uint8).view, True)
+    emulator.backward(call, *given, gradients, workspace)
+    copies.check()
+    return Gradients(*(None if x is None else copies.value(x) for x in made))
+
+
+def ratios(problem: Problem, emulator: Emulator) -> dict[str, float]:
+    """Compute everything; return rho of every output.
+
+    Gradients are left out where out is not finite: the backward reads what float16 made of it.
+    """
+    blocks = emulator.blocks
+    bounded = dataclasses.replace(problem, tiles=(blocks.block_q, blocks.block_kv))
+    out, lse = run_forward(problem, emulator)
+    found = forward_ratios(bounded, out, lse)
+    if np.isfinite(out).all():
+        found |= backward_ratios(bounded, run_backward(problem, emulator, out, lse))
+    return found

@@ -1,0 +1,207 @@
+// Which accesses to memory kernels make, and whether barriers order them.
+//
+// g++ -fsanitize=thread calls a function of ThreadSanitizer's before every access; here are those
+// functions. Every thread has a clock that counts its meetings, and knows of every other thread
+// which of its steps came before its own (a vector clock, as in FastTrack: Flanagan & Freund 2009).
+// Two accesses to one place by different threads, one of them a write, must be ordered by that.
+//
+// Of global memory only what a launch writes is remembered: no other thread may touch it, and
+// threads of other blocks never.
+#include "races.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <dlfcn.h>
+#include <unordered_map>
+
+namespace emulator::races {
+namespace {
+
+using Clock = std::uint32_t;
+using Address = std::uintptr_t;
+
+constexpr std::size_t GRAIN = 2;        // bytes: no kernel shares smaller elements
+constexpr Clock IN_FLIGHT = ~Clock(0);  // of a write by a copy that is not finished
+
+struct Write {
+  Clock clock = 0;
+  int thread = 0;
+  long long block = 0;
+};
+
+Memory place;
+std::size_t threads;
+Clock base;                   // no step of the running block is older
+std::vector<Clock> known;     // [thread, other]: the other's last step that comes before
+std::vector<Write> written;   // per grain of shared memory
+std::vector<Clock> was_read;  // [grain, thread]
+std::unordered_map<Address, Write> global;
+Address global_low, global_high;
+long long block_number;
+
+Clock& knows(int thread, std::size_t other) {
+  return known[static_cast<std::size_t>(thread) * threads + other];
+}
+
+// Where an instruction lies in the library, so that its line can be looked up.
+long long offset_of(const void* instruction) {
+  Dl_info info;
+  if (!dladdr(instruction, &info)) return 0;
+  return static_cast<const char*>(instruction) - static_cast<const char*>(info.dli_fbase) - 1;
+}
+
+bool is_before(const Write& write, int thread) {
+  return write.clock <= knows(thread, static_cast<std::size_t>(write.thread));
+}
+
+void not_before(const Write& write, const char* does, std::size_t grain, const void* caller) {
+  fault(offset_of(caller), "%s byte %zu of shared memory, which %sthread %d %s", does,
+        grain * GRAIN, write.clock == IN_FLIGHT ? "a copy of " : "", write.thread,
+        write.clock == IN_FLIGHT ? "has not finished" : "has written with no barrier since");
+}
+
+void read_shared(std::size_t first, std::size_t last, int me, const void* caller) {
+  for (std::size_t grain = first; grain <= last; ++grain) {
+    const Write& write = written[grain];
+    if (write.clock <= base) {
+      fault(offset_of(caller), "reads byte %zu of shared memory, which no thread has written",
+            grain * GRAIN);
+    }
+    if (!is_before(write, me)) not_before(write, "reads", grain, caller);
+    was_read[grain * threads + static_cast<std::size_t>(me)] = knows(me, me);
+  }
+}
+
+void write_shared(std::size_t first, std::size_t last, int me, const void* caller) {
+  for (std::size_t grain = first; grain <= last; ++grain) {
+    Write& write = written[grain];
+    if (!is_before(write, me)) not_before(write, "writes", grain, caller);
+    const Clock* reads = &was_read[grain * threads];
+    const Clock* mine = &knows(me, 0);
+    bool ordered = true;
+    for (std::size_t t = 0; t < threads; ++t) ordered &= reads[t] <= mine[t];
+    if (!ordered) {
+      std::size_t t = 0;
+      while (reads[t] <= mine[t]) ++t;
+      fault(offset_of(caller),
+            "writes byte %zu of shared memory, which thread %zu has read with no barrier since",
+            grain * GRAIN, t);
+    }
+    write = Write{knows(me, me), me, block_number};
+  }
+}
+
+void touch_global(Address from, std::size_t bytes, bool writes, int me, const void* caller) {
+  for (Address at = from / GRAIN; at <= (from + bytes - 1) / GRAIN; ++at) {
+    const auto found = global.find(at);
+    if (found != global.end()) {
+      const Write& write = found->second;
+      if (write.block != block_number || !is_before(write, me)) {
+        fault(offset_of(caller), "%s global memory that thread %d of block %lld has written",
+              writes ? "writes" : "reads", write.thread, write.block);
+      }
+    }
+    if (writes) global[at] = Write{knows(me, me), me, block_number};
+  }
+  if (writes) {
+    global_low = std::min(global_low, from);
+    global_high = std::max(global_high, from + bytes);
+  }
+}
+
+void touch(const void* pointer, std::size_t bytes, bool writes, const void* caller) {
+  const Address from = reinterpret_cast<Address>(pointer);
+  const Address shared = reinterpret_cast<Address>(place.shared);
+  const Address offset = from - shared;
+  if (offset + place.beside < place.shared_bytes + 2 * place.beside) {
+    if (offset >= place.shared_bytes || offset + bytes > place.shared_bytes) {
+      fault(offset_of(caller), "%s %zu bytes at byte %lld of %zu of shared memory",
+            writes ? "writes" : "reads", bytes, static_cast<long long>(offset), place.shared_bytes);
+    }
+    const std::size_t first = offset / GRAIN, last = (offset + bytes - 1) / GRAIN;
+    (writes ? write_shared : read_shared)(first, last, current_thread(), caller);
+    return;
+  }
+  if (from - reinterpret_cast<Address>(place.stacks) < place.stack_bytes) return;
+  if (writes || (from < global_high && from + bytes > global_low)) {
+    touch_global(from, bytes, writes, current_thread(), caller);
+  }
+}
+
+}  // namespace
+
+void begin_launch(const Memory& memory, unsigned int count) {
+  place = memory;
+  threads = count;
+  known.assign(threads * threads, 0);
+  written.assign(memory.shared_bytes / GRAIN + 1, Write{});
+  was_read.assign(written.size() * threads, 0);
+  global.clear();
+  global_low = ~Address(0);
+  global_high = 0;
+}
+
+// Clocks only grow, so that what earlier blocks did comes before and nothing has to be cleared.
+void begin_block(long long number) {
+  block_number = number;
+  base = *std::max_element(known.begin(), known.end());
+  std::fill(known.begin(), known.end(), base);
+  for (std::size_t t = 0; t < threads; ++t) knows(static_cast<int>(t), t) = base + 1;
+}
+
+void begin_copy(void* to, const void* from, std::size_t bytes, const void* caller) {
+  if (from != nullptr) touch(from, bytes, false, caller);
+  touch(to, bytes, true, caller);
+  const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;
+  for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
+    written[grain].clock = IN_FLIGHT;
+  }
+}
+
+void finish_copy(void* to, std::size_t bytes) {
+  const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;
+  for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
+    written[grain].clock =
+        knows(written[grain].thread, static_cast<std::size_t>(written[grain].thread));
+  }
+}
+
+void synchronise(const std::vector<int>& members) {
+  std::vector<Clock> latest(threads, 0);
+  for (int member : members) {
+    for (std::size_t t = 0; t < threads; ++t) latest[t] = std::max(latest[t], knows(member, t));
+  }
+  for (int member : members) {
+    std::copy(latest.begin(), latest.end(), &knows(member, 0));
+    ++knows(member, static_cast<std::size_t>(member));
+  }
+}
+
+}  // namespace emulator::races
+
+using emulator::races::touch;
+
+#define ACCESSES(BYTES)                                                                       \
+  void __tsan_read##BYTES(void* at) { touch(at, BYTES, false, __builtin_return_address(0)); } \
+  void __tsan_write##BYTES(void* at) { touch(at, BYTES, true, __builtin_return_address(0)); } \
+  void __tsan_unaligned_read##BYTES(void* at) {                                               \
+    touch(at, BYTES, false, __builtin_return_address(0));                                     \
+  }                                                                                           \
+  void __tsan_unaligned_write##BYTES(void* at) {                                              \
+    touch(at, BYTES, true, __builtin_return_address(0));                                      \
+  }
+
+extern "C" {
+void __tsan_init() {}
+ACCESSES(1)
+ACCESSES(2)
+ACCESSES(4)
+ACCESSES(8)
+ACCESSES(16)
+void __tsan_read_range(void* at, std::size_t bytes) {
+  touch(at, bytes, false, __builtin_return_address(0));
+}
+void __tsan_write_range(void* at, std::size_t bytes) {
+  touch(at, bytes, true, __builtin_return_address(0));
+}
+}

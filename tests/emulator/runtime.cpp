@@ -1,0 +1,424 @@
+// Threads as fibers: one block at a time, one fiber per thread, each run until it has to wait.
+//
+// Fibers take turns only where they wait for each other. That is enough to see every order of what
+// happens between two barriers that matters, because races.cpp reports accesses whose order no
+// barrier decides. Order of turns and of blocks: forward, reverse, or drawn from a seed.
+#include "runtime.h"
+
+#include "races.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+#include <string>
+#include <sys/mman.h>
+#include <vector>
+#include <xmmintrin.h>
+
+emulator::Index threadIdx, blockIdx;
+EMULATOR_EXPORT const emulator::Kernel emulated_kernel;  // of the compiled source, see build.py
+
+// Saves the caller's stack pointer to *from and goes on at `to`. What a function must preserve lies
+// on its stack meanwhile.
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+.text
+.type emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+namespace emulator {
+namespace {
+
+constexpr std::size_t STACK = 256 * 1024, PAGE = 4096;
+// Beside shared memory nothing is for many pages, so that races.cpp knows a stray access.
+constexpr std::size_t BESIDE = 1 << 20;
+constexpr unsigned char POISON = 0xff;  // as bytes of any float type a NaN
+constexpr unsigned int FLUSH = 0x8040;  // of the control register: subnormal results and operands
+
+enum class Schedule { FORWARD, REVERSE, RANDOM };
+
+// Threads that wait for each other.
+struct Meeting {
+  std::vector<int> members;
+  std::size_t arrived = 0;
+  const char* what = nullptr;
+  Where where = {};
+  bool any = false;
+};
+
+// On its way to shared memory; without a source it brings zeros.
+struct Copy {
+  void* to;
+  const void* from;
+  unsigned int bytes;
+
+  void land() const {
+    if (from == nullptr) {
+      std::memset(to, 0, bytes);
+    } else {
+      std::memcpy(to, from, bytes);
+    }
+  }
+};
+
+struct Fiber {
+  std::vector<Copy> landed, flying;  // copies that it has not waited for
+  void* stack_pointer = nullptr;
+  Meeting* at = nullptr;  // where it waits
+  bool done = false;
+  unsigned long long given = 0, got = 0;
+  unsigned int source = 0;
+};
+
+// What Python reads after a fault: the same layout as in machine.py.
+struct Report {
+  long long block;
+  int thread;
+  long long place;  // of an instruction, from the library's first byte; 0 where there is none
+  char text[1000];
+};
+
+std::vector<Fiber> fibers;
+std::vector<std::map<unsigned int, Meeting>> warps;  // of each, by the mask of lanes
+Meeting block;
+Schedule schedule;
+std::mt19937_64 randomness;
+int current;  // the thread that runs
+void* scheduler_stack;
+char* stacks;
+char* shared;
+const void* params;
+Report* report;
+bool failed;
+
+void leave() { emulator_switch(&fibers[current].stack_pointer, scheduler_stack); }
+
+void describe(long long place, const char* format, std::va_list rest) {
+  report->block = blockIdx.x;
+  report->thread = current;
+  report->place = place;
+  std::vsnprintf(report->text, sizeof(report->text), format, rest);
+  failed = true;
+}
+
+void fault_of(const char* format, ...) {
+  std::va_list rest;
+  va_start(rest, format);
+  describe(0, format, rest);
+  va_end(rest);
+}
+
+// Ends the launch: a fiber that failed never goes on.
+[[noreturn]] void stop() {
+  leave();
+  std::abort();
+}
+
+std::string text_of(const char* what, Where where) {
+  return std::string(what) + " (" + where.file + ":" + std::to_string(where.line) + ")";
+}
+
+// Counts the running thread in. Who is not the last leaves, and comes back when all go on; who is
+// the last gets true, and lets them go on by `complete`.
+bool arrive(Meeting& meeting, const char* what, Where where) {
+  for (int t : meeting.members) {
+    if (fibers[t].done) {
+      fault_of("waits at %s for thread %d, which has ended", text_of(what, where).c_str(), t);
+      stop();
+    }
+  }
+  if (meeting.arrived == 0) {
+    meeting.what = what;
+    meeting.where = where;
+  } else if (meeting.where.line != where.line || std::strcmp(meeting.what, what) != 0 ||
+             std::strcmp(meeting.where.file, where.file) != 0) {
+    const auto other = std::find_if(meeting.members.begin(), meeting.members.end(),
+                                    [&](int t) { return fibers[t].at == &meeting; });
+    fault_of("waits at %s while thread %d waits at %s", text_of(what, where).c_str(), *other,
+             text_of(meeting.what, meeting.where).c_str());
+    stop();
+  }
+  fibers[current].at = &meeting;
+  if (++meeting.arrived == meeting.members.size()) return true;
+  leave();
+  return false;
+}
+
+// Lets all go on; the schedule says who is first.
+void complete(Meeting& meeting) {
+  for (int t : meeting.members) fibers[t].at = nullptr;
+  meeting.arrived = 0;
+  leave();
+}
+
+void check_end(const Meeting& meeting) {
+  const auto& all = meeting.members;
+  if (meeting.arrived && std::find(all.begin(), all.end(), current) != all.end()) {
+    fault_of("ended while other threads wait for it at %s",
+             text_of(meeting.what, meeting.where).c_str());
+    stop();
+  }
+}
+
+void begin() {
+  emulated_kernel.run(params);
+  if (!fibers[current].landed.empty() || !fibers[current].flying.empty()) {
+    fault_of("ended before its copies were finished");
+    stop();
+  }
+  fibers[current].done = true;
+  check_end(block);
+  for (const auto& each : warps[current / WARP]) check_end(each.second);
+  leave();
+}
+
+// Gives every fiber an empty stack, on which a switch finds six registers and the way to `begin`.
+void prepare_fibers() {
+  for (std::size_t t = 0; t < fibers.size(); ++t) {
+    void** top = reinterpret_cast<void**>(stacks + (t + 1) * STACK);
+    *--top = nullptr;  // whither `begin` would return, where a call leaves it
+    *--top = reinterpret_cast<void*>(begin);
+    for (int n = 0; n < 6; ++n) *--top = nullptr;
+    fibers[t] = Fiber{};
+    fibers[t].stack_pointer = top;
+  }
+}
+
+// "threads 0-31 wait at __syncthreads (x.cu:7); threads 32, 33 ..."
+std::string waiting() {
+  std::string text;
+  for (std::size_t t = 0; t < fibers.size();) {
+    std::size_t last = t;
+    while (last + 1 < fibers.size() && fibers[last + 1].at == fibers[t].at) ++last;
+    if (fibers[t].at != nullptr) {
+      text += (text.empty() ? "threads " : "; threads ") + std::to_string(t) + "-" +
+              std::to_string(last) + " wait at " + text_of(fibers[t].at->what, fibers[t].at->where);
+    }
+    t = last + 1;
+  }
+  return text;
+}
+
+void run_block() {
+  prepare_fibers();
+  for (auto& warp : warps) warp.clear();
+  block.arrived = 0;
+  std::memset(shared, POISON, emulated_kernel.shared_bytes);
+  races::begin_block(blockIdx.x);
+  std::vector<int> order(fibers.size());
+  std::iota(order.begin(), order.end(), 0);
+  if (schedule == Schedule::REVERSE) std::reverse(order.begin(), order.end());
+  for (;;) {
+    if (schedule == Schedule::RANDOM) std::shuffle(order.begin(), order.end(), randomness);
+    bool ran = false;
+    std::size_t ended = 0;
+    for (int t : order) {
+      if (fibers[t].done || fibers[t].at != nullptr) {
+        ended += fibers[t].done;
+        continue;
+      }
+      ran = true;
+      current = t;
+      threadIdx.x = static_cast<unsigned int>(t);
+      emulator_switch(&scheduler_stack, fibers[t].stack_pointer);
+      if (failed) return;
+    }
+    if (ended == fibers.size()) return;
+    if (!ran) {
+      const auto first = std::find_if(fibers.begin(), fibers.end(),
+                                      [](const Fiber& f) { return f.at != nullptr; });
+      current = static_cast<int>(first - fibers.begin());
+      fault_of("deadlock: %s", waiting().c_str());
+      return;
+    }
+  }
+}
+
+void* map(std::size_t bytes) {
+  void* place = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (place == MAP_FAILED) {
+    std::perror("mmap");
+    std::abort();
+  }
+  return place;
+}
+
+// A stack per thread, each above a page that must not be touched.
+void allocate() {
+  const unsigned int threads = emulated_kernel.threads;
+  fibers.resize(threads);
+  warps.resize((threads + WARP - 1) / WARP);
+  block.members.resize(threads);
+  std::iota(block.members.begin(), block.members.end(), 0);
+  stacks = static_cast<char*>(map(threads * STACK));
+  for (unsigned int t = 0; t < threads; ++t) mprotect(stacks + t * STACK, PAGE, PROT_NONE);
+#ifdef EMULATOR_HEAP
+  // AddressSanitizer knows the ends of what malloc gave.
+  void* made = nullptr;
+  if (posix_memalign(&made, 16, emulated_kernel.shared_bytes) != 0) std::abort();
+  shared = static_cast<char*>(made);
+#else
+  shared = static_cast<char*>(map(2 * BESIDE + emulated_kernel.shared_bytes)) + BESIDE;
+#endif
+  races::Memory memory = {shared, emulated_kernel.shared_bytes, BESIDE, stacks, threads * STACK};
+  races::begin_launch(memory, threads);
+}
+
+// Many kernels stay loaded, and a process may have only so many pieces of memory.
+void release() {
+  munmap(stacks, emulated_kernel.threads * STACK);
+#ifdef EMULATOR_HEAP
+  std::free(shared);
+#else
+  munmap(shared - BESIDE, 2 * BESIDE + emulated_kernel.shared_bytes);
+#endif
+}
+
+}  // namespace
+
+namespace races {
+
+int current_thread() { return current; }
+
+void fault(long long place, const char* format, ...) {
+  std::va_list rest;
+  va_start(rest, format);
+  describe(place, format, rest);
+  va_end(rest);
+  stop();
+}
+
+}  // namespace races
+
+void* shared_memory() { return shared; }
+
+bool meet_block(const char* what, Where where, bool condition) {
+  if (block.arrived == 0) block.any = false;
+  block.any = block.any || condition;
+  if (arrive(block, what, where)) {
+    races::synchronise(block.members);
+    for (Fiber& each : fibers) each.got = block.any;
+    complete(block);
+  }
+  return fibers[current].got != 0;
+}
+
+unsigned long long meet_warp(const char* what, Where where, unsigned int mask, bool orders,
+                             unsigned long long given, unsigned int source) {
+  const unsigned int lane = static_cast<unsigned int>(current) % WARP;
+  const int first = current - static_cast<int>(lane);
+  if (!(mask >> lane & 1)) {
+    fault_of("calls %s with mask %#x, which lacks itself", text_of(what, where).c_str(), mask);
+    stop();
+  }
+  if (!(mask >> source & 1)) {
+    fault_of("reads lane %u by %s, whose mask is %#x", source, text_of(what, where).c_str(), mask);
+    stop();
+  }
+  Meeting& meeting = warps[current / WARP][mask];
+  if (meeting.members.empty()) {
+    for (unsigned int l = 0; l < WARP; ++l) {
+      if (mask >> l & 1) meeting.members.push_back(first + static_cast<int>(l));
+    }
+    if (meeting.members.back() >= static_cast<int>(fibers.size())) {
+      fault_of("calls %s with mask %#x, but the block has %zu threads",
+               text_of(what, where).c_str(), mask, fibers.size());
+      stop();
+    }
+  }
+  fibers[current].given = given;
+  fibers[current].source = source;
+  if (arrive(meeting, what, where)) {
+    for (int t : meeting.members) fibers[t].got = fibers[first + fibers[t].source].given;
+    if (orders) races::synchronise(meeting.members);
+    complete(meeting);
+  }
+  return fibers[current].got;
+}
+
+unsigned int vote(const char* what, Where where, unsigned int mask, bool condition) {
+  unsigned int found = 0;
+  // One lane after the other tells all: slow, but nothing beyond a shuffle is needed.
+  for (unsigned int lane = 0; lane < WARP; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    const bool holds = meet_warp(what, where, mask, false, condition, lane) != 0;
+    found |= static_cast<unsigned int>(holds) << lane;
+  }
+  return found;
+}
+
+void begin_copy(void* to, const void* from, unsigned int bytes) {
+  races::begin_copy(to, from, bytes, __builtin_return_address(0));
+  const Copy copy = {to, from, bytes};
+  const bool at_once =
+      schedule == Schedule::RANDOM ? randomness() % 2 == 0 : schedule == Schedule::REVERSE;
+  if (at_once) copy.land();
+  (at_once ? fibers[current].landed : fibers[current].flying).push_back(copy);
+}
+
+void finish_copies() {
+  Fiber& me = fibers[current];
+  if (schedule == Schedule::RANDOM) std::shuffle(me.flying.begin(), me.flying.end(), randomness);
+  for (const Copy& copy : me.flying) copy.land();
+  for (const auto* copies : {&me.landed, &me.flying}) {
+    for (const Copy& copy : *copies) races::finish_copy(copy.to, copy.bytes);
+  }
+  me.landed.clear();
+  me.flying.clear();
+}
+
+unsigned long long add_at_once(unsigned long long* place, unsigned long long value) {
+  const unsigned long long before = *place;
+  *place += value;
+  return before;
+}
+
+}  // namespace emulator
+
+// Runs every block; returns whether there was no fault.
+EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int order_of_turns,
+                                     unsigned long long seed, emulator::Report* to) {
+  using namespace emulator;
+  allocate();
+  params = given;
+  report = to;
+  failed = false;
+  randomness.seed(seed);
+  schedule = static_cast<Schedule>(order_of_turns);
+  std::vector<long long> order(static_cast<std::size_t>(blocks));
+  std::iota(order.begin(), order.end(), 0LL);
+  if (schedule == Schedule::REVERSE) std::reverse(order.begin(), order.end());
+  if (schedule == Schedule::RANDOM) std::shuffle(order.begin(), order.end(), randomness);
+  const unsigned int control = _mm_getcsr();
+  if (emulated_kernel.flush_subnormals) _mm_setcsr(control | FLUSH);
+  for (long long number : order) {
+    blockIdx.x = static_cast<unsigned int>(number);
+    run_block();
+    if (failed) break;
+  }
+  _mm_setcsr(control);
+  release();
+  return !failed;
+}

@@ -1,0 +1,62 @@
+// What emulated kernels ask of the runtime: a thread's place, shared memory, and meetings, where
+// threads wait for each other. runtime.cpp implements it; language.h builds CUDA's words on it.
+//
+// No header is included here or in language.h: most of the time to compile a kernel would go there.
+#pragma once
+
+// Seen from outside of the library; nothing else is.
+#define EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace emulator {
+
+struct Index {
+  unsigned int x, y, z;
+};
+
+// A line of a kernel's source: where its threads wait, as faults report it.
+struct Where {
+  const char* file;
+  int line;
+};
+
+// What the runtime knows of a kernel that was compiled.
+struct Kernel {
+  void (*run)(const void* params);
+  unsigned int threads;
+  unsigned int shared_bytes;
+  unsigned int params_bytes;
+  bool flush_subnormals;
+};
+
+constexpr unsigned int WARP = 32;
+constexpr unsigned int WHOLE_WARP = 0xffffffffu;
+
+// The block's shared memory, aligned as the hardware's.
+void* shared_memory();
+
+// Waits until all threads of the block are here, and orders their accesses to memory. `what` is the
+// name of the function that threads call together. Whether `condition` holds for any of them.
+bool meet_block(const char* what, Where where, bool condition);
+
+// Waits until the lanes of `mask` are here; `orders` says whether that orders accesses to memory.
+// Lane l gets what lane `source` gave, if that is a lane of the mask.
+unsigned long long meet_warp(const char* what, Where where, unsigned int mask, bool orders,
+                             unsigned long long given, unsigned int source);
+
+// The lanes of `mask` for which the condition holds.
+unsigned int vote(const char* what, Where where, unsigned int mask, bool condition);
+
+// Begins to copy to shared memory, or to write zeros where `from` is null. It lands at once or at
+// `finish_copies`, as the schedule says; until then nobody may touch its place.
+void begin_copy(void* to, const void* from, unsigned int bytes);
+
+// Waits for the copies that this thread began.
+void finish_copies();
+
+// Adds to memory in one step, whatever other threads do.
+unsigned long long add_at_once(unsigned long long* place, unsigned long long value);
+
+}  // namespace emulator
+
+extern emulator::Index threadIdx;
+extern emulator::Index blockIdx;

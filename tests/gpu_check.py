@@ -1,0 +1,242 @@
+"""All that needs a GPU: tests, repeated calls, sanitizers; in parallel, with a table of results.
+
+    python tests/gpu_check.py                      everything, in some minutes
+    python tests/gpu_check.py --only sanitizers    or tests, or repeats
+    python tests/gpu_check.py --minutes 3          a process that takes longer has failed
+
+It exits with 0 where everything passed. What cannot be run has failed, with the remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+
+# Processes of `pytest -m gpu`: each compiles for itself, so the long tests are shared out.
+DTYPES = {
+    "float16": "float16 and not bfloat16",
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+    "float64": "float64",
+}
+BOUNDS = ("forward_is_within_the_bound", "gradients_are_within_the_bound")
+
+# What the sanitizers watch: every kernel with every type on a few drawn problems, and calls whose
+# arrays are particular. A name that is no longer there is an error of pytest's.
+WATCHED = {
+    "forward": ("test_gpu_attention.py::test_forward_is_within_the_bound",),
+    "backward of dense arrays": (
+        "test_gpu_attention.py::test_gradients_are_within_the_bound",
+        "-k",
+        "dense",
+    ),
+    "backward of packed arrays": (
+        "test_gpu_attention.py::test_gradients_are_within_the_bound",
+        "-k",
+        "packed",
+    ),
+    "particular calls": (
+        "test_gpu_contract.py::test_results_are_like_their_inputs",
+        "test_gpu_contract.py::test_matrices_and_empty_axes",
+        "test_gpu_contract.py::test_dropped_pairs_are_those_of_the_cpu",
+        "test_gpu_contract.py::test_offsets_on_the_gpu",
+        "test_gpu_contract.py::test_offsets_that_are_wrong",
+        "test_gpu_contract.py::test_look_ups_are_read_at_every_call",
+        "test_gpu_contract.py::test_causal_visits_528_of_1024_tiles",
+    ),
+}
+# Few examples, always the same, and every array in an allocation of its own.
+WATCHED_ENVIRONMENT = {"HYPOTHESIS_PROFILE": "sanitizer", "CUPYFLASH_TEST_NO_POOL": "1"}
+SANITIZER = "compute-sanitizer"
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A process, and what its log must hold beside an exit status of 0."""
+
+    what: str
+    command: tuple[str, ...]
+    log_says: str
+    environment: dict[str, str] = field(default_factory=dict)
+    cannot: str = ""  # why it cannot be run, and the remedy
+
+    def __str__(self) -> str:
+        settings = [f"{name}={value}" for name, value in self.environment.items()]
+        return " ".join([*settings, shlex.join(self.command)])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a task."""
+
+    task: Task
+    passed: bool
+    seconds: float
+    said: str
+    log: Path | None = None
+
+
+def pytest(*arguments: str) -> tuple[str, ...]:
+    return ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *arguments)
+
+
+def tests(minutes: float) -> list[list[Task]]:
+    """Every test with the marker, each in one of the processes."""
+    files = [
+        f"tests/{path.name}"
+        for path in sorted(TESTS.glob("test_*.py"))
+        if "pytest.mark.gpu" in path.read_text()
+    ]
+    chosen = {
+        f"tests: {bound.partition('_')[0]}, {dtype}": f"{bound} and {wanted}"
+        for bound in BOUNDS
+        for dtype, wanted in DTYPES.items()
+    }
+    chosen["tests: all others"] = " and ".join(f"not {bound}" for bound in BOUNDS)
+    return [[Task(what, pytest("-k", k, *files), r"\d+ passed") for what, k in chosen.items()]]
+
+
+def repeats(minutes: float) -> list[list[Task]]:
+    """One call, 1,000 times, in as long as a process may take."""
+    time_given = ("--minutes", f"{0.9 * minutes:g}")
+    return [
+        [
+            Task(
+                f"repeats: {case}",
+                ("python", "tests/gpu_repeats.py", case, *time_given),
+                r"equal in every bit",
+            )
+            for case in ("plain", "masked")
+        ]
+    ]
+
+
+def sanitizers(minutes: float) -> list[list[Task]]:
+    """The watched tests alone, which also compiles their kernels, then under each tool."""
+    cannot = (
+        ""
+        if shutil.which(SANITIZER)
+        else f"{SANITIZER} is not on PATH: it comes with the CUDA toolkit, in its folder bin"
+    )
+    alone, watched = [], []
+    for what, (first, *others) in WATCHED.items():
+        arguments = [f"tests/{x}" if x.startswith("test_") else x for x in (first, *others)]
+        command = pytest(*arguments)
+        alone.append(Task(f"no tool: {what}", command, r"\d+ passed", WATCHED_ENVIRONMENT))
+        for tool in TOOLS:
+            options = ("--tool", tool, "--error-exitcode", "99", "--target-processes", "all")
+            watched.append(
+                Task(
+                    f"{tool}: {what}",
+                    (SANITIZER, *options, *command),
+                    r"(?s)\d+ passed.*SUMMARY: 0 ",
+                    WATCHED_ENVIRONMENT,
+                    cannot,
+                )
+            )
+    return [alone, watched]
+
+
+SETS: dict[str, Callable[[float], list[list[Task]]]] = {
+    "tests": tests,
+    "repeats": repeats,
+    "sanitizers": sanitizers,
+}
+
+
+def run(task: Task, seconds: float, logs: Path) -> Result:
+    """Run a task in a process group of its own, which ends with it."""
+    began = time.monotonic()
+    if task.cannot:
+        return Result(task, False, 0.0, task.cannot)
+    log = logs / (re.sub(r"\W+", "-", task.what) + ".log")
+    command = [sys.executable if word == "python" else word for word in task.command]
+    environment = os.environ | task.environment | {"PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    took = time.monotonic() - began
+    text = log.read_text(errors="replace")
+    said = summary(text)
+    if status is None:
+        return Result(task, False, took, f"not done after {seconds:.0f} s; {said}", log)
+    passed = status == 0 and re.search(task.log_says, text) is not None
+    return Result(task, passed, took, said if passed else f"exit status {status}; {said}", log)
+
+
+def summary(text: str) -> str:
+    """What pytest, a sanitizer and the repeats say at the end."""
+    lines = re.findall(r"\d+ (?:passed|failed|error|skipped|deselected)[^\n]*? in [\d.]+s", text)
+    lines += re.findall(r"(?:ERROR|RACECHECK) SUMMARY: [^\n]*", text)
+    lines += re.findall(r"\w+: \d+ of \d+ runs[^\n]*", text)
+    last = text.strip().rpartition("\n")[2]
+    return "; ".join(lines) or f"the last line: {last[:200]!r}"
+
+
+def show(results: list[Result]) -> None:
+    for result in results:
+        if not result.passed and result.log is not None:
+            print(f"\n--- {result.task.what}: the end of {result.log}")
+            print("\n".join(result.log.read_text(errors="replace").splitlines()[-40:]))
+    print("\n| what | result | seconds | said | command |\n|---|---|---|---|---|")
+    for result in results:
+        word = "passed" if result.passed else "FAILED"
+        cells = (result.task.what, word, f"{result.seconds:.0f}", result.said, f"`{result.task}`")
+        print("| " + " | ".join(cells) + " |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", choices=SETS, help="one part instead of all")
+    parser.add_argument("--minutes", type=float, default=10.0, help="a process's time (10)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    parser.add_argument("--logs", type=Path, help="a folder for their output")
+    given = parser.parse_args()
+    logs = given.logs or Path(tempfile.mkdtemp(prefix="gpu_check_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    results = []
+    for name in [given.only] if given.only else SETS:
+        for stage in SETS[name](given.minutes):
+            with ThreadPoolExecutor(given.jobs) as pool:
+                running = [pool.submit(run, task, 60 * given.minutes, logs) for task in stage]
+                for future in running:
+                    results.append(future.result())
+                    last = results[-1]
+                    word = "passed" if last.passed else "FAILED"
+                    print(f"{last.task.what}: {word} in {last.seconds:.0f} s", flush=True)
+    show(results)
+    return int(not all(result.passed for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
