@@ -72,6 +72,7 @@ FAULTS = {
     "dropout is shifted": "by one key",
     "dropout forgets the batch": "h instead of b Hq + h",
     "survivors are not divided": "by 1 - p",
+    "dropout is half as often": "kept by p / 2, divided by 1 - p",
     "dropout comes before the row sum": "l of the survivors",
     # gradients
     "delta has the wrong sign": "dP + delta",
@@ -93,6 +94,7 @@ FAULTS = {
     "dbias is one batch entry's": "not summed over the batch",
     "dsink has the wrong sign": "P_sink (delta - dLSE)",
     "delta is rounded to bfloat16": "rowsum(dO o O)",
+    "gradients of nothing are not written": "an empty batch leaves what was in memory",
     "gradients are means over the batch": "of what was broadcast",
 }
 
@@ -172,7 +174,8 @@ class Attention:
             return np.ones(x.shape, x.t)
         b, h, i, j = x.at
         row = h + 0 * b if self.has("dropout forgets the batch") else b * x.shape[1] + h
-        kept = philox.keep(seed, dropout, row, i, j + self.has("dropout is shifted"))
+        rate = dropout / 2 if self.has("dropout is half as often") else dropout
+        kept = philox.keep(seed, rate, row, i, j + self.has("dropout is shifted"))
         divisor = 1 if self.has("survivors are not divided") else philox.keep_probability(dropout)
         return np.where(kept, x.t(1 / divisor), x.t(0))
 
@@ -346,4 +349,6 @@ class Attention:
         if self.has("gradients are means over the batch") and total.size:
             lead = owner.shape[:-3] if owner.ndim > 2 else ()
             total = total * x.t(math.prod(lead) / max(x.lead.batch, 1))
+        if self.has("gradients of nothing are not written") and not x.lead.batch:
+            total = total + np.nan
         return total.astype(owner.dtype)

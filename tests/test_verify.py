@@ -106,6 +106,57 @@ def test_errors_of_a_kernel_are_failures():
     assert len(stopped.results) == 1
 
 
+def neighbours(q, k, v, offsets_q, offsets_k, **options):
+    """Packed sequences whose queries see the sequence before theirs."""
+    return cupyflash.attention_varlen(q, k, v, offsets_q, np.roll(offsets_k, 1), **options)
+
+
+def whole(q, k, v, offsets_q, offsets_k, **options):
+    """Packed sequences taken for one."""
+    ends = [[0, x[-1]] for x in (offsets_q, offsets_k)]
+    return cupyflash.attention_varlen(q, k, v, *ends, **options)
+
+
+def mean_of(parts):
+    """Parts joined as if they weighed the same."""
+    return sum(x[0] for x in parts) / len(parts), cupyflash.combine(parts)[1]
+
+
+def elsewhere(q, k, v, *, out=None, lse_out=None, **options):
+    """Outputs that are returned and not written where they were wanted."""
+    return cupyflash.attention(q, k, v, **options)
+
+
+def no_gradients_out(*arguments, grads_out=None, **options):
+    return cupyflash.attention_backward(*arguments, **options)
+
+
+def half_gradients(*arguments, **options):
+    return cupyflash.attention_varlen_backward(*arguments, **options)._replace(dv=None)
+
+
+PACKED = {"varlen": cupyflash.attention_varlen, "varlen_backward": half_gradients}
+
+
+@pytest.mark.parametrize(
+    ("name", "functions"),
+    [
+        ("packed_within_bound", {"varlen": whole}),
+        ("sequences_apart", {"varlen": whole}),
+        ("neighbours_change_nothing", {"varlen": whole}),
+        ("packed_within_bound", {"varlen": neighbours}),
+        ("packed_gradients_within_bound", PACKED),
+        ("combined_parts", {"combine": mean_of}),
+        ("given_outputs_are_written", {"attention_fn": elsewhere}),
+        ("given_outputs_are_written", {"backward_fn": no_gradients_out}),
+    ],
+)
+def test_faults_of_the_other_functions_are_found(name, functions):
+    ours = {"attention_fn": cupyflash.attention, "backward_fn": cupyflash.attention_backward}
+    options = {"only": name, "dtypes": ["float32"], "examples": 20, "stop": True}
+    assert testing.verify(**ours | functions, **options).failures
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyflash import masks
+from cupyflash import masks, scores
 from cupyflash.problem import Gradients
 
 from ..subject import expect
@@ -243,40 +243,66 @@ def empty_rows_give_no_gradient(s: Subject, p: Problem) -> None:
             expect(a == b, f"a row without keys changed {name}")
 
 
-def _loss(s: Subject, arrays: list[Array], do: Array, **options: Any) -> tuple[Any, Any]:
-    """Return <dO, O> and a bound of its rounding."""
-    out, bound = s.attend(*arrays, **options).out, s.bound(*arrays, **options).out.bound
-    return (wide(do) * wide(out)).sum(), (np.abs(do) * bound).sum()
+def _loss(s: Subject, inputs: dict[str, Array], p: Problem, dlse: Any, options: Any) -> Any:
+    """Return <dO, O> + <dL, L>, and a bound of its rounding."""
+    rows, bound = s.attend(**inputs, **options), s.bound(**inputs, **options)
+    value, limit = (wide(p.do) * wide(rows.out)).sum(), (np.abs(p.do) * bound.out.bound).sum()
+    if dlse is None:
+        return value, limit
+    seen = np.isfinite(bound.lse.exact)
+    value += (wide(dlse) * np.where(seen, wide(rows.lse), 0)).sum()
+    return value, limit + np.where(seen, np.abs(dlse) * bound.lse.bound, 0).sum()
+
+
+def _differentiable(s: Subject, p: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Draw q, k, v and other inputs that have gradients, and options that have none."""
+    heads, rows, keys = p.q.shape[1], p.q.shape[2], p.k.shape[2]
+    inputs, options = {"q": p.q, "k": p.k, "v": p.v}, some_mask(s, p)
+    if "bias" in s.features:
+        shape = [(rows, 1), (heads, 1, keys), (2, 1, rows, keys)][int(p.rng.integers(3))]
+        inputs["bias"] = p.rng.standard_normal(shape)
+    if "sink" in s.features and p.rng.random() < 0.5:
+        inputs["sink"] = p.rng.standard_normal(heads)
+    if "scores" in s.features and p.rng.random() < 0.5:
+        slopes = scores.alibi(np.linspace(0.1, 0.5, heads))
+        options["score_mod"] = [scores.softcap(2.0), slopes]
+    if "dropout" in s.features and p.rng.random() < 0.5:
+        options |= {"dropout": 0.3, "seed": int(p.rng.integers(2**40))}
+    return inputs, options
 
 
 @a_property("backward", dtypes=("float64",), weight=0.5)
 def adjoint(s: Subject, p: Problem) -> None:
-    """<dO, JVP(d)> = <VJP(dO), d>, JVP by central differences of steps h and h / 2 in float64.
+    """<(dO, dL), JVP(d)> = <VJP(dO, dL), d>, JVP by central differences in float64.
 
-    The two steps differ by 3/4 of the coarser one's error, which is h**2's term, so that their
-    difference bounds the finer one's error threefold; roundings are bounded by B_O / h.
+    The steps h and h / 2 differ by 3/4 of the coarser one's error, which is h**2's term, so that
+    their difference bounds the finer one's error threefold; roundings are bounded by B_O / h.
+    Holds under every option but scores and masks that jump.
     """
-    options = some_mask(s, p)
-    arrays = [p.q, p.k, p.v]
-    directions = [p.rng.standard_normal(x.shape) for x in arrays]
-    ours, bound = _gradients(s, p, **options)
-    parts = list(zip(NAMES, directions, strict=True))
-    inner = sum((wide(getattr(ours, name)) * d).sum() for name, d in parts)
-    limit = sum((getattr(bound, name).bound * np.abs(d)).sum() for name, d in parts)
-    slopes, roundings = [], 0.0
+    inputs, options = _differentiable(s, p)
+    dlse = None
+    if {"lse", "dlse"} <= s.features:
+        dlse = p.rng.standard_normal(p.q.shape[:3])
+    directions = {name: p.rng.standard_normal(x.shape) for name, x in inputs.items()}
+    ours = s.gradients(p.do, **inputs, dlse=dlse, **options)._asdict()
+    bound = s.backward_bound(p.do, **inputs, dlse=dlse, **options)
+    inner, limit, size = np.longdouble(0), 0.0, 0.0
+    for name, direction in directions.items():
+        expected = getattr(bound, f"d{name}")
+        inner += (wide(ours[f"d{name}"]) * direction).sum()
+        limit += float((expected.bound * np.abs(direction)).sum())
+        moved = np.abs(inputs[name]) + np.abs(direction)
+        size += float((np.abs(expected.exact) * moved).sum())
+    slopes, rounding = [], 0.0
     for step in (2.0**-12, 2.0**-13):
-        ends = [
-            _loss(s, [x + sign * step * d for x, d in zip(arrays, directions, strict=True)], p.do,
-                  **options)
-            for sign in (1, -1)
-        ]  # fmt: skip
+        ends = []
+        for sign in (1, -1):
+            moved_inputs = {name: x + sign * step * directions[name] for name, x in inputs.items()}
+            ends.append(_loss(s, moved_inputs, p, dlse, options))
         slopes.append((ends[0][0] - ends[1][0]) / (2 * step))
-        inputs = 2.0**-52 * 16 * sum(
-            float((np.abs(getattr(bound, name).exact) * np.abs(x)).sum())
-            for name, x in zip(NAMES, arrays, strict=True)
-        )  # fmt: skip
-        roundings = float(ends[0][1] + ends[1][1] + inputs) / (2 * step)
-    s.near("dq", inner, slopes[1], limit, abs(slopes[1] - slopes[0]), 3 * roundings)
+        # the losses' roundings, and those of the moved inputs
+        rounding = float(ends[0][1] + ends[1][1] + 2.0**-52 * size) / (2 * step)
+    s.near("dq", inner, slopes[1], limit, abs(slopes[1] - slopes[0]), 2 * rounding)
 
 
 @a_property("backward sink")
