@@ -19,7 +19,7 @@ from test_public_api import CATCH_ALL, PARAMETERS, SUMMARY
 
 import cupyflash
 from cupyflash import masks, testing
-from cupyflash.testing import verification
+from cupyflash.testing import calibrate, verification
 from cupyflash.testing.copies import Copies, HostMemory
 from cupyflash.testing.options import MASKS, SCORES, float_type
 
@@ -366,3 +366,12 @@ def test_examples_in_docstrings(module):
     failed, tried = doctest.testmod(importlib.import_module(name))
     assert tried
     assert not failed
+
+
+def test_calibration_counts_problems_and_ratios(capsys):
+    found = calibrate.calibrate(["float32"], 30, seed=1)["float32"]
+    assert found["alarms"] == []
+    assert found["problems"] >= 20
+    assert 0 < max(found["worst"].values()) <= 1
+    assert set(found["worst"]) == set(calibrate.OUTPUTS)
+    assert "float32: " in capsys.readouterr().err
