@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import info
+from . import info, verify_cli
 
 if TYPE_CHECKING:
     from .demo import Checked, Comparison
@@ -285,6 +285,8 @@ def parser() -> argparse.ArgumentParser:
         help=f"at most so many runs per median (default: {CPU_RUNS}; on a GPU {GPU_RUNS})",
     )
     command.set_defaults(function=demo)
+
+    verify_cli.add_command(commands)
 
     text = "versions, threads, devices and cache folders"
     command = commands.add_parser("info", help=text, description=f"Show {text}.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
-from placement import Layout, Placed, random_layout
-from strategies import Problem
 
 import cupyflash
 from cupyflash import config, dispatch, validate
@@ -16,12 +17,15 @@ from cupyflash.testing import (
     BackwardBound,
     ForwardBound,
     Precision,
+    Subject,
     backward_bound,
     backward_bound_varlen,
     forward_bound,
     forward_bound_varlen,
     rho,
 )
+from cupyflash.testing.cases import Problem
+from cupyflash.testing.placement import Layout, Placed, random_layout
 
 Array = np.ndarray[Any, Any]
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
@@ -36,6 +40,25 @@ def call_of(problem: Problem) -> Call:
 
 def plan_of(block_q: int, block_kv: int) -> Plan:
     return Plan("reference.forward", block_q, block_kv, "small tiles, for a test")
+
+
+@contextmanager
+def small_tiles(problem: Problem) -> Iterator[Subject]:
+    """The package's public functions on the CPU, with the tiles that a problem says, to judge."""
+    choose = config.choose
+
+    def chosen(of: Any, *target: Any) -> Plan:
+        return choose(of, *target) if problem.tiles is None else plan_of(*problem.tiles)
+
+    with mock.patch.object(config, "choose", chosen):
+        yield Subject(
+            cupyflash.attention,
+            cupyflash.attention_backward,
+            varlen=cupyflash.attention_varlen,
+            varlen_backward=cupyflash.attention_varlen_backward,
+            combine=cupyflash.combine,
+            tiles=problem.tiles or (64, block_kv(problem)),
+        )
 
 
 def block_kv(problem: Problem) -> int:

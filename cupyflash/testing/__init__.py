@@ -1,9 +1,19 @@
 """The verification kit: judge an attention kernel, this package's or your own.
 
-`forward_bound` and `backward_bound` give the exact values of a problem and, elementwise, how far a
-computed value may lie from them in a given arithmetic (`Precision`); `rho` is the worst ratio of
-error to bound, and at most 1 for a correct kernel whatever its order of summation, tiles or
-schedule.
+`verify` runs every property of attention that applies on a kernel, and returns a report; from the
+shell, ``cupyflash verify`` does that for this package's. The parts are public:
+
+- `forward_bound` and `backward_bound` give the exact values of a problem and, elementwise, how far
+  a computed value may lie from them in a given arithmetic (`Precision`); `rho` is the worst ratio
+  of error to bound, and at most 1 for a correct kernel whatever its order of summation, tiles or
+  schedule.
+- `problem` makes the inputs of one call from one line; `problems` and `plain` are strategies that
+  draw them by hypothesis, `expressions` draws expression trees.
+- `PROPERTIES` are the properties, by name; `check` tries one on one problem.
+- `Placed` puts an array into poisoned memory, with any strides.
+
+What draws needs hypothesis (``pip install hypothesis``, or the extra ``verify``); the rest does
+not.
 
 Examples
 --------
@@ -15,6 +25,11 @@ Examples
 >>> testing.rho(cupyflash.attention(q, k, v), *expected.out).value <= 1
 True
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .bound import (
     BackwardBound,
@@ -29,17 +44,64 @@ from .bound import (
     forward_bound_varlen,
     rho,
 )
+from .cases import Problem, problem
+from .families import FAMILIES
+from .features import FEATURES
+from .placement import Layout, Placed, random_layout, same_bits
+from .properties import PROPERTIES, Property
+from .report import Failure, Report, Result
+from .subject import PropertyError, Subject
+from .verification import check, verify
+
+if TYPE_CHECKING:
+    from .strategies import mask_names, plain, problems
+    from .trees import expressions
+
+# What needs hypothesis is imported when it is asked for.
+_DRAWN = {
+    "expressions": "trees",
+    "mask_names": "strategies",
+    "plain": "strategies",
+    "problems": "strategies",
+}
 
 __all__ = [
+    "FAMILIES",
+    "FEATURES",
+    "PROPERTIES",
     "BackwardBound",
     "Bounded",
+    "Failure",
     "ForwardBound",
+    "Layout",
+    "Placed",
     "Precision",
+    "Problem",
+    "Property",
+    "PropertyError",
+    "Report",
+    "Result",
     "Rho",
     "Rounding",
+    "Subject",
     "backward_bound",
     "backward_bound_varlen",
+    "check",
+    "expressions",
     "forward_bound",
     "forward_bound_varlen",
+    "mask_names",
+    "plain",
+    "problem",
+    "problems",
+    "random_layout",
     "rho",
+    "same_bits",
+    "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DRAWN:
+        return getattr(importlib.import_module(f"{__name__}.{_DRAWN[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -118,6 +118,55 @@ class Precision:
             truncates=tensor_cores,
         )
 
+    @classmethod
+    def stated(
+        cls,
+        accumulator: DTypeLike = "float32",
+        p: DTypeLike | None = None,
+        exp2_error: float | None = None,
+        truncates: bool = False,
+        output: DTypeLike | None = None,
+    ) -> Precision:
+        """Return the arithmetic of a kernel in words.
+
+        Parameters
+        ----------
+        accumulator : dtype_like
+            Type of scores, sums and everything between input and output.
+        p : dtype_like or None
+            Type that P and dS are rounded to before the second product; None for none.
+        exp2_error : float, optional
+            Largest relative error of the kernel's exponential. 2**-50 for float64 and 2**-22 for
+            others unless given.
+        truncates : bool
+            Whether the accumulator rounds toward zero.
+        output : dtype_like, optional
+            Type of O and the gradients; the accumulator's unless given. `verify` replaces it by
+            the type of each problem.
+
+        Returns
+        -------
+        Precision
+            Its constants.
+
+        Examples
+        --------
+        >>> from cupyflash.testing import Precision
+        >>> Precision.stated("float32", p="float16", truncates=True).product.unit
+        0.00048828125
+        """
+        held = Rounding.to(accumulator)
+        usual = 2.0**-50 if held.unit < 2.0**-40 else 2.0**-22
+        return cls(
+            unit=held.unit,
+            exp2_error=max(usual, 4 * held.unit) if exp2_error is None else exp2_error,
+            underflow=held.underflow,
+            largest=held.largest,
+            product=Rounding(0.0, 0.0, held.largest) if p is None else Rounding.to(p),
+            output=held if output is None else Rounding.to(output),
+            truncates=truncates,
+        )
+
     @property
     def reference_dtype(self) -> Any:
         """Type of the exact values: float64, or long double where float64 is what is bounded."""

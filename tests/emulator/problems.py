@@ -6,13 +6,14 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from gpu_arrays import Copies
 from harness import backward_ratios, call_of, forward_ratios
 from placement import Layout, Placed, random_layout
 from strategies import Problem
 
 from cupyflash import launch
 from cupyflash.problem import Array, Call, Gradients
+from cupyflash.testing import copies as memory
+from cupyflash.testing.copies import Copies
 
 from .calls import Blocks, Emulator
 from .machine import randomly
@@ -26,21 +27,10 @@ def emulator_of(problem: Problem) -> Emulator:
     return Emulator(Blocks(*tiles, int(rng.choice([32, 64, 128]))), randomly(problem.seed))
 
 
-class HostMemory:
-    """Memory as `gpu_arrays.Copies` takes it: a GPU's, which begins on a 64-byte boundary."""
+class HostMemory(memory.HostMemory):
+    """Memory as a GPU's: elements lie at multiples of their size."""
 
-    def upload(self, data: Array) -> Array:
-        whole = np.empty(data.size + 64, np.uint8)
-        first = -whole.ctypes.data % 64
-        placed = whole[first : first + data.size]
-        placed[...] = data
-        return placed
-
-    def view(self, data: Array, first: int, like: Array) -> Array:
-        return np.ndarray(like.shape, like.dtype, data, first, like.strides)
-
-    def download(self, data: Array) -> Array:
-        return data
+    any_address = False
 
 
 def target(rng: np.random.Generator, shape: Any, dtype: Any, random: bool) -> Array:

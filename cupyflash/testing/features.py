@@ -1,0 +1,41 @@
+"""What a kernel may know beyond softmax(scale q kᵀ) v on arrays of one shape (B, H, L, D)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+FEATURES = {
+    "causal": "mask=masks.causal(), aligned at the last query",
+    "masks": "any mask of cupyflash.masks, and boolean arrays",
+    "scores": "score_mod=, one or several changes of cupyflash.scores",
+    "bias": "bias=, of any shape that broadcasts, -inf included; with a backward also its gradient",
+    "sink": "sink=, one logit per query head; with a backward also its gradient",
+    "scale": "scale=, any finite number; without, 1/sqrt(D) is expected",
+    "dropout": "dropout= and seed=, drawn by Philox4x32-10 as CONTRIBUTING.md says",
+    "gqa": "fewer key heads than query heads",
+    "lengths": "as many keys as one likes beside the queries: Lq != Lk",
+    "widths": "values of another width than the keys: Dv != D",
+    "empty": "axes of length 0",
+    "broadcast": "any number of leading axes, broadcast as by numpy.matmul, and matrices",
+    "strides": "arrays of any strides and alignment; without, all are contiguous",
+    "lse": "returns (out, lse) and not (out, None)",
+    "dlse": "dlse=, a gradient by the LSE",
+    "out": "out=, lse_out= and grads_out=, arrays to write to",
+    "nonfinite": "NaN and infinities reach no row that does not see them",
+    "bitwise": "a row's bits depend on its query, keys and values alone, not on where they stand",
+    "repeatable": "the same call gives the same bits",
+}
+ALL = frozenset(FEATURES)
+
+
+def features_of(names: Iterable[str] | None) -> frozenset[str]:
+    """Return a set of features, all of them for None; a name that is none is an error."""
+    if names is None:
+        return ALL
+    if isinstance(names, str):
+        names = (names,)
+    given = frozenset(names)
+    unknown = sorted(given - ALL)
+    if unknown:
+        raise ValueError(f"features: {', '.join(unknown)} came; wanted {', '.join(FEATURES)}")
+    return given | ({"causal"} if "masks" in given else set())

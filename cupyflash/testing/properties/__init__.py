@@ -1,0 +1,54 @@
+"""Every property of attention that the kit knows, as a named function with its formula.
+
+``PROPERTIES`` holds them in the order in which `verify` runs them, those first that find most.
+What was thought of and is not run is said here, with the reason, and in every report.
+
+============================  ====================================================================
+paged = contiguous            the package has no paged key cache
+caches over decoding steps    the package keeps no state between calls
+other tiles, splits, threads  no option chooses them; the package's own tests do
+other streams                 no option chooses one
+second derivatives            the package has none
+============================  ====================================================================
+
+Beside the properties, three kinds of checks take place in every call of each of them: shapes and
+types of results, inputs that must not change, and guards of NaN around every array.
+"""
+
+from __future__ import annotations
+
+from . import calls, dropout, forward, gradients, keys, nonfinite, packed, symmetry
+from .base import Property
+
+NOT_APPLICABLE = {
+    "paged = contiguous": "the package has no paged key cache",
+    "caches over decoding steps": "the package keeps no state between calls",
+    "other tiles, splits, threads": "no option chooses them; the package's own tests do",
+    "other streams": "no option chooses one",
+    "second derivatives": "the package has none",
+}
+
+_FIRST = (
+    forward.forward_within_bound,
+    gradients.gradients_within_bound,
+    packed.packed_within_bound,
+    packed.packed_gradients_within_bound,
+    nonfinite.unseen_keys_reach_no_row,
+    calls.twice_is_the_same,
+    calls.strides_do_not_matter,
+)
+
+
+def _all() -> dict[str, Property]:
+    modules = (forward, keys, symmetry, gradients, dropout, nonfinite, packed, calls)
+    found = {each.name: each for each in _FIRST}
+    for module in modules:
+        for each in vars(module).values():
+            if isinstance(each, Property):
+                found.setdefault(each.name, each)
+    return found
+
+
+PROPERTIES: dict[str, Property] = _all()
+
+__all__ = ["NOT_APPLICABLE", "PROPERTIES", "Property"]

@@ -1,0 +1,339 @@
+"""A kernel under test: how it is called, what it knows, and what may be assumed of its arithmetic.
+
+Every property speaks to a kernel through a `Subject`. Each call's arrays are copied into poisoned
+memory with their strides, in host memory or on a GPU, and checked after it: so inputs that change
+and writes beside outputs are found whatever property is being looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cupyflash.problem import Gradients
+
+from .bound import (
+    BackwardBound,
+    ForwardBound,
+    backward_bound,
+    backward_bound_varlen,
+    forward_bound,
+    forward_bound_varlen,
+    rho,
+)
+from .copies import Copies, HostMemory, Memory
+from .features import features_of
+from .placement import same_bits
+from .precision import Precision, Rounding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from .cases import Problem
+
+Array = np.ndarray[Any, Any]
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
+
+
+def wide(x: Any) -> Array:
+    """Return numbers in long double."""
+    return np.asarray(x).astype(np.longdouble)
+
+
+class PropertyError(AssertionError):
+    """A property does not hold."""
+
+
+def expect(condition: Any, message: str) -> None:
+    """Raise `PropertyError` with a message unless all of a condition is true."""
+    if not np.all(condition):
+        raise PropertyError(message)
+
+
+class Rows(NamedTuple):
+    """What a forward call returned.
+
+    Attributes
+    ----------
+    out : ndarray
+        O.
+    lse : ndarray or None
+        None from a kernel without the feature "lse".
+    """
+
+    out: Array
+    lse: Any
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The worst ratio of error to bound that was met.
+
+    Attributes
+    ----------
+    ratio : float
+        At most 1 is right.
+    output : str
+        Of which output: out, lse, dq, dk, dv, dbias or dsink.
+    dtype : str
+        Of q, k and v.
+    index : tuple of int
+        Where in the output.
+    """
+
+    ratio: float
+    output: str
+    dtype: str
+    index: tuple[int, ...]
+
+
+class Subject:
+    """A kernel, and how to judge it.
+
+    Parameters
+    ----------
+    forward : callable
+        With the signature of `cupyflash.attention`, returning (out, lse).
+    backward : callable, optional
+        With the signature of `cupyflash.attention_backward`.
+    varlen, varlen_backward : callable, optional
+        With those of `cupyflash.attention_varlen` and `attention_varlen_backward`.
+    combine : callable, optional
+        With that of `cupyflash.combine`.
+    features : iterable of str, optional
+        What the kernel knows, of `features.FEATURES`; all of it unless given.
+    precision : Precision or callable, optional
+        Its arithmetic, or a function of the dtype. `Precision.of` unless given.
+    tiles : tuple of 2 int
+        Rows and keys of its tiles.
+    memory : Memory, optional
+        Where its arrays live; in host memory unless given.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any] | None = None,
+        *,
+        varlen: Callable[..., Any] | None = None,
+        varlen_backward: Callable[..., Any] | None = None,
+        combine: Callable[..., Any] | None = None,
+        features: Iterable[str] | None = None,
+        precision: Precision | Callable[[np.dtype[Any]], Precision] | None = None,
+        tiles: tuple[int, int] = (64, 64),
+        memory: Memory | None = None,
+    ) -> None:
+        self._forward, self._backward = forward, backward
+        self._varlen, self._varlen_backward = varlen, varlen_backward
+        self._combine, self._precision = combine, precision
+        self.tiles, self.memory = tiles, memory or HostMemory()
+        self.features = features_of(features)
+        parts = {"backward": backward, "varlen": varlen, "varlen_backward": varlen_backward,
+                 "combine": combine}  # fmt: skip
+        self.knows = self.features | {name for name, part in parts.items() if part is not None}
+        self.worst: dict[tuple[str, str], Worst] = {}
+        self.highest = 0.0  # ratio since it was last set to 0
+        self._dtype = ""
+
+    def precision(self, dtype: Any) -> Precision:
+        """Return the arithmetic for a type of q, k and v."""
+        dtype = np.dtype(dtype)
+        if self._precision is None:
+            return Precision.of(dtype)
+        if isinstance(self._precision, Precision):
+            return dataclasses.replace(self._precision, output=Rounding.to(dtype))
+        return self._precision(dtype)
+
+    # Calls
+
+    def _laid(self, array: Array | None) -> Array | None:
+        if array is None or "strides" in self.features:
+            return array
+        return np.array(array, order="C")
+
+    def _copied(self, copies: Copies, options: dict[str, Any]) -> dict[str, Any]:
+        laid = {
+            name: self._laid(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+        }
+        return copies.options({name: x for name, x in laid.items() if x is not None})
+
+    def _result(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+        host = self.memory.result(array)
+        expect(host.shape == shape, f"{name} has the shape {host.shape}; {shape} was wanted")
+        if dtype is not None:
+            expect(host.dtype == dtype, f"{name} has the dtype {host.dtype}; {dtype} was wanted")
+        return host
+
+    def attend(self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any) -> Rows:
+        """Run the forward kernel on copies, and check shapes, types and surroundings."""
+        copies, self._dtype = Copies(self.memory), q.dtype.name
+        arrays = [copies.array(self._laid(x)) for x in (q, k, v)]
+        given = self._copied(copies, options)
+        function = self._forward if offsets is None else self._varlen
+        assert function is not None, "a property that needs it asks for varlen"
+        returned = function(*arrays, *(offsets or ()), **given, return_lse=True)
+        copies.check()
+        expect(isinstance(returned, tuple) and len(returned) == 2, "(out, lse) was wanted")
+        shape = out_shape(q, k, v)
+        out = self._result("out", returned[0], shape, q.dtype)
+        if "lse" not in self.features:
+            return Rows(out, None)
+        return Rows(out, self._result("lse", returned[1], shape[:-1], None))
+
+    def gradients(
+        self, do: Array, q: Array, k: Array, v: Array, *,
+        dlse: Array | None = None, offsets: Any = None, rows: Rows | None = None, **options: Any,
+    ) -> Gradients:  # fmt: skip
+        """Run the backward kernel on copies, after the forward unless its `rows` are given."""
+        if rows is None:
+            rows = self.attend(q, k, v, offsets=offsets, **options)
+        copies = Copies(self.memory)
+        arrays = [copies.array(self._laid(x)) for x in (do, q, k, v, *rows)]
+        given = self._copied(copies, options | {"dlse": dlse})
+        function = self._backward if offsets is None else self._varlen_backward
+        assert function is not None, "a property that needs it asks for a backward"
+        returned = [*function(*arrays, *(offsets or ()), **given), None, None][:5]
+        copies.check()
+        owners = (q, k, v, options.get("bias"), options.get("sink"))
+        made: list[Any] = []
+        for name, x, owner in zip(GRADIENTS, returned, owners, strict=True):
+            if owner is None:
+                made.append(None)
+                continue
+            expect(x is not None, f"{name} is missing")
+            made.append(self._result(name, x, owner.shape, owner.dtype))
+        return Gradients(*made)
+
+    def attend_problem(self, p: Problem) -> Rows:
+        """Run the forward kernel on a problem as it is."""
+        return self.attend(p.q, p.k, p.v, offsets=p.offsets, **p.options)
+
+    def gradients_problem(self, p: Problem, rows: Rows | None = None) -> Gradients:
+        """Run the backward kernel on a problem as it is."""
+        arrays = p.do, p.q, p.k, p.v
+        return self.gradients(*arrays, dlse=p.dlse, offsets=p.offsets, rows=rows, **p.options)
+
+    def combine(self, parts: list[Rows]) -> Rows:
+        """Join results over parts of the keys."""
+        copies = Copies(self.memory)
+        assert self._combine is not None, "a property that needs it asks for combine"
+        given = [(copies.array(part.out), copies.array(part.lse)) for part in parts]
+        out, lse = self._combine(given)
+        copies.check()
+        return Rows(
+            self._result("out", out, parts[0].out.shape, parts[0].out.dtype),
+            self._result("lse", lse, parts[0].lse.shape, parts[0].lse.dtype),
+        )
+
+    def call(self, *arguments: Any, **options: Any) -> Any:
+        """Call the forward function itself, for properties of its signature."""
+        return self._forward(*arguments, **options)
+
+    def call_backward(self, *arguments: Any, **options: Any) -> Any:
+        """Call the backward function itself, for properties of its signature."""
+        assert self._backward is not None, "a property that needs it asks for a backward"
+        return self._backward(*arguments, **options)
+
+    # Bounds
+
+    def bound(
+        self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any
+    ) -> ForwardBound:
+        """Return exact values and bounds of what `attend` returns."""
+        options = options | {"precision": self.precision(q.dtype), "block_kv": self.tiles[1]}
+        if offsets is None:
+            return forward_bound(q, k, v, **options)
+        return forward_bound_varlen(q, k, v, *offsets, **options)
+
+    def backward_bound(
+        self, do: Array, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any
+    ) -> BackwardBound:
+        """Return exact values and bounds of what `gradients` returns."""
+        options = options | {"precision": self.precision(q.dtype), "block_kv": self.tiles[1]}
+        if offsets is None:
+            return backward_bound(do, q, k, v, **options)
+        return backward_bound_varlen(do, q, k, v, *offsets, **options)
+
+    # Judgements
+
+    def judge(self, name: str, actual: Any, exact: Any, bound: Any) -> None:
+        """Expect a ratio of at most 1, and remember the worst."""
+        worst = rho(actual, exact, np.broadcast_to(bound, np.shape(exact)))
+        key = (name, self._dtype)
+        self.highest = max(self.highest, worst.value)
+        met = self.worst.get(key)
+        if met is None or worst.value > met.ratio:
+            self.worst[key] = Worst(worst.value, *key, worst.index)
+        if worst.value > 1:
+            at = worst.index
+            got, right = (float(np.asarray(x)[at]) for x in (actual, exact))
+            limit = float(np.broadcast_to(bound, np.shape(exact))[at])
+            if math.isnan(got) or math.isnan(right) or math.isinf(worst.value):
+                how = f"where {right:.9g} was expected, with a bound of {limit:.3g}"
+            else:
+                off = abs(wide(actual)[at] - wide(exact)[at])
+                how = (
+                    f"where {right:.9g} was expected: off by {float(off):.3g}, "
+                    f"{worst.value:.3g} times the bound of {limit:.3g}"
+                )
+            raise PropertyError(f"{name}{list(at)} is {got:.9g} {how}")
+
+    def near(self, name: str, a: Any, b: Any, *bounds: Any) -> None:
+        """Expect two computed arrays to differ by no more than the sum of their bounds."""
+        a, b = (wide(x) for x in (a, b))
+        limit = sum(np.asarray(x, np.float64) for x in bounds)
+        self.judge(name, a, b, np.broadcast_to(limit, a.shape))
+
+    def same(self, name: str, a: Any, b: Any, bound: Callable[[], Any]) -> None:
+        """Expect equal bits, or without the feature "bitwise" agreement within two bounds."""
+        if "bitwise" not in self.features:
+            self.near(name, a, b, 2 * np.asarray(bound()))
+        elif not same_bits(a, b):
+            where = tuple(int(n) for n in np.argwhere(_differ(a, b))[0])
+            raise PropertyError(
+                f"{name}{list(where)} is {float(a[where])!r} one way and {float(b[where])!r} the "
+                "other; equal bits were expected"
+            )
+
+    def same_rows(self, a: Rows, b: Rows, bound: Callable[[], ForwardBound]) -> None:
+        """Apply `same` to out and lse."""
+        self.same("out", a.out, b.out, lambda: bound().out.bound)
+        if a.lse is not None:
+            self.same("lse", a.lse, b.lse, lambda: bound().lse.bound)
+
+    def same_gradients(
+        self, a: Gradients, b: Gradients, bound: Callable[[], BackwardBound]
+    ) -> None:
+        """Apply `same` to every gradient that there is on both sides."""
+        for name, x, y in zip(GRADIENTS, a, b, strict=True):
+            if x is not None and y is not None:
+                self.same(name, x, y, functools.partial(_limit, bound, name))
+
+    def near_rows(self, a: Rows, b: Rows, *bounds: ForwardBound) -> None:
+        """Apply `near` to out and lse."""
+        self.near("out", a.out, b.out, *(x.out.bound for x in bounds))
+        if a.lse is not None:
+            self.near("lse", a.lse, b.lse, *(x.lse.bound for x in bounds))
+
+
+def _limit(bound: Callable[[], BackwardBound], name: str) -> Any:
+    return getattr(bound(), name).bound
+
+
+def _differ(a: Array, b: Array) -> Any:
+    raw = f"u{a.dtype.itemsize}"
+    return np.array(a, order="C").view(raw) != np.array(b, order="C").view(raw)
+
+
+def out_shape(q: Array, k: Array, v: Array) -> tuple[int, ...]:
+    """Return the shape of the output, as by numpy.matmul; packed arrays have it too."""
+    if q.ndim == k.ndim == v.ndim == 2:
+        return (q.shape[0], v.shape[1])
+    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
+    lead = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    return (*lead, *q.shape[-3:-1], v.shape[-1])

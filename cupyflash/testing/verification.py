@@ -1,0 +1,358 @@
+"""Run every property that applies on a kernel: this package's, or any with our signature."""
+
+from __future__ import annotations
+
+import difflib
+import time
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .copies import CuPyMemory, HostMemory, Memory
+from .features import FEATURES
+from .options import FLOATS, float_type, known_floats
+from .properties import NOT_APPLICABLE, PROPERTIES, Property
+from .report import FAILED, PASSED, Failure, Report, Result
+from .report import NOT_APPLICABLE as IDLE
+from .subject import PropertyError, Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from .cases import Problem
+    from .precision import Precision
+
+EXAMPLES = 40
+SHRINKING = 10.0  # seconds
+FUNCTIONS = {
+    "backward": "no backward_fn was given",
+    "varlen": "no varlen function was given",
+    "varlen_backward": "no varlen_backward function was given",
+    "combine": "no combine function was given",
+}
+
+
+class _FailedError(Exception):
+    """One exception for all failures, so that hypothesis shrinks them as one."""
+
+
+def memory_of(device: str) -> Memory:
+    """Return where a device's arrays live; an error says what is missing."""
+    if device == "cpu":
+        return HostMemory()
+    if device != "gpu":
+        raise ValueError(f"device: {device!r} came; wanted 'cpu' or 'gpu'")
+    try:
+        memory = CuPyMemory()
+    except ImportError as error:
+        raise ImportError(
+            "device gpu needs CuPy, which is not installed: pip install 'cupyflash[cuda12]' "
+            "or 'cupyflash[cuda13]'"
+        ) from error
+    if not memory.available():
+        raise RuntimeError("device gpu: CuPy finds no usable NVIDIA GPU")
+    return memory
+
+
+def strategy_of(
+    prop: Property,
+    dtypes: Sequence[np.dtype[Any]],
+    features: Iterable[str],
+    tiles: tuple[int, int] | None,
+) -> Any:
+    """Return the hypothesis strategy that draws a property's problems.
+
+    Parameters
+    ----------
+    prop : Property
+        What is to be tried.
+    dtypes : sequence of dtype
+        Types of q, k and v.
+    features : iterable of str
+        What the kernel knows.
+    tiles : tuple of 2 int or None
+        Rows and keys of its tiles; small ones are drawn for None.
+
+    Returns
+    -------
+    SearchStrategy
+        Of `Problem`.
+    """
+    from .hypothesis_needed import st
+    from .strategies import plain, problems
+
+    chosen = [x for x in dtypes if prop.dtypes is None or x.name in prop.dtypes]
+    if prop.draws == "plain":
+        return plain(chosen, features=features, tiles=tiles, **prop.more)
+    more = prop.more | {"packed": prop.draws == "packed"}
+
+    def of_dtype(dtype: Any) -> Any:
+        return problems(dtype, features=features, tiles=tiles, **more)
+
+    return st.sampled_from(chosen).flatmap(of_dtype)
+
+
+def why_not(prop: Property, subject: Subject, dtypes: Sequence[np.dtype[Any]]) -> str:
+    """Say why a property does not apply to a kernel; nothing where it does."""
+    missing = prop.needs - subject.knows
+    for name in sorted(missing & set(FUNCTIONS)):
+        return FUNCTIONS[name]
+    if missing:
+        return f"the kernel lacks {', '.join(sorted(missing))}"
+    if prop.dtypes is not None and not {x.name for x in dtypes} & set(prop.dtypes):
+        return f"it is about {', '.join(prop.dtypes)}"
+    return ""
+
+
+def run(
+    prop: Property,
+    subject: Subject,
+    dtypes: Sequence[np.dtype[Any]],
+    examples: int,
+    seed: int,
+    *,
+    shrink: bool = True,
+    climb: bool = False,
+) -> Result:
+    """Try a property on problems that hypothesis draws.
+
+    Parameters
+    ----------
+    prop : Property
+        What is tried.
+    subject : Subject
+        The kernel.
+    dtypes : sequence of dtype
+        Types of q, k and v.
+    examples, seed : int
+        How many problems, and where they come from.
+    shrink : bool
+        Whether to look for a smaller problem after a failure, for some seconds.
+    climb : bool
+        Whether to search where ratios of error to bound are large.
+
+    Returns
+    -------
+    Result
+        With the smallest failure that was found.
+    """
+    from .hypothesis_needed import hypothesis
+
+    reason, begin = why_not(prop, subject, dtypes), time.perf_counter()
+    if reason:
+        return Result(prop.name, prop.formula, IDLE, reason)
+    phases = [hypothesis.Phase.generate]
+    phases += [hypothesis.Phase.target] if climb else []
+    phases += [hypothesis.Phase.shrink] if shrink else []
+    settings = hypothesis.settings(
+        max_examples=max(2, round(examples * prop.weight)), phases=phases, database=None,
+        deadline=None, suppress_health_check=list(hypothesis.HealthCheck), print_blob=False,
+        report_multiple_bugs=False, verbosity=hypothesis.Verbosity.quiet,
+    )  # fmt: skip
+    subject.worst.clear()
+    failed: dict[str, str] = {}
+    tried, until, last = 0, float("inf"), ("", "")
+
+    def attempt(problem: Problem) -> None:
+        nonlocal tried, until, last
+        if problem.line not in failed:
+            if time.perf_counter() > until:
+                return
+            tried += not failed
+            subject.highest = 0.0
+            try:
+                with np.errstate(all="ignore"):
+                    prop.check(subject, problem)
+            except Exception as error:  # noqa: BLE001 (whatever a kernel raises is a failure)
+                failed[problem.line] = message_of(error)
+                until = min(until, time.perf_counter() + SHRINKING)
+            if climb and np.isfinite(subject.highest):
+                hypothesis.target(subject.highest)
+        if problem.line in failed:
+            last = (failed[problem.line], problem.line)
+            raise _FailedError
+
+    drawn = strategy_of(prop, dtypes, subject.features, subject.tiles)
+    number = (zlib.crc32(prop.name.encode()) ^ seed) & (2**64 - 1)
+    given: Any = hypothesis.given(drawn)
+    test = hypothesis.seed(number)(settings(given(attempt)))
+    try:
+        test()
+    except (_FailedError, hypothesis.errors.Flaky, BaseExceptionGroup):
+        if not failed:
+            raise
+    worst = sorted(subject.worst.values(), key=lambda x: -x.ratio)
+    return Result(
+        prop.name, prop.formula, FAILED if failed else PASSED, examples=tried,
+        seconds=time.perf_counter() - begin, worst=tuple(worst),
+        failures=(Failure(*last),) if failed else (),
+    )  # fmt: skip
+
+
+def message_of(error: Exception) -> str:
+    """Say what went wrong in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, PropertyError) else f"{type(error).__name__}: {text}"
+
+
+def verify(
+    attention_fn: Callable[..., Any],
+    backward_fn: Callable[..., Any] | None = None,
+    *,
+    device: str = "cpu",
+    precision: Precision | Callable[[np.dtype[Any]], Precision] | None = None,
+    dtypes: Iterable[Any] | None = None,
+    features: Iterable[str] | None = None,
+    examples: int = EXAMPLES,
+    seed: int = 0,
+    tiles: tuple[int, int] = (64, 64),
+    varlen: Callable[..., Any] | None = None,
+    varlen_backward: Callable[..., Any] | None = None,
+    combine: Callable[..., Any] | None = None,
+    only: str | Iterable[str] | None = None,
+    stop: bool = False,
+    progress: Callable[[int, int, Result], None] | None = None,
+) -> Report:
+    """Verify an attention kernel: run every property that applies to it.
+
+    Parameters
+    ----------
+    attention_fn : callable
+        ``attention_fn(q, k, v, *, mask, score_mod, bias, sink, scale, dropout, seed,
+        return_lse=True) -> (out, lse)``, as `cupyflash.attention`. An option comes only where a
+        problem has it, and only if `features` has it.
+    backward_fn : callable, optional
+        ``backward_fn(do, q, k, v, out, lse, *, dlse, ...) -> (dq, dk, dv, dbias, dsink)``, as
+        `cupyflash.attention_backward`; the last two may be left out where there is no such input.
+    device : str
+        "cpu": arrays are NumPy's. "gpu": CuPy's. Either way they have guards of NaN around them.
+    precision : Precision or callable, optional
+        What the bound may assume of the kernel's arithmetic, such as ``Precision.stated("float32",
+        p="bfloat16", truncates=True)``; or a function of the dtype. ``Precision.of`` unless given.
+    dtypes : iterable of dtype_like, optional
+        Types of q, k and v; all four unless given (without ml_dtypes those of NumPy).
+    features : iterable of str, optional
+        What the kernel knows, of ``cupyflash.testing.FEATURES``; everything unless given.
+    examples : int
+        Problems for each property; those that say most get several times as many.
+    seed : int
+        Where problems come from: the same ones for the same seed.
+    tiles : tuple of 2 int
+        Rows and keys of the kernel's tiles, as far as known: lengths are drawn around their
+        multiples, and the bound allows for one rescaling a tile.
+    varlen, varlen_backward, combine : callable, optional
+        As `cupyflash.attention_varlen`, `attention_varlen_backward` and `combine`.
+    only : str or iterable of str, optional
+        Names of properties; the others are left out.
+    stop : bool
+        Whether to stop at the first property that fails, without looking for a smaller problem.
+    progress : callable, optional
+        ``progress(done, total, result)``, called after each property.
+
+    Returns
+    -------
+    Report
+        `passed`, and for each property its name, examples, worst ratio of error to bound, and for a
+        failure a minimal problem as a line of Python.
+
+    Raises
+    ------
+    ImportError
+        Where hypothesis, or for a GPU CuPy, is not installed.
+
+    Examples
+    --------
+    A kernel that knows only q, k, v and causal is verified through an adapter:
+
+    >>> import numpy as np
+    >>> from cupyflash import testing
+    >>> def mine(q, k, v, causal):  # (B, H, L, D) in float32
+    ...     s = q @ k.swapaxes(-1, -2) / np.sqrt(np.float32(q.shape[-1]))
+    ...     if causal:
+    ...         s = np.where(np.tri(*s.shape[-2:], dtype=bool), s, -np.inf)
+    ...     p = np.exp(s - s.max(axis=-1, keepdims=True))
+    ...     return p @ v / p.sum(axis=-1, keepdims=True)
+    >>> def adapter(q, k, v, *, mask=None, return_lse=True):
+    ...     return mine(q, k, v, causal=mask is not None), None
+    >>> report = testing.verify(adapter, features=["causal"], dtypes=["float32"], examples=2)
+    >>> report.passed
+    True
+    """
+    memory = memory_of(device)
+    subject = Subject(
+        attention_fn, backward_fn, varlen=varlen, varlen_backward=varlen_backward,
+        combine=combine, features=features, precision=precision, tiles=tiles, memory=memory,
+    )  # fmt: skip
+    given = [float_type(x) for x in dtypes] if dtypes is not None else list(known_floats())
+    unknown = [x.name for x in given if x.name not in FLOATS]
+    if unknown or not given:
+        raise ValueError(f"dtypes: {unknown} came; wanted some of {', '.join(FLOATS)}")
+    if examples < 1:
+        raise ValueError(f"examples: {examples} came; a number from 1 was wanted")
+    chosen = chosen_properties(only)
+    report = Report(
+        seed, examples, device, tuple(x.name for x in given),
+        tuple(name for name in FEATURES if name in subject.features),
+    )  # fmt: skip
+    for number, prop in enumerate(chosen):
+        result = run(prop, subject, given, examples, seed, shrink=not stop)
+        report.results.append(result)
+        if progress is not None:
+            progress(number + 1, len(chosen), result)
+        if stop and result.status == FAILED:
+            break
+    if only is None:
+        report.results += [Result(name, "", IDLE, why) for name, why in NOT_APPLICABLE.items()]
+    return report
+
+
+def chosen_properties(only: str | Iterable[str] | None) -> list[Property]:
+    """Return all properties, or those of some names; an unknown name is an error."""
+    if only is None:
+        return list(PROPERTIES.values())
+    names = [only] if isinstance(only, str) else list(only)
+    for name in names:
+        if name not in PROPERTIES:
+            near = difflib.get_close_matches(name, PROPERTIES, 3, 0.3)
+            raise ValueError(
+                f"only: {name!r} came, which is no property; close to it: {', '.join(near)}. "
+                "`cupyflash verify --list` and cupyflash.testing.PROPERTIES have all of them."
+            )
+    return [PROPERTIES[name] for name in names]
+
+
+def check(
+    name: str,
+    problem: Problem,
+    attention_fn: Callable[..., Any],
+    backward_fn: Callable[..., Any] | None = None,
+    *,
+    device: str = "cpu",
+    **options: Any,
+) -> None:
+    """Try one property on one problem, as a report's last lines do; hypothesis is not needed.
+
+    Parameters
+    ----------
+    name : str
+        The property's name.
+    problem : Problem
+        Made by `problem`; fresh, as what it draws beyond its line comes from a generator of its
+        own.
+    attention_fn, backward_fn : callable
+        As given to `verify`.
+    device : str
+        As given to `verify`.
+    **options
+        precision, features, tiles, varlen, varlen_backward and combine, as given to `verify`.
+
+    Raises
+    ------
+    PropertyError
+        Where the property does not hold.
+    """
+    (prop,) = chosen_properties(name)
+    subject = Subject(attention_fn, backward_fn, memory=memory_of(device), **options)
+    with np.errstate(all="ignore"):
+        prop.check(subject, problem)

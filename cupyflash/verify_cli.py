@@ -1,0 +1,145 @@
+"""The command `cupyflash verify`: the verification kit on this package's own kernels."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import api, varlen
+
+if TYPE_CHECKING:
+    from .testing import Report, Result
+
+EXAMPLES = 40  # about a minute on two cores
+BAR = 24
+# Rows and keys of a tile that lengths are drawn around; no kernel's tiles have fewer keys.
+TILES = {"cpu": (128, 64), "gpu": (64, 8)}
+
+
+class Progress:
+    """What shows on standard error meanwhile: a bar on a terminal, elsewhere a line a property."""
+
+    def __init__(self) -> None:
+        self._bar = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int, result: Result) -> None:
+        """Show a property that has just been run."""
+        if self._bar:
+            full = BAR * done // total
+            text = f"[{'#' * full}{'.' * (BAR - full)}] {done}/{total}  {result.name}"
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+            return
+        text = f"{done:>{len(str(total))}}/{total}  {result.name}: {result.status}"
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def again(options: argparse.Namespace, name: str) -> str:
+    """Return the command that repeats a property as it was run."""
+    return (
+        f"cupyflash verify --device {options.device} --only {name} "
+        f"--examples {options.examples} --seed {options.seed}"
+    )
+
+
+def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    from .testing import verify
+
+    return verify(
+        api.attention,
+        api.attention_backward,
+        varlen=varlen.attention_varlen,
+        varlen_backward=varlen.attention_varlen_backward,
+        combine=api.combine,
+        device=options.device,
+        examples=options.examples,
+        seed=options.seed,
+        only=options.only,
+        tiles=TILES[options.device],
+        progress=progress,
+    )
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Run the properties, print the table, and for failures how to see them again."""
+    if options.list:
+        from .testing import PROPERTIES
+
+        width = max(len(name) for name in PROPERTIES)
+        for name, prop in PROPERTIES.items():
+            print(f"{name:<{width}}  {prop.formula}")
+        return 0
+    progress = Progress()
+    try:
+        report = _run(options, progress)
+    except (ImportError, ValueError, RuntimeError) as error:
+        progress.close()
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    progress.close()
+    print(report)
+    if report.failures:
+        print("\nTo see a failure again:")
+        for result in report.failures:
+            print(f"  {again(options, result.name)}")
+    if options.json is not None:
+        try:
+            options.json.write_text(report.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            print(f"error: --json: {error}", file=sys.stderr)
+            return 2
+    return 0 if report.passed else 1
+
+
+def number(low: int) -> Any:
+    """Return a reader of whole numbers from `low`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text!r} came, a whole number from {low} was wanted")
+        return value
+
+    return read
+
+
+def add_command(subparsers: Any) -> None:
+    """Add `verify` to the command line."""
+    text = "try every property of attention on this machine's kernels"
+    command = subparsers.add_parser(
+        "verify",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}: rounding-error bounds, identities, gradients, "
+        "exact cases, NaN, strides, memory beside arrays. Needs hypothesis.",
+        epilog="The exit status is 0 if every property passed, 1 if one failed, 2 if none could "
+        "be run.",
+    )
+    command.add_argument(
+        "--device", choices=("cpu", "gpu"), default="cpu", help="whose kernels (default: cpu)"
+    )
+    command.add_argument(
+        "--examples", type=number(1), default=EXAMPLES, metavar="N",
+        help="problems for a property; bounds get 8 times as many (default: %(default)s, which "
+        "take about a minute)",
+    )  # fmt: skip
+    command.add_argument(
+        "--only", action="append", metavar="NAME", help="run this property; may be repeated"
+    )
+    command.add_argument("--list", action="store_true", help="list the properties' names and stop")
+    command.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the report to FILE, as JSON"
+    )
+    command.add_argument(
+        "--seed", type=number(0), default=0, metavar="N",
+        help="the same seed draws the same problems (default: %(default)s)",
+    )  # fmt: skip
+    command.set_defaults(function=verify)

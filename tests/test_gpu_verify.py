@@ -1,0 +1,22 @@
+"""`verify` on a GPU: the package's kernels hold every property on CuPy arrays."""
+
+from __future__ import annotations
+
+import pytest
+
+import cupyflash
+from cupyflash import testing
+from cupyflash.verify_cli import TILES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", testing.PROPERTIES)
+def test_property(name):
+    report = testing.verify(
+        cupyflash.attention, cupyflash.attention_backward, device="gpu", only=name, examples=5,
+        varlen=cupyflash.attention_varlen, combine=cupyflash.combine, tiles=TILES["gpu"],
+        varlen_backward=cupyflash.attention_varlen_backward,
+    )  # fmt: skip
+    assert report.passed, str(report)
