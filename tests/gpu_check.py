@@ -108,7 +108,9 @@ def tests(minutes: float) -> list[list[Task]]:
         for bound in BOUNDS
         for dtype, wanted in DTYPES.items()
     }
-    chosen["tests: all others"] = " and ".join(f"not {bound}" for bound in BOUNDS)
+    chosen["tests: verify"] = "test_gpu_verify"
+    others = (*BOUNDS, "test_gpu_verify")
+    chosen["tests: all others"] = " and ".join(f"not {name}" for name in others)
     return [[Task(what, pytest("-k", k, *files), r"\d+ passed") for what, k in chosen.items()]]
 
 
