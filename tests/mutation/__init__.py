@@ -1,0 +1,1 @@
+"""Mutation testing of the CUDA sources: see tests/mutants.py."""

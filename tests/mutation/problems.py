@@ -1,0 +1,326 @@
+"""A few small problems that together reach every line of the kernels, with their exact bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from emulator.calls import Blocks
+from emulator.machine import FORWARD, REVERSE, Schedule, randomly
+from placement import Layout, Placed, random_layout
+from strategies import Problem
+
+from cupyflash import lookup, masks, scores
+from cupyflash.testing import FAMILIES, Precision
+
+Array = np.ndarray[Any, Any]
+
+F16, F32, F64 = (np.dtype(x) for x in (np.float16, np.float32, np.float64))
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass
+class Case:
+    """A problem, and how it is run.
+
+    Attributes
+    ----------
+    name : str
+        What it is there for.
+    problem : Problem
+        Clean arrays, from which bounds are computed.
+    blocks, schedule
+        As of `Emulator`.
+    arrays : dict
+        What kernels get instead of the problem's: NaN where nobody looks.
+    counted : int or None
+        Tiles that a pass of queries over keys visits, where they are counted.
+    wrong_offsets : list or None
+        Offsets of the keys that kernels get; then results need only be finite.
+    """
+
+    name: str
+    problem: Problem
+    blocks: Blocks
+    schedule: Schedule = FORWARD
+    arrays: dict[str, Array] = field(default_factory=dict)
+    counted: int | None = None
+    wrong_offsets: list[int] | None = None
+
+
+def _place(rng: np.random.Generator, values: Array, layout: str) -> Array:
+    if layout == "plain":
+        return Placed(values.shape, values.dtype, Layout(), values).view
+    if layout == "rows":  # (..., L, H, D): contiguous rows that lie apart
+        axes = list(range(values.ndim))
+        order = (*axes[:-3], axes[-2], axes[-3], axes[-1]) if values.ndim > 2 else tuple(axes)
+        return Placed(values.shape, values.dtype, Layout(order), values).view
+    return Placed(
+        values.shape, values.dtype, random_layout(rng, values.ndim, values.itemsize), values
+    ).view
+
+
+def _case(
+    name: str,
+    dtype: np.dtype[Any],
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    d: tuple[int, int],
+    options: Callable[[np.random.Generator], dict[str, Any]] = lambda rng: {},
+    lead: tuple[tuple[int, ...], ...] = ((), (), ()),
+    offsets: tuple[list[int], list[int]] | None = None,
+    family: str = "normal",
+    layout: str = "plain",
+    dlse: bool = True,
+    hard: bool = False,
+    blocks: tuple[int, int, int] = (16, 16, 32),
+    seed: int = 0,
+    **more: Any,
+) -> Case:
+    rng = np.random.default_rng(seed)
+    rows = [lengths[0], lengths[1], lengths[1]]
+    if offsets is not None:
+        rows = [offsets[0][-1], offsets[1][-1], offsets[1][-1]]
+    shapes = {
+        name: (*part, h, n, width)
+        for name, part, h, n, width in zip(
+            "qkv", lead, (heads[0], heads[1], heads[1]), rows, (d[0], *d), strict=True
+        )
+    }
+    whole = np.broadcast_shapes(*lead)
+    shapes["do"] = (*whole, heads[0], rows[0], d[1])
+    made = FAMILIES[family](rng, shapes)
+    arrays = {name: _place(rng, x.astype(dtype), layout) for name, x in made.items()}
+    accumulator = F64 if dtype == F64 else F32
+    drawn = None
+    if dlse:
+        drawn = _place(rng, rng.standard_normal(shapes["do"][:-1]).astype(accumulator), layout)
+    problem = Problem(
+        dtype, family, **arrays, dlse=drawn, options=options(rng), offsets=offsets,
+        tiles=blocks[:2], layouts="random" if layout == "random" else "plain", workspace=True,
+        hard=hard, seed=seed,
+    )  # fmt: skip
+    return Case(name, problem, Blocks(*blocks), **more)
+
+
+def _normal(rng: np.random.Generator, *shape: int, dtype: Any = F32) -> Array:
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def _all(rng: np.random.Generator, len_q: int, len_k: int, sink: Any) -> dict[str, Any]:
+    """Options that put every piece of code into a kernel."""
+    return {
+        "mask": masks.causal(), "score_mod": scores.softcap(2.0), "dropout": 0.3,
+        "bias": _normal(rng, 4, len_q, len_k), "sink": sink, "seed": 2**63 + 12345,
+    }  # fmt: skip
+
+
+def _unseen(case: Case, keys: int) -> Case:
+    """Make the last `keys` keys, which no query sees, and their values NaN or infinite."""
+    for name, value in (("k", np.nan), ("v", np.inf)):
+        held = getattr(case.problem, name)
+        dirty = np.copy(held, order="K")
+        dirty[..., -keys:, :] = value
+        case.arrays[name] = dirty
+    return case
+
+
+def _empty_rows(case: Case, rows: int) -> Case:
+    """Make the gradients of the first queries, which see nothing, NaN."""
+    dirty = np.array(case.problem.do)
+    dirty[..., :rows, :] = np.nan
+    case.arrays["do"] = dirty
+    return case
+
+
+def _uneven(case: Case) -> Case:
+    """Let do's rows begin where vectors are read in some batch entries, and not in others."""
+    do = case.problem.do
+    rows = do.shape[-2] * do.shape[-1]
+    whole = np.zeros((do.size // rows, rows + 1), do.dtype)
+    whole[:, :-1] = do.reshape(-1, rows)
+    uneven = whole[:, :-1].reshape(do.shape, copy=False)
+    return replace(case, problem=replace(case.problem, do=uneven))
+
+
+def _visited(case: Case) -> Case:
+    """Count the tiles in which some pair is allowed: each of these masks lets no other through."""
+    problem, blocks = case.problem, case.blocks
+    mask = problem.options.get("mask")
+    if problem.offsets is None:
+        lead = np.broadcast_shapes(*(x.shape[:-3] for x in (problem.q, problem.k, problem.v)))
+        len_q, len_k = problem.q.shape[-2], problem.k.shape[-2]
+        whole = np.ones((len_q, len_k), bool)
+        if mask is not None:
+            whole = mask.to_array(lead, problem.q.shape[-3], len_q, len_k)
+        whole = np.broadcast_to(whole, (*lead, problem.q.shape[-3], len_q, len_k))
+        pieces = list(whole.reshape(-1, len_q, len_k))
+    else:
+        sizes = zip(*(np.diff(x) for x in problem.offsets), strict=True)
+        pieces = [
+            np.tril(np.ones((m, n), bool), n - m) for m, n in sizes for _ in problem.q[:, 0, 0]
+        ]
+    found = 0
+    for piece in pieces:
+        for i in range(0, piece.shape[0], blocks.block_q):
+            for j in range(0, piece.shape[1], blocks.block_kv):
+                found += piece[i : i + blocks.block_q, j : j + blocks.block_kv].any()
+    return replace(case, counted=int(found))
+
+
+def _sparse(rng: np.random.Generator) -> dict[str, Any]:
+    pairs = rng.random((1, 2, 21, 37)) < 0.4
+    pairs[..., :16, 16:32] = False
+    pairs[..., 16:, :16] = True
+    pairs[..., -3:] = False
+    return {
+        "mask": np.asarray(pairs), "bias": _normal(rng, 1, 21, 1, dtype=F16), "dropout": 0.5,
+        "seed": 7,
+    }  # fmt: skip
+
+
+def _by_keys(rng: np.random.Generator) -> dict[str, Any]:
+    bias = _normal(rng, 4, 1, 19, dtype=BF16)
+    bias[:, :, 7:11] = -np.inf
+    return {"bias": bias, "sink": _normal(rng, 4, dtype=F64), "scale": -0.2}
+
+
+PACKED = [0, 3, 3, 21, 40], [0, 17, 20, 20, 53]
+
+
+def cases() -> list[Case]:
+    """Return the problems, cheap ones that find much first."""
+    sink = np.array([0.5, -1.0, -np.inf, 2.0], np.float32)
+    return [
+        _case("everything", F32, (4, 2), (37, 29), (24, 40), lambda r: _all(r, 37, 29, sink),
+              lead=((2,), (2,), (1,))),
+        _case("everything, strided", F32, (4, 1), (16, 32), (24, 40),
+              lambda r: _all(r, 16, 32, sink[::-1].astype(F64)),
+              lead=((2, 1), (1, 3), (2, 3)), layout="random", schedule=randomly(1), seed=1),
+        _case("whole tiles", F32, (2, 2), (32, 48), (8, 8), lead=((2,),) * 3, blocks=(16, 32, 64)),
+        _case("tiles that end early", F32, (2, 2), (29, 53), (4, 8), blocks=(16, 32, 64), seed=2),
+        _case("odd", F32, (3, 1), (17, 31), (8, 8), lambda r: {"scale": -0.7}, layout="random",
+              blocks=(16, 32, 64), schedule=REVERSE, seed=3),
+        _case("four leading axes", F32, (2, 1), (3, 18), (8, 8),
+              lead=((2, 1, 2, 1), (1, 2, 1, 3), (2, 1, 1, 3)), layout="rows",
+              blocks=(16, 32, 64), dlse=False, seed=4),
+        _case("very negative scores", F32, (1, 1), (5, 40), (8, 8), family="negative scores",
+              blocks=(16, 32, 64), seed=5, hard=True),
+        _case("growing scores", F32, (1, 1), (5, 64), (8, 8), lambda r: {"scale": 2.0},
+              family="offset", blocks=(16, 32, 64), seed=6),
+        _case("huge logits", F32, (1, 1), (18, 40), (8, 8), family="huge logits", hard=True,
+              blocks=(16, 32, 64), seed=7),
+        _visited(_unseen(_empty_rows(
+            _case("window and lengths", BF16, (2, 1), (53, 45), (40, 16),
+                  lambda r: {"mask": masks.window(9, 3, -12) & masks.lengths(np.array([40, 20])),
+                             "sink": np.array([0.25, -3.0], np.float16)},
+                  lead=((2,), (2,), (1,)), blocks=(32, 16, 64), seed=8), 2), 5)),
+        _case("packed segments", F16, (2, 1), (0, 0), (33, 7),
+              lambda r: {"mask": masks.causal() & masks.segments(
+                            np.sort(r.integers(0, 3, 40)), np.sort(r.integers(0, 3, 53))),
+                         "score_mod": scores.alibi(np.array([0.5, 0.25], np.float16)),
+                         "sink": _normal(r, 2, dtype=BF16), "bias": _normal(r, 4, 2, 19, 33)},
+              lead=((), (), ()), offsets=PACKED, blocks=(16, 32, 64), schedule=randomly(2), seed=9),
+        _unseen(_case("pairs one by one", F64, (2, 2), (21, 37), (17, 5), _sparse,
+                      lead=((2,), (1,), (2,)), layout="random", blocks=(16, 32, 32), seed=10), 3),
+        _case("bias of keys", F16, (4, 2), (35, 19), (64, 48), _by_keys, lead=((2,), (2,), (2,)),
+              layout="rows", blocks=(32, 16, 128), seed=11),
+        _visited(_case("packed and causal", F32, (2, 2), (0, 0), (16, 20),
+                       lambda r: {"mask": masks.causal(), "dropout": 0.25, "seed": 99},
+                       offsets=PACKED, blocks=(16, 16, 32), dlse=False, seed=12)),
+        _case("wrong offsets", F32, (2, 2), (0, 0), (16, 20),
+              lambda r: {"mask": masks.causal(), "dropout": 0.25, "seed": 99}, offsets=PACKED,
+              blocks=(16, 16, 32), dlse=False, seed=13, wrong_offsets=[-5, 17, 12, 10**12, 60],
+              layout="rows"),
+        _case("large heads", F32, (1, 1), (33, 35), (264, 20), blocks=(32, 32, 128), seed=14),
+        _uneven(_case("shared queries", F32, (1, 1), (3, 18), (8, 8),
+              lambda r: {"mask": masks.lengths(np.array([0, 9, *r.integers(0, 19, 14)]))},
+              lead=((2, 1, 2, 1), (1, 2, 1, 2), (1, 2, 1, 2)), layout="random", seed=18)),
+        _case("one column", BF16, (1, 1), (3, 18), (1, 3),
+              lambda r: {"score_mod": scores.score(lambda s, b, h, i, j: s - 0.1 * abs(i - j)),
+                         "mask": masks.mask(lambda b, h, i, j: lookup(np.arange(18))[j] % 5 > i)},
+              layout="random", seed=15),
+        _visited(_case("window in float64", F64, (1, 1), (40, 64), (16, 18),
+                       lambda r: {"mask": masks.window(7, 0)}, blocks=(16, 32, 32),
+                       schedule=REVERSE, seed=16)),
+        _case("near overflow", F16, (1, 1), (20, 20), (64, 48), family="near overflow",
+              blocks=(16, 16, 128), seed=17, hard=True),
+    ]  # fmt: skip
+
+
+@dataclass
+class Parts:
+    """Results over disjoint sets of keys, and what they make together.
+
+    Attributes
+    ----------
+    parts : list of (out, lse)
+        What is joined.
+    out, lse : array
+        How the results are to lie.
+    wanted : dict
+        "out" and "lse" to (exact, bound).
+    """
+
+    name: str
+    parts: list[tuple[Array, Array]]
+    out: Array
+    lse: Array
+    wanted: dict[str, tuple[Array, Array]]
+
+
+def parts() -> list[Parts]:
+    """Return the problems of combine."""
+    return [
+        _parts("two", F32, 2, (2,), 3, 40, [F32], "plain"),
+        _parts("sixteen, strided", F16, 16, (2, 3), 5, 130, [F16, F32, BF16, F32], "random"),
+        _parts("float64", F64, 3, (), 9, 33, [F64], "random"),
+        _parts("bfloat16", BF16, 5, (2, 1, 2, 3), 2, 7, [BF16, F32], "random"),
+    ]
+
+
+def _parts(
+    name: str, dtype: np.dtype[Any], number: int, lead: tuple[int, ...], rows: int, columns: int,
+    kinds: list[np.dtype[Any]], layout: str,
+) -> Parts:  # fmt: skip
+    rng = np.random.default_rng(number)
+    accumulator = F64 if dtype == F64 else F32
+    shape = (*lead, 2, rows)
+    lses = [rng.standard_normal(shape) * 20 for _ in range(number)]
+    lses = [np.where(rng.random(shape) < 0.3, -np.inf, x).astype(accumulator) for x in lses]
+    for x in lses:
+        x[..., 0] = -np.inf  # a row that no part saw
+    lses[0][..., 1], lses[1][..., 1] = -120, -121
+    outs = [
+        np.where(np.isinf(x)[..., None], np.nan, rng.standard_normal((*shape, columns))).astype(
+            kinds[n % len(kinds)]
+        )
+        for n, x in enumerate(lses)
+    ]
+    wide = np.longdouble
+    x, o = (np.stack([each.astype(wide) for each in some]) for some in (lses, outs))
+    empty = np.isinf(x).all(axis=0)
+    m = np.where(empty, 0, x.max(axis=0))
+    gaps = np.where(np.isinf(x), 0, m - x)
+    p = np.where(np.isinf(x), 0, np.exp(-gaps))
+    total = np.where(empty, 1, p.sum(axis=0))
+    weights = (p / total)[..., None]
+    o = np.where(weights == 0, 0, o)
+    exact = (weights * o).sum(axis=0)
+    precision = Precision.of(dtype)
+    error = precision.unit * (2 * number + 20 + 2 * gaps)
+    bound = (weights * error[..., None] * (np.abs(o) + np.abs(exact))).sum(axis=0)
+    stored = precision.output
+    bound = (1 + stored.unit) * bound + stored.unit * np.abs(exact) + stored.underflow
+    lse = np.where(empty, -np.inf, m + np.log(total))
+    lse_bound = precision.unit * (2 * number + 20 + 4 * np.abs(m) + 2 * gaps.max(axis=0))
+    return Parts(
+        name,
+        [(_place(rng, a, layout), _place(rng, b, layout)) for a, b in zip(outs, lses, strict=True)],
+        _place(rng, np.zeros(exact.shape, dtype), layout),
+        _place(rng, np.zeros(lse.shape, accumulator), layout),
+        {"out": (exact, bound), "lse": (lse, np.where(empty, 0, lse_bound))},
+    )

@@ -1,0 +1,457 @@
+"""Runs the kernels of a changed text on the problems, and says what notices the change.
+
+Everything that no mutant changes is done once: bounds, launches, and what memory holds after each
+of them. A mutant's kernel is compiled, and where its code differs it runs for every problem, from
+the memory that was there before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from emulator import build
+from emulator.calls import Emulator
+from emulator.machine import FORWARD, Fault, Machine, Schedule
+from harness import GRADIENTS, bound_backward, bound_forward, call_of
+from placement import Placed
+
+from cupyflash import launch, target
+from cupyflash.expr.cuda import generate
+from cupyflash.problem import Gradients
+from cupyflash.source import Specialisation
+from cupyflash.testing import rho
+
+from . import generators
+from .expressions import Check, Make, MaskCheck, ScoreCheck
+from .functions import FunctionCheck
+from .memory import Guarded, GuardedCopies
+from .problems import Case, Parts, cases, parts
+
+Array = np.ndarray[Any, Any]
+Read = Callable[[str], str]
+
+# What each kernel writes. What others read of it is computed again, by the kernels as they are.
+WRITES = {
+    "forward_simt": ("out", "lse"),
+    "backward_delta": ("dq", "dk", "dv", "dbias", "dsink"),
+    "backward_sink": ("dsink",),
+    "backward_simt_dkdv": ("dk", "dv"),
+    "backward_simt_dq": ("dq",),
+    "backward_bias": ("dbias",),
+    "combine": ("out", "lse"),
+}
+# What is tried on its own too, outside of a kernel.
+OWN_FILES = {f"primitives/{name}.cuh" for name in ("expression", "lookup", "number", "philox")}
+# The compiler's processes get so many seconds, a launch so many of its own time.
+COMPILES, RUNS = 60, 3.0
+
+
+class Noticed(Exception):
+    """A mutant was noticed."""
+
+
+@dataclass
+class Step:
+    """A launch, with what memory held before and after it."""
+
+    special: Specialisation
+    grid: int
+    packed: bytearray
+    text: str = ""
+    after: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """A problem in memory: its launches, and what its results must be."""
+
+    name: str
+    schedule: Schedule
+    steps: list[Step]
+    outputs: dict[str, Guarded]
+    wanted: dict[str, tuple[Array, Array]]
+    sums: list[tuple[Array, Array]]
+    before: dict[str, bytes]
+    kept: Any  # so that addresses stay
+    only_numbers: bool = False
+    counted: int | None = None
+
+    def state_before(self, number: int) -> dict[str, bytes]:
+        """Return what the outputs hold before a launch."""
+        return self.steps[number - 1].after if number else self.before
+
+    def restore(self, state: dict[str, bytes]) -> None:
+        """Set what the outputs hold."""
+        for name, each in self.outputs.items():
+            each.restore(state[name])
+
+    def state(self) -> dict[str, bytes]:
+        """Return what the outputs hold now."""
+        return {name: each.bytes() for name, each in self.outputs.items()}
+
+    def judge(self, number: int, machines: Callable[[Step], Machine]) -> None:
+        """Raise `Noticed` if what a launch left is not what it should be."""
+        step = self.steps[number]
+        changed = [name for name, x in self.state().items() if x != step.after[name]]
+        if not changed:
+            return
+        writes = WRITES[step.special.kernel]
+        for name in changed:
+            if not self.outputs[name].same_beside(step.after[name]):
+                raise Noticed(f"{self.name}: writes beside {name}")
+            if name not in writes and name != "workspace":
+                raise Noticed(f"{self.name}: another {name}")
+        if step.special.kernel == "backward_delta":
+            for other in self.steps[number + 1 :]:
+                machines(other).launch(other.grid, bytearray(other.packed), self.schedule)
+        for gradient, computed in self.sums:
+            launch._sum_to(gradient, computed)
+        for name in writes:
+            if name in self.outputs:
+                self._judge(name)
+
+    def _judge(self, name: str) -> None:
+        values = self.outputs[name].view
+        if self.only_numbers:
+            if np.isnan(values).any():
+                raise Noticed(f"{self.name}: {name} holds NaN")
+            return
+        exact, bound = self.wanted[name]
+        worst = rho(values.reshape(exact.shape), exact, bound)
+        if not worst.value <= 1:
+            raise Noticed(f"{self.name}: {name} has rho {worst.value:.3g}")
+
+
+def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]) -> Any:
+    """Return the launches of `work` and the sums behind them, without running anything."""
+    steps: list[Step] = []
+    sums: list[tuple[Array, Array]] = []
+
+    def ready(made: Any, _: int) -> Any:
+        def start(addresses: Any) -> None:
+            text = build.text(made.special)
+            steps.append(Step(made.special, made.grid, made.packed(addresses), text))
+
+        return SimpleNamespace(start=start)
+
+    def to_device(array: Any, dtype: Any = None) -> Array:
+        held = np.ascontiguousarray(array, dtype)
+        copied: Array = copies.array(held)
+        return copied
+
+    with (
+        emulator._answering(ready),
+        mock.patch.object(target, "to_device", to_device),
+        mock.patch.object(launch, "_sum_to", lambda *pair: sums.append(pair)),
+    ):
+        work()
+    return steps, sums
+
+
+def _run_of(case: Case) -> Run:
+    problem, blocks = case.problem, case.blocks
+    emulator = Emulator(blocks, case.schedule)
+    copies = GuardedCopies()
+    dirty = dataclasses.replace(problem, **case.arrays)
+    arrays = {name: copies.array(getattr(dirty, name)) for name in "qkv"}
+    call = call_of(dataclasses.replace(problem, options=copies.options(problem.options), **arrays))
+    call = dataclasses.replace(call, device=0)
+    if case.wrong_offsets is not None:
+        call = dataclasses.replace(call, offsets=(call.offsets[0], np.array(case.wrong_offsets)))
+    likes = {
+        "out": np.array(problem.do), "lse": np.zeros(problem.do.shape[:-1], problem.accumulator)
+    }  # fmt: skip
+    owners = {name: getattr(problem, name) for name in "qkv"}
+    owners |= {name: problem.options.get(name) for name in ("bias", "sink")}
+    likes |= {
+        f"d{name}": np.empty_like(x, subok=False) for name, x in owners.items() if x is not None
+    }
+    if problem.layouts == "random":
+        likes["out"] = _spread(problem.do.shape, problem.dtype)
+        likes["dq"] = _spread(problem.q.shape, problem.dtype)
+    likes["workspace"] = Placed((launch.workspace_size(call),), np.uint8).view
+    likes["visited"] = np.zeros(1, np.uint64)
+    views = {name: copies.array(x, True) for name, x in likes.items()}
+    views["visited"][...] = 0
+    counter = None if case.counted is None else views["visited"]
+    gradients = Gradients(*(views.get(name) for name in GRADIENTS))
+    do, dlse = copies.array(dirty.do), copies.array(problem.dlse)
+
+    def work() -> None:
+        launch.forward(call, views["out"], views["lse"], visited=counter)
+        if case.wrong_offsets is None:
+            launch.backward(
+                call, do, views["out"], views["lse"], dlse, gradients, views["workspace"],
+                visited=counter,
+            )  # fmt: skip
+
+    steps, sums = _recorded(emulator, copies, work)
+    outputs = {name: copies.guarded(x) for name, x in likes.items()}
+    wanted: dict[str, tuple[Array, Array]] = {}
+    if case.wrong_offsets is None:
+        forward, backward = bound_forward(problem), bound_backward(problem)
+        assert problem.hard or not (forward.ill_conditioned or backward.ill_conditioned), case.name
+        wanted = {"out": forward.out, "lse": forward.lse}
+        wanted |= {name: getattr(backward, name) for name in GRADIENTS}
+    before = {name: each.bytes() for name, each in outputs.items()}
+    return Run(
+        case.name, case.schedule, steps, outputs, wanted, sums, before, (copies, call, gradients),
+        case.wrong_offsets is not None, case.counted,
+    )  # fmt: skip
+
+
+def _spread(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return an array whose rows lie backwards, and whose columns have gaps."""
+    whole = np.zeros((*shape[:-1], 2 * shape[-1]), dtype)
+    return whole[..., ::-1, ::2]
+
+
+def _run_of_parts(given: Parts) -> Run:
+    copies = GuardedCopies()
+    emulator = Emulator()
+    pairs = [(copies.array(a), copies.array(b)) for a, b in given.parts]
+    out, lse = copies.array(given.out, True), copies.array(given.lse, True)
+    steps, sums = _recorded(emulator, copies, lambda: launch.combine(pairs, out, lse))
+    outputs = {"out": copies.guarded(given.out), "lse": copies.guarded(given.lse)}
+    before = {name: each.bytes() for name, each in outputs.items()}
+    return Run(given.name, FORWARD, steps, outputs, given.wanted, sums, before, (copies, pairs))
+
+
+# -- code -----------------------------------------------------------------------------------------
+
+FLAGS = ("-w", "-Werror=return-type", *build.FLAVOURS["races"])
+
+
+class DoesNotCompile(Exception):
+    """A mutant is no program."""
+
+
+def _object(text: str, folder: Path, flags: tuple[str, ...] = FLAGS) -> bytes:
+    """Compile a text; two that are the same to the compiler give the same bytes."""
+    (folder / "kernel.cpp").write_text(text, encoding="utf-8")
+    command = ["g++", *build.COMMON, *flags, "-c", "kernel.cpp", "-o", "kernel.o"]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, timeout=COMPILES, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DoesNotCompile("it takes too long") from None
+    if done.returncode:
+        raise DoesNotCompile(done.stderr.decode(errors="replace")[:500])
+    return (folder / "kernel.o").read_bytes()
+
+
+def _library(folder: Path) -> Path:
+    # A path that is loaded already would be the old library again.
+    library = folder / f"kernel{len(list(folder.iterdir()))}.so"
+    parts = build._runtime("races")
+    command = ["g++", "-shared", str(folder / "kernel.o"), *parts, "-o", str(library)]
+    subprocess.run(command, check=True, capture_output=True)
+    return library
+
+
+def _linked(folder: Path, name: str) -> Machine:
+    return Machine(name, _library(folder))
+
+
+def disassembly(text: str, folder: Path) -> list[str]:
+    """Return the instructions of a text, optimised, with its own names by their order."""
+    _object(text, folder, ("-w", "-O2"))
+    command = ["objdump", "-drs", "--no-show-raw-insn", "-j", ".text", "-j", ".rodata", "kernel.o"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    names: dict[str, str] = {}
+
+    def numbered(match: re.Match[str]) -> str:
+        return names.setdefault(match[0], f"name{len(names)}")
+
+    return [re.sub(r"_ZN?\w+", numbered, line) for line in done.stdout.splitlines()]
+
+
+# -- the bench ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """Everything that runs one text, which is compiled once for all of it."""
+
+    name: str
+    compose: Callable[[Read], str]  # the text, of the files that a function returns
+    text: str
+    files: set[str]
+    tests: list[Callable[[Machine], None]] = field(default_factory=list)
+    object: bytes = b""
+
+
+def _group(name: str, compose: Callable[[Read], str]) -> Group:
+    files: set[str] = set()
+
+    def read(path: str) -> str:
+        files.add(path)
+        return build.read(path)
+
+    return Group(name, compose, compose(read), files)
+
+
+def checks(make: Make = generate) -> list[Check]:
+    """Return what is tried on its own, outside of a kernel."""
+    dtypes = ("float32", "float64")
+    scores = [ScoreCheck(dtype, make) for dtype in dtypes]
+    return [MaskCheck(make), *scores, *(FunctionCheck(dtype) for dtype in dtypes)]
+
+
+def _passes(check: Check, machine: Machine) -> None:
+    wrong = check.judge(machine)
+    if wrong is not None:
+        raise Noticed(wrong)
+
+
+class Bench:
+    """All problems, ready for mutants.
+
+    Parameters
+    ----------
+    folder : Path
+        For what is compiled.
+    jobs : int
+        How many compile at a time.
+    kernels : bool
+        Whether kernels are wanted, and not code generators alone.
+    """
+
+    def __init__(self, folder: Path, jobs: int = 1, kernels: bool = True) -> None:
+        self.folder = folder
+        if not kernels:
+            return
+        self.runs = [_run_of(case) for case in cases()] + [_run_of_parts(x) for x in parts()]
+        self.groups: list[Group] = []
+        for check in checks():
+            group = _group(check.name, check.compose)
+            group.files &= OWN_FILES
+            group.tests.append(partial(_passes, check))
+            self.groups.append(group)
+        by_text: dict[str, Group] = {}
+        for run in self.runs:
+            for number, step in enumerate(run.steps):
+                if step.text not in by_text:
+                    by_text[step.text] = _group(
+                        step.special.name, partial(build.text, step.special)
+                    )
+                by_text[step.text].tests.append(partial(self._notice, run, number))
+        self.groups += by_text.values()
+        with ThreadPoolExecutor(jobs) as pool:
+            made = list(pool.map(self._compiled, self.groups))
+        self._machines = {
+            group.text: Machine(group.name, path)
+            for group, path in zip(self.groups, made, strict=True)
+        }
+        for run in self.runs:
+            self._first(run)
+        for group in self.groups[: len(checks())]:
+            for test in group.tests:
+                test(self._machines[group.text])
+
+    def _compiled(self, group: Group) -> Path:
+        folder = self.folder / str(self.groups.index(group))
+        folder.mkdir()
+        group.object = _object(group.text, folder)
+        return _library(folder)
+
+    def machine(self, step: Step) -> Machine:
+        """Return the machine of a launch as it is."""
+        return self._machines[step.text]
+
+    def _first(self, run: Run) -> None:
+        """Run a problem with the kernels as they are, and hold them to the bounds."""
+        for step in run.steps:
+            self.machine(step).launch(step.grid, bytearray(step.packed), run.schedule)
+            step.after = run.state()
+        for gradient, computed in run.sums:
+            launch._sum_to(gradient, computed)
+        for name, each in run.outputs.items():
+            assert each.same_beside(run.before[name]), (run.name, name)
+        try:
+            for name in ("out", "lse") if run.only_numbers else run.wanted:
+                if run.outputs.get(name) is not None:
+                    run._judge(name)
+        except Noticed as error:
+            raise AssertionError(f"the kernels as they are: {error}") from None
+        if run.counted is not None:
+            assert run.outputs["visited"].view[0] == 3 * run.counted, run.name
+
+    def relevant(self, file: str) -> list[Group]:
+        """Return the groups whose text a file is part of."""
+        return [group for group in self.groups if file in group.files]
+
+    def trial(self, file: str, text: str, folder: Path) -> tuple[str, str]:
+        """Try a file's changed text: "killed", "survived", "invalid" or "equivalent", and why."""
+
+        def read(path: str) -> str:
+            return text if path == file else build.read(path)
+
+        return self.tried(self.relevant(file), read, folder)
+
+    def tried(self, groups: list[Group], read: Read, folder: Path) -> tuple[str, str]:
+        """Try texts of the files that `read` returns."""
+        differs: list[tuple[Group, str]] = []
+        for group in groups:
+            changed = group.compose(read)
+            try:
+                made = _object(changed, folder)
+            except DoesNotCompile as error:
+                # Where the first one compiles, a later one may stop at an assertion of its own.
+                if differs:
+                    return "killed", f"{group.name} does not compile"
+                return "invalid", str(error)
+            if made == group.object:
+                continue
+            differs.append((group, changed))
+            machine = _linked(folder, group.name)
+            try:
+                for test in group.tests:
+                    signal.setitimer(signal.ITIMER_VIRTUAL, RUNS)  # ends the process
+                    test(machine)
+                    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            except (Noticed, Fault) as error:
+                return "killed", str(error)
+        if all(self._same(group, changed, folder) for group, changed in differs):
+            return "equivalent", ""
+        return "survived", ""
+
+    def try_generator(self, text: str, folder: Path) -> tuple[str, str]:
+        """Try a changed text of the code generators; "equivalent" where it writes the same."""
+        make = generators.module_of(text).generate
+        wrong = generators.structure(make)
+        if wrong is not None:
+            return "killed", wrong
+        made = generators.checks(make)
+        for check in made:
+            try:
+                _object(check.compose(build.read), folder)
+            except DoesNotCompile as error:
+                return "killed", f"what it writes does not compile: {str(error)[:200]}"
+            try:
+                _passes(check, _linked(folder, "check"))
+            except (Noticed, Fault) as error:
+                return "killed", str(error)
+        return "survived", ""
+
+    def _notice(self, run: Run, number: int, machine: Machine) -> None:
+        step = run.steps[number]
+        run.restore(run.state_before(number))
+        machine.launch(step.grid, bytearray(step.packed), run.schedule)
+        run.judge(number, self.machine)
+
+    def _same(self, group: Group, changed: str, folder: Path) -> bool:
+        return disassembly(group.text, folder) == disassembly(changed, folder)
