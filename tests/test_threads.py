@@ -208,6 +208,7 @@ def test_ctrl_c_waits_for_the_helpers(tmp_path):
     program = """
         import os, signal, threading, time
         from cupyflash.reference import threads
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
         main, ended = threading.get_ident(), []
         both, pressed = threading.Barrier(3), threading.Event()
 
