@@ -12,6 +12,7 @@ from emulator.calls import Blocks, Chosen, Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
 from emulator.problems import (
     HostMemory,
+    combine_bounds,
     emulator_of,
     ratios,
     run_backward,
@@ -28,7 +29,7 @@ from strategies import BFLOAT16, DTYPES, MASKS, SCORES, Problem, Sizes, problems
 from cupyflash import masks, scores, validate
 from cupyflash.problem import Gradients
 from cupyflash.reference import philox
-from cupyflash.testing import Precision
+from cupyflash.testing import rho
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
@@ -227,25 +228,8 @@ def test_parts_are_joined_within_the_bound(dtype, data):
     copies.check()
     out, lse = (copies.value(x) for x in like)
 
-    wide = np.longdouble
-    x, o = (np.stack([np.asarray(each, wide) for each in some]) for some in (lses, outs))
-    empty = np.isinf(x).all(axis=0)
-    m = np.where(empty, 0, x.max(axis=0))
-    gaps = np.where(np.isinf(x), 0, m - x)
-    p = np.where(np.isinf(x), 0, np.exp(-gaps))
-    total = np.where(empty, 1, p.sum(axis=0))
-    weights = (p / total)[..., None]
-    o = np.where(weights == 0, 0, o)
-    wanted = (weights * o).sum(axis=0)
-    # A sum rounds once for every part, twice where there are two levels, and a few times more;
-    # rounding x - m is an error of the weight. The weights' sum, which divides, errs as they do.
-    precision = Precision.of(dtype)
-    error = precision.unit * (2 * number + 20 + 2 * gaps)
-    bound = (weights * error[..., None] * (np.abs(o) + np.abs(wanted))).sum(axis=0)
-    stored = precision.output
-    bound = (1 + stored.unit) * bound + stored.unit * np.abs(wanted) + stored.underflow
-    assert (np.abs(out.astype(wide) - wanted) <= bound).all()
-    wanted = np.where(empty, 0, m + np.log(total))
-    bound = precision.unit * (2 * number + 20 + 4 * np.abs(m) + 2 * gaps.max(axis=0))
-    assert (np.abs(np.where(empty, 0, lse) - wanted) <= bound).all()
+    bounds = combine_bounds(outs, lses, dtype)
+    assert rho(out, *bounds["out"]).value <= 1
+    assert rho(lse, *bounds["lse"]).value <= 1
+    empty = np.isinf(np.stack(lses)).all(axis=0)
     assert (lse[empty] == -np.inf).all()

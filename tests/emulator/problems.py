@@ -12,6 +12,7 @@ from strategies import Problem
 
 from cupyflash import launch
 from cupyflash.problem import Array, Call, Gradients
+from cupyflash.testing import Precision
 from cupyflash.testing import copies as memory
 from cupyflash.testing.copies import Copies
 
@@ -97,3 +98,30 @@ def ratios(problem: Problem, emulator: Emulator) -> dict[str, float]:
     if np.isfinite(out).all():
         found |= backward_ratios(bounded, run_backward(problem, emulator, out, lse))
     return found
+
+
+def combine_bounds(
+    outs: list[Array], lses: list[Array], dtype: Any
+) -> dict[str, tuple[Array, Array]]:
+    """Return what parts combine to, out and lse, and a bound on the error of each.
+
+    A sum rounds once for every part, twice where there are two levels, and a few times more;
+    rounding x - m is an error of the weight. The weights' sum, which divides, errs as they do.
+    """
+    x, o = (np.stack([np.asarray(each, np.longdouble) for each in some]) for some in (lses, outs))
+    empty = np.isinf(x).all(axis=0)
+    m = np.where(empty, 0, x.max(axis=0))
+    gaps = np.where(np.isinf(x), 0, m - x)
+    p = np.where(np.isinf(x), 0, np.exp(-gaps))
+    total = np.where(empty, 1, p.sum(axis=0))
+    weights = (p / total)[..., None]
+    o = np.where(weights == 0, 0, o)
+    out = (weights * o).sum(axis=0)
+    precision, number = Precision.of(dtype), len(outs)
+    error = precision.unit * (2 * number + 20 + 2 * gaps)
+    bound = (weights * error[..., None] * (np.abs(o) + np.abs(out))).sum(axis=0)
+    stored = precision.output
+    bound = (1 + stored.unit) * bound + stored.unit * np.abs(out) + stored.underflow
+    lse = np.where(empty, -np.inf, m + np.log(total))
+    lse_bound = precision.unit * (2 * number + 20 + 4 * np.abs(m) + 2 * gaps.max(axis=0))
+    return {"out": (out, bound), "lse": (lse, np.where(empty, 0, lse_bound))}

@@ -10,11 +10,12 @@ import ml_dtypes
 import numpy as np
 from emulator.calls import Blocks
 from emulator.machine import FORWARD, REVERSE, Schedule, randomly
+from emulator.problems import combine_bounds
 from placement import Layout, Placed, random_layout
 from strategies import Problem
 
 from cupyflash import lookup, masks, scores
-from cupyflash.testing import FAMILIES, Precision
+from cupyflash.testing import FAMILIES
 
 Array = np.ndarray[Any, Any]
 
@@ -300,27 +301,11 @@ def _parts(
         )
         for n, x in enumerate(lses)
     ]
-    wide = np.longdouble
-    x, o = (np.stack([each.astype(wide) for each in some]) for some in (lses, outs))
-    empty = np.isinf(x).all(axis=0)
-    m = np.where(empty, 0, x.max(axis=0))
-    gaps = np.where(np.isinf(x), 0, m - x)
-    p = np.where(np.isinf(x), 0, np.exp(-gaps))
-    total = np.where(empty, 1, p.sum(axis=0))
-    weights = (p / total)[..., None]
-    o = np.where(weights == 0, 0, o)
-    exact = (weights * o).sum(axis=0)
-    precision = Precision.of(dtype)
-    error = precision.unit * (2 * number + 20 + 2 * gaps)
-    bound = (weights * error[..., None] * (np.abs(o) + np.abs(exact))).sum(axis=0)
-    stored = precision.output
-    bound = (1 + stored.unit) * bound + stored.unit * np.abs(exact) + stored.underflow
-    lse = np.where(empty, -np.inf, m + np.log(total))
-    lse_bound = precision.unit * (2 * number + 20 + 4 * np.abs(m) + 2 * gaps.max(axis=0))
+    bounds = combine_bounds(outs, lses, dtype)
     return Parts(
         name,
         [(_place(rng, a, layout), _place(rng, b, layout)) for a, b in zip(outs, lses, strict=True)],
-        _place(rng, np.zeros(exact.shape, dtype), layout),
-        _place(rng, np.zeros(lse.shape, accumulator), layout),
-        {"out": (exact, bound), "lse": (lse, np.where(empty, 0, lse_bound))},
+        _place(rng, np.zeros(outs[0].shape, dtype), layout),
+        _place(rng, np.zeros(lses[0].shape, accumulator), layout),
+        bounds,
     )
