@@ -28,13 +28,14 @@ from emulator.machine import FORWARD, Schedule
 import cupyflash.kernels_cu
 from cupyflash import compile as compiler
 from cupyflash import source
+from cupyflash.source import STORAGE
 from cupyflash.target import OLDEST_CAPABILITY
 from cupyflash.testing.copies import Copies, HostMemory
 
 Array = np.ndarray[Any, Any]
 
 ARCH = Path(cupyflash.kernels_cu.__file__).parent / "arch"
-THREADS = 96  # of a block: three warps
+THREADS = 128  # of a block: four warps
 SHARED = 2 * THREADS
 
 _FUNCTION = re.compile(
@@ -157,11 +158,12 @@ class Case:
         given = self.inputs()
         return probe.text(**self.kernel(given, self.wanted(given)), read=source.read)
 
-    def on_emulator(self, schedule: Schedule = FORWARD) -> Array:
-        """Return what the lanes of the emulator write."""
+    def on_emulator(self, schedule: Schedule = FORWARD, subnormal: bool = False) -> Array:
+        """Return what the lanes of the emulator write; `subnormal`: such numbers are kept."""
 
         def launch(given: Array, out: Array) -> None:
-            machine = probe.Probe(**self.kernel(given, out))
+            storage = STORAGE["float64" if subnormal else "float32"]
+            machine = probe.Probe(**self.kernel(given, out), storage=storage)
             machine.run(out, given, len(given) // THREADS, schedule)
 
         return self._run(HostMemory(), launch)
