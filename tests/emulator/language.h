@@ -103,12 +103,14 @@ double log(double) noexcept;
 double tanh(double) noexcept;
 double floor(double) noexcept;
 double fabs(double) noexcept;
+double fmax(double, double) noexcept;
 }
 inline float exp(float x) { return __builtin_expf(x); }
 inline float log(float x) { return __builtin_logf(x); }
 inline float tanh(float x) { return __builtin_tanhf(x); }
 inline float floor(float x) { return __builtin_floorf(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
+inline float fmax(float x, float y) { return __builtin_fmaxf(x, y); }
 
 // -- the kernel, as the runtime takes it ----------------------------------------------------------
 
