@@ -109,6 +109,9 @@ inline float log(float x) { return __builtin_logf(x); }
 inline float tanh(float x) { return __builtin_tanhf(x); }
 inline float floor(float x) { return __builtin_floorf(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
+inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
+inline float fminf(float x, float y) { return __builtin_fminf(x, y); }
+inline float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
 
 // -- the kernel, as the runtime takes it ----------------------------------------------------------
 

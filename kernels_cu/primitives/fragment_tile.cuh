@@ -1,0 +1,96 @@
+// What happens to a tile of scores before the softmax where they lie in fragments: the twin of
+// reference/tile.py for tensor cores.
+#pragma once
+#include "fragment.cuh"
+
+namespace fragment_tile {
+
+// A tile of keys that is not EMPTY. Without one, `nj` is 0.
+struct Keys {
+  long long j0;
+  int nj;
+  int tile_class;
+};
+
+// The first such tile from key `j0` on.
+__device__ __forceinline__ Keys next_tile(const Params& p, const layout::Entry& entry, long long h,
+                                          long long i0, int ni, long long j0) {
+#pragma unroll 1
+  for (; j0 < entry.len_k; j0 += BLOCK_KV) {
+    const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
+    const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
+    const int tile_class = tile::classify_tile(p, box);
+    if (tile_class != EMPTY) return Keys{j0, nj, tile_class};
+  }
+  return Keys{j0, 0, EMPTY};
+}
+
+// Changes and masks a thread's scores, which are logits after it where scores are changed. Pairs
+// beyond the end of the queries or keys get -inf. Where generated code may be long it stands here
+// for two columns, which every pair of columns passes.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void apply_score_and_mask(const Params& p, const TileBox& box,
+                                                     int tile_class, float (&s)[ROWS][COLUMNS],
+                                                     float scale) {
+  constexpr int STEP = HAS_SCORE || HAS_TABLES ? 2 : COLUMNS;
+  const long long i = box.i_low + fragment::warp_row() + fragment::lane_row();
+  long long j = box.j_low + fragment::lane_column();
+#pragma unroll 1
+  for (int column = 0; column < COLUMNS; column += STEP) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < STEP; ++n) {
+        const Site at{box.b,     box.h,     i + 8 * r,   j + 8 * (n / 2) + n % 2,
+                      box.len_q, box.len_k, box.start_q, box.start_k};
+        float score = -number::infinity();
+        if (at.i <= box.i_high && at.j <= box.j_high) {
+          score = HAS_SCORE ? s[r][n] * scale : s[r][n];
+          score = tile::change(p, at, tile_class == PARTIAL, score, nullptr);
+        }
+        s[r][n] = score;
+      }
+    }
+    if constexpr (STEP < COLUMNS) fragment::rotate<STEP>(s);
+    j += 4 * STEP;
+  }
+}
+
+// Drops weights: a pair that is dropped gets the weight 0, and what survives is divided by the
+// probability of that at the end. One draw serves four keys of a row, which two lanes hold: of two
+// rows, each of the lanes draws for one.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& box,
+                                              float (&s)[ROWS][COLUMNS]) {
+  const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
+  const philox::Key key = philox::split_seed(seed);
+  const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
+  const bool second = arch::lane_index() % 2 != 0;
+  const unsigned int i = static_cast<unsigned int>(box.i_low + fragment::warp_row() +
+                                                   fragment::lane_row() + (second ? 8 : 0));
+  unsigned int group = static_cast<unsigned int>(box.j_low / 4 + fragment::lane_column() / 4);
+#pragma unroll 1
+  for (int column = 0; column < COLUMNS; column += 2) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r += 2) {
+      const philox::Words drawn = philox::words(key, group, i + 8 * r, b_h);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        // The first lane holds keys 0 and 1 of four, the second 2 and 3.
+        const unsigned int given = second ? drawn.word[n] : drawn.word[2 + n];
+        const unsigned int kept = second ? drawn.word[2 + n] : drawn.word[n];
+        const unsigned int got = arch::shuffle_xor(given, 1);
+        const unsigned int word[2] = {second ? got : kept, second ? kept : got};
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          float& weight = s[r + x][n];
+          if (word[x] < p.drop_below && matmul::takes_part(weight)) weight *= 0.0f;
+        }
+      }
+    }
+    fragment::rotate<2>(s);
+    group += 2;
+  }
+}
+
+}  // namespace fragment_tile
