@@ -220,8 +220,9 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const Left<W
                                          const char* b_smem) {
   constexpr int BYTES = row_bytes(WIDTH);
   const LaneRow<BYTES> rows = right_rows<BYTES>(b_smem);
+  constexpr int UNROLL = 16;
   matmul::clear(c);
-#pragma unroll
+#pragma unroll UNROLL
   for (int step = 0; step < Left<WIDTH, HELD>::STEPS; ++step) {
     unsigned int left[M_TILES][4];
     a.load(left, step);

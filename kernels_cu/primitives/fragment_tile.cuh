@@ -32,8 +32,11 @@ template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_score_and_mask(const Params& p, const TileBox& box,
                                                      int tile_class, float (&s)[ROWS][COLUMNS],
                                                      float scale) {
-  constexpr int STEP = HAS_SCORE || HAS_TABLES ? 2 : COLUMNS;
-  const long long i = box.i_low + fragment::warp_row() + fragment::lane_row();
+  constexpr int STEP = HAS_SCORE || HAS_TABLES ? 2 : 4;
+  const int row = fragment::warp_row() + fragment::lane_row();
+  const int rows = static_cast<int>(box.i_high - box.i_low) - row;
+  int columns = static_cast<int>(box.j_high - box.j_low) - fragment::lane_column();
+  const long long i = box.i_low + row;
   long long j = box.j_low + fragment::lane_column();
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += STEP) {
@@ -44,7 +47,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
         const Site at{box.b,     box.h,     i + 8 * r,   j + 8 * (n / 2) + n % 2,
                       box.len_q, box.len_k, box.start_q, box.start_k};
         float score = -number::infinity();
-        if (at.i <= box.i_high && at.j <= box.j_high) {
+        if (8 * r <= rows && 8 * (n / 2) + n % 2 <= columns) {
           score = HAS_SCORE ? s[r][n] * scale : s[r][n];
           score = tile::change(p, at, tile_class == PARTIAL, score, nullptr);
         }
@@ -53,6 +56,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
     }
     if constexpr (STEP < COLUMNS) fragment::rotate<STEP>(s);
     j += 4 * STEP;
+    columns -= 4 * STEP;
   }
 }
 
