@@ -132,10 +132,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       begin_keys(next, 1);
     }
     if (careful) {
-      fragment::multiply_add_seen<D_V>(acc, weights, place(0));
-    } else {
-      fragment::multiply_add<D_V>(acc, weights, place(0));
+      fragment::add_nonfinite<D_V>(acc, weights, place(0));
+      __syncthreads();  // the values, which are read as they came
+      fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(place(0));
+      __syncthreads();  // the values, now finite
     }
+    fragment::multiply_add<D_V>(acc, weights, place(0));
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     now = next;
   }
