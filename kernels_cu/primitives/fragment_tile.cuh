@@ -12,15 +12,29 @@ struct Keys {
   int tile_class;
 };
 
-// The first such tile from key `j0` on.
+// The first such tile from key `j0` on. Where a class is arithmetic alone, each lane asks for a tile:
+// a causal mask leaves many EMPTY ones behind the last that is not.
 __device__ __forceinline__ Keys next_tile(const Params& p, const layout::Entry& entry, long long h,
                                           long long i0, int ni, long long j0) {
+  constexpr int APART = HAS_MASK && !HAS_TABLES ? arch::WARP_SIZE : 1;
 #pragma unroll 1
-  for (; j0 < entry.len_k; j0 += BLOCK_KV) {
-    const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
-    const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
-    const int tile_class = tile::classify_tile(p, box);
-    if (tile_class != EMPTY) return Keys{j0, nj, tile_class};
+  for (; j0 < entry.len_k; j0 += APART * BLOCK_KV) {
+    long long own = j0 + (APART > 1 ? arch::lane_index() * BLOCK_KV : 0);
+    int tile_class = EMPTY;
+    if (APART == 1 || own < entry.len_k) {
+      const int nj = tile::rows_from(own, entry.len_k, BLOCK_KV);
+      tile_class = tile::classify_tile(p, tile::describe_tile(entry, h, i0, ni, own, nj));
+    }
+    if constexpr (APART > 1) {
+      const unsigned int found = arch::ballot(tile_class != EMPTY);
+      if (found == 0) continue;
+      const int lane = __ffs(static_cast<int>(found)) - 1;
+      tile_class = arch::shuffle(tile_class, lane);
+      own = j0 + lane * BLOCK_KV;
+    }
+    if (tile_class != EMPTY) {
+      return Keys{own, tile::rows_from(own, entry.len_k, BLOCK_KV), tile_class};
+    }
   }
   return Keys{j0, 0, EMPTY};
 }
