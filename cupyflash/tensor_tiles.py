@@ -6,6 +6,10 @@ module agree on the bytes.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from .problem import Problem
 from .tiles import Tiles
 
@@ -21,10 +25,15 @@ FORWARD: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
 }
 
 
+def multiplies(dtype: Any, capability: tuple[int, int]) -> bool:
+    """Whether tensor cores of such a device are used for a type."""
+    return np.dtype(dtype).itemsize == 2 and capability >= OLDEST_CAPABILITY
+
+
 def serves(problem: Problem, capability: tuple[int, int]) -> bool:
     """Whether the kernels for tensor cores can compute a problem on such a device."""
     fits = max(problem.d, problem.d_v) <= LARGEST_HEAD
-    return problem.dtype.itemsize == 2 and fits and capability >= OLDEST_CAPABILITY
+    return fits and multiplies(problem.dtype, capability)
 
 
 def row_bytes(width: int) -> int:

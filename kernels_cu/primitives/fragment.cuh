@@ -41,8 +41,8 @@ __device__ constexpr int lanes_for(int pieces) {
   return lanes;
 }
 
-// How the block's threads share the 16-byte pieces of ROWS rows. Where a row's pieces are fewer than
-// its threads, some have nothing to do.
+// How the block's threads share the 16-byte pieces of ROWS rows. Where a row's pieces are fewer
+// than its threads, some have nothing to do.
 template <int ROWS, int WIDTH>
 struct Shares {
   static constexpr int PIECES = whole_columns(WIDTH) / 8;
@@ -107,8 +107,8 @@ __device__ __forceinline__ void negate_rows(char* tile_smem) {
   for (int step = 0; step < Share::STEPS; ++step) {
     if (!own.has(step)) continue;
     const int row = own.row + step * Share::AT_ONCE;
-    auto* const piece = reinterpret_cast<arch::Bytes16*>(tile_smem +
-                                                         place<ROW_BYTES>(row, own.piece));
+    auto* const piece =
+        reinterpret_cast<arch::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
 #pragma unroll
     for (int x = 0; x < 4; ++x) piece->x[x] ^= 0x80008000u;
   }
@@ -128,8 +128,8 @@ __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
   for (int step = 0; step < Share::STEPS; ++step) {
     if (!own.has(step)) continue;
     const int row = own.row + step * Share::AT_ONCE;
-    const auto piece = *reinterpret_cast<const arch::Bytes16*>(tile_smem +
-                                                               place<ROW_BYTES>(row, own.piece));
+    const auto piece =
+        *reinterpret_cast<const arch::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
 #pragma unroll
     for (int x = 0; x < 4; ++x) carried |= (piece.x[x] & EXPONENTS) + LAST;
   }
@@ -145,8 +145,8 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
   for (int step = 0; step < Share::STEPS; ++step) {
     if (!own.has(step)) continue;
     const int row = own.row + step * Share::AT_ONCE;
-    auto* const piece = reinterpret_cast<arch::Bytes16*>(tile_smem +
-                                                         place<ROW_BYTES>(row, own.piece));
+    auto* const piece =
+        reinterpret_cast<arch::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const unsigned int carried = (piece->x[x] & EXPONENTS) + LAST;
@@ -311,7 +311,8 @@ __device__ __forceinline__ void rotate(T (&c)[ROWS][COLUMNS]) {
 #pragma unroll
     for (int n = 0; n < STEP; ++n) first[n] = c[r][n];
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) c[r][n] = n < COLUMNS - STEP ? c[r][n + STEP] : first[n % STEP];
+    for (int n = 0; n < COLUMNS; ++n)
+      c[r][n] = n < COLUMNS - STEP ? c[r][n + STEP] : first[n % STEP];
   }
 }
 
@@ -349,7 +350,8 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
 // -- results --------------------------------------------------------------------------------------
 
 // Writes a warp's rows of a result of WIDTH columns, times a factor each, by way of shared memory
-// that is the warp's own. Row 0 of the block is row `first` of the entry's head; `valid` rows exist.
+// that is the warp's own. Row 0 of the block is row `first` of the entry's head; `valid` rows
+// exist.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const float (&result)[ROWS][COLUMNS], const Operand& to,
                                            long long offset, long long first, int valid,

@@ -423,6 +423,15 @@ unsigned int vote(const char* what, Where where, unsigned int mask, bool conditi
   return static_cast<unsigned int>(fibers[current].got);
 }
 
+const unsigned int* matrix_row(const char* what, Where where, unsigned int address) {
+  if (address % 16 != 0) {
+    fault_of("gives %s the address %u, which is no multiple of 16", text_of(what, where).c_str(),
+             address);
+    stop();
+  }
+  return reinterpret_cast<const unsigned int*>(shared + address);
+}
+
 void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
                    unsigned int (&got)[4], bool transposed) {
   struct Brought {
@@ -446,8 +455,8 @@ void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
   });
 }
 
-// The products are exact. Sums of 8 of them and what was there before are cut off behind the 24 bits
-// of a float: tensor cores do not round to nearest, and the order of their sums is not told.
+// The products are exact. Sums of 8 of them and what was there before are cut off behind the 24
+// bits of a float: tensor cores do not round to nearest, and the order of their sums is not told.
 void multiply_matrices(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],
                        const unsigned int (&b)[2], bool brain) {
   struct Brought {
