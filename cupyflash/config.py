@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+from . import tensor_tiles
 from .errors import ArgumentError
 from .problem import Plan, Problem
 from .target import OLDEST_CAPABILITY, Target
@@ -20,15 +21,13 @@ CPU_TILES = ((128, (128, 128)), (512, (64, 64)))
 def choose(problem: Problem, target: Target | None = None) -> Plan:
     """Return the kernel and tiles for a problem on a GPU, or without one on the CPU."""
     if target is not None:
-        tiles = simt("forward_simt", problem, target)
+        kernel, tiles = forward(problem, target)
         return Plan(
-            kernel="forward_simt",
+            kernel=kernel,
             block_q=tiles.block_q,
             block_kv=tiles.block_kv,
-            reason=f"{target.name} (compute capability {target.capability[0]}."
-            f"{target.capability[1]}) runs the portable kernel in {problem.accumulator}; "
-            f"{tiles.block_q} x {tiles.block_kv} tiles take {tiles.shared_memory} bytes of its "
-            f"{target.shared_memory} of shared memory",
+            reason=f"{_why(kernel, problem, target)}; {tiles.block_q} x {tiles.block_kv} tiles "
+            f"take {tiles.shared_memory} bytes of its {target.shared_memory} of shared memory",
         )
     widest = max(problem.d, problem.d_v)
     block_q, block_kv = next(tiles for most, tiles in CPU_TILES if widest <= most)
@@ -39,6 +38,49 @@ def choose(problem: Problem, target: Target | None = None) -> Plan:
         reason=f"NumPy arrays run the tiled Numba kernels in {problem.accumulator}; "
         f"{block_q} x {block_kv} tiles are the table's for head sizes up to {widest}",
     )
+
+
+def _why(kernel: str, problem: Problem, target: Target) -> str:
+    """Say why a kernel serves the forward of a problem."""
+    major, minor = target.capability
+    name = f"{target.name} (compute capability {major}.{minor})"
+    if kernel == "forward_sm80":
+        return f"{name} multiplies {problem.dtype} by tensor cores, and sums in float32"
+    said = f"{name} runs the portable kernel in {problem.accumulator}"
+    if problem.dtype.itemsize == 2 and target.capability >= tensor_tiles.OLDEST_CAPABILITY:
+        said += (
+            f", because head sizes {problem.d} and {problem.d_v} are beyond the "
+            f"{tensor_tiles.LARGEST_HEAD} of forward_sm80"
+        )
+    elif problem.dtype.itemsize == 2:
+        oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
+        said += f", because forward_sm80 needs {oldest}"
+    return said
+
+
+def forward(problem: Problem, target: Target, plan: Plan | None = None) -> tuple[str, Tiles]:
+    """Return the kernel that serves the forward on a device, and its tiles.
+
+    Parameters
+    ----------
+    problem : Problem
+        Types and sizes.
+    target : Target
+        The device.
+    plan : Plan, optional
+        Another kernel and other tiles than the best ones.
+
+    Raises
+    ------
+    ArgumentError
+        If the device is too old, or has too little shared memory for these head sizes.
+    """
+    if plan is None and tensor_tiles.serves(problem, target.capability):
+        tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory)
+        if tiles is not None:
+            return "forward_sm80", tiles
+    blocks = None if plan is None else (plan.block_q, plan.block_kv)
+    return "forward_simt", simt("forward_simt", problem, target, blocks=blocks)
 
 
 def simt(

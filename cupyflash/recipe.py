@@ -169,13 +169,12 @@ class _Writer:
         """Return the tiles of a kernel."""
         return config.simt(kernel, self.call.problem, self.facts, functions.has_slope, self.blocks)
 
-    def over_rows(self, kernel: str, of_keys: bool, own: tuple[int, ...]) -> None:
+    def over_rows(self, kernel: str, tiles: Tiles, of_keys: bool, own: tuple[int, ...]) -> None:
         """Add a kernel whose blocks own rows of queries, or of keys, of one head each.
 
         `own` are the lengths of the leading axes that its result has.
         """
         problem, functions = self.call.problem, self.generated.functions
-        tiles = self.tiles(kernel, functions)
         heads = problem.heads_kv if of_keys else problem.heads
         rows = tiles.block_kv if of_keys else tiles.block_q
         if problem.packed:
@@ -277,7 +276,8 @@ def forward(
     writer = _Writer(call, facts, arrays, False, plan, count_tiles)
     if lse is None:
         writer.named.remove("lse")
-    writer.over_rows("forward_simt", False, writer.lead.sizes)
+    kernel, tiles = config.forward(call.problem, facts, plan)
+    writer.over_rows(kernel, tiles, False, writer.lead.sizes)
     return Recipe(tuple(writer.launches), {}, writer.generated.arrays)
 
 
@@ -323,8 +323,12 @@ def backward(
         kind = KINDS[dsink.dtype.name]
         writer.over_results("backward_sink", tiles, problem.heads, ("dsink",), kind_dsink=kind)
     own = lead.sizes if problem.packed else lead.own("dk", "dv")
-    writer.over_rows("backward_simt_dkdv", True, own)
-    writer.over_rows("backward_simt_dq", False, lead.sizes if problem.packed else lead.own("dq"))
+    functions = writer.generated.functions
+    for kernel, of_keys, sizes in (
+        ("backward_simt_dkdv", True, own),
+        ("backward_simt_dq", False, lead.sizes if problem.packed else lead.own("dq")),
+    ):
+        writer.over_rows(kernel, writer.tiles(kernel, functions), of_keys, sizes)
     if dbias is not None:
         _bias_gradient(writer, dbias)
     return Recipe(tuple(writer.launches), scratch, writer.generated.arrays)

@@ -20,6 +20,26 @@ __device__ __forceinline__ void begin_copy(void* to_smem, const void* from_gmem,
 #endif
 }
 
+// Begins to copy the first `bytes` of 16 bytes to a place of shared memory, and to write zeros
+// behind them. Since compute capability 8.0.
+__device__ __forceinline__ void begin_part_copy(unsigned int address, const void* from_gmem,
+                                                int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address),
+               "l"(__cvta_generic_to_global(from_gmem)), "r"(bytes)
+               : "memory");
+}
+
+// Makes a group of the copies that this thread began since the last one.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for this thread's groups of copies but the last `PENDING`.
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Waits for the copies that this thread began. Other threads see them after a barrier.
 __device__ __forceinline__ void finish_copies() {
 #if __CUDA_ARCH__ >= 800

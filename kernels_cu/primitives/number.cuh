@@ -70,6 +70,8 @@ __device__ __forceinline__ accum_t infinity() {
   return static_cast<accum_t>(bits_to_float(0x7f800000u));
 }
 
+__device__ __forceinline__ float largest_float() { return bits_to_float(0x7f7fffffu); }
+
 __device__ __forceinline__ unsigned short to_half(float value) {
   return arch::float_to_half(value);
 }

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from cupyflash import config, launch, target
+from cupyflash import config, launch, target, tensor_tiles
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
@@ -35,6 +35,21 @@ class Blocks:
     block_q: int = 16
     block_kv: int = 16
     threads: int = 64
+    tensor: bool = True  # whether the GPU has tensor cores for 16-bit types
+
+    def forward(self, problem: Problem) -> tuple[str, Tiles]:
+        """Return the kernel of the forward, and its tiles."""
+        if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
+            return "forward_sm80", self.tensor_tiles(problem)
+        return "forward_simt", self.tiles("forward_simt", problem, False)
+
+    def tensor_tiles(self, problem: Problem) -> Tiles:
+        """Return tiles for tensor cores: 16 or 32 rows a warp, a ring of 2 or 3 places."""
+        warps = self.threads // 32
+        rows = 32 * warps if self.block_q >= 32 * warps else 16 * warps
+        slots = 2 + (self.block_q + self.block_kv + problem.d) // 16 % 2
+        shared = tensor_tiles.shared_memory(rows, self.block_kv, slots, problem.d, problem.d_v)
+        return Tiles(rows, self.block_kv, self.threads, shared)
 
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
@@ -60,6 +75,12 @@ class Chosen(Blocks):
         """Return the tiles that the package's table gives a kernel."""
         sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
         chosen = fit(kernel, *sizes, int(slope) + int(problem.dropout > 0), self.shared_memory)
+        assert chosen is not None
+        return chosen
+
+    def tensor_tiles(self, problem: Problem) -> Tiles:
+        """Return the tiles that the package's table gives the forward for tensor cores."""
+        chosen = tensor_tiles.fit(problem.d, problem.d_v, self.shared_memory)
         assert chosen is not None
         return chosen
 
@@ -139,6 +160,7 @@ class Emulator:
         with (
             mock.patch.object(launch, "Ready", ready),
             mock.patch.object(config, "simt", tiles),
+            mock.patch.object(config, "forward", lambda problem, *_: self.blocks.forward(problem)),
             mock.patch.multiple(
                 target,
                 of=lambda _: None,

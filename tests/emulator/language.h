@@ -93,6 +93,8 @@ inline float __double2float_rz(double x) {
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline double __dmul_rn(double x, double y) { return x * y; }
 
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
 inline long long __mul64hi(long long x, long long y) {
   return static_cast<long long>((static_cast<__int128>(x) * y) >> 64);
 }
@@ -111,6 +113,9 @@ inline float tanh(float x) { return __builtin_tanhf(x); }
 inline float floor(float x) { return __builtin_floorf(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
 inline float fmax(float x, float y) { return __builtin_fmaxf(x, y); }
+inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
+inline float fminf(float x, float y) { return __builtin_fminf(x, y); }
+inline float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
 
 // -- the kernel, as the runtime takes it ----------------------------------------------------------
 

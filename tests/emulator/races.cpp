@@ -149,8 +149,9 @@ void begin_block(long long number) {
   for (std::size_t t = 0; t < threads; ++t) knows(static_cast<int>(t), t) = base + 1;
 }
 
-void begin_copy(void* to, const void* from, std::size_t bytes, const void* caller) {
-  if (from != nullptr) touch(from, bytes, false, caller);
+void begin_copy(void* to, const void* from, std::size_t bytes, std::size_t wanted,
+                const void* caller) {
+  if (wanted) touch(from, wanted, false, caller);
   touch(to, bytes, true, caller);
   const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;
   for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {

@@ -21,7 +21,8 @@ void begin_block(long long number);
 void synchronise(const std::vector<int>& threads);
 
 // A copy by the running thread: from its beginning to its end nobody may touch where it writes.
-void begin_copy(void* to, const void* from, std::size_t bytes, const void* caller);
+void begin_copy(void* to, const void* from, std::size_t bytes, std::size_t wanted,
+                const void* caller);
 void finish_copy(void* to, std::size_t bytes);
 
 // Given by runtime.cpp.

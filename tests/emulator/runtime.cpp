@@ -8,6 +8,7 @@
 #include "races.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -67,23 +68,27 @@ struct Meeting {
   bool any = false;
 };
 
-// On its way to shared memory; without a source it brings zeros.
+// On its way to shared memory; what is not wanted of its source is zeros.
 struct Copy {
-  void* to;
+  char* to;
   const void* from;
-  unsigned int bytes;
+  unsigned int bytes, wanted;
+  unsigned int group;
+  bool landed;
 
-  void land() const {
-    if (from == nullptr) {
-      std::memset(to, 0, bytes);
-    } else {
-      std::memcpy(to, from, bytes);
+  void land() {
+    if (!landed) {
+      if (wanted) std::memcpy(to, from, wanted);
+      std::memset(to + wanted, 0, bytes - wanted);
     }
+    landed = true;
   }
 };
 
 struct Fiber {
-  std::vector<Copy> landed, flying;  // copies that it has not waited for
+  std::vector<Copy> copies;  // that it has not waited for
+  unsigned int groups = 0;   // of copies, that it has made
+  void* brought = nullptr;   // to a meeting of a warp
   void* stack_pointer = nullptr;
   Meeting* at = nullptr;  // where it waits
   bool done = false;
@@ -183,7 +188,7 @@ void check_end(const Meeting& meeting) {
 
 void begin() {
   emulated_kernel.run(params);
-  if (!fibers[current].landed.empty() || !fibers[current].flying.empty()) {
+  if (!fibers[current].copies.empty()) {
     fault_of("ended before its copies were finished");
     stop();
   }
@@ -296,6 +301,52 @@ void release() {
 #endif
 }
 
+// Where the lanes of `mask` in the running thread's warp wait for each other.
+Meeting& warp_meeting(const char* what, Where where, unsigned int mask) {
+  if (!(mask >> static_cast<unsigned int>(current) % WARP & 1)) {
+    fault_of("calls %s with mask %#x, which lacks itself", text_of(what, where).c_str(), mask);
+    stop();
+  }
+  Meeting& meeting = warps[current / WARP][mask];
+  if (meeting.members.empty()) {
+    const int first = current / static_cast<int>(WARP) * static_cast<int>(WARP);
+    for (unsigned int l = 0; l < WARP; ++l) {
+      if (mask >> l & 1) meeting.members.push_back(first + static_cast<int>(l));
+    }
+    if (meeting.members.back() >= static_cast<int>(fibers.size())) {
+      fault_of("calls %s with mask %#x, but the block has %zu threads",
+               text_of(what, where).c_str(), mask, fibers.size());
+      stop();
+    }
+  }
+  return meeting;
+}
+
+// One of two 16-bit elements. Subnormal ones keep their value.
+double widened(unsigned int pair, unsigned int which, bool brain) {
+  const unsigned int bits = pair >> 16 * which & 0xffffu;
+  const unsigned int width = brain ? 7 : 10, bias = brain ? 127 : 15;
+  const unsigned int exponent = (bits & 0x7fffu) >> width, fraction = bits & ((1u << width) - 1);
+  double value;
+  if (exponent == 2 * bias + 1) {
+    value = fraction ? __builtin_nan("") : __builtin_inf();
+  } else {
+    const unsigned int normal = exponent ? 1u << width : 0u;
+    const int power = static_cast<int>(exponent ? exponent : 1u) - static_cast<int>(bias + width);
+    value = __builtin_ldexp(static_cast<double>(normal + fraction), power);
+  }
+  return bits >> 15 ? -value : value;
+}
+
+// Rounds toward zero; what is too large becomes infinite.
+float cut_off(double exact) {
+  const float nearest = static_cast<float>(exact);
+  if (nearest - nearest != 0 || std::fabs(static_cast<double>(nearest)) <= std::fabs(exact)) {
+    return nearest;
+  }
+  return std::nextafter(nearest, 0.0f);
+}
+
 }  // namespace
 
 namespace races {
@@ -327,26 +378,11 @@ bool meet_block(const char* what, Where where, bool condition) {
 
 unsigned long long meet_warp(const char* what, Where where, unsigned int mask, bool orders,
                              unsigned long long given, unsigned int source) {
-  const unsigned int lane = static_cast<unsigned int>(current) % WARP;
-  const int first = current - static_cast<int>(lane);
-  if (!(mask >> lane & 1)) {
-    fault_of("calls %s with mask %#x, which lacks itself", text_of(what, where).c_str(), mask);
-    stop();
-  }
+  const int first = current / static_cast<int>(WARP) * static_cast<int>(WARP);
+  Meeting& meeting = warp_meeting(what, where, mask);
   if (!(mask >> source & 1)) {
     fault_of("reads lane %u by %s, whose mask is %#x", source, text_of(what, where).c_str(), mask);
     stop();
-  }
-  Meeting& meeting = warps[current / WARP][mask];
-  if (meeting.members.empty()) {
-    for (unsigned int l = 0; l < WARP; ++l) {
-      if (mask >> l & 1) meeting.members.push_back(first + static_cast<int>(l));
-    }
-    if (meeting.members.back() >= static_cast<int>(fibers.size())) {
-      fault_of("calls %s with mask %#x, but the block has %zu threads",
-               text_of(what, where).c_str(), mask, fibers.size());
-      stop();
-    }
   }
   fibers[current].given = given;
   fibers[current].source = source;
@@ -358,35 +394,130 @@ unsigned long long meet_warp(const char* what, Where where, unsigned int mask, b
   return fibers[current].got;
 }
 
-unsigned int vote(const char* what, Where where, unsigned int mask, bool condition) {
-  unsigned int found = 0;
-  // One lane after the other tells all: slow, but nothing beyond a shuffle is needed.
-  for (unsigned int lane = 0; lane < WARP; ++lane) {
-    if (!(mask >> lane & 1)) continue;
-    const bool holds = meet_warp(what, where, mask, false, condition, lane) != 0;
-    found |= static_cast<unsigned int>(holds) << lane;
+namespace {
+
+// The whole warp meets; the lane that comes last computes what all get from what all brought.
+void meet_lanes(const char* what, Where where, void* brought, void (*compute)(void* const* all)) {
+  const int first = current / static_cast<int>(WARP) * static_cast<int>(WARP);
+  Meeting& meeting = warp_meeting(what, where, WHOLE_WARP);
+  fibers[current].brought = brought;
+  if (arrive(meeting, what, where)) {
+    void* all[WARP];
+    for (unsigned int l = 0; l < WARP; ++l) all[l] = fibers[first + static_cast<int>(l)].brought;
+    compute(all);
+    complete(meeting);
   }
-  return found;
 }
 
-void begin_copy(void* to, const void* from, unsigned int bytes) {
-  races::begin_copy(to, from, bytes, __builtin_return_address(0));
-  const Copy copy = {to, from, bytes};
+}  // namespace
+
+unsigned int vote(const char* what, Where where, unsigned int mask, bool condition) {
+  Meeting& meeting = warp_meeting(what, where, mask);
+  fibers[current].given = condition;
+  if (arrive(meeting, what, where)) {
+    unsigned long long found = 0;
+    for (int t : meeting.members) found |= fibers[t].given << static_cast<unsigned int>(t) % WARP;
+    for (int t : meeting.members) fibers[t].got = found;
+    complete(meeting);
+  }
+  return static_cast<unsigned int>(fibers[current].got);
+}
+
+const unsigned int* matrix_row(const char* what, Where where, unsigned int address) {
+  if (address % 16 != 0) {
+    fault_of("gives %s the address %u, which is no multiple of 16", text_of(what, where).c_str(),
+             address);
+    stop();
+  }
+  return reinterpret_cast<const unsigned int*>(shared + address);
+}
+
+void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
+                   unsigned int (&got)[4], bool transposed) {
+  struct Brought {
+    const unsigned int* row;
+    unsigned int* got;
+    bool transposed;
+  } mine = {row, got, transposed};
+  meet_lanes(what, where, &mine, [](void* const* all) {
+    const auto element = [&](unsigned int matrix, unsigned int r, unsigned int c) {
+      const auto& from = *static_cast<Brought*>(all[8 * matrix + r]);
+      return from.row[c / 2] >> c % 2 * 16 & 0xffffu;
+    };
+    for (unsigned int lane = 0; lane < WARP; ++lane) {
+      const auto& to = *static_cast<Brought*>(all[lane]);
+      const unsigned int r = lane / 4, c = lane % 4 * 2;
+      for (unsigned int m = 0; m < 4; ++m) {
+        to.got[m] = to.transposed ? element(m, c, r) | element(m, c + 1, r) << 16
+                                  : element(m, r, c) | element(m, r, c + 1) << 16;
+      }
+    }
+  });
+}
+
+// The products are exact. Sums of 8 of them and what was there before are cut off behind the 24
+// bits of a float: tensor cores do not round to nearest, and the order of their sums is not told.
+void multiply_matrices(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],
+                       const unsigned int (&b)[2], bool brain) {
+  struct Brought {
+    float* c;
+    const unsigned int* a;
+    const unsigned int* b;
+    bool brain;
+  } mine = {c, a, b, brain};
+  meet_lanes(what, where, &mine, [](void* const* all) {
+    const auto of = [&](unsigned int lane) { return *static_cast<Brought*>(all[lane]); };
+    double left[16][16], right[16][8];
+    for (unsigned int lane = 0; lane < WARP; ++lane) {
+      const Brought from = of(lane);
+      const unsigned int r = lane / 4, k = lane % 4 * 2;
+      for (unsigned int n = 0; n < 8; ++n) {
+        const unsigned int half = n % 2;
+        left[r + n / 2 % 2 * 8][k + n / 4 * 8 + half] = widened(from.a[n / 2], half, from.brain);
+        if (n < 4) right[k + n / 2 * 8 + half][r] = widened(from.b[n / 2], half, from.brain);
+      }
+    }
+    for (unsigned int lane = 0; lane < WARP; ++lane) {
+      for (unsigned int n = 0; n < 4; ++n) {
+        float& sum = of(lane).c[n];
+        for (unsigned int k = 0; k < 16; k += 8) {
+          double exact = static_cast<double>(sum);
+          for (unsigned int x = k; x < k + 8; ++x) {
+            exact += left[lane / 4 + n / 2 * 8][x] * right[x][lane % 4 * 2 + n % 2];
+          }
+          sum = cut_off(exact);
+        }
+      }
+    }
+  });
+}
+
+void begin_copy(void* to, const void* from, unsigned int bytes, unsigned int wanted) {
+  Fiber& me = fibers[current];
+  races::begin_copy(to, from, bytes, wanted, __builtin_return_address(0));
+  me.copies.push_back({static_cast<char*>(to), from, bytes, wanted, me.groups, false});
   const bool at_once =
       schedule == Schedule::RANDOM ? randomness() % 2 == 0 : schedule == Schedule::REVERSE;
-  if (at_once) copy.land();
-  (at_once ? fibers[current].landed : fibers[current].flying).push_back(copy);
+  if (at_once) me.copies.back().land();
+}
+
+void commit_copies() { ++fibers[current].groups; }
+
+void wait_copies(unsigned int pending) {
+  Fiber& me = fibers[current];
+  const auto waited = [&](const Copy& copy) { return copy.group + pending < me.groups; };
+  const auto rest = std::stable_partition(me.copies.begin(), me.copies.end(), waited);
+  if (schedule == Schedule::RANDOM) std::shuffle(me.copies.begin(), rest, randomness);
+  for (auto copy = me.copies.begin(); copy != rest; ++copy) {
+    copy->land();
+    races::finish_copy(copy->to, copy->bytes);
+  }
+  me.copies.erase(me.copies.begin(), rest);
 }
 
 void finish_copies() {
-  Fiber& me = fibers[current];
-  if (schedule == Schedule::RANDOM) std::shuffle(me.flying.begin(), me.flying.end(), randomness);
-  for (const Copy& copy : me.flying) copy.land();
-  for (const auto* copies : {&me.landed, &me.flying}) {
-    for (const Copy& copy : *copies) races::finish_copy(copy.to, copy.bytes);
-  }
-  me.landed.clear();
-  me.flying.clear();
+  commit_copies();
+  wait_copies(0);
 }
 
 unsigned long long add_at_once(unsigned long long* place, unsigned long long value) {

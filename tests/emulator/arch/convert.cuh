@@ -31,4 +31,20 @@ inline unsigned short double_to_half(double value) {
 
 inline unsigned short float_to_half(float value) { return double_to_half(value); }
 
+inline unsigned int floats_to_halves(float low, float high) {
+  return float_to_half(low) | static_cast<unsigned int>(float_to_half(high)) << 16;
+}
+
+// Rounds to nearest even; a NaN stays one.
+inline unsigned int floats_to_bfloats(float low, float high) {
+  unsigned int both = 0;
+  const float values[2] = {high, low};
+  for (const float value : values) {
+    const unsigned int bits = __float_as_uint(value);
+    const unsigned int rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    both = both << 16 | (value != value ? 0x7fffu : rounded >> 16);
+  }
+  return both;
+}
+
 }  // namespace arch

@@ -3,8 +3,24 @@
 
 namespace arch {
 
+struct alignas(16) Bytes16 {
+  unsigned int x[4];
+};
+
 inline void begin_copy(void* to_smem, const void* from_gmem, bool wanted) {
-  emulator::begin_copy(to_smem, wanted ? from_gmem : nullptr, 16);
+  emulator::begin_copy(to_smem, from_gmem, 16, wanted ? 16 : 0);
+}
+
+inline void begin_part_copy(unsigned int address, const void* from_gmem, int bytes) {
+  void* const to = static_cast<char*>(emulator::shared_memory()) + address;
+  emulator::begin_copy(to, from_gmem, 16, static_cast<unsigned int>(bytes));
+}
+
+inline void commit_copies() { emulator::commit_copies(); }
+
+template <int PENDING>
+inline void wait_copies() {
+  emulator::wait_copies(PENDING);
 }
 
 inline void finish_copies() { emulator::finish_copies(); }

@@ -1,0 +1,64 @@
+"""Tiles of the kernels for tensor cores: one table, and the shared memory that each row takes.
+
+The formulas are those of kernels_cu/primitives/fragment.cuh; every kernel asserts that it and this
+module agree on the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .problem import Problem
+from .tiles import Tiles
+
+OLDEST_CAPABILITY = (8, 0)  # of matrix instructions for both 16-bit types
+LARGEST_HEAD = 256
+
+# Largest head -> what fits, the best first: queries and keys of a tile, warps, places of the ring
+# that keys and values pass through, and blocks that share a multiprocessor's registers.
+FORWARD: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
+    64: ((128, 64, 4, 3, 2), (64, 64, 4, 2, 2)),
+    128: ((128, 64, 4, 3, 2), (128, 64, 4, 2, 2)),
+    256: ((128, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 32, 4, 2, 1)),
+}
+
+
+def multiplies(dtype: Any, capability: tuple[int, int]) -> bool:
+    """Whether tensor cores of such a device are used for a type."""
+    return np.dtype(dtype).itemsize == 2 and capability >= OLDEST_CAPABILITY
+
+
+def serves(problem: Problem, capability: tuple[int, int]) -> bool:
+    """Whether the kernels for tensor cores can compute a problem on such a device."""
+    fits = max(problem.d, problem.d_v) <= LARGEST_HEAD
+    return fits and multiplies(problem.dtype, capability)
+
+
+def row_bytes(width: int) -> int:
+    """Bytes of a row in shared memory: whole lines."""
+    return -(-width // 64) * 128
+
+
+def shared_memory(block_q: int, block_kv: int, slots: int, d: int, d_v: int) -> int:
+    """Bytes of shared memory of forward_sm80.cu: queries or the output, and the ring."""
+    return (block_q + slots * block_kv) * max(row_bytes(d), row_bytes(d_v))
+
+
+def fit(d: int, d_v: int, limit: int) -> Tiles | None:
+    """Return the best tiles of forward_sm80.cu that fit into `limit` bytes, or None.
+
+    Parameters
+    ----------
+    d, d_v : int
+        Head sizes, at most `LARGEST_HEAD`.
+    limit : int
+        Bytes of shared memory that a block may have.
+    """
+    largest = next(most for most in FORWARD if max(d, d_v) <= most)
+    for block_q, block_kv, warps, slots, resident in FORWARD[largest]:
+        shared = shared_memory(block_q, block_kv, slots, d, d_v)
+        if shared <= limit:
+            return Tiles(block_q, block_kv, 32 * warps, shared, resident)
+    return None

@@ -1,0 +1,49 @@
+// Products of small matrices by the 32 lanes of a warp together, since compute capability 8.0: one
+// PTX instruction per function. Which lane holds what is told in primitives/fragment.cuh.
+#pragma once
+
+namespace arch {
+
+// Where a place of shared memory lies in it: 32 bits instead of a pointer's 64.
+__device__ __forceinline__ unsigned int shared_address(const void* place_smem) {
+  return static_cast<unsigned int>(__cvta_generic_to_shared(place_smem));
+}
+
+// Loads four 8 x 8 matrices of 16-bit elements. Lane 8 m + r gives the address of row r of matrix
+// m, and gets of every matrix the elements 2 (lane % 4) and the next one of row lane / 4.
+__device__ __forceinline__ void ldmatrix_x4(unsigned int (&to)[4], unsigned int address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same of the matrices transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&to)[4], unsigned int address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// c += a b for a of 16 x 16, b of 16 x 8 and c of 16 x 8, float16 times float16 in float32.
+__device__ __forceinline__ void mma_m16n8k16_f16(float& c0, float& c1, float& c2, float& c3,
+                                                 const unsigned int (&a)[4], unsigned int b0,
+                                                 unsigned int b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same of bfloat16.
+__device__ __forceinline__ void mma_m16n8k16_bf16(float& c0, float& c1, float& c2, float& c3,
+                                                  const unsigned int (&a)[4], unsigned int b0,
+                                                  unsigned int b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace arch

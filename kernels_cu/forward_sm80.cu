@@ -1,0 +1,170 @@
+// Tiled attention, forward, in 16-bit types by the tensor cores of compute capability 8.0 and
+// later: the twin of reference/forward.py.
+//
+// FlashAttention-2 (Dao 2023), Algorithm 1: one block of queries stays, blocks of keys and values
+// pass by, and the output is divided by the row sum once, at the end. Products are accumulated in
+// float32; weights are rounded to the storage type before they are multiplied by v.
+//
+// Keys and values of one tile after the other pass through a ring of SLOTS places in shared memory:
+// while one is multiplied, the next SLOTS - 1 are on their way.
+//
+// Grid: prod(own_size) * heads * blocks, with own_size = lead_size; packed: heads * blocks.
+// Shared memory: the queries, the ring. BLOCK_Q is 16 or 32 times the warps, BLOCK_KV a multiple
+// of 16.
+#include "params.cuh"
+#include "primitives/fragment_softmax.cuh"
+#include "primitives/fragment_tile.cuh"
+
+namespace {
+
+constexpr int ROWS = 2 * fragment::M_TILES;
+constexpr int COLUMNS = BLOCK_KV / 4;
+constexpr int COLUMNS_V = fragment::whole_columns(D_V) / 4;
+constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
+constexpr int HELD_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
+constexpr int SLOT_BYTES = BLOCK_KV * matmul::larger(Q_BYTES, V_BYTES);
+constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES) / SLOT_BYTES;
+// Whether registers have room for the queries of a warp's rows.
+constexpr bool HOLD_Q = ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
+
+static_assert(STORAGE < 2, "16-bit types");
+static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
+static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
+static_assert(SHARED_BYTES == HELD_BYTES + SLOTS * SLOT_BYTES && (SLOTS == 2 || SLOTS == 3),
+              "SHARED_BYTES");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  char* const q_smem = reinterpret_cast<char*>(shared_smem);
+  char* const ring_smem = q_smem + HELD_BYTES;
+
+  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  if (work.idle) return;
+  const layout::Entry& entry = work.entry;
+  const long long h = work.head, h_kv = h / p.group;
+  const long long i0 = work.block * BLOCK_Q;
+  const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
+  const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
+  const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
+  const float scale = static_cast<float>(p.scale);
+  // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
+  const float unit = HAS_SCORE ? 1.0f : fabs(scale);
+  const float c = fminf(unit * tile::LOG2_E, number::largest_float());
+  unsigned long long visited = 0;
+
+  // 1 load q
+  fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, entry, h, false), i0, ni);
+  arch::commit_copies();
+  fragment_tile::Keys now = fragment_tile::next_tile(p, entry, h, i0, ni, 0);
+  int slot = 0;  // of the ring, where the next product's operand lies
+  const auto place = [&](int ahead) {
+    const int n = slot + ahead;
+    return ring_smem + (n < SLOTS ? n : n - SLOTS) * SLOT_BYTES;
+  };
+  const auto begin_keys = [&](const fragment_tile::Keys& tile, int ahead) {
+    if (tile.nj > 0) {
+      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(place(ahead), k, tile.j0, tile.nj);
+    }
+    arch::commit_copies();
+  };
+  const auto begin_values = [&](const fragment_tile::Keys& tile, int ahead) {
+    if (tile.nj > 0) {
+      fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(place(ahead), v, tile.j0, tile.nj);
+    }
+    arch::commit_copies();
+  };
+  begin_keys(now, 0);
+  if constexpr (SLOTS == 3) begin_values(now, 1);
+  fragment::Left<D, HOLD_Q> q(q_smem + fragment::warp_row() * Q_BYTES);
+  arch::wait_copies<SLOTS - 1>();
+  if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
+  if constexpr (HOLD_Q) {
+    __syncthreads();  // the queries, which other threads copied
+    q.hold();
+  }
+  float m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
+  fragment_softmax::init_state(m, l, acc);
+
+#pragma unroll 1
+  while (now.nj > 0) {
+    const TileBox box = tile::describe_tile(entry, h, i0, ni, now.j0, now.nj);
+    const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.nj < BLOCK_KV;
+    ++visited;
+
+    arch::wait_copies<SLOTS - 2>();
+    __syncthreads();  // the keys, which other threads copied, and the place before, which was read
+    if constexpr (SLOTS == 2) begin_values(now, 1);
+    // 2 scores
+    float s[ROWS][COLUMNS];
+    fragment::multiply(s, q, place(0));
+    // 3 score mod
+    // 4 mask
+    if (masked) fragment_tile::apply_score_and_mask(p, box, now.tile_class, s, scale);
+    // 5 row max
+    float m_new[ROWS];
+    if (fragment_softmax::row_max(s, m, m_new)) {
+      // 6 rescale
+      fragment_softmax::rescale(m, m_new, l, acc, c);
+    }
+    fragment_softmax::exponentiate(s, m, l, c, masked);
+    // 7 accumulate p v
+    if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
+    unsigned int weights[ROWS][COLUMNS / 2];
+    fragment::narrow(s, weights);
+    const fragment_tile::Keys next =
+        fragment_tile::next_tile(p, entry, h, i0, ni, now.j0 + BLOCK_KV);
+    if constexpr (SLOTS == 3) begin_keys(next, 2);
+    slot = slot + 1 < SLOTS ? slot + 1 : 0;
+    arch::wait_copies<SLOTS - 2>();
+    bool careful = false;
+    // The values, which other threads copied, and the place before, which was read.
+    if (MAY_MASK && masked) {
+      careful = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(place(0)));
+    } else {
+      __syncthreads();  // the same
+    }
+    if constexpr (SLOTS == 3) {
+      begin_values(next, 2);
+    } else {
+      begin_keys(next, 1);
+    }
+    if (careful) {
+      fragment::add_nonfinite<D_V>(acc, weights, place(0));
+      __syncthreads();  // the values, which are read as they came
+      fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(place(0));
+      __syncthreads();  // the values, now finite
+    }
+    fragment::multiply_add<D_V>(acc, weights, place(0));
+    slot = slot + 1 < SLOTS ? slot + 1 : 0;
+    now = next;
+  }
+
+  fragment_softmax::row_sum(l);
+  float weight[ROWS];
+  fragment_softmax::join_sink(
+      m, l, weight, unit,
+      p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
+  // 8 normalise
+  const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
+  if (visited == 0) {
+    arch::wait_copies<0>();
+    __syncthreads();  // the queries, which other threads copied to where the output goes
+  }
+  fragment::store_rows<D_V>(acc, p.out, layout::offset(p.out, entry, h, false), i0, ni, weight,
+                            q_smem + fragment::warp_row() * V_BYTES);
+  // 9 store lse
+  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+    if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < ni) {
+      lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+    }
+  }
+  tile::count_tiles(p, visited);
+}
