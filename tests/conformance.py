@@ -2,7 +2,7 @@
 
 A case is a kernel of a few lines, what its lanes read, and what NumPy says that they write.
 tests/test_conformance.py runs it in both places. A function without a case fails a test there; to
-add one, write an entry of CASES:
+add one, write an entry of CASES in tests/conformance_cases.py:
 
 - its name, and with several cases of one function, what this one is about;
 - statements that apply it. They know `in` and `out`, this lane's own numbers, `smem`, an array of
@@ -37,11 +37,12 @@ Array = np.ndarray[Any, Any]
 ARCH = Path(cupyflash.kernels_cu.__file__).parent / "arch"
 THREADS = 128  # of a block: four warps
 SHARED = 2 * THREADS
+TENSOR_CORES = (8, 0)  # the first GPUs with those of 16-bit types that kernels use
 
 _FUNCTION = re.compile(
     r"^(?:__device__ __forceinline__|inline)? ?(?!struct)(\w[\w ]*?) (\w+)\(", re.MULTILINE
 )
-_TYPES = {
+C_TYPES = {
     np.dtype(kind): name
     for kind, name in (
         (np.uint16, "unsigned short"),
@@ -127,8 +128,9 @@ class Case:
 
     @property
     def headers(self) -> tuple[str, ...]:
-        """The files that define them."""
-        return tuple(dict.fromkeys(file for file, name in defined() if name in self.functions))
+        """The files that define what it calls."""
+        called = set(re.findall(r"arch::(\w+)", self.body))
+        return tuple(dict.fromkeys(file for file, name in defined() if name in called))
 
     def inputs(self) -> Array:
         """Return what lanes read, for whole blocks."""
@@ -139,8 +141,8 @@ class Case:
     def kernel(self, given: Array, made: Array) -> dict[str, Any]:
         """Return what `probe.text` makes a kernel of."""
         lane = _LANE.format(
-            given=_TYPES[given.dtype],
-            made=_TYPES[made.dtype],
+            given=C_TYPES[given.dtype],
+            made=C_TYPES[made.dtype],
             inputs=given.shape[1],
             outputs=made.shape[1],
         )
@@ -209,193 +211,3 @@ class Case:
 
 def _hex(x: Array) -> str:
     return " ".join(f"{int(each):#0{2 + 2 * x.itemsize}x}" for each in bits(x))
-
-
-# -- conversions ----------------------------------------------------------------------------------
-
-
-def _every_half() -> Array:
-    return np.arange(65536, dtype=np.uint16)[:, None]
-
-
-def _around_halves(kind: Any) -> Array:
-    """Every half, what lies halfway between two, the neighbours of both, and any bits."""
-    halves = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float64)
-    finite = np.unique(halves[np.isfinite(halves)])
-    ends = [-65536.0, *finite, 65536.0]  # what comes next would be infinite
-    edges = np.concatenate([finite, np.add(ends[1:], ends[:-1]) / 2]).astype(kind)
-    below, above = (np.nextafter(edges, kind(end)) for end in (-np.inf, np.inf))
-    rng = np.random.default_rng(0)
-    any_bits = rng.integers(0, 256, (40_000, np.dtype(kind).itemsize), np.uint8).view(kind).ravel()
-    tiny = np.finfo(kind).smallest_subnormal
-    special = np.array([0, np.inf, np.nan, tiny, 3 * tiny, np.finfo(kind).max], kind)
-    with np.errstate(invalid="ignore"):  # some of the bits are NaN that signal
-        every_half = halves.astype(kind)
-    return np.concatenate([special, -special, every_half, edges, below, above, any_bits])[:, None]
-
-
-def _to_half(x: Array) -> Array:
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return x.astype(np.float16).view(np.uint16)
-
-
-# -- 2^x ------------------------------------------------------------------------------------------
-
-
-def _exponents() -> Array:
-    rng = np.random.default_rng(0)
-    upper = np.arange(512, dtype=np.uint32)[:, None] << 23  # every sign and exponent
-    fractions = np.concatenate([[0, 1, 2**22, 2**23 - 1], rng.integers(0, 2**23, 28)])
-    edges = np.array([-150, -149, -127, -126, -1, 0, 1, 24, 127, 128], np.float32)
-    return np.concatenate(
-        [
-            (upper | fractions.astype(np.uint32)).view(np.float32).ravel(),
-            np.arange(-200, 200, dtype=np.float32),
-            np.nextafter(edges, np.float32(-np.inf)),
-            np.nextafter(edges, np.float32(np.inf)),
-            rng.uniform(-130, 130, 40_000).astype(np.float32),
-            rng.uniform(-1, 1, 20_000).astype(np.float32),
-        ]
-    )[:, None]
-
-
-def _power(x: Array) -> Array:
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        true = np.exp2(x.astype(np.float64))
-        return np.where(true < 2.0**-126, 0, true).astype(np.float32)
-
-
-def _powers(given: Array, one: Array, other: Array) -> Array:
-    """Whether both are within 2^-22 of 2^x; of whole x, exact; below 2^-126, 0; for NaN, a NaN."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        x = given.astype(np.float64)
-        true, nearest = np.exp2(x), _power(given)
-    exactly = (x == np.floor(x)) | (nearest == 0) | np.isinf(nearest)
-
-    def right(found: Array) -> Array:
-        with np.errstate(invalid="ignore"):
-            near = np.abs(found.astype(np.float64) - true) <= 2.0**-22 * true
-        same = equal(given, found, nearest)
-        return np.where(np.isnan(x), np.isnan(found), np.where(exactly, same, near))
-
-    return right(one) & right(other)
-
-
-# -- lanes together -------------------------------------------------------------------------------
-
-
-def _blocks_of(words: int, blocks: int, kind: Any = np.uint32) -> Array:
-    """Any bits, for some blocks."""
-    size = words * np.dtype(kind).itemsize
-    drawn = np.random.default_rng(0).integers(0, 256, (blocks * THREADS, size), np.uint8)
-    return drawn.view(kind)
-
-
-def _to_copy() -> Array:
-    """Two times 16 bytes, whether each is wanted, what was there before; rows of 48 bytes."""
-    blocks = 6
-    given = _blocks_of(12, blocks)
-    n = np.arange(blocks * THREADS)
-    block, t = n // THREADS, n % THREADS
-    patterns = [t >= 0, t < 0, t % 2 == 0, t == 70, t < 32, given[:, 8] % 2 == 0]
-    first = np.select([block == b for b in range(blocks)], patterns)
-    given[:, 8], given[:, 9] = first, first[::-1]
-    return given
-
-
-def _copied(given: Array) -> Array:
-    """What the lane 37 further on has copied."""
-    landed = np.concatenate([given[:, :4] * given[:, 8:9], given[:, 4:8] * given[:, 9:10]], 1)
-    return np.roll(landed.reshape(-1, THREADS, 8), -37, 1).reshape(-1, 8)
-
-
-def _votes() -> Array:
-    """Two conditions and a number: none, all, each lane alone, and drawn ones."""
-    alone = np.eye(THREADS, dtype=np.uint32) << 8  # not only the lowest byte counts
-    votes = np.concatenate([np.zeros_like(alone[:1]), np.ones_like(alone[:1]), alone])
-    given = _blocks_of(3, 2 * len(votes))
-    given[:, 0] = np.concatenate([votes, votes]).ravel()
-    given[:, 1] = np.concatenate([votes, votes[::-1]]).ravel()
-    return given
-
-
-def _voted(given: Array) -> Array:
-    blocks = given.reshape(-1, THREADS, 3)
-    wanted = np.empty_like(blocks)
-    wanted[..., :2] = blocks[..., :2].any(axis=1, keepdims=True)
-    wanted[..., 2] = np.roll(blocks[..., 2], -33, 1)
-    return wanted.reshape(-1, 3)
-
-
-def _shuffle(kind: Any) -> Case:
-    def partners(given: Array) -> Array:
-        lanes = np.arange(len(given))[:, None]
-        return given[:, 0][lanes ^ np.arange(1, 32)]
-
-    body = "for (int n = 1; n < 32; ++n) out[n - 1] = arch::shuffle_xor(in[0], n);"
-    name = f"shuffle_xor: {_TYPES[np.dtype(kind)]}"
-    return Case(name, body, lambda: _blocks_of(1, 3, kind), partners)
-
-
-# -------------------------------------------------------------------------------------------------
-
-CASES = [
-    Case(
-        "half_to_float",
-        "out[0] = arch::half_to_float(in[0]);",
-        _every_half,
-        lambda x: x.view(np.float16).astype(np.float32),
-        equal_but_for_nan(np.float32),
-    ),
-    Case(
-        "float_to_half",
-        "out[0] = arch::float_to_half(in[0]);",
-        lambda: _around_halves(np.float32),
-        _to_half,
-        equal_but_for_nan(np.float16),
-    ),
-    Case(
-        "double_to_half",
-        "out[0] = arch::double_to_half(in[0]);",
-        lambda: _around_halves(np.float64),
-        _to_half,
-        equal_but_for_nan(np.float16),
-    ),
-    # The instruction may be wrong, and the emulator is so on purpose, in another way.
-    Case("exp2", "out[0] = arch::exp2(in[0]);", _exponents, _power, _powers),
-    Case(
-        "begin_copy finish_copies",
-        """
-          for (int n = 0; n < 2; ++n) {
-            for (int k = 0; k < 4; ++k) smem[2 * t + n].x[k] = in[10];
-          }
-          __syncthreads();  // what was there before is written
-          arch::begin_copy(smem + 2 * t, in, in[8]);
-          arch::begin_copy(smem + 2 * t + 1, in + 4, in[9]);
-          arch::finish_copies();
-          __syncthreads();  // others see the copies
-          const int from = (t + 37) % THREADS;
-          for (int k = 0; k < 8; ++k) out[k] = smem[2 * from + k / 4].x[k % 4];
-        """,
-        _to_copy,
-        _copied,
-    ),
-    Case(
-        "lane_index",
-        "out[0] = arch::lane_index();\nout[1] = arch::WARP_SIZE;",
-        lambda: _blocks_of(1, 2),
-        lambda x: np.stack([np.arange(len(x)) % 32, np.full(len(x), 32)], 1).astype(np.int32),
-    ),
-    *(_shuffle(kind) for kind in (np.int32, np.float32, np.float64, np.int64)),
-    Case(
-        "barrier_or",
-        """
-          smem[t].x[0] = in[2];
-          out[0] = arch::barrier_or(in[0]);
-          out[1] = arch::barrier_or(in[1]);
-          out[2] = smem[(t + 33) % THREADS].x[0];  // the votes are barriers too
-        """,
-        _votes,
-        _voted,
-    ),
-]

@@ -1,0 +1,409 @@
+"""A case for every function of kernels_cu/arch/: tests/conformance.py says what one is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from conformance import C_TYPES, TENSOR_CORES, THREADS, Array, Case, equal, equal_but_for_nan
+
+# -- conversions ----------------------------------------------------------------------------------
+
+
+def _every_half() -> Array:
+    return np.arange(65536, dtype=np.uint16)[:, None]
+
+
+def _around_halves(kind: Any) -> Array:
+    """Every half, what lies halfway between two, the neighbours of both, and any bits."""
+    halves = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float64)
+    finite = np.unique(halves[np.isfinite(halves)])
+    ends = [-65536.0, *finite, 65536.0]  # what comes next would be infinite
+    edges = np.concatenate([finite, np.add(ends[1:], ends[:-1]) / 2]).astype(kind)
+    below, above = (np.nextafter(edges, kind(end)) for end in (-np.inf, np.inf))
+    rng = np.random.default_rng(0)
+    any_bits = rng.integers(0, 256, (40_000, np.dtype(kind).itemsize), np.uint8).view(kind).ravel()
+    tiny = np.finfo(kind).smallest_subnormal
+    special = np.array([0, np.inf, np.nan, tiny, 3 * tiny, np.finfo(kind).max], kind)
+    with np.errstate(invalid="ignore"):  # some of the bits are NaN that signal
+        every_half = halves.astype(kind)
+    return np.concatenate([special, -special, every_half, edges, below, above, any_bits])[:, None]
+
+
+def _to_half(x: Array) -> Array:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return x.astype(np.float16).view(np.uint16)
+
+
+def _pairs(x: Array) -> Array:
+    return np.concatenate([x, np.roll(x, 1)], axis=1)
+
+
+def _around_bfloats() -> Array:
+    """Every bfloat16, what lies halfway between two, the neighbours of both, and any bits."""
+    upper = np.arange(65536, dtype=np.uint32)[:, None] << 16
+    any_bits = np.random.default_rng(0).integers(0, 2**32, (40_000, 1), np.uint32)
+    edges = [upper | low for low in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+    return np.concatenate([*edges, any_bits]).view(np.float32)
+
+
+def _narrowed(kind: Any) -> Callable[[Array], Array]:
+    """Return what rounds pairs, the first in the low half."""
+
+    def narrow(x: Array) -> Array:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return np.ascontiguousarray(x.astype(kind)).view(np.uint32)
+
+    return narrow
+
+
+def _narrow(name: str, kind: Any, given: Callable[[], Array]) -> Case:
+    body = f"out[0] = arch::{name}(in[0], in[1]);"
+    agree = equal_but_for_nan(kind)
+
+    def pairs_agree(given: Array, one: Array, other: Array) -> Array:
+        halves = agree(given, *(np.ascontiguousarray(x).view(np.uint16) for x in (one, other)))
+        return np.asarray(halves.all(axis=1, keepdims=True))
+
+    return Case(name, body, lambda: _pairs(given()), _narrowed(kind), pairs_agree, TENSOR_CORES)
+
+
+# -- 2^x ------------------------------------------------------------------------------------------
+
+
+def _exponents() -> Array:
+    rng = np.random.default_rng(0)
+    upper = np.arange(512, dtype=np.uint32)[:, None] << 23  # every sign and exponent
+    fractions = np.concatenate([[0, 1, 2**22, 2**23 - 1], rng.integers(0, 2**23, 28)])
+    edges = np.array([-150, -149, -127, -126, -1, 0, 1, 24, 127, 128], np.float32)
+    return np.concatenate(
+        [
+            (upper | fractions.astype(np.uint32)).view(np.float32).ravel(),
+            np.arange(-200, 200, dtype=np.float32),
+            np.nextafter(edges, np.float32(-np.inf)),
+            np.nextafter(edges, np.float32(np.inf)),
+            rng.uniform(-130, 130, 40_000).astype(np.float32),
+            rng.uniform(-1, 1, 20_000).astype(np.float32),
+        ]
+    )[:, None]
+
+
+def _power(x: Array) -> Array:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        true = np.exp2(x.astype(np.float64))
+        return np.where(true < 2.0**-126, 0, true).astype(np.float32)
+
+
+def _powers(given: Array, one: Array, other: Array) -> Array:
+    """Whether both are within 2^-22 of 2^x; of whole x, exact; below 2^-126, 0; for NaN, a NaN."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        x = given.astype(np.float64)
+        true, nearest = np.exp2(x), _power(given)
+    exactly = (x == np.floor(x)) | (nearest == 0) | np.isinf(nearest)
+
+    def right(found: Array) -> Array:
+        with np.errstate(invalid="ignore"):
+            near = np.abs(found.astype(np.float64) - true) <= 2.0**-22 * true
+        same = equal(given, found, nearest)
+        return np.where(np.isnan(x), np.isnan(found), np.where(exactly, same, near))
+
+    return right(one) & right(other)
+
+
+# -- lanes together -------------------------------------------------------------------------------
+
+
+def _blocks_of(words: int, blocks: int, kind: Any = np.uint32) -> Array:
+    """Any bits, for some blocks."""
+    size = words * np.dtype(kind).itemsize
+    drawn = np.random.default_rng(0).integers(0, 256, (blocks * THREADS, size), np.uint8)
+    return drawn.view(kind)
+
+
+def _to_copy() -> Array:
+    """Two times 16 bytes, whether each is wanted, what was there before; rows of 48 bytes."""
+    blocks = 6
+    given = _blocks_of(12, blocks)
+    n = np.arange(blocks * THREADS)
+    block, t = n // THREADS, n % THREADS
+    patterns = [t >= 0, t < 0, t % 2 == 0, t == 70, t < 32, given[:, 8] % 2 == 0]
+    first = np.select([block == b for b in range(blocks)], patterns)
+    given[:, 8], given[:, 9] = first, first[::-1]
+    return given
+
+
+def _copied(given: Array) -> Array:
+    """What the lane 37 further on has copied."""
+    landed = np.concatenate([given[:, :4] * given[:, 8:9], given[:, 4:8] * given[:, 9:10]], 1)
+    return np.roll(landed.reshape(-1, THREADS, 8), -37, 1).reshape(-1, 8)
+
+
+def _to_copy_parts() -> Array:
+    """Two times 16 bytes, how many of each are wanted, what was there before; rows of 48 bytes."""
+    given = _to_copy()
+    given[:, 8:10] = np.random.default_rng(1).integers(0, 17, (len(given), 2))
+    return given
+
+
+def _copied_parts(given: Array) -> Array:
+    """What the lane 37 further on has copied."""
+    parts = []
+    for n in range(2):
+        landed = np.ascontiguousarray(given[:, 4 * n : 4 * n + 4]).view(np.uint8)
+        kept = np.where(np.arange(16) < given[:, 8 + n : 9 + n], landed, 0).astype(np.uint8)
+        parts.append(kept.view(np.uint32))
+    return np.roll(np.concatenate(parts, 1).reshape(-1, THREADS, 8), -37, 1).reshape(-1, 8)
+
+
+def _votes() -> Array:
+    """Two conditions and a number: none, all, each lane alone, and drawn ones."""
+    alone = np.eye(THREADS, dtype=np.uint32) << 8  # not only the lowest byte counts
+    votes = np.concatenate([np.zeros_like(alone[:1]), np.ones_like(alone[:1]), alone])
+    given = _blocks_of(3, 2 * len(votes))
+    given[:, 0] = np.concatenate([votes, votes]).ravel()
+    given[:, 1] = np.concatenate([votes, votes[::-1]]).ravel()
+    return given
+
+
+def _voted(given: Array) -> Array:
+    blocks = given.reshape(-1, THREADS, 3)
+    wanted = np.empty_like(blocks)
+    wanted[..., :2] = blocks[..., :2].any(axis=1, keepdims=True)
+    wanted[..., 2] = np.roll(blocks[..., 2], -33, 1)
+    return wanted.reshape(-1, 3)
+
+
+def _voted_by_warps(given: Array) -> Array:
+    votes = given[:, :2].reshape(-1, 32, 2) != 0
+    ballots = (votes * (1 << np.arange(32, dtype=np.uint64))[:, None]).sum(axis=1)
+    wanted = np.stack([ballots != 0, ballots], -1).reshape(-1, 1, 4)
+    return np.broadcast_to(wanted, (len(wanted), 32, 4)).reshape(-1, 4).astype(np.uint32)
+
+
+def _shuffle_from(kind: Any) -> Case:
+    def chosen(given: Array) -> Array:
+        lanes = np.arange(len(given))[:, None]
+        n = np.arange(32)
+        return given[:, 0][lanes // 32 * 32 + (lanes * n + 5) % 32]
+
+    body = "for (int n = 0; n < 32; ++n) out[n] = arch::shuffle(in[0], (t * n + 5) % 32);"
+    name = f"shuffle: {C_TYPES[np.dtype(kind)]}"
+    return Case(name, body, lambda: _blocks_of(1, 3, kind), chosen)
+
+
+# -- matrices -------------------------------------------------------------------------------------
+
+
+def _rows_to_load() -> Array:
+    """Any 16 bytes, and whose of the block a lane's row is."""
+    given = _blocks_of(5, 4)
+    rng = np.random.default_rng(1)
+    given[:, 4] = np.concatenate([rng.permutation(THREADS) for _ in range(4)])
+    return given
+
+
+def _loaded(transposed: bool) -> Callable[[Array], Array]:
+    def load(given: Array) -> Array:
+        lanes = np.arange(32)
+        made = []
+        for block in given.reshape(-1, THREADS, 5):
+            rows = block[block[:, 4], :4].reshape(-1, 4, 8, 4)  # warp, matrix, row, word
+            halves = np.ascontiguousarray(rows).view(np.uint16)
+            if transposed:
+                halves = halves.swapaxes(-1, -2)
+            words = np.ascontiguousarray(halves).view(np.uint32)
+            made.append(words[:, :, lanes // 4, lanes % 4].swapaxes(1, 2).reshape(-1, 4))
+        return np.concatenate(made)
+
+    return load
+
+
+def _load(name: str, transposed: bool, others: str = "") -> Case:
+    body = f"""
+      for (int k = 0; k < 4; ++k) smem[t].x[k] = in[k];
+      __syncthreads();  // the rows, which other threads read
+      unsigned int to[4];
+      arch::{name}(to, arch::shared_address(smem) + 16 * in[4]);
+      for (int k = 0; k < 4; ++k) out[k] = to[k];
+    """
+    return Case(
+        f"{name} {others}".strip(), body, _rows_to_load, _loaded(transposed), equal, TENSOR_CORES
+    )
+
+
+def _matrices(given: Array, kind: Any) -> tuple[Array, Array, Array]:
+    """Return a, b and c of every warp, in float64, of what its lanes hold."""
+    lanes = np.arange(32)
+    row, column = lanes // 4, 2 * (lanes % 4)
+    words = np.ascontiguousarray(given).reshape(-1, 32, 10)
+    pairs = np.ascontiguousarray(words[..., :6]).view(kind).astype(np.float64)
+    sums = np.ascontiguousarray(words[..., 6:]).view(np.float32).astype(np.float64)
+    a, b, c = (np.zeros((len(words), *shape)) for shape in ((16, 16), (16, 8), (16, 8)))
+    for x in range(2):
+        for n in range(4):
+            a[:, row + 8 * (n % 2), column + 8 * (n // 2) + x] = pairs[..., 2 * n + x]
+        for n in range(2):
+            b[:, column + 8 * n + x, row] = pairs[..., 8 + 2 * n + x]
+            c[:, row + 8 * n, column + x] = sums[..., 2 * n + x]
+    return a, b, c
+
+
+def _of_lanes(c: Array) -> Array:
+    """Return what the lanes hold of 16 x 8 results."""
+    lanes = np.arange(32)
+    row, column = lanes // 4, 2 * (lanes % 4)
+    held = [c[:, row + 8 * (n // 2), column + n % 2] for n in range(4)]
+    return np.stack(held, -1).reshape(-1, 4)
+
+
+def _product(name: str, kind: Any, whole: bool) -> Case:
+    """Of whole numbers every sum is exact; of others it is rounded in an order that is open."""
+    body = f"""
+      const unsigned int a[4] = {{in[0], in[1], in[2], in[3]}};
+      for (int k = 0; k < 4; ++k) out[k] = __uint_as_float(in[6 + k]);
+      arch::{name}(out[0], out[1], out[2], out[3], a, in[4], in[5]);
+    """
+
+    def given() -> Array:
+        rng = np.random.default_rng(0)
+        lanes = 4 * THREADS
+        pairs, sums = rng.standard_normal((lanes, 12)), rng.standard_normal((lanes, 4))
+        if whole:
+            pairs, sums = np.round(4 * pairs), np.round(100 * sums)
+        operands = np.ascontiguousarray(pairs.astype(kind)).view(np.uint32)
+        return np.concatenate([operands, sums.astype(np.float32).view(np.uint32)], 1)
+
+    def wanted(given: Array) -> Array:
+        a, b, c = _matrices(given, kind)
+        return _of_lanes(c + a @ b).astype(np.float32)
+
+    def near(given: Array, one: Array, other: Array) -> Array:
+        a, b, c = _matrices(given, kind)
+        exact, terms = (_of_lanes(f(c) + f(a) @ f(b)) for f in (np.positive, np.abs))
+        # 17 terms, each sum rounded or cut off at the last place of the largest.
+        right = [np.abs(x - exact) <= 17 * 2.0**-23 * terms for x in (one, other)]
+        return np.logical_and(*right)
+
+    title = f"{name}: {'whole numbers' if whole else 'rounded'}"
+    return Case(title, body, given, wanted, equal if whole else near, TENSOR_CORES)
+
+
+def _shuffle(kind: Any) -> Case:
+    def partners(given: Array) -> Array:
+        lanes = np.arange(len(given))[:, None]
+        return given[:, 0][lanes ^ np.arange(1, 32)]
+
+    body = "for (int n = 1; n < 32; ++n) out[n - 1] = arch::shuffle_xor(in[0], n);"
+    name = f"shuffle_xor: {C_TYPES[np.dtype(kind)]}"
+    return Case(name, body, lambda: _blocks_of(1, 3, kind), partners)
+
+
+# -------------------------------------------------------------------------------------------------
+
+CASES = [
+    Case(
+        "half_to_float",
+        "out[0] = arch::half_to_float(in[0]);",
+        _every_half,
+        lambda x: x.view(np.float16).astype(np.float32),
+        equal_but_for_nan(np.float32),
+    ),
+    Case(
+        "float_to_half",
+        "out[0] = arch::float_to_half(in[0]);",
+        lambda: _around_halves(np.float32),
+        _to_half,
+        equal_but_for_nan(np.float16),
+    ),
+    Case(
+        "double_to_half",
+        "out[0] = arch::double_to_half(in[0]);",
+        lambda: _around_halves(np.float64),
+        _to_half,
+        equal_but_for_nan(np.float16),
+    ),
+    _narrow("floats_to_halves", np.float16, lambda: _around_halves(np.float32)),
+    _narrow("floats_to_bfloats", ml_dtypes.bfloat16, _around_bfloats),
+    # The instruction may be wrong, and the emulator is so on purpose, in another way.
+    Case("exp2", "out[0] = arch::exp2(in[0]);", _exponents, _power, _powers),
+    Case(
+        "begin_copy finish_copies",
+        """
+          for (int n = 0; n < 2; ++n) {
+            for (int k = 0; k < 4; ++k) smem[2 * t + n].x[k] = in[10];
+          }
+          __syncthreads();  // what was there before is written
+          arch::begin_copy(smem + 2 * t, in, in[8]);
+          arch::begin_copy(smem + 2 * t + 1, in + 4, in[9]);
+          arch::finish_copies();
+          __syncthreads();  // others see the copies
+          const int from = (t + 37) % THREADS;
+          for (int k = 0; k < 8; ++k) out[k] = smem[2 * from + k / 4].x[k % 4];
+        """,
+        _to_copy,
+        _copied,
+    ),
+    Case(
+        "begin_part_copy commit_copies wait_copies",
+        """
+          for (int n = 0; n < 2; ++n) {
+            for (int k = 0; k < 4; ++k) smem[2 * t + n].x[k] = in[10];
+          }
+          __syncthreads();  // what was there before is written
+          const unsigned int to = arch::shared_address(smem + 2 * t);
+          arch::begin_part_copy(to, in, in[8]);
+          arch::commit_copies();
+          arch::begin_part_copy(to + 16, in + 4, in[9]);
+          arch::commit_copies();
+          const int from = (t + 37) % THREADS;
+          arch::wait_copies<1>();
+          __syncthreads();  // others see the first copies
+          for (int k = 0; k < 4; ++k) out[k] = smem[2 * from].x[k];
+          arch::wait_copies<0>();
+          __syncthreads();  // and the second
+          for (int k = 0; k < 4; ++k) out[4 + k] = smem[2 * from + 1].x[k];
+        """,
+        _to_copy_parts,
+        _copied_parts,
+        equal,
+        TENSOR_CORES,
+    ),
+    Case(
+        "lane_index",
+        "out[0] = arch::lane_index();\nout[1] = arch::WARP_SIZE;",
+        lambda: _blocks_of(1, 2),
+        lambda x: np.stack([np.arange(len(x)) % 32, np.full(len(x), 32)], 1).astype(np.int32),
+    ),
+    *(_shuffle(kind) for kind in (np.int32, np.float32, np.float64, np.int64)),
+    *(_shuffle_from(kind) for kind in (np.uint32, np.float32, np.float64, np.int64)),
+    Case(
+        "any_lane ballot",
+        """
+          for (int n = 0; n < 2; ++n) {
+            out[2 * n] = arch::any_lane(in[n]);
+            out[2 * n + 1] = arch::ballot(in[n]);
+          }
+        """,
+        _votes,
+        _voted_by_warps,
+    ),
+    Case(
+        "barrier_or",
+        """
+          smem[t].x[0] = in[2];
+          out[0] = arch::barrier_or(in[0]);
+          out[1] = arch::barrier_or(in[1]);
+          out[2] = smem[(t + 33) % THREADS].x[0];  // the votes are barriers too
+        """,
+        _votes,
+        _voted,
+    ),
+    _load("ldmatrix_x4", False, "shared_address"),
+    _load("ldmatrix_x4_trans", True),
+    _product("mma_m16n8k16_f16", np.float16, True),
+    _product("mma_m16n8k16_f16", np.float16, False),
+    _product("mma_m16n8k16_bf16", ml_dtypes.bfloat16, True),
+    _product("mma_m16n8k16_bf16", ml_dtypes.bfloat16, False),
+]
