@@ -58,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, entry, h, false), i0, ni);
   arch::commit_copies();
-  fragment_tile::Keys now = fragment_tile::next_tile(p, entry, h, i0, ni, 0);
+  fragment_tile::Walk walk;
+  fragment_tile::Keys now = walk.next(p, entry, h, i0, ni);
   int slot = 0;  // of the ring, where the next product's operand lies
   const auto place = [&](int ahead) {
     const int n = slot + ahead;
@@ -114,8 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
     unsigned int weights[ROWS][COLUMNS / 2];
     fragment::narrow(s, weights);
-    const fragment_tile::Keys next =
-        fragment_tile::next_tile(p, entry, h, i0, ni, now.j0 + BLOCK_KV);
+    const fragment_tile::Keys next = walk.next(p, entry, h, i0, ni);
     if constexpr (SLOTS == 3) begin_keys(next, 2);
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     arch::wait_copies<SLOTS - 2>();

@@ -44,9 +44,9 @@ __device__ constexpr int lanes_for(int pieces) {
 // How the block's threads share the 16-byte pieces of ROWS rows. Where a row's pieces are fewer
 // than its threads, some have nothing to do.
 template <int ROWS, int WIDTH>
-struct Shares {
-  static constexpr int PIECES = whole_columns(WIDTH) / 8;
-  static constexpr int LANES = lanes_for(PIECES);
+struct Pieces {
+  static constexpr int PER_ROW = whole_columns(WIDTH) / 8;
+  static constexpr int LANES = lanes_for(PER_ROW);
   static constexpr int AT_ONCE = THREADS / LANES;
   static constexpr int STEPS = (ROWS + AT_ONCE - 1) / AT_ONCE;
   static_assert(THREADS % LANES == 0, "a row's pieces are shared by whole groups of threads");
@@ -55,7 +55,7 @@ struct Shares {
   int piece = threadIdx.x % LANES;
 
   __device__ __forceinline__ bool has(int step) const {
-    return (PIECES == LANES || piece < PIECES) &&
+    return (PER_ROW == LANES || piece < PER_ROW) &&
            (ROWS % AT_ONCE == 0 || row + step * AT_ONCE < ROWS);
   }
 };
@@ -65,7 +65,7 @@ struct Shares {
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& from,
                                            long long first, int valid) {
-  using Share = Shares<ROWS, WIDTH>;
+  using Share = Pieces<ROWS, WIDTH>;
   const Share own;
   const int columns = WIDTH - 8 * own.piece < 8 ? WIDTH - 8 * own.piece : 8;
   const storage_t* source = from.data + (first + own.row) * from.row + 8 * own.piece * from.col;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& 
 // Changes the sign of what this thread copied.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ void negate_rows(char* tile_smem) {
-  using Share = Shares<ROWS, WIDTH>;
+  using Share = Pieces<ROWS, WIDTH>;
   const Share own;
 #pragma unroll 1
   for (int step = 0; step < Share::STEPS; ++step) {
@@ -121,7 +121,7 @@ constexpr unsigned int LAST = STORAGE == 0 ? 0x04000400u : 0x00800080u;
 // Whether all that this thread copied is finite.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
-  using Share = Shares<ROWS, WIDTH>;
+  using Share = Pieces<ROWS, WIDTH>;
   const Share own;
   unsigned int carried = 0;
 #pragma unroll 4
@@ -139,7 +139,7 @@ __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
 // Makes 0 of what this thread copied that is not finite.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
-  using Share = Shares<ROWS, WIDTH>;
+  using Share = Pieces<ROWS, WIDTH>;
   const Share own;
 #pragma unroll 1
   for (int step = 0; step < Share::STEPS; ++step) {

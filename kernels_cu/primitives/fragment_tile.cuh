@@ -12,32 +12,42 @@ struct Keys {
   int tile_class;
 };
 
-// The first such tile from key `j0` on. Where a class is arithmetic alone, each lane asks for a
-// tile: a causal mask leaves many EMPTY ones behind the last that is not.
-__device__ __forceinline__ Keys next_tile(const Params& p, const layout::Entry& entry, long long h,
-                                          long long i0, int ni, long long j0) {
-  constexpr int APART = HAS_MASK && !HAS_TABLES ? arch::WARP_SIZE : 1;
+// Goes from one such tile of a block of queries to the next. Where a class is arithmetic alone, the
+// lanes of a warp ask for 32 tiles at a time, and remember the answers.
+struct Walk {
+  static constexpr bool BY_LANES = HAS_MASK && !HAS_TABLES;
+  static constexpr int STRIDE = (BY_LANES ? arch::WARP_SIZE : 1) * BLOCK_KV;
+
+  long long j0 = -STRIDE;           // of the first of the tiles that were asked for last
+  unsigned int left = 0, full = 0;  // of those, the ones still to come; the ones that are FULL
+
+  __device__ __forceinline__ Keys next(const Params& p, const layout::Entry& entry, long long h,
+                                       long long i0, int ni) {
 #pragma unroll 1
-  for (; j0 < entry.len_k; j0 += APART * BLOCK_KV) {
-    long long own = j0 + (APART > 1 ? arch::lane_index() * BLOCK_KV : 0);
-    int tile_class = EMPTY;
-    if (APART == 1 || own < entry.len_k) {
-      const int nj = tile::rows_from(own, entry.len_k, BLOCK_KV);
-      tile_class = tile::classify_tile(p, tile::describe_tile(entry, h, i0, ni, own, nj));
+    while (left == 0) {
+      j0 += STRIDE;
+      if (j0 >= entry.len_k) return Keys{j0, 0, EMPTY};
+      const long long own = j0 + (BY_LANES ? arch::lane_index() * BLOCK_KV : 0);
+      int tile_class = EMPTY;
+      if (own < entry.len_k) {
+        const int nj = tile::rows_from(own, entry.len_k, BLOCK_KV);
+        tile_class = tile::classify_tile(p, tile::describe_tile(entry, h, i0, ni, own, nj));
+      }
+      if constexpr (BY_LANES) {
+        left = arch::ballot(tile_class != EMPTY);
+        full = arch::ballot(tile_class == FULL);
+      } else {
+        left = tile_class != EMPTY;
+        full = tile_class == FULL;
+      }
     }
-    if constexpr (APART > 1) {
-      const unsigned int found = arch::ballot(tile_class != EMPTY);
-      if (found == 0) continue;
-      const int lane = __ffs(static_cast<int>(found)) - 1;
-      tile_class = arch::shuffle(tile_class, lane);
-      own = j0 + lane * BLOCK_KV;
-    }
-    if (tile_class != EMPTY) {
-      return Keys{own, tile::rows_from(own, entry.len_k, BLOCK_KV), tile_class};
-    }
+    const int lane = BY_LANES ? __ffs(static_cast<int>(left)) - 1 : 0;
+    left &= left - 1;
+    const long long found = j0 + lane * BLOCK_KV;
+    return Keys{found, tile::rows_from(found, entry.len_k, BLOCK_KV),
+                full >> lane & 1u ? FULL : PARTIAL};
   }
-  return Keys{j0, 0, EMPTY};
-}
+};
 
 // Changes and masks a thread's scores, which are logits after it where scores are changed. Pairs
 // beyond the end of the queries or keys get -inf. Where generated code may be long it stands here

@@ -43,6 +43,10 @@ bool meet_block(const char* what, Where where, bool condition);
 unsigned long long meet_warp(const char* what, Where where, unsigned int mask, bool orders,
                              unsigned long long given, unsigned int source);
 
+// Waits until the whole warp is here; the lane that comes last computes what all get from what all
+// brought.
+void meet_lanes(const char* what, Where where, void* brought, void (*compute)(void* const* all));
+
 // The lanes of `mask` for which the condition holds.
 unsigned int vote(const char* what, Where where, unsigned int mask, bool condition);
 
