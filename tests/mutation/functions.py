@@ -21,9 +21,9 @@ _INTS = [0, 1, -1, 2, -2, 3, -3, 7, -7, 2**31, 2**32 - 1, 2**32, -(2**32), 2**32
          -(2**33) - 1, 2**62, -(2**62), 2**62 + 1, HIGH, HIGH - 1, LOW, LOW + 1,
          3037000500]  # fmt: skip
 _EDGE = 9223372036854775808.0
-_FLOATS = [0.0, -0.0, 0.1, -0.1, 1.5, -1.5, 2.0, -3.0, 1e10, -1e10, 1e30, -1e30, np.inf, -np.inf, np.nan,
-           _EDGE, -_EDGE, float(np.nextafter(np.float32(_EDGE), np.float32(0))), -1.5 * _EDGE,
-           1024.0, 0.25]  # fmt: skip
+_FLOATS = [0.0, -0.0, 0.1, -0.1, 1.5, -1.5, 2.0, -3.0, 1e10, -1e10, 1e30, -1e30, np.inf, -np.inf,
+           np.nan, _EDGE, -_EDGE, float(np.nextafter(np.float32(_EDGE), np.float32(0))),
+           -1.5 * _EDGE, 1024.0, 0.25]  # fmt: skip
 KINDS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 
 _BODY = """
