@@ -278,7 +278,7 @@ def cases() -> list[Case]:
               lead=((2, 1), (1, 3), (2, 3)), layout="random", schedule=randomly(1), seed=1),
         _no_sink(_case("a sink that takes no part", F32, (4, 2), (37, 29), (24, 40),
                        lambda r: _all(r, 37, 29, sink), lead=((2,), (2,), (1,)))),
-        _case("whole tiles", F32, (2, 2), (32, 48), (8, 8), lead=((2,),) * 3, blocks=(16, 32, 64)),
+        _case("whole tiles", F32, (2, 2), (64, 48), (8, 8), lead=((2,),) * 3, blocks=(16, 32, 64)),
         _case("tiles that end early", F32, (2, 2), (29, 53), (4, 8), blocks=(16, 32, 64), seed=2),
         _case("odd", F32, (3, 1), (17, 31), (8, 8), lambda r: {"scale": -0.7}, layout="random",
               blocks=(16, 32, 64), schedule=REVERSE, seed=3),
