@@ -268,7 +268,7 @@ def _only_rows(first: int, last: int, names: tuple[str, ...], case: Case) -> Cas
 
 
 PACKED = [0, 3, 3, 21, 40], [0, 17, 20, 20, 53]
-LONG, SHORT, TENS = [0, 90, 173], [0, 9, 20], ([0, 10, 20, 30, 40, 50],) * 2
+LONG, SHORT, TENS = [0, 90, 120, 173], [0, 9, 13, 20], ([0, 10, 20, 30, 40, 50],) * 2
 
 
 def cases() -> list[Case]:
