@@ -167,6 +167,17 @@ def _uneven(case: Case) -> Case:
     return replace(case, problem=replace(case.problem, do=uneven))
 
 
+def _columns(case: Case) -> Case:
+    """Let rows begin where vectors are read, with columns that lie apart, and with only one."""
+    problem = case.problem
+    apart = np.full((*problem.k.shape[:-1], 2 * problem.k.shape[-1]), np.nan, problem.k.dtype)
+    apart[..., ::2] = problem.k
+    one = np.full((*problem.do.shape[:-1], 8), np.nan, problem.do.dtype)
+    one[..., :1] = problem.do[..., :1]
+    do = np.broadcast_to(one[..., :1], problem.do.shape)
+    return replace(case, problem=replace(problem, k=apart[..., ::2], do=do))
+
+
 def _visited(case: Case) -> Case:
     """Count the tiles in which some pair is allowed: each of these masks lets no other through."""
     problem, blocks = case.problem, case.blocks
@@ -283,7 +294,8 @@ def cases() -> list[Case]:
         _no_sink(_case("a sink that takes no part", F32, (4, 2), (37, 29), (24, 40),
                        lambda r: _all(r, 37, 29, sink), lead=((2,), (2,), (1,)))),
         _case("whole tiles", F32, (2, 2), (64, 48), (8, 8), lead=((2,),) * 3, blocks=(16, 32, 64)),
-        _case("tiles that end early", F32, (2, 2), (29, 53), (4, 8), blocks=(16, 32, 64), seed=2),
+        _columns(_case("tiles that end early", F32, (2, 2), (29, 53), (4, 8),
+                       blocks=(16, 32, 64), seed=2)),
         _case("odd", F32, (3, 1), (17, 31), (8, 8), lambda r: {"scale": -0.7}, layout="random",
               blocks=(16, 32, 64), schedule=REVERSE, seed=3),
         _case("four leading axes", F32, (2, 1), (3, 18), (8, 8),
