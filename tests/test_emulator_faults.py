@@ -128,8 +128,16 @@ FAULTS = {
         (33, r"writes byte 8 of shared memory, which thread 9 has read .*probe.cu:5"),
     ),
     "a copy beside shared memory": (
-        "if (t == 5) arch::begin_copy(smem + 62, p.out, false);",
-        (5, r"writes 16 bytes at byte 248 of 256 of shared memory"),
+        "if (t == 5) arch::begin_copy(smem + 64, p.out, false);",
+        (5, r"writes 16 bytes at byte 256 of 256 of shared memory"),
+    ),
+    "a copy to where no vector begins": (
+        "if (t == 5) arch::begin_copy(smem + 2, p.out, false);",
+        (5, r"copies 16 bytes where no vector begins"),
+    ),
+    "a copy from where no vector begins": (
+        "if (t == 5) arch::begin_copy(smem, static_cast<int*>(p.out) + 1, true);",
+        (5, r"copies 16 bytes where no vector begins"),
     ),
     "a copy that nobody waits for": (
         "if (t == 5) arch::begin_copy(smem, p.out, true);",

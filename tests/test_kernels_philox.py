@@ -115,6 +115,15 @@ def test_the_largest_probability_drops_all(compiled):
     assert not cuda_keep(compiled, 7, dropout, 0, np.arange(50)[:, None], np.arange(50)).any()
 
 
+def test_a_word_that_is_the_threshold_is_kept(compiled):
+    # At probability word / 2**32 the pair is kept, at the next probability it is not.
+    word = philox.philox4x32((0, 0, 0, 0), philox.split_seed(7))[0]
+    for more, kept in ((0, True), (1, False)):
+        p = (int(word) + more) / 2.0**32
+        assert philox.threshold(p) == int(word) + more
+        assert cuda_keep(compiled, 7, p, 0, 0, 0).item() == kept
+
+
 def test_the_rate_is_the_threshold(compiled):
     # 2**18 pairs: the standard deviation of the rate is 0.0009.
     kept = cuda_keep(compiled, 2026, 0.3, 5, np.arange(512)[:, None], np.arange(512))

@@ -12,9 +12,11 @@ from collections import Counter
 from pathlib import Path
 
 import mutants
+import numpy as np
 import pytest
 from emulator import build
 from mutation import generators, operators
+from mutation.memory import Guarded
 from mutation.workers import outcomes
 
 needs_emulator = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -148,6 +150,17 @@ def test_processes_may_loop_crash_and_fail():
     assert list(outcomes(_trial, items, until=time.monotonic() - 1)) == []
 
 
+def test_memory_is_a_process_s_own():
+    guarded = Guarded(np.zeros(3), output=True, at_end=True)
+
+    def trial(value, folder):
+        guarded.view[:] = value
+        return "survived", ""
+
+    assert len(list(outcomes(trial, [1.0, 2.0], jobs=2))) == 2
+    assert np.isnan(guarded.view).all()
+
+
 # -- mutants --------------------------------------------------------------------------------------
 
 
@@ -168,6 +181,8 @@ KNOWN = [
     ("primitives/lookup.cuh", "found.low = low < found.low", "found.low = low > found.low",
      "killed"),
     ("forward_simt.cu", "j0 += BLOCK_KV", "j0 += 0", "timeout"),
+    # An assertion of large heads alone.
+    ("primitives/matmul.cuh", "(D > D_V ? D : D_V) > 256", "D_V > 256", "killed"),
     ("backward_sink.cu", "accum_t total = 0;", "accum_t total = nothing;", "invalid"),
     ("backward_sink.cu", "accum_t total = 0;", "accum_t total = 0 * 1;", "equivalent"),
     ("combine.cu", "constexpr int COLUMNS = 4;", "constexpr int COLUMNS = 2;", "survived"),

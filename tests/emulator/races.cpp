@@ -151,6 +151,11 @@ void begin_block(long long number) {
 
 void begin_copy(void* to, const void* from, std::size_t bytes, std::size_t wanted,
                 const void* caller) {
+  for (const void* each : {static_cast<const void*>(to), from}) {
+    if ((each == to || wanted) && reinterpret_cast<std::size_t>(each) % bytes != 0) {
+      fault(offset_of(caller), "copies %zu bytes where no vector begins", bytes);
+    }
+  }
   if (wanted) touch(from, wanted, false, caller);
   touch(to, bytes, true, caller);
   const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;

@@ -73,27 +73,41 @@ def mutants() -> list[Mutant]:
     return [found[key] for key in sorted(found)]
 
 
-def _changes(text: str, starts: list[int]) -> Iterator[tuple[str, int, int, str]]:
-    previous = ""
+def _tokens(text: str, starts: list[int]) -> Iterator[tuple[int, str, int, int]]:
+    """Yield kinds, texts and places; an f-string is one string, as it is up to Python 3.11."""
+    opened: list[int] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind, string = token.type, token.string
         start = starts[token.start[0] - 1] + token.start[1]
         end = starts[token.end[0] - 1] + token.end[1]
-        if token.type == tokenize.STRING:
-            documents = token.string.startswith(('"""', 'r"""')) or "{" in previous
+        if tokenize.tok_name[kind] == "FSTRING_START":
+            opened.append(start)
+        elif tokenize.tok_name[kind] == "FSTRING_END":
+            start = opened.pop()
+            kind, string = tokenize.STRING, text[start:end]
+        if not opened:
+            yield kind, string, start, end
+
+
+def _changes(text: str, starts: list[int]) -> Iterator[tuple[str, int, int, str]]:
+    previous = ""
+    for kind, string, start, end in _tokens(text, starts):
+        if kind == tokenize.STRING:
+            documents = string.startswith(('"""', 'r"""')) or "{" in previous
             if not documents or previous in (":", ","):
-                yield from _in_text(token.string, start)
-        elif token.type == tokenize.OP:
+                yield from _in_text(string, start)
+        elif kind == tokenize.OP:
             for table in (RELATIONS, ARITHMETIC):
-                if token.string != "|":  # of types
-                    for after in table.get(token.string, ()):
+                if string != "|":  # of types
+                    for after in table.get(string, ()):
                         yield "relation", start, end, after
-        elif token.type == tokenize.NUMBER and token.string.isdigit():
-            for other in {int(token.string) + 1, abs(int(token.string) - 1)}:
+        elif kind == tokenize.NUMBER and string.isdigit():
+            for other in {int(string) + 1, abs(int(string) - 1)}:
                 yield "constant", start, end, str(other)
-        elif token.type == tokenize.NAME and token.string in _WORDS:
-            yield "name", start, end, _WORDS[token.string]
-        if token.type not in (tokenize.NL, tokenize.COMMENT):
-            previous = token.string
+        elif kind == tokenize.NAME and string in _WORDS:
+            yield "name", start, end, _WORDS[string]
+        if kind not in (tokenize.NL, tokenize.COMMENT):
+            previous = string
 
 
 def _in_text(string: str, start: int) -> Iterator[tuple[str, int, int, str]]:

@@ -34,7 +34,9 @@ class Guarded:
         span = high - low if like.size else 0
         place = like.__array_interface__["data"][0] if like.size else low
         size = -(-(span + 16) // PAGE) * PAGE
-        self._map = mmap.mmap(-1, size + 2 * PAGE)
+        # Every mutant is tried in a fork of its own, and what it writes is not another one's.
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, size + 2 * PAGE, private)
         whole = np.frombuffer(self._map, np.uint8)
         base = whole.ctypes.data
         self._inside = whole[PAGE : PAGE + size]

@@ -11,10 +11,13 @@ import numpy as np
 from emulator.calls import Blocks
 from emulator.machine import FORWARD, REVERSE, Schedule, randomly
 from emulator.problems import combine_bounds
+from harness import attend_backward
 from placement import Layout, Placed, random_layout
 from strategies import Problem
 
 from cupyflash import lookup, masks, scores
+from cupyflash.expr import tanh, where
+from cupyflash.reference import philox
 from cupyflash.testing import FAMILIES
 
 Array = np.ndarray[Any, Any]
@@ -39,8 +42,16 @@ class Case:
         What kernels get instead of the problem's: NaN where nobody looks.
     counted : int or None
         Tiles that a pass of queries over keys visits, where they are counted.
-    wrong_offsets : list or None
-        Offsets of the keys that kernels get; then results need only be finite.
+    wrong_offsets : tuple of 2 lists, or None
+        Offsets that kernels get.
+    judged : tuple of str
+        Results that are looked at; all of them where it is empty.
+    nan : dict or None
+        Where results are NaN, if that is all that is known of them; without gradients in it there
+        is no backward.
+    foreign_lse : bool
+        Whether the backward gets an lse that is rounded down where it is not 0, as another
+        program's may be.
     """
 
     name: str
@@ -49,7 +60,10 @@ class Case:
     schedule: Schedule = FORWARD
     arrays: dict[str, Array] = field(default_factory=dict)
     counted: int | None = None
-    wrong_offsets: list[int] | None = None
+    wrong_offsets: tuple[list[int], list[int]] | None = None
+    judged: tuple[str, ...] = ()
+    nan: dict[str, Array] | None = None
+    foreign_lse: bool = False
 
 
 def _place(rng: np.random.Generator, values: Array, layout: str) -> Array:
@@ -59,6 +73,12 @@ def _place(rng: np.random.Generator, values: Array, layout: str) -> Array:
         axes = list(range(values.ndim))
         order = (*axes[:-3], axes[-2], axes[-3], axes[-1]) if values.ndim > 2 else tuple(axes)
         return Placed(values.shape, values.dtype, Layout(order), values).view
+    if layout == "padded":  # rows begin on 16 bytes, and NaN lies between them
+        vector = 16 // values.itemsize
+        whole = np.full((*values.shape[:-1], -(-values.shape[-1] // vector) * vector), np.nan)
+        padded = whole.astype(values.dtype)[..., : values.shape[-1]]
+        padded[...] = values
+        return padded
     return Placed(
         values.shape, values.dtype, random_layout(rng, values.ndim, values.itemsize), values
     ).view
@@ -147,6 +167,17 @@ def _uneven(case: Case) -> Case:
     return replace(case, problem=replace(case.problem, do=uneven))
 
 
+def _columns(case: Case) -> Case:
+    """Let rows begin where vectors are read, with columns that lie apart, and with only one."""
+    problem = case.problem
+    apart = np.full((*problem.k.shape[:-1], 2 * problem.k.shape[-1]), np.nan, problem.k.dtype)
+    apart[..., ::2] = problem.k
+    one = np.full((*problem.do.shape[:-1], 8), np.nan, problem.do.dtype)
+    one[..., :1] = problem.do[..., :1]
+    do = np.broadcast_to(one[..., :1], problem.do.shape)
+    return replace(case, problem=replace(problem, k=apart[..., ::2], do=do))
+
+
 def _visited(case: Case) -> Case:
     """Count the tiles in which some pair is allowed: each of these masks lets no other through."""
     problem, blocks = case.problem, case.blocks
@@ -161,9 +192,7 @@ def _visited(case: Case) -> Case:
         pieces = list(whole.reshape(-1, len_q, len_k))
     else:
         sizes = zip(*(np.diff(x) for x in problem.offsets), strict=True)
-        pieces = [
-            np.tril(np.ones((m, n), bool), n - m) for m, n in sizes for _ in problem.q[:, 0, 0]
-        ]
+        pieces = [np.tril(np.ones((m, n), bool), n - m) for m, n in sizes for _ in problem.q]
     found = 0
     for piece in pieces:
         for i in range(0, piece.shape[0], blocks.block_q):
@@ -189,20 +218,84 @@ def _by_keys(rng: np.random.Generator) -> dict[str, Any]:
     return {"bias": bias, "sink": _normal(rng, 4, dtype=F64), "scale": -0.2}
 
 
+def _looked_up(rng: np.random.Generator) -> dict[str, Any]:
+    """A mask whose look-ups leave their arrays where a query or key is none of its sequence's."""
+    i_rows, j_rows = (lookup(np.ones((10, 256), np.int64)[:, :1]) for _ in range(2))
+    allowed = masks.mask(lambda b, h, i, j: i_rows[i, 0] + j_rows[j, 0] > i - 5)
+    return {"mask": allowed, "dropout": 0.25, "seed": 99}
+
+
+def _dropped(rng: np.random.Generator) -> dict[str, Any]:
+    """At a probability that is one word's own: of a pair of `PACKED`'s last sequence."""
+    words = philox.philox4x32((np.arange(8), 18, 6, 0), philox.split_seed(99))
+    word = min(np.ravel(words).tolist(), key=lambda x: abs(x - 2**30))
+    return {"mask": masks.causal(), "dropout": word / 2.0**32, "seed": 99}
+
+
+def _one_key(case: Case) -> Case:
+    """Let the one score of the first query that sees a key be 0: so is its lse."""
+    q = np.array(case.problem.q)
+    q[:, LONG[1] - SHORT[1]] = 0
+    return replace(case, problem=replace(case.problem, q=q))
+
+
+def _no_sink(case: Case) -> Case:
+    """Make do NaN where the sink takes no part; the gradient of that is 0 all the same."""
+    case = _empty_rows(case, 0)
+    case.arrays["do"][..., 2, 20, :] = np.nan
+    return replace(case, judged=("dsink",))
+
+
+def _weights_of_0(rng: np.random.Generator) -> dict[str, Any]:
+    changed = scores.score(
+        lambda s, b, h, i, j: where(j == 3, -1.0, where(j == 5, -200.0, tanh(s)))
+    )
+    return {"mask": masks.lengths(15), "score_mod": changed}
+
+
+def _infinite_keys(case: Case) -> Case:
+    """Keys that weights and gradients of merely 0 make NaN, and NaN that nobody sees."""
+    dirty = np.array(case.problem.k)
+    dirty[0, 3] = dirty[1, 5] = np.inf
+    dirty[2, -3:] = np.nan
+    case.arrays["k"] = dirty
+    arrays = case.problem.q, dirty, case.problem.v
+    wanted = attend_backward(case.problem.do, *arrays, **case.problem.options)
+    nan = {name: np.isnan(getattr(wanted, name)) for name in ("dq", "dk", "dv")}
+    assert nan["dq"][:2].all()
+    assert not nan["dq"][2].any()
+    return replace(case, nan=nan)
+
+
+def _only_rows(first: int, last: int, names: tuple[str, ...], case: Case) -> Case:
+    """Let these rows of packed results hold numbers, and the others stay as they were: NaN."""
+    do = case.problem.do
+    likes = {"out": do, "lse": do[..., 0], "dq": case.problem.q, "dk": case.problem.k,
+             "dv": case.problem.v}  # fmt: skip
+    nan = {name: np.ones(likes[name].shape, bool) for name in names}
+    for each in nan.values():
+        each[:, first:last] = False
+    return replace(case, nan=nan)
+
+
 PACKED = [0, 3, 3, 21, 40], [0, 17, 20, 20, 53]
+LONG, SHORT, TENS = [0, 90, 120, 173], [0, 9, 13, 20], ([0, 10, 20, 30, 40, 50],) * 2
 
 
 def cases() -> list[Case]:
     """Return the problems, cheap ones that find much first."""
-    sink = np.array([0.5, -1.0, -np.inf, 2.0], np.float32)
+    sink = np.array([0.0, -1.0, -np.inf, 2.0], np.float32)
     return [
         _case("everything", F32, (4, 2), (37, 29), (24, 40), lambda r: _all(r, 37, 29, sink),
-              lead=((2,), (2,), (1,))),
+              lead=((2,), (2,), (1,)), foreign_lse=True),
         _case("everything, strided", F32, (4, 1), (16, 32), (24, 40),
               lambda r: _all(r, 16, 32, sink[::-1].astype(F64)),
               lead=((2, 1), (1, 3), (2, 3)), layout="random", schedule=randomly(1), seed=1),
-        _case("whole tiles", F32, (2, 2), (32, 48), (8, 8), lead=((2,),) * 3, blocks=(16, 32, 64)),
-        _case("tiles that end early", F32, (2, 2), (29, 53), (4, 8), blocks=(16, 32, 64), seed=2),
+        _no_sink(_case("a sink that takes no part", F32, (4, 2), (37, 29), (24, 40),
+                       lambda r: _all(r, 37, 29, sink), lead=((2,), (2,), (1,)))),
+        _case("whole tiles", F32, (2, 2), (64, 48), (8, 8), lead=((2,),) * 3, blocks=(16, 32, 64)),
+        _columns(_case("tiles that end early", F32, (2, 2), (29, 53), (4, 8),
+                       blocks=(16, 32, 64), seed=2)),
         _case("odd", F32, (3, 1), (17, 31), (8, 8), lambda r: {"scale": -0.7}, layout="random",
               blocks=(16, 32, 64), schedule=REVERSE, seed=3),
         _case("four leading axes", F32, (2, 1), (3, 18), (8, 8),
@@ -224,19 +317,34 @@ def cases() -> list[Case]:
                             np.sort(r.integers(0, 3, 40)), np.sort(r.integers(0, 3, 53))),
                          "score_mod": scores.alibi(np.array([0.5, 0.25], np.float16)),
                          "sink": _normal(r, 2, dtype=BF16), "bias": _normal(r, 4, 2, 19, 33)},
-              lead=((), (), ()), offsets=PACKED, blocks=(16, 32, 64), schedule=randomly(2), seed=9),
-        _unseen(_case("pairs one by one", F64, (2, 2), (21, 37), (17, 5), _sparse,
-                      lead=((2,), (1,), (2,)), layout="random", blocks=(16, 32, 32), seed=10), 3),
-        _case("bias of keys", F16, (4, 2), (35, 19), (64, 48), _by_keys, lead=((2,), (2,), (2,)),
+              offsets=PACKED, layout="padded", blocks=(16, 32, 64), schedule=randomly(2), seed=9),
+        _unseen(_case("pairs one by one", F64, (2, 2), (21, 37), (5, 33), _sparse,
+                      lead=((2,), (1,), (2,)), layout="random", blocks=(16, 16, 32), seed=10), 3),
+        _case("bias of keys", F16, (4, 2), (33, 19), (64, 48), _by_keys, lead=((2,), (2,), (2,)),
               layout="rows", blocks=(32, 16, 128), seed=11),
         _visited(_case("packed and causal", F32, (2, 2), (0, 0), (16, 20),
-                       lambda r: {"mask": masks.causal(), "dropout": 0.25, "seed": 99},
-                       offsets=PACKED, blocks=(16, 16, 32), dlse=False, seed=12)),
-        _case("wrong offsets", F32, (2, 2), (0, 0), (16, 20),
-              lambda r: {"mask": masks.causal(), "dropout": 0.25, "seed": 99}, offsets=PACKED,
-              blocks=(16, 16, 32), dlse=False, seed=13, wrong_offsets=[-5, 17, 12, 10**12, 60],
-              layout="rows"),
-        _case("large heads", F32, (1, 1), (33, 35), (264, 20), blocks=(32, 32, 128), seed=14),
+                       _dropped, offsets=PACKED, blocks=(16, 16, 32), dlse=False, seed=12)),
+        _only_rows(0, 40, ("out", "lse"), _case("wrong offsets", F32, (2, 2), (0, 0), (16, 20),
+              _dropped, offsets=PACKED, blocks=(16, 16, 32), dlse=False, seed=13, layout="rows",
+              wrong_offsets=(PACKED[0], [-5, 17, 12, 10**12, 60]))),
+        _only_rows(16, 26, ("out", "lse", "dq", "dk", "dv"), _case(
+              "wrong offsets of both", F32, (2, 2), (0, 0), (16, 20), _looked_up, offsets=TENS,
+              blocks=(16, 16, 32), dlse=False, seed=19, layout="rows",
+              wrong_offsets=([16, *[31] * 5],) * 2)),
+        replace(_one_key(_visited(
+            _case("more queries", F32, (1, 1), (0, 0), (16, 20), _dropped, offsets=(LONG, SHORT),
+                  blocks=(16, 16, 32), dlse=False, seed=20))), foreign_lse=True),
+        _visited(_case("more keys", F32, (1, 1), (0, 0), (16, 20), _dropped,
+                       offsets=(SHORT, LONG), blocks=(16, 16, 32), dlse=False, seed=21)),
+        _visited(_case("offsets beyond the ends", F32, (2, 2), (0, 0), (16, 20), _dropped,
+                       offsets=([0, 3, 40, 40], [0, 17, 53, 53]), blocks=(16, 16, 32), dlse=False,
+                       seed=24, wrong_offsets=([-5, 3, 10**12, 60], [-(2**40), 17, 60, 10**12]))),
+        _visited(_case("no queries", F32, (2, 2), (0, 0), (16, 20),
+                       lambda r: _dropped(r) | {"sink": _normal(r, 2)},
+                       offsets=([0, 0, 0], [0, 5, 9]), blocks=(16, 16, 32), dlse=False, seed=22)),
+        _case("large heads", F32, (1, 1), (33, 35), (300, 20), blocks=(32, 32, 128), seed=14),
+        _infinite_keys(_case("weights of 0", F32, (3, 3), (17, 18), (8, 8), _weights_of_0,
+                             blocks=(16, 16, 32), dlse=False, seed=23)),
         _uneven(_case("shared queries", F32, (1, 1), (3, 18), (8, 8),
               lambda r: {"mask": masks.lengths(np.array([0, 9, *r.integers(0, 19, 14)]))},
               lead=((2, 1, 2, 1), (1, 2, 1, 2), (1, 2, 1, 2)), layout="random", seed=18)),
@@ -279,7 +387,7 @@ def parts() -> list[Parts]:
         _parts("two", F32, 2, (2,), 3, 40, [F32], "plain"),
         _parts("sixteen, strided", F16, 16, (2, 3), 5, 130, [F16, F32, BF16, F32], "random"),
         _parts("float64", F64, 3, (), 9, 33, [F64], "random"),
-        _parts("bfloat16", BF16, 5, (2, 1, 2, 3), 2, 7, [BF16, F32], "random"),
+        _parts("bfloat16", BF16, 5, (2, 3, 2, 2), 3, 7, [BF16, F32], "random"),
     ]
 
 
@@ -295,6 +403,7 @@ def _parts(
     for x in lses:
         x[..., 0] = -np.inf  # a row that no part saw
     lses[0][..., 1], lses[1][..., 1] = -120, -121
+    lses[0][..., 2], lses[1][..., 2] = 0, -1
     outs = [
         np.where(np.isinf(x)[..., None], np.nan, rng.standard_normal((*shape, columns))).astype(
             kinds[n % len(kinds)]
