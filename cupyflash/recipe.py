@@ -323,12 +323,13 @@ def backward(
         kind = KINDS[dsink.dtype.name]
         writer.over_results("backward_sink", tiles, problem.heads, ("dsink",), kind_dsink=kind)
     own = lead.sizes if problem.packed else lead.own("dk", "dv")
-    functions = writer.generated.functions
-    for kernel, of_keys, sizes in (
-        ("backward_simt_dkdv", True, own),
-        ("backward_simt_dq", False, lead.sizes if problem.packed else lead.own("dq")),
+    slope = writer.generated.functions.has_slope
+    for part, of_keys, sizes in (
+        ("dkdv", True, own),
+        ("dq", False, lead.sizes if problem.packed else lead.own("dq")),
     ):
-        writer.over_rows(kernel, writer.tiles(kernel, functions), of_keys, sizes)
+        kernel, tiles = config.backward(part, problem, facts, slope, plan)
+        writer.over_rows(kernel, tiles, of_keys, sizes)
     if dbias is not None:
         _bias_gradient(writer, dbias)
     return Recipe(tuple(writer.launches), scratch, writer.generated.arrays)

@@ -43,6 +43,27 @@ class Blocks:
             return "forward_sm80", self.tensor_tiles(problem)
         return "forward_simt", self.tiles("forward_simt", problem, False)
 
+    def backward(self, part: str, problem: Problem, slope: bool) -> tuple[str, Tiles]:
+        """Return the kernel of a part of the backward, and its tiles."""
+        if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
+            kernel = f"backward_sm80_{part}"
+            return kernel, self.gradient_tiles(kernel, problem)
+        kernel = f"backward_simt_{part}"
+        return kernel, self.tiles(kernel, problem, slope)
+
+    def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
+        """Return tiles for tensor cores: rows as warps own them, one or two stages."""
+        warps = self.threads // 32
+        block_q, block_kv = self.block_q, self.block_kv
+        if kernel == "backward_sm80_dq":
+            block_q = 32 * warps if block_q >= 32 * warps else 16 * warps
+        else:  # every warp has 16 or 32 keys of a tile, and 16 queries or more
+            block_q = max(block_q, 16 * -(-16 * warps // block_kv))
+        stages = 1 + (block_q + block_kv + problem.d) // 16 % 2
+        sizes = block_q, block_kv, warps, stages, problem.d, problem.d_v
+        shared = getattr(tensor_tiles, kernel)(*sizes)
+        return Tiles(block_q, block_kv, self.threads, shared)
+
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: 16 or 32 rows a warp, a ring of 2 or 3 places."""
         warps = self.threads // 32
@@ -75,6 +96,12 @@ class Chosen(Blocks):
         """Return the tiles that the package's table gives a kernel."""
         sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
         chosen = fit(kernel, *sizes, int(slope) + int(problem.dropout > 0), self.shared_memory)
+        assert chosen is not None
+        return chosen
+
+    def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
+        """Return the tiles that the package's table gives the backward for tensor cores."""
+        chosen = tensor_tiles.fit_backward(kernel, problem.d, problem.d_v, self.shared_memory)
         assert chosen is not None
         return chosen
 
@@ -157,10 +184,14 @@ class Emulator:
         def tiles(kernel: str, problem: Problem, _: Any, slope: bool, __: Any) -> Tiles:
             return self.blocks.tiles(kernel, problem, slope)
 
+        def backward(part: str, problem: Problem, _: Any, slope: bool, __: Any) -> Any:
+            return self.blocks.backward(part, problem, slope)
+
         with (
             mock.patch.object(launch, "Ready", ready),
             mock.patch.object(config, "simt", tiles),
             mock.patch.object(config, "forward", lambda problem, *_: self.blocks.forward(problem)),
+            mock.patch.object(config, "backward", backward),
             mock.patch.multiple(
                 target,
                 of=lambda _: None,

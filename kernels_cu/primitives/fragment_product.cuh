@@ -1,0 +1,174 @@
+// Products of fragments whose operands both lie in shared memory, and results that warps share by
+// columns: the twin of reference/microkernel.py and reference/accumulate.py for the backward.
+#pragma once
+#include "fragment.cuh"
+
+namespace fragment_product {
+
+// 16 columns of a result make a unit. Warps that share rows own neighbouring units; where a row's
+// units are fewer, the last warps have nothing to do. Lines of 128 bytes are 4 units, and a warp's
+// share begins where `at` of fragment::LaneRow can count from.
+template <int WIDTH, int SHARERS>
+struct Share {
+  static constexpr int UNITS = fragment::whole_columns(WIDTH) / 16;
+  static constexpr int EVEN = (UNITS + SHARERS - 1) / SHARERS;
+  static constexpr int EACH = EVEN <= 2 || SHARERS == 1 ? EVEN : matmul::round_up(EVEN, 4);
+  static constexpr int COLUMNS = 4 * EACH;  // of a thread
+  int first;                                // unit
+
+  __device__ __forceinline__ explicit Share(int sharer) : first(sharer * EACH) {}
+  // Whether unit x of the warp's exists.
+  __device__ __forceinline__ bool has(int x) const {
+    return SHARERS * EACH == UNITS || first + x < UNITS;
+  }
+};
+
+// c = a b^T for rows that begin at a_smem and b_smem.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                         const char* b_smem) {
+  constexpr int BYTES = fragment::row_bytes(WIDTH);
+  const auto a = fragment::left_rows<BYTES>(a_smem);
+  const auto b = fragment::right_rows<BYTES>(b_smem);
+  matmul::clear(c);
+#pragma unroll
+  for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
+    unsigned int left[ROWS / 2][4];
+#pragma unroll
+    for (int m = 0; m < ROWS / 2; ++m) arch::ldmatrix_x4(left[m], a.at(16 * m, step));
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 4) {
+      unsigned int right[4];
+      arch::ldmatrix_x4(right, b.at(4 * n, step));
+#pragma unroll
+      for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
+    }
+  }
+}
+
+// c += a b for rows of DEPTH weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b. The
+// columns of c are the warp's share.
+template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                             const char* b_smem,
+                                             const Share<WIDTH, SHARERS>& share) {
+  const auto a = fragment::left_rows<A_BYTES>(a_smem);
+  auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
+  b.address += share.first / 4 * 128;
+  b.begin ^= share.first % 4 * 32;
+#pragma unroll
+  for (int k = 0; k < DEPTH / 16; ++k) {
+    unsigned int left[ROWS / 2][4];
+#pragma unroll
+    for (int m = 0; m < ROWS / 2; ++m) arch::ldmatrix_x4(left[m], a.at(16 * m, k));
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 4) {
+      if (!share.has(n / 4)) break;
+      unsigned int right[4];
+      arch::ldmatrix_x4_trans(right, b.at(16 * k, n / 4));
+#pragma unroll
+      for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
+    }
+  }
+}
+
+__device__ __forceinline__ storage_t element(const char* row_smem) {
+  return *reinterpret_cast<const storage_t*>(row_smem);
+}
+
+// The same where b holds NaN or infinity: pairs that take no part, which `seen_smem` tells, are left
+// out.
+template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_add_seen(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                                  const char* seen_smem, const char* b_smem,
+                                                  const Share<WIDTH, SHARERS>& share) {
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; ++k) {
+    float weight[ROWS];
+    bool seen[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int at = fragment::place<A_BYTES>(8 * r + fragment::lane_row(), k / 8) + k % 8 * 2;
+      weight[r] = number::widen(element(a_smem + at));
+      seen[r] = element(seen_smem + at) != 0x8000;
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      if (!share.has(n / 4)) break;
+      const char* const pair_smem =
+          b_smem + fragment::place<fragment::row_bytes(WIDTH)>(k, 2 * share.first + n / 2) +
+          2 * fragment::lane_column();
+#pragma unroll
+      for (int y = 0; y < 2; ++y) {
+        const float value = number::widen(element(pair_smem + 2 * y));
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          if (seen[r]) c[r][n + y] += weight[r] * value;
+        }
+      }
+    }
+  }
+}
+
+// -- results --------------------------------------------------------------------------------------
+
+// Writes the block's result of WIDTH columns, times a factor, as elements of the storage type by way
+// of shared memory, or where `wide` as the accumulator's. Row 0 of the block is row `first` of the
+// entry's head; `valid` rows exist. The warp's rows begin at `warp_row`. The shared memory may be
+// written when this is called, and afterwards.
+template <int BLOCK_ROWS, int WIDTH, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
+                                           const Share<WIDTH, SHARERS>& share, int warp_row,
+                                           const Operand& to, bool wide, long long offset,
+                                           long long first, int valid, float factor,
+                                           char* rows_smem) {
+  constexpr int BYTES = fragment::row_bytes(WIDTH);
+  matmul::scale(result, factor);
+  if (wide) {
+    float* const data = reinterpret_cast<float*>(to.data) + offset + first * to.row;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = warp_row + 8 * r + fragment::lane_row();
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int column = 16 * share.first + 8 * (n / 2) + fragment::lane_column() + n % 2;
+        if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = result[r][n];
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n += 2) {
+    if (!share.has(n / 4)) break;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = warp_row + 8 * r + fragment::lane_row();
+      const int at = fragment::place<BYTES>(row, 2 * share.first + n / 2);
+      *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
+          fragment::narrow_pair(result[r][n], result[r][n + 1]);
+    }
+  }
+  __syncthreads();  // the result, which other threads wrote
+  storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset + first * to.row;
+  const bool vectors = to.col == 1 && to.row % STORED_VECTOR == 0 &&
+                       reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
+  constexpr int PIECES = (WIDTH + 7) / 8;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < BLOCK_ROWS * PIECES; n += THREADS) {
+    const int row = n / PIECES, piece = n % PIECES;
+    if (row >= valid) break;
+    const auto stored =
+        *reinterpret_cast<const StoredVector*>(rows_smem + fragment::place<BYTES>(row, piece));
+    storage_t* const target = data + row * to.row + 8 * piece * to.col;
+    if (vectors && 8 * piece + 8 <= WIDTH) {
+      *reinterpret_cast<StoredVector*>(target) = stored;
+    } else {
+#pragma unroll
+      for (int x = 0; x < STORED_VECTOR; ++x) {
+        if (8 * piece + x < WIDTH) target[x * to.col] = stored.x[x];
+      }
+    }
+  }
+}
+
+}  // namespace fragment_product
