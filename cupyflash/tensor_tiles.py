@@ -77,16 +77,18 @@ def backward_sm80_dkdv(
 ) -> int:
     """Bytes of backward_sm80_dkdv.cu: keys, values, P, dS, stages, a number of each warp."""
     columns = row_bytes(d) + row_bytes(d_v)
-    held = block_kv * (columns + 2 * row_bytes(block_q)) + 4 * warps
+    held = block_kv * (columns + 2 * row_bytes(block_q)) + 4 * warps + HEAD_BYTES
     return held + stages * block_q * (columns + 8)
 
 
 def backward_sm80_dq(block_q: int, block_kv: int, _: int, stages: int, d: int, d_v: int) -> int:
     """Bytes of backward_sm80_dq.cu: queries, do, lse and delta, stages."""
     columns = row_bytes(d) + row_bytes(d_v)
-    return block_q * (columns + 8) + stages * block_kv * columns
+    return block_q * (columns + 8) + stages * block_kv * columns + ENTRY_BYTES
 
 
+# What a block knows of the head, and of the entry, that passes by.
+HEAD_BYTES, ENTRY_BYTES = 168, 136
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

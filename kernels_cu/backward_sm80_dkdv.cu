@@ -32,10 +32,19 @@ constexpr int COLUMNS = WARP_QUERIES / 4;
 using ShareK = fragment_product::Share<D, SHARERS>;
 using ShareV = fragment_product::Share<D_V, SHARERS>;
 
+// What a block knows of the head whose queries pass by. It lies in shared memory, because registers
+// hold the sums.
+struct Head {
+  layout::Entry entry;
+  memory::Rows q, d_out;
+  memory::Numbers lse, delta;
+};
+
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
 constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
-constexpr int HELD_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 4 * WARPS;
+constexpr int HELD_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 4 * WARPS +
+                           static_cast<int>(sizeof(Head));
 constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES + 8);
 constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 
@@ -77,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const stages_smem = ds_smem + TILE_BYTES;
   float* const numbers_smem =
       reinterpret_cast<float*>(stages_smem + STAGES * BLOCK_Q * (K_BYTES + V_BYTES));
-  float* const largest_smem = numbers_smem + STAGES * 2 * BLOCK_Q;
+  Head* const head_smem = reinterpret_cast<Head*>(numbers_smem + STAGES * 2 * BLOCK_Q);
+  float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
@@ -91,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const ShareK share_k(warp % SHARERS);
   const ShareV share_v(warp % SHARERS);
   unsigned long long visited = 0;
+  if (threadIdx.x == 0) head_smem->entry = work.entry;
 
   fragment::begin_rows<BLOCK_KV, D, K_BYTES>(
       k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj);
@@ -104,34 +115,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
   for (long long member = 0; member < members; ++member) {
-    const layout::Entry entry = layout::shared_entry(p, work.entry, member);
 #pragma unroll 1
     for (long long h = h_kv * p.group; h < (h_kv + 1) * p.group; ++h) {
-      const memory::Rows q = memory::rows(p.q, entry, h, false);
-      const memory::Rows d_out = memory::rows(p.d_out, entry, h, false);
-      const memory::Numbers lse = memory::numbers(p.lse, entry, h);
-      const memory::Numbers delta = memory::numbers(p.delta, entry, h);
+      __syncthreads();  // what was known of the head before, and its last tile, which were read
+      if (threadIdx.x == 0) {
+        const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
+        *head_smem = Head{entry, memory::rows(p.q, entry, h, false),
+                          memory::rows(p.d_out, entry, h, false), memory::numbers(p.lse, entry, h),
+                          memory::numbers(p.delta, entry, h)};
+      }
+      __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
       const auto begin = [&](const Queries& tile, int stage) {
         char* const q_smem = stages_smem + stage * BLOCK_Q * (K_BYTES + V_BYTES);
-        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, tile.i0, tile.ni);
-        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, tile.i0,
-                                                    tile.ni);
-        numbers.load(lse, delta, tile.i0, tile.ni);
+        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.i0, tile.ni);
+        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, head_smem->d_out,
+                                                    tile.i0, tile.ni);
+        numbers.load(head_smem->lse, head_smem->delta, tile.i0, tile.ni);
       };
       const auto finish = [&](int stage) {
         float* const lse_smem = numbers_smem + stage * 2 * BLOCK_Q;
         numbers.store(lse_smem, lse_smem + BLOCK_Q);
       };
-      Queries now = next_tile(p, entry, h, 0, j0, nj);
+      Queries now = next_tile(p, head_smem->entry, h, 0, j0, nj);
       if (now.ni == 0) continue;
-      __syncthreads();  // the tile before, of another head, which was read
       begin(now, 0);
       finish(0);
       int stage = 0;
 #pragma unroll 1
       while (now.ni > 0) {
-        const TileBox box = tile::describe_tile(entry, h, now.i0, now.ni, j0, nj);
+        const TileBox box = tile::describe_tile(head_smem->entry, h, now.i0, now.ni, j0, nj);
         const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
         const char* const q_smem = stages_smem + stage * BLOCK_Q * (K_BYTES + V_BYTES);
         const char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
@@ -141,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::finish_copies();
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
         __syncthreads();
-        const Queries next = next_tile(p, entry, h, now.i0 + BLOCK_Q, j0, nj);
+        const Queries next = next_tile(p, head_smem->entry, h, now.i0 + BLOCK_Q, j0, nj);
         if (STAGES == 2 && next.ni > 0) begin(next, 1 - stage);
         unsigned int kept[ROWS];
         if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
@@ -216,11 +229,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::scale(dk, unit.inverse());
   fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
                                          p.kind_dk != number::STORAGE_KIND,
-                                         layout::offset(p.dk, work.entry, h_kv, true), j0, nj,
+                                         layout::offset(p.dk, head_smem->entry, h_kv, true), j0, nj,
                                          static_cast<float>(p.scale), k_smem);
   fragment_product::store_rows<BLOCK_KV>(
       dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
-      layout::offset(p.dv, work.entry, h_kv, true), j0, nj,
+      layout::offset(p.dv, head_smem->entry, h_kv, true), j0, nj,
       HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
   tile::count_tiles(p, visited);
 }

@@ -22,8 +22,15 @@ constexpr int ROWS = 2 * fragment::M_TILES;
 constexpr int COLUMNS = BLOCK_KV / 4;
 using ShareQ = fragment_product::Share<D, 1>;
 
+// What a block knows of the entry whose keys pass by. It lies in shared memory, because registers
+// hold the sums.
+struct Passing {
+  layout::Entry entry;
+  memory::Rows k, v;
+};
+
 constexpr int Q_BYTES = fragment::row_bytes(D), DO_BYTES = fragment::row_bytes(D_V);
-constexpr int HELD_BYTES = BLOCK_Q * (Q_BYTES + DO_BYTES + 8);
+constexpr int HELD_BYTES = BLOCK_Q * (Q_BYTES + DO_BYTES + 8) + static_cast<int>(sizeof(Passing));
 constexpr int STAGE_BYTES = BLOCK_KV * (Q_BYTES + DO_BYTES);
 constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 
@@ -42,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const do_smem = q_smem + BLOCK_Q * Q_BYTES;
   char* const stages_smem = do_smem + BLOCK_Q * DO_BYTES;
   float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
+  Passing* const passing_smem = reinterpret_cast<Passing*>(lse_smem + 2 * BLOCK_Q);
 
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
@@ -52,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const fragment_gradient::Corner corner(warp_row, 0);
   const ShareQ share(0);
   unsigned long long visited = 0;
+  if (threadIdx.x == 0) passing_smem->entry = work.entry;
 
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
@@ -63,18 +72,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
   for (long long member = 0; member < members; ++member) {
-    const layout::Entry entry = layout::shared_entry(p, work.entry, member);
-    const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
-    const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
+    __syncthreads();  // what was known of the entry before, and its last tile, which were read
+    if (threadIdx.x == 0) {
+      const layout::Entry entry = layout::shared_entry(p, passing_smem->entry, member);
+      *passing_smem = Passing{entry, memory::rows(p.k, entry, h_kv, true),
+                              memory::rows(p.v, entry, h_kv, true)};
+    }
+    __syncthreads();  // what is known of this one
+    const layout::Entry& entry = passing_smem->entry;
     const auto begin = [&](const fragment_tile::Keys& tile, int stage) {
       char* const k_smem = stages_smem + stage * STAGE_BYTES;
-      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, k, tile.j0, tile.nj);
-      fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(k_smem + BLOCK_KV * Q_BYTES, v, tile.j0,
-                                                    tile.nj);
+      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, passing_smem->k, tile.j0, tile.nj);
+      fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(k_smem + BLOCK_KV * Q_BYTES, passing_smem->v,
+                                                    tile.j0, tile.nj);
     };
     fragment_tile::Keys now = fragment_tile::next_tile(p, entry, h, i0, ni, 0);
     if (now.nj == 0) continue;
-    __syncthreads();  // do, lse, delta and the tile of the entry before, which were read
     fragment::begin_rows<BLOCK_Q, D_V, DO_BYTES>(do_smem, memory::rows(p.d_out, entry, h, false),
                                                  i0, ni);
     begin(now, 0);
@@ -144,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::scale(dq, unit.inverse());
   fragment_product::store_rows<BLOCK_Q>(dq, share, warp_row, p.dq,
                                         p.kind_dq != number::STORAGE_KIND,
-                                        layout::offset(p.dq, work.entry, h, false), i0, ni,
+                                        layout::offset(p.dq, passing_smem->entry, h, false), i0, ni,
                                         static_cast<float>(p.scale), q_smem);
   tile::count_tiles(p, visited);
 }

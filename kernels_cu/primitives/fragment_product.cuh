@@ -31,7 +31,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* 
   const auto a = fragment::left_rows<BYTES>(a_smem);
   const auto b = fragment::right_rows<BYTES>(b_smem);
   matmul::clear(c);
-#pragma unroll
+#pragma unroll 4  // a line of shared memory; with more in sight, registers do not suffice
   for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
     unsigned int left[ROWS / 2][4];
 #pragma unroll
@@ -83,30 +83,24 @@ __device__ __forceinline__ void multiply_add_seen(float (&c)[ROWS][COLUMNS], con
                                                   const char* seen_smem, const char* b_smem,
                                                   const Share<WIDTH, SHARERS>& share) {
 #pragma unroll 1
-  for (int k = 0; k < DEPTH; ++k) {
-    float weight[ROWS];
-    bool seen[ROWS];
+  for (int x = 0; x < COLUMNS / 4; ++x) {
+#pragma unroll 1
+    for (int k = 0; share.has(x) && k < DEPTH; ++k) {
+      const int row = fragment::lane_row();
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int at = fragment::place<A_BYTES>(8 * r + fragment::lane_row(), k / 8) + k % 8 * 2;
-      weight[r] = number::widen(element(a_smem + at));
-      seen[r] = element(seen_smem + at) != 0x8000;
-    }
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n += 2) {
-      if (!share.has(n / 4)) break;
-      const char* const pair_smem =
-          b_smem + fragment::place<fragment::row_bytes(WIDTH)>(k, 2 * share.first + n / 2) +
-          2 * fragment::lane_column();
-#pragma unroll
-      for (int y = 0; y < 2; ++y) {
-        const float value = number::widen(element(pair_smem + 2 * y));
+      for (int n = 0; n < 4; ++n) {
+        const int column = 16 * (share.first + x) + 8 * (n / 2) + fragment::lane_column() + n % 2;
+        const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8);
+        const float value = number::widen(element(b_smem + at + column % 8 * 2));
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-          if (seen[r]) c[r][n + y] += weight[r] * value;
+          const int pair = fragment::place<A_BYTES>(8 * r + row, k / 8) + k % 8 * 2;
+          const float weight = number::widen(element(a_smem + pair));
+          if (element(seen_smem + pair) != 0x8000) c[r][n] += weight * value;
         }
       }
     }
+    fragment::rotate<4>(c);
   }
 }
 
