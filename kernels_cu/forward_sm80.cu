@@ -90,23 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
 #pragma unroll 1
   while (now.nj > 0) {
-    const fragment_tile::Keys next =
-        fragment_tile::next_tile(p, entry, h, i0, ni, now.j0 + BLOCK_KV);
     const TileBox box = tile::describe_tile(entry, h, i0, ni, now.j0, now.nj);
     const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.nj < BLOCK_KV;
     ++visited;
 
     arch::wait_copies<SLOTS - 2>();
     __syncthreads();  // the keys, which other threads copied, and the place before, which was read
-    if constexpr (SLOTS == 3) {
-      begin_keys(next, 2);
-    } else {
-      begin_values(now, 1);
-    }
+    if constexpr (SLOTS == 2) begin_values(now, 1);
     // 2 scores
     float s[ROWS][COLUMNS];
     fragment::multiply(s, q, place(0));
-    slot = slot + 1 < SLOTS ? slot + 1 : 0;
     // 3 score mod
     // 4 mask
     if (masked) fragment_tile::apply_score_and_mask(p, box, now.tile_class, s, scale);
@@ -121,6 +114,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
     unsigned int weights[ROWS][COLUMNS / 2];
     fragment::narrow(s, weights);
+    const fragment_tile::Keys next =
+        fragment_tile::next_tile(p, entry, h, i0, ni, now.j0 + BLOCK_KV);
+    if constexpr (SLOTS == 3) begin_keys(next, 2);
+    slot = slot + 1 < SLOTS ? slot + 1 : 0;
     arch::wait_copies<SLOTS - 2>();
     bool careful = false;
     // The values, which other threads copied, and the place before, which was read.
@@ -135,10 +132,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       begin_keys(next, 1);
     }
     if (careful) {
-      fragment::multiply_add_seen<D_V>(acc, weights, place(0));
-    } else {
-      fragment::multiply_add<D_V>(acc, weights, place(0));
+      fragment::add_nonfinite<D_V>(acc, weights, place(0));
+      __syncthreads();  // the values, which are read as they came
+      fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(place(0));
+      __syncthreads();  // the values, now finite
     }
+    fragment::multiply_add<D_V>(acc, weights, place(0));
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     now = next;
   }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupyflash import config, lookup, masks, scores, validate
+from cupyflash import config, lookup, masks, scores, tensor_tiles, validate
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.recipe import ROWS
@@ -68,9 +68,24 @@ def cases() -> list[Case]:
                 options = "bias" if n % 2 else "everything"
             dtype = dtypes[(n + n // 4) % 4]
             found.append(Case(kernel, dtype, sizes[(n + k) % 6], options, bool((n // 3) % 2)))
+    # Tensor cores: the types, sizes and options that have tiles or code of their own.
+    tensor_sizes = [(64, 64), (128, 128), (256, 256), (40, 72), (1, 3), (192, 128)]
+    for n in range(14):
+        dtype, options = dtypes[1 + n % 2], list(OPTIONS)[n % 7]
+        found.append(Case("forward_sm80", dtype, tensor_sizes[n % 6], options, bool(n // 3 % 2)))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     return found
+
+
+def capability(arch: str) -> tuple[int, int]:
+    """sm_120 -> (12, 0)."""
+    return int(arch[3:-1]), int(arch[-1])
+
+
+def runs_on(case: Case, arch: str) -> bool:
+    """Whether there is such a kernel for a GPU."""
+    return case.kernel != "forward_sm80" or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
 
 
 def specialisation(case: Case, arch: str) -> Specialisation:
@@ -83,10 +98,13 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         call = validate.call(q, q, v, **OPTIONS[case.options])
     problem, made = call.problem, trees(call)
     functions = generate(made.allowed, made.classes, made.changed, made.slope).functions
-    if case.kernel in ("forward_simt", "backward_bias"):
+    if case.kernel in ("forward_simt", "forward_sm80", "backward_bias"):
         functions = dataclasses.replace(functions, has_slope=False)
-    target = Target(0, arch, (int(arch[3:-1]), int(arch[-1])), 1, SHARED_MEMORY[arch])
-    if case.kernel in KERNELS:
+    target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
+    if case.kernel == "forward_sm80":
+        kernel, tiles = config.forward(problem, target)
+        assert kernel == case.kernel
+    elif case.kernel in KERNELS:
         tiles = config.simt(case.kernel, problem, target, functions.has_slope)
     else:
         shared = 512 * problem.accumulator.itemsize

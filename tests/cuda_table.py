@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from cuda_specialisations import SHARED_MEMORY, Case, cases, specialisation
+from cuda_specialisations import SHARED_MEMORY, Case, cases, runs_on, specialisation
 
 from cupyflash import source
 
@@ -128,7 +128,7 @@ def main() -> None:
     )
     chosen = parser.parse_args().archs
     archs = ARCHS if chosen is None else SHARED_MEMORY if chosen == "all" else chosen.split(",")
-    jobs = [(case, arch) for case in cases() for arch in archs]
+    jobs = [(case, arch) for case in cases() for arch in archs if runs_on(case, arch)]
     nvrtc_version()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = pool.map(lambda job: (key_of(*job), measure(*job)), jobs)

@@ -137,20 +137,20 @@ def run_backward(problem: Problem, out: Array, lse: Array) -> Gradients:
     return results
 
 
-def bound_forward(problem: Problem) -> ForwardBound:
+def bound_forward(problem: Problem, tensor_cores: bool = False) -> ForwardBound:
     arrays = problem.q, problem.k, problem.v
     options = problem.options | {
-        "precision": Precision.of(problem.dtype), "block_kv": block_kv(problem)
+        "precision": Precision.of(problem.dtype, tensor_cores), "block_kv": block_kv(problem)
     }  # fmt: skip
     if problem.offsets is None:
         return forward_bound(*arrays, **options)
     return forward_bound_varlen(*arrays, *problem.offsets, **options)
 
 
-def bound_backward(problem: Problem) -> BackwardBound:
+def bound_backward(problem: Problem, tensor_cores: bool = False) -> BackwardBound:
     arrays = problem.do, problem.q, problem.k, problem.v
     options = problem.options | {
-        "precision": Precision.of(problem.dtype), "block_kv": block_kv(problem),
+        "precision": Precision.of(problem.dtype, tensor_cores), "block_kv": block_kv(problem),
         "dlse": problem.dlse,
     }  # fmt: skip
     if problem.offsets is None:
@@ -158,16 +158,20 @@ def bound_backward(problem: Problem) -> BackwardBound:
     return backward_bound_varlen(*arrays, *problem.offsets, **options)
 
 
-def forward_ratios(problem: Problem, out: Array, lse: Array) -> dict[str, float]:
+def forward_ratios(
+    problem: Problem, out: Array, lse: Array, tensor_cores: bool = False
+) -> dict[str, float]:
     """Return rho of out and lse. Only problems that say so may have ill-conditioned rows."""
-    bound = bound_forward(problem)
+    bound = bound_forward(problem, tensor_cores)
     assert problem.hard or not bound.ill_conditioned
     return {"out": rho(out, *bound.out).value, "lse": rho(lse, *bound.lse).value}
 
 
-def backward_ratios(problem: Problem, gradients: Gradients) -> dict[str, float]:
-    """Return rho of every gradient."""
-    bound = bound_backward(problem)
+def backward_ratios(
+    problem: Problem, gradients: Gradients, tensor_cores: bool = False
+) -> dict[str, float]:
+    """Return rho of every gradient; `tensor_cores` may be those of the forward alone."""
+    bound = bound_backward(problem, tensor_cores)
     assert problem.hard or not bound.ill_conditioned
     ratios = {}
     for name, ours in zip(GRADIENTS, gradients, strict=True):

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cuda_specialisations import SHARED_MEMORY, cases, specialisation
+from cuda_specialisations import OPTIONS, SHARED_MEMORY, capability, cases, runs_on, specialisation
 from cuda_table import ARCHS, CannotCompile, Resources, key_of, measure, nvrtc_version, read
 
 from cupyflash import ArgumentError, config, tiles, validate
@@ -35,23 +35,27 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 60
+    assert len(CASES) <= 80
     for kernel in tiles.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4
         assert {case.packed for case in own} == {False, True}
         assert len({case.sizes for case in own}) == 6
+    own = [case for case in CASES if case.kernel == "forward_sm80"]
+    assert {case.options for case in own} == set(OPTIONS)
+    assert {case.packed for case in own} == {False, True}
+    assert len({case.sizes for case in own}) == 6
 
 
 def test_the_table_has_every_case():
-    wanted = [key_of(case, arch) for case in CASES for arch in ARCHS]
+    wanted = [key_of(case, arch) for case in CASES for arch in ARCHS if runs_on(case, arch)]
     assert len(wanted) == len(set(wanted))
     assert list(TABLE) == wanted, REMEDY
 
 
 def test_the_table_has_the_tiles_that_are_chosen():
     for case in CASES:
-        for arch in ARCHS:
+        for arch in (x for x in ARCHS if runs_on(case, x)):
             chosen, found = specialisation(case, arch).tiles, TABLE[key_of(case, arch)]
             block = (chosen.block_q, chosen.block_kv, chosen.threads, chosen.shared_memory)
             assert block == found[:4], f"{key_of(case, arch)}: {REMEDY}"
@@ -78,7 +82,7 @@ def wanted() -> list[tuple[int, str]]:
     """Numbers of cases and architectures; CUPYFLASH_TEST_ARCHS=all compiles all for all."""
     chosen = os.environ.get("CUPYFLASH_TEST_ARCHS", "")
     archs = list(SHARED_MEMORY) if chosen == "all" else chosen.split(",") if chosen else ARCHS
-    return [(n, arch) for arch in archs for n in range(len(CASES))]
+    return [(n, arch) for arch in archs for n, case in enumerate(CASES) if runs_on(case, arch)]
 
 
 def name(value: object) -> str:
@@ -140,7 +144,7 @@ def test_the_table_was_made_with_this_compiler(measured):
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_every_head_size_has_tiles(arch, dtype):
-    target = Target(0, arch, (9, 0), 1, SHARED_MEMORY[arch])
+    target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
     for d in (1, 3, 16, 17, 64, 65, 128, 129, 192, 256, 257, 320, 400, 511, 512):
         for d_v in (1, d, 512):
             q, v = np.zeros((1, d), dtype), np.zeros((1, d_v), dtype)
@@ -149,6 +153,10 @@ def test_every_head_size_has_tiles(arch, dtype):
                 for kernel in tiles.KERNELS:
                     chosen = config.simt(kernel, problem, target, slope=True)
                     assert chosen.shared_memory <= SHARED_MEMORY[arch]
+                kernel, chosen = config.forward(problem, target)
+                assert chosen.shared_memory <= SHARED_MEMORY[arch]
+                tensor = dtype == np.float16 and max(d, d_v) <= 256 and arch != "sm_75"
+                assert kernel == ("forward_sm80" if tensor else "forward_simt")
 
 
 def test_too_little_shared_memory_is_an_error():

@@ -52,6 +52,9 @@ OTHER_STEMS = {
     "matmul": "one product of tiles is two modules: LLVM code in registers, and what calls it",
     "lookup": "programs are run step by step on the CPU and generated on the GPU",
     "expression": "programs are run step by step on the CPU and generated on the GPU",
+    "fragment": "products by tensor cores, which the CPU has no like of",
+    "fragment_tile": "tile, where scores lie as tensor cores leave them",
+    "fragment_softmax": "softmax, where scores lie as tensor cores leave them",
 }
 
 # Functions on one side only: row (by its first file) -> reason -> names.
@@ -83,17 +86,31 @@ ONLY_CUDA = {
         ),
         "results in registers": "clear add scale",
         "operands that pass through shared memory": "multiply_rows multiply_both buffer_elements",
+        "sizes and places of 16-bit rows in shared memory": (
+            "row_bytes lanes_for place begin_rows negate_rows finite_rows"
+        ),
+        "the lanes of a warp": "lane_row lane_column warp_row left_rows right_rows",
+        "pieces of 16 x 8 x 16, and weights rounded for them": (
+            "mma multiply_step narrow narrow_pair"
+        ),
+        "a loop over registers": "rotate",
+        "values that are not finite, added without pairs that take no part": (
+            "add_nonfinite clear_nonfinite"
+        ),
+        "the output of tensor cores goes through shared memory": "store_rows",
     },
     "primitives/tile.cuh": {
         "sizes of a tile": "smaller rows_from is_whole",
         "a thread's cells of a tile": "cell store_cells load_cells",
         "one walk over the cells for score and mask": "change apply_score_and_mask",
         "draws and applies at once, without a tile of factors": "apply_dropout",
+        "tensor cores' tiles are looked for before they are copied": "next_tile",
         "Python's kernels return their count": "count_tiles",
     },
     "primitives/softmax.cuh": {
         "e^x by 2^x or by double precision, which has no fast 2^x": "exponential",
         "threads share a row's columns": "row_sum",
+        "tensor cores' scores are logits only at the end": "join_sink",
     },
     "primitives/gradient_tile.cuh": {
         "the two halves of gradient_tile: dv is accumulated between them, because dS takes the "

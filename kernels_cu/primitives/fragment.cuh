@@ -115,11 +115,13 @@ __device__ __forceinline__ void negate_rows(char* tile_smem) {
   }
 }
 
-// Whether all that this thread copied is finite. An exponent of all ones carries into the sign.
+// The exponents of two elements; all ones tell NaN or infinity, and carry into the sign by LAST.
+constexpr unsigned int EXPONENTS = STORAGE == 0 ? 0x7c007c00u : 0x7f807f80u;
+constexpr unsigned int LAST = STORAGE == 0 ? 0x04000400u : 0x00800080u;
+
+// Whether all that this thread copied is finite.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
-  constexpr unsigned int EXPONENTS = STORAGE == 0 ? 0x7c007c00u : 0x7f807f80u;
-  constexpr unsigned int LAST = STORAGE == 0 ? 0x04000400u : 0x00800080u;
   using Share = Shares<ROWS, WIDTH>;
   const Share own;
   unsigned int carried = 0;
@@ -133,6 +135,26 @@ __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
     for (int x = 0; x < 4; ++x) carried |= (piece.x[x] & EXPONENTS) + LAST;
   }
   return (carried & 0x80008000u) == 0;
+}
+
+// Makes 0 of what this thread copied that is not finite.
+template <int ROWS, int WIDTH, int ROW_BYTES>
+__device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
+  using Share = Shares<ROWS, WIDTH>;
+  const Share own;
+#pragma unroll 1
+  for (int step = 0; step < Share::STEPS; ++step) {
+    if (!own.has(step)) continue;
+    const int row = own.row + step * Share::AT_ONCE;
+    auto* const piece = reinterpret_cast<arch::Bytes16*>(tile_smem +
+                                                         place<ROW_BYTES>(row, own.piece));
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const unsigned int carried = (piece->x[x] & EXPONENTS) + LAST;
+      if (carried & 0x8000u) piece->x[x] &= 0xffff0000u;
+      if (carried & 0x80000000u) piece->x[x] &= 0x0000ffffu;
+    }
+  }
 }
 
 // -- products -------------------------------------------------------------------------------------
@@ -221,8 +243,10 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const Left<W
                                          const char* b_smem) {
   constexpr int BYTES = row_bytes(WIDTH);
   const LaneRow<BYTES> rows = right_rows<BYTES>(b_smem);
+  // Of two rows of pieces, more at a time would not fit into registers.
+  constexpr int UNROLL = M_TILES == 2 && !HELD ? 2 : Left<WIDTH, HELD>::STEPS;
   matmul::clear(c);
-#pragma unroll
+#pragma unroll UNROLL
   for (int step = 0; step < Left<WIDTH, HELD>::STEPS; ++step) {
     unsigned int left[M_TILES][4];
     a.load(left, step);
@@ -292,36 +316,30 @@ __device__ __forceinline__ void rotate(T (&c)[ROWS][COLUMNS]) {
   }
 }
 
-// The same where b holds NaN or infinity: pairs that take no part are left out. Every thread takes
-// the weights of its rows from the lane that has them, and multiplies by itself.
+// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part:
+// the product leaves them to this. Every thread takes the weights of its rows from the lane that
+// has them.
 template <int WIDTH, int ROWS, int DEPTH, int COLUMNS>
-__device__ __forceinline__ void multiply_add_seen(float (&c)[ROWS][COLUMNS],
-                                                  unsigned int (&a)[ROWS][DEPTH],
-                                                  const char* b_smem) {
+__device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
+                                              unsigned int (&a)[ROWS][DEPTH], const char* b_smem) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll 1
     for (int x = 0; x < 8; ++x) {
-      float weight[ROWS];
-      bool seen[ROWS];
+      storage_t weight[ROWS];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const unsigned int pair = arch::shuffle(a[r][0], arch::lane_index() / 4 * 4 + x / 2);
-        const storage_t own = static_cast<storage_t>(x % 2 == 0 ? pair : pair >> 16);
-        seen[r] = own != 0x8000;
-        weight[r] = number::widen(own);
+        weight[r] = static_cast<storage_t>(x % 2 == 0 ? pair : pair >> 16);
       }
 #pragma unroll
-      for (int n = 0; n < COLUMNS; n += 2) {
-        const auto* const pair_smem = reinterpret_cast<const storage_t*>(
-            b_smem + place<row_bytes(WIDTH)>(8 * k + x, n / 2)) + lane_column();
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int at = place<row_bytes(WIDTH)>(8 * k + x, n / 2) + 2 * (lane_column() + n % 2);
+        const float value = number::widen(*reinterpret_cast<const storage_t*>(b_smem + at));
 #pragma unroll
-        for (int y = 0; y < 2; ++y) {
-          const float value = number::widen(pair_smem[y]);
-#pragma unroll
-          for (int r = 0; r < ROWS; ++r) {
-            if (seen[r]) c[r][n + y] += weight[r] * value;
-          }
+        for (int r = 0; r < ROWS; ++r) {
+          const bool seen = weight[r] != 0x8000;
+          if (seen && !number::is_finite(value)) c[r][n] += number::widen(weight[r]) * value;
         }
       }
     }

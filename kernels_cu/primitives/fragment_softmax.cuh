@@ -72,10 +72,11 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS], const fl
   if (arch::any_lane(large)) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const float safe = m[r] != -number::infinity() ? m[r] : 0.0f;
+      // Row by row, so that no bit of a row depends on its neighbours.
+      const bool own = !(fabs(offset[r]) <= LARGEST_OFFSET);
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) s[r][n] -= safe;
-      offset[r] = 0;
+      for (int n = 0; n < COLUMNS; ++n) s[r][n] -= own ? m[r] : 0.0f;
+      if (own) offset[r] = 0;
     }
   }
   if (masked) {

@@ -12,15 +12,29 @@ struct Keys {
   int tile_class;
 };
 
-// The first such tile from key `j0` on.
+// The first such tile from key `j0` on. Where a class is arithmetic alone, each lane asks for a tile:
+// a causal mask leaves many EMPTY ones behind the last that is not.
 __device__ __forceinline__ Keys next_tile(const Params& p, const layout::Entry& entry, long long h,
                                           long long i0, int ni, long long j0) {
+  constexpr int APART = HAS_MASK && !HAS_TABLES ? arch::WARP_SIZE : 1;
 #pragma unroll 1
-  for (; j0 < entry.len_k; j0 += BLOCK_KV) {
-    const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
-    const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
-    const int tile_class = tile::classify_tile(p, box);
-    if (tile_class != EMPTY) return Keys{j0, nj, tile_class};
+  for (; j0 < entry.len_k; j0 += APART * BLOCK_KV) {
+    long long own = j0 + (APART > 1 ? arch::lane_index() * BLOCK_KV : 0);
+    int tile_class = EMPTY;
+    if (APART == 1 || own < entry.len_k) {
+      const int nj = tile::rows_from(own, entry.len_k, BLOCK_KV);
+      tile_class = tile::classify_tile(p, tile::describe_tile(entry, h, i0, ni, own, nj));
+    }
+    if constexpr (APART > 1) {
+      const unsigned int found = arch::ballot(tile_class != EMPTY);
+      if (found == 0) continue;
+      const int lane = __ffs(static_cast<int>(found)) - 1;
+      tile_class = arch::shuffle(tile_class, lane);
+      own = j0 + lane * BLOCK_KV;
+    }
+    if (tile_class != EMPTY) {
+      return Keys{own, tile::rows_from(own, entry.len_k, BLOCK_KV), tile_class};
+    }
   }
   return Keys{j0, 0, EMPTY};
 }
@@ -32,8 +46,11 @@ template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_score_and_mask(const Params& p, const TileBox& box,
                                                      int tile_class, float (&s)[ROWS][COLUMNS],
                                                      float scale) {
-  constexpr int STEP = HAS_SCORE || HAS_TABLES ? 2 : COLUMNS;
-  const long long i = box.i_low + fragment::warp_row() + fragment::lane_row();
+  constexpr int STEP = HAS_SCORE || HAS_TABLES ? 2 : 4;
+  const int row = fragment::warp_row() + fragment::lane_row();
+  const int rows = static_cast<int>(box.i_high - box.i_low) - row;
+  int columns = static_cast<int>(box.j_high - box.j_low) - fragment::lane_column();
+  const long long i = box.i_low + row;
   long long j = box.j_low + fragment::lane_column();
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += STEP) {
@@ -44,7 +61,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
         const Site at{box.b,     box.h,     i + 8 * r,   j + 8 * (n / 2) + n % 2,
                       box.len_q, box.len_k, box.start_q, box.start_k};
         float score = -number::infinity();
-        if (at.i <= box.i_high && at.j <= box.j_high) {
+        if (8 * r <= rows && 8 * (n / 2) + n % 2 <= columns) {
           score = HAS_SCORE ? s[r][n] * scale : s[r][n];
           score = tile::change(p, at, tile_class == PARTIAL, score, nullptr);
         }
@@ -53,6 +70,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
     }
     if constexpr (STEP < COLUMNS) fragment::rotate<STEP>(s);
     j += 4 * STEP;
+    columns -= 4 * STEP;
   }
 }
 

@@ -93,6 +93,8 @@ inline float __double2float_rz(double x) {
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline double __dmul_rn(double x, double y) { return x * y; }
 
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
 inline long long __mul64hi(long long x, long long y) {
   return static_cast<long long>((static_cast<__int128>(x) * y) >> 64);
 }

@@ -21,11 +21,12 @@ from .machine import randomly
 
 
 def emulator_of(problem: Problem) -> Emulator:
-    """Return tiles near the problem's own, and threads and a schedule that its seed chooses."""
+    """Return tiles near the problem's own; its seed chooses threads, cores and a schedule."""
     rng = np.random.default_rng([problem.seed, 3])
     most = max(problem.q.shape[-1], problem.v.shape[-1])
     tiles = [16 if n <= 16 and most <= 256 else 32 for n in problem.tiles or (32, 32)]
-    return Emulator(Blocks(*tiles, int(rng.choice([32, 64, 128]))), randomly(problem.seed))
+    blocks = Blocks(*tiles, int(rng.choice([32, 64, 128])), tensor=bool(rng.random() < 0.7))
+    return Emulator(blocks, randomly(problem.seed))
 
 
 class HostMemory(memory.HostMemory):
@@ -92,11 +93,12 @@ def ratios(problem: Problem, emulator: Emulator) -> dict[str, float]:
     Gradients are left out where out is not finite: the backward reads what float16 made of it.
     """
     blocks = emulator.blocks
+    tensor = blocks.forward(call_of(problem).problem)[0] == "forward_sm80"
     bounded = dataclasses.replace(problem, tiles=(blocks.block_q, blocks.block_kv))
     out, lse = run_forward(problem, emulator)
-    found = forward_ratios(bounded, out, lse)
+    found = forward_ratios(bounded, out, lse, tensor)
     if np.isfinite(out).all():
-        found |= backward_ratios(bounded, run_backward(problem, emulator, out, lse))
+        found |= backward_ratios(bounded, run_backward(problem, emulator, out, lse), tensor)
     return found
 
 

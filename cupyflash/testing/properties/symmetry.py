@@ -134,20 +134,28 @@ def entries_and_heads_apart(s: Subject, p: Problem) -> None:
 
 @a_property()
 def idle_options(s: Subject, p: Problem) -> None:
-    """A bias of 0, the score s itself, slopes of 0, no changes, dropout 0: not a bit changes."""
+    """No changes, dropout 0: not a bit changes. A bias of 0, slopes of 0, the score s: the same."""
     options = some_mask(s, p)
+    ours, bound = s.attend(p.q, p.k, p.v, **options), s.bound(p.q, p.k, p.v, **options)
     idle: list[dict[str, Any]] = []
+    if "scores" in s.features:
+        idle.append({"score_mod": []})
+    if "dropout" in s.features:
+        idle.append({"dropout": 0.0, "seed": 4})
+    for option in idle:
+        s.same_rows(ours, s.attend(p.q, p.k, p.v, **option, **options), lambda: bound)
+    # Code of its own, which may scale and subtract in another order.
+    idle = []
     if "bias" in s.features:
         idle.append({"bias": np.zeros((), np.float16)})
     if "scores" in s.features:
         idle.append({"score_mod": scores.score(lambda s, b, h, i, j: s)})
         idle.append({"score_mod": scores.alibi(np.zeros(p.q.shape[1]))})
-        idle.append({"score_mod": []})
-    if "dropout" in s.features:
-        idle.append({"dropout": 0.0, "seed": 4})
-    ours, bound = s.attend(p.q, p.k, p.v, **options), s.bound(p.q, p.k, p.v, **options)
     for option in idle:
-        s.same_rows(ours, s.attend(p.q, p.k, p.v, **option, **options), lambda: bound)
+        theirs = s.attend(p.q, p.k, p.v, **option, **options)
+        s.near("out", ours.out, theirs.out, bound.out.bound, bound.out.bound)
+        if ours.lse is not None:
+            s.near("lse", ours.lse, theirs.lse, bound.lse.bound, bound.lse.bound)
 
 
 @a_property("scores", weight=0.5)
