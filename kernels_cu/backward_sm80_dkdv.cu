@@ -146,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       while (now.ni > 0) {
         const TileBox box = tile::describe_tile(head_smem->entry, h, now.i0, now.ni, j0, nj);
         const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
-        const char* const q_smem = stages_smem + stage * BLOCK_Q * (K_BYTES + V_BYTES);
-        const char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
+        char* const q_smem = stages_smem + stage * BLOCK_Q * (K_BYTES + V_BYTES);
+        char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
         const float* const lse_smem = numbers_smem + stage * 2 * BLOCK_Q + corner.column;
         ++visited;
 
@@ -201,14 +201,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const char* const p_rows = p_smem + warp_key * P_BYTES;
         const char* const ds_rows = ds_smem + warp_key * P_BYTES;
         if (seen) {
-          fragment_product::multiply_add_seen<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
-                                                                     share_v);
-          fragment_product::multiply_add_seen<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
-                                                                   share_k);
-        } else {
-          fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, do_smem, share_v);
-          fragment_product::multiply_add<D, BLOCK_Q, P_BYTES>(dk, ds_rows, q_smem, share_k);
+          fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
+                                                                 share_v);
+          fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
+                                                               share_k);
+          __syncthreads();  // the tile, which is read as it came
+          fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
+          fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
+          __syncthreads();  // the tile, now finite
         }
+        fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, do_smem, share_v);
+        fragment_product::multiply_add<D, BLOCK_Q, P_BYTES>(dk, ds_rows, q_smem, share_k);
         if (next.ni > 0) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, which was read

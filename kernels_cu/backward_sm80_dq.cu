@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     while (now.nj > 0) {
       const TileBox box = tile::describe_tile(entry, h, i0, ni, now.j0, now.nj);
       const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.nj < BLOCK_KV;
-      const char* const k_smem = stages_smem + stage * STAGE_BYTES;
+      char* const k_smem = stages_smem + stage * STAGE_BYTES;
       const char* const v_smem = k_smem + BLOCK_KV * Q_BYTES;
       ++visited;
 
@@ -138,10 +138,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         careful = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
       }
       if (careful) {
-        fragment::multiply_add_seen<D>(dq, ds, k_smem);
-      } else {
-        fragment::multiply_add<D>(dq, ds, k_smem);
+        fragment::add_nonfinite<D>(dq, ds, k_smem);
+        __syncthreads();  // the keys, which are read as they came
+        fragment::clear_nonfinite<BLOCK_KV, D, Q_BYTES>(k_smem);
+        __syncthreads();  // the keys, now finite
       }
+      fragment::multiply_add<D>(dq, ds, k_smem);
       if (STAGES == 1 && next.nj > 0) {
         __syncthreads();  // the tile, which was read
         begin(next, 0);

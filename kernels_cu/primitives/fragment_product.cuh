@@ -76,12 +76,12 @@ __device__ __forceinline__ storage_t element(const char* row_smem) {
   return *reinterpret_cast<const storage_t*>(row_smem);
 }
 
-// The same where b holds NaN or infinity: pairs that take no part, which `seen_smem` tells, are left
-// out.
+// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
+// which `seen_smem` tells: the product leaves them to this.
 template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_add_seen(float (&c)[ROWS][COLUMNS], const char* a_smem,
-                                                  const char* seen_smem, const char* b_smem,
-                                                  const Share<WIDTH, SHARERS>& share) {
+__device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                              const char* seen_smem, const char* b_smem,
+                                              const Share<WIDTH, SHARERS>& share) {
 #pragma unroll 1
   for (int x = 0; x < COLUMNS / 4; ++x) {
 #pragma unroll 1
@@ -92,11 +92,12 @@ __device__ __forceinline__ void multiply_add_seen(float (&c)[ROWS][COLUMNS], con
         const int column = 16 * (share.first + x) + 8 * (n / 2) + fragment::lane_column() + n % 2;
         const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8);
         const float value = number::widen(element(b_smem + at + column % 8 * 2));
+        if (number::is_finite(value)) continue;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
           const int pair = fragment::place<A_BYTES>(8 * r + row, k / 8) + k % 8 * 2;
-          const float weight = number::widen(element(a_smem + pair));
-          if (element(seen_smem + pair) != 0x8000) c[r][n] += weight * value;
+          const bool seen = element(seen_smem + pair) != 0x8000;
+          if (seen) c[r][n] += number::widen(element(a_smem + pair)) * value;
         }
       }
     }
