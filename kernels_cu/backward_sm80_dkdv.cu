@@ -6,9 +6,9 @@
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
 // Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
 //
-// A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to shared
-// memory. Of dk and dv it has the same keys, all the tile's queries and a share of the columns.
-// While a tile is multiplied, the next one is on its way, if there are two STAGES.
+// A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
+// shared memory. Of dk and dv it has the same keys, all the tile's queries and a share of the
+// columns. While a tile is multiplied, the next one is on its way, if there are two STAGES.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
 // Shared memory: the keys, the values, the stages of queries and do, P, dS, the stages of lse and
@@ -43,8 +43,8 @@ struct Head {
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
 constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
-constexpr int HELD_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 4 * WARPS +
-                           static_cast<int>(sizeof(Head));
+constexpr int HELD_BYTES =
+    BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 4 * WARPS + static_cast<int>(sizeof(Head));
 constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES + 8);
 constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 
@@ -53,26 +53,6 @@ static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
 static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(SHARED_BYTES == HELD_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");
-
-// A tile of queries that is not EMPTY. Without one, `ni` is 0.
-struct Queries {
-  long long i0;
-  int ni;
-  int tile_class;
-};
-
-// The first such tile from query `i0` on.
-__device__ __forceinline__ Queries next_tile(const Params& p, const layout::Entry& entry,
-                                             long long h, long long i0, long long j0, int nj) {
-#pragma unroll 1
-  for (; i0 < entry.len_q; i0 += BLOCK_Q) {
-    const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
-    const int tile_class =
-        tile::classify_tile(p, tile::describe_tile(entry, h, i0, ni, j0, nj));
-    if (tile_class != EMPTY) return Queries{i0, ni, tile_class};
-  }
-  return Queries{i0, 0, EMPTY};
-}
 
 }  // namespace
 
@@ -103,10 +83,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
   if (threadIdx.x == 0) head_smem->entry = work.entry;
 
-  fragment::begin_rows<BLOCK_KV, D, K_BYTES>(
-      k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj);
-  fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(
-      v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj);
+  fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h_kv, true), j0,
+                                             nj);
+  fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(v_smem, memory::rows(p.v, work.entry, h_kv, true),
+                                               j0, nj);
   float dk[ROWS][ShareK::COLUMNS], dv[ROWS][ShareV::COLUMNS];
   matmul::clear(dk);
   matmul::clear(dv);
@@ -120,13 +100,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       __syncthreads();  // what was known of the head before, and its last tile, which were read
       if (threadIdx.x == 0) {
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
-        *head_smem = Head{entry, memory::rows(p.q, entry, h, false),
-                          memory::rows(p.d_out, entry, h, false), memory::numbers(p.lse, entry, h),
-                          memory::numbers(p.delta, entry, h)};
+        *head_smem =
+            Head{entry, memory::rows(p.q, entry, h, false), memory::rows(p.d_out, entry, h, false),
+                 memory::numbers(p.lse, entry, h), memory::numbers(p.delta, entry, h)};
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
-      const auto begin = [&](const Queries& tile, int stage) {
+      const auto begin = [&](const fragment_gradient::Queries& tile, int stage) {
         char* const q_smem = stages_smem + stage * BLOCK_Q * (K_BYTES + V_BYTES);
         fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.i0, tile.ni);
         fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, head_smem->d_out,
@@ -137,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         float* const lse_smem = numbers_smem + stage * 2 * BLOCK_Q;
         numbers.store(lse_smem, lse_smem + BLOCK_Q);
       };
-      Queries now = next_tile(p, head_smem->entry, h, 0, j0, nj);
+      fragment_gradient::Queries now =
+          fragment_gradient::next_tile(p, head_smem->entry, h, 0, j0, nj);
       if (now.ni == 0) continue;
       begin(now, 0);
       finish(0);
@@ -154,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::finish_copies();
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
         __syncthreads();
-        const Queries next = next_tile(p, head_smem->entry, h, now.i0 + BLOCK_Q, j0, nj);
+        const fragment_gradient::Queries next =
+            fragment_gradient::next_tile(p, head_smem->entry, h, now.i0 + BLOCK_Q, j0, nj);
         if (STAGES == 2 && next.ni > 0) begin(next, 1 - stage);
         unsigned int kept[ROWS];
         if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
@@ -173,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                         do_smem + warp_query * V_BYTES);
         fragment_gradient::score_gradients<true>(p, masked, s, dp, lse_smem + BLOCK_Q, kept);
         fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
-        const bool careful =
-            MAY_MASK && masked && !(fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
-                                    fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem));
+        const bool careful = MAY_MASK && masked &&
+                             !(fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
+                               fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem));
         bool seen = false;
         if constexpr (STORAGE == 0) {
           const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;

@@ -104,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       ++visited;
 
       arch::finish_copies();
-      __syncthreads();  // the tile, which other threads copied, and the stage before, which was read
+      __syncthreads();  // the tile, which other threads copied, and the stage before, which was
+                        // read
       const fragment_tile::Keys next =
           fragment_tile::next_tile(p, entry, h, i0, ni, now.j0 + BLOCK_KV);
       if (STAGES == 2 && next.nj > 0) begin(next, 1 - stage);

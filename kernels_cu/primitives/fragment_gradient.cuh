@@ -23,10 +23,44 @@ __device__ __forceinline__ int query_of(int r, int n) {
   return KEYS_ARE_ROWS ? 8 * (n / 2) + n % 2 : 8 * r;
 }
 
+// A tile of queries that is not EMPTY. Without one, `ni` is 0.
+struct Queries {
+  long long i0;
+  int ni;
+  int tile_class;
+};
+
+// The first such tile from query `i0` on. Where a class is arithmetic alone, each lane asks for a
+// tile: a causal mask leaves many EMPTY ones before the first that is not.
+__device__ __forceinline__ Queries next_tile(const Params& p, const layout::Entry& entry,
+                                             long long h, long long i0, long long j0, int nj) {
+  constexpr int APART = HAS_MASK && !HAS_TABLES ? arch::WARP_SIZE : 1;
+#pragma unroll 1
+  for (; i0 < entry.len_q; i0 += APART * BLOCK_Q) {
+    long long own = i0 + (APART > 1 ? arch::lane_index() * BLOCK_Q : 0);
+    int tile_class = EMPTY;
+    if (APART == 1 || own < entry.len_q) {
+      const int ni = tile::rows_from(own, entry.len_q, BLOCK_Q);
+      tile_class = tile::classify_tile(p, tile::describe_tile(entry, h, own, ni, j0, nj));
+    }
+    if constexpr (APART > 1) {
+      const unsigned int found = arch::ballot(tile_class != EMPTY);
+      if (found == 0) continue;
+      const int lane = __ffs(static_cast<int>(found)) - 1;
+      tile_class = arch::shuffle(tile_class, lane);
+      own = i0 + lane * BLOCK_Q;
+    }
+    if (tile_class != EMPTY) {
+      return Queries{own, tile::rows_from(own, entry.len_q, BLOCK_Q), tile_class};
+    }
+  }
+  return Queries{i0, 0, EMPTY};
+}
+
 // -- lse and delta --------------------------------------------------------------------------------
 
-// Those of a tile's queries on their way to shared memory, one or a few in each thread. An empty row
-// gets lse = inf, so that its p is 0; so do the rows beyond the last.
+// Those of a tile's queries on their way to shared memory, one or a few in each thread. An empty
+// row gets lse = inf, so that its p is 0; so do the rows beyond the last.
 struct RowNumbers {
   static constexpr int EACH = (BLOCK_Q + THREADS - 1) / THREADS;
   float lse[EACH], delta[EACH];
@@ -58,8 +92,8 @@ struct RowNumbers {
 
 // -- dropout --------------------------------------------------------------------------------------
 
-// Of a 4 x 4 matrix whose rows four lanes hold, gives each its column: they are `step`, 2 `step` and
-// 3 `step` lanes from each other, and `own` of four.
+// Of a 4 x 4 matrix whose rows four lanes hold, gives each its column: they are `step`, 2 `step`
+// and 3 `step` lanes from each other, and `own` of four.
 __device__ __forceinline__ void transpose(unsigned int (&x)[4], int own, int step) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {
@@ -85,8 +119,8 @@ __device__ __forceinline__ void draw(const Params& p, const TileBox& box, const 
   const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
   constexpr int STEP = KEYS_ARE_ROWS ? 4 : 2;
   const int own = KEYS_ARE_ROWS ? arch::lane_index() / 4 % 4 : arch::lane_index() % 2;
-  const long long i = box.i_low + (KEYS_ARE_ROWS ? corner.column + 8 * (own / 2) + own % 2
-                                                 : corner.row + 8 * own);
+  const long long i =
+      box.i_low + (KEYS_ARE_ROWS ? corner.column + 8 * (own / 2) + own % 2 : corner.row + 8 * own);
   const long long j = box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) kept[r] = 0;
@@ -166,7 +200,8 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
     }
     return;
   }
-  const int rows = static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
+  const int rows =
+      static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
   const int columns =
       static_cast<int>(KEYS_ARE_ROWS ? box.i_high - box.i_low : box.j_high - box.j_low);
 #pragma unroll 1

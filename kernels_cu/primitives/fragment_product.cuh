@@ -107,10 +107,10 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const c
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes the block's result of WIDTH columns, times a factor, as elements of the storage type by way
-// of shared memory, or where `wide` as the accumulator's. Row 0 of the block is row `first` of the
-// entry's head; `valid` rows exist. The warp's rows begin at `warp_row`. The shared memory may be
-// written when this is called, and afterwards.
+// Writes the block's result of WIDTH columns, times a factor, as elements of the storage type by
+// way of shared memory, or where `wide` as the accumulator's. Row 0 of the block is row `first` of
+// the entry's head; `valid` rows exist. The warp's rows begin at `warp_row`. The shared memory may
+// be written when this is called, and afterwards.
 template <int BLOCK_ROWS, int WIDTH, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
                                            const Share<WIDTH, SHARERS>& share, int warp_row,
