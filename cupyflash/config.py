@@ -116,6 +116,15 @@ def backward(
     return name, simt(name, problem, target, slope, blocks)
 
 
+def adds_dq(
+    problem: Problem, target: Target, deterministic: bool, plan: Plan | None = None
+) -> bool:
+    """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks."""
+    if deterministic or problem.dtype.itemsize != 2:
+        return False
+    return backward("dkdv", problem, target, False, plan)[0] == "backward_sm80_dkdv"
+
+
 def simt(
     kernel: str,
     problem: Problem,

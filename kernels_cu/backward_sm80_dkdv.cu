@@ -4,6 +4,9 @@
 // FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
+// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
+// is float32 and 0 before, row after row without gaps: in any order of the blocks.
+//
 // Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
 //
 // A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
@@ -31,6 +34,10 @@ constexpr int ROWS = WARP_KEYS / 8;
 constexpr int COLUMNS = WARP_QUERIES / 4;
 using ShareK = fragment_product::Share<D, SHARERS>;
 using ShareV = fragment_product::Share<D_V, SHARERS>;
+// Of dq a warp has 32 or 16 of the tile's queries and a share of the columns.
+constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
+constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
+using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
 
 // What a block knows of the head whose queries pass by. It lies in shared memory, because registers
 // hold the sums.
@@ -38,6 +45,7 @@ struct Head {
   layout::Entry entry;
   memory::Rows q, d_out;
   memory::Numbers lse, delta;
+  float* dq;  // row 0
 };
 
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
@@ -51,6 +59,7 @@ constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 static_assert(STORAGE < 2, "16-bit types");
 static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
 static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
+static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
 static_assert(SHARED_BYTES == HELD_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");
 
@@ -92,6 +101,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::clear(dv);
   fragment_gradient::Unit unit;
 
+  bool careful_keys = false;
+  if constexpr (ADDS_DQ && MAY_MASK) {
+    arch::finish_copies();
+    careful_keys = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem));
+  }
+
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
   for (long long member = 0; member < members; ++member) {
@@ -101,8 +116,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (threadIdx.x == 0) {
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
         *head_smem =
-            Head{entry, memory::rows(p.q, entry, h, false), memory::rows(p.d_out, entry, h, false),
-                 memory::numbers(p.lse, entry, h), memory::numbers(p.delta, entry, h)};
+            Head{entry,
+                 memory::rows(p.q, entry, h, false),
+                 memory::rows(p.d_out, entry, h, false),
+                 memory::numbers(p.lse, entry, h),
+                 memory::numbers(p.delta, entry, h),
+                 reinterpret_cast<float*>(p.dq.data) + layout::offset(p.dq, entry, h, false)};
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
@@ -194,6 +213,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
         fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, do_smem, share_v);
         fragment_product::multiply_add<D, BLOCK_Q, P_BYTES>(dk, ds_rows, q_smem, share_k);
+        if constexpr (ADDS_DQ) {
+          const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
+          const ShareQ share_q(warp % DQ_SHARERS);
+          float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
+          matmul::clear(dq);
+          if (careful_keys && masked) {
+            fragment_product::multiply_add_seen<D, BLOCK_KV, P_BYTES>(
+                dq, ds_smem, p_smem, warp_row / 16, k_smem, share_q);
+          } else {
+            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES>(
+                dq, ds_smem, warp_row / 16, k_smem, share_q);
+          }
+          matmul::scale(dq, unit.inverse());
+          fragment_product::add_rows(dq, share_q, head_smem->dq + (now.i0 + warp_row) * p.dq.row,
+                                     p.dq.row, now.ni - warp_row, static_cast<float>(p.scale));
+        }
         if (next.ni > 0) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, which was read

@@ -1,6 +1,7 @@
 // Products of fragments whose operands both lie in shared memory, and results that warps share by
 // columns: the twin of reference/microkernel.py and reference/accumulate.py for the backward.
 #pragma once
+#include "../arch/add.cuh"
 #include "fragment.cuh"
 
 namespace fragment_product {
@@ -56,7 +57,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const ch
   auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
   b.address += share.first / 4 * 128;
   b.begin ^= share.first % 4 * 32;
-#pragma unroll
+#pragma unroll 4  // with more in sight, registers do not suffice
   for (int k = 0; k < DEPTH / 16; ++k) {
     unsigned int left[ROWS / 2][4];
 #pragma unroll
@@ -96,6 +97,64 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const c
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
           const int pair = fragment::place<A_BYTES>(8 * r + row, k / 8) + k % 8 * 2;
+          const bool seen = element(seen_smem + pair) != 0x8000;
+          if (seen) c[r][n] += number::widen(element(a_smem + pair)) * value;
+        }
+      }
+    }
+    fragment::rotate<4>(c);
+  }
+}
+
+// c += a^T b for DEPTH rows of weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b.
+// The rows of c are columns of a, from 16 `first` on.
+template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS],
+                                                        const char* a_smem, int first,
+                                                        const char* b_smem,
+                                                        const Share<WIDTH, SHARERS>& share) {
+  auto a = fragment::right_rows<A_BYTES>(a_smem);
+  a.address += first / 4 * 128;
+  a.begin ^= first % 4 * 32;
+  auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
+  b.address += share.first / 4 * 128;
+  b.begin ^= share.first % 4 * 32;
+#pragma unroll 4  // with more in sight, registers do not suffice
+  for (int k = 0; k < DEPTH / 16; ++k) {
+    unsigned int left[ROWS / 2][4];
+#pragma unroll
+    for (int m = 0; m < ROWS / 2; ++m) arch::ldmatrix_x4_trans(left[m], a.at(16 * k, m));
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 4) {
+      if (!share.has(n / 4)) break;
+      unsigned int right[4];
+      arch::ldmatrix_x4_trans(right, b.at(16 * k, n / 4));
+#pragma unroll
+      for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
+    }
+  }
+}
+
+// The same where b holds NaN or infinity: pairs that take no part, which `seen_smem` tells, are
+// left out.
+template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_add_seen(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                                  const char* seen_smem, int first,
+                                                  const char* b_smem,
+                                                  const Share<WIDTH, SHARERS>& share) {
+#pragma unroll 1
+  for (int x = 0; x < COLUMNS / 4; ++x) {
+#pragma unroll 1
+    for (int k = 0; share.has(x) && k < DEPTH; ++k) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int column = 16 * (share.first + x) + 8 * (n / 2) + fragment::lane_column() + n % 2;
+        const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8);
+        const float value = number::widen(element(b_smem + at + column % 8 * 2));
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const int row = 16 * first + 8 * r + fragment::lane_row();
+          const int pair = fragment::place<A_BYTES>(k, row / 8) + row % 8 * 2;
           const bool seen = element(seen_smem + pair) != 0x8000;
           if (seen) c[r][n] += number::widen(element(a_smem + pair)) * value;
         }
@@ -161,6 +220,32 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
 #pragma unroll
       for (int x = 0; x < STORED_VECTOR; ++x) {
         if (8 * piece + x < WIDTH) target[x * to.col] = stored.x[x];
+      }
+    }
+  }
+}
+
+// Adds a warp's share of a result of WIDTH columns, times a factor, to rows of float32. The first
+// of them is the warp's own; `valid` rows exist from there on.
+template <int WIDTH, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_rows(const float (&result)[ROWS][COLUMNS],
+                                         const Share<WIDTH, SHARERS>& share, float* to_gmem,
+                                         long long row_step, int valid, float factor) {
+  const int column = 16 * share.first + fragment::lane_column();
+  float* const corner_gmem = to_gmem + fragment::lane_row() * row_step + column;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    if (8 * r + fragment::lane_row() >= valid) break;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      if (!share.has(n / 4)) break;
+      float* const pair_gmem = corner_gmem + 8 * r * row_step + 4 * n;
+      const float low = result[r][n] * factor, high = result[r][n + 1] * factor;
+      if constexpr (WIDTH % 2 == 0) {
+        if (WIDTH % 16 == 0 || column + 4 * n < WIDTH) arch::add_pair(pair_gmem, low, high);
+      } else {
+        if (column + 4 * n < WIDTH) arch::add(pair_gmem, low);
+        if (column + 4 * n + 1 < WIDTH) arch::add(pair_gmem + 1, high);
       }
     }
   }

@@ -27,6 +27,8 @@ from .machine import FORWARD, Schedule, machine
 
 Read = Callable[[str], str]
 
+LEAST_WITH_TENSOR_CORES = 101376  # bytes of shared memory, of GPUs that have them for bfloat16
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -101,7 +103,8 @@ class Chosen(Blocks):
 
     def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
         """Return the tiles that the package's table gives the backward for tensor cores."""
-        chosen = tensor_tiles.fit_backward(kernel, problem.d, problem.d_v, self.shared_memory)
+        limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
+        chosen = tensor_tiles.fit_backward(kernel, problem.d, problem.d_v, limit)
         assert chosen is not None
         return chosen
 
@@ -126,12 +129,15 @@ class Emulator:
         What is built: see `build.FLAVOURS`.
     read : function
         Returns the files of `kernels_cu`, perhaps changed.
+    deterministic : bool
+        Whether gradients have to be.
     """
 
     blocks: Blocks = Blocks()
     schedule: Schedule = FORWARD
     flavour: str = "races"
     read: Read = build.read
+    deterministic: bool = False
 
     def forward(self, call: Call, out: Array, lse: Array, visited: Array | None = None) -> None:
         """Write out and lse, as `cupyflash.launch.forward`."""
@@ -150,7 +156,16 @@ class Emulator:
     ) -> None:
         """Write every gradient, as `cupyflash.launch.backward`."""
         arrays = do, out, lse, dlse, gradients, workspace
-        self._run(lambda: launch.backward(_on_device(call), *arrays, visited=visited))
+        self._run(
+            lambda: launch.backward(
+                _on_device(call), *arrays, visited=visited, deterministic=self.deterministic
+            )
+        )
+
+    def workspace_size(self, call: Call) -> int:
+        """Return the bytes of workspace of `backward`, as `cupyflash.launch.workspace_size`."""
+        with self._answering(self._ready):
+            return launch.workspace_size(_on_device(call))
 
     def combine(self, parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
         """Write the combination of several (out, lse), as `cupyflash.launch.combine`."""
