@@ -171,7 +171,7 @@ def demo(options: argparse.Namespace) -> int:
     else:
         meter = gpu = measure.Gpu()
         repeat, runs = repeat or work.gpu_repeat(dtype, gpu.free_memory()), runs or GPU_RUNS
-        device = f"GPU {gpu.number()}, {gpu.name()}; portable kernels, without tensor cores"
+        device = f"GPU {gpu.number()}, {gpu.name()}"
         standard = "CuPy, whose matrix products are cuBLAS's"
     if dtype == "float16":
         standard += "; float16 is widened to float32"

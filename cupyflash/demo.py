@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import target
+from . import target, tensor_tiles
 from .api import attention, attention_vjp
 from .masks import causal as causal_mask
 from .measure import Meter
@@ -255,8 +255,10 @@ def check(inputs: Inputs, every: int = 1) -> list[Checked]:
     """
     q, k, v, do = (array[::every] for array in inputs)
     host = [_on_host(array) for array in (q, k, v)]
-    options: dict[str, Any] = {"precision": Precision.of(q.dtype)}
-    if target.is_device_array(q):
+    device = target.device_of(q)
+    cores = device is not None and tensor_tiles.multiplies(q.dtype, target.of(device).capability)
+    options: dict[str, Any] = {"precision": Precision.of(q.dtype, tensor_cores=cores)}
+    if device is not None:
         options["block_kv"] = SMALLEST_BLOCK_KV
     results = []
     for causal in (False, True):

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from . import tensor_tiles
 from .target import OLDEST_CAPABILITY
 from .tiles import KERNELS
 
@@ -184,9 +185,13 @@ def served(capability: tuple[int, int]) -> str:
             "NumPy arrays run on the CPU"
         )
     names = [name for name in KERNELS if "_simt" in name]
+    said = f"served by the portable kernels {', '.join(names[:-1])} and {names[-1]}, in every dtype"
+    oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
+    if capability < tensor_tiles.OLDEST_CAPABILITY:
+        return f"{said}; tensor cores are used from compute capability {oldest} on"
     return (
-        f"served by the portable kernels {', '.join(names[:-1])} and {names[-1]}, in every dtype: "
-        "kernels for tensor cores are not in this version"
+        f"{said}; float16 and bfloat16 with heads up to {tensor_tiles.LARGEST_HEAD} by the tensor "
+        f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}"
     )
 
 

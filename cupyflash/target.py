@@ -59,6 +59,13 @@ def of(device: int) -> Target:
     )
 
 
+def here() -> Target:
+    """Return the facts of the current device."""
+    import cupy
+
+    return of(int(cupy.cuda.runtime.getDevice()))
+
+
 def is_device_array(value: Any) -> bool:
     """Whether a value is a CuPy array."""
     cupy = sys.modules.get("cupy")

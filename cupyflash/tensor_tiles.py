@@ -7,6 +7,9 @@ module agree on the bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from .problem import Problem
 from .tiles import Tiles
@@ -23,10 +26,15 @@ FORWARD: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
 }
 
 
+def multiplies(dtype: Any, capability: tuple[int, int]) -> bool:
+    """Whether tensor cores of such a device are used for a type."""
+    return np.dtype(dtype).itemsize == 2 and capability >= OLDEST_CAPABILITY
+
+
 def serves(problem: Problem, capability: tuple[int, int]) -> bool:
     """Whether the kernels for tensor cores can compute a problem on such a device."""
     fits = max(problem.d, problem.d_v) <= LARGEST_HEAD
-    return problem.dtype.itemsize == 2 and fits and capability >= OLDEST_CAPABILITY
+    return fits and multiplies(problem.dtype, capability)
 
 
 def row_bytes(width: int) -> int:
@@ -75,10 +83,10 @@ BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
 def backward_sm80_dkdv(
     block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int
 ) -> int:
-    """Bytes of backward_sm80_dkdv.cu: keys, values, P, dS, stages, a number of each warp."""
+    """Bytes of backward_sm80_dkdv.cu: keys, values, P, dS, stages, lse and delta, and little."""
     columns = row_bytes(d) + row_bytes(d_v)
-    held = block_kv * (columns + 2 * row_bytes(block_q)) + 4 * warps + HEAD_BYTES
-    return held + stages * block_q * (columns + 8)
+    held = block_kv * (columns + 2 * row_bytes(block_q)) + 8 * block_q + 4 * warps + HEAD_BYTES
+    return held + stages * block_q * columns
 
 
 def backward_sm80_dq(block_q: int, block_kv: int, _: int, stages: int, d: int, d_v: int) -> int:

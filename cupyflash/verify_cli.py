@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import api, varlen
+from . import api, target, tensor_tiles, varlen
 
 if TYPE_CHECKING:
-    from .testing import Report, Result
+    from .testing import Precision, Report, Result
 
 # On two cores a minute. On a GPU some minutes: every problem has its own kernels to compile.
 EXAMPLES = {"cpu": 40, "gpu": 3}
@@ -49,6 +50,17 @@ def again(options: argparse.Namespace, name: str) -> str:
     )
 
 
+def precision_of(device: str) -> Callable[[Any], Precision]:
+    """Return, as a function of the dtype, what this package's kernels compute with."""
+    from .testing import Precision
+
+    def precision(dtype: Any) -> Precision:
+        cores = device == "gpu" and tensor_tiles.multiplies(dtype, target.here().capability)
+        return Precision.of(dtype, tensor_cores=cores)
+
+    return precision
+
+
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
     from .testing import verify
 
@@ -63,6 +75,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         seed=options.seed,
         only=options.only,
         tiles=TILES[options.device],
+        precision=precision_of(options.device),
         progress=progress,
     )
 

@@ -14,8 +14,8 @@
 // columns. While a tile is multiplied, the next one is on its way, if there are two STAGES.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
-// Shared memory: the keys, the values, the stages of queries and do, P, dS, the stages of lse and
-// delta, a number of each warp. BLOCK_KV and BLOCK_Q are as the assertions say.
+// Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, what is
+// known of the head, a number of each warp. BLOCK_KV and BLOCK_Q are as the assertions say.
 #include "params.cuh"
 #include "primitives/fragment_gradient.cuh"
 #include "primitives/fragment_product.cuh"
@@ -51,9 +51,9 @@ struct Head {
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
 constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
-constexpr int HELD_BYTES =
-    BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 4 * WARPS + static_cast<int>(sizeof(Head));
-constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES + 8);
+constexpr int HELD_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 * BLOCK_Q +
+                           4 * WARPS + static_cast<int>(sizeof(Head));
+constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES);
 constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 
 static_assert(STORAGE < 2, "16-bit types");
@@ -73,9 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const p_smem = v_smem + BLOCK_KV * V_BYTES;
   char* const ds_smem = p_smem + TILE_BYTES;
   char* const stages_smem = ds_smem + TILE_BYTES;
-  float* const numbers_smem =
-      reinterpret_cast<float*>(stages_smem + STAGES * BLOCK_Q * (K_BYTES + V_BYTES));
-  Head* const head_smem = reinterpret_cast<Head*>(numbers_smem + STAGES * 2 * BLOCK_Q);
+  float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
+  Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
@@ -126,29 +125,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
       const auto begin = [&](const fragment_gradient::Queries& tile, int stage) {
-        char* const q_smem = stages_smem + stage * BLOCK_Q * (K_BYTES + V_BYTES);
+        char* const q_smem = stages_smem + stage * STAGE_BYTES;
         fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.i0, tile.ni);
         fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, head_smem->d_out,
                                                     tile.i0, tile.ni);
         numbers.load(head_smem->lse, head_smem->delta, tile.i0, tile.ni);
       };
-      const auto finish = [&](int stage) {
-        float* const lse_smem = numbers_smem + stage * 2 * BLOCK_Q;
-        numbers.store(lse_smem, lse_smem + BLOCK_Q);
-      };
       fragment_gradient::Queries now =
           fragment_gradient::next_tile(p, head_smem->entry, h, 0, j0, nj);
       if (now.ni == 0) continue;
       begin(now, 0);
-      finish(0);
+      numbers.store(lse_smem, lse_smem + BLOCK_Q);
       int stage = 0;
 #pragma unroll 1
       while (now.ni > 0) {
         const TileBox box = tile::describe_tile(head_smem->entry, h, now.i0, now.ni, j0, nj);
         const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
-        char* const q_smem = stages_smem + stage * BLOCK_Q * (K_BYTES + V_BYTES);
+        char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
-        const float* const lse_smem = numbers_smem + stage * 2 * BLOCK_Q + corner.column;
+        const float* const own_lse_smem = lse_smem + corner.column;
         ++visited;
 
         arch::finish_copies();
@@ -168,11 +163,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
         fragment_gradient::probabilities<true, P_BYTES>(p, box, now.tile_class, masked, s, corner,
-                                                        lse_smem, kept, p_smem);
+                                                        own_lse_smem, kept, p_smem);
         float dp[ROWS][COLUMNS];
         fragment_product::multiply<D_V>(dp, v_smem + warp_key * V_BYTES,
                                         do_smem + warp_query * V_BYTES);
-        fragment_gradient::score_gradients<true>(p, masked, s, dp, lse_smem + BLOCK_Q, kept);
+        fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
         fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
         const bool careful = MAY_MASK && masked &&
                              !(fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
@@ -236,7 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           } else {
             stage = 1 - stage;
           }
-          finish(stage);
+          // Those of the tile before were read before the barrier above.
+          numbers.store(lse_smem, lse_smem + BLOCK_Q);
         }
         now = next;
       }

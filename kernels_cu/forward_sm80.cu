@@ -151,8 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
-  arch::wait_copies<0>();
-  __syncthreads();  // the queries, in whose place the output goes
+  if (visited == 0) {
+    arch::wait_copies<0>();
+    __syncthreads();  // the queries, which other threads copied to where the output goes
+  }
   fragment::store_rows<D_V>(acc, p.out, layout::offset(p.out, entry, h, false), i0, ni, weight,
                             q_smem + fragment::warp_row() * V_BYTES);
   // 9 store lse

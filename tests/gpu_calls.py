@@ -10,9 +10,16 @@ from placement import Layout, Placed, random_layout
 from strategies import Problem
 
 import cupyflash
+from cupyflash import verify_cli
 from cupyflash.problem import Gradients
 
 Array = np.ndarray[Any, Any]
+precision_of = verify_cli.precision_of("gpu")
+
+
+def tensor_cores(dtype: Any) -> bool:
+    """Whether the forward in this dtype may run on tensor cores here."""
+    return precision_of(dtype).truncates
 
 
 def _target(problem: Problem, rng: np.random.Generator, shape: Any, dtype: Any) -> Array:

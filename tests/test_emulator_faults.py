@@ -135,13 +135,37 @@ FAULTS = {
         "if (t == 5) arch::begin_copy(smem, p.out, true);",
         (5, r"ended before its copies were finished"),
     ),
+    "a copy that is in the last group, which is not waited for": (
+        "if (t == 5) {\narch::begin_copy(smem, p.out, true);\narch::commit_copies();\n"
+        "arch::wait_copies<1>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n"
+        "arch::wait_copies<0>();\n}",
+        (5, r"reads byte 0 of shared memory, which a copy of thread 5 has not finished .*cu:5"),
+    ),
+    "a copy that is in no group": (
+        "if (t == 5) {\narch::commit_copies();\narch::begin_copy(smem, p.out, true);\n"
+        "arch::wait_copies<0>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n}",
+        (5, r"reads byte 0 of shared memory, which a copy of thread 5 has not finished .*cu:5"),
+    ),
+    "a matrix's row that no barrier orders after a write": (
+        "unsigned int to[4];\nif (t < 4) smem[t] = t;\nif (t > 31) arch::ldmatrix_x4(to, 0);",
+        (32, r"reads byte 0 of shared memory, which thread 0 has written with no barrier since"),
+    ),
+    "a matrix's row that begins between 16 bytes": (
+        "unsigned int to[4];\narch::ldmatrix_x4(to, 8 * t + 8);",
+        (0, r"gives ldmatrix_x4 \(probe.cu:2\) the address 8, which is no multiple of 16"),
+    ),
+    "a matrix instruction that lanes do not reach": (
+        "unsigned int a[4] = {};\nfloat c = 0;\nif (t == 3) return;\n"
+        "arch::mma_m16n8k16_f16(c, c, c, c, a, 0, 0);",
+        (3, r"ended while other threads wait for it at mma_m16n8k16_f16 \(probe.cu:4\)"),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_faults_are_reported(what):
     body, (thread, text) = FAULTS[what]
-    probe = Probe(body, headers=("arch/copy.cuh",))
+    probe = Probe(body, headers=("arch/copy.cuh", "arch/matrix.cuh"))
     out = np.zeros(64, np.int32)
     with pytest.raises(Fault) as caught:
         probe.run(out, blocks=3)
@@ -231,6 +255,17 @@ def _everything(emulator):
     do = draw(2, 2 * 40 * 8 + 1)[:, :-1].reshape(2, 2, 40, 8, copy=False)
     run(draw(2, 40, 8), draw(2, 1, 33, 8), do, mask=masks.lengths(np.array([0, 33])))
 
+    # Tensor cores: values that are not finite where a tile is masked; tiles that are not; no tile.
+    def run_half(d, last, **options):
+        q, k, v = (draw(2, 1, n, d).astype(np.float16) for n in (40, 33, 33))
+        v[:, :, 20] = last
+        call = validate.call(q, k, v, **options)
+        emulator.forward(call, np.empty_like(q), draw(2, 1, 40))
+
+    run_half(72, np.inf, mask=masks.causal())
+    run_half(72, 1)
+    run_half(256, 1, mask=masks.lengths(np.array([0, 33])))
+
 
 @pytest.mark.parametrize(("path", "number"), _barriers())
 def test_no_barrier_of_the_sources_may_be_missing(path, number):
@@ -241,7 +276,7 @@ def test_no_barrier_of_the_sources_may_be_missing(path, number):
         match = list(BARRIER.finditer(text))[number]
         return text[: match.start()] + text[match.end() :].removeprefix("\n")
 
-    with pytest.raises(Fault, match=r"no barrier since|no thread has written"):
+    with pytest.raises(Fault, match=r"no barrier since|no thread has written|has not fini"):
         _everything(Emulator(read=read))
 
 

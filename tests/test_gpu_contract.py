@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_calls import precision_of
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, compile, lookup, masks, scores, target
 from cupyflash import launch as launches
 from cupyflash.reference import naive, philox
-from cupyflash.testing import Precision, forward_bound, rho
+from cupyflash.testing import forward_bound, rho
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +50,7 @@ def test_results_are_like_their_inputs(cupy, dtype):
         assert (x.shape, x.dtype) == (q.shape, q.dtype)
     assert lse.dtype == (np.float64 if dtype == np.float64 else np.float32)
     host = [x.get() for x in (q, k, v)]
-    precision = Precision.of(np.dtype(dtype))
+    precision = precision_of(dtype)
     bound = forward_bound(*host, mask=masks.causal(), precision=precision, block_kv=8)
     assert rho(out.get(), *bound.out).value <= 1
     assert rho(lse.get(), *bound.lse).value <= 1

@@ -5,16 +5,17 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_calls import precision_of
 
 import cupyflash
 from cupyflash import masks, scores
 from cupyflash.reference import naive
-from cupyflash.testing import Precision, backward_bound, forward_bound, rho
+from cupyflash.testing import backward_bound, forward_bound, rho
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-HEAD_SIZES = [(512, 512), (257, 400), (511, 1), (1, 512), (192, 128), (3, 5)]
+HEAD_SIZES = [(128, 128), (72, 200), (512, 512), (257, 400), (511, 1), (1, 512), (192, 128), (3, 5)]
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_head_sizes_are_within_the_bound(cupy, dtype, sizes):
     q, k, v, do = (cupy.asarray(x) for x in host)
     out, lse, vjp = cupyflash.attention_vjp(q, k, v, return_lse=True, **options)
     gradients = vjp(do)
-    more = {"precision": Precision.of(np.dtype(dtype)), "block_kv": 8, **options}
+    more = {"precision": precision_of(dtype), "block_kv": 8, **options}
     bound = forward_bound(*host[:3], **more)
     assert rho(out.get(), *bound.out).value <= 1
     assert rho(lse.get(), *bound.lse).value <= 1

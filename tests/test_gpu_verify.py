@@ -6,7 +6,7 @@ import pytest
 
 import cupyflash
 from cupyflash import testing
-from cupyflash.verify_cli import TILES
+from cupyflash.verify_cli import TILES, precision_of
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +17,6 @@ def test_property(name):
     report = testing.verify(
         cupyflash.attention, cupyflash.attention_backward, device="gpu", only=name, examples=3,
         varlen=cupyflash.attention_varlen, combine=cupyflash.combine, tiles=TILES["gpu"],
-        varlen_backward=cupyflash.attention_varlen_backward,
+        varlen_backward=cupyflash.attention_varlen_backward, precision=precision_of("gpu"),
     )  # fmt: skip
     assert report.passed, str(report)

@@ -105,7 +105,8 @@ def test_several_devices(said):
     assert "Tesla T4, compute capability 7.5, 15 GiB" in lines["GPU 1"]
     for name in ("GPU 0", "GPU 1"):
         assert "served by" in lines[name]
-        assert "tensor cores are not in this version" in lines[name]
+    assert "heads up to 256 by the tensor cores of forward_sm80" in lines["GPU 0"]
+    assert "tensor cores are used from compute capability 8.0 on" in lines["GPU 1"]
     assert "NOT supported" in lines["GPU 2"]
     assert "7.5 (Turing)" in lines["GPU 2"]
     assert "served by" not in lines["GPU 2"]
@@ -117,6 +118,8 @@ def test_the_kernels_it_names_exist():
     sources = sources if sources.is_dir() else Path(info.__file__).parent / "kernels_cu"
     named = re.findall(r"\w+_simt\w*", info.served((7, 5)))
     assert sorted(named) == sorted(path.stem for path in sources.glob("*_simt*.cu"))
+    named = re.findall(r"\w+_sm80\w*", info.served((8, 0)))
+    assert sorted(named) == sorted(path.stem for path in sources.glob("*_sm80*.cu"))
 
 
 def test_without_a_driver(said):

@@ -26,6 +26,7 @@ ORDER = [
     ["device"],
     ["validate"],
     ["tiles", "params"],
+    ["tensor_tiles"],
     ["config", "source", "operands"],
     ["compile", "recipe"],
     ["launch"],

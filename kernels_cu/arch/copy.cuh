@@ -20,8 +20,8 @@ __device__ __forceinline__ void begin_copy(void* to_smem, const void* from_gmem,
 #endif
 }
 
-// Begins to copy the first `bytes` of 16 bytes to a place of shared memory, and to write zeros behind
-// them. Since compute capability 8.0.
+// Begins to copy the first `bytes` of 16 bytes to a place of shared memory, and to write zeros
+// behind them. Since compute capability 8.0.
 __device__ __forceinline__ void begin_part_copy(unsigned int address, const void* from_gmem,
                                                 int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address),
@@ -30,7 +30,9 @@ __device__ __forceinline__ void begin_part_copy(unsigned int address, const void
 }
 
 // Makes a group of the copies that this thread began since the last one.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits for this thread's groups of copies but the last `PENDING`.
 template <int PENDING>

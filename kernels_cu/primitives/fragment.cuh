@@ -42,12 +42,12 @@ __device__ constexpr int lanes_for(int pieces) {
   return lanes;
 }
 
-// How the block's threads share the 16-byte pieces of ROWS rows. Where a row's pieces are fewer than
-// its threads, some have nothing to do.
+// How the block's threads share the 16-byte pieces of ROWS rows. Where a row's pieces are fewer
+// than its threads, some have nothing to do.
 template <int ROWS, int WIDTH>
-struct Shares {
-  static constexpr int PIECES = whole_columns(WIDTH) / 8;
-  static constexpr int LANES = lanes_for(PIECES);
+struct Pieces {
+  static constexpr int PER_ROW = whole_columns(WIDTH) / 8;
+  static constexpr int LANES = lanes_for(PER_ROW);
   static constexpr int AT_ONCE = THREADS / LANES;
   static constexpr int STEPS = (ROWS + AT_ONCE - 1) / AT_ONCE;
   static_assert(THREADS % LANES == 0, "a row's pieces are shared by whole groups of threads");
@@ -56,7 +56,7 @@ struct Shares {
   int piece = threadIdx.x % LANES;
 
   __device__ __forceinline__ bool has(int step) const {
-    return (PIECES == LANES || piece < PIECES) &&
+    return (PER_ROW == LANES || piece < PER_ROW) &&
            (ROWS % AT_ONCE == 0 || row + step * AT_ONCE < ROWS);
   }
 };
@@ -66,7 +66,7 @@ struct Shares {
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& from,
                                            long long first, int valid) {
-  using Share = Shares<ROWS, WIDTH>;
+  using Share = Pieces<ROWS, WIDTH>;
   const Share own;
   const int columns = WIDTH - 8 * own.piece < 8 ? WIDTH - 8 * own.piece : 8;
   const storage_t* source = from.data + (first + own.row) * from.row + 8 * own.piece * from.col;
@@ -102,14 +102,14 @@ __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& 
 // Changes the sign of what this thread copied.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ void negate_rows(char* tile_smem) {
-  using Share = Shares<ROWS, WIDTH>;
+  using Share = Pieces<ROWS, WIDTH>;
   const Share own;
 #pragma unroll 1
   for (int step = 0; step < Share::STEPS; ++step) {
     if (!own.has(step)) continue;
     const int row = own.row + step * Share::AT_ONCE;
-    auto* const piece = reinterpret_cast<arch::Bytes16*>(tile_smem +
-                                                         place<ROW_BYTES>(row, own.piece));
+    auto* const piece =
+        reinterpret_cast<arch::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
 #pragma unroll
     for (int x = 0; x < 4; ++x) piece->x[x] ^= 0x80008000u;
   }
@@ -122,15 +122,15 @@ constexpr unsigned int LAST = STORAGE == 0 ? 0x04000400u : 0x00800080u;
 // Whether all that this thread copied is finite.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
-  using Share = Shares<ROWS, WIDTH>;
+  using Share = Pieces<ROWS, WIDTH>;
   const Share own;
   unsigned int carried = 0;
 #pragma unroll 4
   for (int step = 0; step < Share::STEPS; ++step) {
     if (!own.has(step)) continue;
     const int row = own.row + step * Share::AT_ONCE;
-    const auto piece = *reinterpret_cast<const arch::Bytes16*>(tile_smem +
-                                                               place<ROW_BYTES>(row, own.piece));
+    const auto piece =
+        *reinterpret_cast<const arch::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
 #pragma unroll
     for (int x = 0; x < 4; ++x) carried |= (piece.x[x] & EXPONENTS) + LAST;
   }
@@ -140,14 +140,14 @@ __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
 // Makes 0 of what this thread copied that is not finite.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
-  using Share = Shares<ROWS, WIDTH>;
+  using Share = Pieces<ROWS, WIDTH>;
   const Share own;
 #pragma unroll 1
   for (int step = 0; step < Share::STEPS; ++step) {
     if (!own.has(step)) continue;
     const int row = own.row + step * Share::AT_ONCE;
-    auto* const piece = reinterpret_cast<arch::Bytes16*>(tile_smem +
-                                                         place<ROW_BYTES>(row, own.piece));
+    auto* const piece =
+        reinterpret_cast<arch::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const unsigned int carried = (piece->x[x] & EXPONENTS) + LAST;
@@ -312,7 +312,8 @@ __device__ __forceinline__ void rotate(T (&c)[ROWS][COLUMNS]) {
 #pragma unroll
     for (int n = 0; n < STEP; ++n) first[n] = c[r][n];
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) c[r][n] = n < COLUMNS - STEP ? c[r][n + STEP] : first[n % STEP];
+    for (int n = 0; n < COLUMNS; ++n)
+      c[r][n] = n < COLUMNS - STEP ? c[r][n + STEP] : first[n % STEP];
   }
 }
 
@@ -350,7 +351,8 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
 // -- results --------------------------------------------------------------------------------------
 
 // Writes a warp's rows of a result of WIDTH columns, times a factor each, by way of shared memory
-// that is the warp's own. Row 0 of the block is row `first` of the entry's head; `valid` rows exist.
+// that is the warp's own. Row 0 of the block is row `first` of the entry's head; `valid` rows
+// exist.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const float (&result)[ROWS][COLUMNS], const Operand& to,
                                            long long offset, long long first, int valid,

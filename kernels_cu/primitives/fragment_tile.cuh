@@ -12,8 +12,8 @@ struct Keys {
   int tile_class;
 };
 
-// The first such tile from key `j0` on. Where a class is arithmetic alone, each lane asks for a tile:
-// a causal mask leaves many EMPTY ones behind the last that is not.
+// The first such tile from key `j0` on. Where a class is arithmetic alone, each lane asks for a
+// tile: a causal mask leaves many EMPTY ones behind the last that is not.
 __device__ __forceinline__ Keys next_tile(const Params& p, const layout::Entry& entry, long long h,
                                           long long i0, int ni, long long j0) {
   constexpr int APART = HAS_MASK && !HAS_TABLES ? arch::WARP_SIZE : 1;

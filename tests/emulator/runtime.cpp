@@ -8,7 +8,6 @@
 #include "races.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -322,31 +321,6 @@ Meeting& warp_meeting(const char* what, Where where, unsigned int mask) {
   return meeting;
 }
 
-// One of two 16-bit elements. Subnormal ones keep their value.
-double widened(unsigned int pair, unsigned int which, bool brain) {
-  const unsigned int bits = pair >> 16 * which & 0xffffu;
-  const unsigned int width = brain ? 7 : 10, bias = brain ? 127 : 15;
-  const unsigned int exponent = (bits & 0x7fffu) >> width, fraction = bits & ((1u << width) - 1);
-  double value;
-  if (exponent == 2 * bias + 1) {
-    value = fraction ? __builtin_nan("") : __builtin_inf();
-  } else {
-    const unsigned int normal = exponent ? 1u << width : 0u;
-    const int power = static_cast<int>(exponent ? exponent : 1u) - static_cast<int>(bias + width);
-    value = __builtin_ldexp(static_cast<double>(normal + fraction), power);
-  }
-  return bits >> 15 ? -value : value;
-}
-
-// Rounds toward zero; what is too large becomes infinite.
-float cut_off(double exact) {
-  const float nearest = static_cast<float>(exact);
-  if (nearest - nearest != 0 || std::fabs(static_cast<double>(nearest)) <= std::fabs(exact)) {
-    return nearest;
-  }
-  return std::nextafter(nearest, 0.0f);
-}
-
 }  // namespace
 
 namespace races {
@@ -394,9 +368,6 @@ unsigned long long meet_warp(const char* what, Where where, unsigned int mask, b
   return fibers[current].got;
 }
 
-namespace {
-
-// The whole warp meets; the lane that comes last computes what all get from what all brought.
 void meet_lanes(const char* what, Where where, void* brought, void (*compute)(void* const* all)) {
   const int first = current / static_cast<int>(WARP) * static_cast<int>(WARP);
   Meeting& meeting = warp_meeting(what, where, WHOLE_WARP);
@@ -408,8 +379,6 @@ void meet_lanes(const char* what, Where where, void* brought, void (*compute)(vo
     complete(meeting);
   }
 }
-
-}  // namespace
 
 unsigned int vote(const char* what, Where where, unsigned int mask, bool condition) {
   Meeting& meeting = warp_meeting(what, where, mask);
@@ -423,64 +392,13 @@ unsigned int vote(const char* what, Where where, unsigned int mask, bool conditi
   return static_cast<unsigned int>(fibers[current].got);
 }
 
-void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
-                   unsigned int (&got)[4], bool transposed) {
-  struct Brought {
-    const unsigned int* row;
-    unsigned int* got;
-    bool transposed;
-  } mine = {row, got, transposed};
-  meet_lanes(what, where, &mine, [](void* const* all) {
-    const auto element = [&](unsigned int matrix, unsigned int r, unsigned int c) {
-      const auto& from = *static_cast<Brought*>(all[8 * matrix + r]);
-      return from.row[c / 2] >> c % 2 * 16 & 0xffffu;
-    };
-    for (unsigned int lane = 0; lane < WARP; ++lane) {
-      const auto& to = *static_cast<Brought*>(all[lane]);
-      const unsigned int r = lane / 4, c = lane % 4 * 2;
-      for (unsigned int m = 0; m < 4; ++m) {
-        to.got[m] = to.transposed ? element(m, c, r) | element(m, c + 1, r) << 16
-                                  : element(m, r, c) | element(m, r, c + 1) << 16;
-      }
-    }
-  });
-}
-
-// The products are exact. Sums of 8 of them and what was there before are cut off behind the 24 bits
-// of a float: tensor cores do not round to nearest, and the order of their sums is not told.
-void multiply_matrices(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],
-                       const unsigned int (&b)[2], bool brain) {
-  struct Brought {
-    float* c;
-    const unsigned int* a;
-    const unsigned int* b;
-    bool brain;
-  } mine = {c, a, b, brain};
-  meet_lanes(what, where, &mine, [](void* const* all) {
-    const auto of = [&](unsigned int lane) { return *static_cast<Brought*>(all[lane]); };
-    double left[16][16], right[16][8];
-    for (unsigned int lane = 0; lane < WARP; ++lane) {
-      const Brought from = of(lane);
-      const unsigned int r = lane / 4, k = lane % 4 * 2;
-      for (unsigned int n = 0; n < 8; ++n) {
-        const unsigned int half = n % 2;
-        left[r + n / 2 % 2 * 8][k + n / 4 * 8 + half] = widened(from.a[n / 2], half, from.brain);
-        if (n < 4) right[k + n / 2 * 8 + half][r] = widened(from.b[n / 2], half, from.brain);
-      }
-    }
-    for (unsigned int lane = 0; lane < WARP; ++lane) {
-      for (unsigned int n = 0; n < 4; ++n) {
-        float& sum = of(lane).c[n];
-        for (unsigned int k = 0; k < 16; k += 8) {
-          double exact = static_cast<double>(sum);
-          for (unsigned int x = k; x < k + 8; ++x) {
-            exact += left[lane / 4 + n / 2 * 8][x] * right[x][lane % 4 * 2 + n % 2];
-          }
-          sum = cut_off(exact);
-        }
-      }
-    }
-  });
+const unsigned int* matrix_row(const char* what, Where where, unsigned int address) {
+  if (address % 16 != 0) {
+    fault_of("gives %s the address %u, which is no multiple of 16", text_of(what, where).c_str(),
+             address);
+    stop();
+  }
+  return reinterpret_cast<const unsigned int*>(shared + address);
 }
 
 void begin_copy(void* to, const void* from, unsigned int bytes, unsigned int wanted) {

@@ -43,12 +43,16 @@ bool meet_block(const char* what, Where where, bool condition);
 unsigned long long meet_warp(const char* what, Where where, unsigned int mask, bool orders,
                              unsigned long long given, unsigned int source);
 
+// Waits until the whole warp is here; the lane that comes last computes what all get from what all
+// brought.
+void meet_lanes(const char* what, Where where, void* brought, void (*compute)(void* const* all));
+
 // The lanes of `mask` for which the condition holds.
 unsigned int vote(const char* what, Where where, unsigned int mask, bool condition);
 
-// Begins to copy to shared memory, or to write zeros where `from` is null. Of 16 bytes only the first
-// `wanted` may come from there, and the others are zeros. It lands at once or when it is waited for,
-// as the schedule says; until then nobody may touch its place.
+// Begins to copy to shared memory, or to write zeros where `from` is null. Of 16 bytes only the
+// first `wanted` may come from there, and the others are zeros. It lands at once or when it is
+// waited for, as the schedule says; until then nobody may touch its place.
 void begin_copy(void* to, const void* from, unsigned int bytes, unsigned int wanted);
 
 // Makes a group of the copies that this thread began since the last one.
@@ -60,14 +64,17 @@ void wait_copies(unsigned int pending);
 // Waits for all copies that this thread began.
 void finish_copies();
 
+// The 16 bytes of shared memory at an address: a row of a matrix.
+const unsigned int* matrix_row(const char* what, Where where, unsigned int address);
+
 // Four 8 x 8 matrices of 16-bit elements. Lane 8 m + r brings row r of matrix m, and gets of every
 // matrix the elements 2 (lane % 4) and the next one of row lane / 4; of the matrix transposed where
 // `transposed`.
 void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
                    unsigned int (&got)[4], bool transposed);
 
-// c += a b, as mma.sync.m16n8k16 has them in its lanes: a is 16 x 16, b is 16 x 8. Elements of a and
-// b are float16, or bfloat16 where `brain`.
+// c += a b, as mma.sync.m16n8k16 has them in its lanes: a is 16 x 16, b is 16 x 8. Elements of a
+// and b are float16, or bfloat16 where `brain`.
 void multiply_matrices(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],
                        const unsigned int (&b)[2], bool brain);
 

@@ -1,0 +1,219 @@
+"""The forward by tensor cores, on the CPU: what is particular to it, and when it is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_specialisations import SHARED_MEMORY, capability
+from emulator import build
+from emulator.calls import Blocks, Chosen, Emulator
+from emulator.machine import REVERSE, randomly
+from harness import attend
+from placement import same_bits
+
+from cupyflash import config, masks, scores, tensor_tiles, validate
+from cupyflash.problem import Plan
+from cupyflash.reference import philox
+from cupyflash.target import Target
+from cupyflash.testing import Precision, forward_bound, rho
+from cupyflash.tiles import REGISTERS
+
+emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+BLOCKS = Blocks(32, 16, 64)
+EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
+
+
+def draw(dtype, *shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def run(q, k, v, blocks=BLOCKS, schedule=REVERSE, **options):
+    """Compute out and lse on the emulator, into memory that holds NaN."""
+    call = validate.call(q, k, v, **options)
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+    lse = np.full(q.shape[:-1], np.nan, np.float32)
+    visited = np.zeros(1, np.uint64)
+    Emulator(blocks, schedule).forward(call, out, lse, visited)
+    return out, lse, int(visited[0])
+
+
+def within_the_bound(q, k, v, out, lse, block_kv=16, **options):
+    precision = Precision.of(q.dtype, tensor_cores=True)
+    bound = forward_bound(q, k, v, precision=precision, block_kv=block_kv, **options)
+    assert rho(out, *bound.out).value <= 1
+    assert rho(lse, *bound.lse).value <= 1
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("options", [{}, {"mask": masks.causal(40)}], ids=["plain", "masked"])
+def test_logits_of_any_size(dtype, options):
+    # s c - m c with a rounded m c would be off by thousands: the maximum's own weight is not 1.
+    size = 60000 if dtype == np.float16 else 133120
+    q, k = np.full((1, 40, 64), size, dtype), np.full((1, 33, 64), size, dtype)
+    (v,) = draw(dtype, (1, 33, 24))
+    out, lse, _ = run(q, k, v, **options)
+    mean = v.astype(np.float64).mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(out.astype(np.float64), np.broadcast_to(mean, out.shape), atol=0.01)
+    exact = 64 / 8 * float(dtype.type(size)) ** 2 + np.log(33)
+    np.testing.assert_allclose(lse, exact, rtol=1e-6)
+
+
+@emulated
+@EACH_TYPE
+def test_a_large_row_changes_no_bit_of_its_neighbours(dtype):
+    q, k, v = draw(dtype, (1, 32, 16), (1, 33, 16), (1, 33, 16))
+    plain, lse, _ = run(q, k, v, scale=1e3)
+    q[0, 5] *= 1000
+    other, other_lse, _ = run(q, k, v, scale=1e3)
+    rest = np.arange(32) != 5
+    assert same_bits(plain[:, rest], other[:, rest])
+    assert same_bits(lse[:, rest], other_lse[:, rest])
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-300, -2.0, 3e38])
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": masks.causal()}, {"score_mod": scores.softcap(2.0)}]
+)
+def test_every_finite_scale(dtype, scale, options):
+    q, k, v = draw(dtype, (2, 40, 24), (1, 53, 24), (1, 53, 16))
+    if scale > 1e30:
+        q[:] = 0
+    sink = np.array([0.5, -np.inf], np.float32)
+    out, lse, _ = run(q, k, v, scale=scale, sink=sink, **options)
+    within_the_bound(q, k, v, out, lse, scale=scale, sink=sink, **options)
+
+
+# -- keys that take no part -----------------------------------------------------------------------
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"score_mod": scores.softcap(9.0)}], ids=["plain", "score"]
+)
+def test_a_value_reaches_only_the_rows_that_see_it(dtype, value, options):
+    q, k, v = draw(dtype, (1, 40, 24), (1, 40, 24), (1, 40, 24))
+    options = {"mask": masks.causal(), **options}
+    plain, lse, _ = run(q, k, v, **options)
+    v[0, 20, 3] = value
+    other, other_lse, _ = run(q, k, v, **options)
+    assert same_bits(lse, other_lse)
+    elsewhere = np.ones(plain.shape, bool)
+    elsewhere[0, 20:, 3] = False
+    assert same_bits(plain[elsewhere], other[elsewhere])
+    seen = other[0, 20:, 3].astype(np.float32)
+    assert (np.isnan(seen) if np.isnan(value) else seen == value).all()
+
+
+@emulated
+@EACH_TYPE
+def test_a_key_reaches_only_the_rows_that_see_it(dtype):
+    q, k, v = draw(dtype, (1, 40, 24), (1, 40, 24), (1, 40, 24))
+    plain, lse, _ = run(q, k, v, mask=masks.causal())
+    k[0, 20, 3] = np.nan
+    other, other_lse, _ = run(q, k, v, mask=masks.causal())
+    assert same_bits(plain[:, :20], other[:, :20])
+    assert same_bits(lse[:, :20], other_lse[:, :20])
+    assert np.isnan(other[:, 20:].astype(np.float32)).all()
+
+
+# -- tiles ----------------------------------------------------------------------------------------
+
+
+@emulated
+@pytest.mark.parametrize("option", [{}, {"mask": masks.causal()}, {"mask": masks.window(9, 3)},
+                                    {"mask": masks.lengths(np.array([20, 0]))}])  # fmt: skip
+def test_as_many_tiles_are_visited_as_by_the_twin(option):
+    arrays = draw(TYPES[0], (2, 1, 700, 8), (2, 1, 700, 8), (2, 1, 700, 8))
+    *_, visited = run(*arrays, **option)
+    assert visited == attend(*arrays, tiles=(32, 16), **option).visited
+
+
+@emulated
+@EACH_TYPE
+def test_dropped_pairs_are_those_of_the_twin(dtype):
+    size, seed, p = 40, 2**63 + 12345, 0.37
+    q = np.zeros((2, 3, size, 8), dtype)
+    v = np.broadcast_to(np.eye(size, dtype=dtype), (2, 3, size, size))
+    kept = philox.keep(
+        seed, p, np.arange(6).reshape(2, 3, 1, 1), np.arange(size)[:, None], np.arange(size)
+    )
+    for blocks in (Blocks(32, 16, 64), Blocks(64, 32, 64), Blocks(16, 48, 32)):
+        out, *_ = run(q, q, v, blocks, randomly(1), dropout=p, seed=seed)
+        np.testing.assert_array_equal(out != 0, kept)
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256), (1, 200), (96, 40)], ids=str)
+def test_the_tiles_that_gpus_get(dtype, arch, sizes):
+    d, d_v = sizes
+    q, k, v = draw(dtype, (2, 135, d), (1, 150, d), (1, 150, d_v))
+    chosen = Chosen(shared_memory=SHARED_MEMORY[arch])
+    out, lse, _ = run(q, k, v, chosen, randomly(1), mask=masks.causal())
+    within_the_bound(q, k, v, out, lse, 32, mask=masks.causal())
+
+
+# -- when it is chosen ----------------------------------------------------------------------------
+
+
+def problem_of(dtype, d, d_v):
+    q, v = np.zeros((1, d), dtype), np.zeros((1, d_v), dtype)
+    return validate.call(q, q, v).problem
+
+
+def target_of(arch):
+    return Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "d", "d_v", "words"),
+    [
+        ("sm_80", np.float16, 256, 1, "tensor cores"),
+        ("sm_120", ml_dtypes.bfloat16, 3, 256, "tensor cores"),
+        ("sm_75", np.float16, 64, 64, "forward_sm80 needs 8.0"),
+        ("sm_90", np.float16, 64, 257, "64 and 257 are beyond the 256"),
+        ("sm_90", np.float32, 64, 64, "portable kernel in float32"),
+        ("sm_90", np.float64, 64, 64, "portable kernel in float64"),
+    ],
+)
+def test_the_plan_says_why(arch, dtype, d, d_v, words):
+    plan = config.choose(problem_of(dtype, d, d_v), target_of(arch))
+    assert plan.kernel == ("forward_sm80" if words == "tensor cores" else "forward_simt")
+    assert words in plan.reason
+
+
+def test_a_plan_of_ones_own_is_taken():
+    plan = Plan("forward_simt", 32, 32, "for a test")
+    kernel, tiles = config.forward(problem_of(np.float16, 64, 64), target_of("sm_90"), plan)
+    assert (kernel, tiles.block_q, tiles.block_kv) == ("forward_simt", 32, 32)
+
+
+@pytest.mark.parametrize("arch", [x for x in SHARED_MEMORY if x != "sm_75"])
+def test_tiles_fit(arch):
+    for d in range(1, tensor_tiles.LARGEST_HEAD + 1, 5):
+        for d_v in (1, d, 256):
+            tiles = tensor_tiles.fit(d, d_v, SHARED_MEMORY[arch])
+            assert tiles is not None
+            assert tiles.resident_blocks * tiles.threads * 128 <= REGISTERS
+            rows = tiles.block_q * 32 // tiles.threads
+            assert rows in (16, 32)
+            assert tiles.block_kv % 16 == 0
+
+
+def test_too_little_shared_memory_leaves_the_portable_kernel():
+    small = dataclasses.replace(target_of("sm_80"), shared_memory=40000)
+    assert config.forward(problem_of(np.float16, 256, 256), small)[0] == "forward_simt"
