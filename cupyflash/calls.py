@@ -158,7 +158,8 @@ def backward(
     if grads_out is None or type(grads_out) is Gradients:
         read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
         written = {} if grads_out is None else grads_out._asdict()
-        seen = request.signature("backward", read, {**written, "workspace": workspace})
+        kind = "deterministic backward" if deterministic else "backward"
+        seen = request.signature(kind, read, {**written, "workspace": workspace})
     known = None if seen is None else replay.find(seen)
     if known is not None:
         done = replay.backward(*known, grads_out, workspace)
@@ -198,7 +199,14 @@ def backward(
         made.append(full)
         results.append(target if target is not None else full[0] if matrix else full)
     served = dispatch.backward(
-        call, rows["do"], rows["out"], rows["lse"], rows.get("dlse"), Gradients(*made), scratch
+        call,
+        rows["do"],
+        rows["out"],
+        rows["lse"],
+        rows.get("dlse"),
+        Gradients(*made),
+        scratch,
+        deterministic=bool(deterministic),
     )
     if seen is not None:
         replay.keep(seen, served, results)

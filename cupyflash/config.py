@@ -83,6 +83,48 @@ def forward(problem: Problem, target: Target, plan: Plan | None = None) -> tuple
     return "forward_simt", simt("forward_simt", problem, target, blocks=blocks)
 
 
+def backward(
+    kernel: str, problem: Problem, target: Target, slope: bool, plan: Plan | None = None
+) -> tuple[str, Tiles]:
+    """Return the kernel that serves a part of the backward on a device, and its tiles.
+
+    Parameters
+    ----------
+    kernel : str
+        The part: dkdv or dq.
+    problem : Problem
+        Types and sizes.
+    target : Target
+        The device.
+    slope : bool
+        Whether scores are changed.
+    plan : Plan, optional
+        Another kernel and other tiles than the best ones.
+
+    Raises
+    ------
+    ArgumentError
+        If the device is too old, or has too little shared memory for these head sizes.
+    """
+    if plan is None and tensor_tiles.serves(problem, target.capability):
+        name = f"backward_sm80_{kernel}"
+        tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
+        if tiles is not None:
+            return name, tiles
+    blocks = None if plan is None else (plan.block_q, plan.block_kv)
+    name = f"backward_simt_{kernel}"
+    return name, simt(name, problem, target, slope, blocks)
+
+
+def adds_dq(
+    problem: Problem, target: Target, deterministic: bool, plan: Plan | None = None
+) -> bool:
+    """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks."""
+    if deterministic or problem.dtype.itemsize != 2:
+        return False
+    return backward("dkdv", problem, target, False, plan)[0] == "backward_sm80_dkdv"
+
+
 def simt(
     kernel: str,
     problem: Problem,

@@ -65,10 +65,12 @@ def backward(
     gradients: Gradients,
     workspace: Array | None,
     plan: Plan | None = None,
+    deterministic: bool = False,
 ) -> Served:
     """Compute `gradients`."""
     if call.device is not None:
-        return launch.backward(call, do, out, lse, dlse, gradients, workspace, plan)
+        arrays = do, out, lse, dlse, gradients, workspace
+        return launch.backward(call, *arrays, plan, deterministic=deterministic)
     from cupyflash.reference import launch as cpu
 
     plan = plan or config.choose(call.problem)

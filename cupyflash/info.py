@@ -190,8 +190,8 @@ def served(capability: tuple[int, int]) -> str:
     if capability < tensor_tiles.OLDEST_CAPABILITY:
         return f"{said}; tensor cores are used from compute capability {oldest} on"
     return (
-        f"{said}; the forward in float16 and bfloat16 with heads up to {tensor_tiles.LARGEST_HEAD} "
-        "by the tensor cores of forward_sm80"
+        f"{said}; float16 and bfloat16 with heads up to {tensor_tiles.LARGEST_HEAD} by the tensor "
+        f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}"
     )
 
 

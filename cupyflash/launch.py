@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import compile as compiler
-from . import recipe, target
+from . import config, recipe, target
 from .errors import ArgumentError
 from .params import MAX_PARTS
 from .problem import Array, Call, Gradients, Plan
@@ -62,7 +62,7 @@ class Prepared:
         In order.
     scratch : dict of str to Laid
         As in the recipe.
-    all_zero : bool
+    all_zero, adds_dq : bool
         As in the recipe.
     """
 
@@ -70,6 +70,7 @@ class Prepared:
     launches: tuple[Ready, ...]
     scratch: Mapping[str, Laid]
     all_zero: bool = False
+    adds_dq: bool = False
 
     def forward(self, addresses: Mapping[str, int]) -> None:
         """Launch a forward; the device must be the current one."""
@@ -88,6 +89,8 @@ class Prepared:
         made = _scratch(self.scratch, workspace)
         for name, array in made.items():
             addresses = {**addresses, name: target.address(array)}
+        if self.adds_dq:
+            target.fill(made["dq"], 0)
         for launch in self.launches:
             launch.start(addresses)
         for name, computed in made.items():
@@ -115,7 +118,7 @@ class Served(NamedTuple):
 
 def _prepared(made: Recipe, device: int) -> Prepared:
     launches = tuple(Ready(each, device) for each in made.launches)
-    return Prepared(device, launches, made.scratch, made.all_zero)
+    return Prepared(device, launches, made.scratch, made.all_zero, made.adds_dq)
 
 
 def _scratch(parts: Mapping[str, Laid], workspace: Array | None) -> dict[str, Array]:
@@ -226,8 +229,12 @@ def backward(
     workspace: Array | None,
     plan: Plan | None = None,
     visited: Array | None = None,
+    deterministic: bool = False,
 ) -> Served:
-    """Write every gradient; `plan` and `visited` are as in `forward`."""
+    """Write every gradient; `plan` and `visited` are as in `forward`.
+
+    Unless `deterministic`, dq may be the sum of what blocks add in any order.
+    """
     device = _device(call)
     with target.current(device):
         if workspace is None and target.is_capturing():
@@ -238,7 +245,8 @@ def backward(
             )
         facts = target.of(device)
         arrays = (do, out, lse, dlse, gradients)
-        made = recipe.backward(call, facts, *arrays, plan, visited is not None)
+        counts = visited is not None
+        made = recipe.backward(call, facts, *arrays, plan, counts, deterministic)
         prepared = _prepared(made, device)
         addresses, copies = _read_in_place(call, made)
         addresses |= backward_addresses(do, out, lse, dlse, gradients)
@@ -257,8 +265,8 @@ def backward_addresses(
 
 
 def workspace_size(call: Call) -> int:
-    """Return the bytes of workspace that `backward` needs."""
-    parts = recipe.scratch_of(call)
+    """Return the bytes of workspace that `backward` needs, deterministic or not."""
+    parts = recipe.scratch_of(call, config.adds_dq(call.problem, target.of(_device(call)), False))
     return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())
 
 

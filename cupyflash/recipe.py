@@ -105,6 +105,7 @@ class Recipe:
     scratch: Mapping[str, Laid] = field(default_factory=dict)
     tables: tuple[Any, ...] = ()
     all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
+    adds_dq: bool = False  # launches add to dq's scratch, which is 0 before
 
 
 class _Writer:
@@ -169,10 +170,18 @@ class _Writer:
         """Return the tiles of a kernel."""
         return config.simt(kernel, self.call.problem, self.facts, functions.has_slope, self.blocks)
 
-    def over_rows(self, kernel: str, tiles: Tiles, of_keys: bool, own: tuple[int, ...]) -> None:
+    def over_rows(
+        self,
+        kernel: str,
+        tiles: Tiles,
+        of_keys: bool,
+        own: tuple[int, ...],
+        adds_dq: bool = False,
+    ) -> None:
         """Add a kernel whose blocks own rows of queries, or of keys, of one head each.
 
-        `own` are the lengths of the leading axes that its result has.
+        `own` are the lengths of the leading axes that its result has; `adds_dq` is as in
+        `Specialisation`.
         """
         problem, functions = self.call.problem, self.generated.functions
         heads = problem.heads_kv if of_keys else problem.heads
@@ -184,10 +193,16 @@ class _Writer:
         else:
             blocks = -(-self.told["len_k" if of_keys else "len_q"] // rows)
             grid = blocks * heads * math.prod(own)
-        self.over_tiles(kernel, tiles, grid, functions, blocks=blocks, own_size=own)
+        self.over_tiles(kernel, tiles, grid, functions, adds_dq, blocks=blocks, own_size=own)
 
     def over_tiles(
-        self, kernel: str, tiles: Tiles, grid: int, functions: Functions, **told: Any
+        self,
+        kernel: str,
+        tiles: Tiles,
+        grid: int,
+        functions: Functions,
+        adds_dq: bool = False,
+        **told: Any,
     ) -> None:
         """Add a kernel that works on tiles of scores; `told` goes before what all are told."""
         problem = self.call.problem
@@ -201,6 +216,7 @@ class _Writer:
             dropout=problem.dropout > 0,
             count_tiles="tiles_visited" in self.named,
             functions=functions,
+            adds_dq=adds_dq,
         )
         self._add(special, grid, self.told | told, self.named)
 
@@ -291,19 +307,27 @@ def backward(
     gradients: Gradients,
     plan: Plan | None = None,
     count_tiles: bool = False,
+    deterministic: bool = False,
 ) -> Recipe:
-    """Return the recipe of every gradient; `plan` and `count_tiles` as in `forward`."""
+    """Return the recipe of every gradient; `plan` and `count_tiles` as in `forward`.
+
+    Unless it has to be `deterministic`, one kernel may compute dk, dv and dq, which its blocks add
+    to memory in any order: five products of tiles instead of seven.
+    """
     problem = call.problem
     if not problem.batch or not problem.heads:
         return Recipe(all_zero=True)
     dq, dk, dv, dbias, dsink = gradients
-    scratch = scratch_of(call)
+    adds_dq = config.adds_dq(problem, facts, deterministic, plan)
+    scratch = scratch_of(call, adds_dq)
     if dsink is not None and not dsink.flags.c_contiguous:
         scratch["dsink"] = Laid(dsink.shape, dsink.dtype)
-    made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
+    made_dq, made_dk, made_dv = (
+        scratch.get(name, own) for name, own in (("dq", dq), ("dk", dk), ("dv", dv))
+    )
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}
-    arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
+    arrays |= {"d_out": (do, 3), "dq": (made_dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
     if dlse is not None:
         arrays["dlse"] = (dlse, 2)
     if dbias is not None:
@@ -311,7 +335,7 @@ def backward(
         arrays["dbias"] = (dbias, 3)
     writer = _Writer(call, facts, arrays, True, plan, count_tiles)
     writer.told |= {
-        "kind_dq": KINDS[problem.dtype.name],
+        "kind_dq": KINDS[made_dq.dtype.name],
         "kind_dk": KINDS[made_dk.dtype.name],
         "kind_dv": KINDS[made_dv.dtype.name],
     }
@@ -323,15 +347,15 @@ def backward(
         kind = KINDS[dsink.dtype.name]
         writer.over_results("backward_sink", tiles, problem.heads, ("dsink",), kind_dsink=kind)
     own = lead.sizes if problem.packed else lead.own("dk", "dv")
-    functions = writer.generated.functions
-    for kernel, of_keys, sizes in (
-        ("backward_simt_dkdv", True, own),
-        ("backward_simt_dq", False, lead.sizes if problem.packed else lead.own("dq")),
-    ):
-        writer.over_rows(kernel, writer.tiles(kernel, functions), of_keys, sizes)
+    slope = writer.generated.functions.has_slope
+    kernel, tiles = config.backward("dkdv", problem, facts, slope, plan)
+    writer.over_rows(kernel, tiles, True, own, adds_dq)
+    if not adds_dq:
+        kernel, tiles = config.backward("dq", problem, facts, slope, plan)
+        writer.over_rows(kernel, tiles, False, lead.sizes if problem.packed else lead.own("dq"))
     if dbias is not None:
         _bias_gradient(writer, dbias)
-    return Recipe(tuple(writer.launches), scratch, writer.generated.arrays)
+    return Recipe(tuple(writer.launches), scratch, writer.generated.arrays, adds_dq=adds_dq)
 
 
 def _bias_gradient(writer: _Writer, dbias: Array) -> None:
@@ -363,10 +387,11 @@ def _bias_gradient(writer: _Writer, dbias: Array) -> None:
     )
 
 
-def scratch_of(call: Call) -> dict[str, Laid]:
+def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
     """Return what the backward keeps beside its results: delta, one number per query.
 
-    Where k and v are broadcast over different axes, also their gradients before they are summed.
+    Where k and v are broadcast over different axes, also their gradients before they are summed,
+    and with `adds_dq` that of q.
     """
     problem = call.problem
     lead = () if problem.packed else problem.lead
@@ -375,6 +400,8 @@ def scratch_of(call: Call) -> dict[str, Laid]:
     if shared is not None:
         for name, array in (("dk", call.k), ("dv", call.v)):
             scratch[name] = Laid((*shared, *array.shape[-3:]), problem.accumulator)
+    if adds_dq:
+        scratch["dq"] = Laid(call.q.shape, problem.accumulator)
     return scratch
 
 

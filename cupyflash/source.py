@@ -42,8 +42,9 @@ class Specialisation:
         Head sizes; 0 where the kernel has no use for them.
     tiles : Tiles
         Tile, threads and shared memory of a block.
-    packed, dropout, count_tiles : bool
-        Whether sequences are packed, pairs dropped, tiles counted.
+    packed, dropout, count_tiles, adds_dq : bool
+        Whether sequences are packed, pairs dropped, tiles counted, and whether the kernel that
+        computes dk and dv adds its share of dq to memory, too.
     functions : Functions
         Those of the call's expressions.
     """
@@ -57,6 +58,7 @@ class Specialisation:
     dropout: bool = False
     count_tiles: bool = False
     functions: Functions = NONE
+    adds_dq: bool = False
 
     @property
     def name(self) -> str:
@@ -68,6 +70,7 @@ class Specialisation:
             "score": has.has_score,
             "dropout": self.dropout,
             "count": self.count_tiles,
+            "dq": self.adds_dq,
         }
         sizes = {"d": self.d, "dv": self.d_v}
         blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
@@ -106,6 +109,7 @@ def prelude(special: Specialisation) -> str:
             "HAS_DROPOUT": special.dropout,
             "PACKED": special.packed,
             "COUNT_TILES": special.count_tiles,
+            "ADDS_DQ": special.adds_dq,
         },
     }
     lines = [

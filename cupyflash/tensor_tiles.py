@@ -6,6 +6,7 @@ module agree on the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,55 @@ def fit(d: int, d_v: int, limit: int) -> Tiles | None:
     largest = next(most for most in FORWARD if max(d, d_v) <= most)
     for block_q, block_kv, warps, slots, resident in FORWARD[largest]:
         shared = shared_memory(block_q, block_kv, slots, d, d_v)
+        if shared <= limit:
+            return Tiles(block_q, block_kv, 32 * warps, shared, resident)
+    return None
+
+
+# The same of the backward, with stages that the operand that passes by is copied to.
+BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
+    "backward_sm80_dkdv": {
+        64: ((128, 128, 8, 2, 1), (64, 128, 8, 2, 1), (64, 64, 4, 2, 1)),
+        128: ((64, 128, 8, 2, 1), (32, 64, 4, 2, 1)),
+        256: ((64, 64, 8, 2, 1), (64, 64, 8, 1, 1), (32, 32, 4, 1, 1)),
+    },
+    "backward_sm80_dq": {
+        64: ((128, 64, 4, 2, 2),),
+        128: ((128, 32, 4, 2, 2), (64, 32, 4, 2, 2)),
+        256: ((128, 32, 8, 2, 1), (64, 32, 4, 2, 1), (64, 16, 4, 1, 1)),
+    },
+}
+
+
+def backward_sm80_dkdv(
+    block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int
+) -> int:
+    """Bytes of backward_sm80_dkdv.cu: keys, values, P, dS, stages, lse and delta, and little."""
+    columns = row_bytes(d) + row_bytes(d_v)
+    held = block_kv * (columns + 2 * row_bytes(block_q)) + 8 * block_q + 4 * warps + HEAD_BYTES
+    return held + stages * block_q * columns
+
+
+def backward_sm80_dq(block_q: int, block_kv: int, _: int, stages: int, d: int, d_v: int) -> int:
+    """Bytes of backward_sm80_dq.cu: queries, do, lse and delta, stages."""
+    columns = row_bytes(d) + row_bytes(d_v)
+    return block_q * (columns + 8) + stages * block_kv * columns + ENTRY_BYTES
+
+
+# What a block knows of the head, and of the entry, that passes by.
+HEAD_BYTES, ENTRY_BYTES = 176, 136
+_BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
+    "backward_sm80_dkdv": backward_sm80_dkdv,
+    "backward_sm80_dq": backward_sm80_dq,
+}
+
+
+def fit_backward(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
+    """Return the best tiles of a kernel of the backward, as `fit` does."""
+    table = BACKWARD[kernel]
+    largest = next(most for most in table if max(d, d_v) <= most)
+    for block_q, block_kv, warps, stages, resident in table[largest]:
+        shared = _BYTES[kernel](block_q, block_kv, warps, stages, d, d_v)
         if shared <= limit:
             return Tiles(block_q, block_kv, 32 * warps, shared, resident)
     return None

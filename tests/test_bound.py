@@ -1,10 +1,12 @@
 """The bound: values worked by hand, no false alarm, and teeth."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyflash.reference import naive, philox
+from cupyflash.reference import naive, naive_formulas, philox
 from cupyflash.testing import (
     Precision,
     backward_bound,
@@ -318,6 +320,26 @@ def test_output_rounding_of_each_type():
         assert np.all(bounds[dtype].out.bound > bound)  # P is an operand of 16 bits there
 
 
+@pytest.mark.parametrize(("size", "power", "legal"), [
+    (2.0**-13, 26, True), (2.0**-13, 21, True), (2.0**-13, 0, False),
+    (2.0**18, -5, True), (2.0**18, 0, False), (2.0**18, -32, False),
+])  # fmt: skip
+def test_ds_in_float16_neither_vanishes_nor_overflows(size, power, legal):
+    q, k, v, do = (x.astype(np.float64) for x in problem())
+    k, do = 64 * k, size * do
+    q = q / 64
+    _, f = naive.forward_dense(q, k, v)
+    ds = naive_formulas.backward_block(f, do, None).dscores
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = (ds * 2.0**power).astype(np.float16).astype(np.float64)
+        dq = f.scale * (stored * 2.0**-power) @ f.k
+    precision = dataclasses.replace(
+        Precision.of(np.float16, tensor_cores=True), output=Precision.of(np.float32).output
+    )
+    bound = backward_bound(do, q, k, v, precision=precision)
+    assert (rho(dq, *bound.dq).value <= 1) == legal
+
+
 def test_masked_rows_and_keys_have_zero_exact_values_and_tiny_bounds():
     q, k, v, do = problem(rows=6, keys=4)  # causal: rows 0 and 1 see nothing
     k[:, 3] = np.nan  # only the last row sees the last key
@@ -457,6 +479,8 @@ def test_precision_of_each_type():
     half = Precision.of(np.float16, tensor_cores=True)
     assert (half.unit, half.product.unit, half.output.unit) == (2.0**-24, 2.0**-11, 2.0**-11)
     assert half.truncates
+    assert half.scaled_underflow == 2.0**-32
+    assert Precision.of("bfloat16", tensor_cores=True).scaled_underflow == 0
     assert Precision.of("bfloat16").product.unit == 0
     assert Precision.of(np.float32, tensor_cores=True).product.unit == 0
     np.testing.assert_allclose(SINGLE.gamma([0, 1, 2**23, 2**24]), [0, 2.0**-24, 1, np.inf], 1e-6)

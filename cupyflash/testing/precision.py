@@ -18,6 +18,10 @@ _FORMATS: dict[str, tuple[float, float, float]] = {
     "float64": (2.0**-53, 2.0**-1022, float(np.finfo(np.float64).max)),
 }
 
+# Powers of two by which dS is multiplied before it is rounded to float16 bring the largest of those
+# that share one to this at least.
+LEAST_LARGEST = 2.0**7
+
 
 @dataclass(frozen=True)
 class Rounding:
@@ -78,6 +82,9 @@ class Precision:
     truncates : bool
         Whether the accumulator rounds toward zero, as tensor cores do, which doubles the bound of
         every rounding.
+    scaled_underflow : float
+        Largest absolute error of a dS below the normal range of `product`, relative to the largest
+        |dS|, where dS is multiplied by a power of two before it is rounded; 0 where it is not.
     """
 
     unit: float
@@ -87,6 +94,7 @@ class Precision:
     product: Rounding
     output: Rounding
     truncates: bool = False
+    scaled_underflow: float = 0.0
 
     @classmethod
     def of(cls, dtype: DTypeLike, tensor_cores: bool = False) -> Precision:
@@ -108,6 +116,7 @@ class Precision:
         double = np.dtype(dtype).name == "float64"
         unit, underflow, largest = _FORMATS["float64" if double else "float32"]
         exact = Rounding(0.0, 0.0, largest)
+        scaled = tensor_cores and np.dtype(dtype).name == "float16"
         return cls(
             unit=unit,
             exp2_error=2.0**-50 if double else 2.0**-22,
@@ -116,6 +125,7 @@ class Precision:
             product=output if tensor_cores and output.unit > unit else exact,
             output=output,
             truncates=tensor_cores,
+            scaled_underflow=output.underflow / LEAST_LARGEST if scaled else 0.0,
         )
 
     @classmethod

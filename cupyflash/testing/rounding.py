@@ -40,7 +40,11 @@ sums, and ``W = H + 2u(|Delta| + H)`` after them::
 
     error of dT:  E = (P (exp(b) - 1) + lam)(|Delta| + W) + P W + u P exp(b) (|Delta| + W) + lam
 
-The slope of the score chain multiplies it; u_p rounds it as an operand. Each gradient is then one
+The slope of the score chain multiplies it; u_p rounds it as an operand. Where that is float16, dS
+may overflow or vanish, so kernels multiply it by a power of two, which is exact, and divide the sum
+by it. The power belongs to a tile or to all tiles so far, and is such that the largest dS of them
+comes to 2^7 at least: what is lost below float16's normal range is at most ``lam_p / 2^7`` of that,
+hence of the largest dS of all. Where dS is rounded as it is, lam_p is lost. Each gradient is then one
 sum over all pairs that reach it, over queries, the heads of a group and broadcast axes alike:
 ``sum of term errors + gamma(terms + 3) * sum of |terms|``, then the output's rounding.
 
@@ -136,7 +140,7 @@ def matmul(a: Floats, b: Floats) -> Floats:
     return result
 
 
-def times(a: Floats, b: Floats) -> Floats:
+def times(a: Floats, b: Floats | float) -> Floats:
     """Multiply bounds elementwise with ``0 * inf = 0``."""
     return np.where((a == 0) | (b == 0), 0.0, a * b)
 
@@ -413,8 +417,10 @@ def backward_errors(
     if slope.size and not (np.all(f.slope[allowed] == 1) and not e.slope.any()):
         error = error + unit * times(dlogits + dlogits_error, slope + e.slope) + lam * counts
     dscores = magnitude(g.dscores)
-    error = error + precision.product.unit * (dscores + error)
-    error = error + precision.product.underflow * counts
+    underflow = precision.product.underflow
+    if precision.scaled_underflow:
+        underflow = precision.scaled_underflow * (dscores + error).max(initial=0)
+    error = error + precision.product.unit * (dscores + error) + times(counts, underflow)
     keys, queries = magnitude(f.k), magnitude(f.q)
     seen_keys = counts.sum(axis=-1)[..., None]
     dq = Terms(

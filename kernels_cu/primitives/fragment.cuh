@@ -15,7 +15,8 @@
 namespace fragment {
 
 constexpr int WARPS = THREADS / arch::WARP_SIZE;
-constexpr int M_TILES = BLOCK_Q / (16 * WARPS);
+// Of kernels whose blocks own queries; others say their warps' rows themselves.
+constexpr int M_TILES = matmul::larger(1, BLOCK_Q / (16 * WARPS));
 constexpr int WARP_ROWS = 16 * M_TILES;
 
 __device__ constexpr int row_bytes(int width) { return matmul::round_up(width, 64) * 2; }

@@ -27,6 +27,8 @@ from .machine import FORWARD, Schedule, machine
 
 Read = Callable[[str], str]
 
+LEAST_WITH_TENSOR_CORES = 101376  # bytes of shared memory, of GPUs that have them for bfloat16
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -42,6 +44,27 @@ class Blocks:
         if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
             return "forward_sm80", self.tensor_tiles(problem)
         return "forward_simt", self.tiles("forward_simt", problem, False)
+
+    def backward(self, part: str, problem: Problem, slope: bool) -> tuple[str, Tiles]:
+        """Return the kernel of a part of the backward, and its tiles."""
+        if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
+            kernel = f"backward_sm80_{part}"
+            return kernel, self.gradient_tiles(kernel, problem)
+        kernel = f"backward_simt_{part}"
+        return kernel, self.tiles(kernel, problem, slope)
+
+    def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
+        """Return tiles for tensor cores: rows as warps own them, one or two stages."""
+        warps = self.threads // 32
+        block_q, block_kv = self.block_q, self.block_kv
+        if kernel == "backward_sm80_dq":
+            block_q = 32 * warps if block_q >= 32 * warps else 16 * warps
+        else:  # every warp has 16 or 32 keys of a tile, and 16 queries or more
+            block_q = max(block_q, 16 * -(-16 * warps // block_kv))
+        stages = 1 + (block_q + block_kv + problem.d) // 16 % 2
+        sizes = block_q, block_kv, warps, stages, problem.d, problem.d_v
+        shared = getattr(tensor_tiles, kernel)(*sizes)
+        return Tiles(block_q, block_kv, self.threads, shared)
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: 16 or 32 rows a warp, a ring of 2 or 3 places."""
@@ -78,6 +101,13 @@ class Chosen(Blocks):
         assert chosen is not None
         return chosen
 
+    def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
+        """Return the tiles that the package's table gives the backward for tensor cores."""
+        limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
+        chosen = tensor_tiles.fit_backward(kernel, problem.d, problem.d_v, limit)
+        assert chosen is not None
+        return chosen
+
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return the tiles that the package's table gives the forward for tensor cores."""
         chosen = tensor_tiles.fit(problem.d, problem.d_v, self.shared_memory)
@@ -99,12 +129,15 @@ class Emulator:
         What is built: see `build.FLAVOURS`.
     read : function
         Returns the files of `kernels_cu`, perhaps changed.
+    deterministic : bool
+        Whether gradients have to be.
     """
 
     blocks: Blocks = Blocks()
     schedule: Schedule = FORWARD
     flavour: str = "races"
     read: Read = build.read
+    deterministic: bool = False
 
     def forward(self, call: Call, out: Array, lse: Array, visited: Array | None = None) -> None:
         """Write out and lse, as `cupyflash.launch.forward`."""
@@ -123,7 +156,16 @@ class Emulator:
     ) -> None:
         """Write every gradient, as `cupyflash.launch.backward`."""
         arrays = do, out, lse, dlse, gradients, workspace
-        self._run(lambda: launch.backward(_on_device(call), *arrays, visited=visited))
+        self._run(
+            lambda: launch.backward(
+                _on_device(call), *arrays, visited=visited, deterministic=self.deterministic
+            )
+        )
+
+    def workspace_size(self, call: Call) -> int:
+        """Return the bytes of workspace of `backward`, as `cupyflash.launch.workspace_size`."""
+        with self._answering(self._ready):
+            return launch.workspace_size(_on_device(call))
 
     def combine(self, parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
         """Write the combination of several (out, lse), as `cupyflash.launch.combine`."""
@@ -157,10 +199,14 @@ class Emulator:
         def tiles(kernel: str, problem: Problem, _: Any, slope: bool, __: Any) -> Tiles:
             return self.blocks.tiles(kernel, problem, slope)
 
+        def backward(part: str, problem: Problem, _: Any, slope: bool, __: Any) -> Any:
+            return self.blocks.backward(part, problem, slope)
+
         with (
             mock.patch.object(launch, "Ready", ready),
             mock.patch.object(config, "simt", tiles),
             mock.patch.object(config, "forward", lambda problem, *_: self.blocks.forward(problem)),
+            mock.patch.object(config, "backward", backward),
             mock.patch.multiple(
                 target,
                 of=lambda _: None,

@@ -10,7 +10,6 @@ from harness import backward_ratios, call_of, forward_ratios
 from placement import Layout, Placed, random_layout
 from strategies import Problem
 
-from cupyflash import launch
 from cupyflash.problem import Array, Call, Gradients
 from cupyflash.testing import Precision
 from cupyflash.testing import copies as memory
@@ -21,12 +20,12 @@ from .machine import randomly
 
 
 def emulator_of(problem: Problem) -> Emulator:
-    """Return tiles near the problem's own; its seed chooses threads, cores and a schedule."""
+    """Return tiles near the problem's own; its seed chooses the rest."""
     rng = np.random.default_rng([problem.seed, 3])
     most = max(problem.q.shape[-1], problem.v.shape[-1])
     tiles = [16 if n <= 16 and most <= 256 else 32 for n in problem.tiles or (32, 32)]
     blocks = Blocks(*tiles, int(rng.choice([32, 64, 128])), tensor=bool(rng.random() < 0.7))
-    return Emulator(blocks, randomly(problem.seed))
+    return Emulator(blocks, randomly(problem.seed), deterministic=bool(rng.random() < 0.4))
 
 
 class HostMemory(memory.HostMemory):
@@ -81,7 +80,7 @@ def run_backward(problem: Problem, emulator: Emulator, out: Array, lse: Array) -
     given = [_full(copies.array(x), call.matrices) for x in rows]
     workspace = None
     if problem.workspace:
-        workspace = copies.array(Placed((launch.workspace_size(call),), np.uint8).view, True)
+        workspace = copies.array(Placed((emulator.workspace_size(call),), np.uint8).view, True)
     emulator.backward(call, *given, gradients, workspace)
     copies.check()
     return Gradients(*(None if x is None else copies.value(x) for x in made))

@@ -435,6 +435,8 @@ unsigned long long add_at_once(unsigned long long* place, unsigned long long val
   return before;
 }
 
+void add_at_once(float* place, float value) { *place += value; }
+
 }  // namespace emulator
 
 // Runs every block; returns whether there was no fault.

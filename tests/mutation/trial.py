@@ -183,7 +183,7 @@ def _run_of(case: Case) -> Run:
         likes["out"] = _spread(problem.do.shape, problem.dtype)
         likes["lse"] = _spread(problem.do.shape[:-1], problem.accumulator)
         likes["dq"] = _spread(problem.q.shape, problem.dtype)
-    likes["workspace"] = Placed((launch.workspace_size(call),), np.uint8).view
+    likes["workspace"] = Placed((emulator.workspace_size(call),), np.uint8).view
     likes["visited"] = np.zeros(1, np.uint64)
     views = {name: copies.array(x, True) for name, x in likes.items()}
     views["visited"][...] = 0

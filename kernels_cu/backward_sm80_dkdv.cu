@@ -1,0 +1,255 @@
+// Tiled attention, backward, gradients of keys and values in 16-bit types by the tensor cores of
+// compute capability 8.0 and later: the twin of `backward_dkdv` in reference/backward.py.
+//
+// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
+// The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
+// in that order. Nothing is written by two blocks, so the result does not depend on their order.
+// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
+// is float32 and 0 before, row after row without gaps: in any order of the blocks.
+//
+// Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
+//
+// A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
+// shared memory. Of dk and dv it has the same keys, all the tile's queries and a share of the
+// columns. While a tile is multiplied, the next one is on its way, if there are two STAGES.
+//
+// Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
+// Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, what is
+// known of the head, a number of each warp. BLOCK_KV and BLOCK_Q are as the assertions say.
+#include "params.cuh"
+#include "primitives/fragment_gradient.cuh"
+#include "primitives/fragment_product.cuh"
+
+namespace {
+
+using fragment::WARPS;
+
+// Keys of a warp: 32, if that leaves every warp 16 queries of a tile or more.
+constexpr bool WIDE =
+    BLOCK_KV % 32 == 0 && BLOCK_KV <= 32 * WARPS && 512 * WARPS <= BLOCK_Q * BLOCK_KV;
+constexpr int WARP_KEYS = WIDE ? 32 : 16;
+constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;  // warps with the same keys
+constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
+constexpr int ROWS = WARP_KEYS / 8;
+constexpr int COLUMNS = WARP_QUERIES / 4;
+using ShareK = fragment_product::Share<D, SHARERS>;
+using ShareV = fragment_product::Share<D_V, SHARERS>;
+// Of dq a warp has 32 or 16 of the tile's queries and a share of the columns.
+constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
+constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
+using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
+
+// What a block knows of the head whose queries pass by. It lies in shared memory, because registers
+// hold the sums.
+struct Head {
+  layout::Entry entry;
+  memory::Rows q, d_out;
+  memory::Numbers lse, delta;
+  float* dq;  // row 0
+};
+
+constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
+constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
+constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
+constexpr int HELD_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 * BLOCK_Q +
+                           4 * WARPS + static_cast<int>(sizeof(Head));
+constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES);
+constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
+
+static_assert(STORAGE < 2, "16-bit types");
+static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
+static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
+static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
+static_assert(SHARED_BYTES == HELD_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
+              "SHARED_BYTES");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  char* const k_smem = reinterpret_cast<char*>(shared_smem);
+  char* const v_smem = k_smem + BLOCK_KV * K_BYTES;
+  char* const p_smem = v_smem + BLOCK_KV * V_BYTES;
+  char* const ds_smem = p_smem + TILE_BYTES;
+  char* const stages_smem = ds_smem + TILE_BYTES;
+  float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
+  Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
+  float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
+
+  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
+  if (work.idle) return;
+  const long long h_kv = work.head;
+  const long long j0 = work.block * BLOCK_KV;
+  const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
+  const int warp = threadIdx.x / arch::WARP_SIZE;
+  const int warp_key = warp / SHARERS * WARP_KEYS;
+  const int warp_query = warp % SHARERS * WARP_QUERIES;
+  const fragment_gradient::Corner corner(warp_key, warp_query);
+  const ShareK share_k(warp % SHARERS);
+  const ShareV share_v(warp % SHARERS);
+  unsigned long long visited = 0;
+  if (threadIdx.x == 0) head_smem->entry = work.entry;
+
+  fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h_kv, true), j0,
+                                             nj);
+  fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(v_smem, memory::rows(p.v, work.entry, h_kv, true),
+                                               j0, nj);
+  float dk[ROWS][ShareK::COLUMNS], dv[ROWS][ShareV::COLUMNS];
+  matmul::clear(dk);
+  matmul::clear(dv);
+  fragment_gradient::Unit unit;
+
+  bool careful_keys = false;
+  if constexpr (ADDS_DQ && MAY_MASK) {
+    arch::finish_copies();
+    careful_keys = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem));
+  }
+
+  const long long members = layout::entries_sharing(p);
+#pragma unroll 1
+  for (long long member = 0; member < members; ++member) {
+#pragma unroll 1
+    for (long long h = h_kv * p.group; h < (h_kv + 1) * p.group; ++h) {
+      __syncthreads();  // what was known of the head before, and its last tile, which were read
+      if (threadIdx.x == 0) {
+        const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
+        *head_smem =
+            Head{entry,
+                 memory::rows(p.q, entry, h, false),
+                 memory::rows(p.d_out, entry, h, false),
+                 memory::numbers(p.lse, entry, h),
+                 memory::numbers(p.delta, entry, h),
+                 reinterpret_cast<float*>(p.dq.data) + layout::offset(p.dq, entry, h, false)};
+      }
+      __syncthreads();  // what is known of this one
+      fragment_gradient::RowNumbers numbers;
+      const auto begin = [&](const fragment_gradient::Queries& tile, int stage) {
+        char* const q_smem = stages_smem + stage * STAGE_BYTES;
+        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.i0, tile.ni);
+        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, head_smem->d_out,
+                                                    tile.i0, tile.ni);
+        numbers.load(head_smem->lse, head_smem->delta, tile.i0, tile.ni);
+      };
+      fragment_gradient::Queries now =
+          fragment_gradient::next_tile(p, head_smem->entry, h, 0, j0, nj);
+      if (now.ni == 0) continue;
+      begin(now, 0);
+      numbers.store(lse_smem, lse_smem + BLOCK_Q);
+      int stage = 0;
+#pragma unroll 1
+      while (now.ni > 0) {
+        const TileBox box = tile::describe_tile(head_smem->entry, h, now.i0, now.ni, j0, nj);
+        const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
+        char* const q_smem = stages_smem + stage * STAGE_BYTES;
+        char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
+        const float* const own_lse_smem = lse_smem + corner.column;
+        ++visited;
+
+        arch::finish_copies();
+        // The tile, which other threads copied, and the stage before, P and dS, which were read.
+        __syncthreads();
+        const fragment_gradient::Queries next =
+            fragment_gradient::next_tile(p, head_smem->entry, h, now.i0 + BLOCK_Q, j0, nj);
+        if (STAGES == 2 && next.ni > 0) begin(next, 1 - stage);
+        unsigned int kept[ROWS];
+        if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+
+        // 2 scores
+        float s[ROWS][COLUMNS];
+        fragment_product::multiply<D>(s, k_smem + warp_key * K_BYTES,
+                                      q_smem + warp_query * K_BYTES);
+        // 3 score mod
+        // 4 mask
+        // 5 probabilities and the gradient of the output's weights
+        fragment_gradient::probabilities<true, P_BYTES>(p, box, now.tile_class, masked, s, corner,
+                                                        own_lse_smem, kept, p_smem);
+        float dp[ROWS][COLUMNS];
+        fragment_product::multiply<D_V>(dp, v_smem + warp_key * V_BYTES,
+                                        do_smem + warp_query * V_BYTES);
+        fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
+        fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
+        const bool careful = MAY_MASK && masked &&
+                             !(fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
+                               fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem));
+        bool seen = false;
+        if constexpr (STORAGE == 0) {
+          const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
+          // P and dS, which other threads wrote.
+          if (arch::barrier_or(careful || exceeds)) {
+            seen = arch::barrier_or(careful);  // the same for all threads
+            const float own = fragment_gradient::largest_finite(s);
+            if (arch::lane_index() == 0) largest_smem[warp] = own;
+            __syncthreads();  // the warps' largest
+            float largest = 0;
+#pragma unroll
+            for (int n = 0; n < WARPS; ++n) largest = fmaxf(largest, largest_smem[n]);
+            if (largest > unit.largest) unit.widen(largest, dk);
+            fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
+            __syncthreads();  // dS, which other threads wrote
+          }
+        } else if (MAY_MASK && masked) {
+          seen = arch::barrier_or(careful);  // P and dS, which other threads wrote
+        } else {
+          __syncthreads();  // the same
+        }
+        // 6 accumulate dv and dk
+        const char* const p_rows = p_smem + warp_key * P_BYTES;
+        const char* const ds_rows = ds_smem + warp_key * P_BYTES;
+        if (seen) {
+          fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
+                                                                 share_v);
+          fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
+                                                               share_k);
+          __syncthreads();  // the tile, which is read as it came
+          fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
+          fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
+          __syncthreads();  // the tile, now finite
+        }
+        fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, do_smem, share_v);
+        fragment_product::multiply_add<D, BLOCK_Q, P_BYTES>(dk, ds_rows, q_smem, share_k);
+        if constexpr (ADDS_DQ) {
+          const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
+          const ShareQ share_q(warp % DQ_SHARERS);
+          float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
+          matmul::clear(dq);
+          if (careful_keys && masked) {
+            fragment_product::multiply_add_seen<D, BLOCK_KV, P_BYTES>(
+                dq, ds_smem, p_smem, warp_row / 16, k_smem, share_q);
+          } else {
+            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES>(
+                dq, ds_smem, warp_row / 16, k_smem, share_q);
+          }
+          matmul::scale(dq, unit.inverse());
+          fragment_product::add_rows(dq, share_q, head_smem->dq + (now.i0 + warp_row) * p.dq.row,
+                                     p.dq.row, now.ni - warp_row, static_cast<float>(p.scale));
+        }
+        if (next.ni > 0) {
+          if constexpr (STAGES == 1) {
+            __syncthreads();  // the tile, which was read
+            begin(next, 0);
+          } else {
+            stage = 1 - stage;
+          }
+          // Those of the tile before were read before the barrier above.
+          numbers.store(lse_smem, lse_smem + BLOCK_Q);
+        }
+        now = next;
+      }
+    }
+  }
+
+  // 7 scale and store
+  arch::finish_copies();
+  __syncthreads();  // the keys and values, in whose place the results go
+  matmul::scale(dk, unit.inverse());
+  fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
+                                         p.kind_dk != number::STORAGE_KIND,
+                                         layout::offset(p.dk, head_smem->entry, h_kv, true), j0, nj,
+                                         static_cast<float>(p.scale), k_smem);
+  fragment_product::store_rows<BLOCK_KV>(
+      dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
+      layout::offset(p.dv, head_smem->entry, h_kv, true), j0, nj,
+      HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+  tile::count_tiles(p, visited);
+}

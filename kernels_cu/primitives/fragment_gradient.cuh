@@ -1,0 +1,347 @@
+// One tile of the backward where it lies in fragments: scores recomputed, probabilities, and the
+// gradient of the scores. The twin of reference/gradient_tile.py for tensor cores.
+//
+// A tile's rows are keys or queries, whichever are the rows of the block's results. What a warp has
+// of it is as fragment.cuh says, from the thread's element (0, 0) on, its corner.
+#pragma once
+#include "fragment.cuh"
+#include "gradient_tile.cuh"
+
+namespace fragment_gradient {
+
+// Where a thread's element (0, 0) lies in the tile.
+struct Corner {
+  int row, column;
+
+  __device__ __forceinline__ Corner(int warp_row, int warp_column)
+      : row(warp_row + fragment::lane_row()), column(warp_column + fragment::lane_column()) {}
+};
+
+// How far from the corner's query that of element (r, n) lies.
+template <bool KEYS_ARE_ROWS>
+__device__ __forceinline__ int query_of(int r, int n) {
+  return KEYS_ARE_ROWS ? 8 * (n / 2) + n % 2 : 8 * r;
+}
+
+// A tile of queries that is not EMPTY. Without one, `ni` is 0.
+struct Queries {
+  long long i0;
+  int ni;
+  int tile_class;
+};
+
+// The first such tile from query `i0` on. Where a class is arithmetic alone, each lane asks for a
+// tile: a causal mask leaves many EMPTY ones before the first that is not.
+__device__ __forceinline__ Queries next_tile(const Params& p, const layout::Entry& entry,
+                                             long long h, long long i0, long long j0, int nj) {
+  constexpr int APART = HAS_MASK && !HAS_TABLES ? arch::WARP_SIZE : 1;
+#pragma unroll 1
+  for (; i0 < entry.len_q; i0 += APART * BLOCK_Q) {
+    long long own = i0 + (APART > 1 ? arch::lane_index() * BLOCK_Q : 0);
+    int tile_class = EMPTY;
+    if (APART == 1 || own < entry.len_q) {
+      const int ni = tile::rows_from(own, entry.len_q, BLOCK_Q);
+      tile_class = tile::classify_tile(p, tile::describe_tile(entry, h, own, ni, j0, nj));
+    }
+    if constexpr (APART > 1) {
+      const unsigned int found = arch::ballot(tile_class != EMPTY);
+      if (found == 0) continue;
+      const int lane = __ffs(static_cast<int>(found)) - 1;
+      tile_class = arch::shuffle(tile_class, lane);
+      own = i0 + lane * BLOCK_Q;
+    }
+    if (tile_class != EMPTY) {
+      return Queries{own, tile::rows_from(own, entry.len_q, BLOCK_Q), tile_class};
+    }
+  }
+  return Queries{i0, 0, EMPTY};
+}
+
+// -- lse and delta --------------------------------------------------------------------------------
+
+// Those of a tile's queries on their way to shared memory, one or a few in each thread. An empty
+// row gets lse = inf, so that its p is 0; so do the rows beyond the last.
+struct RowNumbers {
+  static constexpr int EACH = (BLOCK_Q + THREADS - 1) / THREADS;
+  float lse[EACH], delta[EACH];
+
+  __device__ __forceinline__ void load(const memory::Numbers& from_lse,
+                                       const memory::Numbers& from_delta, long long i0, int ni) {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const int i = threadIdx.x + n * THREADS;
+      lse[n] = number::infinity();
+      delta[n] = 0;
+      if (i < ni) {
+        lse[n] = from_lse.data[(i0 + i) * from_lse.row];
+        delta[n] = from_delta.data[(i0 + i) * from_delta.row];
+      }
+    }
+  }
+  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const int i = threadIdx.x + n * THREADS;
+      if (i < BLOCK_Q) {
+        lse_smem[i] = lse[n] == -number::infinity() ? number::infinity() : lse[n];
+        delta_smem[i] = delta[n];
+      }
+    }
+  }
+};
+
+// -- dropout --------------------------------------------------------------------------------------
+
+// Of a 4 x 4 matrix whose rows four lanes hold, gives each its column: they are `step`, 2 `step`
+// and 3 `step` lanes from each other, and `own` of four.
+__device__ __forceinline__ void transpose(unsigned int (&x)[4], int own, int step) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = (own & bit) != 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (n & bit) continue;
+      const unsigned int got = arch::shuffle_xor(upper ? x[n] : x[n + bit], step * bit);
+      x[n] = upper ? got : x[n];
+      x[n + bit] = upper ? x[n + bit] : got;
+    }
+  }
+}
+
+// Which of a thread's pairs dropout keeps: bit n of word r tells of element (r, n). One draw serves
+// four keys of a query, which four lanes hold where keys are rows, and else two.
+template <bool KEYS_ARE_ROWS, int COLUMNS, int ROWS>
+__device__ __forceinline__ void draw(const Params& p, const TileBox& box, const Corner& corner,
+                                     unsigned int (&kept)[ROWS]) {
+  static_assert(COLUMNS <= 32, "a bit for each column");
+  const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
+  const philox::Key key = philox::split_seed(seed);
+  const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
+  constexpr int STEP = KEYS_ARE_ROWS ? 4 : 2;
+  const int own = KEYS_ARE_ROWS ? arch::lane_index() / 4 % 4 : arch::lane_index() % 2;
+  const long long i =
+      box.i_low + (KEYS_ARE_ROWS ? corner.column + 8 * (own / 2) + own % 2 : corner.row + 8 * own);
+  const long long j = box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) kept[r] = 0;
+#pragma unroll 1
+  for (int column = 0; column < COLUMNS; column += STEP) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r += KEYS_ARE_ROWS ? 1 : 2) {
+      philox::Words drawn = philox::words(
+          key, static_cast<unsigned int>((j + (KEYS_ARE_ROWS ? 8 * r : 4 * column)) / 4),
+          static_cast<unsigned int>(i + (KEYS_ARE_ROWS ? 4 * column : 8 * r)), b_h);
+      if constexpr (KEYS_ARE_ROWS) {
+        transpose(drawn.word, own, 4);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          kept[r] |= (drawn.word[n] >= p.drop_below ? 1u : 0u) << (column + n);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          // The first lane holds keys 0 and 1 of four, the second 2 and 3.
+          const unsigned int given = own != 0 ? drawn.word[n] : drawn.word[2 + n];
+          const unsigned int held = own != 0 ? drawn.word[2 + n] : drawn.word[n];
+          const unsigned int got = arch::shuffle_xor(given, 1);
+          kept[r] |= ((own != 0 ? got : held) >= p.drop_below ? 1u : 0u) << (column + n);
+          kept[r + 1] |= ((own != 0 ? held : got) >= p.drop_below ? 1u : 0u) << (column + n);
+        }
+      }
+    }
+  }
+}
+
+// -- the tile -------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float probability(float score, float lse) {
+  return softmax::exponential(gradient_tile::at_most_zero(score - lse));
+}
+
+// Writes neighbouring columns n and n + 1 of a tile's row r, rounded to the storage type.
+template <int BYTES>
+__device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner, int r, int n,
+                                           float low, float high) {
+  const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n / 2);
+  *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) =
+      fragment::narrow_pair(low, high);
+}
+
+// Makes products q k into probabilities; where scores are changed, into probabilities times the
+// derivative of the change. A pair that takes no part has the weight that says so. Where keys are
+// rows, the probabilities after dropout go to the tile in shared memory, whose rows are BYTES
+// apart; what survives is divided by the probability of that at the end. `lse_smem` is that of the
+// corner's query.
+//
+// Where generated code may be long it stands here for two columns, which every pair of columns
+// passes.
+template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
+__device__ __forceinline__ void probabilities(const Params& p, const TileBox& box, int tile_class,
+                                              bool masked, float (&s)[ROWS][COLUMNS],
+                                              const Corner& corner, const float* lse_smem,
+                                              const unsigned int (&kept)[ROWS], char* tile_smem) {
+  const float scale = static_cast<float>(p.scale);
+  if (!masked) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        float weight[2];
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const float lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, n + x)];
+          weight[x] = s[r][n + x] = probability(s[r][n + x] * scale, lse);
+          if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= 0.0f;
+        }
+        if constexpr (KEYS_ARE_ROWS) {
+          store_pair<BYTES>(tile_smem, corner, r, n, weight[0], weight[1]);
+        }
+      }
+    }
+    return;
+  }
+  const int rows =
+      static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
+  const int columns =
+      static_cast<int>(KEYS_ARE_ROWS ? box.i_high - box.i_low : box.j_high - box.j_low);
+#pragma unroll 1
+  for (int column = 0; column < COLUMNS; column += 2) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      float weight[2];
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int row = corner.row + 8 * r, place = corner.column + 4 * column + x;
+        const Site at{box.b,
+                      box.h,
+                      box.i_low + (KEYS_ARE_ROWS ? place : row),
+                      box.j_low + (KEYS_ARE_ROWS ? row : place),
+                      box.len_q,
+                      box.len_k,
+                      box.start_q,
+                      box.start_k};
+        float slope = 1.0f, score = -number::infinity();
+        if (row <= rows && place <= columns) {
+          score = tile::change(p, at, tile_class == PARTIAL, s[r][x] * scale, &slope);
+        }
+        const float lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + x)];
+        float own = probability(score, lse);
+        weight[x] = own;
+        if (HAS_DROPOUT && (kept[r] >> (column + x) & 1) == 0) weight[x] *= 0.0f;
+        if constexpr (HAS_SLOPE) {
+          const float changed = own * slope;
+          own = own == 0.0f || changed == 0.0f ? 0.0f : changed;  // never -0.0 by chance
+        }
+        if (score == -number::infinity()) own = weight[x] = matmul::no_part();
+        s[r][x] = own;
+      }
+      if constexpr (KEYS_ARE_ROWS) {
+        store_pair<BYTES>(tile_smem, corner, r, column, weight[0], weight[1]);
+      }
+    }
+    fragment::rotate<2>(s);
+  }
+}
+
+// Makes p into dS = p (dP - delta), for products dP = do v; where scores are changed, the gradient
+// of the scores before. What is 0 stays 0. `delta_smem` is that of the corner's query.
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void score_gradients(const Params& p, bool masked,
+                                                float (&s)[ROWS][COLUMNS],
+                                                const float (&dp)[ROWS][COLUMNS],
+                                                const float* delta_smem,
+                                                const unsigned int (&kept)[ROWS]) {
+  const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      float change = dp[r][n];
+      if constexpr (HAS_DROPOUT) change *= (kept[r] >> n & 1) != 0 ? keep_scale : 0.0f;
+      change -= delta_smem[query_of<KEYS_ARE_ROWS>(r, n)];
+      float gradient = s[r][n] * change;
+      if (HAS_SLOPE && change == 0.0f) gradient = 0.0f;
+      if (masked) {
+        gradient = gradient == 0.0f ? 0.0f : gradient;  // never -0.0 by chance
+        if (!matmul::takes_part(s[r][n])) gradient = matmul::no_part();
+      }
+      s[r][n] = gradient;
+    }
+  }
+}
+
+// -- dS in 16 bits --------------------------------------------------------------------------------
+
+// dS is multiplied by a power of two before it is rounded to float16, so that it neither overflows
+// nor vanishes. The largest one comes to 2^7 at least, and nothing exceeds 2^15; sums are in the
+// same unit, and follow when it changes.
+struct Unit {
+  float factor = 1.0f;
+  float largest = STORAGE == 0 ? 0.0f : number::infinity();  // that may come before it changes
+
+  // The factor for numbers up to `x`. Its inverse is a normal number, too.
+  __device__ __forceinline__ static float factor_for(float x) {
+    const int exponent = static_cast<int>(__float_as_uint(x) >> 23);
+    const int field = 261 - exponent;
+    return number::bits_to_float(static_cast<unsigned int>(field < 253 ? field : 253) << 23);
+  }
+  __device__ __forceinline__ float inverse() const {
+    return number::bits_to_float((254u << 23) - __float_as_uint(factor));
+  }
+
+  // Takes numbers up to `x` in, and brings sums to the new unit.
+  template <int ROWS, int COLUMNS>
+  __device__ __forceinline__ void widen(float x, float (&sums)[ROWS][COLUMNS]) {
+    const float made = factor_for(x);
+    if (x == 0.0f || (largest > 0.0f && made >= factor)) return;
+    if (largest > 0.0f) matmul::scale(sums, made * inverse());
+    factor = made;
+    largest = 32768.0f * inverse();
+  }
+};
+
+// The largest of a thread's magnitudes; NaN is passed over.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ float largest_of(const float (&x)[ROWS][COLUMNS]) {
+  float largest = 0;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) largest = fmaxf(largest, fabs(x[r][n]));
+  }
+  return largest;
+}
+
+// The largest finite magnitude of a warp.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS]) {
+  float largest = 0;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const float size = fabs(x[r][n]);
+      largest = fmaxf(largest, size <= number::largest_float() ? size : 0.0f);
+    }
+  }
+#pragma unroll
+  for (int lanes = arch::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
+    largest = fmaxf(largest, arch::shuffle_xor(largest, lanes));
+  }
+  return largest;
+}
+
+// Writes a warp's part of dS to the tile in shared memory.
+template <int BYTES, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_tile(const float (&ds)[ROWS][COLUMNS], const Corner& corner,
+                                           float factor, char* tile_smem) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      store_pair<BYTES>(tile_smem, corner, r, n, ds[r][n] * factor, ds[r][n + 1] * factor);
+    }
+  }
+}
+
+}  // namespace fragment_gradient
