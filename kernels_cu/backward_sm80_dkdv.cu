@@ -124,22 +124,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
-      const auto begin = [&](const fragment_gradient::Queries& tile, int stage) {
+      const auto begin = [&](const fragment_tile::Next& tile, int stage) {
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
-        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.i0, tile.ni);
+        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.first, tile.rows);
         fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, head_smem->d_out,
-                                                    tile.i0, tile.ni);
-        numbers.load(head_smem->lse, head_smem->delta, tile.i0, tile.ni);
+                                                    tile.first, tile.rows);
+        numbers.load(head_smem->lse, head_smem->delta, tile.first, tile.rows);
       };
-      fragment_gradient::Queries now =
-          fragment_gradient::next_tile(p, head_smem->entry, h, 0, j0, nj);
-      if (now.ni == 0) continue;
+      fragment_tile::Walk<BLOCK_Q> walk;
+      const auto describe = [&](long long i0, int ni) {
+        return tile::describe_tile(head_smem->entry, h, i0, ni, j0, nj);
+      };
+      const long long len_q = head_smem->entry.len_q;
+      fragment_tile::Next now = walk.next(p, len_q, describe);
+      if (now.rows == 0) continue;
       begin(now, 0);
       numbers.store(lse_smem, lse_smem + BLOCK_Q);
       int stage = 0;
 #pragma unroll 1
-      while (now.ni > 0) {
-        const TileBox box = tile::describe_tile(head_smem->entry, h, now.i0, now.ni, j0, nj);
+      while (now.rows > 0) {
+        const TileBox box = describe(now.first, now.rows);
         const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
@@ -149,9 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::finish_copies();
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
         __syncthreads();
-        const fragment_gradient::Queries next =
-            fragment_gradient::next_tile(p, head_smem->entry, h, now.i0 + BLOCK_Q, j0, nj);
-        if (STAGES == 2 && next.ni > 0) begin(next, 1 - stage);
+        const fragment_tile::Next next = walk.next(p, len_q, describe);
+        if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
         unsigned int kept[ROWS];
         if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
 
@@ -221,10 +224,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 dq, ds_smem, warp_row / 16, k_smem, share_q);
           }
           matmul::scale(dq, unit.inverse());
-          fragment_product::add_rows(dq, share_q, head_smem->dq + (now.i0 + warp_row) * p.dq.row,
-                                     p.dq.row, now.ni - warp_row, static_cast<float>(p.scale));
+          fragment_product::add_rows(dq, share_q, head_smem->dq + (now.first + warp_row) * p.dq.row,
+                                     p.dq.row, now.rows - warp_row, static_cast<float>(p.scale));
         }
-        if (next.ni > 0) {
+        if (next.rows > 0) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, which was read
             begin(next, 0);

@@ -80,14 +80,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     __syncthreads();  // what is known of this one
     const layout::Entry& entry = passing_smem->entry;
-    const auto begin = [&](const fragment_tile::Keys& tile, int stage) {
+    const auto begin = [&](const fragment_tile::Next& tile, int stage) {
       char* const k_smem = stages_smem + stage * STAGE_BYTES;
-      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, passing_smem->k, tile.j0, tile.nj);
+      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, passing_smem->k, tile.first, tile.rows);
       fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(k_smem + BLOCK_KV * Q_BYTES, passing_smem->v,
-                                                    tile.j0, tile.nj);
+                                                    tile.first, tile.rows);
     };
-    fragment_tile::Keys now = fragment_tile::next_tile(p, entry, h, i0, ni, 0);
-    if (now.nj == 0) continue;
+    fragment_tile::Walk<BLOCK_KV> walk;
+    const auto describe = [&](long long j0, int nj) {
+      return tile::describe_tile(entry, h, i0, ni, j0, nj);
+    };
+    fragment_tile::Next now = walk.next(p, entry.len_k, describe);
+    if (now.rows == 0) continue;
     fragment::begin_rows<BLOCK_Q, D_V, DO_BYTES>(do_smem, memory::rows(p.d_out, entry, h, false),
                                                  i0, ni);
     begin(now, 0);
@@ -96,9 +100,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     numbers.store(lse_smem, lse_smem + BLOCK_Q);
     int stage = 0;
 #pragma unroll 1
-    while (now.nj > 0) {
-      const TileBox box = tile::describe_tile(entry, h, i0, ni, now.j0, now.nj);
-      const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.nj < BLOCK_KV;
+    while (now.rows > 0) {
+      const TileBox box = describe(now.first, now.rows);
+      const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.rows < BLOCK_KV;
       char* const k_smem = stages_smem + stage * STAGE_BYTES;
       const char* const v_smem = k_smem + BLOCK_KV * Q_BYTES;
       ++visited;
@@ -106,9 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::finish_copies();
       __syncthreads();  // the tile, which other threads copied, and the stage before, which was
                         // read
-      const fragment_tile::Keys next =
-          fragment_tile::next_tile(p, entry, h, i0, ni, now.j0 + BLOCK_KV);
-      if (STAGES == 2 && next.nj > 0) begin(next, 1 - stage);
+      const fragment_tile::Next next = walk.next(p, entry.len_k, describe);
+      if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
       unsigned int kept[ROWS];
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<false, COLUMNS>(p, box, corner, kept);
 
@@ -145,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         __syncthreads();  // the keys, now finite
       }
       fragment::multiply_add<D>(dq, ds, k_smem);
-      if (STAGES == 1 && next.nj > 0) {
+      if (STAGES == 1 && next.rows > 0) {
         __syncthreads();  // the tile, which was read
         begin(next, 0);
       }

@@ -58,22 +58,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, entry, h, false), i0, ni);
   arch::commit_copies();
-  fragment_tile::Walk walk;
-  fragment_tile::Keys now = walk.next(p, entry, h, i0, ni);
+  fragment_tile::Walk<BLOCK_KV> walk;
+  const auto describe = [&](long long j0, int nj) {
+    return tile::describe_tile(entry, h, i0, ni, j0, nj);
+  };
+  fragment_tile::Next now = walk.next(p, entry.len_k, describe);
   int slot = 0;  // of the ring, where the next product's operand lies
   const auto place = [&](int ahead) {
     const int n = slot + ahead;
     return ring_smem + (n < SLOTS ? n : n - SLOTS) * SLOT_BYTES;
   };
-  const auto begin_keys = [&](const fragment_tile::Keys& tile, int ahead) {
-    if (tile.nj > 0) {
-      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(place(ahead), k, tile.j0, tile.nj);
+  const auto begin_keys = [&](const fragment_tile::Next& tile, int ahead) {
+    if (tile.rows > 0) {
+      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(place(ahead), k, tile.first, tile.rows);
     }
     arch::commit_copies();
   };
-  const auto begin_values = [&](const fragment_tile::Keys& tile, int ahead) {
-    if (tile.nj > 0) {
-      fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(place(ahead), v, tile.j0, tile.nj);
+  const auto begin_values = [&](const fragment_tile::Next& tile, int ahead) {
+    if (tile.rows > 0) {
+      fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(place(ahead), v, tile.first, tile.rows);
     }
     arch::commit_copies();
   };
@@ -90,9 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   fragment_softmax::init_state(m, l, acc);
 
 #pragma unroll 1
-  while (now.nj > 0) {
-    const TileBox box = tile::describe_tile(entry, h, i0, ni, now.j0, now.nj);
-    const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.nj < BLOCK_KV;
+  while (now.rows > 0) {
+    const TileBox box = describe(now.first, now.rows);
+    const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.rows < BLOCK_KV;
     ++visited;
 
     arch::wait_copies<SLOTS - 2>();
@@ -115,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
     unsigned int weights[ROWS][COLUMNS / 2];
     fragment::narrow(s, weights);
-    const fragment_tile::Keys next = walk.next(p, entry, h, i0, ni);
+    const fragment_tile::Next next = walk.next(p, entry.len_k, describe);
     if constexpr (SLOTS == 3) begin_keys(next, 2);
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     arch::wait_copies<SLOTS - 2>();

@@ -23,40 +23,6 @@ __device__ __forceinline__ int query_of(int r, int n) {
   return KEYS_ARE_ROWS ? 8 * (n / 2) + n % 2 : 8 * r;
 }
 
-// A tile of queries that is not EMPTY. Without one, `ni` is 0.
-struct Queries {
-  long long i0;
-  int ni;
-  int tile_class;
-};
-
-// The first such tile from query `i0` on. Where a class is arithmetic alone, each lane asks for a
-// tile: a causal mask leaves many EMPTY ones before the first that is not.
-__device__ __forceinline__ Queries next_tile(const Params& p, const layout::Entry& entry,
-                                             long long h, long long i0, long long j0, int nj) {
-  constexpr int APART = HAS_MASK && !HAS_TABLES ? arch::WARP_SIZE : 1;
-#pragma unroll 1
-  for (; i0 < entry.len_q; i0 += APART * BLOCK_Q) {
-    long long own = i0 + (APART > 1 ? arch::lane_index() * BLOCK_Q : 0);
-    int tile_class = EMPTY;
-    if (APART == 1 || own < entry.len_q) {
-      const int ni = tile::rows_from(own, entry.len_q, BLOCK_Q);
-      tile_class = tile::classify_tile(p, tile::describe_tile(entry, h, own, ni, j0, nj));
-    }
-    if constexpr (APART > 1) {
-      const unsigned int found = arch::ballot(tile_class != EMPTY);
-      if (found == 0) continue;
-      const int lane = __ffs(static_cast<int>(found)) - 1;
-      tile_class = arch::shuffle(tile_class, lane);
-      own = i0 + lane * BLOCK_Q;
-    }
-    if (tile_class != EMPTY) {
-      return Queries{own, tile::rows_from(own, entry.len_q, BLOCK_Q), tile_class};
-    }
-  }
-  return Queries{i0, 0, EMPTY};
-}
-
 // -- lse and delta --------------------------------------------------------------------------------
 
 // Those of a tile's queries on their way to shared memory, one or a few in each thread. An empty

@@ -5,33 +5,37 @@
 
 namespace fragment_tile {
 
-// A tile of keys that is not EMPTY. Without one, `nj` is 0.
-struct Keys {
-  long long j0;
-  int nj;
+// A tile that is not EMPTY: the first of the rows that pass by, and how many of them exist. Without
+// one there are none.
+struct Next {
+  long long first;
+  int rows;
   int tile_class;
 };
 
-// Goes from one such tile of a block of queries to the next. Where a class is arithmetic alone, the
-// lanes of a warp ask for 32 tiles at a time, and remember the answers.
+// Goes from one such tile to the next, BLOCK rows further each. Where a class is arithmetic alone,
+// the lanes of a warp ask for 32 tiles at a time, and remember the answers.
+template <int BLOCK>
 struct Walk {
   static constexpr bool BY_LANES = HAS_MASK && !HAS_TABLES;
-  static constexpr int STRIDE = (BY_LANES ? arch::WARP_SIZE : 1) * BLOCK_KV;
+  static constexpr int STRIDE = (BY_LANES ? arch::WARP_SIZE : 1) * BLOCK;
 
-  long long j0 = -STRIDE;           // of the first of the tiles that were asked for last
-  unsigned int left = 0, full = 0;  // of those, the ones still to come; the ones that are FULL
+  long long asked = -STRIDE;        // of the tiles that were asked for last, the first
+  unsigned int left = 0, full = 0;  // which of them are still to come; which are FULL
 
-  __device__ __forceinline__ Keys next(const Params& p, const layout::Entry& entry, long long h,
-                                       long long i0, int ni) {
+  // The next one, of `length` rows; `describe` makes the box of a tile from its first row and their
+  // number.
+  template <class Describe>
+  __device__ __forceinline__ Next next(const Params& p, long long length,
+                                       const Describe& describe) {
 #pragma unroll 1
     while (left == 0) {
-      j0 += STRIDE;
-      if (j0 >= entry.len_k) return Keys{j0, 0, EMPTY};
-      const long long own = j0 + (BY_LANES ? arch::lane_index() * BLOCK_KV : 0);
+      asked += STRIDE;
+      if (asked >= length) return Next{asked, 0, EMPTY};
+      const long long own = asked + (BY_LANES ? arch::lane_index() * BLOCK : 0);
       int tile_class = EMPTY;
-      if (own < entry.len_k) {
-        const int nj = tile::rows_from(own, entry.len_k, BLOCK_KV);
-        tile_class = tile::classify_tile(p, tile::describe_tile(entry, h, i0, ni, own, nj));
+      if (own < length) {
+        tile_class = tile::classify_tile(p, describe(own, tile::rows_from(own, length, BLOCK)));
       }
       if constexpr (BY_LANES) {
         left = arch::ballot(tile_class != EMPTY);
@@ -43,9 +47,9 @@ struct Walk {
     }
     const int lane = BY_LANES ? __ffs(static_cast<int>(left)) - 1 : 0;
     left &= left - 1;
-    const long long found = j0 + lane * BLOCK_KV;
-    return Keys{found, tile::rows_from(found, entry.len_k, BLOCK_KV),
-                full >> lane & 1u ? FULL : PARTIAL};
+    const long long first = asked + lane * BLOCK;
+    return Next{first, tile::rows_from(first, length, BLOCK),
+                (full >> lane & 1u) != 0 ? FULL : PARTIAL};
   }
 };
 
