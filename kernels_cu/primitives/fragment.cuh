@@ -88,12 +88,12 @@ __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& 
   for (int step = 0; step < Share::STEPS; ++step) {
     const int row = own.row + step * Share::AT_ONCE;
     if (own.has(step)) {
-      StoredVector piece;
-#pragma unroll
+      auto* const piece =
+          reinterpret_cast<storage_t*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+#pragma unroll 1
       for (int x = 0; x < STORED_VECTOR; ++x) {
-        piece.x[x] = row < valid && x < columns ? source[x * from.col] : storage_t(0);
+        piece[x] = row < valid && x < columns ? source[x * from.col] : storage_t(0);
       }
-      *reinterpret_cast<StoredVector*>(tile_smem + place<ROW_BYTES>(row, own.piece)) = piece;
     }
     source += Share::AT_ONCE * from.row;
   }

@@ -53,38 +53,86 @@ struct Walk {
   }
 };
 
-// Changes and masks a thread's scores, which are logits after it where scores are changed. Pairs
-// beyond the end of the queries or keys get -inf. Where generated code may be long it stands here
-// for two columns, which every pair of columns passes.
+// Where a thread's pairs lie: of element (r, n) the query is `i` + 8 r, the key `j` + that of
+// column n. So many rows and columns are left from there that exist.
+struct Corner {
+  long long i, j;
+  int rows, columns;
+
+  __device__ __forceinline__ explicit Corner(const TileBox& box)
+      : i(box.i_low + fragment::warp_row() + fragment::lane_row()),
+        j(box.j_low + fragment::lane_column()),
+        rows(static_cast<int>(box.i_high - i)),
+        columns(static_cast<int>(box.j_high - j)) {}
+
+  __device__ __forceinline__ static int key_of(int n) { return 8 * (n / 2) + n % 2; }
+  __device__ __forceinline__ bool has(int r, int n) const {
+    return 8 * r <= rows && key_of(n) <= columns;
+  }
+  __device__ __forceinline__ Site site(const TileBox& box, int r, int n) const {
+    return Site{box.b,     box.h,     i + 8 * r,   j + key_of(n),
+                box.len_q, box.len_k, box.start_q, box.start_k};
+  }
+  __device__ __forceinline__ void advance(int n) {
+    j += 4 * n;
+    columns -= 4 * n;
+  }
+};
+
+// Masks a thread's scores: pairs that take no part, and those beyond the end of the queries or
+// keys, get -inf. Generated code stands here for one column, and says its answers by bits.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void apply_mask(const Params& p, const TileBox& box, int tile_class,
+                                           float (&s)[ROWS][COLUMNS]) {
+  static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
+  const Corner corner(box);
+  unsigned int allowed[ROWS] = {};
+#pragma unroll 1
+  for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      bool allow = corner.has(r, n);
+      if constexpr (HAS_MASK) {
+        if (allow && tile_class == PARTIAL) allow = mask_allows(p, corner.site(box, r, n));
+      }
+      allowed[r] |= static_cast<unsigned int>(allow) << n;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      if ((allowed[r] >> n & 1u) == 0) s[r][n] = -number::infinity();
+    }
+  }
+}
+
+// Changes and masks a thread's scores, which are logits after it where scores are changed.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_score_and_mask(const Params& p, const TileBox& box,
                                                      int tile_class, float (&s)[ROWS][COLUMNS],
                                                      float scale) {
-  constexpr int STEP = HAS_SCORE || HAS_TABLES ? 2 : 4;
-  const int row = fragment::warp_row() + fragment::lane_row();
-  const int rows = static_cast<int>(box.i_high - box.i_low) - row;
-  int columns = static_cast<int>(box.j_high - box.j_low) - fragment::lane_column();
-  const long long i = box.i_low + row;
-  long long j = box.j_low + fragment::lane_column();
+  if constexpr (!HAS_SCORE) {
+    apply_mask(p, box, tile_class, s);
+  } else {
+    Corner corner(box);
 #pragma unroll 1
-  for (int column = 0; column < COLUMNS; column += STEP) {
+    for (int column = 0; column < COLUMNS; column += 2) {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+      for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-      for (int n = 0; n < STEP; ++n) {
-        const Site at{box.b,     box.h,     i + 8 * r,   j + 8 * (n / 2) + n % 2,
-                      box.len_q, box.len_k, box.start_q, box.start_k};
-        float score = -number::infinity();
-        if (8 * r <= rows && 8 * (n / 2) + n % 2 <= columns) {
-          score = HAS_SCORE ? s[r][n] * scale : s[r][n];
-          score = tile::change(p, at, tile_class == PARTIAL, score, nullptr);
+        for (int n = 0; n < 2; ++n) {
+          float score = -number::infinity();
+          if (corner.has(r, n)) {
+            const Site at = corner.site(box, r, n);
+            score = tile::change(p, at, tile_class == PARTIAL, s[r][n] * scale, nullptr);
+          }
+          s[r][n] = score;
         }
-        s[r][n] = score;
       }
+      fragment::rotate<2>(s);
+      corner.advance(2);
     }
-    if constexpr (STEP < COLUMNS) fragment::rotate<STEP>(s);
-    j += 4 * STEP;
-    columns -= 4 * STEP;
   }
 }
 
