@@ -165,8 +165,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
-        fragment_gradient::probabilities<true, P_BYTES>(p, box, now.tile_class, masked, s, corner,
-                                                        own_lse_smem, kept, p_smem);
+        fragment_gradient::recompute_probabilities<true, P_BYTES>(
+            p, box, now.tile_class, masked, s, corner, own_lse_smem, kept, p_smem);
         float dp[ROWS][COLUMNS];
         fragment_product::multiply<D_V>(dp, v_smem + warp_key * V_BYTES,
                                         do_smem + warp_query * V_BYTES);

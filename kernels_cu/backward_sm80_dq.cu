@@ -121,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
-      fragment_gradient::probabilities<false, 0>(p, box, now.tile_class, masked, s, corner,
-                                                 lse_smem + corner.row, kept, nullptr);
+      fragment_gradient::recompute_probabilities<false, 0>(
+          p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, nullptr);
       float dp[ROWS][COLUMNS];
       fragment_product::multiply<D_V>(dp, do_smem + warp_row * DO_BYTES, v_smem);
       fragment_gradient::score_gradients<false>(p, masked, s, dp, lse_smem + BLOCK_Q + corner.row,

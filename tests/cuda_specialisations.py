@@ -72,7 +72,9 @@ def cases() -> list[Case]:
     tensor_sizes = [(64, 64), (128, 128), (256, 256), (40, 72), (1, 3), (192, 128)]
     for n in range(14):
         dtype, options = dtypes[1 + n % 2], list(OPTIONS)[n % 7]
-        found.append(Case("forward_sm80", dtype, tensor_sizes[n % 6], options, bool(n // 3 % 2)))
+        kernels = ["forward_sm80", list(tensor_tiles.BACKWARD)[n % 2]]
+        more = tensor_sizes[n % 6], options, bool(n // 3 % 2)
+        found += [Case(kernel, dtype, *more) for kernel in kernels]
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     return found
@@ -85,7 +87,7 @@ def capability(arch: str) -> tuple[int, int]:
 
 def runs_on(case: Case, arch: str) -> bool:
     """Whether there is such a kernel for a GPU."""
-    return case.kernel != "forward_sm80" or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
+    return "sm80" not in case.kernel or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
 
 
 def specialisation(case: Case, arch: str) -> Specialisation:
@@ -104,6 +106,10 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     if case.kernel == "forward_sm80":
         kernel, tiles = config.forward(problem, target)
         assert kernel == case.kernel
+    elif case.kernel in tensor_tiles.BACKWARD:
+        part = case.kernel.removeprefix("backward_sm80_")
+        kernel, tiles = config.backward(part, problem, target, functions.has_slope)
+        assert kernel == case.kernel
     elif case.kernel in KERNELS:
         tiles = config.simt(case.kernel, problem, target, functions.has_slope)
     else:
@@ -119,4 +125,5 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         packed=case.packed,
         dropout=problem.dropout > 0 and tiles.block_q > 0,
         functions=functions,
+        adds_dq=case.kernel == "backward_sm80_dkdv" and not case.packed,
     )

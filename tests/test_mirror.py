@@ -54,6 +54,8 @@ OTHER_STEMS = {
     "expression": "programs are run step by step on the CPU and generated on the GPU",
     "fragment": "products by tensor cores, which the CPU has no like of",
     "fragment_tile": "tile, where scores lie as tensor cores leave them",
+    "fragment_product": "products by tensor cores, which the CPU has no like of",
+    "fragment_gradient": "gradient_tile, where scores lie as tensor cores leave them",
     "fragment_softmax": "softmax, where scores lie as tensor cores leave them",
 }
 
@@ -98,6 +100,8 @@ ONLY_CUDA = {
             "add_nonfinite clear_nonfinite"
         ),
         "the output of tensor cores goes through shared memory": "store_rows",
+        "an operand read transposed, or one by one": "multiply_add_transposed element",
+        "results of several blocks": "add_rows",
     },
     "primitives/tile.cuh": {
         "sizes of a tile": "smaller rows_from is_whole",
@@ -115,6 +119,13 @@ ONLY_CUDA = {
         "the two halves of gradient_tile: dv is accumulated between them, because dS takes the "
         "place of p": "probabilities score_gradients",
         "a thread's cells of a tile": "query_of",
+        "the first half on tensor cores, without steps of its own": (
+            "recompute_probabilities probability"
+        ),
+        "tensor cores' tiles are looked for before they are copied": "next_tile",
+        "draws where pairs lie in fragments": "draw transpose",
+        "P and dS in 16 bits in shared memory": "store_pair store_tile",
+        "dS is scaled before it is rounded to float16": "largest_of largest_finite",
     },
     "primitives/lookup.cuh": {
         "the address of an element, and the extremes of a range by a warp": (
@@ -130,6 +141,9 @@ ONLY_CUDA = {
     },
 }
 ONLY_PYTHON = {
+    "backward_sm80_dkdv.cu": {
+        "queries are lanes, in panels made once": "transpose_blocks",
+    },
     "backward_simt_dkdv.cu": {
         "queries are lanes, in panels made once; a GPU's threads read rows as they lie": (
             "transpose_blocks"

@@ -44,9 +44,11 @@ The slope of the score chain multiplies it; u_p rounds it as an operand. Where t
 may overflow or vanish, so kernels multiply it by a power of two, which is exact, and divide the sum
 by it. The power belongs to a tile or to all tiles so far, and is such that the largest dS of them
 comes to 2^7 at least: what is lost below float16's normal range is at most ``lam_p / 2^7`` of that,
-hence of the largest dS of all. Where dS is rounded as it is, lam_p is lost. Each gradient is then one
-sum over all pairs that reach it, over queries, the heads of a group and broadcast axes alike:
-``sum of term errors + gamma(terms + 3) * sum of |terms|``, then the output's rounding.
+hence of the largest dS of all. Where dS is rounded as it is, lam_p is lost.
+
+Each gradient is then one sum over all pairs that reach it, over queries, the heads of a group and
+broadcast axes alike: ``sum of term errors + gamma(terms + 3) * sum of |terms|``, then the output's
+rounding.
 
 References
 ----------

@@ -142,10 +142,12 @@ __device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner
 // Where generated code may be long it stands here for two columns, which every pair of columns
 // passes.
 template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ void probabilities(const Params& p, const TileBox& box, int tile_class,
-                                              bool masked, float (&s)[ROWS][COLUMNS],
-                                              const Corner& corner, const float* lse_smem,
-                                              const unsigned int (&kept)[ROWS], char* tile_smem) {
+__device__ __forceinline__ void recompute_probabilities(const Params& p, const TileBox& box,
+                                                        int tile_class, bool masked,
+                                                        float (&s)[ROWS][COLUMNS],
+                                                        const Corner& corner, const float* lse_smem,
+                                                        const unsigned int (&kept)[ROWS],
+                                                        char* tile_smem) {
   const float scale = static_cast<float>(p.scale);
   if (!masked) {
 #pragma unroll
