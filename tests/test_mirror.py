@@ -122,7 +122,6 @@ ONLY_CUDA = {
         "the first half on tensor cores, without steps of its own": (
             "recompute_probabilities probability"
         ),
-        "tensor cores' tiles are looked for before they are copied": "next_tile",
         "draws where pairs lie in fragments": "draw transpose",
         "P and dS in 16 bits in shared memory": "store_pair store_tile",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
