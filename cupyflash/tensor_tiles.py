@@ -20,9 +20,9 @@ LARGEST_HEAD = 256
 # Largest head -> what fits, the best first: queries and keys of a tile, warps, places of the ring
 # that keys and values pass through, and blocks that share a multiprocessor's registers.
 FORWARD: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
-    64: ((128, 64, 4, 3, 2), (64, 64, 4, 2, 2)),
-    128: ((128, 64, 4, 3, 2), (128, 64, 4, 2, 2)),
-    256: ((128, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 32, 4, 2, 1)),
+    64: ((128, 128, 4, 2, 2),),
+    128: ((128, 64, 4, 2, 2),),
+    256: ((64, 64, 4, 2, 2), (64, 32, 4, 2, 1)),
 }
 
 

@@ -131,12 +131,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                     tile.first, tile.rows);
         numbers.load(head_smem->lse, head_smem->delta, tile.first, tile.rows);
       };
-      fragment_tile::Walk<BLOCK_Q> walk;
       const auto describe = [&](long long i0, int ni) {
         return tile::describe_tile(head_smem->entry, h, i0, ni, j0, nj);
       };
       const long long len_q = head_smem->entry.len_q;
-      fragment_tile::Next now = walk.next(p, len_q, describe);
+      fragment_tile::Next now = fragment_tile::next_tile<BLOCK_Q>(p, 0, len_q, describe);
       if (now.rows == 0) continue;
       begin(now, 0);
       numbers.store(lse_smem, lse_smem + BLOCK_Q);
@@ -153,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::finish_copies();
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
         __syncthreads();
-        const fragment_tile::Next next = walk.next(p, len_q, describe);
+        const fragment_tile::Next next =
+            fragment_tile::next_tile<BLOCK_Q>(p, now.first + BLOCK_Q, len_q, describe);
         if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
         unsigned int kept[ROWS];
         if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);

@@ -86,11 +86,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(k_smem + BLOCK_KV * Q_BYTES, passing_smem->v,
                                                     tile.first, tile.rows);
     };
-    fragment_tile::Walk<BLOCK_KV> walk;
     const auto describe = [&](long long j0, int nj) {
       return tile::describe_tile(entry, h, i0, ni, j0, nj);
     };
-    fragment_tile::Next now = walk.next(p, entry.len_k, describe);
+    fragment_tile::Next now = fragment_tile::next_tile<BLOCK_KV>(p, 0, entry.len_k, describe);
     if (now.rows == 0) continue;
     fragment::begin_rows<BLOCK_Q, D_V, DO_BYTES>(do_smem, memory::rows(p.d_out, entry, h, false),
                                                  i0, ni);
@@ -110,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::finish_copies();
       __syncthreads();  // the tile, which other threads copied, and the stage before, which was
                         // read
-      const fragment_tile::Next next = walk.next(p, entry.len_k, describe);
+      const fragment_tile::Next next =
+          fragment_tile::next_tile<BLOCK_KV>(p, now.first + BLOCK_KV, entry.len_k, describe);
       if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
       unsigned int kept[ROWS];
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<false, COLUMNS>(p, box, corner, kept);

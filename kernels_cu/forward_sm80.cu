@@ -58,11 +58,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, entry, h, false), i0, ni);
   arch::commit_copies();
-  fragment_tile::Walk<BLOCK_KV> walk;
   const auto describe = [&](long long j0, int nj) {
     return tile::describe_tile(entry, h, i0, ni, j0, nj);
   };
-  fragment_tile::Next now = walk.next(p, entry.len_k, describe);
+  fragment_tile::Next now = fragment_tile::next_tile<BLOCK_KV>(p, 0, entry.len_k, describe);
   int slot = 0;  // of the ring, where the next product's operand lies
   const auto place = [&](int ahead) {
     const int n = slot + ahead;
@@ -118,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
     unsigned int weights[ROWS][COLUMNS / 2];
     fragment::narrow(s, weights);
-    const fragment_tile::Next next = walk.next(p, entry.len_k, describe);
+    const fragment_tile::Next next =
+        fragment_tile::next_tile<BLOCK_KV>(p, now.first + BLOCK_KV, entry.len_k, describe);
     if constexpr (SLOTS == 3) begin_keys(next, 2);
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     arch::wait_copies<SLOTS - 2>();

@@ -108,6 +108,7 @@ ONLY_CUDA = {
         "a thread's cells of a tile": "cell store_cells load_cells",
         "one walk over the cells for score and mask": "change apply_score_and_mask",
         "draws and applies at once, without a tile of factors": "apply_dropout",
+        "tensor cores' tiles are looked for before they are copied": "next_tile",
         "Python's kernels return their count": "count_tiles",
     },
     "primitives/softmax.cuh": {

@@ -13,45 +13,19 @@ struct Next {
   int tile_class;
 };
 
-// Goes from one such tile to the next, BLOCK rows further each. Where a class is arithmetic alone,
-// the lanes of a warp ask for 32 tiles at a time, and remember the answers.
-template <int BLOCK>
-struct Walk {
-  static constexpr bool BY_LANES = HAS_MASK && !HAS_TABLES;
-  static constexpr int STRIDE = (BY_LANES ? arch::WARP_SIZE : 1) * BLOCK;
-
-  long long asked = -STRIDE;        // of the tiles that were asked for last, the first
-  unsigned int left = 0, full = 0;  // which of them are still to come; which are FULL
-
-  // The next one, of `length` rows; `describe` makes the box of a tile from its first row and their
-  // number.
-  template <class Describe>
-  __device__ __forceinline__ Next next(const Params& p, long long length,
-                                       const Describe& describe) {
+// The next such tile of BLOCK rows from row `first` on, of `length`; `describe` makes the box of a
+// tile from its first row and their number.
+template <int BLOCK, class Describe>
+__device__ __forceinline__ Next next_tile(const Params& p, long long first, long long length,
+                                          const Describe& describe) {
 #pragma unroll 1
-    while (left == 0) {
-      asked += STRIDE;
-      if (asked >= length) return Next{asked, 0, EMPTY};
-      const long long own = asked + (BY_LANES ? arch::lane_index() * BLOCK : 0);
-      int tile_class = EMPTY;
-      if (own < length) {
-        tile_class = tile::classify_tile(p, describe(own, tile::rows_from(own, length, BLOCK)));
-      }
-      if constexpr (BY_LANES) {
-        left = arch::ballot(tile_class != EMPTY);
-        full = arch::ballot(tile_class == FULL);
-      } else {
-        left = tile_class != EMPTY;
-        full = tile_class == FULL;
-      }
-    }
-    const int lane = BY_LANES ? __ffs(static_cast<int>(left)) - 1 : 0;
-    left &= left - 1;
-    const long long first = asked + lane * BLOCK;
-    return Next{first, tile::rows_from(first, length, BLOCK),
-                (full >> lane & 1u) != 0 ? FULL : PARTIAL};
+  for (; first < length; first += BLOCK) {
+    const int rows = tile::rows_from(first, length, BLOCK);
+    const int tile_class = tile::classify_tile(p, describe(first, rows));
+    if (tile_class != EMPTY) return Next{first, rows, tile_class};
   }
-};
+  return Next{first, 0, EMPTY};
+}
 
 // Where a thread's pairs lie: of element (r, n) the query is `i` + 8 r, the key `j` + that of
 // column n. So many rows and columns are left from there that exist.
