@@ -39,6 +39,8 @@ constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
 
+constexpr int UNROLL = 2;  // as far as registers go
+
 // What a block knows of the head whose queries pass by. It lies in shared memory, because registers
 // hold the sums.
 struct Head {
@@ -79,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
-  const long long h_kv = work.head;
+  const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
   const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
   const int warp = threadIdx.x / arch::WARP_SIZE;
@@ -108,9 +110,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
-  for (long long member = 0; member < members; ++member) {
+  for (int member = 0; member < members; ++member) {
 #pragma unroll 1
-    for (long long h = h_kv * p.group; h < (h_kv + 1) * p.group; ++h) {
+    for (int h = h_kv * p.group; h < (h_kv + 1) * p.group; ++h) {
       __syncthreads();  // what was known of the head before, and its last tile, which were read
       if (threadIdx.x == 0) {
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
@@ -142,7 +144,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       int stage = 0;
 #pragma unroll 1
       while (now.rows > 0) {
-        const TileBox box = describe(now.first, now.rows);
         const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
@@ -155,21 +156,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const fragment_tile::Next next =
             fragment_tile::next_tile<BLOCK_Q>(p, now.first + BLOCK_Q, len_q, describe);
         if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
-        unsigned int kept[ROWS];
-        if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
 
         // 2 scores
         float s[ROWS][COLUMNS];
-        fragment_product::multiply<D>(s, k_smem + warp_key * K_BYTES,
-                                      q_smem + warp_query * K_BYTES);
+        fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
+                                              q_smem + warp_query * K_BYTES);
+        const TileBox box = describe(now.first, now.rows);
+        unsigned int kept[ROWS];
+        if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
         fragment_gradient::recompute_probabilities<true, P_BYTES>(
             p, box, now.tile_class, masked, s, corner, own_lse_smem, kept, p_smem);
         float dp[ROWS][COLUMNS];
-        fragment_product::multiply<D_V>(dp, v_smem + warp_key * V_BYTES,
-                                        do_smem + warp_query * V_BYTES);
+        fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
+                                                do_smem + warp_query * V_BYTES);
         fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
         fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
         const bool careful = MAY_MASK && masked &&
@@ -209,23 +211,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
           __syncthreads();  // the tile, now finite
         }
-        fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, do_smem, share_v);
-        fragment_product::multiply_add<D, BLOCK_Q, P_BYTES>(dk, ds_rows, q_smem, share_k);
+        fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, UNROLL>(dv, p_rows, do_smem, share_v);
+        fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, UNROLL>(dk, ds_rows, q_smem, share_k);
         if constexpr (ADDS_DQ) {
           const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
           const ShareQ share_q(warp % DQ_SHARERS);
-          float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
-          matmul::clear(dq);
+          float* const to_gmem = head_smem->dq + now.first * p.dq.row;
+          const float factor = static_cast<float>(p.scale);
           if (careful_keys && masked) {
-            fragment_product::multiply_add_seen<D, BLOCK_KV, P_BYTES>(
-                dq, ds_smem, p_smem, warp_row / 16, k_smem, share_q);
+            fragment_product::add_rows_seen<D, BLOCK_KV, P_BYTES>(
+                ds_smem, p_smem, k_smem, to_gmem, p.dq.row, now.rows, unit.inverse(), factor);
           } else {
-            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES>(
+            float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
+            matmul::clear(dq);
+            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL>(
                 dq, ds_smem, warp_row / 16, k_smem, share_q);
+            matmul::scale(dq, unit.inverse());
+            fragment_product::add_rows(dq, share_q, to_gmem + warp_row * p.dq.row, p.dq.row,
+                                       now.rows - warp_row, factor);
           }
-          matmul::scale(dq, unit.inverse());
-          fragment_product::add_rows(dq, share_q, head_smem->dq + (now.first + warp_row) * p.dq.row,
-                                     p.dq.row, now.rows - warp_row, static_cast<float>(p.scale));
         }
         if (next.rows > 0) {
           if constexpr (STAGES == 1) {

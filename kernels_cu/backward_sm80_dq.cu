@@ -22,6 +22,8 @@ constexpr int ROWS = 2 * fragment::M_TILES;
 constexpr int COLUMNS = BLOCK_KV / 4;
 using ShareQ = fragment_product::Share<D, 1>;
 
+constexpr int UNROLL = 4;  // as far as registers go
+
 // What a block knows of the entry whose keys pass by. It lies in shared memory, because registers
 // hold the sums.
 struct Passing {
@@ -117,14 +119,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
       // 2 scores
       float s[ROWS][COLUMNS];
-      fragment_product::multiply<D>(s, q_smem + warp_row * Q_BYTES, k_smem);
+      fragment_product::multiply<D, UNROLL>(s, q_smem + warp_row * Q_BYTES, k_smem);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       fragment_gradient::recompute_probabilities<false, 0>(
           p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, nullptr);
       float dp[ROWS][COLUMNS];
-      fragment_product::multiply<D_V>(dp, do_smem + warp_row * DO_BYTES, v_smem);
+      fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
       fragment_gradient::score_gradients<false>(p, masked, s, dp, lse_smem + BLOCK_Q + corner.row,
                                                 kept);
       // 6 accumulate dq

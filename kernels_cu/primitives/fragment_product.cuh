@@ -24,15 +24,16 @@ struct Share {
   }
 };
 
-// c = a b^T for rows that begin at a_smem and b_smem.
-template <int WIDTH, int ROWS, int COLUMNS>
+// c = a b^T for rows that begin at a_smem and b_smem. UNROLL steps of 16 columns are in sight at a
+// time, as in the products below.
+template <int WIDTH, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* a_smem,
                                          const char* b_smem) {
   constexpr int BYTES = fragment::row_bytes(WIDTH);
   const auto a = fragment::left_rows<BYTES>(a_smem);
   const auto b = fragment::right_rows<BYTES>(b_smem);
   matmul::clear(c);
-#pragma unroll 4  // a line of shared memory; with more in sight, registers do not suffice
+#pragma unroll UNROLL
   for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
     unsigned int left[ROWS / 2][4];
 #pragma unroll
@@ -49,7 +50,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* 
 
 // c += a b for rows of DEPTH weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b. The
 // columns of c are the warp's share.
-template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const char* a_smem,
                                              const char* b_smem,
                                              const Share<WIDTH, SHARERS>& share) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const ch
   auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
   b.address += share.first / 4 * 128;
   b.begin ^= share.first % 4 * 32;
-#pragma unroll 4  // with more in sight, registers do not suffice
+#pragma unroll UNROLL
   for (int k = 0; k < DEPTH / 16; ++k) {
     unsigned int left[ROWS / 2][4];
 #pragma unroll
@@ -108,7 +109,7 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const c
 
 // c += a^T b for DEPTH rows of weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b.
 // The rows of c are columns of a, from 16 `first` on.
-template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS],
                                                         const char* a_smem, int first,
                                                         const char* b_smem,
@@ -119,7 +120,7 @@ __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS
   auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
   b.address += share.first / 4 * 128;
   b.begin ^= share.first % 4 * 32;
-#pragma unroll 4  // with more in sight, registers do not suffice
+#pragma unroll UNROLL
   for (int k = 0; k < DEPTH / 16; ++k) {
     unsigned int left[ROWS / 2][4];
 #pragma unroll
@@ -132,35 +133,6 @@ __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS
 #pragma unroll
       for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
     }
-  }
-}
-
-// The same where b holds NaN or infinity: pairs that take no part, which `seen_smem` tells, are
-// left out.
-template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_add_seen(float (&c)[ROWS][COLUMNS], const char* a_smem,
-                                                  const char* seen_smem, int first,
-                                                  const char* b_smem,
-                                                  const Share<WIDTH, SHARERS>& share) {
-#pragma unroll 1
-  for (int x = 0; x < COLUMNS / 4; ++x) {
-#pragma unroll 1
-    for (int k = 0; share.has(x) && k < DEPTH; ++k) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int column = 16 * (share.first + x) + 8 * (n / 2) + fragment::lane_column() + n % 2;
-        const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8);
-        const float value = number::widen(element(b_smem + at + column % 8 * 2));
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-          const int row = 16 * first + 8 * r + fragment::lane_row();
-          const int pair = fragment::place<A_BYTES>(k, row / 8) + row % 8 * 2;
-          const bool seen = element(seen_smem + pair) != 0x8000;
-          if (seen) c[r][n] += number::widen(element(a_smem + pair)) * value;
-        }
-      }
-    }
-    fragment::rotate<4>(c);
   }
 }
 
@@ -248,6 +220,29 @@ __device__ __forceinline__ void add_rows(const float (&result)[ROWS][COLUMNS],
         if (column + 4 * n + 1 < WIDTH) arch::add(pair_gmem + 1, high);
       }
     }
+  }
+}
+
+// Adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows of b,
+// times two factors, where b holds NaN or infinity: pairs that take no part, which `seen_smem`
+// tells, are left out. Each thread adds numbers one by one.
+template <int WIDTH, int DEPTH, int A_BYTES>
+__device__ __forceinline__ void add_rows_seen(const char* a_smem, const char* seen_smem,
+                                              const char* b_smem, float* to_gmem,
+                                              long long row_step, int valid, float first_factor,
+                                              float factor) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < valid * WIDTH; n += THREADS) {
+    const int row = n / WIDTH, column = n % WIDTH;
+    float sum = 0;
+#pragma unroll 1
+    for (int k = 0; k < DEPTH; ++k) {
+      const int pair = fragment::place<A_BYTES>(k, row / 8) + row % 8 * 2;
+      const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8) + column % 8 * 2;
+      const float weight = number::widen(element(a_smem + pair));
+      if (element(seen_smem + pair) != 0x8000) sum += weight * number::widen(element(b_smem + at));
+    }
+    arch::add(to_gmem + row * row_step + column, sum * first_factor * factor);
   }
 }
 
