@@ -114,8 +114,7 @@ inline float floor(float x) { return __builtin_floorf(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
 inline float fmax(float x, float y) { return __builtin_fmaxf(x, y); }
 inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
-inline float fminf(float x, float y) { return __builtin_fminf(x, y); }
-inline float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
+inline float fmin(float x, float y) { return __builtin_fminf(x, y); }
 
 // -- the kernel, as the runtime takes it ----------------------------------------------------------
 
