@@ -19,6 +19,7 @@
 #include "params.cuh"
 #include "primitives/fragment_gradient.cuh"
 #include "primitives/fragment_product.cuh"
+#include "primitives/fragment_tile.cuh"
 
 namespace {
 
