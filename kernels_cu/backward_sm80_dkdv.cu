@@ -48,6 +48,8 @@ struct Head {
   memory::Rows q, d_out;
   memory::Numbers lse, delta;
   float* dq;  // row 0
+  long long h;
+  long long j0;  // the first key
 };
 
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
@@ -91,7 +93,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const ShareK share_k(warp % SHARERS);
   const ShareV share_v(warp % SHARERS);
   unsigned long long visited = 0;
-  if (threadIdx.x == 0) head_smem->entry = work.entry;
+  if (threadIdx.x == 0) {
+    head_smem->entry = work.entry;
+    head_smem->j0 = j0;
+  }
 
   fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h_kv, true), j0,
                                              nj);
@@ -112,9 +117,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
   for (int member = 0; member < members; ++member) {
 #pragma unroll 1
-    for (int h = h_kv * p.group; h < (h_kv + 1) * p.group; ++h) {
+    for (int n = 0; n < p.group; ++n) {
       __syncthreads();  // what was known of the head before, and its last tile, which were read
       if (threadIdx.x == 0) {
+        const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
         *head_smem =
             Head{entry,
@@ -122,7 +128,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                  memory::rows(p.d_out, entry, h, false),
                  memory::numbers(p.lse, entry, h),
                  memory::numbers(p.delta, entry, h),
-                 reinterpret_cast<float*>(p.dq.data) + layout::offset(p.dq, entry, h, false)};
+                 reinterpret_cast<float*>(p.dq.data) + layout::offset(p.dq, entry, h, false),
+                 h,
+                 head_smem->j0};
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
@@ -134,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         numbers.load(head_smem->lse, head_smem->delta, tile.i0, tile.ni);
       };
       fragment_gradient::Queries now =
-          fragment_gradient::next_tile(p, head_smem->entry, h, 0, j0, nj);
+          fragment_gradient::next_tile(p, head_smem->entry, head_smem->h, 0, head_smem->j0, nj);
       if (now.ni == 0) continue;
       begin(now, 0);
       numbers.store(lse_smem, lse_smem + BLOCK_Q);
@@ -150,15 +158,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::finish_copies();
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
         __syncthreads();
-        const fragment_gradient::Queries next =
-            fragment_gradient::next_tile(p, head_smem->entry, h, now.i0 + BLOCK_Q, j0, nj);
+        const fragment_gradient::Queries next = fragment_gradient::next_tile(
+            p, head_smem->entry, head_smem->h, now.i0 + BLOCK_Q, head_smem->j0, nj);
         if (STAGES == 2 && next.ni > 0) begin(next, 1 - stage);
 
         // 2 scores
         float s[ROWS][COLUMNS];
         fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
                                               q_smem + warp_query * K_BYTES);
-        const TileBox box = tile::describe_tile(head_smem->entry, h, now.i0, now.ni, j0, nj);
+        const TileBox box =
+            tile::describe_tile(head_smem->entry, head_smem->h, now.i0, now.ni, head_smem->j0, nj);
         unsigned int kept[ROWS];
         if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
         // 3 score mod
@@ -215,18 +224,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           const ShareQ share_q(warp % DQ_SHARERS);
           float* const to_gmem = head_smem->dq + now.i0 * p.dq.row;
           const float factor = static_cast<float>(p.scale);
+          float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
+          matmul::clear(dq);
           if (careful_keys && masked) {
-            fragment_product::add_rows_seen<D, BLOCK_KV, P_BYTES>(
+            fragment_product::add_rows_nonfinite<D, BLOCK_KV, P_BYTES>(
                 ds_smem, p_smem, k_smem, to_gmem, p.dq.row, now.ni, unit.inverse(), factor);
-          } else {
-            float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
-            matmul::clear(dq);
-            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL>(
+            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
                 dq, ds_smem, warp_row / 16, k_smem, share_q);
-            matmul::scale(dq, unit.inverse());
-            fragment_product::add_rows(dq, share_q, to_gmem + warp_row * p.dq.row, p.dq.row,
-                                       now.ni - warp_row, factor);
+          } else {
+            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
+                dq, ds_smem, warp_row / 16, k_smem, share_q);
           }
+          matmul::scale(dq, unit.inverse());
+          fragment_product::add_rows(dq, share_q, to_gmem + warp_row * p.dq.row, p.dq.row,
+                                     now.ni - warp_row, factor);
         }
         if (next.ni > 0) {
           if constexpr (STAGES == 1) {
@@ -249,11 +260,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::scale(dk, unit.inverse());
   fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
                                          p.kind_dk != number::STORAGE_KIND,
-                                         layout::offset(p.dk, head_smem->entry, h_kv, true), j0, nj,
-                                         static_cast<float>(p.scale), k_smem);
+                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
+                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
   fragment_product::store_rows<BLOCK_KV>(
       dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
-      layout::offset(p.dv, head_smem->entry, h_kv, true), j0, nj,
+      layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
       HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
   tile::count_tiles(p, visited);
 }
