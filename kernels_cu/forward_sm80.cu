@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const float scale = static_cast<float>(p.scale);
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
   const float unit = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = fminf(unit * tile::LOG2_E, number::largest_float());
+  const float c = fmin(unit * tile::LOG2_E, number::largest_float());
   unsigned long long visited = 0;
 
   // 1 load q

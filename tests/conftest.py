@@ -48,6 +48,20 @@ def gpu() -> object:
     return gpu_arrays.memory()
 
 
+@pytest.fixture(scope="session")
+def nvrtc() -> None:
+    """The compiler for GPUs; tests that need it are skipped where there is none, but not in CI."""
+    from cuda_table import CannotCompile, nvrtc_version
+
+    try:
+        nvrtc_version()
+    except CannotCompile as error:
+        remedy = f'NVRTC cannot be used ({error}); pip install ".[test]" has it, but for macOS'
+        if os.environ.get("CI"):
+            pytest.fail(remedy)
+        pytest.skip(remedy)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     installed_package_is_this_checkout()
 

@@ -18,11 +18,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from cupyflash.testing import PROPERTIES
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -34,6 +37,7 @@ DTYPES = {
     "float32": "float32",
     "float64": "float64",
 }
+VERIFY_SHARES = 12  # of the properties
 BOUNDS = ("forward_is_within_the_bound", "gradients_are_within_the_bound")
 
 # What the sanitizers watch: every kernel with every type on a few drawn problems, and calls whose
@@ -108,10 +112,16 @@ def tests(minutes: float) -> list[list[Task]]:
         for bound in BOUNDS
         for dtype, wanted in DTYPES.items()
     }
-    chosen["tests: verify"] = "test_gpu_verify"
-    others = (*BOUNDS, "test_gpu_verify")
+    # A process must have passed tests: without g++ all of these are skipped, and it fails.
+    chosen["tests: conformance"] = "test_conformance"
+    others = (*BOUNDS, "test_conformance", "test_gpu_verify")
     chosen["tests: all others"] = " and ".join(f"not {name}" for name in others)
-    return [[Task(what, pytest("-k", k, *files), r"\d+ passed") for what, k in chosen.items()]]
+    tasks = [Task(what, pytest("-k", k, *files), r"\d+ passed") for what, k in chosen.items()]
+    names = [f"tests/test_gpu_verify.py::test_property[{name}]" for name in PROPERTIES]
+    for n in range(VERIFY_SHARES):
+        share = pytest(*names[n::VERIFY_SHARES])
+        tasks.append(Task(f"tests: verify, share {n + 1}", share, r"\d+ passed"))
+    return [tasks]
 
 
 def repeats(minutes: float) -> list[list[Task]]:
@@ -213,7 +223,8 @@ def show(results: list[Result]) -> None:
     print("\n| what | result | seconds | said | command |\n|---|---|---|---|---|")
     for result in results:
         word = "passed" if result.passed else "FAILED"
-        cells = (result.task.what, word, f"{result.seconds:.0f}", result.said, f"`{result.task}`")
+        command = textwrap.shorten(str(result.task), 200, placeholder=" ...")
+        cells = (result.task.what, word, f"{result.seconds:.0f}", result.said, f"`{command}`")
         print("| " + " | ".join(cells) + " |")
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 from cuda_specialisations import OPTIONS, SHARED_MEMORY, capability, cases, runs_on, specialisation
-from cuda_table import ARCHS, CannotCompile, Resources, key_of, measure, nvrtc_version, read
+from cuda_table import ARCHS, Resources, key_of, measure, nvrtc_version, read
 
 from cupyflash import ArgumentError, config, tiles, validate
 from cupyflash.target import Target
@@ -93,15 +93,8 @@ def name(value: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def measured(request):
+def measured(request, nvrtc):
     """What the kernels of the selected tests take, compiled a few at a time."""
-    try:
-        nvrtc_version()
-    except CannotCompile as error:
-        remedy = f'NVRTC cannot be used ({error}); pip install ".[test]" has it, but for macOS'
-        if os.environ.get("CI"):
-            pytest.fail(remedy)
-        pytest.skip(remedy)
     jobs = [
         (item.callspec.params["number"], item.callspec.params["arch"])
         for item in request.session.items

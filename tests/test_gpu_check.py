@@ -9,6 +9,8 @@ import gpu_check
 import pytest
 from gpu_check import SETS, Task, run
 
+from cupyflash.testing import PROPERTIES
+
 
 def tasks(name):
     return [task for stage in SETS[name](1.0) for task in stage]
@@ -24,10 +26,14 @@ def test_what_the_sanitizers_watch_exists():
 
 def test_the_processes_share_out_every_test():
     # Of every test with the marker exactly one process has it, whatever its dtype.
-    chosen = [task.command[task.command.index("-k") + 1] for task in tasks("tests")]
+    by_name = [task for task in tasks("tests") if "-k" in task.command]
+    chosen = [task.command[task.command.index("-k") + 1] for task in by_name]
     names = set()
-    for path in gpu_check.TESTS.glob("test_gpu_*.py"):
-        names |= set(re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE))
+    files = [word for word in tasks("tests")[0].command if word.endswith(".py")]
+    assert {"tests/test_conformance.py", "tests/test_gpu_contract.py"} <= set(files)
+    for file in set(files) - {"tests/test_gpu_verify.py"}:
+        text = (gpu_check.ROOT / file).read_text()
+        names |= set(re.findall(r"^def (test_\w+)\(", text, re.MULTILINE))
     for name in names:
         for dtype in gpu_check.DTYPES:
             words = {"name": f"{name}[{dtype}]"}
@@ -37,6 +43,13 @@ def test_the_processes_share_out_every_test():
                 if eval(re.sub(r"\b(?!and\b|or\b|not\b)(\w+)", r"('\1' in name)", k), words)
             ]
             assert len(found) == 1, (name, dtype, found)
+
+
+def test_the_processes_share_out_every_property():
+    words = [word for task in tasks("tests") for word in task.command]
+    shared = [word for word in words if word.startswith("tests/test_gpu_verify.py::")]
+    wanted = [f"tests/test_gpu_verify.py::test_property[{name}]" for name in PROPERTIES]
+    assert sorted(shared) == sorted(wanted)
 
 
 def test_without_the_tool_the_sanitizers_have_failed(monkeypatch, tmp_path):

@@ -32,10 +32,10 @@ __device__ __forceinline__ bool row_max(const float (&s)[ROWS][COLUMNS], const f
   for (int r = 0; r < ROWS; ++r) {
     m_new[r] = m[r];
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) m_new[r] = fmaxf(m_new[r], s[r][n]);
+    for (int n = 0; n < COLUMNS; ++n) m_new[r] = fmax(m_new[r], s[r][n]);
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      m_new[r] = fmaxf(m_new[r], arch::shuffle_xor(m_new[r], lanes));
+      m_new[r] = fmax(m_new[r], arch::shuffle_xor(m_new[r], lanes));
     }
     grew = grew || m_new[r] > m[r];
   }

@@ -121,7 +121,7 @@ __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from
         for (int c = 0; c < COLUMNS; c += Share::APART) {
           if (!Share::in_row(c + own.column)) break;
           accum_t* const target_smem = tile_smem + own.row * STRIDE + c + own.column;
-#pragma unroll 4
+#pragma unroll 2
           for (int step = 0; step < Share::STEPS; ++step) {
             if (!own.has(step)) break;
             finite = finish_vector<CHECK>(target_smem + step * Share::AT_ONCE * STRIDE) && finite;
@@ -132,7 +132,7 @@ __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from
     }
   }
   const storage_t* source = from.data + first * from.row + column * from.col;
-#pragma unroll 2
+#pragma unroll 1
   for (int n = threadIdx.x; n < ROWS * COLUMNS; n += THREADS) {
     const int row = n / COLUMNS;
     const int c = n % COLUMNS;

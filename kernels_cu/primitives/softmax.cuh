@@ -37,11 +37,10 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
   for (int r = 0; r < ROWS; ++r) {
     m_new[r] = m[r];
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) m_new[r] = s[r][n] > m_new[r] ? s[r][n] : m_new[r];
+    for (int n = 0; n < COLUMNS; ++n) m_new[r] = fmax(m_new[r], s[r][n]);
 #pragma unroll
     for (int lanes = arch::WARP_SIZE / 2; lanes >= ROWS_PER_WARP; lanes /= 2) {
-      const accum_t other = arch::shuffle_xor(m_new[r], lanes);
-      m_new[r] = other > m_new[r] ? other : m_new[r];
+      m_new[r] = fmax(m_new[r], arch::shuffle_xor(m_new[r], lanes));
     }
     grew = grew || m_new[r] > m[r];
   }
@@ -72,7 +71,7 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
     const accum_t safe = m[r] != -number::infinity() ? m[r] : accum_t(0);
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const bool masked = s[r][n] == -number::infinity();
+      const bool masked = MAY_MASK && s[r][n] == -number::infinity();
       const accum_t p = exponential(s[r][n] - safe);
       s[r][n] = masked ? matmul::no_part() : p;
       l[r] += p;

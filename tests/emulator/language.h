@@ -105,6 +105,7 @@ double log(double) noexcept;
 double tanh(double) noexcept;
 double floor(double) noexcept;
 double fabs(double) noexcept;
+double fmax(double, double) noexcept;
 }
 inline float exp(float x) { return __builtin_expf(x); }
 inline float log(float x) { return __builtin_logf(x); }
@@ -112,8 +113,8 @@ inline float tanh(float x) { return __builtin_tanhf(x); }
 inline float floor(float x) { return __builtin_floorf(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
 inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
-inline float fminf(float x, float y) { return __builtin_fminf(x, y); }
-inline float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
+inline float fmin(float x, float y) { return __builtin_fminf(x, y); }
+inline float fmax(float x, float y) { return __builtin_fmaxf(x, y); }
 
 // -- the kernel, as the runtime takes it ----------------------------------------------------------
 

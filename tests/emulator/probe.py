@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from cupyflash import source
+from cupyflash.target import address
 
 from . import build
 from .machine import FORWARD, Machine, Schedule
@@ -18,6 +20,9 @@ struct Arrays {{
   void* in;
   void* out;
 }};
+struct alignas(16) Words {{
+  unsigned int x[4];
+}};
 {before}{headers}
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ Arrays p) {{
@@ -28,16 +33,30 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }}
 """
 
+SIZES = {"char": 1, "short": 2, "int": 4, "float": 4, "double": 8, "Words": 16}
 
-class Probe:
-    """A kernel with this body, in which `smem` is shared memory and `t` the thread's number.
+
+def text(
+    body: str,
+    kind: str = "int",
+    elements: int = 64,
+    threads: int = 64,
+    headers: tuple[str, ...] = (),
+    storage: int = 2,
+    before: str = "",
+    read: Callable[[str], str] = build.read,
+) -> str:
+    """Return the CUDA text of a kernel `probe`, of which `body` is line 1 of probe.cu onwards.
+
+    Its statements know `smem`, which is shared memory, `t`, the thread's number, and the arrays
+    `p.in` and `p.out`.
 
     Parameters
     ----------
     body : str
-        Its statements; the first one stands in line 1 of probe.cu.
+        The statements.
     kind : str
-        Type of an element of shared memory.
+        Type of an element of shared memory, one of SIZES.
     elements : int
         How many there are.
     threads : int
@@ -45,41 +64,39 @@ class Probe:
     headers : tuple of str
         Files of `kernels_cu` that it uses.
     storage : int
-        Number of the storage type; float64 keeps subnormal numbers.
-    flavour : str
-        What is built.
+        Number of the storage type; with float64 the emulator keeps subnormal numbers.
     before : str
         What stands before the headers and the kernel.
+    read : callable
+        Returns the files: with `cupyflash.source.read` the text is for a GPU.
     """
+    return TEXT.format(
+        body=body.strip("\n"),
+        kind=kind,
+        shared_bytes=elements * SIZES[kind],
+        threads=threads,
+        storage=storage,
+        flush="false" if storage == 3 else "true",
+        before=before,
+        headers=source.flatten_with(headers, read),
+    )
 
-    def __init__(
-        self,
-        body: str,
-        kind: str = "int",
-        elements: int = 64,
-        threads: int = 64,
-        headers: tuple[str, ...] = (),
-        storage: int = 2,
-        flavour: str = "races",
-        before: str = "",
-    ) -> None:
-        size = {"char": 1, "short": 2, "int": 4, "float": 4, "double": 8}[kind]
-        text = TEXT.format(
-            body=body.strip("\n"),
-            kind=kind,
-            shared_bytes=elements * size,
-            threads=threads,
-            storage=storage,
-            flush="false" if storage == 3 else "true",
-            before=before,
-            headers=source.flatten_with(headers, build.read),
-        )
-        self._machine = Machine("probe", build.library(build.complete(text), "probe", flavour))
+
+class Probe:
+    """The kernel of a text, on the emulator; `flavour` is what is built, the rest is `text`'s."""
+
+    def __init__(self, body: str, *given: Any, flavour: str = "races", **more: Any) -> None:
+        complete = build.complete(text(body, *given, **more))
+        self.machine = Machine("probe", build.library(complete, "probe", flavour))
 
     def run(
         self, out: Any = None, given: Any = None, blocks: int = 1, schedule: Schedule = FORWARD
     ) -> Any:
         """Run it with the arrays `p.in` and `p.out`, and return the latter."""
-        places = [0 if x is None else x.ctypes.data for x in (given, out)]
-        self._machine.launch(blocks, bytearray(struct.pack("=QQ", *places)), schedule)
+        self.machine.launch(blocks, packed(given, out), schedule)
         return out
+
+
+def packed(given: Any, out: Any) -> bytearray:
+    """Return the parameters of a launch: where `p.in` and `p.out` lie, in whichever memory."""
+    return bytearray(struct.pack("=QQ", *(0 if x is None else address(x) for x in (given, out))))

@@ -78,6 +78,7 @@ def _case(
     dlse: bool = True,
     hard: bool = False,
     blocks: tuple[int, int, int] = (16, 16, 32),
+    tensor: bool = False,
     seed: int = 0,
     **more: Any,
 ) -> Case:
@@ -104,7 +105,7 @@ def _case(
         tiles=blocks[:2], layouts="random" if layout == "random" else "plain", workspace=True,
         hard=hard, seed=seed,
     )  # fmt: skip
-    return Case(name, problem, Blocks(*blocks), **more)
+    return Case(name, problem, Blocks(*blocks, tensor=tensor), **more)
 
 
 def _normal(rng: np.random.Generator, *shape: int, dtype: Any = F32) -> Array:
@@ -247,6 +248,19 @@ def cases() -> list[Case]:
         _visited(_case("window in float64", F64, (1, 1), (40, 64), (16, 18),
                        lambda r: {"mask": masks.window(7, 0)}, blocks=(16, 32, 32),
                        schedule=REVERSE, seed=16)),
+        _case("everything by tensor cores", F16, (4, 2), (37, 29), (24, 40),
+              lambda r: _all(r, 37, 29, sink), lead=((2,), (2,), (1,)), blocks=(32, 16, 64),
+              tensor=True, seed=19),
+        _visited(_unseen(_case(
+            "window by tensor cores", BF16, (2, 1), (53, 45), (136, 16),
+            lambda r: {"mask": masks.window(9, 3, -12) & masks.lengths(np.array([40, 20])),
+                       "scale": -0.1},
+            lead=((2,), (2,), (1,)), layout="rows", blocks=(64, 16, 64), tensor=True, seed=20), 5)),
+        _case("packed by tensor cores", F16, (2, 1), (0, 0), (33, 256),
+              lambda r: {"mask": masks.causal()}, offsets=PACKED, layout="random",
+              blocks=(16, 32, 32), tensor=True, schedule=randomly(3), seed=21),
+        _case("huge logits by tensor cores", BF16, (1, 1), (18, 40), (8, 8), family="huge logits",
+              hard=True, blocks=(16, 32, 32), tensor=True, seed=22),
         _case("near overflow", F16, (1, 1), (20, 20), (64, 48), family="near overflow",
               blocks=(16, 16, 128), seed=17, hard=True),
     ]  # fmt: skip

@@ -201,7 +201,8 @@ def _run_of(case: Case) -> Run:
     outputs = {name: copies.guarded(x) for name, x in likes.items()}
     wanted: dict[str, tuple[Array, Array]] = {}
     if case.wrong_offsets is None:
-        forward, backward = bound_forward(problem), bound_backward(problem)
+        tensor = blocks.forward(call.problem)[0] == "forward_sm80"
+        forward, backward = bound_forward(problem, tensor), bound_backward(problem, tensor)
         assert problem.hard or not (forward.ill_conditioned or backward.ill_conditioned), case.name
         wanted = {"out": forward.out, "lse": forward.lse}
         wanted |= {name: getattr(backward, name) for name in GRADIENTS}
