@@ -96,7 +96,7 @@ def backward_sm80_dq(block_q: int, block_kv: int, _: int, stages: int, d: int, d
 
 
 # What a block knows of the head, and of the entry, that passes by.
-HEAD_BYTES, ENTRY_BYTES = 176, 136
+HEAD_BYTES, ENTRY_BYTES = 192, 136
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

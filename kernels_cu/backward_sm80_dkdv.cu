@@ -49,6 +49,8 @@ struct Head {
   memory::Rows q, d_out;
   memory::Numbers lse, delta;
   float* dq;  // row 0
+  long long h;
+  long long j0;  // the first key
 };
 
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
@@ -92,7 +94,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const ShareK share_k(warp % SHARERS);
   const ShareV share_v(warp % SHARERS);
   unsigned long long visited = 0;
-  if (threadIdx.x == 0) head_smem->entry = work.entry;
+  if (threadIdx.x == 0) {
+    head_smem->entry = work.entry;
+    head_smem->j0 = j0;
+  }
 
   fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h_kv, true), j0,
                                              nj);
@@ -113,9 +118,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
   for (int member = 0; member < members; ++member) {
 #pragma unroll 1
-    for (int h = h_kv * p.group; h < (h_kv + 1) * p.group; ++h) {
+    for (int n = 0; n < p.group; ++n) {
       __syncthreads();  // what was known of the head before, and its last tile, which were read
       if (threadIdx.x == 0) {
+        const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
         *head_smem =
             Head{entry,
@@ -123,7 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                  memory::rows(p.d_out, entry, h, false),
                  memory::numbers(p.lse, entry, h),
                  memory::numbers(p.delta, entry, h),
-                 reinterpret_cast<float*>(p.dq.data) + layout::offset(p.dq, entry, h, false)};
+                 reinterpret_cast<float*>(p.dq.data) + layout::offset(p.dq, entry, h, false),
+                 h,
+                 head_smem->j0};
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
@@ -135,10 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         numbers.load(head_smem->lse, head_smem->delta, tile.first, tile.rows);
       };
       const auto describe = [&](long long i0, int ni) {
-        return tile::describe_tile(head_smem->entry, h, i0, ni, j0, nj);
+        return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
       };
-      const long long len_q = head_smem->entry.len_q;
-      fragment_tile::Next now = fragment_tile::next_tile<BLOCK_Q>(p, 0, len_q, describe);
+      fragment_tile::Next now =
+          fragment_tile::next_tile<BLOCK_Q>(p, 0, head_smem->entry.len_q, describe);
       if (now.rows == 0) continue;
       begin(now, 0);
       numbers.store(lse_smem, lse_smem + BLOCK_Q);
@@ -154,8 +162,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::finish_copies();
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
         __syncthreads();
-        const fragment_tile::Next next =
-            fragment_tile::next_tile<BLOCK_Q>(p, now.first + BLOCK_Q, len_q, describe);
+        const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_Q>(
+            p, now.first + BLOCK_Q, head_smem->entry.len_q, describe);
         if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
 
         // 2 scores
@@ -219,18 +227,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           const ShareQ share_q(warp % DQ_SHARERS);
           float* const to_gmem = head_smem->dq + now.first * p.dq.row;
           const float factor = static_cast<float>(p.scale);
+          float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
+          matmul::clear(dq);
           if (careful_keys && masked) {
-            fragment_product::add_rows_seen<D, BLOCK_KV, P_BYTES>(
+            fragment_product::add_rows_nonfinite<D, BLOCK_KV, P_BYTES>(
                 ds_smem, p_smem, k_smem, to_gmem, p.dq.row, now.rows, unit.inverse(), factor);
-          } else {
-            float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
-            matmul::clear(dq);
-            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL>(
+            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
                 dq, ds_smem, warp_row / 16, k_smem, share_q);
-            matmul::scale(dq, unit.inverse());
-            fragment_product::add_rows(dq, share_q, to_gmem + warp_row * p.dq.row, p.dq.row,
-                                       now.rows - warp_row, factor);
+          } else {
+            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
+                dq, ds_smem, warp_row / 16, k_smem, share_q);
           }
+          matmul::scale(dq, unit.inverse());
+          fragment_product::add_rows(dq, share_q, to_gmem + warp_row * p.dq.row, p.dq.row,
+                                     now.rows - warp_row, factor);
         }
         if (next.rows > 0) {
           if constexpr (STAGES == 1) {
@@ -253,11 +263,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::scale(dk, unit.inverse());
   fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
                                          p.kind_dk != number::STORAGE_KIND,
-                                         layout::offset(p.dk, head_smem->entry, h_kv, true), j0, nj,
-                                         static_cast<float>(p.scale), k_smem);
+                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
+                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
   fragment_product::store_rows<BLOCK_KV>(
       dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
-      layout::offset(p.dv, head_smem->entry, h_kv, true), j0, nj,
+      layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
       HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
   tile::count_tiles(p, visited);
 }

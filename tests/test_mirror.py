@@ -101,7 +101,7 @@ ONLY_CUDA = {
         ),
         "the output of tensor cores goes through shared memory": "store_rows",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
-        "results of several blocks": "add_rows add_rows_seen",
+        "results of several blocks": "add_rows add_rows_nonfinite clear_pair",
     },
     "primitives/tile.cuh": {
         "sizes of a tile": "smaller rows_from is_whole",

@@ -107,9 +107,17 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const c
   }
 }
 
+// Makes 0 of elements that are not finite.
+__device__ __forceinline__ void clear_pair(unsigned int& pair) {
+  const unsigned int carried = (pair & fragment::EXPONENTS) + fragment::LAST;
+  if (carried & 0x8000u) pair &= 0xffff0000u;
+  if (carried & 0x80000000u) pair &= 0x0000ffffu;
+}
+
 // c += a^T b for DEPTH rows of weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b.
 // The rows of c are columns of a, from 16 `first` on.
-template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS>
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, bool ONLY_FINITE, int SHARERS, int ROWS,
+          int COLUMNS>
 __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS],
                                                         const char* a_smem, int first,
                                                         const char* b_smem,
@@ -130,6 +138,10 @@ __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS
       if (!share.has(n / 4)) break;
       unsigned int right[4];
       arch::ldmatrix_x4_trans(right, b.at(16 * k, n / 4));
+      if constexpr (ONLY_FINITE) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) clear_pair(right[x]);
+      }
 #pragma unroll
       for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
     }
@@ -227,10 +239,10 @@ __device__ __forceinline__ void add_rows(const float (&result)[ROWS][COLUMNS],
 // times two factors, where b holds NaN or infinity: pairs that take no part, which `seen_smem`
 // tells, are left out. Each thread adds numbers one by one.
 template <int WIDTH, int DEPTH, int A_BYTES>
-__device__ __forceinline__ void add_rows_seen(const char* a_smem, const char* seen_smem,
-                                              const char* b_smem, float* to_gmem,
-                                              long long row_step, int valid, float first_factor,
-                                              float factor) {
+__device__ __forceinline__ void add_rows_nonfinite(const char* a_smem, const char* seen_smem,
+                                                   const char* b_smem, float* to_gmem,
+                                                   long long row_step, int valid,
+                                                   float first_factor, float factor) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < valid * WIDTH; n += THREADS) {
     const int row = n / WIDTH, column = n % WIDTH;
@@ -239,10 +251,11 @@ __device__ __forceinline__ void add_rows_seen(const char* a_smem, const char* se
     for (int k = 0; k < DEPTH; ++k) {
       const int pair = fragment::place<A_BYTES>(k, row / 8) + row % 8 * 2;
       const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8) + column % 8 * 2;
-      const float weight = number::widen(element(a_smem + pair));
-      if (element(seen_smem + pair) != 0x8000) sum += weight * number::widen(element(b_smem + at));
+      const float value = number::widen(element(b_smem + at));
+      if (number::is_finite(value) || element(seen_smem + pair) == 0x8000) continue;
+      sum += number::widen(element(a_smem + pair)) * value;
     }
-    arch::add(to_gmem + row * row_step + column, sum * first_factor * factor);
+    if (sum != 0.0f) arch::add(to_gmem + row * row_step + column, sum * first_factor * factor);
   }
 }
 
