@@ -371,6 +371,16 @@ CASES = [
         TENSOR_CORES,
     ),
     Case(
+        "add add_pair",
+        """
+          for (int k = 0; k < 4; ++k) out[k] = in[k];
+          arch::add(out, in[4]);
+          arch::add_pair(out + 2, in[5], in[6]);
+        """,
+        lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
+        lambda x: x[:, :4] + x[:, [4, 7, 5, 6]] * np.array([1, 0, 1, 1], np.float32),
+    ),
+    Case(
         "lane_index",
         "out[0] = arch::lane_index();\nout[1] = arch::WARP_SIZE;",
         lambda: _blocks_of(1, 2),

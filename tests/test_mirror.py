@@ -162,7 +162,7 @@ ONLY_PYTHON = {
     },
     "primitives/tile.cuh": {
         "registers of the interpreter": "make_registers",
-        "row by row, each by its program": "apply_score apply_mask",
+        "row by row, each by its program": "apply_score",
         "a tile of what takes part; a GPU has weights that say it": "note_seen",
         "a tile of factors, which every lane has its own of": "dropout_factors scale_tile",
     },
