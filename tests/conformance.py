@@ -470,4 +470,17 @@ CASES = [
             1,
         ).astype(np.uint32),
     ),
+    Case(
+        "add add_pair",
+        """
+          for (int n = 0; n < 4; ++n) out[n] = in[n];
+          arch::add(out, in[4]);
+          arch::add(out, in[5]);
+          arch::add_pair(out + 2, in[6], in[7]);
+        """,
+        lambda: blocks_of(8, 2, np.int16).astype(np.float32),  # whose sums are exact
+        lambda x: np.stack(
+            [x[:, 0] + x[:, 4] + x[:, 5], x[:, 1], x[:, 2] + x[:, 6], x[:, 3] + x[:, 7]], 1
+        ),
+    ),
 ]

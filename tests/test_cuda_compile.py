@@ -10,7 +10,7 @@ import pytest
 from cuda_specialisations import OPTIONS, SHARED_MEMORY, capability, cases, runs_on, specialisation
 from cuda_table import ARCHS, Resources, key_of, measure, nvrtc_version, read
 
-from cupyflash import ArgumentError, config, tiles, validate
+from cupyflash import ArgumentError, config, tensor_tiles, tiles, validate
 from cupyflash.target import Target
 
 CASES = cases()
@@ -41,6 +41,8 @@ def test_few_cases_cover_much():
         assert len({case.dtype for case in own}) == 4
         assert {case.packed for case in own} == {False, True}
         assert len({case.sizes for case in own}) == 6
+    for kernel in tensor_tiles.BACKWARD:
+        assert len({case.sizes for case in CASES if case.kernel == kernel}) == 6
     own = [case for case in CASES if case.kernel == "forward_sm80"]
     assert {case.options for case in own} == set(OPTIONS)
     assert {case.packed for case in own} == {False, True}
