@@ -20,7 +20,7 @@ REMEDY = "run `python tests/cuda_table.py` and look at what git shows of tests/d
 ELSEWHERE = 2  # times as many are admitted with another compiler or architecture
 # The most bytes that a thread of a kernel spills in the table: at the tiles that are chosen a
 # block's results fill its registers, and with smaller tiles it would read more.
-SPILLS = {"backward_simt_dkdv": 72}
+SPILLS = {"backward_simt_dkdv": 72, "backward_sm80_dkdv": 88, "backward_sm80_dq": 32}
 
 
 def fits(arch: str, found: Resources) -> None:
