@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             __syncthreads();  // the warps' largest
             float largest = 0;
 #pragma unroll
-            for (int n = 0; n < WARPS; ++n) largest = fmaxf(largest, largest_smem[n]);
+            for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
             if (largest > unit.largest) unit.widen(largest, dk);
             fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
             __syncthreads();  // dS, which other threads wrote

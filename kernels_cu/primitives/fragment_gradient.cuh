@@ -309,7 +309,7 @@ __device__ __forceinline__ float largest_of(const float (&x)[ROWS][COLUMNS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) largest = fmaxf(largest, fabs(x[r][n]));
+    for (int n = 0; n < COLUMNS; ++n) largest = fmax(largest, fabs(x[r][n]));
   }
   return largest;
 }
@@ -323,12 +323,12 @@ __device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS])
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       const float size = fabs(x[r][n]);
-      largest = fmaxf(largest, size <= number::largest_float() ? size : 0.0f);
+      largest = fmax(largest, size <= number::largest_float() ? size : 0.0f);
     }
   }
 #pragma unroll
   for (int lanes = arch::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
-    largest = fmaxf(largest, arch::shuffle_xor(largest, lanes));
+    largest = fmax(largest, arch::shuffle_xor(largest, lanes));
   }
   return largest;
 }
