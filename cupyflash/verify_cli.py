@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,11 +65,12 @@ def precision_of(device: str) -> Callable[[Any], Precision]:
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
     from .testing import verify
 
+    # Properties ask for equal bits.
     return verify(
         api.attention,
-        api.attention_backward,
+        functools.partial(api.attention_backward, deterministic=True),
         varlen=varlen.attention_varlen,
-        varlen_backward=varlen.attention_varlen_backward,
+        varlen_backward=functools.partial(varlen.attention_varlen_backward, deterministic=True),
         combine=api.combine,
         device=options.device,
         examples=options.examples,

@@ -72,7 +72,7 @@ def cases() -> list[Case]:
     tensor_sizes = [(64, 64), (128, 128), (256, 256), (40, 72), (1, 3), (192, 128)]
     for n in range(14):
         dtype, options = dtypes[1 + n % 2], list(OPTIONS)[n % 7]
-        kernels = ["forward_sm80", list(tensor_tiles.BACKWARD)[n % 2]]
+        kernels = ["forward_sm80", list(tensor_tiles.BACKWARD)[n // 7]]
         more = tensor_sizes[n % 6], options, bool(n // 3 % 2)
         found += [Case(kernel, dtype, *more) for kernel in kernels]
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):

@@ -208,20 +208,20 @@ def test_devices_of_one_process(cupy):
 # -- memory, streams, graphs ----------------------------------------------------------------------
 
 
-def test_memory_is_linear_in_the_length(cupy):
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_memory_is_linear_in_the_length(cupy, dtype):
     pool = cupy.get_default_memory_pool()
-    used = {}
     for length in (1024, 4096):
-        q = cupy.ones((1, 2, length, 64), np.float16)
+        q = cupy.ones((1, 2, length, 64), dtype)
         out, lse = cupyflash.attention(q, q, q, return_lse=True)
         cupyflash.attention_backward(out, q, q, q, out, lse)
         before = pool.used_bytes()
         made = cupyflash.attention(q, q, q, return_lse=True)
-        used[length] = pool.used_bytes() - before
-        assert used[length] <= out.nbytes + lse.nbytes + 1024
+        assert pool.used_bytes() - before <= out.nbytes + lse.nbytes + 1024
         del made
-        size = cupyflash.workspace_size(q, q, q)
-        assert size <= 2 * lse.nbytes
+        # Tensor cores' dq is added up in float32.
+        added = 4 * q.size if dtype == np.float16 else 0
+        assert cupyflash.workspace_size(q, q, q) <= 2 * lse.nbytes + added
 
 
 def test_threads_with_a_stream_each(cupy):
