@@ -108,10 +108,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::clear(dv);
   fragment_gradient::Unit unit;
 
-  bool careful_keys = false;
+  bool finite_keys = true;  // of those that this thread copied
   if constexpr (ADDS_DQ && MAY_MASK) {
     arch::finish_copies();
-    careful_keys = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem));
+    finite_keys = fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem);
   }
 
   const long long members = layout::entries_sharing(p);
@@ -184,14 +184,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
         fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
         const bool careful = MAY_MASK && masked &&
-                             !(fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
+                             !(finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                                fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem));
         bool seen = false;
         if constexpr (STORAGE == 0) {
           const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
           // P and dS, which other threads wrote.
           if (arch::barrier_or(careful || exceeds)) {
-            seen = arch::barrier_or(careful);  // the same for all threads
+            seen = MAY_MASK && masked;  // of finite tiles it costs time alone
             const float own = fragment_gradient::largest_finite(s);
             if (arch::lane_index() == 0) largest_smem[warp] = own;
             __syncthreads();  // the warps' largest
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           const float factor = static_cast<float>(p.scale);
           float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
           matmul::clear(dq);
-          if (careful_keys && masked) {
+          if (seen) {
             fragment_product::add_rows_nonfinite<D, BLOCK_KV, P_BYTES>(
                 ds_smem, p_smem, k_smem, to_gmem, p.dq.row, now.rows, unit.inverse(), factor);
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(

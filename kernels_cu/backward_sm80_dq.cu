@@ -109,8 +109,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       ++visited;
 
       arch::finish_copies();
-      __syncthreads();  // the tile, which other threads copied, and the stage before, which was
-                        // read
+      bool careful = false;
+      // The tile, which other threads copied, and the stage before, which was read.
+      if (MAY_MASK && masked) {
+        careful = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
+      } else {
+        __syncthreads();  // the same
+      }
       const fragment_tile::Next next =
           fragment_tile::next_tile<BLOCK_KV>(p, now.first + BLOCK_KV, entry.len_k, describe);
       if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
@@ -139,10 +144,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       unsigned int ds[ROWS][COLUMNS / 2];
       fragment::narrow(s, ds);
-      bool careful = false;
-      if (MAY_MASK && masked) {
-        careful = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
-      }
       if (careful) {
         fragment::add_nonfinite<D>(dq, ds, k_smem);
         __syncthreads();  // the keys, which are read as they came

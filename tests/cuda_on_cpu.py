@@ -23,6 +23,7 @@ SHIM = """
 #include <cstring>
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 using std::exp; using std::fabs; using std::floor; using std::log; using std::tanh;
 template <typename To, typename From> To same_bits(From from) {
   To to;

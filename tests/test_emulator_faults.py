@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from emulator import build
@@ -268,8 +270,34 @@ def _everything(emulator):
         q, k, v = (draw(2, 1, n, d).astype(np.float16) for n in (40, 33, 33))
         v[:, :, 20] = last
         call = validate.call(q, k, v, **options)
-        emulator.forward(call, np.empty_like(q), draw(2, 1, 40))
+        out, lse = np.empty_like(q), draw(2, 1, 40)
+        emulator.forward(call, out, lse)
+        out = np.nan_to_num(out, posinf=0)
+        lse[~np.isfinite(lse)] = 0
+        do = np.asfortranarray(
+            draw(*out.shape).astype(np.float16)
+        )  # copied at once, not on its way
+        do[:, :, 30] = last
+        for each in (emulator, dataclasses.replace(emulator, deterministic=True)):
+            made = (np.empty_like(x) for x in (q, k, v))
+            each.backward(call, do, out, lse, None, Gradients(*made, None, None))
 
+    def run_shared(d, last, dtype, **options):
+        q, k, v, do = (
+            draw(*shape).astype(dtype)
+            for shape in ((2, 40, d), *[(2, 1, 33, d)] * 2, (2, 2, 40, d))
+        )
+        call = validate.call(q, k, v, **options)
+        out, lse = np.empty_like(do), draw(2, 2, 40)
+        emulator.forward(call, out, lse)
+        k[:, :, 20], do[:, :, 30] = last, last
+        for each in (emulator, dataclasses.replace(emulator, deterministic=True)):
+            made = (np.empty_like(x) for x in (q, k, v))
+            each.backward(call, do, out, lse, None, Gradients(*made, None, None))
+
+    run_shared(24, np.inf, ml_dtypes.bfloat16, mask=masks.causal())
+    run_shared(24, 1, np.float16)
+    run_shared(24, 1, ml_dtypes.bfloat16)
     run_half(72, np.inf, mask=masks.causal())
     run_half(72, 1)
     run_half(256, 1, mask=masks.lengths(np.array([0, 33])))

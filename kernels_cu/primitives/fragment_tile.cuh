@@ -29,11 +29,11 @@ __device__ __forceinline__ Next next_tile(const Params& p, long long first, long
 
 // Where a thread's pairs lie: of element (r, n) the query is `i` + 8 r, the key `j` + that of
 // column n. So many rows and columns are left from there that exist.
-struct Corner {
+struct Pairs {
   long long i, j;
   int rows, columns;
 
-  __device__ __forceinline__ explicit Corner(const TileBox& box)
+  __device__ __forceinline__ explicit Pairs(const TileBox& box)
       : i(box.i_low + fragment::warp_row() + fragment::lane_row()),
         j(box.j_low + fragment::lane_column()),
         rows(static_cast<int>(box.i_high - i)),
@@ -59,15 +59,15 @@ template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_mask(const Params& p, const TileBox& box, int tile_class,
                                            float (&s)[ROWS][COLUMNS]) {
   static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
-  const Corner corner(box);
+  const Pairs pairs(box);
   unsigned int allowed[ROWS] = {};
 #pragma unroll 1
   for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      bool allow = corner.has(r, n);
+      bool allow = pairs.has(r, n);
       if constexpr (HAS_MASK) {
-        if (allow && tile_class == PARTIAL) allow = mask_allows(p, corner.site(box, r, n));
+        if (allow && tile_class == PARTIAL) allow = mask_allows(p, pairs.site(box, r, n));
       }
       allowed[r] |= static_cast<unsigned int>(allow) << n;
     }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
   if constexpr (!HAS_SCORE) {
     apply_mask(p, box, tile_class, s);
   } else {
-    Corner corner(box);
+    Pairs pairs(box);
 #pragma unroll 1
     for (int column = 0; column < COLUMNS; column += 2) {
 #pragma unroll
@@ -97,15 +97,15 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           float score = -number::infinity();
-          if (corner.has(r, n)) {
-            const Site at = corner.site(box, r, n);
+          if (pairs.has(r, n)) {
+            const Site at = pairs.site(box, r, n);
             score = tile::change(p, at, tile_class == PARTIAL, s[r][n] * scale, nullptr);
           }
           s[r][n] = score;
         }
       }
       fragment::rotate<2>(s);
-      corner.advance(2);
+      pairs.advance(2);
     }
   }
 }

@@ -175,8 +175,9 @@ __device__ __forceinline__ T range_maximum_float(const Table& table, End... end)
   return lookup::float_extremes<T, sizeof...(End) / 2>(table, ends).high;
 }
 
-// Division as Python has it: rounded down, the remainder with the divisor's sign.
-__device__ __forceinline__ long long floor_divide(long long x, long long y) {
+// Division as Python has it: rounded down, the remainder with the divisor's sign. A function of its
+// own, because it is long, and stands in a mask and in its class several times.
+__device__ __noinline__ long long floor_divide(long long x, long long y) {
   if (static_cast<unsigned long long>(x | y) >> 32 == 0) {  // 32-bit division is far cheaper
     return static_cast<unsigned int>(x) / static_cast<unsigned int>(y);
   }
