@@ -79,6 +79,15 @@ def _place(rng: np.random.Generator, values: Array, layout: str) -> Array:
         padded = whole.astype(values.dtype)[..., : values.shape[-1]]
         padded[...] = values
         return padded
+    if layout.startswith("apart "):  # so many NaN between rows
+        shape = (*values.shape[:-1], values.shape[-1] + int(layout.partition(" ")[2]))
+        apart = np.full(shape, np.nan).astype(values.dtype)[..., : values.shape[-1]]
+        apart[...] = values
+        return apart
+    if layout == "windows":  # a row begins at the second element of the one before
+        row = np.concatenate([values[..., 0].ravel(), values[..., -1, 1:].ravel()])
+        steps = (*[0] * (values.ndim - 2), *[row.itemsize] * 2)
+        return np.lib.stride_tricks.as_strided(row, values.shape, steps[-values.ndim :])
     return Placed(
         values.shape, values.dtype, random_layout(rng, values.ndim, values.itemsize), values
     ).view
@@ -344,6 +353,15 @@ def cases() -> list[Case]:
                        lambda r: _dropped(r) | {"sink": _normal(r, 2)},
                        offsets=([0, 0, 0], [0, 5, 9]), blocks=(16, 16, 32), dlse=False, seed=22)),
         _case("large heads", F32, (1, 1), (33, 35), (300, 20), blocks=(32, 32, 128), seed=14),
+        _case("many chunks", F32, (1, 1), (5, 20), (484, 8), blocks=(16, 32, 128), seed=23),
+        _case("more columns than threads copy", F64, (1, 1), (5, 20), (8, 300),
+              blocks=(4, 32, 128), seed=24),
+        _case("rows where no vector begins", F16, (1, 1), (5, 40), (8, 16), layout="apart 4",
+              blocks=(16, 32, 32), seed=25),
+        _case("rows an element apart", F16, (1, 1), (5, 40), (8, 16), layout="apart 1",
+              blocks=(16, 32, 32), seed=26),
+        _case("rows that overlap", F16, (1, 1), (5, 40), (8, 16), layout="windows", dlse=False,
+              blocks=(16, 32, 32), seed=27),
         _infinite_keys(_case("weights of 0", F32, (3, 3), (17, 18), (8, 8), _weights_of_0,
                              blocks=(16, 16, 32), dlse=False, seed=23)),
         _uneven(_case("shared queries", F32, (1, 1), (3, 18), (8, 8),
