@@ -75,7 +75,8 @@ def test_spills_are_those_that_are_admitted():
     most: dict[str, int] = {}
     for key, found in TABLE.items():
         if found.spill_stores:
-            assert found.registers >= min(255, 65536 // found.threads), "held back for no reason"
+            taken = -(-found.registers // 8) * 8  # they are handed out by eight
+            assert taken >= min(255, 65536 // found.threads), "held back for no reason"
             most[key.kernel] = max(most.get(key.kernel, 0), found.spill_stores)
     assert most == SPILLS
 
