@@ -188,6 +188,11 @@ def _columns(case: Case) -> Case:
     return replace(case, problem=replace(problem, k=apart[..., ::2], do=do))
 
 
+def _zero_queries(case: Case) -> Case:
+    """Let all logits be 0, however large the scale is."""
+    return replace(case, problem=replace(case.problem, q=np.zeros_like(case.problem.q)))
+
+
 def _visited(case: Case) -> Case:
     """Count the tiles in which some pair is allowed: each of these masks lets no other through."""
     problem, blocks = case.problem, case.blocks
@@ -387,6 +392,9 @@ def cases() -> list[Case]:
               blocks=(16, 32, 32), tensor=True, schedule=randomly(3), seed=21),
         _case("huge logits by tensor cores", BF16, (1, 1), (18, 40), (8, 8), family="huge logits",
               hard=True, blocks=(16, 32, 32), tensor=True, seed=22),
+        _zero_queries(_case("largest scale by tensor cores", BF16, (1, 1), (5, 20), (16, 16),
+                            lambda r: {"scale": 3e38}, hard=True, blocks=(16, 32, 32),
+                            judged=("out", "lse"), tensor=True, seed=28)),
         _case("near overflow", F16, (1, 1), (20, 20), (64, 48), family="near overflow",
               blocks=(16, 16, 128), seed=17, hard=True),
     ]  # fmt: skip

@@ -45,10 +45,13 @@ Read = Callable[[str], str]
 # What each kernel writes. What others read of it is computed again, by the kernels as they are.
 WRITES = {
     "forward_simt": ("out", "lse"),
+    "forward_sm80": ("out", "lse"),
     "backward_delta": ("dq", "dk", "dv", "dbias", "dsink"),
     "backward_sink": ("dsink",),
     "backward_simt_dkdv": ("dk", "dv"),
     "backward_simt_dq": ("dq",),
+    "backward_sm80_dkdv": ("dk", "dv"),
+    "backward_sm80_dq": ("dq",),
     "backward_bias": ("dbias",),
     "combine": ("out", "lse"),
 }
