@@ -105,7 +105,6 @@ def prelude(special: Specialisation) -> str:
             "HAS_SCORE": has.has_score,
             "HAS_SLOPE": has.has_slope,
             "HAS_MASK": has.has_mask,
-            "HAS_TABLES": has.num_tables > 0,
             "HAS_DROPOUT": special.dropout,
             "PACKED": special.packed,
             "COUNT_TILES": special.count_tiles,
