@@ -42,9 +42,10 @@ def row_bytes(width: int) -> int:
     return -(-width // 64) * 128
 
 
-def shared_memory(block_q: int, block_kv: int, slots: int, d: int, d_v: int) -> int:
-    """Bytes of shared memory of forward_sm80.cu: queries or the output, and the ring."""
-    return (block_q + slots * block_kv) * max(row_bytes(d), row_bytes(d_v))
+def shared_memory(block_q: int, block_kv: int, warps: int, slots: int, d: int, d_v: int) -> int:
+    """Bytes of forward_sm80.cu: queries or the output, the ring, and little."""
+    rows = block_q + slots * block_kv
+    return rows * max(row_bytes(d), row_bytes(d_v)) + ENTRY_BYTES + 8 * warps
 
 
 def fit(d: int, d_v: int, limit: int) -> Tiles | None:
@@ -59,7 +60,7 @@ def fit(d: int, d_v: int, limit: int) -> Tiles | None:
     """
     largest = next(most for most in FORWARD if max(d, d_v) <= most)
     for block_q, block_kv, warps, slots, resident in FORWARD[largest]:
-        shared = shared_memory(block_q, block_kv, slots, d, d_v)
+        shared = shared_memory(block_q, block_kv, warps, slots, d, d_v)
         if shared <= limit:
             return Tiles(block_q, block_kv, 32 * warps, shared, resident)
     return None
@@ -85,18 +86,19 @@ def backward_sm80_dkdv(
 ) -> int:
     """Bytes of backward_sm80_dkdv.cu: keys, values, P, dS, stages, lse and delta, and little."""
     columns = row_bytes(d) + row_bytes(d_v)
-    held = block_kv * (columns + 2 * row_bytes(block_q)) + 8 * block_q + 4 * warps + HEAD_BYTES
+    held = block_kv * (columns + 2 * row_bytes(block_q)) + 8 * block_q + 12 * warps + HEAD_BYTES
     return held + stages * block_q * columns
 
 
-def backward_sm80_dq(block_q: int, block_kv: int, _: int, stages: int, d: int, d_v: int) -> int:
+def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int) -> int:
     """Bytes of backward_sm80_dq.cu: queries, do, lse and delta, stages."""
     columns = row_bytes(d) + row_bytes(d_v)
-    return block_q * (columns + 8) + stages * block_kv * columns + ENTRY_BYTES
+    held = block_q * (columns + 8) + 8 * warps + PASSING_BYTES
+    return held + stages * block_kv * columns
 
 
 # What a block knows of the head, and of the entry, that passes by.
-HEAD_BYTES, ENTRY_BYTES = 192, 136
+ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

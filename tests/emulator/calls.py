@@ -71,7 +71,8 @@ class Blocks:
         warps = self.threads // 32
         rows = 32 * warps if self.block_q >= 32 * warps else 16 * warps
         slots = 2 + (self.block_q + self.block_kv + problem.d) // 16 % 2
-        shared = tensor_tiles.shared_memory(rows, self.block_kv, slots, problem.d, problem.d_v)
+        sizes = rows, self.block_kv, warps, slots, problem.d, problem.d_v
+        shared = tensor_tiles.shared_memory(*sizes)
         return Tiles(rows, self.block_kv, self.threads, shared)
 
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
