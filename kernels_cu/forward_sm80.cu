@@ -125,10 +125,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 3 score mod
       if constexpr (HAS_SCORE) fragment_tile::change_scores(p, box, s, allowed, scale);
       // 4 mask
-      if (!HAS_SCORE && masked) {
-        if (!HAS_MASK) fragment_tile::find_pairs<COLUMNS>(p, box, now.tile_class, allowed);
-        fragment_tile::hide_pairs(s, allowed);
-      }
+      if (MAY_MASK && !HAS_SCORE && masked) fragment_tile::hide_pairs(s, allowed);
+      if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, now.rows);
       // 5 row max
       float m_new[ROWS];
       if (fragment_softmax::row_max(s, m, m_new)) {

@@ -110,7 +110,7 @@ ONLY_CUDA = {
         "draws and applies at once, without a tile of factors": "apply_dropout",
         "tensor cores' tiles are looked for before they are copied": "next_tile",
         "tensor cores ask the mask before they multiply, and for a row's range of keys at once": (
-            "find_pairs columns_to distance hide_pairs change_scores"
+            "find_pairs columns_to distance hide_pairs hide_beyond change_scores"
         ),
         "Python's kernels return their count": "count_tiles",
     },
@@ -164,6 +164,7 @@ ONLY_PYTHON = {
         "vectors and the code for them": "vector_lanes padded block product",
     },
     "primitives/tile.cuh": {
+        "tensor cores find the pairs first, and SIMT kernels have both in one walk": "apply_mask",
         "registers of the interpreter": "make_registers",
         "row by row, each by its program": "apply_score",
         "a tile of what takes part; a GPU has weights that say it": "note_seen",

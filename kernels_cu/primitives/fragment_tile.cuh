@@ -157,6 +157,19 @@ __device__ __forceinline__ void hide_pairs(float (&s)[ROWS][COLUMNS],
   }
 }
 
+// Gives keys that do not exist the score -inf: of the tile's there are so many.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void hide_beyond(float (&s)[ROWS][COLUMNS], int keys) {
+  const int columns = keys - fragment::lane_column();
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (Pairs::key_of(n) >= columns) s[r][n] = -number::infinity();
+    }
+  }
+}
+
 // Makes a thread's scores into changed logits where their pairs take part, and else into -inf.
 // Generated code stands here for two columns, which every pair of columns passes.
 template <int ROWS, int COLUMNS>
