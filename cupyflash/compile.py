@@ -12,7 +12,8 @@ from typing import Any
 
 from .source import Specialisation, source
 
-# Compilers before 12.9 refuse a second -arch, and CuPy gives its own, that of the device.
+# Compilers before 12.9 refuse a second -arch, and CuPy gives its own, that of the device. Only
+# kernels that need it ask for another.
 OPTIONS = ("-std=c++17",)
 _DEFAULT_SHARED_MEMORY = 48 * 1024  # what a block may have without being asked
 
@@ -37,16 +38,18 @@ def kernel(special: Specialisation, device: int) -> Any:
         with _lock:
             found = _kernels.get(key)
             if found is None:
-                found = _compiled(special.name, text, special.tiles.shared_memory)
+                shared_memory = special.tiles.shared_memory
+                found = _compiled(special.name, text, shared_memory, special.architecture)
                 _kernels[key] = found
     return found
 
 
-def _compiled(name: str, text: str, shared_memory: int) -> Any:
+def _compiled(name: str, text: str, shared_memory: int, architecture: str | None = None) -> Any:
     import cupy
 
+    options = OPTIONS if architecture is None else (*OPTIONS, f"-arch={architecture}")
     try:
-        made = cupy.RawModule(code=text, options=OPTIONS).get_function(name)
+        made = cupy.RawModule(code=text, options=options).get_function(name)
         if shared_memory > _DEFAULT_SHARED_MEMORY:
             made.max_dynamic_shared_size_bytes = shared_memory
     except Exception as error:

@@ -13,20 +13,26 @@ from .problem import Plan, Problem
 from .target import OLDEST_CAPABILITY, Target
 from .tiles import Tiles, fit
 
+UNKNOWN = "its arrays are not known"
+
 # Largest head size -> (block_q, block_kv) of the CPU kernels. A tile of scores, the block of
 # queries and the accumulated output share the second-level cache of a core.
 CPU_TILES = ((128, (128, 128)), (512, (64, 64)))
 
 
-def choose(problem: Problem, target: Target | None = None) -> Plan:
-    """Return the kernel and tiles for a problem on a GPU, or without one on the CPU."""
+def choose(problem: Problem, target: Target | None = None, obstacle: str | None = UNKNOWN) -> Plan:
+    """Return the kernel and tiles for a problem on a GPU, or without one on the CPU.
+
+    `obstacle` is as in `forward`.
+    """
     if target is not None:
-        kernel, tiles = forward(problem, target)
+        kernel, tiles = forward(problem, target, obstacle=obstacle)
+        why = _why(kernel, problem, target, obstacle)
         return Plan(
             kernel=kernel,
             block_q=tiles.block_q,
             block_kv=tiles.block_kv,
-            reason=f"{_why(kernel, problem, target)}; {tiles.block_q} x {tiles.block_kv} tiles "
+            reason=f"{why}; {tiles.block_q} x {tiles.block_kv} tiles "
             f"take {tiles.shared_memory} bytes of its {target.shared_memory} of shared memory",
         )
     widest = max(problem.d, problem.d_v)
@@ -40,12 +46,17 @@ def choose(problem: Problem, target: Target | None = None) -> Plan:
     )
 
 
-def _why(kernel: str, problem: Problem, target: Target) -> str:
+def _why(kernel: str, problem: Problem, target: Target, obstacle: str | None) -> str:
     """Say why a kernel serves the forward of a problem."""
     major, minor = target.capability
     name = f"{target.name} (compute capability {major}.{minor})"
+    if kernel == "forward_sm90":
+        return f"{name} multiplies {problem.dtype} by the tensor cores of warpgroups"
     if kernel == "forward_sm80":
-        return f"{name} multiplies {problem.dtype} by tensor cores, and sums in float32"
+        said = f"{name} multiplies {problem.dtype} by tensor cores, and sums in float32"
+        if target.capability == tensor_tiles.HOPPER:
+            said += f"; not by forward_sm90, because {_hopper_obstacle(target, obstacle)}"
+        return said
     said = f"{name} runs the portable kernel in {problem.accumulator}"
     if problem.dtype.itemsize == 2 and target.capability >= tensor_tiles.OLDEST_CAPABILITY:
         said += (
@@ -58,7 +69,17 @@ def _why(kernel: str, problem: Problem, target: Target) -> str:
     return said
 
 
-def forward(problem: Problem, target: Target, plan: Plan | None = None) -> tuple[str, Tiles]:
+def _hopper_obstacle(target: Target, obstacle: str | None) -> str | None:
+    """Return in words why forward_sm90 does not serve a call on a device that is one for it."""
+    return target.lacks or obstacle
+
+
+def forward(
+    problem: Problem,
+    target: Target,
+    plan: Plan | None = None,
+    obstacle: str | None = UNKNOWN,
+) -> tuple[str, Tiles]:
     """Return the kernel that serves the forward on a device, and its tiles.
 
     Parameters
@@ -69,6 +90,8 @@ def forward(problem: Problem, target: Target, plan: Plan | None = None) -> tuple
         The device.
     plan : Plan, optional
         Another kernel and other tiles than the best ones.
+    obstacle : str, optional
+        Why forward_sm90 cannot read the call's arrays, or None where it can.
 
     Raises
     ------
@@ -76,6 +99,8 @@ def forward(problem: Problem, target: Target, plan: Plan | None = None) -> tuple
         If the device is too old, or has too little shared memory for these head sizes.
     """
     if plan is None and tensor_tiles.serves(problem, target.capability):
+        if target.capability == tensor_tiles.HOPPER and not _hopper_obstacle(target, obstacle):
+            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v)
         tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return "forward_sm80", tiles

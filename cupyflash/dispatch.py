@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from . import config, launch, target
+from . import config, hopper, launch, target
 from .launch import Served
 from .problem import Array, Call, Gradients, Plan
 from .trees import Trees, trees
@@ -28,7 +28,7 @@ def plan(call: Call) -> Plan:
     """Return which kernel serves a call, with which tiles."""
     if call.device is None:
         return config.choose(call.problem)
-    return config.choose(call.problem, target.of(call.device))
+    return config.choose(call.problem, target.of(call.device), hopper.obstacle(call))
 
 
 def forward(call: Call, out: Array, lse: Array | None, plan: Plan | None = None) -> Served:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import compile as compiler
-from . import config, recipe, target
+from . import config, recipe, target, tensor_maps
 from .errors import ArgumentError
 from .params import MAX_PARTS
 from .problem import Array, Call, Gradients, Plan
@@ -25,6 +25,7 @@ WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 ALIGNMENT = 256  # bytes, of the parts of a workspace
 
 Addresses = dict[str, int]
+_MAP = np.dtype(f"V{tensor_maps.BYTES}")
 
 
 class Ready:
@@ -33,6 +34,7 @@ class Ready:
     def __init__(self, launch: Launch, device: int) -> None:
         special = launch.special
         self._packed, self._by_value = launch.packed, np.dtype(f"V{len(launch.template)}")
+        self._maps = launch.maps
         self._kernel = compiler.kernel(special, device)
         self._shared_memory = special.tiles.shared_memory
         self._grid, self._block = (launch.grid,), (special.tiles.threads,)
@@ -40,9 +42,12 @@ class Ready:
 
     def start(self, addresses: Mapping[str, int]) -> None:
         """Launch on the current device's current stream."""
-        argument = np.frombuffer(self._packed(addresses), self._by_value)
+        arguments = [np.frombuffer(self._packed(addresses), self._by_value)]
+        for each in self._maps:
+            encoded = tensor_maps.encode(each, addresses[each.name])
+            arguments.append(np.frombuffer(encoded, _MAP))
         try:
-            self._kernel(self._grid, self._block, (argument,), shared_mem=self._shared_memory)
+            self._kernel(self._grid, self._block, arguments, shared_mem=self._shared_memory)
             if WAIT_AFTER_LAUNCH:
                 target.synchronize()
         except Exception as error:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import config, operands, params
+from . import config, hopper, operands, params
 from .errors import ArgumentError
 from .expr.cuda import Functions, generate
 from .expr.key_range import key_range
@@ -23,6 +23,7 @@ from .params import KINDS
 from .problem import Array, Call, Gradients, Plan, Problem
 from .source import Specialisation
 from .target import MAX_GRID, Target
+from .tensor_maps import TensorMap
 from .tiles import Tiles
 from .trees import trees
 
@@ -72,12 +73,15 @@ class Launch:
         Its parameters, with 0 for what `slots` names.
     slots : tuple of (int, str)
         Byte offset, and whose address (or for "seed" the number itself) belongs there.
+    maps : tuple of TensorMap
+        Arrays whose boxes it copies; their encoded maps follow the parameters.
     """
 
     special: Specialisation
     grid: int
     template: bytes
     slots: tuple[tuple[int, str], ...]
+    maps: tuple[TensorMap, ...] = ()
 
     def packed(self, addresses: Mapping[str, int]) -> bytearray:
         """Return the parameters with every address in its place."""
@@ -297,9 +301,13 @@ def forward(
     writer = _Writer(call, facts, arrays, False, plan, count_tiles)
     if lse is None:
         writer.named.remove("lse")
-    kernel, tiles = config.forward(call.problem, facts, plan)
+    kernel, tiles = config.forward(call.problem, facts, plan, hopper.obstacle(call, writer.lead))
     writer.over_rows(kernel, tiles, False, writer.lead.sizes)
-    return Recipe(tuple(writer.launches), {}, writer.generated.arrays)
+    launches = tuple(writer.launches)
+    if kernel == "forward_sm90":
+        maps = hopper.maps(call, writer.lead, tiles.block_kv)
+        launches = tuple(replace(launch, maps=maps) for launch in launches)
+    return Recipe(launches, {}, writer.generated.arrays)
 
 
 def backward(

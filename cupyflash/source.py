@@ -61,6 +61,11 @@ class Specialisation:
     adds_dq: bool = False
 
     @property
+    def architecture(self) -> str | None:
+        """What the kernel is compiled for, where it is not the device at hand."""
+        return "sm_90a" if "sm90" in self.kernel else None
+
+    @property
     def name(self) -> str:
         """The kernel's symbol, as a profiler shows it."""
         has = self.functions

@@ -7,6 +7,7 @@ an object is a CuPy array only where CuPy has been imported already.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,8 @@ class Target:
         How many there are.
     shared_memory : int
         Bytes of shared memory that one block may have.
+    lacks : str
+        What kernels for compute capability 9.0 alone need and is not installed, in words.
     """
 
     device: int
@@ -42,6 +45,7 @@ class Target:
     capability: tuple[int, int]
     multiprocessors: int
     shared_memory: int
+    lacks: str = ""
 
 
 @functools.cache
@@ -56,7 +60,23 @@ def of(device: int) -> Target:
         capability=(int(facts["major"]), int(facts["minor"])),
         multiprocessors=int(facts["multiProcessorCount"]),
         shared_memory=int(facts["sharedMemPerBlockOptin"]),
+        lacks=_lacks(),
     )
+
+
+_HOPPER_NVRTC = (12, 9)  # the first that compiles for sm_90a where CuPy asks for sm_90
+
+
+def _lacks() -> str:
+    import cupy
+
+    version = tuple(cupy.cuda.nvrtc.getVersion())
+    if version < _HOPPER_NVRTC:
+        came, wanted = (".".join(map(str, x)) for x in (version, _HOPPER_NVRTC))
+        return f"NVRTC is {came} and not {wanted}"
+    if importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda-bindings is not installed"
+    return ""
 
 
 def here() -> Target:

@@ -66,6 +66,30 @@ def fit(d: int, d_v: int, limit: int) -> Tiles | None:
     return None
 
 
+# Largest head -> queries and keys of a tile of forward_sm90.cu, for compute capability 9.0.
+HOPPER = (9, 0)
+FORWARD_HOPPER: dict[int, tuple[int, int]] = {
+    64: (192, 128),
+    128: (128, 176),
+    192: (128, 112),
+    256: (128, 80),
+}
+PASSING_STAGES = 2  # places that keys, and values, pass through
+
+
+def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
+    """Return tiles of forward_sm90.cu: a warpgroup for 64 queries each, and one that copies."""
+    q, v = row_bytes(d), row_bytes(d_v)
+    shared = block_q * max(q, v) + PASSING_STAGES * block_kv * (q + v) + KNOWN_BYTES
+    return Tiles(block_q, block_kv, 2 * block_q + 128, shared)
+
+
+def fit_hopper(d: int, d_v: int) -> Tiles:
+    """Return the tiles of forward_sm90.cu."""
+    largest = next(most for most in FORWARD_HOPPER if max(d, d_v) <= most)
+    return forward_sm90(*FORWARD_HOPPER[largest], d, d_v)
+
+
 # The same of the backward, with stages that the operand that passes by is copied to.
 BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     "backward_sm80_dkdv": {
@@ -97,8 +121,9 @@ def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: in
     return held + stages * block_kv * columns
 
 
-# What a block knows of the head, and of the entry, that passes by.
+# What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
+KNOWN_BYTES = ENTRY_BYTES + 8 * (4 * PASSING_STAGES + 1)
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

@@ -26,8 +26,9 @@ ORDER = [
     ["device"],
     ["validate"],
     ["tiles", "params"],
-    ["tensor_tiles"],
+    ["tensor_tiles", "tensor_maps"],
     ["config", "source", "operands"],
+    ["hopper"],
     ["compile", "recipe"],
     ["launch"],
     ["dispatch", "replay"],
@@ -55,6 +56,7 @@ REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_na
 USERS_OF_CUPY = [
     "cupyflash.target",
     "cupyflash.compile",
+    "cupyflash.tensor_maps",
     "cupyflash.measure",
     "cupyflash.info",
     "cupyflash.testing.copies",

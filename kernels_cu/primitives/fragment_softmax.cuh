@@ -42,19 +42,37 @@ __device__ __forceinline__ bool row_max(const float (&s)[ROWS][COLUMNS], const f
   return arch::any_lane(grew);
 }
 
-// Brings l and the accumulated output from the old maxima to the new ones. `c` is unit * log2 e.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void rescale(float (&m)[ROWS], const float (&m_new)[ROWS],
-                                        float (&l)[ROWS], float (&acc)[ROWS][COLUMNS], float c) {
+// Brings l from the old maxima to the new ones; what is accumulated is to be multiplied by `alpha`.
+// `c` is unit * log2 e.
+template <int ROWS>
+__device__ __forceinline__ void raise_max(float (&m)[ROWS], const float (&m_new)[ROWS],
+                                          float (&l)[ROWS], float (&alpha)[ROWS], float c) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const bool moves = m_new[r] > m[r] && m[r] != -number::infinity();
-    const float alpha = moves ? arch::exp2((m[r] - m_new[r]) * c) : 1.0f;
-    l[r] *= alpha;
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) acc[r][n] *= alpha;
+    alpha[r] = moves ? arch::exp2((m[r] - m_new[r]) * c) : 1.0f;
+    l[r] *= alpha[r];
     m[r] = m_new[r];
   }
+}
+
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void scale_rows(float (&acc)[ROWS][COLUMNS],
+                                           const float (&alpha)[ROWS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) acc[r][n] *= alpha[r];
+  }
+}
+
+// Brings l and the accumulated output from the old maxima to the new ones.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void rescale(float (&m)[ROWS], const float (&m_new)[ROWS],
+                                        float (&l)[ROWS], float (&acc)[ROWS][COLUMNS], float c) {
+  float alpha[ROWS];
+  raise_max(m, m_new, l, alpha, c);
+  scale_rows(acc, alpha);
 }
 
 // Makes s into p = 2^((s - m) c); l grows by its row sums. Where `masked`, a score of -inf becomes

@@ -1,0 +1,63 @@
+"""Whether a call is one for compute capability 9.0 alone: whether boxes of arrays can be copied.
+
+Pure functions of shapes, strides and where arrays begin within 16 bytes.
+"""
+
+from __future__ import annotations
+
+from . import operands, target, tensor_maps
+from .operands import Lead
+from .problem import Call
+from .tensor_maps import TensorMap
+
+
+def _sizes(call: Call, name: str, lead: Lead) -> tuple[int, ...]:
+    array = getattr(call, name)
+    return (*lead.sizes, *array.shape[-3:])
+
+
+def obstacle(call: Call, lead: Lead | None = None) -> str | None:
+    """Return in words why forward_sm90 cannot serve a call, whatever the device, or None.
+
+    Parameters
+    ----------
+    call : Call
+        The call.
+    lead : Lead, optional
+        The leading axes of its launch; without it those of a fresh output.
+    """
+    problem = call.problem
+    if call.mask is not None or call.score_mod is not None or call.bias is not None:
+        return "it has no masks, score changes or bias"
+    if problem.packed or problem.dropout > 0:
+        return "it has no packed sequences or dropout"
+    if not problem.scale >= 0:
+        return "its scale is not negative"
+    if lead is None:
+        arrays = {name: (getattr(call, name), 3) for name in ("q", "k", "v")}
+        lead = operands.lead_of(problem.lead, arrays)
+    for name in ("q", "k", "v"):
+        array = getattr(call, name)
+        why = tensor_maps.obstacle(
+            operands.operand(array, lead.strides[name]),
+            target.address(array),
+            _sizes(call, name, lead),
+        )
+        if why is not None:
+            return f"of {name}, {why}"
+    return None
+
+
+def maps(call: Call, lead: Lead, block_kv: int) -> tuple[TensorMap, ...]:
+    """Return the maps of q, k and v for a call without an obstacle."""
+    rows = {"q": 64, "k": block_kv, "v": block_kv}  # a warpgroup's queries; a tile's keys
+    return tuple(
+        tensor_maps.of(
+            name,
+            call.problem.dtype.name,
+            operands.operand(getattr(call, name), lead.strides[name]),
+            _sizes(call, name, lead),
+            rows[name],
+        )
+        for name in rows
+    )

@@ -1,0 +1,222 @@
+// Tiled attention, forward, in 16-bit types by the tensor cores of compute capability 9.0: the twin
+// of reference/forward.py.
+//
+// The last warpgroup of a block copies, by one thread, and the others compute: each has 64 queries
+// of the block. Keys and values of one tile after the other, the last first, pass through STAGES
+// places each. While a warpgroup turns scores into weights, the tensor cores multiply the weights
+// of its tile before by their values, and then the next warpgroup's scores: the warpgroups take
+// turns to begin their products (FlashAttention-3: Shah et al. 2024).
+//
+// Grid: prod(own_size) * heads * blocks, with own_size = lead_size. Shared memory: the queries, or
+// the output; keys, values; what a block knows. BLOCK_Q is 64 times the warpgroups that compute,
+// BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the parameters come the maps of q, k and v.
+#include "params.cuh"
+#include "primitives/fragment_softmax.cuh"
+#include "primitives/fragment_tile.cuh"
+#include "primitives/warpgroup.cuh"
+
+namespace {
+
+constexpr int COLUMNS = BLOCK_KV / 4;
+constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
+constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
+constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
+// A warpgroup's queries, and later its output.
+constexpr int HELD_BYTES = warpgroup::ROWS_OF * matmul::larger(Q_BYTES, V_BYTES);
+constexpr int KEYS_BYTES = BLOCK_KV * Q_BYTES, VALUES_BYTES = BLOCK_KV * V_BYTES;
+constexpr int STAGES = 2;
+
+// Barriers of the places that tiles pass through: what is there has come, and has been read.
+struct Passing {
+  unsigned long long full[STAGES], empty[STAGES];
+};
+// What a block knows lies in shared memory, because registers hold the sums.
+struct Known {
+  layout::Entry entry;
+  Passing keys, values;
+  unsigned long long queries;
+};
+constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
+
+struct alignas(1024) Swizzled {
+  char x[1024];
+};
+
+static_assert(STORAGE < 2, "16-bit types");
+static_assert(!PACKED && !HAS_MASK && !HAS_DROPOUT, "forward_sm80 serves such calls");
+static_assert(THREADS == (CONSUMERS + 1) * warpgroup::THREADS_OF && fragment::WARP_ROWS == 16,
+              "BLOCK_Q, THREADS");
+static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
+static_assert(SHARED_BYTES ==
+                  CONSUMERS * HELD_BYTES + STAGES * (KEYS_BYTES + VALUES_BYTES) + KNOWN_BYTES,
+              "SHARED_BYTES");
+
+__device__ __forceinline__ int stage_of(int n) { return n % STAGES; }
+__device__ __forceinline__ int parity_of(int n) { return n / STAGES % 2; }
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p, const __grid_constant__ arch::TensorMap q_map,
+                const __grid_constant__ arch::TensorMap k_map,
+                const __grid_constant__ arch::TensorMap v_map) {
+  extern __shared__ Swizzled shared_smem[];
+  char* const q_smem = shared_smem[0].x;
+  char* const keys_smem = q_smem + CONSUMERS * HELD_BYTES;
+  char* const values_smem = keys_smem + STAGES * KEYS_BYTES;
+  Known* const known_smem = reinterpret_cast<Known*>(values_smem + STAGES * VALUES_BYTES);
+  const unsigned int q_address = arch::shared_address(q_smem);
+  const unsigned int keys_address = arch::shared_address(keys_smem);
+  const unsigned int values_address = arch::shared_address(values_smem);
+  const unsigned int q_barrier = arch::shared_address(&known_smem->queries);
+  const auto full = [](Passing& of, int n) { return arch::shared_address(&of.full[stage_of(n)]); };
+  const auto empty = [](Passing& of, int n) {
+    return arch::shared_address(&of.empty[stage_of(n)]);
+  };
+  Passing &keys = known_smem->keys, &values = known_smem->values;
+
+  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const long long h = work.head;
+  const long long i0 = work.block * BLOCK_Q;
+  const int tiles = static_cast<int>((p.len_k + BLOCK_KV - 1) / BLOCK_KV);
+  if (threadIdx.x == 0) {
+    known_smem->entry = work.entry;
+    arch::init_barrier(q_barrier, 1);
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+      arch::init_barrier(full(keys, n), 1);
+      arch::init_barrier(full(values, n), 1);
+      arch::init_barrier(empty(keys, n), CONSUMERS);
+      arch::init_barrier(empty(values, n), CONSUMERS);
+    }
+    arch::publish_barriers();
+  }
+  __syncthreads();  // what is known, and the barriers
+
+  if (warpgroup::index() == CONSUMERS) {
+    arch::shed_registers<CONSUMERS == 2 ? 24 : 32>();
+    if (threadIdx.x % warpgroup::THREADS_OF != 0) return;
+    // 1 load q
+    const warpgroup::Head q(p.q, work.entry, h);
+    const long long h_kv = layout::divide(h, p.group).quotient;
+    const warpgroup::Head k(p.k, work.entry, h_kv), v(p.v, work.entry, h_kv);
+    arch::arrive_expecting(q_barrier, BLOCK_Q * Q_BYTES);
+#pragma unroll
+    for (int n = 0; n < CONSUMERS; ++n) {
+      warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + n * HELD_BYTES, q_map, q,
+                                                   i0 + n * warpgroup::ROWS_OF, q_barrier);
+    }
+#pragma unroll 1
+    for (int n = 0; n < tiles; ++n) {
+      const long long first = static_cast<long long>(tiles - 1 - n) * BLOCK_KV;
+      warpgroup::wait(empty(keys, n), parity_of(n) ^ 1);
+      arch::arrive_expecting(full(keys, n), KEYS_BYTES);
+      warpgroup::begin_tile<BLOCK_KV, D>(keys_address + stage_of(n) * KEYS_BYTES, k_map, k, first,
+                                         full(keys, n));
+      warpgroup::wait(empty(values, n), parity_of(n) ^ 1);
+      arch::arrive_expecting(full(values, n), VALUES_BYTES);
+      warpgroup::begin_tile<BLOCK_KV, D_V>(values_address + stage_of(n) * VALUES_BYTES, v_map, v,
+                                           first, full(values, n));
+    }
+    return;
+  }
+
+  arch::take_registers<CONSUMERS == 2 ? 240 : 160>();
+  const layout::Entry& entry = known_smem->entry;
+  const int own = warpgroup::index();
+  const float scale = static_cast<float>(p.scale);
+  const float c = fmin(scale * tile::LOG2_E, number::largest_float());
+  const arch::Described q = warpgroup::describe(q_address + own * HELD_BYTES, 0);
+  const arch::Described k = warpgroup::describe(keys_address, 0);
+  const arch::Described v = warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
+  const int next = own + 1 < CONSUMERS ? own + 1 : 0;
+  // Turns are barriers 1 and on: whose it is, and who had the one before.
+  constexpr int BOTH = 2 * warpgroup::THREADS_OF;
+  if (next == 0) arch::arrive_at(1, BOTH);
+
+  float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
+  unsigned int weights[2][COLUMNS / 2];
+  fragment_softmax::init_state(m, l, acc);
+  const auto begin_scores = [&](int n) {
+    warpgroup::multiply<D, BLOCK_KV>(s, q, k + stage_of(n) * (KEYS_BYTES / 16));
+    arch::commit_products();
+  };
+  const auto begin_output = [&](int n) {
+    warpgroup::multiply_add<BLOCK_KV>(acc, weights, v + stage_of(n) * (VALUES_BYTES / 16));
+    arch::commit_products();
+  };
+  float m_new[2];
+
+  // 2 scores
+  warpgroup::wait(q_barrier, 0);
+  warpgroup::wait(full(keys, 0), 0);
+  arch::fence_products();
+  begin_scores(0);
+  arch::wait_products<0>();
+  arch::take_product(s);
+  warpgroup::release(empty(keys, 0));
+  // 3 score mod
+  static_assert(!HAS_SCORE, "forward_sm80 changes scores");
+  // 4 mask
+  const int last_rows = static_cast<int>(p.len_k - static_cast<long long>(tiles - 1) * BLOCK_KV);
+  const bool masked = last_rows < BLOCK_KV;
+  if (masked) fragment_tile::hide_beyond(s, last_rows);
+  // 5 row max
+  fragment_softmax::row_max(s, m, m_new);
+  // 6 rescale
+  fragment_softmax::raise_max(m, m_new, l, alpha, c);
+  fragment_softmax::exponentiate(s, m, l, c, masked);
+  fragment::narrow(s, weights);
+
+#pragma unroll 1
+  for (int n = 1; n < tiles; ++n) {
+    warpgroup::wait(full(keys, n), parity_of(n));
+    arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
+    arch::fence_products();
+    begin_scores(n);
+    // 7 accumulate p v
+    warpgroup::wait(full(values, n - 1), parity_of(n - 1));
+    begin_output(n - 1);
+    arch::arrive_at(1 + next, BOTH);  // the next one's turn
+    arch::wait_products<1>();
+    arch::take_product(s);
+    warpgroup::release(empty(keys, n));
+    const bool grew = fragment_softmax::row_max(s, m, m_new);
+    fragment_softmax::raise_max(m, m_new, l, alpha, c);
+    fragment_softmax::exponentiate(s, m, l, c, false);
+    arch::wait_products<0>();
+    arch::take_product(acc);
+    warpgroup::release(empty(values, n - 1));
+    fragment::narrow(s, weights);
+    if (grew) fragment_softmax::scale_rows(acc, alpha);
+  }
+  if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
+  warpgroup::wait(full(values, tiles - 1), parity_of(tiles - 1));
+  arch::fence_products();
+  begin_output(tiles - 1);
+  arch::wait_products<0>();
+  arch::take_product(acc);
+
+  fragment_softmax::row_sum(l);
+  float weight[2];
+  fragment_softmax::join_sink(
+      m, l, weight, scale,
+      p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
+  // 8 normalise
+#pragma unroll
+  for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : weight[r] / l[r];
+  const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
+  fragment::store_rows<D_V>(
+      acc, p.out, layout::offset(p.out, entry, h, false), i0, ni, weight,
+      q_smem + own * HELD_BYTES + fragment::warp_row() % warpgroup::ROWS_OF * V_BYTES);
+  // 9 store lse
+  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+    if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < ni) {
+      lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+    }
+  }
+  tile::count_tiles(p, tiles);
+}

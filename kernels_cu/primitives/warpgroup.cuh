@@ -1,0 +1,106 @@
+// Products of tiles by the four warps of a warpgroup together, and how tiles get to them: the twin
+// of reference/microkernel.py and reference/accumulate.py for the tensor cores of compute
+// capability 9.0.
+//
+// A tile in shared memory is one slab of 64 columns after the other, each of as many rows of 128
+// bytes, whose 16-byte piece c lies at c ^ (row % 8). Copies of boxes leave it like that, and fill
+// with 0 what lies outside of the array. A result lies in registers as fragment.cuh says, and a
+// thread has two rows of it.
+#pragma once
+#include "../arch/barrier.cuh"
+#include "../arch/registers.cuh"
+#include "../arch/tensor_copy.cuh"
+#include "../arch/wgmma.cuh"
+#include "fragment.cuh"
+
+namespace warpgroup {
+
+constexpr int THREADS_OF = 128;
+constexpr int ROWS_OF = 64;       // of a result
+constexpr int LINE_BYTES = 128;   // of a row in a slab
+constexpr int LINE_COLUMNS = 64;  // of 16 bits
+
+__device__ __forceinline__ int index() { return threadIdx.x / THREADS_OF; }
+
+// Waits for the end of a barrier's phase.
+__device__ __forceinline__ void wait(unsigned int barrier, int parity) {
+  while (!arch::try_wait(barrier, parity)) {
+  }
+}
+
+// Says that this warpgroup has come to a barrier in shared memory that counts warpgroups.
+__device__ __forceinline__ void release(unsigned int barrier) {
+  if (threadIdx.x % THREADS_OF == 0) arch::arrive(barrier);
+}
+
+// -- tiles to shared memory -----------------------------------------------------------------------
+
+// One head of an array, as its map has it: where an array repeats itself, the map has one place.
+struct Head {
+  int head, slow, slower;
+
+  __device__ __forceinline__ Head(const Operand& operand, const layout::Entry& entry, long long h)
+      : head(operand.head != 0 ? static_cast<int>(h) : 0),
+        slow(place(operand, entry, MAX_LEAD - 1)),
+        slower(place(operand, entry, MAX_LEAD - 2)) {}
+
+  __device__ __forceinline__ static int place(const Operand& operand, const layout::Entry& entry,
+                                              int axis) {
+    return operand.lead[axis] != 0 ? static_cast<int>(entry.lead[axis]) : 0;
+  }
+};
+
+// Begins to copy ROWS rows from row `first` on, WIDTH columns wide, for which a barrier waits.
+template <int ROWS, int WIDTH>
+__device__ __forceinline__ void begin_tile(unsigned int to, const arch::TensorMap& map,
+                                           const Head& head, long long first,
+                                           unsigned int barrier) {
+#pragma unroll
+  for (int column = 0; column < WIDTH; column += LINE_COLUMNS) {
+    arch::begin_box_copy(to + column / LINE_COLUMNS * ROWS * LINE_BYTES, map, barrier, column,
+                         static_cast<int>(first), head.head, head.slow, head.slower);
+  }
+}
+
+// -- products -------------------------------------------------------------------------------------
+
+// An operand in shared memory. Eight rows lie together; `slab` is how far the columns of the next
+// line are, which only operands whose rows are as wide as the result are asked for.
+__device__ __forceinline__ arch::Described describe(unsigned int address, int slab) {
+  constexpr unsigned long long EIGHT_ROWS = 8 * LINE_BYTES / 16, SWIZZLE_128 = 1ull << 62;
+  return address / 16 | static_cast<unsigned long long>(slab / 16) << 16 | EIGHT_ROWS << 32 |
+         SWIZZLE_128;
+}
+
+// c = a b^T for 64 rows a of the warpgroup and KEYS rows b. The caller fences, commits and waits.
+template <int WIDTH, int KEYS, int COLUMNS>
+__device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], arch::Described a,
+                                         arch::Described b) {
+#pragma unroll
+  for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
+    const int line = step / 4 * LINE_BYTES / 16, inside = step % 4 * 2;
+    if constexpr (STORAGE == 0) {
+      arch::wgmma_ss_f16(c, a + (line * ROWS_OF + inside), b + (line * KEYS + inside), step > 0);
+    } else {
+      arch::wgmma_ss_bf16(c, a + (line * ROWS_OF + inside), b + (line * KEYS + inside), step > 0);
+    }
+  }
+}
+
+// c += a b for weights a and DEPTH rows b. The caller fences, commits and waits.
+template <int DEPTH, int COLUMNS>
+__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
+                                             const unsigned int (&a)[2][DEPTH / 8],
+                                             arch::Described b) {
+#pragma unroll
+  for (int k = 0; k < DEPTH / 8; k += 2) {
+    const unsigned int left[4] = {a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]};
+    if constexpr (STORAGE == 0) {
+      arch::wgmma_rs_f16(c, left, b + k * 8 * LINE_BYTES / 16);
+    } else {
+      arch::wgmma_rs_bf16(c, left, b + k * 8 * LINE_BYTES / 16);
+    }
+  }
+}
+
+}  // namespace warpgroup
