@@ -90,6 +90,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::init_barrier(empty(values, n), CONSUMERS);
     }
     arch::publish_barriers();
+  } else if (threadIdx.x == CONSUMERS * warpgroup::THREADS_OF) {
+    arch::prefetch_map(q_map);
+    arch::prefetch_map(k_map);
+    arch::prefetch_map(v_map);
   }
   __syncthreads();  // what is known, and the barriers
 

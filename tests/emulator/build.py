@@ -19,8 +19,8 @@ from cupyflash import source
 from cupyflash.source import Specialisation
 
 HERE = Path(__file__).resolve().parent
-RUNTIME = ("runtime.cpp", "races.cpp", "matrices.cpp")
-HEADERS = ("runtime.h", "language.h", "races.h")
+RUNTIME = ("runtime.cpp", "races.cpp", "matrices.cpp", "warpgroups.cpp")
+HEADERS = ("runtime.h", "language.h", "races.h", "turns.h", "numbers.h")
 
 # No contraction: a product and a sum are two roundings here, on a GPU one or two.
 COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-I", str(HERE))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from cupyflash import config, launch, target, tensor_tiles
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
+from cupyflash.tensor_maps import TensorMap
 from cupyflash.tiles import KERNELS, Shape, Tiles, fit
 
 from . import build
@@ -38,9 +40,12 @@ class Blocks:
     block_kv: int = 16
     threads: int = 64
     tensor: bool = True  # whether the GPU has tensor cores for 16-bit types
+    hopper: bool = False  # whether they are those of compute capability 9.0
 
-    def forward(self, problem: Problem) -> tuple[str, Tiles]:
+    def forward(self, problem: Problem, obstacle: str | None = "unknown") -> tuple[str, Tiles]:
         """Return the kernel of the forward, and its tiles."""
+        if self.hopper and tensor_tiles.serves(problem, tensor_tiles.HOPPER) and not obstacle:
+            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v)
         if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
             return "forward_sm80", self.tensor_tiles(problem)
         return "forward_simt", self.tiles("forward_simt", problem, False)
@@ -189,7 +194,9 @@ class Emulator:
     def _ready(self, launch: Launch, _: int) -> Any:
         def start(addresses: Mapping[str, int]) -> None:
             kernel = machine(launch.special, self.flavour, self.read)
-            kernel.launch(launch.grid, launch.packed(addresses), self.schedule)
+            maps = [encode(each, addresses[each.name]) for each in launch.maps]
+            packed = launch.packed(addresses) + b"".join(maps)
+            kernel.launch(launch.grid, packed, self.schedule)
 
         return SimpleNamespace(start=start)
 
@@ -200,13 +207,16 @@ class Emulator:
         def tiles(kernel: str, problem: Problem, _: Any, slope: bool, __: Any) -> Tiles:
             return self.blocks.tiles(kernel, problem, slope)
 
+        def forward(problem: Problem, _: Any, __: Any, obstacle: str | None) -> Any:
+            return self.blocks.forward(problem, obstacle)
+
         def backward(part: str, problem: Problem, _: Any, slope: bool, __: Any) -> Any:
             return self.blocks.backward(part, problem, slope)
 
         with (
             mock.patch.object(launch, "Ready", ready),
             mock.patch.object(config, "simt", tiles),
-            mock.patch.object(config, "forward", lambda problem, *_: self.blocks.forward(problem)),
+            mock.patch.object(config, "forward", forward),
             mock.patch.object(config, "backward", backward),
             mock.patch.multiple(
                 target,
@@ -222,6 +232,12 @@ class Emulator:
             ),
         ):
             yield
+
+
+def encode(made: TensorMap, address: int) -> bytes:
+    """Return a map as warpgroups.cpp and the twin of arch/tensor_copy.cuh read it."""
+    words = (address, *made.shape, *made.strides, made.rows)
+    return struct.pack("=16Q", *words, *(0,) * (16 - len(words)))
 
 
 def _on_device(call: Call) -> Call:

@@ -124,10 +124,24 @@ namespace emulator {
 template <auto KERNEL>
 struct Entry;
 
-template <typename Params, void (*KERNEL)(Params)>
+template <typename T>
+T copied(const char* from) {
+  T to;
+  __builtin_memcpy(&to, from, sizeof(T));
+  return to;
+}
+
+// Behind its parameters a kernel may take maps of arrays.
+template <typename Params, typename... Maps, void (*KERNEL)(Params, Maps...)>
 struct Entry<KERNEL> {
-  static constexpr unsigned int SIZE = sizeof(Params);
-  static void run(const void* params) { KERNEL(*static_cast<const Params*>(params)); }
+  static constexpr unsigned int SIZE = sizeof(Params) + (0 + ... + sizeof(Maps));
+  static void run(const void* params) {
+    const char* next = static_cast<const char*>(params) + sizeof(Params);
+    const auto map = [&](unsigned int bytes) { return (next += bytes) - bytes; };
+    // In braces what is given is evaluated in the order of the text.
+    Entry{*static_cast<const Params*>(params), copied<Maps>(map(sizeof(Maps)))...};
+  }
+  Entry(const Params& params, const Maps&... maps) { KERNEL(params, maps...); }
 };
 
 }  // namespace emulator

@@ -1,37 +1,19 @@
 // Matrix instructions: what the lanes of a warp bring, and what each of them gets.
 #include "runtime.h"
 
-#include <cmath>
+#include "numbers.h"
+#include "races.h"
 
 namespace emulator {
-namespace {
 
-// One of two 16-bit elements. Subnormal ones keep their value.
-double widened(unsigned int pair, unsigned int which, bool brain) {
-  const unsigned int bits = pair >> 16 * which & 0xffffu;
-  const unsigned int width = brain ? 7 : 10, bias = brain ? 127 : 15;
-  const unsigned int exponent = (bits & 0x7fffu) >> width, fraction = bits & ((1u << width) - 1);
-  double value;
-  if (exponent == 2 * bias + 1) {
-    value = fraction ? __builtin_nan("") : __builtin_inf();
-  } else {
-    const unsigned int normal = exponent ? 1u << width : 0u;
-    const int power = static_cast<int>(exponent ? exponent : 1u) - static_cast<int>(bias + width);
-    value = __builtin_ldexp(static_cast<double>(normal + fraction), power);
+const unsigned int* matrix_row(const char* what, Where where, unsigned int address) {
+  if (address % 16 != 0) {
+    races::fault(0, "gives %s (%s:%d) the address %u, which is no multiple of 16", what, where.file,
+                 where.line, address);
   }
-  return bits >> 15 ? -value : value;
+  const char* const row = static_cast<const char*>(shared_memory()) + address;
+  return reinterpret_cast<const unsigned int*>(row);
 }
-
-// Rounds toward zero; what is too large becomes infinite.
-float cut_off(double exact) {
-  const float nearest = static_cast<float>(exact);
-  if (nearest - nearest != 0 || std::fabs(static_cast<double>(nearest)) <= std::fabs(exact)) {
-    return nearest;
-  }
-  return std::nextafter(nearest, 0.0f);
-}
-
-}  // namespace
 
 void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
                    unsigned int (&got)[4], bool transposed) {

@@ -9,6 +9,8 @@
 // threads of other blocks never.
 #include "races.h"
 
+#include "runtime.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <dlfcn.h>
@@ -27,6 +29,7 @@ struct Write {
   Clock clock = 0;
   int thread = 0;
   long long block = 0;
+  bool copied = false;  // by a copy that others wait for
 };
 
 Memory place;
@@ -38,6 +41,7 @@ std::vector<Clock> was_read;  // [grain, thread]
 std::unordered_map<Address, Write> global;
 Address global_low, global_high;
 long long block_number;
+std::vector<Clock> published;  // of each thread, its last step that matrix instructions see
 
 Clock& knows(int thread, std::size_t other) {
   return known[static_cast<std::size_t>(thread) * threads + other];
@@ -136,6 +140,7 @@ void begin_launch(const Memory& memory, unsigned int count) {
   known.assign(threads * threads, 0);
   written.assign(memory.shared_bytes / GRAIN + 1, Write{});
   was_read.assign(written.size() * threads, 0);
+  published.assign(threads, 0);
   global.clear();
   global_low = ~Address(0);
   global_high = 0;
@@ -183,7 +188,71 @@ void synchronise(const std::vector<int>& members) {
   }
 }
 
+void release(Clocks& to) {
+  const int me = current_thread();
+  to.resize(threads, 0);
+  for (std::size_t t = 0; t < threads; ++t) to[t] = std::max(to[t], knows(me, t));
+  ++knows(me, static_cast<std::size_t>(me));
+}
+
+void acquire(const Clocks& from) {
+  const int me = current_thread();
+  for (std::size_t t = 0; t < from.size(); ++t) knows(me, t) = std::max(knows(me, t), from[t]);
+}
+
+void access(const void* at, std::size_t bytes, bool writes) {
+  touch(at, bytes, writes, __builtin_return_address(0));
+}
+
+void publish() {
+  const auto me = static_cast<std::size_t>(current_thread());
+  published[me] = knows(current_thread(), me)++;
+}
+
+void read_published(const void* at, std::size_t bytes) {
+  touch(at, bytes, false, __builtin_return_address(0));
+  const std::size_t first = (static_cast<const char*>(at) - place.shared) / GRAIN;
+  for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
+    const Write& write = written[grain];
+    if (!write.copied && write.clock > published[static_cast<std::size_t>(write.thread)]) {
+      fault(0, "multiplies byte %zu of shared memory, which thread %d has not published",
+            grain * GRAIN, write.thread);
+    }
+  }
+}
+
+Clocks begin_transfer(void* to, std::size_t bytes) {
+  touch(to, bytes, true, __builtin_return_address(0));
+  const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;
+  for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
+    written[grain].clock = IN_FLIGHT;
+    written[grain].copied = true;
+  }
+  Clocks begun;
+  release(begun);
+  return begun;
+}
+
+void finish_transfer(void* to, std::size_t bytes, const Clocks& begun) {
+  const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;
+  for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
+    written[grain].clock = begun[static_cast<std::size_t>(written[grain].thread)];
+  }
+}
+
 }  // namespace emulator::races
+
+namespace emulator {
+
+unsigned long long add_at_once(unsigned long long* place, unsigned long long value) {
+  const unsigned long long before = *place;
+  *place += value;
+  return before;
+}
+
+void add_at_once(float* place, float value) { *place += value; }
+
+}  // namespace emulator
 
 using emulator::races::touch;
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace emulator::races {
@@ -24,6 +25,22 @@ void synchronise(const std::vector<int>& threads);
 void begin_copy(void* to, const void* from, std::size_t bytes, std::size_t wanted,
                 const void* caller);
 void finish_copy(void* to, std::size_t bytes);
+
+// What a thread knew when it let others go on, and they when they did.
+using Clocks = std::vector<std::uint32_t>;
+void release(Clocks& to);
+void acquire(const Clocks& from);
+
+// An access of the running thread to shared memory that no instruction of its own makes.
+void access(const void* place, std::size_t bytes, bool writes);
+
+// Matrix instructions of a warpgroup see what was published since it was written, and copies.
+void publish();
+void read_published(const void* place, std::size_t bytes);
+
+// A copy that others wait for: it comes after what the running thread knows, which is returned.
+Clocks begin_transfer(void* to, std::size_t bytes);
+void finish_transfer(void* to, std::size_t bytes, const Clocks& begun);
 
 // Given by runtime.cpp.
 int current_thread();

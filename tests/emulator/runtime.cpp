@@ -5,6 +5,7 @@
 // barrier decides. Order of turns and of blocks: forward, reverse, or drawn from a seed.
 #include "runtime.h"
 
+#include "turns.h"
 #include "races.h"
 
 #include <algorithm>
@@ -89,7 +90,8 @@ struct Fiber {
   unsigned int groups = 0;   // of copies, that it has made
   void* brought = nullptr;   // to a meeting of a warp
   void* stack_pointer = nullptr;
-  Meeting* at = nullptr;  // where it waits
+  Meeting* at = nullptr;   // where it waits
+  turns::Condition until;  // or for what
   bool done = false;
   unsigned long long given = 0, got = 0;
   unsigned int source = 0;
@@ -103,8 +105,9 @@ struct Report {
   char text[1000];
 };
 
-std::vector<Fiber> fibers;
+std::vector<Fiber> fibers;                           // of the block, by the number of the thread
 std::vector<std::map<unsigned int, Meeting>> warps;  // of each, by the mask of lanes
+std::vector<Meeting> warpgroups;
 Meeting block;
 Schedule schedule;
 std::mt19937_64 randomness;
@@ -177,8 +180,8 @@ void complete(Meeting& meeting) {
 }
 
 void check_end(const Meeting& meeting) {
-  const auto& all = meeting.members;
-  if (meeting.arrived && std::find(all.begin(), all.end(), current) != all.end()) {
+  const auto& members = meeting.members;
+  if (meeting.arrived && std::find(members.begin(), members.end(), current) != members.end()) {
     fault_of("ended while other threads wait for it at %s",
              text_of(meeting.what, meeting.where).c_str());
     stop();
@@ -191,8 +194,10 @@ void begin() {
     fault_of("ended before its copies were finished");
     stop();
   }
+  asynchronous::check_end();
   fibers[current].done = true;
   check_end(block);
+  for (const Meeting& each : warpgroups) check_end(each);
   for (const auto& each : warps[current / WARP]) check_end(each.second);
   leave();
 }
@@ -209,25 +214,42 @@ void prepare_fibers() {
   }
 }
 
+// Where a thread waits, "" where it does not.
+std::string waits_at(const Fiber& fiber) {
+  if (fiber.at != nullptr) return text_of(fiber.at->what, fiber.at->where);
+  return fiber.until.holds ? text_of(fiber.until.what, fiber.until.where) : "";
+}
+
 // "threads 0-31 wait at __syncthreads (x.cu:7); threads 32, 33 ..."
 std::string waiting() {
   std::string text;
   for (std::size_t t = 0; t < fibers.size();) {
+    const std::string place = waits_at(fibers[t]);
     std::size_t last = t;
-    while (last + 1 < fibers.size() && fibers[last + 1].at == fibers[t].at) ++last;
-    if (fibers[t].at != nullptr) {
+    while (last + 1 < fibers.size() && waits_at(fibers[last + 1]) == place) ++last;
+    if (!place.empty()) {
       text += (text.empty() ? "threads " : "; threads ") + std::to_string(t) + "-" +
-              std::to_string(last) + " wait at " + text_of(fibers[t].at->what, fibers[t].at->where);
+              std::to_string(last) + " wait at " + place;
     }
     t = last + 1;
   }
   return text;
 }
 
+bool can_run(Fiber& fiber) {
+  if (fiber.done || fiber.at != nullptr) return false;
+  if (!fiber.until.holds) return true;
+  if (!fiber.until.holds()) return false;
+  fiber.until.holds = nullptr;
+  return true;
+}
+
 void run_block() {
   prepare_fibers();
   for (auto& warp : warps) warp.clear();
+  for (Meeting& warpgroup : warpgroups) warpgroup.arrived = 0;
   block.arrived = 0;
+  asynchronous::begin_block();
   std::memset(shared, POISON, emulated_kernel.shared_bytes);
   races::begin_block(blockIdx.x);
   std::vector<int> order(fibers.size());
@@ -238,10 +260,8 @@ void run_block() {
     bool ran = false;
     std::size_t ended = 0;
     for (int t : order) {
-      if (fibers[t].done || fibers[t].at != nullptr) {
-        ended += fibers[t].done;
-        continue;
-      }
+      ended += fibers[t].done;
+      if (!can_run(fibers[t])) continue;
       ran = true;
       current = t;
       threadIdx.x = static_cast<unsigned int>(t);
@@ -249,9 +269,10 @@ void run_block() {
       if (failed) return;
     }
     if (ended == fibers.size()) return;
-    if (!ran) {
+    if (schedule == Schedule::RANDOM && randomness() % 2 == 0) ran |= asynchronous::proceed();
+    if (!ran && !asynchronous::proceed()) {
       const auto first = std::find_if(fibers.begin(), fibers.end(),
-                                      [](const Fiber& f) { return f.at != nullptr; });
+                                      [](const Fiber& f) { return !waits_at(f).empty(); });
       current = static_cast<int>(first - fibers.begin());
       fault_of("deadlock: %s", waiting().c_str());
       return;
@@ -274,6 +295,10 @@ void allocate() {
   const unsigned int threads = emulated_kernel.threads;
   fibers.resize(threads);
   warps.resize((threads + WARP - 1) / WARP);
+  warpgroups.assign(threads / WARPGROUP, Meeting{});
+  for (unsigned int t = 0; t < threads / WARPGROUP * WARPGROUP; ++t) {
+    warpgroups[t / WARPGROUP].members.push_back(static_cast<int>(t));
+  }
   block.members.resize(threads);
   std::iota(block.members.begin(), block.members.end(), 0);
   stacks = static_cast<char*>(map(threads * STACK));
@@ -281,7 +306,7 @@ void allocate() {
 #ifdef EMULATOR_HEAP
   // AddressSanitizer knows the ends of what malloc gave.
   void* made = nullptr;
-  if (posix_memalign(&made, 16, emulated_kernel.shared_bytes) != 0) std::abort();
+  if (posix_memalign(&made, 1024, emulated_kernel.shared_bytes) != 0) std::abort();
   shared = static_cast<char*>(made);
 #else
   shared = static_cast<char*>(map(2 * BESIDE + emulated_kernel.shared_bytes)) + BESIDE;
@@ -336,6 +361,34 @@ void fault(long long place, const char* format, ...) {
 }
 
 }  // namespace races
+
+namespace turns {
+
+int current() { return emulator::current; }
+
+bool at_once() {
+  return schedule == Schedule::RANDOM ? randomness() % 2 == 0 : schedule == Schedule::REVERSE;
+}
+
+std::size_t one_of(std::size_t count) {
+  return schedule == Schedule::RANDOM ? randomness() % count : 0;
+}
+
+void wait_until(const char* what, Where where, const std::function<bool()>& holds) {
+  fibers[emulator::current].until = {what, where, holds};
+  leave();
+}
+
+void meet_warpgroup(const char* what, Where where, const std::function<void()>& compute) {
+  const unsigned int own = static_cast<unsigned int>(emulator::current) / WARPGROUP;
+  if (own >= warpgroups.size()) races::fault(0, "calls %s outside of whole warpgroups", what);
+  if (!arrive(warpgroups[own], what, where)) return;
+  compute();
+  races::synchronise(warpgroups[own].members);
+  complete(warpgroups[own]);
+}
+
+}  // namespace turns
 
 void* shared_memory() { return shared; }
 
@@ -392,22 +445,11 @@ unsigned int vote(const char* what, Where where, unsigned int mask, bool conditi
   return static_cast<unsigned int>(fibers[current].got);
 }
 
-const unsigned int* matrix_row(const char* what, Where where, unsigned int address) {
-  if (address % 16 != 0) {
-    fault_of("gives %s the address %u, which is no multiple of 16", text_of(what, where).c_str(),
-             address);
-    stop();
-  }
-  return reinterpret_cast<const unsigned int*>(shared + address);
-}
-
 void begin_copy(void* to, const void* from, unsigned int bytes, unsigned int wanted) {
   Fiber& me = fibers[current];
   races::begin_copy(to, from, bytes, wanted, __builtin_return_address(0));
   me.copies.push_back({static_cast<char*>(to), from, bytes, wanted, me.groups, false});
-  const bool at_once =
-      schedule == Schedule::RANDOM ? randomness() % 2 == 0 : schedule == Schedule::REVERSE;
-  if (at_once) me.copies.back().land();
+  if (turns::at_once()) me.copies.back().land();
 }
 
 void commit_copies() { ++fibers[current].groups; }
@@ -428,14 +470,6 @@ void finish_copies() {
   commit_copies();
   wait_copies(0);
 }
-
-unsigned long long add_at_once(unsigned long long* place, unsigned long long value) {
-  const unsigned long long before = *place;
-  *place += value;
-  return before;
-}
-
-void add_at_once(float* place, float value) { *place += value; }
 
 }  // namespace emulator
 

@@ -78,6 +78,36 @@ void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
 void multiply_matrices(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],
                        const unsigned int (&b)[2], bool brain);
 
+// -- what GPUs of compute capability 9.0 have: warpgroups.cpp
+// ---------------------------------------
+
+// Barriers in shared memory. What arrives expects `bytes` more, if any, to be copied.
+void init_barrier(const char* what, Where where, unsigned int address, int arrivals);
+void publish_barriers();
+void arrive(const char* what, Where where, unsigned int address, int bytes);
+void wait_phase(const char* what, Where where, unsigned int address, int parity);
+
+// Barriers with a number: counts the running thread in, and waits for the others where `stays`.
+void meet_at(const char* what, Where where, int number, int threads, bool stays);
+
+// What this thread wrote to shared memory is what matrix instructions of a warpgroup find there.
+void publish_shared();
+
+// Begins to copy a box of 16-bit elements, 64 columns wide, with pieces of 16 bytes at c ^ (r % 8).
+// It lands at once or when nobody can go on without it, as the schedule says.
+void begin_box_copy(const char* what, Where where, unsigned int to, const unsigned long long* map,
+                    unsigned int barrier, const int (&first)[5]);
+
+// d += a b, or d = without `add`, of 64 rows and `columns` columns, of which the running thread has
+// 2 by `columns` / 4. A left operand is described, or `a` is this thread's part of it; a described
+// right operand's rows are as deep as the product without a left one in registers, else as wide.
+void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
+                   unsigned long long a_described, unsigned long long b_described, bool add,
+                   bool brain);
+void fence_products();
+void commit_products();
+void wait_products(const char* what, Where where, unsigned int pending);
+
 // Adds to memory in one step, whatever other threads do.
 unsigned long long add_at_once(unsigned long long* place, unsigned long long value);
 void add_at_once(float* place, float value);

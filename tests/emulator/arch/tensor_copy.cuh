@@ -1,0 +1,19 @@
+// The twin of kernels_cu/arch/tensor_copy.cuh in C++.
+#pragma once
+
+namespace arch {
+
+// As emulator/calls.py writes it.
+struct alignas(64) TensorMap {
+  unsigned long long words[16];
+};
+
+inline void prefetch_map(const TensorMap&) {}
+
+inline void begin_box_copy(unsigned int to, const TensorMap& map, unsigned int barrier, int c0,
+                           int c1, int c2, int c3, int c4, EMULATOR_WHERE) {
+  const int first[5] = {c0, c1, c2, c3, c4};
+  emulator::begin_box_copy("begin_box_copy", {file, line}, to, map.words, barrier, first);
+}
+
+}  // namespace arch

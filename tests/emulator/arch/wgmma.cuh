@@ -1,0 +1,78 @@
+// The twin of kernels_cu/arch/wgmma.cuh in C++: products are computed when they are waited for.
+#pragma once
+
+namespace arch {
+
+using Described = unsigned long long;
+
+inline void fence_products() { emulator::fence_products(); }
+
+inline void commit_products() { emulator::commit_products(); }
+
+template <int PENDING>
+inline void wait_products(EMULATOR_WHERE) {
+  emulator::wait_products("wait_products", {file, line}, PENDING);
+}
+
+template <int COLUMNS>
+inline void take_product(float (&)[2][COLUMNS]) {}
+
+inline void wgmma_ss_f16(float (&d)[2][20], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 80, nullptr, a, b, add, false);
+}
+inline void wgmma_ss_f16(float (&d)[2][28], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 112, nullptr, a, b, add, false);
+}
+inline void wgmma_ss_f16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 128, nullptr, a, b, add, false);
+}
+inline void wgmma_ss_f16(float (&d)[2][44], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 176, nullptr, a, b, add, false);
+}
+inline void wgmma_ss_bf16(float (&d)[2][20], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 80, nullptr, a, b, add, true);
+}
+inline void wgmma_ss_bf16(float (&d)[2][28], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 112, nullptr, a, b, add, true);
+}
+inline void wgmma_ss_bf16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 128, nullptr, a, b, add, true);
+}
+inline void wgmma_ss_bf16(float (&d)[2][44], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 176, nullptr, a, b, add, true);
+}
+
+inline void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4], Described b,
+                         EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 64, a, 0, b, true, false);
+}
+inline void wgmma_rs_f16(float (&d)[2][32], const unsigned int (&a)[4], Described b,
+                         EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 128, a, 0, b, true, false);
+}
+inline void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4], Described b,
+                         EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 192, a, 0, b, true, false);
+}
+inline void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4], Described b,
+                         EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 256, a, 0, b, true, false);
+}
+inline void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4], Described b,
+                          EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 64, a, 0, b, true, true);
+}
+inline void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4], Described b,
+                          EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 128, a, 0, b, true, true);
+}
+inline void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4], Described b,
+                          EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 192, a, 0, b, true, true);
+}
+inline void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4], Described b,
+                          EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 256, a, 0, b, true, true);
+}
+
+}  // namespace arch

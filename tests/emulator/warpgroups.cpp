@@ -1,0 +1,388 @@
+// What a block of compute capability 9.0 waits for by barriers of its own: copies of boxes, and the
+// matrix instructions of warpgroups.
+//
+// A copy lands at once, or as late as it can: when no thread can go on. Until it has landed any
+// access to its place is a fault, and afterwards one by a thread that has not waited for it. A
+// product is computed when it is waited for; until then its result is NaN, and whoever writes to an
+// operand disturbs it.
+#include "turns.h"
+#include "numbers.h"
+#include "races.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <vector>
+
+namespace emulator {
+namespace {
+
+using races::fault;
+using turns::current;
+
+// Ends the launch; names the function and the line that called it.
+template <typename... Given>
+[[noreturn]] void wrong(const char* what, Where where, const char* format, Given... given) {
+  char text[600];
+  std::snprintf(text, sizeof(text), format, given...);
+  fault(0, "%s (%s:%d): %s", what, where.file, where.line, text);
+}
+
+// -- barriers -------------------------------------------------------------------------------------
+
+struct Barrier {
+  int arrivals = 0;  // of each phase
+  int missing = 0;
+  long long bytes = 0;  // that are expected and have not come
+  unsigned int phase = 0;
+  bool published = false;
+  races::Clocks coming, over;  // what those knew who arrived in this phase, and before
+
+  void end_phase() {
+    if (missing || bytes) return;
+    over = coming;
+    missing = arrivals;
+    ++phase;
+  }
+};
+
+struct Numbered {
+  int threads = 0, come = 0;
+  unsigned int times = 0;
+  races::Clocks coming, over;
+};
+
+std::map<unsigned int, Barrier> barriers;
+std::map<int, Numbered> numbered;
+
+char* shared_at(unsigned int address) { return static_cast<char*>(shared_memory()) + address; }
+
+Barrier& barrier_at(const char* what, Where where, unsigned int address) {
+  const auto found = barriers.find(address);
+  if (found == barriers.end()) wrong(what, where, "no barrier is at %u", address);
+  races::access(shared_at(address), 8, false);
+  return found->second;
+}
+
+// -- copies ---------------------------------------------------------------------------------------
+
+struct Transfer {
+  unsigned int to;
+  std::vector<char> bytes;
+  unsigned int barrier;
+  races::Clocks begun;
+};
+
+std::vector<Transfer> transfers;
+
+void land(std::size_t n) {
+  const Transfer& transfer = transfers[n];
+  std::memcpy(shared_at(transfer.to), transfer.bytes.data(), transfer.bytes.size());
+  races::finish_transfer(shared_at(transfer.to), transfer.bytes.size(), transfer.begun);
+  Barrier& barrier = barriers[transfer.barrier];
+  barrier.coming.resize(transfer.begun.size(), 0);
+  for (std::size_t t = 0; t < transfer.begun.size(); ++t) {
+    barrier.coming[t] = std::max(barrier.coming[t], transfer.begun[t]);
+  }
+  barrier.bytes -= static_cast<long long>(transfer.bytes.size());
+  transfers.erase(transfers.begin() + static_cast<std::ptrdiff_t>(n));
+  barrier.end_phase();
+}
+
+// A map as emulator/calls.py writes it.
+struct Map {
+  unsigned long long address, shape[5], strides[4], rows;
+};
+
+// -- products -------------------------------------------------------------------------------------
+
+struct Product {
+  unsigned int group;
+  float* d;
+  int columns;
+  bool in_registers, add, brain;
+  unsigned int a[4];
+  unsigned long long a_described, b_described;
+
+  bool is_like(const Product& other) const {
+    return columns == other.columns && in_registers == other.in_registers && add == other.add &&
+           a_described == other.a_described && b_described == other.b_described;
+  }
+};
+
+struct Issuer {
+  std::vector<Product> products;
+  unsigned int groups = 0;
+  bool fenced = false;
+  std::map<float*, std::vector<float>> held;  // what results in flight had before
+};
+
+std::map<int, Issuer> issuers;
+
+// An operand of 16-bit elements in shared memory: rows and columns as they lie there.
+struct Described {
+  unsigned int start, slab, eight_rows;
+
+  Described(const char* what, Where where, unsigned long long bits)
+      : start((bits & 0x3fff) << 4),
+        slab((bits >> 16 & 0x3fff) << 4),
+        eight_rows((bits >> 32 & 0x3fff) << 4) {
+    if (bits >> 62 != 1 || (bits >> 46 & 0xffff)) {
+      wrong(what, where, "an operand without the swizzle of 128 bytes");
+    }
+  }
+  // The bytes of element (row, column), whose row is a line of a slab of 64 columns.
+  const char* at(unsigned int row, unsigned int column) const {
+    const unsigned int place =
+        start + column / 64 * slab + row / 8 * eight_rows + row % 8 * 128 + column % 64 * 2;
+    return shared_at(place ^ (place >> 7 & 7) << 4);
+  }
+  double element(unsigned int row, unsigned int column, bool brain) const {
+    unsigned short bits;
+    std::memcpy(&bits, at(row, column), sizeof(bits));
+    return widened(bits, 0, brain);
+  }
+  void read(unsigned int rows, unsigned int columns) const {
+    for (unsigned int r = 0; r < rows; ++r) {
+      for (unsigned int c = 0; c < columns; c += 8) races::read_published(at(r, c), 16);
+    }
+  }
+};
+
+void read_operands(const char* what, Where where, const Product& product) {
+  const auto n = static_cast<unsigned int>(product.columns);
+  const Described b(what, where, product.b_described);
+  if (product.in_registers) {
+    b.read(16, n);
+  } else {
+    b.read(n, 16);
+    Described(what, where, product.a_described).read(64, 16);
+  }
+}
+
+constexpr unsigned int UNTOUCHED = 0xffffffffu;
+
+// Computes one product of a whole warpgroup, whose threads hold their parts of d.
+void compute(const char* what, Where where, int first, std::size_t number) {
+  const Product& one = issuers[first].products[number];
+  const Described b(what, where, one.b_described);
+  const auto columns = static_cast<unsigned int>(one.columns);
+  std::vector<double> right(16 * columns), left(64 * 16);
+  for (unsigned int k = 0; k < 16; ++k) {
+    for (unsigned int n = 0; n < columns; ++n) {
+      right[k * columns + n] =
+          one.in_registers ? b.element(k, n, one.brain) : b.element(n, k, one.brain);
+    }
+  }
+  for (unsigned int t = 0; t < WARPGROUP; ++t) {
+    const unsigned int row = t / 32 * 16 + t % 32 / 4;
+    const Product& own = issuers[first + static_cast<int>(t)].products[number];
+    for (unsigned int x = 0; x < 8; ++x) {
+      const unsigned int r = row + x / 2 % 2 * 8, k = t % 4 * 2 + x / 4 * 8 + x % 2;
+      left[r * 16 + k] = one.in_registers
+                             ? widened(own.a[x / 2], x % 2, one.brain)
+                             : Described(what, where, one.a_described).element(r, k, one.brain);
+    }
+  }
+  for (unsigned int t = 0; t < WARPGROUP; ++t) {
+    Issuer& issuer = issuers[first + static_cast<int>(t)];
+    const Product& own = issuer.products[number];
+    std::vector<float>& d = issuer.held[own.d];
+    for (unsigned int x = 0; x < columns / 2; ++x) {
+      const unsigned int r = x / (columns / 4), n = x % (columns / 4);
+      const unsigned int row = t / 32 * 16 + t % 32 / 4 + 8 * r;
+      const unsigned int column = n / 2 * 8 + t % 4 * 2 + n % 2;
+      float sum = own.add ? d[x] : 0.0f;
+      for (unsigned int k = 0; k < 16; k += 8) {
+        double exact = static_cast<double>(sum);
+        for (unsigned int y = k; y < k + 8; ++y) {
+          exact += left[row * 16 + y] * right[y * columns + column];
+        }
+        sum = cut_off(exact);
+      }
+      d[x] = sum;
+    }
+  }
+}
+
+// Gives the threads of a warpgroup what their groups but the last `pending` have made.
+void finish_products(const char* what, Where where, unsigned int pending) {
+  const int first = current() / static_cast<int>(WARPGROUP) * static_cast<int>(WARPGROUP);
+  const Issuer& like = issuers[first];
+  std::size_t done = 0;
+  for (unsigned int t = 0; t < WARPGROUP; ++t) {
+    const Issuer& issuer = issuers[first + static_cast<int>(t)];
+    const bool same =
+        std::equal(issuer.products.begin(), issuer.products.end(), like.products.begin(),
+                   like.products.end(), [](const auto& x, const auto& y) { return x.is_like(y); });
+    if (!same || issuer.groups != like.groups) {
+      wrong(what, where, "begun were other products than by thread %d of the warpgroup", first);
+    }
+  }
+  while (done < like.products.size() && like.products[done].group + pending < like.groups) ++done;
+  for (std::size_t n = 0; n < done; ++n) {
+    read_operands(what, where, like.products[n]);
+    compute(what, where, first, n);
+  }
+  for (unsigned int t = 0; t < WARPGROUP; ++t) {
+    Issuer& issuer = issuers[first + static_cast<int>(t)];
+    issuer.products.erase(issuer.products.begin(),
+                          issuer.products.begin() + static_cast<std::ptrdiff_t>(done));
+    for (auto each = issuer.held.begin(); each != issuer.held.end();) {
+      const auto& [d, values] = *each;
+      const auto of = [&, d = d](const Product& product) { return product.d == d; };
+      if (std::any_of(issuer.products.begin(), issuer.products.end(), of)) {
+        ++each;
+        continue;
+      }
+      for (std::size_t x = 0; x < values.size(); ++x) {
+        unsigned int bits;
+        std::memcpy(&bits, d + x, sizeof(bits));
+        if (bits != UNTOUCHED) {
+          wrong(what, where, "thread %d touched a result before it waited for its product",
+                first + static_cast<int>(t));
+        }
+        d[x] = values[x];
+      }
+      each = issuer.held.erase(each);
+    }
+    issuer.fenced = false;
+  }
+}
+
+}  // namespace
+
+void init_barrier(const char* what, Where where, unsigned int address, int arrivals) {
+  if (address % 8 || arrivals < 1) wrong(what, where, "address %u, %d arrivals", address, arrivals);
+  const unsigned long long unknown = 0;
+  races::access(shared_at(address), sizeof(unknown), true);
+  std::memcpy(shared_at(address), &unknown, sizeof(unknown));
+  barriers[address] = Barrier{};
+  barriers[address].arrivals = barriers[address].missing = arrivals;
+}
+
+void publish_barriers() {
+  for (auto& each : barriers) each.second.published = true;
+}
+
+void arrive(const char* what, Where where, unsigned int address, int bytes) {
+  Barrier& barrier = barrier_at(what, where, address);
+  if (!barrier.missing) wrong(what, where, "once more than barrier %u counts", address);
+  races::release(barrier.coming);
+  --barrier.missing;
+  barrier.bytes += bytes;
+  barrier.end_phase();
+}
+
+void wait_phase(const char* what, Where where, unsigned int address, int parity) {
+  Barrier& barrier = barrier_at(what, where, address);
+  const auto over = [&barrier, parity] {
+    return barrier.phase % 2 != static_cast<unsigned int>(parity);
+  };
+  if (!over()) turns::wait_until(what, where, over);
+  races::acquire(barrier.over);
+}
+
+void meet_at(const char* what, Where where, int number, int threads, bool stays) {
+  if (number < 0 || number > 15 || threads < 1 || threads % static_cast<int>(WARP) != 0) {
+    wrong(what, where, "barrier %d, %d threads", number, threads);
+  }
+  Numbered& barrier = numbered[number];
+  if (barrier.come == 0) barrier.threads = threads;
+  if (barrier.threads != threads) {
+    wrong(what, where, "barrier %d is one of %d threads, not %d", number, barrier.threads, threads);
+  }
+  races::release(barrier.coming);
+  const unsigned int times = barrier.times;
+  if (++barrier.come == threads) {
+    barrier.come = 0;
+    barrier.over = barrier.coming;
+    ++barrier.times;
+  }
+  if (!stays) return;
+  const auto over = [&barrier, times] { return barrier.times != times; };
+  if (!over()) turns::wait_until(what, where, over);
+  races::acquire(barrier.over);
+}
+
+void publish_shared() { races::publish(); }
+
+void begin_box_copy(const char* what, Where where, unsigned int to, const unsigned long long* words,
+                    unsigned int barrier, const int (&first)[5]) {
+  Map map;
+  std::memcpy(&map, words, sizeof(map));
+  if (!barrier_at(what, where, barrier).published) {
+    wrong(what, where, "barrier %u was not published", barrier);
+  }
+  if (to % 1024) wrong(what, where, "eight rows do not begin at %u", to);
+  Transfer transfer = {to, std::vector<char>(map.rows * 128, 0), barrier, {}};
+  for (unsigned long long row = 0; row < map.rows; ++row) {
+    for (unsigned int column = 0; column < 64; ++column) {
+      const long long at[5] = {first[0] + static_cast<long long>(column),
+                               first[1] + static_cast<long long>(row), first[2], first[3],
+                               first[4]};
+      unsigned long long from = map.address + static_cast<unsigned long long>(at[0]) * 2;
+      bool inside = true;
+      for (unsigned int axis = 0; axis < 5; ++axis) {
+        inside &= at[axis] >= 0 && at[axis] < static_cast<long long>(map.shape[axis]);
+        if (axis) from += static_cast<unsigned long long>(at[axis]) * map.strides[axis - 1];
+      }
+      const unsigned long long place = row * 128 + column * 2;
+      if (inside) {
+        std::memcpy(&transfer.bytes[place ^ (row & 7) << 4], reinterpret_cast<const void*>(from),
+                    2);
+      }
+    }
+  }
+  transfer.begun = races::begin_transfer(shared_at(to), transfer.bytes.size());
+  transfers.push_back(std::move(transfer));
+  if (turns::at_once()) land(transfers.size() - 1);
+}
+
+void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
+                   unsigned long long a_described, unsigned long long b_described, bool add,
+                   bool brain) {
+  Issuer& me = issuers[current()];
+  if (!me.fenced) wrong(what, where, "no fence is behind what was done to registers");
+  Product product = {me.groups, d, columns, a != nullptr, add, brain, {}, a_described, b_described};
+  if (a != nullptr) std::memcpy(product.a, a, sizeof(product.a));
+  const auto size = static_cast<std::size_t>(columns) / 2;
+  if (me.held.find(d) == me.held.end()) {
+    me.held[d].assign(d, d + size);
+    std::memset(static_cast<void*>(d), 0xff, size * sizeof(float));
+  }
+  // What is read has come when the product begins: one thread of a warp asks for all.
+  if (current() % static_cast<int>(WARP) == 0) read_operands(what, where, product);
+  me.products.push_back(product);
+}
+
+void fence_products() { issuers[current()].fenced = true; }
+
+void commit_products() { ++issuers[current()].groups; }
+
+void wait_products(const char* what, Where where, unsigned int pending) {
+  turns::meet_warpgroup(what, where, [&] { finish_products(what, where, pending); });
+}
+
+namespace asynchronous {
+
+void begin_block() {
+  barriers.clear();
+  numbered.clear();
+  transfers.clear();
+  issuers.clear();
+}
+
+bool proceed() {
+  if (transfers.empty()) return false;
+  land(turns::one_of(transfers.size()));
+  return true;
+}
+
+void check_end() {
+  if (!issuers[current()].products.empty()) fault(0, "ended before its products were finished");
+}
+
+}  // namespace asynchronous
+}  // namespace emulator
