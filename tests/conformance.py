@@ -23,13 +23,15 @@ from typing import Any
 
 import numpy as np
 from emulator import probe
+from emulator.calls import encode
 from emulator.machine import FORWARD, Schedule
 
 import cupyflash.kernels_cu
 from cupyflash import compile as compiler
-from cupyflash import source
+from cupyflash import source, tensor_maps
 from cupyflash.source import STORAGE
-from cupyflash.target import OLDEST_CAPABILITY
+from cupyflash.target import OLDEST_CAPABILITY, address
+from cupyflash.tensor_maps import TensorMap
 from cupyflash.testing.copies import Copies, HostMemory
 
 Array = np.ndarray[Any, Any]
@@ -38,6 +40,7 @@ ARCH = Path(cupyflash.kernels_cu.__file__).parent / "arch"
 THREADS = 128  # of a block: four warps
 SHARED = 2 * THREADS
 TENSOR_CORES = (8, 0)  # the first GPUs with those of 16-bit types that kernels use
+HOPPER = (9, 0)
 
 _FUNCTION = re.compile(
     r"^(?:__device__ __forceinline__|inline)? ?(?!struct)(\w[\w ]*?) (\w+)\(", re.MULTILINE
@@ -112,6 +115,12 @@ class Case:
         Whether two results for what was given are both right: given, one, other -> per number.
     since : tuple of int
         Compute capability of the first GPU that has the instruction.
+    only : tuple of int or None
+        That of the only one, where later ones have not.
+    shared : int
+        `Words` of shared memory.
+    map : TensorMap or None
+        How the kernel's `map` describes what lanes read.
     """
 
     name: str
@@ -120,6 +129,18 @@ class Case:
     wanted: Callable[[Array], Array]
     agree: Callable[[Array, Array, Array], Array] = equal
     since: tuple[int, int] = OLDEST_CAPABILITY
+    only: tuple[int, int] | None = None
+    shared: int = SHARED
+    map: TensorMap | None = None
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU has the instruction."""
+        return capability >= self.since and self.only in (None, capability)
+
+    @property
+    def architecture(self) -> str | None:
+        """What it is compiled for, where it is not the GPU at hand."""
+        return None if self.only is None else "sm_{}{}a".format(*self.only)
 
     @property
     def functions(self) -> list[str]:
@@ -149,10 +170,11 @@ class Case:
         return {
             "body": lane + self.body,
             "kind": "Words",
-            "elements": SHARED,
+            "elements": self.shared,
             "threads": THREADS,
             "headers": self.headers,
-            "before": f"constexpr int SHARED = {SHARED};\n",
+            "before": f"constexpr int SHARED = {self.shared};\n",
+            "has_map": self.map is not None,
         }
 
     def cuda(self) -> str:
@@ -166,7 +188,8 @@ class Case:
         def launch(given: Array, out: Array) -> None:
             storage = STORAGE["float64" if subnormal else "float32"]
             machine = probe.Probe(**self.kernel(given, out), storage=storage)
-            machine.run(out, given, len(given) // THREADS, schedule)
+            maps = b"" if self.map is None else encode(self.map, address(given))
+            machine.run(out, given, len(given) // THREADS, schedule, maps)
 
         return self._run(HostMemory(), launch)
 
@@ -174,11 +197,14 @@ class Case:
         """Return what the lanes of a GPU write: compiled and launched as the package does it."""
 
         def launch(given: Any, out: Any) -> None:
-            shared_memory = SHARED * probe.SIZES["Words"]
-            kernel = compiler._compiled("probe", self.cuda(), shared_memory)
-            argument = np.frombuffer(probe.packed(given, out), np.dtype("V16"))
+            shared_memory = self.shared * probe.SIZES["Words"]
+            kernel = compiler._compiled("probe", self.cuda(), shared_memory, self.architecture)
+            arguments = [np.frombuffer(probe.packed(given, out), np.dtype("V16"))]
+            if self.map is not None:
+                encoded = tensor_maps.encode(self.map, address(given))
+                arguments.append(np.frombuffer(encoded, np.dtype("V128")))
             grid, block = (len(given) // THREADS,), (THREADS,)
-            kernel(grid, block, (argument,), shared_mem=shared_memory)
+            kernel(grid, block, arguments, shared_mem=shared_memory)
 
         return self._run(memory, launch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import conformance_warpgroups
 import ml_dtypes
 import numpy as np
 from conformance import C_TYPES, TENSOR_CORES, THREADS, Array, Case, equal, equal_but_for_nan
@@ -416,4 +417,5 @@ CASES = [
     _product("mma_m16n8k16_f16", np.float16, False),
     _product("mma_m16n8k16_bf16", ml_dtypes.bfloat16, True),
     _product("mma_m16n8k16_bf16", ml_dtypes.bfloat16, False),
+    *conformance_warpgroups.CASES,
 ]

@@ -10,10 +10,11 @@ from conformance import ARCH, THREADS, bits, defined, functions
 from conformance_cases import CASES
 from cuda_table import ARCHS, compiled
 from emulator import build, probe
+from emulator.calls import encode
 from emulator.machine import FORWARD, REVERSE, randomly
 
 from cupyflash import compile as compiler
-from cupyflash import target
+from cupyflash import target, tensor_maps
 from cupyflash.testing.copies import HostMemory
 
 NO_EMULATOR = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -127,8 +128,8 @@ def test_how_wrong_exp2_may_be(x, found, right):
 @pytest.mark.parametrize("arch", ARCHS)
 @EVERY_CASE
 def test_its_kernel_compiles(case, arch):
-    if capability(arch) >= case.since:
-        assert "'probe'" in compiled(case.cuda(), arch)
+    if case.runs_on(capability(arch)):
+        assert "'probe'" in compiled(case.cuda(), case.architecture or arch)
 
 
 @NO_EMULATOR
@@ -136,20 +137,21 @@ def test_its_kernel_compiles(case, arch):
 def test_it_is_launched_as_on_a_gpu(case, monkeypatch):
     """All that happens for a GPU but the compilation and the launch, which the emulator does."""
 
-    def kernel(name, text, shared_memory):
-        assert (name, text) == ("probe", case.cuda())
+    def kernel(name, text, shared_memory, architecture):
+        assert (name, text, architecture) == ("probe", case.cuda(), case.architecture)
         assert f"SHARED_BYTES = {shared_memory};" in text
         given = case.inputs()
         emulated = probe.Probe(**case.kernel(given, case.wanted(given)))
 
         def start(grid, block, arguments, shared_mem):
             assert (block, shared_mem) == ((THREADS,), shared_memory)
-            (argument,) = arguments
-            emulated.machine.launch(*grid, bytearray(argument.tobytes()))
+            packed = b"".join(argument.tobytes() for argument in arguments)
+            emulated.machine.launch(*grid, bytearray(packed))
 
         return start
 
     monkeypatch.setattr(compiler, "_compiled", kernel)
+    monkeypatch.setattr(tensor_maps, "encode", encode)
     case.check("as on a GPU", case.on_gpu(HostMemory()), "the emulator", case.on_emulator())
 
 
@@ -158,6 +160,6 @@ def test_it_is_launched_as_on_a_gpu(case, monkeypatch):
 @EVERY_CASE
 def test_conformance_of_the_emulator_to_the_gpu(gpu, case):
     facts = target.of(0)
-    if facts.capability < case.since:
+    if not case.runs_on(facts.capability):
         pytest.skip(f"{facts.name} has no such instruction")
     case.check("the GPU", case.on_gpu(gpu), "the emulator", case.on_emulator())

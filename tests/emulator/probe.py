@@ -25,7 +25,7 @@ struct alignas(16) Words {{
 }};
 {before}{headers}
 extern "C" __global__ void __launch_bounds__(THREADS)
-    KERNEL_NAME(const __grid_constant__ Arrays p) {{
+    KERNEL_NAME(const __grid_constant__ Arrays p{map}) {{
   extern __shared__ {kind} smem[];
   const int t = threadIdx.x;
 #line 1 "probe.cu"
@@ -44,6 +44,7 @@ def text(
     headers: tuple[str, ...] = (),
     storage: int = 2,
     before: str = "",
+    has_map: bool = False,
     read: Callable[[str], str] = build.read,
 ) -> str:
     """Return the CUDA text of a kernel `probe`, of which `body` is line 1 of probe.cu onwards.
@@ -67,6 +68,8 @@ def text(
         Number of the storage type; with float64 the emulator keeps subnormal numbers.
     before : str
         What stands before the headers and the kernel.
+    has_map : bool
+        Whether statements know `map`, a tensor map.
     read : callable
         Returns the files: with `cupyflash.source.read` the text is for a GPU.
     """
@@ -78,6 +81,7 @@ def text(
         storage=storage,
         flush="false" if storage == 3 else "true",
         before=before,
+        map=", const __grid_constant__ arch::TensorMap map" if has_map else "",
         headers=source.flatten_with(headers, read),
     )
 
@@ -90,10 +94,15 @@ class Probe:
         self.machine = Machine("probe", build.library(complete, "probe", flavour))
 
     def run(
-        self, out: Any = None, given: Any = None, blocks: int = 1, schedule: Schedule = FORWARD
+        self,
+        out: Any = None,
+        given: Any = None,
+        blocks: int = 1,
+        schedule: Schedule = FORWARD,
+        maps: bytes = b"",
     ) -> Any:
         """Run it with the arrays `p.in` and `p.out`, and return the latter."""
-        self.machine.launch(blocks, packed(given, out), schedule)
+        self.machine.launch(blocks, packed(given, out) + maps, schedule)
         return out
 
 

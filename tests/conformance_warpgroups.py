@@ -1,0 +1,290 @@
+"""Cases of conformance for what GPUs of compute capability 9.0 have: tests/conformance.py says how.
+
+A block of 128 threads is one warpgroup.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from conformance import HOPPER, THREADS, Array, Case, equal
+
+from cupyflash.tensor_maps import TensorMap
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+TYPES: dict[str, Any] = {"f16": np.dtype(np.float16), "bf16": BFLOAT16}
+# The first address of shared memory where eight rows of 128 bytes begin, and there.
+ALIGNED = """
+  const unsigned int begin = (arch::shared_address(smem) + 1023) / 1024 * 1024;
+  unsigned int* const words = smem[(begin - arch::shared_address(smem)) / 16].x;
+"""
+
+
+def _any_words(words: int, blocks: int) -> Array:
+    return np.random.default_rng(0).integers(0, 2**32, (blocks * THREADS, words), np.uint32)
+
+
+def _turned(given: Array, lanes: int) -> Array:
+    """What the lane so much further on in the block has."""
+    return np.roll(given.reshape(-1, THREADS, given.shape[1]), -lanes, 1).reshape(given.shape)
+
+
+# -- barriers -------------------------------------------------------------------------------------
+
+PHASES = Case(
+    "init_barrier publish_barriers arrive try_wait",
+    """
+      const unsigned int barrier = arch::shared_address(smem + THREADS);
+      if (t == 0) {
+        arch::init_barrier(barrier, THREADS);
+        arch::publish_barriers();
+      }
+      __syncthreads();  // the barrier
+      for (int n = 0; n < 4; ++n) {
+        smem[t].x[n] = in[n];
+        arch::arrive(barrier);
+        while (!arch::try_wait(barrier, n % 2)) {
+        }
+        out[n] = smem[(t + 37) % THREADS].x[n];
+      }
+    """,
+    lambda: _any_words(4, 3),
+    lambda given: _turned(given, 37),
+    since=HOPPER,
+)
+NUMBERED = Case(
+    "meet_at arrive_at",
+    """
+      if (t < 64) {
+        smem[t].x[0] = in[0];
+        arch::arrive_at(1, THREADS);
+        arch::meet_at(2, THREADS);
+        out[0] = smem[t + 64].x[0];
+      } else {
+        arch::meet_at(1, THREADS);
+        out[0] = smem[t - 64].x[0];
+        smem[t].x[0] = in[0];
+        arch::arrive_at(2, THREADS);
+      }
+    """,
+    lambda: _any_words(1, 3),
+    lambda given: _turned(given, 64),
+)
+
+# -- copies of boxes ------------------------------------------------------------------------------
+
+# Of each block an array of 2 heads of 50 rows of 40 columns, with gaps.
+_ROW, _HEAD, _BLOCK = 96, 50 * 96, 128 * 80
+BOXES = TensorMap("in", "float16", (40, 50, 2, 1, 2), (_ROW, _HEAD, 16, _BLOCK), 64)
+
+
+def _boxed(given: Array) -> Array:
+    """Rows 20 and on of the second head of each block: 64 x 64, pieces swizzled by 16 bytes."""
+    blocks = given.reshape(-1, _BLOCK // 4)
+    halves = np.ascontiguousarray(blocks).view(np.uint16)
+    boxes = np.zeros((len(blocks), 64, 64), np.uint16)
+    for row in range(20, 50):
+        first = (_HEAD + row * _ROW) // 2
+        boxes[:, row - 20, :40] = halves[:, first : first + 40]
+    rows, pieces = np.arange(64)[:, None], np.arange(8)
+    swizzled = boxes.reshape(-1, 64, 8, 8)[:, rows, pieces ^ rows % 8]
+    return np.ascontiguousarray(swizzled).view(np.uint32).reshape(-1, 16)
+
+
+COPY = Case(
+    "prefetch_map begin_box_copy arrive_expecting",
+    ALIGNED
+    + """
+      const unsigned int barrier = begin + 8192;
+      if (t == 0) {
+        arch::prefetch_map(map);
+        arch::init_barrier(barrier, 1);
+        arch::publish_barriers();
+      }
+      __syncthreads();  // the barrier
+      if (t == 0) {
+        arch::arrive_expecting(barrier, 8192);
+        arch::begin_box_copy(begin, map, barrier, 0, 20, 1, 0, blockIdx.x);
+      }
+      while (!arch::try_wait(barrier, 0)) {
+      }
+      for (int k = 0; k < 16; ++k) out[k] = words[16 * t + k];
+    """,
+    lambda: _any_words(_BLOCK // 4 // THREADS, 2),
+    _boxed,
+    since=HOPPER,
+    shared=(8192 + 1024 + 16) // 16,
+    map=BOXES,
+)
+
+# -- registers ------------------------------------------------------------------------------------
+
+REGISTERS = Case(
+    "shed_registers take_registers",
+    """
+      arch::shed_registers<40>();
+      const unsigned int sum = in[0] + in[1];
+      arch::take_registers<64>();
+      out[0] = sum * in[1];
+    """,
+    lambda: _any_words(2, 2),
+    lambda given: (given[:, :1] + given[:, 1:]) * given[:, 1:],
+    since=HOPPER,
+    only=HOPPER,
+)
+
+# -- products -------------------------------------------------------------------------------------
+
+LANES = np.arange(THREADS)
+LANE_ROWS, LANE_COLUMNS = LANES // 32 * 16 + LANES % 32 // 4, LANES % 4 * 2
+
+
+def _operands(given: Array, columns: int, kind: Any, of_registers: bool) -> tuple[Array, ...]:
+    """Return a (64 x 16), b (16 x columns) and d of every block, in float64."""
+    blocks = given.reshape(-1, THREADS, given.shape[1])
+    depth = 4 + columns // 16
+    left = np.ascontiguousarray(blocks[..., :4]).view(kind).astype(np.float64)
+    right = np.ascontiguousarray(blocks[..., 4:depth]).view(kind).astype(np.float64)
+    sums = np.ascontiguousarray(blocks[..., depth:]).view(np.float32).astype(np.float64)
+    n = len(blocks)
+    a, d = np.zeros((n, 64, 16)), np.zeros((n, 64, columns))
+    if of_registers:
+        for x in range(8):
+            column = LANE_COLUMNS + x // 4 * 8 + x % 2
+            a[:, LANE_ROWS + x // 2 % 2 * 8, column] = left[..., x]
+        b = right.reshape(n, 16, columns)
+    else:
+        a = left.reshape(n, 64, 16)
+        b = right.reshape(n, columns, 16).swapaxes(1, 2)
+    for x in range(columns // 2):
+        r, column = x // (columns // 4), x % (columns // 4)
+        d[:, LANE_ROWS + 8 * r, column // 2 * 8 + LANE_COLUMNS + column % 2] = sums[..., x]
+    return a, b, d
+
+
+def _of_lanes(d: Array) -> Array:
+    columns = d.shape[-1]
+    held = [
+        d[:, LANE_ROWS + x // (columns // 4) * 8, n // 2 * 8 + LANE_COLUMNS + n % 2]
+        for x in range(columns // 2)
+        for n in [x % (columns // 4)]
+    ]
+    return np.stack(held, -1).reshape(-1, columns // 2)
+
+
+# A row of a's is 128 bytes, of which a product's 16 columns are 32 from byte 32 on; so are b's,
+# from byte 64 on. Where b's rows are as wide as the result, 64 columns of 16 rows are a slab.
+_LEFT = """
+  for (int k = 0; k < 4; ++k) {
+    const unsigned int at = t / 2 * 128 + ((t % 2 + 2 ^ t / 2 % 8) << 4) + 4 * k;
+    words[at / 4] = in[k];
+  }
+"""
+_RIGHT = {
+    False: "const unsigned int row = n / 8, at = row * 128 + ((n % 8 * 4 + 64) ^ row % 8 << 4);",
+    True: """const unsigned int row = n / (COLUMNS / 2), pair = n % (COLUMNS / 2);
+      const unsigned int at = pair / 32 * 2048 + row * 128 + (pair % 32 * 4 ^ row % 8 << 4);""",
+}
+_DESCRIBED = """
+  const unsigned long long kind = 1ull << 62 | 64ull << 32;
+  const unsigned long long a = kind | (begin + 32) / 16, b = kind | (begin + 8192 + 64) / 16;
+"""
+
+
+def product(form: str, name: str, columns: int, whole: bool, others: str = "") -> Case:
+    """Return the case of one width: of whole numbers every sum is exact."""
+    kind, of_registers = TYPES[name], form == "rs"
+    body = (
+        ALIGNED
+        + f"constexpr int COLUMNS = {columns};\n"
+        + ("" if of_registers else _LEFT)
+        + f"""
+      for (int k = 0; k < COLUMNS / 16; ++k) {{
+        const int n = t * (COLUMNS / 16) + k;
+        {_RIGHT[of_registers]}
+        words[2048 + at / 4] = in[4 + k];
+      }}
+      float d[2][COLUMNS / 4];
+      for (int x = 0; x < COLUMNS / 2; ++x) {{
+        d[x / (COLUMNS / 4)][x % (COLUMNS / 4)] = __uint_as_float(in[4 + COLUMNS / 16 + x]);
+      }}
+      arch::publish_shared();
+      __syncthreads();  // the operands
+      arch::fence_products();
+      """
+        + (
+            """
+      const unsigned int a[4] = {in[0], in[1], in[2], in[3]};
+      const unsigned long long b = 1ull << 62 | 64ull << 32 | 128 << 16 | (begin + 8192) / 16;
+      arch::wgmma_rs_TYPE(d, a, b);
+      """
+            if of_registers
+            else _DESCRIBED
+            + """
+      arch::wgmma_ss_TYPE(d, a, b, blockIdx.x % 2 == 0);
+      """
+        ).replace("TYPE", name)
+        + """
+      arch::commit_products();
+      arch::wait_products<0>();
+      arch::take_product(d);
+      for (int x = 0; x < COLUMNS / 2; ++x) out[x] = d[x / (COLUMNS / 4)][x % (COLUMNS / 4)];
+    """
+    )
+
+    def given() -> Array:
+        rng = np.random.default_rng(columns)
+        lanes = 4 * THREADS
+        pairs = rng.standard_normal((lanes, 8 + columns // 8))
+        sums = rng.standard_normal((lanes, columns // 2))
+        if whole:
+            pairs, sums = np.round(4 * pairs), np.round(100 * sums)
+            # One element of each operand only, in the first block.
+            pairs[:THREADS], sums[:THREADS] = 0, 0
+            pairs[13, 1], pairs[21, 9] = 3, 5
+            if of_registers:
+                pairs[40, 6], pairs[99, 10] = 7, 11
+        words = np.ascontiguousarray(pairs.astype(kind)).view(np.uint32)
+        return np.concatenate([words, sums.astype(np.float32).view(np.uint32)], 1)
+
+    def exact(given: Array, of: Any) -> Array:
+        a, b, d = (of(x) for x in _operands(given, columns, kind, of_registers))
+        if not of_registers:
+            d[1::2] = 0  # not added
+        return _of_lanes(d + a @ b)
+
+    def wanted(given: Array) -> Array:
+        return exact(given, np.positive).astype(np.float32)
+
+    def near(given: Array, one: Array, other: Array) -> Array:
+        true, terms = exact(given, np.positive), exact(given, np.abs)
+        # 17 terms, each sum rounded or cut off at the last place of the largest.
+        with np.errstate(invalid="ignore"):  # infinities differ
+            right = [np.abs(x - true) <= 17 * 2.0**-23 * terms for x in (one, other)]
+        return np.logical_and(*right)
+
+    return Case(
+        f"wgmma_{form}_{name} {others}".strip()
+        + f": {columns} columns, {'whole numbers' if whole else 'rounded'}",
+        body,
+        given,
+        wanted,
+        equal if whole else near,
+        since=HOPPER,
+        only=HOPPER,
+        shared=(1024 + 8192 + 256 * 128) // 16,
+    )
+
+
+_AROUND = "publish_shared fence_products commit_products wait_products take_product"
+PRODUCTS = [
+    product(form, name, columns, True, _AROUND if columns == 64 else "")
+    for form, widths in (("ss", (80, 112, 128, 176)), ("rs", (64, 128, 192, 256)))
+    for name in TYPES
+    for columns in widths
+]
+PRODUCTS += [product(form, name, 128, False) for form in ("ss", "rs") for name in TYPES]
+
+CASES = [PHASES, NUMBERED, COPY, REGISTERS, *PRODUCTS]
