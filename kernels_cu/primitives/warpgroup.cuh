@@ -103,4 +103,65 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
   }
 }
 
+// -- results --------------------------------------------------------------------------------------
+
+// Of four words of each of four lanes makes word x of lane y that which was word y of lane x.
+__device__ __forceinline__ void transpose(unsigned int (&words)[4]) {
+#pragma unroll
+  for (int lanes = 1; lanes <= 2; lanes *= 2) {
+    const bool upper = (arch::lane_index() & lanes) != 0;
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      if ((x & lanes) != 0) continue;
+      const unsigned int got = arch::shuffle_xor(upper ? words[x] : words[x + lanes], lanes);
+      if (upper) {
+        words[x] = got;
+      } else {
+        words[x + lanes] = got;
+      }
+    }
+  }
+}
+
+// Writes a warp's rows of a result of WIDTH columns, times a factor each. Row 0 of the block is row
+// `first` of the entry's head; `valid` rows exist.
+template <int WIDTH, int COLUMNS>
+__device__ __forceinline__ void store_rows(const float (&result)[2][COLUMNS], const Operand& to,
+                                           long long offset, long long first, int valid,
+                                           const float (&factor)[2]) {
+  storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset +
+                          (first + fragment::warp_row() + fragment::lane_row()) * to.row;
+  const bool vectors = to.col == 1 && to.row % STORED_VECTOR == 0 &&
+                       reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool exists = fragment::warp_row() + fragment::lane_row() + 8 * r < valid;
+    storage_t* const row = data + 8 * r * to.row;
+    // A lane gets all eight columns of one of four neighbouring pieces.
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 8) {
+      union {
+        unsigned int words[4];
+        StoredVector stored;
+      } piece;
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        piece.words[x] = fragment::narrow_pair(result[r][n + 2 * x] * factor[r],
+                                               result[r][n + 2 * x + 1] * factor[r]);
+      }
+      transpose(piece.words);
+      const int column = 4 * n + 8 * (arch::lane_index() % 4);
+      if (!exists || column >= WIDTH) continue;
+      if (vectors && column + 8 <= WIDTH) {
+        *reinterpret_cast<StoredVector*>(row + column) = piece.stored;
+      } else {
+#pragma unroll
+        for (int x = 0; x < STORED_VECTOR; ++x) {
+          if (column + x < WIDTH) row[(column + x) * to.col] = piece.stored.x[x];
+        }
+      }
+    }
+  }
+}
+
 }  // namespace warpgroup

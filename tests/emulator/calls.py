@@ -21,6 +21,7 @@ from cupyflash import config, launch, target, tensor_tiles
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
+from cupyflash.target import Target
 from cupyflash.tensor_maps import TensorMap
 from cupyflash.tiles import KERNELS, Shape, Tiles, fit
 
@@ -220,7 +221,7 @@ class Emulator:
             mock.patch.object(config, "backward", backward),
             mock.patch.multiple(
                 target,
-                of=lambda _: None,
+                of=lambda _: Target(0, "emulator", tensor_tiles.HOPPER, 2, 232448),
                 device_of=lambda _: 0,
                 current=lambda _: contextlib.nullcontext(),
                 is_capturing=lambda: False,
