@@ -10,6 +10,15 @@ from .operands import Lead
 from .problem import Call
 from .tensor_maps import TensorMap
 
+SHORTEST = 512  # queries, and keys: for fewer the smaller tiles of forward_sm80 are not slower
+MOST_PADDING = 1.25  # times the products that forward_sm80 computes
+
+
+def _padding(d: int, d_v: int) -> float:
+    """Return how many times the products of forward_sm80 are computed: columns come by 64."""
+    scores = -(-d // 16) * 16
+    return (scores + -(-d_v // 64) * 64) / (scores + -(-d_v // 16) * 16)
+
 
 def _sizes(call: Call, name: str, lead: Lead) -> tuple[int, ...]:
     array = getattr(call, name)
@@ -33,6 +42,10 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
         return "it has no packed sequences or dropout"
     if not problem.scale >= 0:
         return "its scale is not negative"
+    if min(problem.len_q, problem.len_k) < SHORTEST:
+        return f"it is for {SHORTEST} queries and keys or more"
+    if _padding(problem.d, problem.d_v) > MOST_PADDING:
+        return f"it computes columns of v by 64, which {problem.d_v} are too far from"
     if lead is None:
         arrays = {name: (getattr(call, name), 3) for name in ("q", "k", "v")}
         lead = operands.lead_of(problem.lead, arrays)

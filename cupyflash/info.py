@@ -189,9 +189,10 @@ def served(capability: tuple[int, int]) -> str:
     oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
     if capability < tensor_tiles.OLDEST_CAPABILITY:
         return f"{said}; tensor cores are used from compute capability {oldest} on"
+    hopper = ("forward_sm90",) if capability == tensor_tiles.HOPPER else ()
     return (
         f"{said}; float16 and bfloat16 with heads up to {tensor_tiles.LARGEST_HEAD} by the tensor "
-        f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}"
+        f"cores of {', '.join(('forward_sm80', *hopper, *tensor_tiles.BACKWARD))}"
     )
 
 

@@ -306,11 +306,7 @@ def forward(
     launches = tuple(writer.launches)
     if kernel == "forward_sm90":
         maps = hopper.maps(call, writer.lead, tiles.block_kv)
-        launches = tuple(
-            # Blocks share the work: as many as there are at a time.
-            replace(launch, maps=maps, grid=min(launch.grid, facts.multiprocessors))
-            for launch in launches
-        )
+        launches = tuple(replace(launch, maps=maps) for launch in launches)
     return Recipe(launches, {}, writer.generated.arrays)
 
 

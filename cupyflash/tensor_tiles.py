@@ -80,7 +80,7 @@ PASSING_STAGES = 2  # places that keys, and values, pass through
 def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     """Return tiles of forward_sm90.cu: a warpgroup for 64 queries each, and one that copies."""
     q, v = row_bytes(d), row_bytes(d_v)
-    shared = block_q * q + PASSING_STAGES * block_kv * (q + v) + KNOWN_BYTES
+    shared = block_q * max(q, v) + PASSING_STAGES * block_kv * (q + v) + KNOWN_BYTES
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared)
 
 
@@ -123,7 +123,7 @@ def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: in
 
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
-KNOWN_BYTES = 2 * (ENTRY_BYTES + 16) + 8 * PASSING_STAGES + 8 * (2 + 4 * PASSING_STAGES)
+KNOWN_BYTES = ENTRY_BYTES + 8 * (4 * PASSING_STAGES + 1)
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

@@ -94,12 +94,11 @@ def _boxed(given: Array) -> Array:
 
 
 COPY = Case(
-    "prefetch_map begin_box_copy arrive_expecting",
+    "begin_box_copy arrive_expecting",
     ALIGNED
     + """
       const unsigned int barrier = begin + 8192;
       if (t == 0) {
-        arch::prefetch_map(map);
         arch::init_barrier(barrier, 1);
         arch::publish_barriers();
       }

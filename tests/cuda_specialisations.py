@@ -76,6 +76,8 @@ def cases() -> list[Case]:
         kernels = ["forward_sm80", list(tensor_tiles.BACKWARD)[n // 7]]
         more = tensor_sizes[n % 6], options, bool(n // 3 % 2)
         found += [Case(kernel, dtype, *more) for kernel in kernels]
+    for n, own in enumerate([(64, 64), (128, 128), (256, 256), (192, 192), (96, 104)]):
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, "plain", False))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     return found
@@ -88,6 +90,8 @@ def capability(arch: str) -> tuple[int, int]:
 
 def runs_on(case: Case, arch: str) -> bool:
     """Whether there is such a kernel for a GPU."""
+    if "sm90" in case.kernel:
+        return capability(arch) == tensor_tiles.HOPPER
     return "sm80" not in case.kernel or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
 
 
@@ -102,11 +106,12 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     problem, made = call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
     functions = generate(made.allowed, made.classes, made.changed, made.slope, keys).functions
-    if case.kernel in ("forward_simt", "forward_sm80", "backward_bias"):
+    if case.kernel in ("forward_simt", "forward_sm80", "forward_sm90", "backward_bias"):
         functions = dataclasses.replace(functions, has_slope=False)
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
-    if case.kernel == "forward_sm80":
-        kernel, tiles = config.forward(problem, target)
+    if case.kernel in ("forward_sm80", "forward_sm90"):
+        obstacle = None if case.kernel == "forward_sm90" else "for a test"
+        kernel, tiles = config.forward(problem, target, obstacle=obstacle)
         assert kernel == case.kernel
     elif case.kernel in tensor_tiles.BACKWARD:
         part = case.kernel.removeprefix("backward_sm80_")

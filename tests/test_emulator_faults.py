@@ -302,6 +302,11 @@ def _everything(emulator):
     run_half(72, 1)
     run_half(256, 1, mask=masks.lengths(np.array([0, 33])))
 
+    q, k = draw(1, 70, 64).astype(np.float16), draw(1, 200, 64).astype(np.float16)
+    call = validate.call(q, k, k)
+    warpgroups = dataclasses.replace(emulator, blocks=Blocks(hopper=True))
+    warpgroups.forward(call, np.empty_like(q), draw(1, 70))
+
 
 @pytest.mark.parametrize(("path", "number"), _barriers())
 def test_no_barrier_of_the_sources_may_be_missing(path, number):

@@ -9,10 +9,6 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Begins to copy the box whose first element has these coordinates, of the fastest axis first. What
 // lies outside of the array becomes 0. Its bytes count at the barrier when they have come.
 __device__ __forceinline__ void begin_box_copy(unsigned int to, const TensorMap& map,

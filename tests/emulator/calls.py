@@ -17,11 +17,10 @@ from unittest import mock
 
 import numpy as np
 
-from cupyflash import config, launch, target, tensor_tiles
+from cupyflash import config, hopper, launch, target, tensor_tiles
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
-from cupyflash.target import Target
 from cupyflash.tensor_maps import TensorMap
 from cupyflash.tiles import KERNELS, Shape, Tiles, fit
 
@@ -219,9 +218,11 @@ class Emulator:
             mock.patch.object(config, "simt", tiles),
             mock.patch.object(config, "forward", forward),
             mock.patch.object(config, "backward", backward),
+            # The emulator's arrays are small.
+            mock.patch.multiple(hopper, SHORTEST=1, MOST_PADDING=float("inf")),
             mock.patch.multiple(
                 target,
-                of=lambda _: Target(0, "emulator", tensor_tiles.HOPPER, 2, 232448),
+                of=lambda _: None,
                 device_of=lambda _: 0,
                 current=lambda _: contextlib.nullcontext(),
                 is_capturing=lambda: False,

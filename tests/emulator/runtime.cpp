@@ -21,7 +21,7 @@
 #include <vector>
 #include <xmmintrin.h>
 
-emulator::Index threadIdx, blockIdx, gridDim;
+emulator::Index threadIdx, blockIdx;
 EMULATOR_EXPORT const emulator::Kernel emulated_kernel;  // of the compiled source, see build.py
 
 // Saves the caller's stack pointer to *from and goes on at `to`. What a function must preserve lies
@@ -478,7 +478,8 @@ EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int or
                                      unsigned long long seed, emulator::Report* to) {
   using namespace emulator;
   allocate();
-  params = given, report = to;
+  params = given;
+  report = to;
   failed = false;
   randomness.seed(seed);
   schedule = static_cast<Schedule>(order_of_turns);
@@ -486,7 +487,6 @@ EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int or
   std::iota(order.begin(), order.end(), 0LL);
   if (schedule == Schedule::REVERSE) std::reverse(order.begin(), order.end());
   if (schedule == Schedule::RANDOM) std::shuffle(order.begin(), order.end(), randomness);
-  gridDim.x = static_cast<unsigned int>(blocks);
   const unsigned int control = _mm_getcsr();
   if (emulated_kernel.flush_subnormals) _mm_setcsr(control | FLUSH);
   for (long long number : order) {

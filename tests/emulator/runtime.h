@@ -116,4 +116,3 @@ void add_at_once(float* place, float value);
 
 extern emulator::Index threadIdx;
 extern emulator::Index blockIdx;
-extern emulator::Index gridDim;

@@ -161,7 +161,8 @@ void read_operands(const char* what, Where where, const Product& product) {
   }
 }
 
-constexpr unsigned int UNTOUCHED = 0xffffffffu;
+// A NaN that no arithmetic leaves as it is.
+constexpr unsigned int UNTOUCHED = 0xffbfffffu;
 
 // Computes one product of a whole warpgroup, whose threads hold their parts of d.
 void compute(const char* what, Where where, int first, std::size_t number) {
@@ -350,7 +351,7 @@ void begin_product(const char* what, Where where, float* d, int columns, const u
   const auto size = static_cast<std::size_t>(columns) / 2;
   if (me.held.find(d) == me.held.end()) {
     me.held[d].assign(d, d + size);
-    std::memset(static_cast<void*>(d), 0xff, size * sizeof(float));
+    for (std::size_t x = 0; x < size; ++x) std::memcpy(d + x, &UNTOUCHED, sizeof(UNTOUCHED));
   }
   // What is read has come when the product begins: one thread of a warp asks for all.
   if (current() % static_cast<int>(WARP) == 0) read_operands(what, where, product);

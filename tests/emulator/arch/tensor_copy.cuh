@@ -8,8 +8,6 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-inline void prefetch_map(const TensorMap&) {}
-
 inline void begin_box_copy(unsigned int to, const TensorMap& map, unsigned int barrier, int c0,
                            int c1, int c2, int c3, int c4, EMULATOR_WHERE) {
   const int first[5] = {c0, c1, c2, c3, c4};

@@ -1,0 +1,314 @@
+"""The forward by warpgroups, on the CPU: what is particular to it, and when it is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_specialisations import SHARED_MEMORY, capability
+from emulator import build
+from emulator.calls import Blocks, Emulator
+from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from harness import attend
+from placement import same_bits
+
+import cupyflash.kernels_cu
+from cupyflash import config, hopper, masks, recipe, scores, tensor_maps, tensor_tiles, validate
+from cupyflash.operands import Operand
+from cupyflash.target import Target
+from cupyflash.testing import Precision, forward_bound, rho
+
+emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
+WARPGROUPS = Blocks(hopper=True)
+
+
+def draw(dtype, *shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def run(q, k, v, schedule=REVERSE, out=None, read=build.read, **options):
+    """Compute out and lse on the emulator, into memory that holds NaN."""
+    call = validate.call(q, k, v, **options)
+    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    if out is None:
+        out = np.empty((*lead, *q.shape[-3:-1], v.shape[-1]), q.dtype)
+    out[...] = np.nan
+    lse = np.full(out.shape[:-1], np.nan, np.float32)
+    visited = np.zeros(1, np.uint64)
+    Emulator(WARPGROUPS, schedule, read=read).forward(call, out, lse, visited)
+    return out, lse, int(visited[0])
+
+
+def within_the_bound(q, k, v, out, lse, **options):
+    precision = Precision.of(q.dtype, tensor_cores=True)
+    bound = forward_bound(q, k, v, precision=precision, block_kv=64, **options)
+    assert rho(out, *bound.out).value <= 1
+    assert rho(lse, *bound.lse).value <= 1
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("heads", [64, 128, 192, 256])
+@pytest.mark.parametrize("edge", [-1, 0, 1], ids=["less", "whole", "more"])
+def test_sizes_at_the_edges_of_tiles(dtype, heads, edge):
+    block_q, block_kv = tensor_tiles.FORWARD_HOPPER[heads]
+    q, k, v = draw(dtype, (1, block_q + edge, heads), *[(1, 2 * block_kv + edge, heads)] * 2)
+    out, lse, visited = run(q, k, v)
+    within_the_bound(q, k, v, out, lse)
+    assert visited == (2 if edge > 0 else 1) * (3 if edge > 0 else 2)
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize(
+    "sizes", [(8, 8), (16, 64), (40, 104), (72, 72), (136, 8), (200, 248), (256, 64)], ids=str
+)
+@pytest.mark.parametrize("lengths", [(1, 1), (65, 7), (30, 500)], ids=str)
+def test_heads_of_any_size(dtype, sizes, lengths):
+    (d, d_v), (len_q, len_k) = sizes, lengths
+    q, k, v = draw(dtype, (1, len_q, d), (1, len_k, d), (1, len_k, d_v))
+    within_the_bound(q, k, v, *run(q, k, v, randomly(1))[:2])
+
+
+@emulated
+@EACH_TYPE
+def test_shared_heads_a_sink_and_broadcast_leading_axes(dtype):
+    q, k, v = draw(dtype, (3, 1, 4, 70, 64), (2, 2, 150, 64), (3, 2, 2, 150, 64))
+    sink = np.array([0.5, -np.inf, 3, -2], np.float32)
+    out, lse, _ = run(q, k, v, sink=sink)
+    within_the_bound(q, k, v, out, lse, sink=sink)
+
+
+@emulated
+@EACH_TYPE
+def test_strides(dtype):
+    # Sequences before heads, rows with a gap, heads that repeat, an output in another order.
+    q, k, v, o = draw(dtype, (2, 70, 4, 64), (2, 1, 150, 72), (150, 2, 2, 64), (2, 66, 4, 70))
+    q, k, v = q.swapaxes(1, 2), np.broadcast_to(k, (2, 2, 150, 72))[..., :64], v.swapaxes(0, 2)
+    v = v.swapaxes(0, 1)
+    out = o[:, :64].transpose(0, 2, 3, 1)
+    found, lse, _ = run(q, k, v, out=out)
+    plain, plain_lse, _ = run(*(np.ascontiguousarray(x) for x in (q, k, v)))
+    assert same_bits(found, plain)
+    assert same_bits(lse, plain_lse)
+    within_the_bound(q, k, v, plain, plain_lse)
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("scale", [0.0, 1e-300, 3.0, 3e38])
+def test_every_scale_that_is_not_negative(dtype, scale):
+    q, k, v = draw(dtype, (2, 70, 64), (2, 140, 64), (2, 140, 64))
+    if scale > 1e30:
+        q[:] = 0
+    out, lse, _ = run(q, k, v, scale=scale)
+    within_the_bound(q, k, v, out, lse, scale=scale)
+
+
+@emulated
+@EACH_TYPE
+def test_logits_of_any_size(dtype):
+    # s c - m c with a rounded m c would be off by thousands: the maximum's own weight is not 1.
+    size = 60000 if dtype == np.float16 else 133120
+    q, k = np.full((1, 70, 64), size, dtype), np.full((1, 200, 64), size, dtype)
+    (v,) = draw(dtype, (1, 200, 64))
+    out, lse, _ = run(q, k, v)
+    mean = v.astype(np.float64).mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(out.astype(np.float64), np.broadcast_to(mean, out.shape), atol=0.01)
+    exact = 64 / 8 * float(dtype.type(size)) ** 2 + np.log(200)
+    np.testing.assert_allclose(lse, exact, rtol=1e-6)
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+def test_what_is_not_finite_is_where_the_twin_has_it(dtype, where, value):
+    arrays = dict(zip("qkv", draw(dtype, *[(1, 150, 64)] * 3), strict=True))
+    arrays[where][0, 20, 3] = value
+    out, lse, _ = run(**arrays)
+    twin = attend(*arrays.values())
+    for ours, theirs in ((out, twin.out), (lse, twin.lse)):
+        a, b = ours.astype(np.float64), np.asarray(theirs).astype(np.float64)
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        np.testing.assert_array_equal(a[np.isinf(b)], b[np.isinf(b)])
+        assert (np.isinf(a) == np.isinf(b)).all()
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 256])
+def test_no_bit_depends_on_the_schedule(dtype, d):
+    q, k, v = draw(dtype, (2, 200, d), (1, 400, d), (1, 400, d))
+    first, first_lse, _ = run(q, k, v, FORWARD)
+    for schedule in (REVERSE, randomly(1), randomly(2)):
+        out, lse, _ = run(q, k, v, schedule)
+        assert same_bits(first, out)
+        assert same_bits(first_lse, lse)
+
+
+# -- the kernel's own waits -----------------------------------------------------------------------
+
+KERNEL = "forward_sm90.cu"
+TEXT = (Path(cupyflash.kernels_cu.__file__).parent / KERNEL).read_text()
+# What orders accesses. The turns only say who is first.
+ORDERS = re.compile(
+    r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release\([^;]*;|"
+    r"arch::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting)"
+    r"\([^;]*;|__syncthreads\(\);"
+)
+
+
+@emulated
+@pytest.mark.parametrize("number", range(len(ORDERS.findall(TEXT))))
+def test_nothing_that_orders_may_be_missing(number):
+    def read(name):
+        text = build.read(name)
+        if name != KERNEL:
+            return text
+        match = list(ORDERS.finditer(text))[number]
+        return text[: match.start()] + text[match.end() :]
+
+    def run_often():
+        q, k, v = draw(TYPES[0], (1, 70, 64), *[(1, 900, 64)] * 2)
+        for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
+            run(q, k, v, schedule, read=read)
+
+    with pytest.raises(Fault):
+        run_often()
+
+
+# -- maps of arrays -------------------------------------------------------------------------------
+
+
+def test_maps_are_those_of_the_arrays():
+    q, k, v = draw(TYPES[0], (3, 2, 600, 4, 64), (2, 512, 2, 128), (3, 2, 2, 512, 56))
+    q, k = q.swapaxes(-3, -2), k.swapaxes(-3, -2)[..., ::1][..., :64]
+    call = validate.call(q, k, v)
+    out = np.empty((3, 2, 4, 600, 56), np.float16)
+    target = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    (launch,) = recipe.forward(call, target, out, None).launches
+    assert launch.special.kernel == "forward_sm90"
+    assert launch.special.architecture == "sm_90a"
+    assert [made.name for made in launch.maps] == ["q", "k", "v"]
+    shapes = [(64, 600, 4, 2, 3), (64, 512, 2, 2, 1), (56, 512, 2, 2, 3)]
+    assert [made.shape for made in launch.maps] == shapes
+    assert launch.maps[0].strides == (512, 128, 600 * 512, 2 * 600 * 512)
+    assert launch.maps[1].strides[:3] == (512, 256, 512 * 512)
+    assert launch.maps[2].strides == (112, 512 * 112, 2 * 512 * 112, 4 * 512 * 112)
+    block_kv = launch.special.tiles.block_kv
+    assert [made.rows for made in launch.maps] == [64, block_kv, block_kv]
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "address", "words"),
+    [
+        ({}, {}, 0, None),
+        ({}, {}, 8, "multiples of 16 bytes"),
+        ({"row": 68}, {}, 0, "multiples of 16 bytes"),
+        ({"row": -64}, {}, 0, "backwards"),
+        ({"head": -6400}, {}, 0, "backwards"),
+        ({"row": 0}, {}, 0, "rows repeat"),
+        ({"row": 0}, {"rows": 1}, 0, None),
+        ({"head": 0}, {}, 0, None),
+        ({"head": 4}, {"heads": 1}, 0, None),
+        ({"col": 2}, {}, 0, "columns lie apart"),
+        ({"lead": (0, 0, 0, 0)}, {}, 0, None),
+        ({}, {"lead": (1, 2, 3, 2)}, 0, "two leading axes"),
+        ({}, {"rows": 0}, 0, "empty"),
+        ({"row": 2**39}, {}, 0, "too large"),
+    ],
+)
+def test_what_cannot_be_copied_by_boxes(change, sizes, address, words):
+    plain = Operand(0, (0, 0, 25600, 12800), 6400, 64, 1)._replace(**change)
+    sizes = {"lead": (1, 1, 3, 2), "heads": 2, "rows": 100, "columns": 64} | sizes
+    lead, *rest = sizes.values()
+    found = tensor_maps.obstacle(plain, address, (*lead, *rest))
+    assert found is None if words is None else words in found
+
+
+# -- when it is chosen ----------------------------------------------------------------------------
+
+
+def target_of(arch, **more):
+    return Target(0, arch, capability(arch), 132, SHARED_MEMORY[arch], **more)
+
+
+def call_of(d=64, d_v=None, len_q=512, len_k=512, dtype=np.float16, **options):
+    q, k, v = (
+        np.zeros((2, n, size), dtype) for n, size in ((len_q, d), (len_k, d), (len_k, d_v or d))
+    )
+    return validate.call(q, k, v, **options)
+
+
+def plan_of(call, target):
+    return config.choose(call.problem, target, hopper.obstacle(call))
+
+
+@pytest.mark.parametrize("d", [48, 64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_it_serves_long_rows_on_its_hardware_only(dtype, d):
+    call = call_of(d, dtype=dtype)
+    assert plan_of(call, target_of("sm_90")).kernel == "forward_sm90"
+    for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
+        plan = plan_of(call, target_of(arch))
+        assert plan.kernel == "forward_sm80"
+        assert "sm90" not in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mask": masks.causal()}, "no masks, score changes or bias"),
+        ({"score_mod": scores.softcap(3.0)}, "no masks, score changes or bias"),
+        ({"bias": np.zeros((512, 512), np.float32)}, "no masks, score changes or bias"),
+        ({"dropout": 0.1, "seed": 1}, "no packed sequences or dropout"),
+        ({"scale": -1.0}, "scale is not negative"),
+        ({"len_q": 511}, "512 queries and keys or more"),
+        ({"len_k": 511}, "512 queries and keys or more"),
+        ({"d_v": 8}, "columns of v by 64, which 8 are too far from"),
+        ({"d": 60}, "of q, rows do not begin at multiples of 16 bytes"),
+    ],
+)
+def test_the_plan_says_why_not(options, words):
+    plan = plan_of(call_of(**options), target_of("sm_90"))
+    assert plan.kernel == "forward_sm80"
+    assert "not by forward_sm90, because" in plan.reason
+    assert words in plan.reason
+
+
+def test_the_plan_says_what_is_not_installed():
+    plan = plan_of(call_of(), target_of("sm_90", lacks="NVRTC is 12.4 and not 12.9"))
+    assert plan.kernel == "forward_sm80"
+    assert "because NVRTC is 12.4 and not 12.9" in plan.reason
+
+
+def test_packed_sequences_are_not_its_own():
+    q = np.zeros((1024, 2, 64), np.float16).swapaxes(0, 1)
+    call = validate.varlen_call(q, q, q, [0, 512, 1024], [0, 512, 1024], True)
+    assert "packed" in plan_of(call, target_of("sm_90")).reason
+
+
+def test_its_tiles_fit():
+    for d in range(1, tensor_tiles.LARGEST_HEAD + 1):
+        for d_v in (1, d, 256):
+            tiles = tensor_tiles.fit_hopper(d, d_v)
+            assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
+            assert tiles.threads == 2 * tiles.block_q + 128
+
+
+def test_another_plan_is_taken():
+    call = call_of()
+    plan = dataclasses.replace(plan_of(call, target_of("sm_90")), block_q=32, block_kv=32)
+    kernel, _ = config.forward(call.problem, target_of("sm_90"), plan, None)
+    assert kernel == "forward_simt"
