@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import build
-from emulator.calls import Emulator
+from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from emulator.probe import Probe
 

@@ -53,6 +53,7 @@ OTHER_STEMS = {
     "lookup": "programs are run step by step on the CPU and generated on the GPU",
     "expression": "programs are run step by step on the CPU and generated on the GPU",
     "fragment": "products by tensor cores, which the CPU has no like of",
+    "warpgroup": "products by tensor cores, which the CPU has no like of",
     "fragment_tile": "tile, where scores lie as tensor cores leave them",
     "fragment_product": "products by tensor cores, which the CPU has no like of",
     "fragment_gradient": "gradient_tile, where scores lie as tensor cores leave them",
@@ -64,6 +65,9 @@ ONLY_CUDA = {
     "combine.cu": {
         "a block finds its row by itself; on the CPU, rows are contiguous copies": "offset lse_of",
         "computed again for every group of columns, which one thread's registers hold": "weight",
+    },
+    "forward_sm90.cu": {
+        "places that tiles pass through": "stage_of parity_of",
     },
     "primitives/layout.cuh": {
         "a block finds its work by itself; methods of Layout list it on the CPU": (
@@ -102,6 +106,8 @@ ONLY_CUDA = {
         "the output of tensor cores goes through shared memory": "store_rows",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
         "results of several blocks": "add_rows add_rows_nonfinite clear_pair",
+        "warpgroups and the barriers between them": "index wait release",
+        "tiles that are copied by boxes, and described for products": "begin_tile describe",
     },
     "primitives/tile.cuh": {
         "sizes of a tile": "smaller rows_from is_whole",
@@ -117,6 +123,7 @@ ONLY_CUDA = {
     "primitives/softmax.cuh": {
         "e^x by 2^x or by double precision, which has no fast 2^x": "exponential",
         "threads share a row's columns": "row_sum",
+        "maxima and sums first, the output when its product is done": "raise_max scale_rows",
         "tensor cores' scores are logits only at the end": "join_sink",
     },
     "primitives/gradient_tile.cuh": {

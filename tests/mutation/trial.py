@@ -22,7 +22,7 @@ from unittest import mock
 
 import numpy as np
 from emulator import build
-from emulator.calls import Emulator
+from emulator.calls import Emulator, encode
 from emulator.machine import FORWARD, Fault, Machine, Schedule
 from harness import GRADIENTS, bound_backward, bound_forward, call_of
 from placement import Placed
@@ -46,6 +46,7 @@ Read = Callable[[str], str]
 WRITES = {
     "forward_simt": ("out", "lse"),
     "forward_sm80": ("out", "lse"),
+    "forward_sm90": ("out", "lse"),
     "backward_delta": ("dq", "dk", "dv", "dbias", "dsink"),
     "backward_sink": ("dsink",),
     "backward_simt_dkdv": ("dk", "dv"),
@@ -146,7 +147,8 @@ def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]
     def ready(made: Any, _: int) -> Any:
         def start(addresses: Any) -> None:
             text = build.text(made.special)
-            steps.append(Step(made.special, made.grid, made.packed(addresses), text))
+            maps = b"".join(encode(each, addresses[each.name]) for each in made.maps)
+            steps.append(Step(made.special, made.grid, made.packed(addresses) + maps, text))
 
         return SimpleNamespace(start=start)
 
