@@ -371,7 +371,7 @@ bool at_once() {
 }
 
 std::size_t one_of(std::size_t count) {
-  return schedule == Schedule::RANDOM ? randomness() % count : 0;
+  return schedule == Schedule::RANDOM ? randomness() % count : count - 1;
 }
 
 void wait_until(const char* what, Where where, const std::function<bool()>& holds) {

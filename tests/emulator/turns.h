@@ -22,7 +22,7 @@ struct Condition {
 int current();  // the thread that runs
 
 // The schedule's choice: whether what a thread begins is done at once, and which of several is
-// next.
+// next: the last one begun, or any.
 bool at_once();
 std::size_t one_of(std::size_t count);
 
