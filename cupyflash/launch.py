@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import compile as compiler
-from . import config, recipe, target
+from . import config, driver, recipe, target
 from .errors import ArgumentError
 from .params import MAX_PARTS
 from .problem import Array, Call, Gradients, Plan
@@ -32,22 +32,77 @@ class Ready:
 
     def __init__(self, launch: Launch, device: int) -> None:
         special = launch.special
-        self._packed, self._by_value = launch.packed, np.dtype(f"V{len(launch.template)}")
         self._kernel = compiler.kernel(special, device)
+        self._function = driver.function(self._kernel, device)
+        self._launch = driver.queue(device).launch
+        self._grid, self._threads = launch.grid, special.tiles.threads
         self._shared_memory = special.tiles.shared_memory
-        self._grid, self._block = (launch.grid,), (special.tiles.threads,)
+        self._template = launch.template
+        self._slots = tuple((offset // 8, name) for offset, name in launch.slots)
+        self._unused: list[driver.Buffer] = []  # one per thread that ever launched with others
         self.name = special.name
 
-    def start(self, addresses: Mapping[str, int]) -> None:
-        """Launch on the current device's current stream."""
-        argument = np.frombuffer(self._packed(addresses), self._by_value)
+    def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
+        """Launch on the current device's current stream.
+
+        `stream` is what `driver.Queue.pointer` says of it.
+        """
         try:
-            self._kernel(self._grid, self._block, (argument,), shared_mem=self._shared_memory)
+            buffer = self._unused.pop()
+        except IndexError:
+            buffer = driver.buffer(self._template)
+        words, argument, pointers = buffer
+        for place, name in self._slots:
+            words[place] = addresses[name]
+        grid, threads, shared_memory = self._grid, self._threads, self._shared_memory
+        try:
+            if stream is None:
+                self._kernel((grid,), (threads,), (argument,), shared_mem=shared_memory)
+            else:
+                self._launch(
+                    self._function, grid, 1, 1, threads, 1, 1, shared_memory, stream, pointers, 0
+                )
             if WAIT_AFTER_LAUNCH:
                 target.synchronize()
         except Exception as error:
             error.add_note(f"while running the kernel {self.name}")
             raise
+        self._unused.append(buffer)  # a launch has copied its parameters when it returns
+
+
+Part = tuple[str, int, Laid]  # name, offset, and what lies there
+
+
+class Scratch(NamedTuple):
+    """Where in a workspace the memory of a recipe lies.
+
+    Attributes
+    ----------
+    size : int
+        Bytes of workspace, which may begin anywhere.
+    parts : tuple of Part
+        All of it.
+    zeroed : tuple of Part
+        What is 0 before the launches.
+    summed : tuple of Part
+        What is summed to a gradient after them.
+    """
+
+    size: int
+    parts: tuple[Part, ...]
+    zeroed: tuple[Part, ...]
+    summed: tuple[Part, ...]
+
+    @staticmethod
+    def of(made: Recipe) -> Scratch:
+        """Return where the scratch of a recipe lies."""
+        parts, used = [], 0
+        for name, part in made.scratch.items():
+            parts.append((name, used, part))
+            used += _rounded(part.nbytes)
+        zeroed = tuple(part for part in parts if part[0] == "dq" and made.adds_dq)
+        summed = tuple(part for part in parts if part[0] != "delta")
+        return Scratch(ALIGNMENT + used, tuple(parts), zeroed, summed)
 
 
 @dataclass(frozen=True)
@@ -56,46 +111,48 @@ class Prepared:
 
     Attributes
     ----------
-    device : int
+    queue : Queue
         Where.
     launches : tuple of Ready
         In order.
-    scratch : dict of str to Laid
-        As in the recipe.
-    all_zero, adds_dq : bool
+    scratch : Scratch
+        Memory beside the call's arrays.
+    all_zero : bool
         As in the recipe.
     """
 
-    device: int
+    queue: driver.Queue
     launches: tuple[Ready, ...]
-    scratch: Mapping[str, Laid]
+    scratch: Scratch
     all_zero: bool = False
-    adds_dq: bool = False
 
     def forward(self, addresses: Mapping[str, int]) -> None:
         """Launch a forward; the device must be the current one."""
+        stream = self.queue.pointer()
         for launch in self.launches:
-            launch.start(addresses)
+            launch.start(addresses, stream)
 
-    def backward(
-        self, addresses: Mapping[str, int], gradients: Gradients, workspace: Array | None
-    ) -> None:
-        """Launch a backward; the device must be the current one."""
+    def backward(self, addresses: Addresses, gradients: Gradients, workspace: Array | None) -> None:
+        """Launch a backward; the device must be the current one. `addresses` may grow."""
         if self.all_zero:
             for gradient in gradients:
                 if gradient is not None:
                     target.fill(gradient, 0)
             return
-        made = _scratch(self.scratch, workspace)
-        for name, array in made.items():
-            addresses = {**addresses, name: target.address(array)}
-        if self.adds_dq:
-            target.fill(made["dq"], 0)
+        held: Any = workspace
+        memory = target.memory(self.scratch.size) if held is None else held.data
+        memory += -memory.ptr % ALIGNMENT
+        begin = memory.ptr
+        for name, offset, _ in self.scratch.parts:
+            addresses[name] = begin + offset
+        for _, offset, part in self.scratch.zeroed:
+            (memory + offset).memset_async(0, part.nbytes)
+        stream = self.queue.pointer()
         for launch in self.launches:
-            launch.start(addresses)
-        for name, computed in made.items():
-            if name != "delta":
-                _sum_to(getattr(gradients, name), computed)
+            launch.start(addresses, stream)
+        for name, offset, part in self.scratch.summed:
+            computed = target.view(part.shape, part.dtype, memory + offset)
+            _sum_to(getattr(gradients, name), computed)
 
 
 class Served(NamedTuple):
@@ -118,21 +175,7 @@ class Served(NamedTuple):
 
 def _prepared(made: Recipe, device: int) -> Prepared:
     launches = tuple(Ready(each, device) for each in made.launches)
-    return Prepared(device, launches, made.scratch, made.all_zero, made.adds_dq)
-
-
-def _scratch(parts: Mapping[str, Laid], workspace: Array | None) -> dict[str, Array]:
-    """Return uninitialised arrays in C order: parts of the workspace, or fresh ones."""
-    made = {}
-    used = 0 if workspace is None else -target.address(workspace) % ALIGNMENT
-    for name, part in parts.items():
-        if workspace is None:
-            made[name] = target.empty(part.shape, part.dtype)
-        else:
-            piece = workspace[used : used + part.nbytes]
-            made[name] = piece.view(part.dtype).reshape(part.shape)
-            used += _rounded(part.nbytes)
-    return made
+    return Prepared(driver.queue(device), launches, Scratch.of(made), made.all_zero)
 
 
 def _rounded(size: int) -> int:
@@ -266,8 +309,11 @@ def backward_addresses(
 
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
-    parts = recipe.scratch_of(call, config.adds_dq(call.problem, target.of(_device(call)), False))
-    return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())
+    adds_dq = config.adds_dq(call.problem, target.of(_device(call)), False)
+    scratch = recipe.scratch_of(call, adds_dq)
+    if call.sink is not None:  # whose gradient may have to be computed there
+        scratch["dsink"] = Laid(call.sink.shape, call.sink.dtype)
+    return Scratch.of(Recipe(scratch=scratch)).size
 
 
 def _device(call: Call) -> int:
@@ -302,4 +348,5 @@ def _combine(
     addresses = {"out": target.address(out), "lse": target.address(lse)}
     for n, (part_out, part_lse) in enumerate(parts):
         addresses |= {f"out {n}": target.address(part_out), f"lse {n}": target.address(part_lse)}
-    Ready(recipe.combine(parts, out, lse, dtype), device).start(addresses)
+    launch = Ready(recipe.combine(parts, out, lse, dtype), device)
+    launch.start(addresses, driver.queue(device).pointer())
