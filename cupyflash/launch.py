@@ -70,41 +70,6 @@ class Ready:
         self._unused.append(buffer)  # a launch has copied its parameters when it returns
 
 
-Part = tuple[str, int, Laid]  # name, offset, and what lies there
-
-
-class Scratch(NamedTuple):
-    """Where in a workspace the memory of a recipe lies.
-
-    Attributes
-    ----------
-    size : int
-        Bytes of workspace, which may begin anywhere.
-    parts : tuple of Part
-        All of it.
-    zeroed : tuple of Part
-        What is 0 before the launches.
-    summed : tuple of Part
-        What is summed to a gradient after them.
-    """
-
-    size: int
-    parts: tuple[Part, ...]
-    zeroed: tuple[Part, ...]
-    summed: tuple[Part, ...]
-
-    @staticmethod
-    def of(made: Recipe) -> Scratch:
-        """Return where the scratch of a recipe lies."""
-        parts, used = [], 0
-        for name, part in made.scratch.items():
-            parts.append((name, used, part))
-            used += _rounded(part.nbytes)
-        zeroed = tuple(part for part in parts if part[0] == "dq" and made.adds_dq)
-        summed = tuple(part for part in parts if part[0] != "delta")
-        return Scratch(ALIGNMENT + used, tuple(parts), zeroed, summed)
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A recipe that can be launched again and again, by any thread; it keeps no array alive.
@@ -115,16 +80,17 @@ class Prepared:
         Where.
     launches : tuple of Ready
         In order.
-    scratch : Scratch
-        Memory beside the call's arrays.
-    all_zero : bool
+    scratch : tuple of (str, int, Laid)
+        As in the recipe, with the bytes that each takes.
+    all_zero, adds_dq : bool
         As in the recipe.
     """
 
     queue: driver.Queue
     launches: tuple[Ready, ...]
-    scratch: Scratch
+    scratch: tuple[tuple[str, int, Laid], ...]
     all_zero: bool = False
+    adds_dq: bool = False
 
     def forward(self, addresses: Mapping[str, int]) -> None:
         """Launch a forward; the device must be the current one."""
@@ -139,20 +105,25 @@ class Prepared:
                 if gradient is not None:
                     target.fill(gradient, 0)
             return
-        held: Any = workspace
-        memory = target.memory(self.scratch.size) if held is None else held.data
-        memory += -memory.ptr % ALIGNMENT
-        begin = memory.ptr
-        for name, offset, _ in self.scratch.parts:
-            addresses[name] = begin + offset
-        for _, offset, part in self.scratch.zeroed:
-            (memory + offset).memset_async(0, part.nbytes)
+        begin = 0 if workspace is None else -target.address(workspace) % ALIGNMENT
+        made = []
+        for name, size, part in self.scratch:
+            if workspace is None:
+                memory = target.memory(size)
+            else:
+                memory = target.memory_of(workspace, begin)
+                begin += _rounded(size)
+            made.append((name, part, memory))
+            addresses[name] = memory.ptr
+            if name == "dq" and self.adds_dq:
+                memory.memset_async(0, size)
         stream = self.queue.pointer()
         for launch in self.launches:
             launch.start(addresses, stream)
-        for name, offset, part in self.scratch.summed:
-            computed = target.view(part.shape, part.dtype, memory + offset)
-            _sum_to(getattr(gradients, name), computed)
+        for name, part, memory in made:
+            if name != "delta":
+                computed = target.view(part.shape, part.dtype, memory)
+                _sum_to(getattr(gradients, name), computed)
 
 
 class Served(NamedTuple):
@@ -175,7 +146,8 @@ class Served(NamedTuple):
 
 def _prepared(made: Recipe, device: int) -> Prepared:
     launches = tuple(Ready(each, device) for each in made.launches)
-    return Prepared(driver.queue(device), launches, Scratch.of(made), made.all_zero)
+    scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
+    return Prepared(driver.queue(device), launches, scratch, made.all_zero, made.adds_dq)
 
 
 def _rounded(size: int) -> int:
@@ -309,11 +281,10 @@ def backward_addresses(
 
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
-    adds_dq = config.adds_dq(call.problem, target.of(_device(call)), False)
-    scratch = recipe.scratch_of(call, adds_dq)
+    parts = recipe.scratch_of(call, config.adds_dq(call.problem, target.of(_device(call)), False))
     if call.sink is not None:  # whose gradient may have to be computed there
-        scratch["dsink"] = Laid(call.sink.shape, call.sink.dtype)
-    return Scratch.of(Recipe(scratch=scratch)).size
+        parts["dsink"] = Laid(call.sink.shape, call.sink.dtype)
+    return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())
 
 
 def _device(call: Call) -> int:

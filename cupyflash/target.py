@@ -181,6 +181,11 @@ def memory(size: int) -> Any:
         raise
 
 
+def memory_of(array: Any, begin: int) -> Any:
+    """Return the memory of a contiguous array, from one of its bytes on."""
+    return array.data + begin
+
+
 def view(shape: tuple[int, ...], dtype: Any, memory: Any) -> Any:
     """Return an array in C order of memory that is there already."""
     import cupy
