@@ -83,9 +83,7 @@ class Request:
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
     ) -> replay.Signature | None:
         """Return what tells the call from others, if it is one that is recognised."""
-        named = {"q": self._q, "k": self._k, "v": self._v}
-        if read:
-            named |= read
+        named = {"q": self._q, "k": self._k, "v": self._v, **read}
         if self._offsets is not None:
             if self._check is not False:
                 return None  # what its offsets hold is read every time
@@ -120,7 +118,8 @@ def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     """Compute a call, into the arrays given or into new ones."""
-    _check_flag(return_lse, "return_lse")
+    if return_lse is not False:
+        _check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None
     kind = "forward" if want_lse else "forward without lse"
     written = _NOTHING if out is None and lse_out is None else {"out": out, "lse": lse_out}

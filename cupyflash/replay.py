@@ -10,11 +10,10 @@ This is the host's whole work for most calls. It reads every attribute of an arr
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,20 +38,43 @@ class Entry:
         Of its results.
     tables : tuple of (str, str)
         Names of arrays that its kernels look up: theirs, and the signature's.
+    pairs : tuple of Pair
+        What may not overlap.
     used : int
         Larger for those that were used later.
     """
 
-    __slots__ = ("forms", "prepared", "tables", "used")
+    __slots__ = ("forms", "pairs", "prepared", "tables", "used")
 
     def __init__(
         self,
         prepared: Prepared,
         forms: tuple[Form | None, ...],
         tables: tuple[tuple[str, str], ...],
+        pairs: tuple[Pair, ...],
     ) -> None:
-        self.prepared, self.forms, self.tables = prepared, forms, tables
+        self.prepared, self.forms, self.tables, self.pairs = prepared, forms, tables, pairs
         self.used = next(_clock)
+
+
+class Pair(NamedTuple):
+    """An array that is written, and another one.
+
+    Attributes
+    ----------
+    written, other : str
+        Their names.
+    low, high : int
+        Between these distances of their first elements, in bytes, their memory overlaps.
+    checked : frozenset of int
+        Such distances at which they are known to share no element, as columns of one array.
+    """
+
+    written: str
+    other: str
+    low: int
+    high: int
+    checked: frozenset[int]
 
 
 class _UnlikeError(Exception):
@@ -68,23 +90,28 @@ class Signature:
         Equal for calls that differ in addresses only.
     addresses : dict
         As kernels name them, without those of tables.
+    arrays : dict
+        By the same names.
     read : list of array
         What masks, score changes and the bias read.
+    written : list of str
+        Names of arrays that are written.
     """
 
-    __slots__ = ("_arrays", "_kind", "_parts", "addresses", "key", "read")
+    __slots__ = ("_kind", "_parts", "addresses", "arrays", "key", "read", "written")
 
     def __init__(self, call: str, q: Any) -> None:
         self._kind = type(q)
         self._parts: list[Any] = [call]
-        self._arrays: list[Any] = []
-        self.addresses: Addresses = {}
-        self.read: list[Any] = []
+        self.arrays: dict[str, Any] = {}
+        self.addresses: Addresses = {"seed": 0}
+        self.read: Sequence[Any] = ()
+        self.written: Sequence[str] = ()
         self.key: Hashable = None
 
     def take_arrays(self, named: Mapping[str, Any]) -> None:
         """Take arrays, or None, by the names that kernels have for them."""
-        kind, parts, arrays, addresses = self._kind, self._parts, self._arrays, self.addresses
+        kind, parts, arrays, addresses = self._kind, self._parts, self.arrays, self.addresses
         for name, array in named.items():
             if array is None:
                 parts.append(None)
@@ -94,23 +121,12 @@ class Signature:
             data = array.data
             addresses[name] = place = data.ptr
             parts += (array.dtype, array.shape, array.strides, data.device_id, place & 15)
-            arrays.append(array)
+            arrays[name] = array
 
     def take_outputs(self, named: Mapping[str, Any]) -> None:
-        """Take arrays to write to, or None, and how they lie to what they may overlap."""
-        spans: list[tuple[int, int]] = []
-        for name, array in named.items():
-            self.take_arrays({name: array})
-            if array is None:
-                continue
-            spans += map(_span, self._arrays[len(spans) :])
-            low, high = spans[-1]
-            overlaps = [
-                (n, other_low - low)
-                for n, (other_low, other_high) in enumerate(spans[:-1])
-                if low < other_high and other_low < high
-            ]
-            self._parts.append(tuple(overlaps))
+        """Take arrays to write to, or None."""
+        self.take_arrays(named)
+        self.written = [name for name, array in named.items() if array is not None]
 
     def take_options(self, options: Mapping[str, Any]) -> None:
         """Take the options of a call, all that `calls.options` knows and no other."""
@@ -127,7 +143,7 @@ class Signature:
             scale if scale is None else _number(scale),
             # 0.0 and -0.0 are one probability, other types than float have other checks
             dropout if type(dropout) is float else _number(dropout),
-            self._seed(seed),
+            True if seed is None else self._seed(seed),
         ))  # fmt: skip
 
     def _expression(self, made: Any) -> Hashable:
@@ -146,14 +162,14 @@ class Signature:
         if array is None:
             raise _UnlikeError
         self.take_arrays({f"read {len(self.read)}": array})
-        self.read.append(array)
+        self.read = [*self.read, array]
         return len(self.read) - 1
 
     def _seed(self, value: Any) -> Hashable:
         """Take a seed: a number is not part of the key."""
-        if value is None or (type(value) is int and 0 <= value < 2**64):
-            self.addresses["seed"] = value or 0
-            return value is None
+        if type(value) is int and 0 <= value < 2**64:
+            self.addresses["seed"] = value
+            return False
         if not target.is_device_array(value):
             raise _UnlikeError
         self.take_arrays({"seed_gmem": value})
@@ -174,22 +190,6 @@ def _number(value: Any) -> Hashable:
     if isinstance(value, (bool, int, float, np.generic)):
         return repr(value)
     raise _UnlikeError
-
-
-def _span(array: Any) -> tuple[int, int]:
-    """Return the first byte of an array and the one behind its last."""
-    place = array.data.ptr
-    low, high = _reach(array.shape, array.strides, array.itemsize)
-    return place + low, place + high
-
-
-@functools.lru_cache(maxsize=1024)
-def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Return how far before and behind an array's first element its memory reaches, in bytes."""
-    if 0 in shape:
-        return 0, 0
-    steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
-    return sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + itemsize
 
 
 def signature(
@@ -232,11 +232,17 @@ _clock = itertools.count()
 def find(seen: Signature) -> Entry | None:
     """Return what is kept of calls like this one, and note the addresses that its kernels want."""
     entry = _entries.get(seen.key)
-    if entry is not None:
-        entry.used = next(_clock)
-        addresses = seen.addresses
-        for name, place in entry.tables:
-            addresses[name] = addresses[place]
+    if entry is None:
+        return None
+    addresses = seen.addresses
+    for written, other, low, high, checked in entry.pairs:
+        if low < addresses[other] - addresses[written] < high and (
+            addresses[other] - addresses[written] not in checked
+        ):
+            return None
+    for name, place in entry.tables:
+        addresses[name] = addresses[place]
+    entry.used = next(_clock)
     return entry
 
 
@@ -292,9 +298,41 @@ def keep(seen: Signature, served: Served, results: Sequence[Any]) -> None:
         tables.append((f"table {n}", f"read {found[0]}"))
     forms = tuple(None if x is None else Form(x) for x in results)
     with _lock:
-        _entries[seen.key] = Entry(served.prepared, forms, tuple(tables))
+        before = _entries.get(seen.key)
+        pairs = _pairs(seen, () if before is None else before.pairs)
+        _entries[seen.key] = Entry(served.prepared, forms, tuple(tables), pairs)
         while len(_entries) > MOST:
             del _entries[min(_entries, key=lambda key: _entries[key].used)]
+
+
+def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:
+    """Return every array that is written, with every other one, as a checked call has them.
+
+    `before` are those of a call with the same key, whose distances were checked too.
+    """
+    pairs: list[Pair] = []
+    others = [name for name in seen.arrays if name not in seen.written]
+    for written in seen.written:
+        low, high = _reach(seen.arrays[written])
+        for other in others:
+            other_low, other_high = _reach(seen.arrays[other])
+            least, most = low - other_high, high - other_low
+            distance = seen.addresses[other] - seen.addresses[written]
+            checked = {distance} if least < distance < most else set()
+            if before and len(before[len(pairs)].checked) < MOST:
+                checked |= before[len(pairs)].checked
+            pairs.append(Pair(written, other, least, most, frozenset(checked)))
+        others.append(written)
+    return tuple(pairs)
+
+
+def _reach(array: Any) -> tuple[int, int]:
+    """Return where an array's memory begins and ends, in bytes from its first element."""
+    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    if not array.size:
+        return 0, 0
+    low = sum(min(step, 0) for step in steps)
+    return low, low + sum(map(abs, steps)) + array.itemsize
 
 
 def kept() -> int:
