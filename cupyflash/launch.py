@@ -156,14 +156,16 @@ def _rounded(size: int) -> int:
 
 def _sum_to(gradient: Array, computed: Array) -> None:
     """Write the sum of `computed` over the axes along which `gradient` was broadcast to it."""
-    shape = (1,) * (computed.ndim - gradient.ndim) + gradient.shape
-    for axis in range(computed.ndim):
-        if shape[axis] != computed.shape[axis]:
-            along = computed.swapaxes(0, axis)
-            for n in range(1, along.shape[0]):
-                along[0] += along[n]  # in place, in a fixed order
-            computed = along[:1].swapaxes(0, axis)
-    gradient[...] = computed.reshape(gradient.shape)
+    if computed.shape != gradient.shape:
+        shape = (1,) * (computed.ndim - gradient.ndim) + gradient.shape
+        for axis in range(computed.ndim):
+            if shape[axis] != computed.shape[axis]:
+                along = computed.swapaxes(0, axis)
+                for n in range(1, along.shape[0]):
+                    along[0] += along[n]  # in place, in a fixed order
+                computed = along[:1].swapaxes(0, axis)
+        computed = computed.reshape(gradient.shape)
+    target.convert(computed, gradient)
 
 
 def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:

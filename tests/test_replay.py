@@ -12,8 +12,8 @@ import pytest
 from host_cupy import HostCupy
 
 import cupyflash
+from cupyflash import ArgumentError, driver, lookup, masks, replay, scores, target, validate
 from cupyflash import compile as compiler
-from cupyflash import driver, lookup, masks, replay, scores, target, validate
 
 PLACES = {"q": 0, "k": 8, "v": 16, "out": 24}  # of addresses among a kernel's words
 
@@ -199,6 +199,41 @@ def test_a_backward_adds_to_zeros_whatever_its_memory_held(cupy, monkeypatch):
             workspace.fill(0x7F)
         gradients = cupyflash.attention_backward(out, *arrays, out, lse, workspace=workspace)
         assert (gradients.dq.host == 0).all()  # no kernel has run: it is the sum's scratch
+
+
+def test_outputs_are_recognised_wherever_they_overlap_nothing(cupy, unchecked):
+    q, k, v = draw(cupy)
+    memory = cupy.asarray(np.zeros(4 * q.size, np.float32))
+    outs = [memory[n * 8 : n * 8 + q.size].reshape(q.shape) for n in range(0, 60, 4)]
+    cupyflash.attention(q, k, v, out=outs[0])
+    with pytest.raises(ArgumentError, match="share memory"):
+        cupyflash.attention(outs[1], k, v, out=outs[0])
+    unchecked()
+    for out in outs[1:]:
+        assert cupyflash.attention(q, k, v, out=out) is out
+        told(cupy.launches[-1], q=q, k=k, v=v, out=out)
+    for near in (outs[1], outs[-1]):
+        with pytest.raises(AssertionError, match="checked again"):
+            cupyflash.attention(near, k, v, out=outs[5])
+    after = memory[2 * q.size :][: q.size].reshape(q.shape)
+    assert cupyflash.attention(after, k, v, out=outs[0]) is outs[0]
+
+
+def test_columns_of_one_array_are_recognised(cupy, monkeypatch):
+    q, k, v = draw(cupy)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    checked = []
+    real = validate.call
+    monkeypatch.setattr(validate, "call", lambda *a, **k: checked.append(1) or real(*a, **k))
+    orders = [(0, 1, 2), (2, 0, 1), (1, 2, 0)]
+    for n in range(9):
+        packed = cupy.asarray(np.zeros((*q.shape[:-1], 3, 16), np.float32))
+        targets = cupyflash.Gradients(*(packed[..., place, :] for place in orders[n % 3]))
+        cupyflash.attention_backward(out, q, k, v, out, lse, grads_out=targets)
+        assert len(checked) == min(n + 1, 3)
+    wrong = cupyflash.Gradients(targets.dq, targets.dq, targets.dv)
+    with pytest.raises(ArgumentError, match="share memory"):
+        cupyflash.attention_backward(out, q, k, v, out, lse, grads_out=wrong)
 
 
 def variants():

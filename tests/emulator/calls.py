@@ -218,6 +218,7 @@ class Emulator:
                 memory=lambda size: Memory(_poisoned((size,), np.uint8)),
                 memory_of=lambda array, begin: Memory(array[begin:]),
                 view=lambda shape, dtype, memory: memory.view(shape, dtype),
+                convert=lambda array, to: np.copyto(to, array, "unsafe"),
                 fill=lambda array, value: array.fill(value),
                 is_device_array=lambda array: isinstance(array, np.ndarray),
                 address=lambda array: array.ctypes.data,
