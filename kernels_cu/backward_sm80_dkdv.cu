@@ -137,9 +137,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       fragment_gradient::RowNumbers numbers;
       const auto begin = [&](const fragment_tile::Next& tile, int stage) {
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
-        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.first, tile.rows);
-        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, head_smem->d_out,
-                                                    tile.first, tile.rows);
+        const memory::Rows q = head_smem->q, d_out = head_smem->d_out;
+        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, tile.first, tile.rows);
+        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, tile.first,
+                                                    tile.rows);
         numbers.load(head_smem->lse, head_smem->delta, tile.first, tile.rows);
       };
       const auto describe = [&](long long i0, int ni) {
