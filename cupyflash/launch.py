@@ -90,11 +90,11 @@ class Prepared:
         for name, array in made.items():
             addresses = {**addresses, name: target.address(array)}
         if self.adds_dq:
-            target.fill(made["dq"], 0)
+            target.fill(made["dq_sum"], 0)
         for launch in self.launches:
             launch.start(addresses)
         for name, computed in made.items():
-            if name != "delta":
+            if name in gradients._fields:
                 _sum_to(getattr(gradients, name), computed)
 
 

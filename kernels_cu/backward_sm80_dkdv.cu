@@ -4,8 +4,9 @@
 // FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
-// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
-// is float32 and 0 before, row after row without gaps: in any order of the blocks.
+// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of dq
+// that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
+// them.
 //
 // Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
 //
@@ -48,10 +49,15 @@ struct Head {
   layout::Entry entry;
   memory::Rows q, d_out;
   memory::Numbers lse, delta;
-  float* dq;  // row 0
+  float* dq_sum;  // row 0
   long long h;
   long long j0;  // the first key
 };
+
+// In registers, so that it is read once.
+__device__ __forceinline__ memory::Rows copy_of(const memory::Rows& rows_smem) {
+  return {rows_smem.data, rows_smem.row, rows_smem.col, rows_smem.vectors};
+}
 
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
@@ -123,21 +129,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (threadIdx.x == 0) {
         const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
-        *head_smem =
-            Head{entry,
-                 memory::rows(p.q, entry, h, false),
-                 memory::rows(p.d_out, entry, h, false),
-                 memory::numbers(p.lse, entry, h),
-                 memory::numbers(p.delta, entry, h),
-                 reinterpret_cast<float*>(p.dq.data) + layout::offset(p.dq, entry, h, false),
-                 h,
-                 head_smem->j0};
+        *head_smem = Head{
+            entry,
+            memory::rows(p.q, entry, h, false),
+            memory::rows(p.d_out, entry, h, false),
+            memory::numbers(p.lse, entry, h),
+            memory::numbers(p.delta, entry, h),
+            reinterpret_cast<float*>(p.dq_sum.data) + layout::grouped_offset(p.dq_sum, entry, h),
+            h,
+            head_smem->j0};
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
       const auto begin = [&](const fragment_tile::Next& tile, int stage) {
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
-        const memory::Rows q = head_smem->q, d_out = head_smem->d_out;
+        const memory::Rows q = copy_of(head_smem->q), d_out = copy_of(head_smem->d_out);
         fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, tile.first, tile.rows);
         fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, tile.first,
                                                     tile.rows);
@@ -226,22 +232,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if constexpr (ADDS_DQ) {
           const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
           const ShareQ share_q(warp % DQ_SHARERS);
-          float* const to_gmem = head_smem->dq + now.first * p.dq.row;
-          const float factor = static_cast<float>(p.scale);
+          float* const to_gmem = head_smem->dq_sum + now.first * fragment::whole_columns(D);
           float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
           matmul::clear(dq);
           if (seen) {
-            fragment_product::add_rows_nonfinite<D, BLOCK_KV, P_BYTES>(
-                ds_smem, p_smem, k_smem, to_gmem, p.dq.row, now.rows, unit.inverse(), factor);
+            fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
+                ds_smem, p_smem, k_smem, to_gmem, now.rows, unit.inverse());
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
                 dq, ds_smem, warp_row / 16, k_smem, share_q);
           } else {
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
                 dq, ds_smem, warp_row / 16, k_smem, share_q);
           }
-          matmul::scale(dq, unit.inverse());
-          fragment_product::add_rows(dq, share_q, to_gmem + warp_row * p.dq.row, p.dq.row,
-                                     now.rows - warp_row, factor);
+          if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
+          fragment_product::add_fragments(dq, share_q,
+                                          to_gmem + warp_row / 8 * fragment_product::GROUP_SIZE<D>,
+                                          now.rows - warp_row);
         }
         if (next.rows > 0) {
           if constexpr (STAGES == 1) {

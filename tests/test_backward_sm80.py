@@ -145,13 +145,13 @@ def kernels(q, arch, deterministic, plan=None, **options):
 def test_which_kernels_are_launched():
     q = np.zeros((2, 24, 64), HALF)
     names, made = kernels(q, "sm_80", False)
-    assert names == ["backward_delta", "backward_sm80_dkdv"]
+    assert names == ["backward_delta", "backward_sm80_dkdv", "backward_dq_rows"]
     assert made.adds_dq
     assert made.launches[1].special.name.endswith("__dq__q128_kv128")
-    assert made.scratch["dq"].nbytes == 4 * q.size
+    assert made.scratch["dq_sum"].nbytes == 4 * q.size
     names, made = kernels(q, "sm_80", True)
     assert names == ["backward_delta", "backward_sm80_dkdv", "backward_sm80_dq"]
-    assert "dq" not in made.scratch
+    assert "dq_sum" not in made.scratch
     portable = ["backward_delta", "backward_simt_dkdv", "backward_simt_dq"]
     assert kernels(q, "sm_75", False)[0] == portable
     assert kernels(q.astype(np.float32), "sm_80", False)[0] == portable

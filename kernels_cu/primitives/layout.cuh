@@ -150,4 +150,20 @@ __device__ __forceinline__ long long offset(const Operand& operand, const Entry&
   return elements;
 }
 
+// Rows of sums that several blocks add to lie in groups; in a packed array every sequence begins
+// with a group of its own.
+constexpr int GROUP_ROWS = 8;
+
+// `offset` of such sums, to the group of row 0.
+__device__ __forceinline__ long long grouped_offset(const Operand& operand, const Entry& entry,
+                                                    long long head) {
+  long long elements = head * operand.head;
+  if constexpr (PACKED) {
+    elements += (entry.start_q / GROUP_ROWS + entry.b) * GROUP_ROWS * operand.row;
+  } else {
+    elements += lead_offset(operand, entry);
+  }
+  return elements;
+}
+
 }  // namespace layout
