@@ -32,8 +32,13 @@ constexpr bool WIDE =
 constexpr int WARP_KEYS = WIDE ? 32 : 16;
 constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;  // warps with the same keys
 constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
+// A warp that has all of a tile's queries keeps P and dS in registers, as left operands, and works
+// on a part of the queries at a time.
+constexpr bool HELD = SHARERS == 1;
+constexpr int PART_QUERIES = !HELD ? WARP_QUERIES : WARP_QUERIES % 32 == 0 ? 32 : 16;
+constexpr int PARTS = WARP_QUERIES / PART_QUERIES;
 constexpr int ROWS = WARP_KEYS / 8;
-constexpr int COLUMNS = WARP_QUERIES / 4;
+constexpr int COLUMNS = PART_QUERIES / 4;
 using ShareK = fragment_product::Share<D, SHARERS>;
 using ShareV = fragment_product::Share<D_V, SHARERS>;
 // Of dq a warp has 32 or 16 of the tile's queries and a share of the columns.
@@ -96,7 +101,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int warp = threadIdx.x / arch::WARP_SIZE;
   const int warp_key = warp / SHARERS * WARP_KEYS;
   const int warp_query = warp % SHARERS * WARP_QUERIES;
-  const fragment_gradient::Corner corner(warp_key, warp_query);
   const ShareK share_k(warp % SHARERS);
   const ShareV share_v(warp % SHARERS);
   unsigned long long visited = 0;
@@ -163,79 +167,124 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
-        const float* const own_lse_smem = lse_smem + corner.column;
         ++visited;
 
         arch::finish_copies();
+        const auto finite_tile = [&] {
+          return finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
+                 fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
+        };
+        bool careful = false;  // of values that are not finite, and pairs that take no part
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
-        __syncthreads();
+        if (HELD && MAY_MASK && masked) {
+          careful = arch::barrier_or(!finite_tile());
+        } else {
+          __syncthreads();  // the same
+        }
         const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_Q>(
             p, now.first + BLOCK_Q, head_smem->entry.len_q, describe);
         if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
 
-        // 2 scores
-        float s[ROWS][COLUMNS];
-        fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
-                                              q_smem + warp_query * K_BYTES);
-        const TileBox box = describe(now.first, now.rows);
-        unsigned int kept[ROWS];
-        if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
-        // 3 score mod
-        // 4 mask
-        // 5 probabilities and the gradient of the output's weights
-        fragment_gradient::recompute_probabilities<true, P_BYTES>(
-            p, box, now.tile_class, masked, s, corner, own_lse_smem, kept, p_smem);
-        float dp[ROWS][COLUMNS];
-        fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
-                                                do_smem + warp_query * V_BYTES);
-        fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
-        fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
-        const bool careful = MAY_MASK && masked &&
-                             !(finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
-                               fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem));
-        bool seen = false;
-        if constexpr (STORAGE == 0) {
-          const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
-          // P and dS, which other threads wrote.
-          if (arch::barrier_or(careful || exceeds)) {
-            seen = MAY_MASK && masked;  // of finite tiles it costs time alone
-            const float own = fragment_gradient::largest_finite(s);
-            if (arch::lane_index() == 0) largest_smem[warp] = own;
-            __syncthreads();  // the warps' largest
-            float largest = 0;
-#pragma unroll
-            for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
-            if (largest > unit.largest) unit.widen(largest, dk);
-            fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
-            __syncthreads();  // dS, which other threads wrote
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part) {
+          const int query = warp_query + part * PART_QUERIES;
+          const fragment_gradient::Corner corner(warp_key, query);
+          const float* const own_lse_smem = lse_smem + corner.column;
+          // 2 scores
+          float s[ROWS][COLUMNS];
+          fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
+                                                q_smem + query * K_BYTES);
+          const TileBox box = describe(now.first, now.rows);
+          unsigned int kept[ROWS];
+          if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+          // 3 score mod
+          // 4 mask
+          // 5 probabilities and the gradient of the output's weights
+          unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
+          fragment_gradient::recompute_probabilities<true>(p, box, now.tile_class, masked, s,
+                                                           corner, own_lse_smem, kept, weights);
+          if (!HELD || careful) {
+            fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
           }
-        } else if (MAY_MASK && masked) {
-          seen = arch::barrier_or(careful);  // P and dS, which other threads wrote
-        } else {
-          __syncthreads();  // the same
+          float dp[ROWS][COLUMNS];
+          fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
+                                                  do_smem + query * V_BYTES);
+          fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
+          if constexpr (!HELD) careful = MAY_MASK && masked && !finite_tile();
+          const auto store = [&] {
+            fragment_gradient::narrow(s, unit.factor, ds);
+            fragment_gradient::store_words<P_BYTES>(ds, corner, ds_smem);
+          };
+          if constexpr (STORAGE == 0) {
+            if constexpr (!HELD) store();
+            const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
+            // The numbers below, which were read; P and dS, which other threads wrote.
+            if (arch::barrier_or(exceeds || (!HELD && careful))) {
+              if constexpr (!HELD) careful = MAY_MASK && masked;  // of finite tiles it costs time
+              const float own = fragment_gradient::largest_finite(s);
+              if (arch::lane_index() == 0) largest_smem[warp] = own;
+              __syncthreads();  // the warps' largest
+              float largest = 0;
+#pragma unroll
+              for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
+              const float before = unit.inverse();
+              if (largest > unit.largest) unit.widen(largest, dk);
+              for (int n = 0; n < part; ++n) {
+                const fragment_gradient::Corner other(warp_key, warp_query + n * PART_QUERIES);
+                fragment_gradient::scale_words<P_BYTES, ROWS, COLUMNS / 2>(
+                    other, before * unit.factor, ds_smem);
+              }
+              if constexpr (!HELD) {
+                store();
+                __syncthreads();  // dS, which other threads wrote
+              }
+            } else {
+              careful = HELD && careful;
+            }
+            if constexpr (HELD) store();
+          } else {
+            store();
+          }
+          // 6 accumulate dv and dk
+          if (HELD && !careful) {
+            fragment::multiply_add<D_V>(dv, weights, do_smem + query * V_BYTES);
+            fragment::multiply_add<D>(dk, ds, q_smem + query * K_BYTES);
+          }
         }
-        // 6 accumulate dv and dk
-        const char* const p_rows = p_smem + warp_key * P_BYTES;
-        const char* const ds_rows = ds_smem + warp_key * P_BYTES;
-        if (seen) {
-          fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
-                                                                 share_v);
-          fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
-                                                               share_k);
-          __syncthreads();  // the tile, which is read as it came
-          fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
-          fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
-          __syncthreads();  // the tile, now finite
+        if constexpr (HELD) {
+          __syncthreads();  // dS, which other threads wrote
+        } else if constexpr (STORAGE == 1) {
+          if (MAY_MASK && masked) {
+            careful = arch::barrier_or(careful);  // P and dS, which other threads wrote
+          } else {
+            __syncthreads();  // the same
+          }
         }
-        fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, UNROLL>(dv, p_rows, do_smem, share_v);
-        fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, UNROLL>(dk, ds_rows, q_smem, share_k);
+        if (!HELD || careful) {
+          const char* const p_rows = p_smem + warp_key * P_BYTES;
+          const char* const ds_rows = ds_smem + warp_key * P_BYTES;
+          if (careful) {
+            fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
+                                                                   share_v);
+            fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
+                                                                 share_k);
+            __syncthreads();  // the tile, which is read as it came
+            fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
+            fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
+            __syncthreads();  // the tile, now finite
+          }
+          constexpr int STEPS = HELD ? 1 : UNROLL;
+          fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(dv, p_rows, do_smem,
+                                                                       share_v);
+          fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(dk, ds_rows, q_smem, share_k);
+        }
         if constexpr (ADDS_DQ) {
           const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
           const ShareQ share_q(warp % DQ_SHARERS);
           float* const to_gmem = head_smem->dq_sum + now.first * fragment::whole_columns(D);
           float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
           matmul::clear(dq);
-          if (seen) {
+          if (careful) {
             fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
                 ds_smem, p_smem, k_smem, to_gmem, now.rows, unit.inverse());
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(

@@ -135,13 +135,19 @@ struct OfQueries {
   __device__ __forceinline__ float of(int r, int n) const { return x[KEYS_ARE_ROWS ? n : r]; }
 };
 
-// Writes neighbouring columns n and n + 1 of a tile's row r, rounded to the storage type.
-template <int BYTES>
-__device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner, int r, int n,
-                                           float low, float high) {
-  const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n / 2);
-  *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) =
-      fragment::narrow_pair(low, high);
+// Writes a thread's words, each of two neighbouring columns in the storage type, to a tile whose
+// rows are BYTES apart.
+template <int BYTES, int ROWS, int WORDS>
+__device__ __forceinline__ void store_words(const unsigned int (&words)[ROWS][WORDS],
+                                            const Corner& corner, char* tile_smem) {
+#pragma unroll
+  for (int n = 0; n < WORDS; ++n) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
+      *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) = words[r][n];
+    }
+  }
 }
 
 // Which of a thread's pairs exist and take part: bit n of word r tells of element (r, n). Generated
@@ -200,12 +206,12 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
 // Where scores are changed: makes products q k into probabilities times the derivative of the
 // change. Generated code may be long, and stands here for two columns, which every pair of columns
 // passes. The rest is as told below.
-template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void recompute_changed(const Params& p, const TileBox& box,
                                                   int tile_class, float (&s)[ROWS][COLUMNS],
                                                   const Corner& corner, const float* lse_smem,
                                                   const unsigned int (&kept)[ROWS],
-                                                  char* tile_smem) {
+                                                  unsigned int (&weights)[ROWS][COLUMNS / 2]) {
   const float scale = static_cast<float>(p.scale);
   const int rows =
       static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
@@ -242,29 +248,25 @@ __device__ __forceinline__ void recompute_changed(const Params& p, const TileBox
         if (score == -number::infinity()) own = weight[x] = matmul::no_part();
         s[r][x] = own;
       }
-      if constexpr (KEYS_ARE_ROWS) {
-        store_pair<BYTES>(tile_smem, corner, r, column, weight[0], weight[1]);
-      }
+      if constexpr (KEYS_ARE_ROWS) weights[r][0] = fragment::narrow_pair(weight[0], weight[1]);
     }
     fragment::rotate<2>(s);
+    if constexpr (KEYS_ARE_ROWS) fragment::rotate<1>(weights);
   }
 }
 
 // Makes products q k into probabilities; where scores are changed, into probabilities times the
 // derivative of the change. A pair that takes no part has the weight that says so.
-// Where keys are rows, the probabilities after dropout go to the tile in shared memory, whose rows
-// are BYTES apart; what survives is divided by the probability of that at the end. `lse_smem` is
-// that of the corner's query.
-template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ void recompute_probabilities(const Params& p, const TileBox& box,
-                                                        int tile_class, bool masked,
-                                                        float (&s)[ROWS][COLUMNS],
-                                                        const Corner& corner, const float* lse_smem,
-                                                        const unsigned int (&kept)[ROWS],
-                                                        char* tile_smem) {
+// Where keys are rows, the weights are the probabilities after dropout in the storage type; what
+// survives is divided by the probability of that at the end. `lse_smem` is that of the corner's
+// query.
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void recompute_probabilities(
+    const Params& p, const TileBox& box, int tile_class, bool masked, float (&s)[ROWS][COLUMNS],
+    const Corner& corner, const float* lse_smem, const unsigned int (&kept)[ROWS],
+    unsigned int (&weights)[ROWS][COLUMNS / 2]) {
   if constexpr (HAS_SCORE) {
-    recompute_changed<KEYS_ARE_ROWS, BYTES>(p, box, tile_class, s, corner, lse_smem, kept,
-                                            tile_smem);
+    recompute_changed<KEYS_ARE_ROWS>(p, box, tile_class, s, corner, lse_smem, kept, weights);
     return;
   }
   const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
@@ -287,7 +289,7 @@ __device__ __forceinline__ void recompute_probabilities(const Params& p, const T
           weight[x] = s[r][n + x];
           if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= 0.0f;
         }
-        store_pair<BYTES>(tile_smem, corner, r, n, weight[0], weight[1]);
+        weights[r][n / 2] = fragment::narrow_pair(weight[0], weight[1]);
       }
     }
   }
@@ -390,15 +392,31 @@ __device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS])
   return largest;
 }
 
-// Writes a warp's part of dS to the tile in shared memory.
-template <int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ void store_tile(const float (&ds)[ROWS][COLUMNS], const Corner& corner,
-                                           float factor, char* tile_smem) {
+// Rounds dS, times a factor, to the storage type.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void narrow(const float (&ds)[ROWS][COLUMNS], float factor,
+                                       unsigned int (&to)[ROWS][COLUMNS / 2]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
-      store_pair<BYTES>(tile_smem, corner, r, n, ds[r][n] * factor, ds[r][n + 1] * factor);
+      to[r][n / 2] = fragment::narrow_pair(ds[r][n] * factor, ds[r][n + 1] * factor);
+    }
+  }
+}
+
+// Brings float16 that a thread wrote by `store_words` to another unit, a power of two smaller.
+template <int BYTES, int ROWS, int WORDS>
+__device__ __forceinline__ void scale_words(const Corner& corner, float factor, char* tile_smem) {
+#pragma unroll 1
+  for (int n = 0; n < WORDS; ++n) {
+#pragma unroll 1
+    for (int r = 0; r < ROWS; ++r) {
+      const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
+      auto* const word =
+          reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column());
+      const auto low = static_cast<storage_t>(*word), high = static_cast<storage_t>(*word >> 16);
+      *word = fragment::narrow_pair(number::widen(low) * factor, number::widen(high) * factor);
     }
   }
 }
