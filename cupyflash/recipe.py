@@ -25,7 +25,8 @@ from .target import MAX_GRID, Target
 from .tiles import Tiles
 from .trees import trees
 
-ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # of kernels on rows of results
+ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
+RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
 SINK_THREADS = 512
 GROUP_ROWS, UNIT = 8, 16  # rows and columns that lie together in sums of dq
 _ADDRESS = struct.Struct("=Q")
@@ -346,8 +347,11 @@ def backward(
         "kind_dk": KINDS[made_dk.dtype.name],
         "kind_dv": KINDS[made_dv.dtype.name],
     }
-    rows, lead = lse.size, writer.lead  # rows of all entries and heads
-    writer.over_results("backward_delta", ROWS, -(-rows // (ROWS.threads // 8)))
+    lead = writer.lead
+    rows = writer.told["total_q" if problem.packed else "len_q"]
+    blocks = -(-rows // RESULTS.block_q)
+    heads = problem.heads * (1 if problem.packed else problem.batch)
+    writer.over_results("backward_delta", RESULTS, blocks * heads, blocks=blocks)
     if dsink is not None:
         shared = SINK_THREADS * problem.accumulator.itemsize
         tiles = Tiles(block_q=0, block_kv=0, threads=SINK_THREADS, shared_memory=shared)
@@ -372,14 +376,13 @@ def _rows_of_sums(writer: _Writer, own: tuple[int, ...]) -> None:
     """Add the kernel that makes rows of dq out of sums; `own` are its leading axes' lengths."""
     problem = writer.call.problem
     if problem.packed:
-        blocks = writer.told["total_q"] // GROUP_ROWS + problem.batch
-        groups = blocks * problem.heads
+        blocks = writer.told["total_q"] // RESULTS.block_q + problem.batch
+        grid = blocks * problem.heads
     else:
-        blocks = -(-writer.told["len_q"] // GROUP_ROWS)
-        groups = blocks * problem.heads * math.prod(own)
-    threads = groups * GROUP_ROWS * -(-problem.d // UNIT)
-    grid = -(-threads // ROWS.threads)
-    writer.over_results("backward_dq_rows", ROWS, grid, d=problem.d, blocks=blocks, own_size=own)
+        blocks = -(-writer.told["len_q"] // RESULTS.block_q)
+        grid = blocks * problem.heads * math.prod(own)
+    told = {"blocks": blocks, "own_size": own}
+    writer.over_results("backward_dq_rows", RESULTS, grid, d=problem.d, **told)
 
 
 def _bias_gradient(writer: _Writer, dbias: Array) -> None:

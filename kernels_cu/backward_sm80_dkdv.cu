@@ -190,26 +190,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           const int query = warp_query + part * PART_QUERIES;
           const fragment_gradient::Corner corner(warp_key, query);
           const float* const own_lse_smem = lse_smem + corner.column;
-          // 2 scores
-          float s[ROWS][COLUMNS];
-          fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
-                                                q_smem + query * K_BYTES);
-          const TileBox box = describe(now.first, now.rows);
-          unsigned int kept[ROWS];
-          if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
-          // 3 score mod
-          // 4 mask
-          // 5 probabilities and the gradient of the output's weights
-          unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
-          fragment_gradient::recompute_probabilities<true>(p, box, now.tile_class, masked, s,
-                                                           corner, own_lse_smem, kept, weights);
-          if (!HELD || careful) {
-            fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
+          // A warp's part of a tile may be EMPTY or FULL where the tile is neither.
+          int own_class = now.tile_class;
+          bool own_masked = masked;
+          if constexpr (HAS_MASK) {
+            const int own_keys = nj - warp_key < WARP_KEYS ? nj - warp_key : WARP_KEYS;
+            if (own_keys <= 0 || query >= now.rows) {
+              own_class = EMPTY;
+            } else if (own_class == PARTIAL) {
+              const int rows = tile::rows_from(query, now.rows, PART_QUERIES);
+              own_class = tile::classify_tile(
+                  p, tile::describe_tile(head_smem->entry, head_smem->h, now.first + query, rows,
+                                         head_smem->j0 + warp_key, own_keys));
+            }
+            own_masked = HAS_SCORE || own_class == PARTIAL || own_keys < WARP_KEYS;
           }
-          float dp[ROWS][COLUMNS];
-          fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
-                                                  do_smem + query * V_BYTES);
-          fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
+
+          float s[ROWS][COLUMNS];
+          unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
+          if (!HAS_MASK || own_class != EMPTY) {
+            // 2 scores
+            fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
+                                                  q_smem + query * K_BYTES);
+            const TileBox box = describe(now.first, now.rows);
+            unsigned int kept[ROWS];
+            if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+            // 3 score mod
+            // 4 mask
+            // 5 probabilities and the gradient of the output's weights
+            fragment_gradient::recompute_probabilities<true>(p, box, own_class, own_masked, s,
+                                                             corner, own_lse_smem, kept, weights);
+            if (!HELD || careful) {
+              fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
+            }
+            float dp[ROWS][COLUMNS];
+            fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
+                                                    do_smem + query * V_BYTES);
+            fragment_gradient::score_gradients<true>(p, own_masked, s, dp, own_lse_smem + BLOCK_Q,
+                                                     kept);
+          } else {
+            fragment_gradient::take_no_part(s);
+            if (!HELD || careful) {
+              fragment_gradient::narrow(s, 1.0f, weights);
+              fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
+            }
+          }
           if constexpr (!HELD) careful = MAY_MASK && masked && !finite_tile();
           const auto store = [&] {
             fragment_gradient::narrow(s, unit.factor, ds);
@@ -246,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             store();
           }
           // 6 accumulate dv and dk
-          if (HELD && !careful) {
+          if (HELD && !careful && !(HAS_MASK && own_class == EMPTY)) {
             fragment::multiply_add<D_V>(dv, weights, do_smem + query * V_BYTES);
             fragment::multiply_add<D>(dk, ds, q_smem + query * K_BYTES);
           }
