@@ -7,17 +7,27 @@
 // Grid: blocks of BLOCK_Q rows of all places and heads, as backward_simt_dq's. own_size = the
 // lengths of dq's leading axes. Shared memory: none.
 #include "params.cuh"
+#include "arch/copy.cuh"
 #include "primitives/layout.cuh"
 
 namespace {
 
 constexpr int GROUP = layout::GROUP_ROWS;
 constexpr int UNITS = (D + 15) / 16;
+static_assert(STORAGE < 2, "16-bit types");
 static_assert(BLOCK_Q % GROUP == 0, "BLOCK_Q");
 
 struct alignas(16) Floats {
   float x[4];
 };
+
+__device__ __forceinline__ unsigned int narrow_pair(float low, float high) {
+  if constexpr (STORAGE == 0) {
+    return arch::floats_to_halves(low, high);
+  } else {
+    return arch::floats_to_bfloats(low, high);
+  }
+}
 
 }  // namespace
 
@@ -49,17 +59,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool vectors = p.dq.col == 1 && reinterpret_cast<unsigned long long>(to) % 16 == 0;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      StoredVector stored;
+      arch::Bytes16 words;
 #pragma unroll
-      for (int x = 0; x < STORED_VECTOR; ++x) {
-        number::narrow(value[8 * m + x] * scale, &stored.x[x]);
+      for (int x = 0; x < 4; ++x) {
+        words.x[x] = narrow_pair(value[8 * m + 2 * x] * scale, value[8 * m + 2 * x + 1] * scale);
       }
       if (vectors && 16 * unit + 8 * m + 8 <= D) {
-        reinterpret_cast<StoredVector*>(to)[m] = stored;
+        arch::store(to + 8 * m, words);
       } else {
 #pragma unroll
-        for (int x = 0; x < STORED_VECTOR; ++x) {
-          if (16 * unit + 8 * m + x < D) to[(8 * m + x) * p.dq.col] = stored.x[x];
+        for (int x = 0; x < 8; ++x) {
+          const auto stored = static_cast<storage_t>(words.x[x / 2] >> 16 * (x % 2));
+          if (16 * unit + 8 * m + x < D) to[(8 * m + x) * p.dq.col] = stored;
         }
       }
     }

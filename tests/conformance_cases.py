@@ -370,6 +370,16 @@ CASES = [
         TENSOR_CORES,
     ),
     Case(
+        "store",
+        """
+          arch::Bytes16 bytes;
+          for (int k = 0; k < 4; ++k) bytes.x[k] = in[k ^ 1];
+          arch::store(out, bytes);
+        """,
+        lambda: np.random.default_rng(0).integers(0, 2**32, (2 * THREADS, 4), np.uint32),
+        lambda x: x[:, [1, 0, 3, 2]],
+    ),
+    Case(
         "add",
         """
           for (int k = 0; k < 4; ++k) out[k] = in[k];
