@@ -46,7 +46,16 @@ constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
 
+// Whether a warp finds out that it has nothing to do in a part of a tile.
+constexpr bool MAY_PASS = HELD && HAS_MASK;
+
 constexpr int UNROLL = 2;  // as far as registers go
+
+// A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
+constexpr int NO_TILE = -1;
+__device__ __forceinline__ long long first_of(int tile) {
+  return static_cast<long long>(tile / 4) * BLOCK_Q;
+}
 
 // What a block knows of the head whose queries pass by. It lies in shared memory, because registers
 // hold the sums.
@@ -145,26 +154,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
-      const auto begin = [&](const fragment_tile::Next& tile, int stage) {
+      const auto rows_of = [&](int tile) {
+        return tile::rows_from(first_of(tile), head_smem->entry.len_q, BLOCK_Q);
+      };
+      const auto begin = [&](int tile, int stage) {
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
+        const long long first = first_of(tile);
+        const int rows = rows_of(tile);
         const memory::Rows q = copy_of(head_smem->q), d_out = copy_of(head_smem->d_out);
-        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, tile.first, tile.rows);
-        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, tile.first,
-                                                    tile.rows);
-        numbers.load(head_smem->lse, head_smem->delta, tile.first, tile.rows);
+        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, first, rows);
+        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, first, rows);
+        numbers.load(head_smem->lse, head_smem->delta, first, rows);
       };
       const auto describe = [&](long long i0, int ni) {
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
       };
-      fragment_tile::Next now =
-          fragment_tile::next_tile<BLOCK_Q>(p, 0, head_smem->entry.len_q, describe);
-      if (now.rows == 0) continue;
+      const auto next_from = [&](int number) {
+        const fragment_tile::Next found = fragment_tile::next_tile<BLOCK_Q>(
+            p, static_cast<long long>(number) * BLOCK_Q, head_smem->entry.len_q, describe);
+        return found.rows == 0 ? NO_TILE
+                               : static_cast<int>(found.first / BLOCK_Q) * 4 + found.tile_class;
+      };
+      int now = next_from(0);
+      if (now == NO_TILE) continue;
       begin(now, 0);
       numbers.store(lse_smem, lse_smem + BLOCK_Q);
       int stage = 0;
 #pragma unroll 1
-      while (now.rows > 0) {
-        const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
+      while (now != NO_TILE) {
+        const bool masked = HAS_SCORE || now % 4 == PARTIAL || nj < BLOCK_KV;
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
         ++visited;
@@ -181,9 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         } else {
           __syncthreads();  // the same
         }
-        const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_Q>(
-            p, now.first + BLOCK_Q, head_smem->entry.len_q, describe);
-        if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
+        const int next = next_from(now / 4 + 1);
+        if (STAGES == 2 && next != NO_TILE) begin(next, 1 - stage);
 
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
@@ -191,16 +208,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           const fragment_gradient::Corner corner(warp_key, query);
           const float* const own_lse_smem = lse_smem + corner.column;
           // A warp's part of a tile may be EMPTY or FULL where the tile is neither.
-          int own_class = now.tile_class;
+          int own_class = now % 4;
           bool own_masked = masked;
-          if constexpr (HAS_MASK) {
+          if constexpr (MAY_PASS) {
             const int own_keys = nj - warp_key < WARP_KEYS ? nj - warp_key : WARP_KEYS;
-            if (own_keys <= 0 || query >= now.rows) {
+            const int rows = rows_of(now);
+            if (own_keys <= 0 || query >= rows) {
               own_class = EMPTY;
             } else if (own_class == PARTIAL) {
-              const int rows = tile::rows_from(query, now.rows, PART_QUERIES);
               own_class = tile::classify_tile(
-                  p, tile::describe_tile(head_smem->entry, head_smem->h, now.first + query, rows,
+                  p, tile::describe_tile(head_smem->entry, head_smem->h, first_of(now) + query,
+                                         tile::rows_from(query, rows, PART_QUERIES),
                                          head_smem->j0 + warp_key, own_keys));
             }
             own_masked = HAS_SCORE || own_class == PARTIAL || own_keys < WARP_KEYS;
@@ -208,11 +226,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
           float s[ROWS][COLUMNS];
           unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
-          if (!HAS_MASK || own_class != EMPTY) {
+          if (!MAY_PASS || own_class != EMPTY) {
             // 2 scores
             fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
                                                   q_smem + query * K_BYTES);
-            const TileBox box = describe(now.first, now.rows);
+            const TileBox box = describe(first_of(now), rows_of(now));
             unsigned int kept[ROWS];
             if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
             // 3 score mod
@@ -271,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             store();
           }
           // 6 accumulate dv and dk
-          if (HELD && !careful && !(HAS_MASK && own_class == EMPTY)) {
+          if (HELD && !careful && !(MAY_PASS && own_class == EMPTY)) {
             fragment::multiply_add<D_V>(dv, weights, do_smem + query * V_BYTES);
             fragment::multiply_add<D>(dk, ds, q_smem + query * K_BYTES);
           }
@@ -306,12 +324,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if constexpr (ADDS_DQ) {
           const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
           const ShareQ share_q(warp % DQ_SHARERS);
-          float* const to_gmem = head_smem->dq_sum + now.first * fragment::whole_columns(D);
+          float* const to_gmem = head_smem->dq_sum + first_of(now) * fragment::whole_columns(D);
           float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
           matmul::clear(dq);
           if (careful) {
             fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
-                ds_smem, p_smem, k_smem, to_gmem, now.rows, unit.inverse());
+                ds_smem, p_smem, k_smem, to_gmem, rows_of(now), unit.inverse());
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
                 dq, ds_smem, warp_row / 16, k_smem, share_q);
           } else {
@@ -321,9 +339,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
           fragment_product::add_fragments(dq, share_q,
                                           to_gmem + warp_row / 8 * fragment_product::GROUP_SIZE<D>,
-                                          now.rows - warp_row);
+                                          rows_of(now) - warp_row);
         }
-        if (next.rows > 0) {
+        if (next != NO_TILE) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, which was read
             begin(next, 0);
