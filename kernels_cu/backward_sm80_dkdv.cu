@@ -45,11 +45,12 @@ using ShareV = fragment_product::Share<D_V, SHARERS>;
 constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
+constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, as far as registers go
 
 // Whether a warp finds out that it has nothing to do in a part of a tile.
 constexpr bool MAY_PASS = HELD && HAS_MASK;
 
-constexpr int UNROLL = 2;  // as far as registers go
+constexpr int UNROLL = D <= 64 ? 4 : 2;  // as far as registers go
 
 // A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
 constexpr int NO_TILE = -1;
@@ -102,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
+  const layout::Work work =
+      layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -303,43 +305,75 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             __syncthreads();  // the same
           }
         }
-        if (!HELD || careful) {
-          const char* const p_rows = p_smem + warp_key * P_BYTES;
-          const char* const ds_rows = ds_smem + warp_key * P_BYTES;
-          if (careful) {
-            fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
-                                                                   share_v);
-            fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
-                                                                 share_k);
-            __syncthreads();  // the tile, which is read as it came
-            fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
-            fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
-            __syncthreads();  // the tile, now finite
+        // 6 accumulate dv and dk, of what is not in registers, and dq
+        const char* const p_rows = p_smem + warp_key * P_BYTES;
+        const char* const ds_rows = ds_smem + warp_key * P_BYTES;
+        const auto sum_gmem = [&] {
+          return head_smem->dq_sum + first_of(now) * fragment::whole_columns(D);
+        };
+        if (careful) {
+          if constexpr (ADDS_DQ) {
+            fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
+                ds_smem, p_smem, k_smem, sum_gmem(), rows_of(now), unit.inverse());
           }
-          constexpr int STEPS = HELD ? 1 : UNROLL;
-          fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(dv, p_rows, do_smem,
-                                                                       share_v);
-          fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(dk, ds_rows, q_smem, share_k);
+          fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
+                                                                 share_v);
+          fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
+                                                               share_k);
+          __syncthreads();  // the tile, which is read as it came
+          fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
+          fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
+          __syncthreads();  // the tile, now finite
         }
-        if constexpr (ADDS_DQ) {
-          const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
-          const ShareQ share_q(warp % DQ_SHARERS);
-          float* const to_gmem = head_smem->dq_sum + first_of(now) * fragment::whole_columns(D);
-          float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
+        // Additions to dq take turns with steps of other products, where there are some.
+        float dq[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
+        const auto multiply_dq = [&](int part) {
+          const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
+          const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
           matmul::clear(dq);
           if (careful) {
-            fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
-                ds_smem, p_smem, k_smem, to_gmem, rows_of(now), unit.inverse());
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
-                dq, ds_smem, warp_row / 16, k_smem, share_q);
+                dq, ds_smem, first, k_smem, share);
           } else {
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
-                dq, ds_smem, warp_row / 16, k_smem, share_q);
+                dq, ds_smem, first, k_smem, share);
           }
           if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
-          fragment_product::add_fragments(dq, share_q,
-                                          to_gmem + warp_row / 8 * fragment_product::GROUP_SIZE<D>,
-                                          rows_of(now) - warp_row);
+        };
+        const auto add_dq = [&](int part, int step, int steps) {
+          const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
+          const int first = warp / DQ_SHARERS * DQ_QUERIES;
+          fragment_product::add_fragments(dq, share,
+                                          sum_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
+                                          rows_of(now) - first, step, steps);
+        };
+        if constexpr (HELD || !ADDS_DQ) {
+          constexpr int AT_ONCE = HELD ? 1 : UNROLL;
+          const auto nothing = [](int) {};
+          if (!HELD || careful) {
+            fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, AT_ONCE>(dv, p_rows, do_smem,
+                                                                           share_v, nothing);
+            fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, AT_ONCE>(dk, ds_rows, q_smem,
+                                                                         share_k, nothing);
+          }
+          if constexpr (ADDS_DQ) {
+#pragma unroll
+            for (int part = 0; part < DQ_PARTS; ++part) {
+              multiply_dq(part);
+              add_dq(part, 0, 1);
+            }
+          }
+        } else {
+          constexpr int STEPS = BLOCK_Q / 16;
+          multiply_dq(0);
+          fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
+              dv, p_rows, do_smem, share_v,
+              [&](int step) { add_dq(0, step, 2 * STEPS / DQ_PARTS); });
+          if constexpr (DQ_PARTS == 2) multiply_dq(1);
+          fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(
+              dk, ds_rows, q_smem, share_k, [&](int step) {
+                add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
+              });
         }
         if (next != NO_TILE) {
           if constexpr (STAGES == 1) {

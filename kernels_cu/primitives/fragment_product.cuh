@@ -18,6 +18,12 @@ struct Share {
   int first;                                // unit
 
   __device__ __forceinline__ explicit Share(int sharer) : first(sharer * EACH) {}
+  // Part x of so many.
+  __device__ __forceinline__ Share part(int x, int parts) const {
+    Share made = *this;
+    made.first += x * EACH / parts;
+    return made;
+  }
   // Whether unit x of the warp's exists.
   __device__ __forceinline__ bool has(int x) const {
     return SHARERS * EACH == UNITS || first + x < UNITS;
@@ -49,11 +55,13 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* 
 }
 
 // c += a b for rows of DEPTH weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b. The
-// columns of c are the warp's share.
-template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS>
+// columns of c are the warp's share. After each of DEPTH / 16 steps comes what is to be done
+// between.
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS,
+          class Between>
 __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const char* a_smem,
-                                             const char* b_smem,
-                                             const Share<WIDTH, SHARERS>& share) {
+                                             const char* b_smem, const Share<WIDTH, SHARERS>& share,
+                                             const Between& between) {
   const auto a = fragment::left_rows<A_BYTES>(a_smem);
   auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
   b.address += share.first / 4 * 128;
@@ -71,6 +79,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const ch
 #pragma unroll
       for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
     }
+    between(k);
   }
 }
 
@@ -215,19 +224,22 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
 template <int WIDTH>
 constexpr int GROUP_SIZE = 8 * fragment::whole_columns(WIDTH);
 
-// Adds a warp's share of a result of WIDTH columns to such sums. The first group is the warp's own;
-// `valid` rows exist from there on.
+// Adds part `step` of `steps` of a warp's share of a result of WIDTH columns to such sums. The
+// first group is the warp's own; `valid` rows exist from there on.
 template <int WIDTH, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMNS],
                                               const Share<WIDTH, SHARERS>& share, float* to_gmem,
-                                              int valid) {
+                                              int valid, int step, int steps) {
   float* const lane_gmem = to_gmem + 128 * share.first + arch::lane_index();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    if (8 * r >= valid) break;
+    if (steps == 1 && 8 * r >= valid) break;
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if (share.has(n / 4)) arch::add(lane_gmem + r * GROUP_SIZE<WIDTH> + 32 * n, result[r][n]);
+      if ((r * COLUMNS + n) * steps / (ROWS * COLUMNS) != step) continue;
+      if ((steps == 1 || 8 * r < valid) && share.has(n / 4)) {
+        arch::add(lane_gmem + r * GROUP_SIZE<WIDTH> + 32 * n, result[r][n]);
+      }
     }
   }
 }
