@@ -47,10 +47,7 @@ constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
 constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, as far as registers go
 
-// Whether a warp finds out that it has nothing to do in a part of a tile.
-constexpr bool MAY_PASS = HELD && HAS_MASK;
-
-constexpr int UNROLL = D <= 64 ? 4 : 2;  // as far as registers go
+constexpr int UNROLL = D <= 64 ? 4 : D <= 128 ? 8 : 4;  // as far as registers go
 
 // A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
 constexpr int NO_TILE = -1;
@@ -156,8 +153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
+      const int tiles = static_cast<int>((head_smem->entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
       const auto rows_of = [&](int tile) {
-        return tile::rows_from(first_of(tile), head_smem->entry.len_q, BLOCK_Q);
+        return tile / 4 + 1 < tiles ? BLOCK_Q
+                                    : static_cast<int>(head_smem->entry.len_q - first_of(tile));
       };
       const auto begin = [&](int tile, int stage) {
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
@@ -172,10 +171,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
       };
       const auto next_from = [&](int number) {
-        const fragment_tile::Next found = fragment_tile::next_tile<BLOCK_Q>(
-            p, static_cast<long long>(number) * BLOCK_Q, head_smem->entry.len_q, describe);
-        return found.rows == 0 ? NO_TILE
-                               : static_cast<int>(found.first / BLOCK_Q) * 4 + found.tile_class;
+        if constexpr (!HAS_MASK) return number < tiles ? 4 * number + FULL : NO_TILE;
+        // Where one is EMPTY, many may be: they are asked for together, then fewer.
+        const int begin = number;
+        int together = 1;
+#pragma unroll 1
+        while (number < tiles) {
+          const int last = tiles - number < together ? tiles : number + together;
+          const long long first = first_of(4 * number);
+          const int rows = static_cast<int>(first_of(4 * last - 4) - first) + rows_of(4 * last - 4);
+          const int found = tile::classify_tile(p, describe(first, rows));
+          if (found != EMPTY && together == 1) return 4 * number + found;
+          if (found != EMPTY) {
+            together /= 8;
+          } else {
+            if (number == begin) together = 64;
+            number = last;
+          }
+        }
+        return NO_TILE;
       };
       int now = next_from(0);
       if (now == NO_TILE) continue;
@@ -209,52 +223,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           const int query = warp_query + part * PART_QUERIES;
           const fragment_gradient::Corner corner(warp_key, query);
           const float* const own_lse_smem = lse_smem + corner.column;
-          // A warp's part of a tile may be EMPTY or FULL where the tile is neither.
-          int own_class = now % 4;
-          bool own_masked = masked;
-          if constexpr (MAY_PASS) {
-            const int own_keys = nj - warp_key < WARP_KEYS ? nj - warp_key : WARP_KEYS;
-            const int rows = rows_of(now);
-            if (own_keys <= 0 || query >= rows) {
-              own_class = EMPTY;
-            } else if (own_class == PARTIAL) {
-              own_class = tile::classify_tile(
-                  p, tile::describe_tile(head_smem->entry, head_smem->h, first_of(now) + query,
-                                         tile::rows_from(query, rows, PART_QUERIES),
-                                         head_smem->j0 + warp_key, own_keys));
-            }
-            own_masked = HAS_SCORE || own_class == PARTIAL || own_keys < WARP_KEYS;
-          }
-
           float s[ROWS][COLUMNS];
           unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
-          if (!MAY_PASS || own_class != EMPTY) {
-            // 2 scores
-            fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
-                                                  q_smem + query * K_BYTES);
-            const TileBox box = describe(first_of(now), rows_of(now));
-            unsigned int kept[ROWS];
-            if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
-            // 3 score mod
-            // 4 mask
-            // 5 probabilities and the gradient of the output's weights
-            fragment_gradient::recompute_probabilities<true>(p, box, own_class, own_masked, s,
-                                                             corner, own_lse_smem, kept, weights);
-            if (!HELD || careful) {
-              fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
-            }
-            float dp[ROWS][COLUMNS];
-            fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
-                                                    do_smem + query * V_BYTES);
-            fragment_gradient::score_gradients<true>(p, own_masked, s, dp, own_lse_smem + BLOCK_Q,
-                                                     kept);
-          } else {
-            fragment_gradient::take_no_part(s);
-            if (!HELD || careful) {
-              fragment_gradient::narrow(s, 1.0f, weights);
-              fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
-            }
+          // 2 scores
+          fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
+                                                q_smem + query * K_BYTES);
+          const TileBox box = describe(first_of(now), rows_of(now));
+          unsigned int kept[ROWS];
+          if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+          // 3 score mod
+          // 4 mask
+          // 5 probabilities and the gradient of the output's weights
+          fragment_gradient::recompute_probabilities<true>(p, box, now % 4, masked, s, corner,
+                                                           own_lse_smem, kept, weights);
+          if (!HELD || careful) {
+            fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
           }
+          float dp[ROWS][COLUMNS];
+          fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
+                                                  do_smem + query * V_BYTES);
+          fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
           if constexpr (!HELD) careful = MAY_MASK && masked && !finite_tile();
           const auto store = [&] {
             fragment_gradient::narrow(s, unit.factor, ds);
@@ -291,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             store();
           }
           // 6 accumulate dv and dk
-          if (HELD && !careful && !(MAY_PASS && own_class == EMPTY)) {
+          if (HELD && !careful) {
             fragment::multiply_add<D_V>(dv, weights, do_smem + query * V_BYTES);
             fragment::multiply_add<D>(dk, ds, q_smem + query * K_BYTES);
           }

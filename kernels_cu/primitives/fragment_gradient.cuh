@@ -295,16 +295,6 @@ __device__ __forceinline__ void recompute_probabilities(
   }
 }
 
-// Makes pairs of which none takes part.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void take_no_part(float (&s)[ROWS][COLUMNS]) {
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) s[r][n] = matmul::no_part();
-  }
-}
-
 // Makes p into dS = p (dP - delta), for products dP = do v; where scores are changed, the gradient
 // of the scores before. What is 0 stays 0. `delta_smem` is that of the corner's query.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
