@@ -18,8 +18,8 @@ constexpr int AT_ONCE = THREADS / LANES;
 static_assert(BLOCK_Q % AT_ONCE == 0, "BLOCK_Q");
 
 // A lane's share of the sum over a row; neighbouring elements are `step` and `out_step` apart.
-__device__ __forceinline__ accum_t row_sum(const storage_t* out, const storage_t* d_out,
-                                           long long out_step, long long step) {
+__device__ __forceinline__ accum_t lane_sum(const storage_t* out, const storage_t* d_out,
+                                            long long out_step, long long step) {
   const int lane = arch::lane_index() % LANES;
   accum_t value = 0;
   // An empty row's output is 0 whatever its gradient holds.
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool exists = i0 + row < length;
     accum_t value = 0;
     if (exists) {
-      value = row_sum(out + row * p.out.row, d_out + row * p.d_out.row, p.out.col, p.d_out.col);
+      value = lane_sum(out + row * p.out.row, d_out + row * p.d_out.row, p.out.col, p.d_out.col);
     }
 #pragma unroll
     for (int lanes = LANES / 2; lanes > 0; lanes /= 2) value += arch::shuffle_xor(value, lanes);

@@ -12,7 +12,9 @@
 //
 // A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
 // shared memory. Of dk and dv it has the same keys, all the tile's queries and a share of the
-// columns. While a tile is multiplied, the next one is on its way, if there are two STAGES.
+// columns. A warp that shares its keys with no other keeps P and dS in registers instead; only
+// where pairs that take no part meet NaN or infinity, it does as the others. While a tile is
+// multiplied, the next one is on its way, if there are two STAGES.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
 // Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, what is
@@ -293,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             __syncthreads();  // the same
           }
         }
-        // 6 accumulate dv and dk, of what is not in registers, and dq
+        // The same of what is not in registers, and dq.
         const char* const p_rows = p_smem + warp_key * P_BYTES;
         const char* const ds_rows = ds_smem + warp_key * P_BYTES;
         const auto sum_gmem = [&] {
