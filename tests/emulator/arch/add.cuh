@@ -5,10 +5,4 @@ namespace arch {
 
 inline void add(float* to_gmem, float x) { emulator::add_at_once(to_gmem, x); }
 
-inline void add_pair(float* to_gmem, float x, float y) {
-  if (reinterpret_cast<unsigned long long>(to_gmem) % 8 != 0) __builtin_trap();
-  add(to_gmem, x);
-  add(to_gmem + 1, y);
-}
-
 }  // namespace arch
