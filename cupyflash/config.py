@@ -76,7 +76,8 @@ def forward(problem: Problem, target: Target, plan: Plan | None = None) -> tuple
         If the device is too old, or has too little shared memory for these head sizes.
     """
     if plan is None and tensor_tiles.serves(problem, target.capability):
-        tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory)
+        itemsize = problem.dtype.itemsize
+        tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory, itemsize)
         if tiles is not None:
             return "forward_sm80", tiles
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
@@ -106,7 +107,7 @@ def backward(
     ArgumentError
         If the device is too old, or has too little shared memory for these head sizes.
     """
-    if plan is None and tensor_tiles.serves(problem, target.capability):
+    if plan is None and tensor_tiles.serves_backward(problem, target.capability):
         name = f"backward_sm80_{kernel}"
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:

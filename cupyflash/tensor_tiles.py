@@ -17,37 +17,55 @@ from .tiles import Tiles
 OLDEST_CAPABILITY = (8, 0)  # of matrix instructions for both 16-bit types
 LARGEST_HEAD = 256
 
-# Largest head -> what fits, the best first: queries and keys of a tile, warps, places of the ring
-# that keys and values pass through, and blocks that share a multiprocessor's registers.
-FORWARD: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
-    64: ((128, 128, 4, 2, 2),),
-    128: ((128, 64, 4, 2, 2),),
-    256: ((64, 64, 4, 2, 2), (64, 32, 4, 2, 1)),
+# Bytes of an element -> largest head -> what fits, the best first: queries and keys of a tile,
+# warps, places of the ring that keys and values pass through, and blocks that share a
+# multiprocessor's registers.
+FORWARD: dict[int, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
+    2: {
+        64: ((128, 128, 4, 2, 2),),
+        128: ((128, 64, 4, 2, 2),),
+        256: ((64, 64, 4, 2, 2), (64, 32, 4, 2, 1)),
+    },
+    4: {
+        64: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2)),
+        128: ((128, 32, 4, 2, 2), (64, 32, 4, 2, 1)),
+        256: ((64, 32, 4, 2, 1), (64, 16, 4, 2, 1), (32, 16, 2, 2, 1)),
+    },
+    8: {
+        64: ((64, 32, 4, 2, 3), (64, 32, 4, 2, 1)),
+        128: ((128, 32, 8, 2, 1), (64, 32, 4, 2, 1), (64, 16, 4, 2, 1)),
+    },
 }
 
 
-def multiplies(dtype: Any, capability: tuple[int, int]) -> bool:
+def multiplies(dtype: Any, precision: str | None, capability: tuple[int, int]) -> bool:
     """Whether tensor cores of such a device are used for a type."""
-    return np.dtype(dtype).itemsize == 2 and capability >= OLDEST_CAPABILITY
+    wanted = np.dtype(dtype).itemsize != 4 or precision is not None
+    return wanted and capability >= OLDEST_CAPABILITY
 
 
 def serves(problem: Problem, capability: tuple[int, int]) -> bool:
-    """Whether the kernels for tensor cores can compute a problem on such a device."""
-    fits = max(problem.d, problem.d_v) <= LARGEST_HEAD
-    return fits and multiplies(problem.dtype, capability)
+    """Whether the forward for tensor cores can compute a problem on such a device."""
+    fits = max(problem.d, problem.d_v) <= max(FORWARD[problem.dtype.itemsize])
+    return fits and multiplies(problem.dtype, problem.precision, capability)
 
 
-def row_bytes(width: int) -> int:
+def serves_backward(problem: Problem, capability: tuple[int, int]) -> bool:
+    """The same of the backward."""
+    return problem.dtype.itemsize == 2 and serves(problem, capability)
+
+
+def row_bytes(width: int, itemsize: int = 2) -> int:
     """Bytes of a row in shared memory: whole lines."""
-    return -(-width // 64) * 128
+    return -(-width * itemsize // 128) * 128
 
 
-def shared_memory(block_q: int, block_kv: int, slots: int, d: int, d_v: int) -> int:
+def shared_memory(block_q: int, block_kv: int, slots: int, d: int, d_v: int, itemsize: int) -> int:
     """Bytes of shared memory of forward_sm80.cu: queries or the output, and the ring."""
-    return (block_q + slots * block_kv) * max(row_bytes(d), row_bytes(d_v))
+    return (block_q + slots * block_kv) * row_bytes(max(d, d_v), itemsize)
 
 
-def fit(d: int, d_v: int, limit: int) -> Tiles | None:
+def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
     """Return the best tiles of forward_sm80.cu that fit into `limit` bytes, or None.
 
     Parameters
@@ -56,10 +74,13 @@ def fit(d: int, d_v: int, limit: int) -> Tiles | None:
         Head sizes, at most `LARGEST_HEAD`.
     limit : int
         Bytes of shared memory that a block may have.
+    itemsize : int
+        Bytes of an element.
     """
-    largest = next(most for most in FORWARD if max(d, d_v) <= most)
-    for block_q, block_kv, warps, slots, resident in FORWARD[largest]:
-        shared = shared_memory(block_q, block_kv, slots, d, d_v)
+    table = FORWARD[itemsize]
+    largest = next(most for most in table if max(d, d_v) <= most)
+    for block_q, block_kv, warps, slots, resident in table[largest]:
+        shared = shared_memory(block_q, block_kv, slots, d, d_v, itemsize)
         if shared <= limit:
             return Tiles(block_q, block_kv, 32 * warps, shared, resident)
     return None

@@ -12,8 +12,10 @@
 // Shared memory: the queries, the ring. BLOCK_Q is 16 or 32 times the warps, BLOCK_KV a multiple
 // of 16.
 #include "params.cuh"
+#include "primitives/fragment.cuh"
 #include "primitives/fragment_softmax.cuh"
 #include "primitives/fragment_tile.cuh"
+#include "primitives/fragment_wide.cuh"
 
 namespace {
 
@@ -25,9 +27,11 @@ constexpr int HELD_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
 constexpr int SLOT_BYTES = BLOCK_KV * matmul::larger(Q_BYTES, V_BYTES);
 constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES) / SLOT_BYTES;
 // Whether registers have room for the queries of a warp's rows.
-constexpr bool HOLD_Q = ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
+constexpr int WORDS = static_cast<int>(sizeof(accum_t)) / 4;
+constexpr int Q_WORDS = fragment::whole_columns(D) * static_cast<int>(sizeof(storage_t)) / 16;
+constexpr bool HOLD_Q =
+    ROWS * (WORDS * (COLUMNS + COLUMNS_V) + Q_WORDS) <= (fragment::WIDE ? 112 : 160);
 
-static_assert(STORAGE < 2, "16-bit types");
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
 static_assert(SHARED_BYTES == HELD_BYTES + SLOTS * SLOT_BYTES && (SLOTS == 2 || SLOTS == 3),
@@ -49,10 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
   const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
   const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
-  const float scale = static_cast<float>(p.scale);
+  const accum_t scale = static_cast<accum_t>(p.scale);
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
-  const float unit = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = fmin(unit * tile::LOG2_E, number::largest_float());
+  const accum_t unit = HAS_SCORE ? accum_t(1) : fabs(scale);
+  const accum_t c = fmin(unit * fragment_softmax::LOG2_E, number::largest());
   unsigned long long visited = 0;
 
   // 1 load q
@@ -84,11 +88,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   fragment::Left<D, HOLD_Q> q(q_smem + fragment::warp_row() * Q_BYTES);
   arch::wait_copies<SLOTS - 1>();
   if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
+  bool queries_fit = true;  // of those that this thread copied
+  if constexpr (fragment::LIMITED) queries_fit = fragment::finite_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
   if constexpr (HOLD_Q) {
     __syncthreads();  // the queries, which other threads copied
     q.hold();
   }
-  float m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
+  accum_t m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
 
 #pragma unroll 1
@@ -98,16 +104,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ++visited;
 
     arch::wait_copies<SLOTS - 2>();
-    __syncthreads();  // the keys, which other threads copied, and the place before, which was read
+    bool apart = false;
+    // The keys, which other threads copied, and the place before, which was read.
+    if constexpr (fragment::LIMITED) {
+      apart = arch::barrier_or(!queries_fit ||
+                               !fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(place(0)));
+    } else {
+      __syncthreads();  // the same
+    }
     if constexpr (SLOTS == 2) begin_values(now, 1);
     // 2 scores
-    float s[ROWS][COLUMNS];
-    fragment::multiply(s, q, place(0));
+    accum_t s[ROWS][COLUMNS];
+    fragment::multiply(s, q, place(0), apart);
     // 3 score mod
     // 4 mask
     if (masked) fragment_tile::apply_score_and_mask(p, box, now.tile_class, s, scale);
     // 5 row max
-    float m_new[ROWS];
+    accum_t m_new[ROWS];
     if (fragment_softmax::row_max(s, m, m_new)) {
       // 6 rescale
       fragment_softmax::rescale(m, m_new, l, acc, c);
@@ -115,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     fragment_softmax::exponentiate(s, m, l, c, masked);
     // 7 accumulate p v
     if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
-    unsigned int weights[ROWS][COLUMNS / 2];
+    fragment::word_t weights[ROWS][COLUMNS / fragment::PER_WORD];
     fragment::narrow(s, weights);
     const fragment_tile::Next next =
         fragment_tile::next_tile<BLOCK_KV>(p, now.first + BLOCK_KV, entry.len_k, describe);
@@ -124,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::wait_copies<SLOTS - 2>();
     bool careful = false;
     // The values, which other threads copied, and the place before, which was read.
-    if (MAY_MASK && masked) {
+    if (fragment::LIMITED || (MAY_MASK && masked)) {
       careful = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(place(0)));
     } else {
       __syncthreads();  // the same
@@ -134,39 +147,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     } else {
       begin_keys(next, 1);
     }
-    if (careful) {
-      fragment::add_nonfinite<D_V>(acc, weights, place(0));
-      __syncthreads();  // the values, which are read as they came
-      fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(place(0));
-      __syncthreads();  // the values, now finite
-    }
-    fragment::multiply_add<D_V>(acc, weights, place(0));
+    fragment::accumulate<BLOCK_KV, D_V>(acc, weights, place(0), careful);
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     now = next;
   }
 
   fragment_softmax::row_sum(l);
-  float weight[ROWS];
+  accum_t weight[ROWS];
   fragment_softmax::join_sink(
       m, l, weight, unit,
-      p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
+      p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, h));
   // 8 normalise
-  const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+  const accum_t keep_scale = HAS_DROPOUT ? static_cast<accum_t>(p.keep_scale) : accum_t(1);
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
+  for (int r = 0; r < ROWS; ++r) weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
   if (visited == 0) {
     arch::wait_copies<0>();
     __syncthreads();  // the queries, which other threads copied to where the output goes
   }
-  fragment::store_rows<D_V>(acc, p.out, layout::offset(p.out, entry, h, false), i0, ni, weight,
-                            q_smem + fragment::warp_row() * V_BYTES);
+  char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
+  fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
+  __syncwarp();  // the warp's rows, which its lanes wrote
+  fragment::copy_rows<D_V>(p.out, layout::offset(p.out, entry, h, false), i0, ni, out_smem);
   // 9 store lse
   const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
     if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < ni) {
-      lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+      lse.data[(i0 + row) * lse.row] = l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
     }
   }
   tile::count_tiles(p, visited);

@@ -1,7 +1,7 @@
 // What happens to a tile of scores before the softmax where they lie in fragments: the twin of
 // reference/tile.py for tensor cores.
 #pragma once
-#include "fragment.cuh"
+#include "fragment_rows.cuh"
 
 namespace fragment_tile {
 
@@ -57,7 +57,7 @@ struct Pairs {
 // keys, get -inf. Generated code stands here for one column, and says its answers by bits.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_mask(const Params& p, const TileBox& box, int tile_class,
-                                           float (&s)[ROWS][COLUMNS]) {
+                                           accum_t (&s)[ROWS][COLUMNS]) {
   static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
   const Pairs pairs(box);
   unsigned int allowed[ROWS] = {};
@@ -84,8 +84,8 @@ __device__ __forceinline__ void apply_mask(const Params& p, const TileBox& box, 
 // Changes and masks a thread's scores, which are logits after it where scores are changed.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_score_and_mask(const Params& p, const TileBox& box,
-                                                     int tile_class, float (&s)[ROWS][COLUMNS],
-                                                     float scale) {
+                                                     int tile_class, accum_t (&s)[ROWS][COLUMNS],
+                                                     accum_t scale) {
   if constexpr (!HAS_SCORE) {
     apply_mask(p, box, tile_class, s);
   } else {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
       for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          float score = -number::infinity();
+          accum_t score = -number::infinity();
           if (pairs.has(r, n)) {
             const Site at = pairs.site(box, r, n);
             score = tile::change(p, at, tile_class == PARTIAL, s[r][n] * scale, nullptr);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
 // rows, each of the lanes draws for one.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& box,
-                                              float (&s)[ROWS][COLUMNS]) {
+                                              accum_t (&s)[ROWS][COLUMNS]) {
   const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
   const philox::Key key = philox::split_seed(seed);
   const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
@@ -137,8 +137,8 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
         const unsigned int word[2] = {second ? got : kept, second ? kept : got};
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
-          float& weight = s[r + x][n];
-          if (word[x] < p.drop_below && matmul::takes_part(weight)) weight *= 0.0f;
+          accum_t& weight = s[r + x][n];
+          if (word[x] < p.drop_below && matmul::takes_part(weight)) weight *= accum_t(0);
         }
       }
     }

@@ -107,6 +107,9 @@ double tanh(double) noexcept;
 double floor(double) noexcept;
 double fabs(double) noexcept;
 double fmax(double, double) noexcept;
+double fmin(double, double) noexcept;
+double fma(double, double, double) noexcept;
+double exp2(double) noexcept;
 }
 inline float exp(float x) { return __builtin_expf(x); }
 inline float log(float x) { return __builtin_logf(x); }
@@ -114,7 +117,7 @@ inline float tanh(float x) { return __builtin_tanhf(x); }
 inline float floor(float x) { return __builtin_floorf(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
 inline float fmax(float x, float y) { return __builtin_fmaxf(x, y); }
-inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
+inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float fmin(float x, float y) { return __builtin_fminf(x, y); }
 
 // -- the kernel, as the runtime takes it ----------------------------------------------------------
