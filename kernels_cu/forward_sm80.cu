@@ -107,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     bool apart = false;
     // The keys, which other threads copied, and the place before, which was read.
     if constexpr (fragment::LIMITED) {
-      apart = arch::barrier_or(!queries_fit ||
-                               !fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(place(0)));
+      apart =
+          arch::barrier_or(!queries_fit || !fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(place(0)));
     } else {
       __syncthreads();  // the same
     }
@@ -160,7 +160,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // 8 normalise
   const accum_t keep_scale = HAS_DROPOUT ? static_cast<accum_t>(p.keep_scale) : accum_t(1);
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
+  for (int r = 0; r < ROWS; ++r)
+    weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
   if (visited == 0) {
     arch::wait_copies<0>();
     __syncthreads();  // the queries, which other threads copied to where the output goes
@@ -168,7 +169,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
   fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
   __syncwarp();  // the warp's rows, which its lanes wrote
-  fragment::copy_rows<D_V>(p.out, layout::offset(p.out, entry, h, false), i0, ni, out_smem);
+  fragment::copy_out<D_V>(
+      p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
+      fragment::WARP_ROWS, ni - fragment::warp_row(), arch::lane_index(), arch::WARP_SIZE,
+      out_smem);
   // 9 store lse
   const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll

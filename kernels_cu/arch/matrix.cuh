@@ -46,8 +46,8 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float& c0, float& c1, float& c
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// c += a b for a of 16 x 8, b of 8 x 8 and c of 16 x 8, float32 times float32 in float32. Of a and b
-// the last 13 bits are passed over.
+// c += a b for a of 16 x 8, b of 8 x 8 and c of 16 x 8, float32 times float32 in float32. Of a and
+// b the last 13 bits are passed over.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float& c0, float& c1, float& c2, float& c3,
                                                  const unsigned int (&a)[4], unsigned int b0,
                                                  unsigned int b1) {

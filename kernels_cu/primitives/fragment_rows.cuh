@@ -198,20 +198,19 @@ __device__ __forceinline__ void rotate(T (&c)[ROWS][COLUMNS]) {
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes a warp's rows of a result of WIDTH columns, which lie in shared memory that is the warp's
-// own. Row 0 of the block is row `first` of the entry's head; `valid` rows exist.
+// Writes rows of a result of WIDTH columns that lie in shared memory, by threads `own` of
+// `together`. Row 0 lies at `offset`; `valid` of `rows` rows exist.
 template <int WIDTH>
-__device__ __forceinline__ void copy_rows(const Operand& to, long long offset, long long first,
-                                          int valid, const char* rows_smem) {
-  storage_t* const data =
-      reinterpret_cast<storage_t*>(to.data) + offset + (first + warp_row()) * to.row;
+__device__ __forceinline__ void copy_out(const Operand& to, long long offset, int rows, int valid,
+                                         int own, int together, const char* rows_smem) {
+  storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset;
   const bool vectors = to.col == 1 && to.row % STORED_VECTOR == 0 &&
                        reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
   constexpr int PIECES = (WIDTH + STORED_VECTOR - 1) / STORED_VECTOR;
 #pragma unroll 1
-  for (int n = arch::lane_index(); n < WARP_ROWS * PIECES; n += arch::WARP_SIZE) {
+  for (int n = own; n < rows * PIECES; n += together) {
     const int row = n / PIECES, piece = n % PIECES;
-    if (warp_row() + row >= valid) break;
+    if (row >= valid) break;
     const auto stored =
         *reinterpret_cast<const StoredVector*>(rows_smem + place<row_bytes(WIDTH)>(row, piece));
     storage_t* const target = data + row * to.row + STORED_VECTOR * piece * to.col;

@@ -51,7 +51,8 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
 // Brings l and the accumulated output from the old maxima to the new ones. `c` is unit * log2 e.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_new)[ROWS],
-                                        accum_t (&l)[ROWS], accum_t (&acc)[ROWS][COLUMNS], accum_t c) {
+                                        accum_t (&l)[ROWS], accum_t (&acc)[ROWS][COLUMNS],
+                                        accum_t c) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const bool moves = m_new[r] > m[r] && m[r] != -number::infinity();
@@ -121,8 +122,8 @@ __device__ __forceinline__ void row_sum(accum_t (&l)[ROWS]) {
 // Makes the maxima into logits, and adds one key of logit `sink` and value 0: `weight` is what is
 // left of the accumulated output.
 template <int ROWS>
-__device__ __forceinline__ void join_sink(accum_t (&m)[ROWS], accum_t (&l)[ROWS], accum_t (&weight)[ROWS],
-                                          accum_t unit, accum_t sink) {
+__device__ __forceinline__ void join_sink(accum_t (&m)[ROWS], accum_t (&l)[ROWS],
+                                          accum_t (&weight)[ROWS], accum_t unit, accum_t sink) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     if (m[r] != -number::infinity()) m[r] *= unit;

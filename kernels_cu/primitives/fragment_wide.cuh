@@ -5,13 +5,13 @@
 // cores multiply, and a bit that is cut off; of the product of two such sums the smallest of four
 // terms is left out: its error is at most 2^-21 of it.
 //
-// Of 8 neighbouring elements of a sum, a lane with t = lane % 4 brings numbers 2 t and 2 t + 1 where
-// the instruction counts t and t + 4: any order will do if both operands have it. So what a product
-// leaves in registers is the left operand of the next one as it lies. Of a row that lies along the
-// sum a lane reads 16 bytes, which last for one or two pieces. Across it, it reads 16 bytes of two
-// rows, and they make one column in each of several pieces: so a thread has 2 STORED_VECTOR
-// neighbouring columns of a line of the result, columns 8 STORED_VECTOR (n / N) + N (lane % 4) +
-// n % N of it for N = 2 STORED_VECTOR.
+// Of 8 neighbouring elements of a sum, a lane with t = lane % 4 brings numbers 2 t and 2 t + 1
+// where the instruction counts t and t + 4: any order will do if both operands have it. So what a
+// product leaves in registers is the left operand of the next one as it lies. Of a row that lies
+// along the sum a lane reads 16 bytes, which last for one or two pieces. Across it, it reads 16
+// bytes of two rows, and they make one column in each of several pieces: so a thread has 2
+// STORED_VECTOR neighbouring columns of a line of the result, columns 8 STORED_VECTOR (n / N) + N
+// (lane % 4) + n % N of it for N = 2 STORED_VECTOR.
 #pragma once
 #include "fragment_rows.cuh"
 
@@ -241,14 +241,21 @@ __device__ __forceinline__ void narrow(const accum_t (&p)[ROWS][COLUMNS],
   }
 }
 
-// c += a b for 8 rows of b, of which a has the parts, and LINES lines of columns.
-template <int LINES, int BYTES, int M, int ROWS, int COLUMNS>
+// All lines of a result exist.
+struct Whole {
+  __device__ __forceinline__ bool has(int) const { return true; }
+};
+
+// c += a b for 8 rows of b from `row` on, of which a has the parts, and LINES lines of columns.
+template <int LINES, int BYTES, int M, int ROWS, int COLUMNS, class Lines = Whole>
 __device__ __forceinline__ void multiply_across(accum_t (&c)[ROWS][COLUMNS],
                                                 const part_t (&a)[M][4],
-                                                const AcrossRows<BYTES>& rows, int row) {
+                                                const AcrossRows<BYTES>& rows, int row,
+                                                const Lines& share = Whole()) {
   constexpr int V = STORED_VECTOR;
 #pragma unroll
   for (int line = 0; line < LINES; ++line) {
+    if (!share.has(line)) break;
     part_t right[V][2];
 #pragma unroll
     for (int second = 0; second < 2; ++second) {
@@ -304,8 +311,8 @@ __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
     accum_t weight[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      weight[r] = arch::shuffle(k % 2 == 0 ? a[r][0] : a[r][1],
-                                arch::lane_index() / 4 * 4 + k % 8 / 2);
+      weight[r] =
+          arch::shuffle(k % 2 == 0 ? a[r][0] : a[r][1], arch::lane_index() / 4 * 4 + k % 8 / 2);
     }
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
