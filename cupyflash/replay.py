@@ -146,8 +146,14 @@ class _Reader:
         else:
             raise _UnlikeError
 
+    def word(self, value: Any) -> None:
+        """Take a word that is part of the key, or None."""
+        if value is not None and type(value) is not str:
+            raise _UnlikeError
+        self.key.append(value)
+
     def options(self, options: Mapping[str, Any]) -> None:
-        """Take the options of a call, all seven and no other."""
+        """Take the options of a call, all eight and no other."""
         if len(options) != _NUMBER_OF_OPTIONS:
             raise _UnlikeError
         for name in ("mask", "score_mod", "bias"):
@@ -156,9 +162,10 @@ class _Reader:
         self.number(options["scale"])
         self.number(options["dropout"])
         self.seed(options["seed"])
+        self.word(options["precision"])
 
 
-_NUMBER_OF_OPTIONS = 7
+_NUMBER_OF_OPTIONS = 8
 
 
 def _span(array: Any) -> tuple[int, int]:

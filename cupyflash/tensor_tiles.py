@@ -1,6 +1,6 @@
 """Tiles of the kernels for tensor cores: one table, and the shared memory that each row takes.
 
-The formulas are those of kernels_cu/primitives/fragment.cuh; every kernel asserts that it and this
+The formulas are those of kernels_cu/primitives/fragment_rows.cuh; every kernel asserts that it and this
 module agree on the bytes.
 """
 
@@ -14,8 +14,7 @@ import numpy as np
 from .problem import Problem
 from .tiles import Tiles
 
-OLDEST_CAPABILITY = (8, 0)  # of matrix instructions for both 16-bit types
-LARGEST_HEAD = 256
+OLDEST_CAPABILITY = (8, 0)  # of matrix instructions for these types
 
 # Bytes of an element -> largest head -> what fits, the best first: queries and keys of a tile,
 # warps, places of the ring that keys and values pass through, and blocks that share a
@@ -27,15 +26,20 @@ FORWARD: dict[int, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
         256: ((64, 64, 4, 2, 2), (64, 32, 4, 2, 1)),
     },
     4: {
-        64: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2)),
-        128: ((128, 32, 4, 2, 2), (64, 32, 4, 2, 1)),
-        256: ((64, 32, 4, 2, 1), (64, 16, 4, 2, 1), (32, 16, 2, 2, 1)),
+        64: ((128, 64, 4, 2, 2),),
+        128: ((128, 64, 8, 2, 1), (128, 32, 8, 2, 1)),
+        256: ((128, 32, 8, 2, 1), (128, 16, 8, 2, 1), (64, 16, 4, 2, 1)),
     },
     8: {
-        64: ((64, 32, 4, 2, 3), (64, 32, 4, 2, 1)),
-        128: ((128, 32, 8, 2, 1), (64, 32, 4, 2, 1), (64, 16, 4, 2, 1)),
+        64: ((128, 64, 8, 2, 1), (128, 32, 8, 2, 1)),
+        128: ((128, 32, 8, 2, 1), (128, 16, 8, 2, 1), (64, 16, 4, 2, 1)),
     },
 }
+
+
+def largest_head(dtype: Any) -> int:
+    """Return the largest head size that the forward for tensor cores has tiles for."""
+    return max(FORWARD[np.dtype(dtype).itemsize])
 
 
 def multiplies(dtype: Any, precision: str | None, capability: tuple[int, int]) -> bool:
@@ -46,7 +50,7 @@ def multiplies(dtype: Any, precision: str | None, capability: tuple[int, int]) -
 
 def serves(problem: Problem, capability: tuple[int, int]) -> bool:
     """Whether the forward for tensor cores can compute a problem on such a device."""
-    fits = max(problem.d, problem.d_v) <= max(FORWARD[problem.dtype.itemsize])
+    fits = max(problem.d, problem.d_v) <= largest_head(problem.dtype)
     return fits and multiplies(problem.dtype, problem.precision, capability)
 
 
@@ -71,7 +75,7 @@ def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
     Parameters
     ----------
     d, d_v : int
-        Head sizes, at most `LARGEST_HEAD`.
+        Head sizes, at most `largest_head`.
     limit : int
         Bytes of shared memory that a block may have.
     itemsize : int

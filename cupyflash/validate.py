@@ -197,8 +197,8 @@ def _checked_offsets(offsets: Array, name: str, total: int) -> Array:
 
 
 _OPTIONS = (
-    "the options are mask, score_mod, bias, sink, scale, dropout, seed; beside them attention "
-    "takes return_lse, out, lse_out, and attention_backward dlse, deterministic, grads_out, "
+    "the options are mask, score_mod, bias, sink, scale, dropout, seed, precision; beside them "
+    "attention takes return_lse, out, lse_out, and attention_backward dlse, deterministic, grads_out, "
     "workspace"
 )
 _OTHER_NAMES = {  # of other libraries, or of other functions of this one
@@ -235,6 +235,7 @@ def _with_options(
     scale: Any = None,
     dropout: Any = 0.0,
     seed: Any = None,
+    precision: Any = None,
     **unknown: Any,
 ) -> Call:
     if unknown:
@@ -246,6 +247,7 @@ def _with_options(
         scale=_scale(scale, problem.d, problem.accumulator),
         dropout=_dropout(dropout, seed),
         seed=_seed(seed),
+        precision=_precision(precision, problem.dtype),
     )
     made = Call(
         problem,
@@ -320,6 +322,24 @@ def _seed(value: Any) -> Any:
             f"seed: {value} came; wanted 0 to 2**64 - 1, for instance seed % 2**64."
         )
     return int(value)
+
+
+def _precision(value: Any, dtype: np.dtype[Any]) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ArgumentTypeError(
+            f'precision: {type(value).__name__} came; wanted "tf32x3", or None for full {dtype}.'
+        )
+    if value != "tf32x3":
+        raise ArgumentError(
+            f'precision: {value!r} came; wanted "tf32x3", or None for full {dtype}.'
+        )
+    if dtype != np.float32:
+        raise ArgumentError(
+            f'precision: "tf32x3" came with arrays of {dtype}; wanted float32 arrays, or None.'
+        )
+    return value
 
 
 def _mask(value: Any) -> Mask | None:

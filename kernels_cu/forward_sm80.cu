@@ -27,10 +27,8 @@ constexpr int HELD_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
 constexpr int SLOT_BYTES = BLOCK_KV * matmul::larger(Q_BYTES, V_BYTES);
 constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES) / SLOT_BYTES;
 // Whether registers have room for the queries of a warp's rows.
-constexpr int WORDS = static_cast<int>(sizeof(accum_t)) / 4;
-constexpr int Q_WORDS = fragment::whole_columns(D) * static_cast<int>(sizeof(storage_t)) / 16;
 constexpr bool HOLD_Q =
-    ROWS * (WORDS * (COLUMNS + COLUMNS_V) + Q_WORDS) <= (fragment::WIDE ? 112 : 160);
+    !fragment::WIDE && ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
 
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
@@ -88,8 +86,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   fragment::Left<D, HOLD_Q> q(q_smem + fragment::warp_row() * Q_BYTES);
   arch::wait_copies<SLOTS - 1>();
   if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
-  bool queries_fit = true;  // of those that this thread copied
-  if constexpr (fragment::LIMITED) queries_fit = fragment::finite_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
   if constexpr (HOLD_Q) {
     __syncthreads();  // the queries, which other threads copied
     q.hold();
@@ -104,18 +100,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ++visited;
 
     arch::wait_copies<SLOTS - 2>();
-    bool apart = false;
-    // The keys, which other threads copied, and the place before, which was read.
-    if constexpr (fragment::LIMITED) {
-      apart =
-          arch::barrier_or(!queries_fit || !fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(place(0)));
-    } else {
-      __syncthreads();  // the same
-    }
+    __syncthreads();  // the keys, which other threads copied, and the place before, which was read
     if constexpr (SLOTS == 2) begin_values(now, 1);
     // 2 scores
     accum_t s[ROWS][COLUMNS];
-    fragment::multiply(s, q, place(0), apart);
+    fragment::multiply(s, q, place(0));
     // 3 score mod
     // 4 mask
     if (masked) fragment_tile::apply_score_and_mask(p, box, now.tile_class, s, scale);
@@ -147,7 +136,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     } else {
       begin_keys(next, 1);
     }
-    fragment::accumulate<BLOCK_KV, D_V>(acc, weights, place(0), careful);
+    if (careful) {
+      fragment::add_nonfinite<D_V>(acc, weights, place(0));
+      __syncthreads();  // the values, which are read as they came
+      fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(place(0));
+      __syncthreads();  // the values, now finite
+    }
+    fragment::multiply_add<D_V>(acc, weights, place(0));
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     now = next;
   }

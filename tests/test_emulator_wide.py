@@ -81,6 +81,12 @@ def test_rows_times_rows_and_a_tile_of_them(storage, d):
     np.testing.assert_array_equal(out, 2 * x @ y.T)
 
 
+APART = """
+      fragment_wide_product::add_nonfinite<%s, warp_row, y_smem, share);
+      __syncthreads();
+      fragment::clear_nonfinite<32, D, BYTES>(y_smem);
+      __syncthreads();
+"""
 WRITE = """
       fragment_wide_product::store_rows<64>(c, share, warp_row, to, 0, 0, 61, accum_t(3), x_smem);
 """
@@ -96,24 +102,23 @@ RESULT = """
 
 @EACH_TYPE
 @SIZES
-@pytest.mark.parametrize("seen", [False, True])
-def test_weights_times_rows(storage, d, seen):
+@pytest.mark.parametrize("apart", [False, True])
+def test_weights_times_rows(storage, d, apart):
     # The tile x is 64 rows of weights where D is 32; otherwise the transposed of w is.
-    product = (
-        "fragment_wide_product::multiply_add_seen<D, 32, W_BYTES, true>"
-        "(c, w_smem, w_smem, warp_row, y_smem, share);"
-        if seen
-        else "fragment_wide_product::multiply_add_transposed<D, 32, W_BYTES, 2>"
-        "(c, w_smem, warp_row, y_smem, share);"
-    )
+    product = """
+      fragment_wide_product::multiply_add_transposed<D, 32, W_BYTES, 2>(c, w_smem, warp_row, y_smem,
+                                                                        share);
+    """
+    if apart:
+        product = APART % "D, 32, W_BYTES, true>(c, w_smem, w_smem" + product
     y, w = whole((KEYS, d), 1), whole((KEYS, 64), 2).astype(TYPES[storage])
-    if seen:
+    if apart:
         w[3] = -0.0
     out = np.full((ROWS, d + 1), -1, TYPES[storage])
     wanted = np.concatenate([3 * w.T @ y, np.full((64, 1), -1)], axis=1)
     wanted[61:] = -1
     given = y.astype(TYPES[storage])
-    if seen:
+    if apart:
         given[3] = np.inf
     run(
         storage,
@@ -128,15 +133,14 @@ def test_weights_times_rows(storage, d, seen):
 
 
 @EACH_TYPE
-@pytest.mark.parametrize("seen", [False, True])
-def test_rows_of_weights_times_rows(storage, seen):
-    product = (
-        "fragment_wide_product::multiply_add_seen<D, 32, BYTES, false>"
-        "(c, x_smem, x_smem, warp_row, y_smem, share);"
-        if seen
-        else "fragment_wide_product::multiply_add<D, 32, BYTES, 2>"
-        "(c, x_smem + warp_row * BYTES, y_smem, share);"
-    )
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_of_weights_times_rows(storage, apart):
+    product = """
+      fragment_wide_product::multiply_add<D, 32, BYTES, 2>(c, x_smem + warp_row * BYTES, y_smem,
+                                                           share);
+    """
+    if apart:
+        product = APART % "D, 32, BYTES, false>(c, x_smem, x_smem" + product
     x, y = whole((ROWS, 32), 0), whole((KEYS, 32), 1)
     out = np.full((ROWS, 33), -1, TYPES[storage])
     body = RESULT + product + "\n__syncthreads();" + WRITE

@@ -22,7 +22,9 @@ from cupyflash.testing import Precision, forward_bound, rho
 from cupyflash.tiles import REGISTERS
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
-TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+F32 = np.dtype(np.float32)  # by three products
+NARROW = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+TYPES = [*NARROW, F32, np.dtype(np.float64)]
 BLOCKS = Blocks(32, 16, 64)
 EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
@@ -32,18 +34,22 @@ def draw(dtype, *shapes, seed=0):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+def precision_of(dtype):
+    return "tf32x3" if dtype == F32 else None
+
+
 def run(q, k, v, blocks=BLOCKS, schedule=REVERSE, **options):
     """Compute out and lse on the emulator, into memory that holds NaN."""
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, precision=precision_of(q.dtype), **options)
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
-    lse = np.full(q.shape[:-1], np.nan, np.float32)
+    lse = np.full(q.shape[:-1], np.nan, call.problem.accumulator)
     visited = np.zeros(1, np.uint64)
     Emulator(blocks, schedule).forward(call, out, lse, visited)
     return out, lse, int(visited[0])
 
 
 def within_the_bound(q, k, v, out, lse, block_kv=16, **options):
-    precision = Precision.of(q.dtype, tensor_cores=True)
+    precision = Precision.of(q.dtype, True, precision_of(q.dtype))
     bound = forward_bound(q, k, v, precision=precision, block_kv=block_kv, **options)
     assert rho(out, *bound.out).value <= 1
     assert rho(lse, *bound.lse).value <= 1

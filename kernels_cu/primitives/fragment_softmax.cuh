@@ -5,15 +5,16 @@
 // a partial l of their own columns, which `row_sum` joins at the end.
 #pragma once
 #include "fragment_rows.cuh"
+#include "power.cuh"
 #include "softmax.cuh"
 
 namespace fragment_softmax {
 
 constexpr accum_t LOG2_E = static_cast<accum_t>(1.4426950408889634);
 
-// 2^x.
-__device__ __forceinline__ float power(float x) { return arch::exp2(x); }
-__device__ __forceinline__ double power(double x) { return exp2(x); }
+// The larger number, or the first where the second is NaN. The first is none.
+__device__ __forceinline__ float larger(float x, float y) { return fmax(x, y); }
+__device__ __forceinline__ double larger(double x, double y) { return y > x ? y : x; }
 
 // Where |m * c| is larger, the rounding of m * c would show in s * c - m * c.
 constexpr accum_t LARGEST_OFFSET = 1048576;
@@ -38,10 +39,10 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
   for (int r = 0; r < ROWS; ++r) {
     m_new[r] = m[r];
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) m_new[r] = fmax(m_new[r], s[r][n]);
+    for (int n = 0; n < COLUMNS; ++n) m_new[r] = larger(m_new[r], s[r][n]);
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      m_new[r] = fmax(m_new[r], arch::shuffle_xor(m_new[r], lanes));
+      m_new[r] = larger(m_new[r], arch::shuffle_xor(m_new[r], lanes));
     }
     grew = grew || m_new[r] > m[r];
   }
@@ -56,7 +57,7 @@ __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_ne
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const bool moves = m_new[r] > m[r] && m[r] != -number::infinity();
-    const accum_t alpha = moves ? power((m[r] - m_new[r]) * c) : accum_t(1);
+    const accum_t alpha = moves ? power::exp2((m[r] - m_new[r]) * c) : accum_t(1);
     l[r] *= alpha;
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) acc[r][n] *= alpha;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         const bool seen = s[r][n] != -number::infinity();
-        const accum_t p = power(fma(s[r][n], c, -offset[r]));
+        const accum_t p = power::exp2(fma(s[r][n], c, -offset[r]));
         s[r][n] = seen ? p : matmul::no_part();
         l[r] += s[r][n];
       }
@@ -102,7 +103,7 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        s[r][n] = power(fma(s[r][n], c, -offset[r]));
+        s[r][n] = power::exp2(fma(s[r][n], c, -offset[r]));
         l[r] += s[r][n];
       }
     }

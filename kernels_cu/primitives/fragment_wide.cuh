@@ -33,10 +33,11 @@ struct PartOf<3> {
 using part_t = PartOf<STORAGE>::type;
 constexpr int TERMS = STORAGE == 3 ? 1 : 3;  // of a product of two parts
 
-// Whether there are finite numbers that cannot be taken apart: float32 from 2^127 on, which may
-// round to infinity.
+// Whether there are numbers that cannot be taken apart: infinities, and float32 from 2^127 on,
+// which may round to one.
 constexpr bool LIMITED = STORAGE == 2;
 
+__device__ Split part(unsigned short);  // of 16-bit types: never called
 __device__ __forceinline__ double part(double x) { return x; }
 
 // The larger number is rounded to 11 bits, which leaves 12 to the smaller one. Of that the
@@ -112,58 +113,133 @@ struct AcrossRows {
 };
 
 // Rows that begin at rows_smem, as the left operand of products along them, 16 M at a time.
-template <int WIDTH, bool HELD, int M>
+template <int WIDTH, int M>
 struct LeftRows {
   static constexpr int STEPS = whole_columns(WIDTH) / STEP;
   const char* begin_smem;
   AlongRow<row_bytes(WIDTH)> rows;
-  StoredVector held[HELD ? STEPS : 1][2 * M];
 
   __device__ __forceinline__ explicit LeftRows(const char* rows_smem)
       : begin_smem(rows_smem), rows(rows_smem) {}
 
-  // Loads a step, or takes it from where it is held.
+  // Loads a step.
   __device__ __forceinline__ void load(part_t (&to)[M][PIECES][4], int step) const {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      StoredVector from;
-      if constexpr (HELD) {
-        from = held[step][r];
-      } else {
-        from = rows.at(8 * r, step);
-      }
+      const StoredVector from = rows.at(8 * r, step);
 #pragma unroll
       for (int x = 0; x < STORED_VECTOR; ++x) {
         to[r / 2][x / 2][r % 2 + x % 2 * 2] = part(from.x[x]);
       }
     }
   }
-  __device__ __forceinline__ void hold() {
-    static_assert(HELD, "where registers have room");
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-#pragma unroll
-      for (int r = 0; r < 2 * M; ++r) held[step][r] = rows.at(8 * r, step);
-    }
-  }
 };
 
-template <int WIDTH, bool HELD>
-struct Left<WIDTH, HELD, true> : LeftRows<WIDTH, HELD, M_TILES> {
-  using LeftRows<WIDTH, HELD, M_TILES>::LeftRows;
+template <int WIDTH>
+struct Left<WIDTH, false, true> : LeftRows<WIDTH, M_TILES> {
+  using LeftRows<WIDTH, M_TILES>::LeftRows;
+  __device__ __forceinline__ void hold() {}  // nothing: they would take too many registers
 };
 
 // -- products -------------------------------------------------------------------------------------
 
-// c = a b^T, one number after the other.
+// Products of up to 16 numbers of a sum, in as many as TILES pieces of 8 columns of c. Tensor cores
+// cut off the last bits of a float32 sum: only of such a short one, which is then added with
+// rounding. Columns n and n + `apart` of a thread's belong to a piece.
+template <int TILES, int M>
+struct Sums {
+  static constexpr bool SHORT = TERMS > 1;
+  accum_t part[SHORT ? TILES : 1][M][4] = {};
+
+  template <int ROWS, int COLUMNS>
+  __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], int m, int tile, int n,
+                                           int apart, int term, const part_t (&a)[4],
+                                           const part_t& b0, const part_t& b1) {
+    if constexpr (SHORT) {
+      accum_t(&to)[4] = part[tile][m];
+      mma(term, to[0], to[1], to[2], to[3], a, b0, b1);
+    } else {
+      accum_t *const low = c[2 * m] + n, *const high = c[2 * m + 1] + n;
+      mma(term, low[0], low[apart], high[0], high[apart], a, b0, b1);
+    }
+  }
+  template <int ROWS, int COLUMNS>
+  __device__ __forceinline__ void add(accum_t (&c)[ROWS][COLUMNS], int tile, int n, int apart) {
+    if constexpr (SHORT) {
+#pragma unroll
+      for (int r = 0; r < 2 * M; ++r) {
+        c[r][n] += part[tile][r / 2][r % 2 * 2];
+        c[r][n + apart] += part[tile][r / 2][r % 2 * 2 + 1];
+      }
+    }
+  }
+};
+
+// c = a b^T. UNROLL steps are in sight at a time.
+template <int UNROLL, int WIDTH, int M, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS],
+                                              const LeftRows<WIDTH, M>& a, const char* b_smem) {
+  // Pieces of 8 columns.
+  constexpr int AT_ONCE = TERMS > 1 && M > 1 || COLUMNS % 8 != 0 ? 2 : 4;
+  const AlongRow<row_bytes(WIDTH)> rows(b_smem);
+  matmul::clear(c);
+#pragma unroll UNROLL
+  for (int step = 0; step < LeftRows<WIDTH, M>::STEPS; ++step) {
+    part_t left[M][PIECES][4];
+    a.load(left, step);
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2 * AT_ONCE) {
+      part_t right[AT_ONCE][STORED_VECTOR];
+#pragma unroll
+      for (int y = 0; y < AT_ONCE; ++y) {
+        const StoredVector from = rows.at(4 * n + 8 * y, step);
+#pragma unroll
+        for (int x = 0; x < STORED_VECTOR; ++x) right[y][x] = part(from.x[x]);
+      }
+      Sums<AT_ONCE, M> sums;
+#pragma unroll
+      for (int term = 0; term < TERMS; ++term) {
+#pragma unroll
+        for (int k = 0; k < PIECES; ++k) {
+#pragma unroll
+          for (int y = 0; y < AT_ONCE; ++y) {
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+              sums.multiply(c, m, y, n + 2 * y, 1, term, left[m][k], right[y][2 * k],
+                            right[y][2 * k + 1]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int y = 0; y < AT_ONCE; ++y) sums.add(c, y, n + 2 * y, 1);
+    }
+  }
+}
+
+// Whether a number of the warp's is NaN.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ bool any_nan(const accum_t (&c)[ROWS][COLUMNS]) {
+  accum_t sum = 0;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) sum = fma(c[r][n], accum_t(0), sum);
+  }
+  return arch::any_lane(sum != sum);
+}
+
+// Computes those elements of c = a b^T again that are NaN, from one number after the other: what is
+// infinite, or too large to be split, has made NaN of them.
 template <int WIDTH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_one_by_one(accum_t (&c)[ROWS][COLUMNS], const char* a_smem,
-                                                    const char* b_smem) {
+__device__ __forceinline__ void multiply_nan(accum_t (&c)[ROWS][COLUMNS], const char* a_smem,
+                                             const char* b_smem) {
 #pragma unroll 1
   for (int n = 0; n < COLUMNS; ++n) {
     const int column = 8 * (n / 2) + lane_column() + n % 2;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
+      if (c[r][0] == c[r][0]) continue;
       accum_t sum = 0;
 #pragma unroll 1
       for (int k = 0; k < WIDTH; ++k) {
@@ -176,57 +252,14 @@ __device__ __forceinline__ void multiply_one_by_one(accum_t (&c)[ROWS][COLUMNS],
   }
 }
 
-// c = a b^T. UNROLL steps are in sight at a time.
-template <int UNROLL, int WIDTH, bool HELD, int M, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS],
-                                              const LeftRows<WIDTH, HELD, M>& a,
-                                              const char* b_smem) {
-  constexpr int AT_ONCE = COLUMNS % 8 == 0 ? 4 : 2;  // pieces of 8 columns
-  const AlongRow<row_bytes(WIDTH)> rows(b_smem);
-  matmul::clear(c);
-#pragma unroll UNROLL
-  for (int step = 0; step < LeftRows<WIDTH, HELD, M>::STEPS; ++step) {
-    part_t left[M][PIECES][4];
-    a.load(left, step);
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n += 2 * AT_ONCE) {
-      part_t right[AT_ONCE][STORED_VECTOR];
-#pragma unroll
-      for (int y = 0; y < AT_ONCE; ++y) {
-        const StoredVector from = rows.at(4 * n + 8 * y, step);
-#pragma unroll
-        for (int x = 0; x < STORED_VECTOR; ++x) right[y][x] = part(from.x[x]);
-      }
-#pragma unroll
-      for (int k = 0; k < PIECES; ++k) {
-#pragma unroll
-        for (int term = 0; term < TERMS; ++term) {
-#pragma unroll
-          for (int y = 0; y < AT_ONCE; ++y) {
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-              accum_t* const low = c[2 * m] + n + 2 * y;
-              accum_t* const high = c[2 * m + 1] + n + 2 * y;
-              mma(term, low[0], low[1], high[0], high[1], left[m][k], right[y][2 * k],
-                  right[y][2 * k + 1]);
-            }
-          }
-        }
-      }
-    }
-  }
-}
-
-// c = a b^T, one number after the other where `apart`.
-template <int WIDTH, bool HELD, int ROWS, int COLUMNS>
+// c = a b^T.
+template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS],
-                                         const Left<WIDTH, HELD, true>& a, const char* b_smem,
-                                         bool apart) {
-  if (LIMITED && apart) {
-    multiply_one_by_one<WIDTH>(c, a.begin_smem, b_smem);
-  } else {
-    constexpr int UNROLL = HELD ? Left<WIDTH, HELD, true>::STEPS : 2;
-    multiply_rows<UNROLL, WIDTH, HELD, M_TILES>(c, a, b_smem);
+                                         const Left<WIDTH, false, true>& a, const char* b_smem) {
+  constexpr int UNROLL = TERMS > 1 ? 1 : 2;  // as far as registers go
+  multiply_rows<UNROLL, WIDTH, M_TILES>(c, a, b_smem);
+  if constexpr (LIMITED) {
+    if (any_nan(c)) multiply_nan<WIDTH>(c, a.begin_smem, b_smem);
   }
 }
 
@@ -253,6 +286,7 @@ __device__ __forceinline__ void multiply_across(accum_t (&c)[ROWS][COLUMNS],
                                                 const AcrossRows<BYTES>& rows, int row,
                                                 const Lines& share = Whole()) {
   constexpr int V = STORED_VECTOR;
+  constexpr int AT_ONCE = TERMS > 1 && M > 1 ? V / 2 : V;  // pieces of 8 columns
 #pragma unroll
   for (int line = 0; line < LINES; ++line) {
     if (!share.has(line)) break;
@@ -264,34 +298,42 @@ __device__ __forceinline__ void multiply_across(accum_t (&c)[ROWS][COLUMNS],
       for (int x = 0; x < V; ++x) right[x][second] = part(from.x[x]);
     }
 #pragma unroll
-    for (int term = 0; term < TERMS; ++term) {
+    for (int first = 0; first < V; first += AT_ONCE) {
+      Sums<AT_ONCE, M> sums;
 #pragma unroll
-      for (int x = 0; x < V; ++x) {
+      for (int term = 0; term < TERMS; ++term) {
 #pragma unroll
-        for (int m = 0; m < M; ++m) {
-          accum_t* const low = c[2 * m] + 2 * V * line + x;
-          accum_t* const high = c[2 * m + 1] + 2 * V * line + x;
-          mma(term, low[0], low[V], high[0], high[V], a[m], right[x][0], right[x][1]);
+        for (int y = 0; y < AT_ONCE; ++y) {
+#pragma unroll
+          for (int m = 0; m < M; ++m) {
+            const int x = first + y;
+            sums.multiply(c, m, y, 2 * V * line + x, V, term, a[m], right[x][0], right[x][1]);
+          }
         }
       }
+#pragma unroll
+      for (int y = 0; y < AT_ONCE; ++y) sums.add(c, y, 2 * V * line + first + y, V);
     }
   }
 }
 
-// c += a b for weights a and rows b of WIDTH columns.
+// c += a b for weights a and rows b of WIDTH columns. Each 8 weights come to the front in turn.
 template <int WIDTH, int ROWS, int DEPTH, int COLUMNS>
-__device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS],
-                                             const accum_t (&a)[ROWS][DEPTH], const char* b_smem) {
+__device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], accum_t (&a)[ROWS][DEPTH],
+                                             const char* b_smem) {
+  // More short sums at a time would not fit into registers.
+  constexpr int UNROLL = TERMS > 1 ? 1 : DEPTH / 2;
   const AcrossRows<row_bytes(WIDTH)> rows(b_smem);
-#pragma unroll
+#pragma unroll UNROLL
   for (int k = 0; k < DEPTH; k += 2) {
     part_t left[ROWS / 2][4];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      left[r / 2][r % 2] = part(a[r][k]);
-      left[r / 2][r % 2 + 2] = part(a[r][k + 1]);
+      left[r / 2][r % 2] = part(a[r][0]);
+      left[r / 2][r % 2 + 2] = part(a[r][1]);
     }
     multiply_across<whole_columns(WIDTH) / LINE>(c, left, rows, 4 * k);
+    rotate<2>(a);
   }
 }
 
@@ -301,11 +343,16 @@ __device__ __forceinline__ int column_of(int n) {
   return n / N * LINE + N * (arch::lane_index() % 4) + n % N;
 }
 
-// c += a b, one number after the other, without pairs that take no part. Every thread takes the
-// weights of its rows from the lane that has them.
+// Whether a number takes part in products by tensor cores.
+__device__ __forceinline__ bool fits(float x) { return fabs(x) < 0x1p127f; }
+__device__ __forceinline__ bool fits(double x) { return number::is_finite(x); }
+
+// c += a b for those elements of b only that do not fit, without pairs that take no part: the
+// product leaves them to this. Every thread takes the weights of its rows from the lane that has
+// them.
 template <int WIDTH, int ROWS, int DEPTH, int COLUMNS>
-__device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
-                                                  accum_t (&a)[ROWS][DEPTH], const char* b_smem) {
+__device__ __forceinline__ void add_nonfinite(accum_t (&c)[ROWS][COLUMNS],
+                                              accum_t (&a)[ROWS][DEPTH], const char* b_smem) {
 #pragma unroll 1
   for (int k = 0; k < 4 * DEPTH; ++k) {
     accum_t weight[ROWS];
@@ -319,22 +366,10 @@ __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
       const accum_t value = element_of(b_smem + place_of<row_bytes(WIDTH)>(k, column_of(n)));
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        if (matmul::takes_part(weight[r])) c[r][n] += weight[r] * value;
+        if (!fits(value) && matmul::takes_part(weight[r])) c[r][n] += weight[r] * value;
       }
     }
     if (k % 8 == 7) rotate<2>(a);
-  }
-}
-
-// c += a b for weights a and the DEPTH rows of b, without pairs that take no part where `careful`.
-template <int DEPTH, int WIDTH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS],
-                                           accum_t (&a)[ROWS][DEPTH / 4], char* b_smem,
-                                           bool careful) {
-  if (careful) {
-    multiply_add_seen<WIDTH>(c, a, b_smem);
-  } else {
-    multiply_add<WIDTH>(c, a, b_smem);
   }
 }
 

@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_tile(const accum_t (&c)[ROWS][COLUMNS], in
 template <int WIDTH, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const char* a_smem,
                                          const char* b_smem) {
-  const fragment::LeftRows<WIDTH, false, ROWS / 2> a(a_smem);
+  const fragment::LeftRows<WIDTH, ROWS / 2> a(a_smem);
   fragment::multiply_rows<UNROLL>(c, a, b_smem);
 }
 
@@ -118,34 +118,28 @@ __device__ __forceinline__ void multiply_add_transposed(accum_t (&c)[ROWS][COLUM
   }
 }
 
-// The same two, one number after the other, without pairs that take no part, which `seen_smem`
-// tells: for a b that may hold NaN or infinity, or what may not be split. Where TRANSPOSED, the
-// rows of c are columns of a from `first` on; else they are rows of it.
+// c += a b, or c += a^T b where TRANSPOSED, for those elements of b only that do not fit, without
+// pairs that take no part, which `seen_smem` tells: the products leave them to this. The rows of c
+// are rows, or columns, of a from `first` on.
 template <int WIDTH, int DEPTH, int A_BYTES, bool TRANSPOSED, int SHARERS, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS], const char* a_smem,
-                                                  const char* seen_smem, int first,
-                                                  const char* b_smem,
-                                                  const Share<WIDTH, SHARERS>& share) {
+__device__ __forceinline__ void add_nonfinite(accum_t (&c)[ROWS][COLUMNS], const char* a_smem,
+                                              const char* seen_smem, int first, const char* b_smem,
+                                              const Share<WIDTH, SHARERS>& share) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
-    accum_t weight[ROWS];
-    bool seen[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = first + 8 * r + fragment::lane_row();
-      const int at = fragment::place_of<A_BYTES>(TRANSPOSED ? k : row, TRANSPOSED ? row : k);
-      weight[r] = fragment::element_of(a_smem + at);
-      seen[r] = matmul::takes_part(fragment::element_of(seen_smem + at));
-    }
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       if (!share.has(n / (2 * STORED_VECTOR))) break;
       const int column = share.first * fragment::LINE + fragment::column_of(n);
       const accum_t value =
           fragment::element_of(b_smem + fragment::place_of<fragment::row_bytes(WIDTH)>(k, column));
+      if (fragment::fits(value)) continue;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        if (seen[r]) c[r][n] += weight[r] * value;
+        const int row = first + 8 * r + fragment::lane_row();
+        const int at = fragment::place_of<A_BYTES>(TRANSPOSED ? k : row, TRANSPOSED ? row : k);
+        const bool seen = matmul::takes_part(fragment::element_of(seen_smem + at));
+        if (seen) c[r][n] += fragment::element_of(a_smem + at) * value;
       }
     }
   }

@@ -82,6 +82,7 @@ inline unsigned long long atomicAdd(unsigned long long* place, unsigned long lon
 inline unsigned int __float_as_uint(float x) { return emulator::same_bits<unsigned int>(x); }
 inline float __uint_as_float(unsigned int x) { return emulator::same_bits<float>(x); }
 inline long long __double_as_longlong(double x) { return emulator::same_bits<long long>(x); }
+inline double __longlong_as_double(long long x) { return emulator::same_bits<double>(x); }
 
 // Rounds toward zero: a float one step nearer to zero where the nearest one lies beyond x.
 inline float __double2float_rz(double x) {
@@ -109,7 +110,6 @@ double fabs(double) noexcept;
 double fmax(double, double) noexcept;
 double fmin(double, double) noexcept;
 double fma(double, double, double) noexcept;
-double exp2(double) noexcept;
 }
 inline float exp(float x) { return __builtin_expf(x); }
 inline float log(float x) { return __builtin_logf(x); }
