@@ -67,9 +67,11 @@ def test_rows_times_rows_and_a_tile_of_them(storage, d):
     body = """
       accum_t s[4][4];
       const int warp_key = t / 32 % 2 * 16;
-      fragment_wide_product::multiply<D, 2>(s, x_smem + warp_row * BYTES, y_smem + warp_key * BYTES);
+      fragment_wide_product::multiply<D, 2>(s, x_smem + warp_row * BYTES,
+                                            y_smem + warp_key * BYTES);
       constexpr int Z_BYTES = fragment::row_bytes(32);
-      fragment_wide_product::store_tile<Z_BYTES>(s, warp_row, warp_key / 8, accum_t(2), z_smem);
+      fragment_wide_product::store_tile<Z_BYTES>(s, warp_row, warp_key / 8, accum_t(2),
+                                                 z_smem);
       __syncthreads();
       for (int n = t; n < 64 * 32; n += 128) {
         out[n] = fragment::element_of(z_smem + fragment::place_of<Z_BYTES>(n / 32, n % 32));
@@ -161,3 +163,24 @@ def test_a_float_is_a_sum_of_two():
     parts = probe.run(np.zeros((128, 2), np.float32), x, schedule=FORWARD).astype(np.float64)
     assert (np.abs(parts.sum(1) - x) <= 2.0**-23 * np.abs(x)).all()
     assert (np.abs(parts[:, 1]) <= 2.0**-11 * np.abs(x)).all()
+
+
+def test_powers_of_two_in_float64():
+    body = """
+      for (int n = t; n < 8192; n += 128) {
+        static_cast<double*>(p.out)[n] = power::exp2(static_cast<const double*>(p.in)[n]);
+      }
+    """
+    rng = np.random.default_rng(0)
+    near, far = rng.uniform(-2, 2.0**-20, 4096), rng.uniform(-1022, 0, 4000)
+    ends = [0.0, -0.0, -0.5, 0.5, -1022.0, -1023.0, -1e9, -np.inf, np.nan, 2.0**-40]
+    x = np.concatenate([near, far, ends, np.arange(-86, 0.0)])
+    probe = Probe(body, "Words", 1, 128, ("primitives/power.cuh",), 3)
+    out = probe.run(np.zeros(8192), x)
+    exact = np.exp2(x.astype(np.longdouble))
+    normal = x >= -1022
+    assert (np.abs(out[normal] / exact[normal] - 1) <= 2.0**-50).all()
+    whole = normal & (x == np.round(x))
+    np.testing.assert_array_equal(out[whole], exact[whole])
+    assert (out[x < -1022] == 0).all()
+    assert np.isnan(out[np.isnan(x)]).all()

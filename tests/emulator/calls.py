@@ -68,12 +68,15 @@ class Blocks:
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: 16 or 32 rows a warp, a ring of 2 or 3 places."""
-        warps = self.threads // 32
+        itemsize = problem.dtype.itemsize
+        # A row of the widest head has a piece of 16 bytes for each of 64 threads.
+        threads = max(self.threads, 64) if itemsize > 2 else self.threads
+        warps = threads // 32
         rows = 32 * warps if self.block_q >= 32 * warps else 16 * warps
         slots = 2 + (self.block_q + self.block_kv + problem.d) // 16 % 2
         sizes = rows, self.block_kv, slots, problem.d, problem.d_v
-        shared = tensor_tiles.shared_memory(*sizes, problem.dtype.itemsize)
-        return Tiles(rows, self.block_kv, self.threads, shared)
+        shared = tensor_tiles.shared_memory(*sizes, itemsize)
+        return Tiles(rows, self.block_kv, threads, shared)
 
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
