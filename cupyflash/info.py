@@ -192,7 +192,7 @@ def served(capability: tuple[int, int]) -> str:
     half, single, double = map(tensor_tiles.largest_head, ("float16", "float32", "float64"))
     return (
         f"{said}; float16 and bfloat16 with heads up to {half} by the tensor "
-        f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}; in forward_sm80, too, "
+        f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}; the first of them also "
         f'float64 with heads up to {double}, and float32 up to {single} where precision="tf32x3"'
     )
 

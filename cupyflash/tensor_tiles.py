@@ -1,7 +1,7 @@
 """Tiles of the kernels for tensor cores: one table, and the shared memory that each row takes.
 
-The formulas are those of kernels_cu/primitives/fragment_rows.cuh; every kernel asserts that it and this
-module agree on the bytes.
+The formulas are those of kernels_cu/primitives/fragment_rows.cuh; every kernel asserts that it and
+this module agree on the bytes.
 """
 
 from __future__ import annotations

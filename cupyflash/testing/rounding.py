@@ -6,10 +6,10 @@ accumulator's unit roundoff, e the error of exp2, lam the underflow, and gamma(n
 ``a = -log(1 - x)``, because exponents of factors add and ``|factors - 1| <= exp(a) - 1``.
 
 Logits. A computed s errs by at most ``gamma(d + 3) sigma`` with ``sigma = |scale| |q||k|^T``: d for
-the products and their sum, 3 for the conversion of the scale and its product; where numbers are split
-for tensor cores, every product errs by `Precision.split`, too. The score chain turns
-that into an error of t and of its slope by its own running error analysis; a bias adds its
-conversion and the sum. The result is ``tau_ij``.
+the products and their sum, 3 for the conversion of the scale and its product; where numbers are
+split for tensor cores, every product errs by `Precision.split`, too. The score chain turns that
+into an error of t and of its slope by its own running error analysis; a bias adds its conversion
+and the sum. The result is ``tau_ij``.
 
 Weights. Any number may stand for the row maximum, since it cancels, so that only the evaluation of
 ``t - m`` counts: at most ``3u(|t| + |m|)`` whichever way it is computed (conversion of log2 e,
