@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import ArgumentError
-from .params import KINDS, MAX_AXES, MAX_LEAD, Operand, Table
+from .params import MAX_AXES, MAX_LEAD, Operand, Table
 
 Strides = tuple[int, ...]
 
@@ -97,8 +97,6 @@ def table(array: Any) -> Table:
     padding = (0,) * (MAX_AXES - array.ndim)
     return Table(
         data=0,
-        kind=KINDS[array.dtype.name],
-        axes=array.ndim,
         shape=(*array.shape, *padding),
         strides=(*array.strides, *padding),
     )

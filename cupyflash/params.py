@@ -37,8 +37,6 @@ class Table(NamedTuple):
     """An array that masks and scores read; strides count bytes."""
 
     data: int
-    kind: int
-    axes: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -51,7 +49,7 @@ OPERAND = [
     ("col", "q", 1),
 ]
 TABLE = [
-    ("data", "Q", 1), ("kind", "i", 1), ("axes", "i", 1),
+    ("data", "Q", 1),
     ("shape", "q", MAX_AXES), ("strides", "q", MAX_AXES),
 ]  # fmt: skip
 
@@ -196,4 +194,4 @@ def _numbers(entry: Any) -> tuple[Any, ...]:
     """Return the numbers of an operand or a table, in the order of its fields."""
     if isinstance(entry, Operand):
         return (entry.data, *entry.lead, entry.head, entry.row, entry.col)
-    return (entry.data, entry.kind, entry.axes, *entry.shape, *entry.strides)
+    return (entry.data, *entry.shape, *entry.strides)

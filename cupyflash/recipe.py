@@ -17,6 +17,7 @@ import numpy as np
 from . import config, operands, params
 from .errors import ArgumentError
 from .expr.cuda import Functions, generate
+from .expr.key_range import key_range
 from .operands import Lead, lead_of
 from .params import KINDS
 from .problem import Array, Call, Gradients, Plan, Problem
@@ -126,7 +127,11 @@ class _Writer:
         made = trees(call)
         self.call, self.facts = call, facts
         self.generated = generate(
-            made.allowed, made.classes, made.changed, made.slope if slope else None
+            made.allowed,
+            made.classes,
+            made.changed,
+            made.slope if slope else None,
+            None if made.allowed is None else key_range(made.allowed, call.problem),
         )
         self.blocks = None if plan is None else (plan.block_q, plan.block_kv)
         self.lead = _lead(call.problem, arrays)

@@ -105,6 +105,7 @@ def prelude(special: Specialisation) -> str:
             "HAS_SCORE": has.has_score,
             "HAS_SLOPE": has.has_slope,
             "HAS_MASK": has.has_mask,
+            "HAS_RANGE": has.has_range,
             "HAS_DROPOUT": special.dropout,
             "PACKED": special.packed,
             "COUNT_TILES": special.count_tiles,

@@ -64,9 +64,12 @@ def row_bytes(width: int, itemsize: int = 2) -> int:
     return -(-width * itemsize // 128) * 128
 
 
-def shared_memory(block_q: int, block_kv: int, slots: int, d: int, d_v: int, itemsize: int) -> int:
-    """Bytes of shared memory of forward_sm80.cu: queries or the output, and the ring."""
-    return (block_q + slots * block_kv) * row_bytes(max(d, d_v), itemsize)
+def shared_memory(
+    block_q: int, block_kv: int, warps: int, slots: int, d: int, d_v: int, itemsize: int
+) -> int:
+    """Bytes of forward_sm80.cu: queries or the output, the ring, and little."""
+    rows = block_q + slots * block_kv
+    return rows * row_bytes(max(d, d_v), itemsize) + ENTRY_BYTES + 8 * warps
 
 
 def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
@@ -84,7 +87,7 @@ def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
     table = FORWARD[itemsize]
     largest = next(most for most in table if max(d, d_v) <= most)
     for block_q, block_kv, warps, slots, resident in table[largest]:
-        shared = shared_memory(block_q, block_kv, slots, d, d_v, itemsize)
+        shared = shared_memory(block_q, block_kv, warps, slots, d, d_v, itemsize)
         if shared <= limit:
             return Tiles(block_q, block_kv, 32 * warps, shared, resident)
     return None
@@ -110,18 +113,19 @@ def backward_sm80_dkdv(
 ) -> int:
     """Bytes of backward_sm80_dkdv.cu: keys, values, P, dS, stages, lse and delta, and little."""
     columns = row_bytes(d) + row_bytes(d_v)
-    held = block_kv * (columns + 2 * row_bytes(block_q)) + 8 * block_q + 4 * warps + HEAD_BYTES
+    held = block_kv * (columns + 2 * row_bytes(block_q)) + 8 * block_q + 12 * warps + HEAD_BYTES
     return held + stages * block_q * columns
 
 
-def backward_sm80_dq(block_q: int, block_kv: int, _: int, stages: int, d: int, d_v: int) -> int:
+def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int) -> int:
     """Bytes of backward_sm80_dq.cu: queries, do, lse and delta, stages."""
     columns = row_bytes(d) + row_bytes(d_v)
-    return block_q * (columns + 8) + stages * block_kv * columns + ENTRY_BYTES
+    held = block_q * (columns + 8) + 8 * warps + PASSING_BYTES
+    return held + stages * block_kv * columns
 
 
 # What a block knows of the head, and of the entry, that passes by.
-HEAD_BYTES, ENTRY_BYTES = 192, 136
+ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

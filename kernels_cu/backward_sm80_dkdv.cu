@@ -48,6 +48,7 @@ struct Head {
   layout::Entry entry;
   memory::Rows q, d_out;
   memory::Numbers lse, delta;
+  fragment_tile::Classes classes;
   float* dq;  // row 0
   long long h;
   long long j0;  // the first key
@@ -129,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                  memory::rows(p.d_out, entry, h, false),
                  memory::numbers(p.lse, entry, h),
                  memory::numbers(p.delta, entry, h),
+                 {},
                  reinterpret_cast<float*>(p.dq.data) + layout::offset(p.dq, entry, h, false),
                  h,
                  head_smem->j0};
@@ -145,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const auto describe = [&](long long i0, int ni) {
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
       };
-      fragment_tile::Next now =
-          fragment_tile::next_tile<BLOCK_Q>(p, 0, head_smem->entry.len_q, describe);
+      fragment_tile::Next now = fragment_tile::next_tile<BLOCK_Q>(p, head_smem->classes, 0,
+                                                                  head_smem->entry.len_q, describe);
       if (now.rows == 0) continue;
       begin(now, 0);
       numbers.store(lse_smem, lse_smem + BLOCK_Q);
@@ -163,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
         __syncthreads();
         const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_Q>(
-            p, now.first + BLOCK_Q, head_smem->entry.len_q, describe);
+            p, head_smem->classes, now.first + BLOCK_Q, head_smem->entry.len_q, describe);
         if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
 
         // 2 scores

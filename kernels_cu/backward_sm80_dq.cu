@@ -29,6 +29,7 @@ constexpr int UNROLL = 4;  // as far as registers go
 struct Passing {
   layout::Entry entry;
   memory::Rows k, v;
+  fragment_tile::Classes classes;
 };
 
 constexpr int Q_BYTES = fragment::row_bytes(D), DO_BYTES = fragment::row_bytes(D_V);
@@ -77,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     __syncthreads();  // what was known of the entry before, and its last tile, which were read
     if (threadIdx.x == 0) {
       const layout::Entry entry = layout::shared_entry(p, passing_smem->entry, member);
-      *passing_smem = Passing{entry, memory::rows(p.k, entry, h_kv, true),
-                              memory::rows(p.v, entry, h_kv, true)};
+      *passing_smem = Passing{
+          entry, memory::rows(p.k, entry, h_kv, true), memory::rows(p.v, entry, h_kv, true), {}};
     }
     __syncthreads();  // what is known of this one
     const layout::Entry& entry = passing_smem->entry;
@@ -91,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const auto describe = [&](long long j0, int nj) {
       return tile::describe_tile(entry, h, i0, ni, j0, nj);
     };
-    fragment_tile::Next now = fragment_tile::next_tile<BLOCK_KV>(p, 0, entry.len_k, describe);
+    fragment_tile::Next now =
+        fragment_tile::next_tile<BLOCK_KV>(p, passing_smem->classes, 0, entry.len_k, describe);
     if (now.rows == 0) continue;
     fragment::begin_rows<BLOCK_Q, D_V, DO_BYTES>(do_smem, memory::rows(p.d_out, entry, h, false),
                                                  i0, ni);
@@ -116,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       } else {
         __syncthreads();  // the same
       }
-      const fragment_tile::Next next =
-          fragment_tile::next_tile<BLOCK_KV>(p, now.first + BLOCK_KV, entry.len_k, describe);
+      const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_KV>(
+          p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
       if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
       unsigned int kept[ROWS];
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<false, COLUMNS>(p, box, corner, kept);

@@ -1,4 +1,4 @@
-// Tiled attention, forward, in 16-bit types by the tensor cores of compute capability 8.0 and
+// Tiled attention, forward, by the tensor cores of compute capability 8.0 and
 // later: the twin of reference/forward.py.
 //
 // FlashAttention-2 (Dao 2023), Algorithm 1: one block of queries stays, blocks of keys and values
@@ -25,15 +25,22 @@ constexpr int COLUMNS_V = fragment::whole_columns(D_V) / 4;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int HELD_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
 constexpr int SLOT_BYTES = BLOCK_KV * matmul::larger(Q_BYTES, V_BYTES);
-constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES) / SLOT_BYTES;
+
+// What a block knows lies in shared memory, because registers hold the sums.
+struct Known {
+  layout::Entry entry;
+  fragment_tile::Classes classes;
+};
+constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
+constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES - KNOWN_BYTES) / SLOT_BYTES;
 // Whether registers have room for the queries of a warp's rows.
 constexpr bool HOLD_Q =
     !fragment::WIDE && ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
 
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
-static_assert(SHARED_BYTES == HELD_BYTES + SLOTS * SLOT_BYTES && (SLOTS == 2 || SLOTS == 3),
-              "SHARED_BYTES");
+static_assert(SHARED_BYTES == HELD_BYTES + SLOTS * SLOT_BYTES + KNOWN_BYTES, "SHARED_BYTES");
+static_assert(SLOTS == 2 || SLOTS == 3, "SHARED_BYTES");
 
 }  // namespace
 
@@ -42,15 +49,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   extern __shared__ Vector shared_smem[];
   char* const q_smem = reinterpret_cast<char*>(shared_smem);
   char* const ring_smem = q_smem + HELD_BYTES;
+  Known* const known_smem = reinterpret_cast<Known*>(ring_smem + SLOTS * SLOT_BYTES);
 
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
-  const layout::Entry& entry = work.entry;
-  const long long h = work.head, h_kv = h / p.group;
+  const layout::Entry& entry = known_smem->entry;
+  const long long h = work.head, h_kv = layout::divide(h, p.group).quotient;
   const long long i0 = work.block * BLOCK_Q;
-  const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
-  const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
-  const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
+  const int ni = tile::rows_from(i0, work.entry.len_q, BLOCK_Q);
+  const memory::Rows k = memory::rows(p.k, work.entry, h_kv, true);
+  const memory::Rows v = memory::rows(p.v, work.entry, h_kv, true);
   const accum_t scale = static_cast<accum_t>(p.scale);
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
   const accum_t unit = HAS_SCORE ? accum_t(1) : fabs(scale);
@@ -58,12 +66,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
 
   // 1 load q
-  fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, entry, h, false), i0, ni);
+  fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
+                                            ni);
   arch::commit_copies();
+  if (threadIdx.x == 0) known_smem->entry = work.entry;
+  __syncthreads();  // what is known
   const auto describe = [&](long long j0, int nj) {
     return tile::describe_tile(entry, h, i0, ni, j0, nj);
   };
-  fragment_tile::Next now = fragment_tile::next_tile<BLOCK_KV>(p, 0, entry.len_k, describe);
+  fragment_tile::Next now =
+      fragment_tile::next_tile<BLOCK_KV>(p, known_smem->classes, 0, entry.len_k, describe);
   int slot = 0;  // of the ring, where the next product's operand lies
   const auto place = [&](int ahead) {
     const int n = slot + ahead;
@@ -97,30 +109,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   while (now.rows > 0) {
     const TileBox box = describe(now.first, now.rows);
     const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.rows < BLOCK_KV;
+    unsigned int allowed[ROWS];
+    bool sees = true;  // whether a query of the warp sees a key
+    if (MAY_MASK && masked) {
+      sees = fragment_tile::find_pairs<COLUMNS>(p, box, now.tile_class, allowed);
+    }
     ++visited;
 
     arch::wait_copies<SLOTS - 2>();
     __syncthreads();  // the keys, which other threads copied, and the place before, which was read
     if constexpr (SLOTS == 2) begin_values(now, 1);
-    // 2 scores
-    accum_t s[ROWS][COLUMNS];
-    fragment::multiply(s, q, place(0));
-    // 3 score mod
-    // 4 mask
-    if (masked) fragment_tile::apply_score_and_mask(p, box, now.tile_class, s, scale);
-    // 5 row max
-    accum_t m_new[ROWS];
-    if (fragment_softmax::row_max(s, m, m_new)) {
-      // 6 rescale
-      fragment_softmax::rescale(m, m_new, l, acc, c);
-    }
-    fragment_softmax::exponentiate(s, m, l, c, masked);
-    // 7 accumulate p v
-    if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
     fragment::word_t weights[ROWS][COLUMNS / fragment::PER_WORD];
-    fragment::narrow(s, weights);
-    const fragment_tile::Next next =
-        fragment_tile::next_tile<BLOCK_KV>(p, now.first + BLOCK_KV, entry.len_k, describe);
+    if (sees) {
+      // 2 scores
+      accum_t s[ROWS][COLUMNS];
+      fragment::multiply(s, q, place(0));
+      // 3 score mod
+      if constexpr (HAS_SCORE) fragment_tile::change_scores(p, box, s, allowed, scale);
+      // 4 mask
+      if (MAY_MASK && !HAS_SCORE && masked) fragment_tile::hide_pairs(s, allowed);
+      if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, now.rows);
+      // 5 row max
+      accum_t m_new[ROWS];
+      if (fragment_softmax::row_max(s, m, m_new)) {
+        // 6 rescale
+        fragment_softmax::rescale(m, m_new, l, acc, c);
+      }
+      fragment_softmax::exponentiate(s, m, l, c, masked);
+      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
+      fragment::narrow(s, weights);
+    }
+    // 7 accumulate p v
+    const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_KV>(
+        p, known_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
     if constexpr (SLOTS == 3) begin_keys(next, 2);
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     arch::wait_copies<SLOTS - 2>();
@@ -137,12 +158,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       begin_keys(next, 1);
     }
     if (careful) {
-      fragment::add_nonfinite<D_V>(acc, weights, place(0));
+      if (sees) fragment::add_nonfinite<D_V>(acc, weights, place(0));
       __syncthreads();  // the values, which are read as they came
       fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(place(0));
       __syncthreads();  // the values, now finite
     }
-    fragment::multiply_add<D_V>(acc, weights, place(0));
+    if (sees) fragment::multiply_add<D_V>(acc, weights, place(0));
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     now = next;
   }

@@ -27,8 +27,6 @@ struct Operand {
 // An array that masks and scores read. Strides count bytes.
 struct Table {
   const char* data;
-  int kind;
-  int axes;
   long long shape[MAX_AXES];
   long long strides[MAX_AXES];
 };

@@ -177,8 +177,9 @@ def _voted(given: Array) -> Array:
 
 def _voted_by_warps(given: Array) -> Array:
     votes = given[:, :2].reshape(-1, 32, 2) != 0
-    wanted = np.broadcast_to(votes.any(axis=1, keepdims=True), votes.shape)
-    return wanted.reshape(-1, 2).astype(np.uint32)
+    ballots = (votes * (1 << np.arange(32, dtype=np.uint64))[:, None]).sum(axis=1)
+    wanted = np.stack([ballots != 0, ballots], -1).reshape(-1, 1, 4)
+    return np.broadcast_to(wanted, (len(wanted), 32, 4)).reshape(-1, 4).astype(np.uint32)
 
 
 def _shuffle_from(kind: Any) -> Case:
@@ -457,8 +458,13 @@ CASES = [
     *(_shuffle(kind) for kind in (np.int32, np.float32, np.float64, np.int64)),
     *(_shuffle_from(kind) for kind in (np.uint32, np.float32, np.float64, np.int64)),
     Case(
-        "any_lane",
-        "for (int n = 0; n < 2; ++n) out[n] = arch::any_lane(in[n]);",
+        "any_lane ballot",
+        """
+          for (int n = 0; n < 2; ++n) {
+            out[2 * n] = arch::any_lane(in[n]);
+            out[2 * n + 1] = arch::ballot(in[n]);
+          }
+        """,
         _votes,
         _voted_by_warps,
     ),

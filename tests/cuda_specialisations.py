@@ -11,6 +11,7 @@ import numpy as np
 from cupyflash import config, lookup, masks, scores, tensor_tiles, validate
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
+from cupyflash.expr.key_range import key_range
 from cupyflash.recipe import ROWS
 from cupyflash.source import NONE, Specialisation
 from cupyflash.target import Target
@@ -107,7 +108,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     else:
         call = validate.call(q, q, v, **options)
     problem, made = call.problem, trees(call)
-    functions = generate(made.allowed, made.classes, made.changed, made.slope).functions
+    keys = None if made.allowed is None else key_range(made.allowed, problem)
+    functions = generate(made.allowed, made.classes, made.changed, made.slope, keys).functions
     if case.kernel in ("forward_simt", "forward_sm80", "backward_bias"):
         functions = dataclasses.replace(functions, has_slope=False)
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])

@@ -38,6 +38,13 @@ def run(q, k, v, do, deterministic, blocks=BLOCKS, schedule=REVERSE, **options):
     return made[:3]
 
 
+FAR = {
+    "documents": masks.segments(np.arange(1100) // 450, np.arange(40) // 20),
+    "the last queries": masks.mask(lambda b, h, i, j: i >= 1090 + j),
+    "both ends": masks.mask(lambda b, h, i, j: (i < 3) | (i > 1040 + j)),
+}
+
+
 def worst(q, k, v, do, made, **options):
     precision = Precision.of(q.dtype, tensor_cores=True)
     bound = backward_bound(do, q, k, v, precision=precision, block_kv=32, **options)
@@ -45,6 +52,16 @@ def worst(q, k, v, do, made, **options):
 
 
 # -- dS in float16 --------------------------------------------------------------------------------
+
+
+@emulated
+@MODES
+@pytest.mark.parametrize("name", FAR)
+def test_more_tiles_than_are_classified_at_once(name, deterministic):
+    # One warp: 32 tiles of 16 at a time.
+    q, do, k, v = (x.astype(HALF) for x in draw((1, 1100, 8), (1, 1100, 8), (1, 40, 8), (1, 40, 8)))
+    made = run(q, k, v, do, deterministic, Blocks(16, 16, 32), mask=FAR[name])
+    assert worst(q, k, v, do, made, mask=FAR[name]) <= 1
 
 
 @emulated

@@ -164,7 +164,7 @@ def test_kinds_are_numbered_as_everywhere():
 
 def test_packed_bytes_are_what_was_told():
     layout = params.params(2, 1, 1)
-    table = params.Table(1 << 40, 3, 1, (5,) + (0,) * 7, (-8,) + (0,) * 7)
+    table = params.Table(1 << 40, (5,) + (0,) * 7, (-8,) + (0,) * 7)
     packed = layout.pack({
         "q": params.Operand(123, (1, 2, 3, 4), -5, 6, 7), "scale": 0.5, "heads": 9,
         "ints": [-1], "floats": [2.5], "tables": [table], "seed": 2**64 - 1,

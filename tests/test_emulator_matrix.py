@@ -161,10 +161,12 @@ def test_two_floats_become_a_word(name):
 def test_lanes_tell_each_other(schedule):
     body = """
       const int other = arch::shuffle(t * t, (t + 3) % 32);
+      const unsigned int bits = arch::ballot(t % 3 == 0);
       const bool some = arch::any_lane(t == 40), none = arch::any_lane(false);
-      static_cast<long long*>(p.out)[t] = other + 10000LL * (1 + some) + none;
+      static_cast<long long*>(p.out)[t] = other + 10000LL * bits * (1 + some) + none;
     """
     found = Probe(body, headers=("arch/warp.cuh",)).run(np.zeros(64, np.int64), schedule=schedule)
     warps = LANES // 32
-    wanted = (32 * warps + (LANES + 3) % 32) ** 2 + 10000 * (1 + warps)
+    bits = np.array([sum(1 << n for n in range(32) if (32 * w + n) % 3 == 0) for w in warps])
+    wanted = (32 * warps + (LANES + 3) % 32) ** 2 + 10000 * bits * (1 + warps)
     np.testing.assert_array_equal(found, wanted)

@@ -164,6 +164,29 @@ def test_as_many_tiles_are_visited_as_by_the_twin(option):
     assert visited == attend(*arrays, tiles=(32, 16), **option).visited
 
 
+FAR = {
+    "documents": masks.segments(np.arange(1700) // 450),
+    "a window": masks.window(200, 0, 1660),
+    "the last keys": masks.mask(lambda b, h, i, j: j >= 1690),
+    "both ends": masks.mask(lambda b, h, i, j: (j < 3) | (j > 1040 + i)),
+    "every key": masks.causal(1700),
+    "no key": masks.mask(lambda b, h, i, j: j < 0),
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", FAR)
+def test_more_tiles_than_are_classified_at_once(name):
+    # One warp: 32 tiles of 16 keys at a time.
+    (q,) = draw(TYPES[0], (1, 40, 8))
+    k, v = draw(TYPES[0], (1, 1700, 8), (1, 1700, 8), seed=1)
+    if name == "documents":
+        q = np.resize(q, (1, 1700, 8))
+    out, lse, visited = run(q, k, v, Blocks(16, 16, 32), mask=FAR[name])
+    within_the_bound(q, k, v, out, lse, mask=FAR[name])
+    assert visited == attend(q, k, v, tiles=(16, 16), mask=FAR[name]).visited
+
+
 @emulated
 @EACH_TYPE
 def test_dropped_pairs_are_those_of_the_twin(dtype):

@@ -73,7 +73,7 @@ ONLY_CUDA = {
     },
     "primitives/layout.cuh": {
         "a block finds its work by itself; methods of Layout list it on the CPU": (
-            "clamp complete first_entry entries_sharing shared_entry sequence_of work_of"
+            "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
     },
@@ -121,6 +121,9 @@ ONLY_CUDA = {
         "one walk over the cells for score and mask": "change apply_score_and_mask",
         "draws and applies at once, without a tile of factors": "apply_dropout",
         "tensor cores' tiles are looked for before they are copied": "next_tile",
+        "tensor cores ask the mask before they multiply, and for a row's range of keys at once": (
+            "find_pairs columns_to distance hide_pairs hide_beyond change_scores"
+        ),
         "Python's kernels return their count": "count_tiles",
     },
     "primitives/softmax.cuh": {
@@ -141,8 +144,8 @@ ONLY_CUDA = {
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
     },
     "primitives/lookup.cuh": {
-        "the address of an element, and the extremes of a range by a warp": (
-            "place int_extremes float_extremes"
+        "the address of an element, and both extremes of a range at once": (
+            "place int_extremes float_extremes take_in take_in_row range_int range_float"
         ),
         "operations that generated code calls without the type in the name": (
             "floor_divide remainder minimum maximum"
@@ -174,6 +177,7 @@ ONLY_PYTHON = {
         "vectors and the code for them": "vector_lanes padded block product",
     },
     "primitives/tile.cuh": {
+        "tensor cores find the pairs first, and SIMT kernels have both in one walk": "apply_mask",
         "registers of the interpreter": "make_registers",
         "row by row, each by its program": "apply_score",
         "a tile of what takes part; a GPU has weights that say it": "note_seen",

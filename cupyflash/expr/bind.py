@@ -94,7 +94,7 @@ def bind(root: Expr, sizes: Sizes) -> Expr:
         return _resolve(node.value, sizes) if node.op == "aligned" else None
 
     bound = rebuild(root, resolved)
-    _prove(bound, sizes)
+    prove(bound, sizes)
     return bound
 
 
@@ -159,7 +159,14 @@ def _total(sizes: Sizes, name: str) -> int:
 _OVERFLOWING = ("add", "subtract", "multiply", "negative", "absolute")
 
 
-def _prove(root: Expr, sizes: Sizes) -> None:
+def prove(root: Expr, sizes: Sizes) -> None:
+    """Prove that no index of a bound expression leaves its array, and no integer 64 bits.
+
+    Raises
+    ------
+    ArgumentError
+        Where one may, or a divisor may be 0.
+    """
     ranges = {name: _range(name, sizes) for name in EVERYTHING}
     if not math.prod(sizes.lead) or any(high < low for low, high in ranges.values()):
         return  # an empty axis: nothing is ever evaluated

@@ -1,9 +1,9 @@
 """Turn expressions into CUDA C++: the functions that a kernel calls for masks and scores.
 
-Only a tree's structure stands in the text. Its numbers are parameters of the kernel (``p.ints``,
-``p.floats``) and so are the arrays it looks up (``p.tables``), so that a thousand different offsets
-compile one kernel. Numbers that `interval` and `derivative` bring in belong to the structure and
-are written out.
+Only a tree's structure stands in the text, and the type of the arrays that it looks up. Its numbers
+are parameters of the kernel (``p.ints``, ``p.floats``) and so are those arrays (``p.tables``), so
+that a thousand different offsets compile one kernel. Numbers that `interval`, `key_range` and
+`derivative` bring in belong to the structure and are written out.
 
 Every node becomes one statement, ``const long long t3 = t1 + t2;``, and equal nodes become one.
 Floats are float32 in masks and of the accumulator's type in scores. A product that a comparison or
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError
+from .key_range import KeyRange
 from .nodes import Expr, show_node, walk
 
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
@@ -84,8 +85,8 @@ class Functions:
         CUDA C++, the same for every call whose expressions have the same structure.
     num_ints, num_floats, num_tables : int
         How many constants and looked-up arrays they read at run time.
-    has_mask, has_score, has_slope : bool
-        Which functions are defined.
+    has_mask, has_score, has_slope, has_range : bool
+        Which functions are defined; the last one is that of the range of keys.
     """
 
     source: str = ""
@@ -95,6 +96,7 @@ class Functions:
     has_mask: bool = False
     has_score: bool = False
     has_slope: bool = False
+    has_range: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ def generate(
     classes: Expr | None = None,
     changed: Expr | None = None,
     slope: Expr | None = None,
+    keys: KeyRange | None = None,
 ) -> Generated:
     """Write the functions of a call's bound expressions.
 
@@ -165,6 +168,8 @@ def generate(
         The mask, and its class over a tile.
     changed, slope : Expr, optional
         The changed score, with the bias, and the derivative of the score change without it.
+    keys : KeyRange, optional
+        The range of keys that the mask lets a query see, if it is one.
     """
     parameters = _Parameters()
     for root in (allowed, changed):  # the users' numbers, before those that follow from structure
@@ -177,6 +182,8 @@ def generate(
         parts.append(_function("bool mask_allows", "Site", allowed, "float", parameters))
     if classes is not None:
         parts.append(_function("int tile_class", "TileBox", classes, "float", parameters))
+    if keys is not None:
+        parts.append(_range_function(keys, parameters))
     for name, root in (("score_changed", changed), ("score_slope", slope)):
         if root is not None:
             parts.append(_function(f"accum_t {name}", "Site", root, "accum_t", parameters))
@@ -188,6 +195,7 @@ def generate(
         has_mask=allowed is not None,
         has_score=changed is not None,
         has_slope=slope is not None,
+        has_range=keys is not None,
     )
     constants = tuple(parameters.ints), tuple(parameters.floats)
     return Generated(functions, *constants, tuple(parameters.arrays))
@@ -202,6 +210,21 @@ def _function(name: str, site: str, root: Expr, float_type: str, parameters: _Pa
     return (
         f"__device__ __forceinline__ {name}(const Params& p{score}, const {site}& at) {{\n"
         f"{comment}{lines}  return {result};\n}}\n"
+    )
+
+
+def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
+    roots = [end for end in keys if end is not None]
+    body = _Body("float", parameters, bounds=False, rounded=set().union(*map(_rounded, roots)))
+    unbounded = "SMALLEST_INT", "LARGEST_INT"
+    ends = [
+        other if end is None else body.write(end)
+        for end, other in zip(keys, unbounded, strict=True)
+    ]
+    lines = "".join(f"  {line}\n" for line in body.lines)
+    return (
+        "__device__ __forceinline__ KeyRange mask_range(const Params& p, const Site& at) {\n"
+        f"{lines}  return KeyRange{{{', '.join(ends)}}};\n}}\n"
     )
 
 
@@ -242,6 +265,10 @@ class _Body:
         value = self._value(node, args)
         if node.op == "symbol" or (node.op == "constant" and "p." not in value):
             return value
+        return self._named(kind, value)
+
+    def _named(self, kind: str, value: str) -> str:
+        """Write a value as a statement, unless it stands already, and return its name."""
         key = f"{kind} {value}"
         if key not in self._names:
             self._names[key] = f"t{len(self.lines)}"
@@ -275,9 +302,14 @@ class _Body:
         # Of an axis of length 1 there is one element, whatever the index's tree.
         args = ["0LL" if array.shape[n % axes] == 1 else arg for n, arg in enumerate(args)]
         kind = "float" if node.type == "float" else "int"
-        parameter = f"<{self.types['float']}>" if kind == "float" else ""
-        call = f"{node.op}_{kind}{parameter}({', '.join([table, *args])})"
-        return f"{call} != 0" if node.type == "bool" else call
+        element = f"KIND_{array.dtype.name.upper()}"
+        parameter = f"<{self.types['float']}, {element}>" if kind == "float" else f"<{element}>"
+        if node.op == "lookup":
+            value = f"lookup_{kind}{parameter}({', '.join([table, *args])})"
+        else:
+            call = f"range_{kind}{parameter}({', '.join([table, *args])})"
+            value = f"{self._named('auto', call)}.{'low' if node.op == 'range_minimum' else 'high'}"
+        return f"{value} != 0" if node.type == "bool" else value
 
     def _show(self, node: Expr) -> str:
         args = [self.text[arg] for arg in node.args]

@@ -25,6 +25,11 @@ __device__ __forceinline__ bool any_lane(bool condition) {
   return __any_sync(0xffffffffu, condition) != 0;
 }
 
+// The lanes of the warp for which the condition holds, as bits. All lanes call it together.
+__device__ __forceinline__ unsigned int ballot(bool condition) {
+  return __ballot_sync(0xffffffffu, condition);
+}
+
 // A barrier of the block that also tells every thread whether the condition holds for any of them.
 __device__ __forceinline__ bool barrier_or(bool condition) {
   return __syncthreads_or(condition) != 0;

@@ -93,10 +93,8 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
                                          const Left<WIDTH, HELD, false>& a, const char* b_smem) {
   constexpr int BYTES = row_bytes(WIDTH);
   const LaneRow<BYTES> rows = right_rows<BYTES>(b_smem);
-  // Of two rows of pieces, more at a time would not fit into registers.
-  constexpr int UNROLL = M_TILES == 2 && !HELD ? 4 : Left<WIDTH, HELD, false>::STEPS;
   matmul::clear(c);
-#pragma unroll UNROLL
+#pragma unroll
   for (int step = 0; step < Left<WIDTH, HELD, false>::STEPS; ++step) {
     unsigned int left[M_TILES][4];
     a.load(left, step);

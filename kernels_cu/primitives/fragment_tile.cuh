@@ -13,16 +13,46 @@ struct Next {
   int tile_class;
 };
 
-// The next such tile of BLOCK rows from row `first` on, of `length`; `describe` makes the box of a
-// tile from its first row and their number.
+// The classes of THREADS tiles, found together: bit n of word w tells of tile 32 w + n.
+struct Classes {
+  unsigned int some[fragment::WARPS];  // not EMPTY
+  unsigned int full[fragment::WARPS];
+};
+
+// The next tile of BLOCK rows from row `first` on, of `length`, that is not EMPTY; `describe` makes
+// the box of a tile from its first row and their number. Every thread finds the class of one tile,
+// when the tiles before are done. All threads of the block call this together, from row 0 on.
 template <int BLOCK, class Describe>
-__device__ __forceinline__ Next next_tile(const Params& p, long long first, long long length,
-                                          const Describe& describe) {
+__device__ __forceinline__ Next next_tile(const Params& p, Classes& classes_smem, long long first,
+                                          long long length, const Describe& describe) {
 #pragma unroll 1
-  for (; first < length; first += BLOCK) {
-    const int rows = tile::rows_from(first, length, BLOCK);
-    const int tile_class = tile::classify_tile(p, describe(first, rows));
-    if (tile_class != EMPTY) return Next{first, rows, tile_class};
+  while (first < length) {
+    if constexpr (!HAS_MASK) return Next{first, tile::rows_from(first, length, BLOCK), FULL};
+    const int n = static_cast<int>(static_cast<unsigned long long>(first) / BLOCK % THREADS);
+    if (n == 0) {
+      __syncthreads();  // the classes before, which were read
+      const long long own = first + threadIdx.x * BLOCK;
+      int tile_class = EMPTY;
+      if (own < length) {
+        tile_class = tile::classify_tile(p, describe(own, tile::rows_from(own, length, BLOCK)));
+      }
+      const unsigned int some = arch::ballot(tile_class != EMPTY);
+      const unsigned int full = arch::ballot(tile_class == FULL);
+      if (arch::lane_index() == 0) {
+        classes_smem.some[threadIdx.x / arch::WARP_SIZE] = some;
+        classes_smem.full[threadIdx.x / arch::WARP_SIZE] = full;
+      }
+      __syncthreads();  // the classes, which other threads found
+    }
+    const unsigned int some = classes_smem.some[n / 32] >> n % 32;
+    if (some == 0) {
+      first += (32 - n % 32) * BLOCK;
+      continue;
+    }
+    const int skipped = __ffs(static_cast<int>(some)) - 1;
+    const bool full = (classes_smem.full[n / 32] >> (n % 32 + skipped) & 1) != 0;
+    first += skipped * BLOCK;
+    return Next{first, tile::rows_from(first, length, BLOCK), full ? FULL : PARTIAL};
   }
   return Next{first, 0, EMPTY};
 }
@@ -40,73 +70,127 @@ struct Pairs {
         columns(static_cast<int>(box.j_high - j)) {}
 
   __device__ __forceinline__ static int key_of(int n) { return 8 * (n / 2) + n % 2; }
-  __device__ __forceinline__ bool has(int r, int n) const {
-    return 8 * r <= rows && key_of(n) <= columns;
+  __device__ __forceinline__ bool has_row(int r) const { return 8 * r <= rows; }
+  // The site of element (r, n), or of the last query and key that exist before it.
+  __device__ __forceinline__ Site nearest(const TileBox& box, int r, int n) const {
+    const long long query = i + 8 * r, key = j + key_of(n);
+    return Site{box.b,
+                box.h,
+                query < box.i_high ? query : box.i_high,
+                key < box.j_high ? key : box.j_high,
+                box.len_q,
+                box.len_k,
+                box.start_q,
+                box.start_k};
   }
   __device__ __forceinline__ Site site(const TileBox& box, int r, int n) const {
     return Site{box.b,     box.h,     i + 8 * r,   j + key_of(n),
                 box.len_q, box.len_k, box.start_q, box.start_k};
   }
-  __device__ __forceinline__ void advance(int n) {
-    j += 4 * n;
-    columns -= 4 * n;
-  }
 };
 
-// Masks a thread's scores: pairs that take no part, and those beyond the end of the queries or
-// keys, get -inf. Generated code stands here for one column, and says its answers by bits.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void apply_mask(const Params& p, const TileBox& box, int tile_class,
-                                           accum_t (&s)[ROWS][COLUMNS]) {
+// The bits of a thread's columns up to key `last`, counted from its first.
+__device__ __forceinline__ unsigned int columns_to(int last) {
+  if (last < 0) return 0;
+  const int count = (last >> 3) * 2 + (last % 8 == 0 ? 1 : 2);
+  return 0xffffffffu >> (32 - count);
+}
+
+// How far `position` lies behind `first`, which is not negative; -1 or BLOCK_KV where it lies
+// before or beyond a tile.
+__device__ __forceinline__ int distance(long long position, long long first) {
+  if (position < first) return -1;
+  return position - first < BLOCK_KV ? static_cast<int>(position - first) : BLOCK_KV;
+}
+
+// Which of a thread's pairs take part: bit n of word r tells of element (r, n). They exist, and the
+// mask allows them. Where that is a range of keys, the mask is asked once for a row; else generated
+// code stands here for one column. Returns whether any pair of the warp takes part.
+template <int COLUMNS, int ROWS>
+__device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, int tile_class,
+                                           unsigned int (&allowed)[ROWS]) {
   static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
   const Pairs pairs(box);
-  unsigned int allowed[ROWS] = {};
-#pragma unroll 1
-  for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      bool allow = pairs.has(r, n);
-      if constexpr (HAS_MASK) {
-        if (allow && tile_class == PARTIAL) allow = mask_allows(p, pairs.site(box, r, n));
+  for (int r = 0; r < ROWS; ++r) {
+    allowed[r] = 0;
+    if (!pairs.has_row(r)) continue;
+    int low = 0, high = pairs.columns;
+    if constexpr (HAS_RANGE) {
+      if (tile_class == PARTIAL) {
+        const KeyRange seen = mask_range(p, pairs.site(box, r, 0));
+        const int last = distance(seen.high, box.j_low) - fragment::lane_column();
+        low = distance(seen.low, box.j_low) - fragment::lane_column();
+        high = last < high ? last : high;
       }
-      allowed[r] |= static_cast<unsigned int>(allow) << n;
+    }
+    allowed[r] = columns_to(high) & ~columns_to(low - 1);
+  }
+  if constexpr (HAS_MASK && !HAS_RANGE) {
+    if (tile_class == PARTIAL) {
+#pragma unroll 1
+      for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          // What does not hang on the key is read before the loop, because every pass needs it.
+          if (!mask_allows(p, pairs.nearest(box, r, n))) allowed[r] &= ~(1u << n);
+        }
+      }
     }
   }
+  unsigned int any = 0;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) any |= allowed[r];
+  return arch::any_lane(any != 0);
+}
+
+// Gives pairs that take no part the score -inf.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void hide_pairs(accum_t (&s)[ROWS][COLUMNS],
+                                           const unsigned int (&allowed)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if ((allowed[r] >> n & 1u) == 0) s[r][n] = -number::infinity();
+      if ((allowed[r] >> n & 1) == 0) s[r][n] = -number::infinity();
     }
   }
 }
 
-// Changes and masks a thread's scores, which are logits after it where scores are changed.
+// Gives keys that do not exist the score -inf: of the tile's there are so many.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void apply_score_and_mask(const Params& p, const TileBox& box,
-                                                     int tile_class, accum_t (&s)[ROWS][COLUMNS],
-                                                     accum_t scale) {
-  if constexpr (!HAS_SCORE) {
-    apply_mask(p, box, tile_class, s);
-  } else {
-    Pairs pairs(box);
-#pragma unroll 1
-    for (int column = 0; column < COLUMNS; column += 2) {
+__device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int keys) {
+  const int columns = keys - fragment::lane_column();
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
+  for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          accum_t score = -number::infinity();
-          if (pairs.has(r, n)) {
-            const Site at = pairs.site(box, r, n);
-            score = tile::change(p, at, tile_class == PARTIAL, s[r][n] * scale, nullptr);
-          }
-          s[r][n] = score;
-        }
-      }
-      fragment::rotate<2>(s);
-      pairs.advance(2);
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (Pairs::key_of(n) >= columns) s[r][n] = -number::infinity();
     }
+  }
+}
+
+// Makes a thread's scores into changed logits where their pairs take part, and else into -inf.
+// Generated code stands here for two columns, which every pair of columns passes.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void change_scores(const Params& p, const TileBox& box,
+                                              accum_t (&s)[ROWS][COLUMNS],
+                                              const unsigned int (&allowed)[ROWS], accum_t scale) {
+  const Pairs pairs(box);
+#pragma unroll 1
+  for (int column = 0; column < COLUMNS; column += 2) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        accum_t score = -number::infinity();
+        if (allowed[r] >> (column + n) & 1) {
+          score = score_changed(p, s[r][n] * scale, pairs.site(box, r, column + n));
+        }
+        s[r][n] = score;
+      }
+    }
+    fragment::rotate<2>(s);
   }
 }
 

@@ -361,13 +361,14 @@ __device__ __forceinline__ void add_nonfinite(accum_t (&c)[ROWS][COLUMNS],
       weight[r] =
           arch::shuffle(k % 2 == 0 ? a[r][0] : a[r][1], arch::lane_index() / 4 * 4 + k % 8 / 2);
     }
-#pragma unroll
+#pragma unroll 1
     for (int n = 0; n < COLUMNS; ++n) {
       const accum_t value = element_of(b_smem + place_of<row_bytes(WIDTH)>(k, column_of(n)));
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        if (!fits(value) && matmul::takes_part(weight[r])) c[r][n] += weight[r] * value;
+        if (!fits(value) && matmul::takes_part(weight[r])) c[r][0] += weight[r] * value;
       }
+      rotate<1>(c);
     }
     if (k % 8 == 7) rotate<2>(a);
   }

@@ -27,6 +27,20 @@ __device__ __forceinline__ long long clamp(long long x, long long low, long long
   return x < low ? low : x > high ? high : x;
 }
 
+struct Quotient {
+  long long quotient, remainder;
+};
+
+// Divides numbers that are not negative: almost always they have 32 bits, which is far cheaper.
+__device__ __forceinline__ Quotient divide(long long number, long long by) {
+  if ((number | by) >> 32 == 0) {
+    const unsigned int small = static_cast<unsigned int>(number);
+    const unsigned int small_by = static_cast<unsigned int>(by);
+    return Quotient{small / small_by, small % small_by};
+  }
+  return Quotient{number / by, number % by};
+}
+
 // Completes an entry whose place along the leading axes is known. Offsets may be unchecked: what
 // they say is held inside the arrays.
 __device__ __forceinline__ void complete(const Params& p, Entry& entry) {
@@ -57,8 +71,9 @@ __device__ __forceinline__ Entry first_entry(const Params& p, long long place) {
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
     entry.lead[axis] = 0;
     if (p.own_size[axis] > 1) {
-      entry.lead[axis] = place % p.own_size[axis];
-      place /= p.own_size[axis];
+      const Quotient rest = divide(place, p.own_size[axis]);
+      entry.lead[axis] = rest.remainder;
+      place = rest.quotient;
     }
   }
   complete(p, entry);
@@ -111,10 +126,10 @@ __device__ __forceinline__ long long sequence_of(const Params& p, const long lon
 __device__ __forceinline__ Work work_of(const Params& p, long long number, int heads, bool of_keys,
                                         int block, bool last_first) {
   Work work;
-  long long slot = number % p.blocks;
-  if (last_first) slot = p.blocks - 1 - slot;
-  number /= p.blocks;
-  work.head = number % heads;
+  const Quotient of_blocks = divide(number, p.blocks);
+  const long long slot = last_first ? p.blocks - 1 - of_blocks.remainder : of_blocks.remainder;
+  const Quotient of_heads = divide(of_blocks.quotient, heads);
+  work.head = of_heads.remainder;
   if constexpr (PACKED) {
     const long long* offsets = of_keys ? p.offsets_k : p.offsets_q;
     const long long total = of_keys ? p.total_k : p.total_q;
@@ -122,7 +137,7 @@ __device__ __forceinline__ Work work_of(const Params& p, long long number, int h
     work.entry = first_entry(p, b);
     work.block = slot - (clamp(offsets[b], 0, total) / block + b);
   } else {
-    work.entry = first_entry(p, number / heads);
+    work.entry = first_entry(p, of_heads.quotient);
     work.block = slot;
   }
   const long long length = of_keys ? work.entry.len_k : work.entry.len_q;

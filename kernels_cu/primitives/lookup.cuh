@@ -1,7 +1,6 @@
 // Arrays that masks and scores read, and the arithmetic of their expressions that C++ does not
 // have: the twin of the reading and integer steps of reference/program.py.
 #pragma once
-#include "../arch/warp.cuh"
 #include "number.cuh"
 
 // A range of more elements than this is not looked at: its bounds are those of the type.
@@ -11,25 +10,45 @@ constexpr long long LARGEST_INT = 0x7fffffffffffffffLL;
 
 namespace lookup {
 
-__device__ __forceinline__ long long load_as_int(const char* place, int kind) {
-  switch (kind) {
-    case KIND_BOOL:
-      return *place != 0;  // a view of other bytes as bool holds more than 1
-    case KIND_INT8:
-      return *reinterpret_cast<const signed char*>(place);
-    case KIND_UINT8:
-      return *reinterpret_cast<const unsigned char*>(place);
-    case KIND_INT16:
-      return *reinterpret_cast<const short*>(place);
-    case KIND_UINT16:
-      return *reinterpret_cast<const unsigned short*>(place);
-    case KIND_INT32:
-      return *reinterpret_cast<const int*>(place);
-    case KIND_UINT32:
-      return *reinterpret_cast<const unsigned int*>(place);
-    default:
-      return *reinterpret_cast<const long long*>(place);
-  }
+template <int KIND>
+struct Integer;
+template <>
+struct Integer<KIND_BOOL> {
+  using type = unsigned char;
+};
+template <>
+struct Integer<KIND_INT8> {
+  using type = signed char;
+};
+template <>
+struct Integer<KIND_UINT8> {
+  using type = unsigned char;
+};
+template <>
+struct Integer<KIND_INT16> {
+  using type = short;
+};
+template <>
+struct Integer<KIND_UINT16> {
+  using type = unsigned short;
+};
+template <>
+struct Integer<KIND_INT32> {
+  using type = int;
+};
+template <>
+struct Integer<KIND_UINT32> {
+  using type = unsigned int;
+};
+template <>
+struct Integer<KIND_INT64> {
+  using type = long long;
+};
+
+template <int KIND>
+__device__ __forceinline__ long long load_as_int(const char* place) {
+  const auto value = *reinterpret_cast<const typename Integer<KIND>::type*>(place);
+  return KIND == KIND_BOOL ? value != 0 : value;  // a view of other bytes as bool holds more than 1
 }
 
 template <typename... Index>
@@ -65,10 +84,14 @@ struct Range {
     }
   }
 
-  __device__ __forceinline__ const char* element(int number) const {
-    const char* at = table.data;
+  // How many rows there are, and where one begins.
+  __device__ __forceinline__ int rows() const {
+    return static_cast<int>(count > 0 ? count / length[AXES - 1] : 0);
+  }
+  __device__ __forceinline__ const char* row(int number) const {
+    const char* at = table.data + first[AXES - 1] * table.strides[AXES - 1];
 #pragma unroll
-    for (int axis = AXES - 1; axis >= 0; --axis) {
+    for (int axis = AXES - 2; axis >= 0; --axis) {
       const int size = static_cast<int>(length[axis]);
       at += (first[axis] + number % size) * table.strides[axis];
       number /= size;
@@ -88,32 +111,67 @@ struct FloatEnds {
   T high;
 };
 
-// The lanes of a warp share the elements, so all of them call this together.
-template <int AXES>
+__device__ __forceinline__ void take_in(IntEnds& found, long long value) {
+  found.low = value < found.low ? value : found.low;
+  found.high = value > found.high ? value : found.high;
+}
+
+// Takes in `count` integers without gaps, 16 bytes at a time between two boundaries.
+template <typename T>
+__device__ __forceinline__ void take_in_row(IntEnds& found, const char* at, int count) {
+  constexpr int TOGETHER = 16 / sizeof(T);
+  struct alignas(16) Together {
+    T x[TOGETHER];
+  };
+  const T* next = reinterpret_cast<const T*>(at);
+  const T* const end = next + count;
+  T low = *next, high = *next;
+#pragma unroll 1
+  while (next < end) {
+    if (reinterpret_cast<unsigned long long>(next) % 16 == 0 && end - next >= TOGETHER) {
+      const Together some = *reinterpret_cast<const Together*>(next);
+#pragma unroll
+      for (int n = 0; n < TOGETHER; ++n) {
+        low = some.x[n] < low ? some.x[n] : low;
+        high = some.x[n] > high ? some.x[n] : high;
+      }
+      next += TOGETHER;
+    } else {
+      low = *next < low ? *next : low;
+      high = *next > high ? *next : high;
+      ++next;
+    }
+  }
+  take_in(found, low);
+  take_in(found, high);
+}
+
+// The smallest and the largest integer of a range; the ends of their type where there are too many
+// to look at.
+template <int KIND, int AXES>
 __device__ __forceinline__ IntEnds int_extremes(const Table& table, const long long* ends) {
   const Range<AXES> range(table, ends);
   if (range.count > RANGE_LIMIT) {
-    return table.kind == KIND_BOOL ? IntEnds{0, 1} : IntEnds{SMALLEST_INT, LARGEST_INT};
+    return KIND == KIND_BOOL ? IntEnds{0, 1} : IntEnds{SMALLEST_INT, LARGEST_INT};
   }
+  const long long stride = table.strides[AXES - 1];
+  const int columns = static_cast<int>(range.length[AXES - 1]);
   IntEnds found{LARGEST_INT, SMALLEST_INT};
 #pragma unroll 1
-  for (int n = arch::lane_index(); n < range.count; n += arch::WARP_SIZE) {
-    const long long value = load_as_int(range.element(n), table.kind);
-    found.low = value < found.low ? value : found.low;
-    found.high = value > found.high ? value : found.high;
-  }
-#pragma unroll
-  for (int lanes = arch::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
-    const long long low = arch::shuffle_xor(found.low, lanes);
-    const long long high = arch::shuffle_xor(found.high, lanes);
-    found.low = low < found.low ? low : found.low;
-    found.high = high > found.high ? high : found.high;
+  for (int n = 0; n < range.rows(); ++n) {
+    const char* at = range.row(n);
+    if (KIND != KIND_BOOL && stride == sizeof(typename Integer<KIND>::type)) {
+      take_in_row<typename Integer<KIND>::type>(found, at, columns);
+      continue;
+    }
+#pragma unroll 1
+    for (int x = 0; x < columns; ++x, at += stride) take_in(found, load_as_int<KIND>(at));
   }
   return found;
 }
 
 // NaN where one of the elements is, or where there are too many to look at.
-template <typename T, int AXES>
+template <typename T, int KIND, int AXES>
 __device__ __forceinline__ FloatEnds<T> float_extremes(const Table& table, const long long* ends) {
   const Range<AXES> range(table, ends);
   const T infinite = static_cast<T>(number::infinity());
@@ -121,18 +179,15 @@ __device__ __forceinline__ FloatEnds<T> float_extremes(const Table& table, const
   if (range.count > RANGE_LIMIT) return FloatEnds<T>{unknown, unknown};
   FloatEnds<T> found{infinite, -infinite};
 #pragma unroll 1
-  for (int n = arch::lane_index(); n < range.count; n += arch::WARP_SIZE) {
-    const T value = number::load<T>(range.element(n), table.kind, 0);
-    found.low = value < found.low || value != value ? value : found.low;
-    found.high = value > found.high || value != value ? value : found.high;
-    if (value != value) break;
-  }
-#pragma unroll
-  for (int lanes = arch::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
-    const T low = arch::shuffle_xor(found.low, lanes);
-    const T high = arch::shuffle_xor(found.high, lanes);
-    found.low = low < found.low || low != low ? low : found.low;
-    found.high = high > found.high || high != high ? high : found.high;
+  for (int n = 0; n < range.rows(); ++n) {
+    const char* at = range.row(n);
+#pragma unroll 1
+    for (int x = 0; x < range.length[AXES - 1]; ++x, at += table.strides[AXES - 1]) {
+      const T value = number::load<T>(at, KIND, 0);
+      if (value != value) return FloatEnds<T>{value, value};
+      found.low = value < found.low ? value : found.low;
+      found.high = value > found.high ? value : found.high;
+    }
   }
   return found;
 }
@@ -141,38 +196,26 @@ __device__ __forceinline__ FloatEnds<T> float_extremes(const Table& table, const
 
 // What generated code calls. Indices come one per axis, ranges as all first and then all last ones.
 
-template <typename... Index>
+template <int KIND, typename... Index>
 __device__ __forceinline__ long long lookup_int(const Table& table, Index... index) {
-  return lookup::load_as_int(lookup::place(table, index...), table.kind);
+  return lookup::load_as_int<KIND>(lookup::place(table, index...));
 }
 
-template <typename T, typename... Index>
+template <typename T, int KIND, typename... Index>
 __device__ __forceinline__ T lookup_float(const Table& table, Index... index) {
-  return number::load<T>(lookup::place(table, index...), table.kind, 0);
+  return number::load<T>(lookup::place(table, index...), KIND, 0);
 }
 
-template <typename... End>
-__device__ __forceinline__ long long range_minimum_int(const Table& table, End... end) {
+template <int KIND, typename... End>
+__device__ __forceinline__ lookup::IntEnds range_int(const Table& table, End... end) {
   const long long ends[] = {static_cast<long long>(end)...};
-  return lookup::int_extremes<sizeof...(End) / 2>(table, ends).low;
+  return lookup::int_extremes<KIND, sizeof...(End) / 2>(table, ends);
 }
 
-template <typename... End>
-__device__ __forceinline__ long long range_maximum_int(const Table& table, End... end) {
+template <typename T, int KIND, typename... End>
+__device__ __forceinline__ lookup::FloatEnds<T> range_float(const Table& table, End... end) {
   const long long ends[] = {static_cast<long long>(end)...};
-  return lookup::int_extremes<sizeof...(End) / 2>(table, ends).high;
-}
-
-template <typename T, typename... End>
-__device__ __forceinline__ T range_minimum_float(const Table& table, End... end) {
-  const long long ends[] = {static_cast<long long>(end)...};
-  return lookup::float_extremes<T, sizeof...(End) / 2>(table, ends).low;
-}
-
-template <typename T, typename... End>
-__device__ __forceinline__ T range_maximum_float(const Table& table, End... end) {
-  const long long ends[] = {static_cast<long long>(end)...};
-  return lookup::float_extremes<T, sizeof...(End) / 2>(table, ends).high;
+  return lookup::float_extremes<T, KIND, sizeof...(End) / 2>(table, ends);
 }
 
 // Division as Python has it: rounded down, the remainder with the divisor's sign. A function of its

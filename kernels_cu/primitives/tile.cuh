@@ -19,11 +19,17 @@ struct TileBox {
   long long b, h, i_low, i_high, j_low, j_high, len_q, len_k, start_q, start_k;
 };
 
+// The first and the last key that a query sees, where it sees all between them.
+struct KeyRange {
+  long long low, high;
+};
+
 constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
 constexpr bool MAY_MASK = HAS_MASK || HAS_SCORE;
 
 // Generated from the expressions of masks and scores; each is defined where its flag is set.
 __device__ bool mask_allows(const Params& p, const Site& at);
+__device__ KeyRange mask_range(const Params& p, const Site& at);
 __device__ int tile_class(const Params& p, const TileBox& at);
 __device__ accum_t score_changed(const Params& p, accum_t score, const Site& at);
 __device__ accum_t score_slope(const Params& p, accum_t score, const Site& at);

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from cupyflash import config, launch, target, tensor_tiles
+from cupyflash import config, driver, launch, target, tensor_tiles
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
@@ -74,7 +74,7 @@ class Blocks:
         warps = threads // 32
         rows = 32 * warps if self.block_q >= 32 * warps else 16 * warps
         slots = 2 + (self.block_q + self.block_kv + problem.d) // 16 % 2
-        sizes = rows, self.block_kv, slots, problem.d, problem.d_v
+        sizes = rows, self.block_kv, warps, slots, problem.d, problem.d_v
         shared = tensor_tiles.shared_memory(*sizes, itemsize)
         return Tiles(rows, self.block_kv, threads, shared)
 
@@ -181,7 +181,7 @@ class Emulator:
 
         def collected(launch: Launch, _: int) -> Any:
             specials.append(launch.special)
-            return SimpleNamespace(start=lambda addresses: None)
+            return SimpleNamespace(start=lambda addresses, stream: None)
 
         # What sums between the launches find in the arrays means nothing yet.
         with self._answering(collected), np.errstate(all="ignore"):
@@ -191,7 +191,7 @@ class Emulator:
             work()
 
     def _ready(self, launch: Launch, _: int) -> Any:
-        def start(addresses: Mapping[str, int]) -> None:
+        def start(addresses: Mapping[str, int], _: Any) -> None:
             kernel = machine(launch.special, self.flavour, self.read)
             kernel.launch(launch.grid, launch.packed(addresses), self.schedule)
 
@@ -209,6 +209,7 @@ class Emulator:
 
         with (
             mock.patch.object(launch, "Ready", ready),
+            mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
             mock.patch.object(config, "simt", tiles),
             mock.patch.object(config, "forward", lambda problem, *_: self.blocks.forward(problem)),
             mock.patch.object(config, "backward", backward),
@@ -219,6 +220,10 @@ class Emulator:
                 current=lambda _: contextlib.nullcontext(),
                 is_capturing=lambda: False,
                 empty=_poisoned,
+                memory=lambda size: Memory(_poisoned((size,), np.uint8)),
+                memory_of=lambda array, begin: Memory(array[begin:]),
+                view=lambda shape, dtype, memory: memory.view(shape, dtype),
+                convert=lambda array, to: np.copyto(to, array, "unsafe"),
                 fill=lambda array, value: array.fill(value),
                 is_device_array=lambda array: isinstance(array, np.ndarray),
                 address=lambda array: array.ctypes.data,
@@ -226,6 +231,21 @@ class Emulator:
             ),
         ):
             yield
+
+
+class Memory:
+    """Bytes of host memory, as CuPy's MemoryPointer points to them."""
+
+    def __init__(self, held: Array) -> None:
+        self._held, self.ptr = held, held.ctypes.data
+
+    def memset_async(self, value: int, size: int) -> None:
+        """Write one value to bytes."""
+        self._held[:size] = value
+
+    def view(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an array in C order that begins here."""
+        return np.ndarray(shape, dtype, self._held.data)
 
 
 def _on_device(call: Call) -> Call:

@@ -21,6 +21,10 @@ inline bool any_lane(bool condition, EMULATOR_WHERE) {
   return __any_sync(emulator::WHOLE_WARP, condition, file, line) != 0;
 }
 
+inline unsigned int ballot(bool condition, EMULATOR_WHERE) {
+  return __ballot_sync(emulator::WHOLE_WARP, condition, file, line);
+}
+
 inline bool barrier_or(bool condition, EMULATOR_WHERE) {
   return __syncthreads_or(condition, file, line) != 0;
 }

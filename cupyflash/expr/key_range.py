@@ -1,0 +1,154 @@
+"""The keys that a query sees as one range: a mask solved for the key's position.
+
+Most masks let a query see neighbouring keys: causal ones, windows, prefixes, lengths. Where a
+condition is made of comparisons in which j stands alone, of conditions without j, and of joints of
+these that leave one range, its two ends are expressions of everything but j. A kernel then asks
+once for a row of a tile instead of once for every pair.
+
+Solving moves terms from one side of a comparison to the other, so the ends are proven to fit into
+64 bits as the mask itself was; where that fails, the mask has no range.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import ArgumentError
+from .bind import Sizes, prove
+from .nodes import Expr, as_expr, operation, walk
+
+_FIRST, _NONE, _LAST = 0, -1, 2**62  # the first key; before it; beyond every key
+
+
+class KeyRange(NamedTuple):
+    """The first and the last key that a query sees; None where nothing bounds them."""
+
+    low: Expr | None
+    high: Expr | None
+
+
+def key_range(mask: Expr, sizes: Sizes) -> KeyRange | None:
+    """Return the ends of a bound condition's range of keys, or None where it has none.
+
+    Parameters
+    ----------
+    mask : Expr
+        The condition.
+    sizes : Sizes
+        The problem it is bound to.
+    """
+    found = _Solver(mask).ranges[mask]
+    if found is None:
+        return None
+    try:
+        for end in found:
+            if end is not None:
+                prove(end, sizes)
+    except ArgumentError:
+        return None
+    return found
+
+
+def _is_key(node: Expr) -> bool:
+    return node.op == "symbol" and node.value == "j"
+
+
+class _Solver:
+    """The ranges of all conditions of a tree."""
+
+    def __init__(self, root: Expr) -> None:
+        self.varies: set[Expr] = set()  # with j
+        self.lines: dict[Expr, tuple[int, Expr] | None] = {}  # of integers: sign * j + rest
+        self.ranges: dict[Expr, KeyRange | None] = {}
+        for node in walk(root):
+            if _is_key(node) or any(arg in self.varies for arg in node.args):
+                self.varies.add(node)
+            if node.type == "int":
+                self.lines[node] = self._line(node)
+            if node.type == "bool" and node in self.varies:
+                self.ranges[node] = self._range(node)
+        self.ranges.setdefault(root, None)
+
+    def _line(self, node: Expr) -> tuple[int, Expr] | None:
+        if node not in self.varies:
+            return 0, node
+        if _is_key(node):
+            return 1, as_expr(0)
+        lines = [self.lines.get(arg) for arg in node.args]
+        if node.op not in ("add", "subtract", "negative") or None in lines:
+            return None
+        (sign, rest), *others = [line for line in lines if line is not None]
+        if node.op == "negative":
+            return -sign, -rest
+        ((other_sign, other_rest),) = others
+        if node.op == "add":
+            return sign + other_sign, rest + other_rest
+        return sign - other_sign, rest - other_rest
+
+    def _range(self, node: Expr) -> KeyRange | None:
+        if node.op in ("less", "less_equal", "equal"):
+            return self._compared(node)
+        if node.op == "logical_not":
+            return _complement(self.ranges[node.args[0]])
+        if node.op in ("logical_and", "logical_or"):
+            return self._joined(node)
+        return None
+
+    def _compared(self, node: Expr) -> KeyRange | None:
+        left, right = (self.lines.get(arg) for arg in node.args)
+        if left is None or right is None:
+            return None
+        sign, rest = left[0] - right[0], right[1] - left[1]
+        # sign * j < rest, <= rest or == rest
+        if sign not in (1, -1):
+            return None
+        if node.op == "equal":
+            rest = rest if sign > 0 else -rest
+            return KeyRange(rest, rest)
+        if node.op == "less":
+            rest = rest - 1
+        return KeyRange(None, rest) if sign > 0 else KeyRange(-rest, None)
+
+    def _joined(self, node: Expr) -> KeyRange | None:
+        one, other = (self._operand(arg, node) for arg in node.args)
+        if one is None or other is None:
+            return None
+        if node.op == "logical_and":
+            return KeyRange(
+                _stricter("maximum", one.low, other.low), _stricter("minimum", one.high, other.high)
+            )
+        if one.low is None and other.low is None:
+            return KeyRange(None, _laxer("maximum", one.high, other.high))
+        if one.high is None and other.high is None:
+            return KeyRange(_laxer("minimum", one.low, other.low), None)
+        return None
+
+    def _operand(self, arg: Expr, node: Expr) -> KeyRange | None:
+        """Return the range of an operand of a joint; that of one without j is open at one side."""
+        if arg in self.varies:
+            return self.ranges[arg]
+        partner = self.ranges.get(node.args[1] if arg is node.args[0] else node.args[0])
+        if node.op == "logical_or" and partner is not None and partner.high is None:
+            return KeyRange(operation("where", arg, _FIRST, _LAST), None)
+        return KeyRange(None, operation("where", arg, _LAST, _NONE))
+
+
+def _stricter(name: str, a: Expr | None, b: Expr | None) -> Expr | None:
+    """Return the stricter of two ends."""
+    if a is None or b is None:
+        return b if a is None else a
+    return operation(name, a, b)
+
+
+def _laxer(name: str, a: Expr | None, b: Expr | None) -> Expr | None:
+    """Return the laxer of two ends."""
+    return None if a is None or b is None else operation(name, a, b)
+
+
+def _complement(found: KeyRange | None) -> KeyRange | None:
+    if found is None or (found.low is None) == (found.high is None):
+        return None
+    if found.low is None and found.high is not None:
+        return KeyRange(found.high + 1, None)
+    assert found.low is not None
+    return KeyRange(None, found.low - 1)
