@@ -26,6 +26,7 @@ def options(
     scale: Any = None,
     dropout: Any = 0.0,
     seed: Any = None,
+    precision: Any = None,
     **unknown: Any,
 ) -> dict[str, Any]:
     """Return all options of a call as keywords, unknown ones behind them."""
@@ -37,6 +38,7 @@ def options(
         "scale": scale,
         "dropout": dropout,
         "seed": seed,
+        "precision": precision,
         **unknown,
     }
 

@@ -132,7 +132,9 @@ class Signature:
         """Take the options of a call, all that `calls.options` knows and no other."""
         if len(options) != _NUMBER_OF_OPTIONS:
             raise _UnlikeError
-        mask, score_mod, bias, sink, scale, dropout, seed = options.values()
+        mask, score_mod, bias, sink, scale, dropout, seed, precision = options.values()
+        if precision is not None and type(precision) is not str:
+            raise _UnlikeError
         if sink is not None:
             self.take_arrays({"sink": sink})
         self._parts.append((
@@ -144,6 +146,7 @@ class Signature:
             # 0.0 and -0.0 are one probability, other types than float have other checks
             dropout if type(dropout) is float else _number(dropout),
             True if seed is None else self._seed(seed),
+            precision,
         ))  # fmt: skip
 
     def _expression(self, made: Any) -> Hashable:
@@ -180,7 +183,7 @@ class Signature:
         self.key = tuple(self._parts)
 
 
-_NUMBER_OF_OPTIONS = 7
+_NUMBER_OF_OPTIONS = 8
 
 
 def _number(value: Any) -> Hashable:

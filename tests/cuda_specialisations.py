@@ -76,6 +76,12 @@ def cases() -> list[Case]:
         kernels = ["forward_sm80", list(tensor_tiles.BACKWARD)[n // 7]]
         more = tensor_sizes[n % 6], options, bool(n // 3 % 2)
         found += [Case(kernel, dtype, *more) for kernel in kernels]
+    # float64, and float32 in three products.
+    wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
+    for n in range(14):
+        dtype, options = dtypes[3 * (n % 2)], list(OPTIONS)[n // 2]
+        own = wide_sizes[dtype.itemsize]
+        found.append(Case("forward_sm80", dtype, own[n // 2 % len(own)], options, n % 3 == 2))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for n, size in enumerate(((64, 64), (40, 72))):
@@ -96,12 +102,14 @@ def runs_on(case: Case, arch: str) -> bool:
 
 def specialisation(case: Case, arch: str) -> Specialisation:
     """Return what a case is compiled for on a GPU."""
+    cores = "sm80" in case.kernel and case.dtype == np.float32
+    options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
     q = np.zeros((4, 24, case.sizes[0]), case.dtype)
     v = np.zeros((4, 24, case.sizes[1]), case.dtype)
     if case.packed:
-        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, **OPTIONS[case.options])
+        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, **options)
     else:
-        call = validate.call(q, q, v, **OPTIONS[case.options])
+        call = validate.call(q, q, v, **options)
     problem, made = call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
     functions = generate(made.allowed, made.classes, made.changed, made.slope, keys).functions

@@ -24,6 +24,7 @@ ORDER = [
     ["problem"],
     ["trees"],
     ["device", "driver"],
+    ["numbers"],
     ["validate"],
     ["tiles", "params"],
     ["tensor_tiles"],

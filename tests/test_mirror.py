@@ -53,11 +53,17 @@ OTHER_STEMS = {
     "lookup": "programs are run step by step on the CPU and generated on the GPU",
     "expression": "programs are run step by step on the CPU and generated on the GPU",
     "fragment": "products by tensor cores, which the CPU has no like of",
+    "fragment_rows": "where fragments lie, in registers and in shared memory",
+    "fragment_wide": "products by tensor cores, which the CPU has no like of",
+    "fragment_wide_product": "products by tensor cores, which the CPU has no like of",
+    "power": "2^x by instructions and a polynomial; power_of_two is its like",
     "fragment_tile": "tile, where scores lie as tensor cores leave them",
     "fragment_product": "products by tensor cores, which the CPU has no like of",
     "fragment_gradient": "gradient_tile, where scores lie as tensor cores leave them",
     "fragment_softmax": "softmax, where scores lie as tensor cores leave them",
 }
+
+SPACES = {"fragment_rows": "fragment", "fragment_wide": "fragment"}  # of what headers share
 
 # Functions on one side only: row (by its first file) -> reason -> names.
 ONLY_CUDA = {
@@ -108,7 +114,13 @@ ONLY_CUDA = {
         "values that are not finite, added without pairs that take no part": (
             "add_nonfinite clear_nonfinite"
         ),
-        "the output of tensor cores goes through shared memory": "store_rows",
+        "the output of tensor cores goes through shared memory": "store_rows put_rows copy_out",
+        "pieces of 16 x 8 x 8, and what wide elements are split into": "part multiply_across",
+        "an element of a tile that tensor cores read, and its column": (
+            "element_of place_of column_of swizzle"
+        ),
+        "what tensor cores make NaN of, computed again": "any_nan multiply_nan fits",
+        "a tile of weights in the storage type": "store_tile",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
         "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
     },
@@ -127,6 +139,7 @@ ONLY_CUDA = {
         "e^x by 2^x or by double precision, which has no fast 2^x": "exponential",
         "threads share a row's columns": "row_sum",
         "tensor cores' scores are logits only at the end": "join_sink",
+        "a maximum in either type": "larger",
     },
     "primitives/gradient_tile.cuh": {
         "the two halves of gradient_tile: dv is accumulated between them, because dS takes the "
@@ -300,7 +313,9 @@ def test_a_header_is_a_namespace():
     generated = {"lookup", "expression"}
     for file, functions in CUDA_FUNCTIONS.items():
         path = Path(file)
-        wanted = {"primitives": path.stem, "arch": "arch"}.get(path.parent.name, "")
+        wanted = {"primitives": SPACES.get(path.stem, path.stem), "arch": "arch"}.get(
+            path.parent.name, ""
+        )
         allowed = {wanted, ""} if path.stem in generated else {wanted}
         assert {made.space for made in functions} <= allowed, file
 

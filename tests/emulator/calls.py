@@ -47,7 +47,7 @@ class Blocks:
 
     def backward(self, part: str, problem: Problem, slope: bool) -> tuple[str, Tiles]:
         """Return the kernel of a part of the backward, and its tiles."""
-        if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
+        if self.tensor and tensor_tiles.serves_backward(problem, tensor_tiles.OLDEST_CAPABILITY):
             kernel = f"backward_sm80_{part}"
             return kernel, self.gradient_tiles(kernel, problem)
         kernel = f"backward_simt_{part}"
@@ -68,12 +68,15 @@ class Blocks:
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: 16 or 32 rows a warp, a ring of 2 or 3 places."""
-        warps = self.threads // 32
+        itemsize = problem.dtype.itemsize
+        # A row of the widest head has a piece of 16 bytes for each of 64 threads.
+        threads = max(self.threads, 64) if itemsize > 2 else self.threads
+        warps = threads // 32
         rows = 32 * warps if self.block_q >= 32 * warps else 16 * warps
         slots = 2 + (self.block_q + self.block_kv + problem.d) // 16 % 2
         sizes = rows, self.block_kv, warps, slots, problem.d, problem.d_v
-        shared = tensor_tiles.shared_memory(*sizes)
-        return Tiles(rows, self.block_kv, self.threads, shared)
+        shared = tensor_tiles.shared_memory(*sizes, itemsize)
+        return Tiles(rows, self.block_kv, threads, shared)
 
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
@@ -111,7 +114,8 @@ class Chosen(Blocks):
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return the tiles that the package's table gives the forward for tensor cores."""
-        chosen = tensor_tiles.fit(problem.d, problem.d_v, self.shared_memory)
+        sizes = problem.d, problem.d_v, self.shared_memory
+        chosen = tensor_tiles.fit(*sizes, problem.dtype.itemsize)
         assert chosen is not None
         return chosen
 
