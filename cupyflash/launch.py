@@ -90,7 +90,7 @@ class Prepared:
         for name, array in made.items():
             addresses = {**addresses, name: target.address(array)}
         if self.adds_dq:
-            target.fill(made["dq"], 0)
+            target.fill(made.get("dq", gradients.dq), 0)
         for launch in self.launches:
             launch.start(addresses)
         for name, computed in made.items():

@@ -105,7 +105,7 @@ class Recipe:
     scratch: Mapping[str, Laid] = field(default_factory=dict)
     tables: tuple[Any, ...] = ()
     all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
-    adds_dq: bool = False  # launches add to dq's scratch, which is 0 before
+    adds_dq: bool = False  # launches add to dq, or to its scratch, which is 0 before
 
 
 class _Writer:
@@ -391,7 +391,7 @@ def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
     """Return what the backward keeps beside its results: delta, one number per query.
 
     Where k and v are broadcast over different axes, also their gradients before they are summed,
-    and with `adds_dq` that of q.
+    and with `adds_dq` that of q, unless it has the accumulator's type.
     """
     problem = call.problem
     lead = () if problem.packed else problem.lead
@@ -400,7 +400,7 @@ def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
     if shared is not None:
         for name, array in (("dk", call.k), ("dv", call.v)):
             scratch[name] = Laid((*shared, *array.shape[-3:]), problem.accumulator)
-    if adds_dq:
+    if adds_dq and problem.dtype != problem.accumulator:
         scratch["dq"] = Laid(call.q.shape, problem.accumulator)
     return scratch
 

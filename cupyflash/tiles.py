@@ -70,10 +70,18 @@ class Shape:
         """Columns of an operand that is in shared memory as a whole."""
         return _ceil(width, 128 // self.itemsize) * self.chunk_columns(width)
 
+    def held_columns(self, width: int) -> int:
+        """Columns of one that is also multiplied as the right factor."""
+        return max(self.whole_columns(width), self.padded_columns(width))
+
     def odd_stride(self, columns: int) -> int:
         """Distance of rows: an odd number of vectors."""
         wide = _round_up(columns, self.vector)
         return wide + (self.vector if wide // self.vector % 2 == 0 else 0)
+
+    def column_stride(self, rows: int) -> int:
+        """Distance of rows that were columns."""
+        return rows + (4 if rows % 32 == 0 else 0)
 
     def padded_columns(self, width: int) -> int:
         """Columns of a result, with those that exist for the thread grid only."""
@@ -87,7 +95,7 @@ class Shape:
 
     def stage(self, rows: int, width: int, wide: int) -> int:
         """Elements of the two buffers through which rows of global memory pass."""
-        chunk = rows * self.odd_stride(self.chunk_columns(width))
+        chunk = self.chunk_columns(width) * self.column_stride(rows)
         step = rows
         while (
             step > self.vector
@@ -96,6 +104,9 @@ class Shape:
         ):
             step //= 2
         return 2 * max(chunk, step * self.padded_columns(wide))
+
+
+HEAD_BYTES = 192  # of what backward_simt_dkdv.cu knows of the head that passes by
 
 
 def _ceil(x: int, y: int) -> int:
@@ -111,7 +122,7 @@ def _tile(shape: Shape, rows: int, columns: int) -> int:
 
 
 def _whole(shape: Shape, rows: int, width: int) -> int:
-    return rows * shape.odd_stride(shape.whole_columns(width))
+    return shape.whole_columns(width) * shape.column_stride(rows)
 
 
 def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
@@ -121,11 +132,11 @@ def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
 
 
 def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse and delta."""
-    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
+    """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse, delta, head."""
+    held = _tile(shape, block_kv, shape.held_columns(shape.d)) + _whole(shape, block_kv, shape.d_v)
     held += (1 + spare) * _tile(shape, block_kv, block_q) + 2 * block_q
     stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
-    return held + max(stages)
+    return held + max(stages) + HEAD_BYTES // shape.itemsize
 
 
 def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
@@ -138,9 +149,9 @@ def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> i
 
 def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_bias.cu: chunks of both operands, tiles, lse and delta."""
-    chunk = max(shape.odd_stride(shape.chunk_columns(width)) for width in (shape.d, shape.d_v))
-    held = (block_q + block_kv) * chunk + (1 + spare) * _tile(shape, block_q, block_kv)
-    return held + 2 * block_q
+    chunk = max(shape.chunk_columns(width) for width in (shape.d, shape.d_v))
+    held = chunk * (shape.column_stride(block_q) + shape.column_stride(block_kv))
+    return held + (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
 
 
 # Kernel -> (its shared elements, whether its block's rows are keys, columns of its results).

@@ -18,9 +18,10 @@ constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
 constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int TILE = BLOCK_Q * STRIDE;
 constexpr int TILES = HAS_DROPOUT ? 2 : 1;
-constexpr int CHUNK_STRIDE = matmul::larger(matmul::odd_stride(matmul::chunk_columns(D)),
-                                            matmul::odd_stride(matmul::chunk_columns(D_V)));
-constexpr int SHARED_ELEMENTS = (BLOCK_Q + BLOCK_KV) * CHUNK_STRIDE + TILES * TILE + 2 * BLOCK_Q;
+constexpr int CHUNK = matmul::larger(matmul::chunk_columns(D), matmul::chunk_columns(D_V));
+constexpr int A_ELEMENTS = CHUNK * matmul::column_stride(BLOCK_Q);
+constexpr int B_ELEMENTS = CHUNK * matmul::column_stride(BLOCK_KV);
+constexpr int SHARED_ELEMENTS = A_ELEMENTS + B_ELEMENTS + TILES * TILE + 2 * BLOCK_Q;
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -32,8 +33,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const a_smem = reinterpret_cast<accum_t*>(shared_smem);
-  accum_t* const b_smem = a_smem + BLOCK_Q * CHUNK_STRIDE;
-  accum_t* const tile_smem = b_smem + BLOCK_KV * CHUNK_STRIDE;
+  accum_t* const b_smem = a_smem + A_ELEMENTS;
+  accum_t* const tile_smem = b_smem + B_ELEMENTS;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
   const gradient_tile::Scratch scratch{tile_smem, tile_smem + (TILES - 1) * TILE, nullptr, lse_smem,
                                        lse_smem + BLOCK_Q};
@@ -70,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       for (long long i0 = one_query ? 0 : q_block * BLOCK_Q; i0 < i_end; i0 += BLOCK_Q) {
         const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
         __syncthreads();  // lse and delta, which may still be read
-        gradient_tile::load_row_numbers(p, entry, h, i0, ni, scratch);
+        gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
+                                        memory::numbers(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
         for (long long j0 = one_key ? 0 : kv_block * BLOCK_KV; j0 < j_end; j0 += BLOCK_KV) {
           const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);

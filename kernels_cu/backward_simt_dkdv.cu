@@ -16,21 +16,35 @@ namespace {
 
 constexpr int ROWS = BLOCK_KV / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_Q / COLUMN_THREADS;
+constexpr int ROWS_Q = ADDS_DQ ? BLOCK_Q / ROW_THREADS : 1;
 constexpr int COLUMNS_K = matmul::padded_columns(D) / COLUMN_THREADS;
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
-constexpr int K_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
-constexpr int V_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
+constexpr int PARTS = matmul::parts_of(ROWS_Q, COLUMNS_K);
+constexpr int PART = COLUMNS_K / PARTS * COLUMN_THREADS;
+constexpr int K_STRIDE = matmul::odd_stride(matmul::held_columns(D));
+constexpr int V_STRIDE = matmul::column_stride(BLOCK_KV);
 constexpr int STRIDE = matmul::odd_stride(BLOCK_Q);
 constexpr int TILE = BLOCK_KV * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_Q, D, D),
                                       matmul::buffer_elements(BLOCK_Q, D_V, D_V));
-constexpr int SHARED_ELEMENTS =
-    BLOCK_KV * (K_STRIDE + V_STRIDE) + TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q;
-constexpr int UNROLL = 2;  // as far as registers go
+// What a block knows of the head whose queries pass by. It lies in shared memory, because registers
+// hold the sums.
+struct Head {
+  layout::Entry entry;
+  memory::Rows q, d_out;
+  memory::Numbers lse, delta;
+  long long dq;  // offset of row 0
+  long long h;
+  long long j0;  // the first key
+};
+constexpr int HELD_ELEMENTS = BLOCK_KV * K_STRIDE + matmul::whole_columns(D_V) * V_STRIDE;
+constexpr int SHARED_ELEMENTS = HELD_ELEMENTS + TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q +
+                                static_cast<int>(sizeof(Head) / sizeof(accum_t));
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_KV, "BLOCK_KV, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_Q && BLOCK_KV % 4 == 0, "BLOCK_Q");
+static_assert(!ADDS_DQ || ROWS_Q * ROW_THREADS == BLOCK_Q, "BLOCK_Q, ADDS_DQ");
 static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES");
 
 }  // namespace
@@ -40,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   extern __shared__ Vector shared_smem[];
   accum_t* const k_smem = reinterpret_cast<accum_t*>(shared_smem);
   accum_t* const v_smem = k_smem + BLOCK_KV * K_STRIDE;
-  accum_t* const stage_smem = v_smem + BLOCK_KV * V_STRIDE;
+  accum_t* const stage_smem = v_smem + matmul::whole_columns(D_V) * V_STRIDE;
   accum_t* const tile_smem = stage_smem + 2 * BUFFER;
   accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
@@ -48,64 +62,103 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                        HAS_SLOPE ? last_smem : nullptr, lse_smem,
                                        lse_smem + BLOCK_Q};
 
+  Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
+
   matmul::Stage<BUFFER> stage{stage_smem};
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
-  const long long h_kv = work.head;
+  const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
   const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
   unsigned long long visited = 0;
+  if (threadIdx.x == 0) {
+    head_smem->entry = work.entry;
+    head_smem->j0 = j0;
+  }
 
-  memory::load_rows<BLOCK_KV, matmul::whole_columns(D), K_STRIDE, D>(
-      k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj);
-  memory::load_rows<BLOCK_KV, matmul::whole_columns(D_V), V_STRIDE, D_V>(
-      v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj);
+  bool finite_keys = memory::load_rows < BLOCK_KV, matmul::held_columns(D), K_STRIDE, D,
+       ADDS_DQ && MAY_MASK > (k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj);
+  memory::load_columns<BLOCK_KV, matmul::whole_columns(D_V), matmul::chunk_columns(D_V), V_STRIDE,
+                       D_V>(v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj);
   accum_t dk[ROWS][COLUMNS_K], dv[ROWS][COLUMNS_V];
   matmul::clear(dk);
   matmul::clear(dv);
+  if constexpr (ADDS_DQ && MAY_MASK) finite_keys = !arch::barrier_or(!finite_keys);
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
-  for (long long member = 0; member < members; ++member) {
-    const layout::Entry entry = layout::shared_entry(p, work.entry, member);
+  for (int member = 0; member < members; ++member) {
 #pragma unroll 1
-    for (long long h = h_kv * p.group; h < (h_kv + 1) * p.group; ++h) {
-      const memory::Rows q = memory::rows(p.q, entry, h, false);
-      const memory::Rows d_out = memory::rows(p.d_out, entry, h, false);
+    for (int n = 0; n < p.group; ++n) {
+      __syncthreads();  // what was known of the head before, which was read
+      if (threadIdx.x == 0) {
+        const long long h = h_kv * p.group + n;
+        const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
+        *head_smem = Head{entry,
+                          memory::rows(p.q, entry, h, false),
+                          memory::rows(p.d_out, entry, h, false),
+                          memory::numbers(p.lse, entry, h),
+                          memory::numbers(p.delta, entry, h),
+                          layout::offset(p.dq, entry, h, false),
+                          h,
+                          head_smem->j0};
+      }
+      __syncthreads();  // what is known of this one
 #pragma unroll 1
-      for (long long i0 = 0; i0 < entry.len_q; i0 += BLOCK_Q) {
-        const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
-        const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
+      for (long long i0 = 0; i0 < head_smem->entry.len_q; i0 += BLOCK_Q) {
+        const int ni = tile::rows_from(i0, head_smem->entry.len_q, BLOCK_Q);
+        const TileBox box =
+            tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
         const int tile_class = tile::classify_tile(p, box);
         if (tile_class == EMPTY) continue;
         ++visited;
         // The lse and delta of the tile before were read before the barriers of `accumulate`.
-        gradient_tile::load_row_numbers(p, entry, h, i0, ni, scratch);
+        gradient_tile::load_row_numbers(head_smem->lse, head_smem->delta, i0, ni, scratch);
 
         // 2 scores
         accum_t s[ROWS][COLUMNS];
-        matmul::multiply_rows<BLOCK_Q, D, UNROLL>(s, k_smem, q, i0, ni, stage);
+        matmul::multiply_rows<BLOCK_Q, D, false, K_STRIDE>(s, k_smem, head_smem->q, i0, ni, stage);
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
         gradient_tile::probabilities<true, STRIDE>(p, box, tile_class, s, scratch);
         // 6 accumulate dv and dk
         // dv comes first, because dS will take the place of p.
-        matmul::accumulate<BLOCK_Q, D_V, STRIDE, MAY_MASK>(dv, scratch.dropped_smem, d_out, i0, ni,
-                                                           stage);
-        matmul::multiply_rows<BLOCK_Q, D_V, UNROLL>(s, v_smem, d_out, i0, ni, stage);
+        matmul::accumulate<BLOCK_Q, D_V, STRIDE, MAY_MASK>(dv, scratch.dropped_smem,
+                                                           head_smem->d_out, i0, ni, stage);
+        matmul::multiply_rows<BLOCK_Q, D_V, true, V_STRIDE>(s, v_smem, head_smem->d_out, i0, ni,
+                                                            stage);
         gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
         if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
-        matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tile_smem, q, i0, ni, stage);
+        matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tile_smem, head_smem->q, i0,
+                                                         ni, stage);
+        if constexpr (ADDS_DQ) {
+#pragma unroll 1
+          for (int part = 0; part < PARTS; ++part) {
+            accum_t dq[ROWS_Q][COLUMNS_K / PARTS];
+            const accum_t* const columns_smem = k_smem + part * PART;
+            matmul::clear(dq);
+            if (finite_keys) {
+              matmul::multiply_transposed<BLOCK_KV, STRIDE, K_STRIDE>(dq, scratch.tile_smem,
+                                                                      columns_smem);
+            } else {
+              matmul::multiply_transposed_seen<BLOCK_KV, STRIDE, K_STRIDE>(dq, scratch.tile_smem,
+                                                                           columns_smem);
+            }
+            epilogue::add_rows<PART>(dq, p.dq, head_smem->dq, i0, ni, part * PART, D,
+                                     static_cast<accum_t>(p.scale));
+          }
+        }
       }
     }
   }
 
   // 7 scale and store
   epilogue::store_rows<D>(dk, p.dk, p.kind_dk != number::STORAGE_KIND,
-                          layout::offset(p.dk, work.entry, h_kv, true), j0, nj,
+                          layout::offset(p.dk, head_smem->entry, h_kv, true), head_smem->j0, nj,
                           static_cast<accum_t>(p.scale));
   epilogue::store_rows<D_V>(dv, p.dv, p.kind_dv != number::STORAGE_KIND,
-                            layout::offset(p.dv, work.entry, h_kv, true), j0, nj, accum_t(1));
+                            layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
+                            accum_t(1));
   tile::count_tiles(p, visited);
 }

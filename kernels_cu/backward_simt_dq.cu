@@ -17,16 +17,14 @@ namespace {
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
 constexpr int COLUMNS_Q = matmul::padded_columns(D) / COLUMN_THREADS;
-constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
-constexpr int DO_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
+constexpr int Q_STRIDE = matmul::column_stride(BLOCK_Q);
 constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int TILE = BLOCK_Q * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_KV, D, D),
                                       matmul::buffer_elements(BLOCK_KV, D_V, D));
-constexpr int SHARED_ELEMENTS =
-    BLOCK_Q * (Q_STRIDE + DO_STRIDE) + TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q;
-constexpr int UNROLL = 4;  // as far as registers go
+constexpr int SHARED_ELEMENTS = (matmul::whole_columns(D) + matmul::whole_columns(D_V)) * Q_STRIDE +
+                                TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q;
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -38,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const q_smem = reinterpret_cast<accum_t*>(shared_smem);
-  accum_t* const do_smem = q_smem + BLOCK_Q * Q_STRIDE;
-  accum_t* const stage_smem = do_smem + BLOCK_Q * DO_STRIDE;
+  accum_t* const do_smem = q_smem + matmul::whole_columns(D) * Q_STRIDE;
+  accum_t* const stage_smem = do_smem + matmul::whole_columns(D_V) * Q_STRIDE;
   accum_t* const tile_smem = stage_smem + 2 * BUFFER;
   accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
@@ -56,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
 
   // 1 load q
-  memory::load_rows<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D>(
+  memory::load_columns<BLOCK_Q, matmul::whole_columns(D), matmul::chunk_columns(D), Q_STRIDE, D>(
       q_smem, memory::rows(p.q, work.entry, h, false), i0, ni);
   accum_t dq[ROWS][COLUMNS_Q];
   matmul::clear(dq);
@@ -68,9 +66,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
     const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
     __syncthreads();  // do, lse and delta of the entry before, which may still be written or read
-    memory::load_rows<BLOCK_Q, matmul::whole_columns(D_V), DO_STRIDE, D_V>(
-        do_smem, memory::rows(p.d_out, entry, h, false), i0, ni);
-    gradient_tile::load_row_numbers(p, entry, h, i0, ni, scratch);
+    memory::load_columns<BLOCK_Q, matmul::whole_columns(D_V), matmul::chunk_columns(D_V), Q_STRIDE,
+                         D_V>(do_smem, memory::rows(p.d_out, entry, h, false), i0, ni);
+    gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
+                                    memory::numbers(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
     for (long long j0 = 0; j0 < entry.len_k; j0 += BLOCK_KV) {
       const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
@@ -81,12 +80,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
       // 2 scores
       accum_t s[ROWS][COLUMNS];
-      matmul::multiply_rows<BLOCK_KV, D, UNROLL>(s, q_smem, k, j0, nj, stage);
+      matmul::multiply_rows<BLOCK_KV, D, true, Q_STRIDE>(s, q_smem, k, j0, nj, stage);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
-      matmul::multiply_rows<BLOCK_KV, D_V, UNROLL>(s, do_smem, v, j0, nj, stage);
+      matmul::multiply_rows<BLOCK_KV, D_V, true, Q_STRIDE>(s, do_smem, v, j0, nj, stage);
       gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
       // 6 accumulate dq
       if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);

@@ -16,11 +16,11 @@ namespace {
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
-constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
+constexpr int Q_STRIDE = matmul::column_stride(BLOCK_Q);
 constexpr int P_STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int BUFFER = matmul::buffer_elements(BLOCK_KV, D, D_V);
-constexpr int SHARED_ELEMENTS = BLOCK_Q * Q_STRIDE + BLOCK_Q * P_STRIDE + 2 * BUFFER;
-constexpr int UNROLL = 1;  // as far as registers go
+constexpr int SHARED_ELEMENTS =
+    matmul::whole_columns(D) * Q_STRIDE + BLOCK_Q * P_STRIDE + 2 * BUFFER;
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const q_smem = reinterpret_cast<accum_t*>(shared_smem);
-  accum_t* const p_smem = q_smem + BLOCK_Q * Q_STRIDE;
+  accum_t* const p_smem = q_smem + matmul::whole_columns(D) * Q_STRIDE;
   accum_t* const stage_smem = p_smem + BLOCK_Q * P_STRIDE;
 
   matmul::Stage<BUFFER> stage{stage_smem};
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
 
   // 1 load q
-  memory::load_rows<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D>(
+  memory::load_columns<BLOCK_Q, matmul::whole_columns(D), matmul::chunk_columns(D), Q_STRIDE, D>(
       q_smem, memory::rows(p.q, entry, h, false), i0, ni);
   accum_t m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
   const accum_t sink =
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
     // 2 scores
     accum_t s[ROWS][COLUMNS];
-    matmul::multiply_rows<BLOCK_KV, D, UNROLL>(s, q_smem, k, j0, nj, stage);
+    matmul::multiply_rows<BLOCK_KV, D, true, Q_STRIDE>(s, q_smem, k, j0, nj, stage);
     matmul::scale(s, scale);
     // 3 score mod
     // 4 mask
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int row = matmul::row_thread() + ROW_THREADS * r;
+    const int row = matmul::result_row<ROWS>(r);
     if (p.lse.data != nullptr && matmul::column_thread() == 0 && row < ni) {
       lse.data[(i0 + row) * lse.row] = l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
     }

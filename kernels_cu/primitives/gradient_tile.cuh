@@ -22,11 +22,9 @@ struct Scratch {
 
 // Loads lse and delta of the tile's queries. An empty row gets lse = inf, so that its p is 0; so do
 // the rows beyond the last. Barriers before and after are the caller's.
-__device__ __forceinline__ void load_row_numbers(const Params& p, const layout::Entry& entry,
-                                                 long long h, long long i0, int ni,
+__device__ __forceinline__ void load_row_numbers(const memory::Numbers& lse,
+                                                 const memory::Numbers& delta, long long i0, int ni,
                                                  const Scratch& scratch) {
-  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
-  const memory::Numbers delta = memory::numbers(p.delta, entry, h);
   for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
     accum_t row_lse = number::infinity(), row_delta = 0;
     if (i < ni) {
@@ -42,10 +40,10 @@ __device__ __forceinline__ void load_row_numbers(const Params& p, const layout::
 __device__ __forceinline__ accum_t at_most_zero(accum_t x) { return x > 0 ? accum_t(0) : x; }
 
 // The tile's query of a thread's element (r, n).
-template <bool KEYS_ARE_ROWS>
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ int query_of(int r, int n) {
-  return KEYS_ARE_ROWS ? matmul::column_thread() + COLUMN_THREADS * n
-                       : matmul::row_thread() + ROW_THREADS * r;
+  return KEYS_ARE_ROWS ? matmul::result_column<COLUMNS * COLUMN_THREADS>(n)
+                       : matmul::result_row<ROWS>(r);
 }
 
 // Makes a thread's products q k into probabilities, at its own cells of the tile; with dropout also
@@ -63,7 +61,7 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const accum_t lse = scratch.lse_smem[query_of<KEYS_ARE_ROWS>(r, n)];
+      const accum_t lse = scratch.lse_smem[query_of<KEYS_ARE_ROWS, ROWS, COLUMNS>(r, n)];
       const accum_t weight = softmax::exponential(at_most_zero(s[r][n] - lse));
       s[r][n] = s[r][n] == -number::infinity() ? matmul::no_part() : weight;
     }
@@ -85,9 +83,9 @@ __device__ __forceinline__ void score_gradients(const Params& p, accum_t (&ds)[R
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int place = tile::cell<STRIDE>(r, n);
+      const int place = tile::cell<STRIDE, ROWS, COLUMNS>(r, n);
       const accum_t weight = scratch.tile_smem[place];
-      const accum_t delta = scratch.delta_smem[query_of<KEYS_ARE_ROWS>(r, n)];
+      const accum_t delta = scratch.delta_smem[query_of<KEYS_ARE_ROWS, ROWS, COLUMNS>(r, n)];
       accum_t dp = ds[r][n];
       if constexpr (HAS_DROPOUT) {
         dp *= scratch.dropped_smem[place] == accum_t(0) ? accum_t(0) : keep_scale;
@@ -107,7 +105,7 @@ __device__ __forceinline__ void apply_slope(const Scratch& scratch) {
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int place = tile::cell<STRIDE>(r, n);
+      const int place = tile::cell<STRIDE, ROWS, COLUMNS>(r, n);
       const accum_t ds = scratch.tile_smem[place];
       if (ds != accum_t(0)) {
         const accum_t changed = ds * scratch.slope_smem[place];

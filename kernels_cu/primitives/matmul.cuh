@@ -1,10 +1,12 @@
 // Products of tiles in shared memory, accumulated in registers: the twin of
 // reference/microkernel.py and reference/accumulate.py.
 //
-// The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns the elements of
-// a result at rows row_thread + ROW_THREADS * r: neighbouring rows in neighbouring threads, so that
-// the 16-byte reads of one warp fall on different banks. It reads whole vectors along the
-// contraction, which is contiguous in both operands of `multiply`.
+// The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns runs of
+// neighbouring rows and of neighbouring columns of a result, as long as a vector where that fits.
+//
+// What limits a product are registers: a multiply-add waits where its operands all lie in registers
+// of even number, or all in those of odd. So one factor's elements, which alternate in a vector,
+// stream past while one of the other is kept, and turn back at the end, where only that changes.
 #pragma once
 #include "../arch/warp.cuh"
 #include "memory.cuh"
@@ -37,6 +39,9 @@ __device__ constexpr int odd_stride(int columns) {
   return round_up(columns, VECTOR) + (round_up(columns, VECTOR) / VECTOR % 2 == 0 ? VECTOR : 0);
 }
 
+// The same of rows that were columns: warps write eight at a time, four elements of each.
+__device__ constexpr int column_stride(int rows) { return rows + (rows % 32 == 0 ? 4 : 0); }
+
 // Columns of a result that a thread owns next to each other: as many as a vector holds, unless
 // fewer leave less of the thread grid without work.
 __device__ constexpr int run_of(int width) {
@@ -53,6 +58,20 @@ __device__ constexpr int padded_columns(int width) {
   return round_up(width, COLUMN_THREADS * run_of(width));
 }
 
+// The width of one that is also multiplied as the right factor.
+__device__ constexpr int held_columns(int width) {
+  return larger(whole_columns(width), padded_columns(width));
+}
+
+// In how many parts a result of ROWS x COLUMNS elements of a thread is computed beside others, for
+// which there would be too few registers. Each has whole vectors of columns.
+constexpr int MOST_BESIDE = 32;
+__device__ constexpr int parts_of(int rows, int columns) {
+  int parts = 1;
+  while (rows * columns / parts > MOST_BESIDE && columns % (2 * parts * VECTOR) == 0) parts *= 2;
+  return parts;
+}
+
 // Rows of the second operand of `accumulate` that fit into `elements` of shared memory at a time.
 __device__ constexpr int stage_rows(int rows, int width, int elements) {
   while (rows > VECTOR && rows % (2 * VECTOR) == 0 && rows * padded_columns(width) > elements) {
@@ -61,10 +80,10 @@ __device__ constexpr int stage_rows(int rows, int width, int elements) {
   return rows;
 }
 
-// Elements of one of the stage's two buffers: a chunk of `rows` rows of `width` columns for
-// `multiply`, or a few whole rows of `wide` columns for `accumulate`.
+// Elements of one of the stage's two buffers: a chunk of `width` columns of `rows` rows for a
+// product along them, or a few whole rows of `wide` columns for `accumulate`.
 __device__ constexpr int buffer_elements(int rows, int width, int wide) {
-  const int chunk = rows * odd_stride(chunk_columns(width));
+  const int chunk = chunk_columns(width) * column_stride(rows);
   const int whole = stage_rows(rows, wide, chunk) * padded_columns(wide);
   return larger(chunk, whole);
 }
@@ -95,33 +114,25 @@ __device__ __forceinline__ int column_thread() {
   return threadIdx.x % arch::WARP_SIZE / ROWS_PER_WARP;
 }
 
-// c += a b^T for tiles of `DEPTH` columns. The thread's columns of c are column_thread +
-// COLUMN_THREADS * n. UNROLL vectors of each row are in sight at a time.
-template <int DEPTH, int A_STRIDE, int B_STRIDE, int UNROLL, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
-                                         const accum_t* b_smem) {
-  a_smem += row_thread() * A_STRIDE;
-  b_smem += column_thread() * B_STRIDE;
-#pragma unroll UNROLL
-  for (int k = 0; k < DEPTH; k += VECTOR) {
-    Vector a[ROWS], b[COLUMNS];
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      b[n] = *reinterpret_cast<const Vector*>(b_smem + n * COLUMN_THREADS * B_STRIDE + k);
-    }
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      a[r] = *reinterpret_cast<const Vector*>(a_smem + r * ROW_THREADS * A_STRIDE + k);
-    }
-#pragma unroll
-    for (int x = 0; x < VECTOR; ++x) {
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) c[r][n] += a[r].x[x] * b[n].x[x];
-      }
-    }
-  }
+// Rows of a result that a thread owns next to each other.
+__device__ constexpr int row_run(int rows) {
+  int run = VECTOR;
+  while (rows % run != 0) run /= 2;
+  return run;
+}
+
+// Row `r` of a thread's ROWS rows of a result.
+template <int ROWS>
+__device__ __forceinline__ int result_row(int r) {
+  constexpr int RUN = row_run(ROWS);
+  return (r / RUN * ROW_THREADS + row_thread()) * RUN + r % RUN;
+}
+
+// Column `n` of a thread's columns in a result of `WIDTH` columns.
+template <int WIDTH>
+__device__ __forceinline__ int result_column(int n) {
+  constexpr int RUN = run_of(WIDTH);
+  return (n / RUN * COLUMN_THREADS + column_thread()) * RUN + n % RUN;
 }
 
 // A pair that takes no part has weight -0.0, which no other pair has: multiplied it adds nothing,
@@ -134,60 +145,108 @@ __device__ __forceinline__ bool takes_part(double weight) {
   return __double_as_longlong(weight) != -0x7fffffffffffffffLL - 1;
 }
 
-// Column `n` of a thread's columns in a result of `WIDTH` columns.
-template <int WIDTH>
-__device__ __forceinline__ int result_column(int n) {
-  constexpr int RUN = run_of(WIDTH);
-  return (n / RUN * COLUMN_THREADS + column_thread()) * RUN + n % RUN;
+template <int RUN>
+struct alignas(RUN * sizeof(accum_t)) Run {
+  accum_t x[RUN];
+};
+
+// Reads a thread's part of a row of b, whose WIDTH columns are those of a result.
+template <int WIDTH, int RUN, int RUNS>
+__device__ __forceinline__ void read_row(Run<RUN> (&b)[RUNS], const accum_t* row_smem) {
+  static_assert(RUN == run_of(WIDTH) && RUN * RUNS * COLUMN_THREADS == WIDTH, "a result's columns");
+#pragma unroll
+  for (int n = 0; n < RUNS; ++n) {
+    b[n] = *reinterpret_cast<const Run<RUN>*>(row_smem + result_column<WIDTH>(n * RUN));
+  }
 }
 
-// c += a b for `DEPTH` columns of a and rows of b. The thread's columns of c are those of
-// `result_column`.
-template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
-                                             const accum_t* b_smem) {
-  constexpr int RUN = run_of(WIDTH);
-  struct alignas(RUN * sizeof(accum_t)) Run {
-    accum_t x[RUN];
-  };
-  a_smem += row_thread() * A_STRIDE;
-  b_smem += column_thread() * RUN;
-#pragma unroll 2
-  for (int k = 0; k < DEPTH; k += VECTOR) {
-    Vector a[ROWS];
+// c += a^T b for `DEPTH` rows of a and b.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
+                                                    const accum_t* a_smem, const accum_t* b_smem) {
+  constexpr int WIDTH = COLUMNS * COLUMN_THREADS;
+  constexpr int RUN_A = row_run(ROWS), RUN_B = run_of(WIDTH);
+#pragma unroll 4
+  for (int k = 0; k < DEPTH; ++k) {
+    Run<RUN_A> a[ROWS / RUN_A];
+    Run<RUN_B> b[COLUMNS / RUN_B];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      a[r] = *reinterpret_cast<const Vector*>(a_smem + r * ROW_THREADS * A_STRIDE + k);
+    for (int r = 0; r < ROWS; r += RUN_A) {
+      a[r / RUN_A] =
+          *reinterpret_cast<const Run<RUN_A>*>(a_smem + k * A_STRIDE + result_row<ROWS>(r));
     }
+    read_row<WIDTH>(b, b_smem + k * B_STRIDE);
 #pragma unroll
-    for (int x = 0; x < VECTOR; ++x) {
+    for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
-      for (int n = 0; n < COLUMNS; n += RUN) {
-        const Run b = *reinterpret_cast<const Run*>(b_smem + (k + x) * padded_columns(WIDTH) +
-                                                    n * COLUMN_THREADS);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-          for (int y = 0; y < RUN; ++y) c[r][n + y] += a[r].x[x] * b.x[y];
-        }
+      for (int y = 0; y < ROWS; ++y) {
+        const int r = n % 2 == 0 ? y : ROWS - 1 - y;
+        c[r][n] += a[r / RUN_A].x[r % RUN_A] * b[n / RUN_B].x[n % RUN_B];
       }
     }
   }
 }
 
 // The same where b holds NaN or infinity: pairs that take no part are left out.
-template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
-                                                  const accum_t* a_smem, const accum_t* b_smem) {
-  a_smem += row_thread() * A_STRIDE;
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLUMNS],
+                                                         const accum_t* a_smem,
+                                                         const accum_t* b_smem) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const accum_t b = b_smem[k * padded_columns(WIDTH) + result_column<WIDTH>(n)];
+      const accum_t b = b_smem[k * B_STRIDE + result_column<COLUMNS * COLUMN_THREADS>(n)];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const accum_t weight = a_smem[r * ROW_THREADS * A_STRIDE + k];
+        const accum_t weight = a_smem[k * A_STRIDE + result_row<ROWS>(r)];
+        if (takes_part(weight)) c[r][n] += weight * b;
+      }
+    }
+  }
+}
+
+// c += a b for `DEPTH` columns of a and rows of b.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                             const accum_t* b_smem) {
+  constexpr int WIDTH = COLUMNS * COLUMN_THREADS;
+  constexpr int RUN = run_of(WIDTH);
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; k += VECTOR) {
+    Vector a[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      a[r] = *reinterpret_cast<const Vector*>(a_smem + result_row<ROWS>(r) * A_STRIDE + k);
+    }
+#pragma unroll
+    for (int x = 0; x < VECTOR; ++x) {
+      Run<RUN> b[COLUMNS / RUN];
+      read_row<WIDTH>(b, b_smem + (k + x) * B_STRIDE);
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+        for (int y = 0; y < ROWS; ++y) {
+          const int r = n % 2 == 0 ? y : ROWS - 1 - y;
+          c[r][n] += a[r].x[x] * b[n / RUN].x[n % RUN];
+        }
+      }
+    }
+  }
+}
+
+// The same where b holds NaN or infinity.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
+                                                  const accum_t* a_smem, const accum_t* b_smem) {
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; ++k) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const accum_t b = b_smem[k * B_STRIDE + result_column<COLUMNS * COLUMN_THREADS>(n)];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const accum_t weight = a_smem[result_row<ROWS>(r) * A_STRIDE + k];
         if (takes_part(weight)) c[r][n] += weight * b;
       }
     }
@@ -222,50 +281,55 @@ __device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t facto
   }
 }
 
-// c = a b^T, where a lies whole in shared memory and B_ROWS rows of b, of which `valid` exist from
-// `first` on, pass through the stage a chunk of columns at a time.
-template <int B_ROWS, int WIDTH, int UNROLL, int ROWS, int COLUMNS, int BUFFER>
+// c = a b^T, where a lies whole in shared memory, its rows there as columns if A_TRANSPOSED, and
+// B_ROWS rows of b, of which `valid` exist from `first` on, pass through the stage as columns, a
+// chunk at a time.
+template <int B_ROWS, int WIDTH, bool A_TRANSPOSED, int A_STRIDE, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                               const memory::Rows& b, long long first, int valid,
                                               Stage<BUFFER>& stage) {
   constexpr int CHUNK = chunk_columns(WIDTH);
-  constexpr int A_STRIDE = odd_stride(whole_columns(WIDTH));
-  constexpr int STRIDE = odd_stride(CHUNK);
+  constexpr int STRIDE = column_stride(B_ROWS);
   accum_t* chunk_smem = stage.next();
-  memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, 0);
+  memory::begin_columns<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, 0);
   clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     const accum_t* const filled_smem = chunk_smem;
-    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(chunk_smem, b, first, valid, column);
+    memory::finish_columns<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, column);
     __syncthreads();  // the chunk, now filled, and the other buffer, which was read; before the
                       // first chunk also the rows of a, which other threads wrote
     if (column + CHUNK < WIDTH) {
       chunk_smem = stage.next();
-      memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, column + CHUNK);
+      memory::begin_columns<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid,
+                                                          column + CHUNK);
     }
-    multiply<CHUNK, A_STRIDE, STRIDE, UNROLL>(c, a_smem + column, filled_smem);
+    if constexpr (A_TRANSPOSED) {
+      multiply_transposed<CHUNK, A_STRIDE, STRIDE>(c, a_smem + column * A_STRIDE, filled_smem);
+    } else {
+      multiply_add<CHUNK, A_STRIDE, STRIDE>(c, a_smem + column, filled_smem);
+    }
   }
 }
 
-// c = a b^T, where the rows of both pass through shared memory, a chunk of columns at a time.
+// c = a b^T, where the rows of both pass through shared memory as columns, a chunk at a time.
 template <int A_ROWS, int B_ROWS, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const memory::Rows& a,
                                               long long first_a, int valid_a, const memory::Rows& b,
                                               long long first_b, int valid_b, accum_t* a_smem,
                                               accum_t* b_smem) {
   constexpr int CHUNK = chunk_columns(WIDTH);
-  constexpr int STRIDE = odd_stride(CHUNK);
+  constexpr int A_STRIDE = column_stride(A_ROWS), B_STRIDE = column_stride(B_ROWS);
   clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     __syncthreads();  // both chunks, which may still be read
-    memory::begin_rows<A_ROWS, CHUNK, STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
-    memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
-    memory::finish_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
-    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
+    memory::begin_columns<A_ROWS, CHUNK, A_STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
+    memory::begin_columns<B_ROWS, CHUNK, B_STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
+    memory::finish_columns<A_ROWS, CHUNK, A_STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
+    memory::finish_columns<B_ROWS, CHUNK, B_STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
     __syncthreads();  // both chunks, now filled
-    multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
+    multiply_transposed<CHUNK, A_STRIDE, B_STRIDE>(c, a_smem, b_smem);
   }
 }
 
@@ -298,9 +362,9 @@ __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const ac
                                                       valid - k - STEP, 0);
     }
     if (careful) {
-      multiply_add_seen<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+      multiply_add_seen<STEP, A_STRIDE, STRIDE>(c, a_smem + k, filled_smem);
     } else {
-      multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+      multiply_add<STEP, A_STRIDE, STRIDE>(c, a_smem + k, filled_smem);
     }
   }
 }

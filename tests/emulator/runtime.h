@@ -81,6 +81,7 @@ void multiply_matrices(const char* what, Where where, float (&c)[4], const unsig
 // Adds to memory in one step, whatever other threads do.
 unsigned long long add_at_once(unsigned long long* place, unsigned long long value);
 void add_at_once(float* place, float value);
+void add_at_once(double* place, double value);
 
 }  // namespace emulator
 
