@@ -68,11 +68,8 @@ class Shape:
 
     def whole_columns(self, width: int) -> int:
         """Columns of an operand that is in shared memory as a whole."""
-        return _ceil(width, 128 // self.itemsize) * self.chunk_columns(width)
-
-    def held_columns(self, width: int) -> int:
-        """Columns of one that is also multiplied as the right factor."""
-        return max(self.whole_columns(width), self.padded_columns(width))
+        chunks = _ceil(width, 128 // self.itemsize)
+        return max(chunks * self.chunk_columns(width), _round_up(width, self.column_threads))
 
     def odd_stride(self, columns: int) -> int:
         """Distance of rows: an odd number of vectors."""
@@ -95,7 +92,7 @@ class Shape:
 
     def stage(self, rows: int, width: int, wide: int) -> int:
         """Elements of the two buffers through which rows of global memory pass."""
-        chunk = self.chunk_columns(width) * self.column_stride(rows)
+        chunk = rows * self.odd_stride(self.chunk_columns(width))
         step = rows
         while (
             step > self.vector
@@ -133,7 +130,7 @@ def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
 
 def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse, delta, head."""
-    held = _tile(shape, block_kv, shape.held_columns(shape.d)) + _whole(shape, block_kv, shape.d_v)
+    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
     held += (1 + spare) * _tile(shape, block_kv, block_q) + 2 * block_q
     stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
     return held + max(stages) + HEAD_BYTES // shape.itemsize
@@ -150,7 +147,7 @@ def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> i
 def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_bias.cu: chunks of both operands, tiles, lse and delta."""
     chunk = max(shape.chunk_columns(width) for width in (shape.d, shape.d_v))
-    held = chunk * (shape.column_stride(block_q) + shape.column_stride(block_kv))
+    held = chunk * shape.column_stride(block_q) + _tile(shape, block_kv, chunk)
     return held + (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
 
 
@@ -170,7 +167,7 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
 # threads, and the largest head that this is for; the best first.
 BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("forward_simt", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
-    ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (128, 64, 256, 512), (64, 64, 128, 512)),
+    ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (64, 64, 128, 512), (128, 64, 256, 512)),
     ("backward_simt_dq", 4): ((64, 64, 128, 64), (128, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_bias", 4): ((64, 64, 256, 512),),
     ("backward_bias", 8): ((64, 64, 256, 512),),

@@ -20,7 +20,7 @@ constexpr int TILE = BLOCK_Q * STRIDE;
 constexpr int TILES = HAS_DROPOUT ? 2 : 1;
 constexpr int CHUNK = matmul::larger(matmul::chunk_columns(D), matmul::chunk_columns(D_V));
 constexpr int A_ELEMENTS = CHUNK * matmul::column_stride(BLOCK_Q);
-constexpr int B_ELEMENTS = CHUNK * matmul::column_stride(BLOCK_KV);
+constexpr int B_ELEMENTS = BLOCK_KV * matmul::odd_stride(CHUNK);
 constexpr int SHARED_ELEMENTS = A_ELEMENTS + B_ELEMENTS + TILES * TILE + 2 * BLOCK_Q;
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");

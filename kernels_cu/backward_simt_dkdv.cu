@@ -19,10 +19,10 @@ constexpr int COLUMNS = BLOCK_Q / COLUMN_THREADS;
 constexpr int ROWS_Q = ADDS_DQ ? BLOCK_Q / ROW_THREADS : 1;
 constexpr int COLUMNS_K = matmul::padded_columns(D) / COLUMN_THREADS;
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
-constexpr int PARTS = matmul::parts_of(ROWS_Q, COLUMNS_K);
-constexpr int PART = COLUMNS_K / PARTS * COLUMN_THREADS;
-constexpr int K_STRIDE = matmul::odd_stride(matmul::held_columns(D));
-constexpr int V_STRIDE = matmul::column_stride(BLOCK_KV);
+constexpr int COLUMNS_Q = matmul::round_up(D, COLUMN_THREADS) / COLUMN_THREADS;
+constexpr int PARTS = matmul::parts_of(ROWS_Q, COLUMNS_Q);
+constexpr int PART = COLUMNS_Q / PARTS;  // columns of a thread
+constexpr int K_STRIDE = matmul::column_stride(BLOCK_KV);
 constexpr int STRIDE = matmul::odd_stride(BLOCK_Q);
 constexpr int TILE = BLOCK_KV * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
@@ -38,7 +38,7 @@ struct Head {
   long long h;
   long long j0;  // the first key
 };
-constexpr int HELD_ELEMENTS = BLOCK_KV * K_STRIDE + matmul::whole_columns(D_V) * V_STRIDE;
+constexpr int HELD_ELEMENTS = (matmul::whole_columns(D) + matmul::whole_columns(D_V)) * K_STRIDE;
 constexpr int SHARED_ELEMENTS = HELD_ELEMENTS + TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q +
                                 static_cast<int>(sizeof(Head) / sizeof(accum_t));
 
@@ -53,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const k_smem = reinterpret_cast<accum_t*>(shared_smem);
-  accum_t* const v_smem = k_smem + BLOCK_KV * K_STRIDE;
-  accum_t* const stage_smem = v_smem + matmul::whole_columns(D_V) * V_STRIDE;
+  accum_t* const v_smem = k_smem + matmul::whole_columns(D) * K_STRIDE;
+  accum_t* const stage_smem = v_smem + matmul::whole_columns(D_V) * K_STRIDE;
   accum_t* const tile_smem = stage_smem + 2 * BUFFER;
   accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
@@ -76,14 +76,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     head_smem->j0 = j0;
   }
 
-  bool finite_keys = memory::load_rows < BLOCK_KV, matmul::held_columns(D), K_STRIDE, D,
-       ADDS_DQ && MAY_MASK > (k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj);
-  memory::load_columns<BLOCK_KV, matmul::whole_columns(D_V), matmul::chunk_columns(D_V), V_STRIDE,
-                       D_V>(v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj);
+  constexpr bool CHECKS_KEYS = ADDS_DQ && MAY_MASK;
+  bool finite_keys =
+      memory::load_columns<BLOCK_KV, matmul::whole_columns(D), K_STRIDE, D, CHECKS_KEYS>(
+          k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj, 0);
+  memory::load_columns<BLOCK_KV, matmul::whole_columns(D_V), K_STRIDE, D_V, false>(
+      v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj, 0);
   accum_t dk[ROWS][COLUMNS_K], dv[ROWS][COLUMNS_V];
   matmul::clear(dk);
   matmul::clear(dv);
-  if constexpr (ADDS_DQ && MAY_MASK) finite_keys = !arch::barrier_or(!finite_keys);
+  if constexpr (CHECKS_KEYS) finite_keys = !arch::barrier_or(!finite_keys);
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
@@ -117,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
         // 2 scores
         accum_t s[ROWS][COLUMNS];
-        matmul::multiply_rows<BLOCK_Q, D, false, K_STRIDE>(s, k_smem, head_smem->q, i0, ni, stage);
+        matmul::multiply_rows<BLOCK_Q, D, K_STRIDE>(s, k_smem, head_smem->q, i0, ni, stage);
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
@@ -126,8 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // dv comes first, because dS will take the place of p.
         matmul::accumulate<BLOCK_Q, D_V, STRIDE, MAY_MASK>(dv, scratch.dropped_smem,
                                                            head_smem->d_out, i0, ni, stage);
-        matmul::multiply_rows<BLOCK_Q, D_V, true, V_STRIDE>(s, v_smem, head_smem->d_out, i0, ni,
-                                                            stage);
+        matmul::multiply_rows<BLOCK_Q, D_V, K_STRIDE>(s, v_smem, head_smem->d_out, i0, ni, stage);
         gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
         if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
         matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tile_smem, head_smem->q, i0,
@@ -135,18 +136,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if constexpr (ADDS_DQ) {
 #pragma unroll 1
           for (int part = 0; part < PARTS; ++part) {
-            accum_t dq[ROWS_Q][COLUMNS_K / PARTS];
-            const accum_t* const columns_smem = k_smem + part * PART;
+            accum_t dq[ROWS_Q][PART];
+            const accum_t* const columns_smem = k_smem + part * PART * COLUMN_THREADS * K_STRIDE;
             matmul::clear(dq);
             if (finite_keys) {
-              matmul::multiply_transposed<BLOCK_KV, STRIDE, K_STRIDE>(dq, scratch.tile_smem,
-                                                                      columns_smem);
+              matmul::multiply<BLOCK_KV, STRIDE, K_STRIDE>(dq, scratch.tile_smem, columns_smem);
             } else {
-              matmul::multiply_transposed_seen<BLOCK_KV, STRIDE, K_STRIDE>(dq, scratch.tile_smem,
-                                                                           columns_smem);
+              matmul::multiply_seen<BLOCK_KV, STRIDE, K_STRIDE>(dq, scratch.tile_smem,
+                                                                columns_smem);
             }
-            epilogue::add_rows<PART>(dq, p.dq, head_smem->dq, i0, ni, part * PART, D,
-                                     static_cast<accum_t>(p.scale));
+            epilogue::add_rows(dq, p.dq, head_smem->dq, i0, ni, part * PART * COLUMN_THREADS, D,
+                               static_cast<accum_t>(p.scale));
           }
         }
       }

@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
 
   // 1 load q
-  memory::load_columns<BLOCK_Q, matmul::whole_columns(D), matmul::chunk_columns(D), Q_STRIDE, D>(
-      q_smem, memory::rows(p.q, work.entry, h, false), i0, ni);
+  memory::load_columns<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D, false>(
+      q_smem, memory::rows(p.q, work.entry, h, false), i0, ni, 0);
   accum_t dq[ROWS][COLUMNS_Q];
   matmul::clear(dq);
 
@@ -66,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
     const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
     __syncthreads();  // do, lse and delta of the entry before, which may still be written or read
-    memory::load_columns<BLOCK_Q, matmul::whole_columns(D_V), matmul::chunk_columns(D_V), Q_STRIDE,
-                         D_V>(do_smem, memory::rows(p.d_out, entry, h, false), i0, ni);
+    memory::load_columns<BLOCK_Q, matmul::whole_columns(D_V), Q_STRIDE, D_V, false>(
+        do_smem, memory::rows(p.d_out, entry, h, false), i0, ni, 0);
     gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
                                     memory::numbers(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
@@ -80,12 +80,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
       // 2 scores
       accum_t s[ROWS][COLUMNS];
-      matmul::multiply_rows<BLOCK_KV, D, true, Q_STRIDE>(s, q_smem, k, j0, nj, stage);
+      matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE>(s, q_smem, k, j0, nj, stage);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
-      matmul::multiply_rows<BLOCK_KV, D_V, true, Q_STRIDE>(s, do_smem, v, j0, nj, stage);
+      matmul::multiply_rows<BLOCK_KV, D_V, Q_STRIDE>(s, do_smem, v, j0, nj, stage);
       gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
       // 6 accumulate dq
       if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);

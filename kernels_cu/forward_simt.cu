@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
 
   // 1 load q
-  memory::load_columns<BLOCK_Q, matmul::whole_columns(D), matmul::chunk_columns(D), Q_STRIDE, D>(
-      q_smem, memory::rows(p.q, entry, h, false), i0, ni);
+  memory::load_columns<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D, false>(
+      q_smem, memory::rows(p.q, entry, h, false), i0, ni, 0);
   accum_t m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
   const accum_t sink =
       p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, h);
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
     // 2 scores
     accum_t s[ROWS][COLUMNS];
-    matmul::multiply_rows<BLOCK_KV, D, true, Q_STRIDE>(s, q_smem, k, j0, nj, stage);
+    matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE>(s, q_smem, k, j0, nj, stage);
     matmul::scale(s, scale);
     // 3 score mod
     // 4 mask

@@ -20,22 +20,6 @@ __device__ __forceinline__ void begin_copy(void* to_smem, const void* from_gmem,
 #endif
 }
 
-// The same for one element of 4 or 8 bytes, where a GPU has such an instruction.
-#if __CUDA_ARCH__ >= 800
-constexpr bool COPIES_ELEMENTS = true;
-#else
-constexpr bool COPIES_ELEMENTS = false;
-#endif
-
-template <int BYTES>
-__device__
-__forceinline__ void begin_copy_element(void* to_smem, const void* from_gmem, bool wanted) {
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"l"(__cvta_generic_to_shared(to_smem)),
-      "l"(__cvta_generic_to_global(from_gmem)), "n"(BYTES), "r"(wanted ? BYTES : 0)
-      : "memory");
-}
-
 // Begins to copy the first `bytes` of 16 bytes to a place of shared memory, and to write zeros
 // behind them. Since compute capability 8.0.
 __device__ __forceinline__ void begin_part_copy(unsigned int address, const void* from_gmem,

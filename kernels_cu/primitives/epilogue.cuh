@@ -43,40 +43,23 @@ __device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS
   store_as<WIDTH, storage_t>(result, to, offset, first, valid, factors);
 }
 
-// Adds a thread's rows of PART columns of a result, times `factor`, to numbers of the accumulator's
-// type, to which other blocks add, too: from column `begin` on of `columns`. The other arguments
-// are those of `store_as`.
-template <int PART, int ROWS, int COLUMNS>
+// Adds a thread's part of a result by `matmul::multiply`, times `factor`, to numbers of the
+// accumulator's type, to which other blocks add, too: from column `begin` on of `columns`. The
+// other arguments are those of `store_as`.
+template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_rows(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
                                          long long offset, long long first, int valid, int begin,
                                          int columns, accum_t factor) {
-  constexpr int RUN = matmul::run_of(PART);
   accum_t* const data = reinterpret_cast<accum_t*>(to.data) + offset + first * to.row;
-  const bool vectors = RUN == 4 && columns % RUN == 0 && to.col == 1 && to.row % RUN == 0 &&
-                       reinterpret_cast<unsigned long long>(data) % 16 == 0;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = matmul::result_row<ROWS>(r);
     accum_t* const target = data + row * to.row;
     if (row >= valid) continue;
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n += RUN) {
-      const int column = begin + matmul::result_column<PART>(n);
-      if (vectors) {
-        if constexpr (RUN == 4) {
-          if (column < columns) {
-            arch::add_four(target + column, result[r][n] * factor, result[r][n + 1] * factor,
-                           result[r][n + 2] * factor, result[r][n + 3] * factor);
-          }
-        }
-      } else {
-#pragma unroll
-        for (int x = 0; x < RUN; ++x) {
-          if (column + x < columns) {
-            arch::add(target + (column + x) * to.col, result[r][n + x] * factor);
-          }
-        }
-      }
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int column = begin + matmul::row_column(n);
+      if (column < columns) arch::add(target + column * to.col, result[r][n] * factor);
     }
   }
 }

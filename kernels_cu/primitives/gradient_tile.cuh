@@ -40,10 +40,9 @@ __device__ __forceinline__ void load_row_numbers(const memory::Numbers& lse,
 __device__ __forceinline__ accum_t at_most_zero(accum_t x) { return x > 0 ? accum_t(0) : x; }
 
 // The tile's query of a thread's element (r, n).
-template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+template <bool KEYS_ARE_ROWS, int ROWS>
 __device__ __forceinline__ int query_of(int r, int n) {
-  return KEYS_ARE_ROWS ? matmul::result_column<COLUMNS * COLUMN_THREADS>(n)
-                       : matmul::result_row<ROWS>(r);
+  return KEYS_ARE_ROWS ? matmul::row_column(n) : matmul::result_row<ROWS>(r);
 }
 
 // Makes a thread's products q k into probabilities, at its own cells of the tile; with dropout also
@@ -61,7 +60,7 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const accum_t lse = scratch.lse_smem[query_of<KEYS_ARE_ROWS, ROWS, COLUMNS>(r, n)];
+      const accum_t lse = scratch.lse_smem[query_of<KEYS_ARE_ROWS, ROWS>(r, n)];
       const accum_t weight = softmax::exponential(at_most_zero(s[r][n] - lse));
       s[r][n] = s[r][n] == -number::infinity() ? matmul::no_part() : weight;
     }
@@ -83,9 +82,9 @@ __device__ __forceinline__ void score_gradients(const Params& p, accum_t (&ds)[R
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int place = tile::cell<STRIDE, ROWS, COLUMNS>(r, n);
+      const int place = tile::cell<STRIDE, ROWS>(r, n);
       const accum_t weight = scratch.tile_smem[place];
-      const accum_t delta = scratch.delta_smem[query_of<KEYS_ARE_ROWS, ROWS, COLUMNS>(r, n)];
+      const accum_t delta = scratch.delta_smem[query_of<KEYS_ARE_ROWS, ROWS>(r, n)];
       accum_t dp = ds[r][n];
       if constexpr (HAS_DROPOUT) {
         dp *= scratch.dropped_smem[place] == accum_t(0) ? accum_t(0) : keep_scale;
@@ -105,7 +104,7 @@ __device__ __forceinline__ void apply_slope(const Scratch& scratch) {
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int place = tile::cell<STRIDE, ROWS, COLUMNS>(r, n);
+      const int place = tile::cell<STRIDE, ROWS>(r, n);
       const accum_t ds = scratch.tile_smem[place];
       if (ds != accum_t(0)) {
         const accum_t changed = ds * scratch.slope_smem[place];

@@ -30,8 +30,10 @@ __device__ constexpr int chunk_columns(int width) {
   return round_up((width + chunks(width) - 1) / chunks(width), whole);
 }
 
-// The width of an operand that is whole in shared memory: all chunks.
-__device__ constexpr int whole_columns(int width) { return chunks(width) * chunk_columns(width); }
+// The width of an operand that is whole in shared memory: all chunks, and all columns of a result.
+__device__ constexpr int whole_columns(int width) {
+  return larger(chunks(width) * chunk_columns(width), round_up(width, COLUMN_THREADS));
+}
 
 // The distance of rows that are read a vector at a time: an odd number of vectors, so that the rows
 // of eight threads begin on different banks.
@@ -64,11 +66,11 @@ __device__ constexpr int held_columns(int width) {
 }
 
 // In how many parts a result of ROWS x COLUMNS elements of a thread is computed beside others, for
-// which there would be too few registers. Each has whole vectors of columns.
+// which there would be too few registers.
 constexpr int MOST_BESIDE = 32;
 __device__ constexpr int parts_of(int rows, int columns) {
   int parts = 1;
-  while (rows * columns / parts > MOST_BESIDE && columns % (2 * parts * VECTOR) == 0) parts *= 2;
+  while (rows * columns / parts > MOST_BESIDE && columns % (2 * parts) == 0) parts *= 2;
   return parts;
 }
 
@@ -80,10 +82,10 @@ __device__ constexpr int stage_rows(int rows, int width, int elements) {
   return rows;
 }
 
-// Elements of one of the stage's two buffers: a chunk of `width` columns of `rows` rows for a
-// product along them, or a few whole rows of `wide` columns for `accumulate`.
+// Elements of one of the stage's two buffers: a chunk of `rows` rows of `width` columns for
+// `multiply`, or a few whole rows of `wide` columns for `accumulate`.
 __device__ constexpr int buffer_elements(int rows, int width, int wide) {
-  const int chunk = chunk_columns(width) * column_stride(rows);
+  const int chunk = rows * odd_stride(chunk_columns(width));
   const int whole = stage_rows(rows, wide, chunk) * padded_columns(wide);
   return larger(chunk, whole);
 }
@@ -128,7 +130,11 @@ __device__ __forceinline__ int result_row(int r) {
   return (r / RUN * ROW_THREADS + row_thread()) * RUN + r % RUN;
 }
 
-// Column `n` of a thread's columns in a result of `WIDTH` columns.
+// Column `n` of a thread's columns in a result of which each is read as a row: neighbouring rows by
+// neighbouring threads, which find them on different banks.
+__device__ __forceinline__ int row_column(int n) { return column_thread() + COLUMN_THREADS * n; }
+
+// Column `n` of a thread's columns in a result of `WIDTH` columns that are read as rows are.
 template <int WIDTH>
 __device__ __forceinline__ int result_column(int n) {
   constexpr int RUN = run_of(WIDTH);
@@ -150,38 +156,34 @@ struct alignas(RUN * sizeof(accum_t)) Run {
   accum_t x[RUN];
 };
 
-// Reads a thread's part of a row of b, whose WIDTH columns are those of a result.
-template <int WIDTH, int RUN, int RUNS>
-__device__ __forceinline__ void read_row(Run<RUN> (&b)[RUNS], const accum_t* row_smem) {
-  static_assert(RUN == run_of(WIDTH) && RUN * RUNS * COLUMN_THREADS == WIDTH, "a result's columns");
-#pragma unroll
-  for (int n = 0; n < RUNS; ++n) {
-    b[n] = *reinterpret_cast<const Run<RUN>*>(row_smem + result_column<WIDTH>(n * RUN));
-  }
-}
-
-// c += a^T b for `DEPTH` rows of a and b.
+// c += a^T b^T for `DEPTH` rows of a and columns of b. The thread's columns of c are those of
+// `row_column`.
 template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
-                                                    const accum_t* a_smem, const accum_t* b_smem) {
-  constexpr int WIDTH = COLUMNS * COLUMN_THREADS;
-  constexpr int RUN_A = row_run(ROWS), RUN_B = run_of(WIDTH);
-#pragma unroll 4
-  for (int k = 0; k < DEPTH; ++k) {
-    Run<RUN_A> a[ROWS / RUN_A];
-    Run<RUN_B> b[COLUMNS / RUN_B];
-#pragma unroll
-    for (int r = 0; r < ROWS; r += RUN_A) {
-      a[r / RUN_A] =
-          *reinterpret_cast<const Run<RUN_A>*>(a_smem + k * A_STRIDE + result_row<ROWS>(r));
-    }
-    read_row<WIDTH>(b, b_smem + k * B_STRIDE);
+__device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                         const accum_t* b_smem) {
+  constexpr int RUN = row_run(ROWS);
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; k += VECTOR) {
+    Vector b[COLUMNS];
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
+      b[n] = *reinterpret_cast<const Vector*>(b_smem + row_column(n) * B_STRIDE + k);
+    }
 #pragma unroll
-      for (int y = 0; y < ROWS; ++y) {
-        const int r = n % 2 == 0 ? y : ROWS - 1 - y;
-        c[r][n] += a[r / RUN_A].x[r % RUN_A] * b[n / RUN_B].x[n % RUN_B];
+    for (int x = 0; x < VECTOR; ++x) {
+      Run<RUN> a[ROWS / RUN];
+#pragma unroll
+      for (int r = 0; r < ROWS; r += RUN) {
+        a[r / RUN] =
+            *reinterpret_cast<const Run<RUN>*>(a_smem + (k + x) * A_STRIDE + result_row<ROWS>(r));
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int y = 0; y < COLUMNS; ++y) {
+          const int n = r % 2 == 0 ? y : COLUMNS - 1 - y;
+          c[r][n] += a[r / RUN].x[r % RUN] * b[n].x[x];
+        }
       }
     }
   }
@@ -189,14 +191,13 @@ __device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
 
 // The same where b holds NaN or infinity: pairs that take no part are left out.
 template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLUMNS],
-                                                         const accum_t* a_smem,
-                                                         const accum_t* b_smem) {
+__device__ __forceinline__ void multiply_seen(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                              const accum_t* b_smem) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const accum_t b = b_smem[k * B_STRIDE + result_column<COLUMNS * COLUMN_THREADS>(n)];
+      const accum_t b = b_smem[row_column(n) * B_STRIDE + k];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const accum_t weight = a_smem[k * A_STRIDE + result_row<ROWS>(r)];
@@ -206,11 +207,11 @@ __device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLU
   }
 }
 
-// c += a b for `DEPTH` columns of a and rows of b.
-template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
+// c += a b for `DEPTH` columns of a and rows of b. The thread's columns of c are those of
+// `result_column`.
+template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                              const accum_t* b_smem) {
-  constexpr int WIDTH = COLUMNS * COLUMN_THREADS;
   constexpr int RUN = run_of(WIDTH);
 #pragma unroll 1
   for (int k = 0; k < DEPTH; k += VECTOR) {
@@ -222,7 +223,11 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const 
 #pragma unroll
     for (int x = 0; x < VECTOR; ++x) {
       Run<RUN> b[COLUMNS / RUN];
-      read_row<WIDTH>(b, b_smem + (k + x) * B_STRIDE);
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n += RUN) {
+        b[n / RUN] = *reinterpret_cast<const Run<RUN>*>(b_smem + (k + x) * padded_columns(WIDTH) +
+                                                        result_column<WIDTH>(n));
+      }
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
@@ -236,14 +241,14 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const 
 }
 
 // The same where b holds NaN or infinity.
-template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
+template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
                                                   const accum_t* a_smem, const accum_t* b_smem) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const accum_t b = b_smem[k * B_STRIDE + result_column<COLUMNS * COLUMN_THREADS>(n)];
+      const accum_t b = b_smem[k * padded_columns(WIDTH) + result_column<WIDTH>(n)];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const accum_t weight = a_smem[result_row<ROWS>(r) * A_STRIDE + k];
@@ -281,55 +286,50 @@ __device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t facto
   }
 }
 
-// c = a b^T, where a lies whole in shared memory, its rows there as columns if A_TRANSPOSED, and
-// B_ROWS rows of b, of which `valid` exist from `first` on, pass through the stage as columns, a
-// chunk at a time.
-template <int B_ROWS, int WIDTH, bool A_TRANSPOSED, int A_STRIDE, int ROWS, int COLUMNS, int BUFFER>
+// c = a b^T, where the rows of a lie whole in shared memory, as columns, and B_ROWS rows of b, of
+// which `valid` exist from `first` on, pass through the stage a chunk of columns at a time.
+template <int B_ROWS, int WIDTH, int A_STRIDE, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                               const memory::Rows& b, long long first, int valid,
                                               Stage<BUFFER>& stage) {
   constexpr int CHUNK = chunk_columns(WIDTH);
-  constexpr int STRIDE = column_stride(B_ROWS);
+  constexpr int STRIDE = odd_stride(CHUNK);
   accum_t* chunk_smem = stage.next();
-  memory::begin_columns<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, 0);
+  memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, 0);
   clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     const accum_t* const filled_smem = chunk_smem;
-    memory::finish_columns<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, column);
+    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(chunk_smem, b, first, valid, column);
     __syncthreads();  // the chunk, now filled, and the other buffer, which was read; before the
                       // first chunk also the rows of a, which other threads wrote
     if (column + CHUNK < WIDTH) {
       chunk_smem = stage.next();
-      memory::begin_columns<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid,
-                                                          column + CHUNK);
+      memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, column + CHUNK);
     }
-    if constexpr (A_TRANSPOSED) {
-      multiply_transposed<CHUNK, A_STRIDE, STRIDE>(c, a_smem + column * A_STRIDE, filled_smem);
-    } else {
-      multiply_add<CHUNK, A_STRIDE, STRIDE>(c, a_smem + column, filled_smem);
-    }
+    multiply<CHUNK, A_STRIDE, STRIDE>(c, a_smem + column * A_STRIDE, filled_smem);
   }
 }
 
-// c = a b^T, where the rows of both pass through shared memory as columns, a chunk at a time.
+// c = a b^T, where the rows of both pass through shared memory, a chunk of columns at a time; those
+// of a lie there as columns.
 template <int A_ROWS, int B_ROWS, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const memory::Rows& a,
                                               long long first_a, int valid_a, const memory::Rows& b,
                                               long long first_b, int valid_b, accum_t* a_smem,
                                               accum_t* b_smem) {
   constexpr int CHUNK = chunk_columns(WIDTH);
-  constexpr int A_STRIDE = column_stride(A_ROWS), B_STRIDE = column_stride(B_ROWS);
+  constexpr int A_STRIDE = column_stride(A_ROWS), B_STRIDE = odd_stride(CHUNK);
   clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     __syncthreads();  // both chunks, which may still be read
-    memory::begin_columns<A_ROWS, CHUNK, A_STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
-    memory::begin_columns<B_ROWS, CHUNK, B_STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
-    memory::finish_columns<A_ROWS, CHUNK, A_STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
-    memory::finish_columns<B_ROWS, CHUNK, B_STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
+    memory::begin_rows<B_ROWS, CHUNK, B_STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
+    memory::load_columns<A_ROWS, CHUNK, A_STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a,
+                                                                column);
+    memory::finish_rows<B_ROWS, CHUNK, B_STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
     __syncthreads();  // both chunks, now filled
-    multiply_transposed<CHUNK, A_STRIDE, B_STRIDE>(c, a_smem, b_smem);
+    multiply<CHUNK, A_STRIDE, B_STRIDE>(c, a_smem, b_smem);
   }
 }
 
@@ -362,9 +362,9 @@ __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const ac
                                                       valid - k - STEP, 0);
     }
     if (careful) {
-      multiply_add_seen<STEP, A_STRIDE, STRIDE>(c, a_smem + k, filled_smem);
+      multiply_add_seen<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
     } else {
-      multiply_add<STEP, A_STRIDE, STRIDE>(c, a_smem + k, filled_smem);
+      multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
     }
   }
 }

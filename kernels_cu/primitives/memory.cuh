@@ -146,107 +146,42 @@ __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from
   return finite;
 }
 
-// Copies rows as `begin_rows` and `finish_rows` do.
+// Copies rows as `begin_rows` and `finish_rows` do, to a tile that has them as columns: what was a
+// column is a row there, STRIDE elements from the next. A barrier comes after it.
+//
+// A warp takes eight elements of four rows at a time, which fall on different banks where STRIDE is
+// four more than a multiple of 32.
 template <int ROWS, int COLUMNS, int STRIDE, int WIDTH, bool CHECK>
-__device__ __forceinline__ bool load_rows(accum_t* tile_smem, const Rows& from, long long first,
-                                          int valid) {
-  begin_rows<ROWS, COLUMNS, STRIDE, WIDTH>(tile_smem, from, first, valid, 0);
-  return finish_rows<ROWS, COLUMNS, STRIDE, WIDTH, CHECK>(tile_smem, from, first, valid, 0);
-}
-
-// Whether elements are copied one at a time past the registers: where no other type is stored.
-constexpr bool BY_ELEMENTS = arch::COPIES_ELEMENTS && sizeof(storage_t) == sizeof(accum_t);
-
-// How a block copies rows that become columns: a warp takes eight elements of four rows at a time.
-// In shared memory they fall on different banks where rows are four more than a multiple of 32
-// elements apart.
-constexpr int ROWS_AT_ONCE = 4, COLUMNS_AT_ONCE = 8;
-struct Corner {
-  int row = threadIdx.x / 32 * ROWS_AT_ONCE + threadIdx.x % ROWS_AT_ONCE;
-  int column = threadIdx.x % 32 / ROWS_AT_ONCE;
-};
-constexpr int ROWS_APART = THREADS / 32 * ROWS_AT_ONCE;  // of a thread
-
-// Begins to copy as `begin_rows`, to a tile that has the rows as columns: what was a column is a
-// row there, STRIDE elements from the next.
-template <int ROWS, int COLUMNS, int STRIDE, int WIDTH>
-__device__ __forceinline__ void begin_columns(accum_t* tile_smem, const Rows& from, long long first,
-                                              int valid, int column) {
-  if constexpr (BY_ELEMENTS) {
-    const Corner own;
-    const storage_t* source =
-        from.data + (first + own.row) * from.row + (column + own.column) * from.col;
-    accum_t* const target_smem = tile_smem + own.column * STRIDE + own.row;
-    if (from.col == 1) {
+__device__ __forceinline__ bool load_columns(accum_t* tile_smem, const Rows& from, long long first,
+                                             int valid, int column) {
+  constexpr int ROWS_AT_ONCE = 4, COLUMNS_AT_ONCE = 8, BATCH = 8;
+  constexpr int BLOCK = ROWS * COLUMNS_AT_ONCE;
+  constexpr int ELEMENTS = (COLUMNS + COLUMNS_AT_ONCE - 1) / COLUMNS_AT_ONCE * BLOCK;
+  static_assert(ROWS % ROWS_AT_ONCE == 0, "a warp reads four rows");
+  const storage_t* const source = from.data + first * from.row + column * from.col;
+  bool finite = true;
+#pragma unroll 1
+  for (int begin = threadIdx.x; begin < ELEMENTS; begin += BATCH * THREADS) {
+    storage_t stored[BATCH];  // on the way together
 #pragma unroll
-      for (int row = 0; row < ROWS; row += ROWS_APART) {
-        if (ROWS % ROWS_APART != 0 && own.row + row >= ROWS) break;
-        const bool exists = own.row + row < valid;
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c += COLUMNS_AT_ONCE) {
-          if (COLUMNS % COLUMNS_AT_ONCE != 0 && own.column + c >= COLUMNS) break;
-          const bool inside = WIDTH % COLUMNS == 0 || column + own.column + c < WIDTH;
-          arch::begin_copy_element<sizeof(storage_t)>(target_smem + c * STRIDE + row, source + c,
-                                                      exists && inside);
-        }
-        source += ROWS_APART * from.row;
-      }
-      return;
+    for (int x = 0; x < BATCH; ++x) {
+      const int n = begin + x * THREADS;
+      const int row = n % BLOCK / 32 * ROWS_AT_ONCE + n % ROWS_AT_ONCE;
+      const int c = n / BLOCK * COLUMNS_AT_ONCE + n % 32 / ROWS_AT_ONCE;
+      const bool inside = row < valid && c < COLUMNS && column + c < WIDTH;
+      stored[x] = inside ? source[row * from.row + c * from.col] : storage_t(0);
     }
-#pragma unroll 1
-    for (int row = 0; row < ROWS - own.row; row += ROWS_APART) {
-#pragma unroll 1
-      for (int c = 0; c < COLUMNS - own.column; c += COLUMNS_AT_ONCE) {
-        arch::begin_copy_element<sizeof(storage_t)>(
-            target_smem + c * STRIDE + row, source + c * from.col,
-            own.row + row < valid && column + own.column + c < WIDTH);
-      }
-      source += ROWS_APART * from.row;
+#pragma unroll
+    for (int x = 0; x < BATCH; ++x) {
+      const int n = begin + x * THREADS;
+      const int row = n % BLOCK / 32 * ROWS_AT_ONCE + n % ROWS_AT_ONCE;
+      const int c = n / BLOCK * COLUMNS_AT_ONCE + n % 32 / ROWS_AT_ONCE;
+      const accum_t value = number::widen(stored[x]);
+      if constexpr (CHECK) finite = finite && number::is_finite(value);
+      if (c < COLUMNS) tile_smem[c * STRIDE + row] = value;
     }
   }
-}
-
-// Finishes what `begin_columns` began, with the same arguments; a barrier comes after it.
-template <int ROWS, int COLUMNS, int STRIDE, int WIDTH>
-__device__ __forceinline__ void finish_columns(accum_t* tile_smem, const Rows& from,
-                                               long long first, int valid, int column) {
-  if constexpr (BY_ELEMENTS) {
-    arch::finish_copies();
-  } else {
-    const Corner own;
-    const storage_t* const source = from.data + first * from.row + column * from.col;
-    constexpr int STEPS = (COLUMNS + COLUMNS_AT_ONCE - 1) / COLUMNS_AT_ONCE;
-#pragma unroll 1
-    for (int row = own.row; row < ROWS; row += ROWS_APART) {
-      storage_t stored[STEPS];
-#pragma unroll
-      for (int n = 0; n < STEPS; ++n) {
-        const int c = own.column + n * COLUMNS_AT_ONCE;
-        const bool inside = row < valid && c < COLUMNS && column + c < WIDTH;
-        stored[n] = inside ? source[row * from.row + c * from.col] : storage_t(0);
-      }
-#pragma unroll
-      for (int n = 0; n < STEPS; ++n) {
-        const int c = own.column + n * COLUMNS_AT_ONCE;
-        if (c < COLUMNS) tile_smem[c * STRIDE + row] = number::widen(stored[n]);
-      }
-    }
-  }
-}
-
-// Copies a whole operand so, a chunk of columns after the other. A barrier comes after it.
-template <int ROWS, int COLUMNS, int CHUNK, int STRIDE, int WIDTH>
-__device__ __forceinline__ void load_columns(accum_t* tile_smem, const Rows& from, long long first,
-                                             int valid) {
-#pragma unroll 1
-  for (int column = 0; column < COLUMNS; column += CHUNK) {
-    accum_t* const chunk_smem = tile_smem + column * STRIDE;
-    begin_columns<ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, from, first, valid, column);
-    if constexpr (!BY_ELEMENTS) {
-      finish_columns<ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, from, first, valid, column);
-    }
-  }
-  arch::finish_copies();
+  return finite;
 }
 
 // One number per row (lse, delta) of the accumulator's type.

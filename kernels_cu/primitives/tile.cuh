@@ -61,9 +61,9 @@ __device__ __forceinline__ bool is_whole(const TileBox& box) {
 }
 
 // The place of a thread's element (r, n) in a tile whose rows are STRIDE elements apart.
-template <int STRIDE, int ROWS, int COLUMNS>
+template <int STRIDE, int ROWS>
 __device__ __forceinline__ int cell(int r, int n) {
-  return matmul::result_row<ROWS>(r) * STRIDE + matmul::result_column<COLUMNS * COLUMN_THREADS>(n);
+  return matmul::result_row<ROWS>(r) * STRIDE + matmul::row_column(n);
 }
 
 template <int STRIDE, int ROWS, int COLUMNS>
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_cells(const accum_t (&s)[ROWS][COLUMNS], a
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) tile_smem[cell<STRIDE, ROWS, COLUMNS>(r, n)] = s[r][n];
+    for (int n = 0; n < COLUMNS; ++n) tile_smem[cell<STRIDE, ROWS>(r, n)] = s[r][n];
   }
 }
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_cells(accum_t (&s)[ROWS][COLUMNS], const ac
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) s[r][n] = tile_smem[cell<STRIDE, ROWS, COLUMNS>(r, n)];
+    for (int n = 0; n < COLUMNS; ++n) s[r][n] = tile_smem[cell<STRIDE, ROWS>(r, n)];
   }
 }
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
 #pragma unroll 1
   for (int n = 0; n < ROWS * COLUMNS; ++n) {
     const int row = matmul::result_row<ROWS>(n / COLUMNS);
-    const int column = matmul::result_column<COLUMNS * COLUMN_THREADS>(n % COLUMNS);
+    const int column = matmul::row_column(n % COLUMNS);
     const int place = row * STRIDE + column;
     const Site at{box.b,
                   box.h,

@@ -11,14 +11,6 @@ inline void begin_copy(void* to_smem, const void* from_gmem, bool wanted) {
   emulator::begin_copy(to_smem, from_gmem, 16, wanted ? 16 : 0);
 }
 
-constexpr bool COPIES_ELEMENTS = true;
-
-template <int BYTES>
-inline void begin_copy_element(void* to_smem, const void* from_gmem, bool wanted) {
-  static_assert(BYTES == 4 || BYTES == 8, "a copy's size");
-  emulator::begin_copy(to_smem, from_gmem, BYTES, wanted ? BYTES : 0);
-}
-
 inline void begin_part_copy(unsigned int address, const void* from_gmem, int bytes) {
   void* const to = static_cast<char*>(emulator::shared_memory()) + address;
   emulator::begin_copy(to, from_gmem, 16, static_cast<unsigned int>(bytes));
