@@ -80,6 +80,10 @@ class Shape:
         """Distance of rows that were columns."""
         return rows + (4 if rows % 32 == 0 else 0)
 
+    def tile_stride(self, rows: int) -> int:
+        """Distance of keys in a tile whose queries are a thread's rows."""
+        return rows + (8 if rows % 32 == 0 else 0)
+
     def padded_columns(self, width: int) -> int:
         """Columns of a result, with those that exist for the thread grid only."""
         best = run = self.vector
@@ -124,7 +128,7 @@ def _whole(shape: Shape, rows: int, width: int) -> int:
 
 def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
     """Shared elements of forward_simt.cu: queries, weights, stage."""
-    held = _whole(shape, block_q, shape.d) + _tile(shape, block_q, block_kv)
+    held = _whole(shape, block_q, shape.d) + block_kv * shape.tile_stride(block_q)
     return held + shape.stage(block_kv, shape.d, shape.d_v)
 
 
@@ -139,7 +143,7 @@ def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) ->
 def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_simt_dq.cu: queries, do, tiles, stage, lse and delta."""
     held = _whole(shape, block_q, shape.d) + _whole(shape, block_q, shape.d_v)
-    held += (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
+    held += (1 + spare) * block_kv * shape.tile_stride(block_q) + 2 * block_q
     stages = (shape.stage(block_kv, width, shape.d) for width in (shape.d, shape.d_v))
     return held + max(stages)
 
@@ -148,7 +152,7 @@ def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_bias.cu: chunks of both operands, tiles, lse and delta."""
     chunk = max(shape.chunk_columns(width) for width in (shape.d, shape.d_v))
     held = chunk * shape.column_stride(block_q) + _tile(shape, block_kv, chunk)
-    return held + (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
+    return held + (1 + spare) * block_kv * shape.tile_stride(block_q) + 2 * block_q
 
 
 # Kernel -> (its shared elements, whether its block's rows are keys, columns of its results).

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
-constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
-constexpr int TILE = BLOCK_Q * STRIDE;
+constexpr int STRIDE = matmul::tile_stride(BLOCK_Q);
+constexpr int TILE = BLOCK_KV * STRIDE;
 constexpr int TILES = HAS_DROPOUT ? 2 : 1;
 constexpr int CHUNK = matmul::larger(matmul::chunk_columns(D), matmul::chunk_columns(D_V));
 constexpr int A_ELEMENTS = CHUNK * matmul::column_stride(BLOCK_Q);
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   const long long base = layout::lead_offset(p.dbias, first) + head * p.dbias.head;
-  tile::store_cells<STRIDE>(total, tile_smem);
+  tile::store_cells<false, STRIDE>(total, tile_smem);
   __syncthreads();  // the tile, which other threads wrote
   // Each thread writes elements of dbias: cells of the tile, or sums of its rows or columns.
   const int rows = one_query ? 1 : BLOCK_Q, columns = one_key ? 1 : BLOCK_KV;
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     accum_t sum = 0;
     for (int r = row; r < (one_query ? BLOCK_Q : row + 1); ++r) {
       for (int c = column; c < (one_key ? BLOCK_KV : column + 1); ++c) {
-        sum += tile_smem[r * STRIDE + c];
+        sum += tile_smem[c * STRIDE + r];
       }
     }
     number::store(p.dbias.data, p.kind_dbias, base + i * p.dbias.row + j * p.dbias.col, sum);

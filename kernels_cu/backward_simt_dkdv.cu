@@ -126,13 +126,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         gradient_tile::probabilities<true, STRIDE>(p, box, tile_class, s, scratch);
         // 6 accumulate dv and dk
         // dv comes first, because dS will take the place of p.
-        matmul::accumulate<BLOCK_Q, D_V, STRIDE, MAY_MASK>(dv, scratch.dropped_smem,
-                                                           head_smem->d_out, i0, ni, stage);
+        matmul::accumulate<BLOCK_Q, D_V, false, STRIDE, MAY_MASK>(dv, scratch.dropped_smem,
+                                                                  head_smem->d_out, i0, ni, stage);
         matmul::multiply_rows<BLOCK_Q, D_V, K_STRIDE>(s, v_smem, head_smem->d_out, i0, ni, stage);
         gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
-        if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
-        matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tile_smem, head_smem->q, i0,
-                                                         ni, stage);
+        if constexpr (HAS_SLOPE) gradient_tile::apply_slope<true, STRIDE, ROWS, COLUMNS>(scratch);
+        matmul::accumulate<BLOCK_Q, D, false, STRIDE, MAY_MASK>(dk, scratch.tile_smem, head_smem->q,
+                                                                i0, ni, stage);
         if constexpr (ADDS_DQ) {
 #pragma unroll 1
           for (int part = 0; part < PARTS; ++part) {

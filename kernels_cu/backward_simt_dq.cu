@@ -18,8 +18,8 @@ constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
 constexpr int COLUMNS_Q = matmul::padded_columns(D) / COLUMN_THREADS;
 constexpr int Q_STRIDE = matmul::column_stride(BLOCK_Q);
-constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
-constexpr int TILE = BLOCK_Q * STRIDE;
+constexpr int STRIDE = matmul::tile_stride(BLOCK_Q);
+constexpr int TILE = BLOCK_KV * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_KV, D, D),
                                       matmul::buffer_elements(BLOCK_KV, D_V, D));
@@ -88,8 +88,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       matmul::multiply_rows<BLOCK_KV, D_V, Q_STRIDE>(s, do_smem, v, j0, nj, stage);
       gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
       // 6 accumulate dq
-      if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
-      matmul::accumulate<BLOCK_KV, D, STRIDE, MAY_MASK>(dq, scratch.tile_smem, k, j0, nj, stage);
+      if constexpr (HAS_SLOPE) gradient_tile::apply_slope<false, STRIDE, ROWS, COLUMNS>(scratch);
+      matmul::accumulate<BLOCK_KV, D, true, STRIDE, MAY_MASK>(dq, scratch.tile_smem, k, j0, nj,
+                                                              stage);
     }
   }
 

@@ -17,10 +17,10 @@ constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
 constexpr int Q_STRIDE = matmul::column_stride(BLOCK_Q);
-constexpr int P_STRIDE = matmul::odd_stride(BLOCK_KV);
+constexpr int P_STRIDE = matmul::tile_stride(BLOCK_Q);
 constexpr int BUFFER = matmul::buffer_elements(BLOCK_KV, D, D_V);
 constexpr int SHARED_ELEMENTS =
-    matmul::whole_columns(D) * Q_STRIDE + BLOCK_Q * P_STRIDE + 2 * BUFFER;
+    matmul::whole_columns(D) * Q_STRIDE + BLOCK_KV * P_STRIDE + 2 * BUFFER;
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   extern __shared__ Vector shared_smem[];
   accum_t* const q_smem = reinterpret_cast<accum_t*>(shared_smem);
   accum_t* const p_smem = q_smem + matmul::whole_columns(D) * Q_STRIDE;
-  accum_t* const stage_smem = p_smem + BLOCK_Q * P_STRIDE;
+  accum_t* const stage_smem = p_smem + BLOCK_KV * P_STRIDE;
 
   matmul::Stage<BUFFER> stage{stage_smem};
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
@@ -77,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       softmax::rescale(m, m_new, l, acc);
     }
     softmax::exponentiate(s, m, l);
-    tile::store_cells<P_STRIDE>(s, p_smem);
+    tile::store_cells<false, P_STRIDE>(s, p_smem);
     // 7 accumulate p v
     if constexpr (HAS_DROPOUT) {
       __syncthreads();  // the weights, which other threads wrote
-      tile::apply_dropout<false, P_STRIDE>(p, box, p_smem, p_smem);
+      tile::apply_dropout<P_STRIDE>(p, box, p_smem, p_smem);
     }
-    matmul::accumulate<BLOCK_KV, D_V, P_STRIDE, MAY_MASK>(acc, p_smem, v, j0, nj, stage);
+    matmul::accumulate<BLOCK_KV, D_V, true, P_STRIDE, MAY_MASK>(acc, p_smem, v, j0, nj, stage);
   }
 
   softmax::row_sum(l);

@@ -65,10 +65,10 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
       s[r][n] = s[r][n] == -number::infinity() ? matmul::no_part() : weight;
     }
   }
-  tile::store_cells<STRIDE>(s, scratch.tile_smem);
+  tile::store_cells<KEYS_ARE_ROWS, STRIDE>(s, scratch.tile_smem);
   if constexpr (HAS_DROPOUT) {
     __syncthreads();  // the probabilities, which other threads wrote
-    tile::apply_dropout<KEYS_ARE_ROWS, STRIDE>(p, box, scratch.tile_smem, scratch.dropped_smem);
+    tile::apply_dropout<STRIDE>(p, box, scratch.tile_smem, scratch.dropped_smem);
   }
 }
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ void score_gradients(const Params& p, accum_t (&ds)[R
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int place = tile::cell<STRIDE, ROWS>(r, n);
+      const int place = tile::cell<KEYS_ARE_ROWS, STRIDE, ROWS>(r, n);
       const accum_t weight = scratch.tile_smem[place];
       const accum_t delta = scratch.delta_smem[query_of<KEYS_ARE_ROWS, ROWS>(r, n)];
       accum_t dp = ds[r][n];
@@ -98,13 +98,13 @@ __device__ __forceinline__ void score_gradients(const Params& p, accum_t (&ds)[R
 }
 
 // Makes dS the gradient of the scores before they were changed; what is 0 stays 0.
-template <int STRIDE, int ROWS, int COLUMNS>
+template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_slope(const Scratch& scratch) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int place = tile::cell<STRIDE, ROWS>(r, n);
+      const int place = tile::cell<KEYS_ARE_ROWS, STRIDE, ROWS>(r, n);
       const accum_t ds = scratch.tile_smem[place];
       if (ds != accum_t(0)) {
         const accum_t changed = ds * scratch.slope_smem[place];

@@ -44,6 +44,9 @@ __device__ constexpr int odd_stride(int columns) {
 // The same of rows that were columns: warps write eight at a time, four elements of each.
 __device__ constexpr int column_stride(int rows) { return rows + (rows % 32 == 0 ? 4 : 0); }
 
+// The same of a tile that threads write several rows of a column at a time.
+__device__ constexpr int tile_stride(int rows) { return rows + (rows % 32 == 0 ? 8 : 0); }
+
 // Columns of a result that a thread owns next to each other: as many as a vector holds, unless
 // fewer leave less of the thread grid without work.
 __device__ constexpr int run_of(int width) {
@@ -151,6 +154,14 @@ __device__ __forceinline__ bool takes_part(double weight) {
   return __double_as_longlong(weight) != -0x7fffffffffffffffLL - 1;
 }
 
+// The row at `step` of a walk over all elements of a part: the outer number of a walk that goes
+// along the rows, or the inner one of a walk along the columns, which turns back at each end.
+template <bool OUTER, int ROWS, int COLUMNS>
+__device__ constexpr int turning_row(int step) {
+  if (OUTER) return step / COLUMNS;
+  return step / ROWS % 2 == 0 ? step % ROWS : ROWS - 1 - step % ROWS;
+}
+
 template <int RUN>
 struct alignas(RUN * sizeof(accum_t)) Run {
   accum_t x[RUN];
@@ -178,12 +189,10 @@ __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accu
             *reinterpret_cast<const Run<RUN>*>(a_smem + (k + x) * A_STRIDE + result_row<ROWS>(r));
       }
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-        for (int y = 0; y < COLUMNS; ++y) {
-          const int n = r % 2 == 0 ? y : COLUMNS - 1 - y;
-          c[r][n] += a[r / RUN].x[r % RUN] * b[n].x[x];
-        }
+      for (int step = 0; step < ROWS * COLUMNS; ++step) {
+        const int r = turning_row<true, ROWS, COLUMNS>(step);
+        const int n = turning_row<!true, COLUMNS, ROWS>(step);
+        c[r][n] += a[r / RUN].x[r % RUN] * b[n].x[x];
       }
     }
   }
@@ -203,6 +212,34 @@ __device__ __forceinline__ void multiply_seen(accum_t (&c)[ROWS][COLUMNS], const
         const accum_t weight = a_smem[k * A_STRIDE + result_row<ROWS>(r)];
         if (takes_part(weight)) c[r][n] += weight * b;
       }
+    }
+  }
+}
+
+// c += a^T b for `DEPTH` rows of a and b. The thread's columns of c are those of `result_column`.
+template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
+                                                    const accum_t* a_smem, const accum_t* b_smem) {
+  constexpr int RUN_A = row_run(ROWS), RUN_B = run_of(WIDTH);
+#pragma unroll 2
+  for (int k = 0; k < DEPTH; ++k) {
+    Run<RUN_A> a[ROWS / RUN_A];
+    Run<RUN_B> b[COLUMNS / RUN_B];
+#pragma unroll
+    for (int r = 0; r < ROWS; r += RUN_A) {
+      a[r / RUN_A] =
+          *reinterpret_cast<const Run<RUN_A>*>(a_smem + k * A_STRIDE + result_row<ROWS>(r));
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += RUN_B) {
+      b[n / RUN_B] = *reinterpret_cast<const Run<RUN_B>*>(b_smem + k * padded_columns(WIDTH) +
+                                                          result_column<WIDTH>(n));
+    }
+#pragma unroll
+    for (int step = 0; step < ROWS * COLUMNS; ++step) {
+      const int r = turning_row<(COLUMNS < ROWS), ROWS, COLUMNS>(step);
+      const int n = turning_row<!(COLUMNS < ROWS), COLUMNS, ROWS>(step);
+      c[r][n] += a[r / RUN_A].x[r % RUN_A] * b[n / RUN_B].x[n % RUN_B];
     }
   }
 }
@@ -229,19 +266,17 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const 
                                                         result_column<WIDTH>(n));
       }
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-#pragma unroll
-        for (int y = 0; y < ROWS; ++y) {
-          const int r = n % 2 == 0 ? y : ROWS - 1 - y;
-          c[r][n] += a[r].x[x] * b[n / RUN].x[n % RUN];
-        }
+      for (int step = 0; step < ROWS * COLUMNS; ++step) {
+        const int r = turning_row<(COLUMNS < ROWS), ROWS, COLUMNS>(step);
+        const int n = turning_row<!(COLUMNS < ROWS), COLUMNS, ROWS>(step);
+        c[r][n] += a[r].x[x] * b[n / RUN].x[n % RUN];
       }
     }
   }
 }
 
-// The same where b holds NaN or infinity.
-template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+// Either where b holds NaN or infinity.
+template <int DEPTH, bool A_TRANSPOSED, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
                                                   const accum_t* a_smem, const accum_t* b_smem) {
 #pragma unroll 1
@@ -251,7 +286,8 @@ __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
       const accum_t b = b_smem[k * padded_columns(WIDTH) + result_column<WIDTH>(n)];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const accum_t weight = a_smem[result_row<ROWS>(r) * A_STRIDE + k];
+        const int row = result_row<ROWS>(r);
+        const accum_t weight = a_smem[A_TRANSPOSED ? k * A_STRIDE + row : row * A_STRIDE + k];
         if (takes_part(weight)) c[r][n] += weight * b;
       }
     }
@@ -333,9 +369,11 @@ __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const
   }
 }
 
-// c += a b, where the tile a of weights lies in shared memory and B_ROWS rows of b, of which
-// `valid` exist from `first` on, pass through the stage a few at a time.
-template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
+// c += a b, where the tile a of weights lies in shared memory, its rows there as columns if
+// A_TRANSPOSED, and B_ROWS rows of b, of which `valid` exist from `first` on, pass through the
+// stage a few at a time.
+template <int B_ROWS, int WIDTH, bool A_TRANSPOSED, int A_STRIDE, bool MAY_MASK, int ROWS,
+          int COLUMNS, int BUFFER>
 __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                            const memory::Rows& b, long long first, int valid,
                                            Stage<BUFFER>& stage) {
@@ -361,10 +399,13 @@ __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const ac
       memory::begin_rows<STEP, STRIDE, STRIDE, WIDTH>(rows_smem, b, first + k + STEP,
                                                       valid - k - STEP, 0);
     }
+    const accum_t* const step_smem = a_smem + k * (A_TRANSPOSED ? A_STRIDE : 1);
     if (careful) {
-      multiply_add_seen<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+      multiply_add_seen<STEP, A_TRANSPOSED, A_STRIDE, WIDTH>(c, step_smem, filled_smem);
+    } else if constexpr (A_TRANSPOSED) {
+      multiply_transposed<STEP, A_STRIDE, WIDTH>(c, step_smem, filled_smem);
     } else {
-      multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+      multiply_add<STEP, A_STRIDE, WIDTH>(c, step_smem, filled_smem);
     }
   }
 }
