@@ -68,21 +68,16 @@ class Shape:
 
     def whole_columns(self, width: int) -> int:
         """Columns of an operand that is in shared memory as a whole."""
-        chunks = _ceil(width, 128 // self.itemsize)
-        return max(chunks * self.chunk_columns(width), _round_up(width, self.column_threads))
+        return _ceil(width, 128 // self.itemsize) * self.chunk_columns(width)
+
+    def held_columns(self, width: int) -> int:
+        """Columns of one that is also the right factor of a product."""
+        return max(self.whole_columns(width), self.padded_columns(width))
 
     def odd_stride(self, columns: int) -> int:
         """Distance of rows: an odd number of vectors."""
         wide = _round_up(columns, self.vector)
         return wide + (self.vector if wide // self.vector % 2 == 0 else 0)
-
-    def column_stride(self, rows: int) -> int:
-        """Distance of rows that were columns."""
-        return rows + (4 if rows % 32 == 0 else 0)
-
-    def tile_stride(self, rows: int) -> int:
-        """Distance of keys in a tile whose queries are a thread's rows."""
-        return rows + (8 if rows % 32 == 0 else 0)
 
     def padded_columns(self, width: int) -> int:
         """Columns of a result, with those that exist for the thread grid only."""
@@ -107,7 +102,7 @@ class Shape:
         return 2 * max(chunk, step * self.padded_columns(wide))
 
 
-HEAD_BYTES = 192  # of what backward_simt_dkdv.cu knows of the head that passes by
+HEAD_BYTES = 128  # of what backward_simt_dkdv.cu knows of the head that passes by
 
 
 def _ceil(x: int, y: int) -> int:
@@ -123,18 +118,18 @@ def _tile(shape: Shape, rows: int, columns: int) -> int:
 
 
 def _whole(shape: Shape, rows: int, width: int) -> int:
-    return shape.whole_columns(width) * shape.column_stride(rows)
+    return rows * shape.odd_stride(shape.whole_columns(width))
 
 
 def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
     """Shared elements of forward_simt.cu: queries, weights, stage."""
-    held = _whole(shape, block_q, shape.d) + block_kv * shape.tile_stride(block_q)
+    held = _whole(shape, block_q, shape.d) + _tile(shape, block_q, block_kv)
     return held + shape.stage(block_kv, shape.d, shape.d_v)
 
 
 def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse, delta, head."""
-    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
+    held = _tile(shape, block_kv, shape.held_columns(shape.d)) + _whole(shape, block_kv, shape.d_v)
     held += (1 + spare) * _tile(shape, block_kv, block_q) + 2 * block_q
     stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
     return held + max(stages) + HEAD_BYTES // shape.itemsize
@@ -143,16 +138,16 @@ def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) ->
 def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_simt_dq.cu: queries, do, tiles, stage, lse and delta."""
     held = _whole(shape, block_q, shape.d) + _whole(shape, block_q, shape.d_v)
-    held += (1 + spare) * block_kv * shape.tile_stride(block_q) + 2 * block_q
+    held += (1 + spare) * _tile(shape, block_q, block_kv) + 2 * block_q
     stages = (shape.stage(block_kv, width, shape.d) for width in (shape.d, shape.d_v))
     return held + max(stages)
 
 
 def backward_bias(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
     """Shared elements of backward_bias.cu: chunks of both operands, tiles, lse and delta."""
-    chunk = max(shape.chunk_columns(width) for width in (shape.d, shape.d_v))
-    held = chunk * shape.column_stride(block_q) + _tile(shape, block_kv, chunk)
-    return held + (1 + spare) * block_kv * shape.tile_stride(block_q) + 2 * block_q
+    chunk = max(shape.odd_stride(shape.chunk_columns(width)) for width in (shape.d, shape.d_v))
+    held = (block_q + block_kv) * chunk + (1 + spare) * _tile(shape, block_q, block_kv)
+    return held + 2 * block_q
 
 
 # Kernel -> (its shared elements, whether its block's rows are keys, columns of its results).
@@ -171,7 +166,7 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
 # threads, and the largest head that this is for; the best first.
 BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("forward_simt", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
-    ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (64, 64, 128, 512), (128, 64, 256, 512)),
+    ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (128, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_simt_dq", 4): ((64, 64, 128, 64), (128, 64, 256, 512), (64, 64, 128, 512)),
     ("backward_bias", 4): ((64, 64, 256, 512),),
     ("backward_bias", 8): ((64, 64, 256, 512),),

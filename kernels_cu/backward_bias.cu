@@ -15,13 +15,12 @@ namespace {
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
-constexpr int STRIDE = matmul::tile_stride(BLOCK_Q);
-constexpr int TILE = BLOCK_KV * STRIDE;
+constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
+constexpr int TILE = BLOCK_Q * STRIDE;
 constexpr int TILES = HAS_DROPOUT ? 2 : 1;
-constexpr int CHUNK = matmul::larger(matmul::chunk_columns(D), matmul::chunk_columns(D_V));
-constexpr int A_ELEMENTS = CHUNK * matmul::column_stride(BLOCK_Q);
-constexpr int B_ELEMENTS = BLOCK_KV * matmul::odd_stride(CHUNK);
-constexpr int SHARED_ELEMENTS = A_ELEMENTS + B_ELEMENTS + TILES * TILE + 2 * BLOCK_Q;
+constexpr int CHUNK_STRIDE = matmul::larger(matmul::odd_stride(matmul::chunk_columns(D)),
+                                            matmul::odd_stride(matmul::chunk_columns(D_V)));
+constexpr int SHARED_ELEMENTS = (BLOCK_Q + BLOCK_KV) * CHUNK_STRIDE + TILES * TILE + 2 * BLOCK_Q;
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -33,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const a_smem = reinterpret_cast<accum_t*>(shared_smem);
-  accum_t* const b_smem = a_smem + A_ELEMENTS;
-  accum_t* const tile_smem = b_smem + B_ELEMENTS;
+  accum_t* const b_smem = a_smem + BLOCK_Q * CHUNK_STRIDE;
+  accum_t* const tile_smem = b_smem + BLOCK_KV * CHUNK_STRIDE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
   const gradient_tile::Scratch scratch{tile_smem, tile_smem + (TILES - 1) * TILE, nullptr, lse_smem,
                                        lse_smem + BLOCK_Q};
@@ -98,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   const long long base = layout::lead_offset(p.dbias, first) + head * p.dbias.head;
-  tile::store_cells<false, STRIDE>(total, tile_smem);
+  tile::store_cells<STRIDE>(total, tile_smem);
   __syncthreads();  // the tile, which other threads wrote
   // Each thread writes elements of dbias: cells of the tile, or sums of its rows or columns.
   const int rows = one_query ? 1 : BLOCK_Q, columns = one_key ? 1 : BLOCK_KV;
@@ -111,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     accum_t sum = 0;
     for (int r = row; r < (one_query ? BLOCK_Q : row + 1); ++r) {
       for (int c = column; c < (one_key ? BLOCK_KV : column + 1); ++c) {
-        sum += tile_smem[c * STRIDE + r];
+        sum += tile_smem[r * STRIDE + c];
       }
     }
     number::store(p.dbias.data, p.kind_dbias, base + i * p.dbias.row + j * p.dbias.col, sum);

@@ -16,13 +16,11 @@ namespace {
 
 constexpr int ROWS = BLOCK_KV / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_Q / COLUMN_THREADS;
-constexpr int ROWS_Q = ADDS_DQ ? BLOCK_Q / ROW_THREADS : 1;
 constexpr int COLUMNS_K = matmul::padded_columns(D) / COLUMN_THREADS;
+constexpr int WIDTH_K = matmul::padded_columns(D);
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
-constexpr int COLUMNS_Q = matmul::round_up(D, COLUMN_THREADS) / COLUMN_THREADS;
-constexpr int PARTS = matmul::parts_of(ROWS_Q, COLUMNS_Q);
-constexpr int PART = COLUMNS_Q / PARTS;  // columns of a thread
-constexpr int K_STRIDE = matmul::column_stride(BLOCK_KV);
+constexpr int K_STRIDE = matmul::odd_stride(matmul::held_columns(D));
+constexpr int V_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
 constexpr int STRIDE = matmul::odd_stride(BLOCK_Q);
 constexpr int TILE = BLOCK_KV * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
@@ -32,19 +30,23 @@ constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_Q, D, D),
 // hold the sums.
 struct Head {
   layout::Entry entry;
-  memory::Rows q, d_out;
   memory::Numbers lse, delta;
   long long dq;  // offset of row 0
   long long h;
   long long j0;  // the first key
 };
-constexpr int HELD_ELEMENTS = (matmul::whole_columns(D) + matmul::whole_columns(D_V)) * K_STRIDE;
-constexpr int SHARED_ELEMENTS = HELD_ELEMENTS + TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q +
-                                static_cast<int>(sizeof(Head) / sizeof(accum_t));
+constexpr int SHARED_ELEMENTS = BLOCK_KV * (K_STRIDE + V_STRIDE) + TILES * TILE + 2 * BUFFER +
+                                2 * BLOCK_Q + static_cast<int>(sizeof(Head) / sizeof(accum_t));
+// Of dq a thread has so many rows at a time, because the sums leave it no more registers.
+constexpr int ROWS_Q = matmul::smaller(BLOCK_Q / ROW_THREADS, matmul::larger(32 / COLUMNS_K, 1));
+constexpr int PART_Q = ROWS_Q * ROW_THREADS;
+constexpr int PARTS = BLOCK_Q / PART_Q;
+constexpr bool CHECKS_KEYS = ADDS_DQ && MAY_MASK;
+constexpr int UNROLL = 2;  // as far as registers go
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_KV, "BLOCK_KV, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_Q && BLOCK_KV % 4 == 0, "BLOCK_Q");
-static_assert(!ADDS_DQ || ROWS_Q * ROW_THREADS == BLOCK_Q, "BLOCK_Q, ADDS_DQ");
+static_assert(!ADDS_DQ || PARTS * PART_Q == BLOCK_Q, "BLOCK_Q, ADDS_DQ");
 static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES");
 
 }  // namespace
@@ -53,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const k_smem = reinterpret_cast<accum_t*>(shared_smem);
-  accum_t* const v_smem = k_smem + matmul::whole_columns(D) * K_STRIDE;
-  accum_t* const stage_smem = v_smem + matmul::whole_columns(D_V) * K_STRIDE;
+  accum_t* const v_smem = k_smem + BLOCK_KV * K_STRIDE;
+  accum_t* const stage_smem = v_smem + BLOCK_KV * V_STRIDE;
   accum_t* const tile_smem = stage_smem + 2 * BUFFER;
   accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
@@ -76,18 +78,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     head_smem->j0 = j0;
   }
 
-  constexpr bool CHECKS_KEYS = ADDS_DQ && MAY_MASK;
-  bool finite_keys =
-      memory::load_columns<BLOCK_KV, matmul::whole_columns(D), K_STRIDE, D, CHECKS_KEYS>(
-          k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj, 0);
-  memory::load_columns<BLOCK_KV, matmul::whole_columns(D_V), K_STRIDE, D_V, false>(
-      v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj, 0);
+  bool finite_keys = memory::load_rows<BLOCK_KV, matmul::held_columns(D), K_STRIDE, D, CHECKS_KEYS>(
+      k_smem, memory::rows(p.k, work.entry, h_kv, true), j0, nj);
+  memory::load_rows<BLOCK_KV, matmul::whole_columns(D_V), V_STRIDE, D_V>(
+      v_smem, memory::rows(p.v, work.entry, h_kv, true), j0, nj);
   accum_t dk[ROWS][COLUMNS_K], dv[ROWS][COLUMNS_V];
   matmul::clear(dk);
   matmul::clear(dv);
   if constexpr (CHECKS_KEYS) finite_keys = !arch::barrier_or(!finite_keys);
 
-  const long long members = layout::entries_sharing(p);
+  const int members = static_cast<int>(layout::entries_sharing(p));
 #pragma unroll 1
   for (int member = 0; member < members; ++member) {
 #pragma unroll 1
@@ -97,8 +97,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
         *head_smem = Head{entry,
-                          memory::rows(p.q, entry, h, false),
-                          memory::rows(p.d_out, entry, h, false),
                           memory::numbers(p.lse, entry, h),
                           memory::numbers(p.delta, entry, h),
                           layout::offset(p.dq, entry, h, false),
@@ -106,6 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                           head_smem->j0};
       }
       __syncthreads();  // what is known of this one
+      const memory::Rows q = memory::rows(p.q, head_smem->entry, head_smem->h, false);
+      const memory::Rows d_out = memory::rows(p.d_out, head_smem->entry, head_smem->h, false);
 #pragma unroll 1
       for (long long i0 = 0; i0 < head_smem->entry.len_q; i0 += BLOCK_Q) {
         const int ni = tile::rows_from(i0, head_smem->entry.len_q, BLOCK_Q);
@@ -119,34 +119,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
         // 2 scores
         accum_t s[ROWS][COLUMNS];
-        matmul::multiply_rows<BLOCK_Q, D, K_STRIDE>(s, k_smem, head_smem->q, i0, ni, stage);
+        matmul::multiply_rows<BLOCK_Q, D, K_STRIDE, UNROLL>(s, k_smem, q, i0, ni, stage);
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
         gradient_tile::probabilities<true, STRIDE>(p, box, tile_class, s, scratch);
         // 6 accumulate dv and dk
         // dv comes first, because dS will take the place of p.
-        matmul::accumulate<BLOCK_Q, D_V, false, STRIDE, MAY_MASK>(dv, scratch.dropped_smem,
-                                                                  head_smem->d_out, i0, ni, stage);
-        matmul::multiply_rows<BLOCK_Q, D_V, K_STRIDE>(s, v_smem, head_smem->d_out, i0, ni, stage);
+        matmul::accumulate<BLOCK_Q, D_V, STRIDE, MAY_MASK>(dv, scratch.dropped_smem, d_out, i0, ni,
+                                                           stage);
+        matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL>(s, v_smem, d_out, i0, ni, stage);
         gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
-        if constexpr (HAS_SLOPE) gradient_tile::apply_slope<true, STRIDE, ROWS, COLUMNS>(scratch);
-        matmul::accumulate<BLOCK_Q, D, false, STRIDE, MAY_MASK>(dk, scratch.tile_smem, head_smem->q,
-                                                                i0, ni, stage);
+        if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
+        matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tile_smem, q, i0, ni, stage);
         if constexpr (ADDS_DQ) {
 #pragma unroll 1
-          for (int part = 0; part < PARTS; ++part) {
-            accum_t dq[ROWS_Q][PART];
-            const accum_t* const columns_smem = k_smem + part * PART * COLUMN_THREADS * K_STRIDE;
+          for (int i = 0; i < ni; i += PART_Q) {
+            accum_t dq[ROWS_Q][COLUMNS_K];
+            const accum_t* const ds_smem = scratch.tile_smem + i;
             matmul::clear(dq);
             if (finite_keys) {
-              matmul::multiply<BLOCK_KV, STRIDE, K_STRIDE>(dq, scratch.tile_smem, columns_smem);
+              matmul::multiply_transposed<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem, k_smem);
             } else {
-              matmul::multiply_seen<BLOCK_KV, STRIDE, K_STRIDE>(dq, scratch.tile_smem,
-                                                                columns_smem);
+              matmul::multiply_transposed_seen<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem,
+                                                                                    k_smem);
             }
-            epilogue::add_rows(dq, p.dq, head_smem->dq, i0, ni, part * PART * COLUMN_THREADS, D,
-                               static_cast<accum_t>(p.scale));
+            epilogue::add_rows<D>(dq, p.dq, head_smem->dq, i0 + i, ni - i,
+                                  static_cast<accum_t>(p.scale));
           }
         }
       }

@@ -17,14 +17,16 @@ namespace {
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
 constexpr int COLUMNS_Q = matmul::padded_columns(D) / COLUMN_THREADS;
-constexpr int Q_STRIDE = matmul::column_stride(BLOCK_Q);
-constexpr int STRIDE = matmul::tile_stride(BLOCK_Q);
-constexpr int TILE = BLOCK_KV * STRIDE;
+constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
+constexpr int DO_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
+constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
+constexpr int TILE = BLOCK_Q * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_KV, D, D),
                                       matmul::buffer_elements(BLOCK_KV, D_V, D));
-constexpr int SHARED_ELEMENTS = (matmul::whole_columns(D) + matmul::whole_columns(D_V)) * Q_STRIDE +
-                                TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q;
+constexpr int SHARED_ELEMENTS =
+    BLOCK_Q * (Q_STRIDE + DO_STRIDE) + TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q;
+constexpr int UNROLL = 4;  // as far as registers go
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -36,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const q_smem = reinterpret_cast<accum_t*>(shared_smem);
-  accum_t* const do_smem = q_smem + matmul::whole_columns(D) * Q_STRIDE;
-  accum_t* const stage_smem = do_smem + matmul::whole_columns(D_V) * Q_STRIDE;
+  accum_t* const do_smem = q_smem + BLOCK_Q * Q_STRIDE;
+  accum_t* const stage_smem = do_smem + BLOCK_Q * DO_STRIDE;
   accum_t* const tile_smem = stage_smem + 2 * BUFFER;
   accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
@@ -54,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
 
   // 1 load q
-  memory::load_columns<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D, false>(
-      q_smem, memory::rows(p.q, work.entry, h, false), i0, ni, 0);
+  memory::load_rows<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D>(
+      q_smem, memory::rows(p.q, work.entry, h, false), i0, ni);
   accum_t dq[ROWS][COLUMNS_Q];
   matmul::clear(dq);
 
@@ -66,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
     const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
     __syncthreads();  // do, lse and delta of the entry before, which may still be written or read
-    memory::load_columns<BLOCK_Q, matmul::whole_columns(D_V), Q_STRIDE, D_V, false>(
-        do_smem, memory::rows(p.d_out, entry, h, false), i0, ni, 0);
+    memory::load_rows<BLOCK_Q, matmul::whole_columns(D_V), DO_STRIDE, D_V>(
+        do_smem, memory::rows(p.d_out, entry, h, false), i0, ni);
     gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
                                     memory::numbers(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
@@ -80,17 +82,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
       // 2 scores
       accum_t s[ROWS][COLUMNS];
-      matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE>(s, q_smem, k, j0, nj, stage);
+      matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, k, j0, nj, stage);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
-      matmul::multiply_rows<BLOCK_KV, D_V, Q_STRIDE>(s, do_smem, v, j0, nj, stage);
+      matmul::multiply_rows<BLOCK_KV, D_V, DO_STRIDE, UNROLL>(s, do_smem, v, j0, nj, stage);
       gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
       // 6 accumulate dq
-      if constexpr (HAS_SLOPE) gradient_tile::apply_slope<false, STRIDE, ROWS, COLUMNS>(scratch);
-      matmul::accumulate<BLOCK_KV, D, true, STRIDE, MAY_MASK>(dq, scratch.tile_smem, k, j0, nj,
-                                                              stage);
+      if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
+      matmul::accumulate<BLOCK_KV, D, STRIDE, MAY_MASK>(dq, scratch.tile_smem, k, j0, nj, stage);
     }
   }
 

@@ -16,11 +16,11 @@ namespace {
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
-constexpr int Q_STRIDE = matmul::column_stride(BLOCK_Q);
-constexpr int P_STRIDE = matmul::tile_stride(BLOCK_Q);
+constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
+constexpr int P_STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int BUFFER = matmul::buffer_elements(BLOCK_KV, D, D_V);
-constexpr int SHARED_ELEMENTS =
-    matmul::whole_columns(D) * Q_STRIDE + BLOCK_KV * P_STRIDE + 2 * BUFFER;
+constexpr int SHARED_ELEMENTS = BLOCK_Q * Q_STRIDE + BLOCK_Q * P_STRIDE + 2 * BUFFER;
+constexpr int UNROLL = 1;  // as far as registers go
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const q_smem = reinterpret_cast<accum_t*>(shared_smem);
-  accum_t* const p_smem = q_smem + matmul::whole_columns(D) * Q_STRIDE;
-  accum_t* const stage_smem = p_smem + BLOCK_KV * P_STRIDE;
+  accum_t* const p_smem = q_smem + BLOCK_Q * Q_STRIDE;
+  accum_t* const stage_smem = p_smem + BLOCK_Q * P_STRIDE;
 
   matmul::Stage<BUFFER> stage{stage_smem};
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned long long visited = 0;
 
   // 1 load q
-  memory::load_columns<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D, false>(
-      q_smem, memory::rows(p.q, entry, h, false), i0, ni, 0);
+  memory::load_rows<BLOCK_Q, matmul::whole_columns(D), Q_STRIDE, D>(
+      q_smem, memory::rows(p.q, entry, h, false), i0, ni);
   accum_t m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
   const accum_t sink =
       p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, h);
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
     // 2 scores
     accum_t s[ROWS][COLUMNS];
-    matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE>(s, q_smem, k, j0, nj, stage);
+    matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, k, j0, nj, stage);
     matmul::scale(s, scale);
     // 3 score mod
     // 4 mask
@@ -77,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       softmax::rescale(m, m_new, l, acc);
     }
     softmax::exponentiate(s, m, l);
-    tile::store_cells<false, P_STRIDE>(s, p_smem);
+    tile::store_cells<P_STRIDE>(s, p_smem);
     // 7 accumulate p v
     if constexpr (HAS_DROPOUT) {
       __syncthreads();  // the weights, which other threads wrote
-      tile::apply_dropout<P_STRIDE>(p, box, p_smem, p_smem);
+      tile::apply_dropout<false, P_STRIDE>(p, box, p_smem, p_smem);
     }
-    matmul::accumulate<BLOCK_KV, D_V, true, P_STRIDE, MAY_MASK>(acc, p_smem, v, j0, nj, stage);
+    matmul::accumulate<BLOCK_KV, D_V, P_STRIDE, MAY_MASK>(acc, p_smem, v, j0, nj, stage);
   }
 
   softmax::row_sum(l);
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int row = matmul::result_row<ROWS>(r);
+    const int row = matmul::row_thread() + ROW_THREADS * r;
     if (p.lse.data != nullptr && matmul::column_thread() == 0 && row < ni) {
       lse.data[(i0 + row) * lse.row] = l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
     }

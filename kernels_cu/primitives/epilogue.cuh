@@ -14,7 +14,7 @@ __device__ __forceinline__ void store_as(const accum_t (&result)[ROWS][COLUMNS],
   T* const data = reinterpret_cast<T*>(to.data) + offset + first * to.row;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int row = matmul::result_row<ROWS>(r);
+    const int row = matmul::row_thread() + ROW_THREADS * r;
     T* const target = data + row * to.row;
     if (row < valid) {
 #pragma unroll
@@ -43,23 +43,44 @@ __device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS
   store_as<WIDTH, storage_t>(result, to, offset, first, valid, factors);
 }
 
-// Adds a thread's part of a result by `matmul::multiply`, times `factor`, to numbers of the
-// accumulator's type, to which other blocks add, too: from column `begin` on of `columns`. The
-// other arguments are those of `store_as`.
-template <int ROWS, int COLUMNS>
+// Adds a thread's part of a result by `matmul::multiply_transposed`, times `factor`, to numbers of
+// the accumulator's type, to which other blocks add, too. The arguments are those of `store_as`.
+template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_rows(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
-                                         long long offset, long long first, int valid, int begin,
-                                         int columns, accum_t factor) {
+                                         long long offset, long long first, int valid,
+                                         accum_t factor) {
+  constexpr int RUN = matmul::run_of(WIDTH);
   accum_t* const data = reinterpret_cast<accum_t*>(to.data) + offset + first * to.row;
+  if constexpr (RUN == 4 && WIDTH % RUN == 0) {
+    if (to.col == 1 && to.row % RUN == 0 && reinterpret_cast<unsigned long long>(data) % 16 == 0) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = matmul::result_row<ROWS>(r);
+        accum_t* const target = data + row * to.row + matmul::result_column<WIDTH>(0);
+        if (row < valid) {
+#pragma unroll
+          for (int n = 0; n < COLUMNS; n += RUN) {
+            if (WIDTH % (RUN * COLUMN_THREADS) == 0 || matmul::result_column<WIDTH>(n) < WIDTH) {
+              arch::add_four(target + n * COLUMN_THREADS, result[r][n] * factor,
+                             result[r][n + 1] * factor, result[r][n + 2] * factor,
+                             result[r][n + 3] * factor);
+            }
+          }
+        }
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = matmul::result_row<ROWS>(r);
     accum_t* const target = data + row * to.row;
-    if (row >= valid) continue;
+    if (row < valid) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      const int column = begin + matmul::row_column(n);
-      if (column < columns) arch::add(target + column * to.col, result[r][n] * factor);
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int column = matmul::result_column<WIDTH>(n);
+        if (column < WIDTH) arch::add(target + column * to.col, result[r][n] * factor);
+      }
     }
   }
 }

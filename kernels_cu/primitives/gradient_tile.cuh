@@ -40,9 +40,10 @@ __device__ __forceinline__ void load_row_numbers(const memory::Numbers& lse,
 __device__ __forceinline__ accum_t at_most_zero(accum_t x) { return x > 0 ? accum_t(0) : x; }
 
 // The tile's query of a thread's element (r, n).
-template <bool KEYS_ARE_ROWS, int ROWS>
+template <bool KEYS_ARE_ROWS>
 __device__ __forceinline__ int query_of(int r, int n) {
-  return KEYS_ARE_ROWS ? matmul::row_column(n) : matmul::result_row<ROWS>(r);
+  return KEYS_ARE_ROWS ? matmul::column_thread() + COLUMN_THREADS * n
+                       : matmul::row_thread() + ROW_THREADS * r;
 }
 
 // Makes a thread's products q k into probabilities, at its own cells of the tile; with dropout also
@@ -60,15 +61,15 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const accum_t lse = scratch.lse_smem[query_of<KEYS_ARE_ROWS, ROWS>(r, n)];
+      const accum_t lse = scratch.lse_smem[query_of<KEYS_ARE_ROWS>(r, n)];
       const accum_t weight = softmax::exponential(at_most_zero(s[r][n] - lse));
       s[r][n] = s[r][n] == -number::infinity() ? matmul::no_part() : weight;
     }
   }
-  tile::store_cells<KEYS_ARE_ROWS, STRIDE>(s, scratch.tile_smem);
+  tile::store_cells<STRIDE>(s, scratch.tile_smem);
   if constexpr (HAS_DROPOUT) {
     __syncthreads();  // the probabilities, which other threads wrote
-    tile::apply_dropout<STRIDE>(p, box, scratch.tile_smem, scratch.dropped_smem);
+    tile::apply_dropout<KEYS_ARE_ROWS, STRIDE>(p, box, scratch.tile_smem, scratch.dropped_smem);
   }
 }
 
@@ -82,9 +83,9 @@ __device__ __forceinline__ void score_gradients(const Params& p, accum_t (&ds)[R
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int place = tile::cell<KEYS_ARE_ROWS, STRIDE, ROWS>(r, n);
+      const int place = tile::cell<STRIDE>(r, n);
       const accum_t weight = scratch.tile_smem[place];
-      const accum_t delta = scratch.delta_smem[query_of<KEYS_ARE_ROWS, ROWS>(r, n)];
+      const accum_t delta = scratch.delta_smem[query_of<KEYS_ARE_ROWS>(r, n)];
       accum_t dp = ds[r][n];
       if constexpr (HAS_DROPOUT) {
         dp *= scratch.dropped_smem[place] == accum_t(0) ? accum_t(0) : keep_scale;
@@ -98,13 +99,13 @@ __device__ __forceinline__ void score_gradients(const Params& p, accum_t (&ds)[R
 }
 
 // Makes dS the gradient of the scores before they were changed; what is 0 stays 0.
-template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
+template <int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_slope(const Scratch& scratch) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const int place = tile::cell<KEYS_ARE_ROWS, STRIDE, ROWS>(r, n);
+      const int place = tile::cell<STRIDE>(r, n);
       const accum_t ds = scratch.tile_smem[place];
       if (ds != accum_t(0)) {
         const accum_t changed = ds * scratch.slope_smem[place];

@@ -1,12 +1,10 @@
 // Products of tiles in shared memory, accumulated in registers: the twin of
 // reference/microkernel.py and reference/accumulate.py.
 //
-// The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns runs of
-// neighbouring rows and of neighbouring columns of a result, as long as a vector where that fits.
-//
-// What limits a product are registers: a multiply-add waits where its operands all lie in registers
-// of even number, or all in those of odd. So one factor's elements, which alternate in a vector,
-// stream past while one of the other is kept, and turn back at the end, where only that changes.
+// The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns the elements of
+// a result at rows row_thread + ROW_THREADS * r: neighbouring rows in neighbouring threads, so that
+// the 16-byte reads of one warp fall on different banks. It reads whole vectors along the
+// contraction, which is contiguous in both operands of `multiply`.
 #pragma once
 #include "../arch/warp.cuh"
 #include "memory.cuh"
@@ -19,6 +17,7 @@ constexpr int ROWS_PER_WARP = arch::WARP_SIZE / COLUMN_THREADS;
 namespace matmul {
 
 __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
+__device__ constexpr int smaller(int x, int y) { return x < y ? x : y; }
 __device__ constexpr int round_up(int x, int step) { return (x + step - 1) / step * step; }
 
 // Columns of an operand that `multiply` holds in shared memory at a time, and how many chunks of
@@ -30,22 +29,14 @@ __device__ constexpr int chunk_columns(int width) {
   return round_up((width + chunks(width) - 1) / chunks(width), whole);
 }
 
-// The width of an operand that is whole in shared memory: all chunks, and all columns of a result.
-__device__ constexpr int whole_columns(int width) {
-  return larger(chunks(width) * chunk_columns(width), round_up(width, COLUMN_THREADS));
-}
+// The width of an operand that is whole in shared memory: all chunks.
+__device__ constexpr int whole_columns(int width) { return chunks(width) * chunk_columns(width); }
 
 // The distance of rows that are read a vector at a time: an odd number of vectors, so that the rows
 // of eight threads begin on different banks.
 __device__ constexpr int odd_stride(int columns) {
   return round_up(columns, VECTOR) + (round_up(columns, VECTOR) / VECTOR % 2 == 0 ? VECTOR : 0);
 }
-
-// The same of rows that were columns: warps write eight at a time, four elements of each.
-__device__ constexpr int column_stride(int rows) { return rows + (rows % 32 == 0 ? 4 : 0); }
-
-// The same of a tile that threads write several rows of a column at a time.
-__device__ constexpr int tile_stride(int rows) { return rows + (rows % 32 == 0 ? 8 : 0); }
 
 // Columns of a result that a thread owns next to each other: as many as a vector holds, unless
 // fewer leave less of the thread grid without work.
@@ -63,18 +54,9 @@ __device__ constexpr int padded_columns(int width) {
   return round_up(width, COLUMN_THREADS * run_of(width));
 }
 
-// The width of one that is also multiplied as the right factor.
+// The width of an operand that is whole in shared memory and also the right factor of a product.
 __device__ constexpr int held_columns(int width) {
   return larger(whole_columns(width), padded_columns(width));
-}
-
-// In how many parts a result of ROWS x COLUMNS elements of a thread is computed beside others, for
-// which there would be too few registers.
-constexpr int MOST_BESIDE = 32;
-__device__ constexpr int parts_of(int rows, int columns) {
-  int parts = 1;
-  while (rows * columns / parts > MOST_BESIDE && columns % (2 * parts) == 0) parts *= 2;
-  return parts;
 }
 
 // Rows of the second operand of `accumulate` that fit into `elements` of shared memory at a time.
@@ -119,29 +101,33 @@ __device__ __forceinline__ int column_thread() {
   return threadIdx.x % arch::WARP_SIZE / ROWS_PER_WARP;
 }
 
-// Rows of a result that a thread owns next to each other.
-__device__ constexpr int row_run(int rows) {
-  int run = VECTOR;
-  while (rows % run != 0) run /= 2;
-  return run;
-}
-
-// Row `r` of a thread's ROWS rows of a result.
-template <int ROWS>
-__device__ __forceinline__ int result_row(int r) {
-  constexpr int RUN = row_run(ROWS);
-  return (r / RUN * ROW_THREADS + row_thread()) * RUN + r % RUN;
-}
-
-// Column `n` of a thread's columns in a result of which each is read as a row: neighbouring rows by
-// neighbouring threads, which find them on different banks.
-__device__ __forceinline__ int row_column(int n) { return column_thread() + COLUMN_THREADS * n; }
-
-// Column `n` of a thread's columns in a result of `WIDTH` columns that are read as rows are.
-template <int WIDTH>
-__device__ __forceinline__ int result_column(int n) {
-  constexpr int RUN = run_of(WIDTH);
-  return (n / RUN * COLUMN_THREADS + column_thread()) * RUN + n % RUN;
+// c += a b^T for tiles of `DEPTH` columns. The thread's columns of c are column_thread +
+// COLUMN_THREADS * n. UNROLL vectors of each row are in sight at a time.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int UNROLL, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                         const accum_t* b_smem) {
+  a_smem += row_thread() * A_STRIDE;
+  b_smem += column_thread() * B_STRIDE;
+#pragma unroll UNROLL
+  for (int k = 0; k < DEPTH; k += VECTOR) {
+    Vector a[ROWS], b[COLUMNS];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      b[n] = *reinterpret_cast<const Vector*>(b_smem + n * COLUMN_THREADS * B_STRIDE + k);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      a[r] = *reinterpret_cast<const Vector*>(a_smem + r * ROW_THREADS * A_STRIDE + k);
+    }
+#pragma unroll
+    for (int x = 0; x < VECTOR; ++x) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) c[r][n] += a[r].x[x] * b[n].x[x];
+      }
+    }
+  }
 }
 
 // A pair that takes no part has weight -0.0, which no other pair has: multiplied it adds nothing,
@@ -154,94 +140,11 @@ __device__ __forceinline__ bool takes_part(double weight) {
   return __double_as_longlong(weight) != -0x7fffffffffffffffLL - 1;
 }
 
-// The row at `step` of a walk over all elements of a part: the outer number of a walk that goes
-// along the rows, or the inner one of a walk along the columns, which turns back at each end.
-template <bool OUTER, int ROWS, int COLUMNS>
-__device__ constexpr int turning_row(int step) {
-  if (OUTER) return step / COLUMNS;
-  return step / ROWS % 2 == 0 ? step % ROWS : ROWS - 1 - step % ROWS;
-}
-
-template <int RUN>
-struct alignas(RUN * sizeof(accum_t)) Run {
-  accum_t x[RUN];
-};
-
-// c += a^T b^T for `DEPTH` rows of a and columns of b. The thread's columns of c are those of
-// `row_column`.
-template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
-                                         const accum_t* b_smem) {
-  constexpr int RUN = row_run(ROWS);
-#pragma unroll 1
-  for (int k = 0; k < DEPTH; k += VECTOR) {
-    Vector b[COLUMNS];
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      b[n] = *reinterpret_cast<const Vector*>(b_smem + row_column(n) * B_STRIDE + k);
-    }
-#pragma unroll
-    for (int x = 0; x < VECTOR; ++x) {
-      Run<RUN> a[ROWS / RUN];
-#pragma unroll
-      for (int r = 0; r < ROWS; r += RUN) {
-        a[r / RUN] =
-            *reinterpret_cast<const Run<RUN>*>(a_smem + (k + x) * A_STRIDE + result_row<ROWS>(r));
-      }
-#pragma unroll
-      for (int step = 0; step < ROWS * COLUMNS; ++step) {
-        const int r = turning_row<true, ROWS, COLUMNS>(step);
-        const int n = turning_row<!true, COLUMNS, ROWS>(step);
-        c[r][n] += a[r / RUN].x[r % RUN] * b[n].x[x];
-      }
-    }
-  }
-}
-
-// The same where b holds NaN or infinity: pairs that take no part are left out.
-template <int DEPTH, int A_STRIDE, int B_STRIDE, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_seen(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
-                                              const accum_t* b_smem) {
-#pragma unroll 1
-  for (int k = 0; k < DEPTH; ++k) {
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      const accum_t b = b_smem[row_column(n) * B_STRIDE + k];
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        const accum_t weight = a_smem[k * A_STRIDE + result_row<ROWS>(r)];
-        if (takes_part(weight)) c[r][n] += weight * b;
-      }
-    }
-  }
-}
-
-// c += a^T b for `DEPTH` rows of a and b. The thread's columns of c are those of `result_column`.
-template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
-                                                    const accum_t* a_smem, const accum_t* b_smem) {
-  constexpr int RUN_A = row_run(ROWS), RUN_B = run_of(WIDTH);
-#pragma unroll 2
-  for (int k = 0; k < DEPTH; ++k) {
-    Run<RUN_A> a[ROWS / RUN_A];
-    Run<RUN_B> b[COLUMNS / RUN_B];
-#pragma unroll
-    for (int r = 0; r < ROWS; r += RUN_A) {
-      a[r / RUN_A] =
-          *reinterpret_cast<const Run<RUN_A>*>(a_smem + k * A_STRIDE + result_row<ROWS>(r));
-    }
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n += RUN_B) {
-      b[n / RUN_B] = *reinterpret_cast<const Run<RUN_B>*>(b_smem + k * padded_columns(WIDTH) +
-                                                          result_column<WIDTH>(n));
-    }
-#pragma unroll
-    for (int step = 0; step < ROWS * COLUMNS; ++step) {
-      const int r = turning_row<(COLUMNS < ROWS), ROWS, COLUMNS>(step);
-      const int n = turning_row<!(COLUMNS < ROWS), COLUMNS, ROWS>(step);
-      c[r][n] += a[r / RUN_A].x[r % RUN_A] * b[n / RUN_B].x[n % RUN_B];
-    }
-  }
+// Column `n` of a thread's columns in a result of `WIDTH` columns.
+template <int WIDTH>
+__device__ __forceinline__ int result_column(int n) {
+  constexpr int RUN = run_of(WIDTH);
+  return (n / RUN * COLUMN_THREADS + column_thread()) * RUN + n % RUN;
 }
 
 // c += a b for `DEPTH` columns of a and rows of b. The thread's columns of c are those of
@@ -250,35 +153,39 @@ template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                              const accum_t* b_smem) {
   constexpr int RUN = run_of(WIDTH);
-#pragma unroll 1
+  struct alignas(RUN * sizeof(accum_t)) Run {
+    accum_t x[RUN];
+  };
+  a_smem += row_thread() * A_STRIDE;
+  b_smem += column_thread() * RUN;
+#pragma unroll 2
   for (int k = 0; k < DEPTH; k += VECTOR) {
     Vector a[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      a[r] = *reinterpret_cast<const Vector*>(a_smem + result_row<ROWS>(r) * A_STRIDE + k);
+      a[r] = *reinterpret_cast<const Vector*>(a_smem + r * ROW_THREADS * A_STRIDE + k);
     }
 #pragma unroll
     for (int x = 0; x < VECTOR; ++x) {
-      Run<RUN> b[COLUMNS / RUN];
 #pragma unroll
       for (int n = 0; n < COLUMNS; n += RUN) {
-        b[n / RUN] = *reinterpret_cast<const Run<RUN>*>(b_smem + (k + x) * padded_columns(WIDTH) +
-                                                        result_column<WIDTH>(n));
-      }
+        const Run b = *reinterpret_cast<const Run*>(b_smem + (k + x) * padded_columns(WIDTH) +
+                                                    n * COLUMN_THREADS);
 #pragma unroll
-      for (int step = 0; step < ROWS * COLUMNS; ++step) {
-        const int r = turning_row<(COLUMNS < ROWS), ROWS, COLUMNS>(step);
-        const int n = turning_row<!(COLUMNS < ROWS), COLUMNS, ROWS>(step);
-        c[r][n] += a[r].x[x] * b[n / RUN].x[n % RUN];
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+          for (int y = 0; y < RUN; ++y) c[r][n + y] += a[r].x[x] * b.x[y];
+        }
       }
     }
   }
 }
 
-// Either where b holds NaN or infinity.
-template <int DEPTH, bool A_TRANSPOSED, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+// The same where b holds NaN or infinity: pairs that take no part are left out.
+template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
                                                   const accum_t* a_smem, const accum_t* b_smem) {
+  a_smem += row_thread() * A_STRIDE;
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll
@@ -286,8 +193,77 @@ __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
       const accum_t b = b_smem[k * padded_columns(WIDTH) + result_column<WIDTH>(n)];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const int row = result_row<ROWS>(r);
-        const accum_t weight = a_smem[A_TRANSPOSED ? k * A_STRIDE + row : row * A_STRIDE + k];
+        const accum_t weight = a_smem[r * ROW_THREADS * A_STRIDE + k];
+        if (takes_part(weight)) c[r][n] += weight * b;
+      }
+    }
+  }
+}
+
+// Rows of a result by `multiply_transposed` that a thread owns next to each other.
+__device__ constexpr int row_run(int rows) {
+  int run = VECTOR;
+  while (rows % run != 0) run /= 2;
+  return run;
+}
+
+// Row `r` of a thread's ROWS rows of such a result.
+template <int ROWS>
+__device__ __forceinline__ int result_row(int r) {
+  constexpr int RUN = row_run(ROWS);
+  return (r / RUN * ROW_THREADS + row_thread()) * RUN + r % RUN;
+}
+
+// c += a^T b for `DEPTH` rows of a and b. The thread's rows of c are those of `result_row`, its
+// columns those of `result_column`. A walk over c turns back at the end of a row or column, so that
+// every multiply-add needs a new element of one factor only.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
+                                                    const accum_t* a_smem, const accum_t* b_smem) {
+  constexpr int RUN_A = row_run(ROWS), RUN_B = run_of(WIDTH);
+  struct alignas(RUN_A * sizeof(accum_t)) RunA {
+    accum_t x[RUN_A];
+  };
+  struct alignas(RUN_B * sizeof(accum_t)) RunB {
+    accum_t x[RUN_B];
+  };
+#pragma unroll 2
+  for (int k = 0; k < DEPTH; ++k) {
+    RunA a[ROWS / RUN_A];
+    RunB b[COLUMNS / RUN_B];
+#pragma unroll
+    for (int r = 0; r < ROWS; r += RUN_A) {
+      a[r / RUN_A] = *reinterpret_cast<const RunA*>(a_smem + k * A_STRIDE + result_row<ROWS>(r));
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += RUN_B) {
+      b[n / RUN_B] =
+          *reinterpret_cast<const RunB*>(b_smem + k * B_STRIDE + result_column<WIDTH>(n));
+    }
+#pragma unroll
+    for (int step = 0; step < ROWS * COLUMNS; ++step) {
+      const bool by_rows = COLUMNS < ROWS;
+      const int line = step / (by_rows ? COLUMNS : ROWS), on = step % (by_rows ? COLUMNS : ROWS);
+      const int turned = line % 2 == 0 ? on : (by_rows ? COLUMNS : ROWS) - 1 - on;
+      const int r = by_rows ? line : turned, n = by_rows ? turned : line;
+      c[r][n] += a[r / RUN_A].x[r % RUN_A] * b[n / RUN_B].x[n % RUN_B];
+    }
+  }
+}
+
+// The same where b holds NaN or infinity: pairs that take no part are left out.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLUMNS],
+                                                         const accum_t* a_smem,
+                                                         const accum_t* b_smem) {
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; ++k) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const accum_t b = b_smem[k * B_STRIDE + result_column<WIDTH>(n)];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const accum_t weight = a_smem[k * A_STRIDE + result_row<ROWS>(r)];
         if (takes_part(weight)) c[r][n] += weight * b;
       }
     }
@@ -322,9 +298,9 @@ __device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t facto
   }
 }
 
-// c = a b^T, where the rows of a lie whole in shared memory, as columns, and B_ROWS rows of b, of
+// c = a b^T, where a lies whole in shared memory, its rows A_STRIDE apart, and B_ROWS rows of b, of
 // which `valid` exist from `first` on, pass through the stage a chunk of columns at a time.
-template <int B_ROWS, int WIDTH, int A_STRIDE, int ROWS, int COLUMNS, int BUFFER>
+template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                               const memory::Rows& b, long long first, int valid,
                                               Stage<BUFFER>& stage) {
@@ -343,37 +319,34 @@ __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const
       chunk_smem = stage.next();
       memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, column + CHUNK);
     }
-    multiply<CHUNK, A_STRIDE, STRIDE>(c, a_smem + column * A_STRIDE, filled_smem);
+    multiply<CHUNK, A_STRIDE, STRIDE, UNROLL>(c, a_smem + column, filled_smem);
   }
 }
 
-// c = a b^T, where the rows of both pass through shared memory, a chunk of columns at a time; those
-// of a lie there as columns.
+// c = a b^T, where the rows of both pass through shared memory, a chunk of columns at a time.
 template <int A_ROWS, int B_ROWS, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const memory::Rows& a,
                                               long long first_a, int valid_a, const memory::Rows& b,
                                               long long first_b, int valid_b, accum_t* a_smem,
                                               accum_t* b_smem) {
   constexpr int CHUNK = chunk_columns(WIDTH);
-  constexpr int A_STRIDE = column_stride(A_ROWS), B_STRIDE = odd_stride(CHUNK);
+  constexpr int STRIDE = odd_stride(CHUNK);
   clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
     __syncthreads();  // both chunks, which may still be read
-    memory::begin_rows<B_ROWS, CHUNK, B_STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
-    memory::load_columns<A_ROWS, CHUNK, A_STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a,
-                                                                column);
-    memory::finish_rows<B_ROWS, CHUNK, B_STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
+    memory::begin_rows<A_ROWS, CHUNK, STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
+    memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
+    memory::finish_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
+    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
     __syncthreads();  // both chunks, now filled
-    multiply<CHUNK, A_STRIDE, B_STRIDE>(c, a_smem, b_smem);
+    multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
   }
 }
 
-// c += a b, where the tile a of weights lies in shared memory, its rows there as columns if
-// A_TRANSPOSED, and B_ROWS rows of b, of which `valid` exist from `first` on, pass through the
-// stage a few at a time.
-template <int B_ROWS, int WIDTH, bool A_TRANSPOSED, int A_STRIDE, bool MAY_MASK, int ROWS,
-          int COLUMNS, int BUFFER>
+// c += a b, where the tile a of weights lies in shared memory and B_ROWS rows of b, of which
+// `valid` exist from `first` on, pass through the stage a few at a time.
+template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                            const memory::Rows& b, long long first, int valid,
                                            Stage<BUFFER>& stage) {
@@ -399,13 +372,10 @@ __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const ac
       memory::begin_rows<STEP, STRIDE, STRIDE, WIDTH>(rows_smem, b, first + k + STEP,
                                                       valid - k - STEP, 0);
     }
-    const accum_t* const step_smem = a_smem + k * (A_TRANSPOSED ? A_STRIDE : 1);
     if (careful) {
-      multiply_add_seen<STEP, A_TRANSPOSED, A_STRIDE, WIDTH>(c, step_smem, filled_smem);
-    } else if constexpr (A_TRANSPOSED) {
-      multiply_transposed<STEP, A_STRIDE, WIDTH>(c, step_smem, filled_smem);
+      multiply_add_seen<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
     } else {
-      multiply_add<STEP, A_STRIDE, WIDTH>(c, step_smem, filled_smem);
+      multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
     }
   }
 }

@@ -146,42 +146,12 @@ __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from
   return finite;
 }
 
-// Copies rows as `begin_rows` and `finish_rows` do, to a tile that has them as columns: what was a
-// column is a row there, STRIDE elements from the next. A barrier comes after it.
-//
-// A warp takes eight elements of four rows at a time, which fall on different banks where STRIDE is
-// four more than a multiple of 32.
-template <int ROWS, int COLUMNS, int STRIDE, int WIDTH, bool CHECK>
-__device__ __forceinline__ bool load_columns(accum_t* tile_smem, const Rows& from, long long first,
-                                             int valid, int column) {
-  constexpr int ROWS_AT_ONCE = 4, COLUMNS_AT_ONCE = 8, BATCH = 8;
-  constexpr int BLOCK = ROWS * COLUMNS_AT_ONCE;
-  constexpr int ELEMENTS = (COLUMNS + COLUMNS_AT_ONCE - 1) / COLUMNS_AT_ONCE * BLOCK;
-  static_assert(ROWS % ROWS_AT_ONCE == 0, "a warp reads four rows");
-  const storage_t* const source = from.data + first * from.row + column * from.col;
-  bool finite = true;
-#pragma unroll 1
-  for (int begin = threadIdx.x; begin < ELEMENTS; begin += BATCH * THREADS) {
-    storage_t stored[BATCH];  // on the way together
-#pragma unroll
-    for (int x = 0; x < BATCH; ++x) {
-      const int n = begin + x * THREADS;
-      const int row = n % BLOCK / 32 * ROWS_AT_ONCE + n % ROWS_AT_ONCE;
-      const int c = n / BLOCK * COLUMNS_AT_ONCE + n % 32 / ROWS_AT_ONCE;
-      const bool inside = row < valid && c < COLUMNS && column + c < WIDTH;
-      stored[x] = inside ? source[row * from.row + c * from.col] : storage_t(0);
-    }
-#pragma unroll
-    for (int x = 0; x < BATCH; ++x) {
-      const int n = begin + x * THREADS;
-      const int row = n % BLOCK / 32 * ROWS_AT_ONCE + n % ROWS_AT_ONCE;
-      const int c = n / BLOCK * COLUMNS_AT_ONCE + n % 32 / ROWS_AT_ONCE;
-      const accum_t value = number::widen(stored[x]);
-      if constexpr (CHECK) finite = finite && number::is_finite(value);
-      if (c < COLUMNS) tile_smem[c * STRIDE + row] = value;
-    }
-  }
-  return finite;
+// Copies rows as `begin_rows` and `finish_rows` do.
+template <int ROWS, int COLUMNS, int STRIDE, int WIDTH, bool CHECK = false>
+__device__ __forceinline__ bool load_rows(accum_t* tile_smem, const Rows& from, long long first,
+                                          int valid) {
+  begin_rows<ROWS, COLUMNS, STRIDE, WIDTH>(tile_smem, from, first, valid, 0);
+  return finish_rows<ROWS, COLUMNS, STRIDE, WIDTH, CHECK>(tile_smem, from, first, valid, 0);
 }
 
 // One number per row (lse, delta) of the accumulator's type.

@@ -60,38 +60,28 @@ __device__ __forceinline__ bool is_whole(const TileBox& box) {
   return box.i_high - box.i_low + 1 == BLOCK_Q && box.j_high - box.j_low + 1 == BLOCK_KV;
 }
 
-// The place of a thread's element (r, n) in a tile that lies as [key, query], with keys STRIDE
-// elements apart.
-template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS>
+// The place of a thread's element (r, n) in a tile whose rows are STRIDE elements apart.
+template <int STRIDE>
 __device__ __forceinline__ int cell(int r, int n) {
-  const int row = matmul::result_row<ROWS>(r), column = matmul::row_column(n);
-  return KEYS_ARE_ROWS ? row * STRIDE + column : column * STRIDE + row;
+  return (matmul::row_thread() + ROW_THREADS * r) * STRIDE + matmul::column_thread() +
+         COLUMN_THREADS * n;
 }
 
-template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
+template <int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_cells(const accum_t (&s)[ROWS][COLUMNS], accum_t* tile_smem) {
-  constexpr int RUN = KEYS_ARE_ROWS ? 1 : matmul::row_run(ROWS);
 #pragma unroll
-  for (int n = 0; n < COLUMNS; ++n) {
+  for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int r = 0; r < ROWS; r += RUN) {
-      matmul::Run<RUN> run;
-#pragma unroll
-      for (int x = 0; x < RUN; ++x) run.x[x] = s[r + x][n];
-      accum_t* const to_smem = tile_smem + cell<KEYS_ARE_ROWS, STRIDE, ROWS>(r, n);
-      *reinterpret_cast<matmul::Run<RUN>*>(to_smem) = run;
-    }
+    for (int n = 0; n < COLUMNS; ++n) tile_smem[cell<STRIDE>(r, n)] = s[r][n];
   }
 }
 
-template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
+template <int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void load_cells(accum_t (&s)[ROWS][COLUMNS], const accum_t* tile_smem) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      s[r][n] = tile_smem[cell<KEYS_ARE_ROWS, STRIDE, ROWS>(r, n)];
-    }
+    for (int n = 0; n < COLUMNS; ++n) s[r][n] = tile_smem[cell<STRIDE>(r, n)];
   }
 }
 
@@ -118,12 +108,12 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
                                                      int tile_class, accum_t (&s)[ROWS][COLUMNS],
                                                      accum_t* tile_smem, accum_t* slope_smem) {
   if (!HAS_SCORE && !HAS_SLOPE && tile_class == FULL && is_whole(box)) return;
-  store_cells<KEYS_ARE_ROWS, STRIDE>(s, tile_smem);
+  store_cells<STRIDE>(s, tile_smem);
 #pragma unroll 1
   for (int n = 0; n < ROWS * COLUMNS; ++n) {
-    const int row = matmul::result_row<ROWS>(n / COLUMNS);
-    const int column = matmul::row_column(n % COLUMNS);
-    const int place = KEYS_ARE_ROWS ? row * STRIDE + column : column * STRIDE + row;
+    const int row = matmul::row_thread() + ROW_THREADS * (n / COLUMNS);
+    const int column = matmul::column_thread() + COLUMN_THREADS * (n % COLUMNS);
+    const int place = row * STRIDE + column;
     const Site at{box.b,
                   box.h,
                   box.i_low + (KEYS_ARE_ROWS ? column : row),
@@ -139,13 +129,13 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
     }
     tile_smem[place] = score;
   }
-  load_cells<KEYS_ARE_ROWS, STRIDE>(s, tile_smem);
+  load_cells<STRIDE>(s, tile_smem);
 }
 
 // Writes the weights of a tile after dropout to `to_smem`, which may be the tile itself: 0 where a
 // pair is dropped, else divided by the probability of being kept. One draw serves four keys, so
 // threads work on cells of others: barriers before and after are the caller's.
-template <int STRIDE>
+template <bool KEYS_ARE_ROWS, int STRIDE>
 __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& box,
                                               const accum_t* tile_smem, accum_t* to_smem) {
   static_assert(BLOCK_KV % 4 == 0, "a tile's keys are whole groups of four");
@@ -156,13 +146,14 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
 #pragma unroll 1
   for (int n = threadIdx.x; n < BLOCK_Q * BLOCK_KV / 4; n += THREADS) {
     // Neighbouring threads take neighbouring cells.
-    const int i = n % BLOCK_Q, group = n / BLOCK_Q;
+    const int i = KEYS_ARE_ROWS ? n % BLOCK_Q : n / (BLOCK_KV / 4);
+    const int group = KEYS_ARE_ROWS ? n / BLOCK_Q : n % (BLOCK_KV / 4);
     const philox::Words drawn = philox::words(key, static_cast<unsigned int>(box.j_low / 4 + group),
                                               static_cast<unsigned int>(box.i_low + i), b_h);
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int j = 4 * group + x;
-      const int place = j * STRIDE + i;
+      const int place = KEYS_ARE_ROWS ? j * STRIDE + i : i * STRIDE + j;
       const accum_t weight = tile_smem[place];
       const accum_t kept = drawn.word[x] < p.drop_below ? weight * accum_t(0) : weight * keep_scale;
       to_smem[place] = matmul::takes_part(weight) ? kept : weight;
