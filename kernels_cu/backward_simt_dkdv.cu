@@ -5,9 +5,13 @@
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
 //
+// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
+// is 0 before. Blocks do so in any order. (Algorithm 2 as it is written.)
+//
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
 // Shared memory: the keys, the values, the tile (and one each for dropout and for slopes), the
-// stage, lse and delta. BLOCK_KV is a multiple of ROW_THREADS and 4, BLOCK_Q of COLUMN_THREADS.
+// stage, lse and delta, and what is known of the head. BLOCK_KV is a multiple of ROW_THREADS and 4,
+// BLOCK_Q of COLUMN_THREADS.
 #include "params.cuh"
 #include "primitives/epilogue.cuh"
 #include "primitives/gradient_tile.cuh"
@@ -16,8 +20,8 @@ namespace {
 
 constexpr int ROWS = BLOCK_KV / ROW_THREADS;
 constexpr int COLUMNS = BLOCK_Q / COLUMN_THREADS;
-constexpr int COLUMNS_K = matmul::padded_columns(D) / COLUMN_THREADS;
 constexpr int WIDTH_K = matmul::padded_columns(D);
+constexpr int COLUMNS_K = WIDTH_K / COLUMN_THREADS;
 constexpr int COLUMNS_V = matmul::padded_columns(D_V) / COLUMN_THREADS;
 constexpr int K_STRIDE = matmul::odd_stride(matmul::held_columns(D));
 constexpr int V_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
@@ -26,6 +30,11 @@ constexpr int TILE = BLOCK_KV * STRIDE;
 constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_Q, D, D),
                                       matmul::buffer_elements(BLOCK_Q, D_V, D_V));
+constexpr int ROWS_Q = matmul::rows_at_once(BLOCK_Q / ROW_THREADS, COLUMNS_K);
+constexpr int PART_Q = ROWS_Q * ROW_THREADS;  // queries of a part of dq
+constexpr bool CHECKS_KEYS = ADDS_DQ && MAY_MASK;
+constexpr int UNROLL = 2;  // as far as registers go
+
 // What a block knows of the head whose queries pass by. It lies in shared memory, because registers
 // hold the sums.
 struct Head {
@@ -37,16 +46,10 @@ struct Head {
 };
 constexpr int SHARED_ELEMENTS = BLOCK_KV * (K_STRIDE + V_STRIDE) + TILES * TILE + 2 * BUFFER +
                                 2 * BLOCK_Q + static_cast<int>(sizeof(Head) / sizeof(accum_t));
-// Of dq a thread has so many rows at a time, because the sums leave it no more registers.
-constexpr int ROWS_Q = matmul::smaller(BLOCK_Q / ROW_THREADS, matmul::larger(32 / COLUMNS_K, 1));
-constexpr int PART_Q = ROWS_Q * ROW_THREADS;
-constexpr int PARTS = BLOCK_Q / PART_Q;
-constexpr bool CHECKS_KEYS = ADDS_DQ && MAY_MASK;
-constexpr int UNROLL = 2;  // as far as registers go
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_KV, "BLOCK_KV, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_Q && BLOCK_KV % 4 == 0, "BLOCK_Q");
-static_assert(!ADDS_DQ || PARTS * PART_Q == BLOCK_Q, "BLOCK_Q, ADDS_DQ");
+static_assert(!ADDS_DQ || BLOCK_Q % PART_Q == 0, "BLOCK_Q, ADDS_DQ");
 static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES");
 
 }  // namespace

@@ -17,7 +17,6 @@ constexpr int ROWS_PER_WARP = arch::WARP_SIZE / COLUMN_THREADS;
 namespace matmul {
 
 __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
-__device__ constexpr int smaller(int x, int y) { return x < y ? x : y; }
 __device__ constexpr int round_up(int x, int step) { return (x + step - 1) / step * step; }
 
 // Columns of an operand that `multiply` holds in shared memory at a time, and how many chunks of
@@ -205,6 +204,12 @@ __device__ constexpr int row_run(int rows) {
   int run = VECTOR;
   while (rows % run != 0) run /= 2;
   return run;
+}
+
+// So many of a thread's rows of such a result are computed at a time: sums leave it few registers.
+__device__ constexpr int rows_at_once(int rows, int columns) {
+  while (rows % 2 == 0 && rows * columns > 32) rows /= 2;
+  return rows;
 }
 
 // Row `r` of a thread's ROWS rows of such a result.
