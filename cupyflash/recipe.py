@@ -108,7 +108,7 @@ class Recipe:
     scratch: Mapping[str, Laid] = field(default_factory=dict)
     tables: tuple[Any, ...] = ()
     all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
-    adds_dq: bool = False  # launches add to the scratch dq_sum, which is 0 before
+    adds_dq: bool = False  # launches add to dq_sum or, without one, to dq; it is 0 before
 
 
 class _Writer:
@@ -341,7 +341,7 @@ def backward(
     arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
     if dlse is not None:
         arrays["dlse"] = (dlse, 2)
-    if adds_dq:
+    if "dq_sum" in scratch:
         arrays["dq_sum"] = (scratch["dq_sum"], 3)
     if dbias is not None:
         dbias = dbias[(None,) * (3 - dbias.ndim)]
@@ -367,9 +367,9 @@ def backward(
     kernel, tiles = config.backward("dkdv", problem, facts, slope, plan)
     writer.over_rows(kernel, tiles, True, own, adds_dq)
     own = lead.sizes if problem.packed else lead.own("dq")
-    if adds_dq:
+    if "dq_sum" in scratch:
         _rows_of_sums(writer, own)
-    else:
+    elif not adds_dq:
         kernel, tiles = config.backward("dq", problem, facts, slope, plan)
         writer.over_rows(kernel, tiles, False, own)
     if dbias is not None:
@@ -423,7 +423,7 @@ def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
     """Return what the backward keeps beside its results: delta, one number per query.
 
     Where k and v are broadcast over different axes, also their gradients before they are summed;
-    with `adds_dq` the sums of dq.
+    with `adds_dq` the sums of dq, unless dq has the accumulator's type.
     """
     problem = call.problem
     lead = () if problem.packed else problem.lead
@@ -432,7 +432,7 @@ def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
     if shared is not None:
         for name, array in (("dk", call.k), ("dv", call.v)):
             scratch[name] = Laid((*shared, *array.shape[-3:]), problem.accumulator)
-    if adds_dq:
+    if adds_dq and problem.dtype != problem.accumulator:
         *lead_q, rows, columns = call.q.shape
         groups = rows // GROUP_ROWS + problem.batch if problem.packed else -(-rows // GROUP_ROWS)
         sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT

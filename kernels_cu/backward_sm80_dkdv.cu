@@ -176,9 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       };
       const auto next_from = [&](int number) {
         if constexpr (!HAS_MASK) return number < tiles ? 4 * number + FULL : NO_TILE;
-        const fragment_tile::Next found =
-            fragment_tile::next_tile<BLOCK_Q>(p, head_smem->classes, first_of(4 * number),
-                                              head_smem->entry.len_q, describe);
+        const fragment_tile::Next found = fragment_tile::next_tile<BLOCK_Q>(
+            p, head_smem->classes, first_of(4 * number), head_smem->entry.len_q, describe);
         const int place = static_cast<int>(found.first / BLOCK_Q);
         return found.rows > 0 ? 4 * place + found.tile_class : NO_TILE;
       };

@@ -459,6 +459,24 @@ CASES = [
         lambda x: x[:, :4] + x[:, [7, 4, 7, 7]] * np.array([0, 1, 0, 0], np.float32),
     ),
     Case(
+        "add_four",
+        """
+          for (int k = 0; k < 4; ++k) out[k] = in[k];
+          arch::add_four(out, in[4], in[5], in[6], in[7]);
+        """,
+        lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
+        lambda x: x[:, :4] + x[:, 4:],
+    ),
+    Case(
+        "add",
+        """
+          out[0] = in[0];
+          arch::add(out, in[1]);
+        """,
+        lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 2)),
+        lambda x: x[:, :1] + x[:, 1:],
+    ),
+    Case(
         "lane_index",
         "out[0] = arch::lane_index();\nout[1] = arch::WARP_SIZE;",
         lambda: _blocks_of(1, 2),

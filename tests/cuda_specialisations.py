@@ -140,5 +140,10 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         packed=case.packed,
         dropout=problem.dropout > 0 and tiles.block_q > 0,
         functions=functions,
-        adds_dq=case.kernel == "backward_sm80_dkdv" and not case.packed,
+        adds_dq=not case.packed
+        and (case.kernel, case.dtype.itemsize)
+        in (
+            ("backward_sm80_dkdv", 2),
+            ("backward_simt_dkdv", 4),
+        ),
     )
