@@ -137,8 +137,8 @@ def attention_backward(
     dlse : array, shape of lse, optional
         Gradient of the LSE, in its dtype.
     deterministic : bool
-        Ask for bitwise equal gradients in every run. Only on tensor cores it makes a difference:
-        there dq is otherwise a sum in any order, which takes fewer products.
+        Ask for bitwise equal gradients in every run. On tensor cores and in float32 it makes a
+        difference: there dq is otherwise a sum in any order, which takes fewer products.
     grads_out : Gradients or tuple, optional
         Arrays for dq, dk, dv and, where there are such inputs, dbias and dsink; None for a fresh
         one. Views are fine: three views of one packed QKV gradient take the gradients without a

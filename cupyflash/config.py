@@ -153,9 +153,10 @@ def adds_dq(
     problem: Problem, target: Target, deterministic: bool, plan: Plan | None = None
 ) -> bool:
     """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks."""
-    if deterministic or problem.dtype.itemsize != 2:
+    if deterministic or problem.dtype.itemsize == 8:
         return False
-    return backward("dkdv", problem, target, False, plan)[0] == "backward_sm80_dkdv"
+    kernel = backward("dkdv", problem, target, False, plan)[0]
+    return kernel == "backward_sm80_dkdv" or problem.dtype == problem.accumulator
 
 
 def simt(

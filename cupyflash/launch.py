@@ -115,13 +115,15 @@ class Prepared:
                 begin += _rounded(size)
             made.append((name, part, memory))
             addresses[name] = memory.ptr
-            if name == "dq" and self.adds_dq:
+            if name == "dq_sum":
                 memory.memset_async(0, size)
+        if self.adds_dq and "dq_sum" not in addresses:
+            target.fill(gradients.dq, 0)
         stream = self.queue.pointer()
         for launch in self.launches:
             launch.start(addresses, stream)
         for name, part, memory in made:
-            if name != "delta":
+            if name in gradients._fields:
                 computed = target.view(part.shape, part.dtype, memory)
                 _sum_to(getattr(gradients, name), computed)
 

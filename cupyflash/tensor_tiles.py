@@ -96,7 +96,12 @@ def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
 # The same of the backward, with stages that the operand that passes by is copied to.
 BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     "backward_sm80_dkdv": {
-        64: ((128, 128, 8, 2, 1), (64, 128, 8, 2, 1), (64, 64, 4, 2, 1)),
+        64: (
+            (64, 128, 4, 2, 2),
+            (128, 128, 8, 2, 1),
+            (64, 128, 8, 2, 1),
+            (64, 64, 4, 2, 1),
+        ),
         128: ((64, 128, 8, 2, 1), (32, 64, 4, 2, 1)),
         256: ((64, 64, 8, 2, 1), (64, 64, 8, 1, 1), (32, 32, 4, 1, 1)),
     },
@@ -124,6 +129,7 @@ def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: in
     return held + stages * block_kv * columns
 
 
+RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
@@ -133,11 +139,17 @@ _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
 
 
 def fit_backward(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
-    """Return the best tiles of a kernel of the backward, as `fit` does."""
+    """Return the best tiles of a kernel of the backward, as `fit` does.
+
+    Those whose blocks find room beside each other come first.
+    """
     table = BACKWARD[kernel]
     largest = next(most for most in table if max(d, d_v) <= most)
+    fitting = []
     for block_q, block_kv, warps, stages, resident in table[largest]:
         shared = _BYTES[kernel](block_q, block_kv, warps, stages, d, d_v)
-        if shared <= limit:
+        if (shared + RESERVED) * resident <= limit + RESERVED:
             return Tiles(block_q, block_kv, 32 * warps, shared, resident)
-    return None
+        if shared <= limit:
+            fitting.append(Tiles(block_q, block_kv, 32 * warps, shared, resident))
+    return fitting[0] if fitting else None

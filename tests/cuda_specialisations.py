@@ -12,7 +12,7 @@ from cupyflash import config, lookup, masks, scores, tensor_tiles, validate
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.key_range import key_range
-from cupyflash.recipe import ROWS
+from cupyflash.recipe import RESULTS, ROWS
 from cupyflash.source import NONE, Specialisation
 from cupyflash.target import Target
 from cupyflash.tiles import KERNELS, Tiles
@@ -84,6 +84,8 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm80", dtype, own[n // 2 % len(own)], options, n % 3 == 2))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
+    for n, size in enumerate(((64, 64), (40, 72))):
+        found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))
     return found
 
 
@@ -94,7 +96,8 @@ def capability(arch: str) -> tuple[int, int]:
 
 def runs_on(case: Case, arch: str) -> bool:
     """Whether there is such a kernel for a GPU."""
-    return "sm80" not in case.kernel or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
+    tensor = "sm80" in case.kernel or case.kernel == "backward_dq_rows"
+    return not tensor or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
 
 
 def specialisation(case: Case, arch: str) -> Specialisation:
@@ -123,17 +126,24 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     elif case.kernel in KERNELS:
         tiles = config.simt(case.kernel, problem, target, functions.has_slope)
     else:
+        of_blocks = RESULTS if case.kernel.startswith("backward") else ROWS
         shared = 512 * problem.accumulator.itemsize
-        tiles = Tiles(0, 0, 512, shared) if case.kernel == "backward_sink" else ROWS
+        tiles = Tiles(0, 0, 512, shared) if case.kernel == "backward_sink" else of_blocks
         functions = NONE
+    of_results = functions is NONE and case.kernel != "backward_dq_rows"
     return Specialisation(
         case.kernel,
         problem.dtype.name,
-        0 if tiles.block_q == 0 else problem.d,
-        problem.d_v,
+        0 if of_results else problem.d,
+        0 if case.kernel == "backward_dq_rows" else problem.d_v,
         tiles,
         packed=case.packed,
         dropout=problem.dropout > 0 and tiles.block_q > 0,
         functions=functions,
-        adds_dq=case.kernel == "backward_sm80_dkdv" and not case.packed,
+        adds_dq=not case.packed
+        and (case.kernel, case.dtype.itemsize)
+        in (
+            ("backward_sm80_dkdv", 2),
+            ("backward_simt_dkdv", 4),
+        ),
     )

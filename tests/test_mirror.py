@@ -67,6 +67,12 @@ SPACES = {"fragment_rows": "fragment", "fragment_wide": "fragment"}  # of what h
 
 # Functions on one side only: row (by its first file) -> reason -> names.
 ONLY_CUDA = {
+    "backward_delta.cu": {
+        "lanes share a row": "lane_sum",
+    },
+    "backward_sm80_dkdv.cu": {
+        "what a block knows of a head lies in shared memory": "copy_of first_of",
+    },
     "combine.cu": {
         "a block finds its row by itself; on the CPU, rows are contiguous copies": "offset lse_of",
         "computed again for every group of columns, which one thread's registers hold": "weight",
@@ -76,6 +82,9 @@ ONLY_CUDA = {
             "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
+        "the order in which blocks run, and sums that several of them add to": (
+            "taking_turns grouped_offset"
+        ),
     },
     "primitives/memory.cuh": {
         "rows in global memory; Layout.rows describes them on the CPU": "rows numbers",
@@ -113,7 +122,7 @@ ONLY_CUDA = {
         "what tensor cores make NaN of, computed again": "any_nan multiply_nan fits",
         "a tile of weights in the storage type": "store_tile",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
-        "results of several blocks": "add_rows add_rows_nonfinite clear_pair",
+        "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
     },
     "primitives/tile.cuh": {
         "sizes of a tile": "smaller rows_from is_whole",
@@ -137,10 +146,10 @@ ONLY_CUDA = {
         "place of p": "probabilities score_gradients",
         "a thread's cells of a tile": "query_of",
         "the first half on tensor cores, without steps of its own": (
-            "recompute_probabilities probability"
+            "recompute_probabilities recompute_changed ask_mask exponentiate"
         ),
         "draws where pairs lie in fragments": "draw transpose",
-        "P and dS in 16 bits in shared memory": "store_pair store_tile",
+        "P and dS in 16 bits, in shared memory": "narrow store_words scale_words",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
     },
     "primitives/lookup.cuh": {

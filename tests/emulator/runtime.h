@@ -88,6 +88,7 @@ void multiply_doubles(const char* what, Where where, double (&c)[2], double a, d
 // Adds to memory in one step, whatever other threads do.
 unsigned long long add_at_once(unsigned long long* place, unsigned long long value);
 void add_at_once(float* place, float value);
+void add_at_once(double* place, double value);
 
 }  // namespace emulator
 
