@@ -149,7 +149,7 @@ ONLY_CUDA = {
             "recompute_probabilities recompute_changed ask_mask exponentiate"
         ),
         "draws where pairs lie in fragments": "draw transpose",
-        "P and dS in 16 bits, in shared memory": "narrow store_words scale_words",
+        "P and dS in 16 bits, in shared memory": "narrow store_word store_words scale_words",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
     },
     "primitives/lookup.cuh": {
