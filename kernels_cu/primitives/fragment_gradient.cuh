@@ -197,7 +197,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const float offset = lse.of(r, n) * tile::LOG2_E;
-      const float x = arch::exp2(gradient_tile::at_most_zero(fmaf(s[r][n], c, -offset)));
+      const float x = arch::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -offset)));
       s[r][n] = !MASKED || (allowed[r] >> n & 1) != 0 ? x : matmul::no_part();
     }
   }
