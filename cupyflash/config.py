@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from . import tensor_tiles
+from . import tensor_tiles, wide_tiles
 from .errors import ArgumentError
 from .problem import Plan, Problem
 from .target import OLDEST_CAPABILITY, Target
@@ -111,6 +111,12 @@ def backward(
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return name, tiles
+    name = f"backward_wide_{kernel}"
+    serves = plan is None and wide_tiles.serves(problem, target.capability)
+    if serves and name in wide_tiles.BACKWARD:
+        tiles = wide_tiles.fit(name, problem.d, problem.d_v, target.shared_memory)
+        if tiles is not None:
+            return name, tiles
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
     name = f"backward_simt_{kernel}"
     return name, simt(name, problem, target, slope, blocks)
@@ -120,9 +126,10 @@ def adds_dq(
     problem: Problem, target: Target, deterministic: bool, plan: Plan | None = None
 ) -> bool:
     """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks."""
-    if deterministic or problem.dtype.itemsize != 2:
+    if deterministic:
         return False
-    return backward("dkdv", problem, target, False, plan)[0] == "backward_sm80_dkdv"
+    kernel, _ = backward("dkdv", problem, target, False, plan)
+    return kernel in ("backward_sm80_dkdv", "backward_wide_dkdv")
 
 
 def simt(

@@ -9,6 +9,11 @@ __device__ __forceinline__ void add(float* to_gmem, float x) {
                : "memory");
 }
 
+__device__ __forceinline__ void add(double* to_gmem, double x) {
+  asm volatile("red.global.add.f64 [%0], %1;" ::"l"(__cvta_generic_to_global(to_gmem)), "d"(x)
+               : "memory");
+}
+
 // Adds to two neighbours, the first of which begins on an 8-byte boundary.
 __device__ __forceinline__ void add_pair(float* to_gmem, float x, float y) {
 #if __CUDA_ARCH__ >= 900

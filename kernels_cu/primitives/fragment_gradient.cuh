@@ -6,6 +6,7 @@
 #pragma once
 #include "fragment.cuh"
 #include "gradient_tile.cuh"
+#include "power.cuh"
 
 namespace fragment_gradient {
 
@@ -29,7 +30,7 @@ __device__ __forceinline__ int query_of(int r, int n) {
 // row gets lse = inf, so that its p is 0; so do the rows beyond the last.
 struct RowNumbers {
   static constexpr int EACH = (BLOCK_Q + THREADS - 1) / THREADS;
-  float lse[EACH], delta[EACH];
+  accum_t lse[EACH], delta[EACH];
 
   __device__ __forceinline__ void load(const memory::Numbers& from_lse,
                                        const memory::Numbers& from_delta, long long i0, int ni) {
@@ -44,7 +45,7 @@ struct RowNumbers {
       }
     }
   }
-  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
+  __device__ __forceinline__ void store(accum_t* lse_smem, accum_t* delta_smem) const {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int i = threadIdx.x + n * THREADS;
@@ -60,14 +61,15 @@ struct RowNumbers {
 
 // Of a 4 x 4 matrix whose rows four lanes hold, gives each its column: they are `step`, 2 `step`
 // and 3 `step` lanes from each other, and `own` of four.
-__device__ __forceinline__ void transpose(unsigned int (&x)[4], int own, int step) {
+template <typename T>
+__device__ __forceinline__ void transpose(T (&x)[4], int own, int step) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {
     const bool upper = (own & bit) != 0;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (n & bit) continue;
-      const unsigned int got = arch::shuffle_xor(upper ? x[n] : x[n + bit], step * bit);
+      const T got = arch::shuffle_xor(upper ? x[n] : x[n + bit], step * bit);
       x[n] = upper ? got : x[n];
       x[n + bit] = upper ? x[n + bit] : got;
     }
@@ -120,17 +122,28 @@ __device__ __forceinline__ void draw(const Params& p, const TileBox& box, const 
 
 // -- the tile -------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float probability(float score, float lse) {
-  return softmax::exponential(gradient_tile::at_most_zero(score - lse));
+__device__ __forceinline__ accum_t probability(accum_t score, accum_t lse) {
+  constexpr accum_t LOG2_E = static_cast<accum_t>(1.4426950408889634);
+  return power::exp2(gradient_tile::at_most_zero(score - lse) * LOG2_E);
 }
 
 // Writes neighbouring columns n and n + 1 of a tile's row r, rounded to the storage type.
 template <int BYTES>
 __device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner, int r, int n,
-                                           float low, float high) {
-  const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n / 2);
-  *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) =
-      fragment::narrow_pair(low, high);
+                                           accum_t low, accum_t high) {
+  if constexpr (fragment::WIDE) {
+    struct alignas(2 * sizeof(storage_t)) Pair {
+      accum_t low, high;
+    };
+    const int column = corner.column + 4 * n;
+    const int at = fragment::place<BYTES>(corner.row + 8 * r, column / STORED_VECTOR) +
+                   column % STORED_VECTOR * static_cast<int>(sizeof(storage_t));
+    *reinterpret_cast<Pair*>(tile_smem + at) = Pair{low, high};
+  } else {
+    const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n / 2);
+    *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) =
+        fragment::narrow_pair(low, high);
+  }
 }
 
 // Makes products q k into probabilities; where scores are changed, into probabilities times the
@@ -144,22 +157,22 @@ __device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner
 template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
 __device__ __forceinline__ void recompute_probabilities(const Params& p, const TileBox& box,
                                                         int tile_class, bool masked,
-                                                        float (&s)[ROWS][COLUMNS],
-                                                        const Corner& corner, const float* lse_smem,
+                                                        accum_t (&s)[ROWS][COLUMNS],
+                                                        const Corner& corner, const accum_t* lse_smem,
                                                         const unsigned int (&kept)[ROWS],
                                                         char* tile_smem) {
-  const float scale = static_cast<float>(p.scale);
+  const accum_t scale = static_cast<accum_t>(p.scale);
   if (!masked) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        float weight[2];
+        accum_t weight[2];
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
-          const float lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, n + x)];
+          const accum_t lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, n + x)];
           weight[x] = s[r][n + x] = probability(s[r][n + x] * scale, lse);
-          if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= 0.0f;
+          if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= accum_t(0);
         }
         if constexpr (KEYS_ARE_ROWS) {
           store_pair<BYTES>(tile_smem, corner, r, n, weight[0], weight[1]);
@@ -176,7 +189,7 @@ __device__ __forceinline__ void recompute_probabilities(const Params& p, const T
   for (int column = 0; column < COLUMNS; column += 2) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      float weight[2];
+      accum_t weight[2];
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         const int row = corner.row + 8 * r, place = corner.column + 4 * column + x;
@@ -188,17 +201,17 @@ __device__ __forceinline__ void recompute_probabilities(const Params& p, const T
                       box.len_k,
                       box.start_q,
                       box.start_k};
-        float slope = 1.0f, score = -number::infinity();
+        accum_t slope = accum_t(1), score = -number::infinity();
         if (row <= rows && place <= columns) {
           score = tile::change(p, at, tile_class == PARTIAL, s[r][x] * scale, &slope);
         }
-        const float lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + x)];
-        float own = probability(score, lse);
+        const accum_t lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + x)];
+        accum_t own = probability(score, lse);
         weight[x] = own;
-        if (HAS_DROPOUT && (kept[r] >> (column + x) & 1) == 0) weight[x] *= 0.0f;
+        if (HAS_DROPOUT && (kept[r] >> (column + x) & 1) == 0) weight[x] *= accum_t(0);
         if constexpr (HAS_SLOPE) {
-          const float changed = own * slope;
-          own = own == 0.0f || changed == 0.0f ? 0.0f : changed;  // never -0.0 by chance
+          const accum_t changed = own * slope;
+          own = own == accum_t(0) || changed == accum_t(0) ? accum_t(0) : changed;  // never -0.0 by chance
         }
         if (score == -number::infinity()) own = weight[x] = matmul::no_part();
         s[r][x] = own;
@@ -215,22 +228,22 @@ __device__ __forceinline__ void recompute_probabilities(const Params& p, const T
 // of the scores before. What is 0 stays 0. `delta_smem` is that of the corner's query.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
-                                                float (&s)[ROWS][COLUMNS],
-                                                const float (&dp)[ROWS][COLUMNS],
-                                                const float* delta_smem,
+                                                accum_t (&s)[ROWS][COLUMNS],
+                                                const accum_t (&dp)[ROWS][COLUMNS],
+                                                const accum_t* delta_smem,
                                                 const unsigned int (&kept)[ROWS]) {
-  const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+  const accum_t keep_scale = HAS_DROPOUT ? static_cast<accum_t>(p.keep_scale) : accum_t(1);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      float change = dp[r][n];
-      if constexpr (HAS_DROPOUT) change *= (kept[r] >> n & 1) != 0 ? keep_scale : 0.0f;
+      accum_t change = dp[r][n];
+      if constexpr (HAS_DROPOUT) change *= (kept[r] >> n & 1) != 0 ? keep_scale : accum_t(0);
       change -= delta_smem[query_of<KEYS_ARE_ROWS>(r, n)];
-      float gradient = s[r][n] * change;
-      if (HAS_SLOPE && change == 0.0f) gradient = 0.0f;
+      accum_t gradient = s[r][n] * change;
+      if (HAS_SLOPE && change == accum_t(0)) gradient = accum_t(0);
       if (masked) {
-        gradient = gradient == 0.0f ? 0.0f : gradient;  // never -0.0 by chance
+        gradient = gradient == accum_t(0) ? accum_t(0) : gradient;  // never -0.0 by chance
         if (!matmul::takes_part(s[r][n])) gradient = matmul::no_part();
       }
       s[r][n] = gradient;
@@ -301,8 +314,8 @@ __device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS])
 
 // Writes a warp's part of dS to the tile in shared memory.
 template <int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ void store_tile(const float (&ds)[ROWS][COLUMNS], const Corner& corner,
-                                           float factor, char* tile_smem) {
+__device__ __forceinline__ void store_tile(const accum_t (&ds)[ROWS][COLUMNS], const Corner& corner,
+                                           accum_t factor, char* tile_smem) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll

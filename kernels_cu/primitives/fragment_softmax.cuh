@@ -4,7 +4,7 @@
 // of scores, and 2^x takes one multiply-add before it. The four lanes of a row hold the same m, and
 // a partial l of their own columns, which `row_sum` joins at the end.
 #pragma once
-#include "fragment.cuh"
+#include "fragment_rows.cuh"
 #include "softmax.cuh"
 
 namespace fragment_softmax {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS], const fl
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         const bool seen = s[r][n] != -number::infinity();
-        const float p = arch::exp2(fmaf(s[r][n], c, -offset[r]));
+        const float p = arch::exp2(fma(s[r][n], c, -offset[r]));
         s[r][n] = seen ? p : matmul::no_part();
         l[r] += s[r][n];
       }
@@ -95,7 +95,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS], const fl
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        s[r][n] = arch::exp2(fmaf(s[r][n], c, -offset[r]));
+        s[r][n] = arch::exp2(fma(s[r][n], c, -offset[r]));
         l[r] += s[r][n];
       }
     }

@@ -1,7 +1,7 @@
 // What happens to a tile of scores before the softmax where they lie in fragments: the twin of
 // reference/tile.py for tensor cores.
 #pragma once
-#include "fragment.cuh"
+#include "fragment_rows.cuh"
 
 namespace fragment_tile {
 

@@ -4,6 +4,7 @@
 namespace arch {
 
 inline void add(float* to_gmem, float x) { emulator::add_at_once(to_gmem, x); }
+inline void add(double* to_gmem, double x) { emulator::add_at_once(to_gmem, x); }
 
 inline void add_pair(float* to_gmem, float x, float y) {
   if (reinterpret_cast<unsigned long long>(to_gmem) % 8 != 0) __builtin_trap();

@@ -1,0 +1,68 @@
+"""Tiles of the kernels that multiply float64 by tensor cores in the backward.
+
+The formulas are those of kernels_cu/primitives/fragment_rows.cuh; every kernel asserts that it and
+this module agree on the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .problem import Problem
+from .tensor_tiles import OLDEST_CAPABILITY
+from .tiles import Tiles
+
+LARGEST_HEAD = 128
+
+# Largest head -> what fits, the best first: queries and keys of a tile, warps, and blocks that
+# share a multiprocessor's registers.
+BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
+    "backward_wide_dkdv": {
+        64: ((32, 128, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+        128: ((32, 64, 8, 1), (32, 32, 4, 1)),
+    },
+}
+
+
+def serves(problem: Problem, capability: tuple[int, int]) -> bool:
+    """Whether these kernels can compute a problem on such a device, if its memory is enough."""
+    fits = max(problem.d, problem.d_v) <= LARGEST_HEAD
+    return fits and problem.dtype.itemsize == 8 and capability >= OLDEST_CAPABILITY
+
+
+def row_bytes(width: int) -> int:
+    """Bytes of a row in shared memory: whole lines."""
+    return -(-width // 16) * 128
+
+
+def backward_wide_dkdv(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
+    """Bytes of backward_wide_dkdv.cu: both operands, P, dS, lse and delta, and little."""
+    rows = (block_q + block_kv) * (row_bytes(d) + row_bytes(d_v))
+    return rows + 2 * block_kv * row_bytes(block_q) + 16 * block_q + 8 * warps + HEAD_BYTES
+
+
+HEAD_BYTES = 192  # of what a block knows of the head that passes by
+_BYTES: dict[str, Callable[[int, int, int, int, int], int]] = {
+    "backward_wide_dkdv": backward_wide_dkdv,
+}
+
+
+def fit(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
+    """Return the best tiles of a kernel that fit into `limit` bytes of shared memory, or None.
+
+    Parameters
+    ----------
+    kernel : str
+        Its name.
+    d, d_v : int
+        Head sizes, at most `LARGEST_HEAD`.
+    limit : int
+        Bytes of shared memory that a block may have.
+    """
+    table = BACKWARD[kernel]
+    largest = next(most for most in table if max(d, d_v) <= most)
+    for block_q, block_kv, warps, resident in table[largest]:
+        shared = _BYTES[kernel](block_q, block_kv, warps, d, d_v)
+        if shared <= limit:
+            return Tiles(block_q, block_kv, 32 * warps, shared, resident)
+    return None
