@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from . import tensor_tiles, wide_tiles
+from . import tensor_tiles, f64_tiles
 from .errors import ArgumentError
 from .problem import Plan, Problem
 from .target import OLDEST_CAPABILITY, Target
@@ -111,10 +111,10 @@ def backward(
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return name, tiles
-    name = f"backward_wide_{kernel}"
-    serves = plan is None and wide_tiles.serves(problem, target.capability)
-    if serves and name in wide_tiles.BACKWARD:
-        tiles = wide_tiles.fit(name, problem.d, problem.d_v, target.shared_memory)
+    name = f"backward_f64_{kernel}"
+    serves = plan is None and f64_tiles.serves(problem, target.capability)
+    if serves and name in f64_tiles.BACKWARD:
+        tiles = f64_tiles.fit(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return name, tiles
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
@@ -129,7 +129,7 @@ def adds_dq(
     if deterministic:
         return False
     kernel, _ = backward("dkdv", problem, target, False, plan)
-    return kernel in ("backward_sm80_dkdv", "backward_wide_dkdv")
+    return kernel in ("backward_sm80_dkdv", "backward_f64_dkdv")
 
 
 def simt(

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from cupyflash import config, launch, target, tensor_tiles, wide_tiles
+from cupyflash import config, launch, target, tensor_tiles, f64_tiles
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
@@ -50,10 +50,10 @@ class Blocks:
         if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
             kernel = f"backward_sm80_{part}"
             return kernel, self.gradient_tiles(kernel, problem)
-        kernel = f"backward_wide_{part}"
-        serves = self.tensor and wide_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY)
-        if serves and kernel in wide_tiles.BACKWARD:
-            tiles = self.wide_tiles(kernel, problem)
+        kernel = f"backward_f64_{part}"
+        serves = self.tensor and f64_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY)
+        if serves and kernel in f64_tiles.BACKWARD:
+            tiles = self.f64_tiles(kernel, problem)
             if tiles is not None:
                 return kernel, tiles
         kernel = f"backward_simt_{part}"
@@ -72,12 +72,12 @@ class Blocks:
         shared = getattr(tensor_tiles, kernel)(*sizes)
         return Tiles(block_q, block_kv, self.threads, shared)
 
-    def wide_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
+    def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
         """Return tiles for tensor cores in float64: every warp has 16 or 32 rows of a tile."""
         warps = self.threads // 32
         block_q = max(self.block_q, 16 * -(-16 * warps // self.block_kv))
         sizes = block_q, self.block_kv, warps, problem.d, problem.d_v
-        shared = getattr(wide_tiles, kernel)(*sizes)
+        shared = getattr(f64_tiles, kernel)(*sizes)
         return Tiles(block_q, self.block_kv, self.threads, shared)
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
@@ -123,9 +123,9 @@ class Chosen(Blocks):
         assert chosen is not None
         return chosen
 
-    def wide_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
+    def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
         """Return the tiles that the package's table gives the backward in float64, if any."""
-        return wide_tiles.fit(kernel, problem.d, problem.d_v, self.shared_memory)
+        return f64_tiles.fit(kernel, problem.d, problem.d_v, self.shared_memory)
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return the tiles that the package's table gives the forward for tensor cores."""

@@ -17,7 +17,7 @@ LARGEST_HEAD = 128
 # Largest head -> what fits, the best first: queries and keys of a tile, warps, and blocks that
 # share a multiprocessor's registers.
 BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
-    "backward_wide_dkdv": {
+    "backward_f64_dkdv": {
         64: ((32, 128, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
         128: ((32, 64, 8, 1), (32, 32, 4, 1)),
     },
@@ -35,15 +35,15 @@ def row_bytes(width: int) -> int:
     return -(-width // 16) * 128
 
 
-def backward_wide_dkdv(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
-    """Bytes of backward_wide_dkdv.cu: both operands, P, dS, lse and delta, and little."""
+def backward_f64_dkdv(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
+    """Bytes of backward_f64_dkdv.cu: both operands, P, dS, lse and delta, and little."""
     rows = (block_q + block_kv) * (row_bytes(d) + row_bytes(d_v))
     return rows + 2 * block_kv * row_bytes(block_q) + 16 * block_q + 8 * warps + HEAD_BYTES
 
 
 HEAD_BYTES = 192  # of what a block knows of the head that passes by
 _BYTES: dict[str, Callable[[int, int, int, int, int], int]] = {
-    "backward_wide_dkdv": backward_wide_dkdv,
+    "backward_f64_dkdv": backward_f64_dkdv,
 }
 
 

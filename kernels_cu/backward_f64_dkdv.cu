@@ -15,33 +15,41 @@
 // Shared memory: the keys, the values, P, dS, a tile of queries and do, lse and delta, what is known
 // of the head. BLOCK_KV and BLOCK_Q are as the assertions say.
 #include "params.cuh"
+#include "primitives/fragment_f64.cuh"
 #include "primitives/fragment_gradient.cuh"
 #include "primitives/fragment_tile.cuh"
-#include "primitives/fragment_wide_gradient.cuh"
 
 namespace {
 
 using fragment::WARPS;
 
-// Keys of a warp: 32, if that leaves every warp 16 queries of a tile or more.
-constexpr bool WIDE =
-    BLOCK_KV % 32 == 0 && BLOCK_KV <= 32 * WARPS && 512 * WARPS <= BLOCK_Q * BLOCK_KV;
-constexpr int WARP_KEYS = WIDE ? 32 : 16;
-constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;  // warps with the same keys
+// Of a result of `rows` rows and `columns` columns, in pieces of 8, the warps have tiles of 16 or 32
+// rows: 32 where then as many numbers are read for a product, or fewer.
+__device__ constexpr int warp_rows(int rows, int pieces) {
+  const int tall = rows % 32 == 0 ? rows / 32 : 0;
+  const bool whole = tall > 0 && WARPS % tall == 0 && rows * pieces >= 32 * WARPS;
+  if (rows > 16 * WARPS) return 32;
+  return whole && pieces * rows > 32 * WARPS ? 32 : 16;
+}
+
+// Of the scores a warp has some queries of its keys.
+constexpr int WARP_KEYS = BLOCK_KV > 16 * WARPS ? 32 : 16;
+constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;
 constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
 constexpr int ROWS = WARP_KEYS / 8;
 constexpr int COLUMNS = WARP_QUERIES / 4;
-using ShareK = fragment_wide_product::Share<D, SHARERS>;
-using ShareV = fragment_wide_product::Share<D_V, SHARERS>;
-// Of dq a warp has 32 or 16 of the tile's queries and a share of the columns.
-constexpr int LINES = fragment::whole_columns(D) / fragment::LINE;
-constexpr bool DQ_WIDE =
-    BLOCK_Q > 16 * WARPS || (BLOCK_Q % 32 == 0 && 32 * WARPS <= BLOCK_Q * LINES);
-constexpr int DQ_QUERIES = DQ_WIDE ? 32 : 16;
+// Of dk and dv it has some keys and a share of the columns, and of dq some queries.
+constexpr int SUM_KEYS = warp_rows(BLOCK_KV, matmul::larger(D, D_V) / 8);
+constexpr int SUM_SHARERS = WARPS * SUM_KEYS / BLOCK_KV;
+constexpr int SUM_ROWS = SUM_KEYS / 8;
+using ShareK = fragment_f64::Share<D, SUM_SHARERS>;
+using ShareV = fragment_f64::Share<D_V, SUM_SHARERS>;
+constexpr int DQ_QUERIES = warp_rows(BLOCK_Q, D / 8);
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
-using ShareQ = fragment_wide_product::Share<D, DQ_SHARERS>;
+using ShareQ = fragment_f64::Share<D, DQ_SHARERS>;
 
-constexpr int UNROLL = 2;  // as far as registers go
+// As far as registers go.
+constexpr int UNROLL_SCORES = 2, UNROLL_SUMS = 2, UNROLL_DQ = 2;
 
 // What a block knows of the head whose queries pass by. It lies in shared memory, because registers
 // hold the sums.
@@ -50,7 +58,7 @@ struct Head {
   memory::Rows q, d_out;
   memory::Numbers lse, delta;
   fragment_tile::Classes classes;
-  accum_t* dq;  // row 0
+  double* dq;  // row 0
   long long h;
   long long j0;  // the first key
 };
@@ -59,7 +67,7 @@ constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_
 constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
 constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
 constexpr int ALL_BYTES = (BLOCK_KV + BLOCK_Q) * (K_BYTES + V_BYTES) + 2 * TILE_BYTES +
-                          2 * BLOCK_Q * static_cast<int>(sizeof(accum_t)) +
+                          2 * BLOCK_Q * static_cast<int>(sizeof(double)) +
                           static_cast<int>(sizeof(Head));
 
 static_assert(STORAGE == 3, "float64");
@@ -79,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const ds_smem = p_smem + TILE_BYTES;
   char* const q_smem = ds_smem + TILE_BYTES;
   char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
-  accum_t* const lse_smem = reinterpret_cast<accum_t*>(do_smem + BLOCK_Q * V_BYTES);
+  double* const lse_smem = reinterpret_cast<double*>(do_smem + BLOCK_Q * V_BYTES);
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
 
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
@@ -91,8 +99,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int warp_key = warp / SHARERS * WARP_KEYS;
   const int warp_query = warp % SHARERS * WARP_QUERIES;
   const fragment_gradient::Corner corner(warp_key, warp_query);
-  const ShareK share_k(warp % SHARERS);
-  const ShareV share_v(warp % SHARERS);
+  const int sum_key = warp / SUM_SHARERS * SUM_KEYS;
+  const ShareK share_k(warp % SUM_SHARERS);
+  const ShareV share_v(warp % SUM_SHARERS);
   unsigned long long visited = 0;
   if (threadIdx.x == 0) {
     head_smem->entry = work.entry;
@@ -103,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                              nj);
   fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(v_smem, memory::rows(p.v, work.entry, h_kv, true),
                                                j0, nj);
-  accum_t dk[ROWS][ShareK::COLUMNS], dv[ROWS][ShareV::COLUMNS];
+  double dk[SUM_ROWS][ShareK::COLUMNS], dv[SUM_ROWS][ShareV::COLUMNS];
   matmul::clear(dk);
   matmul::clear(dv);
 
@@ -129,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                  memory::numbers(p.lse, entry, h),
                  memory::numbers(p.delta, entry, h),
                  {},
-                 reinterpret_cast<accum_t*>(p.dq.data) + layout::offset(p.dq, entry, h, false),
+                 reinterpret_cast<double*>(p.dq.data) + layout::offset(p.dq, entry, h, false),
                  h,
                  head_smem->j0};
       }
@@ -151,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
       while (now.rows > 0) {
         const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
-        const accum_t* const own_lse_smem = lse_smem + corner.column;
+        const double* const own_lse_smem = lse_smem + corner.column;
         ++visited;
 
         numbers.store(lse_smem, lse_smem + BLOCK_Q);
@@ -162,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             p, head_smem->classes, now.first + BLOCK_Q, head_smem->entry.len_q, describe);
 
         // 2 scores
-        accum_t s[ROWS][COLUMNS];
-        fragment_wide_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
+        double s[ROWS][COLUMNS];
+        fragment_f64::multiply<D, UNROLL_SCORES>(s, k_smem + warp_key * K_BYTES,
                                                    q_smem + warp_query * K_BYTES);
         const TileBox box = describe(now.first, now.rows);
         unsigned int kept[ROWS];
@@ -173,11 +182,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // 5 probabilities and the gradient of the output's weights
         fragment_gradient::recompute_probabilities<true, P_BYTES>(
             p, box, now.tile_class, masked, s, corner, own_lse_smem, kept, p_smem);
-        accum_t dp[ROWS][COLUMNS];
-        fragment_wide_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
+        double dp[ROWS][COLUMNS];
+        fragment_f64::multiply<D_V, UNROLL_SCORES>(dp, v_smem + warp_key * V_BYTES,
                                                      do_smem + warp_query * V_BYTES);
         fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
-        fragment_gradient::store_tile<P_BYTES>(s, corner, accum_t(1), ds_smem);
+        fragment_gradient::store_tile<P_BYTES>(s, corner, double(1), ds_smem);
         bool seen = false;
         // P and dS, which other threads wrote.
         if (MAY_MASK && masked) {
@@ -189,15 +198,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
         // 6 accumulate dv and dk
         if (seen) {
-          fragment_wide_product::multiply_add_seen<D_V, BLOCK_Q, P_BYTES, false>(
-              dv, p_smem, p_smem, warp_key, do_smem, share_v);
-          fragment_wide_product::multiply_add_seen<D, BLOCK_Q, P_BYTES, false>(
-              dk, ds_smem, p_smem, warp_key, q_smem, share_k);
+          fragment_f64::multiply_add_seen<D_V, BLOCK_Q, P_BYTES, false>(
+              dv, p_smem, p_smem, sum_key, do_smem, share_v);
+          fragment_f64::multiply_add_seen<D, BLOCK_Q, P_BYTES, false>(
+              dk, ds_smem, p_smem, sum_key, q_smem, share_k);
         } else {
-          fragment_wide_product::multiply_add<D_V, BLOCK_Q, P_BYTES, UNROLL>(
-              dv, p_smem + warp_key * P_BYTES, do_smem, share_v);
-          fragment_wide_product::multiply_add<D, BLOCK_Q, P_BYTES, UNROLL>(
-              dk, ds_smem + warp_key * P_BYTES, q_smem, share_k);
+          fragment_f64::multiply_add<D_V, BLOCK_Q, P_BYTES, UNROLL_SUMS>(
+              dv, p_smem + sum_key * P_BYTES, do_smem, share_v);
+          fragment_f64::multiply_add<D, BLOCK_Q, P_BYTES, UNROLL_SUMS>(
+              dk, ds_smem + sum_key * P_BYTES, q_smem, share_k);
         }
         if (next.rows > 0) {
           __syncthreads();  // the tile, which was read
@@ -206,18 +215,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if constexpr (ADDS_DQ) {
           const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
           const ShareQ share_q(warp % DQ_SHARERS);
-          accum_t dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
+          double dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
           matmul::clear(dq);
           if (seen) {
-            fragment_wide_product::multiply_add_seen<D, BLOCK_KV, P_BYTES, true>(
+            fragment_f64::multiply_add_seen<D, BLOCK_KV, P_BYTES, true>(
                 dq, ds_smem, p_smem, warp_row, k_smem, share_q);
           } else {
-            fragment_wide_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL>(
+            fragment_f64::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL_DQ>(
                 dq, ds_smem, warp_row, k_smem, share_q);
           }
-          fragment_wide_gradient::add_rows(dq, share_q,
-                                           head_smem->dq + (now.first + warp_row) * p.dq.row,
-                                           p.dq, now.rows - warp_row, static_cast<accum_t>(p.scale));
+          fragment_f64::store_rows<true>(dq, share_q, p.dq,
+                                         head_smem->dq + (now.first + warp_row) * p.dq.row,
+                                         now.rows - warp_row, p.scale);
         }
         now = next;
       }
@@ -225,13 +234,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   // 7 scale and store
+  const layout::Entry& entry = head_smem->entry;
+  const auto rows_of = [&](const Operand& to) {
+    return reinterpret_cast<double*>(to.data) + layout::offset(to, entry, h_kv, true) +
+           (head_smem->j0 + sum_key) * to.row;
+  };
   arch::finish_copies();
-  __syncthreads();  // the keys and values, in whose place the results go
-  fragment_wide_product::store_rows<BLOCK_KV>(
-      dk, share_k, warp_key, p.dk, layout::offset(p.dk, head_smem->entry, h_kv, true),
-      head_smem->j0, nj, static_cast<accum_t>(p.scale), k_smem);
-  fragment_wide_product::store_rows<BLOCK_KV>(
-      dv, share_v, warp_key, p.dv, layout::offset(p.dv, head_smem->entry, h_kv, true),
-      head_smem->j0, nj, HAS_DROPOUT ? static_cast<accum_t>(p.keep_scale) : accum_t(1), v_smem);
+  fragment_f64::store_rows<false>(dk, share_k, p.dk, rows_of(p.dk), nj - sum_key, p.scale);
+  fragment_f64::store_rows<false>(dv, share_v, p.dv, rows_of(p.dv), nj - sum_key,
+                                  HAS_DROPOUT ? p.keep_scale : 1.0);
   tile::count_tiles(p, visited);
 }
