@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from . import tensor_tiles, f64_tiles
+from . import f64_tiles, tensor_tiles
 from .errors import ArgumentError
 from .problem import Plan, Problem
 from .target import OLDEST_CAPABILITY, Target
@@ -111,9 +111,8 @@ def backward(
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return name, tiles
-    name = f"backward_f64_{kernel}"
-    serves = plan is None and f64_tiles.serves(problem, target.capability)
-    if serves and name in f64_tiles.BACKWARD:
+    if plan is None and f64_tiles.serves(problem, target.capability):
+        name = f"backward_f64_{kernel}"
         tiles = f64_tiles.fit(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return name, tiles

@@ -14,12 +14,16 @@ from .tiles import Tiles
 
 LARGEST_HEAD = 128
 
-# Largest head -> what fits, the best first: queries and keys of a tile, warps, and blocks that
-# share a multiprocessor's registers.
-BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
+# Largest head -> what fits, the best first: queries and keys of a tile, and warps. A warp's results
+# take most of the registers that a thread may have, so a block has a multiprocessor for itself.
+BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
     "backward_f64_dkdv": {
-        64: ((32, 128, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
-        128: ((32, 64, 8, 1), (32, 32, 4, 1)),
+        64: ((32, 128, 8), (32, 64, 4), (32, 32, 4)),
+        128: ((32, 64, 8), (32, 32, 4)),
+    },
+    "backward_f64_dq": {
+        64: ((128, 32, 8), (64, 32, 4), (32, 32, 4)),
+        128: ((64, 32, 8), (32, 32, 4)),
     },
 }
 
@@ -35,15 +39,27 @@ def row_bytes(width: int) -> int:
     return -(-width // 16) * 128
 
 
+def _operands(block_q: int, block_kv: int, d: int, d_v: int) -> int:
+    """Bytes of queries, keys, values and do, and of lse and delta."""
+    return (block_q + block_kv) * (row_bytes(d) + row_bytes(d_v)) + 16 * block_q
+
+
 def backward_f64_dkdv(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
-    """Bytes of backward_f64_dkdv.cu: both operands, P, dS, lse and delta, and little."""
-    rows = (block_q + block_kv) * (row_bytes(d) + row_bytes(d_v))
-    return rows + 2 * block_kv * row_bytes(block_q) + 16 * block_q + 8 * warps + HEAD_BYTES
+    """Bytes of backward_f64_dkdv.cu: operands, P, dS, and what is known of the head."""
+    tiles = 2 * block_kv * row_bytes(block_q)
+    return _operands(block_q, block_kv, d, d_v) + tiles + 8 * warps + HEAD_BYTES
 
 
-HEAD_BYTES = 192  # of what a block knows of the head that passes by
+def backward_f64_dq(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
+    """Bytes of backward_f64_dq.cu: operands, dS, and what is known of the entry."""
+    tile = block_q * row_bytes(block_kv)
+    return _operands(block_q, block_kv, d, d_v) + tile + 8 * warps + PASSING_BYTES
+
+
+HEAD_BYTES, PASSING_BYTES = 192, 136  # without 8 for each warp
 _BYTES: dict[str, Callable[[int, int, int, int, int], int]] = {
     "backward_f64_dkdv": backward_f64_dkdv,
+    "backward_f64_dq": backward_f64_dq,
 }
 
 
@@ -61,8 +77,8 @@ def fit(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
     """
     table = BACKWARD[kernel]
     largest = next(most for most in table if max(d, d_v) <= most)
-    for block_q, block_kv, warps, resident in table[largest]:
+    for block_q, block_kv, warps in table[largest]:
         shared = _BYTES[kernel](block_q, block_kv, warps, d, d_v)
         if shared <= limit:
-            return Tiles(block_q, block_kv, 32 * warps, shared, resident)
+            return Tiles(block_q, block_kv, 32 * warps, shared)
     return None

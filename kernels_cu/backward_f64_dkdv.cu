@@ -23,15 +23,6 @@ namespace {
 
 using fragment::WARPS;
 
-// Of a result of `rows` rows and `columns` columns, in pieces of 8, the warps have tiles of 16 or 32
-// rows: 32 where then as many numbers are read for a product, or fewer.
-__device__ constexpr int warp_rows(int rows, int pieces) {
-  const int tall = rows % 32 == 0 ? rows / 32 : 0;
-  const bool whole = tall > 0 && WARPS % tall == 0 && rows * pieces >= 32 * WARPS;
-  if (rows > 16 * WARPS) return 32;
-  return whole && pieces * rows > 32 * WARPS ? 32 : 16;
-}
-
 // Of the scores a warp has some queries of its keys.
 constexpr int WARP_KEYS = BLOCK_KV > 16 * WARPS ? 32 : 16;
 constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;
@@ -39,17 +30,17 @@ constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
 constexpr int ROWS = WARP_KEYS / 8;
 constexpr int COLUMNS = WARP_QUERIES / 4;
 // Of dk and dv it has some keys and a share of the columns, and of dq some queries.
-constexpr int SUM_KEYS = warp_rows(BLOCK_KV, matmul::larger(D, D_V) / 8);
+constexpr int SUM_KEYS = fragment_f64::warp_rows(BLOCK_KV, matmul::larger(D, D_V) / 8);
 constexpr int SUM_SHARERS = WARPS * SUM_KEYS / BLOCK_KV;
 constexpr int SUM_ROWS = SUM_KEYS / 8;
 using ShareK = fragment_f64::Share<D, SUM_SHARERS>;
 using ShareV = fragment_f64::Share<D_V, SUM_SHARERS>;
-constexpr int DQ_QUERIES = warp_rows(BLOCK_Q, D / 8);
+constexpr int DQ_QUERIES = fragment_f64::warp_rows(BLOCK_Q, D / 8);
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = fragment_f64::Share<D, DQ_SHARERS>;
 
 // As far as registers go.
-constexpr int UNROLL_SCORES = 2, UNROLL_SUMS = 2, UNROLL_DQ = 2;
+constexpr int UNROLL_SCORES = 16, UNROLL_SUMS = 2, UNROLL_DQ = 1;
 
 // What a block knows of the head whose queries pass by. It lies in shared memory, because registers
 // hold the sums.

@@ -180,41 +180,6 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
   }
 }
 
-// Makes 0 of what this thread copied that is not finite.
-template <int ROWS, int WIDTH, int ROW_BYTES>
-__device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
-  using Share = Pieces<ROWS, WIDTH>;
-  const Share own;
-#pragma unroll 1
-  for (int step = 0; step < Share::STEPS; ++step) {
-    if (!own.has(step)) continue;
-    const int row = own.row + step * Share::AT_ONCE;
-    auto* const piece =
-        reinterpret_cast<arch::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const unsigned int carried = (piece->x[x] & EXPONENTS) + LAST;
-      if (carried & 0x8000u) piece->x[x] &= 0xffff0000u;
-      if (carried & 0x80000000u) piece->x[x] &= 0x0000ffffu;
-    }
-  }
-}
-
-// c += a b for weights a and the DEPTH rows of b. Where some of those may not be finite, the block
-// works together.
-template <int DEPTH, int WIDTH, int ROWS, int WORDS, int COLUMNS>
-__device__ __forceinline__ void accumulate(float (&c)[ROWS][COLUMNS],
-                                           unsigned int (&a)[ROWS][WORDS], char* b_smem,
-                                           bool careful) {
-  if (careful) {
-    add_nonfinite<WIDTH>(c, a, b_smem);
-    __syncthreads();  // the rows, which are read as they came
-    clear_nonfinite<DEPTH, WIDTH, row_bytes(WIDTH)>(b_smem);
-    __syncthreads();  // the rows, now finite
-  }
-  multiply_add<WIDTH>(c, a, b_smem);
-}
-
 // -- results --------------------------------------------------------------------------------------
 
 // Writes a warp's rows of a result of WIDTH columns, times a factor each, to shared memory that is

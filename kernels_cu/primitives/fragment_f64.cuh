@@ -75,6 +75,13 @@ __device__ __forceinline__ void multiply_piece(double (&c)[ROWS][COLUMNS],
   }
 }
 
+// Rows that a warp has of a result, which warps share by columns too: 32 where it then reads no
+// more for each product than with 16. The result has so many rows and pieces of 8 columns.
+__device__ constexpr int warp_rows(int rows, int pieces) {
+  const bool tall = rows % 32 == 0 && rows * pieces > 32 * fragment::WARPS;
+  return tall || rows > 16 * fragment::WARPS ? 32 : 16;
+}
+
 // 8 columns of a result make a unit. Warps that share rows own neighbouring units; where a row's
 // units are fewer, the last warps have nothing to do.
 template <int WIDTH, int SHARERS>

@@ -180,6 +180,30 @@ __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
   return (carried & SIGNS) == 0;
 }
 
+// Makes 0 of what this thread copied that is not finite, in the same sense.
+template <int ROWS, int WIDTH, int ROW_BYTES>
+__device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
+  using Share = Pieces<ROWS, WIDTH>;
+  const Share own;
+#pragma unroll 1
+  for (int step = 0; step < Share::STEPS; ++step) {
+    if (!own.has(step)) continue;
+    const int row = own.row + step * Share::AT_ONCE;
+    auto* const piece =
+        reinterpret_cast<arch::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+#pragma unroll
+    for (int x = UPPER; x < 4; x += 1 + UPPER) {
+      const unsigned int carried = (piece->x[x] & EXPONENTS) + LAST;
+      if constexpr (WIDE) {
+        if (carried & SIGNS) piece->x[x] = piece->x[x - UPPER] = 0;
+      } else {
+        if (carried & 0x8000u) piece->x[x] &= 0xffff0000u;
+        if (carried & 0x80000000u) piece->x[x] &= 0x0000ffffu;
+      }
+    }
+  }
+}
+
 // Moves the first STEP columns behind the last: a loop works on the first ones, so that its body
 // stands in the kernel once and no register is chosen at run time.
 template <int STEP, typename T, int ROWS, int COLUMNS>

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from cupyflash import config, launch, target, tensor_tiles, f64_tiles
+from cupyflash import config, f64_tiles, launch, target, tensor_tiles
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
@@ -50,9 +50,8 @@ class Blocks:
         if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
             kernel = f"backward_sm80_{part}"
             return kernel, self.gradient_tiles(kernel, problem)
-        kernel = f"backward_f64_{part}"
-        serves = self.tensor and f64_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY)
-        if serves and kernel in f64_tiles.BACKWARD:
+        if self.tensor and f64_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
+            kernel = f"backward_f64_{part}"
             tiles = self.f64_tiles(kernel, problem)
             if tiles is not None:
                 return kernel, tiles
@@ -73,12 +72,15 @@ class Blocks:
         return Tiles(block_q, block_kv, self.threads, shared)
 
     def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
-        """Return tiles for tensor cores in float64: every warp has 16 or 32 rows of a tile."""
+        """Return tiles for tensor cores in float64: every warp has a part of each product."""
         warps = self.threads // 32
-        block_q = max(self.block_q, 16 * -(-16 * warps // self.block_kv))
-        sizes = block_q, self.block_kv, warps, problem.d, problem.d_v
-        shared = getattr(f64_tiles, kernel)(*sizes)
-        return Tiles(block_q, self.block_kv, self.threads, shared)
+        block_q, block_kv = self.block_q, self.block_kv
+        if kernel == "backward_f64_dq":
+            block_kv = max(block_kv, 8 * -(-16 * warps // block_q))
+        else:
+            block_q = max(block_q, 16 * -(-16 * warps // block_kv))
+        shared = getattr(f64_tiles, kernel)(block_q, block_kv, warps, problem.d, problem.d_v)
+        return Tiles(block_q, block_kv, self.threads, shared)
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: 16 or 32 rows a warp, a ring of 2 or 3 places."""
