@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from . import tensor_tiles
+from . import f64_tiles, tensor_tiles
 from .target import OLDEST_CAPABILITY
 from .tiles import KERNELS
 
@@ -191,7 +191,8 @@ def served(capability: tuple[int, int]) -> str:
         return f"{said}; tensor cores are used from compute capability {oldest} on"
     return (
         f"{said}; float16 and bfloat16 with heads up to {tensor_tiles.LARGEST_HEAD} by the tensor "
-        f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}"
+        f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}, gradients of float64 with "
+        f"heads up to {f64_tiles.LARGEST_HEAD} by those of {' and '.join(f64_tiles.BACKWARD)}"
     )
 
 

@@ -4,16 +4,16 @@
 // FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
-// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which is
-// 0 before: in any order of the blocks.
+// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
+// is 0 before: in any order of the blocks.
 //
 // A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
 // shared memory. Of dk and dv it has the same keys, all the tile's queries and a share of the
 // columns. There is place for one tile: the next one is on its way while dq is computed.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
-// Shared memory: the keys, the values, P, dS, a tile of queries and do, lse and delta, what is known
-// of the head. BLOCK_KV and BLOCK_Q are as the assertions say.
+// Shared memory: the keys, the values, P, dS, a tile of queries and do, lse and delta, what is
+// known of the head. BLOCK_KV and BLOCK_Q are as the assertions say.
 #include "params.cuh"
 #include "primitives/fragment_f64.cuh"
 #include "primitives/fragment_gradient.cuh"
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // 2 scores
         double s[ROWS][COLUMNS];
         fragment_f64::multiply<D, UNROLL_SCORES>(s, k_smem + warp_key * K_BYTES,
-                                                   q_smem + warp_query * K_BYTES);
+                                                 q_smem + warp_query * K_BYTES);
         const TileBox box = describe(now.first, now.rows);
         unsigned int kept[ROWS];
         if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             p, box, now.tile_class, masked, s, corner, own_lse_smem, kept, p_smem);
         double dp[ROWS][COLUMNS];
         fragment_f64::multiply<D_V, UNROLL_SCORES>(dp, v_smem + warp_key * V_BYTES,
-                                                     do_smem + warp_query * V_BYTES);
+                                                   do_smem + warp_query * V_BYTES);
         fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
         fragment_gradient::store_tile<P_BYTES>(s, corner, double(1), ds_smem);
         bool seen = false;
@@ -189,10 +189,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
         // 6 accumulate dv and dk
         if (seen) {
-          fragment_f64::multiply_add_seen<D_V, BLOCK_Q, P_BYTES, false>(
-              dv, p_smem, p_smem, sum_key, do_smem, share_v);
-          fragment_f64::multiply_add_seen<D, BLOCK_Q, P_BYTES, false>(
-              dk, ds_smem, p_smem, sum_key, q_smem, share_k);
+          fragment_f64::add_nonfinite<D_V, BLOCK_Q, P_BYTES, false>(dv, p_smem, p_smem, sum_key,
+                                                                    do_smem, share_v);
+          fragment_f64::add_nonfinite<D, BLOCK_Q, P_BYTES, false>(dk, ds_smem, p_smem, sum_key,
+                                                                  q_smem, share_k);
+          fragment_f64::multiply_add<D_V, BLOCK_Q, P_BYTES, 1, true>(dv, p_smem + sum_key * P_BYTES,
+                                                                     do_smem, share_v);
+          fragment_f64::multiply_add<D, BLOCK_Q, P_BYTES, 1, true>(dk, ds_smem + sum_key * P_BYTES,
+                                                                   q_smem, share_k);
         } else {
           fragment_f64::multiply_add<D_V, BLOCK_Q, P_BYTES, UNROLL_SUMS>(
               dv, p_smem + sum_key * P_BYTES, do_smem, share_v);
@@ -209,8 +213,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           double dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
           matmul::clear(dq);
           if (seen) {
-            fragment_f64::multiply_add_seen<D, BLOCK_KV, P_BYTES, true>(
-                dq, ds_smem, p_smem, warp_row, k_smem, share_q);
+            fragment_f64::add_nonfinite<D, BLOCK_KV, P_BYTES, true>(dq, ds_smem, p_smem, warp_row,
+                                                                    k_smem, share_q);
+            fragment_f64::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
+                dq, ds_smem, warp_row, k_smem, share_q);
           } else {
             fragment_f64::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL_DQ>(
                 dq, ds_smem, warp_row, k_smem, share_q);

@@ -11,8 +11,8 @@
 // other products.
 //
 // Grid: prod(own_size) * heads * blocks; packed: heads * blocks.
-// Shared memory: the queries, do, dS, the keys and values of a tile, lse and delta, what is known of
-// the entry. BLOCK_Q and BLOCK_KV are as the assertions say.
+// Shared memory: the queries, do, dS, the keys and values of a tile, lse and delta, what is known
+// of the entry. BLOCK_Q and BLOCK_KV are as the assertions say.
 #include "params.cuh"
 #include "primitives/fragment_f64.cuh"
 #include "primitives/fragment_gradient.cuh"
@@ -157,8 +157,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       __syncthreads();  // dS, which other threads wrote
       // 6 accumulate dq
       if (seen) {
-        fragment_f64::multiply_add_seen<D, BLOCK_KV, DS_BYTES, false>(dq, ds_smem, ds_smem,
-                                                                      sum_query, k_smem, share);
+        fragment_f64::add_nonfinite<D, BLOCK_KV, DS_BYTES, false>(dq, ds_smem, ds_smem, sum_query,
+                                                                  k_smem, share);
+        fragment_f64::multiply_add<D, BLOCK_KV, DS_BYTES, 1, true>(
+            dq, ds_smem + sum_query * DS_BYTES, k_smem, share);
       } else {
         fragment_f64::multiply_add<D, BLOCK_KV, DS_BYTES, UNROLL_SUMS>(
             dq, ds_smem + sum_query * DS_BYTES, k_smem, share);

@@ -12,6 +12,7 @@
 // Shared memory: the queries, the ring. BLOCK_Q is 16 or 32 times the warps, BLOCK_KV a multiple
 // of 16.
 #include "params.cuh"
+#include "primitives/fragment.cuh"
 #include "primitives/fragment_softmax.cuh"
 #include "primitives/fragment_tile.cuh"
 

@@ -2,8 +2,9 @@
 // reference/microkernel.py and reference/accumulate.py for tensor cores.
 //
 // The instruction takes its operands from neighbouring registers, so every element is read by
-// itself, to where it is needed: of 8 elements of a sum a lane with t = lane % 4 reads numbers t and
-// t + 4. Half a warp reads four rows and four columns of each at a time, which fall on all banks.
+// itself, to where it is needed: of 8 elements of a sum a lane with t = lane % 4 reads numbers t
+// and t + 4. Half a warp reads four rows and four columns of each at a time, which fall on all
+// banks.
 //
 // Of a piece of 8 columns of a result whose right operand lies across the sum, a lane has columns t
 // and 4 + (t ^ 2): so four lanes write 32 neighbouring bytes at a time.
@@ -65,9 +66,8 @@ __device__ __forceinline__ Across<BYTES> right_rows(const char* tile_smem, int f
 
 // c += a b for columns n and n + 1 of c.
 template <int M, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_piece(double (&c)[ROWS][COLUMNS],
-                                               const double (&a)[M][4], int n, double b0,
-                                               double b1) {
+__device__ __forceinline__ void multiply_piece(double (&c)[ROWS][COLUMNS], const double (&a)[M][4],
+                                               int n, double b0, double b1) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
     arch::mma_m16n8k8_f64(c[2 * m][n], c[2 * m][n + 1], c[2 * m + 1][n], c[2 * m + 1][n + 1], a[m],
@@ -82,8 +82,8 @@ __device__ constexpr int warp_rows(int rows, int pieces) {
   return tall || rows > 16 * fragment::WARPS ? 32 : 16;
 }
 
-// 8 columns of a result make a unit. Warps that share rows own neighbouring units; where a row's
-// units are fewer, the last warps have nothing to do.
+// Eight columns of a result make a unit. Warps that share rows own neighbouring units; where a
+// row's units are fewer, the last warps have nothing to do.
 template <int WIDTH, int SHARERS>
 struct Share {
   static constexpr int UNITS = (WIDTH + 7) / 8;
@@ -122,9 +122,16 @@ __device__ __forceinline__ void multiply(double (&c)[ROWS][COLUMNS], const char*
   }
 }
 
+// An element of a right operand: where ONLY_FINITE, 0 in place of NaN and infinities.
+template <bool ONLY_FINITE>
+__device__ __forceinline__ double taken(double x) {
+  return !ONLY_FINITE || number::is_finite(x) ? x : 0.0;
+}
+
 // c += a b for rows of DEPTH weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b. The
 // columns of c are the warp's share.
-template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS>
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, bool ONLY_FINITE = false, int SHARERS,
+          int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add(double (&c)[ROWS][COLUMNS], const char* a_smem,
                                              const char* b_smem,
                                              const Share<WIDTH, SHARERS>& share) {
@@ -141,14 +148,16 @@ __device__ __forceinline__ void multiply_add(double (&c)[ROWS][COLUMNS], const c
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
       if (!share.has(n / 2)) break;
-      multiply_piece(c, left, n, b.at(8 * k, n / 2, 0), b.at(8 * k, n / 2, 1));
+      multiply_piece(c, left, n, taken<ONLY_FINITE>(b.at(8 * k, n / 2, 0)),
+                     taken<ONLY_FINITE>(b.at(8 * k, n / 2, 1)));
     }
   }
 }
 
 // c += a^T b for DEPTH rows of weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b.
 // The rows of c are columns of a, from `first` on, a multiple of 16.
-template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS>
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, bool ONLY_FINITE = false, int SHARERS,
+          int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add_transposed(double (&c)[ROWS][COLUMNS],
                                                         const char* a_smem, int first,
                                                         const char* b_smem,
@@ -166,7 +175,8 @@ __device__ __forceinline__ void multiply_add_transposed(double (&c)[ROWS][COLUMN
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
       if (!share.has(n / 2)) break;
-      multiply_piece(c, left, n, b.at(8 * k, n / 2, 0), b.at(8 * k, n / 2, 1));
+      multiply_piece(c, left, n, taken<ONLY_FINITE>(b.at(8 * k, n / 2, 0)),
+                     taken<ONLY_FINITE>(b.at(8 * k, n / 2, 1)));
     }
   }
 }
@@ -177,33 +187,27 @@ __device__ __forceinline__ double element(const char* tile_smem, int row, int co
   return *reinterpret_cast<const double*>(tile_smem + at);
 }
 
-// The same two, one number after the other, without pairs that take no part, which `seen_smem`
-// tells: for a b that may hold NaN or infinity. Where TRANSPOSED, the rows of c are columns of a
-// from `first` on; else they are rows of it.
+// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
+// which `seen_smem` tells: a product of what is finite leaves them to this. Where TRANSPOSED, the
+// rows of c are columns of a from `first` on; else they are rows of it.
 template <int WIDTH, int DEPTH, int A_BYTES, bool TRANSPOSED, int SHARERS, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_add_seen(double (&c)[ROWS][COLUMNS], const char* a_smem,
-                                                  const char* seen_smem, int first,
-                                                  const char* b_smem,
-                                                  const Share<WIDTH, SHARERS>& share) {
+__device__ __forceinline__ void add_nonfinite(double (&c)[ROWS][COLUMNS], const char* a_smem,
+                                              const char* seen_smem, int first, const char* b_smem,
+                                              const Share<WIDTH, SHARERS>& share) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
-    double weight[ROWS];
-    bool seen[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int at = first + 8 * r + fragment::lane_row();
-      const int row = TRANSPOSED ? k : at, column = TRANSPOSED ? at : k;
-      weight[r] = element<A_BYTES>(a_smem, row, column);
-      seen[r] = matmul::takes_part(element<A_BYTES>(seen_smem, row, column));
-    }
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       if (!share.has(n / 2)) break;
       const int column = 8 * share.first + column_of(n);
       const double value = element<fragment::row_bytes(WIDTH)>(b_smem, k, column);
+      if (number::is_finite(value)) continue;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        if (seen[r]) c[r][n] += weight[r] * value;
+        const int at = first + 8 * r + fragment::lane_row();
+        const int row = TRANSPOSED ? k : at, along = TRANSPOSED ? at : k;
+        const bool seen = matmul::takes_part(element<A_BYTES>(seen_smem, row, along));
+        if (seen) c[r][n] += element<A_BYTES>(a_smem, row, along) * value;
       }
     }
   }
@@ -211,9 +215,9 @@ __device__ __forceinline__ void multiply_add_seen(double (&c)[ROWS][COLUMNS], co
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes a warp's share of a result of WIDTH columns, times a factor; where it ADDS, adds it to what
-// is there, as other blocks may do, too. The warp's first row is at `rows_gmem`; `valid` rows exist
-// from there on.
+// Writes a warp's share of a result of WIDTH columns, times a factor; where it ADDS, adds it to
+// what is there, as other blocks may do, too. The warp's first row is at `rows_gmem`; `valid` rows
+// exist from there on.
 template <bool ADDS, int WIDTH, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const double (&result)[ROWS][COLUMNS],
                                            const Share<WIDTH, SHARERS>& share, const Operand& to,

@@ -61,15 +61,14 @@ struct RowNumbers {
 
 // Of a 4 x 4 matrix whose rows four lanes hold, gives each its column: they are `step`, 2 `step`
 // and 3 `step` lanes from each other, and `own` of four.
-template <typename T>
-__device__ __forceinline__ void transpose(T (&x)[4], int own, int step) {
+__device__ __forceinline__ void transpose(unsigned int (&x)[4], int own, int step) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {
     const bool upper = (own & bit) != 0;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (n & bit) continue;
-      const T got = arch::shuffle_xor(upper ? x[n] : x[n + bit], step * bit);
+      const unsigned int got = arch::shuffle_xor(upper ? x[n] : x[n + bit], step * bit);
       x[n] = upper ? got : x[n];
       x[n + bit] = upper ? x[n + bit] : got;
     }
@@ -155,12 +154,10 @@ __device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner
 // Where generated code may be long it stands here for two columns, which every pair of columns
 // passes.
 template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ void recompute_probabilities(const Params& p, const TileBox& box,
-                                                        int tile_class, bool masked,
-                                                        accum_t (&s)[ROWS][COLUMNS],
-                                                        const Corner& corner, const accum_t* lse_smem,
-                                                        const unsigned int (&kept)[ROWS],
-                                                        char* tile_smem) {
+__device__ __forceinline__ void recompute_probabilities(
+    const Params& p, const TileBox& box, int tile_class, bool masked, accum_t (&s)[ROWS][COLUMNS],
+    const Corner& corner, const accum_t* lse_smem, const unsigned int (&kept)[ROWS],
+    char* tile_smem) {
   const accum_t scale = static_cast<accum_t>(p.scale);
   if (!masked) {
 #pragma unroll
@@ -211,7 +208,8 @@ __device__ __forceinline__ void recompute_probabilities(const Params& p, const T
         if (HAS_DROPOUT && (kept[r] >> (column + x) & 1) == 0) weight[x] *= accum_t(0);
         if constexpr (HAS_SLOPE) {
           const accum_t changed = own * slope;
-          own = own == accum_t(0) || changed == accum_t(0) ? accum_t(0) : changed;  // never -0.0 by chance
+          own = own == accum_t(0) || changed == accum_t(0) ? accum_t(0)
+                                                           : changed;  // never -0.0 by chance
         }
         if (score == -number::infinity()) own = weight[x] = matmul::no_part();
         s[r][x] = own;
