@@ -45,17 +45,45 @@ def _why(kernel: str, problem: Problem, target: Target) -> str:
     major, minor = target.capability
     name = f"{target.name} (compute capability {major}.{minor})"
     if kernel == "forward_sm80":
-        return f"{name} multiplies {problem.dtype} by tensor cores, and sums in float32"
-    said = f"{name} runs the portable kernel in {problem.accumulator}"
-    if problem.dtype.itemsize == 2 and target.capability >= tensor_tiles.OLDEST_CAPABILITY:
-        said += (
-            f", because head sizes {problem.d} and {problem.d_v} are beyond the "
-            f"{tensor_tiles.LARGEST_HEAD} of forward_sm80"
+        how = "as three products each, " if problem.precision is not None else ""
+        return (
+            f"{name} multiplies {problem.dtype} by tensor cores, {how}and sums in "
+            f"{problem.accumulator}"
         )
-    elif problem.dtype.itemsize == 2:
+    said = f"{name} runs the portable kernel in {problem.accumulator}"
+    if problem.dtype.itemsize == 4:
+        return said
+    largest = tensor_tiles.largest_head(problem.dtype)
+    if target.capability < tensor_tiles.OLDEST_CAPABILITY:
         oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
         said += f", because forward_sm80 needs {oldest}"
+    elif max(problem.d, problem.d_v) > largest:
+        said += (
+            f", because head sizes {problem.d} and {problem.d_v} are beyond the "
+            f"{largest} of forward_sm80 in {problem.dtype}"
+        )
     return said
+
+
+def _check_precision(problem: Problem, target: Target) -> None:
+    """Refuse a precision that a device cannot have."""
+    if problem.precision is None:
+        return
+    if target.capability < tensor_tiles.OLDEST_CAPABILITY:
+        oldest, came = (
+            ".".join(map(str, x)) for x in (tensor_tiles.OLDEST_CAPABILITY, target.capability)
+        )
+        raise ArgumentError(
+            f'precision: "{problem.precision}" came with arrays on {target.name}, of compute '
+            f"capability {came}; it needs {oldest}. Leave it out: without it any GPU computes in "
+            "float32."
+        )
+    largest = tensor_tiles.largest_head(problem.dtype)
+    if max(problem.d, problem.d_v) > largest:
+        raise ArgumentError(
+            f'precision: "{problem.precision}" came with head sizes {problem.d} and '
+            f"{problem.d_v}; it serves heads up to {largest}. Leave it out for larger ones."
+        )
 
 
 def forward(problem: Problem, target: Target, plan: Plan | None = None) -> tuple[str, Tiles]:
@@ -73,10 +101,13 @@ def forward(problem: Problem, target: Target, plan: Plan | None = None) -> tuple
     Raises
     ------
     ArgumentError
-        If the device is too old, or has too little shared memory for these head sizes.
+        If the device is too old, has too little shared memory for these head sizes, or cannot have
+        the precision that is asked for.
     """
+    _check_precision(problem, target)
     if plan is None and tensor_tiles.serves(problem, target.capability):
-        tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory)
+        itemsize = problem.dtype.itemsize
+        tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory, itemsize)
         if tiles is not None:
             return "forward_sm80", tiles
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
@@ -104,9 +135,11 @@ def backward(
     Raises
     ------
     ArgumentError
-        If the device is too old, or has too little shared memory for these head sizes.
+        If the device is too old, has too little shared memory for these head sizes, or cannot have
+        the precision that is asked for.
     """
-    if plan is None and tensor_tiles.serves(problem, target.capability):
+    _check_precision(problem, target)
+    if plan is None and tensor_tiles.serves_backward(problem, target.capability):
         name = f"backward_sm80_{kernel}"
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
@@ -127,8 +160,10 @@ def adds_dq(
     """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks."""
     if deterministic:
         return False
-    kernel, _ = backward("dkdv", problem, target, False, plan)
-    return kernel in ("backward_sm80_dkdv", "backward_f64_dkdv")
+    kernel = backward("dkdv", problem, target, False, plan)[0]
+    if kernel == "backward_simt_dkdv":
+        return problem.dtype.itemsize == 4
+    return True
 
 
 def simt(

@@ -189,10 +189,13 @@ def served(capability: tuple[int, int]) -> str:
     oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
     if capability < tensor_tiles.OLDEST_CAPABILITY:
         return f"{said}; tensor cores are used from compute capability {oldest} on"
+    half, single, double = map(tensor_tiles.largest_head, ("float16", "float32", "float64"))
     return (
-        f"{said}; float16 and bfloat16 with heads up to {tensor_tiles.LARGEST_HEAD} by the tensor "
-        f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}, gradients of float64 with "
-        f"heads up to {f64_tiles.LARGEST_HEAD} by those of {' and '.join(f64_tiles.BACKWARD)}"
+        f"{said}; float16 and bfloat16 with heads up to {half} by the tensor "
+        f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}; the first of them also "
+        f'float64 with heads up to {double}, and float32 up to {single} where precision="tf32x3"; '
+        f"gradients of float64 with heads up to {f64_tiles.LARGEST_HEAD} by "
+        f"{' and '.join(f64_tiles.BACKWARD)}"
     )
 
 

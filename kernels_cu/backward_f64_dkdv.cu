@@ -16,7 +16,7 @@
 // known of the head. BLOCK_KV and BLOCK_Q are as the assertions say.
 #include "params.cuh"
 #include "primitives/fragment_f64.cuh"
-#include "primitives/fragment_gradient.cuh"
+#include "primitives/fragment_f64_gradient.cuh"
 #include "primitives/fragment_tile.cuh"
 
 namespace {
@@ -81,7 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   double* const lse_smem = reinterpret_cast<double*>(do_smem + BLOCK_Q * V_BYTES);
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
 
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
+  const layout::Work work =
+      layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -171,13 +172,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
-        fragment_gradient::recompute_probabilities<true, P_BYTES>(
+        fragment_f64_gradient::recompute_probabilities<true, P_BYTES>(
             p, box, now.tile_class, masked, s, corner, own_lse_smem, kept, p_smem);
         double dp[ROWS][COLUMNS];
         fragment_f64::multiply<D_V, UNROLL_SCORES>(dp, v_smem + warp_key * V_BYTES,
                                                    do_smem + warp_query * V_BYTES);
-        fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
-        fragment_gradient::store_tile<P_BYTES>(s, corner, double(1), ds_smem);
+        fragment_f64_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q,
+                                                     kept);
+        fragment_f64_gradient::store_tile<P_BYTES>(s, corner, ds_smem);
         bool seen = false;
         // P and dS, which other threads wrote.
         if (MAY_MASK && masked) {

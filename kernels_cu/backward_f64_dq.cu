@@ -15,7 +15,7 @@
 // of the entry. BLOCK_Q and BLOCK_KV are as the assertions say.
 #include "params.cuh"
 #include "primitives/fragment_f64.cuh"
-#include "primitives/fragment_gradient.cuh"
+#include "primitives/fragment_f64_gradient.cuh"
 #include "primitives/fragment_tile.cuh"
 
 namespace {
@@ -150,10 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
-      fragment_gradient::recompute_probabilities<false, 0>(p, box, now.tile_class, masked, s,
-                                                           corner, own_lse_smem, kept, nullptr);
-      fragment_gradient::score_gradients<false>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
-      fragment_gradient::store_tile<DS_BYTES>(s, corner, 1.0, ds_smem);
+      fragment_f64_gradient::recompute_probabilities<false, 0>(p, box, now.tile_class, masked, s,
+                                                               corner, own_lse_smem, kept, nullptr);
+      fragment_f64_gradient::score_gradients<false>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
+      fragment_f64_gradient::store_tile<DS_BYTES>(s, corner, ds_smem);
       __syncthreads();  // dS, which other threads wrote
       // 6 accumulate dq
       if (seen) {

@@ -440,14 +440,41 @@ CASES = [
         TENSOR_CORES,
     ),
     Case(
-        "add add_pair",
+        "store",
+        """
+          arch::Bytes16 bytes;
+          for (int k = 0; k < 4; ++k) bytes.x[k] = in[k ^ 1];
+          arch::store(out, bytes);
+        """,
+        lambda: np.random.default_rng(0).integers(0, 2**32, (2 * THREADS, 4), np.uint32),
+        lambda x: np.ascontiguousarray(x[:, [1, 0, 3, 2]]),
+    ),
+    Case(
+        "add",
         """
           for (int k = 0; k < 4; ++k) out[k] = in[k];
-          arch::add(out, in[4]);
-          arch::add_pair(out + 2, in[5], in[6]);
+          arch::add(out + 1, in[4]);
         """,
         lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
-        lambda x: x[:, :4] + x[:, [4, 7, 5, 6]] * np.array([1, 0, 1, 1], np.float32),
+        lambda x: x[:, :4] + x[:, [7, 4, 7, 7]] * np.array([0, 1, 0, 0], np.float32),
+    ),
+    Case(
+        "add_four",
+        """
+          for (int k = 0; k < 4; ++k) out[k] = in[k];
+          arch::add_four(out, in[4], in[5], in[6], in[7]);
+        """,
+        lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
+        lambda x: x[:, :4] + x[:, 4:],
+    ),
+    Case(
+        "add",
+        """
+          out[0] = in[0];
+          arch::add(out, in[1]);
+        """,
+        lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 2)),
+        lambda x: x[:, :1] + x[:, 1:],
     ),
     Case(
         "lane_index",

@@ -23,7 +23,8 @@ ORDER = [
     ["scores"],
     ["problem"],
     ["trees"],
-    ["device"],
+    ["device", "driver"],
+    ["numbers"],
     ["validate"],
     ["tiles", "params"],
     ["tensor_tiles"],
@@ -55,6 +56,7 @@ REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_na
 # CuPy stays behind these, and even they import it only when one of their functions is called.
 USERS_OF_CUPY = [
     "cupyflash.target",
+    "cupyflash.driver",
     "cupyflash.compile",
     "cupyflash.measure",
     "cupyflash.info",

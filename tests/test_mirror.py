@@ -52,19 +52,27 @@ OTHER_STEMS = {
     "matmul": "one product of tiles is two modules: LLVM code in registers, and what calls it",
     "lookup": "programs are run step by step on the CPU and generated on the GPU",
     "expression": "programs are run step by step on the CPU and generated on the GPU",
-    "fragment_rows": "tiles for tensor cores, which the CPU has no like of",
-    "power": "2^x, which the softmax has",
     "fragment": "products by tensor cores, which the CPU has no like of",
+    "fragment_rows": "where fragments lie, in registers and in shared memory",
+    "fragment_wide": "products by tensor cores, which the CPU has no like of",
+    "fragment_wide_product": "products by tensor cores, which the CPU has no like of",
+    "power": "2^x by instructions and a polynomial; power_of_two is its like",
     "fragment_tile": "tile, where scores lie as tensor cores leave them",
     "fragment_product": "products by tensor cores, which the CPU has no like of",
     "fragment_gradient": "gradient_tile, where scores lie as tensor cores leave them",
     "fragment_softmax": "softmax, where scores lie as tensor cores leave them",
 }
 
-SPACES = {"fragment_rows": "fragment"}  # of what two headers share
+SPACES = {"fragment_rows": "fragment", "fragment_wide": "fragment"}  # of what headers share
 
 # Functions on one side only: row (by its first file) -> reason -> names.
 ONLY_CUDA = {
+    "backward_delta.cu": {
+        "lanes share a row": "lane_sum",
+    },
+    "backward_sm80_dkdv.cu": {
+        "what a block knows of a head lies in shared memory": "copy_of first_of",
+    },
     "combine.cu": {
         "a block finds its row by itself; on the CPU, rows are contiguous copies": "offset lse_of",
         "computed again for every group of columns, which one thread's registers hold": "weight",
@@ -74,6 +82,9 @@ ONLY_CUDA = {
             "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
+        "the order in which blocks run, and sums that several of them add to": (
+            "taking_turns grouped_offset"
+        ),
     },
     "primitives/memory.cuh": {
         "rows in global memory; Layout.rows describes them on the CPU": "rows numbers",
@@ -92,22 +103,29 @@ ONLY_CUDA = {
         ),
         "results in registers": "clear add scale",
         "operands that pass through shared memory": "multiply_rows multiply_both buffer_elements",
-        "sizes and places of tensor cores' rows in shared memory": (
-            "row_bytes lanes_for place swizzle begin_rows negate_rows finite_rows"
+        "sizes and places of 16-bit rows in shared memory": (
+            "row_bytes lanes_for place begin_rows negate_rows finite_rows"
         ),
-        "the lanes of a warp, and its part of a result": (
-            "lane_row lane_column lane_quarter column_of warp_row warp_rows left_rows right_rows"
-        ),
+        "the lanes of a warp": "lane_row lane_column warp_row left_rows right_rows",
         "pieces of 16 x 8 x 16, and weights rounded for them": (
-            "mma multiply_step multiply_piece narrow narrow_pair"
+            "mma multiply_step narrow narrow_pair"
         ),
         "a loop over registers": "rotate",
         "values that are not finite, added without pairs that take no part": (
             "add_nonfinite clear_nonfinite taken"
         ),
-        "the output of tensor cores, mostly through shared memory": "store_rows put_rows copy_out",
+        "the output of tensor cores goes through shared memory": "store_rows put_rows copy_out",
+        "pieces of 16 x 8 x 8, and what wide elements are split into": (
+            "part multiply_across multiply_piece"
+        ),
+        "a warp's part of a result in float64": "warp_rows lane_quarter",
+        "an element of a tile that tensor cores read, and its column": (
+            "element_of place_of column_of swizzle"
+        ),
+        "what tensor cores make NaN of, computed again": "any_nan multiply_nan fits",
+        "a tile of weights in the storage type": "store_tile",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
-        "results of several blocks": "add_rows add_rows_nonfinite clear_pair",
+        "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
     },
     "primitives/tile.cuh": {
         "sizes of a tile": "smaller rows_from is_whole",
@@ -124,16 +142,18 @@ ONLY_CUDA = {
         "e^x by 2^x or by double precision, which has no fast 2^x": "exponential",
         "threads share a row's columns": "row_sum",
         "tensor cores' scores are logits only at the end": "join_sink",
+        "a maximum in either type": "larger",
     },
     "primitives/gradient_tile.cuh": {
         "the two halves of gradient_tile: dv is accumulated between them, because dS takes the "
         "place of p": "probabilities score_gradients",
         "a thread's cells of a tile": "query_of",
+        "P and dS of float64 in shared memory": "store_pair store_tile",
         "the first half on tensor cores, without steps of its own": (
-            "recompute_probabilities probability"
+            "recompute_probabilities recompute_changed ask_mask exponentiate probability"
         ),
         "draws where pairs lie in fragments": "draw transpose",
-        "P and dS in 16 bits in shared memory": "store_pair store_tile",
+        "P and dS in 16 bits, in shared memory": "narrow store_words scale_words",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
     },
     "primitives/lookup.cuh": {
@@ -300,8 +320,9 @@ def test_a_header_is_a_namespace():
     generated = {"lookup", "expression"}
     for file, functions in CUDA_FUNCTIONS.items():
         path = Path(file)
-        stem = SPACES.get(path.stem, path.stem)
-        wanted = {"primitives": stem, "arch": "arch"}.get(path.parent.name, "")
+        wanted = {"primitives": SPACES.get(path.stem, path.stem), "arch": "arch"}.get(
+            path.parent.name, ""
+        )
         allowed = {wanted, ""} if path.stem in generated else {wanted}
         assert {made.space for made in functions} <= allowed, file
 

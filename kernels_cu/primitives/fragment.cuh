@@ -140,7 +140,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS],
       unsigned int b[4];
       arch::ldmatrix_x4_trans(b, rows.at(8 * k, n / 4));
 #pragma unroll
-      for (int m = 0; m < M_TILES; ++m) {
+      for (int m = 0; m < ROWS / 2; ++m) {
         const unsigned int left[4] = {a[2 * m][k], a[2 * m + 1][k], a[2 * m][k + 1],
                                       a[2 * m + 1][k + 1]};
         multiply_step(c, m, n, left, b);
