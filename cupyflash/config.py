@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from . import tensor_tiles
+from . import f64_tiles, tensor_tiles
 from .errors import ArgumentError
 from .problem import Plan, Problem
 from .target import OLDEST_CAPABILITY, Target
@@ -144,6 +144,11 @@ def backward(
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return name, tiles
+    if plan is None and f64_tiles.serves(problem, target.capability):
+        name = f"backward_f64_{kernel}"
+        tiles = f64_tiles.fit(name, problem.d, problem.d_v, target.shared_memory)
+        if tiles is not None:
+            return name, tiles
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
     name = f"backward_simt_{kernel}"
     return name, simt(name, problem, target, slope, blocks)
@@ -153,10 +158,12 @@ def adds_dq(
     problem: Problem, target: Target, deterministic: bool, plan: Plan | None = None
 ) -> bool:
     """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks."""
-    if deterministic or problem.dtype.itemsize == 8:
+    if deterministic:
         return False
     kernel = backward("dkdv", problem, target, False, plan)[0]
-    return kernel == "backward_sm80_dkdv" or problem.dtype == problem.accumulator
+    if kernel == "backward_simt_dkdv":
+        return problem.dtype.itemsize == 4
+    return True
 
 
 def simt(

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from . import tensor_tiles
+from . import f64_tiles, tensor_tiles
 from .target import OLDEST_CAPABILITY
 from .tiles import KERNELS
 
@@ -193,7 +193,9 @@ def served(capability: tuple[int, int]) -> str:
     return (
         f"{said}; float16 and bfloat16 with heads up to {half} by the tensor "
         f"cores of {', '.join(('forward_sm80', *tensor_tiles.BACKWARD))}; the first of them also "
-        f'float64 with heads up to {double}, and float32 up to {single} where precision="tf32x3"'
+        f'float64 with heads up to {double}, and float32 up to {single} where precision="tf32x3"; '
+        f"gradients of float64 with heads up to {f64_tiles.LARGEST_HEAD} by "
+        f"{' and '.join(f64_tiles.BACKWARD)}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupyflash import config, lookup, masks, scores, tensor_tiles, validate
+from cupyflash import config, f64_tiles, lookup, masks, scores, tensor_tiles, validate
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.key_range import key_range
@@ -82,6 +82,10 @@ def cases() -> list[Case]:
         dtype, options = dtypes[3 * (n % 2)], list(OPTIONS)[n // 2]
         own = wide_sizes[dtype.itemsize]
         found.append(Case("forward_sm80", dtype, own[n // 2 % len(own)], options, n % 3 == 2))
+    f64_sizes = [(64, 64), (128, 128), (40, 72), (1, 3)]
+    for n in range(14):
+        kernel, options = list(f64_tiles.BACKWARD)[n % 2], list(OPTIONS)[n // 2]
+        found.append(Case(kernel, dtypes[3], f64_sizes[n // 2 % 4], options, n % 3 == 2))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for n, size in enumerate(((64, 64), (40, 72))):
@@ -95,7 +99,10 @@ def capability(arch: str) -> tuple[int, int]:
 
 
 def runs_on(case: Case, arch: str) -> bool:
-    """Whether there is such a kernel for a GPU."""
+    """Whether there is such a kernel for a GPU, and tiles for these sizes."""
+    if case.kernel in f64_tiles.BACKWARD:
+        has = capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
+        return has and f64_tiles.fit(case.kernel, *case.sizes, SHARED_MEMORY[arch]) is not None
     tensor = "sm80" in case.kernel or case.kernel == "backward_dq_rows"
     return not tensor or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
 
@@ -119,8 +126,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     if case.kernel == "forward_sm80":
         kernel, tiles = config.forward(problem, target)
         assert kernel == case.kernel
-    elif case.kernel in tensor_tiles.BACKWARD:
-        part = case.kernel.removeprefix("backward_sm80_")
+    elif case.kernel in (*tensor_tiles.BACKWARD, *f64_tiles.BACKWARD):
+        part = case.kernel.rpartition("_")[2]
         kernel, tiles = config.backward(part, problem, target, functions.has_slope)
         assert kernel == case.kernel
     elif case.kernel in KERNELS:
@@ -144,6 +151,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         and (case.kernel, case.dtype.itemsize)
         in (
             ("backward_sm80_dkdv", 2),
+            ("backward_f64_dkdv", 8),
             ("backward_simt_dkdv", 4),
         ),
     )

@@ -10,7 +10,7 @@ import pytest
 from cuda_specialisations import OPTIONS, SHARED_MEMORY, capability, cases, runs_on, specialisation
 from cuda_table import ARCHS, Resources, key_of, measure, nvrtc_version, read
 
-from cupyflash import ArgumentError, config, tiles, validate
+from cupyflash import ArgumentError, config, f64_tiles, tiles, validate
 from cupyflash.target import Target
 
 CASES = cases()
@@ -40,7 +40,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 110
+    assert len(CASES) <= 130
     for kernel in tiles.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4
@@ -55,6 +55,10 @@ def test_few_cases_cover_much():
         assert {case.options for case in own} == set(OPTIONS)
         assert {case.packed for case in own} == {False, True}
         assert len({case.sizes for case in own}) == (4 if itemsize == 8 else 6)
+    for kernel in f64_tiles.BACKWARD:
+        own = [case for case in CASES if case.kernel == kernel]
+        assert {case.options for case in own} == set(OPTIONS)
+        assert {case.packed for case in own} == {False, True}
 
 
 def test_the_table_has_every_case():

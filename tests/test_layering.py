@@ -28,6 +28,7 @@ ORDER = [
     ["validate"],
     ["tiles", "params"],
     ["tensor_tiles"],
+    ["f64_tiles"],
     ["config", "source", "operands"],
     ["compile", "recipe"],
     ["launch"],

@@ -113,10 +113,13 @@ ONLY_CUDA = {
         ),
         "a loop over registers": "rotate",
         "values that are not finite, added without pairs that take no part": (
-            "add_nonfinite clear_nonfinite"
+            "add_nonfinite clear_nonfinite taken"
         ),
         "the output of tensor cores goes through shared memory": "store_rows put_rows copy_out",
-        "pieces of 16 x 8 x 8, and what wide elements are split into": "part multiply_across",
+        "pieces of 16 x 8 x 8, and what wide elements are split into": (
+            "part multiply_across multiply_piece"
+        ),
+        "a warp's part of a result in float64": "warp_rows lane_quarter",
         "an element of a tile that tensor cores read, and its column": (
             "element_of place_of column_of swizzle"
         ),
@@ -146,8 +149,9 @@ ONLY_CUDA = {
         "the two halves of gradient_tile: dv is accumulated between them, because dS takes the "
         "place of p": "probabilities score_gradients",
         "a thread's cells of a tile": "query_of",
+        "P and dS of float64 in shared memory": "store_pair store_tile",
         "the first half on tensor cores, without steps of its own": (
-            "recompute_probabilities recompute_changed ask_mask exponentiate"
+            "recompute_probabilities recompute_changed ask_mask exponentiate probability"
         ),
         "draws where pairs lie in fragments": "draw transpose",
         "P and dS in 16 bits, in shared memory": "narrow store_word store_words scale_words",
@@ -168,6 +172,9 @@ ONLY_CUDA = {
 }
 ONLY_PYTHON = {
     "backward_sm80_dkdv.cu": {
+        "queries are lanes, in panels made once": "transpose_blocks",
+    },
+    "backward_f64_dkdv.cu": {
         "queries are lanes, in panels made once": "transpose_blocks",
     },
     "backward_simt_dkdv.cu": {

@@ -29,7 +29,7 @@ __device__ __forceinline__ int query_of(int r, int n) {
 // row gets lse = inf, so that its p is 0; so do the rows beyond the last.
 struct RowNumbers {
   static constexpr int EACH = (BLOCK_Q + THREADS - 1) / THREADS;
-  float lse[EACH], delta[EACH];
+  accum_t lse[EACH], delta[EACH];
 
   __device__ __forceinline__ void load(const memory::Numbers& from_lse,
                                        const memory::Numbers& from_delta, long long i0, int ni) {
@@ -44,7 +44,7 @@ struct RowNumbers {
       }
     }
   }
-  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
+  __device__ __forceinline__ void store(accum_t* lse_smem, accum_t* delta_smem) const {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int i = threadIdx.x + n * THREADS;

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from cupyflash import config, driver, launch, target, tensor_tiles
+from cupyflash import config, driver, f64_tiles, launch, target, tensor_tiles
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
@@ -50,6 +50,11 @@ class Blocks:
         if self.tensor and tensor_tiles.serves_backward(problem, tensor_tiles.OLDEST_CAPABILITY):
             kernel = f"backward_sm80_{part}"
             return kernel, self.gradient_tiles(kernel, problem)
+        if self.tensor and f64_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
+            kernel = f"backward_f64_{part}"
+            tiles = self.f64_tiles(kernel, problem)
+            if tiles is not None:
+                return kernel, tiles
         kernel = f"backward_simt_{part}"
         return kernel, self.tiles(kernel, problem, slope)
 
@@ -64,6 +69,17 @@ class Blocks:
         stages = 1 + (block_q + block_kv + problem.d) // 16 % 2
         sizes = block_q, block_kv, warps, stages, problem.d, problem.d_v
         shared = getattr(tensor_tiles, kernel)(*sizes)
+        return Tiles(block_q, block_kv, self.threads, shared)
+
+    def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
+        """Return tiles for tensor cores in float64: every warp has a part of each product."""
+        warps = self.threads // 32
+        block_q, block_kv = self.block_q, self.block_kv
+        if kernel == "backward_f64_dq":
+            block_kv = max(block_kv, 8 * -(-16 * warps // block_q))
+        else:
+            block_q = max(block_q, 16 * -(-16 * warps // block_kv))
+        shared = getattr(f64_tiles, kernel)(block_q, block_kv, warps, problem.d, problem.d_v)
         return Tiles(block_q, block_kv, self.threads, shared)
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
@@ -111,6 +127,10 @@ class Chosen(Blocks):
         chosen = tensor_tiles.fit_backward(kernel, problem.d, problem.d_v, limit)
         assert chosen is not None
         return chosen
+
+    def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
+        """Return the tiles that the package's table gives the backward in float64, if any."""
+        return f64_tiles.fit(kernel, problem.d, problem.d_v, self.shared_memory)
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return the tiles that the package's table gives the forward for tensor cores."""

@@ -53,6 +53,8 @@ WRITES = {
     "backward_sm80_dkdv": ("dk", "dv"),
     "backward_sm80_dq": ("dq",),
     "backward_dq_rows": ("dq",),
+    "backward_f64_dkdv": ("dk", "dv"),
+    "backward_f64_dq": ("dq",),
     "backward_bias": ("dbias",),
     "combine": ("out", "lse"),
 }
