@@ -13,6 +13,7 @@ import pytest
 from numpydoc.validate import validate
 
 import cupyflash
+import cupyflash.analysis
 import cupyflash.masks
 import cupyflash.scores
 
@@ -28,7 +29,7 @@ FUNCTIONS = {
     "plan",
     "workspace_size",
 }
-MODULES = {"expr", "masks", "scores"}
+MODULES = {"analysis", "expr", "masks", "scores"}
 TYPES = {"ArgumentError", "ArgumentTypeError", "Gradients", "Plan", "TraceError"}
 MASKS = {
     "blocks",
@@ -57,7 +58,7 @@ def public(module: types.ModuleType) -> dict[str, object]:
 
 def documented() -> list[str]:
     names = [f"cupyflash.{name}" for name in sorted(FUNCTIONS | TYPES)]
-    for module in (cupyflash.masks, cupyflash.scores):
+    for module in (cupyflash.analysis, cupyflash.masks, cupyflash.scores):
         names += [f"{module.__name__}.{name}" for name in sorted(module.__all__)]
     return names
 
