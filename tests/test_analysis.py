@@ -151,6 +151,12 @@ def test_the_ridge_of_an_h200():
     assert analysis.device("h200").ridge("bfloat16") == pytest.approx(206.1, abs=0.1)
 
 
+def test_the_sram_in_elements():
+    # 64 KiB of float32, and 228 KiB of float16.
+    assert analysis.device("t4").sram_elements("float32") == 16384
+    assert analysis.device("H100-SXM").sram_elements("float16") == 116736
+
+
 def test_roofline_of_a_long_forward_is_the_arithmetic():
     problem = Problem(4096, 4096, 64, batch=2, heads=16)
     made = analysis.roofline(problem, "H200")

@@ -267,4 +267,4 @@ def test_gradients_of_standard_attention_move_more():
     # With the paper's blocks for an SRAM of 16384 elements, and standard attention's at their best.
     block_q, block_kv = analysis.block_sizes(16384, 64)
     flash = analysis.flash_attention_backward(4096, 4096, 64, block_q=block_q, block_kv=block_kv)
-    assert analysis.standard_attention_backward(4096, 4096, 64).total > 1.4 * flash.total
+    assert analysis.standard_attention_backward(4096, 4096, 64).total > 1.3 * flash.total

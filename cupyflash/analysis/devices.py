@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from .. import target
 from ..errors import ArgumentError
+from .traffic import itemsize
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,21 @@ class Device:
     multiprocessors: int
     source: str
     driver_names: tuple[str, ...] = field(repr=False)
+
+    def sram_elements(self, dtype: str) -> int:
+        """Return M of a multiprocessor, for `block_sizes` and `theorem_2`.
+
+        Parameters
+        ----------
+        dtype : str
+            Of q, k and v.
+
+        Returns
+        -------
+        int
+            Elements that its shared memory holds.
+        """
+        return self.sram // itemsize(dtype)
 
     def ridge(self, dtype: str) -> float:
         """Return the arithmetic intensity from which on the arithmetic is the limit.

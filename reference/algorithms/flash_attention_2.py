@@ -145,10 +145,14 @@ def walk(
             # 2 scores
             hbm.load("k", cols)
             hbm.reserve("s", n * size_of(cols))
-            # 3 score mod, 4 mask, 5 row max, 6 rescale: on chip
+            # 3 score mod
+            # 4 mask
+            # 5 row max
+            # 6 rescale
             # 7 accumulate p v
             hbm.load("v", cols)
-        # 8 normalise, 9 store lse
+        # 8 normalise
+        # 9 store lse
         store(made.o[rows], made.lse[rows], rows)
         hbm.release()
     if tiles != made.visited:

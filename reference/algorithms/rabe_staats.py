@@ -2,8 +2,9 @@
 
 Queries and keys are cut into chunks. Every chunk of keys yields its own sum of values, sum of
 weights and maximum, and all of them are put together when the last is there: one copy per chunk of
-keys, where FlashAttention keeps a single one up to date. Functions have the names of the paper's
-program (Figure 1). Backward, a chunk is checkpointed: its weights are computed again.
+keys, where FlashAttention keeps a single one up to date. Names and line numbers are those of the
+paper's program, Figure 1. Backward (section 5.2), a chunk is checkpointed, line 11 there: what it
+computed on the way is forgotten and computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class Forward(NamedTuple):
 
 
 def summarize_chunk(hbm: Memory, q_i: Array, k_j: Array, tau: float) -> tuple[Array, Array]:
-    """Return the weights exp(s - max) of a chunk and its maxima, which have no derivative."""
+    """Return the weights exp(s - max) of a chunk and its maxima: lines 12-16.
+
+    The maxima have no derivative: the result does not depend on what is subtracted.
+    """
     s = hbm.hold("s", tau * (q_i @ k_j.T))
     m = s.max(axis=1)
     return hbm.hold("s", exponentials(s, m[:, None])), m
@@ -56,17 +60,18 @@ def forward(
     hbm.make("chunk_weights", (len(chunks), n_q), q.dtype)
     hbm.make("chunk_max", (len(chunks), n_q), q.dtype)
 
-    for rows in blocks(n_q, block_q):  # chunk_scanner
+    for rows in blocks(n_q, block_q):  # lines 54-55
         here = slice(0, size_of(rows))
         q_i = hbm.load("q", rows)
-        for j, cols in enumerate(chunks):  # chunk_scanner of _query_chunk_attention
+        for j, cols in enumerate(chunks):  # lines 30-31
             k_j, v_j = hbm.load("k", cols), hbm.load("v", cols)
             p, m = summarize_chunk(hbm, q_i, k_j, tau)
+            # lines 17-19
             hbm.store("chunk_values", hbm.hold("chunk_values", p @ v_j), j, here)
             hbm.store("chunk_weights", hbm.hold("chunk_weights", p.sum(axis=1)), j, rows)
             hbm.store("chunk_max", hbm.hold("chunk_max", m), j, rows)
         hbm.release()
-        # Put the chunks together, each brought to the global maximum.
+        # Lines 33-40: bring each chunk to the global maximum, sum, and divide.
         chunk_max = hbm.load("chunk_max", slice(None), rows)
         chunk_weights = hbm.load("chunk_weights", slice(None), rows)
         factors = hbm.hold("chunk_max", exponentials(chunk_max, chunk_max.max(axis=0)))
