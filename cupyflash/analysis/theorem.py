@@ -41,8 +41,9 @@ def block_sizes(sram: int, d: int) -> tuple[int, int]:
     Returns
     -------
     block_q, block_kv : int
-        B_r = min(ceil(M / 4 d), d) and B_c = ceil(M / 4 d). Blocks of Q, K, V and O then take M
-        elements, rounded up to whole rows; a tile of S takes no more than a quarter of that again.
+        B_r = min(ceil(M / 4 d), d) and B_c = ceil(M / 4 d). Blocks of K and V then take M / 2
+        elements, those of Q and O up to as much again, and a tile of S up to M / 4 on top, all
+        rounded up to whole rows: M bounds what is on chip up to a constant (see `Traffic.peak`).
 
     Raises
     ------

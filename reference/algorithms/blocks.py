@@ -27,8 +27,8 @@ class Tiles(NamedTuple):
 def tiles_for(sram: int, d: int) -> Tiles:
     """B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d): FlashAttention, Algorithm 1, line 1.
 
-    Blocks of Q, K, V and O then take about M elements; S, of B_r x B_c, comes on top and takes no
-    more than a quarter of that again. M is `sram`, in elements.
+    K and V then take M / 2, Q and O up to as much again, and S, of B_r x B_c, up to M / 4 on top:
+    up to 5/4 M, rounded up to whole rows. M is `sram`, in elements.
     """
     if sram < 4 * d:
         raise ValueError(
