@@ -300,8 +300,15 @@ def test_bad_input_is_told():
     with pytest.raises(ValueError, match="it takes at least 4 d = 8"):
         flash_attention.forward(q, k, v, sram=7)
     saved = flash_attention.forward(q, k, v)
-    with pytest.raises(ValueError, match="there is no state of a generator"):
+    with pytest.raises(ValueError, match=r"had no dropout, .* the backward has dropout=0.5"):
         flash_attention_backward.backward(do, q, k, v, saved, dropout=0.5)
+    dropped = flash_attention.forward(q, k, v, dropout=0.5, seed=1)
+    with pytest.raises(ValueError, match=r"had dropout, and the backward has dropout=0\.0"):
+        flash_attention_backward.backward(do, q, k, v, dropped)
+    with pytest.raises(ValueError, match=r"like the output, \(4, 2\) float64, not \(3, 2\)"):
+        flash_attention_backward.backward(do[:3], q, k, v, saved)
+    with pytest.raises(ValueError, match=r"p is \(4, 4\), not \(4, 3\)"):
+        standard.backward(do, q, k, v, np.zeros((4, 3)))
     with pytest.raises(ValueError, match="k has no rows"):
         rabe_staats.forward(q, k[:0], v[:0])
     with pytest.raises(ValueError, match="at least one part of the keys, not 0"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import types
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 
 from cupyflash import ArgumentError, analysis, target
 from cupyflash.analysis import Problem
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # -- Theorem 2 ------------------------------------------------------------------------------------
 
@@ -104,6 +108,32 @@ def test_bytes_count_statistics_in_float32():
     assert dropped.bytes("float32") - plain.bytes("float32") == 8 + 8  # flags, and a 64-bit state
     assert made.times(3).total == 3 * made.total
     assert made.times(3).peak == made.peak
+
+
+def test_the_table_of_the_algorithms_readme():
+    n, d = 4096, 64
+    block_q, block_kv = analysis.block_sizes(25600, d)
+    blocks = {"block_q": block_q, "block_kv": block_kv}
+    made = {
+        "standard attention, whole matrices on chip": analysis.standard_attention(n, n, d),
+        "standard attention, the same blocks": analysis.standard_attention(n, n, d, **blocks),
+        "one pass, a query at a time": analysis.one_pass_attention(n, n, d),
+        "chunked, 1024 x 4096": analysis.rabe_staats(n, n, d),
+        "FlashAttention": analysis.flash_attention(n, n, d, **blocks),
+        "FlashAttention-2": analysis.flash_attention_2(n, n, d, **blocks),
+        "FlashAttention-2, causal": analysis.flash_attention_2(n, n, d, **blocks, causal=True),
+        "FlashAttention-3": analysis.flash_attention_3(n, n, d, **blocks),
+        "split keys, 8 parts": analysis.split_kv(n, n, d, splits=8, **blocks),
+        "standard attention's gradients": analysis.standard_attention_backward(n, n, d),
+        "FlashAttention's gradients": analysis.flash_attention_backward(n, n, d, **blocks),
+    }
+    text = (ROOT / "reference" / "algorithms" / "README.md").read_text()
+    shown = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    assert [row[0] for row in shown] == list(made)
+    for name, *numbers in shown:
+        reads, writes = (sum(x.values()) for x in (made[name].reads, made[name].writes))
+        wanted = [f"{reads / 1e6:.1f}", f"{writes / 1e6:.1f}", f"{made[name].peak:,}"]
+        assert numbers == wanted, name
 
 
 # -- FLOPs ----------------------------------------------------------------------------------------

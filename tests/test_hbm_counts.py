@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from family import BACKWARD, FORWARD, Case, arrays, cases, layout
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyflash import analysis
@@ -129,20 +129,22 @@ BY_HAND = {
     ),
     "rabe_staats": (
         # 2 chunks of keys leave 2 outputs, sums and maxima for each of 2 queries. On chip: q 2,
-        # k 2, v 2, s 4, and values, weights and maxima of 2 each.
+        # k 2, v 2, s 4, and values, weights and maxima of 2 each; later chunks' weights and maxima
+        # 8, those of all 4, values of a chunk and of all 4.
         Case(2, 3, 1, 1, 2, 2),
         {"q": 2, "k": 3, "v": 3, "chunk_values": 4, "chunk_weights": 4, "chunk_max": 4},
-        {"chunk_values": 4, "chunk_weights": 4, "chunk_max": 4, "o": 2},
+        {"chunk_values": 4, "chunk_weights": 4, "chunk_max": 4}
+        | {"o": 2, "global_max": 2, "all_weights": 2},
         16,
     ),
     "rabe_staats_backward": (
         # One chunk of queries: dk and dv are zeroed, then read and written once. On chip: q, do,
-        # dq, delta 8, factors 4, k, v, dk, dv 8, s 4, ds 4.
+        # o, dq 8, delta, both maxima and weights 8, k, v, dk, dv 8, s 4, ds 4.
         Case(2, 3, 1, 1, 2, 2),
-        {"q": 2, "do": 2, "o": 2, "chunk_max": 4, "chunk_weights": 4}
+        {"q": 2, "do": 2, "o": 2, "global_max": 2, "all_weights": 2}
         | {"k": 3, "v": 3, "dk": 3, "dv": 3},
         {"dq": 2, "dk": 6, "dv": 6},
-        28,
+        32,
     ),
     "split_kv": (
         # One query, read by both parts of 2 keys. On chip: q 2, o 1, m, l and the new m, k 4, v 2,
@@ -249,6 +251,41 @@ def test_the_layout_alone_sets_what_block_sparse_attention_moves(data):
     assert sparse.total <= full.total
     empty = analysis.block_sparse_attention(np.zeros_like(tiles), *case.shape, **case.blocks)
     assert "q" not in empty.reads
+
+
+class Moved(Memory):
+    """HBM that takes its own copies, and spoils the arrays that were given."""
+
+    def place(self, **given: Any) -> None:
+        super().place(**{name: x.copy() for name, x in given.items()})
+        for x in given.values():
+            x.fill(np.nan if x.dtype.kind == "f" else 0)
+
+
+# The package's own kernels read arrays in place: their tiles are walked afterwards.
+KERNELS = {"flash_attention_2", "split_kv"}
+
+
+@pytest.mark.parametrize("name", sorted({*FORWARD, *BACKWARD} - KERNELS))
+@given(data=st.data())
+@settings(max_examples=10)
+def test_only_the_memory_reaches_the_arrays(name, data):
+    member = (FORWARD | BACKWARD)[name]
+    case = data.draw(cases(member.knows))
+    plain, moved = member.run(case, Memory()), member.run(case, Moved())
+    plain, moved = (x if isinstance(x, tuple) else (x,) for x in (plain, moved))
+    for a, b in zip(plain, moved, strict=True):
+        assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+def test_inputs_stay_as_they_are(name, monkeypatch):
+    case = Case(7, 8, 3, 2, 3, 3)
+    held = arrays(case)
+    monkeypatch.setattr("family.arrays", lambda case: held)
+    (FORWARD | BACKWARD)[name].run(case, Memory())
+    for after, before in zip(held, arrays(case), strict=True):
+        assert np.array_equal(after, before)
 
 
 # -- nothing of N^2 in HBM ------------------------------------------------------------------------

@@ -221,11 +221,11 @@ def rabe_staats(
         "chunk_max": t_c * n_q,
     }
     chunk = rows * d + cols * (d + d_v) + rows * cols + rows * (d_v + 2)
-    together = 2 * t_c * rows + rows + 2 * rows * d_v
+    together = 2 * t_c * rows + 2 * rows + 2 * rows * d_v
     return made(
         max(chunk, together),
         {"q": n_q * d, "k": t_r * n_k * d, "v": t_r * n_k * d_v, **summaries},
-        {**summaries, "o": n_q * d_v},
+        {**summaries, "o": n_q * d_v, "global_max": n_q, "all_weights": n_q},
     )
 
 
@@ -259,24 +259,18 @@ def rabe_staats_backward(
     """
     d_v = given(d_v, d)
     check(n_q=n_q, n_k=n_k, d=d, d_v=d_v, block_q=block_q, block_kv=block_kv)
-    t_r, t_c = parts(n_q, block_q), parts(n_k, block_kv)
+    t_r = parts(n_q, block_q)
     rows, cols = min(block_q, n_q), min(block_kv, n_k)
     keys, values = n_k * d, n_k * d_v
-    start = rows * d + 2 * rows * d_v + 2 * t_c * rows  # q, do, o and what chunks left
-    held = 2 * rows * d + rows * d_v + t_c * rows + rows  # q, dq, do, factors, delta
     return made(
-        # `o` goes when delta is there; o and delta are held together once.
-        max(
-            start,
-            start - t_c * rows + rows,
-            held + 2 * cols * (d + d_v) + 2 * rows * cols,
-        ),
+        # Q, dQ, O, dO; both maxima, the weights' sum, delta; K, dK, V, dV; P and dS.
+        rows * (2 * d + 2 * d_v + 4) + 2 * cols * (d + d_v) + 2 * rows * cols,
         {
             "q": n_q * d,
             "do": n_q * d_v,
             "o": n_q * d_v,
-            "chunk_max": t_c * n_q,
-            "chunk_weights": t_c * n_q,
+            "global_max": n_q,
+            "all_weights": n_q,
             "k": t_r * keys,
             "v": t_r * values,
             "dk": t_r * keys,

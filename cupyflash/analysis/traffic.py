@@ -12,6 +12,8 @@ from ..errors import ArgumentError
 
 # Arrays that are kept in the accumulator's type, whatever the type of q, k and v.
 ACCUMULATED = {
+    "global_max",
+    "all_weights",
     "l",
     "m",
     "lse",

@@ -82,14 +82,17 @@ class Mask(NamedTuple):
         return s
 
 
-def check(q: Array, k: Array, v: Array) -> None:
-    """Raise where q, k, v are not one head of floats."""
+def check(q: Array, k: Array, v: Array, do: Array | None = None) -> None:
+    """Raise where q, k, v, and do if given, are not one head of floats."""
     shapes = f"{q.shape}, {k.shape}, {v.shape}"
     if not (q.ndim == k.ndim == v.ndim == 2 and q.shape[1] == k.shape[1] and len(k) == len(v)):
         raise ValueError(f"q, k, v of one head are (Lq, D), (Lk, D), (Lk, Dv), not {shapes}")
     if not (q.dtype == k.dtype == v.dtype and q.dtype in (np.float32, np.float64)):
         dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
         raise ValueError(f"q, k, v are all float32 or all float64 here, not {dtypes}")
+    if do is not None and (do.shape != (len(q), v.shape[1]) or do.dtype != q.dtype):
+        wanted = f"{(len(q), v.shape[1])} {q.dtype}"
+        raise ValueError(f"do is shaped like the output, {wanted}, not {do.shape} {do.dtype}")
 
 
 def mask_of(q: Array, k: Array, v: Array, causal: bool, padding: Array | None) -> Mask:

@@ -114,7 +114,7 @@ def forward(
         mask_of(q, k, v, causal, padding),
         dropout_of(dropout, seed),
     )
-    tiles = tiles_for(sram, q.shape[1]) if sram else Tiles(block_q, block_kv)  # line 2
+    tiles = tiles_for(sram, q.shape[1]) if sram is not None else Tiles(block_q, block_kv)  # line 2
     begin(hbm, q, k, v, padding, drop)  # lines 1, 3
     for cols in blocks(len(k), tiles.block_kv):  # lines 4-6
         keys = load_keys(hbm, cols, mask)  # line 7

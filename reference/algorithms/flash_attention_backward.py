@@ -12,6 +12,7 @@ from .blocks import (
     Dropout,
     Tiles,
     blocks,
+    check,
     default_scale,
     divide,
     dropout_of,
@@ -42,6 +43,7 @@ def backward(
     hbm: Memory | None = None,
 ) -> Gradients:
     """Gradients from what `flash_attention.forward` returned, with the same options."""
+    check(q, k, v, do)
     hbm = hbm or Memory()
     tau, mask = default_scale(q, scale), mask_of(q, k, v, causal, padding)
     (n_q, d), (n_k, d_v) = q.shape, v.shape
@@ -49,12 +51,13 @@ def backward(
     if padding is not None:
         hbm.place(padding=padding)
     drop = Dropout()
-    if dropout and saved.rng is None:
-        raise ValueError("the forward had no dropout, so there is no state of a generator")
+    if (dropout > 0) != (saved.rng is not None):
+        had = "no dropout, so no state of a generator" if saved.rng is None else "dropout"
+        raise ValueError(f"the forward had {had}, and the backward has dropout={dropout}")
     if dropout:  # line 1
         hbm.place(rng=np.array(saved.rng, np.uint64))
         drop = dropout_of(dropout, int(hbm.load("rng")))
-    tiles = tiles_for(sram, d) if sram else Tiles(block_q, block_kv)  # line 2
+    tiles = tiles_for(sram, d) if sram is not None else Tiles(block_q, block_kv)  # line 2
     hbm.make("dq", (n_q, d), q.dtype, 0)  # line 5
     hbm.make("dk", (n_k, d), q.dtype, 0)
     hbm.make("dv", (n_k, d_v), q.dtype, 0)

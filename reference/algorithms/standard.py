@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .blocks import blocks, default_scale, divide, dropout_of, exponentials, mask_of, size_of
+from .blocks import blocks, check, default_scale, divide, dropout_of, exponentials, mask_of, size_of
 from .hbm import Array, Memory
 
 
@@ -104,6 +104,9 @@ def backward(
     hbm: Memory | None = None,
 ) -> Gradients:
     """Gradients from P, which the forward left in HBM, by Algorithm 3."""
+    check(q, k, v, do)
+    if p.shape != (len(q), len(k)):
+        raise ValueError(f"p is {(len(q), len(k))}, not {p.shape}")
     hbm = hbm or Memory()
     tau, drop = default_scale(q, scale), dropout_of(dropout, seed)
     (n_q, d), (n_k, d_v) = q.shape, v.shape
