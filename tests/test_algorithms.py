@@ -139,6 +139,22 @@ def test_rows_without_a_key_are_zero():
         assert made.o[2:].any()
 
 
+@pytest.mark.parametrize(("n_q", "n_k"), [(0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize(
+    "name", sorted({*FORWARD, *BACKWARD} - {"rabe_staats", "rabe_staats_backward"})
+)
+def test_no_queries_and_no_keys(name, n_q, n_k):
+    case = Case(n_q, n_k, 2, 3, 2, 2)
+    made = (FORWARD | BACKWARD)[name].run(case, Memory())
+    if name in BACKWARD:
+        assert [x.shape for x in made] == [(n_q, 2), (n_k, 2), (n_k, 3)]
+        assert not any(x.any() for x in made)
+    else:
+        o = made if isinstance(made, np.ndarray) else made.o
+        assert o.shape == (n_q, 3)
+        assert not o.any()
+
+
 @given(
     seed=st.integers(0, 2**64 - 1),
     p=st.sampled_from([0.1, 0.5, 0.999]),
@@ -297,6 +313,8 @@ def test_bad_input_is_told():
         block_sparse.forward(q, k, v, np.ones((2, 1), bool), block_q=2, block_kv=2)
     with pytest.raises(ValueError, match="at least one row, not 0"):
         flash_attention.forward(q, k, v, block_q=0)
+    with pytest.raises(ValueError, match="at least one row, not -1"):
+        flash_attention_2.forward(q, k, v, block_kv=-1)
     with pytest.raises(ValueError, match="it takes at least 4 d = 8"):
         flash_attention.forward(q, k, v, sram=7)
     saved = flash_attention.forward(q, k, v)

@@ -113,6 +113,8 @@ def kernel(
     q: Array, k: Array, v: Array, scale: float, offset: int | None, drop: Dropout, tiles: Any
 ) -> Forward:
     """Run `reference/forward.py` on one head."""
+    if min(tiles) < 1:
+        raise ValueError(f"a block has at least one row, not {min(tiles)}")
     problem = OneHead(
         len(q), len(k), q.shape[1], v.shape[1], q.dtype, scale, drop.p, drop.seed or 0
     )

@@ -44,7 +44,8 @@ def forward(
     hbm = hbm or Memory()
     tau, offset = float(default_scale(q, scale)), mask_of(q, k, v, causal, None).offset
     n_q, d_v = len(q), v.shape[1]
-    parts = list(blocks(len(k), -(-len(k) // splits))) or [slice(0, 0)]  # step 1
+    size = max(1, -(-len(k) // splits))  # step 1
+    parts = list(blocks(len(k), size)) or [slice(0, 0)]
     hbm.place(q=q, k=k, v=v)
     hbm.make("o_parts", (len(parts), n_q, d_v), q.dtype)
     hbm.make("lse_parts", (len(parts), n_q), q.dtype)
