@@ -71,6 +71,7 @@ def forward(
     o_parts, lse_parts = hbm.result("o_parts"), hbm.result("lse_parts")
     run_combine(list(zip(o_parts, lse_parts, strict=True)), o, lse)
     for row in blocks(n_q, 1):
+        # The kernel reads a row's few log-sum-exps twice; they count once, as kept on chip.
         lse_row = hbm.load("lse_parts", slice(None), row)
         hbm.reserve("acc", d_v)
         for n in range(len(parts)):
