@@ -44,7 +44,7 @@ import cupyflash
 
 CPU = Setting()
 GPU = Setting(384, 6, 6, 512, 32, 1000, 1e-3, "bfloat16")
-TINY = Setting(12, 2, 3, 70, 2, attention="float64")  # for --check: more keys than a tile has
+TINY = Setting(12, 2, 3, 140, 2, attention="float64")  # for --check: more keys than a tile has
 PIECE = 8  # contexts in a piece of text
 HOLD_OUT = 20  # every twentieth piece
 BETA1, BETA2, ADAM_EPSILON, DECAY, CLIP = 0.9, 0.98, 1e-8, 0.1, 1.0
@@ -181,12 +181,12 @@ def writable_picture(path: Path) -> Path:
 def plot(
     path: Path, losses: Sequence[float], validation: dict[int, float], frequencies: float, what: str
 ) -> None:
-    """Draw the loss of each step, the validation losses, and what counting bytes alone gives."""
+    """Draw the loss of each step, the validation losses, and what counting bytes gives."""
     figure = require("matplotlib.figure").Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(range(1, len(losses) + 1), losses, lw=0.7, alpha=0.6, label="each step's windows")
     axes.plot(list(validation), list(validation.values()), "o-", ms=4, label="validation")
-    axes.axhline(frequencies, color="grey", ls=":", label="how often each byte comes, no more")
+    axes.axhline(frequencies, color="grey", ls=":", label="frequencies of single bytes alone")
     axes.set(xlabel="step", ylabel="loss, nats per byte", title=what, ylim=(0, None))
     axes.legend(frameon=False)
     figure.savefig(path)
