@@ -23,6 +23,9 @@ import cupyflash
 from cupyflash import masks, scores
 
 BYTES = 256  # the vocabulary
+OF_A_LAYER = tuple(
+    "attention norm,qkv,attention out,perceptron norm,perceptron in,perceptron out".split(",")
+)
 EPSILON = 1e-5  # of a norm
 STEP = 1e-5  # of the central differences
 ROUNDING = 100 * np.finfo(np.float64).eps  # of a loss, generously
@@ -131,7 +134,8 @@ def cross_entropy(logits: Array, targets: Array, xp: Any) -> tuple[Array, Callab
 
 def initial_weights(setting: Setting, rng: np.random.Generator, xp: Any, dtype: Any) -> Weights:
     """Draw the weights; the last matrix is 0, so that the first loss is ln 256 = 5.545."""
-    width, inner = setting.width, 8 * -(-setting.width // 3)  # swiglu's halves: 4/3 of 2 widths
+    width = setting.width
+    inner = 8 * -(-width // 3)  # two halves for swiglu, each 4/3 of the width
 
     def matrix(inputs: int, outputs: int, scale: float = 1.0) -> Array:
         drawn = rng.standard_normal((inputs, outputs)) * (scale / math.sqrt(inputs))
@@ -141,14 +145,15 @@ def initial_weights(setting: Setting, rng: np.random.Generator, xp: Any, dtype: 
     small = 1 / math.sqrt(2 * setting.layers)
     weights = {"embedding": matrix(BYTES, width, math.sqrt(BYTES))}
     for n in range(setting.layers):
-        weights |= {
-            f"{n}.attention norm": xp.ones(width, dtype),
-            f"{n}.qkv": matrix(width, 3 * width),
-            f"{n}.attention out": matrix(width, width, small),
-            f"{n}.perceptron norm": xp.ones(width, dtype),
-            f"{n}.perceptron in": matrix(width, inner),
-            f"{n}.perceptron out": matrix(inner // 2, width, small),
-        }
+        drawn = (
+            xp.ones(width, dtype),
+            matrix(width, 3 * width),
+            matrix(width, width, small),
+            xp.ones(width, dtype),
+            matrix(width, inner),
+            matrix(inner // 2, width, small),
+        )
+        weights |= {f"{n}.{name}": w for name, w in zip(OF_A_LAYER, drawn, strict=True)}
     return weights | {"norm": xp.ones(width, dtype), "logits": matrix(width, BYTES, 0)}
 
 
@@ -156,9 +161,7 @@ def layer(
     x: Array, weights: Weights, n: int, batch: int, setting: Setting, xp: Any
 ) -> tuple[Array, Vjp]:
     """Add attention, then a perceptron, each of the normalised sum before it."""
-    names = ("attention norm", "qkv", "attention out")
-    names += ("perceptron norm", "perceptron in", "perceptron out")
-    gain1, qkv, out1, gain2, in2, out2 = (weights[f"{n}.{name}"] for name in names)
+    gain1, qkv, out1, gain2, in2, out2 = (weights[f"{n}.{name}"] for name in OF_A_LAYER)
 
     y, norm1_vjp = rms_norm(x, gain1)
     y, qkv_vjp = linear(y, qkv)
@@ -180,7 +183,7 @@ def layer(
         dy, dqkv = qkv_vjp(attend_vjp(dy))
         dy, dgain1 = norm1_vjp(dy)
         gradients = (dgain1, dqkv, dout1, dgain2, din2, dout2)
-        named = zip(names, gradients, strict=True)
+        named = zip(OF_A_LAYER, gradients, strict=True)
         return dx + dy, {f"{n}.{name}": gradient for name, gradient in named}
 
     return x + y, vjp

@@ -90,7 +90,7 @@ def test_a_wrong_gradient_of_attention_is_found(monkeypatch, capsys):
     assert found["0.qkv"].error > found["0.qkv"].bound
     assert found["logits"].error <= found["logits"].bound  # nothing is wrong above attention
     assert train_lm.main(["--check", "--device", "cpu"]) == 1
-    assert "is wrong" in capsys.readouterr().err
+    assert "wrong gradients of" in capsys.readouterr().err
 
 
 def test_a_wrong_gradient_of_a_norm_is_found(monkeypatch):
@@ -106,9 +106,23 @@ def test_a_wrong_gradient_of_a_norm_is_found(monkeypatch):
     assert found["embedding"].error > found["embedding"].bound
 
 
+def test_a_gradient_of_nan_is_wrong(monkeypatch, capsys):
+    original = transformer.rms_norm
+
+    def rms_norm(x, gain):
+        y, vjp = original(x, gain)
+        return y, lambda dy: (vjp(dy)[0], vjp(dy)[1] * np.nan)
+
+    monkeypatch.setattr(transformer, "rms_norm", rms_norm)
+    assert train_lm.main(["--check", "--device", "cpu"]) == 1
+    found = capsys.readouterr().err
+    assert "1.perceptron norm" in found
+    assert "qkv" not in found
+
+
 def test_the_check_as_a_user_runs_it(tmp_path):
     printed = run(tmp_path, "--check", "--device", "cpu")
-    worst = re.search(r"worst relative error (\S+); at most (\S+) of the bound", printed)
+    worst = re.search(r"worst relative error (\S+); at most (\S+) of a bound", printed)
     assert float(worst[1]) < 1e-6
     assert float(worst[2]) <= 1
 
@@ -182,7 +196,7 @@ def test_a_seed_repeats_the_training():
 def test_validation_is_the_mean_over_all_windows():
     setting = dataclasses.replace(train_lm.TINY, batch=3, context=20, attention="float32")
     weights = some_weights(setting)
-    weights["logits"] = np.random.default_rng(5).standard_normal((12, 256), dtype=np.float32)
+    weights["logits"] = np.random.default_rng(5).standard_normal((18, 256), dtype=np.float32)
     text = np.frombuffer(
         (ROOT / "LICENSE").read_bytes()[:201], np.uint8
     )  # ten windows, 3 + 3 + 3 + 1
