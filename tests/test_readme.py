@@ -30,6 +30,8 @@ COMMANDS = {
     "cupyflash verify": "tests/test_verify_cli.py",
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/test_examples.py",
+    "python examples/train_lm.py --plot loss.svg": "tests/test_train_lm.py",
+    "python examples/train_lm.py --check": "tests/test_train_lm.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",
     'pip install ".[cuda13]"': "an extra",
