@@ -24,6 +24,7 @@ def attention(
     scale: Any = None,
     dropout: float = 0.0,
     seed: Any = None,
+    precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse_out: Any = None,
@@ -60,6 +61,10 @@ def attention(
         Probability in [0, 1) of dropping a pair, after the softmax; needs `seed`.
     seed : int or 0-d array of uint64, optional
         Key of the Philox generator: the same seed drops the same pairs everywhere.
+    precision : {None, "tf32x3"}
+        Of float32 arrays. With "tf32x3" a GPU of compute capability 8.0 or newer may multiply by
+        its tensor cores, each product as the sum of three (relative error 2^-21 instead of 2^-24),
+        for head sizes up to 256; NumPy arrays are computed in float32 all the same.
     return_lse : bool
         Return (out, lse) instead of out.
     out : array, optional
@@ -93,7 +98,7 @@ def attention(
     >>> attention(x, x, x, mask=masks.causal()).shape
     (2, 4, 100, 32)
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, **unknown)
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown)
     return calls.forward(calls.Request(q, k, v, options), return_lse, out, lse_out)
 
 
@@ -116,6 +121,7 @@ def attention_backward(
     scale: Any = None,
     dropout: float = 0.0,
     seed: Any = None,
+    precision: str | None = None,
     **unknown: Any,
 ) -> Gradients:
     """Compute the gradients of `attention` from its output and LSE.
@@ -131,8 +137,8 @@ def attention_backward(
     dlse : array, shape of lse, optional
         Gradient of the LSE, in its dtype.
     deterministic : bool
-        Ask for bitwise equal gradients in every run. Only on tensor cores it makes a difference:
-        there dq is otherwise a sum in any order, which takes fewer products.
+        Ask for bitwise equal gradients in every run. On tensor cores and in float32 it makes a
+        difference: there dq is otherwise a sum in any order, which takes fewer products.
     grads_out : Gradients or tuple, optional
         Arrays for dq, dk, dv and, where there are such inputs, dbias and dsink; None for a fresh
         one. Views are fine: three views of one packed QKV gradient take the gradients without a
@@ -140,7 +146,7 @@ def attention_backward(
     workspace : array of uint8, optional
         Scratch memory of at least `workspace_size` bytes, where q lives. Needed while a CUDA graph
         is being captured.
-    mask, score_mod, bias, sink, scale, dropout, seed
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
         As given to `attention`.
 
     Returns
@@ -157,7 +163,7 @@ def attention_backward(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, **unknown)
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown)
     request = calls.Request(q, k, v, options)
     return calls.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 

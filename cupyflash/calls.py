@@ -11,8 +11,11 @@ import numpy as np
 from . import arrays, dispatch, replay, validate
 from .errors import ArgumentError, ArgumentTypeError
 from .problem import Array, Call, Gradients
+from .target import is_device_array
 
 Vjp = Callable[..., Gradients]
+
+_NOTHING: Mapping[str, Any] = {}
 
 
 def options(
@@ -23,6 +26,7 @@ def options(
     scale: Any = None,
     dropout: Any = 0.0,
     seed: Any = None,
+    precision: Any = None,
     **unknown: Any,
 ) -> dict[str, Any]:
     """Return all options of a call as keywords, unknown ones behind them."""
@@ -34,6 +38,7 @@ def options(
         "scale": scale,
         "dropout": dropout,
         "seed": seed,
+        "precision": precision,
         **unknown,
     }
 
@@ -62,7 +67,9 @@ class Request:
         offsets: tuple[Any, Any] | None = None,
         check: Any = True,
     ) -> None:
-        self._q, self._k, self._v = arrays.of_device(q=q, k=k, v=v)
+        if not is_device_array(q):
+            q, k, v = arrays.of_device(q=q, k=k, v=v)
+        self._q, self._k, self._v = q, k, v
         self._options = options
         self._offsets, self._check = offsets, check
 
@@ -113,14 +120,15 @@ def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     """Compute a call, into the arrays given or into new ones."""
-    _check_flag(return_lse, "return_lse")
+    if return_lse is not False:
+        _check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None
     kind = "forward" if want_lse else "forward without lse"
-    seen = request.signature(kind, {}, {"out": out, "lse": lse_out})
-    known = None if seen is None else replay.find(seen)
-    if known is not None:
-        result, lse = replay.forward(*known, out, lse_out)
-        return (result, lse) if return_lse else result
+    written = _NOTHING if out is None and lse_out is None else {"out": out, "lse": lse_out}
+    seen = request.signature(kind, _NOTHING, written)
+    if seen is not None and (known := replay.find(seen)) is not None:
+        made = replay.forward(known, seen.addresses, out, lse_out)
+        return made if return_lse else made[0]
     call = request.call
     out_shape, lse_shape = _shapes(call)
     wanted = {
@@ -153,16 +161,19 @@ def backward(
 ) -> Gradients:
     """Compute the gradients of a call, into the arrays given or into new ones."""
     _check_flag(deterministic, "deterministic")
-    do, out, lse, dlse = arrays.of_device(do=do, out=out, lse=lse, dlse=dlse)
+    if not is_device_array(do):
+        do, out, lse, dlse = arrays.of_device(do=do, out=out, lse=lse, dlse=dlse)
     seen = None
     if grads_out is None or type(grads_out) is Gradients:
         read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
-        written = {} if grads_out is None else grads_out._asdict()
+        written = _NOTHING
+        if grads_out is not None or workspace is not None:
+            given = {} if grads_out is None else grads_out._asdict()
+            written = {**given, "workspace": workspace}
         kind = "deterministic backward" if deterministic else "backward"
-        seen = request.signature(kind, read, {**written, "workspace": workspace})
-    known = None if seen is None else replay.find(seen)
-    if known is not None:
-        done = replay.backward(*known, grads_out, workspace)
+        seen = request.signature(kind, read, written)
+    if seen is not None and (known := replay.find(seen)) is not None:
+        done = replay.backward(known, seen.addresses, grads_out, workspace)
         if done is not None:
             return done
     call = request.call

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from . import tensor_tiles
+from . import f64_tiles, tensor_tiles
 from .errors import ArgumentError
 from .problem import Plan, Problem
 from .target import OLDEST_CAPABILITY, Target
@@ -53,25 +53,53 @@ def _why(kernel: str, problem: Problem, target: Target, obstacle: str | None) ->
     if kernel == "forward_sm90":
         return f"{name} multiplies {problem.dtype} by the tensor cores of warpgroups"
     if kernel == "forward_sm80":
-        said = f"{name} multiplies {problem.dtype} by tensor cores, and sums in float32"
-        if target.capability == tensor_tiles.HOPPER:
+        how = "as three products each, " if problem.precision is not None else ""
+        said = (
+            f"{name} multiplies {problem.dtype} by tensor cores, {how}and sums in "
+            f"{problem.accumulator}"
+        )
+        if target.capability == tensor_tiles.HOPPER and problem.dtype.itemsize == 2:
             said += f"; not by forward_sm90, because {_hopper_obstacle(target, obstacle)}"
         return said
     said = f"{name} runs the portable kernel in {problem.accumulator}"
-    if problem.dtype.itemsize == 2 and target.capability >= tensor_tiles.OLDEST_CAPABILITY:
-        said += (
-            f", because head sizes {problem.d} and {problem.d_v} are beyond the "
-            f"{tensor_tiles.LARGEST_HEAD} of forward_sm80"
-        )
-    elif problem.dtype.itemsize == 2:
+    if problem.dtype.itemsize == 4:
+        return said
+    largest = tensor_tiles.largest_head(problem.dtype)
+    if target.capability < tensor_tiles.OLDEST_CAPABILITY:
         oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
         said += f", because forward_sm80 needs {oldest}"
+    elif max(problem.d, problem.d_v) > largest:
+        said += (
+            f", because head sizes {problem.d} and {problem.d_v} are beyond the "
+            f"{largest} of forward_sm80 in {problem.dtype}"
+        )
     return said
 
 
 def _hopper_obstacle(target: Target, obstacle: str | None) -> str | None:
     """Return in words why forward_sm90 does not serve a call on a device that is one for it."""
     return target.lacks or obstacle
+
+
+def _check_precision(problem: Problem, target: Target) -> None:
+    """Refuse a precision that a device cannot have."""
+    if problem.precision is None:
+        return
+    if target.capability < tensor_tiles.OLDEST_CAPABILITY:
+        oldest, came = (
+            ".".join(map(str, x)) for x in (tensor_tiles.OLDEST_CAPABILITY, target.capability)
+        )
+        raise ArgumentError(
+            f'precision: "{problem.precision}" came with arrays on {target.name}, of compute '
+            f"capability {came}; it needs {oldest}. Leave it out: without it any GPU computes in "
+            "float32."
+        )
+    largest = tensor_tiles.largest_head(problem.dtype)
+    if max(problem.d, problem.d_v) > largest:
+        raise ArgumentError(
+            f'precision: "{problem.precision}" came with head sizes {problem.d} and '
+            f"{problem.d_v}; it serves heads up to {largest}. Leave it out for larger ones."
+        )
 
 
 def forward(
@@ -96,12 +124,16 @@ def forward(
     Raises
     ------
     ArgumentError
-        If the device is too old, or has too little shared memory for these head sizes.
+        If the device is too old, has too little shared memory for these head sizes, or cannot have
+        the precision that is asked for.
     """
+    _check_precision(problem, target)
     if plan is None and tensor_tiles.serves(problem, target.capability):
-        if target.capability == tensor_tiles.HOPPER and not _hopper_obstacle(target, obstacle):
+        itemsize = problem.dtype.itemsize
+        hopper = itemsize == 2 and target.capability == tensor_tiles.HOPPER
+        if hopper and not _hopper_obstacle(target, obstacle):
             return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v)
-        tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory)
+        tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory, itemsize)
         if tiles is not None:
             return "forward_sm80", tiles
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
@@ -129,11 +161,18 @@ def backward(
     Raises
     ------
     ArgumentError
-        If the device is too old, or has too little shared memory for these head sizes.
+        If the device is too old, has too little shared memory for these head sizes, or cannot have
+        the precision that is asked for.
     """
-    if plan is None and tensor_tiles.serves(problem, target.capability):
+    _check_precision(problem, target)
+    if plan is None and tensor_tiles.serves_backward(problem, target.capability):
         name = f"backward_sm80_{kernel}"
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
+        if tiles is not None:
+            return name, tiles
+    if plan is None and f64_tiles.serves(problem, target.capability):
+        name = f"backward_f64_{kernel}"
+        tiles = f64_tiles.fit(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return name, tiles
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
@@ -145,9 +184,12 @@ def adds_dq(
     problem: Problem, target: Target, deterministic: bool, plan: Plan | None = None
 ) -> bool:
     """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks."""
-    if deterministic or problem.dtype.itemsize != 2:
+    if deterministic:
         return False
-    return backward("dkdv", problem, target, False, plan)[0] == "backward_sm80_dkdv"
+    kernel = backward("dkdv", problem, target, False, plan)[0]
+    if kernel == "backward_simt_dkdv":
+        return problem.dtype.itemsize == 4
+    return True
 
 
 def simt(

@@ -256,7 +256,9 @@ def check(inputs: Inputs, every: int = 1) -> list[Checked]:
     q, k, v, do = (array[::every] for array in inputs)
     host = [_on_host(array) for array in (q, k, v)]
     device = target.device_of(q)
-    cores = device is not None and tensor_tiles.multiplies(q.dtype, target.of(device).capability)
+    cores = device is not None and tensor_tiles.multiplies(
+        q.dtype, None, target.of(device).capability
+    )
     options: dict[str, Any] = {"precision": Precision.of(q.dtype, tensor_cores=cores)}
     if device is not None:
         options["block_kv"] = SMALLEST_BLOCK_KV

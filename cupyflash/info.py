@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from . import tensor_tiles
+from . import f64_tiles, tensor_tiles
 from .target import OLDEST_CAPABILITY
 from .tiles import KERNELS
 
@@ -190,9 +190,13 @@ def served(capability: tuple[int, int]) -> str:
     if capability < tensor_tiles.OLDEST_CAPABILITY:
         return f"{said}; tensor cores are used from compute capability {oldest} on"
     hopper = ("forward_sm90",) if capability == tensor_tiles.HOPPER else ()
+    half, single, double = map(tensor_tiles.largest_head, ("float16", "float32", "float64"))
     return (
-        f"{said}; float16 and bfloat16 with heads up to {tensor_tiles.LARGEST_HEAD} by the tensor "
-        f"cores of {', '.join(('forward_sm80', *hopper, *tensor_tiles.BACKWARD))}"
+        f"{said}; float16 and bfloat16 with heads up to {half} by the tensor "
+        f"cores of {', '.join(('forward_sm80', *hopper, *tensor_tiles.BACKWARD))}; the first also "
+        f'float64 with heads up to {double}, and float32 up to {single} where precision="tf32x3"; '
+        f"gradients of float64 with heads up to {f64_tiles.LARGEST_HEAD} by "
+        f"{' and '.join(f64_tiles.BACKWARD)}"
     )
 
 

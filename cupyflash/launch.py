@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import compile as compiler
-from . import config, recipe, target, tensor_maps
+from . import config, driver, recipe, target, tensor_maps
 from .errors import ArgumentError
 from .params import MAX_PARTS
 from .problem import Array, Call, Gradients, Plan
@@ -25,7 +25,6 @@ WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 ALIGNMENT = 256  # bytes, of the parts of a workspace
 
 Addresses = dict[str, int]
-_MAP = np.dtype(f"V{tensor_maps.BYTES}")
 
 
 class Ready:
@@ -33,26 +32,51 @@ class Ready:
 
     def __init__(self, launch: Launch, device: int) -> None:
         special = launch.special
-        self._packed, self._by_value = launch.packed, np.dtype(f"V{len(launch.template)}")
-        self._maps = launch.maps
         self._kernel = compiler.kernel(special, device)
+        self._function = driver.function(self._kernel, device)
+        self._launch = driver.queue(device).launch
+        self._grid, self._threads = launch.grid, special.tiles.threads
         self._shared_memory = special.tiles.shared_memory
-        self._grid, self._block = (launch.grid,), (special.tiles.threads,)
+        self._template = launch.template
+        self._slots = tuple((offset // 8, name) for offset, name in launch.slots)
+        first = driver.words_of(launch.template)
+        self._maps = tuple(
+            (slice(first + n * driver.MAP_WORDS, first + (n + 1) * driver.MAP_WORDS), made)
+            for n, made in enumerate(launch.maps)
+        )
+        self._unused: list[driver.Buffer] = []  # one per thread that ever launched with others
         self.name = special.name
 
-    def start(self, addresses: Mapping[str, int]) -> None:
-        """Launch on the current device's current stream."""
-        arguments = [np.frombuffer(self._packed(addresses), self._by_value)]
-        for each in self._maps:
-            encoded = tensor_maps.encode(each, addresses[each.name])
-            arguments.append(np.frombuffer(encoded, _MAP))
+    def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
+        """Launch on the current device's current stream.
+
+        `stream` is what `driver.Queue.pointer` says of it.
+        """
         try:
-            self._kernel(self._grid, self._block, arguments, shared_mem=self._shared_memory)
+            buffer = self._unused.pop()
+        except IndexError:
+            buffer = driver.buffer(self._template, len(self._maps))
+        words, arguments, pointers = buffer
+        for place, name in self._slots:
+            words[place] = addresses[name]
+        for places, made in self._maps:
+            words[places] = np.frombuffer(
+                tensor_maps.encode(made, addresses[made.name]), np.uint64
+            ).data
+        grid, threads, shared_memory = self._grid, self._threads, self._shared_memory
+        try:
+            if stream is None:
+                self._kernel((grid,), (threads,), arguments, shared_mem=shared_memory)
+            else:
+                self._launch(
+                    self._function, grid, 1, 1, threads, 1, 1, shared_memory, stream, pointers, 0
+                )
             if WAIT_AFTER_LAUNCH:
                 target.synchronize()
         except Exception as error:
             error.add_note(f"while running the kernel {self.name}")
             raise
+        self._unused.append(buffer)  # a launch has copied its parameters when it returns
 
 
 @dataclass(frozen=True)
@@ -61,45 +85,55 @@ class Prepared:
 
     Attributes
     ----------
-    device : int
+    queue : Queue
         Where.
     launches : tuple of Ready
         In order.
-    scratch : dict of str to Laid
-        As in the recipe.
+    scratch : tuple of (str, int, Laid)
+        As in the recipe, with the bytes that each takes.
     all_zero, adds_dq : bool
         As in the recipe.
     """
 
-    device: int
+    queue: driver.Queue
     launches: tuple[Ready, ...]
-    scratch: Mapping[str, Laid]
+    scratch: tuple[tuple[str, int, Laid], ...]
     all_zero: bool = False
     adds_dq: bool = False
 
     def forward(self, addresses: Mapping[str, int]) -> None:
         """Launch a forward; the device must be the current one."""
+        stream = self.queue.pointer()
         for launch in self.launches:
-            launch.start(addresses)
+            launch.start(addresses, stream)
 
-    def backward(
-        self, addresses: Mapping[str, int], gradients: Gradients, workspace: Array | None
-    ) -> None:
-        """Launch a backward; the device must be the current one."""
+    def backward(self, addresses: Addresses, gradients: Gradients, workspace: Array | None) -> None:
+        """Launch a backward; the device must be the current one. `addresses` may grow."""
         if self.all_zero:
             for gradient in gradients:
                 if gradient is not None:
                     target.fill(gradient, 0)
             return
-        made = _scratch(self.scratch, workspace)
-        for name, array in made.items():
-            addresses = {**addresses, name: target.address(array)}
-        if self.adds_dq:
-            target.fill(made["dq"], 0)
+        begin = 0 if workspace is None else -target.address(workspace) % ALIGNMENT
+        made = []
+        for name, size, part in self.scratch:
+            if workspace is None:
+                memory = target.memory(size)
+            else:
+                memory = target.memory_of(workspace, begin)
+                begin += _rounded(size)
+            made.append((name, part, memory))
+            addresses[name] = memory.ptr
+            if name == "dq_sum":
+                memory.memset_async(0, size)
+        if self.adds_dq and "dq_sum" not in addresses:
+            target.fill(gradients.dq, 0)
+        stream = self.queue.pointer()
         for launch in self.launches:
-            launch.start(addresses)
-        for name, computed in made.items():
-            if name != "delta":
+            launch.start(addresses, stream)
+        for name, part, memory in made:
+            if name in gradients._fields:
+                computed = target.view(part.shape, part.dtype, memory)
                 _sum_to(getattr(gradients, name), computed)
 
 
@@ -123,21 +157,8 @@ class Served(NamedTuple):
 
 def _prepared(made: Recipe, device: int) -> Prepared:
     launches = tuple(Ready(each, device) for each in made.launches)
-    return Prepared(device, launches, made.scratch, made.all_zero, made.adds_dq)
-
-
-def _scratch(parts: Mapping[str, Laid], workspace: Array | None) -> dict[str, Array]:
-    """Return uninitialised arrays in C order: parts of the workspace, or fresh ones."""
-    made = {}
-    used = 0 if workspace is None else -target.address(workspace) % ALIGNMENT
-    for name, part in parts.items():
-        if workspace is None:
-            made[name] = target.empty(part.shape, part.dtype)
-        else:
-            piece = workspace[used : used + part.nbytes]
-            made[name] = piece.view(part.dtype).reshape(part.shape)
-            used += _rounded(part.nbytes)
-    return made
+    scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
+    return Prepared(driver.queue(device), launches, scratch, made.all_zero, made.adds_dq)
 
 
 def _rounded(size: int) -> int:
@@ -146,14 +167,16 @@ def _rounded(size: int) -> int:
 
 def _sum_to(gradient: Array, computed: Array) -> None:
     """Write the sum of `computed` over the axes along which `gradient` was broadcast to it."""
-    shape = (1,) * (computed.ndim - gradient.ndim) + gradient.shape
-    for axis in range(computed.ndim):
-        if shape[axis] != computed.shape[axis]:
-            along = computed.swapaxes(0, axis)
-            for n in range(1, along.shape[0]):
-                along[0] += along[n]  # in place, in a fixed order
-            computed = along[:1].swapaxes(0, axis)
-    gradient[...] = computed.reshape(gradient.shape)
+    if computed.shape != gradient.shape:
+        shape = (1,) * (computed.ndim - gradient.ndim) + gradient.shape
+        for axis in range(computed.ndim):
+            if shape[axis] != computed.shape[axis]:
+                along = computed.swapaxes(0, axis)
+                for n in range(1, along.shape[0]):
+                    along[0] += along[n]  # in place, in a fixed order
+                computed = along[:1].swapaxes(0, axis)
+        computed = computed.reshape(gradient.shape)
+    target.convert(computed, gradient)
 
 
 def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
@@ -272,6 +295,8 @@ def backward_addresses(
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
     parts = recipe.scratch_of(call, config.adds_dq(call.problem, target.of(_device(call)), False))
+    if call.sink is not None:  # whose gradient may have to be computed there
+        parts["dsink"] = Laid(call.sink.shape, call.sink.dtype)
     return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())
 
 
@@ -307,4 +332,5 @@ def _combine(
     addresses = {"out": target.address(out), "lse": target.address(lse)}
     for n, (part_out, part_lse) in enumerate(parts):
         addresses |= {f"out {n}": target.address(part_out), f"lse {n}": target.address(part_lse)}
-    Ready(recipe.combine(parts, out, lse, dtype), device).start(addresses)
+    launch = Ready(recipe.combine(parts, out, lse, dtype), device)
+    launch.start(addresses, driver.queue(device).pointer())

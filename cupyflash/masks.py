@@ -7,11 +7,12 @@ combine with ``&``, ``|`` and ``~``, and `mask` makes one from a function.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -176,6 +177,23 @@ def position_symbols(b: Any, h: Any, i: Any, j: Any, sizes: Any) -> dict[str, An
     return symbols | {name: np.asarray(value, np.int64) for name, value in positions}
 
 
+_Make = TypeVar("_Make", bound=Callable[..., Any])
+
+
+def remembered(make: _Make) -> _Make:
+    """Let a function remember what it made of plain numbers, with the structure of that."""
+    recent = functools.lru_cache(maxsize=256, typed=True)(make)
+
+    @functools.wraps(make)
+    def made(*args: Any, **keywords: Any) -> Any:
+        for value in (*args, *keywords.values()):
+            if value is not None and type(value) not in (int, float):
+                return make(*args, **keywords)
+        return recent(*args, **keywords)
+
+    return made  # type: ignore[return-value]
+
+
 def number_or_per_batch(value: Any, argument: str) -> Expr:
     """Return an integer, or a look-up of one integer per batch entry."""
     if isinstance(value, (bool, np.bool_)):
@@ -255,6 +273,7 @@ def _diagonal(offset: Any, argument: str) -> Expr:
     return _I + (len_k - len_q if offset is None else number_or_per_batch(offset, argument))
 
 
+@remembered
 def causal(offset: Any = None) -> Mask:
     """Let query i see key j when ``j <= i + offset``.
 
@@ -270,6 +289,7 @@ def causal(offset: Any = None) -> Mask:
     return Mask(_diagonal(offset, "causal: offset") >= _J)
 
 
+@remembered
 def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
     """Let query i see keys from ``i + offset - left`` to ``i + offset + right``.
 
@@ -298,6 +318,7 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
     return Mask(expr)
 
 
+@remembered
 def lengths(k_lengths: Any, q_lengths: Any = None) -> Mask:
     """Let queries see the first `k_lengths` keys of their batch entry: padded batches.
 
@@ -350,6 +371,7 @@ def segments(q_ids: Any, k_ids: Any = None) -> Mask:
     )
 
 
+@remembered
 def prefix(n: Any) -> Mask:
     """Let every query see the first `n` keys: join with `causal` for a prefix language model.
 
@@ -369,6 +391,7 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) > 0
 
 
+@remembered
 def dilated(step: int) -> Mask:
     """Let query i see every `step`-th key, counted from its own: ``(i + Lk - Lq - j) % step == 0``.
 

@@ -56,7 +56,10 @@ TABLE = [
 # (name, type, count): a letter of `struct`, or the fields of a struct.
 Fields = list[tuple[str, Any, int]]
 _FIXED: Fields = [
-    *((name, OPERAND, 1) for name in "q k v out d_out dq dk dv dbias lse dlse delta".split()),
+    *(
+        (name, OPERAND, 1)
+        for name in "q k v out d_out dq dk dv dbias lse dlse delta dq_sum".split()
+    ),
     *((name, "Q", 1) for name in "sink dsink offsets_q offsets_k seed_gmem tiles_visited".split()),
     ("batch", "q", 1),
     ("lead_size", "q", MAX_LEAD),

@@ -62,6 +62,7 @@ class Problem:
     scale: float = 1.0
     dropout: float = 0.0
     seed: Any = 0  # a number, or a 0-d array of uint64 in device memory
+    precision: str | None = None  # "tf32x3": float32 may be multiplied by tensor cores
 
     @property
     def accumulator(self) -> np.dtype[Any]:

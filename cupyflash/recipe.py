@@ -28,7 +28,9 @@ from .tiles import Tiles
 from .trees import trees
 
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
+RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
 SINK_THREADS = 512
+GROUP_ROWS, UNIT = 8, 16  # rows and columns that lie together in sums of dq
 _ADDRESS = struct.Struct("=Q")
 
 
@@ -110,7 +112,7 @@ class Recipe:
     scratch: Mapping[str, Laid] = field(default_factory=dict)
     tables: tuple[Any, ...] = ()
     all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
-    adds_dq: bool = False  # launches add to dq's scratch, which is 0 before
+    adds_dq: bool = False  # launches add to dq_sum or, without one, to dq; it is 0 before
 
 
 class _Writer:
@@ -230,12 +232,18 @@ class _Writer:
         self._add(special, grid, self.told | told, self.named)
 
     def over_results(
-        self, kernel: str, tiles: Tiles, grid: int, named: tuple[str, ...] = (), **told: Any
+        self,
+        kernel: str,
+        tiles: Tiles,
+        grid: int,
+        named: tuple[str, ...] = (),
+        d: int = 0,
+        **told: Any,
     ) -> None:
         """Add a kernel that works on rows of results, and has no use for masks and scores."""
         problem = self.call.problem
         special = Specialisation(
-            kernel, problem.dtype.name, 0, problem.d_v, tiles, packed=problem.packed
+            kernel, problem.dtype.name, d, 0 if d else problem.d_v, tiles, packed=problem.packed
         )
         nothing = {"ints": (), "floats": (), "tables": ()}
         own = [name for name in self.named if not name.startswith("table ")]
@@ -335,25 +343,28 @@ def backward(
     scratch = scratch_of(call, adds_dq)
     if dsink is not None and not dsink.flags.c_contiguous:
         scratch["dsink"] = Laid(dsink.shape, dsink.dtype)
-    made_dq, made_dk, made_dv = (
-        scratch.get(name, own) for name, own in (("dq", dq), ("dk", dk), ("dv", dv))
-    )
+    made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}
-    arrays |= {"d_out": (do, 3), "dq": (made_dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
+    arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
     if dlse is not None:
         arrays["dlse"] = (dlse, 2)
+    if "dq_sum" in scratch:
+        arrays["dq_sum"] = (scratch["dq_sum"], 3)
     if dbias is not None:
         dbias = dbias[(None,) * (3 - dbias.ndim)]
         arrays["dbias"] = (dbias, 3)
     writer = _Writer(call, facts, arrays, True, plan, count_tiles)
     writer.told |= {
-        "kind_dq": KINDS[made_dq.dtype.name],
+        "kind_dq": KINDS[dq.dtype.name],
         "kind_dk": KINDS[made_dk.dtype.name],
         "kind_dv": KINDS[made_dv.dtype.name],
     }
-    rows, lead = lse.size, writer.lead  # rows of all entries and heads
-    writer.over_results("backward_delta", ROWS, -(-rows // (ROWS.threads // 32)))
+    lead = writer.lead
+    rows = writer.told["total_q" if problem.packed else "len_q"]
+    blocks = -(-rows // RESULTS.block_q)
+    heads = problem.heads * (1 if problem.packed else problem.batch)
+    writer.over_results("backward_delta", RESULTS, blocks * heads, blocks=blocks)
     if dsink is not None:
         shared = SINK_THREADS * problem.accumulator.itemsize
         tiles = Tiles(block_q=0, block_kv=0, threads=SINK_THREADS, shared_memory=shared)
@@ -363,12 +374,28 @@ def backward(
     slope = writer.generated.functions.has_slope
     kernel, tiles = config.backward("dkdv", problem, facts, slope, plan)
     writer.over_rows(kernel, tiles, True, own, adds_dq)
-    if not adds_dq:
+    own = lead.sizes if problem.packed else lead.own("dq")
+    if "dq_sum" in scratch:
+        _rows_of_sums(writer, own)
+    elif not adds_dq:
         kernel, tiles = config.backward("dq", problem, facts, slope, plan)
-        writer.over_rows(kernel, tiles, False, lead.sizes if problem.packed else lead.own("dq"))
+        writer.over_rows(kernel, tiles, False, own)
     if dbias is not None:
         _bias_gradient(writer, dbias)
     return Recipe(tuple(writer.launches), scratch, writer.generated.arrays, adds_dq=adds_dq)
+
+
+def _rows_of_sums(writer: _Writer, own: tuple[int, ...]) -> None:
+    """Add the kernel that makes rows of dq out of sums; `own` are its leading axes' lengths."""
+    problem = writer.call.problem
+    if problem.packed:
+        blocks = writer.told["total_q"] // RESULTS.block_q + problem.batch
+        grid = blocks * problem.heads
+    else:
+        blocks = -(-writer.told["len_q"] // RESULTS.block_q)
+        grid = blocks * problem.heads * math.prod(own)
+    told = {"blocks": blocks, "own_size": own}
+    writer.over_results("backward_dq_rows", RESULTS, grid, d=problem.d, **told)
 
 
 def _bias_gradient(writer: _Writer, dbias: Array) -> None:
@@ -403,8 +430,8 @@ def _bias_gradient(writer: _Writer, dbias: Array) -> None:
 def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
     """Return what the backward keeps beside its results: delta, one number per query.
 
-    Where k and v are broadcast over different axes, also their gradients before they are summed,
-    and with `adds_dq` that of q.
+    Where k and v are broadcast over different axes, also their gradients before they are summed;
+    with `adds_dq` the sums of dq, unless dq has the accumulator's type.
     """
     problem = call.problem
     lead = () if problem.packed else problem.lead
@@ -413,8 +440,11 @@ def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
     if shared is not None:
         for name, array in (("dk", call.k), ("dv", call.v)):
             scratch[name] = Laid((*shared, *array.shape[-3:]), problem.accumulator)
-    if adds_dq:
-        scratch["dq"] = Laid(call.q.shape, problem.accumulator)
+    if adds_dq and problem.dtype != problem.accumulator:
+        *lead_q, rows, columns = call.q.shape
+        groups = rows // GROUP_ROWS + problem.batch if problem.packed else -(-rows // GROUP_ROWS)
+        sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT
+        scratch["dq_sum"] = Laid((*lead_q, *sizes), problem.accumulator)
     return scratch
 
 

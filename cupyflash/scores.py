@@ -21,7 +21,7 @@ from .expr.functions import POSITIONS, SCORE, clip, len_k, len_q, tanh
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
 from .expr.structure import Structure, structure
-from .masks import as_array, flat_sizes, position_symbols, traced
+from .masks import as_array, flat_sizes, position_symbols, remembered, traced
 
 __all__ = ["Score", "alibi", "relative_bias", "score", "softcap"]
 
@@ -188,6 +188,7 @@ def alibi(slopes: Any) -> Score:
     return Score(SCORE - slope * abs(_I + len_k - len_q - _J))
 
 
+@remembered
 def softcap(c: float) -> Score:
     """Hold scores softly within (-c, c): ``c tanh(s / c)``.
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -88,8 +88,17 @@ def here() -> Target:
 
 def is_device_array(value: Any) -> bool:
     """Whether a value is a CuPy array."""
+    kind = type(value)
+    if kind in _kinds:
+        return True
     cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(value, getattr(cupy, "ndarray", ()))
+    if cupy is None or not isinstance(value, getattr(cupy, "ndarray", ())):
+        return False
+    _kinds.add(kind)
+    return True
+
+
+_kinds: set[type] = set()  # types of CuPy arrays that were seen
 
 
 def device_of(array: Any) -> int | None:
@@ -139,35 +148,35 @@ def current(device: int) -> AbstractContextManager[Any]:
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 
-class Form(NamedTuple):
+class Form:
     """Shape, dtype and memory order of an array that is to be made.
 
-    Attributes
+    Parameters
     ----------
-    shape : tuple of int
-        As in memory, the slowest axis first.
-    dtype : numpy.dtype
-        Of its elements.
-    axes : tuple of int or None
-        The axes of the array in those of `shape`; None where they are the same.
+    array : array
+        One like it, without gaps.
     """
 
-    shape: tuple[int, ...]
-    dtype: Any
-    axes: tuple[int, ...] | None
+    __slots__ = ("_alloc", "_dtype", "_nbytes", "_ndarray", "_shape", "_strides")
 
-    @staticmethod
-    def of(array: Any) -> Form:
-        """Return the form of an array without gaps."""
-        order = _slowest_first(array.shape, array.strides)
-        axes = tuple(order.index(axis) for axis in range(array.ndim))
-        shape = tuple(array.shape[axis] for axis in order)
-        return Form(shape, array.dtype, None if axes == tuple(range(array.ndim)) else axes)
+    def __init__(self, array: Any) -> None:
+        import cupy
+
+        self._ndarray, self._alloc = cupy.ndarray, cupy.cuda.alloc
+        self._shape, self._dtype, self._nbytes = array.shape, array.dtype, array.nbytes
+        steps = np.cumprod([array.itemsize, *array.shape[:0:-1]])[::-1]
+        self._strides = None if array.strides == tuple(steps.tolist()) else array.strides
 
     def empty(self) -> Any:
         """Return such an array, uninitialised, on the current device."""
-        made = empty(self.shape, self.dtype)
-        return made if self.axes is None else made.transpose(self.axes)
+        try:
+            if self._strides is None:
+                return self._ndarray(self._shape, self._dtype)  # what cupy.empty calls
+            memory = self._alloc(self._nbytes)
+            return self._ndarray(self._shape, self._dtype, memory, self._strides)
+        except _out_of_memory() as error:
+            _add_note(error, self._shape, self._dtype)
+            raise
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -175,13 +184,44 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     import cupy
 
     try:
-        return cupy.ndarray(shape, dtype)  # what cupy.empty calls
-    except cupy.cuda.memory.OutOfMemoryError as error:
-        error.add_note(
-            f"while cupyflash asked for an array of shape {tuple(shape)}, dtype {np.dtype(dtype)}; "
-            "every array of the call is as it was"
-        )
+        return cupy.ndarray(shape, dtype)
+    except _out_of_memory() as error:
+        _add_note(error, shape, dtype)
         raise
+
+
+def memory(size: int) -> Any:
+    """Return so many bytes of the current device's memory, as CuPy's arrays have them."""
+    import cupy
+
+    try:
+        return cupy.cuda.alloc(size)
+    except _out_of_memory() as error:
+        _add_note(error, (size,), np.uint8)
+        raise
+
+
+def memory_of(array: Any, begin: int) -> Any:
+    """Return the memory of a contiguous array, from one of its bytes on."""
+    return array.data + begin
+
+
+def view(shape: tuple[int, ...], dtype: Any, memory: Any) -> Any:
+    """Return an array in C order of memory that is there already."""
+    import cupy
+
+    return cupy.ndarray(shape, dtype, memory)
+
+
+def _out_of_memory() -> type[Exception]:
+    import cupy
+
+    return cupy.cuda.memory.OutOfMemoryError  # type: ignore[no-any-return]
+
+
+def _add_note(error: Exception, shape: tuple[int, ...], dtype: Any) -> None:
+    what = f"an array of shape {tuple(shape)}, dtype {np.dtype(dtype)}"
+    error.add_note(f"while cupyflash asked for {what}; every array of the call is as it was")
 
 
 def _slowest_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -193,6 +233,18 @@ def fill(array: Any, value: float) -> None:
     """Write one number to every element."""
     with array.device:
         array.fill(value)
+
+
+@functools.cache
+def _converter() -> Any:
+    import cupy
+
+    return cupy.ElementwiseKernel("T x", "U y", "y = x", "cupyflash_convert")
+
+
+def convert(array: Any, to: Any) -> None:
+    """Write the elements of an array, rounded, to another one on the current device."""
+    _converter()(array, to)  # in half the host's time of an assignment
 
 
 def empty_like(array: Any, shape: tuple[int, ...]) -> Any:

@@ -1,7 +1,7 @@
 """Tiles of the kernels for tensor cores: one table, and the shared memory that each row takes.
 
-The formulas are those of kernels_cu/primitives/fragment.cuh; every kernel asserts that it and this
-module agree on the bytes.
+The formulas are those of kernels_cu/primitives/fragment_rows.cuh; every kernel asserts that it and
+this module agree on the bytes.
 """
 
 from __future__ import annotations
@@ -14,53 +14,80 @@ import numpy as np
 from .problem import Problem
 from .tiles import Tiles
 
-OLDEST_CAPABILITY = (8, 0)  # of matrix instructions for both 16-bit types
-LARGEST_HEAD = 256
+OLDEST_CAPABILITY = (8, 0)  # of matrix instructions for these types
 
-# Largest head -> what fits, the best first: queries and keys of a tile, warps, places of the ring
-# that keys and values pass through, and blocks that share a multiprocessor's registers.
-FORWARD: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
-    64: ((128, 128, 4, 2, 2),),
-    128: ((128, 64, 4, 2, 2),),
-    256: ((64, 64, 4, 2, 2), (64, 32, 4, 2, 1)),
+# Bytes of an element -> largest head -> what fits, the best first: queries and keys of a tile,
+# warps, places of the ring that keys and values pass through, and blocks that share a
+# multiprocessor's registers.
+FORWARD: dict[int, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
+    2: {
+        64: ((128, 128, 4, 2, 2),),
+        128: ((128, 64, 4, 2, 2),),
+        256: ((64, 64, 4, 2, 2), (64, 32, 4, 2, 1)),
+    },
+    4: {
+        64: ((128, 32, 4, 2, 2),),
+        128: ((128, 64, 8, 2, 1), (128, 32, 8, 2, 1)),
+        256: ((128, 32, 8, 2, 1), (128, 16, 8, 2, 1), (64, 16, 4, 2, 1)),
+    },
+    8: {
+        64: ((128, 64, 8, 2, 1), (128, 32, 8, 2, 1)),
+        128: ((128, 32, 8, 2, 1), (128, 16, 8, 2, 1), (64, 16, 4, 2, 1)),
+    },
 }
 
 
-def multiplies(dtype: Any, capability: tuple[int, int]) -> bool:
+def largest_head(dtype: Any) -> int:
+    """Return the largest head size that the forward for tensor cores has tiles for."""
+    return max(FORWARD[np.dtype(dtype).itemsize])
+
+
+def multiplies(dtype: Any, precision: str | None, capability: tuple[int, int]) -> bool:
     """Whether tensor cores of such a device are used for a type."""
-    return np.dtype(dtype).itemsize == 2 and capability >= OLDEST_CAPABILITY
+    wanted = np.dtype(dtype).itemsize != 4 or precision is not None
+    return wanted and capability >= OLDEST_CAPABILITY
 
 
 def serves(problem: Problem, capability: tuple[int, int]) -> bool:
-    """Whether the kernels for tensor cores can compute a problem on such a device."""
-    fits = max(problem.d, problem.d_v) <= LARGEST_HEAD
-    return fits and multiplies(problem.dtype, capability)
+    """Whether the forward for tensor cores can compute a problem on such a device."""
+    fits = max(problem.d, problem.d_v) <= largest_head(problem.dtype)
+    return fits and multiplies(problem.dtype, problem.precision, capability)
 
 
-def row_bytes(width: int) -> int:
+def serves_backward(problem: Problem, capability: tuple[int, int]) -> bool:
+    """The same of the backward."""
+    return problem.dtype.itemsize == 2 and serves(problem, capability)
+
+
+def row_bytes(width: int, itemsize: int = 2) -> int:
     """Bytes of a row in shared memory: whole lines."""
-    return -(-width // 64) * 128
+    return -(-width * itemsize // 128) * 128
 
 
-def shared_memory(block_q: int, block_kv: int, warps: int, slots: int, d: int, d_v: int) -> int:
+def shared_memory(
+    block_q: int, block_kv: int, warps: int, slots: int, d: int, d_v: int, itemsize: int
+) -> int:
     """Bytes of forward_sm80.cu: queries or the output, the ring, and little."""
     rows = block_q + slots * block_kv
-    return rows * max(row_bytes(d), row_bytes(d_v)) + ENTRY_BYTES + 8 * warps
+    return rows * row_bytes(max(d, d_v), itemsize) + ENTRY_BYTES + 8 * warps
 
 
-def fit(d: int, d_v: int, limit: int) -> Tiles | None:
+def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
     """Return the best tiles of forward_sm80.cu that fit into `limit` bytes, or None.
 
     Parameters
     ----------
     d, d_v : int
-        Head sizes, at most `LARGEST_HEAD`.
+        Head sizes, at most `largest_head`.
     limit : int
         Bytes of shared memory that a block may have.
+    itemsize : int
+        Bytes of an element.
     """
-    largest = next(most for most in FORWARD if max(d, d_v) <= most)
-    for block_q, block_kv, warps, slots, resident in FORWARD[largest]:
-        shared = shared_memory(block_q, block_kv, warps, slots, d, d_v)
+    table = FORWARD[itemsize]
+    largest = next(most for most in table if max(d, d_v) <= most)
+    for block_q, block_kv, warps, slots, resident in table[largest]:
+        shared = shared_memory(block_q, block_kv, warps, slots, d, d_v, itemsize)
         if shared <= limit:
             return Tiles(block_q, block_kv, 32 * warps, shared, resident)
     return None
@@ -93,7 +120,12 @@ def fit_hopper(d: int, d_v: int) -> Tiles:
 # The same of the backward, with stages that the operand that passes by is copied to.
 BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     "backward_sm80_dkdv": {
-        64: ((128, 128, 8, 2, 1), (64, 128, 8, 2, 1), (64, 64, 4, 2, 1)),
+        64: (
+            (64, 128, 4, 2, 2),
+            (128, 128, 8, 2, 1),
+            (64, 128, 8, 2, 1),
+            (64, 64, 4, 2, 1),
+        ),
         128: ((64, 128, 8, 2, 1), (32, 64, 4, 2, 1)),
         256: ((64, 64, 8, 2, 1), (64, 64, 8, 1, 1), (32, 32, 4, 1, 1)),
     },
@@ -121,6 +153,7 @@ def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: in
     return held + stages * block_kv * columns
 
 
+RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
 KNOWN_BYTES = ENTRY_BYTES + 8 * (4 * PASSING_STAGES + 1)
@@ -131,11 +164,17 @@ _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
 
 
 def fit_backward(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
-    """Return the best tiles of a kernel of the backward, as `fit` does."""
+    """Return the best tiles of a kernel of the backward, as `fit` does.
+
+    Those whose blocks find room beside each other come first.
+    """
     table = BACKWARD[kernel]
     largest = next(most for most in table if max(d, d_v) <= most)
+    fitting = []
     for block_q, block_kv, warps, stages, resident in table[largest]:
         shared = _BYTES[kernel](block_q, block_kv, warps, stages, d, d_v)
-        if shared <= limit:
+        if (shared + RESERVED) * resident <= limit + RESERVED:
             return Tiles(block_q, block_kv, 32 * warps, shared, resident)
-    return None
+        if shared <= limit:
+            fitting.append(Tiles(block_q, block_kv, 32 * warps, shared, resident))
+    return fitting[0] if fitting else None

@@ -70,6 +70,10 @@ class Shape:
         """Columns of an operand that is in shared memory as a whole."""
         return _ceil(width, 128 // self.itemsize) * self.chunk_columns(width)
 
+    def held_columns(self, width: int) -> int:
+        """Columns of one that is also the right factor of a product."""
+        return max(self.whole_columns(width), self.padded_columns(width))
+
     def odd_stride(self, columns: int) -> int:
         """Distance of rows: an odd number of vectors."""
         wide = _round_up(columns, self.vector)
@@ -98,6 +102,9 @@ class Shape:
         return 2 * max(chunk, step * self.padded_columns(wide))
 
 
+HEAD_BYTES = 128  # of what backward_simt_dkdv.cu knows of the head that passes by
+
+
 def _ceil(x: int, y: int) -> int:
     return -(-x // y)
 
@@ -121,11 +128,11 @@ def forward_simt(shape: Shape, block_q: int, block_kv: int, _: int) -> int:
 
 
 def backward_simt_dkdv(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:
-    """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse and delta."""
-    held = _whole(shape, block_kv, shape.d) + _whole(shape, block_kv, shape.d_v)
+    """Shared elements of backward_simt_dkdv.cu: keys, values, tiles, stage, lse, delta, head."""
+    held = _tile(shape, block_kv, shape.held_columns(shape.d)) + _whole(shape, block_kv, shape.d_v)
     held += (1 + spare) * _tile(shape, block_kv, block_q) + 2 * block_q
     stages = (shape.stage(block_q, width, width) for width in (shape.d, shape.d_v))
-    return held + max(stages)
+    return held + max(stages) + HEAD_BYTES // shape.itemsize
 
 
 def backward_simt_dq(shape: Shape, block_q: int, block_kv: int, spare: int) -> int:

@@ -6,13 +6,12 @@ was.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from . import device
+from . import device, numbers
 from .arrays import array, floats, one_home, outputs
 from .errors import ArgumentError, ArgumentTypeError
 from .expr.nodes import Expr, LookupTable, walk
@@ -197,9 +196,9 @@ def _checked_offsets(offsets: Array, name: str, total: int) -> Array:
 
 
 _OPTIONS = (
-    "the options are mask, score_mod, bias, sink, scale, dropout, seed; beside them attention "
-    "takes return_lse, out, lse_out, and attention_backward dlse, deterministic, grads_out, "
-    "workspace"
+    "the options are mask, score_mod, bias, sink, scale, dropout, seed, precision; beside them "
+    "attention takes return_lse, out, lse_out, and attention_backward dlse, deterministic, "
+    "grads_out, workspace"
 )
 _OTHER_NAMES = {  # of other libraries, or of other functions of this one
     "alibi_slopes": "say score_mod=scores.alibi(slopes)",
@@ -235,6 +234,7 @@ def _with_options(
     scale: Any = None,
     dropout: Any = 0.0,
     seed: Any = None,
+    precision: Any = None,
     **unknown: Any,
 ) -> Call:
     if unknown:
@@ -243,9 +243,10 @@ def _with_options(
         raise ArgumentTypeError(f"{name}: no argument of this function; {remedy}.")
     problem = replace(
         problem,
-        scale=_scale(scale, problem.d, problem.accumulator),
-        dropout=_dropout(dropout, seed),
-        seed=_seed(seed),
+        scale=numbers.scale(scale, problem.d, problem.accumulator),
+        dropout=numbers.dropout(dropout, seed),
+        seed=numbers.seed(seed),
+        precision=numbers.precision(precision, problem.dtype),
     )
     made = Call(
         problem,
@@ -259,67 +260,6 @@ def _with_options(
         were_matrices=(matrices[0], matrices[1], matrices[2]),
     )
     return replace(made, device=one_home(read_arrays(made)))
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, (bool, np.bool_)) or not isinstance(
-        value, (int, float, np.integer, np.floating)
-    ):
-        raise ArgumentTypeError(
-            f"{name}: {type(value).__name__} came; wanted a number, an int or a float."
-        )
-    try:
-        return float(value)
-    except OverflowError:
-        raise ArgumentError(f"{name}: an integer beyond every float came; wanted less.") from None
-
-
-def _scale(value: Any, d: int, accumulator: np.dtype[Any]) -> float:
-    if value is None:
-        return 1.0 / math.sqrt(d)
-    scale = _number(value, "scale")
-    if not abs(scale) <= float(np.finfo(accumulator).max):
-        raise ArgumentError(
-            f"scale: {scale} came; wanted a finite number within the range of {accumulator}, or "
-            "None for 1 / sqrt(D)."
-        )
-    return scale
-
-
-def _dropout(value: Any, seed: Any) -> float:
-    p = _number(value, "dropout")
-    if not 0 <= p < 1:
-        raise ArgumentError(f"dropout: {p} came; wanted a probability, 0 or more and less than 1.")
-    if round(p * 2**32) == 2**32:
-        raise ArgumentError(
-            f"dropout: {p!r} came, which rounds to 1 in 32 bits; wanted less than 1 - 2**-33."
-        )
-    if p and seed is None:
-        raise ArgumentError(
-            f"dropout: {p} came without a seed; pass seed=number. The same seed gives the same "
-            "dropped pairs, in the backward too."
-        )
-    return p
-
-
-def _seed(value: Any) -> Any:
-    if value is None:
-        return 0
-    if is_device_array(value):
-        return device.seed(value)
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ArgumentTypeError(
-            f"seed: {type(value).__name__} came; wanted an integer, or a 0-d uint64 array."
-        )
-    if not 0 <= int(value) < 2**64:
-        raise ArgumentError(
-            f"seed: {value} came; wanted 0 to 2**64 - 1, for instance seed % 2**64."
-        )
-    return int(value)
 
 
 def _mask(value: Any) -> Mask | None:

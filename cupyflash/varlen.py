@@ -23,6 +23,7 @@ def attention_varlen(
     scale: Any = None,
     dropout: float = 0.0,
     seed: Any = None,
+    precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse_out: Any = None,
@@ -44,7 +45,7 @@ def attention_varlen(
     check : bool
         Offsets on a GPU are read back and checked, which waits for them; with False they are not
         read, and kernels hold them within the arrays. Offsets in host memory are always checked.
-    mask, score_mod, bias, sink, scale, dropout, seed, return_lse, out, lse_out
+    mask, score_mod, bias, sink, scale, dropout, seed, precision, return_lse, out, lse_out
         As in `attention`. In masks and scores b is the sequence, i and j count within it, and the
         default offset of `masks.causal` is that sequence's Lk - Lq. `bias` and a mask array
         broadcast to (n, Hq, max Lq, max Lk); `masks.segments` takes packed arrays.
@@ -65,7 +66,7 @@ def attention_varlen(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 1.
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, **unknown)
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown)
     request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
     return calls.forward(request, return_lse, out, lse_out)
 
@@ -92,6 +93,7 @@ def attention_varlen_backward(
     scale: Any = None,
     dropout: float = 0.0,
     seed: Any = None,
+    precision: str | None = None,
     **unknown: Any,
 ) -> Gradients:
     """Compute the gradients of `attention_varlen`.
@@ -106,7 +108,7 @@ def attention_varlen_backward(
         As in `attention_varlen`.
     dlse, deterministic, grads_out, workspace
         As in `attention_backward`.
-    mask, score_mod, bias, sink, scale, dropout, seed
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
         As given to `attention_varlen`.
 
     Returns
@@ -123,7 +125,7 @@ def attention_varlen_backward(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, **unknown)
+    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown)
     request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
     return calls.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 

@@ -56,7 +56,7 @@ def precision_of(device: str) -> Callable[[Any], Precision]:
     from .testing import Precision
 
     def precision(dtype: Any) -> Precision:
-        cores = device == "gpu" and tensor_tiles.multiplies(dtype, target.here().capability)
+        cores = device == "gpu" and tensor_tiles.multiplies(dtype, None, target.here().capability)
         return Precision.of(dtype, tensor_cores=cores)
 
     return precision

@@ -70,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       for (long long i0 = one_query ? 0 : q_block * BLOCK_Q; i0 < i_end; i0 += BLOCK_Q) {
         const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
         __syncthreads();  // lse and delta, which may still be read
-        gradient_tile::load_row_numbers(p, entry, h, i0, ni, scratch);
+        gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
+                                        memory::numbers(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
         for (long long j0 = one_key ? 0 : kv_block * BLOCK_KV; j0 < j_end; j0 += BLOCK_KV) {
           const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);

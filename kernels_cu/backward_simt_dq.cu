@@ -70,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     __syncthreads();  // do, lse and delta of the entry before, which may still be written or read
     memory::load_rows<BLOCK_Q, matmul::whole_columns(D_V), DO_STRIDE, D_V>(
         do_smem, memory::rows(p.d_out, entry, h, false), i0, ni);
-    gradient_tile::load_row_numbers(p, entry, h, i0, ni, scratch);
+    gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
+                                    memory::numbers(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
     for (long long j0 = 0; j0 < entry.len_k; j0 += BLOCK_KV) {
       const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
@@ -81,12 +82,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
       // 2 scores
       accum_t s[ROWS][COLUMNS];
-      matmul::multiply_rows<BLOCK_KV, D, UNROLL>(s, q_smem, k, j0, nj, stage);
+      matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, k, j0, nj, stage);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
-      matmul::multiply_rows<BLOCK_KV, D_V, UNROLL>(s, do_smem, v, j0, nj, stage);
+      matmul::multiply_rows<BLOCK_KV, D_V, DO_STRIDE, UNROLL>(s, do_smem, v, j0, nj, stage);
       gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
       // 6 accumulate dq
       if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);

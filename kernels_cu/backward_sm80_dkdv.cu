@@ -4,14 +4,17 @@
 // FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
-// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
-// is float32 and 0 before, row after row without gaps: in any order of the blocks.
+// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of dq
+// that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
+// them.
 //
 // Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
 //
 // A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
 // shared memory. Of dk and dv it has the same keys, all the tile's queries and a share of the
-// columns. While a tile is multiplied, the next one is on its way, if there are two STAGES.
+// columns. A warp that shares its keys with no other keeps P and dS in registers instead; only
+// where pairs that take no part meet NaN or infinity, it does as the others. While a tile is
+// multiplied, the next one is on its way, if there are two STAGES.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
 // Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, what is
@@ -31,16 +34,29 @@ constexpr bool WIDE =
 constexpr int WARP_KEYS = WIDE ? 32 : 16;
 constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;  // warps with the same keys
 constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
+// A warp that has all of a tile's queries keeps P and dS in registers, as left operands, and works
+// on a part of the queries at a time.
+constexpr bool HELD = SHARERS == 1;
+constexpr int PART_QUERIES = !HELD ? WARP_QUERIES : WARP_QUERIES % 32 == 0 && !HAS_SCORE ? 32 : 16;
+constexpr int PARTS = WARP_QUERIES / PART_QUERIES;
 constexpr int ROWS = WARP_KEYS / 8;
-constexpr int COLUMNS = WARP_QUERIES / 4;
+constexpr int COLUMNS = PART_QUERIES / 4;
 using ShareK = fragment_product::Share<D, SHARERS>;
 using ShareV = fragment_product::Share<D_V, SHARERS>;
 // Of dq a warp has 32 or 16 of the tile's queries and a share of the columns.
 constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
+constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, as far as registers go
 
-constexpr int UNROLL = 2;  // as far as registers go
+// As far as registers go.
+constexpr int UNROLL = HAS_SCORE || (D <= 64 && !HELD) ? 2 : D > 64 && D <= 128 ? 8 : 4;
+
+// A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
+constexpr int NO_TILE = -1;
+__device__ __forceinline__ long long first_of(int tile) {
+  return static_cast<long long>(tile / 4) * BLOCK_Q;
+}
 
 // What a block knows of the head whose queries pass by. It lies in shared memory, because registers
 // hold the sums.
@@ -49,10 +65,15 @@ struct Head {
   memory::Rows q, d_out;
   memory::Numbers lse, delta;
   fragment_tile::Classes classes;
-  float* dq;  // row 0
+  float* dq_sum;  // row 0
   long long h;
   long long j0;  // the first key
 };
+
+// In registers, so that it is read once.
+__device__ __forceinline__ memory::Rows copy_of(const memory::Rows& rows_smem) {
+  return {rows_smem.data, rows_smem.row, rows_smem.col, rows_smem.vectors};
+}
 
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
@@ -83,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
+  const layout::Work work =
+      layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -91,7 +113,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int warp = threadIdx.x / arch::WARP_SIZE;
   const int warp_key = warp / SHARERS * WARP_KEYS;
   const int warp_query = warp % SHARERS * WARP_QUERIES;
-  const fragment_gradient::Corner corner(warp_key, warp_query);
   const ShareK share_k(warp % SHARERS);
   const ShareV share_v(warp % SHARERS);
   unsigned long long visited = 0;
@@ -124,95 +145,156 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (threadIdx.x == 0) {
         const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
-        *head_smem =
-            Head{entry,
-                 memory::rows(p.q, entry, h, false),
-                 memory::rows(p.d_out, entry, h, false),
-                 memory::numbers(p.lse, entry, h),
-                 memory::numbers(p.delta, entry, h),
-                 {},
-                 reinterpret_cast<float*>(p.dq.data) + layout::offset(p.dq, entry, h, false),
-                 h,
-                 head_smem->j0};
+        *head_smem = Head{
+            entry,
+            memory::rows(p.q, entry, h, false),
+            memory::rows(p.d_out, entry, h, false),
+            memory::numbers(p.lse, entry, h),
+            memory::numbers(p.delta, entry, h),
+            {},
+            reinterpret_cast<float*>(p.dq_sum.data) + layout::grouped_offset(p.dq_sum, entry, h),
+            h,
+            head_smem->j0};
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
-      const auto begin = [&](const fragment_tile::Next& tile, int stage) {
+      const int tiles = static_cast<int>((head_smem->entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+      const auto rows_of = [&](int tile) {
+        return tile / 4 + 1 < tiles ? BLOCK_Q
+                                    : static_cast<int>(head_smem->entry.len_q - first_of(tile));
+      };
+      const auto begin = [&](int tile, int stage) {
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
-        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.first, tile.rows);
-        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, head_smem->d_out,
-                                                    tile.first, tile.rows);
-        numbers.load(head_smem->lse, head_smem->delta, tile.first, tile.rows);
+        const long long first = first_of(tile);
+        const int rows = rows_of(tile);
+        const memory::Rows q = copy_of(head_smem->q), d_out = copy_of(head_smem->d_out);
+        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, first, rows);
+        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, first, rows);
+        numbers.load(head_smem->lse, head_smem->delta, first, rows);
       };
       const auto describe = [&](long long i0, int ni) {
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
       };
-      fragment_tile::Next now = fragment_tile::next_tile<BLOCK_Q>(p, head_smem->classes, 0,
-                                                                  head_smem->entry.len_q, describe);
-      if (now.rows == 0) continue;
+      const auto next_from = [&](int number) {
+        if constexpr (!HAS_MASK) return number < tiles ? 4 * number + FULL : NO_TILE;
+        const fragment_tile::Next found = fragment_tile::next_tile<BLOCK_Q>(
+            p, head_smem->classes, first_of(4 * number), head_smem->entry.len_q, describe);
+        const int place = static_cast<int>(found.first / BLOCK_Q);
+        return found.rows > 0 ? 4 * place + found.tile_class : NO_TILE;
+      };
+      int now = next_from(0);
+      if (now == NO_TILE) continue;
       begin(now, 0);
       numbers.store(lse_smem, lse_smem + BLOCK_Q);
       int stage = 0;
 #pragma unroll 1
-      while (now.rows > 0) {
-        const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
+      while (now != NO_TILE) {
+        const bool masked = HAS_SCORE || now % 4 == PARTIAL || nj < BLOCK_KV;
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
-        const float* const own_lse_smem = lse_smem + corner.column;
         ++visited;
 
         arch::finish_copies();
+        const auto finite_tile = [&] {
+          return finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
+                 fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
+        };
+        bool careful = false;  // of values that are not finite, and pairs that take no part
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
-        __syncthreads();
-        const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_Q>(
-            p, head_smem->classes, now.first + BLOCK_Q, head_smem->entry.len_q, describe);
-        if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
-
-        // 2 scores
-        float s[ROWS][COLUMNS];
-        fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
-                                              q_smem + warp_query * K_BYTES);
-        const TileBox box = describe(now.first, now.rows);
-        unsigned int kept[ROWS];
-        if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
-        // 3 score mod
-        // 4 mask
-        // 5 probabilities and the gradient of the output's weights
-        fragment_gradient::recompute_probabilities<true, P_BYTES>(
-            p, box, now.tile_class, masked, s, corner, own_lse_smem, kept, p_smem);
-        float dp[ROWS][COLUMNS];
-        fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
-                                                do_smem + warp_query * V_BYTES);
-        fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
-        fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
-        const bool careful = MAY_MASK && masked &&
-                             !(finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
-                               fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem));
-        bool seen = false;
-        if constexpr (STORAGE == 0) {
-          const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
-          // P and dS, which other threads wrote.
-          if (arch::barrier_or(careful || exceeds)) {
-            seen = MAY_MASK && masked;  // of finite tiles it costs time alone
-            const float own = fragment_gradient::largest_finite(s);
-            if (arch::lane_index() == 0) largest_smem[warp] = own;
-            __syncthreads();  // the warps' largest
-            float largest = 0;
-#pragma unroll
-            for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
-            if (largest > unit.largest) unit.widen(largest, dk);
-            fragment_gradient::store_tile<P_BYTES>(s, corner, unit.factor, ds_smem);
-            __syncthreads();  // dS, which other threads wrote
-          }
-        } else if (MAY_MASK && masked) {
-          seen = arch::barrier_or(careful);  // P and dS, which other threads wrote
+        if (HELD && MAY_MASK && masked) {
+          careful = arch::barrier_or(!finite_tile());
         } else {
           __syncthreads();  // the same
         }
-        // 6 accumulate dv and dk
+        const int next = next_from(now / 4 + 1);
+        if (STAGES == 2 && next != NO_TILE) begin(next, 1 - stage);
+
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part) {
+          const int query = warp_query + part * PART_QUERIES;
+          const fragment_gradient::Corner corner(warp_key, query);
+          const float* const own_lse_smem = lse_smem + corner.column;
+          float s[ROWS][COLUMNS];
+          unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
+          // 2 scores
+          fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
+                                                q_smem + query * K_BYTES);
+          const TileBox box = describe(first_of(now), rows_of(now));
+          unsigned int kept[ROWS];
+          if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+          // 3 score mod
+          // 4 mask
+          // 5 probabilities and the gradient of the output's weights
+          fragment_gradient::recompute_probabilities<true, HELD ? 0 : P_BYTES>(
+              p, box, now % 4, masked, s, corner, own_lse_smem, kept, weights, p_smem);
+          if (HELD && careful) {
+            fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
+          }
+          float dp[ROWS][COLUMNS];
+          fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
+                                                  do_smem + query * V_BYTES);
+          fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
+          if constexpr (!HELD) careful = MAY_MASK && masked && !finite_tile();
+          const auto store = [&] {
+            fragment_gradient::narrow(s, unit.factor, ds);
+            fragment_gradient::store_words<P_BYTES>(ds, corner, ds_smem);
+          };
+          if constexpr (STORAGE == 0) {
+            if constexpr (!HELD) store();
+            const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
+            // The numbers below, which were read; P and dS, which other threads wrote.
+            if (arch::barrier_or(exceeds || (!HELD && careful))) {
+              if constexpr (!HELD) careful = MAY_MASK && masked;  // of finite tiles it costs time
+              const float own = fragment_gradient::largest_finite(s);
+              if (arch::lane_index() == 0) largest_smem[warp] = own;
+              __syncthreads();  // the warps' largest
+              float largest = 0;
+#pragma unroll
+              for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
+              const float before = unit.inverse();
+              if (largest > unit.largest) unit.widen(largest, dk);
+              for (int n = 0; n < part; ++n) {
+                const fragment_gradient::Corner other(warp_key, warp_query + n * PART_QUERIES);
+                fragment_gradient::scale_words<P_BYTES, ROWS, COLUMNS / 2>(
+                    other, before * unit.factor, ds_smem);
+              }
+              if constexpr (!HELD) {
+                store();
+                __syncthreads();  // dS, which other threads wrote
+              }
+            } else {
+              careful = HELD && careful;
+            }
+            if constexpr (HELD) store();
+          } else {
+            store();
+          }
+          // 6 accumulate dv and dk
+          if (HELD && !careful) {
+            fragment::multiply_add<D_V>(dv, weights, do_smem + query * V_BYTES);
+            fragment::multiply_add<D>(dk, ds, q_smem + query * K_BYTES);
+          }
+        }
+        if constexpr (HELD) {
+          __syncthreads();  // dS, which other threads wrote
+        } else if constexpr (STORAGE == 1) {
+          if (MAY_MASK && masked) {
+            careful = arch::barrier_or(careful);  // P and dS, which other threads wrote
+          } else {
+            __syncthreads();  // the same
+          }
+        }
+        // The same of what is not in registers, and dq.
         const char* const p_rows = p_smem + warp_key * P_BYTES;
         const char* const ds_rows = ds_smem + warp_key * P_BYTES;
-        if (seen) {
+        const auto sum_gmem = [&] {
+          return head_smem->dq_sum + first_of(now) * fragment::whole_columns(D);
+        };
+        if (careful) {
+          if constexpr (ADDS_DQ) {
+            fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
+                ds_smem, p_smem, k_smem, sum_gmem(), rows_of(now), unit.inverse());
+          }
           fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
                                                                  share_v);
           fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
@@ -222,29 +304,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
           __syncthreads();  // the tile, now finite
         }
-        fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, UNROLL>(dv, p_rows, do_smem, share_v);
-        fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, UNROLL>(dk, ds_rows, q_smem, share_k);
-        if constexpr (ADDS_DQ) {
-          const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
-          const ShareQ share_q(warp % DQ_SHARERS);
-          float* const to_gmem = head_smem->dq + now.first * p.dq.row;
-          const float factor = static_cast<float>(p.scale);
-          float dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
+        // Additions to dq take turns with steps of other products, where there are some.
+        float dq[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
+        const auto multiply_dq = [&](int part) {
+          const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
+          const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
           matmul::clear(dq);
-          if (seen) {
-            fragment_product::add_rows_nonfinite<D, BLOCK_KV, P_BYTES>(
-                ds_smem, p_smem, k_smem, to_gmem, p.dq.row, now.rows, unit.inverse(), factor);
+          if (careful) {
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
-                dq, ds_smem, warp_row / 16, k_smem, share_q);
+                dq, ds_smem, first, k_smem, share);
           } else {
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
-                dq, ds_smem, warp_row / 16, k_smem, share_q);
+                dq, ds_smem, first, k_smem, share);
           }
-          matmul::scale(dq, unit.inverse());
-          fragment_product::add_rows(dq, share_q, to_gmem + warp_row * p.dq.row, p.dq.row,
-                                     now.rows - warp_row, factor);
+          if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
+        };
+        const auto add_dq = [&](int part, int step, int steps) {
+          const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
+          const int first = warp / DQ_SHARERS * DQ_QUERIES;
+          fragment_product::add_fragments(dq, share,
+                                          sum_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
+                                          rows_of(now) - first, step, steps);
+        };
+        if constexpr (HELD || !ADDS_DQ) {
+          constexpr int AT_ONCE = HELD ? 1 : UNROLL;
+          const auto nothing = [](int) {};
+          if (!HELD || careful) {
+            fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, AT_ONCE>(dv, p_rows, do_smem,
+                                                                           share_v, nothing);
+            fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, AT_ONCE>(dk, ds_rows, q_smem,
+                                                                         share_k, nothing);
+          }
+          if constexpr (ADDS_DQ) {
+#pragma unroll
+            for (int part = 0; part < DQ_PARTS; ++part) {
+              multiply_dq(part);
+              add_dq(part, 0, 1);
+            }
+          }
+        } else {
+          constexpr int STEPS = BLOCK_Q / 16;
+          multiply_dq(0);
+          fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
+              dv, p_rows, do_smem, share_v,
+              [&](int step) { add_dq(0, step, 2 * STEPS / DQ_PARTS); });
+          if constexpr (DQ_PARTS == 2) multiply_dq(1);
+          fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(
+              dk, ds_rows, q_smem, share_k, [&](int step) {
+                add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
+              });
         }
-        if (next.rows > 0) {
+        if (next != NO_TILE) {
           if constexpr (STAGES == 1) {
             __syncthreads();  // the tile, which was read
             begin(next, 0);

@@ -130,8 +130,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
+      unsigned int ds[ROWS][COLUMNS / 2];
       fragment_gradient::recompute_probabilities<false, 0>(
-          p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, nullptr);
+          p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, ds, nullptr);
       float dp[ROWS][COLUMNS];
       fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
       fragment_gradient::score_gradients<false>(p, masked, s, dp, lse_smem + BLOCK_Q + corner.row,
@@ -142,10 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           const float largest = fragment_gradient::largest_finite(s);
           if (largest > unit.largest) unit.widen(largest, dq);
         }
-        matmul::scale(s, unit.factor);
       }
-      unsigned int ds[ROWS][COLUMNS / 2];
-      fragment::narrow(s, ds);
+      fragment_gradient::narrow(s, unit.factor, ds);
       if (careful) {
         fragment::add_nonfinite<D>(dq, ds, k_smem);
         __syncthreads();  // the keys, which are read as they came

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
     // 2 scores
     accum_t s[ROWS][COLUMNS];
-    matmul::multiply_rows<BLOCK_KV, D, UNROLL>(s, q_smem, k, j0, nj, stage);
+    matmul::multiply_rows<BLOCK_KV, D, Q_STRIDE, UNROLL>(s, q_smem, k, j0, nj, stage);
     matmul::scale(s, scale);
     // 3 score mod
     // 4 mask

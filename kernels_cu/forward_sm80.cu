@@ -1,4 +1,4 @@
-// Tiled attention, forward, in 16-bit types by the tensor cores of compute capability 8.0 and
+// Tiled attention, forward, by the tensor cores of compute capability 8.0 and
 // later: the twin of reference/forward.py.
 //
 // FlashAttention-2 (Dao 2023), Algorithm 1: one block of queries stays, blocks of keys and values
@@ -12,8 +12,10 @@
 // Shared memory: the queries, the ring. BLOCK_Q is 16 or 32 times the warps, BLOCK_KV a multiple
 // of 16.
 #include "params.cuh"
+#include "primitives/fragment.cuh"
 #include "primitives/fragment_softmax.cuh"
 #include "primitives/fragment_tile.cuh"
+#include "primitives/fragment_wide.cuh"
 
 namespace {
 
@@ -32,9 +34,9 @@ struct Known {
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES - KNOWN_BYTES) / SLOT_BYTES;
 // Whether registers have room for the queries of a warp's rows.
-constexpr bool HOLD_Q = ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
+constexpr bool HOLD_Q =
+    !fragment::WIDE && ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
 
-static_assert(STORAGE < 2, "16-bit types");
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
 static_assert(SHARED_BYTES == HELD_BYTES + SLOTS * SLOT_BYTES + KNOWN_BYTES, "SHARED_BYTES");
@@ -57,10 +59,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int ni = tile::rows_from(i0, work.entry.len_q, BLOCK_Q);
   const memory::Rows k = memory::rows(p.k, work.entry, h_kv, true);
   const memory::Rows v = memory::rows(p.v, work.entry, h_kv, true);
-  const float scale = static_cast<float>(p.scale);
+  const accum_t scale = static_cast<accum_t>(p.scale);
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
-  const float unit = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = fmin(unit * tile::LOG2_E, number::largest_float());
+  const accum_t unit = HAS_SCORE ? accum_t(1) : fabs(scale);
+  const accum_t c = fmin(unit * fragment_softmax::LOG2_E, number::largest());
   unsigned long long visited = 0;
 
   // 1 load q
@@ -100,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     __syncthreads();  // the queries, which other threads copied
     q.hold();
   }
-  float m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
+  accum_t m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
 
 #pragma unroll 1
@@ -117,10 +119,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::wait_copies<SLOTS - 2>();
     __syncthreads();  // the keys, which other threads copied, and the place before, which was read
     if constexpr (SLOTS == 2) begin_values(now, 1);
-    unsigned int weights[ROWS][COLUMNS / 2];
+    fragment::word_t weights[ROWS][COLUMNS / fragment::PER_WORD];
     if (sees) {
       // 2 scores
-      float s[ROWS][COLUMNS];
+      accum_t s[ROWS][COLUMNS];
       fragment::multiply(s, q, place(0));
       // 3 score mod
       if constexpr (HAS_SCORE) fragment_tile::change_scores(p, box, s, allowed, scale);
@@ -128,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (MAY_MASK && !HAS_SCORE && masked) fragment_tile::hide_pairs(s, allowed);
       if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, now.rows);
       // 5 row max
-      float m_new[ROWS];
+      accum_t m_new[ROWS];
       if (fragment_softmax::row_max(s, m, m_new)) {
         // 6 rescale
         fragment_softmax::rescale(m, m_new, l, acc, c);
@@ -145,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::wait_copies<SLOTS - 2>();
     bool careful = false;
     // The values, which other threads copied, and the place before, which was read.
-    if (MAY_MASK && masked) {
+    if (fragment::LIMITED || (MAY_MASK && masked)) {
       careful = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(place(0)));
     } else {
       __syncthreads();  // the same
@@ -167,27 +169,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   fragment_softmax::row_sum(l);
-  float weight[ROWS];
+  accum_t weight[ROWS];
   fragment_softmax::join_sink(
       m, l, weight, unit,
-      p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
+      p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, h));
   // 8 normalise
-  const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+  const accum_t keep_scale = HAS_DROPOUT ? static_cast<accum_t>(p.keep_scale) : accum_t(1);
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
+  for (int r = 0; r < ROWS; ++r)
+    weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
   if (visited == 0) {
     arch::wait_copies<0>();
     __syncthreads();  // the queries, which other threads copied to where the output goes
   }
-  fragment::store_rows<D_V>(acc, p.out, layout::offset(p.out, entry, h, false), i0, ni, weight,
-                            q_smem + fragment::warp_row() * V_BYTES);
+  char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
+  fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
+  __syncwarp();  // the warp's rows, which its lanes wrote
+  fragment::copy_out<D_V>(
+      p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
+      fragment::WARP_ROWS, ni - fragment::warp_row(), arch::lane_index(), arch::WARP_SIZE,
+      out_smem);
   // 9 store lse
   const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
     if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < ni) {
-      lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+      lse.data[(i0 + row) * lse.row] = l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
     }
   }
   tile::count_tiles(p, visited);

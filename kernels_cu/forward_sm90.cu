@@ -210,9 +210,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
   // The warpgroup's queries, which its warps have read: the output passes there.
   arch::meet_at(1 + CONSUMERS + own, warpgroup::THREADS_OF);
-  fragment::store_rows<D_V>(
-      acc, p.out, layout::offset(p.out, entry, h, false), i0, ni, weight,
-      q_smem + own * HELD_BYTES + fragment::warp_row() % warpgroup::ROWS_OF * V_BYTES);
+  char* const out_smem =
+      q_smem + own * HELD_BYTES + fragment::warp_row() % warpgroup::ROWS_OF * V_BYTES;
+  fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
+  __syncwarp();  // the warp's rows, which its lanes wrote
+  fragment::copy_out<D_V>(
+      p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
+      fragment::WARP_ROWS, ni - fragment::warp_row(), arch::lane_index(), arch::WARP_SIZE,
+      out_smem);
   // 9 store lse
   const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll

@@ -47,6 +47,9 @@ struct Params {
   Operand lse;
   Operand dlse;
   Operand delta;
+  // Sums of dq in float32 that many blocks add to, in groups of 8 rows: (lead..., H, rows, columns
+  // in whole units of 16); col is unused. primitives/fragment_product.cuh says how they lie.
+  Operand dq_sum;
 
   const char* sink;            // (Hq,) contiguous, or null
   char* dsink;                 // (Hq,) contiguous

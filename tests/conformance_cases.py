@@ -291,6 +291,75 @@ def _product(name: str, kind: Any, whole: bool) -> Case:
     return Case(title, body, given, wanted, equal if whole else near, TENSOR_CORES)
 
 
+def _lanes_matrices(given: Array, depth: int) -> tuple[Array, Array, Array]:
+    """Return a, b and c of every warp, of what its lanes hold of pieces of `depth` of a sum."""
+    lanes = np.arange(32)
+    row, k, column = lanes // 4, lanes % 4, 2 * (lanes % 4)
+    rows = 16 if depth == 8 else 8
+    held = np.ascontiguousarray(given).reshape(len(given) // 32, 32, -1).astype(np.float64)
+    a, b, c = (np.zeros((len(held), *x)) for x in ((rows, depth), (depth, 8), (rows, 8)))
+    of_a, of_b = rows * depth // 32, depth * 8 // 32
+    for n in range(of_a):
+        a[:, row + 8 * (n % 2), k + 4 * (n // 2)] = held[..., n]
+    for n in range(of_b):
+        b[:, k + 4 * n, row] = held[..., of_a + n]
+    for n in range(rows * 8 // 32):
+        c[:, row + 8 * (n // 2), column + n % 2] = held[..., of_a + of_b + n]
+    return a, b, c
+
+
+def _wide_product(name: str, depth: int, kind: Any, whole: bool) -> Case:
+    """The same of 4- and 8-byte elements."""
+    of_a, of_b, of_c = (4, 2, 4) if depth == 8 else (1, 1, 2)
+    narrow = kind == np.float32
+    word = "__float_as_uint(in[%d])" if narrow else "in[%d]"
+    a = [word % n for n in range(of_a)]
+    b = [word % n for n in range(of_a, of_a + of_b)]
+    element = "unsigned int" if narrow else "double"
+    left = f"const {element} a[{of_a}] = {{{', '.join(a)}}};" if of_a > 1 else ""
+    sums = ", ".join(f"out[{n}]" for n in range(of_c))
+    body = f"""
+      {left}
+      for (int k = 0; k < {of_c}; ++k) out[k] = in[{of_a + of_b} + k];
+      arch::{name}({sums}, {"a" if of_a > 1 else a[0]}, {", ".join(b)});
+    """
+
+    def given() -> Array:
+        drawn = np.random.default_rng(0).standard_normal((4 * THREADS, of_a + of_b + of_c))
+        return (np.round(4 * drawn) if whole else drawn).astype(kind)
+
+    def matrices(given: Array) -> tuple[Array, Array, Array]:
+        given = given.copy()
+        if narrow:  # the last 13 bits of operands are passed over
+            given[:, : of_a + of_b] = (
+                np.ascontiguousarray(given[:, : of_a + of_b]).view(np.uint32)
+                & np.uint32(0xFFFFE000)
+            ).view(np.float32)
+        return _lanes_matrices(given, depth)
+
+    def held(c: Array) -> Array:
+        lanes = np.arange(32)
+        row, column = lanes // 4, 2 * (lanes % 4)
+        parts = [c[:, row + 8 * (n // 2), column + n % 2] for n in range(of_c)]
+        return np.stack(parts, -1).reshape(-1, of_c)
+
+    def wanted(given: Array) -> Array:
+        a, b, c = matrices(given)
+        return np.asarray(held(c + a @ b).astype(kind))
+
+    def near(given: Array, one: Array, other: Array) -> Array:
+        a, b, c = matrices(given)
+        exact, terms = (held(f(c) + f(a) @ f(b)) for f in (np.positive, np.abs))
+        # float32: each sum cut off at the last place of the largest; float64: rounded.
+        unit = 2.0**-23 if narrow else 2.0**-53
+        # The exact value is rounded, too.
+        right = [np.abs(x - exact) <= 2 * (depth + 1) * unit * terms for x in (one, other)]
+        return np.logical_and(*right)
+
+    title = f"{name}: {'whole numbers' if whole else 'rounded'}"
+    return Case(title, body, given, wanted, equal if whole else near, TENSOR_CORES)
+
+
 def _shuffle(kind: Any) -> Case:
     def partners(given: Array) -> Array:
         lanes = np.arange(len(given))[:, None]
@@ -372,14 +441,41 @@ CASES = [
         TENSOR_CORES,
     ),
     Case(
-        "add add_pair",
+        "store",
+        """
+          arch::Bytes16 bytes;
+          for (int k = 0; k < 4; ++k) bytes.x[k] = in[k ^ 1];
+          arch::store(out, bytes);
+        """,
+        lambda: np.random.default_rng(0).integers(0, 2**32, (2 * THREADS, 4), np.uint32),
+        lambda x: np.ascontiguousarray(x[:, [1, 0, 3, 2]]),
+    ),
+    Case(
+        "add",
         """
           for (int k = 0; k < 4; ++k) out[k] = in[k];
-          arch::add(out, in[4]);
-          arch::add_pair(out + 2, in[5], in[6]);
+          arch::add(out + 1, in[4]);
         """,
         lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
-        lambda x: x[:, :4] + x[:, [4, 7, 5, 6]] * np.array([1, 0, 1, 1], np.float32),
+        lambda x: x[:, :4] + x[:, [7, 4, 7, 7]] * np.array([0, 1, 0, 0], np.float32),
+    ),
+    Case(
+        "add_four",
+        """
+          for (int k = 0; k < 4; ++k) out[k] = in[k];
+          arch::add_four(out, in[4], in[5], in[6], in[7]);
+        """,
+        lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
+        lambda x: x[:, :4] + x[:, 4:],
+    ),
+    Case(
+        "add",
+        """
+          out[0] = in[0];
+          arch::add(out, in[1]);
+        """,
+        lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 2)),
+        lambda x: x[:, :1] + x[:, 1:],
     ),
     Case(
         "lane_index",
@@ -417,5 +513,14 @@ CASES = [
     _product("mma_m16n8k16_f16", np.float16, False),
     _product("mma_m16n8k16_bf16", ml_dtypes.bfloat16, True),
     _product("mma_m16n8k16_bf16", ml_dtypes.bfloat16, False),
+    *(
+        _wide_product(name, depth, kind, whole)
+        for name, depth, kind in (
+            ("mma_m16n8k8_tf32", 8, np.float32),
+            ("mma_m8n8k4_f64", 4, np.float64),
+            ("mma_m16n8k8_f64", 8, np.float64),
+        )
+        for whole in (True, False)
+    ),
     *conformance_warpgroups.CASES,
 ]

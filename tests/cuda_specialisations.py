@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupyflash import config, lookup, masks, scores, tensor_tiles, validate
+from cupyflash import config, f64_tiles, lookup, masks, scores, tensor_tiles, validate
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.key_range import key_range
-from cupyflash.recipe import ROWS
+from cupyflash.recipe import RESULTS, ROWS
 from cupyflash.source import NONE, Specialisation
 from cupyflash.target import Target
 from cupyflash.tiles import KERNELS, Tiles
@@ -78,8 +78,20 @@ def cases() -> list[Case]:
         found += [Case(kernel, dtype, *more) for kernel in kernels]
     for n, own in enumerate([(64, 64), (128, 128), (256, 256), (192, 192), (96, 104)]):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, "plain", False))
+    # float64, and float32 in three products.
+    wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
+    for n in range(14):
+        dtype, options = dtypes[3 * (n % 2)], list(OPTIONS)[n // 2]
+        own = wide_sizes[dtype.itemsize]
+        found.append(Case("forward_sm80", dtype, own[n // 2 % len(own)], options, n % 3 == 2))
+    f64_sizes = [(64, 64), (128, 128), (40, 72), (1, 3)]
+    for n in range(14):
+        kernel, options = list(f64_tiles.BACKWARD)[n % 2], list(OPTIONS)[n // 2]
+        found.append(Case(kernel, dtypes[3], f64_sizes[n // 2 % 4], options, n % 3 == 2))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
+    for n, size in enumerate(((64, 64), (40, 72))):
+        found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))
     return found
 
 
@@ -89,20 +101,26 @@ def capability(arch: str) -> tuple[int, int]:
 
 
 def runs_on(case: Case, arch: str) -> bool:
-    """Whether there is such a kernel for a GPU."""
+    """Whether there is such a kernel for a GPU, and tiles for these sizes."""
     if "sm90" in case.kernel:
         return capability(arch) == tensor_tiles.HOPPER
-    return "sm80" not in case.kernel or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
+    if case.kernel in f64_tiles.BACKWARD:
+        has = capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
+        return has and f64_tiles.fit(case.kernel, *case.sizes, SHARED_MEMORY[arch]) is not None
+    tensor = "sm80" in case.kernel or case.kernel == "backward_dq_rows"
+    return not tensor or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
 
 
 def specialisation(case: Case, arch: str) -> Specialisation:
     """Return what a case is compiled for on a GPU."""
+    cores = "sm80" in case.kernel and case.dtype == np.float32
+    options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
     q = np.zeros((4, 24, case.sizes[0]), case.dtype)
     v = np.zeros((4, 24, case.sizes[1]), case.dtype)
     if case.packed:
-        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, **OPTIONS[case.options])
+        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, **options)
     else:
-        call = validate.call(q, q, v, **OPTIONS[case.options])
+        call = validate.call(q, q, v, **options)
     problem, made = call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
     functions = generate(made.allowed, made.classes, made.changed, made.slope, keys).functions
@@ -113,24 +131,32 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         obstacle = None if case.kernel == "forward_sm90" else "for a test"
         kernel, tiles = config.forward(problem, target, obstacle=obstacle)
         assert kernel == case.kernel
-    elif case.kernel in tensor_tiles.BACKWARD:
-        part = case.kernel.removeprefix("backward_sm80_")
+    elif case.kernel in (*tensor_tiles.BACKWARD, *f64_tiles.BACKWARD):
+        part = case.kernel.rpartition("_")[2]
         kernel, tiles = config.backward(part, problem, target, functions.has_slope)
         assert kernel == case.kernel
     elif case.kernel in KERNELS:
         tiles = config.simt(case.kernel, problem, target, functions.has_slope)
     else:
+        of_blocks = RESULTS if case.kernel.startswith("backward") else ROWS
         shared = 512 * problem.accumulator.itemsize
-        tiles = Tiles(0, 0, 512, shared) if case.kernel == "backward_sink" else ROWS
+        tiles = Tiles(0, 0, 512, shared) if case.kernel == "backward_sink" else of_blocks
         functions = NONE
+    of_results = functions is NONE and case.kernel != "backward_dq_rows"
     return Specialisation(
         case.kernel,
         problem.dtype.name,
-        0 if tiles.block_q == 0 else problem.d,
-        problem.d_v,
+        0 if of_results else problem.d,
+        0 if case.kernel == "backward_dq_rows" else problem.d_v,
         tiles,
         packed=case.packed,
         dropout=problem.dropout > 0 and tiles.block_q > 0,
         functions=functions,
-        adds_dq=case.kernel == "backward_sm80_dkdv" and not case.packed,
+        adds_dq=not case.packed
+        and (case.kernel, case.dtype.itemsize)
+        in (
+            ("backward_sm80_dkdv", 2),
+            ("backward_f64_dkdv", 8),
+            ("backward_simt_dkdv", 4),
+        ),
     )

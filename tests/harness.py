@@ -137,10 +137,14 @@ def run_backward(problem: Problem, out: Array, lse: Array) -> Gradients:
     return results
 
 
+def precision_of(problem: Problem, tensor_cores: bool) -> Precision:
+    return Precision.of(problem.dtype, tensor_cores, problem.options.get("precision"))
+
+
 def bound_forward(problem: Problem, tensor_cores: bool = False) -> ForwardBound:
     arrays = problem.q, problem.k, problem.v
     options = problem.options | {
-        "precision": Precision.of(problem.dtype, tensor_cores), "block_kv": block_kv(problem)
+        "precision": precision_of(problem, tensor_cores), "block_kv": block_kv(problem)
     }  # fmt: skip
     if problem.offsets is None:
         return forward_bound(*arrays, **options)
@@ -150,7 +154,7 @@ def bound_forward(problem: Problem, tensor_cores: bool = False) -> ForwardBound:
 def bound_backward(problem: Problem, tensor_cores: bool = False) -> BackwardBound:
     arrays = problem.do, problem.q, problem.k, problem.v
     options = problem.options | {
-        "precision": Precision.of(problem.dtype, tensor_cores), "block_kv": block_kv(problem),
+        "precision": precision_of(problem, tensor_cores), "block_kv": block_kv(problem),
         "dlse": problem.dlse,
     }  # fmt: skip
     if problem.offsets is None:

@@ -19,6 +19,8 @@ from cupyflash.tiles import REGISTERS
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 HALF = np.dtype(np.float16)
 BLOCKS = Blocks(32, 32, 64)
+# Two warps share the queries of their keys, or each has all queries of its own, in two parts.
+TILES = pytest.mark.parametrize("blocks", [BLOCKS, Blocks(64, 64, 64)], ids=["shared", "held"])
 MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["adds", "deterministic"])
 
 
@@ -38,6 +40,13 @@ def run(q, k, v, do, deterministic, blocks=BLOCKS, schedule=REVERSE, **options):
     return made[:3]
 
 
+FAR = {
+    "documents": masks.segments(np.arange(1100) // 450, np.arange(40) // 20),
+    "the last queries": masks.mask(lambda b, h, i, j: i >= 1090 + j),
+    "both ends": masks.mask(lambda b, h, i, j: (i < 3) | (i > 1040 + j)),
+}
+
+
 def worst(q, k, v, do, made, **options):
     precision = Precision.of(q.dtype, tensor_cores=True)
     bound = backward_bound(do, q, k, v, precision=precision, block_kv=32, **options)
@@ -49,9 +58,20 @@ def worst(q, k, v, do, made, **options):
 
 @emulated
 @MODES
+@pytest.mark.parametrize("name", FAR)
+def test_more_tiles_than_are_classified_at_once(name, deterministic):
+    # One warp: 32 tiles of 16 at a time.
+    q, do, k, v = (x.astype(HALF) for x in draw((1, 1100, 8), (1, 1100, 8), (1, 40, 8), (1, 40, 8)))
+    made = run(q, k, v, do, deterministic, Blocks(16, 16, 32), mask=FAR[name])
+    assert worst(q, k, v, do, made, mask=FAR[name]) <= 1
+
+
+@emulated
+@MODES
+@TILES
 @pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_ds_of_any_size(deterministic, order, heads):
+def test_ds_of_any_size(deterministic, blocks, order, heads):
     # From tile to tile 2^8 times larger or smaller: unscaled, the small ones vanish, and the large
     # ones overflow, times values of 200.
     q, do = draw((heads, 128, 16), (heads, 128, 16))
@@ -61,17 +81,18 @@ def test_ds_of_any_size(deterministic, order, heads):
     k = k * np.repeat(2.0 ** np.arange(-8, 4, 4), 32)[:, None]
     q, k, v, do = (x.astype(HALF) for x in (q, k, 200 * v, do))
     with np.errstate(over="ignore"):
-        made = run(q, k, v, do, deterministic)
+        made = run(q, k, v, do, deterministic, blocks)
     assert worst(q, k, v, do, made) <= 1
 
 
 @emulated
 @MODES
-def test_gradients_of_nothing_are_0(deterministic):
+@TILES
+def test_gradients_of_nothing_are_0(deterministic, blocks):
     q, k, v, do = (x.astype(HALF) for x in draw(*[(2, 40, 16)] * 4))
-    made = run(q, k, v, 0 * do, deterministic)
+    made = run(q, k, v, 0 * do, deterministic, blocks)
     assert all(not x.any() for x in made)
-    made = run(q, k, v, do, deterministic, mask=masks.mask(lambda b, h, i, j: j < 0))
+    made = run(q, k, v, do, deterministic, blocks, mask=masks.mask(lambda b, h, i, j: j < 0))
     assert all(not x.any() for x in made)
 
 
@@ -80,14 +101,15 @@ def test_gradients_of_nothing_are_0(deterministic):
 
 @emulated
 @MODES
+@TILES
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_masked_queries_and_keys_change_no_bit(deterministic, value):
+def test_masked_queries_and_keys_change_no_bit(deterministic, blocks, value):
     q, k, v, do = (x.astype(HALF) for x in draw(*[(2, 70, 24)] * 4))
     mask = masks.mask(lambda b, h, i, j: (j <= i) & (i != 50) & (j != 3))
     results = []
     for bad in (0, value):
         q[:, 50], do[:, 50], k[:, 3], v[:, 3] = bad, bad, bad, bad
-        results.append(run(q, k, v, do, deterministic, mask=mask))
+        results.append(run(q, k, v, do, deterministic, blocks, mask=mask))
     for a, b in zip(*results, strict=True):
         assert same_bits(a, b)
         assert np.isfinite(a).all()
@@ -95,10 +117,11 @@ def test_masked_queries_and_keys_change_no_bit(deterministic, value):
 
 @emulated
 @MODES
-def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic):
+@TILES
+def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic, blocks):
     q, k, v, do = (x.astype(HALF) for x in draw(*[(1, 70, 24)] * 4))
     do[0, 40, 5] = np.nan
-    dq, dk, dv = run(q, k, v, do, deterministic, mask=masks.causal())
+    dq, dk, dv = run(q, k, v, do, deterministic, blocks, mask=masks.causal())
     assert np.isnan(dq[0, 40]).all()
     assert np.isfinite(np.delete(dq, 40, axis=1)).all()
     assert np.isnan(dk[0, :41]).all()
@@ -145,16 +168,18 @@ def kernels(q, arch, deterministic, plan=None, **options):
 def test_which_kernels_are_launched():
     q = np.zeros((2, 24, 64), HALF)
     names, made = kernels(q, "sm_80", False)
-    assert names == ["backward_delta", "backward_sm80_dkdv"]
+    assert names == ["backward_delta", "backward_sm80_dkdv", "backward_dq_rows"]
     assert made.adds_dq
     assert made.launches[1].special.name.endswith("__dq__q128_kv128")
-    assert made.scratch["dq"].nbytes == 4 * q.size
+    assert made.scratch["dq_sum"].nbytes == 4 * q.size
     names, made = kernels(q, "sm_80", True)
     assert names == ["backward_delta", "backward_sm80_dkdv", "backward_sm80_dq"]
-    assert "dq" not in made.scratch
+    assert "dq_sum" not in made.scratch
     portable = ["backward_delta", "backward_simt_dkdv", "backward_simt_dq"]
     assert kernels(q, "sm_75", False)[0] == portable
-    assert kernels(q.astype(np.float32), "sm_80", False)[0] == portable
+    names, made = kernels(q.astype(np.float32), "sm_80", False)
+    assert (names, made.adds_dq, list(made.scratch)) == (portable[:2], True, ["delta"])
+    assert kernels(q.astype(np.float32), "sm_80", True)[0] == portable
     assert kernels(np.zeros((2, 24, 257), HALF), "sm_80", False)[0] == portable
     plan = Plan("backward_simt", 32, 32, "for a test")
     assert kernels(q, "sm_80", False, plan)[0] == portable

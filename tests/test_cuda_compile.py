@@ -10,7 +10,7 @@ import pytest
 from cuda_specialisations import OPTIONS, SHARED_MEMORY, capability, cases, runs_on, specialisation
 from cuda_table import ARCHS, Resources, key_of, measure, nvrtc_version, read
 
-from cupyflash import ArgumentError, config, tensor_tiles, tiles, validate
+from cupyflash import ArgumentError, config, f64_tiles, tensor_tiles, tiles, validate
 from cupyflash.target import Target
 
 CASES = cases()
@@ -21,10 +21,10 @@ ELSEWHERE = 2  # times as many are admitted with another compiler or architectur
 # The most bytes that a thread of a kernel spills in the table: at the tiles that are chosen a
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
-    "backward_simt_dkdv": 24,
-    "forward_sm80": 56,
-    "backward_sm80_dkdv": 92,
-    "backward_sm80_dq": 24,
+    "backward_simt_dkdv": 72,
+    "forward_sm80": 20,
+    "backward_sm80_dkdv": 160,
+    "backward_sm80_dq": 32,
 }
 
 
@@ -40,7 +40,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 95
+    assert len(CASES) <= 135
     for kernel in tiles.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4
@@ -48,10 +48,19 @@ def test_few_cases_cover_much():
         assert len({case.sizes for case in own}) == 6
     own = [case for case in CASES if case.kernel == "forward_sm90"]
     assert {tensor_tiles.fit_hopper(*case.sizes).block_kv for case in own} == {128, 176, 112, 80}
-    own = [case for case in CASES if case.kernel == "forward_sm80"]
-    assert {case.options for case in own} == set(OPTIONS)
-    assert {case.packed for case in own} == {False, True}
-    assert len({case.sizes for case in own}) == 6
+    for itemsize in (2, 4, 8):
+        own = [
+            case
+            for case in CASES
+            if case.kernel == "forward_sm80" and case.dtype.itemsize == itemsize
+        ]
+        assert {case.options for case in own} == set(OPTIONS)
+        assert {case.packed for case in own} == {False, True}
+        assert len({case.sizes for case in own}) == (4 if itemsize == 8 else 6)
+    for kernel in f64_tiles.BACKWARD:
+        own = [case for case in CASES if case.kernel == kernel]
+        assert {case.options for case in own} == set(OPTIONS)
+        assert {case.packed for case in own} == {False, True}
 
 
 def test_the_table_has_every_case():
@@ -156,7 +165,8 @@ def test_every_head_size_has_tiles(arch, dtype):
                     assert chosen.shared_memory <= SHARED_MEMORY[arch]
                 kernel, chosen = config.forward(problem, target)
                 assert chosen.shared_memory <= SHARED_MEMORY[arch]
-                tensor = dtype == np.float16 and max(d, d_v) <= 256 and arch != "sm_75"
+                most = {np.float16: 256, np.float32: 0, np.float64: 128}[dtype]
+                tensor = max(d, d_v) <= most and arch != "sm_75"
                 assert kernel == ("forward_sm80" if tensor else "forward_simt")
 
 

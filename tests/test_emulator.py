@@ -41,12 +41,16 @@ FEW = settings(max_examples=max(2, settings().max_examples // 5), phases=PHASES)
 F32 = np.dtype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [*((dtype, None) for dtype in DTYPES), (F32, "tf32x3")], ids=str
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @SOME
 @given(data=st.data())
-def test_every_output_is_within_the_bound(dtype, packed, data):
+def test_every_output_is_within_the_bound(dtype, precision, packed, data):
     problem = data.draw(problems(dtype, packed=packed))
+    if precision is not None:
+        problem = dataclasses.replace(problem, options=problem.options | {"precision": precision})
     found = ratios(problem, emulator_of(problem))
     assert max(found.values()) <= 1, found
 

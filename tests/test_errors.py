@@ -153,6 +153,9 @@ FORWARD = {
     "seed float": case(T, "seed: float came", "integer", dropout=0.5, seed=1.0),
     "seed float array": case(T, "seed: float64 came", seed=np.array(1.0)),
     "seed array": case(T, "seed: ndarray came", "0-d", seed=np.array([1, 2], np.uint64)),
+    "precision word": case(V, "precision: 'tf32' came", 'wanted "tf32x3", or None for full float32',
+                           precision="tf32"),
+    "precision number": case(T, "precision: int came", 'wanted "tf32x3"', precision=3),
     "seed bool": case(T, "seed: bool came", seed=True),
     "return_lse": case(T, "return_lse: 1 came", "True or False", return_lse=1),
     # masks, scores, bias, sink
@@ -477,3 +480,10 @@ def test_cases_name_their_argument(name):
         names |= {"query heads", "leading axes", "bfloat16"}
     names |= {"causal", "alibi", "lookup", "segments"}
     assert any(re.search(rf"\b{re.escape(n)}\b", " ".join(bad.words)) for n in names)
+
+
+def test_a_precision_is_one_of_float32():
+    for dtype in (np.float64, np.float16):
+        q = filled(B, H, LQ, D).astype(dtype)
+        with pytest.raises(V, match=f"precision: .*arrays of {q.dtype}; wanted float32 arrays"):
+            attention(q, q, q, precision="tf32x3")

@@ -366,3 +366,13 @@ def test_b_is_the_flat_index_over_broadcast_leading_axes():
     _, lse, _ = attend(q, k, v[:, :, :].repeat(2, 0), score_mod=steps)
     expected = 10.0 * np.arange(6).reshape(3, 2, 1, 1) + np.arange(2)[:, None] + math.log(4)
     np.testing.assert_allclose(lse, expected, rtol=1e-14)
+
+
+def test_a_precision_makes_no_difference_on_a_cpu():
+    rng = np.random.default_rng(0)
+    q, k, v, do = rng.standard_normal((4, 2, 3, 40, 16), dtype=np.float32)
+    plain, vjp = cupyflash.attention_vjp(q, k, v)
+    other, other_vjp = cupyflash.attention_vjp(q, k, v, precision="tf32x3")
+    assert same_bits(plain, other)
+    for one, two in zip(vjp(do)[:3], other_vjp(do)[:3], strict=True):
+        assert same_bits(one, two)

@@ -14,7 +14,7 @@ from emulator.machine import REVERSE, randomly
 from harness import attend
 from placement import same_bits
 
-from cupyflash import config, masks, scores, tensor_tiles, validate
+from cupyflash import ArgumentError, config, masks, scores, tensor_tiles, validate
 from cupyflash.problem import Plan
 from cupyflash.reference import philox
 from cupyflash.target import Target
@@ -22,7 +22,9 @@ from cupyflash.testing import Precision, forward_bound, rho
 from cupyflash.tiles import REGISTERS
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
-TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+F32 = np.dtype(np.float32)  # by three products
+NARROW = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+TYPES = [*NARROW, F32, np.dtype(np.float64)]
 BLOCKS = Blocks(32, 16, 64)
 EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
@@ -32,18 +34,22 @@ def draw(dtype, *shapes, seed=0):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+def precision_of(dtype):
+    return "tf32x3" if dtype == F32 else None
+
+
 def run(q, k, v, blocks=BLOCKS, schedule=REVERSE, **options):
     """Compute out and lse on the emulator, into memory that holds NaN."""
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, precision=precision_of(q.dtype), **options)
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
-    lse = np.full(q.shape[:-1], np.nan, np.float32)
+    lse = np.full(q.shape[:-1], np.nan, call.problem.accumulator)
     visited = np.zeros(1, np.uint64)
     Emulator(blocks, schedule).forward(call, out, lse, visited)
     return out, lse, int(visited[0])
 
 
 def within_the_bound(q, k, v, out, lse, block_kv=16, **options):
-    precision = Precision.of(q.dtype, tensor_cores=True)
+    precision = Precision.of(q.dtype, True, precision_of(q.dtype))
     bound = forward_bound(q, k, v, precision=precision, block_kv=block_kv, **options)
     assert rho(out, *bound.out).value <= 1
     assert rho(lse, *bound.lse).value <= 1
@@ -94,6 +100,23 @@ def test_every_finite_scale(dtype, scale, options):
     within_the_bound(q, k, v, out, lse, scale=scale, sink=sink, **options)
 
 
+@emulated
+@pytest.mark.parametrize("options", [{}, {"mask": masks.causal()}], ids=["plain", "masked"])
+def test_numbers_that_are_too_large_to_be_split(options):
+    # They would round to infinity, and their products are NaN.
+    q, k, v = draw(F32, (1, 40, 24), (1, 40, 24), (1, 40, 24))
+    largest = np.finfo(np.float32).max
+    plain, _, _ = run(q, k, v, scale=1e-3, **options)
+    v[0, 20, 3], k[0, 21], q[0, 22] = -largest, 0, 0
+    k[0, 21, 5], q[0, 22, 6] = largest, 2.0**127
+    other, other_lse, _ = run(q * np.float32(2.0**-30), k, v, scale=1e-30, **options)
+    assert np.isfinite(other_lse).all()
+    within_the_bound(q * np.float32(2.0**-30), k, v, other, other_lse, scale=1e-30, **options)
+    if options:  # rows before see none of them
+        assert np.abs(other[0, :20]).max() < 5
+    assert np.isfinite(plain).all()
+
+
 # -- keys that take no part -----------------------------------------------------------------------
 
 
@@ -141,6 +164,29 @@ def test_as_many_tiles_are_visited_as_by_the_twin(option):
     assert visited == attend(*arrays, tiles=(32, 16), **option).visited
 
 
+FAR = {
+    "documents": masks.segments(np.arange(1700) // 450),
+    "a window": masks.window(200, 0, 1660),
+    "the last keys": masks.mask(lambda b, h, i, j: j >= 1690),
+    "both ends": masks.mask(lambda b, h, i, j: (j < 3) | (j > 1040 + i)),
+    "every key": masks.causal(1700),
+    "no key": masks.mask(lambda b, h, i, j: j < 0),
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", FAR)
+def test_more_tiles_than_are_classified_at_once(name):
+    # One warp: 32 tiles of 16 keys at a time.
+    (q,) = draw(TYPES[0], (1, 40, 8))
+    k, v = draw(TYPES[0], (1, 1700, 8), (1, 1700, 8), seed=1)
+    if name == "documents":
+        q = np.resize(q, (1, 1700, 8))
+    out, lse, visited = run(q, k, v, Blocks(16, 16, 32), mask=FAR[name])
+    within_the_bound(q, k, v, out, lse, mask=FAR[name])
+    assert visited == attend(q, k, v, tiles=(16, 16), mask=FAR[name]).visited
+
+
 @emulated
 @EACH_TYPE
 def test_dropped_pairs_are_those_of_the_twin(dtype):
@@ -161,6 +207,8 @@ def test_dropped_pairs_are_those_of_the_twin(dtype):
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256), (1, 200), (96, 40)], ids=str)
 def test_the_tiles_that_gpus_get(dtype, arch, sizes):
     d, d_v = sizes
+    most = tensor_tiles.largest_head(dtype)
+    d, d_v = min(d, most), min(d_v, most)
     q, k, v = draw(dtype, (2, 135, d), (1, 150, d), (1, 150, d_v))
     chosen = Chosen(shared_memory=SHARED_MEMORY[arch])
     out, lse, _ = run(q, k, v, chosen, randomly(1), mask=masks.causal())
@@ -187,13 +235,39 @@ def target_of(arch):
         ("sm_75", np.float16, 64, 64, "forward_sm80 needs 8.0"),
         ("sm_90", np.float16, 64, 257, "64 and 257 are beyond the 256"),
         ("sm_90", np.float32, 64, 64, "portable kernel in float32"),
-        ("sm_90", np.float64, 64, 64, "portable kernel in float64"),
+        ("sm_86", np.float64, 128, 1, "float64 by tensor cores, and sums in float64"),
+        ("sm_75", np.float64, 64, 64, "forward_sm80 needs 8.0"),
+        ("sm_90", np.float64, 64, 129, "64 and 129 are beyond the 128 of forward_sm80 in float64"),
     ],
 )
 def test_the_plan_says_why(arch, dtype, d, d_v, words):
     plan = config.choose(problem_of(dtype, d, d_v), target_of(arch))
-    assert plan.kernel == ("forward_sm80" if words == "tensor cores" else "forward_simt")
+    assert plan.kernel == ("forward_sm80" if "tensor cores" in words else "forward_simt")
     assert words in plan.reason
+
+
+def test_a_precision_is_asked_for():
+    split = dataclasses.replace(problem_of(F32, 256, 1), precision="tf32x3")
+    plan = config.choose(split, target_of("sm_80"))
+    assert plan.kernel == "forward_sm80"
+    assert "as three products each" in plan.reason
+    # The gradients' kernels for tensor cores do not have it: they compute in float32.
+    for part in ("dkdv", "dq"):
+        kernel, _ = config.backward(part, split, target_of("sm_80"), False)
+        assert kernel == f"backward_simt_{part}"
+
+
+@pytest.mark.parametrize(
+    ("arch", "d", "words"),
+    [("sm_75", 64, "7.5; it needs 8.0. Leave it out"), ("sm_90", 257, "heads up to 256. Leave")],
+)
+def test_a_precision_that_cannot_be_had_is_an_error(arch, d, words):
+    split = dataclasses.replace(problem_of(F32, 64, d), precision="tf32x3")
+    calls = [lambda: config.choose(split, target_of(arch))]
+    calls += [lambda: config.backward("dq", split, target_of(arch), False)]
+    for call in calls:
+        with pytest.raises(ArgumentError, match=words):
+            call()
 
 
 def test_a_plan_of_ones_own_is_taken():
@@ -203,10 +277,13 @@ def test_a_plan_of_ones_own_is_taken():
 
 
 @pytest.mark.parametrize("arch", [x for x in SHARED_MEMORY if x != "sm_75"])
-def test_tiles_fit(arch):
-    for d in range(1, tensor_tiles.LARGEST_HEAD + 1, 5):
-        for d_v in (1, d, 256):
-            tiles = tensor_tiles.fit(d, d_v, SHARED_MEMORY[arch])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_tiles_fit(arch, dtype):
+    itemsize = np.dtype(dtype).itemsize
+    most = tensor_tiles.largest_head(dtype)
+    for d in range(1, most + 1, 5):
+        for d_v in (1, d, most):
+            tiles = tensor_tiles.fit(d, d_v, SHARED_MEMORY[arch], itemsize)
             assert tiles is not None
             assert tiles.resident_blocks * tiles.threads * 128 <= REGISTERS
             rows = tiles.block_q * 32 // tiles.threads

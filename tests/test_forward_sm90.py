@@ -300,7 +300,7 @@ def test_packed_sequences_are_not_its_own():
 
 
 def test_its_tiles_fit():
-    for d in range(1, tensor_tiles.LARGEST_HEAD + 1):
+    for d in range(1, tensor_tiles.largest_head(np.float16) + 1):
         for d_v in (1, d, 256):
             tiles = tensor_tiles.fit_hopper(d, d_v)
             assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]

@@ -17,16 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = [
     ["errors"],
     ["target"],
+    ["analysis"],
     ["arrays"],
     ["expr"],
     ["masks"],
     ["scores"],
     ["problem"],
     ["trees"],
-    ["device"],
+    ["device", "driver"],
+    ["numbers"],
     ["validate"],
     ["tiles", "params"],
     ["tensor_tiles", "tensor_maps"],
+    ["f64_tiles"],
     ["config", "source", "operands"],
     ["hopper"],
     ["compile", "recipe"],
@@ -55,6 +58,7 @@ REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_na
 # CuPy stays behind these, and even they import it only when one of their functions is called.
 USERS_OF_CUPY = [
     "cupyflash.target",
+    "cupyflash.driver",
     "cupyflash.compile",
     "cupyflash.tensor_maps",
     "cupyflash.measure",

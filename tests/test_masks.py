@@ -382,3 +382,15 @@ def test_errors(make, error, words):
 def test_errors_that_need_the_sizes(mask, words):
     with pytest.raises(ArgumentError, match=words):
         mask.to_array(2, 3, 4, 5)
+
+
+def test_plain_numbers_make_a_mask_once_and_nothing_else_is_confused_with_them():
+    assert masks.causal() is masks.causal()
+    assert masks.window(1, None) is masks.window(1, None)
+    assert masks.causal(2) is not masks.causal(3)
+    assert masks.causal(np.array([2])) is not masks.causal(np.array([2]))
+    masks.causal(1)
+    with pytest.raises(ArgumentTypeError):
+        masks.causal(True)
+    with pytest.raises(ArgumentTypeError):
+        masks.causal(1.0)

@@ -54,14 +54,26 @@ OTHER_STEMS = {
     "expression": "programs are run step by step on the CPU and generated on the GPU",
     "fragment": "products by tensor cores, which the CPU has no like of",
     "warpgroup": "products by tensor cores, which the CPU has no like of",
+    "fragment_rows": "where fragments lie, in registers and in shared memory",
+    "fragment_wide": "products by tensor cores, which the CPU has no like of",
+    "fragment_wide_product": "products by tensor cores, which the CPU has no like of",
+    "power": "2^x by instructions and a polynomial; power_of_two is its like",
     "fragment_tile": "tile, where scores lie as tensor cores leave them",
     "fragment_product": "products by tensor cores, which the CPU has no like of",
     "fragment_gradient": "gradient_tile, where scores lie as tensor cores leave them",
     "fragment_softmax": "softmax, where scores lie as tensor cores leave them",
 }
 
+SPACES = {"fragment_rows": "fragment", "fragment_wide": "fragment"}  # of what headers share
+
 # Functions on one side only: row (by its first file) -> reason -> names.
 ONLY_CUDA = {
+    "backward_delta.cu": {
+        "lanes share a row": "lane_sum",
+    },
+    "backward_sm80_dkdv.cu": {
+        "what a block knows of a head lies in shared memory": "copy_of first_of",
+    },
     "combine.cu": {
         "a block finds its row by itself; on the CPU, rows are contiguous copies": "offset lse_of",
         "computed again for every group of columns, which one thread's registers hold": "weight",
@@ -74,6 +86,9 @@ ONLY_CUDA = {
             "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
+        "the order in which blocks run, and sums that several of them add to": (
+            "taking_turns grouped_offset"
+        ),
     },
     "primitives/memory.cuh": {
         "rows in global memory; Layout.rows describes them on the CPU": "rows numbers",
@@ -84,11 +99,12 @@ ONLY_CUDA = {
     "primitives/matmul.cuh": {
         "sizes in shared memory": (
             "larger round_up chunks chunk_columns whole_columns odd_stride run_of padded_columns "
-            "stage_rows"
+            "stage_rows held_columns"
         ),
-        "the grid of threads": "row_thread column_thread result_column",
+        "the grid of threads": "row_thread column_thread result_row result_column row_run",
+        "dq beside the sums of dk and dv": "multiply_transposed rows_at_once",
         "a masked pair is told by its weight; the CPU keeps a tile of `seen`": (
-            "no_part takes_part multiply_add_seen"
+            "no_part takes_part multiply_add_seen multiply_transposed_seen"
         ),
         "results in registers": "clear add scale",
         "operands that pass through shared memory": "multiply_rows multiply_both buffer_elements",
@@ -101,11 +117,20 @@ ONLY_CUDA = {
         ),
         "a loop over registers": "rotate",
         "values that are not finite, added without pairs that take no part": (
-            "add_nonfinite clear_nonfinite"
+            "add_nonfinite clear_nonfinite taken"
         ),
-        "the output of tensor cores goes through shared memory": "store_rows",
+        "the output of tensor cores goes through shared memory": "store_rows put_rows copy_out",
+        "pieces of 16 x 8 x 8, and what wide elements are split into": (
+            "part multiply_across multiply_piece"
+        ),
+        "a warp's part of a result in float64": "warp_rows lane_quarter",
+        "an element of a tile that tensor cores read, and its column": (
+            "element_of place_of column_of swizzle"
+        ),
+        "what tensor cores make NaN of, computed again": "any_nan multiply_nan fits",
+        "a tile of weights in the storage type": "store_tile",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
-        "results of several blocks": "add_rows add_rows_nonfinite clear_pair",
+        "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
         "warpgroups and the barriers between them": "index wait release",
         "tiles that are copied by boxes, and described for products": "begin_tile describe",
     },
@@ -125,16 +150,18 @@ ONLY_CUDA = {
         "threads share a row's columns": "row_sum",
         "maxima and sums first, the output when its product is done": "raise_max scale_rows",
         "tensor cores' scores are logits only at the end": "join_sink",
+        "a maximum in either type": "larger",
     },
     "primitives/gradient_tile.cuh": {
         "the two halves of gradient_tile: dv is accumulated between them, because dS takes the "
         "place of p": "probabilities score_gradients",
         "a thread's cells of a tile": "query_of",
+        "P and dS of float64 in shared memory": "store_pair store_tile",
         "the first half on tensor cores, without steps of its own": (
-            "recompute_probabilities probability"
+            "recompute_probabilities recompute_changed ask_mask exponentiate probability"
         ),
         "draws where pairs lie in fragments": "draw transpose",
-        "P and dS in 16 bits in shared memory": "store_pair store_tile",
+        "P and dS in 16 bits, in shared memory": "narrow store_word store_words scale_words",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
     },
     "primitives/lookup.cuh": {
@@ -152,6 +179,9 @@ ONLY_CUDA = {
 }
 ONLY_PYTHON = {
     "backward_sm80_dkdv.cu": {
+        "queries are lanes, in panels made once": "transpose_blocks",
+    },
+    "backward_f64_dkdv.cu": {
         "queries are lanes, in panels made once": "transpose_blocks",
     },
     "backward_simt_dkdv.cu": {
@@ -298,7 +328,9 @@ def test_a_header_is_a_namespace():
     generated = {"lookup", "expression"}
     for file, functions in CUDA_FUNCTIONS.items():
         path = Path(file)
-        wanted = {"primitives": path.stem, "arch": "arch"}.get(path.parent.name, "")
+        wanted = {"primitives": SPACES.get(path.stem, path.stem), "arch": "arch"}.get(
+            path.parent.name, ""
+        )
         allowed = {wanted, ""} if path.stem in generated else {wanted}
         assert {made.space for made in functions} <= allowed, file
 

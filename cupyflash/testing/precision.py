@@ -18,6 +18,17 @@ _FORMATS: dict[str, tuple[float, float, float]] = {
     "float64": (2.0**-53, 2.0**-1022, float(np.finfo(np.float64).max)),
 }
 
+# float32 in three products by tensor cores. A number is split into one of 11 bits, rounded to
+# nearest, and what remains, of which tensor cores cut off what is beyond 11 bits: at most 2**-23 of
+# the number, twice in a product. The product of the two small parts, at most 2**-22, is left out.
+# Sums of at most 16 products are formed by tensor cores: two of them of 8 large products each and
+# what was there, 17 terms, cut off at 2**-23 of the largest of them (the sums of small products
+# lose 2**-11 of that). So a product errs by (1 + 1 + 2 + 17 + less than 1) * 2**-23 of the sum of
+# magnitudes. Longer sums are rounded to nearest, as in float32.
+SPLIT = 22 * 2.0**-23
+# What is below the normal range is lost of either operand's small part, or of a tiny operand.
+SPLIT_UNDERFLOW = 2.0**-125
+
 # Powers of two by which dS is multiplied before it is rounded to float16 bring the largest of those
 # that share one to this at least.
 LEAST_LARGEST = 2.0**7
@@ -85,6 +96,9 @@ class Precision:
     scaled_underflow : float
         Largest absolute error of a dS below the normal range of `product`, relative to the largest
         |dS|, where dS is multiplied by a power of two before it is rounded; 0 where it is not.
+    split : float
+        Largest relative error of a product of two numbers that are split for tensor cores, and of
+        the short sum that it is part of; 0 where they are multiplied as they are.
     """
 
     unit: float
@@ -95,9 +109,12 @@ class Precision:
     output: Rounding
     truncates: bool = False
     scaled_underflow: float = 0.0
+    split: float = 0.0
 
     @classmethod
-    def of(cls, dtype: DTypeLike, tensor_cores: bool = False) -> Precision:
+    def of(
+        cls, dtype: DTypeLike, tensor_cores: bool = False, precision: str | None = None
+    ) -> Precision:
         """Return what the package's kernels compute with for inputs of a type.
 
         Parameters
@@ -105,7 +122,10 @@ class Precision:
         dtype : dtype_like
             float16, bfloat16, float32 or float64: the type of q, k, v and of the output.
         tensor_cores : bool
-            Whether P and dS are rounded to `dtype` for a tensor core, whose accumulator truncates.
+            Of a 16-bit type: whether P and dS are rounded to it for a tensor core, whose
+            accumulator truncates. Tensor cores multiply float64 as other units do.
+        precision : {None, "tf32x3"}
+            As given to `cupyflash.attention`.
 
         Returns
         -------
@@ -116,16 +136,20 @@ class Precision:
         double = np.dtype(dtype).name == "float64"
         unit, underflow, largest = _FORMATS["float64" if double else "float32"]
         exact = Rounding(0.0, 0.0, largest)
-        scaled = tensor_cores and np.dtype(dtype).name == "float16"
+        if precision is not None:
+            exact = Rounding(SPLIT, SPLIT_UNDERFLOW, largest)
+        narrow = tensor_cores and np.dtype(dtype).itemsize == 2
+        scaled = narrow and np.dtype(dtype).name == "float16"
         return cls(
             unit=unit,
             exp2_error=2.0**-50 if double else 2.0**-22,
             underflow=underflow,
             largest=largest,
-            product=output if tensor_cores and output.unit > unit else exact,
+            product=output if narrow else exact,
             output=output,
-            truncates=tensor_cores,
+            truncates=narrow,
             scaled_underflow=output.underflow / LEAST_LARGEST if scaled else 0.0,
+            split=0.0 if precision is None else SPLIT,
         )
 
     @classmethod

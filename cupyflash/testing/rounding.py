@@ -6,9 +6,10 @@ accumulator's unit roundoff, e the error of exp2, lam the underflow, and gamma(n
 ``a = -log(1 - x)``, because exponents of factors add and ``|factors - 1| <= exp(a) - 1``.
 
 Logits. A computed s errs by at most ``gamma(d + 3) sigma`` with ``sigma = |scale| |q||k|^T``: d for
-the products and their sum, 3 for the conversion of the scale and its product. The score chain turns
-that into an error of t and of its slope by its own running error analysis; a bias adds its
-conversion and the sum. The result is ``tau_ij``.
+the products and their sum, 3 for the conversion of the scale and its product; where numbers are
+split for tensor cores, every product errs by `Precision.split`, too. The score chain turns that
+into an error of t and of its slope by its own running error analysis; a bias adds its conversion
+and the sum. The result is ``tau_ij``.
 
 Weights. Any number may stand for the row maximum, since it cancels, so that only the evaluation of
 ``t - m`` counts: at most ``3u(|t| + |m|)`` whichever way it is computed (conversion of log2 e,
@@ -182,6 +183,9 @@ def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -
     products = magnitude(f.q) @ magnitude(f.k).swapaxes(-1, -2)
     scale = float(abs(f.scale))
     error = precision.gamma(depth + 3) * scale * products + (scale * depth + 1) * lam
+    if precision.split:
+        sizes = magnitude(f.q).sum(axis=-1)[..., None] + magnitude(f.k).sum(axis=-1)[..., None, :]
+        error = error + scale * (1.01 * precision.split * products + 2 * lam * sizes)
     # Products that may overflow the accumulator, before or after the scale.
     safe = np.maximum(products, scale * products) < precision.largest / 2
     error = np.where(f.allowed, np.where(safe, error, np.inf), 0)
@@ -398,6 +402,9 @@ def backward_errors(
     # dT, which is the bias's gradient
     reach = np.where(allowed, matmul(do, value.swapaxes(-1, -2)), 0)
     products = times(weights, precision.gamma(width + 2) * reach + width * lam)
+    if precision.split:
+        sizes = do.sum(axis=-1)[..., None] + value.sum(axis=-1)[..., None, :]
+        products = products + times(weights, 1.01 * precision.split * reach + 2 * lam * sizes)
     products = np.where(reach < precision.largest / 2, products, np.inf)
     size_delta = magnitude(g.dprobs - (g.delta - g.dlse)[..., None])
     size_delta = np.where(allowed, size_delta, 0)

@@ -1,5 +1,5 @@
 // Additions to numbers in global memory that other blocks add to, too: one PTX instruction per
-// function where the GPU has it.
+// function.
 #pragma once
 
 namespace arch {
@@ -9,15 +9,23 @@ __device__ __forceinline__ void add(float* to_gmem, float x) {
                : "memory");
 }
 
-// Adds to two neighbours, the first of which begins on an 8-byte boundary.
-__device__ __forceinline__ void add_pair(float* to_gmem, float x, float y) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to_gmem)),
-               "f"(x), "f"(y)
+__device__ __forceinline__ void add(double* to_gmem, double x) {
+  asm volatile("red.global.add.f64 [%0], %1;" ::"l"(__cvta_generic_to_global(to_gmem)), "d"(x)
                : "memory");
+}
+
+// Adds to four neighbours, the first of which begins on a 16-byte boundary.
+__device__ __forceinline__ void add_four(float* to_gmem, float x, float y, float z, float w) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to_gmem)),
+      "f"(x), "f"(y), "f"(z), "f"(w)
+      : "memory");
 #else
   add(to_gmem, x);
   add(to_gmem + 1, y);
+  add(to_gmem + 2, z);
+  add(to_gmem + 3, w);
 #endif
 }
 

@@ -1,4 +1,5 @@
-// Copying from global to shared memory past the registers, while the thread goes on. GPUs before
+// Copying from global to shared memory past the registers, while the thread goes on; and writing to
+// global memory. GPUs before
 // compute capability 8.0 have no such instruction: there the copy is finished at once.
 #pragma once
 
@@ -26,6 +27,13 @@ __device__ __forceinline__ void begin_part_copy(unsigned int address, const void
                                                 int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address),
                "l"(__cvta_generic_to_global(from_gmem)), "r"(bytes)
+               : "memory");
+}
+
+// Writes 16 bytes to a 16-byte boundary of global memory at once.
+__device__ __forceinline__ void store(void* to_gmem, const Bytes16& bytes) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to_gmem)),
+               "r"(bytes.x[0]), "r"(bytes.x[1]), "r"(bytes.x[2]), "r"(bytes.x[3])
                : "memory");
 }
 

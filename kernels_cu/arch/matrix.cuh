@@ -1,5 +1,5 @@
 // Products of small matrices by the 32 lanes of a warp together, since compute capability 8.0: one
-// PTX instruction per function. Which lane holds what is told in primitives/fragment.cuh.
+// PTX instruction per function. Which lane holds what is told in primitives/fragment_rows.cuh.
 #pragma once
 
 namespace arch {
@@ -44,6 +44,40 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float& c0, float& c1, float& c
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// c += a b for a of 16 x 8, b of 8 x 8 and c of 16 x 8, float32 times float32 in float32. Of a and
+// b the last 13 bits are passed over.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float& c0, float& c1, float& c2, float& c3,
+                                                 const unsigned int (&a)[4], unsigned int b0,
+                                                 unsigned int b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// c += a b for a of 8 x 4, b of 4 x 8 and c of 8 x 8 in float64.
+__device__ __forceinline__ void mma_m8n8k4_f64(double& c0, double& c1, double a, double b) {
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(c0), "+d"(c1)
+      : "d"(a), "d"(b));
+}
+
+// c += a b for a of 16 x 8, b of 8 x 8 and c of 16 x 8 in float64.
+__device__ __forceinline__ void mma_m16n8k8_f64(double& c0, double& c1, double& c2, double& c3,
+                                                const double (&a)[4], double b0, double b1) {
+#if __CUDA_ARCH__ >= 900
+  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+d"(c0), "+d"(c1), "+d"(c2), "+d"(c3)
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+#else
+  mma_m8n8k4_f64(c0, c1, a[0], b0);
+  mma_m8n8k4_f64(c2, c3, a[1], b0);
+  mma_m8n8k4_f64(c0, c1, a[2], b1);
+  mma_m8n8k4_f64(c2, c3, a[3], b1);
+#endif
 }
 
 }  // namespace arch

@@ -1,5 +1,6 @@
 // Writing a block of results from registers to global memory.
 #pragma once
+#include "../arch/add.cuh"
 #include "matmul.cuh"
 
 namespace epilogue {
@@ -40,6 +41,48 @@ __device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS
     }
   }
   store_as<WIDTH, storage_t>(result, to, offset, first, valid, factors);
+}
+
+// Adds a thread's part of a result by `matmul::multiply_transposed`, times `factor`, to numbers of
+// the accumulator's type, to which other blocks add, too. The arguments are those of `store_as`.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_rows(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
+                                         long long offset, long long first, int valid,
+                                         accum_t factor) {
+  constexpr int RUN = matmul::run_of(WIDTH);
+  accum_t* const data = reinterpret_cast<accum_t*>(to.data) + offset + first * to.row;
+  if constexpr (RUN == 4 && WIDTH % RUN == 0) {
+    if (to.col == 1 && to.row % RUN == 0 && reinterpret_cast<unsigned long long>(data) % 16 == 0) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = matmul::result_row<ROWS>(r);
+        accum_t* const target = data + row * to.row + matmul::result_column<WIDTH>(0);
+        if (row < valid) {
+#pragma unroll
+          for (int n = 0; n < COLUMNS; n += RUN) {
+            if (WIDTH % (RUN * COLUMN_THREADS) == 0 || matmul::result_column<WIDTH>(n) < WIDTH) {
+              arch::add_four(target + n * COLUMN_THREADS, result[r][n] * factor,
+                             result[r][n + 1] * factor, result[r][n + 2] * factor,
+                             result[r][n + 3] * factor);
+            }
+          }
+        }
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = matmul::result_row<ROWS>(r);
+    accum_t* const target = data + row * to.row;
+    if (row < valid) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int column = matmul::result_column<WIDTH>(n);
+        if (column < WIDTH) arch::add(target + column * to.col, result[r][n] * factor);
+      }
+    }
+  }
 }
 
 }  // namespace epilogue

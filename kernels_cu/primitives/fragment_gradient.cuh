@@ -29,7 +29,7 @@ __device__ __forceinline__ int query_of(int r, int n) {
 // row gets lse = inf, so that its p is 0; so do the rows beyond the last.
 struct RowNumbers {
   static constexpr int EACH = (BLOCK_Q + THREADS - 1) / THREADS;
-  float lse[EACH], delta[EACH];
+  accum_t lse[EACH], delta[EACH];
 
   __device__ __forceinline__ void load(const memory::Numbers& from_lse,
                                        const memory::Numbers& from_delta, long long i0, int ni) {
@@ -44,7 +44,7 @@ struct RowNumbers {
       }
     }
   }
-  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
+  __device__ __forceinline__ void store(accum_t* lse_smem, accum_t* delta_smem) const {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int i = threadIdx.x + n * THREADS;
@@ -120,54 +120,105 @@ __device__ __forceinline__ void draw(const Params& p, const TileBox& box, const 
 
 // -- the tile -------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float probability(float score, float lse) {
-  return softmax::exponential(gradient_tile::at_most_zero(score - lse));
-}
+// lse or delta of the queries of a thread's elements, in registers.
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+struct OfQueries {
+  float x[KEYS_ARE_ROWS ? COLUMNS : ROWS];
 
-// Writes neighbouring columns n and n + 1 of a tile's row r, rounded to the storage type.
-template <int BYTES>
-__device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner, int r, int n,
-                                           float low, float high) {
-  const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n / 2);
-  *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) =
-      fragment::narrow_pair(low, high);
-}
-
-// Makes products q k into probabilities; where scores are changed, into probabilities times the
-// derivative of the change. A pair that takes no part has the weight that says so. Where keys are
-// rows, the probabilities after dropout go to the tile in shared memory, whose rows are BYTES
-// apart; what survives is divided by the probability of that at the end. `lse_smem` is that of the
-// corner's query.
-//
-// Where generated code may be long it stands here for two columns, which every pair of columns
-// passes.
-template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ void recompute_probabilities(const Params& p, const TileBox& box,
-                                                        int tile_class, bool masked,
-                                                        float (&s)[ROWS][COLUMNS],
-                                                        const Corner& corner, const float* lse_smem,
-                                                        const unsigned int (&kept)[ROWS],
-                                                        char* tile_smem) {
-  const float scale = static_cast<float>(p.scale);
-  if (!masked) {
+  // `from_smem` is that of the corner's query.
+  __device__ __forceinline__ explicit OfQueries(const float* from_smem) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n += 2) {
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        float weight[2];
-#pragma unroll
-        for (int x = 0; x < 2; ++x) {
-          const float lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, n + x)];
-          weight[x] = s[r][n + x] = probability(s[r][n + x] * scale, lse);
-          if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= 0.0f;
-        }
-        if constexpr (KEYS_ARE_ROWS) {
-          store_pair<BYTES>(tile_smem, corner, r, n, weight[0], weight[1]);
-        }
-      }
+    for (int n = 0; n < (KEYS_ARE_ROWS ? COLUMNS : ROWS); ++n) {
+      x[n] = from_smem[KEYS_ARE_ROWS ? query_of<true>(0, n) : query_of<false>(n, 0)];
     }
-    return;
   }
+  __device__ __forceinline__ float of(int r, int n) const { return x[KEYS_ARE_ROWS ? n : r]; }
+};
+
+// Writes a thread's word n of row r, two neighbouring columns in the storage type, to a tile whose
+// rows are BYTES apart.
+template <int BYTES>
+__device__ __forceinline__ void store_word(unsigned int word, const Corner& corner, int r, int n,
+                                           char* tile_smem) {
+  const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
+  *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) = word;
+}
+
+// The same of all words.
+template <int BYTES, int ROWS, int WORDS>
+__device__ __forceinline__ void store_words(const unsigned int (&words)[ROWS][WORDS],
+                                            const Corner& corner, char* tile_smem) {
+#pragma unroll
+  for (int n = 0; n < WORDS; ++n) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) store_word<BYTES>(words[r][n], corner, r, n, tile_smem);
+  }
+}
+
+// Which of a thread's pairs exist and take part: bit n of word r tells of element (r, n). Generated
+// code stands here for one column.
+template <bool KEYS_ARE_ROWS, int COLUMNS, int ROWS>
+__device__ __forceinline__ void ask_mask(const Params& p, const TileBox& box, int tile_class,
+                                         const Corner& corner, unsigned int (&allowed)[ROWS]) {
+  static_assert(COLUMNS <= 32, "a bit for each column");
+  const int i = KEYS_ARE_ROWS ? corner.column : corner.row;
+  const int j = KEYS_ARE_ROWS ? corner.row : corner.column;
+  const int rows =
+      static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low - j : box.i_high - box.i_low - i);
+  const int columns =
+      static_cast<int>(KEYS_ARE_ROWS ? box.i_high - box.i_low - i : box.j_high - box.j_low - j);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) allowed[r] = 0;
+#pragma unroll 1
+  for (int n = 0; n < COLUMNS; ++n) {
+    const int place = 8 * (n / 2) + n % 2;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      bool allow = 8 * r <= rows && place <= columns;
+      if constexpr (HAS_MASK) {
+        const Site at{box.b,
+                      box.h,
+                      box.i_low + i + (KEYS_ARE_ROWS ? place : 8 * r),
+                      box.j_low + j + (KEYS_ARE_ROWS ? 8 * r : place),
+                      box.len_q,
+                      box.len_k,
+                      box.start_q,
+                      box.start_k};
+        if (allow && tile_class == PARTIAL) allow = mask_allows(p, at);
+      }
+      allowed[r] |= static_cast<unsigned int>(allow) << n;
+    }
+  }
+}
+
+// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. Where `MASKED`, a pair
+// that is not allowed has the weight that says so.
+template <bool MASKED, bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
+                                             const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS>& lse,
+                                             float c, const unsigned int (&allowed)[ROWS]) {
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const float offset = lse.of(r, n) * tile::LOG2_E;
+      const float x = arch::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -offset)));
+      s[r][n] = !MASKED || (allowed[r] >> n & 1) != 0 ? x : matmul::no_part();
+    }
+  }
+}
+
+// Where scores are changed: makes products q k into probabilities times the derivative of the
+// change. Generated code may be long, and stands here for two columns, which every pair of columns
+// passes. The rest is as told below.
+template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
+__device__ __forceinline__ void recompute_changed(const Params& p, const TileBox& box,
+                                                  int tile_class, float (&s)[ROWS][COLUMNS],
+                                                  const Corner& corner, const float* lse_smem,
+                                                  const unsigned int (&kept)[ROWS],
+                                                  unsigned int (&weights)[ROWS][COLUMNS / 2],
+                                                  char* tile_smem) {
+  const float scale = static_cast<float>(p.scale);
   const int rows =
       static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
   const int columns =
@@ -193,7 +244,7 @@ __device__ __forceinline__ void recompute_probabilities(const Params& p, const T
           score = tile::change(p, at, tile_class == PARTIAL, s[r][x] * scale, &slope);
         }
         const float lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + x)];
-        float own = probability(score, lse);
+        float own = softmax::exponential(gradient_tile::at_most_zero(score - lse));
         weight[x] = own;
         if (HAS_DROPOUT && (kept[r] >> (column + x) & 1) == 0) weight[x] *= 0.0f;
         if constexpr (HAS_SLOPE) {
@@ -203,11 +254,57 @@ __device__ __forceinline__ void recompute_probabilities(const Params& p, const T
         if (score == -number::infinity()) own = weight[x] = matmul::no_part();
         s[r][x] = own;
       }
-      if constexpr (KEYS_ARE_ROWS) {
-        store_pair<BYTES>(tile_smem, corner, r, column, weight[0], weight[1]);
+      const unsigned int word = fragment::narrow_pair(weight[0], weight[1]);
+      if constexpr (KEYS_ARE_ROWS && BYTES > 0) {
+        store_word<BYTES>(word, corner, r, column / 2, tile_smem);
+      } else if constexpr (KEYS_ARE_ROWS) {
+        weights[r][0] = word;
       }
     }
     fragment::rotate<2>(s);
+    if constexpr (KEYS_ARE_ROWS && BYTES == 0) fragment::rotate<1>(weights);
+  }
+}
+
+// Makes products q k into probabilities; where scores are changed, into probabilities times the
+// derivative of the change. A pair that takes no part has the weight that says so.
+// Where keys are rows, the weights are the probabilities after dropout in the storage type, and go
+// to a tile in shared memory instead if its rows are BYTES apart; what survives is divided by the
+// probability of that at the end. `lse_smem` is that of the corner's query.
+template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
+__device__ __forceinline__ void recompute_probabilities(
+    const Params& p, const TileBox& box, int tile_class, bool masked, float (&s)[ROWS][COLUMNS],
+    const Corner& corner, const float* lse_smem, const unsigned int (&kept)[ROWS],
+    unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
+  if constexpr (HAS_SCORE) {
+    recompute_changed<KEYS_ARE_ROWS, BYTES>(p, box, tile_class, s, corner, lse_smem, kept, weights,
+                                            tile_smem);
+    return;
+  }
+  const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
+  const float c = static_cast<float>(p.scale) * tile::LOG2_E;
+  unsigned int allowed[ROWS];
+  if (masked) {
+    ask_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, allowed);
+    exponentiate<true>(s, lse, c, allowed);
+  } else {
+    exponentiate<false>(s, lse, c, allowed);
+  }
+  if constexpr (KEYS_ARE_ROWS) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        float weight[2];
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          weight[x] = s[r][n + x];
+          if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= 0.0f;
+        }
+        weights[r][n / 2] = fragment::narrow_pair(weight[0], weight[1]);
+      }
+    }
+    if constexpr (BYTES > 0) store_words<BYTES>(weights, corner, tile_smem);
   }
 }
 
@@ -219,21 +316,30 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
                                                 const float (&dp)[ROWS][COLUMNS],
                                                 const float* delta_smem,
                                                 const unsigned int (&kept)[ROWS]) {
+  const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> delta(delta_smem);
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+  const auto change = [&](int r, int n) {
+    float x = dp[r][n];
+    if constexpr (HAS_DROPOUT) x *= (kept[r] >> n & 1) != 0 ? keep_scale : 0.0f;
+    return x - delta.of(r, n);
+  };
+  if (!masked) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) s[r][n] *= change(r, n);
+    }
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      float change = dp[r][n];
-      if constexpr (HAS_DROPOUT) change *= (kept[r] >> n & 1) != 0 ? keep_scale : 0.0f;
-      change -= delta_smem[query_of<KEYS_ARE_ROWS>(r, n)];
-      float gradient = s[r][n] * change;
-      if (HAS_SLOPE && change == 0.0f) gradient = 0.0f;
-      if (masked) {
-        gradient = gradient == 0.0f ? 0.0f : gradient;  // never -0.0 by chance
-        if (!matmul::takes_part(s[r][n])) gradient = matmul::no_part();
-      }
-      s[r][n] = gradient;
+      const float own = change(r, n);
+      float gradient = s[r][n] * own;
+      if (HAS_SLOPE && own == 0.0f) gradient = 0.0f;
+      gradient = gradient == 0.0f ? 0.0f : gradient;  // never -0.0 by chance
+      s[r][n] = matmul::takes_part(s[r][n]) ? gradient : matmul::no_part();
     }
   }
 }
@@ -299,15 +405,31 @@ __device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS])
   return largest;
 }
 
-// Writes a warp's part of dS to the tile in shared memory.
-template <int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ void store_tile(const float (&ds)[ROWS][COLUMNS], const Corner& corner,
-                                           float factor, char* tile_smem) {
+// Rounds dS, times a factor, to the storage type.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void narrow(const float (&ds)[ROWS][COLUMNS], float factor,
+                                       unsigned int (&to)[ROWS][COLUMNS / 2]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
-      store_pair<BYTES>(tile_smem, corner, r, n, ds[r][n] * factor, ds[r][n + 1] * factor);
+      to[r][n / 2] = fragment::narrow_pair(ds[r][n] * factor, ds[r][n + 1] * factor);
+    }
+  }
+}
+
+// Brings float16 that a thread wrote by `store_words` to another unit, a power of two smaller.
+template <int BYTES, int ROWS, int WORDS>
+__device__ __forceinline__ void scale_words(const Corner& corner, float factor, char* tile_smem) {
+#pragma unroll 1
+  for (int n = 0; n < WORDS; ++n) {
+#pragma unroll 1
+    for (int r = 0; r < ROWS; ++r) {
+      const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
+      auto* const word =
+          reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column());
+      const auto low = static_cast<storage_t>(*word), high = static_cast<storage_t>(*word >> 16);
+      *word = fragment::narrow_pair(number::widen(low) * factor, number::widen(high) * factor);
     }
   }
 }

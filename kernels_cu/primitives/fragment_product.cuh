@@ -18,6 +18,12 @@ struct Share {
   int first;                                // unit
 
   __device__ __forceinline__ explicit Share(int sharer) : first(sharer * EACH) {}
+  // Part x of so many.
+  __device__ __forceinline__ Share part(int x, int parts) const {
+    Share made = *this;
+    made.first += x * EACH / parts;
+    return made;
+  }
   // Whether unit x of the warp's exists.
   __device__ __forceinline__ bool has(int x) const {
     return SHARERS * EACH == UNITS || first + x < UNITS;
@@ -49,11 +55,13 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* 
 }
 
 // c += a b for rows of DEPTH weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b. The
-// columns of c are the warp's share.
-template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS>
+// columns of c are the warp's share. After each of DEPTH / 16 steps comes what is to be done
+// between.
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS,
+          class Between>
 __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const char* a_smem,
-                                             const char* b_smem,
-                                             const Share<WIDTH, SHARERS>& share) {
+                                             const char* b_smem, const Share<WIDTH, SHARERS>& share,
+                                             const Between& between) {
   const auto a = fragment::left_rows<A_BYTES>(a_smem);
   auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
   b.address += share.first / 4 * 128;
@@ -71,6 +79,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const ch
 #pragma unroll
       for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
     }
+    between(k);
   }
 }
 
@@ -209,40 +218,39 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
   }
 }
 
-// Adds a warp's share of a result of WIDTH columns, times a factor, to rows of float32. The first
-// of them is the warp's own; `valid` rows exist from there on.
+// Sums that blocks add to lie as warps have them, so that the lanes' numbers are neighbours: 16
+// columns of a group of 8 rows are 128 numbers, and element n of a thread's four stands at 32 n +
+// its lane. A group's units of 16 columns follow each other, and then comes the next group.
+template <int WIDTH>
+constexpr int GROUP_SIZE = 8 * fragment::whole_columns(WIDTH);
+
+// Adds part `step` of `steps` of a warp's share of a result of WIDTH columns to such sums. The
+// first group is the warp's own; `valid` rows exist from there on.
 template <int WIDTH, int SHARERS, int ROWS, int COLUMNS>
-__device__ __forceinline__ void add_rows(const float (&result)[ROWS][COLUMNS],
-                                         const Share<WIDTH, SHARERS>& share, float* to_gmem,
-                                         long long row_step, int valid, float factor) {
-  const int column = 16 * share.first + fragment::lane_column();
-  float* const corner_gmem = to_gmem + fragment::lane_row() * row_step + column;
+__device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMNS],
+                                              const Share<WIDTH, SHARERS>& share, float* to_gmem,
+                                              int valid, int step, int steps) {
+  float* const lane_gmem = to_gmem + 128 * share.first + arch::lane_index();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    if (8 * r + fragment::lane_row() >= valid) break;
+    if (steps == 1 && 8 * r >= valid) break;
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n += 2) {
-      if (!share.has(n / 4)) break;
-      float* const pair_gmem = corner_gmem + 8 * r * row_step + 4 * n;
-      const float low = result[r][n] * factor, high = result[r][n + 1] * factor;
-      if constexpr (WIDTH % 2 == 0) {
-        if (WIDTH % 16 == 0 || column + 4 * n < WIDTH) arch::add_pair(pair_gmem, low, high);
-      } else {
-        if (column + 4 * n < WIDTH) arch::add(pair_gmem, low);
-        if (column + 4 * n + 1 < WIDTH) arch::add(pair_gmem + 1, high);
+    for (int n = 0; n < COLUMNS; ++n) {
+      if ((r * COLUMNS + n) * steps / (ROWS * COLUMNS) != step) continue;
+      if ((steps == 1 || 8 * r < valid) && share.has(n / 4)) {
+        arch::add(lane_gmem + r * GROUP_SIZE<WIDTH> + 32 * n, result[r][n]);
       }
     }
   }
 }
 
 // Adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows of b,
-// times two factors, where b holds NaN or infinity: pairs that take no part, which `seen_smem`
-// tells, are left out. Each thread adds numbers one by one.
+// times a factor, where b holds NaN or infinity: pairs that take no part, which `seen_smem` tells,
+// are left out. Each thread adds numbers one by one.
 template <int WIDTH, int DEPTH, int A_BYTES>
-__device__ __forceinline__ void add_rows_nonfinite(const char* a_smem, const char* seen_smem,
-                                                   const char* b_smem, float* to_gmem,
-                                                   long long row_step, int valid,
-                                                   float first_factor, float factor) {
+__device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem, const char* seen_smem,
+                                                        const char* b_smem, float* to_gmem,
+                                                        int valid, float factor) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < valid * WIDTH; n += THREADS) {
     const int row = n / WIDTH, column = n % WIDTH;
@@ -255,7 +263,9 @@ __device__ __forceinline__ void add_rows_nonfinite(const char* a_smem, const cha
       if (number::is_finite(value) || element(seen_smem + pair) == 0x8000) continue;
       sum += number::widen(element(a_smem + pair)) * value;
     }
-    if (sum != 0.0f) arch::add(to_gmem + row * row_step + column, sum * first_factor * factor);
+    const int at = row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + column / 8 % 2 * 64 +
+                   column % 2 * 32 + row % 8 * 4 + column % 8 / 2;
+    if (sum != 0.0f) arch::add(to_gmem + at, sum * factor);
   }
 }
 

@@ -4,17 +4,24 @@
 // of scores, and 2^x takes one multiply-add before it. The four lanes of a row hold the same m, and
 // a partial l of their own columns, which `row_sum` joins at the end.
 #pragma once
-#include "fragment.cuh"
+#include "fragment_rows.cuh"
+#include "power.cuh"
 #include "softmax.cuh"
 
 namespace fragment_softmax {
 
+constexpr accum_t LOG2_E = static_cast<accum_t>(1.4426950408889634);
+
+// The larger number, or the first where the second is NaN. The first is none.
+__device__ __forceinline__ float larger(float x, float y) { return fmax(x, y); }
+__device__ __forceinline__ double larger(double x, double y) { return y > x ? y : x; }
+
 // Where |m * c| is larger, the rounding of m * c would show in s * c - m * c.
-constexpr float LARGEST_OFFSET = 1048576.0f;
+constexpr accum_t LARGEST_OFFSET = 1048576;
 
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void init_state(float (&m)[ROWS], float (&l)[ROWS],
-                                           float (&acc)[ROWS][COLUMNS]) {
+__device__ __forceinline__ void init_state(accum_t (&m)[ROWS], accum_t (&l)[ROWS],
+                                           accum_t (&acc)[ROWS][COLUMNS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     m[r] = -number::infinity();
@@ -25,17 +32,17 @@ __device__ __forceinline__ void init_state(float (&m)[ROWS], float (&l)[ROWS],
 
 // m_new = max(m, row maxima of the tile); NaN is passed over. Whether any of the warp's rows grew.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ bool row_max(const float (&s)[ROWS][COLUMNS], const float (&m)[ROWS],
-                                        float (&m_new)[ROWS]) {
+__device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
+                                        accum_t (&m_new)[ROWS]) {
   bool grew = false;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     m_new[r] = m[r];
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) m_new[r] = fmax(m_new[r], s[r][n]);
+    for (int n = 0; n < COLUMNS; ++n) m_new[r] = larger(m_new[r], s[r][n]);
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      m_new[r] = fmax(m_new[r], arch::shuffle_xor(m_new[r], lanes));
+      m_new[r] = larger(m_new[r], arch::shuffle_xor(m_new[r], lanes));
     }
     grew = grew || m_new[r] > m[r];
   }
@@ -45,20 +52,20 @@ __device__ __forceinline__ bool row_max(const float (&s)[ROWS][COLUMNS], const f
 // Brings l from the old maxima to the new ones; what is accumulated is to be multiplied by `alpha`.
 // `c` is unit * log2 e.
 template <int ROWS>
-__device__ __forceinline__ void raise_max(float (&m)[ROWS], const float (&m_new)[ROWS],
-                                          float (&l)[ROWS], float (&alpha)[ROWS], float c) {
+__device__ __forceinline__ void raise_max(accum_t (&m)[ROWS], const accum_t (&m_new)[ROWS],
+                                          accum_t (&l)[ROWS], accum_t (&alpha)[ROWS], accum_t c) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const bool moves = m_new[r] > m[r] && m[r] != -number::infinity();
-    alpha[r] = moves ? arch::exp2((m[r] - m_new[r]) * c) : 1.0f;
+    alpha[r] = moves ? power::exp2((m[r] - m_new[r]) * c) : accum_t(1);
     l[r] *= alpha[r];
     m[r] = m_new[r];
   }
 }
 
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void scale_rows(float (&acc)[ROWS][COLUMNS],
-                                           const float (&alpha)[ROWS]) {
+__device__ __forceinline__ void scale_rows(accum_t (&acc)[ROWS][COLUMNS],
+                                           const accum_t (&alpha)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -68,9 +75,10 @@ __device__ __forceinline__ void scale_rows(float (&acc)[ROWS][COLUMNS],
 
 // Brings l and the accumulated output from the old maxima to the new ones.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void rescale(float (&m)[ROWS], const float (&m_new)[ROWS],
-                                        float (&l)[ROWS], float (&acc)[ROWS][COLUMNS], float c) {
-  float alpha[ROWS];
+__device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_new)[ROWS],
+                                        accum_t (&l)[ROWS], accum_t (&acc)[ROWS][COLUMNS],
+                                        accum_t c) {
+  accum_t alpha[ROWS];
   raise_max(m, m_new, l, alpha, c);
   scale_rows(acc, alpha);
 }
@@ -78,13 +86,13 @@ __device__ __forceinline__ void rescale(float (&m)[ROWS], const float (&m_new)[R
 // Makes s into p = 2^((s - m) c); l grows by its row sums. Where `masked`, a score of -inf becomes
 // the weight of a pair that takes no part.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS], const float (&m)[ROWS],
-                                             float (&l)[ROWS], float c, bool masked) {
-  float offset[ROWS];
+__device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
+                                             accum_t (&l)[ROWS], accum_t c, bool masked) {
+  accum_t offset[ROWS];
   bool large = false;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    offset[r] = m[r] != -number::infinity() ? m[r] * c : 0.0f;
+    offset[r] = m[r] != -number::infinity() ? m[r] * c : accum_t(0);
     large = large || !(fabs(offset[r]) <= LARGEST_OFFSET);
   }
   if (arch::any_lane(large)) {
@@ -93,7 +101,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS], const fl
       // Row by row, so that no bit of a row depends on its neighbours.
       const bool own = !(fabs(offset[r]) <= LARGEST_OFFSET);
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) s[r][n] -= own ? m[r] : 0.0f;
+      for (int n = 0; n < COLUMNS; ++n) s[r][n] -= own ? m[r] : accum_t(0);
       if (own) offset[r] = 0;
     }
   }
@@ -103,7 +111,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS], const fl
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         const bool seen = s[r][n] != -number::infinity();
-        const float p = arch::exp2(fmaf(s[r][n], c, -offset[r]));
+        const accum_t p = power::exp2(fma(s[r][n], c, -offset[r]));
         s[r][n] = seen ? p : matmul::no_part();
         l[r] += s[r][n];
       }
@@ -113,7 +121,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS], const fl
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        s[r][n] = arch::exp2(fmaf(s[r][n], c, -offset[r]));
+        s[r][n] = power::exp2(fma(s[r][n], c, -offset[r]));
         l[r] += s[r][n];
       }
     }
@@ -122,7 +130,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS], const fl
 
 // Joins the partial sums of the lanes that share rows; all of them get the whole.
 template <int ROWS>
-__device__ __forceinline__ void row_sum(float (&l)[ROWS]) {
+__device__ __forceinline__ void row_sum(accum_t (&l)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -133,16 +141,16 @@ __device__ __forceinline__ void row_sum(float (&l)[ROWS]) {
 // Makes the maxima into logits, and adds one key of logit `sink` and value 0: `weight` is what is
 // left of the accumulated output.
 template <int ROWS>
-__device__ __forceinline__ void join_sink(float (&m)[ROWS], float (&l)[ROWS], float (&weight)[ROWS],
-                                          float unit, float sink) {
+__device__ __forceinline__ void join_sink(accum_t (&m)[ROWS], accum_t (&l)[ROWS],
+                                          accum_t (&weight)[ROWS], accum_t unit, accum_t sink) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     if (m[r] != -number::infinity()) m[r] *= unit;
     weight[r] = 1;
     if (sink != -number::infinity()) {
-      const float top = m[r] > sink ? m[r] : sink;
-      weight[r] = m[r] == top ? 1.0f : softmax::exponential(m[r] - top);
-      l[r] = l[r] * weight[r] + (sink == top ? 1.0f : softmax::exponential(sink - top));
+      const accum_t top = m[r] > sink ? m[r] : sink;
+      weight[r] = m[r] == top ? accum_t(1) : softmax::exponential(m[r] - top);
+      l[r] = l[r] * weight[r] + (sink == top ? accum_t(1) : softmax::exponential(sink - top));
       m[r] = top;
     }
   }

@@ -1,7 +1,7 @@
 // What happens to a tile of scores before the softmax where they lie in fragments: the twin of
 // reference/tile.py for tensor cores.
 #pragma once
-#include "fragment.cuh"
+#include "fragment_rows.cuh"
 
 namespace fragment_tile {
 
@@ -146,7 +146,7 @@ __device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, 
 
 // Gives pairs that take no part the score -inf.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void hide_pairs(float (&s)[ROWS][COLUMNS],
+__device__ __forceinline__ void hide_pairs(accum_t (&s)[ROWS][COLUMNS],
                                            const unsigned int (&allowed)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ void hide_pairs(float (&s)[ROWS][COLUMNS],
 
 // Gives keys that do not exist the score -inf: of the tile's there are so many.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void hide_beyond(float (&s)[ROWS][COLUMNS], int keys) {
+__device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int keys) {
   const int columns = keys - fragment::lane_column();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -174,8 +174,8 @@ __device__ __forceinline__ void hide_beyond(float (&s)[ROWS][COLUMNS], int keys)
 // Generated code stands here for two columns, which every pair of columns passes.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void change_scores(const Params& p, const TileBox& box,
-                                              float (&s)[ROWS][COLUMNS],
-                                              const unsigned int (&allowed)[ROWS], float scale) {
+                                              accum_t (&s)[ROWS][COLUMNS],
+                                              const unsigned int (&allowed)[ROWS], accum_t scale) {
   const Pairs pairs(box);
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += 2) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void change_scores(const Params& p, const TileBox& bo
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        float score = -number::infinity();
+        accum_t score = -number::infinity();
         if (allowed[r] >> (column + n) & 1) {
           score = score_changed(p, s[r][n] * scale, pairs.site(box, r, column + n));
         }
@@ -199,7 +199,7 @@ __device__ __forceinline__ void change_scores(const Params& p, const TileBox& bo
 // rows, each of the lanes draws for one.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& box,
-                                              float (&s)[ROWS][COLUMNS]) {
+                                              accum_t (&s)[ROWS][COLUMNS]) {
   const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
   const philox::Key key = philox::split_seed(seed);
   const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
@@ -221,8 +221,8 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
         const unsigned int word[2] = {second ? got : kept, second ? kept : got};
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
-          float& weight = s[r + x][n];
-          if (word[x] < p.drop_below && matmul::takes_part(weight)) weight *= 0.0f;
+          accum_t& weight = s[r + x][n];
+          if (word[x] < p.drop_below && matmul::takes_part(weight)) weight *= accum_t(0);
         }
       }
     }

@@ -22,11 +22,9 @@ struct Scratch {
 
 // Loads lse and delta of the tile's queries. An empty row gets lse = inf, so that its p is 0; so do
 // the rows beyond the last. Barriers before and after are the caller's.
-__device__ __forceinline__ void load_row_numbers(const Params& p, const layout::Entry& entry,
-                                                 long long h, long long i0, int ni,
+__device__ __forceinline__ void load_row_numbers(const memory::Numbers& lse,
+                                                 const memory::Numbers& delta, long long i0, int ni,
                                                  const Scratch& scratch) {
-  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
-  const memory::Numbers delta = memory::numbers(p.delta, entry, h);
   for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
     accum_t row_lse = number::infinity(), row_delta = 0;
     if (i < ni) {

@@ -145,6 +145,26 @@ __device__ __forceinline__ Work work_of(const Params& p, long long number, int h
   return work;
 }
 
+// Another number for a block of keys, so that heads take turns, as many as a GPU works on at a
+// time: the first blocks of these heads, then the second ones. Under a causal mask the last ones
+// are short, and all of a GPU is busy to the end.
+__device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number) {
+  constexpr unsigned int AT_A_TIME = 256;  // blocks
+  unsigned int heads = static_cast<unsigned int>(p.heads_kv);
+  if constexpr (!PACKED) {
+#pragma unroll
+    for (int axis = 0; axis < MAX_LEAD; ++axis) {
+      heads *= static_cast<unsigned int>(p.own_size[axis]);
+    }
+  }
+  const unsigned int blocks = static_cast<unsigned int>(p.blocks);
+  const unsigned int most = blocks < AT_A_TIME ? AT_A_TIME / blocks : 1;
+  const unsigned int first = number / (blocks * most) * most;
+  const unsigned int taking = heads - first < most ? heads - first : most;
+  const unsigned int turn = number - first * blocks;
+  return (first + turn % taking) * blocks + turn / taking;
+}
+
 // Elements between the start of an array and an entry's place along the leading axes.
 __device__ __forceinline__ long long lead_offset(const Operand& operand, const Entry& entry) {
   long long elements = 0;
@@ -159,6 +179,22 @@ __device__ __forceinline__ long long offset(const Operand& operand, const Entry&
   long long elements = head * operand.head;
   if constexpr (PACKED) {
     elements += (of_keys ? entry.start_k : entry.start_q) * operand.row;
+  } else {
+    elements += lead_offset(operand, entry);
+  }
+  return elements;
+}
+
+// Rows of sums that several blocks add to lie in groups; in a packed array every sequence begins
+// with a group of its own.
+constexpr int GROUP_ROWS = 8;
+
+// `offset` of such sums, to the group of row 0.
+__device__ __forceinline__ long long grouped_offset(const Operand& operand, const Entry& entry,
+                                                    long long head) {
+  long long elements = head * operand.head;
+  if constexpr (PACKED) {
+    elements += (entry.start_q / GROUP_ROWS + entry.b) * GROUP_ROWS * operand.row;
   } else {
     elements += lead_offset(operand, entry);
   }

@@ -53,6 +53,11 @@ __device__ constexpr int padded_columns(int width) {
   return round_up(width, COLUMN_THREADS * run_of(width));
 }
 
+// The width of an operand that is whole in shared memory and also the right factor of a product.
+__device__ constexpr int held_columns(int width) {
+  return larger(whole_columns(width), padded_columns(width));
+}
+
 // Rows of the second operand of `accumulate` that fit into `elements` of shared memory at a time.
 __device__ constexpr int stage_rows(int rows, int width, int elements) {
   while (rows > VECTOR && rows % (2 * VECTOR) == 0 && rows * padded_columns(width) > elements) {
@@ -194,6 +199,82 @@ __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
   }
 }
 
+// Rows of a result by `multiply_transposed` that a thread owns next to each other.
+__device__ constexpr int row_run(int rows) {
+  int run = VECTOR;
+  while (rows % run != 0) run /= 2;
+  return run;
+}
+
+// So many of a thread's rows of such a result are computed at a time: sums leave it few registers.
+__device__ constexpr int rows_at_once(int rows, int columns) {
+  while (rows % 2 == 0 && rows * columns > 32) rows /= 2;
+  return rows;
+}
+
+// Row `r` of a thread's ROWS rows of such a result.
+template <int ROWS>
+__device__ __forceinline__ int result_row(int r) {
+  constexpr int RUN = row_run(ROWS);
+  return (r / RUN * ROW_THREADS + row_thread()) * RUN + r % RUN;
+}
+
+// c += a^T b for `DEPTH` rows of a and b. The thread's rows of c are those of `result_row`, its
+// columns those of `result_column`. A walk over c turns back at the end of a row or column, so that
+// every multiply-add needs a new element of one factor only.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
+                                                    const accum_t* a_smem, const accum_t* b_smem) {
+  constexpr int RUN_A = row_run(ROWS), RUN_B = run_of(WIDTH);
+  struct alignas(RUN_A * sizeof(accum_t)) RunA {
+    accum_t x[RUN_A];
+  };
+  struct alignas(RUN_B * sizeof(accum_t)) RunB {
+    accum_t x[RUN_B];
+  };
+#pragma unroll 2
+  for (int k = 0; k < DEPTH; ++k) {
+    RunA a[ROWS / RUN_A];
+    RunB b[COLUMNS / RUN_B];
+#pragma unroll
+    for (int r = 0; r < ROWS; r += RUN_A) {
+      a[r / RUN_A] = *reinterpret_cast<const RunA*>(a_smem + k * A_STRIDE + result_row<ROWS>(r));
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += RUN_B) {
+      b[n / RUN_B] =
+          *reinterpret_cast<const RunB*>(b_smem + k * B_STRIDE + result_column<WIDTH>(n));
+    }
+#pragma unroll
+    for (int step = 0; step < ROWS * COLUMNS; ++step) {
+      const bool by_rows = COLUMNS < ROWS;
+      const int line = step / (by_rows ? COLUMNS : ROWS), on = step % (by_rows ? COLUMNS : ROWS);
+      const int turned = line % 2 == 0 ? on : (by_rows ? COLUMNS : ROWS) - 1 - on;
+      const int r = by_rows ? line : turned, n = by_rows ? turned : line;
+      c[r][n] += a[r / RUN_A].x[r % RUN_A] * b[n / RUN_B].x[n % RUN_B];
+    }
+  }
+}
+
+// The same where b holds NaN or infinity: pairs that take no part are left out.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLUMNS],
+                                                         const accum_t* a_smem,
+                                                         const accum_t* b_smem) {
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; ++k) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const accum_t b = b_smem[k * B_STRIDE + result_column<WIDTH>(n)];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const accum_t weight = a_smem[k * A_STRIDE + result_row<ROWS>(r)];
+        if (takes_part(weight)) c[r][n] += weight * b;
+      }
+    }
+  }
+}
+
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void clear(accum_t (&c)[ROWS][COLUMNS]) {
 #pragma unroll
@@ -222,14 +303,13 @@ __device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t facto
   }
 }
 
-// c = a b^T, where a lies whole in shared memory and B_ROWS rows of b, of which `valid` exist from
-// `first` on, pass through the stage a chunk of columns at a time.
-template <int B_ROWS, int WIDTH, int UNROLL, int ROWS, int COLUMNS, int BUFFER>
+// c = a b^T, where a lies whole in shared memory, its rows A_STRIDE apart, and B_ROWS rows of b, of
+// which `valid` exist from `first` on, pass through the stage a chunk of columns at a time.
+template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                               const memory::Rows& b, long long first, int valid,
                                               Stage<BUFFER>& stage) {
   constexpr int CHUNK = chunk_columns(WIDTH);
-  constexpr int A_STRIDE = odd_stride(whole_columns(WIDTH));
   constexpr int STRIDE = odd_stride(CHUNK);
   accum_t* chunk_smem = stage.next();
   memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, 0);

@@ -147,11 +147,11 @@ __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from
 }
 
 // Copies rows as `begin_rows` and `finish_rows` do.
-template <int ROWS, int COLUMNS, int STRIDE, int WIDTH>
-__device__ __forceinline__ void load_rows(accum_t* tile_smem, const Rows& from, long long first,
+template <int ROWS, int COLUMNS, int STRIDE, int WIDTH, bool CHECK = false>
+__device__ __forceinline__ bool load_rows(accum_t* tile_smem, const Rows& from, long long first,
                                           int valid) {
   begin_rows<ROWS, COLUMNS, STRIDE, WIDTH>(tile_smem, from, first, valid, 0);
-  finish_rows<ROWS, COLUMNS, STRIDE, WIDTH, false>(tile_smem, from, first, valid, 0);
+  return finish_rows<ROWS, COLUMNS, STRIDE, WIDTH, CHECK>(tile_smem, from, first, valid, 0);
 }
 
 // One number per row (lse, delta) of the accumulator's type.

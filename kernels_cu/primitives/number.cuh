@@ -72,6 +72,11 @@ __device__ __forceinline__ accum_t infinity() {
 
 __device__ __forceinline__ float largest_float() { return bits_to_float(0x7f7fffffu); }
 
+// The largest number of a type.
+__device__ __forceinline__ float largest_like(float) { return largest_float(); }
+__device__ __forceinline__ double largest_like(double) { return 0x1.fffffffffffffp1023; }
+__device__ __forceinline__ accum_t largest() { return largest_like(accum_t()); }
+
 __device__ __forceinline__ unsigned short to_half(float value) {
   return arch::float_to_half(value);
 }

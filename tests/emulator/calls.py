@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 
-from cupyflash import config, hopper, launch, target, tensor_tiles
+from cupyflash import config, driver, f64_tiles, hopper, launch, target, tensor_tiles
 from cupyflash.problem import Array, Call, Gradients, Problem
 from cupyflash.recipe import Launch
 from cupyflash.source import Specialisation
@@ -52,9 +52,14 @@ class Blocks:
 
     def backward(self, part: str, problem: Problem, slope: bool) -> tuple[str, Tiles]:
         """Return the kernel of a part of the backward, and its tiles."""
-        if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
+        if self.tensor and tensor_tiles.serves_backward(problem, tensor_tiles.OLDEST_CAPABILITY):
             kernel = f"backward_sm80_{part}"
             return kernel, self.gradient_tiles(kernel, problem)
+        if self.tensor and f64_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
+            kernel = f"backward_f64_{part}"
+            tiles = self.f64_tiles(kernel, problem)
+            if tiles is not None:
+                return kernel, tiles
         kernel = f"backward_simt_{part}"
         return kernel, self.tiles(kernel, problem, slope)
 
@@ -71,14 +76,28 @@ class Blocks:
         shared = getattr(tensor_tiles, kernel)(*sizes)
         return Tiles(block_q, block_kv, self.threads, shared)
 
+    def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
+        """Return tiles for tensor cores in float64: every warp has a part of each product."""
+        warps = self.threads // 32
+        block_q, block_kv = self.block_q, self.block_kv
+        if kernel == "backward_f64_dq":
+            block_kv = max(block_kv, 8 * -(-16 * warps // block_q))
+        else:
+            block_q = max(block_q, 16 * -(-16 * warps // block_kv))
+        shared = getattr(f64_tiles, kernel)(block_q, block_kv, warps, problem.d, problem.d_v)
+        return Tiles(block_q, block_kv, self.threads, shared)
+
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: 16 or 32 rows a warp, a ring of 2 or 3 places."""
-        warps = self.threads // 32
+        itemsize = problem.dtype.itemsize
+        # A row of the widest head has a piece of 16 bytes for each of 64 threads.
+        threads = max(self.threads, 64) if itemsize > 2 else self.threads
+        warps = threads // 32
         rows = 32 * warps if self.block_q >= 32 * warps else 16 * warps
         slots = 2 + (self.block_q + self.block_kv + problem.d) // 16 % 2
         sizes = rows, self.block_kv, warps, slots, problem.d, problem.d_v
-        shared = tensor_tiles.shared_memory(*sizes)
-        return Tiles(rows, self.block_kv, self.threads, shared)
+        shared = tensor_tiles.shared_memory(*sizes, itemsize)
+        return Tiles(rows, self.block_kv, threads, shared)
 
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
@@ -114,9 +133,14 @@ class Chosen(Blocks):
         assert chosen is not None
         return chosen
 
+    def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
+        """Return the tiles that the package's table gives the backward in float64, if any."""
+        return f64_tiles.fit(kernel, problem.d, problem.d_v, self.shared_memory)
+
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return the tiles that the package's table gives the forward for tensor cores."""
-        chosen = tensor_tiles.fit(problem.d, problem.d_v, self.shared_memory)
+        limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
+        chosen = tensor_tiles.fit(problem.d, problem.d_v, limit, problem.dtype.itemsize)
         assert chosen is not None
         return chosen
 
@@ -182,7 +206,7 @@ class Emulator:
 
         def collected(launch: Launch, _: int) -> Any:
             specials.append(launch.special)
-            return SimpleNamespace(start=lambda addresses: None)
+            return SimpleNamespace(start=lambda addresses, stream: None)
 
         # What sums between the launches find in the arrays means nothing yet.
         with self._answering(collected), np.errstate(all="ignore"):
@@ -192,7 +216,7 @@ class Emulator:
             work()
 
     def _ready(self, launch: Launch, _: int) -> Any:
-        def start(addresses: Mapping[str, int]) -> None:
+        def start(addresses: Mapping[str, int], _: Any) -> None:
             kernel = machine(launch.special, self.flavour, self.read)
             maps = [encode(each, addresses[each.name]) for each in launch.maps]
             packed = launch.packed(addresses) + b"".join(maps)
@@ -215,6 +239,7 @@ class Emulator:
 
         with (
             mock.patch.object(launch, "Ready", ready),
+            mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
             mock.patch.object(config, "simt", tiles),
             mock.patch.object(config, "forward", forward),
             mock.patch.object(config, "backward", backward),
@@ -227,6 +252,10 @@ class Emulator:
                 current=lambda _: contextlib.nullcontext(),
                 is_capturing=lambda: False,
                 empty=_poisoned,
+                memory=lambda size: Memory(_poisoned((size,), np.uint8)),
+                memory_of=lambda array, begin: Memory(array[begin:]),
+                view=lambda shape, dtype, memory: memory.view(shape, dtype),
+                convert=lambda array, to: np.copyto(to, array, "unsafe"),
                 fill=lambda array, value: array.fill(value),
                 is_device_array=lambda array: isinstance(array, np.ndarray),
                 address=lambda array: array.ctypes.data,
@@ -240,6 +269,21 @@ def encode(made: TensorMap, address: int) -> bytes:
     """Return a map as warpgroups.cpp and the twin of arch/tensor_copy.cuh read it."""
     words = (address, *made.shape, *made.strides, made.rows)
     return struct.pack("=16Q", *words, *(0,) * (16 - len(words)))
+
+
+class Memory:
+    """Bytes of host memory, as CuPy's MemoryPointer points to them."""
+
+    def __init__(self, held: Array) -> None:
+        self._held, self.ptr = held, held.ctypes.data
+
+    def memset_async(self, value: int, size: int) -> None:
+        """Write one value to bytes."""
+        self._held[:size] = value
+
+    def view(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an array in C order that begins here."""
+        return np.ndarray(shape, dtype, self._held.data)
 
 
 def _on_device(call: Call) -> Call:

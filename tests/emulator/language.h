@@ -82,6 +82,7 @@ inline unsigned long long atomicAdd(unsigned long long* place, unsigned long lon
 inline unsigned int __float_as_uint(float x) { return emulator::same_bits<unsigned int>(x); }
 inline float __uint_as_float(unsigned int x) { return emulator::same_bits<float>(x); }
 inline long long __double_as_longlong(double x) { return emulator::same_bits<long long>(x); }
+inline double __longlong_as_double(long long x) { return emulator::same_bits<double>(x); }
 
 // Rounds toward zero: a float one step nearer to zero where the nearest one lies beyond x.
 inline float __double2float_rz(double x) {
@@ -107,6 +108,8 @@ double tanh(double) noexcept;
 double floor(double) noexcept;
 double fabs(double) noexcept;
 double fmax(double, double) noexcept;
+double fmin(double, double) noexcept;
+double fma(double, double, double) noexcept;
 }
 inline float exp(float x) { return __builtin_expf(x); }
 inline float log(float x) { return __builtin_logf(x); }
@@ -114,7 +117,7 @@ inline float tanh(float x) { return __builtin_tanhf(x); }
 inline float floor(float x) { return __builtin_floorf(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
 inline float fmax(float x, float y) { return __builtin_fmaxf(x, y); }
-inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
+inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float fmin(float x, float y) { return __builtin_fminf(x, y); }
 
 // -- the kernel, as the runtime takes it ----------------------------------------------------------

@@ -75,4 +75,55 @@ void multiply_matrices(const char* what, Where where, float (&c)[4], const unsig
   });
 }
 
+// Products of numbers of 11 bits are exact, too. Sums of 4 of them are cut off as above.
+void multiply_floats(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],
+                     const unsigned int (&b)[2]) {
+  struct Brought {
+    float* c;
+    const unsigned int* a;
+    const unsigned int* b;
+  } mine = {c, a, b};
+  meet_lanes(what, where, &mine, [](void* const* all) {
+    const auto of = [&](unsigned int lane) { return *static_cast<Brought*>(all[lane]); };
+    const auto number = [](unsigned int bits) {
+      const unsigned int kept = bits & 0xffffe000u;
+      float value;
+      __builtin_memcpy(&value, &kept, sizeof(value));
+      return static_cast<double>(value);
+    };
+    for (unsigned int lane = 0; lane < WARP; ++lane) {
+      for (unsigned int n = 0; n < 4; ++n) {
+        float& sum = of(lane).c[n];
+        const unsigned int row = lane / 4 * 4, column = (lane % 4 * 2 + n % 2) * 4;
+        for (unsigned int half = 0; half < 2; ++half) {
+          double exact = static_cast<double>(sum);
+          for (unsigned int x = 0; x < 4; ++x) {
+            exact += number(of(row + x).a[2 * half + n / 2]) * number(of(column + x).b[half]);
+          }
+          sum = cut_off(exact);
+        }
+      }
+    }
+  });
+}
+
+// Every product and sum is rounded once, in the order of the elements.
+void multiply_doubles(const char* what, Where where, double (&c)[2], double a, double b) {
+  struct Brought {
+    double* c;
+    double a, b;
+  } mine = {c, a, b};
+  meet_lanes(what, where, &mine, [](void* const* all) {
+    const auto of = [&](unsigned int lane) { return *static_cast<Brought*>(all[lane]); };
+    for (unsigned int lane = 0; lane < WARP; ++lane) {
+      for (unsigned int n = 0; n < 2; ++n) {
+        double& sum = of(lane).c[n];
+        for (unsigned int x = 0; x < 4; ++x) {
+          sum = std::fma(of(lane / 4 * 4 + x).a, of((lane % 4 * 2 + n) * 4 + x).b, sum);
+        }
+      }
+    }
+  });
+}
+
 }  // namespace emulator

@@ -252,6 +252,8 @@ unsigned long long add_at_once(unsigned long long* place, unsigned long long val
 
 void add_at_once(float* place, float value) { *place += value; }
 
+void add_at_once(double* place, double value) { *place += value; }
+
 }  // namespace emulator
 
 using emulator::races::touch;

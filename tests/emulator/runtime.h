@@ -78,8 +78,13 @@ void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
 void multiply_matrices(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],
                        const unsigned int (&b)[2], bool brain);
 
-// -- what GPUs of compute capability 9.0 have: warpgroups.cpp
-// ---------------------------------------
+// The same of mma.sync.m16n8k8: a is 16 x 8, b is 8 x 8, both of float32 without its last 13 bits.
+void multiply_floats(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],
+                     const unsigned int (&b)[2]);
+
+// The same of mma.sync.m8n8k4: a is 8 x 4, b is 4 x 8, all of float64.
+void multiply_doubles(const char* what, Where where, double (&c)[2], double a, double b);
+// -- what GPUs of compute capability 9.0 have: warpgroups.cpp -------------------------------------
 
 // Barriers in shared memory. What arrives expects `bytes` more, if any, to be copied.
 void init_barrier(const char* what, Where where, unsigned int address, int arrivals);
@@ -111,6 +116,7 @@ void wait_products(const char* what, Where where, unsigned int pending);
 // Adds to memory in one step, whatever other threads do.
 unsigned long long add_at_once(unsigned long long* place, unsigned long long value);
 void add_at_once(float* place, float value);
+void add_at_once(double* place, double value);
 
 }  // namespace emulator
 

@@ -16,6 +16,11 @@ inline void begin_part_copy(unsigned int address, const void* from_gmem, int byt
   emulator::begin_copy(to, from_gmem, 16, static_cast<unsigned int>(bytes));
 }
 
+inline void store(void* to_gmem, const Bytes16& bytes) {
+  if (reinterpret_cast<unsigned long long>(to_gmem) % 16 != 0) __builtin_trap();
+  *static_cast<Bytes16*>(to_gmem) = bytes;
+}
+
 inline void commit_copies() { emulator::commit_copies(); }
 
 template <int PENDING>

@@ -38,4 +38,26 @@ inline void mma_m16n8k16_bf16(float& c0, float& c1, float& c2, float& c3,
   c0 = c[0], c1 = c[1], c2 = c[2], c3 = c[3];
 }
 
+inline void mma_m16n8k8_tf32(float& c0, float& c1, float& c2, float& c3, const unsigned int (&a)[4],
+                             unsigned int b0, unsigned int b1, EMULATOR_WHERE) {
+  float c[4] = {c0, c1, c2, c3};
+  const unsigned int b[2] = {b0, b1};
+  emulator::multiply_floats("mma_m16n8k8_tf32", {file, line}, c, a, b);
+  c0 = c[0], c1 = c[1], c2 = c[2], c3 = c[3];
+}
+
+inline void mma_m8n8k4_f64(double& c0, double& c1, double a, double b, EMULATOR_WHERE) {
+  double c[2] = {c0, c1};
+  emulator::multiply_doubles("mma_m8n8k4_f64", {file, line}, c, a, b);
+  c0 = c[0], c1 = c[1];
+}
+
+inline void mma_m16n8k8_f64(double& c0, double& c1, double& c2, double& c3, const double (&a)[4],
+                            double b0, double b1, EMULATOR_WHERE) {
+  mma_m8n8k4_f64(c0, c1, a[0], b0, file, line);
+  mma_m8n8k4_f64(c2, c3, a[1], b0, file, line);
+  mma_m8n8k4_f64(c0, c1, a[2], b1, file, line);
+  mma_m8n8k4_f64(c2, c3, a[3], b1, file, line);
+}
+
 }  // namespace arch

@@ -1,0 +1,188 @@
+"""A CuPy whose device memory is the host's: a launch writes down what the kernel was told."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+from fake_cupy import H200
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+class MemoryPointer:
+    def __init__(self, held, offset=0, device_id=0):
+        self.held, self.offset, self.device_id = held, offset, device_id
+        self.ptr = held.ctypes.data + offset
+
+    def __add__(self, offset):
+        return MemoryPointer(self.held, self.offset + offset, self.device_id)
+
+    def memset_async(self, value, size):
+        self.held[self.offset : self.offset + size] = value
+
+
+class Launch(NamedTuple):
+    """How a kernel was launched."""
+
+    kernel: str
+    by_driver: bool
+    grid: int
+    threads: int
+    shared_memory: int
+    stream: int
+    words: np.ndarray  # its parameters
+
+
+class HostCupy(ModuleType):
+    """The module.
+
+    Attributes
+    ----------
+    launches : list of Launch
+        In order.
+    during_launch : callable
+        Runs while the driver is asked.
+    """
+
+    def __init__(self, version="14.2.0", devices=1):
+        super().__init__("cupy")
+        self.__version__ = version
+        self.launches = []
+        self.during_launch = lambda: None
+        self.device = 0
+        self._stream = threading.local()
+        self._kernels = {}
+        module = self
+
+        class Array:
+            def __init__(self, shape, dtype=float, memptr=None, strides=None):
+                dtype = np.dtype(dtype)
+                memptr = memptr or module.alloc(math.prod(shape) * dtype.itemsize)
+                self.host = np.ndarray(shape, dtype, memptr.held.data, memptr.offset, strides)
+                self.data = memptr
+                self.device = module.Device(memptr.device_id)
+
+            def __getattr__(self, name):
+                if name not in "shape strides dtype size ndim itemsize nbytes flags".split():
+                    raise AttributeError(name)
+                return getattr(self.host, name)
+
+            def _like(self, host):
+                made = object.__new__(Array)
+                made.host, made.device = host, self.device
+                begin = host.ctypes.data - self.data.ptr if host.size else 0
+                made.data = self.data + begin
+                return made
+
+            def __getitem__(self, places):
+                return self._like(self.host[places])
+
+            def __setitem__(self, places, value):
+                self.host[places] = value.host if isinstance(value, Array) else value
+
+            def transpose(self, *axes):
+                return self._like(self.host.transpose(*axes))
+
+            def reshape(self, *shape):
+                return self._like(self.host.reshape(*shape))
+
+            def fill(self, value):
+                self.host.fill(value)
+
+        self.ndarray = Array
+
+        class Kernel:
+            def __init__(self, name):
+                self.name = name
+                self.max_dynamic_shared_size_bytes = 0
+                self.kernel = SimpleNamespace(ptr=1000 + len(module._kernels))
+                module._kernels[self.kernel.ptr] = self
+
+            def __call__(self, grid, block, args, shared_mem):
+                words = np.concatenate([argument.view(np.uint64) for argument in args])
+                stream = module.current_stream().ptr
+                how = self.name, False, grid[0], block[0], shared_mem, stream, words
+                module.launches.append(Launch(*how))
+
+        def launch_kernel(f, x, y, z, tx, ty, tz, shared_mem, stream, pointers, extra):
+            assert (y, z, ty, tz, extra) == (1, 1, 1, 1, 0)
+            kernel = module._kernels[f]
+            place = ctypes.c_uint64.from_address(pointers).value
+            words_of = ctypes.c_uint64 * ((pointers - place) // 8)  # `driver.buffer` lays them so
+            words = np.array(words_of.from_address(place))
+            module.during_launch()
+            again = np.array(words_of.from_address(place))
+            assert (words == again).all(), "another launch wrote to these parameters"
+            how = kernel.name, True, x, tx, shared_mem, stream, words
+            module.launches.append(Launch(*how))
+
+        def properties(_):
+            return H200
+
+        def convert(array, to):
+            to[...] = array
+
+        self.ElementwiseKernel = lambda *_: convert
+        self.RawModule = lambda **_: SimpleNamespace(get_function=Kernel)
+        self.cuda = SimpleNamespace(
+            alloc=self.alloc,
+            get_current_stream=self.current_stream,
+            Device=self.Device,
+            nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+            driver=SimpleNamespace(launchKernel=launch_kernel),
+            runtime=SimpleNamespace(
+                getDevice=lambda: self.device,
+                getDeviceCount=lambda: devices,
+                getDeviceProperties=properties,
+            ),
+        )
+
+    def alloc(self, size):
+        return MemoryPointer(_aligned(size), device_id=self.device)
+
+    def current_stream(self):
+        pointer = getattr(self._stream, "pointer", 0)
+        return SimpleNamespace(ptr=pointer, is_capturing=lambda: False, synchronize=lambda: None)
+
+    @contextmanager
+    def stream(self, pointer):
+        """Make another stream the current one of this thread."""
+        self._stream.pointer = pointer
+        yield
+        self._stream.pointer = 0
+
+    def asarray(self, host):
+        made = self.ndarray(host.shape, host.dtype)
+        made.host[...] = host
+        return made
+
+    @property
+    def Device(self):
+        module = self
+
+        class Device:
+            def __init__(self, number):
+                self.id = number
+
+            def __enter__(self):
+                self.before, module.device = module.device, self.id
+
+            def __exit__(self, *_):
+                module.device = self.before
+
+        return Device
+
+
+def _aligned(size):
+    """Return bytes that begin at a multiple of 512, as those of CuPy's pool do."""
+    held = np.zeros(size + 512, np.uint8)
+    return held[-held.ctypes.data % 512 :]
