@@ -253,8 +253,9 @@ def _everything(emulator):
         call = validate.call(q, k, k, bias=bias, sink=sink, **options)
         out, lse = draw(*do.shape), draw(*do.shape[:-1])
         emulator.forward(call, out, lse)
-        made = [None if x is None else np.empty_like(x) for x in (q, k, k, bias, sink)]
-        emulator.backward(call, do, out, lse, None, Gradients(*made))
+        for each in (emulator, dataclasses.replace(emulator, deterministic=True)):
+            made = [None if x is None else np.empty_like(x) for x in (q, k, k, bias, sink)]
+            each.backward(call, do, out, lse, None, Gradients(*made))
 
     chosen = {"mask": masks.causal(), "sink": np.zeros(2, np.float32), "bias": draw(40, 33)}
     shape = (2, 2, 40, 72)
