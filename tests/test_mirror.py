@@ -55,7 +55,6 @@ OTHER_STEMS = {
     "fragment": "products by tensor cores, which the CPU has no like of",
     "fragment_rows": "where fragments lie, in registers and in shared memory",
     "fragment_wide": "products by tensor cores, which the CPU has no like of",
-    "fragment_wide_product": "products by tensor cores, which the CPU has no like of",
     "power": "2^x by instructions and a polynomial; power_of_two is its like",
     "fragment_tile": "tile, where scores lie as tensor cores leave them",
     "fragment_product": "products by tensor cores, which the CPU has no like of",
