@@ -131,6 +131,22 @@ def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic, blocks):
     assert np.isfinite(dv[0, 41:]).all()
 
 
+# -- tiles that are passed by ---------------------------------------------------------------------
+
+
+@emulated
+@MODES
+@pytest.mark.parametrize("first", [0, 40, 2290, 2399])
+def test_many_tiles_without_pairs_are_passed_by(deterministic, first):
+    # 75 tiles of queries, of which one or two have pairs: after none, few or many that have none.
+    q, do = (x.astype(HALF) for x in draw(*[(1, 2400, 16)] * 2))
+    k, v = (x.astype(HALF) for x in draw(*[(1, 40, 16)] * 2, seed=1))
+    mask = masks.mask(lambda b, h, i, j: (i >= first) & (i < first + 20) & (j < 39))
+    made = run(q, k, v, do, deterministic, mask=mask)
+    assert worst(q, k, v, do, made, mask=mask) <= 1
+    assert made[1][:, :39].any(axis=-1).all()
+
+
 # -- dq that is added -----------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import build
-from emulator.calls import Emulator
+from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
 from emulator.probe import Probe
 
@@ -283,7 +283,7 @@ def _everything(emulator):
             made = (np.empty_like(x) for x in (q, k, v))
             each.backward(call, do, out, lse, None, Gradients(*made, None, None))
 
-    def run_shared(d, last, dtype, **options):
+    def run_shared(emulator, d, last, dtype, **options):
         q, k, v, do = (
             draw(*shape).astype(dtype)
             for shape in ((2, 40, d), *[(2, 1, 33, d)] * 2, (2, 2, 40, d))
@@ -296,9 +296,11 @@ def _everything(emulator):
             made = (np.empty_like(x) for x in (q, k, v))
             each.backward(call, do, out, lse, None, Gradients(*made, None, None))
 
-    run_shared(24, np.inf, ml_dtypes.bfloat16, mask=masks.causal())
-    run_shared(24, 1, np.float16)
-    run_shared(24, 1, ml_dtypes.bfloat16)
+    # Warps that share keys, and warps that do not.
+    for each in (emulator, dataclasses.replace(emulator, blocks=Blocks(16, 32, 64))):
+        run_shared(each, 24, np.inf, ml_dtypes.bfloat16, mask=masks.causal())
+        run_shared(each, 24, 1, np.float16)
+        run_shared(each, 24, 1, ml_dtypes.bfloat16)
     run_half(72, np.inf, mask=masks.causal())
     run_half(72, 1)
     run_half(256, 1, mask=masks.lengths(np.array([0, 33])))
