@@ -25,6 +25,7 @@ SPILLS = {
     "forward_sm80": 20,
     "backward_sm80_dkdv": 92,
     "backward_sm80_dq": 32,
+    "backward_f64_dkdv": 212,
 }
 
 
