@@ -4,7 +4,7 @@
 gradients; `masks` and `scores` say which pairs attend and how scores change.
 """
 
-from . import expr, masks, scores
+from . import analysis, expr, masks, scores
 from .api import (
     attention,
     attention_backward,
@@ -26,6 +26,7 @@ __all__ = [
     "Gradients",
     "Plan",
     "TraceError",
+    "analysis",
     "attention",
     "attention_backward",
     "attention_varlen",

@@ -37,7 +37,7 @@ constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
 // A warp that has all of a tile's queries keeps P and dS in registers, as left operands, and works
 // on a part of the queries at a time.
 constexpr bool HELD = SHARERS == 1;
-constexpr int PART_QUERIES = !HELD ? WARP_QUERIES : WARP_QUERIES % 32 == 0 ? 32 : 16;
+constexpr int PART_QUERIES = !HELD ? WARP_QUERIES : WARP_QUERIES % 32 == 0 && !HAS_SCORE ? 32 : 16;
 constexpr int PARTS = WARP_QUERIES / PART_QUERIES;
 constexpr int ROWS = WARP_KEYS / 8;
 constexpr int COLUMNS = PART_QUERIES / 4;
@@ -49,7 +49,8 @@ constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
 constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, as far as registers go
 
-constexpr int UNROLL = D <= 64 ? 4 : D <= 128 ? 8 : 4;  // as far as registers go
+// As far as registers go.
+constexpr int UNROLL = HAS_SCORE || (D <= 64 && !HELD) ? 2 : D > 64 && D <= 128 ? 8 : 4;
 
 // A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
 constexpr int NO_TILE = -1;
@@ -224,9 +225,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           // 3 score mod
           // 4 mask
           // 5 probabilities and the gradient of the output's weights
-          fragment_gradient::recompute_probabilities<true>(p, box, now % 4, masked, s, corner,
-                                                           own_lse_smem, kept, weights);
-          if (!HELD || careful) {
+          fragment_gradient::recompute_probabilities<true, HELD ? 0 : P_BYTES>(
+              p, box, now % 4, masked, s, corner, own_lse_smem, kept, weights, p_smem);
+          if (HELD && careful) {
             fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
           }
           float dp[ROWS][COLUMNS];

@@ -131,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       unsigned int ds[ROWS][COLUMNS / 2];
-      fragment_gradient::recompute_probabilities<false>(p, box, now.tile_class, masked, s, corner,
-                                                        lse_smem + corner.row, kept, ds);
+      fragment_gradient::recompute_probabilities<false, 0>(
+          p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, ds, nullptr);
       float dp[ROWS][COLUMNS];
       fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
       fragment_gradient::score_gradients<false>(p, masked, s, dp, lse_smem + BLOCK_Q + corner.row,

@@ -177,7 +177,9 @@ def test_which_kernels_are_launched():
     assert "dq_sum" not in made.scratch
     portable = ["backward_delta", "backward_simt_dkdv", "backward_simt_dq"]
     assert kernels(q, "sm_75", False)[0] == portable
-    assert kernels(q.astype(np.float32), "sm_80", False)[0] == portable
+    names, made = kernels(q.astype(np.float32), "sm_80", False)
+    assert (names, made.adds_dq, list(made.scratch)) == (portable[:2], True, ["delta"])
+    assert kernels(q.astype(np.float32), "sm_80", True)[0] == portable
     assert kernels(np.zeros((2, 24, 257), HALF), "sm_80", False)[0] == portable
     plan = Plan("backward_simt", 32, 32, "for a test")
     assert kernels(q, "sm_80", False, plan)[0] == portable

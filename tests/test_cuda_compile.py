@@ -23,7 +23,7 @@ ELSEWHERE = 2  # times as many are admitted with another compiler or architectur
 SPILLS = {
     "backward_simt_dkdv": 72,
     "forward_sm80": 20,
-    "backward_sm80_dkdv": 92,
+    "backward_sm80_dkdv": 160,
     "backward_sm80_dq": 32,
     "backward_f64_dkdv": 212,
 }

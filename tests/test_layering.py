@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = [
     ["errors"],
     ["target"],
+    ["analysis"],
     ["arrays"],
     ["expr"],
     ["masks"],

@@ -95,11 +95,12 @@ ONLY_CUDA = {
     "primitives/matmul.cuh": {
         "sizes in shared memory": (
             "larger round_up chunks chunk_columns whole_columns odd_stride run_of padded_columns "
-            "stage_rows"
+            "stage_rows held_columns"
         ),
-        "the grid of threads": "row_thread column_thread result_column",
+        "the grid of threads": "row_thread column_thread result_row result_column row_run",
+        "dq beside the sums of dk and dv": "multiply_transposed rows_at_once",
         "a masked pair is told by its weight; the CPU keeps a tile of `seen`": (
-            "no_part takes_part multiply_add_seen"
+            "no_part takes_part multiply_add_seen multiply_transposed_seen"
         ),
         "results in registers": "clear add scale",
         "operands that pass through shared memory": "multiply_rows multiply_both buffer_elements",
@@ -153,7 +154,7 @@ ONLY_CUDA = {
             "recompute_probabilities recompute_changed ask_mask exponentiate probability"
         ),
         "draws where pairs lie in fragments": "draw transpose",
-        "P and dS in 16 bits, in shared memory": "narrow store_words scale_words",
+        "P and dS in 16 bits, in shared memory": "narrow store_word store_words scale_words",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
     },
     "primitives/lookup.cuh": {

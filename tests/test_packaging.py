@@ -78,6 +78,7 @@ def test_the_data_and_the_cuda_sources_are_in_the_wheel(wheel):
     assert "cupyflash/data/demo.npz" in wheel
     assert "cupyflash/kernels_cu/primitives/philox.cuh" in wheel
     assert "cupyflash/kernels_cu/README.md" in wheel
+    assert "cupyflash/reference/algorithms/README.md" in wheel
 
 
 def test_every_file_is_in_the_sdist(sdist):
@@ -129,6 +130,9 @@ for module in (cupyflash, cupyflash.kernels_cu, cupyflash.reference.naive):
 q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4))
 out = cupyflash.reference.naive.attention(q, k, v).out
 assert out.shape == q.shape
+from cupyflash.reference.algorithms import flash_attention
+assert np.allclose(flash_attention.forward(q[0], k[0], v[0]).o, out[0])
+assert cupyflash.analysis.causal_tiles(1024, 1024, 32, 32).visited == 528
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False

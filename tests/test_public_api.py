@@ -13,6 +13,7 @@ import pytest
 from numpydoc.validate import validate
 
 import cupyflash
+import cupyflash.analysis
 import cupyflash.masks
 import cupyflash.scores
 
@@ -28,7 +29,7 @@ FUNCTIONS = {
     "plan",
     "workspace_size",
 }
-MODULES = {"expr", "masks", "scores"}
+MODULES = {"analysis", "expr", "masks", "scores"}
 TYPES = {"ArgumentError", "ArgumentTypeError", "Gradients", "Plan", "TraceError"}
 MASKS = {
     "blocks",
@@ -40,6 +41,35 @@ MASKS = {
     "prefix",
     "segments",
     "window",
+}
+ANALYSIS = {
+    "DEVICES",
+    "Device",
+    "IOComplexity",
+    "Problem",
+    "Roofline",
+    "TileCount",
+    "Traffic",
+    "block_sizes",
+    "block_sparse_attention",
+    "causal_tiles",
+    "device",
+    "flash_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_backward",
+    "flops",
+    "one_pass_attention",
+    "online_softmax",
+    "packed_qkv",
+    "rabe_staats",
+    "rabe_staats_backward",
+    "roofline",
+    "safe_softmax",
+    "split_kv",
+    "standard_attention",
+    "standard_attention_backward",
+    "theorem_2",
 }
 SCORES = {"alibi", "relative_bias", "score", "softcap"}
 
@@ -57,8 +87,9 @@ def public(module: types.ModuleType) -> dict[str, object]:
 
 def documented() -> list[str]:
     names = [f"cupyflash.{name}" for name in sorted(FUNCTIONS | TYPES)]
-    for module in (cupyflash.masks, cupyflash.scores):
-        names += [f"{module.__name__}.{name}" for name in sorted(module.__all__)]
+    for module in (cupyflash.analysis, cupyflash.masks, cupyflash.scores):
+        found = sorted(name for name in module.__all__ if callable(getattr(module, name)))
+        names += [f"{module.__name__}.{name}" for name in found]
     return names
 
 
@@ -79,6 +110,13 @@ def test_nothing_public_is_missing_from_all():
     for name, value in vars(cupyflash).items():
         if not name.startswith("_") and not inspect.ismodule(value):
             assert name in cupyflash.__all__ or name in {"annotations", "TYPE_CHECKING"}, name
+
+
+def test_all_of_the_analysis():
+    assert set(cupyflash.analysis.__all__) == ANALYSIS
+    for name, value in vars(cupyflash.analysis).items():
+        if not name.startswith("_") and not inspect.ismodule(value):
+            assert name in ANALYSIS, name
 
 
 @pytest.mark.parametrize(("module", "wanted"), [("masks", MASKS), ("scores", SCORES)])

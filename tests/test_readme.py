@@ -11,7 +11,13 @@ from types import CodeType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels_cu/README.md"]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "kernels_cu/README.md",
+    "reference/algorithms/README.md",
+]
 CI = (ROOT / ".ci" / "run").read_text()
 
 # Every command that README.md shows -> where it is run. "ci" means: .ci/run holds this very text.
@@ -24,6 +30,8 @@ COMMANDS = {
     "cupyflash verify": "tests/test_verify_cli.py",
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/test_examples.py",
+    "python examples/train_lm.py --plot loss.svg": "tests/test_train_lm.py",
+    "python examples/train_lm.py --check": "tests/test_train_lm.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",
     'pip install ".[cuda13]"': "an extra",
@@ -69,7 +77,9 @@ def code(document: str, line: int, text: str) -> CodeType:
     return compile("\n" * (line - 1) + text, str(ROOT / document), "exec")
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "reference/algorithms/README.md"]
+)
 def test_the_code_runs(document, tmp_path, monkeypatch):
     # One namespace for a document, in order, as a reader would type it; away from the checkout.
     monkeypatch.chdir(tmp_path)

@@ -135,18 +135,23 @@ struct OfQueries {
   __device__ __forceinline__ float of(int r, int n) const { return x[KEYS_ARE_ROWS ? n : r]; }
 };
 
-// Writes a thread's words, each of two neighbouring columns in the storage type, to a tile whose
+// Writes a thread's word n of row r, two neighbouring columns in the storage type, to a tile whose
 // rows are BYTES apart.
+template <int BYTES>
+__device__ __forceinline__ void store_word(unsigned int word, const Corner& corner, int r, int n,
+                                           char* tile_smem) {
+  const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
+  *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) = word;
+}
+
+// The same of all words.
 template <int BYTES, int ROWS, int WORDS>
 __device__ __forceinline__ void store_words(const unsigned int (&words)[ROWS][WORDS],
                                             const Corner& corner, char* tile_smem) {
 #pragma unroll
   for (int n = 0; n < WORDS; ++n) {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
-      *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) = words[r][n];
-    }
+    for (int r = 0; r < ROWS; ++r) store_word<BYTES>(words[r][n], corner, r, n, tile_smem);
   }
 }
 
@@ -197,7 +202,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const float offset = lse.of(r, n) * tile::LOG2_E;
-      const float x = arch::exp2(gradient_tile::at_most_zero(fmaf(s[r][n], c, -offset)));
+      const float x = arch::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -offset)));
       s[r][n] = !MASKED || (allowed[r] >> n & 1) != 0 ? x : matmul::no_part();
     }
   }
@@ -206,12 +211,13 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
 // Where scores are changed: makes products q k into probabilities times the derivative of the
 // change. Generated code may be long, and stands here for two columns, which every pair of columns
 // passes. The rest is as told below.
-template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
 __device__ __forceinline__ void recompute_changed(const Params& p, const TileBox& box,
                                                   int tile_class, float (&s)[ROWS][COLUMNS],
                                                   const Corner& corner, const float* lse_smem,
                                                   const unsigned int (&kept)[ROWS],
-                                                  unsigned int (&weights)[ROWS][COLUMNS / 2]) {
+                                                  unsigned int (&weights)[ROWS][COLUMNS / 2],
+                                                  char* tile_smem) {
   const float scale = static_cast<float>(p.scale);
   const int rows =
       static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
@@ -248,25 +254,31 @@ __device__ __forceinline__ void recompute_changed(const Params& p, const TileBox
         if (score == -number::infinity()) own = weight[x] = matmul::no_part();
         s[r][x] = own;
       }
-      if constexpr (KEYS_ARE_ROWS) weights[r][0] = fragment::narrow_pair(weight[0], weight[1]);
+      const unsigned int word = fragment::narrow_pair(weight[0], weight[1]);
+      if constexpr (KEYS_ARE_ROWS && BYTES > 0) {
+        store_word<BYTES>(word, corner, r, column / 2, tile_smem);
+      } else if constexpr (KEYS_ARE_ROWS) {
+        weights[r][0] = word;
+      }
     }
     fragment::rotate<2>(s);
-    if constexpr (KEYS_ARE_ROWS) fragment::rotate<1>(weights);
+    if constexpr (KEYS_ARE_ROWS && BYTES == 0) fragment::rotate<1>(weights);
   }
 }
 
 // Makes products q k into probabilities; where scores are changed, into probabilities times the
 // derivative of the change. A pair that takes no part has the weight that says so.
-// Where keys are rows, the weights are the probabilities after dropout in the storage type; what
-// survives is divided by the probability of that at the end. `lse_smem` is that of the corner's
-// query.
-template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+// Where keys are rows, the weights are the probabilities after dropout in the storage type, and go
+// to a tile in shared memory instead if its rows are BYTES apart; what survives is divided by the
+// probability of that at the end. `lse_smem` is that of the corner's query.
+template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
 __device__ __forceinline__ void recompute_probabilities(
     const Params& p, const TileBox& box, int tile_class, bool masked, float (&s)[ROWS][COLUMNS],
     const Corner& corner, const float* lse_smem, const unsigned int (&kept)[ROWS],
-    unsigned int (&weights)[ROWS][COLUMNS / 2]) {
+    unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
   if constexpr (HAS_SCORE) {
-    recompute_changed<KEYS_ARE_ROWS>(p, box, tile_class, s, corner, lse_smem, kept, weights);
+    recompute_changed<KEYS_ARE_ROWS, BYTES>(p, box, tile_class, s, corner, lse_smem, kept, weights,
+                                            tile_smem);
     return;
   }
   const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
@@ -292,6 +304,7 @@ __device__ __forceinline__ void recompute_probabilities(
         weights[r][n / 2] = fragment::narrow_pair(weight[0], weight[1]);
       }
     }
+    if constexpr (BYTES > 0) store_words<BYTES>(weights, corner, tile_smem);
   }
 }
 

@@ -134,8 +134,8 @@ class Chosen(Blocks):
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return the tiles that the package's table gives the forward for tensor cores."""
-        sizes = problem.d, problem.d_v, self.shared_memory
-        chosen = tensor_tiles.fit(*sizes, problem.dtype.itemsize)
+        limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
+        chosen = tensor_tiles.fit(problem.d, problem.d_v, limit, problem.dtype.itemsize)
         assert chosen is not None
         return chosen
 

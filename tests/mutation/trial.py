@@ -52,6 +52,7 @@ WRITES = {
     "backward_simt_dq": ("dq",),
     "backward_sm80_dkdv": ("dk", "dv"),
     "backward_sm80_dq": ("dq",),
+    "backward_dq_rows": ("dq",),
     "backward_f64_dkdv": ("dk", "dv"),
     "backward_f64_dq": ("dq",),
     "backward_bias": ("dbias",),
@@ -119,7 +120,9 @@ class Run:
                 raise Noticed(f"{self.name}: writes beside {name}")
             if name not in writes and name != "workspace":
                 raise Noticed(f"{self.name}: another {name}")
-        if step.special.kernel == "backward_delta":
+        if step.special.adds_dq:
+            writes = (*writes, "dq")
+        if step.special.adds_dq or step.special.kernel == "backward_delta":
             for other in self.steps[number + 1 :]:
                 machines(other).launch(other.grid, bytearray(other.packed), self.schedule)
         for gradient, computed in self.sums:

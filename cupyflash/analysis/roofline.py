@@ -1,0 +1,183 @@
+"""FLOPs, arithmetic intensity, and the least time that a device's limits allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ArgumentError
+from .devices import Device, device
+from .tiles import rows_of
+from .traffic import Traffic, check, itemsize
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of a call of attention.
+
+    Attributes
+    ----------
+    n_q, n_k : int
+        Queries and keys.
+    d : int
+        Columns of q and k.
+    d_v : int or None
+        Columns of v; those of q unless given.
+    batch, heads : int
+        Batch entries, and query heads of each.
+    heads_kv : int or None
+        Key and value heads; as many as query heads unless given.
+    dtype : str
+        Of q, k, v and out.
+    causal : bool
+        Whether query i sees keys up to i + n_k - n_q only.
+    backward : bool
+        Whether the gradients are meant, not the forward.
+    """
+
+    n_q: int
+    n_k: int
+    d: int
+    d_v: int | None = None
+    batch: int = 1
+    heads: int = 1
+    heads_kv: int | None = None
+    dtype: str = "float16"
+    causal: bool = False
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        check(n_q=self.n_q, n_k=self.n_k, d=self.d, batch=self.batch, heads=self.heads)
+        check(d_v=self.columns, heads_kv=self.shared)
+        itemsize(self.dtype)
+        if self.heads % self.shared:
+            raise ArgumentError(f"heads={self.heads} is no multiple of heads_kv={self.heads_kv}")
+
+    @property
+    def columns(self) -> int:
+        """Columns of v."""
+        return self.d if self.d_v is None else self.d_v
+
+    @property
+    def shared(self) -> int:
+        """Key and value heads."""
+        return self.heads if self.heads_kv is None else self.heads_kv
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that attend, of one head."""
+        offset = self.n_k - self.n_q if self.causal else None
+        return sum(row.keys for row in rows_of(self.n_q, self.n_k, 1, 1, offset))
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the matrix products: see `flops`."""
+        return flops(self)
+
+    @property
+    def compulsory_bytes(self) -> int:
+        """Bytes if every array is read or written once, which no algorithm can go below."""
+        size = itemsize(self.dtype)
+        queries, keys = self.batch * self.heads * self.n_q, self.batch * self.shared * self.n_k
+        lse = queries * max(size, 4)
+        q_and_o, k_and_v = queries * (self.d + self.columns), keys * (self.d + self.columns)
+        if not self.backward:
+            return size * (q_and_o + k_and_v) + lse
+        gradients = queries * self.d + k_and_v  # dq, dk, dv; do is shaped like o
+        return size * (q_and_o + k_and_v + queries * self.columns + gradients) + lse
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least time that a device's limits allow, and which of them it is.
+
+    Attributes
+    ----------
+    seconds : float
+        The larger of the two times below.
+    bound : str
+        "compute" or "memory".
+    compute_seconds, memory_seconds : float
+        For the arithmetic alone, and for the traffic alone.
+    flops, bytes : int
+        What has to be done.
+    intensity : float
+        FLOP per byte.
+    ridge : float
+        The intensity from which on the device is bound by its arithmetic.
+    """
+
+    seconds: float
+    bound: str
+    compute_seconds: float
+    memory_seconds: float
+    flops: int
+    bytes: int
+    intensity: float
+    ridge: float
+
+
+def flops(problem: Problem) -> int:
+    """Count the floating-point operations of attention's matrix products.
+
+    Parameters
+    ----------
+    problem : Problem
+        The sizes.
+
+    Returns
+    -------
+    int
+        2 (d + d_v) for each pair that attends, forward; 2 (3 d + 2 d_v) backward, whose five
+        products compute the scores again: 2.5 forwards where d_v = d. The exponentials and sums of
+        the softmax are not counted, nor pairs that are masked, exactly: some tables of other
+        projects count half of all pairs for a causal mask.
+    """
+    d, d_v = problem.d, problem.columns
+    each = 2 * (3 * d + 2 * d_v) if problem.backward else 2 * (d + d_v)
+    return each * problem.pairs * problem.batch * problem.heads
+
+
+def roofline(
+    problem: Problem, device: Device | str | None = None, traffic: Traffic | None = None
+) -> Roofline:
+    """Return the least time that a device needs for a problem, and what bounds it.
+
+    Parameters
+    ----------
+    problem : Problem
+        The sizes.
+    device : Device or str, optional
+        A device or its name in `DEVICES`; without it, the current device.
+    traffic : Traffic, optional
+        What an algorithm moves for one head, so that the roofline is that algorithm's. Without it,
+        every array moves once: what caches can spare in the best case.
+
+    Returns
+    -------
+    Roofline
+        Time and bound.
+
+    References
+    ----------
+    S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009.
+    """
+    facts = _facts(device)
+    work = flops(problem)
+    moved = problem.compulsory_bytes
+    if traffic is not None:
+        moved = problem.batch * problem.heads * traffic.bytes(problem.dtype)
+    compute, memory = work / facts.peak_of(problem.dtype), moved / facts.bandwidth
+    return Roofline(
+        seconds=max(compute, memory),
+        bound="compute" if compute >= memory else "memory",
+        compute_seconds=compute,
+        memory_seconds=memory,
+        flops=work,
+        bytes=moved,
+        intensity=work / moved,
+        ridge=facts.ridge(problem.dtype),
+    )
+
+
+def _facts(given: Device | str | None) -> Device:
+    return given if isinstance(given, Device) else device(given)

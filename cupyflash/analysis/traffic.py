@@ -1,0 +1,123 @@
+"""What moves between HBM and the chip, and the checks that all formulas share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+
+# Arrays that are kept in the accumulator's type, whatever the type of q, k and v.
+ACCUMULATED = {
+    "global_max",
+    "all_weights",
+    "l",
+    "m",
+    "lse",
+    "lse_parts",
+    "o_parts",
+    "chunk_values",
+    "chunk_weights",
+    "chunk_max",
+}
+FLAGS = {"padding", "layout"}  # booleans
+STATE_BYTES = 8  # a generator's state, "rng", is a 64-bit seed
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Elements that an algorithm moves for one head.
+
+    Attributes
+    ----------
+    reads, writes : mapping of str to int
+        Elements read from and written to HBM, by array; names are the papers'.
+    peak : int
+        The most elements that are on chip at once.
+    """
+
+    reads: Mapping[str, int]
+    writes: Mapping[str, int]
+    peak: int
+
+    @property
+    def total(self) -> int:
+        """Elements read and written: the papers' HBM accesses."""
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+    def bytes(self, dtype: str) -> int:
+        """Return the bytes read and written.
+
+        Parameters
+        ----------
+        dtype : str
+            Of q, k, v and matrices like them. Log-sum-exps, row sums and maxima and partial outputs
+            are float32, or float64 for float64.
+
+        Returns
+        -------
+        int
+            Bytes of one head.
+        """
+        size = itemsize(dtype)
+        sizes = dict.fromkeys(ACCUMULATED, max(size, 4)) | dict.fromkeys(FLAGS, 1)
+        sizes["rng"] = STATE_BYTES
+        moved = [*self.reads.items(), *self.writes.items()]
+        return sum(sizes.get(name, size) * count for name, count in moved)
+
+    def times(self, count: int) -> Traffic:
+        """Return the traffic of so many heads, one after the other.
+
+        Parameters
+        ----------
+        count : int
+            How many.
+
+        Returns
+        -------
+        Traffic
+            With the same peak.
+        """
+        return made(
+            self.peak,
+            {name: count * n for name, n in self.reads.items()},
+            {name: count * n for name, n in self.writes.items()},
+        )
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element; raise for a dtype that attention does not know."""
+    name = str(dtype)
+    if name not in ITEMSIZES:
+        raise ArgumentError(f"dtype={dtype!r} is not one of {', '.join(ITEMSIZES)}")
+    return ITEMSIZES[name]
+
+
+def made(peak: int, reads: Mapping[str, int], writes: Mapping[str, int]) -> Traffic:
+    """Return a `Traffic` without the arrays that nothing moves."""
+    return Traffic(
+        {name: n for name, n in reads.items() if n},
+        {name: n for name, n in writes.items() if n},
+        peak,
+    )
+
+
+def check(**sizes: Any) -> None:
+    """Raise unless every size is a positive integer."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ArgumentError(f"{name}={value!r} is not a positive integer")
+
+
+def given(value: int | None, default: int) -> int:
+    """Return a size, or what stands for one that is not given."""
+    return default if value is None else value
+
+
+def parts(n: int, size: int) -> int:
+    """Return the number of blocks, ceil(n / size)."""
+    return -(-n // size)

@@ -1,0 +1,332 @@
+"""Train a transformer language model without a framework, its attention by cupyflash.
+
+The layers and their gradients are in ``transformer.py``; here are the text, the optimiser and the
+command line. Run it as ::
+
+    pip install ".[examples]"
+    python examples/train_lm.py --plot loss.svg
+    python examples/train_lm.py --check
+
+The model reads bytes and predicts the next one. On the CPU it learns from the Python language
+reference that ``pydoc`` shows (``pydoc_data/topics.py``, 0.4 MB of prose), on a GPU from that and
+the modules at the top of the standard library (5 MB); ``--text`` names other files. A loss is the
+mean of -ln p(the byte that came), in nats per byte. Every twentieth piece of the text is held out,
+and the validation loss is that of these pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformer import (
+    BYTES,
+    STEP,
+    Array,
+    Setting,
+    Weights,
+    check_gradients,
+    generate,
+    initial_weights,
+    loss_vjp,
+)
+
+import cupyflash
+
+CPU = Setting()
+GPU = Setting(
+    width=384, layers=6, heads=6, context=512, batch=32, steps=1000, rate=1e-3, attention="bfloat16"
+)
+# For --check: a last tile that is not full, and heads whose size is no power of two.
+TINY = Setting(width=18, layers=2, heads=3, context=140, batch=2, attention="float64")
+PIECE = 8  # contexts in a piece of text
+HOLD_OUT = 20  # every twentieth piece
+BETA1, BETA2, ADAM_EPSILON, DECAY, CLIP = 0.9, 0.98, 1e-8, 0.1, 1.0
+REPORTS = 10  # of the validation loss
+INSTALL = 'pip install ".[examples]" in the clone'
+CUPY = 'pip install ".[cuda13]" "cuda-toolkit[cublas]==13.*" in the clone, or the same with 12'
+
+
+class UnusableError(Exception):
+    """Something that was asked for cannot be had; the message says what, and the remedy."""
+
+
+def standard_text(large: bool) -> bytes:
+    """Text of the standard library: the language reference and, if `large`, its top modules.
+
+    Some chapters of the reference hold others, so each paragraph is taken once.
+    """
+    topics = importlib.import_module("pydoc_data.topics").topics
+    paragraphs = "\n\n".join(topics.values()).split("\n\n")
+    text = "\n\n".join(dict.fromkeys(paragraphs)).encode()
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if large else []
+    return b"\n".join([text, *(path.read_bytes() for path in modules)])
+
+
+def split_text(text: bytes, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to train on and, from pieces all over the text, bytes to validate on."""
+    size = PIECE * context
+    number = len(text) // size
+    if number < HOLD_OUT:
+        raise UnusableError(
+            f"the text has {len(text):,} bytes, and a context of {context} wants "
+            f"{HOLD_OUT * size:,} at least: add text by --text, or lower --context"
+        )
+    pieces = np.frombuffer(text, np.uint8, number * size).reshape(number, size)
+    held_out = np.arange(number) % HOLD_OUT == HOLD_OUT - 1
+    return pieces[~held_out].ravel(), pieces[held_out].ravel()
+
+
+def validate(text: np.ndarray, weights: Weights, setting: Setting, xp: Any) -> float:
+    """Mean loss of a text that is cut into windows without overlap."""
+    starts = np.arange(0, len(text) - setting.context, setting.context)
+    total = 0.0
+    for some in np.split(starts, range(setting.batch, len(starts), setting.batch)):
+        windows = xp.asarray(text[some[:, None] + np.arange(setting.context + 1)])
+        total += float(loss_vjp(windows, weights, setting, xp)[0]) * len(some)
+    return total / len(starts)
+
+
+def train(
+    text: np.ndarray, weights: Weights, setting: Setting, rng: np.random.Generator, xp: Any
+) -> Iterator[Array]:
+    """Yield the loss of each step's windows, after changing the weights in place by AdamW."""
+    mean = {name: xp.zeros_like(w) for name, w in weights.items()}
+    square = {name: xp.zeros_like(w) for name, w in weights.items()}
+    warm_up = max(setting.steps // 20, 1)
+    for step in range(1, setting.steps + 1):
+        starts = rng.integers(0, len(text) - setting.context, setting.batch)
+        windows = xp.asarray(text[starts[:, None] + np.arange(setting.context + 1)])
+        loss, vjp = loss_vjp(windows, weights, setting, xp)
+        gradients = vjp()
+
+        # Up in a line, down in half a cosine to a tenth. The clip stays on the device: no waiting.
+        cosine = 0.55 + 0.45 * math.cos(math.pi * step / setting.steps)
+        rate = setting.rate * min(step / warm_up, cosine)
+        norm = xp.sqrt(sum((g * g).sum() for g in gradients.values()))
+        clip = CLIP / xp.maximum(norm, CLIP)
+        for name, w in weights.items():
+            g, m, v = gradients[name] * clip, mean[name], square[name]
+            m += (1 - BETA1) * (g - m)
+            v += (1 - BETA2) * (g * g - v)
+            change = m / (1 - BETA1**step) / (xp.sqrt(v / (1 - BETA2**step)) + ADAM_EPSILON)
+            if w.ndim == 2 and name != "embedding":
+                change += DECAY * w
+            weights[name] -= rate * change
+        yield loss
+
+
+def require(module: str, install: str = INSTALL) -> Any:
+    """Import an optional module, or say which command installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnusableError(
+            f"the module {module!r} cannot be imported ({error}); install it by: {install}"
+        ) from error
+
+
+def usable_cupy() -> Any:
+    """Return CuPy if it can use a GPU and multiply matrices there."""
+    cupy = require("cupy", CUPY)
+    if not cupy.is_available():
+        raise UnusableError("CuPy finds no usable NVIDIA GPU; `cupyflash info` says more")
+    try:
+        cupy.ones((2, 2)) @ cupy.ones((2, 2))
+    except Exception as error:
+        raise UnusableError(f"CuPy cannot multiply matrices ({error}); install: {CUPY}") from error
+    return cupy
+
+
+def array_module(device: str) -> tuple[Any, str]:
+    """Return the array module of cpu, gpu or auto, and in words what was chosen."""
+    if device == "cpu":
+        return np, "CPU"
+    try:
+        cupy = usable_cupy()
+    except UnusableError as error:
+        if device == "gpu":
+            raise UnusableError(f"--device gpu: {error}. --device cpu needs none of it") from error
+        return np, f"CPU ({error})"
+    return cupy, "GPU"
+
+
+def read_text(files: Sequence[Path] | None, large: bool) -> bytes:
+    """Text of the files given, one after the other, or else of the standard library."""
+    try:
+        if files:
+            return b"\n".join(path.read_bytes() for path in files)
+        return standard_text(large)
+    except (OSError, ImportError) as error:
+        raise UnusableError(f"no text: {error}. Name files that exist by --text") from error
+
+
+def writable_picture(path: Path) -> Path:
+    """Return the path if a picture can go there, which is asked before the training."""
+    figure = require("matplotlib.figure").Figure()
+    known = sorted(figure.canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise UnusableError(f"--plot {path}: its ending is none of {', '.join(known)}")
+    if not path.parent.is_dir():
+        raise UnusableError(f"--plot {path}: there is no folder {path.parent}; make it first")
+    return path
+
+
+def plot(
+    path: Path, losses: Sequence[float], validation: dict[int, float], frequencies: float, what: str
+) -> None:
+    """Draw the loss of each step, the validation losses, and what counting bytes gives."""
+    figure = require("matplotlib.figure").Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(range(1, len(losses) + 1), losses, lw=0.7, alpha=0.6, label="each step's windows")
+    axes.plot(list(validation), list(validation.values()), "o-", ms=4, label="validation")
+    axes.axhline(frequencies, color="grey", ls=":", label="frequencies of single bytes alone")
+    axes.set(xlabel="step", ylabel="loss, nats per byte", title=what, ylim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def readable(text: bytes) -> str:
+    """Text to print: what is no letter, a control character above all, becomes a dot."""
+    letters = text.decode(errors="replace")
+    return "".join(x if x.isascii() and (x.isprintable() or x == "\n") else "." for x in letters)
+
+
+def run(
+    setting: Setting, text: bytes, seed: int, device: str, xp: Any, picture: Path | None
+) -> None:
+    """Train, and show how the loss falls, the curve, and what the model writes."""
+    rich, progress = require("rich.console"), require("rich.progress")
+    console = rich.Console(highlight=False, markup=False)
+    training, held_out = split_text(text, setting.context)
+    rng = np.random.default_rng(seed)
+    weights = initial_weights(setting, rng, xp, np.float32)
+    size = sum(w.size for w in weights.values())
+    share = np.bincount(training, minlength=BYTES) / len(training)
+    frequencies = -float(np.log(share, where=share > 0, out=np.zeros(BYTES)) @ share)
+    print(f"text    {len(training):,} bytes to train on, {len(held_out):,} to validate on")
+    print(f"model   {size:,} weights, {setting}")
+    print(f"device  {device}; attention in {setting.attention}\n")
+
+    start = time.perf_counter()
+    validation = {0: validate(held_out, weights, setting, xp)}
+    columns = ["{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()]
+    columns += [progress.TimeRemainingColumn()]
+    losses: list[Array] = []
+    with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loss 5.55", total=setting.steps)
+        for loss in train(training, weights, setting, rng, xp):
+            losses.append(loss)
+            step = len(losses)
+            if step % 10 == 0:  # reading a loss waits for the GPU
+                bar.update(task, completed=step, description=f"loss {float(loss):.2f}")
+            if step * REPORTS // setting.steps > (step - 1) * REPORTS // setting.steps:
+                validation[step] = validate(held_out, weights, setting, xp)
+                if not math.isfinite(validation[step]):
+                    raise UnusableError(f"the loss is not finite at step {step}: lower --rate")
+                seconds = time.perf_counter() - start
+                console.print(
+                    f"step {step:>5}   loss {float(loss):.3f}   "
+                    f"validation {validation[step]:.3f}   {seconds:.0f} s"
+                )
+    seconds = time.perf_counter() - start
+    first, last = validation[0], validation[setting.steps]
+    print(f"\nvalidation loss {first:.3f} -> {last:.3f} nats per byte in {seconds:.0f} s")
+    print(f"(the frequencies of single bytes alone give {frequencies:.3f})")
+    if picture:
+        what = f"{size:,} weights, {setting.steps:,} steps, {seconds:.0f} s on the {device[:3]}"
+        plot(picture, [float(loss) for loss in losses], validation, frequencies, what)
+        print(f"the curve is in {picture}")
+
+    prompt = held_out[: min(60, setting.context)].tobytes()
+    written = generate(prompt, 300, weights, setting, rng, xp)[len(prompt) :]
+    print(f"\n--- given\n{readable(prompt)}\n--- written\n{readable(written)}")
+
+
+def check(seed: int, xp: Any) -> int:
+    """Print each gradient's error against a central difference; 1 if one exceeds its bound."""
+    print(f"error of each gradient against central differences of step {STEP:g}, float64, as a")
+    print("share of the gradient's norm, and the bound that truncation and rounding give it\n")
+    found = check_gradients(TINY, np.random.default_rng(seed), xp)
+    for line in found:
+        print(f"{line.name:<20}  {line.error:.1e}  {line.bound:.1e}")
+    wrong = [line.name for line in found if not line.error <= line.bound]  # NaN is wrong, too
+    largest = max(line.error for line in found)
+    share = max(line.error / line.bound for line in found)
+    print(f"\nworst relative error {largest:.1e}; at most {share:.2f} of a bound")
+    if wrong:
+        print(f"error: wrong gradients of {', '.join(wrong)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def whole(text: str) -> int:
+    """Read a positive whole number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} came, a whole number from 1 was wanted")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """Read a learning rate."""
+    number = float(text)
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} came, a number between 0 and 1 was wanted")
+    return number
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    top = argparse.ArgumentParser(description="Train a language model, attention by cupyflash.")
+    add = top.add_argument
+    add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: %(default)s")
+    add("--text", type=Path, nargs="+", metavar="FILE", help="text to learn")
+    add("--plot", type=Path, metavar="FILE", help="draw the loss to a .svg, .png or .pdf")
+    add("--seed", type=whole, default=1, help="of weights and batches (default: %(default)s)")
+    add("--check", action="store_true", help="check the gradients instead, in float64")
+    kinds: dict[str, Any] = {"rate": rate, "attention": str}
+    for field in dataclasses.fields(Setting):
+        cpu, gpu = (getattr(setting, field.name) for setting in (CPU, GPU))
+        kind = kinds.get(field.name, whole)
+        choices = ("float32", "bfloat16") if field.name == "attention" else None
+        words = f"default: {cpu}, on a GPU {gpu}"
+        add(f"--{field.name}", type=kind, choices=choices, metavar="N", help=words)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    top = parser()
+    options = top.parse_args(arguments)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    try:
+        xp, device = array_module(options.device)
+        if options.check:
+            return check(options.seed, xp)
+        default = CPU if xp is np else GPU
+        names = [field.name for field in dataclasses.fields(Setting)]
+        setting = dataclasses.replace(default, **{n: given[n] for n in names if n in given})
+        if setting.width % setting.heads:
+            top.error(f"--width {setting.width} is not a multiple of --heads {setting.heads}")
+        if setting.attention == "bfloat16":
+            require("ml_dtypes", "pip install ml_dtypes")
+        picture = options.plot and writable_picture(options.plot)
+        text = read_text(options.text, large=xp is not np)
+        run(setting, text, options.seed, device, xp, picture)
+    except (UnusableError, cupyflash.ArgumentError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
