@@ -24,6 +24,7 @@ SPILLS = {
     "forward_sm80": 20,
     "backward_sm80_dkdv": 160,
     "backward_sm80_dq": 32,
+    "backward_f64_dkdv": 212,
 }
 
 
