@@ -123,7 +123,6 @@ ONLY_CUDA = {
             "element_of place_of column_of swizzle"
         ),
         "what tensor cores make NaN of, computed again": "any_nan multiply_nan fits",
-        "a tile of weights in the storage type": "store_tile",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
         "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
     },
