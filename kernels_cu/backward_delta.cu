@@ -17,31 +17,36 @@ constexpr int LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // of a row
 constexpr int AT_ONCE = THREADS / LANES;
 static_assert(BLOCK_Q % AT_ONCE == 0, "BLOCK_Q");
 
-// A lane's share of the sum over a row; neighbouring elements are `step` and `out_step` apart.
+// A lane's share of the sum over a row; neighbouring elements are `out_step` and `step` apart. The
+// order of the sum does not depend on how the row lies.
 __device__ __forceinline__ accum_t lane_sum(const storage_t* out, const storage_t* d_out,
                                             long long out_step, long long step) {
-  const int lane = arch::lane_index() % LANES;
-  accum_t value = 0;
-  // An empty row's output is 0 whatever its gradient holds.
-  const auto add = [&](storage_t x, storage_t y) {
-    const accum_t element = number::widen(x), gradient = number::widen(y);
-    if (element != accum_t(0)) value += element * gradient;
-  };
   const bool aligned =
       (reinterpret_cast<unsigned long long>(out) | reinterpret_cast<unsigned long long>(d_out)) %
           sizeof(StoredVector) ==
       0;
-  if (D_V % STORED_VECTOR == 0 && aligned && out_step == 1 && step == 1) {
+  const bool vectors = D_V % STORED_VECTOR == 0 && aligned && out_step == 1 && step == 1;
+  accum_t value = 0;
 #pragma unroll 2
-    for (int piece = lane; piece < PIECES; piece += LANES) {
-      const auto a = reinterpret_cast<const StoredVector*>(out)[piece];
-      const auto b = reinterpret_cast<const StoredVector*>(d_out)[piece];
+  for (int piece = threadIdx.x % LANES; piece < PIECES; piece += LANES) {
+    StoredVector a, b;
+    if (vectors) {
+      a = reinterpret_cast<const StoredVector*>(out)[piece];
+      b = reinterpret_cast<const StoredVector*>(d_out)[piece];
+    } else {
 #pragma unroll
-      for (int x = 0; x < STORED_VECTOR; ++x) add(a.x[x], b.x[x]);
+      for (int x = 0; x < STORED_VECTOR; ++x) {
+        const int d = piece * STORED_VECTOR + x;
+        a.x[x] = d < D_V ? out[d * out_step] : storage_t(0);
+        b.x[x] = d < D_V ? d_out[d * step] : storage_t(0);
+      }
     }
-  } else {
-#pragma unroll 4
-    for (int d = lane; d < D_V; d += LANES) add(out[d * out_step], d_out[d * step]);
+#pragma unroll
+    for (int x = 0; x < STORED_VECTOR; ++x) {
+      const accum_t element = number::widen(a.x[x]), gradient = number::widen(b.x[x]);
+      // An empty row's output is 0 whatever its gradient holds.
+      if (element != accum_t(0)) value += element * gradient;
+    }
   }
   return value;
 }

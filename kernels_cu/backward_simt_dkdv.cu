@@ -88,7 +88,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t dk[ROWS][COLUMNS_K], dv[ROWS][COLUMNS_V];
   matmul::clear(dk);
   matmul::clear(dv);
-  if constexpr (CHECKS_KEYS) finite_keys = !arch::barrier_or(!finite_keys);
 
   const int members = static_cast<int>(layout::entries_sharing(p));
 #pragma unroll 1
@@ -106,7 +105,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                           h,
                           head_smem->j0};
       }
-      __syncthreads();  // what is known of this one
+      // What is known of this one; and whether all keys are finite.
+      if constexpr (CHECKS_KEYS) {
+        finite_keys = !arch::barrier_or(!finite_keys);
+      } else {
+        __syncthreads();  // the same
+      }
       const memory::Rows q = memory::rows(p.q, head_smem->entry, head_smem->h, false);
       const memory::Rows d_out = memory::rows(p.d_out, head_smem->entry, head_smem->h, false);
 #pragma unroll 1

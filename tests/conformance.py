@@ -235,5 +235,12 @@ class Case:
         raise AssertionError("\n".join(lines))
 
 
+def blocks_of(words: int, blocks: int, kind: Any = np.uint32) -> Array:
+    """Any bits, for some blocks."""
+    size = words * np.dtype(kind).itemsize
+    drawn = np.random.default_rng(0).integers(0, 256, (blocks * THREADS, size), np.uint8)
+    return drawn.view(kind)
+
+
 def _hex(x: Array) -> str:
     return " ".join(f"{int(each):#0{2 + 2 * x.itemsize}x}" for each in bits(x))

@@ -1,4 +1,4 @@
-"""The backward in float64 by tensor cores, on the CPU: what is particular to it, when it is chosen."""
+"""Gradients in float64 by tensor cores, on the CPU: what is particular to them, and the choice."""
 
 from __future__ import annotations
 

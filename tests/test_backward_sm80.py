@@ -131,6 +131,22 @@ def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic, blocks):
     assert np.isfinite(dv[0, 41:]).all()
 
 
+# -- tiles that are passed by ---------------------------------------------------------------------
+
+
+@emulated
+@MODES
+@pytest.mark.parametrize("first", [0, 40, 2290, 2399])
+def test_many_tiles_without_pairs_are_passed_by(deterministic, first):
+    # 75 tiles of queries, of which one or two have pairs: after none, few or many that have none.
+    q, do = (x.astype(HALF) for x in draw(*[(1, 2400, 16)] * 2))
+    k, v = (x.astype(HALF) for x in draw(*[(1, 40, 16)] * 2, seed=1))
+    mask = masks.mask(lambda b, h, i, j: (i >= first) & (i < first + 20) & (j < 39))
+    made = run(q, k, v, do, deterministic, mask=mask)
+    assert worst(q, k, v, do, made, mask=mask) <= 1
+    assert made[1][:, :39].any(axis=-1).all()
+
+
 # -- dq that is added -----------------------------------------------------------------------------
 
 
@@ -177,9 +193,13 @@ def test_which_kernels_are_launched():
     assert "dq_sum" not in made.scratch
     portable = ["backward_delta", "backward_simt_dkdv", "backward_simt_dq"]
     assert kernels(q, "sm_75", False)[0] == portable
-    names, made = kernels(q.astype(np.float32), "sm_80", False)
-    assert (names, made.adds_dq, list(made.scratch)) == (portable[:2], True, ["delta"])
-    assert kernels(q.astype(np.float32), "sm_80", True)[0] == portable
+    for dtype, adds in ((np.float32, True), (np.float64, False)):
+        wide = q.astype(dtype)
+        names, made = kernels(wide, "sm_75", False)
+        assert names == (portable[:2] if adds else portable)
+        assert made.adds_dq == adds
+        assert "dq" not in made.scratch  # blocks add to dq itself
+        assert kernels(wide, "sm_75", True)[0] == portable
     assert kernels(np.zeros((2, 24, 257), HALF), "sm_80", False)[0] == portable
     plan = Plan("backward_simt", 32, 32, "for a test")
     assert kernels(q, "sm_80", False, plan)[0] == portable

@@ -253,8 +253,9 @@ def _everything(emulator):
         call = validate.call(q, k, k, bias=bias, sink=sink, **options)
         out, lse = draw(*do.shape), draw(*do.shape[:-1])
         emulator.forward(call, out, lse)
-        made = [None if x is None else np.empty_like(x) for x in (q, k, k, bias, sink)]
-        emulator.backward(call, do, out, lse, None, Gradients(*made))
+        for each in (emulator, dataclasses.replace(emulator, deterministic=True)):
+            made = [None if x is None else np.empty_like(x) for x in (q, k, k, bias, sink)]
+            each.backward(call, do, out, lse, None, Gradients(*made))
 
     chosen = {"mask": masks.causal(), "sink": np.zeros(2, np.float32), "bias": draw(40, 33)}
     shape = (2, 2, 40, 72)
@@ -282,7 +283,7 @@ def _everything(emulator):
             made = (np.empty_like(x) for x in (q, k, v))
             each.backward(call, do, out, lse, None, Gradients(*made, None, None))
 
-    def run_shared(d, last, dtype, **options):
+    def run_shared(emulator, d, last, dtype, **options):
         q, k, v, do = (
             draw(*shape).astype(dtype)
             for shape in ((2, 40, d), *[(2, 1, 33, d)] * 2, (2, 2, 40, d))
@@ -295,9 +296,11 @@ def _everything(emulator):
             made = (np.empty_like(x) for x in (q, k, v))
             each.backward(call, do, out, lse, None, Gradients(*made, None, None))
 
-    run_shared(24, np.inf, ml_dtypes.bfloat16, mask=masks.causal())
-    run_shared(24, 1, np.float16)
-    run_shared(24, 1, ml_dtypes.bfloat16)
+    # Warps that share keys, and warps that do not.
+    for each in (emulator, dataclasses.replace(emulator, blocks=Blocks(16, 32, 64))):
+        run_shared(each, 24, np.inf, ml_dtypes.bfloat16, mask=masks.causal())
+        run_shared(each, 24, 1, np.float16)
+        run_shared(each, 24, 1, ml_dtypes.bfloat16)
     run_half(72, np.inf, mask=masks.causal())
     run_half(72, 1)
     run_half(256, 1, mask=masks.lengths(np.array([0, 33])))

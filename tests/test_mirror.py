@@ -56,7 +56,6 @@ OTHER_STEMS = {
     "warpgroup": "products by tensor cores, which the CPU has no like of",
     "fragment_rows": "where fragments lie, in registers and in shared memory",
     "fragment_wide": "products by tensor cores, which the CPU has no like of",
-    "fragment_wide_product": "products by tensor cores, which the CPU has no like of",
     "power": "2^x by instructions and a polynomial; power_of_two is its like",
     "fragment_tile": "tile, where scores lie as tensor cores leave them",
     "fragment_product": "products by tensor cores, which the CPU has no like of",
@@ -128,7 +127,6 @@ ONLY_CUDA = {
             "element_of place_of column_of swizzle"
         ),
         "what tensor cores make NaN of, computed again": "any_nan multiply_nan fits",
-        "a tile of weights in the storage type": "store_tile",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
         "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
         "warpgroups and the barriers between them": "index wait release",

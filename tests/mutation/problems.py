@@ -290,6 +290,8 @@ def _only_rows(first: int, last: int, names: tuple[str, ...], case: Case) -> Cas
     nan = {name: np.ones(likes[name].shape, bool) for name in names}
     for each in nan.values():
         each[:, first:last] = False
+    if "dq" in nan and case.problem.dtype == case.problem.accumulator:
+        nan["dq"][...] = False  # blocks add to it, so that it is 0 before
     return replace(case, nan=nan)
 
 
