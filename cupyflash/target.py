@@ -74,9 +74,11 @@ def _lacks() -> str:
     if version < _HOPPER_NVRTC:
         came, wanted = (".".join(map(str, x)) for x in (version, _HOPPER_NVRTC))
         return f"NVRTC is {came} and not {wanted}"
-    if importlib.util.find_spec("cuda.bindings") is None:
-        return "cuda-bindings is not installed"
-    return ""
+    try:
+        found = importlib.util.find_spec("cuda.bindings")
+    except ModuleNotFoundError:  # of `cuda`
+        found = None
+    return "" if found else "cuda-bindings is not installed"
 
 
 def here() -> Target:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +19,17 @@ from harness import attend
 from placement import same_bits
 
 import cupyflash.kernels_cu
-from cupyflash import config, hopper, masks, recipe, scores, tensor_maps, tensor_tiles, validate
+from cupyflash import (
+    config,
+    hopper,
+    masks,
+    recipe,
+    scores,
+    target,
+    tensor_maps,
+    tensor_tiles,
+    validate,
+)
 from cupyflash.operands import Operand
 from cupyflash.target import Target
 from cupyflash.testing import Precision, forward_bound, rho
@@ -196,8 +208,8 @@ def test_maps_are_those_of_the_arrays():
     q, k = q.swapaxes(-3, -2), k.swapaxes(-3, -2)[..., ::1][..., :64]
     call = validate.call(q, k, v)
     out = np.empty((3, 2, 4, 600, 56), np.float16)
-    target = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
-    (launch,) = recipe.forward(call, target, out, None).launches
+    hopper_gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    (launch,) = recipe.forward(call, hopper_gpu, out, None).launches
     assert launch.special.kernel == "forward_sm90"
     assert launch.special.architecture == "sm_90a"
     assert [made.name for made in launch.maps] == ["q", "k", "v"]
@@ -251,8 +263,8 @@ def call_of(d=64, d_v=None, len_q=512, len_k=512, dtype=np.float16, **options):
     return validate.call(q, k, v, **options)
 
 
-def plan_of(call, target):
-    return config.choose(call.problem, target, hopper.obstacle(call))
+def plan_of(call, gpu):
+    return config.choose(call.problem, gpu, hopper.obstacle(call))
 
 
 @pytest.mark.parametrize("d", [48, 64, 96, 128, 160, 192, 256])
@@ -291,6 +303,29 @@ def test_the_plan_says_what_is_not_installed():
     plan = plan_of(call_of(), target_of("sm_90", lacks="NVRTC is 12.4 and not 12.9"))
     assert plan.kernel == "forward_sm80"
     assert "because NVRTC is 12.4 and not 12.9" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "finds", "words"),
+    [
+        ((13, 0), True, ""),
+        ((12, 9), True, ""),
+        ((12, 8), True, "NVRTC is 12.8 and not 12.9"),
+        ((13, 0), False, "cuda-bindings is not installed"),
+        ((13, 0), None, "cuda-bindings is not installed"),
+    ],
+)
+def test_what_it_lacks(monkeypatch, version, finds, words):
+    def find_spec(name):
+        assert name == "cuda.bindings"
+        if finds is None:
+            raise ModuleNotFoundError(name="cuda")
+        return name if finds else None
+
+    nvrtc = SimpleNamespace(getVersion=lambda: version)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(nvrtc=nvrtc)))
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    assert target._lacks() == words
 
 
 def test_packed_sequences_are_not_its_own():
