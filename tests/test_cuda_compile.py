@@ -21,9 +21,9 @@ ELSEWHERE = 2  # times as many are admitted with another compiler or architectur
 # The most bytes that a thread of a kernel spills in the table: at the tiles that are chosen a
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
-    "forward_sm80": 20,
-    "backward_sm80_dkdv": 160,
-    "backward_sm80_dq": 32,
+    "forward_sm80": 64,
+    "backward_sm80_dkdv": 140,
+    "backward_sm80_dq": 24,
     "backward_f64_dkdv": 212,
 }
 

@@ -78,14 +78,15 @@ class Blocks:
 
     def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
         """Return tiles for tensor cores in float64: every warp has a part of each product."""
-        warps = self.threads // 32
+        threads = max(self.threads, 64)  # for each piece of 16 bytes of the widest row
+        warps = threads // 32
         block_q, block_kv = self.block_q, self.block_kv
         if kernel == "backward_f64_dq":
             block_kv = max(block_kv, 8 * -(-16 * warps // block_q))
         else:
             block_q = max(block_q, 16 * -(-16 * warps // block_kv))
         shared = getattr(f64_tiles, kernel)(block_q, block_kv, warps, problem.d, problem.d_v)
-        return Tiles(block_q, block_kv, self.threads, shared)
+        return Tiles(block_q, block_kv, threads, shared)
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: 16 or 32 rows a warp, a ring of 2 or 3 places."""
