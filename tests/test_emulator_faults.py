@@ -289,7 +289,7 @@ def _everything(emulator):
             for shape in ((2, 40, d), *[(2, 1, 33, d)] * 2, (2, 2, 40, d))
         )
         call = validate.call(q, k, v, **options)
-        out, lse = np.empty_like(do), draw(2, 2, 40)
+        out, lse = np.empty_like(do), draw(2, 2, 40).astype(call.problem.accumulator)
         emulator.forward(call, out, lse)
         k[:, :, 20], do[:, :, 30] = last, last
         for each in (emulator, dataclasses.replace(emulator, deterministic=True)):
@@ -301,9 +301,17 @@ def _everything(emulator):
         run_shared(each, 24, np.inf, ml_dtypes.bfloat16, mask=masks.causal())
         run_shared(each, 24, 1, np.float16)
         run_shared(each, 24, 1, ml_dtypes.bfloat16)
+    run_shared(emulator, 24, np.inf, np.float64, mask=masks.causal())
+    run_shared(emulator, 24, 1, np.float64)
+    run_shared(emulator, 24, 1, np.float64, mask=masks.lengths(np.array([0, 33])))
     run_half(72, np.inf, mask=masks.causal())
     run_half(72, 1)
     run_half(256, 1, mask=masks.lengths(np.array([0, 33])))
+
+    # More tiles than are classified at once, the first ones EMPTY.
+    q, k = draw(1, 40, 8).astype(np.float16), draw(1, 1100, 8).astype(np.float16)
+    call = validate.call(q, k, k, mask=masks.mask(lambda b, h, i, j: j >= 1060))
+    emulator.forward(call, np.empty_like(q), draw(1, 40))
 
     q, k = draw(1, 70, 64).astype(np.float16), draw(1, 200, 64).astype(np.float16)
     call = validate.call(q, k, k)
