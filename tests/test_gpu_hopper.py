@@ -1,0 +1,88 @@
+"""CuPy arrays on Hopper: calls that `forward_sm90` serves, through the package's own launches."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gpu_calls import precision_of
+
+import cupyflash
+from cupyflash.testing import forward_bound, rho
+
+pytestmark = pytest.mark.gpu
+
+EACH_TYPE = pytest.mark.parametrize(
+    "dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda dtype: np.dtype(dtype).name
+)
+# Heads, queries, keys, D, Dv: tiles that are not whole, and heads that boxes fill with zeros.
+SIZES = [(1, 512, 512, 64, 64), (1, 513, 700, 128, 128), (2, 700, 513, 256, 256),
+         (2, 640, 1000, 72, 64), (1, 1100, 515, 192, 128), (4, 530, 530, 40, 64)]  # fmt: skip
+
+
+@pytest.fixture
+def cupy(gpu):
+    import cupy
+
+    q = cupy.zeros((1, 512, 64), np.float16)
+    chosen = cupyflash.plan(q, q, q)
+    if chosen.kernel != "forward_sm90":
+        pytest.skip(f"a GPU that forward_sm90 is not for, or what it needs is missing: {chosen}")
+    return cupy
+
+
+def draw(cupy, dtype, *shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
+
+
+def within_the_bound(dtype, q, k, v, out, lse, **options):
+    host = [x.get() for x in (q, k, v)]
+    more = {"precision": precision_of(dtype), "block_kv": 8, **options}
+    bound = forward_bound(*host, **more)
+    assert rho(out.get(), *bound.out).value <= 1
+    assert rho(lse.get(), *bound.lse).value <= 1
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_its_results_are_within_the_bound(cupy, dtype, sizes):
+    heads, len_q, len_k, d, d_v = sizes
+    shapes = (2 * heads, len_q, d), (heads, len_k, d), (heads, len_k, d_v)
+    q, k, v = draw(cupy, dtype, *shapes)
+    assert cupyflash.plan(q, k, v).kernel == "forward_sm90"
+    sink = cupy.asarray(np.linspace(-1, 1, 2 * heads, dtype=np.float32))
+    for options in ({}, {"sink": sink}):
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+        held = {name: x.get() for name, x in options.items()}
+        within_the_bound(dtype, q, k, v, out, lse, **held)
+
+
+@EACH_TYPE
+def test_arrays_lie_as_they_like_among_others(cupy, dtype):
+    # Rows of several heads take turns, entries are broadcast, and what lies between is NaN.
+    def among(shape):
+        *lead, heads, length, d = shape
+        whole = cupy.full((*lead, length + 40, heads + 1, 2 * d), np.nan, dtype)
+        between = cupy.ones(whole.shape, bool)
+        place = (..., slice(8, 8 + length), slice(heads), slice(8, 8 + d))
+        between[place] = False
+        part = whole[place].swapaxes(-2, -3)
+        part[...] = draw(cupy, dtype, shape)[0]
+        return part, whole, between
+
+    (q, *_), (k, *_), (v, *_) = map(among, ((3, 2, 600, 64), (1, 1, 530, 64), (1, 1, 530, 64)))
+    out, whole, between = among((3, 2, 600, 64))
+    assert cupyflash.plan(q, k, v).kernel == "forward_sm90"
+    made, lse = cupyflash.attention(q, k, v, out=out, return_lse=True)
+    assert made is out
+    within_the_bound(dtype, q, k, v, out, lse)
+    assert cupy.isnan(whole[between].astype(np.float32)).all()
+
+
+@EACH_TYPE
+def test_bits_are_those_of_the_first_run(cupy, dtype):
+    q, k, v = draw(cupy, dtype, *[(8, 2000, 128)] * 3)
+    first = cupyflash.attention(q, k, v).view(np.uint16)
+    for _ in range(50):
+        assert (cupyflash.attention(q, k, v).view(np.uint16) == first).all()
