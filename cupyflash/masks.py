@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -191,7 +191,7 @@ def remembered(make: _Make) -> _Make:
                 return make(*args, **keywords)
         return recent(*args, **keywords)
 
-    return made  # type: ignore[return-value]
+    return cast(_Make, made)
 
 
 def number_or_per_batch(value: Any, argument: str) -> Expr:

@@ -218,7 +218,8 @@ def view(shape: tuple[int, ...], dtype: Any, memory: Any) -> Any:
 def _out_of_memory() -> type[Exception]:
     import cupy
 
-    return cupy.cuda.memory.OutOfMemoryError  # type: ignore[no-any-return]
+    kind: type[Exception] = cupy.cuda.memory.OutOfMemoryError
+    return kind
 
 
 def _add_note(error: Exception, shape: tuple[int, ...], dtype: Any) -> None:

@@ -21,14 +21,6 @@ struct alignas(16) Floats {
   float x[4];
 };
 
-__device__ __forceinline__ unsigned int narrow_pair(float low, float high) {
-  if constexpr (STORAGE == 0) {
-    return arch::floats_to_halves(low, high);
-  } else {
-    return arch::floats_to_bfloats(low, high);
-  }
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -62,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       arch::Bytes16 words;
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
-        words.x[x] = narrow_pair(value[8 * m + 2 * x] * scale, value[8 * m + 2 * x + 1] * scale);
+        words.x[x] =
+            number::narrow_pair(value[8 * m + 2 * x] * scale, value[8 * m + 2 * x + 1] * scale);
       }
       if (vectors && 16 * unit + 8 * m + 8 <= D) {
         arch::store(to + 8 * m, words);

@@ -111,9 +111,7 @@ ONLY_CUDA = {
             "row_bytes lanes_for place begin_rows negate_rows finite_rows"
         ),
         "the lanes of a warp": "lane_row lane_column warp_row left_rows right_rows",
-        "pieces of 16 x 8 x 16, and weights rounded for them": (
-            "mma multiply_step narrow narrow_pair"
-        ),
+        "pieces of 16 x 8 x 16, and weights rounded for them": "mma multiply_step narrow",
         "a loop over registers": "rotate",
         "values that are not finite, added without pairs that take no part": (
             "add_nonfinite clear_nonfinite taken"

@@ -108,14 +108,6 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
   }
 }
 
-__device__ __forceinline__ unsigned int narrow_pair(float low, float high) {
-  if constexpr (STORAGE == 0) {
-    return arch::floats_to_halves(low, high);
-  } else {
-    return arch::floats_to_bfloats(low, high);
-  }
-}
-
 // Rounds weights to the storage type: neighbouring columns share a word.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void narrow(const float (&p)[ROWS][COLUMNS],
@@ -123,7 +115,7 @@ __device__ __forceinline__ void narrow(const float (&p)[ROWS][COLUMNS],
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n += 2) to[r][n / 2] = narrow_pair(p[r][n], p[r][n + 1]);
+    for (int n = 0; n < COLUMNS; n += 2) to[r][n / 2] = number::narrow_pair(p[r][n], p[r][n + 1]);
   }
 }
 
@@ -192,7 +184,8 @@ __device__ __forceinline__ void put_rows(Narrow, const float (&result)[ROWS][COL
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
-      const unsigned int pair = narrow_pair(result[r][n] * factor[r], result[r][n + 1] * factor[r]);
+      const unsigned int pair =
+          number::narrow_pair(result[r][n] * factor[r], result[r][n + 1] * factor[r]);
       const int at = place<BYTES>(8 * r + lane_row(), n / 2) + 2 * lane_column();
       *reinterpret_cast<unsigned int*>(rows_smem + at) = pair;
     }

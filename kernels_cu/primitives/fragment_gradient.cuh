@@ -254,7 +254,7 @@ __device__ __forceinline__ void recompute_changed(const Params& p, const TileBox
         if (score == -number::infinity()) own = weight[x] = matmul::no_part();
         s[r][x] = own;
       }
-      const unsigned int word = fragment::narrow_pair(weight[0], weight[1]);
+      const unsigned int word = number::narrow_pair(weight[0], weight[1]);
       if constexpr (KEYS_ARE_ROWS && BYTES > 0) {
         store_word<BYTES>(word, corner, r, column / 2, tile_smem);
       } else if constexpr (KEYS_ARE_ROWS) {
@@ -301,7 +301,7 @@ __device__ __forceinline__ void recompute_probabilities(
           weight[x] = s[r][n + x];
           if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= 0.0f;
         }
-        weights[r][n / 2] = fragment::narrow_pair(weight[0], weight[1]);
+        weights[r][n / 2] = number::narrow_pair(weight[0], weight[1]);
       }
     }
     if constexpr (BYTES > 0) store_words<BYTES>(weights, corner, tile_smem);
@@ -413,7 +413,7 @@ __device__ __forceinline__ void narrow(const float (&ds)[ROWS][COLUMNS], float f
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
-      to[r][n / 2] = fragment::narrow_pair(ds[r][n] * factor, ds[r][n + 1] * factor);
+      to[r][n / 2] = number::narrow_pair(ds[r][n] * factor, ds[r][n + 1] * factor);
     }
   }
 }
@@ -429,7 +429,7 @@ __device__ __forceinline__ void scale_words(const Corner& corner, float factor, 
       auto* const word =
           reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column());
       const auto low = static_cast<storage_t>(*word), high = static_cast<storage_t>(*word >> 16);
-      *word = fragment::narrow_pair(number::widen(low) * factor, number::widen(high) * factor);
+      *word = number::narrow_pair(number::widen(low) * factor, number::widen(high) * factor);
     }
   }
 }

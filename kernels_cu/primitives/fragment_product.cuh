@@ -192,7 +192,7 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
       const int row = warp_row + 8 * r + fragment::lane_row();
       const int at = fragment::place<BYTES>(row, 2 * share.first + n / 2);
       *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
-          fragment::narrow_pair(result[r][n], result[r][n + 1]);
+          number::narrow_pair(result[r][n], result[r][n + 1]);
     }
   }
   __syncthreads();  // the result, which other threads wrote

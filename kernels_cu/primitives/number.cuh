@@ -94,6 +94,15 @@ __device__ __forceinline__ void narrow(accum_t value, unsigned short* to) {
 }
 __device__ __forceinline__ void narrow(accum_t value, accum_t* to) { *to = value; }
 
+// Rounds two numbers to a 16-bit storage type; the first is in the lower half.
+__device__ __forceinline__ unsigned int narrow_pair(float low, float high) {
+  if constexpr (STORAGE == 0) {
+    return arch::floats_to_halves(low, high);
+  } else {
+    return arch::floats_to_bfloats(low, high);
+  }
+}
+
 // Rounds a value to one of the four float kinds and writes it at `index`.
 __device__ __forceinline__ void store(char* data, int kind, long long index, accum_t value) {
   if (kind == KIND_FLOAT16) {
@@ -121,6 +130,5 @@ __device__ __forceinline__ T load(const char* data, int kind, long long index) {
 }
 
 constexpr int STORAGE_KIND = KIND_FLOAT16 + STORAGE;
-constexpr int ACCUM_KIND = STORAGE == 3 ? KIND_FLOAT64 : KIND_FLOAT32;
 
 }  // namespace number
