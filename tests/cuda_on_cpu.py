@@ -50,8 +50,11 @@ inline float half_to_float(unsigned short bits) {
                                : std::ldexp(static_cast<float>(fraction), -24);
   return bits >> 15 ? -value : value;
 }
-inline unsigned short float_to_half(float) { return 0; }    // nothing is written here
+// Nothing is written here.
+inline unsigned short float_to_half(float) { return 0; }
 inline unsigned short double_to_half(double) { return 0; }
+inline unsigned int floats_to_halves(float, float) { return 0; }
+inline unsigned int floats_to_bfloats(float, float) { return 0; }
 }
 """
 
