@@ -1,7 +1,7 @@
 """What `cupyflash demo` measures: real attention against standard attention, and its error.
 
 The data are q, k and v of one transformer layer over a text (``data/README.md``). Everything is
-written for an array module ``xp``, ``numpy`` or ``cupy``. Nothing here prints: `cli` does.
+written for an array module ``xp``, ``numpy`` or ``cupy``. Nothing here prints: the command does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What `cupyflash info` says: versions, devices and which kernels serve them, cache folders.
 
 Nothing here fails: what cannot be found out is said in words, with the remedy. Nothing here prints:
-`cli` does.
+the command does.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from placement import Layout, Placed, random_layout
 from strategies import Problem
 
 import cupyflash
-from cupyflash import verify_cli
+from cupyflash.commands import verify
 from cupyflash.problem import Gradients
 
 Array = np.ndarray[Any, Any]
-precision_of = verify_cli.precision_of("gpu")
+precision_of = verify.precision_of("gpu")
 
 
 def tensor_cores(dtype: Any) -> bool:

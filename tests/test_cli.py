@@ -16,7 +16,9 @@ import pytest
 from fake_cupy import H200, fake_cupy
 
 import cupyflash
-from cupyflash import cli, demo, measure
+from cupyflash import demo, measure
+from cupyflash.commands.main import main
+from cupyflash.commands.text import table
 from cupyflash.reference import naive
 
 UNITS = {"ms": 1e-3, "MB": 1e6}
@@ -61,7 +63,7 @@ def test_version(tmp_path):
 
 def test_the_script_is_installed():
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="cupyflash")
-    assert script.load() is cli.main
+    assert script.load() is main
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_the_script_is_installed():
 )
 def test_wrong_arguments(arguments, wanted, capsys):
     with pytest.raises(SystemExit) as error:
-        cli.main(arguments)
+        main(arguments)
     assert error.value.code == 2
     captured = capsys.readouterr()
     assert wanted in captured.err
@@ -87,9 +89,9 @@ def test_wrong_arguments(arguments, wanted, capsys):
 
 def test_a_wrong_number_of_threads_is_told(monkeypatch, capsys):
     monkeypatch.setenv("CUPYFLASH_NUM_THREADS", "many")
-    assert cli.main(["info"]) == 0
+    assert main(["info"]) == 0
     assert "'many'" in capsys.readouterr().out
-    assert cli.main(["demo", "--device", "cpu"]) == 1
+    assert main(["demo", "--device", "cpu"]) == 1
     captured = capsys.readouterr()
     assert "'many'" in captured.err
     assert not captured.out
@@ -133,7 +135,7 @@ def test_demo(tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_demo_in_other_types(dtype, capsys):
     arguments = ["--device", "cpu", "--dtype", dtype, "--repeat", "1", "--runs", "1"]
-    assert cli.main(["demo", *arguments]) == 0
+    assert main(["demo", *arguments]) == 0
     out = capsys.readouterr().out
     assert dtype in out
     assert "within the bound" in out.splitlines()[-1]
@@ -142,7 +144,7 @@ def test_demo_in_other_types(dtype, capsys):
 def test_demo_for_a_gpu(monkeypatch, capsys):
     """What it says and chooses; the numbers are tested where there is a GPU."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy((H200,), free=2**28))
-    assert cli.main(["demo", "--runs", "1"]) == 0
+    assert main(["demo", "--runs", "1"]) == 0
     out = capsys.readouterr().out
     assert max(len(line) for line in out.splitlines()) <= 100
     for words in ("GPU 0, NVIDIA H200", "--device cpu", "CuPy", "2 times over"):
@@ -157,7 +159,7 @@ def test_a_long_summary_is_broken(monkeypatch, capsys):
     line = demo.Comparison("full", "forward", 1.0, 1.1, 10**9, 10**6, 5)
     lines = [line, dataclasses.replace(line, ours_seconds=0.08, ours_bytes=800_000)]
     monkeypatch.setattr(demo, "compare", lambda *_: lines)
-    assert cli.main(["demo", "--device", "cpu", "--repeat", "1"]) == 0
+    assert main(["demo", "--device", "cpu", "--repeat", "1"]) == 0
     out = capsys.readouterr().out
     assert max(len(line) for line in out.splitlines()) <= 100
     words = "cupyflash took from 1.1x more to 12x less time and 1000x to 1250x less memory."
@@ -177,7 +179,7 @@ def test_demo_says_when_it_fails(monkeypatch, capsys):
         "attention_vjp",
         lambda *a, **o: wrong(*a, **o) if o.get("return_lse") else right(*a, **o),
     )
-    assert cli.main(["demo", "--device", "cpu", "--repeat", "1", "--runs", "1"]) == 1
+    assert main(["demo", "--device", "cpu", "--repeat", "1", "--runs", "1"]) == 1
     assert "BEYOND the bound" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -255,13 +257,16 @@ def test_medians_take_turns():
 
 
 def test_table():
-    text = cli.table([["a", "b"], ["long", "1"], ["x", "22"]])
+    text = table([["a", "b"], ["long", "1"], ["x", "22"]])
     assert text.splitlines() == ["a      b", "----  --", "long   1", "x     22"]
 
 
 def test_the_command_line_starts_light(tmp_path):
     """`cupyflash --version` and `--help` need no compiler."""
-    code = "import sys, cupyflash.cli; cupyflash.cli.parser(); print('numba' in sys.modules)"
+    code = (
+        "import sys; from cupyflash.commands import main; main.parser(); "
+        "print('numba' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )

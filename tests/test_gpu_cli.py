@@ -7,7 +7,9 @@ import pytest
 from test_cli import cells, measured, run, section
 from test_info import parsed
 
-from cupyflash import cli, demo, info, measure
+from cupyflash import demo, info, measure
+from cupyflash.commands.demo import DTYPES, choose_device
+from cupyflash.commands.main import main
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +45,7 @@ def test_info_names_every_device(cupy, tmp_path):
 
 def test_a_usable_gpu_is_the_default(cupy):
     assert info.gpu_obstacle() == ""
-    assert cli.choose_device(None)[0] == "gpu"
+    assert choose_device(None)[0] == "gpu"
 
 
 def test_peak_memory_is_what_the_pool_gives(cupy):
@@ -69,9 +71,9 @@ def test_seconds_are_those_of_the_gpu(cupy):
     assert 5 < ten / once < 20
 
 
-@pytest.mark.parametrize("dtype", cli.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_demo(dtype, cupy, capsys):
-    assert cli.main(["demo", "--repeat", "4", "--runs", "3", "--dtype", dtype]) == 0
+    assert main(["demo", "--repeat", "4", "--runs", "3", "--dtype", dtype]) == 0
     out = capsys.readouterr().out
     assert max(len(line) for line in out.splitlines()) <= 100
     assert cupy.cuda.runtime.getDeviceProperties(0)["name"].decode() in out
@@ -94,7 +96,7 @@ def test_demo(dtype, cupy, capsys):
     assert "within the bound" in out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("dtype", cli.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_standard_attention_is_right(dtype, causal, cupy):
     """What cupyflash is compared with on the GPU computes the same thing."""
@@ -120,5 +122,5 @@ def test_an_error_beyond_the_bound_is_told(cupy, monkeypatch, capsys):
         return (out * 1.001, lse, vjp) if return_lse else (out, vjp)
 
     monkeypatch.setattr(demo, "attention_vjp", wrong)
-    assert cli.main(["demo", "--repeat", "1", "--runs", "1"]) == 1
+    assert main(["demo", "--repeat", "1", "--runs", "1"]) == 1
     assert "BEYOND the bound" in capsys.readouterr().out.splitlines()[-1]

@@ -6,7 +6,7 @@ import pytest
 
 import cupyflash
 from cupyflash import testing
-from cupyflash.verify_cli import TILES, precision_of
+from cupyflash.commands.verify import TILES, precision_of
 
 pytestmark = pytest.mark.gpu
 

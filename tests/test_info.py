@@ -14,7 +14,9 @@ from fake_cupy import H200, T4, V100, fails, fake_cupy
 from test_cli import run
 
 import cupyflash
-from cupyflash import cli, info
+from cupyflash import info
+from cupyflash.commands.demo import choose_device
+from cupyflash.commands.main import main
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def said(monkeypatch, capsys):
 
     def ask(cupy):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        assert cli.main(["info"]) == 0
+        assert main(["info"]) == 0
         return parsed(capsys.readouterr().out)
 
     return ask
@@ -88,7 +90,7 @@ def test_a_cupy_that_cannot_be_imported(statement, words, remedy, tmp_path, monk
     (tmp_path / "cupy.py").write_text(statement + "\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    assert cli.main(["info"]) == 0
+    assert main(["info"]) == 0
     line = parsed(capsys.readouterr().out)["CuPy"]
     assert words in line
     assert remedy in line
@@ -185,10 +187,10 @@ OBSTACLES = {
 def test_the_demo_without_a_usable_gpu(name, monkeypatch, capsys):
     cupy, words = OBSTACLES[name]
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    kind, choice = cli.choose_device(None)
+    kind, choice = choose_device(None)
     assert kind == "cpu"
     assert words in choice
-    assert cli.main(["demo", "--device", "gpu"]) == 1
+    assert main(["demo", "--device", "gpu"]) == 1
     captured = capsys.readouterr()
     assert words in " ".join(captured.err.split())
     assert not captured.out
@@ -197,14 +199,14 @@ def test_the_demo_without_a_usable_gpu(name, monkeypatch, capsys):
 def test_the_demo_chooses_a_usable_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy((T4,)))
     for wanted in (None, "gpu"):
-        kind, choice = cli.choose_device(wanted)
+        kind, choice = choose_device(wanted)
         assert kind == "gpu"
         assert "--device cpu" in choice
-    kind, choice = cli.choose_device("cpu")
+    kind, choice = choose_device("cpu")
     assert kind == "cpu"
     assert "--device gpu" in choice
 
 
 def test_a_forced_cpu_asks_no_gpu(monkeypatch):
     monkeypatch.setattr(info, "gpu_obstacle", fails("nobody may ask"))
-    assert cli.choose_device("cpu")[0] == "cpu"
+    assert choose_device("cpu")[0] == "cpu"

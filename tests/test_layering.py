@@ -39,8 +39,8 @@ ORDER = [
     ["api", "varlen"],
     ["testing"],
     ["measure"],
-    ["info", "demo", "verify_cli"],
-    ["cli"],
+    ["info", "demo"],
+    ["commands"],
 ]
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
 # them: who calls them, who writes the programs they run, who checks them, who reports on them.
@@ -49,7 +49,7 @@ USERS_OF_REFERENCE = [
     "cupyflash.expr.lower",
     "cupyflash.testing",
     "cupyflash.info",
-    "cupyflash.cli",
+    "cupyflash.commands",
 ]
 # Imported when first needed, never by `import cupyflash`.
 LAZY = {"numba", "llvmlite", "cupy", "cupyx", "cuda", "hypothesis", "typer", "rich", "ml_dtypes"}

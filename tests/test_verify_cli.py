@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import api, cli
+from cupyflash import api
+from cupyflash.commands.main import main
 
 
 def run(capsys, *arguments):
-    status = cli.main(["verify", *arguments])
+    status = main(["verify", *arguments])
     return status, *capsys.readouterr()
 
 

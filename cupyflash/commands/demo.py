@@ -1,89 +1,22 @@
-"""The command line: `cupyflash demo` and `cupyflash info`.
-
-Plain text tables and argparse, so that it runs on what the package itself depends on.
-"""
+"""The command `cupyflash demo`: real attention beside standard attention, and its error."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from . import info, verify_cli
+from .. import info
+from .text import COLUMNS, megabytes, milliseconds, span, table, verdict, whole_number, wrapped
 
 if TYPE_CHECKING:
-    from .demo import Checked, Comparison
+    from ..demo import Checked, Comparison
 
-COLUMNS = 100
 DTYPES = ("float32", "float16", "float64")
 CPU_RUNS, GPU_RUNS = 5, 20  # of a median, at most
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1, header: int = 1) -> str:
-    """Lay out rows of cells, columns two spaces apart, with a rule below the header.
-
-    Parameters
-    ----------
-    rows : sequence of sequence of str
-        The header first; all of one length.
-    left : int, optional
-        Columns that are flush left; the others, numbers, are flush right.
-    header : int, optional
-        Rows that the header has.
-
-    Returns
-    -------
-    str
-        Lines without trailing space.
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    lines.insert(header, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-def megabytes(number: float) -> str:
-    """Bytes in MB, with two significant digits at least."""
-    millions = number / 1e6
-    return f"{millions:.0f} MB" if millions >= 10 else f"{millions:.1f} MB"
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds in ms, with two significant digits at least."""
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
-
-
-def ratio(number: float) -> str:
-    """A factor with two significant digits at least."""
-    return (
-        f"{number:.0f}x" if number >= 10 else f"{number:.1f}x" if number >= 1 else f"{number:.2f}x"
-    )
-
-
-def verdict(standard: float, ours: float, less: str, more: str) -> str:
-    """Say by which factor `ours` is less or more than `standard`, in the words given."""
-    factor = standard / ours
-    return f"{ratio(factor)} {less}" if factor >= 1 else f"{ratio(1 / factor)} {more}"
-
-
-def span(factors: Sequence[float], what: str) -> str:
-    """Say in one phrase what some factors, standard over ours, mean."""
-    low, high = min(factors), max(factors)
-    if low >= 1:
-        return f"{ratio(low)} to {ratio(high)} less {what}"
-    if high < 1:
-        return f"{ratio(1 / high)} to {ratio(1 / low)} more {what}"
-    return f"from {ratio(1 / low)} more to {ratio(high)} less {what}"
 
 
 def comparison_table(lines: Sequence[Comparison]) -> str:
@@ -117,22 +50,6 @@ def error_table(checks: Sequence[Checked]) -> str:
     return table(rows)
 
 
-def wrapped(lines: Sequence[tuple[str, str]]) -> str:
-    """Lay out labels and texts, the texts below each other and broken at 100 columns."""
-    indent = 2 + max(len(label) for label, _ in lines)
-    return "\n".join(
-        textwrap.fill(
-            text,
-            COLUMNS,
-            initial_indent=f"{label:<{indent}}",
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for label, text in lines
-    )
-
-
 def choose_device(wanted: str | None) -> tuple[str, str]:
     """Return the demo's device, cpu or gpu, and in words why no other, or how to choose it.
 
@@ -159,8 +76,8 @@ def demo(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(textwrap.fill(f"error: {error}", COLUMNS), file=sys.stderr)
         return 1
-    from . import demo as work
-    from . import measure
+    from .. import demo as work
+    from .. import measure
 
     dtype, repeat, runs = options.dtype, options.repeat, options.runs
     if kind == "cpu":
@@ -225,43 +142,15 @@ def demo(options: argparse.Namespace) -> int:
 
 def number_of_threads() -> int:
     """Threads of a call on NumPy arrays; a ValueError says what is wrong with the setting."""
-    from .reference import threads
+    from ..reference import threads
 
     return threads.num_threads()
 
 
-def version() -> str:
-    """Version of the package."""
-    return str(importlib.import_module("cupyflash").__version__)
-
-
-def show_info(_: argparse.Namespace) -> int:
-    """Print versions, threads, devices and the cache folders."""
-    print(wrapped(info.lines(version())))
-    return 0
-
-
-def positive(text: str) -> int:
-    """Read a positive whole number."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} came, a whole number from 1 was wanted")
-    return number
-
-
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line."""
-    top = argparse.ArgumentParser(
-        prog="cupyflash", description="Exact attention for NumPy-style array code."
-    )
-    top.add_argument("--version", action="version", version=f"cupyflash {version()}")
-    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
+def add_command(subparsers: Any) -> None:
+    """Add `demo` to the command line."""
     text = "time, memory and error of real attention, against standard attention"
-    command = commands.add_parser("demo", help=text, description=f"Show {text}.")
+    command = subparsers.add_parser("demo", help=text, description=f"Show {text}.")
     command.add_argument(
         "--device",
         choices=("cpu", "gpu"),
@@ -273,41 +162,15 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--repeat",
-        type=positive,
+        type=whole_number(1),
         metavar="N",
         help="tile the text of 512 tokens N times (default: 3; on a GPU 16, or less where standard "
         "attention would not fit)",
     )
     command.add_argument(
         "--runs",
-        type=positive,
+        type=whole_number(1),
         metavar="N",
         help=f"at most so many runs per median (default: {CPU_RUNS}; on a GPU {GPU_RUNS})",
     )
     command.set_defaults(function=demo)
-
-    verify_cli.add_command(commands)
-
-    text = "versions, threads, devices and cache folders"
-    command = commands.add_parser("info", help=text, description=f"Show {text}.")
-    command.set_defaults(function=show_info)
-    return top
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        What follows the program's name; ``sys.argv`` unless given.
-
-    Returns
-    -------
-    int
-        Exit status: 0 when all went well, 1 when the demo cannot run or finds an error beyond
-        the bound. Wrong arguments exit with 2.
-    """
-    options = parser().parse_args(arguments)
-    status: int = options.function(options)
-    return status

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import api, target, tensor_tiles, varlen
+from .. import api, target, tensor_tiles, varlen
+from .text import whole_number
 
 if TYPE_CHECKING:
-    from .testing import Precision, Report, Result
+    from ..testing import Precision, Report, Result
 
 # On two cores a minute. On a GPU some minutes: every problem has its own kernels to compile.
 EXAMPLES = {"cpu": 40, "gpu": 3}
@@ -53,7 +54,7 @@ def again(options: argparse.Namespace, name: str) -> str:
 
 def precision_of(device: str) -> Callable[[Any], Precision]:
     """Return, as a function of the dtype, what this package's kernels compute with."""
-    from .testing import Precision
+    from ..testing import Precision
 
     def precision(dtype: Any) -> Precision:
         cores = device == "gpu" and tensor_tiles.multiplies(dtype, None, target.here().capability)
@@ -63,7 +64,7 @@ def precision_of(device: str) -> Callable[[Any], Precision]:
 
 
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
-    from .testing import verify
+    from ..testing import verify
 
     # Properties ask for equal bits.
     return verify(
@@ -85,7 +86,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
 def verify(options: argparse.Namespace) -> int:
     """Run the properties, print the table, and for failures how to see them again."""
     if options.list:
-        from .testing import PROPERTIES
+        from ..testing import PROPERTIES
 
         width = max(len(name) for name in PROPERTIES)
         for name, prop in PROPERTIES.items():
@@ -114,21 +115,6 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def number(low: int) -> Any:
-    """Return a reader of whole numbers from `low`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text!r} came, a whole number from {low} was wanted")
-        return value
-
-    return read
-
-
 def add_command(subparsers: Any) -> None:
     """Add `verify` to the command line."""
     text = "try every property of attention on this machine's kernels"
@@ -144,7 +130,7 @@ def add_command(subparsers: Any) -> None:
         "--device", choices=("cpu", "gpu"), default="cpu", help="whose kernels (default: cpu)"
     )
     command.add_argument(
-        "--examples", type=number(1), metavar="N",
+        "--examples", type=whole_number(1), metavar="N",
         help="problems for a property; bounds get 8 times as many (default: "
         f"{EXAMPLES['cpu']}, which take about a minute; on a GPU, where every problem compiles "
         f"kernels of its own, {EXAMPLES['gpu']}, which take some)",
@@ -157,7 +143,7 @@ def add_command(subparsers: Any) -> None:
         "--json", type=Path, metavar="FILE", help="write the report to FILE, as JSON"
     )
     command.add_argument(
-        "--seed", type=number(0), default=0, metavar="N",
+        "--seed", type=whole_number(0), default=0, metavar="N",
         help="the same seed draws the same problems (default: %(default)s)",
     )  # fmt: skip
     command.set_defaults(function=verify)

@@ -1,0 +1,1 @@
+"""What `cupyflash` does on the command line: a module for a command, and what they share."""
