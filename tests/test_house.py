@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = ["cupyflash", "reference", "kernels_cu", "tests", "examples"]
 MAX_LINES = 500
 TEXT = {".py", ".cu", ".cuh", ".md", ".toml", ".yaml", ".yml", ".cfg", ".txt", ".sh", ""}
-NOT_OURS = {"LICENSE"}
+NOT_OURS = {"LICENSE", ".git"}  # the latter is a file in a worktree
 SKIPPED_FOLDERS = {".git", ".venv", "venv", "build", "dist", "__pycache__"}
 
 
