@@ -1,0 +1,76 @@
+"""How the figures look, and how they become SVG."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+# Readable on white and on black.
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#3a86d8", "#e07b2e", "#2a9d7c", "#9a6dd7", "#8a9099"
+# They stand for colours of the page, and are replaced in its SVG.
+TEXT, LINE, GROUND = "#010203", "#010204", "#010205"
+OF_THE_PAGE = {TEXT: "currentColor", LINE: "var(--color-background-border)", GROUND: "none"}
+
+SETTINGS = {
+    "svg.fonttype": "none",  # letters stay letters
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "axes.edgecolor": TEXT,
+    "axes.facecolor": GROUND,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.titlesize": 10,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "svg.hashsalt": "cupyflash",  # the same ids in every build
+}
+
+
+def figure(width: float, height: float, *grid: int) -> tuple[Figure, Any]:
+    """Return a figure of so many inches, and its axes: one, or `grid` of them."""
+    with matplotlib.rc_context(SETTINGS):
+        made = Figure(figsize=(width, height), layout="constrained")
+        axes = made.subplots(*grid)
+    return made, axes
+
+
+def svg_of(made: Figure) -> str:
+    """Return a figure as SVG, without a date or a version."""
+    stream = io.StringIO()
+    with matplotlib.rc_context(SETTINGS):
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        made.savefig(stream, format="svg", transparent=True, metadata=nothing)
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    return re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", text)
+
+
+def inline_svg(made: Figure, alt: str, name: str) -> str:
+    """Return a figure as a part of a page that has other figures, in the page's colours."""
+    text = svg_of(made)
+    for stand_in, colour in OF_THE_PAGE.items():
+        text = text.replace(stand_in, colour)
+    # Ids are those of the page: make them this figure's own.
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'"#', f'"#{name}-', text)
+    text = text.replace("url(#", f"url(#{name}-")
+    size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', text)
+    if size is None:
+        raise ValueError(f"the SVG of {name} does not say how large it is")
+    width = float(size[1]) * 4 / 3  # points to pixels
+    style = f'style="max-width: {width:.0f}px; width: 100%; height: auto"'
+    text = text.replace(size[0], style, 1)
+    label = html.escape(alt, quote=True)
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
