@@ -136,7 +136,8 @@ class Mask:
         Returns
         -------
         numpy.ndarray
-            Of bool and shape (B, H, Lq, Lk), or (*B, H, Lq, Lk) for a tuple; True means attend.
+            Of bool and shape ``(B, H, Lq, Lk)``, or ``(*B, H, Lq, Lk)`` for a tuple; True means
+            attend.
         """
         lead = B if isinstance(B, tuple) else (B,)
         sizes = _Dense(lead, H, Lq, Lk)

@@ -2,7 +2,7 @@
 
 Everything is computed from sizes; nothing runs and no device is needed. Traffic and the on-chip
 peak are counted in elements of one head. The algorithms themselves, which count as they run, are
-`cupyflash.reference.algorithms`; tests hold their counts equal to these formulas.
+``cupyflash.reference.algorithms``; tests hold their counts equal to these formulas.
 """
 
 from .devices import DEVICES, Device, device

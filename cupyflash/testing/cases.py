@@ -131,11 +131,11 @@ def problem(
     offsets : tuple of 2 sequences of int, optional
         Offsets of packed sequences in q and in k and v.
     family : str
-        One of `families.FAMILIES`.
+        One of `cupyflash.testing.FAMILIES`.
     mask : str, optional
-        One of `options.MASKS`, "~" of one, "&" or "|" of two, or "array".
+        One of ``options.MASKS``, "~" of one, "&" or "|" of two, or "array".
     scores : sequence of str
-        Of `options.SCORES`.
+        Of ``options.SCORES``.
     bias, sink : str, optional
         Its dtype. Some seeds make some of its elements -inf.
     scale : float, optional

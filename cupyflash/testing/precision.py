@@ -95,7 +95,7 @@ class Precision:
         every rounding.
     scaled_underflow : float
         Largest absolute error of a dS below the normal range of `product`, relative to the largest
-        |dS|, where dS is multiplied by a power of two before it is rounded; 0 where it is not.
+        ``|dS|``, where dS is multiplied by a power of two before it is rounded; 0 where it is not.
     split : float
         Largest relative error of a product of two numbers that are split for tensor cores, and of
         the short sum that it is part of; 0 where they are multiplied as they are.

@@ -97,7 +97,7 @@ def problems(
     dtype : dtype_like
         The type of q, k and v.
     families : iterable of str
-        Families to draw the arrays from, of `families.FAMILIES`.
+        Families to draw the arrays from, of `cupyflash.testing.FAMILIES`.
     packed : bool
         Whether the arrays hold packed sequences.
     features : iterable of str

@@ -106,7 +106,7 @@ class Subject:
     combine : callable, optional
         With that of `cupyflash.combine`.
     features : iterable of str, optional
-        What the kernel knows, of `features.FEATURES`; all of it unless given.
+        What the kernel knows, of `cupyflash.testing.FEATURES`; all of it unless given.
     precision : Precision or callable, optional
         Its arithmetic, or a function of the dtype. `Precision.of` unless given.
     tiles : tuple of 2 int

@@ -221,7 +221,7 @@ def verify(
     attention_fn : callable
         ``attention_fn(q, k, v, *, mask, score_mod, bias, sink, scale, dropout, seed,
         return_lse=True) -> (out, lse)``, as `cupyflash.attention`. An option comes only where a
-        problem has it, and only if `features` has it.
+        problem has it, and only if ``features`` has it.
     backward_fn : callable, optional
         ``backward_fn(do, q, k, v, out, lse, *, dlse, ...) -> (dq, dk, dv, dbias, dsink)``, as
         `cupyflash.attention_backward`; the last two may be left out where there is no such input.

@@ -7,7 +7,7 @@ import io
 import re
 from typing import Any
 
-import matplotlib
+import matplotlib as mpl
 from matplotlib.figure import Figure
 
 # Readable on white and on black.
@@ -40,7 +40,7 @@ SETTINGS = {
 
 def figure(width: float, height: float, *grid: int) -> tuple[Figure, Any]:
     """Return a figure of so many inches, and its axes: one, or `grid` of them."""
-    with matplotlib.rc_context(SETTINGS):
+    with mpl.rc_context(SETTINGS):
         made = Figure(figsize=(width, height), layout="constrained")
         axes = made.subplots(*grid)
     return made, axes
@@ -49,7 +49,7 @@ def figure(width: float, height: float, *grid: int) -> tuple[Figure, Any]:
 def svg_of(made: Figure) -> str:
     """Return a figure as SVG, without a date or a version."""
     stream = io.StringIO()
-    with matplotlib.rc_context(SETTINGS):
+    with mpl.rc_context(SETTINGS):
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         made.savefig(stream, format="svg", transparent=True, metadata=nothing)
     text = stream.getvalue()
