@@ -12,7 +12,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
-from figures.style import inline_svg
+from svg import inline_svg
 
 
 class Drawing(Directive):

@@ -1,22 +1,21 @@
-"""README.md and CONTRIBUTING.md: their code runs, their paths exist, their commands are tested."""
+"""README.md and all other documents: their code runs, paths exist, README's commands are tested."""
 
 from __future__ import annotations
 
 import re
 import sys
 import tomllib
-from pathlib import Path
-from types import CodeType
 
 import pytest
+from documents import FENCE, NEEDS_A_GPU, PAGES, ROOT, Block, blocks, code, run
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "kernels_cu/README.md",
     "reference/algorithms/README.md",
+    *PAGES,
 ]
 CI = (ROOT / ".ci" / "run").read_text()
 
@@ -39,26 +38,14 @@ COMMANDS = {
     'pip install ".[verify]"': "an extra",
 }
 
-NEEDS_A_GPU = re.compile(r"^import (?:cupy|torch)$", re.MULTILINE)
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)")
 PATH = re.compile(r"\.?[\w\-]+(?:/[\w.\-]+)*/?$")
 FILE_ENDINGS = (".py", ".cuh", ".cu", ".md", ".toml", ".npz", ".yaml")
 
 
-def blocks(document: str, language: str) -> list[tuple[int, str]]:
-    """(line of its first character, text) of every fenced block in one language."""
-    text = (ROOT / document).read_text()
-    return [
-        (text.count("\n", 0, match.start(2)) + 1, match[2])
-        for match in FENCE.finditer(text)
-        if match[1] == language
-    ]
-
-
 def commands() -> list[str]:
-    lines = [line for _, text in blocks("README.md", "sh") for line in text.splitlines()]
+    lines = [line for block in blocks("README.md", "sh") for line in block.text.splitlines()]
     return [line.partition("  #")[0].strip() for line in lines if line.strip()]
 
 
@@ -72,33 +59,30 @@ def mentioned_paths(document: str) -> set[str]:
     return found
 
 
-def code(document: str, line: int, text: str) -> CodeType:
-    # The empty lines make a traceback show the document's own line numbers.
-    return compile("\n" * (line - 1) + text, str(ROOT / document), "exec")
+def same(block: Block, printed: str) -> None:
+    assert printed == block.shown, f"line {block.line} prints something else"
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "reference/algorithms/README.md"]
-)
+RUN = ["README.md", "CONTRIBUTING.md", "reference/algorithms/README.md", *PAGES]
+RUN = [document for document in RUN if blocks(document, "python")]
+
+
+@pytest.mark.parametrize("document", RUN)
 def test_the_code_runs(document, tmp_path, monkeypatch):
     # One namespace for a document, in order, as a reader would type it; away from the checkout.
     monkeypatch.chdir(tmp_path)
-    found = [each for each in blocks(document, "python") if not NEEDS_A_GPU.search(each[1])]
-    assert found
-    namespace: dict[str, object] = {"__name__": "readme"}
-    for line, text in found:
-        exec(code(document, line, text), namespace)
+    assert run(document, same)
 
 
-def gpu_blocks() -> list[tuple[int, str]]:
-    return [each for each in blocks("README.md", "python") if NEEDS_A_GPU.search(each[1])]
+def gpu_blocks(document: str) -> list[Block]:
+    return [each for each in blocks(document, "python") if NEEDS_A_GPU.search(each.text)]
 
 
 def test_there_is_code_for_gpus():
     """It is Python at least, and shows what the text promises."""
-    for line, text in gpu_blocks():
+    for line, text, _ in gpu_blocks("README.md"):
         code("README.md", line, text)
-    together = "".join(text for _, text in gpu_blocks())
+    together = "".join(block.text for block in gpu_blocks("README.md"))
     for name in (
         "cupy.asarray",
         "torch.from_dlpack",
@@ -109,16 +93,19 @@ def test_there_is_code_for_gpus():
         assert name in together
 
 
+GPU_BLOCKS = [(document, block) for document in RUN for block in gpu_blocks(document)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("line", "text"), gpu_blocks(), ids=lambda x: f"line {x}" if isinstance(x, int) else ""
+    ("document", "block"), GPU_BLOCKS, ids=[f"{name} line {each.line}" for name, each in GPU_BLOCKS]
 )
-def test_the_code_for_gpus_runs(line, text, gpu, tmp_path, monkeypatch):
+def test_the_code_for_gpus_runs(document, block, gpu, tmp_path, monkeypatch):
     # Each by itself: a reader takes the one that fits.
     monkeypatch.chdir(tmp_path)
-    if "import torch" in text:
+    if "import torch" in block.text:
         pytest.importorskip("torch", reason="this block shows arrays of PyTorch")
-    exec(code("README.md", line, text), {"__name__": "readme"})
+    exec(code(document, block.line, block.text), {"__name__": "document"})
     cupy = sys.modules["cupy"]
     cupy.cuda.Device().synchronize()
 
