@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cupyflash
 
-sys.path.insert(0, str(Path(__file__).parent))  # drawing.py and figures/
+sys.path.insert(0, str(Path(__file__).parent))  # drawing.py and drawings/
 
 project = "cupyflash"
 author = "the authors of cupyflash"
@@ -24,7 +24,7 @@ extensions = [
     "numpydoc",
     "drawing",
 ]
-exclude_patterns = ["figures"]
+exclude_patterns = ["drawings"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3

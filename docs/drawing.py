@@ -1,6 +1,6 @@
 """The directive `drawing`: a figure that its own code draws while the site is built.
 
-``:::{drawing} name`` calls ``draw()`` of ``figures/name.py``, which returns a matplotlib figure,
+``:::{drawing} name`` calls ``draw()`` of ``drawings/name.py``, which returns a matplotlib figure,
 and puts it into the page as SVG with the caption below. Its text and lines take the colours of the
 page, so that one drawing serves light and dark.
 """
@@ -27,7 +27,7 @@ class Drawing(Directive):
         (name,) = self.arguments
         if "alt" not in self.options:
             raise self.error(f"the drawing {name} has no text for those who cannot see it: :alt:")
-        module = importlib.import_module(f"figures.{name}")
+        module = importlib.import_module(f"drawings.{name}")
         svg = inline_svg(module.draw(), self.options["alt"], name)
         caption = nodes.container(classes=["drawing-caption"])
         self.state.nested_parse(self.content, self.content_offset, caption)

@@ -77,7 +77,7 @@ def test_every_public_name_is_there(site):
 def test_no_formula_and_no_drawing_is_lost(site):
     """Pictures are in the pages as SVG, in the page's colours and with a text for the blind."""
     found = "".join((site / page[5:-3]).with_suffix(".html").read_text() for page in PAGES)
-    figures = list((ROOT / "docs" / "figures").glob("[!_]*.py"))
+    figures = list((ROOT / "docs" / "drawings").glob("[!_]*.py"))
     assert figures
     assert len(figures) == found.count('<svg role="img" aria-label=')
     assert "#010203" not in found
