@@ -4,7 +4,7 @@
 gradients; `masks` and `scores` say which pairs attend and how scores change.
 """
 
-from . import analysis, expr, masks, scores
+from . import analysis, expr, figures, masks, scores
 from .api import (
     attention,
     attention_backward,
@@ -35,6 +35,7 @@ __all__ = [
     "attention_vjp",
     "combine",
     "expr",
+    "figures",
     "lookup",
     "masks",
     "plan",

@@ -18,11 +18,12 @@ import numpy as np
 
 from . import arrays
 from .errors import ArgumentError, ArgumentTypeError, TraceError
-from .expr.bind import Alignment, Axis, Sizes, aligned, bind
+from .expr.bind import Alignment, Axis, Dense, Sizes, aligned, bind
 from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, len_k, len_q
 from .expr.nodes import Expr, LookupTable, as_expr
 from .expr.structure import Structure, structure
+from .figures import example
 
 __all__ = [
     "Mask",
@@ -38,19 +39,6 @@ __all__ = [
 ]
 
 _B, _H, _I, _J = POSITIONS
-
-
-@dataclass(frozen=True)
-class _Dense:
-    """Sizes of a problem whose batch entries all have the same lengths."""
-
-    lead: tuple[int, ...]
-    heads: int
-    len_q: int
-    len_k: int
-    start_q: int = 0
-    start_k: int = 0
-    packed: bool = False
 
 
 class Mask:
@@ -98,6 +86,10 @@ class Mask:
     def __repr__(self) -> str:
         return f"<mask {self.expr}>"
 
+    def _repr_svg_(self) -> str | None:
+        made = example(self)
+        return None if made is None else made.svg
+
     def evaluate(self, b: Any, h: Any, i: Any, j: Any, sizes: Any) -> np.ndarray[Any, Any]:
         """Return the mask at given positions.
 
@@ -140,7 +132,7 @@ class Mask:
             attend.
         """
         lead = B if isinstance(B, tuple) else (B,)
-        sizes = _Dense(lead, H, Lq, Lk)
+        sizes = Dense(lead, H, Lq, Lk)
         count = math.prod(lead)
         b, h, i, j = np.ix_(np.arange(count), np.arange(H), np.arange(Lq), np.arange(Lk))
         values = self.evaluate(b, h, i, j, sizes)

@@ -20,6 +20,7 @@ ORDER = [
     ["analysis"],
     ["arrays"],
     ["expr"],
+    ["figures"],
     ["masks"],
     ["scores"],
     ["problem"],

@@ -14,6 +14,7 @@ from numpydoc.validate import validate
 
 import cupyflash
 import cupyflash.analysis
+import cupyflash.figures
 import cupyflash.masks
 import cupyflash.scores
 
@@ -29,7 +30,7 @@ FUNCTIONS = {
     "plan",
     "workspace_size",
 }
-MODULES = {"analysis", "expr", "masks", "scores"}
+MODULES = {"analysis", "expr", "figures", "masks", "scores"}
 TYPES = {"ArgumentError", "ArgumentTypeError", "Gradients", "Plan", "TraceError"}
 MASKS = {
     "blocks",
@@ -71,6 +72,7 @@ ANALYSIS = {
     "standard_attention_backward",
     "theorem_2",
 }
+FIGURES = {"Figure", "example", "mask_pairs", "mask_tiles"}
 SCORES = {"alibi", "relative_bias", "score", "softcap"}
 
 # numpydoc's checks that every public docstring passes: a summary that is one sentence, the
@@ -87,7 +89,7 @@ def public(module: types.ModuleType) -> dict[str, object]:
 
 def documented() -> list[str]:
     names = [f"cupyflash.{name}" for name in sorted(FUNCTIONS | TYPES)]
-    for module in (cupyflash.analysis, cupyflash.masks, cupyflash.scores):
+    for module in (cupyflash.analysis, cupyflash.figures, cupyflash.masks, cupyflash.scores):
         found = sorted(name for name in module.__all__ if callable(getattr(module, name)))
         names += [f"{module.__name__}.{name}" for name in found]
     return names
@@ -112,11 +114,14 @@ def test_nothing_public_is_missing_from_all():
             assert name in cupyflash.__all__ or name in {"annotations", "TYPE_CHECKING"}, name
 
 
-def test_all_of_the_analysis():
-    assert set(cupyflash.analysis.__all__) == ANALYSIS
-    for name, value in vars(cupyflash.analysis).items():
+@pytest.mark.parametrize(
+    ("module", "wanted"), [(cupyflash.analysis, ANALYSIS), (cupyflash.figures, FIGURES)]
+)
+def test_all_of_the_packages(module, wanted):
+    assert set(module.__all__) == wanted
+    for name, value in vars(module).items():
         if not name.startswith("_") and not inspect.ismodule(value):
-            assert name in ANALYSIS, name
+            assert name in wanted, name
 
 
 @pytest.mark.parametrize(("module", "wanted"), [("masks", MASKS), ("scores", SCORES)])

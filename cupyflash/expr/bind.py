@@ -55,6 +55,19 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True)
+class Dense:
+    """Sizes of a problem whose batch entries all have the same lengths."""
+
+    lead: tuple[int, ...]
+    heads: int
+    len_q: int
+    len_k: int
+    start_q: int = 0
+    start_k: int = 0
+    packed: bool = False
+
+
+@dataclass(frozen=True)
 class Axis:
     """One trailing axis of an aligned array: the index that reads it, and the size that fits."""
 

@@ -110,7 +110,7 @@ def node_value(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_ty
     if node.op == "symbol":
         return np.asarray(symbols[node.value])
     if node.op == "lookup":
-        return _in_host_memory(node.value[0])[tuple(args)].astype(dtypes[node.type])
+        return host(node.value[0])[tuple(args)].astype(dtypes[node.type])
     if node.op == "to_float":
         return np.asarray(args[0]).astype(float_type)
     return NUMPY[node.op](*args)
@@ -159,7 +159,8 @@ def _exact(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_type: 
     return float_type(chosen) if node.type == "float" else chosen.item()
 
 
-def _in_host_memory(array: Any) -> np.ndarray[Any, Any]:
+def host(array: Any) -> np.ndarray[Any, Any]:
+    """Return an array in host memory: itself, or a copy."""
     return target.read_back(array) if target.is_device_array(array) else np.asarray(array)
 
 

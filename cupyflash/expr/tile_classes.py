@@ -1,0 +1,117 @@
+"""Classes of many tiles at a time, by NumPy: the answers that the kernels' own code gives.
+
+The kernels look at few elements of an array for a tile, and compute with bounds of integers in 64
+bits that wrap (CPU) or stop at the ends (GPU). Both are repeated here, so that a tile counts as
+PARTIAL wherever a kernel takes it for that. Only last bits of `exp`, `log` and `tanh` may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .evaluate import host, node_value
+from .nodes import Expr, walk
+
+# Elements that are looked at for a tile: reference/program.py, kernels_cu/primitives/lookup.cuh.
+RANGE_LIMIT = {"cpu": 16384, "gpu": 1024}
+_LOW, _HIGH = -(2**63), 2**63 - 1
+_SURE = 2.0**62  # below this a product of floats shows that one of integers does not overflow
+
+
+def tile_classes(root: Expr, symbols: Mapping[str, Any], machine: str) -> Any:
+    """Return EMPTY, PARTIAL or FULL of many tiles.
+
+    Parameters
+    ----------
+    root : Expr
+        What `interval.tile_class` made.
+    symbols : mapping of str to array of int64
+        Corners of the tiles and the other symbols, broadcastable against each other.
+    machine : {"cpu", "gpu"}
+        Whose kernels.
+
+    Returns
+    -------
+    numpy.ndarray
+        Of int64; it broadcasts against the symbols, and may be smaller.
+    """
+    values: dict[Expr, Any] = {}
+    with np.errstate(all="ignore"):
+        for node in walk(root):
+            args = [values[arg] for arg in node.args]
+            if node.op in ("range_minimum", "range_maximum"):
+                values[node] = _extremes(node, args, machine)
+            elif machine == "gpu" and node.type == "int" and node.op in _SATURATING:
+                values[node] = _SATURATING[node.op](*args)
+            else:
+                values[node] = node_value(node, args, symbols, np.float32)
+    return values[root]
+
+
+def _extremes(node: Expr, args: list[Any], machine: str) -> Any:
+    """Return the smallest or the largest element of many ranges of an array."""
+    array = host(node.value[0])
+    dtype = {"bool": np.bool_, "int": np.int64, "float": np.float32}[node.type]
+    shape = np.broadcast_shapes(*(np.shape(arg) for arg in args))
+    ends = [np.broadcast_to(arg, shape).reshape(-1) for arg in args]
+    first = [np.maximum(end, 0) for end in ends[: array.ndim]]
+    last = [np.minimum(end, n - 1) for end, n in zip(ends[array.ndim :], array.shape, strict=True)]
+    ranges, place = np.unique(np.stack([*first, *last], axis=-1), axis=0, return_inverse=True)
+    smallest = node.op == "range_minimum"
+    found: np.ndarray[Any, Any] = np.empty(len(ranges), dtype)
+    for n, corners in enumerate(ranges):
+        low, high = corners[: array.ndim], corners[array.ndim :]
+        found[n] = _extreme(array, low, high, dtype, smallest, machine)
+    return found[place].reshape(shape)
+
+
+def _extreme(array: Any, low: Any, high: Any, dtype: type, smallest: bool, machine: str) -> Any:
+    count = int(np.prod(np.maximum(high - low + 1, 0)))
+    if count > RANGE_LIMIT[machine]:
+        if dtype is np.float32:
+            return float("nan")
+        if machine == "cpu":
+            return int(array.min() if smallest else array.max())
+        if dtype is np.bool_:
+            return not smallest
+        return _LOW if smallest else _HIGH
+    if not count:  # the ends that every element would replace
+        least, most = (-np.inf, np.inf) if dtype is np.float32 else (_LOW, _HIGH)
+        return most if smallest else least
+    part = array[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))].astype(dtype)
+    return part.min() if smallest else part.max()
+
+
+def _add(a: Any, b: Any) -> Any:
+    total = np.add(a, b)
+    over = ((a ^ total) & (b ^ total)) < 0
+    return np.where(over, np.where(a < 0, _LOW, _HIGH), total)
+
+
+def _subtract(a: Any, b: Any) -> Any:
+    rest = np.subtract(a, b)
+    over = ((a ^ b) & (a ^ rest)) < 0
+    return np.where(over, np.where(a < 0, _LOW, _HIGH), rest)
+
+
+def _multiply(a: Any, b: Any) -> Any:
+    if np.all(np.abs(np.asarray(a, np.float64) * b) < _SURE):
+        return np.multiply(a, b)
+    exact = np.asarray(a, object) * np.asarray(b, object)
+    return np.clip(exact, _LOW, _HIGH).astype(np.int64)
+
+
+def _negative(a: Any) -> Any:
+    return _subtract(np.int64(0), a)
+
+
+_SATURATING: dict[str, Callable[..., Any]] = {
+    "add": _add,
+    "subtract": _subtract,
+    "multiply": _multiply,
+    "negative": _negative,
+    "absolute": lambda a: np.where(a < 0, _negative(a), a),
+}

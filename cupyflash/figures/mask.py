@@ -1,0 +1,288 @@
+"""Drawings of masks: by tiles, and pair by pair."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..expr.bind import Dense, bind
+from ..expr.evaluate import evaluate
+from ..expr.interval import EMPTY, FULL, PARTIAL
+from ..expr.nodes import Expr
+from . import svg, terminal
+from .survey import Grid, Survey, survey, symbols_of
+
+MOST_PAIRS = 256  # queries, and keys, that are drawn pair by pair
+MOST_CELLS = (96, 96)
+NAMES = {EMPTY: "EMPTY", PARTIAL: "PARTIAL", FULL: "FULL"}
+
+
+class HasExpr(Protocol):
+    """A mask."""
+
+    @property
+    def expr(self) -> Expr:
+        """Its condition."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture: a notebook shows it by itself.
+
+    Attributes
+    ----------
+    svg : str
+        An SVG document.
+    text : str
+        The same in block characters, as wide as a terminal.
+    """
+
+    svg: str
+    text: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def __str__(self) -> str:
+        return self.text
+
+    def save(self, path: Any) -> None:
+        """Write the SVG to a file.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Its name.
+        """
+        Path(path).write_text(self.svg, encoding="utf-8")
+
+
+def _condition(mask: Any, sizes: Dense) -> Expr | None:
+    if mask is None:
+        return None
+    if not isinstance(getattr(mask, "expr", None), Expr) or mask.expr.type != "bool":
+        raise ArgumentTypeError(
+            f"mask: {type(mask).__name__} came; wanted a mask of cupyflash.masks, or None for "
+            "none. Wrap an array, masks.dense(array); call a constructor, masks.causal()."
+        )
+    return bind(mask.expr, sizes)
+
+
+def checked(sizes: dict[str, Any]) -> None:
+    """Raise unless every size is a positive integer."""
+    for name, n in sizes.items():
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+            raise ArgumentError(f"{name}: {n!r} came; wanted an integer of 1 or more.")
+
+
+def _sizes(
+    len_q: int, len_k: int | None, batch: int | tuple[int, ...], heads: int, at: tuple[int, int]
+) -> Dense:
+    len_k = len_q if len_k is None else len_k
+    lead = batch if isinstance(batch, tuple) else (batch,)
+    checked({"len_q": len_q, "len_k": len_k, "heads": heads})
+    checked({"batch": math.prod(lead)})
+    if not (0 <= at[0] < math.prod(lead) and 0 <= at[1] < heads):
+        raise ArgumentError(
+            f"at: {at} came; wanted a batch entry below {math.prod(lead)} and a head below {heads}."
+        )
+    return Dense(tuple(int(n) for n in lead), int(heads), int(len_q), int(len_k))
+
+
+def mask_tiles(
+    mask: HasExpr | None,
+    len_q: int,
+    len_k: int | None = None,
+    *,
+    block_q: int = 64,
+    block_kv: int = 64,
+    batch: int | tuple[int, ...] = 1,
+    heads: int = 1,
+    at: tuple[int, int] = (0, 0),
+    title: str | None = None,
+    notes: Sequence[str] = (),
+) -> Figure:
+    """Draw which tiles of the score matrix a mask leaves empty, partial and full.
+
+    Parameters
+    ----------
+    mask : Mask or None
+        Of `cupyflash.masks`; None is no mask.
+    len_q, len_k : int
+        Queries and keys; as many keys as queries unless given.
+    block_q, block_kv : int
+        Queries and keys of a tile.
+    batch : int or tuple of int
+        Batch entries, or the leading axes.
+    heads : int
+        Query heads.
+    at : tuple of int
+        Batch entry and head that are drawn.
+    title : str, optional
+        Above the drawing; the mask's condition unless given.
+    notes : sequence of str
+        Lines below the drawing.
+
+    Returns
+    -------
+    Figure
+        With one cell for each tile, or in large matrices for several, as it says.
+
+    Examples
+    --------
+    >>> from cupyflash import figures, masks
+    >>> print(figures.mask_tiles(masks.causal(), 256))
+             keys →
+             0 64  192 256
+          0 │▒▒······│
+    queries │██▒▒····│
+        128 │████▒▒··│
+        192 │██████▒▒│
+        256
+    """
+    checked({"block_q": block_q, "block_kv": block_kv})
+    sizes = _sizes(len_q, len_k, batch, heads, at)
+    allowed = _condition(mask, sizes)
+    made, small = (
+        survey(allowed, sizes, block_q, block_kv, most_cells=most, at=at, count_pairs=False)
+        for most in (MOST_CELLS, terminal.MOST_CELLS)
+    )
+    title = words_of(mask) if title is None else title
+    return Figure(tiles_svg(made.grid, title, notes), terminal.picture(small.grid))
+
+
+def tiles_svg(grid: Grid, title: str, notes: Sequence[str] = ()) -> str:
+    """Return the SVG of a grid of tiles."""
+    classes = grid.classes
+    counts = grid.tiles.sum(axis=(0, 1))
+    legend = [
+        (svg.PAINT[kind], f"{NAMES[kind]} {counts[kind]:,}{' (skipped)' if kind == EMPTY else ''}")
+        for kind in (FULL, PARTIAL, EMPTY)
+    ]
+    said = [*notes, f"tiles of {grid.block_q} queries x {grid.block_kv} keys"]
+    if grid.down * grid.across > 1:
+        said.append(
+            f"a cell stands for {grid.down} x {grid.across} tiles: orange unless all are alike"
+        )
+    fine = max(classes.shape) <= 48
+    lines = (grid.edges_q[1:-1], grid.edges_k[1:-1]) if fine else ((), ())
+    layers = [(svg.PAINT[kind], classes == kind) for kind in (EMPTY, PARTIAL, FULL)]
+    return svg.matrix(
+        layers, grid.edges_q, grid.edges_k, title=title, legend=legend, notes=said, lines=lines
+    )
+
+
+def mask_pairs(
+    mask: HasExpr | None,
+    len_q: int,
+    len_k: int | None = None,
+    *,
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    batch: int | tuple[int, ...] = 1,
+    heads: int = 1,
+    at: tuple[int, int] = (0, 0),
+    title: str | None = None,
+    notes: Sequence[str] = (),
+) -> Figure:
+    """Draw a mask pair by pair, and over the pairs the tiles of a kernel.
+
+    Parameters
+    ----------
+    mask : Mask or None
+        Of `cupyflash.masks`; None is no mask.
+    len_q, len_k : int
+        Queries and keys, at most 256; as many keys as queries unless given.
+    block_q, block_kv : int, optional
+        Queries and keys of a tile; without them no tiles are drawn.
+    batch : int or tuple of int
+        Batch entries, or the leading axes.
+    heads : int
+        Query heads.
+    at : tuple of int
+        Batch entry and head that are drawn.
+    title : str, optional
+        Above the drawing; the mask's condition unless given.
+    notes : sequence of str
+        Lines below the drawing.
+
+    Returns
+    -------
+    Figure
+        Blue pairs lie in tiles that are full, orange ones in tiles that are masked pair by pair.
+
+    Raises
+    ------
+    ArgumentError
+        If there are too many pairs for a picture: `mask_tiles` draws any number.
+    """
+    sizes = _sizes(len_q, len_k, batch, heads, at)
+    if max(sizes.len_q, sizes.len_k) > MOST_PAIRS:
+        raise ArgumentError(
+            f"len_q, len_k: {sizes.len_q} and {sizes.len_k} came; wanted at most {MOST_PAIRS} for "
+            "a drawing pair by pair. figures.mask_tiles draws any number."
+        )
+    tiled = block_q is not None or block_kv is not None
+    block_q = sizes.len_q if block_q is None else block_q
+    block_kv = sizes.len_k if block_kv is None else block_kv
+    checked({"block_q": block_q, "block_kv": block_kv})
+    allowed = _condition(mask, sizes)
+    most = MOST_PAIRS, MOST_PAIRS
+    found = survey(allowed, sizes, block_q, block_kv, most_cells=most, at=at, count_pairs=False)
+    i, j = np.arange(sizes.len_q), np.arange(sizes.len_k)
+    shape = sizes.len_q, sizes.len_k
+    pairs = np.ones(shape, bool)
+    if allowed is not None:
+        value = evaluate(allowed, symbols_of(sizes, *at, i=i[:, None], j=j[None]))
+        pairs = np.broadcast_to(value, shape)
+    title = words_of(mask) if title is None else title
+    drawn = _pairs_svg(pairs, found, title, tiled, notes)
+    small = survey(allowed, sizes, 1, 1, most_cells=terminal.MOST_CELLS, at=at, count_pairs=False)
+    return Figure(drawn, terminal.picture(small.grid))
+
+
+def _pairs_svg(pairs: Any, found: Survey, title: str, tiled: bool, notes: Sequence[str]) -> str:
+    grid = found.grid
+    len_q, len_k = pairs.shape
+    classes = grid.classes[
+        np.arange(len_q)[:, None] // grid.block_q, np.arange(len_k)[None] // grid.block_kv
+    ]
+    paint = svg.PAINT
+    edges = np.arange(len_q + 1), np.arange(len_k + 1)
+    kept = f"{int(pairs.sum()):,} of {pairs.size:,} pairs attend"
+    if not tiled:
+        legend = [(paint[FULL], "attends"), (paint[EMPTY], "masked")]
+        layers = [(paint[FULL], pairs), (paint[EMPTY], ~pairs)]
+        return svg.matrix(layers, *edges, title=title, legend=legend, notes=[*notes, kept])
+    counts = grid.tiles.sum(axis=(0, 1))
+    layers = [
+        (paint[EMPTY], classes == EMPTY),
+        (svg.HIDDEN, (classes == PARTIAL) & ~pairs),
+        (paint[PARTIAL], (classes == PARTIAL) & pairs),
+        (paint[FULL], classes == FULL),
+    ]
+    legend = [
+        (paint[FULL], f"FULL {counts[FULL]}"),
+        (paint[PARTIAL], f"PARTIAL {counts[PARTIAL]}: attends"),
+        (svg.HIDDEN, "masked"),
+        (paint[EMPTY], f"EMPTY {counts[EMPTY]} (skipped)"),
+    ]
+    said = [*notes, f"tiles of {grid.block_q} queries x {grid.block_kv} keys; {kept}"]
+    lines = grid.edges_q[1:-1], grid.edges_k[1:-1]
+    return svg.matrix(layers, *edges, title=title, legend=legend, notes=said, lines=lines)
+
+
+def words_of(mask: Any, most: int = 62) -> str:
+    """Return a mask's condition, shortened to so many characters."""
+    if mask is None:
+        return "no mask"
+    words = str(mask.expr)
+    if words.startswith("(") and words.endswith(")"):
+        words = words[1:-1]
+    return words if len(words) <= most else words[: most - 3] + "..."
