@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cupyflash
 
-sys.path.insert(0, str(Path(__file__).parent))  # drawing.py and drawings/
+sys.path.insert(0, str(Path(__file__).parent))  # drawing.py, tables.py, drawings/
 
 project = "cupyflash"
 author = "the authors of cupyflash"
@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "numpydoc",
     "drawing",
+    "tables",
 ]
 exclude_patterns = ["drawings"]
 

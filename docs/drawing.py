@@ -1,8 +1,8 @@
 """The directive `drawing`: a figure that its own code draws while the site is built.
 
 ``:::{drawing} name`` calls ``draw()`` of ``drawings/name.py``, which returns a matplotlib figure,
-and puts it into the page as SVG with the caption below. Its text and lines take the colours of the
-page, so that one drawing serves light and dark.
+an SVG, or a list of them, and puts it into the page with the caption below. Text and lines take the
+colours of the page, so that one drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ class Drawing(Directive):
         (name,) = self.arguments
         if "alt" not in self.options:
             raise self.error(f"the drawing {name} has no text for those who cannot see it: :alt:")
-        module = importlib.import_module(f"drawings.{name}")
-        svg = inline_svg(module.draw(), self.options["alt"], name)
+        drawn = importlib.import_module(f"drawings.{name}").draw()
+        each = drawn if isinstance(drawn, list) else [drawn]
+        svg = "".join(
+            inline_svg(one, self.options["alt"], f"{name}{n}") for n, one in enumerate(each)
+        )
         caption = nodes.container(classes=["drawing-caption"])
         self.state.nested_parse(self.content, self.content_offset, caption)
         picture = nodes.raw("", f'<div class="drawing-picture">{svg}</div>', format="html")

@@ -57,20 +57,23 @@ def svg_of(made: Figure) -> str:
     return re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", text)
 
 
-def inline_svg(made: Figure, alt: str, name: str) -> str:
-    """Return a figure as a part of a page that has other figures, in the page's colours."""
-    text = svg_of(made)
+def inline_svg(drawn: Figure | str, alt: str, name: str) -> str:
+    """Return a drawing as a part of a page that has other drawings, in the page's colours.
+
+    `drawn` is a matplotlib figure or an SVG.
+    """
+    text = drawn if isinstance(drawn, str) else svg_of(drawn)
     for stand_in, colour in OF_THE_PAGE.items():
         text = text.replace(stand_in, colour)
     # Ids are those of the page: make them this figure's own.
     text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'"#', f'"#{name}-', text)
+    text = re.sub(r'"#(?![0-9a-f]{6}")', f'"#{name}-', text)
     text = text.replace("url(#", f"url(#{name}-")
-    size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', text)
+    size = re.search(r'width="([\d.]+)(pt)?" height="[\d.]+(?:pt)?"', text)
     if size is None:
         raise ValueError(f"the SVG of {name} does not say how large it is")
-    width = float(size[1]) * 4 / 3  # points to pixels
-    style = f'style="max-width: {width:.0f}px; width: 100%; height: auto"'
-    text = text.replace(size[0], style, 1)
+    width = float(size[1]) * (4 / 3 if size[2] else 1)  # in pixels
+    text = text.replace(size[0], f'style="max-width: {width:.0f}px; width: 100%; height: auto"', 1)
     label = html.escape(alt, quote=True)
+    text = text.replace(' role="img"', "", 1)
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -79,5 +79,5 @@ def test_no_formula_and_no_drawing_is_lost(site):
     found = "".join((site / page[5:-3]).with_suffix(".html").read_text() for page in PAGES)
     figures = list((ROOT / "docs" / "drawings").glob("[!_]*.py"))
     assert figures
-    assert len(figures) == found.count('<svg role="img" aria-label=')
+    assert len(figures) == found.count('<div class="drawing-picture">')
     assert "#010203" not in found

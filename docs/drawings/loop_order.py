@@ -4,7 +4,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from svg import BLUE, GREEN, GREY, LINE, ORANGE, PURPLE, TEXT, figure
+from svg import BLUE, GREEN, GREY, ORANGE, PURPLE, TEXT, figure
 
 ROWS, COLUMNS = 4, 3
 COLOURS = [BLUE, ORANGE, GREEN, PURPLE]
@@ -36,5 +36,4 @@ def draw() -> Figure:
     made, (left, right) = figure(6.4, 3.6, 1, 2)
     grid(left, "FlashAttention", keys_outside=True)
     grid(right, "FlashAttention-2", keys_outside=False)
-    made.text(0.5, 0.0, "colours: passes of the outer loop", ha="center", va="bottom", color=LINE)
     return made

@@ -28,7 +28,7 @@ def draw() -> Figure:
         box = Rectangle((begin + 0.03, lane + 0.08), 0.94, 0.8, color=colour, alpha=0.9, lw=0)
         axes.add_patch(box)
         label = f"{name} {j}"
-        axes.text(begin + 0.5, lane + 0.48, label, ha="center", va="center", color="white", size=9)
+        axes.text(begin + 0.5, lane + 0.48, label, ha="center", va="center", color="white", size=8)
         if what == "issue":
             free = ends[product, j] = begin + 1
         else:
