@@ -12,7 +12,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
-from svg import inline_svg
+from svg import drawings_of, inline_svg
 
 
 class Drawing(Directive):
@@ -27,8 +27,7 @@ class Drawing(Directive):
         (name,) = self.arguments
         if "alt" not in self.options:
             raise self.error(f"the drawing {name} has no text for those who cannot see it: :alt:")
-        drawn = importlib.import_module(f"drawings.{name}").draw()
-        each = drawn if isinstance(drawn, list) else [drawn]
+        each = drawings_of(importlib.import_module(f"drawings.{name}").draw)
         svg = "".join(
             inline_svg(one, self.options["alt"], f"{name}{n}") for n, one in enumerate(each)
         )

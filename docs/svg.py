@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib as mpl
@@ -40,29 +41,30 @@ SETTINGS = {
 
 def figure(width: float, height: float, *grid: int) -> tuple[Figure, Any]:
     """Return a figure of so many inches, and its axes: one, or `grid` of them."""
-    with mpl.rc_context(SETTINGS):
-        made = Figure(figsize=(width, height), layout="constrained")
-        axes = made.subplots(*grid)
-    return made, axes
+    made = Figure(figsize=(width, height), layout="constrained")
+    return made, made.subplots(*grid)
 
 
 def svg_of(made: Figure) -> str:
     """Return a figure as SVG, without a date or a version."""
     stream = io.StringIO()
-    with mpl.rc_context(SETTINGS):
-        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        made.savefig(stream, format="svg", transparent=True, metadata=nothing)
+    nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    made.savefig(stream, format="svg", transparent=True, metadata=nothing)
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     return re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", text)
 
 
-def inline_svg(drawn: Figure | str, alt: str, name: str) -> str:
-    """Return a drawing as a part of a page that has other drawings, in the page's colours.
+def drawings_of(draw: Callable[[], Any]) -> list[str]:
+    """Return what a function draws: a matplotlib figure, an SVG, or a list of them."""
+    with mpl.rc_context(SETTINGS):
+        drawn = draw()
+        each = drawn if isinstance(drawn, list) else [drawn]
+        return [one if isinstance(one, str) else svg_of(one) for one in each]
 
-    `drawn` is a matplotlib figure or an SVG.
-    """
-    text = drawn if isinstance(drawn, str) else svg_of(drawn)
+
+def inline_svg(text: str, alt: str, name: str) -> str:
+    """Return an SVG as a part of a page that has other drawings, in the page's colours."""
     for stand_in, colour in OF_THE_PAGE.items():
         text = text.replace(stand_in, colour)
     # Ids are those of the page: make them this figure's own.

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urldefrag
 import pytest
 from documents import PAGES, ROOT
 
-MODULES = ["cupyflash", *(f"cupyflash.{x}" for x in "masks scores expr analysis testing".split())]
+MODULES = [f"cupyflash.{x}" for x in "masks scores expr figures analysis testing".split()]
 BUILDERS = ("sphinx", "furo", "myst_parser", "numpydoc", "matplotlib")
 REMEDY = 'the site is built by what pip install ".[docs]" brings'
 
@@ -59,6 +59,7 @@ def test_links_lead_somewhere(site):
             if re.match(r"[a-z]+:|//", link):
                 continue
             file, place = urldefrag(link)
+            file = file.partition("?")[0]
             target = (path.parent / unquote(file)).resolve() if file else path
             assert target.is_file(), f"{path.relative_to(site)} links to {link}"
             if target in pages:
@@ -69,7 +70,7 @@ def test_links_lead_somewhere(site):
 def test_every_public_name_is_there(site):
     content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     documented = {line.split(" ")[0] for line in zlib.decompress(content).decode().splitlines()}
-    for module in MODULES:
+    for module in ("cupyflash", *MODULES):
         for name in importlib.import_module(module).__all__:
             assert f"{module}.{name}" in documented, f"{module}.{name} is not in docs/reference"
 
@@ -81,3 +82,12 @@ def test_no_formula_and_no_drawing_is_lost(site):
     assert figures
     assert len(figures) == found.count('<div class="drawing-picture">')
     assert "#010203" not in found
+
+
+def test_pictures_of_the_readme_are_those_that_are_drawn(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    readme = (ROOT / "README.md").read_text()
+    for name, svg in importlib.import_module("pictures").pictures().items():
+        drawn = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
+        assert drawn == svg, f"docs/pictures/{name} is old: python docs/pictures.py"
+        assert f"(docs/pictures/{name})" in readme

@@ -9,9 +9,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = ["cupyflash", "reference", "kernels_cu", "tests", "examples"]
+CODE = ["cupyflash", "reference", "kernels_cu", "tests", "examples", "docs"]
 MAX_LINES = 500
-TEXT = {".py", ".cu", ".cuh", ".md", ".toml", ".yaml", ".yml", ".cfg", ".txt", ".sh", ""}
+TEXT = {
+    ".py",
+    ".cu",
+    ".cuh",
+    ".md",
+    ".rst",
+    ".css",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".cfg",
+    ".txt",
+    ".sh",
+    "",
+}
 NOT_OURS = {"LICENSE", ".git"}  # the latter is a file in a worktree
 SKIPPED_FOLDERS = {".git", ".venv", "venv", "build", "dist", "__pycache__"}
 

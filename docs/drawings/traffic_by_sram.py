@@ -31,7 +31,13 @@ def draw() -> Figure:
         there = analysis.flash_attention(N, N, D, block_q=block_q, block_kv=block_kv).total
         axes.plot(sram, there, "o", color=BLUE, markersize=5)
         label = name.partition("-")[0]
-        axes.annotate(label, (sram, there), (4, -11), textcoords="offset points", color=TEXT)
+        axes.annotate(
+            label,
+            (sram, there),
+            (-16, -12) if name == "T4" else (5, 4),
+            textcoords="offset points",
+            color=TEXT,
+        )
     axes.set(xlabel="M, elements of SRAM", ylabel="elements moved, of one head")
     axes.grid(visible=True)
     axes.legend()
