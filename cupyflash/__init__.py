@@ -15,6 +15,7 @@ from .api import (
     workspace_size,
 )
 from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .explanation import Explanation, explain
 from .problem import Gradients, Plan
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "Explanation",
     "Gradients",
     "Plan",
     "TraceError",
@@ -34,6 +36,7 @@ __all__ = [
     "attention_varlen_vjp",
     "attention_vjp",
     "combine",
+    "explain",
     "expr",
     "figures",
     "lookup",

@@ -26,12 +26,13 @@ FUNCTIONS = {
     "attention_varlen_vjp",
     "attention_vjp",
     "combine",
+    "explain",
     "lookup",
     "plan",
     "workspace_size",
 }
 MODULES = {"analysis", "expr", "figures", "masks", "scores"}
-TYPES = {"ArgumentError", "ArgumentTypeError", "Gradients", "Plan", "TraceError"}
+TYPES = {"ArgumentError", "ArgumentTypeError", "Explanation", "Gradients", "Plan", "TraceError"}
 MASKS = {
     "blocks",
     "causal",

@@ -10,6 +10,8 @@ from .. import target
 from ..errors import ArgumentError
 from .traffic import itemsize
 
+MIB = 2**20
+
 
 @dataclass(frozen=True)
 class Device:
@@ -32,6 +34,13 @@ class Device:
         Where the numbers stand.
     driver_names : tuple of str
         What the driver calls it, in lower case. Other models of a name have other limits.
+    capability : tuple of int
+        Compute capability, (9, 0) for Hopper.
+    l2 : int
+        Bytes of the second-level cache, through which everything passes.
+    matrix_peak : mapping of str to float
+        FLOP per second on tensor cores in types that `peak` tells without them: "float64", and
+        "tf32", numbers of 32 bits whose fractions are cut to 11.
     """
 
     name: str
@@ -41,6 +50,9 @@ class Device:
     multiprocessors: int
     source: str
     driver_names: tuple[str, ...] = field(repr=False)
+    capability: tuple[int, int]
+    l2: int
+    matrix_peak: Mapping[str, float]
 
     def sram_elements(self, dtype: str) -> int:
         """Return M of a multiprocessor, for `block_sizes` and `theorem_2`.
@@ -104,6 +116,11 @@ def _peak(half: float, bfloat16: float | None, single: float, double: float) -> 
     return MappingProxyType({name: n * 1e12 for name, n in given.items() if n is not None})
 
 
+def _matrix_peak(double: float, single: float) -> Mapping[str, float]:
+    """Return peaks of tensor cores given in TFLOP/s."""
+    return MappingProxyType({"float64": double * 1e12, "tf32": single * 1e12})
+
+
 _TABLE = (
     "shared memory: CUDA C++ Programming Guide, technical specifications per compute capability"
 )
@@ -114,6 +131,7 @@ _A100 = (
 _H100 = f"NVIDIA H100 Tensor Core GPU architecture white paper, SXM5; {_TABLE}"
 _H200 = f"NVIDIA H200 data sheet (bandwidth); the chip is the H100's: {_H100}"
 _HOPPER = _peak(989.4, 989.4, 66.9, 33.5)
+_HOPPER_MATRIX = _matrix_peak(66.9, 494.7)
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
@@ -125,9 +143,13 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 _peak(65, None, 8.1, 8.1 / 32),
                 64 * 1024,
                 40,
-                "NVIDIA T4 data sheet; float64 at 1/32 of float32 by the Turing white paper; "
+                "NVIDIA T4 data sheet; float64 at 1/32 of float32, and the second-level cache of "
+                "the TU104, by the Turing white paper; "
                 f"{_TABLE}",
                 ("tesla t4", "nvidia t4"),
+                (7, 5),
+                4 * MIB,
+                MappingProxyType({}),
             ),
             Device(
                 "A100-40GB",
@@ -137,6 +159,9 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 108,
                 _A100,
                 ("nvidia a100-sxm4-40gb", "nvidia a100-pcie-40gb"),
+                (8, 0),
+                40 * MIB,
+                _matrix_peak(19.5, 156),
             ),
             Device(
                 "A100-80GB",
@@ -146,9 +171,34 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 108,
                 _A100,
                 ("nvidia a100-sxm4-80gb",),
+                (8, 0),
+                40 * MIB,
+                _matrix_peak(19.5, 156),
             ),
-            Device("H100-SXM", 3350e9, _HOPPER, 228 * 1024, 132, _H100, ("nvidia h100 80gb hbm3",)),
-            Device("H200", 4800e9, _HOPPER, 228 * 1024, 132, _H200, ("nvidia h200",)),
+            Device(
+                "H100-SXM",
+                3350e9,
+                _HOPPER,
+                228 * 1024,
+                132,
+                _H100,
+                ("nvidia h100 80gb hbm3",),
+                (9, 0),
+                50 * MIB,
+                _HOPPER_MATRIX,
+            ),
+            Device(
+                "H200",
+                4800e9,
+                _HOPPER,
+                228 * 1024,
+                132,
+                _H200,
+                ("nvidia h200",),
+                (9, 0),
+                50 * MIB,
+                _HOPPER_MATRIX,
+            ),
         )
     }
 )
@@ -160,7 +210,8 @@ def device(name: str | None = None) -> Device:
     Parameters
     ----------
     name : str, optional
-        A name in `DEVICES`, in any case. Without it, the current device's, which needs CuPy.
+        A name in `DEVICES` or the beginning of one alone, in any case. Without it, the current
+        device's, which needs CuPy.
 
     Returns
     -------
@@ -174,9 +225,10 @@ def device(name: str | None = None) -> Device:
     """
     known = f"known are {', '.join(DEVICES)}"
     if name is not None:
-        for each in DEVICES.values():
-            if str(name).lower() == each.name.lower():
-                return each
+        begun = [x for x in DEVICES.values() if x.name.lower().startswith(str(name).lower())]
+        exact = [x for x in begun if x.name.lower() == str(name).lower()]
+        if name and len(exact or begun) == 1:
+            return (exact or begun)[0]
         raise ArgumentError(f"device={name!r}: nothing is known of it; {known}")
     try:
         here = target.here().name

@@ -166,16 +166,21 @@ def roofline(
     moved = problem.compulsory_bytes
     if traffic is not None:
         moved = problem.batch * problem.heads * traffic.bytes(problem.dtype)
-    compute, memory = work / facts.peak_of(problem.dtype), moved / facts.bandwidth
+    return limits(work, moved, facts.peak_of(problem.dtype), facts.bandwidth)
+
+
+def limits(flops: int, moved: int, peak: float, bandwidth: float) -> Roofline:
+    """Return the roofline of so many FLOPs and bytes, given FLOP and bytes per second."""
+    compute, memory = flops / peak, moved / bandwidth
     return Roofline(
         seconds=max(compute, memory),
         bound="compute" if compute >= memory else "memory",
         compute_seconds=compute,
         memory_seconds=memory,
-        flops=work,
+        flops=flops,
         bytes=moved,
-        intensity=work / moved,
-        ridge=facts.ridge(problem.dtype),
+        intensity=flops / moved,
+        ridge=peak / bandwidth,
     )
 
 

@@ -16,7 +16,7 @@ from ..expr.evaluate import evaluate
 from ..expr.interval import EMPTY, FULL, PARTIAL
 from ..expr.nodes import Expr
 from . import svg, terminal
-from .survey import Grid, Survey, survey, symbols_of
+from .survey import Grid, survey, symbols_of
 
 MOST_PAIRS = 256  # queries, and keys, that are drawn pair by pair
 MOST_CELLS = (96, 96)
@@ -145,16 +145,16 @@ def mask_tiles(
         128 │████▒▒··│
         192 │██████▒▒│
         256
+             ██ FULL  ▒▒ PARTIAL  ·· EMPTY, skipped; a cell is one tile of 64 queries x 64 keys
     """
     checked({"block_q": block_q, "block_kv": block_kv})
     sizes = _sizes(len_q, len_k, batch, heads, at)
     allowed = _condition(mask, sizes)
-    made, small = (
-        survey(allowed, sizes, block_q, block_kv, most_cells=most, at=at, count_pairs=False)
-        for most in (MOST_CELLS, terminal.MOST_CELLS)
-    )
+    most = MOST_CELLS, terminal.MOST_CELLS
+    found = survey(allowed, sizes, block_q, block_kv, most_cells=most, at=at, only_grids=True)
+    fine, small = found.grids
     title = words_of(mask) if title is None else title
-    return Figure(tiles_svg(made.grid, title, notes), terminal.picture(small.grid))
+    return Figure(tiles_svg(fine, title, notes), terminal.picture(small))
 
 
 def tiles_svg(grid: Grid, title: str, notes: Sequence[str] = ()) -> str:
@@ -233,8 +233,8 @@ def mask_pairs(
     block_kv = sizes.len_k if block_kv is None else block_kv
     checked({"block_q": block_q, "block_kv": block_kv})
     allowed = _condition(mask, sizes)
-    most = MOST_PAIRS, MOST_PAIRS
-    found = survey(allowed, sizes, block_q, block_kv, most_cells=most, at=at, count_pairs=False)
+    most = [(MOST_PAIRS, MOST_PAIRS)]
+    found = survey(allowed, sizes, block_q, block_kv, most_cells=most, at=at, only_grids=True)
     i, j = np.arange(sizes.len_q), np.arange(sizes.len_k)
     shape = sizes.len_q, sizes.len_k
     pairs = np.ones(shape, bool)
@@ -242,13 +242,13 @@ def mask_pairs(
         value = evaluate(allowed, symbols_of(sizes, *at, i=i[:, None], j=j[None]))
         pairs = np.broadcast_to(value, shape)
     title = words_of(mask) if title is None else title
-    drawn = _pairs_svg(pairs, found, title, tiled, notes)
-    small = survey(allowed, sizes, 1, 1, most_cells=terminal.MOST_CELLS, at=at, count_pairs=False)
-    return Figure(drawn, terminal.picture(small.grid))
+    drawn = _pairs_svg(pairs, found.grids[0], title, tiled, notes)
+    most = [terminal.MOST_CELLS]
+    small = survey(allowed, sizes, 1, 1, most_cells=most, at=at, only_grids=True)
+    return Figure(drawn, terminal.picture(small.grids[0]))
 
 
-def _pairs_svg(pairs: Any, found: Survey, title: str, tiled: bool, notes: Sequence[str]) -> str:
-    grid = found.grid
+def _pairs_svg(pairs: Any, grid: Grid, title: str, tiled: bool, notes: Sequence[str]) -> str:
     len_q, len_k = pairs.shape
     classes = grid.classes[
         np.arange(len_q)[:, None] // grid.block_q, np.arange(len_k)[None] // grid.block_kv

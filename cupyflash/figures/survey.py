@@ -7,14 +7,14 @@ memory does not grow with the square of the length.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..analysis.tiles import TileCount
-from ..expr.bind import Dense
+from ..expr.bind import Sizes
 from ..expr.evaluate import evaluate
 from ..expr.interval import EMPTY, FULL, PARTIAL, tile_class
 from ..expr.nodes import Expr, walk
@@ -83,8 +83,8 @@ class Survey:
         Pairs in tiles that are not skipped.
     visited_keys, visited_queries : int
         Keys, and queries, of those tiles, summed over the tiles.
-    grid : Grid
-        The tiles of one batch entry and head.
+    grids : tuple of Grid
+        The tiles of one batch entry and head, as coarse as each picture wants them.
     """
 
     tiles: TileCount
@@ -92,7 +92,7 @@ class Survey:
     visited_pairs: int
     visited_keys: int
     visited_queries: int
-    grid: Grid
+    grids: tuple[Grid, ...]
 
 
 def _edges(length: int, step: int) -> Array:
@@ -107,14 +107,15 @@ def _corners(length: int, block: int) -> tuple[Array, Array]:
 
 def survey(
     allowed: Expr | None,
-    sizes: Dense,
+    sizes: Sizes,
     block_q: int,
     block_kv: int,
     *,
     machine: str = "gpu",
-    most_cells: tuple[int, int] = (64, 64),
+    most_cells: Sequence[tuple[int, int]] = (),
     at: tuple[int, int] = (0, 0),
     count_pairs: bool = True,
+    only_grids: bool = False,
 ) -> Survey:
     """Count the tiles of a problem.
 
@@ -122,18 +123,20 @@ def survey(
     ----------
     allowed : Expr or None
         The bound mask; None: every pair attends.
-    sizes : Dense
+    sizes : Sizes
         Of the problem; no axis is empty.
     block_q, block_kv : int
         Queries and keys of a tile.
     machine : {"gpu", "cpu"}
         Whose kernels' classes.
-    most_cells : tuple of int
-        The most rows and columns of cells that the grid has.
+    most_cells : sequence of tuple of int
+        The most rows and columns of cells that each grid has.
     at : tuple of int
-        The batch entry and the head that the grid shows.
+        The batch entry and the head that the grids show.
     count_pairs : bool
         Whether pairs are counted, too.
+    only_grids : bool
+        Whether they are all that is wanted: the counts are those of their batch entry and head.
 
     Returns
     -------
@@ -144,48 +147,65 @@ def survey(
     classes = None if allowed is None else tile_class(allowed)
     nodes = () if allowed is None else walk(allowed)
     names = {node.value for node in nodes if node.op == "symbol"}
-    entries = range(batch) if "b" in names else (at[0],)
-    heads = range(sizes.heads) if "h" in names else (at[1],)
-    times = batch * sizes.heads // (len(entries) * len(heads))
+    entries = range(batch) if "b" in names and not only_grids else (at[0],)
+    heads = range(sizes.heads) if "h" in names and not only_grids else (at[1],)
+    times = 1 if only_grids else batch * sizes.heads // (len(entries) * len(heads))
+    count_pairs = count_pairs and not only_grids
 
     shape = -(-sizes.len_q // block_q), -(-sizes.len_k // block_kv)
-    down, across = (-(-n // most) for n, most in zip(shape, most_cells, strict=True))
-    cells = np.zeros((-(-shape[0] // down), -(-shape[1] // across), 3), np.int64)
+    grids = [_empty_grid(sizes, shape, (block_q, block_kv), most) for most in most_cells]
     counts = np.zeros(3, np.int64)
     visited = np.zeros(3, np.int64)  # pairs, keys, queries
-    full_pairs, partial_pairs = 0, 0
+    pairs, asked = 0, 0
     for b, h in itertools.product(entries, heads):
         for rows, found in _classes(classes, sizes, block_q, block_kv, machine, b, h):
-            high_q, high_k = _heights(sizes.len_q, block_q)[rows], _heights(sizes.len_k, block_kv)
-            counts += np.bincount(found.reshape(-1), minlength=3)
-            seen = found != EMPTY
-            visited += [high_q @ seen @ high_k, (seen @ high_k).sum(), (high_q @ seen).sum()]
-            full_pairs += int(high_q @ (found == FULL) @ high_k)
-            partial_pairs += int(high_q @ (found == PARTIAL) @ high_k)
+            counts += [np.count_nonzero(found == kind) for kind in (EMPTY, PARTIAL, FULL)]
+            beyond = rows.stop * block_q - sizes.len_q, shape[1] * block_kv - sizes.len_k
+            visited += _sizes_of(found != EMPTY, block_q, block_kv, beyond)
             if (b, h) == at:
-                _add_to(cells, found, rows.start, down, across)
-    pairs = None if partial_pairs > MOST_PAIRS and count_pairs else full_pairs
-    if pairs is not None and partial_pairs and count_pairs:
-        assert allowed is not None
-        for b, h in itertools.product(entries, heads):
-            for rows, found in _classes(classes, sizes, block_q, block_kv, machine, b, h):
+                for grid in grids:
+                    _add_to(grid, found, rows.start)
+            if not count_pairs:
+                continue
+            pairs += int(_sizes_of(found == FULL, block_q, block_kv, beyond)[0])
+            asked += int(_sizes_of(found == PARTIAL, block_q, block_kv, beyond)[0])
+            count_pairs = asked <= MOST_PAIRS
+            if count_pairs and allowed is not None:
                 pairs += _partial_pairs(allowed, sizes, block_q, block_kv, rows, found, b, h)
     return Survey(
         TileCount(*(times * int(n) for n in counts)),
-        times * pairs if pairs is not None and count_pairs else None,
+        times * pairs if count_pairs else None,
         times * int(visited[0]),
         times * int(visited[1]),
         times * int(visited[2]),
-        Grid(sizes.len_q, sizes.len_k, block_q, block_kv, down, across, cells),
+        tuple(grids),
     )
 
 
-def _heights(length: int, block: int) -> Array:
-    first, last = _corners(length, block)
-    return last - first + 1
+def _empty_grid(
+    sizes: Sizes, shape: tuple[int, int], blocks: tuple[int, int], most: tuple[int, int]
+) -> Grid:
+    down, across = (-(-n // cells) for n, cells in zip(shape, most, strict=True))
+    cells = np.zeros((-(-shape[0] // down), -(-shape[1] // across), 3), np.int64)
+    return Grid(sizes.len_q, sizes.len_k, *blocks, down, across, cells)
 
 
-def symbols_of(sizes: Dense, b: int, h: int, **positions: Any) -> dict[str, Any]:
+def _sizes_of(chosen: Array, block_q: int, block_kv: int, beyond: tuple[int, int]) -> Array:
+    """Return pairs, keys and queries of chosen tiles, of rows of whose last some do not exist."""
+    tiles = int(np.count_nonzero(chosen))
+    of_row, of_column = (
+        (int(np.count_nonzero(line)), max(rest, 0))
+        for line, rest in ((chosen[-1], beyond[0]), (chosen[:, -1], beyond[1]))
+    )
+    queries = tiles * block_q - of_row[0] * of_row[1]
+    keys = tiles * block_kv - of_column[0] * of_column[1]
+    pairs = tiles * block_q * block_kv
+    pairs -= of_row[0] * of_row[1] * block_kv + of_column[0] * of_column[1] * block_q
+    pairs += int(chosen[-1, -1]) * of_row[1] * of_column[1]
+    return np.array([pairs, keys, queries], np.int64)
+
+
+def symbols_of(sizes: Sizes, b: int, h: int, **positions: Any) -> dict[str, Any]:
     """Return the values of the symbols of one batch entry and head."""
     numbers = {"b": b, "h": h, "len_q": sizes.len_q, "len_k": sizes.len_k}
     numbers |= {"start_q": sizes.start_q, "start_k": sizes.start_k}
@@ -194,7 +214,7 @@ def symbols_of(sizes: Dense, b: int, h: int, **positions: Any) -> dict[str, Any]
 
 def _classes(
     classes: Expr | None,
-    sizes: Dense,
+    sizes: Sizes,
     block_q: int,
     block_kv: int,
     machine: str,
@@ -219,18 +239,18 @@ def _classes(
         yield rows, np.broadcast_to(values, shape)
 
 
-def _add_to(cells: Array, found: Array, first: int, down: int, across: int) -> None:
+def _add_to(grid: Grid, found: Array, first: int) -> None:
     """Add the tiles of some rows to the cells that they belong to."""
-    columns = np.arange(0, found.shape[1], across)
-    place = (first + np.arange(found.shape[0])) // down
+    columns = np.arange(0, found.shape[1], grid.across)
+    place = (first + np.arange(found.shape[0])) // grid.down
     for kind in (EMPTY, PARTIAL, FULL):
         by_column = np.add.reduceat((found == kind).astype(np.int64), columns, axis=1)
-        np.add.at(cells[..., kind], place, by_column)
+        np.add.at(grid.tiles[..., kind], place, by_column)
 
 
 def _partial_pairs(
     allowed: Expr,
-    sizes: Dense,
+    sizes: Sizes,
     block_q: int,
     block_kv: int,
     rows: slice,

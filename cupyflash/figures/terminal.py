@@ -1,65 +1,73 @@
-"""Score matrices in a terminal: two characters a cell."""
+"""Score matrices in a terminal: two characters a cell, block characters or ASCII."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..expr.interval import EMPTY, FULL, PARTIAL
-from .survey import Grid
+from .survey import Array, Grid
 from .svg import ticks
 
-BLOCKS = {EMPTY: "··", PARTIAL: "▒▒", FULL: "██"}
-ASCII = {EMPTY: " .", PARTIAL: "++", FULL: "##"}
+SIGNS = {EMPTY: "··", PARTIAL: "▒▒", FULL: "██"}
 MOST_CELLS = (32, 40)  # rows and columns that find room in 100 columns
+_ASCII = str.maketrans({"·": ".", "▒": "+", "█": "#", "│": "|", "→": ">"})
 
 
-def signs(unicode: bool) -> dict[int, str]:
-    """Return how a cell of each class is written."""
-    return BLOCKS if unicode else ASCII
+def ascii_only(text: str) -> str:
+    """Return a picture in characters that every terminal has."""
+    return text.translate(_ASCII)
 
 
-def picture(grid: Grid, unicode: bool = True) -> str:
+def picture(grid: Grid) -> str:
     """Return the cells of a grid, with axes: queries from top to bottom, keys from left to right.
 
     Parameters
     ----------
     grid : Grid
         At most `MOST_CELLS`, to fit into 100 columns.
-    unicode : bool
-        Whether block characters may be used, or ASCII alone.
 
     Returns
     -------
     str
-        Lines without trailing space.
+        Lines without trailing space, the last ones of which say what a cell is.
     """
-    shown = signs(unicode)
-    arrow = "→" if unicode else "->"
     margin = max(len(str(grid.len_q)), len("queries")) + 1
-    lines = [" " * margin + f" keys {arrow}", _axis(grid, margin)]
-    edges = grid.edges_q
-    labelled = _labels([int(n) for n in edges[:-1]], grid.len_q)
-    side = "|" if not unicode else "│"
+    lines = [" " * margin + " keys →", _axis(grid, margin)]
+    labels = _labels(grid.edges_q, grid.len_q)
     for row, classes in enumerate(grid.classes):
-        label = "queries" if row == 1 and len(edges) > 2 else labelled.get(row, "")
-        cells = "".join(shown[kind] for kind in classes.tolist())
-        lines.append(f"{label:>{margin - 1}} {side}{cells}{side}")
+        label = "queries" if row == 1 else labels.get(row, "")
+        cells = "".join(SIGNS[kind] for kind in classes.tolist())
+        lines.append(f"{label:>{margin - 1}} │{cells}│")
     lines.append(f"{grid.len_q:>{margin - 1}}")
+    lines += [" " * (margin + 1) + words for words in _legend(grid)]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _labels(edges: Sequence[int], length: int) -> dict[int, str]:
+def _legend(grid: Grid) -> list[str]:
+    tile = f"{grid.block_q} queries x {grid.block_kv} keys"
+    several = f"{grid.down} x {grid.across}"
+    if grid.block_q * grid.block_kv > 1:
+        signs = f"{SIGNS[FULL]} FULL  {SIGNS[PARTIAL]} PARTIAL  {SIGNS[EMPTY]} EMPTY, skipped"
+        cell = f"one tile of {tile}"
+        several += f" tiles of {tile}"
+    else:
+        signs = f"{SIGNS[FULL]} attends  {SIGNS[EMPTY]} masked"
+        cell = "one pair of a query and a key"
+        several += " pairs"
+    if grid.down * grid.across == 1:
+        return [f"{signs}; a cell is {cell}"]
+    return [signs, f"a cell is {several}, {SIGNS[PARTIAL]} unless all are alike"]
+
+
+def _labels(edges: Array, length: int) -> dict[int, str]:
     """Return for rows or columns of cells that begin at a tick its position."""
     wanted = ticks(length)[:-1]
-    return {n: str(edge) for n, edge in enumerate(edges) if edge in wanted}
+    return {n: str(edge) for n, edge in enumerate(edges[:-1].tolist()) if edge in wanted}
 
 
 def _axis(grid: Grid, margin: int) -> str:
-    line = " " * (margin + 1)
-    edges = [int(n) for n in grid.edges_k[:-1]]
-    for column, words in _labels(edges, grid.len_k).items():
+    line = ""
+    for column, words in _labels(grid.edges_k, grid.len_k).items():
         at = margin + 1 + 2 * column
-        if at >= len(line.rstrip()) + 1:
-            line = f"{line.rstrip():<{at}}{words}"
-    end = margin + 1 + 2 * len(edges)
+        if not line or at > len(line):
+            line = f"{line:<{at}}{words}"
+    end = margin + 1 + 2 * (len(grid.edges_k) - 1)
     return f"{line:<{end}} {grid.len_k}"

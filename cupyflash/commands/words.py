@@ -1,0 +1,105 @@
+"""Masks and scores as words of the command line: `causal & documents(512)`, `softcap(30)`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import masks, scores
+from ..errors import ArgumentError
+from ..expr import len_k, len_q
+
+
+def documents(length: Any) -> masks.Mask:
+    """Return the mask of documents of one length, counted from the first key."""
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ArgumentError(f"documents: {length!r} came; wanted an integer of 1 or more.")
+    return masks.mask(lambda b, h, i, j: (i + len_k - len_q) // length == j // length)
+
+
+MASKS: dict[str, Callable[..., Any]] = {
+    "causal": masks.causal,
+    "window": masks.window,
+    "prefix": masks.prefix,
+    "lengths": masks.lengths,
+    "dilated": masks.dilated,
+    "documents": documents,
+}
+
+
+def score_words(heads: int) -> dict[str, Callable[..., Any]]:
+    """Return the scores' names for so many heads: ALiBi has a slope for each."""
+    slopes = [2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads)]
+    return {"softcap": scores.softcap, "alibi": functools.partial(scores.alibi, slopes)}
+
+
+_JOINS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+}
+
+
+def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return what a text of the command line means.
+
+    Parameters
+    ----------
+    text : str
+        Words with arguments in parentheses, masks joined by ``&``, ``|``, ``^`` and ``~``; or
+        ``module:name`` of an object of the user's.
+    option : str
+        Whose text it is, for errors.
+    words : mapping of str to callable
+        What each word makes.
+
+    Raises
+    ------
+    ArgumentError
+        If it means nothing.
+    """
+    if ":" in text:
+        return _imported(text, option)
+    wanted = f"wanted {', '.join(words)}, with arguments in parentheses, or module:name"
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        raise ArgumentError(f"{option}: {text!r} came; {wanted}.") from None
+
+    def made(node: ast.expr) -> Any:
+        if isinstance(node, ast.BinOp) and type(node.op) in _JOINS:
+            return _JOINS[type(node.op)](made(node.left), made(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+            return ~made(node.operand)
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
+        if name not in words or any(each.arg is None for each in call.keywords):
+            raise ArgumentError(f"{option}: {ast.unparse(node)!r} came; {wanted}.")
+        try:
+            values = [ast.literal_eval(each) for each in call.args]
+            named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            return words[name](*values, **named)
+        except (ValueError, TypeError) as error:
+            raise ArgumentError(f"{option}: {ast.unparse(node)!r}: {error}") from None
+
+    return made(tree)
+
+
+def _imported(text: str, option: str) -> Any:
+    module, _, name = text.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(
+            f"{option}: {text!r} came, which cannot be imported ({error}); wanted module:name of "
+            "an object in a module that Python finds from this folder."
+        ) from None

@@ -1,0 +1,14 @@
+"""What a call would run, worked out from its sizes: kernels, tiles, memory, traffic, time."""
+
+from .explain import explain
+from .results import Bytes, Explanation, KernelUse, Occupancy, Registers, Standard
+
+__all__ = [
+    "Bytes",
+    "Explanation",
+    "KernelUse",
+    "Occupancy",
+    "Registers",
+    "Standard",
+    "explain",
+]

@@ -1,0 +1,297 @@
+"""`explain`: from shapes to what a call would run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import validate
+from ..analysis import Device
+from ..arrays import FLOATS
+from ..errors import ArgumentError, ArgumentTypeError
+from ..expr.bind import bind
+from ..expr.nodes import Expr
+from ..figures.mask import MOST_CELLS, Figure, tiles_svg, words_of
+from ..figures.survey import Survey, survey
+from ..figures.terminal import MOST_CELLS as MOST_SIGNS
+from ..figures.terminal import picture
+from ..problem import Call
+from . import traffic
+from .occupancy import LIMITS, occupancy
+from .places import Place, place
+from .registers import UnknownError, registers
+from .results import Explanation, KernelUse, Registers
+from .stages import stages
+from .times import flops_of, rooflines, standard
+from .works import Work, fake_array, on_cpu, on_gpu
+
+GRIDS = MOST_CELLS, MOST_SIGNS  # of the drawing, and of the picture in a terminal
+COMPUTES = {
+    "forward": "out and log-sum-exp",
+    "delta": "delta = rowsum(do * out)",
+    "dkdv": "dk and dv",
+    "dq": "dq",
+    "dq_rows": "dq out of its sums",
+}
+
+
+def explain(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...] | None = None,
+    v_shape: tuple[int, ...] | None = None,
+    *,
+    dtype: Any = "float16",
+    mask: Any = None,
+    score: Any = None,
+    device: Device | str | None = None,
+    backward: bool = False,
+    deterministic: bool = False,
+    precision: str | None = None,
+    compile: bool = True,
+) -> Explanation:
+    """Say what a call of attention would run, and what that costs, without running it.
+
+    Parameters
+    ----------
+    q_shape : tuple of int
+        Shape of q: (..., Hq, Lq, D), or (Lq, D) for one head.
+    k_shape, v_shape : tuple of int, optional
+        Shapes of k, (..., Hkv, Lk, D), and of v, (..., Hkv, Lk, Dv). Those of q and of k unless
+        given. Arrays are taken to lie without gaps.
+    dtype : dtype or str
+        float16, bfloat16, float32 or float64.
+    mask, score : Mask, Score or list of Score, optional
+        As ``mask=`` and ``score_mod=`` of `attention`.
+    device : Device or str, optional
+        A name in `cupyflash.analysis.DEVICES`, which need not be at hand; "cpu"; "gpu" for the
+        current GPU. Default: the current GPU where there is one, else the CPU.
+    backward : bool
+        Explain the gradients instead of the forward.
+    deterministic : bool
+        As of `attention_backward`.
+    precision : str, optional
+        As of `attention`.
+    compile : bool
+        Whether kernels are compiled, which takes a second each, to tell registers and occupancy.
+        That needs NVRTC and no GPU.
+
+    Returns
+    -------
+    Explanation
+        Kernels, tiles by class, traffic, FLOPs, time by the roofline, and what standard attention
+        would need. Tiles are counted exactly, in memory that does not grow with their number.
+
+    Raises
+    ------
+    ArgumentError
+        If a shape, mask or device does not fit.
+
+    Examples
+    --------
+    >>> import cupyflash
+    >>> from cupyflash import masks
+    >>> made = cupyflash.explain((2, 16, 4096, 128), mask=masks.causal(), device="A100-80GB",
+    ...                          compile=False)
+    >>> made.main.name, made.main.block_q, made.main.block_kv
+    ('forward_sm80', 128, 64)
+    >>> made.main.tiles
+    TileCount(empty=31744, partial=2048, full=31744)
+    """
+    where = place(device)
+    call = _call(q_shape, k_shape, v_shape, dtype, mask, score, precision)
+    problem = call.problem
+    if where.target is None:
+        reason, works, scratch = on_cpu(call, backward)
+    else:
+        reason, works, scratch = on_gpu(call, where, backward, deterministic)
+    allowed = None if call.mask is None else bind(call.mask.expr, problem)
+    unknown: list[str] = []
+    surveys: dict[tuple[int, int], Survey] = {}
+    sizes = traffic.Sizes(call)
+    kernels = tuple(
+        _use(
+            call,
+            where,
+            work,
+            _survey(call, where, allowed, work, surveys),
+            sizes,
+            unknown,
+            compile=compile,
+        )
+        for work in works
+    )
+    main = next(work for work in works if work.block_kv)
+    found = surveys[main.block_q, main.block_kv]
+    least = sizes.least(backward)
+    pairs = found.visited_pairs if found.pairs is None else found.pairs
+    if found.pairs is None:
+        unknown.append(
+            "pairs that attend: too many lie in PARTIAL tiles to be asked one by one; all pairs of "
+            "visited tiles are counted as FLOPs"
+        )
+    flops = flops_of(pairs, problem.d, problem.d_v, backward)
+    best, theirs = rooflines(where, call, kernels, flops, least, unknown)
+    results = sizes.q + sizes.k + sizes.v if backward else sizes.o + sizes.row
+    title = f"{words_of(call.mask)}, {problem.dtype}, {kernels[works.index(main)].name}"
+    return Explanation(
+        q_shape=call.q.shape,
+        k_shape=call.k.shape,
+        v_shape=call.v.shape,
+        dtype=problem.dtype.name,
+        mask=words_of(call.mask, 200),
+        score="no change" if call.score_mod is None else str(call.score_mod.expr),
+        backward=backward,
+        device=where.words,
+        reason=reason,
+        kernels=kernels,
+        pairs=found.pairs,
+        flops=flops,
+        least=least,
+        most=traffic.total([kernel.most for kernel in kernels]),
+        expected=traffic.total([kernel.expected for kernel in kernels]),
+        roofline=best,
+        kernels_roofline=theirs,
+        memory=results + scratch,
+        standard=standard(call, where, backward, results),
+        unknown=tuple(dict.fromkeys(unknown)),
+        figure=_figure(call, found, title),
+    )
+
+
+def _shape(value: Any, name: str) -> tuple[int, ...]:
+    wanted = "wanted integers of 1 or more: (..., H, L, D), or (L, D) for one head."
+    if not isinstance(value, (tuple, list)) or len(value) < 2:
+        raise ArgumentTypeError(f"{name}: {value!r} came; {wanted}")
+    for n in value:
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+            raise ArgumentError(f"{name}: {tuple(value)} came; {wanted}")
+    return tuple(int(n) for n in value)
+
+
+def _dtype(value: Any) -> np.dtype[Any]:
+    name = value if isinstance(value, str) else getattr(value, "__name__", str(value))
+    if name not in FLOATS:
+        name = str(np.dtype(value)) if not isinstance(value, str) else value
+    if name not in FLOATS:
+        raise ArgumentTypeError(f"dtype: {value!r} came; wanted one of {', '.join(FLOATS)}.")
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ArgumentTypeError(
+            "dtype: bfloat16 came; wanted the package ml_dtypes for it: pip install ml_dtypes."
+        ) from None
+    made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return made
+
+
+def _call(
+    q_shape: Any, k_shape: Any, v_shape: Any, dtype: Any, mask: Any, score: Any, precision: Any
+) -> Call:
+    q = _shape(q_shape, "q_shape")
+    k = q if k_shape is None else _shape(k_shape, "k_shape")
+    v = k if v_shape is None else _shape(v_shape, "v_shape")
+    kind = _dtype(dtype)
+    arrays = (fake_array(shape, kind) for shape in (q, k, v))
+    return validate.call(*arrays, mask=mask, score_mod=score, precision=precision)
+
+
+def _survey(
+    call: Call,
+    where: Place,
+    allowed: Expr | None,
+    work: Work,
+    known: dict[tuple[int, int], Survey],
+) -> Survey | None:
+    key = work.block_q, work.block_kv
+    if not work.block_kv:
+        return None
+    if key not in known:
+        machine = "cpu" if where.target is None else "gpu"
+        first = not known  # pairs are the same for all
+        known[key] = survey(
+            allowed, call.problem, *key, machine=machine, most_cells=GRIDS, count_pairs=first
+        )
+    return known[key]
+
+
+def _use(
+    call: Call,
+    where: Place,
+    work: Work,
+    found: Survey | None,
+    sizes: traffic.Sizes,
+    unknown: list[str],
+    *,
+    compile: bool,
+) -> KernelUse:
+    """Count everything of one kernel."""
+    problem, tiles = call.problem, work.tiles
+    once, most = sizes.moved(work.name, work.adds_dq, found)
+    taken: Registers | None = None
+    held = None
+    if work.special is not None and tiles is not None and compile:
+        assert where.target is not None
+        try:
+            taken = registers(work.special, where.target.capability)
+        except UnknownError as error:
+            unknown.append(str(error))
+        if taken is not None and where.target.capability in LIMITS:
+            facts = where.target
+            held = occupancy(
+                tiles, taken.count, facts.capability, work.blocks, facts.multiprocessors
+            )
+    pairs = 0 if found is None else _computed_pairs(found, work)
+    part = next(x for x in ("dq_rows", "dkdv", "dq", "delta", "forward") if x in work.name)
+    return KernelUse(
+        name=work.name,
+        computes=COMPUTES[part] + (", and sums of dq" if work.adds_dq else ""),
+        blocks=work.blocks,
+        block_q=work.block_q,
+        block_kv=work.block_kv,
+        warps=None if tiles is None else tiles.threads // 32,
+        stages=None if work.special is None else stages(work.special),
+        shared_memory=None if tiles is None else tiles.shared_memory,
+        registers=taken,
+        occupancy=held,
+        tiles=None if found is None else found.tiles,
+        visited_pairs=0 if found is None else found.visited_pairs,
+        flops=traffic.flops(work.name, work.adds_dq, pairs, problem.d, problem.d_v),
+        once=once,
+        most=most,
+        in_cache=_in_cache(call, where, work, sizes),
+    )
+
+
+def _computed_pairs(found: Survey, work: Work) -> int:
+    """Return the pairs that products are computed of: a GPU's kernels multiply whole tiles."""
+    if work.tiles is None:
+        return found.visited_pairs
+    return found.tiles.visited * work.block_q * work.block_kv
+
+
+def _in_cache(call: Call, where: Place, work: Work, sizes: traffic.Sizes) -> bool | None:
+    """Whether the heads that are worked on at a time have room in the cache for what passes by."""
+    if not work.block_kv:
+        return True
+    if where.device is None or work.tiles is None:
+        return None
+    of_keys = work.name.endswith("dkdv")
+    length, block = (
+        (call.problem.len_k, work.block_kv) if of_keys else (call.problem.len_q, work.block_q)
+    )
+    blocks_of_head = -(-int(length) // block)
+    at_a_time = work.tiles.resident_blocks * where.device.multiprocessors
+    heads = -(-min(at_a_time, work.blocks) // blocks_of_head)
+    if not of_keys:  # query heads share a head of keys
+        heads = -(-heads * call.problem.heads_kv // call.problem.heads)
+    return heads * sizes.passing(work.name, work.adds_dq) <= where.device.l2
+
+
+def _figure(call: Call, found: Survey, title: str) -> Figure:
+    heads = call.problem.batch * call.problem.heads
+    notes = [] if heads == 1 else [f"the first of {heads:,} heads"]
+    fine, coarse = found.grids
+    return Figure(tiles_svg(fine, title, notes), picture(coarse))

@@ -1,0 +1,95 @@
+"""Where a call would run: the device at hand, one of the table, or the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import analysis, target
+from ..analysis import DEVICES, Device
+from ..errors import ArgumentError, ArgumentTypeError
+from ..target import Target
+from .occupancy import LIMITS
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device as kernels see it, and what is known of its limits.
+
+    Attributes
+    ----------
+    target : Target or None
+        None is the CPU.
+    device : Device or None
+        None where no limits are known.
+    words : str
+        What it is, and where the facts come from.
+    """
+
+    target: Target | None
+    device: Device | None
+    words: str
+
+
+def place(device: Device | str | None) -> Place:
+    """Return where a call would run.
+
+    Parameters
+    ----------
+    device : Device, str or None
+        One of `DEVICES` or its name; "cpu"; "gpu" for the current GPU; None for that or, where
+        there is none, the CPU.
+
+    Raises
+    ------
+    ArgumentError
+        If nothing is known of the device, or there is none.
+    """
+    if isinstance(device, Device):
+        return _of_table(device)
+    if device is not None and not isinstance(device, str):
+        raise ArgumentTypeError(f"device: {type(device).__name__} came; wanted a name, {_names()}.")
+    name = None if device is None else device.lower()
+    if name == "cpu":
+        return Place(None, None, "CPU")
+    if name in (None, "gpu"):
+        try:
+            return _at_hand(target.here())
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            if name is None:
+                return Place(None, None, f"CPU, because no GPU is at hand ({why})")
+            raise ArgumentError(
+                f'device: "gpu" came, and no GPU is at hand ({why}); wanted {_names()}.'
+            ) from error
+    try:
+        return _of_table(analysis.device(device))
+    except ArgumentError:
+        raise ArgumentError(f"device: {device!r} came; wanted {_names()}.") from None
+
+
+def _names() -> str:
+    return f'"cpu", "gpu" (the current one), or one of {", ".join(DEVICES)}'
+
+
+def _of_table(device: Device) -> Place:
+    has = LIMITS[device.capability]
+    made = Target(
+        device=0,
+        name=device.name,
+        capability=device.capability,
+        multiprocessors=device.multiprocessors,
+        shared_memory=has.shared_memory - has.reserved,
+    )
+    return Place(made, device, f"{_words(made)}, by its data sheet")
+
+
+def _at_hand(here: Target) -> Place:
+    known = next((x for x in DEVICES.values() if here.name.lower() in x.driver_names), None)
+    return Place(here, known, f"{_words(here)}, the current GPU")
+
+
+def _words(made: Target) -> str:
+    major, minor = made.capability
+    return (
+        f"{made.name}, compute capability {major}.{minor}, {made.multiprocessors} multiprocessors"
+    )

@@ -1,0 +1,102 @@
+"""The least times that a device allows: for the problem, its kernels, standard attention."""
+
+from __future__ import annotations
+
+from .. import analysis
+from ..analysis import Device
+from ..analysis.roofline import Roofline, limits
+from ..problem import Call
+from .places import Place
+from .results import Bytes, KernelUse, Standard
+
+
+def flops_of(pairs: int, d: int, d_v: int, backward: bool) -> int:
+    """Return the operations of attention's products for so many pairs, as `analysis.flops` does."""
+    return 2 * pairs * ((3 * d + 2 * d_v) if backward else (d + d_v))
+
+
+def _peak(device: Device, dtype: str, tensor_cores: bool, precision: str | None) -> float | None:
+    """Return FLOP per second of the units that multiply a type; None where they are not known."""
+    if not tensor_cores:
+        return device.peak["float64" if dtype == "float64" else "float32"]
+    if dtype == "float64":
+        return device.matrix_peak.get("float64")
+    if dtype == "float32":
+        tf32 = device.matrix_peak.get("tf32")
+        return None if tf32 is None or precision is None else tf32 / 3  # three products each
+    return device.peak.get(dtype)
+
+
+def _best_peak(device: Device, call: Call) -> float:
+    """Return FLOP per second of a device's fastest units for a call's type."""
+    dtype, precision = call.problem.dtype.name, call.problem.precision
+    own = (_peak(device, dtype, cores, precision) for cores in (False, True))
+    return max(peak for peak in own if peak is not None)
+
+
+def rooflines(
+    where: Place,
+    call: Call,
+    kernels: tuple[KernelUse, ...],
+    flops: int,
+    least: Bytes,
+    unknown: list[str],
+) -> tuple[Roofline | None, Roofline | None]:
+    """Return the rooflines of the problem and of its kernels; tell why where one is not known."""
+    device, dtype = where.device, call.problem.dtype.name
+    if device is None:
+        words = where.words.partition(",")[0]
+        known = ", ".join(analysis.DEVICES)
+        unknown.append(
+            f"time: the limits of {words} are not known (known are {known}); `cupyflash demo` "
+            "measures the machine at hand"
+        )
+        return None, None
+    best = limits(flops, least.total, _best_peak(device, call), device.bandwidth)
+    each = []
+    for kernel in kernels:
+        cores = "_simt" not in kernel.name
+        peak = _peak(device, dtype, cores, call.problem.precision)
+        if peak is None:
+            unknown.append(f"time: no peak of {device.name} for {dtype} on tensor cores is known")
+            return best, None
+        busy = min(1.0, kernel.blocks / device.multiprocessors)
+        each.append(limits(kernel.flops, kernel.once.total, peak * busy, device.bandwidth))
+    compute, memory = (
+        sum(getattr(x, name) for x in each) for name in ("compute_seconds", "memory_seconds")
+    )
+    work, moved = sum(x.flops for x in each), sum(x.bytes for x in each)
+    theirs = Roofline(
+        seconds=sum(x.seconds for x in each),
+        bound="compute" if compute >= memory else "memory",
+        compute_seconds=compute,
+        memory_seconds=memory,
+        flops=work,
+        bytes=moved,
+        intensity=work / moved,
+        ridge=max(x.ridge for x in each),
+    )
+    return best, theirs
+
+
+def standard(call: Call, where: Place, backward: bool, results: int) -> Standard:
+    """Return what standard attention would need, by `analysis`."""
+    problem, item = call.problem, call.problem.dtype.itemsize
+    heads = problem.batch * problem.heads
+    n_q, n_k, d, d_v = int(problem.len_q), int(problem.len_k), problem.d, problem.d_v
+    of_head = (analysis.standard_attention_backward if backward else analysis.standard_attention)(
+        n_q, n_k, d, d_v
+    )
+    moved = Bytes(
+        {name: heads * item * n for name, n in of_head.reads.items()},
+        {name: heads * item * n for name, n in of_head.writes.items()},
+    )
+    matrices = 3 if backward else 2
+    pairs = heads * n_q * n_k
+    # P is there before its gradients are computed: four products instead of five.
+    flops = 2 * pairs * ((2 * d + 2 * d_v) if backward else (d + d_v))
+    roofline = None
+    if where.device is not None:
+        peak = _best_peak(where.device, call)
+        roofline = limits(flops, moved.total, peak, where.device.bandwidth)
+    return Standard(matrices, results + matrices * pairs * item, moved, roofline)

@@ -1,0 +1,130 @@
+"""What each kernel reads, writes and computes, from sizes and from the tiles that it visits.
+
+Arrays that masks and scores look up are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..figures.survey import Survey
+from ..problem import Call
+from ..recipe import UNIT
+from .results import Bytes
+
+
+def made(reads: Mapping[str, int], writes: Mapping[str, int]) -> Bytes:
+    """Return `Bytes` without what nothing moves."""
+    return Bytes(
+        {name: n for name, n in reads.items() if n}, {name: n for name, n in writes.items() if n}
+    )
+
+
+def total(parts: list[Bytes]) -> Bytes:
+    """Return the sum over several kernels, array by array."""
+    reads: dict[str, int] = {}
+    writes: dict[str, int] = {}
+    for part in parts:
+        for sums, own in ((reads, part.reads), (writes, part.writes)):
+            for name, n in own.items():
+                sums[name] = sums.get(name, 0) + n
+    return Bytes(reads, writes)
+
+
+class Sizes:
+    """Bytes of a call's arrays, and of their rows."""
+
+    def __init__(self, call: Call) -> None:
+        problem = call.problem
+        self.problem = problem
+        self.item, self.wide = problem.dtype.itemsize, problem.accumulator.itemsize
+        self.queries = problem.batch * problem.heads * int(problem.len_q)
+        self.q, self.k, self.v = (math.prod(x.shape) * self.item for x in (call.q, call.k, call.v))
+        self.o = self.queries * problem.d_v * self.item
+        self.row = self.queries * self.wide  # lse, delta
+        # Sums of dq in memory: of 16-bit types in groups of columns, else dq itself.
+        columns = -(-problem.d // UNIT) * UNIT if self.item < self.wide else problem.d
+        self.sum_row = columns * self.wide
+
+    def least(self, backward: bool) -> Bytes:
+        """Return what moves if every array of a call moves once."""
+        inputs = {"q": self.q, "k": self.k, "v": self.v}
+        if not backward:
+            return Bytes(inputs, {"o": self.o, "lse": self.row})
+        more = {"o": self.o, "do": self.o, "lse": self.row}
+        return Bytes(inputs | more, {"dq": self.q, "dk": self.k, "dv": self.v})
+
+    def moved(self, kernel: str, adds_dq: bool, found: Survey | None) -> tuple[Bytes, Bytes]:
+        """Return what a kernel moves once, and at most.
+
+        Parameters
+        ----------
+        kernel : str
+            Its name, by whose beginning or end its part is known.
+        adds_dq : bool
+            Whether it adds its share of dq to memory.
+        found : Survey or None
+            The tiles that it visits.
+        """
+        sums = self.queries * self.sum_row
+        if kernel.endswith("delta"):
+            rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
+            return rows, rows
+        if kernel.endswith("dq_rows"):
+            rows = made({"dq_sum": sums}, {"dq": self.q})
+            return rows, rows
+        assert found is not None
+        d, d_v = self.problem.d, self.problem.d_v
+        keys, queries = found.visited_keys * self.item, found.visited_queries
+        again = {"k": keys * d, "v": keys * d_v}
+        statistics = {"lse": self.row, "delta": self.row}
+        if kernel.endswith("dkdv"):
+            mine = {"k": self.k, "v": self.v}
+            results = {"dk": self.k, "dv": self.v}
+            pass_by = {
+                "q": queries * d * self.item,
+                "do": queries * d_v * self.item,
+                "lse": queries * self.wide,
+                "delta": queries * self.wide,
+            }
+            once = {"q": self.q, "do": self.o} | statistics
+            name = "dq_sum" if self.item < self.wide else "dq"
+            # Sums are 0 before; each visit of a tile reads and writes its rows.
+            added = queries * self.sum_row if adds_dq else 0
+            zeroed = sums if adds_dq else 0
+            return (
+                made(mine | once | {name: zeroed}, results | {name: 2 * zeroed}),
+                made(mine | pass_by | {name: added}, results | {name: zeroed + added}),
+            )
+        if kernel.endswith("dq"):
+            mine = {"q": self.q, "do": self.o} | statistics
+            results = {"dq": self.q}
+        else:
+            mine, results = {"q": self.q}, {"o": self.o, "lse": self.row}
+        once = {"k": self.k, "v": self.v}
+        return made(mine | once, results), made(mine | again, results)
+
+    def passing(self, kernel: str, adds_dq: bool) -> int:
+        """Return the bytes of one head that all of its blocks read, one after the other."""
+        d, d_v = self.problem.d, self.problem.d_v
+        if kernel.endswith("dkdv"):
+            row = (d + d_v) * self.item + 2 * self.wide + (self.sum_row if adds_dq else 0)
+            group = self.problem.heads // self.problem.heads_kv
+            return row * int(self.problem.len_q) * group
+        return (d + d_v) * self.item * int(self.problem.len_k)
+
+
+def flops(kernel: str, adds_dq: bool, pairs: int, d: int, d_v: int) -> int:
+    """Return the floating-point operations of a kernel's products over so many pairs.
+
+    Two of a forward, S and P v; five of a backward in one kernel, S, dP, dv, dk and dq; of two
+    kernels each computes S and dP.
+    """
+    if kernel.endswith("dkdv"):
+        return 2 * pairs * ((3 if adds_dq else 2) * d + 2 * d_v)
+    if kernel.endswith("dq"):
+        return 2 * pairs * (2 * d + d_v)
+    if kernel.endswith(("delta", "dq_rows")):
+        return 0
+    return 2 * pairs * (d + d_v)

@@ -1,0 +1,114 @@
+"""Which kernels a call launches: what the recipe of a real call says, without arrays' elements."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import config, dispatch, hopper, recipe
+from ..problem import Call, Gradients
+from ..source import Specialisation
+from ..tiles import Tiles
+from .places import Place
+
+ALIGNMENT = 256  # bytes, of arrays as a GPU's memory is given out
+
+
+@dataclass(frozen=True)
+class Work:
+    """A kernel of the call, before anything is counted."""
+
+    name: str
+    blocks: int
+    tiles: Tiles | None  # None: of the CPU
+    block_q: int
+    block_kv: int
+    adds_dq: bool
+    special: Specialisation | None
+
+
+def fake_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return an array that only looks as if it had elements: nothing may read them."""
+    memory = np.zeros(2 * ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    one = memory[first : first + dtype.itemsize].view(dtype)
+    steps = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(one, shape, steps, writeable=False)
+
+
+def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
+    """Return the reason, the kernels, and the bytes of scratch of a call on NumPy arrays."""
+    problem = call.problem
+    plan = config.choose(problem)
+    blocks = {
+        size: -(-int(length) // block) * problem.batch
+        for size, length, block in (
+            ("q", problem.len_q, plan.block_q),
+            ("k", problem.len_k, plan.block_kv),
+        )
+    }
+    copied = 4 * sum(x.size for x in (call.q, call.k, call.v)) if problem.dtype.itemsize == 2 else 0
+    tiles = plan.block_q, plan.block_kv, False, None
+    if not backward:
+        rows = blocks["q"] * problem.heads
+        return plan.reason, [Work(plan.kernel, rows, None, *tiles)], copied
+    of_q, of_k = blocks["q"] * problem.heads, blocks["k"] * problem.heads_kv
+    works = [
+        Work("reference.backward_delta", problem.batch * problem.heads, None, 0, 0, False, None),
+        Work("reference.backward_dkdv", of_k, None, *tiles),
+        Work("reference.backward_dq", of_q, None, *tiles),
+    ]
+    return plan.reason, works, dispatch.workspace_size(call)
+
+
+def on_gpu(
+    call: Call, where: Place, backward: bool, deterministic: bool
+) -> tuple[str, list[Work], int]:
+    """Return the reason, the kernels, and the bytes of scratch of a call on CuPy arrays."""
+    facts, problem = where.target, call.problem
+    assert facts is not None
+    shape = (*problem.lead, problem.heads, int(problem.len_q), problem.d_v)
+    out, lse = fake_array(shape, problem.dtype), recipe.Laid(shape[:-1], problem.accumulator)
+    if backward:
+        arrays = out, out, lse, None, Gradients(call.q, call.k, call.v)
+        made = recipe.backward(call, facts, *arrays, deterministic=deterministic)  # type: ignore[arg-type]
+    else:
+        made = recipe.forward(call, facts, out, None)
+    works = [
+        Work(
+            launch.special.kernel,
+            launch.grid,
+            launch.special.tiles,
+            launch.special.tiles.block_q if launch.special.tiles.block_kv else 0,
+            launch.special.tiles.block_kv,
+            launch.special.adds_dq,
+            launch.special,
+        )
+        for launch in made.launches
+    ]
+    if backward:
+        main = next(work for work in works if work.block_kv)
+        reason = _why_backward(main, where, problem.dtype.name, problem.accumulator.name)
+    else:
+        reason = config.choose(problem, facts, hopper.obstacle(call)).reason
+    return reason, works, sum(laid.nbytes for laid in made.scratch.values())
+
+
+def _why_backward(work: Work, where: Place, dtype: str, accumulator: str) -> str:
+    facts, tiles = where.target, work.tiles
+    assert facts is not None
+    assert tiles is not None
+    how = (
+        f"runs the portable kernel in {accumulator}"
+        if "_simt_" in work.name
+        else f"multiplies {dtype} by tensor cores, and sums in {accumulator}"
+    )
+    computes = "dk, dv and, in any order, dq" if work.adds_dq else "dk and dv"
+    return (
+        f"{facts.name} {how}; one kernel computes {computes}; {tiles.block_q} x "
+        f"{tiles.block_kv} tiles take {tiles.shared_memory} bytes of its {facts.shared_memory} of "
+        "shared memory"
+    )
