@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import os
 import re
@@ -91,3 +92,13 @@ def test_pictures_of_the_readme_are_those_that_are_drawn(monkeypatch):
         drawn = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
         assert drawn == svg, f"docs/pictures/{name} is old: python docs/pictures.py"
         assert f"(docs/pictures/{name})" in readme
+
+
+def test_examples_in_docstrings():
+    """Those that the site shows; tests/test_verify.py has those of cupyflash.testing."""
+    names = {"cupyflash", *MODULES} - {"cupyflash.testing"}
+    public = [(importlib.import_module(name), name) for name in names]
+    homes = {getattr(getattr(m, x), "__module__", name) for m, name in public for x in m.__all__}
+    found = [doctest.testmod(importlib.import_module(name)) for name in sorted(homes)]
+    assert sum(each.attempted for each in found) > 20
+    assert not sum(each.failed for each in found)
