@@ -30,7 +30,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     command += ["-d", str(folder / "trees"), str(ROOT / "docs"), str(folder / "html")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Away from the checkout, whose top folder has a part of the package only.
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{REMEDY}"
     return folder / "html"
 
