@@ -48,17 +48,17 @@ def test_the_cpus_plan_is_what_runs(dtype):
 @pytest.mark.parametrize(
     ("device", "options", "kernels"),
     [
-        ("H200", {}, ["forward_sm90"]),
-        ("h100", {"mask": masks.causal()}, ["forward_sm80"]),
+        ("h2", {}, ["forward_sm90"]),
+        ("a100-80", {"mask": masks.causal()}, ["forward_sm80"]),
         ("A100-40", {"dtype": np.float64}, ["forward_sm80"]),
         ("T4", {}, ["forward_simt"]),
         ("H200", {"dtype": "float32"}, ["forward_simt"]),
         ("H200", {"dtype": "float32", "precision": "tf32x3"}, ["forward_sm80"]),
         ("T4", {"backward": True},
          ["backward_delta", "backward_simt_dkdv", "backward_simt_dq"]),
-        ("H200", {"backward": True, "dtype": "bfloat16"},
+        ("A100-80", {"backward": True, "dtype": "bfloat16"},
          ["backward_delta", "backward_sm80_dkdv", "backward_dq_rows"]),
-        ("H200", {"backward": True, "deterministic": True},
+        ("A100-80", {"backward": True, "deterministic": True},
          ["backward_delta", "backward_sm80_dkdv", "backward_sm80_dq"]),
         ("A100-80", {"backward": True, "dtype": "float64"},
          ["backward_delta", "backward_f64_dkdv"]),
@@ -259,6 +259,14 @@ def command(capsys, *words):
     status = main(["explain", *words])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
+
+
+def test_the_readmes_command(capsys):
+    words = "cupyflash explain 2,16,4096,128 --mask causal --device H200".split()
+    status, out, _ = command(capsys, *words[2:])
+    assert status == 0
+    assert "forward_sm" in out
+    assert ("a thread" in out) != ("not told" in out)  # registers, or why there are none
 
 
 def test_the_command(capsys, tmp_path):
