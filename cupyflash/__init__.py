@@ -4,7 +4,12 @@
 gradients; `masks` and `scores` say which pairs attend and how scores change.
 """
 
-from . import analysis, expr, figures, masks, scores
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from . import analysis, expr, masks, scores
 from .api import (
     attention,
     attention_backward,
@@ -15,9 +20,12 @@ from .api import (
     workspace_size,
 )
 from .errors import ArgumentError, ArgumentTypeError, TraceError
-from .explanation import Explanation, explain
 from .problem import Gradients, Plan
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
+
+if TYPE_CHECKING:
+    from . import figures
+    from .explanation import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -45,3 +53,21 @@ __all__ = [
     "scores",
     "workspace_size",
 ]
+
+_WHEN_NEEDED = {"figures": "figures", "Explanation": "explanation", "explain": "explanation"}
+
+
+if not TYPE_CHECKING:  # for which a misspelt name is an error
+
+    def __getattr__(name: str) -> object:
+        """Import what only few programs need when it is asked for."""
+        if name not in _WHEN_NEEDED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f".{_WHEN_NEEDED[name]}", __name__)
+        value = module if name == _WHEN_NEEDED[name] else getattr(module, name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -23,7 +23,6 @@ from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, len_k, len_q
 from .expr.nodes import Expr, LookupTable, as_expr
 from .expr.structure import Structure, structure
-from .figures import example
 
 __all__ = [
     "Mask",
@@ -87,6 +86,8 @@ class Mask:
         return f"<mask {self.expr}>"
 
     def _repr_svg_(self) -> str | None:
+        from .figures import example
+
         made = example(self)
         return None if made is None else made.svg
 

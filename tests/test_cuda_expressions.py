@@ -27,6 +27,7 @@ from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import POSITIONS, SCORE
 from cupyflash.expr.interval import EMPTY, FULL, PARTIAL, tile_class
 from cupyflash.expr.nodes import convert
+from cupyflash.expr.tile_classes import tile_classes
 from cupyflash.masks import flat_sizes
 from cupyflash.reference.naive import Sizes
 
@@ -73,6 +74,7 @@ def test_masks_are_numpys(compiled, drawn):
         assert found != EMPTY or not wanted.any(), root
         assert found != FULL or wanted.all(), root
         assert found == exactly(bound, sizes, where_), root
+        assert found == tile_classes(bound, corners, "gpu"), root
 
 
 @batches
@@ -161,6 +163,7 @@ def test_ranges_of_large_arrays_are_not_looked_at(compiled, data):
     wanted = by_numpy(root, SIZES, TILE)
     np.testing.assert_array_equal(code.mask(0, symbols, wanted.shape), wanted)
     assert code.tile_class(0, corners) == PARTIAL
+    assert tile_classes(tile_class(root), corners, "gpu") == PARTIAL
 
 
 def test_an_array_with_too_many_axes_is_an_error():

@@ -1,6 +1,6 @@
 """What a call would run, worked out from its sizes: kernels, tiles, memory, traffic, time."""
 
-from .explain import explain
+from .assemble import explain
 from .results import Bytes, Explanation, KernelUse, Occupancy, Registers, Standard
 
 __all__ = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
 import numpy as np
 
@@ -59,6 +58,11 @@ def path(cells: Array, edges_y: Array, edges_x: Array) -> str:
                 f"v{_number(bottom - top)}h{_number(-width)}z"
             )
     return "".join(parts)
+
+
+def escape(words: str) -> str:
+    """Return words as XML text."""
+    return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _text(x: float, y: float, words: str, more: str = "") -> str:
