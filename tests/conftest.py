@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -64,6 +65,16 @@ def nvrtc() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     installed_package_is_this_checkout()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share out whole files: much of what a file's tests need is made once for all of them."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
 
 
 # dev: while writing; ci: the same examples every time; nightly: a long search for new ones.

