@@ -121,6 +121,17 @@ def test_costs_are_those_of_the_analysis(n_q, n_k, causal):
     assert made.standard.memory == made.memory + 2 * 2 * 8 * n_q * n_k
 
 
+def test_keys_that_nobody_sees_are_not_read():
+    # The last query sees the second half of the keys, and eight heads share two of keys.
+    q, k = (8, 1, 64), (2, 4096, 64)
+    made = explain(q, k, mask=masks.mask(lambda b, h, i, j: j >= 2048))
+    assert made.least.reads == {"q": 8 * 64 * 2, "k": 2 * 2048 * 64 * 2, "v": 2 * 2048 * 64 * 2}
+    assert made.main.once == made.least
+    assert made.main.most.reads["k"] == 4 * made.least.reads["k"]
+    each = explain(q, k, mask=masks.mask(lambda b, h, i, j: j // 512 == h))
+    assert each.least.reads["k"] == 8 * 512 * 64 * 2
+
+
 def test_gradients_by_hand():
     # One head of 256: two tiles of 128 along each side, of which the mask skips one.
     made = explain((256, 64), mask=masks.causal(), backward=True, device="A100-80GB")

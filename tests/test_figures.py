@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash import ArgumentError, ArgumentTypeError, figures, lookup, masks
+from cupyflash.explanation import assemble
 from cupyflash.expr.bind import Dense, bind
 from cupyflash.expr.interval import EMPTY, FULL, PARTIAL, tile_class
 from cupyflash.expr.nodes import as_expr, symbol
@@ -111,6 +113,9 @@ def test_everything_counted_is_there(name, at_a_time, monkeypatch):
     assert (found.visited_pairs, found.visited_keys, found.visited_queries) == (
         visited, keys, queries,
     )  # fmt: skip
+    seen = (classes != EMPTY).any(axis=2)
+    assert found.touched_keys == 5 * seen.sum() - 3 * seen[..., -1].sum()
+    assert found.by_head == (name in ("by head", "dense"))
     coarse, fine = found.grids
     np.testing.assert_array_equal(fine.classes, classes[1, 2])
     assert (coarse.down, coarse.across, coarse.tiles.shape) == (2, 1, (3, 8, 3))
@@ -232,6 +237,13 @@ def test_pictures_in_a_terminal():
     assert ascii_only(str(made)).isascii()
     assert "#" not in ascii_only(lines[3])
     assert "one pair of a query and a key" in figures.mask_pairs(masks.causal(), 8).text
+
+
+def test_the_examples_of_docstrings():
+    for each in (figures.mask, assemble):
+        tried = doctest.testmod(each)
+        assert tried.attempted > 1
+        assert not tried.failed
 
 
 def test_errors():

@@ -123,7 +123,7 @@ def explain(
     )
     main = next(work for work in works if work.block_kv)
     found = surveys[main.block_q, main.block_kv]
-    least = sizes.least(backward)
+    least = sizes.least(backward, found)
     pairs = found.visited_pairs if found.pairs is None else found.pairs
     if found.pairs is None:
         unknown.append(
@@ -133,7 +133,7 @@ def explain(
     flops = flops_of(pairs, problem.d, problem.d_v, backward)
     best, theirs = rooflines(where, call, kernels, flops, least, unknown)
     results = sizes.q + sizes.k + sizes.v if backward else sizes.o + sizes.row
-    title = f"{words_of(call.mask)}, {problem.dtype}, {kernels[works.index(main)].name}"
+    title = f"{words_of(call.mask, 44)}, {problem.dtype}, {kernels[works.index(main)].name}"
     return Explanation(
         q_shape=call.q.shape,
         k_shape=call.k.shape,

@@ -202,8 +202,9 @@ class Explanation:
         Floating-point operations of the products for pairs that attend, or where `pairs` is None
         for all pairs of visited tiles.
     least, most, expected : Bytes
-        What passes between memory and chip: if every array of the call moves once; if every load
-        of a kernel's block goes to memory; and what each kernel's `expected` sums up to.
+        What passes between memory and chip: if every array of the call moves once, of k and v what
+        lies in tiles that are not skipped; if every load of a kernel's block goes to memory; and
+        what each kernel's `expected` sums up to.
     roofline : Roofline or None
         The least time in seconds for `flops` and `least` on the device's fastest units for the
         dtype; None where its limits are not known.

@@ -47,9 +47,19 @@ class Sizes:
         columns = -(-problem.d // UNIT) * UNIT if self.item < self.wide else problem.d
         self.sum_row = columns * self.wide
 
-    def least(self, backward: bool) -> Bytes:
-        """Return what moves if every array of a call moves once."""
-        inputs = {"q": self.q, "k": self.k, "v": self.v}
+    def seen(self, found: Survey) -> dict[str, int]:
+        """Return bytes of keys and values in tiles that are visited, each once.
+
+        Where a mask differs between query heads that share keys, as if they saw different ones.
+        """
+        group = 1 if found.by_head else self.problem.heads // self.problem.heads_kv
+        rows = found.touched_keys // group * self.item
+        k, v = rows * self.problem.d, rows * self.problem.d_v
+        return {"k": min(self.k, k), "v": min(self.v, v)}
+
+    def least(self, backward: bool, found: Survey) -> Bytes:
+        """Return what moves if every array of a call moves once, k and v as far as seen."""
+        inputs = {"q": self.q} | self.seen(found)
         if not backward:
             return Bytes(inputs, {"o": self.o, "lse": self.row})
         more = {"o": self.o, "do": self.o, "lse": self.row}
@@ -89,6 +99,7 @@ class Sizes:
                 "delta": queries * self.wide,
             }
             once = {"q": self.q, "do": self.o} | statistics
+            once = {name: min(n, pass_by[name]) for name, n in once.items()}
             name = "dq_sum" if self.item < self.wide else "dq"
             # Sums are 0 before; each visit of a tile reads and writes its rows.
             added = queries * self.sum_row if adds_dq else 0
@@ -102,7 +113,7 @@ class Sizes:
             results = {"dq": self.q}
         else:
             mine, results = {"q": self.q}, {"o": self.o, "lse": self.row}
-        once = {"k": self.k, "v": self.v}
+        once = self.seen(found)
         return made(mine | once, results), made(mine | again, results)
 
     def passing(self, kernel: str, adds_dq: bool) -> int:

@@ -138,14 +138,14 @@ def mask_tiles(
     --------
     >>> from cupyflash import figures, masks
     >>> print(figures.mask_tiles(masks.causal(), 256))
-             keys →
-             0 64  192 256
-          0 │▒▒······│
-    queries │██▒▒····│
-        128 │████▒▒··│
-        192 │██████▒▒│
-        256
-             ██ FULL  ▒▒ PARTIAL  ·· EMPTY, skipped; a cell is one tile of 64 queries x 64 keys
+    queries ↓  keys →
+               0 64  192 256
+            0 │▒▒······│
+           64 │██▒▒····│
+          128 │████▒▒··│
+          192 │██████▒▒│
+          256
+               ██ FULL  ▒▒ PARTIAL  ·· EMPTY, skipped; a cell is one tile of 64 queries x 64 keys
     """
     checked({"block_q": block_q, "block_kv": block_kv})
     sizes = _sizes(len_q, len_k, batch, heads, at)
