@@ -143,6 +143,13 @@ def test_tiles_are_those_that_the_kernels_visit():
     # On a GPU 64 x 32 elements are too many to look at: of 4 x 7 tiles, those of the last 8 rows
     # and the last 8 columns alone may be EMPTY.
     assert gpu == (9, 19, 0)
+    assert survey(bound, sizes, 64, 32, machine="exact").tiles == cpu
+    drawn, theirs = (
+        figures.mask_tiles(mask, 200, block_q=64, block_kv=32, machine=machine).svg
+        for machine in ("exact", "gpu")
+    )
+    assert "EMPTY 20 (skipped)" in drawn
+    assert "EMPTY 9 (skipped)" in theirs
 
 
 # -- SVG ------------------------------------------------------------------------------------------
@@ -253,5 +260,7 @@ def test_errors():
         figures.mask_tiles(None, 0)
     with pytest.raises(ArgumentError, match=r"at most 256 .*figures\.mask_tiles draws any number"):
         figures.mask_pairs(masks.causal(), 257)
+    with pytest.raises(ArgumentError, match="machine: 'tpu' came; wanted one of cpu, gpu, exact"):
+        figures.mask_tiles(None, 8, machine="tpu")
     with pytest.raises(ArgumentError, match=r"at: \(1, 0\) came; wanted a batch entry below 1"):
         figures.mask_pairs(masks.causal(), 8, at=(1, 0))

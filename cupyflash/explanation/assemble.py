@@ -10,18 +10,23 @@ from .. import validate
 from ..analysis import Device
 from ..arrays import FLOATS
 from ..errors import ArgumentError, ArgumentTypeError
-from ..expr.bind import bind
+from ..expr.bind import bind, in_host_memory
+from ..expr.evaluate import host
 from ..expr.nodes import Expr
 from ..figures.mask import MOST_CELLS, Figure, tiles_svg, words_of
 from ..figures.survey import Survey, survey
 from ..figures.terminal import MOST_CELLS as MOST_SIGNS
 from ..figures.terminal import picture
+from ..masks import Mask
 from ..problem import Call
+from ..scores import Score
+from ..target import is_device_array
+from ..tiles import Tiles
 from . import traffic
 from .occupancy import LIMITS, occupancy
 from .places import Place, place
 from .registers import UnknownError, registers
-from .results import Explanation, KernelUse, Registers
+from .results import Explanation, KernelUse, Occupancy, Registers
 from .stages import stages
 from .times import flops_of, rooflines, standard
 from .works import Work, fake_array, on_cpu, on_gpu
@@ -195,7 +200,17 @@ def _call(
     v = k if v_shape is None else _shape(v_shape, "v_shape")
     kind = _dtype(dtype)
     arrays = (fake_array(shape, kind) for shape in (q, k, v))
-    return validate.call(*arrays, mask=mask, score_mod=score, precision=precision)
+    options = {"mask": _in_host_memory(mask), "score_mod": _in_host_memory(score)}
+    return validate.call(*arrays, **options, precision=precision)
+
+
+def _in_host_memory(value: Any) -> Any:
+    """Return a mask or scores whose arrays lie where the made-up q does."""
+    if is_device_array(value):
+        return host(value)
+    if isinstance(value, (list, tuple)):
+        return [_in_host_memory(each) for each in value]
+    return type(value)(in_host_memory(value.expr)) if isinstance(value, (Mask, Score)) else value
 
 
 def _survey(
@@ -238,11 +253,8 @@ def _use(
             taken = registers(work.special, where.target.capability)
         except UnknownError as error:
             unknown.append(str(error))
-        if taken is not None and where.target.capability in LIMITS:
-            facts = where.target
-            held = occupancy(
-                tiles, taken.count, facts.capability, work.blocks, facts.multiprocessors
-            )
+        if taken is not None:
+            held = _occupancy(where, work, tiles, taken, unknown)
     pairs = 0 if found is None else _computed_pairs(found, work)
     part = next(x for x in ("dq_rows", "dkdv", "dq", "delta", "forward") if x in work.name)
     return KernelUse(
@@ -263,6 +275,21 @@ def _use(
         most=most,
         in_cache=_in_cache(call, where, work, sizes),
     )
+
+
+def _occupancy(
+    where: Place, work: Work, tiles: Tiles, taken: Registers, unknown: list[str]
+) -> Occupancy | None:
+    facts = where.target
+    assert facts is not None
+    if facts.capability not in LIMITS:
+        major, minor = facts.capability
+        unknown.append(
+            f"occupancy: what a multiprocessor of compute capability {major}.{minor} holds is not "
+            "in the table of cupyflash.explanation"
+        )
+        return None
+    return occupancy(tiles, taken.count, facts.capability, work.blocks, facts.multiprocessors)
 
 
 def _computed_pairs(found: Survey, work: Work) -> int:

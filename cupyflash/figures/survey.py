@@ -133,8 +133,8 @@ def survey(
         Of the problem; no axis is empty.
     block_q, block_kv : int
         Queries and keys of a tile.
-    machine : {"gpu", "cpu"}
-        Whose kernels' classes.
+    machine : {"gpu", "cpu", "exact"}
+        Whose kernels' classes; "exact" looks at every element of the arrays that a mask reads.
     most_cells : sequence of tuple of int
         The most rows and columns of cells that each grid has.
     at : tuple of int
