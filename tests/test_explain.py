@@ -21,6 +21,7 @@ from cupyflash import (
     analysis,
     driver,
     masks,
+    measure,
     replay,
     scores,
     target,
@@ -32,6 +33,7 @@ from cupyflash.commands.main import main
 from cupyflash.explanation.occupancy import LIMITS, occupancy
 from cupyflash.explanation.registers import UnknownError, registers
 from cupyflash.explanation.stages import stages
+from cupyflash.reference import threads
 from cupyflash.target import Target
 from cupyflash.tiles import Tiles
 
@@ -190,6 +192,23 @@ def test_costs_are_those_of_the_analysis(n_q, n_k, causal):
     assert made.most.total == tiled.bytes("float16")
     assert made.memory == 8 * n_q * (2 * 40 + 4)
     assert made.standard.memory == made.memory + 2 * 2 * 8 * n_q * n_k
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_memory_is_what_a_call_takes(dtype, backward):
+    mask = masks.window(64, 0)
+    q = np.random.default_rng(0).standard_normal((4, 4096, 64)).astype(dtype)
+    out, lse = cupyflash.attention(q, q, q, mask=mask, return_lse=True)
+
+    def call():
+        if backward:
+            return cupyflash.attention_backward(out, q, q, q, out, lse, mask=mask)
+        return cupyflash.attention(q, q, q, mask=mask, return_lse=True)
+
+    made = explain(q.shape, dtype=dtype, mask=mask, device="cpu", backward=backward)
+    measured = measure.Cpu().peak_memory(call)
+    assert made.memory <= measured <= 1.02 * made.memory + 500_000 * threads.num_threads()
 
 
 def test_keys_that_nobody_sees_are_not_read():

@@ -214,7 +214,8 @@ class Explanation:
         whole ones, of which kernels may leave out parts that see nothing. How fast kernels are,
         only a measurement tells.
     memory : int
-        Bytes that the call allocates: its results and scratch.
+        Bytes that the call allocates: its results and scratch, without the little that each thread
+        of a CPU has.
     standard : Standard
         What standard attention would need.
     unknown : tuple of str

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import config, dispatch, hopper, recipe
+from .. import config, hopper, recipe
 from ..problem import Call, Gradients
 from ..source import Specialisation
 from ..tiles import Tiles
@@ -50,18 +50,25 @@ def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
             ("k", problem.len_k, plan.block_kv),
         )
     }
-    copied = 4 * sum(x.size for x in (call.q, call.k, call.v)) if problem.dtype.itemsize == 2 else 0
+    queries = problem.batch * problem.heads * int(problem.len_q)
+    widened = 0
+    if problem.dtype.itemsize == 2:  # arrays are copied to float32, the results from it
+        out, inputs = queries * problem.d_v, call.q.size + call.k.size + call.v.size
+        widened = 2 * out + 2 * inputs if backward else out + inputs
     tiles = plan.block_q, plan.block_kv, False, None
     if not backward:
         rows = blocks["q"] * problem.heads
-        return plan.reason, [Work(plan.kernel, rows, None, *tiles)], copied
+        return plan.reason, [Work(plan.kernel, rows, None, *tiles)], 4 * widened
     of_q, of_k = blocks["q"] * problem.heads, blocks["k"] * problem.heads_kv
     works = [
         Work("reference.backward_delta", problem.batch * problem.heads, None, 0, 0, False, None),
         Work("reference.backward_dkdv", of_k, None, *tiles),
         Work("reference.backward_dq", of_q, None, *tiles),
     ]
-    return plan.reason, works, dispatch.workspace_size(call)
+    # Delta, and queries and do transposed.
+    numbers = queries * (1 + problem.d + problem.d_v)
+    scratch = 4 * widened + numbers * problem.accumulator.itemsize
+    return plan.reason, works, scratch
 
 
 def on_gpu(
