@@ -51,14 +51,15 @@ def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
         )
     }
     queries = problem.batch * problem.heads * int(problem.len_q)
-    widened = 0
-    if problem.dtype.itemsize == 2:  # arrays are copied to float32, the results from it
-        out, inputs = queries * problem.d_v, call.q.size + call.k.size + call.v.size
-        widened = 2 * out + 2 * inputs if backward else out + inputs
+    copies = 0
+    if problem.dtype.itemsize == 2:  # arrays are widened to float32, and one result rounded
+        out, inputs = queries * problem.d_v, [call.q.size, call.k.size, call.v.size]
+        copies = 4 * (2 if backward else 1) * (out + sum(inputs))
+        copies += 2 * (max(inputs) if backward else out)
     tiles = plan.block_q, plan.block_kv, False, None
     if not backward:
         rows = blocks["q"] * problem.heads
-        return plan.reason, [Work(plan.kernel, rows, None, *tiles)], 4 * widened
+        return plan.reason, [Work(plan.kernel, rows, None, *tiles)], copies
     of_q, of_k = blocks["q"] * problem.heads, blocks["k"] * problem.heads_kv
     works = [
         Work("reference.backward_delta", problem.batch * problem.heads, None, 0, 0, False, None),
@@ -67,7 +68,7 @@ def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
     ]
     # Delta, and queries and do transposed.
     numbers = queries * (1 + problem.d + problem.d_v)
-    scratch = 4 * widened + numbers * problem.accumulator.itemsize
+    scratch = copies + numbers * problem.accumulator.itemsize
     return plan.reason, works, scratch
 
 
