@@ -208,7 +208,7 @@ def test_memory_is_what_a_call_takes(dtype, backward):
 
     made = explain(q.shape, dtype=dtype, mask=mask, device="cpu", backward=backward)
     call()  # loads its kernels
-    measured = measure.Cpu().peak_memory(call)
+    measured = min(measure.Cpu().peak_memory(call) for _ in range(2))
     assert made.memory <= measured <= 1.02 * made.memory + 500_000 * threads.num_threads()
 
 

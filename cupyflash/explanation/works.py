@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import config, hopper, recipe
+from .. import config, dispatch, recipe
 from ..problem import Call, Gradients
 from ..source import Specialisation
 from ..tiles import Tiles
 from .places import Place
 
+PARTS = ("dq_rows", "dkdv", "dq", "delta", "forward")  # by which names of kernels end, or begin
 ALIGNMENT = 256  # bytes, of arrays as a GPU's memory is given out
 
 
@@ -28,6 +29,14 @@ class Work:
     block_kv: int
     adds_dq: bool
     special: Specialisation | None
+
+    @property
+    def part(self) -> str:
+        """Which of `PARTS` the kernel computes."""
+        found = [part for part in PARTS if self.name.endswith(part) or f"{part}_" in self.name]
+        if not found:
+            raise LookupError(f"{self.name}: what it reads and writes is not told in {__name__}")
+        return found[0]
 
 
 def fake_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -101,7 +110,7 @@ def on_gpu(
         main = next(work for work in works if work.block_kv)
         reason = _why_backward(main, where, problem.dtype.name, problem.accumulator.name)
     else:
-        reason = config.choose(problem, facts, hopper.obstacle(call)).reason
+        reason = dispatch.plan_on(call, facts).reason
     return reason, works, sum(laid.nbytes for laid in made.scratch.values())
 
 
