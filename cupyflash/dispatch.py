@@ -28,7 +28,12 @@ def plan(call: Call) -> Plan:
     """Return which kernel serves a call, with which tiles."""
     if call.device is None:
         return config.choose(call.problem)
-    return config.choose(call.problem, target.of(call.device), hopper.obstacle(call))
+    return plan_on(call, target.of(call.device))
+
+
+def plan_on(call: Call, facts: target.Target) -> Plan:
+    """Return which kernel would serve a call on a GPU that need not be there."""
+    return config.choose(call.problem, facts, hopper.obstacle(call))
 
 
 def forward(call: Call, out: Array, lse: Array | None, plan: Plan | None = None) -> Served:

@@ -12,14 +12,28 @@ import cuda_table
 import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, cases, runs_on, specialisation
+from host_cupy import HostCupy
 
 import cupyflash
-from cupyflash import ArgumentError, ArgumentTypeError, analysis, masks, scores, target
+from cupyflash import (
+    ArgumentError,
+    ArgumentTypeError,
+    analysis,
+    driver,
+    masks,
+    measure,
+    replay,
+    scores,
+    target,
+    tensor_maps,
+)
+from cupyflash import compile as compiler
 from cupyflash.analysis import DEVICES, Problem
 from cupyflash.commands.main import main
 from cupyflash.explanation.occupancy import LIMITS, occupancy
 from cupyflash.explanation.registers import UnknownError, registers
 from cupyflash.explanation.stages import stages
+from cupyflash.reference import threads
 from cupyflash.target import Target
 from cupyflash.tiles import Tiles
 
@@ -71,6 +85,65 @@ def test_kernels(device, options, kernels):
     assert f"{made.main.block_q} x {made.main.block_kv} tiles take" in made.reason
 
 
+@pytest.fixture
+def cupy(monkeypatch):
+    """A CuPy in host memory, of an H200, that writes down launches."""
+    module = HostCupy()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.setattr(replay, "_entries", {})
+    monkeypatch.setattr(driver, "_thread", driver._Thread())
+    monkeypatch.setattr(tensor_maps, "encode", lambda *_: bytes(128))
+    for cached in (driver.queue, target.of):
+        cached.cache_clear()
+    yield module
+    for cached in (driver.queue, target.of):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float16", {}),
+        ("float16", {"mask": masks.causal()}),
+        ("float32", {"mask": masks.window(100, 0)}),
+        ("float64", {"score_mod": scores.softcap(20.0)}),
+    ],
+)
+def test_the_launches_are_those_of_a_call(cupy, dtype, options, deterministic):
+    shapes = (2, 4, 600, 64), (2, 2, 700, 64), (2, 2, 700, 40)
+    q, k, v = (cupy.asarray(np.zeros(shape, dtype)) for shape in shapes)
+    words = {"score" if name == "score_mod" else name: x for name, x in options.items()}
+    plan = cupyflash.plan(q, k, v, **options)
+    made = explain(*shapes, dtype=dtype, device="gpu", **words)
+    assert (made.reason, made.main.name) == (plan.reason, plan.kernel)
+    assert (made.main.block_q, made.main.block_kv) == (plan.block_q, plan.block_kv)
+    out = cupyflash.attention(q, k, v, **options)
+    backward = explain(
+        *shapes, dtype=dtype, device="gpu", backward=True, deterministic=deterministic, **words
+    )
+    lse = cupy.asarray(np.zeros(out.shape[:-1], np.float64 if dtype == "float64" else np.float32))
+    cupyflash.attention_backward(out, q, k, v, out, lse, deterministic=deterministic, **options)
+    told = [(x.kernel.partition("__")[0], *x[2:5]) for x in cupy.launches]
+    wanted = [
+        (x.name, x.blocks, 32 * x.warps, x.shared_memory)
+        for x in (*made.kernels, *backward.kernels)
+    ]
+    assert told == wanted
+
+
+def test_masks_whose_arrays_lie_on_a_gpu(cupy, monkeypatch):
+    monkeypatch.setattr(target, "read_back", lambda array: array.host)
+    ids = np.arange(600) // 150
+    shape = (2, 600, 64)
+    theirs, ours = (masks.segments(x) & masks.causal() for x in (cupy.asarray(ids), ids))
+    made = explain(shape, mask=theirs, device="gpu")
+    assert made.pairs == 2 * 4 * 150 * 151 // 2
+    assert made.main.tiles == explain(shape, mask=ours).main.tiles
+    assert theirs._repr_svg_() == ours._repr_svg_()
+
+
 def test_the_device_at_hand():
     unknown = Target(0, "NVIDIA Something", (8, 9), 128, 101376)
     with mock.patch.object(target, "here", return_value=unknown):
@@ -119,6 +192,35 @@ def test_costs_are_those_of_the_analysis(n_q, n_k, causal):
     assert made.most.total == tiled.bytes("float16")
     assert made.memory == 8 * n_q * (2 * 40 + 4)
     assert made.standard.memory == made.memory + 2 * 2 * 8 * n_q * n_k
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_memory_is_what_a_call_takes(dtype, backward):
+    mask = masks.window(64, 0)
+    q = np.random.default_rng(0).standard_normal((4, 4096, 64)).astype(dtype)
+    out, lse = cupyflash.attention(q, q, q, mask=mask, return_lse=True)
+
+    def call():
+        if backward:
+            return cupyflash.attention_backward(out, q, q, q, out, lse, mask=mask)
+        return cupyflash.attention(q, q, q, mask=mask, return_lse=True)
+
+    made = explain(q.shape, dtype=dtype, mask=mask, device="cpu", backward=backward)
+    call()  # loads its kernels
+    measured = min(measure.Cpu().peak_memory(call) for _ in range(2))
+    assert made.memory <= measured <= 1.02 * made.memory + 500_000 * threads.num_threads()
+
+
+def test_keys_that_nobody_sees_are_not_read():
+    # The last query sees the second half of the keys, and eight heads share two of keys.
+    q, k = (8, 1, 64), (2, 4096, 64)
+    made = explain(q, k, mask=masks.mask(lambda b, h, i, j: j >= 2048))
+    assert made.least.reads == {"q": 8 * 64 * 2, "k": 2 * 2048 * 64 * 2, "v": 2 * 2048 * 64 * 2}
+    assert made.main.once == made.least
+    assert made.main.most.reads["k"] == 4 * made.least.reads["k"]
+    each = explain(q, k, mask=masks.mask(lambda b, h, i, j: j // 512 == h))
+    assert each.least.reads["k"] == 8 * 512 * 64 * 2
 
 
 def test_gradients_by_hand():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash import ArgumentError, ArgumentTypeError, figures, lookup, masks
+from cupyflash.explanation import assemble
 from cupyflash.expr.bind import Dense, bind
 from cupyflash.expr.interval import EMPTY, FULL, PARTIAL, tile_class
 from cupyflash.expr.nodes import as_expr, symbol
@@ -111,6 +113,9 @@ def test_everything_counted_is_there(name, at_a_time, monkeypatch):
     assert (found.visited_pairs, found.visited_keys, found.visited_queries) == (
         visited, keys, queries,
     )  # fmt: skip
+    seen = (classes != EMPTY).any(axis=2)
+    assert found.touched_keys == 5 * seen.sum() - 3 * seen[..., -1].sum()
+    assert found.by_head == (name in ("by head", "dense"))
     coarse, fine = found.grids
     np.testing.assert_array_equal(fine.classes, classes[1, 2])
     assert (coarse.down, coarse.across, coarse.tiles.shape) == (2, 1, (3, 8, 3))
@@ -138,6 +143,13 @@ def test_tiles_are_those_that_the_kernels_visit():
     # On a GPU 64 x 32 elements are too many to look at: of 4 x 7 tiles, those of the last 8 rows
     # and the last 8 columns alone may be EMPTY.
     assert gpu == (9, 19, 0)
+    assert survey(bound, sizes, 64, 32, machine="exact").tiles == cpu
+    drawn, theirs = (
+        figures.mask_tiles(mask, 200, block_q=64, block_kv=32, machine=machine).svg
+        for machine in ("exact", "gpu")
+    )
+    assert "EMPTY 20 (skipped)" in drawn
+    assert "EMPTY 9 (skipped)" in theirs
 
 
 # -- SVG ------------------------------------------------------------------------------------------
@@ -234,6 +246,13 @@ def test_pictures_in_a_terminal():
     assert "one pair of a query and a key" in figures.mask_pairs(masks.causal(), 8).text
 
 
+def test_the_examples_of_docstrings():
+    for each in (figures.mask, assemble):
+        tried = doctest.testmod(each)
+        assert tried.attempted > 1
+        assert not tried.failed
+
+
 def test_errors():
     with pytest.raises(ArgumentTypeError, match="mask: ndarray came; wanted a mask of cupyflash"):
         figures.mask_tiles(np.ones((3, 3), bool), 3)
@@ -241,5 +260,7 @@ def test_errors():
         figures.mask_tiles(None, 0)
     with pytest.raises(ArgumentError, match=r"at most 256 .*figures\.mask_tiles draws any number"):
         figures.mask_pairs(masks.causal(), 257)
+    with pytest.raises(ArgumentError, match="machine: 'tpu' came; wanted one of cpu, gpu, exact"):
+        figures.mask_tiles(None, 8, machine="tpu")
     with pytest.raises(ArgumentError, match=r"at: \(1, 0\) came; wanted a batch entry below 1"):
         figures.mask_pairs(masks.causal(), 8, at=(1, 0))

@@ -88,7 +88,7 @@ def explain(options: argparse.Namespace) -> int:
     except (ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = report(made)
+    text = report(made, options.mask)
     if options.ascii or not _can_show(text):
         text = ascii_only(text)
     print(text)
@@ -110,12 +110,12 @@ def _can_show(text: str) -> bool:
     return True
 
 
-def report(made: Explanation) -> str:
-    """Return an explanation as text of 100 columns."""
+def report(made: Explanation, mask: str | None) -> str:
+    """Return an explanation as text of 100 columns; `mask` are the user's own words."""
     words = "gradients" if made.backward else "forward"
     lines = [
         ("call", f"{words} of q {made.q_shape}, k {made.k_shape}, v {made.v_shape}, {made.dtype}"),
-        ("mask", made.mask),
+        ("mask", made.mask if mask is None else f"{mask}: {made.mask}"),
         *([] if made.score == "no change" else [("score", made.score)]),
         ("device", made.device),
         ("why", made.reason),

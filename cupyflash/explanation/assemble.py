@@ -10,18 +10,23 @@ from .. import validate
 from ..analysis import Device
 from ..arrays import FLOATS
 from ..errors import ArgumentError, ArgumentTypeError
-from ..expr.bind import bind
+from ..expr.bind import bind, in_host_memory
+from ..expr.evaluate import host
 from ..expr.nodes import Expr
 from ..figures.mask import MOST_CELLS, Figure, tiles_svg, words_of
 from ..figures.survey import Survey, survey
 from ..figures.terminal import MOST_CELLS as MOST_SIGNS
 from ..figures.terminal import picture
+from ..masks import Mask
 from ..problem import Call
+from ..scores import Score
+from ..target import is_device_array
+from ..tiles import Tiles
 from . import traffic
 from .occupancy import LIMITS, occupancy
 from .places import Place, place
 from .registers import UnknownError, registers
-from .results import Explanation, KernelUse, Registers
+from .results import Explanation, KernelUse, Occupancy, Registers
 from .stages import stages
 from .times import flops_of, rooflines, standard
 from .works import Work, fake_array, on_cpu, on_gpu
@@ -123,7 +128,7 @@ def explain(
     )
     main = next(work for work in works if work.block_kv)
     found = surveys[main.block_q, main.block_kv]
-    least = sizes.least(backward)
+    least = sizes.least(backward, found)
     pairs = found.visited_pairs if found.pairs is None else found.pairs
     if found.pairs is None:
         unknown.append(
@@ -133,7 +138,7 @@ def explain(
     flops = flops_of(pairs, problem.d, problem.d_v, backward)
     best, theirs = rooflines(where, call, kernels, flops, least, unknown)
     results = sizes.q + sizes.k + sizes.v if backward else sizes.o + sizes.row
-    title = f"{words_of(call.mask)}, {problem.dtype}, {kernels[works.index(main)].name}"
+    title = f"{words_of(call.mask, 44)}, {problem.dtype}, {kernels[works.index(main)].name}"
     return Explanation(
         q_shape=call.q.shape,
         k_shape=call.k.shape,
@@ -195,7 +200,17 @@ def _call(
     v = k if v_shape is None else _shape(v_shape, "v_shape")
     kind = _dtype(dtype)
     arrays = (fake_array(shape, kind) for shape in (q, k, v))
-    return validate.call(*arrays, mask=mask, score_mod=score, precision=precision)
+    options = {"mask": _in_host_memory(mask), "score_mod": _in_host_memory(score)}
+    return validate.call(*arrays, **options, precision=precision)
+
+
+def _in_host_memory(value: Any) -> Any:
+    """Return a mask or scores whose arrays lie where the made-up q does."""
+    if is_device_array(value):
+        return host(value)
+    if isinstance(value, (list, tuple)):
+        return [_in_host_memory(each) for each in value]
+    return type(value)(in_host_memory(value.expr)) if isinstance(value, (Mask, Score)) else value
 
 
 def _survey(
@@ -229,7 +244,7 @@ def _use(
 ) -> KernelUse:
     """Count everything of one kernel."""
     problem, tiles = call.problem, work.tiles
-    once, most = sizes.moved(work.name, work.adds_dq, found)
+    once, most = sizes.moved(work.part, work.adds_dq, found)
     taken: Registers | None = None
     held = None
     if work.special is not None and tiles is not None and compile:
@@ -238,16 +253,12 @@ def _use(
             taken = registers(work.special, where.target.capability)
         except UnknownError as error:
             unknown.append(str(error))
-        if taken is not None and where.target.capability in LIMITS:
-            facts = where.target
-            held = occupancy(
-                tiles, taken.count, facts.capability, work.blocks, facts.multiprocessors
-            )
+        if taken is not None:
+            held = _occupancy(where, work, tiles, taken, unknown)
     pairs = 0 if found is None else _computed_pairs(found, work)
-    part = next(x for x in ("dq_rows", "dkdv", "dq", "delta", "forward") if x in work.name)
     return KernelUse(
         name=work.name,
-        computes=COMPUTES[part] + (", and sums of dq" if work.adds_dq else ""),
+        computes=COMPUTES[work.part] + (", and sums of dq" if work.adds_dq else ""),
         blocks=work.blocks,
         block_q=work.block_q,
         block_kv=work.block_kv,
@@ -258,11 +269,26 @@ def _use(
         occupancy=held,
         tiles=None if found is None else found.tiles,
         visited_pairs=0 if found is None else found.visited_pairs,
-        flops=traffic.flops(work.name, work.adds_dq, pairs, problem.d, problem.d_v),
+        flops=traffic.flops(work.part, work.adds_dq, pairs, problem.d, problem.d_v),
         once=once,
         most=most,
         in_cache=_in_cache(call, where, work, sizes),
     )
+
+
+def _occupancy(
+    where: Place, work: Work, tiles: Tiles, taken: Registers, unknown: list[str]
+) -> Occupancy | None:
+    facts = where.target
+    assert facts is not None
+    if facts.capability not in LIMITS:
+        major, minor = facts.capability
+        unknown.append(
+            f"occupancy: what a multiprocessor of compute capability {major}.{minor} holds is not "
+            "in the table of cupyflash.explanation"
+        )
+        return None
+    return occupancy(tiles, taken.count, facts.capability, work.blocks, facts.multiprocessors)
 
 
 def _computed_pairs(found: Survey, work: Work) -> int:
@@ -278,7 +304,7 @@ def _in_cache(call: Call, where: Place, work: Work, sizes: traffic.Sizes) -> boo
         return True
     if where.device is None or work.tiles is None:
         return None
-    of_keys = work.name.endswith("dkdv")
+    of_keys = work.part == "dkdv"
     length, block = (
         (call.problem.len_k, work.block_kv) if of_keys else (call.problem.len_q, work.block_q)
     )
@@ -287,7 +313,7 @@ def _in_cache(call: Call, where: Place, work: Work, sizes: traffic.Sizes) -> boo
     heads = -(-min(at_a_time, work.blocks) // blocks_of_head)
     if not of_keys:  # query heads share a head of keys
         heads = -(-heads * call.problem.heads_kv // call.problem.heads)
-    return heads * sizes.passing(work.name, work.adds_dq) <= where.device.l2
+    return heads * sizes.passing(work.part, work.adds_dq) <= where.device.l2
 
 
 def _figure(call: Call, found: Survey, title: str) -> Figure:

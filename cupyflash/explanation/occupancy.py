@@ -35,6 +35,7 @@ LIMITS: dict[tuple[int, int], Limits] = {
     (8, 9): Limits(48, 24, 100 * KIB, KIB, 128),
     (9, 0): Limits(64, 32, 228 * KIB, KIB, 128),
     (10, 0): Limits(64, 32, 228 * KIB, KIB, 128),
+    (12, 0): Limits(48, 24, 100 * KIB, KIB, 128),
 }
 
 

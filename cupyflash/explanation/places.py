@@ -72,7 +72,12 @@ def _names() -> str:
 
 
 def _of_table(device: Device) -> Place:
-    has = LIMITS[device.capability]
+    has = LIMITS.get(device.capability)
+    if has is None:
+        raise ArgumentError(
+            f"device: {device.name} of compute capability {device.capability} came; wanted one of "
+            f"{', '.join(map(str, LIMITS))}, whose multiprocessors are known."
+        )
     made = Target(
         device=0,
         name=device.name,

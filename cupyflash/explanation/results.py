@@ -202,8 +202,9 @@ class Explanation:
         Floating-point operations of the products for pairs that attend, or where `pairs` is None
         for all pairs of visited tiles.
     least, most, expected : Bytes
-        What passes between memory and chip: if every array of the call moves once; if every load
-        of a kernel's block goes to memory; and what each kernel's `expected` sums up to.
+        What passes between memory and chip: if every array of the call moves once, of k and v what
+        lies in tiles that are not skipped; if every load of a kernel's block goes to memory; and
+        what each kernel's `expected` sums up to.
     roofline : Roofline or None
         The least time in seconds for `flops` and `least` on the device's fastest units for the
         dtype; None where its limits are not known.
@@ -213,7 +214,8 @@ class Explanation:
         whole ones, of which kernels may leave out parts that see nothing. How fast kernels are,
         only a measurement tells.
     memory : int
-        Bytes that the call allocates: its results and scratch.
+        Bytes that the call allocates: its results and scratch, without the little that each thread
+        of a CPU has.
     standard : Standard
         What standard attention would need.
     unknown : tuple of str

@@ -13,7 +13,7 @@ def stages(special: Specialisation) -> int | None:
     tiles, name = special.tiles, special.kernel
     if not tiles.block_q:
         return None
-    if name == "forward_sm90":
+    if "_sm90" in name:
         return tensor_tiles.PASSING_STAGES
     if "_simt_" in f"{name}_":
         return 2  # the two buffers of `tiles.Shape.stage`

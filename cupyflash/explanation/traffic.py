@@ -47,31 +47,41 @@ class Sizes:
         columns = -(-problem.d // UNIT) * UNIT if self.item < self.wide else problem.d
         self.sum_row = columns * self.wide
 
-    def least(self, backward: bool) -> Bytes:
-        """Return what moves if every array of a call moves once."""
-        inputs = {"q": self.q, "k": self.k, "v": self.v}
+    def seen(self, found: Survey) -> dict[str, int]:
+        """Return bytes of keys and values in tiles that are visited, each once.
+
+        Where a mask differs between query heads that share keys, as if they saw different ones.
+        """
+        group = 1 if found.by_head else self.problem.heads // self.problem.heads_kv
+        rows = found.touched_keys // group * self.item
+        k, v = rows * self.problem.d, rows * self.problem.d_v
+        return {"k": min(self.k, k), "v": min(self.v, v)}
+
+    def least(self, backward: bool, found: Survey) -> Bytes:
+        """Return what moves if every array of a call moves once, k and v as far as seen."""
+        inputs = {"q": self.q} | self.seen(found)
         if not backward:
             return Bytes(inputs, {"o": self.o, "lse": self.row})
         more = {"o": self.o, "do": self.o, "lse": self.row}
         return Bytes(inputs | more, {"dq": self.q, "dk": self.k, "dv": self.v})
 
-    def moved(self, kernel: str, adds_dq: bool, found: Survey | None) -> tuple[Bytes, Bytes]:
+    def moved(self, part: str, adds_dq: bool, found: Survey | None) -> tuple[Bytes, Bytes]:
         """Return what a kernel moves once, and at most.
 
         Parameters
         ----------
-        kernel : str
-            Its name, by whose beginning or end its part is known.
+        part : str
+            One of `works.PARTS`.
         adds_dq : bool
             Whether it adds its share of dq to memory.
         found : Survey or None
             The tiles that it visits.
         """
         sums = self.queries * self.sum_row
-        if kernel.endswith("delta"):
+        if part == "delta":
             rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
             return rows, rows
-        if kernel.endswith("dq_rows"):
+        if part == "dq_rows":
             rows = made({"dq_sum": sums}, {"dq": self.q})
             return rows, rows
         assert found is not None
@@ -79,7 +89,7 @@ class Sizes:
         keys, queries = found.visited_keys * self.item, found.visited_queries
         again = {"k": keys * d, "v": keys * d_v}
         statistics = {"lse": self.row, "delta": self.row}
-        if kernel.endswith("dkdv"):
+        if part == "dkdv":
             mine = {"k": self.k, "v": self.v}
             results = {"dk": self.k, "dv": self.v}
             pass_by = {
@@ -89,6 +99,7 @@ class Sizes:
                 "delta": queries * self.wide,
             }
             once = {"q": self.q, "do": self.o} | statistics
+            once = {name: min(n, pass_by[name]) for name, n in once.items()}
             name = "dq_sum" if self.item < self.wide else "dq"
             # Sums are 0 before; each visit of a tile reads and writes its rows.
             added = queries * self.sum_row if adds_dq else 0
@@ -97,34 +108,34 @@ class Sizes:
                 made(mine | once | {name: zeroed}, results | {name: 2 * zeroed}),
                 made(mine | pass_by | {name: added}, results | {name: zeroed + added}),
             )
-        if kernel.endswith("dq"):
+        if part == "dq":
             mine = {"q": self.q, "do": self.o} | statistics
             results = {"dq": self.q}
         else:
             mine, results = {"q": self.q}, {"o": self.o, "lse": self.row}
-        once = {"k": self.k, "v": self.v}
+        once = self.seen(found)
         return made(mine | once, results), made(mine | again, results)
 
-    def passing(self, kernel: str, adds_dq: bool) -> int:
+    def passing(self, part: str, adds_dq: bool) -> int:
         """Return the bytes of one head that all of its blocks read, one after the other."""
         d, d_v = self.problem.d, self.problem.d_v
-        if kernel.endswith("dkdv"):
+        if part == "dkdv":
             row = (d + d_v) * self.item + 2 * self.wide + (self.sum_row if adds_dq else 0)
             group = self.problem.heads // self.problem.heads_kv
             return row * int(self.problem.len_q) * group
         return (d + d_v) * self.item * int(self.problem.len_k)
 
 
-def flops(kernel: str, adds_dq: bool, pairs: int, d: int, d_v: int) -> int:
+def flops(part: str, adds_dq: bool, pairs: int, d: int, d_v: int) -> int:
     """Return the floating-point operations of a kernel's products over so many pairs.
 
     Two of a forward, S and P v; five of a backward in one kernel, S, dP, dv, dk and dq; of two
     kernels each computes S and dP.
     """
-    if kernel.endswith("dkdv"):
+    if part == "dkdv":
         return 2 * pairs * ((3 if adds_dq else 2) * d + 2 * d_v)
-    if kernel.endswith("dq"):
+    if part == "dq":
         return 2 * pairs * (2 * d + d_v)
-    if kernel.endswith(("delta", "dq_rows")):
+    if part in ("delta", "dq_rows"):
         return 0
     return 2 * pairs * (d + d_v)

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import config, dispatch, hopper, recipe
+from .. import config, dispatch, recipe
 from ..problem import Call, Gradients
 from ..source import Specialisation
 from ..tiles import Tiles
 from .places import Place
 
+PARTS = ("dq_rows", "dkdv", "dq", "delta", "forward")  # by which names of kernels end, or begin
 ALIGNMENT = 256  # bytes, of arrays as a GPU's memory is given out
 
 
@@ -28,6 +29,14 @@ class Work:
     block_kv: int
     adds_dq: bool
     special: Specialisation | None
+
+    @property
+    def part(self) -> str:
+        """Which of `PARTS` the kernel computes."""
+        found = [part for part in PARTS if self.name.endswith(part) or f"{part}_" in self.name]
+        if not found:
+            raise LookupError(f"{self.name}: what it reads and writes is not told in {__name__}")
+        return found[0]
 
 
 def fake_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -50,18 +59,26 @@ def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
             ("k", problem.len_k, plan.block_kv),
         )
     }
-    copied = 4 * sum(x.size for x in (call.q, call.k, call.v)) if problem.dtype.itemsize == 2 else 0
+    queries = problem.batch * problem.heads * int(problem.len_q)
+    copies = 0
+    if problem.dtype.itemsize == 2:  # arrays are widened to float32, and one result rounded
+        out, inputs = queries * problem.d_v, [call.q.size, call.k.size, call.v.size]
+        copies = 4 * (2 if backward else 1) * (out + sum(inputs))
+        copies += 2 * (max(inputs) if backward else out)
     tiles = plan.block_q, plan.block_kv, False, None
     if not backward:
         rows = blocks["q"] * problem.heads
-        return plan.reason, [Work(plan.kernel, rows, None, *tiles)], copied
+        return plan.reason, [Work(plan.kernel, rows, None, *tiles)], copies
     of_q, of_k = blocks["q"] * problem.heads, blocks["k"] * problem.heads_kv
     works = [
         Work("reference.backward_delta", problem.batch * problem.heads, None, 0, 0, False, None),
         Work("reference.backward_dkdv", of_k, None, *tiles),
         Work("reference.backward_dq", of_q, None, *tiles),
     ]
-    return plan.reason, works, dispatch.workspace_size(call)
+    # Delta, and queries and do transposed.
+    numbers = queries * (1 + problem.d + problem.d_v)
+    scratch = copies + numbers * problem.accumulator.itemsize
+    return plan.reason, works, scratch
 
 
 def on_gpu(
@@ -93,7 +110,7 @@ def on_gpu(
         main = next(work for work in works if work.block_kv)
         reason = _why_backward(main, where, problem.dtype.name, problem.accumulator.name)
     else:
-        reason = config.choose(problem, facts, hopper.obstacle(call)).reason
+        reason = dispatch.plan_on(call, facts).reason
     return reason, works, sum(laid.nbytes for laid in made.scratch.values())
 
 

@@ -8,13 +8,14 @@ flat batch index splits over leading axes, is known only when it meets a problem
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import ArgumentError
-from .evaluate import evaluate_exactly
+from ..target import is_device_array
+from .evaluate import evaluate_exactly, host
 from .functions import POSITIONS
 from .interval import EVERYTHING, Bounds, bounds
 from .nodes import Expr, array_type, as_expr, lookup_node, rebuild, symbol, walk
@@ -109,6 +110,25 @@ def bind(root: Expr, sizes: Sizes) -> Expr:
     bound = rebuild(root, resolved)
     prove(bound, sizes)
     return bound
+
+
+def in_host_memory(root: Expr) -> Expr:
+    """Return `root` with copies of the arrays that it reads in device memory."""
+    copies: dict[int, Any] = {}
+
+    def copied(node: Expr) -> Expr | None:
+        if node.op not in ("lookup", "aligned"):
+            return None
+        array = node.value[0] if node.op == "lookup" else node.value.array
+        if not is_device_array(array):
+            return None
+        mine = copies.setdefault(id(array), host(array))
+        args = tuple(rebuild(arg, copied) for arg in node.args)
+        if node.op == "lookup":
+            return Expr(node.op, args, node.type, (mine, *node.value[1:]))
+        return Expr(node.op, args, node.type, replace(node.value, array=mine))
+
+    return rebuild(root, copied)
 
 
 def extent(sizes: Sizes, name: str) -> int:

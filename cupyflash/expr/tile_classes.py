@@ -16,7 +16,7 @@ from .evaluate import host, node_value
 from .nodes import Expr, walk
 
 # Elements that are looked at for a tile: reference/program.py, kernels_cu/primitives/lookup.cuh.
-RANGE_LIMIT = {"cpu": 16384, "gpu": 1024}
+RANGE_LIMIT = {"cpu": 16384, "gpu": 1024, "exact": 2**63}
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _SURE = 2.0**62  # below this a product of floats shows that one of integers does not overflow
 
@@ -30,8 +30,8 @@ def tile_classes(root: Expr, symbols: Mapping[str, Any], machine: str) -> Any:
         What `interval.tile_class` made.
     symbols : mapping of str to array of int64
         Corners of the tiles and the other symbols, broadcastable against each other.
-    machine : {"cpu", "gpu"}
-        Whose kernels.
+    machine : {"cpu", "gpu", "exact"}
+        Whose kernels; "exact" looks at every element of a range.
 
     Returns
     -------

@@ -13,6 +13,7 @@ from .mask import Figure, HasExpr, mask_pairs, mask_tiles
 LENGTH = 32  # of a mask that says nothing of one
 LONGEST = 2**20
 TILES = 32  # along each side, at most
+LARGEST = 2**26  # elements of an array that is looked at for a drawing
 
 
 def example(mask: HasExpr) -> Figure | None:
@@ -26,7 +27,8 @@ def example(mask: HasExpr) -> Figure | None:
     Returns
     -------
     Figure or None
-        Pair by pair where it is small; None where no size was found that fits its arrays.
+        Pair by pair where it is small; None where no size was found that fits its arrays, or
+        they are so large that a notebook would have to wait.
     """
     for sizes in _candidates(mask.expr):
         try:
@@ -56,6 +58,10 @@ def _candidates(root: Expr) -> Iterator[Dense]:
     lead: tuple[int, ...] = (1,)
     numbers = [LENGTH // 2]
     for node in walk(root):
+        if node.op in ("aligned", "lookup"):
+            array = node.value.array if node.op == "aligned" else node.value[0]
+            if math.prod(array.shape) > LARGEST:
+                return
         if node.op == "constant" and node.type == "int":
             numbers.append(abs(int(node.value)))
         elif node.op == "aligned":

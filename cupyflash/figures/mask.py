@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..expr.bind import Dense, bind
+from ..expr.bind import Dense, bind, in_host_memory
 from ..expr.evaluate import evaluate
 from ..expr.interval import EMPTY, FULL, PARTIAL
 from ..expr.nodes import Expr
+from ..expr.tile_classes import RANGE_LIMIT
 from . import svg, terminal
 from .survey import Grid, survey, symbols_of
 
@@ -71,7 +72,7 @@ def _condition(mask: Any, sizes: Dense) -> Expr | None:
             f"mask: {type(mask).__name__} came; wanted a mask of cupyflash.masks, or None for "
             "none. Wrap an array, masks.dense(array); call a constructor, masks.causal()."
         )
-    return bind(mask.expr, sizes)
+    return bind(in_host_memory(mask.expr), sizes)
 
 
 def checked(sizes: dict[str, Any]) -> None:
@@ -95,6 +96,21 @@ def _sizes(
     return Dense(tuple(int(n) for n in lead), int(heads), int(len_q), int(len_k))
 
 
+def _survey(
+    allowed: Expr | None,
+    sizes: Dense,
+    blocks: tuple[int, int],
+    most: Sequence[tuple[int, int]],
+    at: tuple[int, int],
+    machine: str,
+) -> tuple[Grid, ...]:
+    if machine not in RANGE_LIMIT:
+        raise ArgumentError(f"machine: {machine!r} came; wanted one of {', '.join(RANGE_LIMIT)}.")
+    return survey(
+        allowed, sizes, *blocks, machine=machine, most_cells=most, at=at, only_grids=True
+    ).grids
+
+
 def mask_tiles(
     mask: HasExpr | None,
     len_q: int,
@@ -105,6 +121,7 @@ def mask_tiles(
     batch: int | tuple[int, ...] = 1,
     heads: int = 1,
     at: tuple[int, int] = (0, 0),
+    machine: str = "exact",
     title: str | None = None,
     notes: Sequence[str] = (),
 ) -> Figure:
@@ -124,6 +141,9 @@ def mask_tiles(
         Query heads.
     at : tuple of int
         Batch entry and head that are drawn.
+    machine : {"exact", "gpu", "cpu"}
+        How many elements of the mask's arrays are looked at for a tile: all, or as many as the
+        kernels do, who take a tile for partial where there are too many.
     title : str, optional
         Above the drawing; the mask's condition unless given.
     notes : sequence of str
@@ -138,21 +158,20 @@ def mask_tiles(
     --------
     >>> from cupyflash import figures, masks
     >>> print(figures.mask_tiles(masks.causal(), 256))
-             keys →
-             0 64  192 256
-          0 │▒▒······│
-    queries │██▒▒····│
-        128 │████▒▒··│
-        192 │██████▒▒│
-        256
-             ██ FULL  ▒▒ PARTIAL  ·· EMPTY, skipped; a cell is one tile of 64 queries x 64 keys
+    queries ↓  keys →
+               0 64  192 256
+            0 │▒▒······│
+           64 │██▒▒····│
+          128 │████▒▒··│
+          192 │██████▒▒│
+          256
+               ██ FULL  ▒▒ PARTIAL  ·· EMPTY, skipped; a cell is one tile of 64 queries x 64 keys
     """
     checked({"block_q": block_q, "block_kv": block_kv})
     sizes = _sizes(len_q, len_k, batch, heads, at)
     allowed = _condition(mask, sizes)
     most = MOST_CELLS, terminal.MOST_CELLS
-    found = survey(allowed, sizes, block_q, block_kv, most_cells=most, at=at, only_grids=True)
-    fine, small = found.grids
+    fine, small = _survey(allowed, sizes, (block_q, block_kv), most, at, machine)
     title = words_of(mask) if title is None else title
     return Figure(tiles_svg(fine, title, notes), terminal.picture(small))
 
@@ -188,6 +207,7 @@ def mask_pairs(
     batch: int | tuple[int, ...] = 1,
     heads: int = 1,
     at: tuple[int, int] = (0, 0),
+    machine: str = "exact",
     title: str | None = None,
     notes: Sequence[str] = (),
 ) -> Figure:
@@ -207,6 +227,9 @@ def mask_pairs(
         Query heads.
     at : tuple of int
         Batch entry and head that are drawn.
+    machine : {"exact", "gpu", "cpu"}
+        How many elements of the mask's arrays are looked at for a tile: all, or as many as the
+        kernels do, who take a tile for partial where there are too many.
     title : str, optional
         Above the drawing; the mask's condition unless given.
     notes : sequence of str
@@ -234,7 +257,7 @@ def mask_pairs(
     checked({"block_q": block_q, "block_kv": block_kv})
     allowed = _condition(mask, sizes)
     most = [(MOST_PAIRS, MOST_PAIRS)]
-    found = survey(allowed, sizes, block_q, block_kv, most_cells=most, at=at, only_grids=True)
+    (tiles,) = _survey(allowed, sizes, (block_q, block_kv), most, at, machine)
     i, j = np.arange(sizes.len_q), np.arange(sizes.len_k)
     shape = sizes.len_q, sizes.len_k
     pairs = np.ones(shape, bool)
@@ -242,10 +265,10 @@ def mask_pairs(
         value = evaluate(allowed, symbols_of(sizes, *at, i=i[:, None], j=j[None]))
         pairs = np.broadcast_to(value, shape)
     title = words_of(mask) if title is None else title
-    drawn = _pairs_svg(pairs, found.grids[0], title, tiled, notes)
+    drawn = _pairs_svg(pairs, tiles, title, tiled, notes)
     most = [terminal.MOST_CELLS]
-    small = survey(allowed, sizes, 1, 1, most_cells=most, at=at, only_grids=True)
-    return Figure(drawn, terminal.picture(small.grids[0]))
+    (small,) = _survey(allowed, sizes, (1, 1), most, at, machine)
+    return Figure(drawn, terminal.picture(small))
 
 
 def _pairs_svg(pairs: Any, grid: Grid, title: str, tiled: bool, notes: Sequence[str]) -> str:

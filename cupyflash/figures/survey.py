@@ -83,6 +83,10 @@ class Survey:
         Pairs in tiles that are not skipped.
     visited_keys, visited_queries : int
         Keys, and queries, of those tiles, summed over the tiles.
+    touched_keys : int
+        Keys in at least one of those tiles, of every batch entry and query head.
+    by_head : bool
+        Whether the mask may differ between heads.
     grids : tuple of Grid
         The tiles of one batch entry and head, as coarse as each picture wants them.
     """
@@ -92,6 +96,8 @@ class Survey:
     visited_pairs: int
     visited_keys: int
     visited_queries: int
+    touched_keys: int
+    by_head: bool
     grids: tuple[Grid, ...]
 
 
@@ -127,8 +133,8 @@ def survey(
         Of the problem; no axis is empty.
     block_q, block_kv : int
         Queries and keys of a tile.
-    machine : {"gpu", "cpu"}
-        Whose kernels' classes.
+    machine : {"gpu", "cpu", "exact"}
+        Whose kernels' classes; "exact" looks at every element of the arrays that a mask reads.
     most_cells : sequence of tuple of int
         The most rows and columns of cells that each grid has.
     at : tuple of int
@@ -156,12 +162,14 @@ def survey(
     grids = [_empty_grid(sizes, shape, (block_q, block_kv), most) for most in most_cells]
     counts = np.zeros(3, np.int64)
     visited = np.zeros(3, np.int64)  # pairs, keys, queries
-    pairs, asked = 0, 0
+    pairs, asked, touched = 0, 0, 0
     for b, h in itertools.product(entries, heads):
+        columns = np.zeros(shape[1], bool)
         for rows, found in _classes(classes, sizes, block_q, block_kv, machine, b, h):
             counts += [np.count_nonzero(found == kind) for kind in (EMPTY, PARTIAL, FULL)]
             beyond = rows.stop * block_q - sizes.len_q, shape[1] * block_kv - sizes.len_k
             visited += _sizes_of(found != EMPTY, block_q, block_kv, beyond)
+            columns |= (found != EMPTY).any(axis=0)
             if (b, h) == at:
                 for grid in grids:
                     _add_to(grid, found, rows.start)
@@ -172,12 +180,16 @@ def survey(
             count_pairs = asked <= MOST_PAIRS
             if count_pairs and allowed is not None:
                 pairs += _partial_pairs(allowed, sizes, block_q, block_kv, rows, found, b, h)
+        rest = shape[1] * block_kv - sizes.len_k
+        touched += block_kv * int(np.count_nonzero(columns)) - rest * int(columns[-1])
     return Survey(
         TileCount(*(times * int(n) for n in counts)),
         times * pairs if count_pairs else None,
         times * int(visited[0]),
         times * int(visited[1]),
         times * int(visited[2]),
+        times * touched,
+        "h" in names,
         tuple(grids),
     )
 

@@ -34,15 +34,15 @@ def _number(x: float) -> str:
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 
-def ticks(length: int) -> list[int]:
-    """Return positions along an axis: multiples of a power of two, and the end."""
+def ticks(length: int, most: float = 8) -> list[int]:
+    """Return positions along an axis: multiples of a power of two, and the end; or both ends."""
     step = 1
     while step * 4 < length:
         step *= 2
     found = list(range(0, length, step))
     if len(found) > 1 and length - found[-1] < step / 2:
         found.pop()
-    return [*found, length]
+    return [*found, length] if len(found) < most else [0, length]
 
 
 def path(cells: Array, edges_y: Array, edges_x: Array) -> str:
@@ -120,11 +120,11 @@ def matrix(
         f'height="{_number(height)}" fill="none" stroke="{GREY}"/>'
     )
     marks = []
-    for n in ticks(len_k):
+    for n in ticks(len_k, width / (8 * len(str(len_k)) + 8)):
         at = LEFT + n * scale_x
         marks.append(f"M{_number(at)} {_number(top)}v-4")
         body.append(_text(at, top - 7, str(n), ' text-anchor="middle" font-size="11"'))
-    for n in ticks(len_q) if height > SHORTEST else (0, len_q):
+    for n in ticks(len_q, height / 18):
         at = top + n * scale_y
         marks.append(f"M{_number(LEFT)} {_number(at)}h-4")
         body.append(_text(LEFT - 7, at + 4, str(n), ' text-anchor="end" font-size="11"'))

@@ -8,7 +8,7 @@ from .svg import ticks
 
 SIGNS = {EMPTY: "··", PARTIAL: "▒▒", FULL: "██"}
 MOST_CELLS = (32, 40)  # rows and columns that find room in 100 columns
-_ASCII = str.maketrans({"·": ".", "▒": "+", "█": "#", "│": "|", "→": ">"})
+_ASCII = str.maketrans({"·": ".", "▒": "+", "█": "#", "│": "|", "→": ">", "↓": "v"})
 
 
 def ascii_only(text: str) -> str:
@@ -29,13 +29,12 @@ def picture(grid: Grid) -> str:
     str
         Lines without trailing space, the last ones of which say what a cell is.
     """
-    margin = max(len(str(grid.len_q)), len("queries")) + 1
-    lines = [" " * margin + " keys →", _axis(grid, margin)]
+    margin = max(len(str(grid.len_q)), len("queries ↓")) + 1
+    lines = [f"{'queries ↓':>{margin - 1}}  keys →", _axis(grid, margin)]
     labels = _labels(grid.edges_q, grid.len_q)
     for row, classes in enumerate(grid.classes):
-        label = "queries" if row == 1 else labels.get(row, "")
         cells = "".join(SIGNS[kind] for kind in classes.tolist())
-        lines.append(f"{label:>{margin - 1}} │{cells}│")
+        lines.append(f"{labels.get(row, ''):>{margin - 1}} │{cells}│")
     lines.append(f"{grid.len_q:>{margin - 1}}")
     lines += [" " * (margin + 1) + words for words in _legend(grid)]
     return "\n".join(line.rstrip() for line in lines)
