@@ -218,7 +218,8 @@ class Change:
 def distances(case: Case) -> np.ndarray[Any, Any]:
     """Return how far key j is from query i, (Lq, Lk)."""
     i = np.arange(case.len_q)[:, None] + case.len_k - case.len_q
-    return np.abs(i - np.arange(case.len_k))
+    apart: np.ndarray[Any, Any] = np.abs(i - np.arange(case.len_k))
+    return apart
 
 
 def folded(x: Array, heads_kv: int) -> Array:

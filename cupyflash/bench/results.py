@@ -144,10 +144,24 @@ class Report:
             content = json.loads(text)
             if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
                 raise ArgumentError(f"its format is not {FORMAT!r}, which --json writes")
+            if content["kind"] not in ("cpu", "gpu"):
+                raise ArgumentError(f"its kind is {content['kind']!r}, neither cpu nor gpu")
             content["rows"] = tuple(_row(row) for row in content["rows"])
             return cls(**content)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(f"this is not what --json writes: {error}") from error
+
+
+def unit(kind: str, decodes: bool) -> str:
+    """Return what `rate` is in, on a cpu or gpu."""
+    return "GB/s" if decodes else {"cpu": "GFLOP/s", "gpu": "TFLOP/s"}[kind]
+
+
+def rate(case: Case, seconds: float, kind: str, decodes: bool) -> float:
+    """Return FLOPs per second, or bytes of K and V per second of a step of decoding."""
+    if decodes:
+        return case.key_bytes / seconds / 1e9
+    return case.flops / seconds / {"cpu": 1e9, "gpu": 1e12}[kind]
 
 
 def _row(content: dict[str, Any]) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -145,7 +146,7 @@ def worse(*numbers: float) -> float:
 def norm(x: Any) -> float:
     """The Euclidean norm."""
     wide = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
-    return float((wide * wide).sum(dtype=np.float64)) ** 0.5
+    return math.sqrt(float((wide * wide).sum(dtype=np.float64)))
 
 
 def distance(a: Any, b: Any) -> float:

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from .. import info
-from . import demo, verify
+from . import bench, demo, verify
 from .text import wrapped
 
 
@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
     demo.add_command(commands)
     verify.add_command(commands)
+    bench.add_command(commands)
 
     text = "versions, threads, devices and cache folders"
     command = commands.add_parser("info", help=text, description=f"Show {text}.")
