@@ -13,7 +13,7 @@ from .. import api, masks, scores
 from ..measure import Gpu, Meter, Work
 from ..standard import standard_backward, standard_forward
 from ..testing.options import float_type
-from .cases import CAP, Case, hidden
+from .cases import CAP, CHANGES_SCORES, Case, hidden
 
 Array = Any  # of the meter's array module
 
@@ -163,11 +163,12 @@ class Standard(Contender):
 
     name = "standard"
     what = "attention that holds all scores, in NumPy or CuPy; 16-bit types widened to float32"
-    matrices = 4  # of all scores: more than its peak
 
     def prepare(self, meter: Meter, case: Case, inputs: Inputs) -> Job:
         """Make a case ready."""
-        needs_memory(meter, self.matrices * case.score_bytes)
+        # p, of a backward ds too, what a changed score keeps; and half a matrix for all the rest.
+        matrices = 1.5 + case.backward + (case.variant in CHANGES_SCORES)
+        needs_memory(meter, matrices * case.score_bytes)
         xp, change = meter.xp, Change(meter.xp, case)
         q, do = (folded(x, case.heads_kv) for x in (inputs.q, inputs.do))
         k, v = inputs.k, inputs.v
@@ -227,12 +228,12 @@ def folded(x: Array, heads_kv: int) -> Array:
     return x.reshape(x.shape[0], heads_kv, -1, x.shape[-1])
 
 
-def needs_memory(meter: Meter, wanted: int) -> None:
+def needs_memory(meter: Meter, wanted: float) -> None:
     """Refuse what the device's memory cannot hold."""
     free = meter.free_memory()
     if free is not None and wanted > free:
         raise RefusalError(
-            f"it would hold up to {wanted / 1e9:.1f} GB of scores; {free / 1e9:.1f} GB are free"
+            f"its scores would take some {wanted / 1e9:.1f} GB; {free / 1e9:.1f} GB are free"
         )
 
 

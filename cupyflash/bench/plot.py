@@ -253,7 +253,9 @@ def _figure(report: Report, found: list[Group], chosen: list[str], against: str)
     widest = max(len(group.rows) * len(group.contenders) for group in found)
     width = min(9.0, max(4.6, 1.2 + 0.27 * widest))
     panels = [(group, name) for group in found for name in chosen]
-    columns = len(chosen) if len(chosen) > 1 else min(len(found), 2 if widest > 18 else 3)
+    columns = len(chosen)
+    if columns == 1:
+        columns = 3 if len(found) % 3 == 0 else min(len(found), 2)
     lines = -(-len(panels) // columns)
     widths = [width if name == "rate" else 4.6 for name in chosen] if len(chosen) > 1 else None
     total = sum(widths) if widths else columns * width

@@ -183,7 +183,10 @@ def show(report: Report) -> None:
     decodes = all(row.case.decodes for row in report.rows)
     first = report.rows[0].results[0].contender
     several = len({row.case.dtype for row in report.rows}) > 1
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False,
+        header_style="bold",
+    )  # fmt: skip
     table.add_column("problem", no_wrap=True)
     table.add_column("contender", no_wrap=True)
     for title in ("time", "spread", unit(report.kind, decodes), "memory"):
