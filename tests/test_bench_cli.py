@@ -50,7 +50,7 @@ def test_the_table(stored, capsys):
             assert "MB" in line
     assert "full, backward" in out
     assert "against it" in out
-    for words in ("numpy 2", "load average", "threads for cupyflash", "Medians of at most 2 runs"):
+    for words in ("numpy 2", "load average", "of cupyflash", "Medians of at most 2 runs"):
         assert words in squeezed(out)
 
 
@@ -218,7 +218,7 @@ def test_many_groups_are_drawn_by_their_rates(words_in_svg, tmp_path):
     variants = tmp_path / "variants.svg"
     plot.draw(report_of(*bench.SUITES["gpu"]["variants"].cases()), variants, "standard", ["memory"])
     words = texts(variants)
-    assert words.count("documents 1000") == 2
+    assert words.count("documents") == words.count("1000") == 2
     assert "TFLOP/s" not in words
     png = tmp_path / "decode.png"
     plot.draw(report_of(*bench.SUITES["gpu"]["decode"].cases()), png, "standard")

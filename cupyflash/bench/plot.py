@@ -51,7 +51,7 @@ STYLE = {
     "legend.frameon": False,
     "svg.hashsalt": "cupyflash bench",  # the same numbers give the same file
 }
-MANY = 3  # groups: of more the rates alone are drawn
+MANY = 3  # groups of curves: of more the rates alone are drawn
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Group:
         In the order of the axis.
     kind : str
         cpu or gpu.
+    grows : bool
+        Whether the axis is one of numbers that grow, along which a curve means something.
     """
 
     title: str
@@ -77,6 +79,7 @@ class Group:
     labels: tuple[str, ...]
     rows: tuple[Row, ...]
     kind: str
+    grows: bool = False
 
     @property
     def contenders(self) -> list[str]:
@@ -101,22 +104,19 @@ def groups(report: Report) -> list[Group]:
 def _group(rows: list[Row], kind: str, by_mask: bool) -> Group:
     case = rows[0].case
     if by_mask:
-        title = f"{case.direction}, ({_spaced(case.shape)}), {case.dtype}"
-        labels = [row.case.kind for row in rows]
+        title = f"{case.direction}, ({case.shape.replace(',', ', ')}), {case.dtype}"
+        labels = [row.case.kind.replace(" ", "\n") for row in rows]
         return Group(title, "mask or score change", tuple(labels), tuple(rows), kind)
     title = f"{case.direction}, {case.variant}, D = {case.d}, {case.dtype}"
     if case.decodes:
-        labels = [f"{row.case.batch} × {row.case.len_k}" for row in rows]
+        labels = [f"{row.case.batch} ×\n{row.case.len_k}" for row in rows]
         return Group(f"one query, {title}", "sequences × keys", tuple(labels), tuple(rows), kind)
     rows = sorted(rows, key=lambda row: row.case.len_k)
-    axis, labels = "sequence length", [f"{row.case.len_k}" for row in rows]
-    if len(set(labels)) < len(labels) or any(row.case.len_q != row.case.len_k for row in rows):
-        axis, labels = "batch, heads, length, D", [_spaced(row.case.shape) for row in rows]
-    return Group(title, axis, tuple(labels), tuple(rows), kind)
-
-
-def _spaced(shape: str) -> str:
-    return shape.replace(",", ", ")
+    labels = [f"{row.case.len_k}" for row in rows]
+    if len(set(labels)) == len(labels) and all(x.case.len_q == x.case.len_k for x in rows):
+        return Group(title, "sequence length", tuple(labels), tuple(rows), kind, grows=True)
+    labels = ["{},{},\n{},{}".format(*row.case.shape.split(",")) for row in rows]
+    return Group(title, "batch, heads, length, D", tuple(labels), tuple(rows), kind)
 
 
 def rate_bars(axes: Axes, group: Group, _: str) -> None:
@@ -133,7 +133,7 @@ def rate_bars(axes: Axes, group: Group, _: str) -> None:
             height = rate(row.case, result.seconds, group.kind, decodes)
             bar = axes.bar(place, height, 0.92 * width, color=_colour(name, n), label=name)
             words = f"{height:.0f}" if height >= 10 else f"{height:.1f}"
-            small = 7 if len(names) * len(group.rows) > 18 else 8
+            small = 8 - (len(names) * len(group.rows) > 18) - 2 * (len(words) > 3)
             axes.bar_label(bar, [words], padding=1, fontsize=small, color="#404040")
     axes.set_xticks(range(len(group.rows)), group.labels)
     axes.grid(visible=False, axis="x")
@@ -143,32 +143,35 @@ def rate_bars(axes: Axes, group: Group, _: str) -> None:
 
 
 def speed_up(axes: Axes, group: Group, against: str) -> None:
-    """Draw how many times faster than one contender the others are."""
-    _factors(axes, group, against, 0, f"times as fast as {against}")
+    """Draw how many times as fast as one contender the others are."""
 
-
-def less_memory(axes: Axes, group: Group, against: str) -> None:
-    """Draw how many times less memory than one contender the others take."""
-    _factors(axes, group, against, 1, f"times less memory than {against}")
-
-
-def _factors(axes: Axes, group: Group, against: str, which: int, label: str) -> None:
     def factor(row: Row, name: str) -> float:
         found = row.factors(name, against)
-        return found[which] if found else float("nan")
+        return found[0] if found else float("nan")
 
     names = [name for name in group.contenders if name != against]
     _curves(axes, group, names, factor)
-    axes.axhline(1, color=_colour(against, 0), linewidth=1.4, label=against, zorder=1)
-    axes.set_yscale("log", base=2)
+    for name in names[:1]:
+        for at, row in enumerate(group.rows):
+            value = factor(row, name)
+            if value == value:
+                axes.annotate(
+                    f"{value:.1f}x", (at, value), xytext=(0, 7), textcoords="offset points",
+                    ha="center", fontsize=8, color="#404040",
+                )  # fmt: skip
+    axes.axhline(1, color=_colour(against, 0), linewidth=1.6, label=against, zorder=1)
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.yaxis.set_major_formatter(lambda x, _: f"{x:g}x")
-    axes.set_ylabel(label)
+    axes.set_ylabel(f"times as fast as {against}")
 
 
 def memory(axes: Axes, group: Group, _: str) -> None:
     """Draw the peak memory of everybody."""
+    ticker = importlib.import_module("matplotlib.ticker")
     _curves(axes, group, group.contenders, _megabytes)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=9))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
     axes.yaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g} GB" if x >= 1e3 else f"{x:g} MB")
     axes.set_ylabel("peak memory beyond the inputs")
 
@@ -187,7 +190,7 @@ def _curves(
             continue
         axes.plot(
             places, [value(row, name) for row in group.rows], color=_colour(name, n), label=name,
-            marker=MARKERS[n % len(MARKERS)], markersize=6, linewidth=2,
+            marker=MARKERS[n % len(MARKERS)], markersize=6, linewidth=2 if group.grows else 0,
         )  # fmt: skip
     axes.set_xticks(places, group.labels)
     axes.set_xlabel(group.axis)
@@ -236,7 +239,8 @@ def draw(report: Report, file: Path, against: str, pictures: Sequence[str] = ())
     found = [group for group in groups(report) if group.contenders]
     if not found:
         raise ArgumentError("there is nothing to draw: nobody measured anything")
-    chosen = list(pictures) or list(PICTURES if len(found) <= MANY else ["rate"])
+    curves = len(found) <= MANY and all(group.grows for group in found)
+    chosen = list(pictures) or list(PICTURES if curves else ["rate"])
     if "speed-up" in chosen and (against not in report.contenders or len(report.contenders) < 2):
         if pictures:
             raise ArgumentError(f"a speed-up needs {against} and somebody else to be measured")
@@ -251,7 +255,7 @@ def _figure(report: Report, found: list[Group], chosen: list[str], against: str)
     """Lay out the panels: a row for a group where it has several pictures, else a grid."""
     matplotlib = library()
     widest = max(len(group.rows) * len(group.contenders) for group in found)
-    width = min(9.0, max(4.6, 1.2 + 0.27 * widest))
+    width = min(9.0, max(4.8, 1.2 + 0.3 * widest))
     panels = [(group, name) for group in found for name in chosen]
     columns = len(chosen)
     if columns == 1:
@@ -259,14 +263,18 @@ def _figure(report: Report, found: list[Group], chosen: list[str], against: str)
     lines = -(-len(panels) // columns)
     widths = [width if name == "rate" else 4.6 for name in chosen] if len(chosen) > 1 else None
     total = sum(widths) if widths else columns * width
-    text = textwrap.fill(caption(report), int(total * 14))
+    words = caption(report)
+    if "memory" in chosen:
+        words += " Memory: at the peak; of a backward with its forward."
+    text = textwrap.fill(words, int(total * 15))
     below = 0.35 + 0.19 * (text.count("\n") + 1)
     height = 3.5 * lines + 0.75 + below
     figure = matplotlib.figure.Figure(figsize=(total, height))
     grid = figure.subplots(lines, columns, squeeze=False, width_ratios=widths)
     for axes, (group, name) in zip(grid.flat, panels, strict=False):
         PICTURES[name](axes, group, against)
-        axes.set_title(group.title, loc="left")
+        if name == chosen[0]:
+            axes.set_title(group.title, loc="left")
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     handles: dict[str, Any] = {}

@@ -52,11 +52,11 @@ def conditions(kind: str) -> tuple[str, dict[str, str], str]:
         if hasattr(os, "getloadavg"):
             load = f", load average {os.getloadavg()[0]:.1f} at the start"
         device = (
-            f"{info.processor()}, {info.usable_cores()} cores{load}; {number_of_threads()} threads "
-            "for cupyflash"
+            f"{info.processor()}, cores to run on: {info.usable_cores()}{load}; threads: "
+            f"{number_of_threads()} of cupyflash"
         )
         if torch is not None:
-            device += f", {torch.get_num_threads()} for PyTorch"
+            device += f", {torch.get_num_threads()} of PyTorch"
         method = "by the wall clock"
     else:
         names, meter = ["numpy"], Gpu()
