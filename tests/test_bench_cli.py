@@ -120,18 +120,22 @@ def test_a_wrong_result_gives_exit_status_1(monkeypatch, capsys):
     assert "differs by 0.1 of its norm" in out
 
 
-def test_interrupted_it_shows_what_there_is(monkeypatch, capsys):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the GPU is gone")], ids=repr)
+def test_ended_early_it_shows_what_there_is(error, monkeypatch, capsys):
     right = bench.run_case
 
-    def interrupted(meter, case, *arguments, **options):
+    def ended(meter, case, *arguments, **options):
         if case.len_q == 48:
-            raise KeyboardInterrupt
+            raise error
         return right(meter, case, *arguments, **options)
 
-    monkeypatch.setattr(bench, "run_case", interrupted)
-    assert main(["bench", *TINY, *ONLY]) == 0
-    out = squeezed(capsys.readouterr().out)
-    assert "Interrupted after 1 of 2 problems." in out
+    monkeypatch.setattr(bench, "run_case", ended)
+    assert main(["bench", *TINY, *ONLY]) == 2
+    captured = capsys.readouterr()
+    assert "(1, 2, 24, 8)" in captured.out
+    words = "Ended after 1 of 2 problems: " + (str(error) and f"RuntimeError: {error}")
+    assert words in squeezed(captured.out)
+    assert words in squeezed(captured.err)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,6 @@ def draw(meter: Meter, case: Case, seed: int = 0) -> Inputs:
 
     def normal(shape: tuple[int, ...]) -> Array:
         drawn = rng.standard_normal(shape, dtype=wide.type)
-        return meter.xp.asarray(drawn).astype(dtype, copy=False)
+        return meter.xp.asarray(drawn.astype(dtype, copy=False))
 
     return Inputs(normal(queries), normal(keys), normal(keys), normal(queries))

@@ -61,7 +61,11 @@ def run_case(
     results: dict[str, Result] = {}
     works: dict[str, Work] = {}
     wanted: list[Any] | None = None
-    inputs = draw(meter, case)
+    try:
+        inputs = draw(meter, case)
+    except MemoryError as error:  # CuPy's is one too
+        told = f"there is no memory for its arrays ({str(error).partition(chr(10))[0]})"
+        return Row(case, tuple(Result(x.name, REFUSED, told) for x in contenders))
     for contender in contenders:
         progress(case, contender.name)
         name = contender.name

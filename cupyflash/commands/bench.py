@@ -39,18 +39,21 @@ def require(*libraries: str) -> None:
             raise ImportError(f"cupyflash bench needs {name} ({error}): {EXTRA}") from error
 
 
-def conditions(kind: str) -> tuple[str, dict[str, str], str]:
+def conditions(kind: str, with_torch: bool) -> tuple[str, dict[str, str], str]:
     """Return the device, the versions and the method, in words."""
     from ..bench.torch_peers import find
     from ..measure import Gpu
 
-    torch, _ = find()
+    torch = find()[0] if with_torch else None
     versions = {"cupyflash": str(importlib.import_module("cupyflash").__version__)}
     if kind == "cpu":
         names = ["numpy", "numba"]
         load = ""
         if hasattr(os, "getloadavg"):
-            load = f", load average {os.getloadavg()[0]:.1f} at the start"
+            average = os.getloadavg()[0]
+            load = f", load average {average:.1f} at the start"
+            if average > 0.5 * info.usable_cores():
+                load += " (others are working: times are longer than they need be)"
         device = (
             f"{info.processor()}, cores to run on: {info.usable_cores()}{load}; threads: "
             f"{number_of_threads()} of cupyflash"
@@ -113,27 +116,30 @@ def progress_bar(total: int) -> Iterator[Callable[[Case, str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    hidden = not console.is_terminal
+    # Drawn when something is told, not by a thread that would work while calls are timed.
+    how = {"transient": True, "disable": not console.is_terminal, "auto_refresh": False}
     columns = (
         BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    with Progress(*columns, console=console, **how) as bar:
         task = bar.add_task("", total=total)
         seen: list[tuple[Case, str]] = []
 
         def show(case: Case, doing: str) -> None:
             words = f"({case.shape}) {case.kind} {case.direction} {case.dtype}: {doing}"
-            bar.update(task, description=words, completed=len(seen))
+            bar.update(task, description=words, completed=len(seen), refresh=True)
             seen.append((case, doing))
 
         yield show
 
 
-def measured(options: argparse.Namespace) -> Report:
-    """Run what the options ask for; interrupted, return what there is so far."""
+def measured(options: argparse.Namespace) -> tuple[Report, str]:
+    """Run what the options ask for; return what was found, and in words what ended it early."""
     from .. import bench, measure
 
-    kind, _ = choose_device(options.device)
+    kind, choice = choose_device(options.device)
+    if options.device is None:
+        print(f"On the {kind.upper()} ({choice}).", file=sys.stderr)
     name, suite = chosen_suite(options, kind)
     contenders, absent = chosen_contenders(options, suite, kind)
     variants = [bench.variant_of(text) for text in options.variant or ()]
@@ -141,10 +147,11 @@ def measured(options: argparse.Namespace) -> Report:
     if options.graphs and kind == "cpu":
         raise ArgumentError("--graphs came; CUDA graphs are replayed on a GPU only")
     meter: measure.Meter = measure.Cpu() if kind == "cpu" else measure.Gpu()
-    device, versions, method = conditions(kind)
+    device, versions, method = conditions(kind, any(x.name.startswith("torch") for x in contenders))
     runs, seconds = options.runs or RUNS[kind], options.seconds or SECONDS[kind]
     replayed = " Calls are replayed as CUDA graphs." if options.graphs else ""
     rows: list[Row] = []
+    ended = ""
     method = (
         f"Medians of at most {runs} runs {method}, the contenders in turn; random normal data. "
         "FLOPs: 4 D for each pair that attends (of a square causal mask half of all pairs), the "
@@ -159,8 +166,15 @@ def measured(options: argparse.Namespace) -> Report:
                 )  # fmt: skip
                 rows.append(row)
         except KeyboardInterrupt:
-            method += f" Interrupted after {len(rows)} of {len(cases)} problems."
-    return bench.Report(name, kind, device, versions, method, tuple(rows), absent)
+            ended = "it was interrupted"
+        except Exception as error:
+            if not rows:
+                raise
+            ended = f"{type(error).__name__}: {error}"
+    if ended:
+        ended = f"Ended after {len(rows)} of {len(cases)} problems: {ended}"
+        method += f" {ended}."
+    return bench.Report(name, kind, device, versions, method, tuple(rows), absent), ended
 
 
 def baseline(report: Report, wanted: str | None) -> str:
@@ -277,10 +291,9 @@ def bench(options: argparse.Namespace) -> int:
     try:
         require("rich", *(["matplotlib"] if options.plot else []))
         check_files(options)
-        report = loaded(options.load) if options.load else measured(options)
+        report, ended = (loaded(options.load), "") if options.load else measured(options)
         if not report.rows:
-            print("error: interrupted before anything was measured", file=sys.stderr)
-            return 2
+            raise ArgumentError(ended or "the file holds no results")
         show(report)
         if options.json is not None:
             options.json.write_text(report.to_json() + "\n", encoding="utf-8")
@@ -292,6 +305,9 @@ def bench(options: argparse.Namespace) -> int:
             )
     except (ImportError, ValueError, OSError) as error:
         print(textwrap.fill(f"error: {error}", COLUMNS), file=sys.stderr)
+        return 2
+    if ended:
+        print(f"\nerror: {ended}", file=sys.stderr)
         return 2
     if report.wrong:
         print("\nA result is WRONG, so it was not timed: see the notes above.")
