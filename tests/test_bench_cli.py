@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from cupyflash import bench, measure
 from cupyflash.bench import plot
 from cupyflash.commands import bench as command
-from cupyflash.commands.main import main
+from cupyflash.commands.main import main, parser
 
 pytest.importorskip("rich", reason='pip install "cupyflash[bench]"')
 TINY = ["--device", "cpu", "--shape", "1,2,24,8", "--shape", "1,2,48,8", "--runs", "2"]
@@ -198,7 +200,7 @@ def words_in_svg(monkeypatch):
 
 
 def test_the_pictures_of_the_article(words_in_svg, tmp_path):
-    file, again = tmp_path / "a.svg", tmp_path / "b.svg"
+    file, again = tmp_path / "article.svg", tmp_path / "again.svg"
     plot.draw(report_of(*ARTICLE), file, "standard")
     plot.draw(report_of(*ARTICLE), again, "standard")
     assert file.read_bytes() == again.read_bytes()  # no date, no random names
@@ -247,6 +249,18 @@ def test_the_command_knows_the_names():
     assert list(command.PICTURE_NAMES) == list(plot.PICTURES)
     assert set(plot.COLOURS) == {contender.name for contender in bench.CONTENDERS}
     assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
+
+
+def test_the_readme_shows_what_the_command_knows():
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^cupyflash (bench .+)$", readme, re.MULTILINE)
+    assert len(shown) == 3
+    for line in shown:
+        options = parser().parse_args(line.split())
+        for shape in options.shape or ():
+            bench.shape_of(shape)
+        for variant in options.variant or ():
+            bench.variant_of(variant)
 
 
 def test_bench_from_python():

@@ -14,6 +14,7 @@ from numpydoc.validate import validate
 
 import cupyflash
 import cupyflash.analysis
+import cupyflash.bench
 import cupyflash.masks
 import cupyflash.scores
 
@@ -87,7 +88,7 @@ def public(module: types.ModuleType) -> dict[str, object]:
 
 def documented() -> list[str]:
     names = [f"cupyflash.{name}" for name in sorted(FUNCTIONS | TYPES)]
-    for module in (cupyflash.analysis, cupyflash.masks, cupyflash.scores):
+    for module in (cupyflash.analysis, cupyflash.bench, cupyflash.masks, cupyflash.scores):
         found = sorted(name for name in module.__all__ if callable(getattr(module, name)))
         names += [f"{module.__name__}.{name}" for name in found]
     return names

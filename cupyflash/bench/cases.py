@@ -102,7 +102,7 @@ class Case:
     @property
     def decodes(self) -> bool:
         """Whether there is one query only, so that reading K and V takes the time."""
-        return self.len_q == 1
+        return self.len_q == 1 and not self.backward
 
     @property
     def pairs(self) -> float:
@@ -165,7 +165,20 @@ _SHAPE = re.compile(r"(\d+),(\d+)(?:/(\d+))?,(\d+)(?:/(\d+))?,(\d+)", re.ASCII)
 
 
 def variant_of(text: str) -> tuple[str, int | None]:
-    """Read ``window`` or ``window=512``: a name, and its number where there is one."""
+    """Read a variant such as ``window`` or ``window=512``.
+
+    Parameters
+    ----------
+    text : str
+        A name in `VARIANTS`; a number may follow where the variant has one.
+
+    Returns
+    -------
+    name : str
+        The variant.
+    size : int or None
+        Its number.
+    """
     match = _VARIANT.fullmatch(text)
     name, number = match.groups() if match else (text, None)
     if name not in VARIANTS:
@@ -178,7 +191,12 @@ def variant_of(text: str) -> tuple[str, int | None]:
 
 
 def shape_of(text: str) -> tuple[int, int, int, int, int, int]:
-    """Read ``B,H,L,D``, where H may be ``Hq/Hkv`` and L ``Lq/Lk``.
+    """Read a shape.
+
+    Parameters
+    ----------
+    text : str
+        ``B,H,L,D``, where H may be ``Hq/Hkv`` and L ``Lq/Lk``.
 
     Returns
     -------
@@ -205,7 +223,26 @@ def made(
     size: int | None,
     direction: str,
 ) -> Case:
-    """Return a case; without a size that of the variant, in proportion to the number of keys."""
+    """Return a case.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        B, Hq, Hkv, Lq, Lk, D.
+    dtype : str
+        Of q, k and v.
+    variant : str
+        A name in `VARIANTS`.
+    size : int or None
+        Of the window, a document or the prefix; None for one in proportion to the number of keys.
+    direction : str
+        forward or backward.
+
+    Returns
+    -------
+    Case
+        The problem.
+    """
     if size is None:
         size = max(1, SIZED[variant] * shape[4] // 8192) if variant in SIZED else 0
     return Case(*shape, dtype=dtype, variant=variant, size=size, direction=direction)

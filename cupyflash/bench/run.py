@@ -124,7 +124,8 @@ def _ready(
         told = f"its result differs by {distance:.2g} of its norm from that of the first contender"
         if wanted is None:
             told = "its result is not finite, or changes from run to run"
-        return Result(name, WRONG, told, difference=distance), work, found
+        number = distance if math.isfinite(distance) else None  # which JSON would not know
+        return Result(name, WRONG, told, difference=number), work, found
     peak = job.peak_memory(job.whole)
     return Result(name, MEASURED, peak_bytes=peak, difference=distance), work, found
 

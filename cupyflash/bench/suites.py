@@ -151,7 +151,20 @@ SUITES: dict[str, dict[str, Suite]] = {
 
 
 def own_shapes(kind: str, shapes: Sequence[Shape]) -> Suite:
-    """Return a suite of a user's shapes: forward, without a mask, everybody of the quick suite."""
+    """Return a suite of a user's shapes: forward, without a mask, everybody of the quick suite.
+
+    Parameters
+    ----------
+    kind : str
+        cpu or gpu.
+    shapes : sequence of tuple of int
+        B, Hq, Hkv, Lq, Lk, D.
+
+    Returns
+    -------
+    Suite
+        Whose `cases` takes other dtypes, variants and passes.
+    """
     quick = SUITES[kind]["quick"]
     return Suite(
         "own shapes", tuple(shapes), quick.dtype, ("full",), ("forward",), quick.contenders
