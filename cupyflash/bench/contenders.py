@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -237,16 +239,27 @@ def needs_memory(meter: Meter, wanted: float) -> None:
         )
 
 
-def draw(meter: Meter, case: Case, seed: int = 0) -> Inputs:
-    """Return standard normal numbers from a fixed seed, rounded to the case's dtype."""
-    rng = np.random.default_rng(seed)
-    dtype = float_type(case.dtype)
-    wide = np.promote_types(dtype, np.float32)
+def draw(meter: Meter, case: Case) -> Inputs:
+    """Return standard normal numbers, always the same, rounded to the case's dtype."""
     queries = (case.batch, case.heads, case.len_q, case.d)
     keys = (case.batch, case.heads_kv, case.len_k, case.d)
 
-    def normal(shape: tuple[int, ...]) -> Array:
-        drawn = rng.standard_normal(shape, dtype=wide.type)
-        return meter.xp.asarray(drawn.astype(dtype, copy=False))
+    def normal(seed: int, shape: tuple[int, ...]) -> Array:
+        count = math.prod(shape)
+        make = _kept_numbers if count <= KEPT else _numbers
+        return meter.xp.asarray(make(seed, count, case.dtype).reshape(shape))
 
-    return Inputs(normal(queries), normal(keys), normal(keys), normal(queries))
+    return Inputs(normal(0, queries), normal(1, keys), normal(2, keys), normal(3, queries))
+
+
+KEPT = 2**26  # numbers of an array that are kept for the next case, which often has as many
+
+
+def _numbers(seed: int, count: int, name: str) -> np.ndarray[Any, Any]:
+    dtype = float_type(name)
+    wide = np.promote_types(dtype, np.float32).type
+    drawn = np.random.default_rng(seed).standard_normal(count, dtype=wide)
+    return drawn.astype(dtype, copy=False)
+
+
+_kept_numbers = functools.lru_cache(maxsize=4)(_numbers)

@@ -91,9 +91,9 @@ def run_case(
             )
     works.clear()
     del inputs
+    meter.release()
     for contender in contenders:
         contender.release(meter)
-    meter.release()
     return Row(case, tuple(results.values()))
 
 

@@ -84,7 +84,6 @@ class TorchPeer(Contender):
         """Give back what PyTorch's allocator and its compiler keep."""
         torch, _ = find()
         if torch is not None and isinstance(meter, Gpu):
-            gc.collect()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
