@@ -231,6 +231,17 @@ def test_many_groups_are_drawn_by_their_rates(words_in_svg, tmp_path):
     assert png.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_lengths_stand_in_order_and_shapes_where_they_would_not_do():
+    (group,) = plot.groups(report_of(*reversed(ARTICLE)))
+    assert group.labels == ("512", "1024", "2048", "4096", "8192")
+    assert [row.case.len_k for row in group.rows] == [512, 1024, 2048, 4096, 8192]
+    assert group.grows
+    twice = [bench.made((b, 2, 2, 64, 64, 8), "float32", "full", None, "forward") for b in (1, 2)]
+    (group,) = plot.groups(report_of(*twice))
+    assert group.labels == ("1,2,\n64,8", "2,2,\n64,8")
+    assert not group.grows
+
+
 def test_nothing_to_draw_is_told(tmp_path):
     report = report_of(ARTICLE[0])
     nothing = dataclasses.replace(report, rows=())

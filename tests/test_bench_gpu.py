@@ -84,7 +84,8 @@ def test_fewer_queries_than_keys_are_masked_by_an_array(torch):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_replays_are_compared_too(torch, direction, monkeypatch):
     monkeypatch.setattr(measure.Gpu, "captured", lambda _, work: work)
-    results = run("full", direction, graphs=True)
+    with Stream(7):
+        results = run("full", direction, graphs=True)
     captured = {"cupyflash"} | ({x.name for x in SDPA} if direction == "forward" else set())
     for name, result in results.items():
         wanted = "measured" if name in captured else "refused"

@@ -343,7 +343,8 @@ def add_command(subparsers: Any) -> None:
         "bench",
         help=text,
         description=f"Measure {text}. Every result is compared with the first contender's before "
-        "it is timed. Needs rich, and matplotlib for --plot.",
+        "it is timed. Needs rich, and matplotlib for --plot. The options --shape, --pass, --variant, "
+        "--dtype, --only and --picture may be repeated.",
         epilog="Suites: quick, article (the table of a well-known article: (2, 8, L, 64) against "
         "standard attention), peers (against PyTorch's kernels; on a GPU 16,384 tokens in all), "
         "variants (masks and score changes), decode (one query). The exit status is 1 if a result "
@@ -356,10 +357,9 @@ def add_command(subparsers: Any) -> None:
     command.add_argument("--suite", choices=SUITE_NAMES, help="which problems (default: quick)")
     command.add_argument(
         "--shape", action="append", metavar="B,H,L,D",
-        help="a problem of your own, instead of a suite; H may be Hq/Hkv, L may be Lq/Lk; may be "
-        "repeated, as may all options that follow but the numbers and files",
+        help="a problem of your own, instead of a suite; H may be Hq/Hkv, L may be Lq/Lk",
     )  # fmt: skip
-    command.add_argument("--pass", choices=PASS_NAMES, action="append", help="forward, backward")
+    command.add_argument("--pass", choices=PASS_NAMES, action="append", help="which passes")
     command.add_argument(
         "--variant", **many,
         help=f"{', '.join(VARIANT_NAMES)}; of the sized ones with a number, as in window=512, else "
