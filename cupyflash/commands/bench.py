@@ -343,7 +343,7 @@ def add_command(subparsers: Any) -> None:
         "bench",
         help=text,
         description=f"Measure {text}. Every result is compared with the first contender's before "
-        "it is timed. Needs rich, and matplotlib for --plot. The options --shape, --pass, --variant, "
+        "it is timed. Needs rich, and matplotlib for --plot. --shape, --pass, --variant, "
         "--dtype, --only and --picture may be repeated.",
         epilog="Suites: quick, article (the table of a well-known article: (2, 8, L, 64) against "
         "standard attention), peers (against PyTorch's kernels; on a GPU 16,384 tokens in all), "
