@@ -205,7 +205,7 @@ def show(report: Report) -> None:
     table.add_column("contender", no_wrap=True)
     for title in ("time", "spread", unit(report.kind, decodes), "memory"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column(f"{first} against it")
+    table.add_column(f"{first}: time, memory")
     notes: dict[str, int] = {}
     for row in report.rows:
         case = row.case
@@ -246,7 +246,7 @@ def line(row: Row, result: Result, kind: str, decodes: bool, notes: dict[str, in
     if factors and result is not row.results[0]:
         words = verdict(factors[0], 1, "faster", "slower")
         if factors[1]:
-            words += ", " + verdict(factors[1], 1, "less memory", "more memory")
+            words += ", " + verdict(factors[1], 1, "less", "more")
     return [
         result.contender,
         f"{three_digits(result.seconds * 1e3)} ms",
