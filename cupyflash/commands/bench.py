@@ -240,7 +240,7 @@ def line(row: Row, result: Result, kind: str, decodes: bool, notes: dict[str, in
 
     if not result.seconds:
         number = notes.setdefault(result.reason, len(notes) + 1)
-        return [result.contender, f"{result.status} ({number})", "", "", "", ""]
+        return [result.contender, "", "", "", "", f"{result.status} ({number})"]
     factors = row.factors(row.results[0].contender, result.contender)
     words = ""
     if factors and result is not row.results[0]:
