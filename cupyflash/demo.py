@@ -17,6 +17,7 @@ from . import target, tensor_tiles
 from .api import attention, attention_vjp
 from .masks import causal as causal_mask
 from .measure import Meter
+from .standard import standard_backward, standard_forward
 from .testing import Precision, backward_bound, forward_bound, rho
 
 Array = Any  # of `xp`
@@ -71,79 +72,6 @@ def load(dtype: str = "float32", repeat: int = 1, xp: Any = np) -> Inputs:
         q, k, v = (np.tile(data[name].astype(dtype), (1, repeat, 1)) for name in "qkv")
     do = np.random.default_rng(0).standard_normal(v.shape).astype(dtype)
     return Inputs(*(xp.asarray(array) for array in (q, k, v, do)))
-
-
-def standard_forward(xp: Any, q: Array, k: Array, v: Array, causal: bool) -> tuple[Array, Array]:
-    """Standard attention (FlashAttention, Algorithm 0): all scores in one array.
-
-    Parameters
-    ----------
-    xp : module
-        The array module of all arrays.
-    q, k, v : array, shape (H, L, D)
-        float16 is widened to float32: NumPy's float16 products are no match for anybody, and CuPy
-        itself widens those of more than one head.
-    causal : bool
-        Whether query i sees keys up to i only.
-
-    Returns
-    -------
-    o : array, shape (H, L, D)
-        The output, in the dtype of q.
-    p : array, shape (H, L, L)
-        The probabilities, which the backward needs; in float32 or float64.
-    """
-    dtype = q.dtype
-    work = np.promote_types(dtype, np.float32)
-    q, k, v = (array.astype(work, copy=False) for array in (q, k, v))
-    p = (q * q.shape[-1] ** -0.5) @ k.swapaxes(-1, -2)
-    if causal:
-        at = xp.arange(p.shape[-1])
-        xp.copyto(p, -np.inf, where=at > at[:, None])
-    p -= p.max(axis=-1, keepdims=True)
-    xp.exp(p, out=p)
-    p /= p.sum(axis=-1, keepdims=True)
-    return (p @ v).astype(dtype, copy=False), p
-
-
-def standard_backward(xp: Any, inputs: Inputs, o: Array, p: Array) -> tuple[Array, Array, Array]:
-    """Gradients of standard attention, from the probabilities that the forward kept.
-
-    Parameters
-    ----------
-    xp : module
-        The array module of all arrays.
-    inputs : Inputs
-        What went into the forward, and the gradient of its output.
-    o, p : array
-        What `standard_forward` returned.
-
-    Returns
-    -------
-    dq, dk, dv : array, shape (H, L, D)
-        In the dtype of q.
-    """
-    dtype = inputs.q.dtype
-    q, k, v, do = (array.astype(p.dtype, copy=False) for array in inputs)
-    dv = transposed_product(xp, p, do)
-    ds = do @ v.swapaxes(-1, -2)
-    ds -= (do * o).sum(axis=-1, keepdims=True)
-    ds *= p
-    scale = q.shape[-1] ** -0.5
-    dq = scale * (ds @ k)
-    dk = scale * transposed_product(xp, ds, q)
-    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
-
-
-def transposed_product(xp: Any, a: Array, b: Array) -> Array:
-    """Return the product of the transposed large `a`, shape (H, L, L), and `b`, shape (H, L, D).
-
-    CuPy copies an operand that is transposed, so there the small one is; NumPy copies none, and is
-    slower that way round.
-    """
-    if xp is np:
-        return a.swapaxes(-1, -2) @ b
-    return (b.swapaxes(-1, -2) @ a).swapaxes(-1, -2)
 
 
 def candidates(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import re
 import statistics
 import time
 import tracemalloc
@@ -14,6 +17,7 @@ from typing import Any
 import numpy as np
 
 Work = Callable[[], Any]
+SMALLEST_FLUSH, LARGEST_FLUSH = 2**26, 2**30  # bytes
 
 
 class Meter(ABC):
@@ -37,6 +41,18 @@ class Meter(ABC):
 
         Only what goes beyond what was held before counts.
         """
+
+    @abstractmethod
+    def free_memory(self) -> int | None:
+        """Return the bytes that could still be had; None where nobody tells."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Undo what one call does to the time of another one; called before a call is timed."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back memory that is kept for later use."""
 
     def medians(
         self, work: Sequence[Work], most_runs: int, seconds: float
@@ -88,7 +104,7 @@ class Cpu(Meter):
         process's resident memory (Linux) sees that too, but not pages that an earlier call left
         behind.
         """
-        gc.collect()
+        self.release()
         before = None
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts anew
@@ -108,6 +124,25 @@ class Cpu(Meter):
             peak = max(peak, (_resident("VmHWM") or 0) - before)
         del result
         return peak
+
+    def free_memory(self) -> int | None:
+        """Return the bytes that processes can still get without swapping (Linux)."""
+        try:
+            text = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return None
+        found = re.search(r"^MemAvailable: *(\d+) kB", text, re.MULTILINE)
+        return 1024 * int(found[1]) if found else None
+
+    def settle(self) -> None:
+        """Wait until the threads of other libraries have stopped waiting for work busily."""
+        time.sleep(0.005)
+
+    def release(self) -> None:
+        """Give back what is no longer used, and what glibc keeps of that."""
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident(field: str) -> int | None:
@@ -129,6 +164,7 @@ class Gpu(Meter):
         import cupy
 
         self.xp = cupy
+        self._buffer: Any = None
 
     def seconds(self, work: Work) -> float:
         """Return the seconds from the call's first to its last instruction on the GPU."""
@@ -163,6 +199,46 @@ class Gpu(Meter):
         """Return the bytes that the current device could still give."""
         pool = self.xp.get_default_memory_pool()
         return int(self.xp.cuda.runtime.memGetInfo()[0]) + int(pool.free_bytes())
+
+    def settle(self) -> None:
+        """Write a buffer that is larger than the L2 cache, on the current stream.
+
+        The host is ahead of the device by the time this takes, so what it needs to start a call is
+        not measured, unless it is longer.
+        """
+        if self._buffer is None:
+            facts = self.xp.cuda.runtime.getDeviceProperties(self.number())
+            largest = max(4 * int(facts.get("l2CacheSize", 0)), SMALLEST_FLUSH)
+            size = max(largest, min(LARGEST_FLUSH, self.free_memory() // 8))
+            self._buffer = self.xp.empty(size, np.uint8)
+        self._buffer.fill(0)
+
+    def release(self) -> None:
+        """Give the blocks that CuPy's memory pool keeps back to the driver."""
+        gc.collect()
+        self.xp.cuda.Device().synchronize()
+        self.xp.get_default_memory_pool().free_all_blocks()
+
+    def captured(self, work: Work) -> Work:
+        """Return a function that replays a call as a CUDA graph on the current stream.
+
+        Its results and scratch must have a place that outlives the call, and so must its inputs.
+        """
+        cuda = self.xp.cuda
+        cuda.Device().synchronize()
+        with cuda.Stream(non_blocking=True) as stream:
+            work()  # whatever is made at the first use is made now
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                work()
+            finally:
+                graph = stream.end_capture()
+
+        def replay(_: Work = work) -> None:  # which holds what the graph reads and writes
+            graph.launch(cuda.get_current_stream())
+
+        return replay
 
 
 def _peak_hook(base: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,6 +35,35 @@ class Event:
 
     def synchronize(self):
         assert self.at
+
+
+class Stream:
+    """A stream that writes down what is done with it; `current` ends with the current one."""
+
+    current: ClassVar[list] = []
+
+    def __init__(self, ptr=1, non_blocking=False):
+        self.ptr, self.non_blocking, self.did = ptr, non_blocking, []
+
+    def __enter__(self):
+        self.current.append(self)
+        return self
+
+    def __exit__(self, *_):
+        self.current.pop()
+
+    def synchronize(self):
+        self.did.append("synchronize")
+
+    def begin_capture(self):
+        self.did.append("begin")
+
+    def end_capture(self):
+        self.did.append("end")
+        return SimpleNamespace(launch=lambda stream: stream.did.append("launch"))
+
+
+Stream.current = [Stream(0)]
 
 
 class MemoryHook:
@@ -70,7 +100,9 @@ def fake_cupy(
     module.ones = product or np.ones
     module.__getattr__ = lambda name: getattr(np, name)
     module.ndarray = type("ndarray", (), {})  # NumPy's arrays are not of this type
-    module.get_default_memory_pool = lambda: SimpleNamespace(free_bytes=lambda: 0)
+    module.get_default_memory_pool = lambda: SimpleNamespace(
+        free_bytes=lambda: 0, free_all_blocks=lambda: None
+    )
     module.cuda = SimpleNamespace(
         runtime=SimpleNamespace(
             driverGetVersion=answer(driver, "no answer of the driver"),
@@ -83,6 +115,9 @@ def fake_cupy(
         Event=Event,
         get_elapsed_time=lambda start, end: 1e3 * (end.at - start.at),
         MemoryHook=MemoryHook,
+        Device=lambda: SimpleNamespace(synchronize=lambda: None),
+        Stream=Stream,
+        get_current_stream=lambda: Stream.current[-1],
         nvrtc=SimpleNamespace(getVersion=answer(nvrtc, "Failure finding libnvrtc.so")),
     )
     return module

@@ -39,8 +39,9 @@ ORDER = [
     ["calls", "explanation"],
     ["api", "varlen"],
     ["testing"],
-    ["measure"],
+    ["measure", "standard"],
     ["info", "demo"],
+    ["bench"],
     ["commands"],
 ]
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
@@ -54,6 +55,7 @@ USERS_OF_REFERENCE = [
 ]
 # Imported when first needed, never by `import cupyflash`.
 LAZY = {"numba", "llvmlite", "cupy", "cupyx", "cuda", "hypothesis", "typer", "rich", "ml_dtypes"}
+LAZY |= {"matplotlib", "torch"}
 REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_names)
 
 # CuPy stays behind these, and even they import it only when one of their functions is called.

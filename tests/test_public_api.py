@@ -14,6 +14,7 @@ from numpydoc.validate import validate
 
 import cupyflash
 import cupyflash.analysis
+import cupyflash.bench
 import cupyflash.figures
 import cupyflash.masks
 import cupyflash.scores
@@ -90,7 +91,9 @@ def public(module: types.ModuleType) -> dict[str, object]:
 
 def documented() -> list[str]:
     names = [f"cupyflash.{name}" for name in sorted(FUNCTIONS | TYPES)]
-    for module in (cupyflash.analysis, cupyflash.figures, cupyflash.masks, cupyflash.scores):
+    for module in (
+        cupyflash.analysis, cupyflash.bench, cupyflash.figures, cupyflash.masks, cupyflash.scores,
+    ):  # fmt: skip
         found = sorted(name for name in module.__all__ if callable(getattr(module, name)))
         names += [f"{module.__name__}.{name}" for name in found]
     return names

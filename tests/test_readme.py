@@ -28,6 +28,16 @@ COMMANDS = {
     "cupyflash info": "ci",
     "cupyflash explain 2,16,4096,128 --mask causal --device H200": "ci",
     "cupyflash verify": "tests/test_verify_cli.py",
+    "cupyflash bench": "tests/test_bench_cli.py",
+    "cupyflash bench --suite article --json article.json --plot article.svg": (
+        "tests/test_bench_cli.py"
+    ),
+    "cupyflash bench --shape 1,32/8,1/4096,128 --shape 1,32/8,4096,128 --variant window=512": (
+        "tests/test_bench.py"
+    ),
+    "cupyflash bench --load article.json --plot article.png --picture memory": (
+        "tests/test_bench_cli.py"
+    ),
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/test_examples.py",
     "python examples/train_lm.py --plot loss.svg": "tests/test_train_lm.py",
@@ -36,6 +46,7 @@ COMMANDS = {
     'pip install ".[cuda12]"': "an extra",
     'pip install ".[cuda13]"': "an extra",
     'pip install ".[bf16]"': "an extra",
+    'pip install ".[bench]"': "an extra",
     'pip install ".[verify]"': "an extra",
 }
 

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from .. import info
-from . import demo, explain, verify
+from . import bench, demo, explain, verify
 from .text import wrapped
 
 
@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_command(commands)
     verify.add_command(commands)
     explain.add_command(commands)
+    bench.add_command(commands)
 
     text = "versions, threads, devices and cache folders"
     command = commands.add_parser("info", help=text, description=f"Show {text}.")

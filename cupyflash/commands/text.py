@@ -44,7 +44,8 @@ def table(rows: Sequence[Sequence[str]], left: int = 1, header: int = 1) -> str:
 def megabytes(number: float) -> str:
     """Bytes in MB, with two significant digits at least."""
     millions = number / 1e6
-    return f"{millions:.0f} MB" if millions >= 10 else f"{millions:.1f} MB"
+    digits = 0 if millions >= 10 else 1 if millions >= 1 else 2
+    return f"{millions:.{digits}f} MB"
 
 
 def milliseconds(seconds: float) -> str:

@@ -1,0 +1,39 @@
+"""Time and peak memory of attention against sequence length, beside standard attention and PyTorch.
+
+`cupyflash bench` is this on the command line; from Python::
+
+    from cupyflash import bench, measure
+
+    suite = bench.SUITES["cpu"]["quick"]
+    for case in suite.cases():
+        row = bench.run_case(measure.Cpu(), case, bench.CONTENDERS, runs=5, seconds=1.0)
+"""
+
+from .cases import Case, made, shape_of, variant_of
+from .contenders import Contender, Cupyflash, Job, RefusalError, Standard
+from .results import Report, Result, Row
+from .run import run_case
+from .suites import SUITES, Suite, own_shapes
+from .torch_peers import PEERS
+
+CONTENDERS: tuple[Contender, ...] = (Cupyflash(), Standard(), *PEERS)
+
+__all__ = [
+    "CONTENDERS",
+    "SUITES",
+    "Case",
+    "Contender",
+    "Cupyflash",
+    "Job",
+    "RefusalError",
+    "Report",
+    "Result",
+    "Row",
+    "Standard",
+    "Suite",
+    "made",
+    "own_shapes",
+    "run_case",
+    "shape_of",
+    "variant_of",
+]

@@ -1,0 +1,303 @@
+"""Pictures of a report, by matplotlib: TFLOP/s bars, speed-up and memory curves.
+
+matplotlib is imported when a picture is drawn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+from .results import MEASURED, Report, Row, rate, unit
+from .suites import OURS
+
+Axes = Any  # of matplotlib
+SUFFIXES = (".svg", ".png")
+# Okabe and Ito's colours, which colour-blind people tell apart; the same for a name in any picture.
+COLOURS = {
+    OURS: "#0072B2",
+    "standard": "#8C8C8C",
+    "torch-cudnn": "#009E73",
+    "torch-flash": "#E69F00",
+    "torch-efficient": "#56B4E9",
+    "torch-flex": "#CC79A7",
+    "torch-cpu": "#D55E00",
+    "torch-math": "#4D4D4D",
+}
+MARKERS = "osD^vP*X"
+STYLE = {
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "axes.edgecolor": "#B0B0B0",
+    "axes.labelcolor": "#202020",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.labelsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "font.family": "DejaVu Sans",
+    "text.color": "#202020",
+    "legend.frameon": False,
+    "svg.hashsalt": "cupyflash bench",  # the same numbers give the same file
+}
+MANY = 3  # groups of curves: of more the rates alone are drawn
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that share an x axis: sequence lengths, or the kinds of masks at one length.
+
+    Attributes
+    ----------
+    title : str
+        What the rows share.
+    axis : str
+        What the x axis is.
+    labels : tuple of str
+        One for each row.
+    rows : tuple of Row
+        In the order of the axis.
+    kind : str
+        cpu or gpu.
+    grows : bool
+        Whether the axis is one of numbers that grow, along which a curve means something.
+    """
+
+    title: str
+    axis: str
+    labels: tuple[str, ...]
+    rows: tuple[Row, ...]
+    kind: str
+    grows: bool = False
+
+    @property
+    def contenders(self) -> list[str]:
+        """Names of those that measured something here, in order."""
+        names = [x.contender for row in self.rows for x in row.results if x.status == MEASURED]
+        return list(dict.fromkeys(names))
+
+
+def groups(report: Report) -> list[Group]:
+    """Sort rows into groups: those that differ in batch, heads and length only, or in the mask."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    kinds, shapes = ({getattr(x.case, name) for x in report.rows} for name in ("kind", "shape"))
+    by_mask = len(kinds) > len(shapes)
+    for row in report.rows:
+        case = row.case
+        key: tuple[Any, ...] = (case.direction, case.dtype, case.d, case.decodes)
+        key += (case.shape,) if by_mask else (case.variant,)
+        found.setdefault(key, []).append(row)
+    return [_group(rows, report.kind, by_mask) for rows in found.values()]
+
+
+def _group(rows: list[Row], kind: str, by_mask: bool) -> Group:
+    case = rows[0].case
+    if by_mask:
+        title = f"{case.direction}, ({case.shape.replace(',', ', ')}), {case.dtype}"
+        labels = [row.case.kind.replace(" ", "\n") for row in rows]
+        return Group(title, "mask or score change", tuple(labels), tuple(rows), kind)
+    title = f"{case.direction}, {case.variant}, D = {case.d}, {case.dtype}"
+    if case.decodes:
+        labels = [f"{row.case.batch} ×\n{row.case.len_k}" for row in rows]
+        return Group(f"one query, {title}", "sequences × keys", tuple(labels), tuple(rows), kind)
+    rows = sorted(rows, key=lambda row: row.case.len_k)
+    labels = [f"{row.case.len_k}" for row in rows]
+    if len(set(labels)) == len(labels) and all(x.case.len_q == x.case.len_k for x in rows):
+        return Group(title, "sequence length", tuple(labels), tuple(rows), kind, grows=True)
+    labels = ["{},{},\n{},{}".format(*row.case.shape.split(",")) for row in rows]
+    return Group(title, "batch, heads, length, D", tuple(labels), tuple(rows), kind)
+
+
+def rate_bars(axes: Axes, group: Group, _: str) -> None:
+    """Draw how fast everybody is: bars for each row, one per contender."""
+    names = group.contenders
+    width = 0.8 / len(names)
+    decodes = group.rows[0].case.decodes
+    for n, name in enumerate(names):
+        for at, row in enumerate(group.rows):
+            result = row.of(name)
+            if result is None or not result.seconds:
+                continue
+            place = at + (n - (len(names) - 1) / 2) * width
+            height = rate(row.case, result.seconds, group.kind, decodes)
+            bar = axes.bar(place, height, 0.92 * width, color=_colour(name, n), label=name)
+            words = f"{height:.0f}" if height >= 10 else f"{height:.1f}"
+            small = 8 - (len(names) * len(group.rows) > 18) - 2 * (len(words) > 3)
+            axes.bar_label(bar, [words], padding=1, fontsize=small, color="#404040")
+    axes.set_xticks(range(len(group.rows)), group.labels)
+    axes.grid(visible=False, axis="x")
+    axes.margins(y=0.12)
+    axes.set_ylabel(unit(group.kind, decodes) + " of K and V" * decodes)
+    axes.set_xlabel(group.axis)
+
+
+def speed_up(axes: Axes, group: Group, against: str) -> None:
+    """Draw how many times as fast as one contender the others are."""
+
+    def factor(row: Row, name: str) -> float:
+        found = row.factors(name, against)
+        return found[0] if found else float("nan")
+
+    names = [name for name in group.contenders if name != against]
+    _curves(axes, group, names, factor)
+    for name in names[:1]:
+        for at, row in enumerate(group.rows):
+            value = factor(row, name)
+            if value == value:
+                axes.annotate(
+                    f"{value:.1f}x", (at, value), xytext=(0, 7), textcoords="offset points",
+                    ha="center", fontsize=8, color="#404040",
+                )  # fmt: skip
+    axes.axhline(1, color=_colour(against, 0), linewidth=1.6, label=against, zorder=1)
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    axes.yaxis.set_major_formatter(lambda x, _: f"{x:g}x")
+    axes.set_ylabel(f"times as fast as {against}")
+
+
+def memory(axes: Axes, group: Group, _: str) -> None:
+    """Draw the peak memory of everybody."""
+    ticker = importlib.import_module("matplotlib.ticker")
+    _curves(axes, group, group.contenders, _megabytes)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=9))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g} GB" if x >= 1e3 else f"{x:g} MB")
+    axes.set_ylabel("peak memory beyond the inputs")
+
+
+def _megabytes(row: Row, name: str) -> float:
+    result = row.of(name)
+    return (result.peak_bytes or 0) / 1e6 if result else float("nan")
+
+
+def _curves(
+    axes: Axes, group: Group, names: Sequence[str], value: Callable[[Row, str], float]
+) -> None:
+    places = range(len(group.rows))
+    for n, name in enumerate(group.contenders):
+        if name not in names:
+            continue
+        axes.plot(
+            places, [value(row, name) for row in group.rows], color=_colour(name, n), label=name,
+            marker=MARKERS[n % len(MARKERS)], markersize=6, linewidth=2 if group.grows else 0,
+        )  # fmt: skip
+    axes.set_xticks(places, group.labels)
+    axes.set_xlabel(group.axis)
+
+
+PICTURES: dict[str, Callable[[Axes, Group, str], None]] = {
+    "rate": rate_bars,
+    "speed-up": speed_up,
+    "memory": memory,
+}
+
+
+def _colour(name: str, number: int) -> str:
+    spare = ("#332288", "#117733", "#AA4499")
+    return COLOURS.get(name, spare[number % len(spare)])
+
+
+def caption(report: Report) -> str:
+    """Return the conditions, without a date."""
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    return f"{report.device}. {versions}. {report.method}"
+
+
+def draw(report: Report, file: Path, against: str, pictures: Sequence[str] = ()) -> None:
+    """Draw a report to a file.
+
+    Parameters
+    ----------
+    report : Report
+        What was measured.
+    file : Path
+        Ends in .svg or .png.
+    against : str
+        Whom the speed-up is over.
+    pictures : sequence of str, optional
+        Names in `PICTURES`; all, or of many groups only the rates.
+
+    Raises
+    ------
+    ArgumentError
+        There is nothing to draw, or the file has another ending.
+    ImportError
+        matplotlib is not installed.
+    """
+    check_suffix(file)
+    found = [group for group in groups(report) if group.contenders]
+    if not found:
+        raise ArgumentError("there is nothing to draw: nobody measured anything")
+    curves = len(found) <= MANY and all(group.grows for group in found)
+    chosen = list(pictures) or list(PICTURES if curves else ["rate"])
+    if "speed-up" in chosen and (against not in report.contenders or len(report.contenders) < 2):
+        if pictures:
+            raise ArgumentError(f"a speed-up needs {against} and somebody else to be measured")
+        chosen.remove("speed-up")
+    matplotlib = library()
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(report, found, chosen, against)
+        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def _figure(report: Report, found: list[Group], chosen: list[str], against: str) -> Any:
+    """Lay out the panels: a row for a group where it has several pictures, else a grid."""
+    matplotlib = library()
+    widest = max(len(group.rows) * len(group.contenders) for group in found)
+    width = min(9.0, max(4.8, 1.2 + 0.3 * widest))
+    panels = [(group, name) for group in found for name in chosen]
+    columns = len(chosen)
+    if columns == 1:
+        columns = 3 if len(found) % 3 == 0 else min(len(found), 2)
+    lines = -(-len(panels) // columns)
+    widths = [width if name == "rate" else 4.6 for name in chosen] if len(chosen) > 1 else None
+    total = sum(widths) if widths else columns * width
+    words = caption(report)
+    if "memory" in chosen:
+        words += " Memory: at the peak; of a backward with its forward."
+    text = textwrap.fill(words, int(total * 15))
+    below = 0.35 + 0.19 * (text.count("\n") + 1)
+    height = 3.5 * lines + 0.75 + below
+    figure = matplotlib.figure.Figure(figsize=(total, height))
+    grid = figure.subplots(lines, columns, squeeze=False, width_ratios=widths)
+    for axes, (group, name) in zip(grid.flat, panels, strict=False):
+        PICTURES[name](axes, group, against)
+        if name == chosen[0]:
+            axes.set_title(group.title, loc="left")
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    handles: dict[str, Any] = {}
+    for axes in grid.flat:
+        found_handles, labels = axes.get_legend_handles_labels()
+        for handle, label in zip(found_handles, labels, strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(), handles, loc="upper center", ncols=len(handles), fontsize=10,
+        bbox_to_anchor=(0.5, 1 - 0.05 / height),
+    )  # fmt: skip
+    figure.text(0.15 / total, 0.12 / height, text, fontsize=8, color="#505050", va="bottom")
+    figure.tight_layout(rect=(0, below / height, 1, 1 - 0.45 / height), h_pad=2, w_pad=2)
+    return figure
+
+
+def check_suffix(file: Path) -> None:
+    """Refuse a file that is no picture by its name."""
+    if file.suffix not in SUFFIXES:
+        raise ArgumentError(f"{file} came; wanted a name that ends in {' or '.join(SUFFIXES)}")
+
+
+def library() -> Any:
+    """Return matplotlib."""
+    importlib.import_module("matplotlib.figure")
+    return importlib.import_module("matplotlib")

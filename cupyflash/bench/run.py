@@ -1,0 +1,210 @@
+"""Runs a case: every contender is held to the first one's result, then all are timed in turn."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..measure import Gpu, Meter, Work
+from .cases import Case
+from .contenders import Contender, Inputs, RefusalError, draw
+from .results import MEASURED, REFUSED, WRONG, Result, Row
+
+# How far a result may be from the first contender's, as a share of its norm. This finds wrong
+# attention, not bad rounding, which is what `cupyflash verify` is for.
+TOLERANCE = {"float64": 1e-8, "float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
+ROUNDED_PENALTIES = 5e-2  # some peers take ALiBi's in 16 bits
+WARM_UP = {"cpu": 1, "gpu": 3}  # rounds
+Progress = Callable[[Case, str], None]
+
+
+def run_case(
+    meter: Meter,
+    case: Case,
+    contenders: Sequence[Contender],
+    *,
+    runs: int,
+    seconds: float,
+    graphs: bool = False,
+    progress: Progress = lambda case, doing: None,
+) -> Row:
+    """Check and time one case.
+
+    Parameters
+    ----------
+    meter : Meter
+        Of the device.
+    case : Case
+        The problem.
+    contenders : sequence of Contender
+        The first that can do the case is the one that the others' results are held to.
+    runs : int
+        Runs that a median is of, at most.
+    seconds : float
+        No round of runs is begun after that time; one is always run.
+    graphs : bool, optional
+        Time replays of CUDA graphs.
+    progress : callable, optional
+        Is told the case and what is done with it: a contender's name, or "timing".
+
+    Returns
+    -------
+    Row
+        A result for every contender.
+    """
+    results: dict[str, Result] = {}
+    works: dict[str, Work] = {}
+    wanted: list[Any] | None = None
+    try:
+        inputs = draw(meter, case)
+    except MemoryError as error:  # CuPy's is one too
+        told = f"there is no memory for its arrays ({str(error).partition(chr(10))[0]})"
+        return Row(case, tuple(Result(x.name, REFUSED, told) for x in contenders))
+    for contender in contenders:
+        progress(case, contender.name)
+        name = contender.name
+        try:
+            result, work, found = _ready(meter, case, contender, inputs, wanted, graphs)
+        except Exception as error:  # noqa: BLE001 (libraries refuse in many ways; all are told)
+            results[name] = Result(name, REFUSED, why(error))
+            continue
+        results[name] = result
+        if result.status == MEASURED:
+            works[name] = work
+            wanted = wanted or found
+        del work, found
+    del wanted
+    progress(case, "timing")
+    for name, outcome in _timed(meter, works, runs, seconds).items():
+        if isinstance(outcome, Exception):
+            results[name] = Result(name, REFUSED, why(outcome))
+        else:
+            low, median, high = quartiles(outcome)
+            results[name] = replace(
+                results[name], seconds=median, low=low, high=high, runs=len(outcome)
+            )
+    works.clear()
+    del inputs
+    meter.release()
+    for contender in contenders:
+        contender.release(meter)
+    return Row(case, tuple(results.values()))
+
+
+def _ready(
+    meter: Meter,
+    case: Case,
+    contender: Contender,
+    inputs: Inputs,
+    wanted: list[Any] | None,
+    graphs: bool,
+) -> tuple[Result, Work, list[Any]]:
+    """Let a contender compute a case once, and compare; its result has no times yet."""
+    job = contender.prepare(meter, case, inputs)
+    work = job.work
+    if graphs and job.capture is None:
+        raise RefusalError("it is not replayed as a CUDA graph; without --graphs it is timed")
+    found = list(job.arrays(work()))
+    distance = difference(found, wanted)
+    if graphs and job.capture is not None:
+        work, places = job.capture()
+        work()
+        distance = worse(distance, difference(list(job.arrays(places)), found))
+    tolerance = TOLERANCE[case.dtype]
+    if case.variant == "alibi" and case.dtype in ("float16", "bfloat16"):
+        tolerance = ROUNDED_PENALTIES
+    name = contender.name
+    if not distance <= tolerance:
+        told = f"its result differs by {distance:.2g} of its norm from that of the first contender"
+        if wanted is None:
+            told = "its result is not finite, or changes from run to run"
+        number = distance if math.isfinite(distance) else None  # which JSON would not know
+        return Result(name, WRONG, told, difference=number), work, found
+    peak = job.peak_memory(job.whole)
+    return Result(name, MEASURED, peak_bytes=peak, difference=distance), work, found
+
+
+def difference(found: Sequence[Any], wanted: Sequence[Any] | None) -> float:
+    """Return the largest norm of a difference over the norm of what was wanted.
+
+    Without anything wanted, how far results are from finite: 0 or NaN.
+    """
+    if wanted is None:
+        return worse(*(norm(x) * 0 for x in found))
+    if [x.shape for x in found] != [x.shape for x in wanted]:
+        return float("inf")
+    tiny = float(np.finfo(np.float32).tiny)
+    return worse(*(distance(a, b) / max(norm(b), tiny) for a, b in zip(found, wanted, strict=True)))
+
+
+def worse(*numbers: float) -> float:
+    """The largest number; NaN if one is."""
+    return float(np.max(numbers))
+
+
+def norm(x: Any) -> float:
+    """The Euclidean norm."""
+    wide = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
+    return math.sqrt(float((wide * wide).sum(dtype=np.float64)))
+
+
+def distance(a: Any, b: Any) -> float:
+    """The norm of a difference."""
+    wide = np.promote_types(np.promote_types(a.dtype, b.dtype), np.float32)
+    return norm(a.astype(wide) - b.astype(wide))
+
+
+def _timed(
+    meter: Meter, works: dict[str, Work], runs: int, seconds: float
+) -> dict[str, list[float] | Exception]:
+    """Run everybody once a round, each round begun by another one; return seconds, or errors."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    errors: dict[str, Exception] = {}
+    warm_up = WARM_UP["gpu" if isinstance(meter, Gpu) else "cpu"]
+    begin = time.perf_counter()
+    for number in range(-warm_up, runs):
+        if number == 0:
+            begin = time.perf_counter()
+        if number > 0 and time.perf_counter() - begin > seconds:
+            break
+        names = [name for name in works if name not in errors]
+        first = number % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            try:
+                meter.settle()
+                taken = meter.seconds(works[name])
+            except Exception as error:  # noqa: BLE001 (as above)
+                errors[name] = error
+                continue
+            if number >= 0:
+                times[name].append(taken)
+    return {**times, **errors}
+
+
+def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third."""
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, median, high
+
+
+def why(error: Exception) -> str:
+    """Say in one line why a contender did not do a case."""
+    words = str(error).strip().partition("\n")[0]
+    if isinstance(error, RefusalError):
+        return words
+    if is_out_of_memory(error):
+        return f"it ran out of memory ({words})"
+    return f"{type(error).__name__}: {words}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of any library says that memory is short."""
+    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__

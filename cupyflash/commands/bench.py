@@ -1,0 +1,402 @@
+"""The command `cupyflash bench`: time and memory against sequence length, beside others."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import info
+from ..errors import ArgumentError
+from .demo import choose_device, number_of_threads
+from .text import COLUMNS, megabytes, verdict, whole_number, wrapped
+
+if TYPE_CHECKING:
+    from ..bench import Case, Contender, Report, Result, Row, Suite
+
+SUITE_NAMES = ("quick", "article", "peers", "variants", "decode")
+PASS_NAMES = ("forward", "backward")
+DTYPE_NAMES = ("float32", "float16", "bfloat16", "float64")
+VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "softcap")
+PICTURE_NAMES = ("rate", "speed-up", "memory")
+EXTRA = "pip install 'cupyflash[bench]'"
+RUNS = {"cpu": 7, "gpu": 30}
+SECONDS = {"cpu": 5.0, "gpu": 2.0}
+
+
+def require(*libraries: str) -> None:
+    """Raise an ImportError that names the extra, if a library is missing."""
+    for name in libraries:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(f"cupyflash bench needs {name} ({error}): {EXTRA}") from error
+
+
+def conditions(kind: str, with_torch: bool) -> tuple[str, dict[str, str], str]:
+    """Return the device, the versions and the method, in words."""
+    from ..bench.torch_peers import find
+    from ..measure import Gpu
+
+    torch = find()[0] if with_torch else None
+    versions = {"cupyflash": str(importlib.import_module("cupyflash").__version__)}
+    if kind == "cpu":
+        names = ["numpy", "numba"]
+        load = ""
+        if hasattr(os, "getloadavg"):
+            average = os.getloadavg()[0]
+            load = f", load average {average:.1f} at the start"
+            if average > 0.5 * info.usable_cores():
+                load += " (others are working: times are longer than they need be)"
+        device = (
+            f"{info.processor()}, cores to run on: {info.usable_cores()}{load}; threads: "
+            f"{number_of_threads()} of cupyflash"
+        )
+        if torch is not None:
+            device += f", {torch.get_num_threads()} of PyTorch"
+        method = "by the wall clock"
+    else:
+        names, meter = ["numpy"], Gpu()
+        device = meter.name()
+        cuda, nvrtc = info.cuda(meter.xp), info.nvrtc(meter.xp)[0]
+        versions |= {"CuPy": str(meter.xp.__version__), "NVRTC": nvrtc}
+        method = "by CUDA events, the L2 cache overwritten before each run"
+        device += f" ({cuda})"
+    versions |= {name: info.installed(name) or "unknown" for name in names}
+    if torch is not None:
+        versions["PyTorch"] = str(torch.__version__)
+        if kind == "gpu":
+            versions["cuDNN"] = str(torch.backends.cudnn.version())
+    return device, versions, method
+
+
+def chosen_suite(options: argparse.Namespace, kind: str) -> tuple[str, Suite]:
+    """Return the name and the suite that the options ask for."""
+    from .. import bench
+
+    if options.shape:
+        if options.suite:
+            raise ArgumentError("--suite and --shape came; wanted one of them")
+        shapes = [bench.shape_of(text) for text in options.shape]
+        return "own shapes", bench.own_shapes(kind, shapes)
+    name = options.suite or "quick"
+    return name, bench.SUITES[kind][name]
+
+
+def chosen_contenders(
+    options: argparse.Namespace, suite: Suite, kind: str
+) -> tuple[list[Contender], dict[str, str]]:
+    """Return who takes part, and why the others that were asked for do not."""
+    from .. import bench
+
+    known = {contender.name: contender for contender in bench.CONTENDERS}
+    names = list(dict.fromkeys(options.only or suite.contenders))
+    if options.against is not None and options.against not in names:
+        names.append(options.against)
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"contender {name!r} came; there are {', '.join(known)}")
+    absent = {name: known[name].obstacle(kind) for name in names}
+    there = [known[name] for name in names if not absent[name]]
+    if not there:
+        raise ArgumentError("; ".join(f"{name}: {why}" for name, why in absent.items()))
+    return there, {name: why for name, why in absent.items() if why}
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[Case, str], None]]:
+    """Show on a terminal's standard error what is being done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    # Drawn when something is told, not by a thread that would work while calls are timed.
+    how = {"transient": True, "disable": not console.is_terminal, "auto_refresh": False}
+    columns = (
+        BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console, **how) as bar:
+        task = bar.add_task("", total=total)
+        seen: list[tuple[Case, str]] = []
+
+        def show(case: Case, doing: str) -> None:
+            words = f"({case.shape}) {case.kind} {case.direction} {case.dtype}: {doing}"
+            bar.update(task, description=words, completed=len(seen), refresh=True)
+            seen.append((case, doing))
+
+        yield show
+
+
+def measured(options: argparse.Namespace) -> tuple[Report, str]:
+    """Run what the options ask for; return what was found, and in words what ended it early."""
+    from .. import bench, measure
+
+    kind, choice = choose_device(options.device)
+    if options.device is None:
+        print(f"On the {kind.upper()} ({choice}).", file=sys.stderr)
+    name, suite = chosen_suite(options, kind)
+    contenders, absent = chosen_contenders(options, suite, kind)
+    variants = [bench.variant_of(text) for text in options.variant or ()]
+    cases = list(suite.cases(options.dtype or (), variants, getattr(options, "pass") or ()))
+    if options.graphs and kind == "cpu":
+        raise ArgumentError("--graphs came; CUDA graphs are replayed on a GPU only")
+    meter: measure.Meter = measure.Cpu() if kind == "cpu" else measure.Gpu()
+    device, versions, method = conditions(kind, any(x.name.startswith("torch") for x in contenders))
+    runs, seconds = options.runs or RUNS[kind], options.seconds or SECONDS[kind]
+    replayed = " Calls are replayed as CUDA graphs." if options.graphs else ""
+    rows: list[Row] = []
+    ended = ""
+    method = (
+        f"Medians of at most {runs} runs {method}, the contenders in turn; random normal data. "
+        "FLOPs: 4 D for each pair that attends (of a square causal mask half of all pairs), the "
+        f"backward 2.5 times that.{replayed}"
+    )
+    with progress_bar(len(cases) * (len(contenders) + 1)) as progress:
+        try:
+            for case in cases:
+                row = bench.run_case(
+                    meter, case, contenders, runs=runs, seconds=seconds, graphs=options.graphs,
+                    progress=progress,
+                )  # fmt: skip
+                rows.append(row)
+        except KeyboardInterrupt:
+            ended = "it was interrupted"
+        except Exception as error:
+            if not rows:
+                raise
+            ended = f"{type(error).__name__}: {error}"
+    if ended:
+        ended = f"Ended after {len(rows)} of {len(cases)} problems: {ended}"
+        method += f" {ended}."
+    return bench.Report(name, kind, device, versions, method, tuple(rows), absent), ended
+
+
+def baseline(report: Report, wanted: str | None) -> str:
+    """Return whom the speed-up is over: who was asked for, standard attention, or who is there."""
+    if wanted:
+        return wanted
+    others = [name for name in report.contenders if name != "cupyflash"]
+    return "standard" if "standard" in others or not others else others[0]
+
+
+def show(report: Report) -> None:
+    """Print the table, why somebody did not take part, and the conditions."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..bench.results import unit
+
+    console = Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
+    decodes = all(row.case.decodes for row in report.rows)
+    first = report.rows[0].results[0].contender
+    several = len({row.case.dtype for row in report.rows}) > 1
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False,
+        header_style="bold",
+    )  # fmt: skip
+    table.add_column("problem", no_wrap=True)
+    table.add_column("contender", no_wrap=True)
+    for title in ("time", "spread", unit(report.kind, decodes), "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column(f"{first}: time, memory")
+    notes: dict[str, int] = {}
+    for row in report.rows:
+        case = row.case
+        words = [f"({case.shape.replace(',', ', ')})", f"{case.kind}, {case.direction}"]
+        words += [case.dtype] * several
+        lines = [line(row, result, report.kind, decodes, notes) for result in row.results]
+        for n in range(max(len(words), len(lines))):
+            cells = lines[n] if n < len(lines) else [""] * 6
+            style = "bold" if n < len(lines) and cells[0] == first else None
+            table.add_row(words[n] if n < len(words) else "", *cells, style=style)
+        table.add_section()
+    console.print(table)
+    below = [(f"({number})", reason) for reason, number in notes.items()]
+    below += [(name, f"did not take part: {why}") for name, why in report.absent.items()]
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    below += [
+        ("shapes", "batch, heads (of queries/of keys), length (of queries/of keys), head dimension"
+         + ("" if several else f"; {report.rows[0].case.dtype}")),
+        ("memory", "at the peak, beyond the inputs; of a backward with its forward"),
+        ("spread", "distance of the quartiles, as a share of the median"),
+        ("device", report.device),
+        ("versions", versions),
+        ("method", report.method),
+    ]  # fmt: skip
+    print()
+    print(wrapped(below))
+
+
+def line(row: Row, result: Result, kind: str, decodes: bool, notes: dict[str, int]) -> list[str]:
+    """Lay out what one contender did: cells of the table, and its reasons as notes."""
+    from ..bench.results import rate
+
+    if not result.seconds:
+        number = notes.setdefault(result.reason, len(notes) + 1)
+        return [result.contender, "", "", "", "", f"{result.status} ({number})"]
+    factors = row.factors(row.results[0].contender, result.contender)
+    words = ""
+    if factors and result is not row.results[0]:
+        words = verdict(factors[0], 1, "faster", "slower")
+        if factors[1]:
+            words += ", " + verdict(factors[1], 1, "less", "more")
+    return [
+        result.contender,
+        f"{three_digits(result.seconds * 1e3)} ms",
+        f"{100 * result.spread:.0f} %",
+        three_digits(rate(row.case, result.seconds, kind, decodes)),
+        "" if result.peak_bytes is None else megabytes(result.peak_bytes),
+        words,
+    ]
+
+
+def three_digits(number: float) -> str:
+    """A number with three significant digits at least, never with an exponent of ten."""
+    return f"{number:.0f}" if number >= 100 else f"{number:#.3g}" if number >= 1e-4 else "0.000"
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Refuse before anything is measured what could not be written or is not what it seems."""
+    from ..bench import plot
+
+    for name, file in (("--json", options.json), ("--plot", options.plot)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ArgumentError(f"{name}: there is no folder {file.parent}")
+    if options.plot is not None:
+        plot.check_suffix(options.plot)
+    if options.picture and options.plot is None:
+        raise ArgumentError("--picture came without --plot FILE, where it would be drawn")
+    if options.load is not None:
+        other = [name for name in MEASURING if getattr(options, name)]
+        if other:
+            names = ", ".join(f"--{name}" for name in other)
+            raise ArgumentError(f"{names} came with --load, which measures nothing")
+
+
+MEASURING = (
+    "suite", "shape", "variant", "pass", "dtype", "device", "only", "runs", "seconds", "graphs",
+    "json",
+)  # fmt: skip
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Measure or load, print the table, write the files."""
+    try:
+        require("rich", *(["matplotlib"] if options.plot else []))
+        check_files(options)
+        report, ended = (loaded(options.load), "") if options.load else measured(options)
+        if not report.rows:
+            raise ArgumentError(ended or "the file holds no results")
+        show(report)
+        if options.json is not None:
+            options.json.write_text(report.to_json() + "\n", encoding="utf-8")
+        if options.plot is not None:
+            from ..bench import plot
+
+            plot.draw(
+                report, options.plot, baseline(report, options.against), options.picture or ()
+            )
+    except (ImportError, ValueError, OSError) as error:
+        print(textwrap.fill(f"error: {error}", COLUMNS), file=sys.stderr)
+        return 2
+    if ended:
+        print(f"\nerror: {ended}", file=sys.stderr)
+        return 2
+    if report.wrong:
+        print("\nA result is WRONG, so it was not timed: see the notes above.")
+        return 1
+    return 0
+
+
+def loaded(file: Path) -> Report:
+    """Read what --json wrote."""
+    from ..bench import Report
+
+    try:
+        return Report.from_json(file.read_text(encoding="utf-8"))
+    except ArgumentError as error:
+        raise ArgumentError(f"--load {file}: {error}") from error
+
+
+def positive(text: str) -> float:
+    """Read a positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} came, a positive number was wanted")
+    return value
+
+
+def add_command(subparsers: Any) -> None:
+    """Add `bench` to the command line."""
+    text = "time and memory against sequence length, beside standard attention and PyTorch"
+    command = subparsers.add_parser(
+        "bench",
+        help=text,
+        description=f"Measure {text}. Every result is compared with the first contender's before "
+        "it is timed. Needs rich, and matplotlib for --plot. --shape, --pass, --variant, "
+        "--dtype, --only and --picture may be repeated.",
+        epilog="Suites: quick, article (the table of a well-known article: (2, 8, L, 64) against "
+        "standard attention), peers (against PyTorch's kernels; on a GPU 16,384 tokens in all), "
+        "variants (masks and score changes), decode (one query). The exit status is 1 if a result "
+        "was wrong, 2 if nothing could be measured.",
+    )
+    many: dict[str, Any] = {"action": "append", "metavar": "NAME"}
+    command.add_argument(
+        "--device", choices=("cpu", "gpu"), help="default: the GPU where one can be used"
+    )
+    command.add_argument("--suite", choices=SUITE_NAMES, help="which problems (default: quick)")
+    command.add_argument(
+        "--shape", action="append", metavar="B,H,L,D",
+        help="a problem of your own, instead of a suite; H may be Hq/Hkv, L may be Lq/Lk",
+    )  # fmt: skip
+    command.add_argument("--pass", choices=PASS_NAMES, action="append", help="which passes")
+    command.add_argument(
+        "--variant", **many,
+        help=f"{', '.join(VARIANT_NAMES)}; of the sized ones with a number, as in window=512, else "
+        "an eighth of the keys or so",
+    )  # fmt: skip
+    command.add_argument("--dtype", choices=DTYPE_NAMES, action="append", help="of q, k and v")
+    command.add_argument(
+        "--only", **many,
+        help="time these alone: cupyflash, standard, torch-cudnn, torch-flash, torch-efficient, "
+        "torch-flex, torch-math on a GPU; cupyflash, standard, torch-cpu, torch-math on a CPU",
+    )  # fmt: skip
+    command.add_argument(
+        "--against", metavar="NAME",
+        help="time this one too, and draw the speed-up over it (default: standard, if it is timed)",
+    )  # fmt: skip
+    command.add_argument(
+        "--runs", type=whole_number(1), metavar="N",
+        help=f"runs per median, at most (default: {RUNS['cpu']}; on a GPU {RUNS['gpu']})",
+    )  # fmt: skip
+    command.add_argument(
+        "--seconds", type=positive, metavar="S",
+        help="for the runs of one problem; fewer runs where they do not fit (default: "
+        f"{SECONDS['cpu']:g}; on a GPU {SECONDS['gpu']:g})",
+    )  # fmt: skip
+    command.add_argument(
+        "--graphs", action="store_true",
+        help="replay calls as CUDA graphs, so that short ones show the GPU's time alone",
+    )  # fmt: skip
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    command.add_argument(
+        "--load", type=Path, metavar="FILE", help="measure nothing; show what --json wrote to FILE"
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the results to FILE, .svg or .png"
+    )
+    command.add_argument(
+        "--picture", choices=PICTURE_NAMES, action="append",
+        help="what to draw (default: everything, or of many problems the rate alone)",
+    )  # fmt: skip
+    command.set_defaults(function=bench)
