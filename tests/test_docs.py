@@ -16,7 +16,7 @@ from urllib.parse import unquote, urldefrag
 import pytest
 from documents import PAGES, ROOT
 
-MODULES = [f"cupyflash.{x}" for x in "masks scores expr figures analysis testing".split()]
+MODULES = [f"cupyflash.{x}" for x in "masks scores expr figures analysis bench testing".split()]
 BUILDERS = ("sphinx", "furo", "myst_parser", "numpydoc", "matplotlib")
 REMEDY = 'the site is built by what pip install ".[docs]" brings'
 

@@ -163,7 +163,7 @@ def own_shapes(kind: str, shapes: Sequence[Shape]) -> Suite:
     Returns
     -------
     Suite
-        Whose `cases` takes other dtypes, variants and passes.
+        Its cases may be asked for in other dtypes, variants and passes.
     """
     quick = SUITES[kind]["quick"]
     return Suite(
