@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .accumulate import padded
+from .elementary import exp2
 from .jit import helper
 from .memory import load, row_address
 from .microkernel import multiply
-from .softmax import exp2
 from .tile import (
     PARTIAL,
     apply_mask,

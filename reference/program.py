@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from .elementary import exp, tanh
 from .jit import address, helper
 
 # The groups matter: `run` sends an instruction to its group's function by the group's last member.
@@ -239,112 +240,112 @@ def _range_extremes(table, operands, start, ri, as_float):
 
 
 @helper
-def _int_step(op, n, out, x, y, z):
+def _int_step(op, n, ri, to, a, b, c):
     """One operation on integers and conditions."""
     if op == Op.ADD_INT:
         for l in range(n):
-            out[l] = x[l] + y[l]
+            ri[to, l] = ri[a, l] + ri[b, l]
     elif op == Op.SUBTRACT_INT:
         for l in range(n):
-            out[l] = x[l] - y[l]
+            ri[to, l] = ri[a, l] - ri[b, l]
     elif op == Op.MULTIPLY_INT:
         for l in range(n):
-            out[l] = x[l] * y[l]
+            ri[to, l] = ri[a, l] * ri[b, l]
     elif op == Op.MINIMUM_INT:
         for l in range(n):
-            out[l] = min(x[l], y[l])
+            ri[to, l] = min(ri[a, l], ri[b, l])
     elif op == Op.MAXIMUM_INT:
         for l in range(n):
-            out[l] = max(x[l], y[l])
+            ri[to, l] = max(ri[a, l], ri[b, l])
     elif op == Op.NEGATIVE_INT:
         for l in range(n):
-            out[l] = -x[l]
+            ri[to, l] = -ri[a, l]
     elif op == Op.ABSOLUTE_INT:
         for l in range(n):
-            out[l] = abs(x[l])
+            ri[to, l] = abs(ri[a, l])
     elif op == Op.FLOOR_DIVIDE_INT:
         for l in range(n):
-            out[l] = x[l] // y[l]
+            ri[to, l] = ri[a, l] // ri[b, l]
     elif op == Op.REMAINDER_INT:
         for l in range(n):
-            out[l] = x[l] % y[l]
+            ri[to, l] = ri[a, l] % ri[b, l]
     elif op == Op.TO_INT:
         for l in range(n):
-            out[l] = x[l]
+            ri[to, l] = ri[a, l]
     elif op == Op.SPREAD_INT:
         for l in range(n):
-            out[l] = x[0]
+            ri[to, l] = ri[a, 0]
     elif op == Op.WHERE_INT:
         for l in range(n):
-            out[l] = y[l] if x[l] else z[l]
+            ri[to, l] = ri[b, l] if ri[a, l] else ri[c, l]
     elif op == Op.LOGICAL_AND:
         for l in range(n):
-            out[l] = x[l] & y[l]
+            ri[to, l] = ri[a, l] & ri[b, l]
     elif op == Op.LOGICAL_OR:
         for l in range(n):
-            out[l] = x[l] | y[l]
+            ri[to, l] = ri[a, l] | ri[b, l]
     elif op == Op.LOGICAL_XOR:
         for l in range(n):
-            out[l] = x[l] ^ y[l]
+            ri[to, l] = ri[a, l] ^ ri[b, l]
     elif op == Op.LOGICAL_NOT:
         for l in range(n):
-            out[l] = 1 - x[l]
+            ri[to, l] = 1 - ri[a, l]
     elif op == Op.LESS_INT:
         for l in range(n):
-            out[l] = x[l] < y[l]
+            ri[to, l] = ri[a, l] < ri[b, l]
     elif op == Op.LESS_EQUAL_INT:
         for l in range(n):
-            out[l] = x[l] <= y[l]
+            ri[to, l] = ri[a, l] <= ri[b, l]
     elif op == Op.EQUAL_INT:
         for l in range(n):
-            out[l] = x[l] == y[l]
+            ri[to, l] = ri[a, l] == ri[b, l]
     elif op == Op.NOT_EQUAL_INT:
         for l in range(n):
-            out[l] = x[l] != y[l]
+            ri[to, l] = ri[a, l] != ri[b, l]
 
 
 @helper
-def _float_step(op, n, out, x, y, z, condition):
+def _float_step(op, n, ri, rf, to, a, b, c):
     """One operation on floats."""
     if op == Op.ADD_FLOAT:
         for l in range(n):
-            out[l] = x[l] + y[l]
+            rf[to, l] = rf[a, l] + rf[b, l]
     elif op == Op.SUBTRACT_FLOAT:
         for l in range(n):
-            out[l] = x[l] - y[l]
+            rf[to, l] = rf[a, l] - rf[b, l]
     elif op == Op.MULTIPLY_FLOAT:
         for l in range(n):
-            out[l] = x[l] * y[l]
+            rf[to, l] = rf[a, l] * rf[b, l]
     elif op == Op.DIVIDE_FLOAT:
         for l in range(n):
-            out[l] = x[l] / y[l]
+            rf[to, l] = rf[a, l] / rf[b, l]
     elif op == Op.MINIMUM_FLOAT:
         for l in range(n):
-            out[l] = x[l] if x[l] < y[l] or x[l] != x[l] else y[l]
+            rf[to, l] = rf[a, l] if rf[a, l] < rf[b, l] or rf[a, l] != rf[a, l] else rf[b, l]
     elif op == Op.MAXIMUM_FLOAT:
         for l in range(n):
-            out[l] = x[l] if x[l] > y[l] or x[l] != x[l] else y[l]
+            rf[to, l] = rf[a, l] if rf[a, l] > rf[b, l] or rf[a, l] != rf[a, l] else rf[b, l]
     elif op == Op.NEGATIVE_FLOAT:
         for l in range(n):
-            out[l] = -x[l]
+            rf[to, l] = -rf[a, l]
     elif op == Op.ABSOLUTE_FLOAT:
         for l in range(n):
-            out[l] = abs(x[l])
+            rf[to, l] = abs(rf[a, l])
     elif op == Op.EXP:
         for l in range(n):
-            out[l] = math.exp(x[l])
+            rf[to, l] = exp(rf[a, l])
     elif op == Op.LOG:
         for l in range(n):
-            out[l] = math.log(x[l])
+            rf[to, l] = math.log(rf[a, l])
     elif op == Op.TANH:
         for l in range(n):
-            out[l] = math.tanh(x[l])
+            rf[to, l] = tanh(rf[a, l])
     elif op == Op.SPREAD_FLOAT:
         for l in range(n):
-            out[l] = x[0]
+            rf[to, l] = rf[a, 0]
     elif op == Op.WHERE_FLOAT:
         for l in range(n):
-            out[l] = y[l] if condition[l] else z[l]
+            rf[to, l] = rf[b, l] if ri[a, l] else rf[c, l]
 
 
 @helper
@@ -356,67 +357,53 @@ def _floor_to_int(x):
 
 
 @helper
-def _compare_step(op, n, out, x, y):
+def _compare_step(op, n, ri, rf, to, a, b):
     """One operation from floats to integers or conditions."""
     if op == Op.LESS_FLOAT:
         for l in range(n):
-            out[l] = x[l] < y[l]
+            ri[to, l] = rf[a, l] < rf[b, l]
     elif op == Op.LESS_EQUAL_FLOAT:
         for l in range(n):
-            out[l] = x[l] <= y[l]
+            ri[to, l] = rf[a, l] <= rf[b, l]
     elif op == Op.EQUAL_FLOAT:
         for l in range(n):
-            out[l] = x[l] == y[l]
+            ri[to, l] = rf[a, l] == rf[b, l]
     elif op == Op.NOT_EQUAL_FLOAT:
         for l in range(n):
-            out[l] = x[l] != y[l]
+            ri[to, l] = rf[a, l] != rf[b, l]
     elif op == Op.FLOOR:
         for l in range(n):
-            out[l] = _floor_to_int(x[l])
+            ri[to, l] = _floor_to_int(rf[a, l])
 
 
 @helper
-def _read_step(op, n, program, target, a, b, symbols, i0, score, ri, rf):
-    """One operation that reads symbols, constants or arrays."""
-    if op == Op.SYMBOL:
-        ri[target, 0] = symbols[a]
-    elif op == Op.I:
-        for l in range(n):
-            ri[target, l] = i0 + l
-    elif op == Op.SCORE:
-        for l in range(n):
-            rf[target, l] = score[l]
-    elif op == Op.CONSTANT_INT:
-        ri[target, 0] = program.ints[a]
-    elif op == Op.CONSTANT_FLOAT:
-        rf[target, 0] = program.floats[a]
-    elif op == Op.TO_FLOAT:
-        for l in range(n):
-            rf[target, l] = ri[a, l]
-    elif op == Op.LOOKUP_INT:
-        table, places = program.tables[a], ri[ri.shape[0] - 1]
+def _lookup_step(op, n, program, ri, rf, to, a, b):
+    """One operation that reads an array."""
+    table = program.tables[a]
+    if op == Op.LOOKUP_INT:
+        places = ri[ri.shape[0] - 1]
         _find_places(table, program.operands, b, ri, n, places)
         if table[1] == 0:
             for l in range(n):
-                ri[target, l] = _load_uint8(places[l]) != 0
+                ri[to, l] = _load_uint8(places[l]) != 0
         else:
             for l in range(n):
-                ri[target, l] = _load_as_int(places[l], table[1])
+                ri[to, l] = _load_as_int(places[l], table[1])
     elif op == Op.LOOKUP_FLOAT:
-        table, places = program.tables[a], ri[ri.shape[0] - 1]
+        places = ri[ri.shape[0] - 1]
         _find_places(table, program.operands, b, ri, n, places)
         if table[1] == 10:
             for l in range(n):
-                rf[target, l] = _load_float32(places[l])
+                rf[to, l] = _load_float32(places[l])
         else:
             for l in range(n):
-                rf[target, l] = _load_as_float(places[l], table[1])
+                rf[to, l] = _load_as_float(places[l], table[1])
     elif op == Op.RANGE_MINIMUM_INT or op == Op.RANGE_MAXIMUM_INT:
-        low, high, _, _ = _range_extremes(program.tables[a], program.operands, b, ri, False)
-        ri[target, 0] = low if op == Op.RANGE_MINIMUM_INT else high
+        low, high, _, _ = _range_extremes(table, program.operands, b, ri, False)
+        ri[to, 0] = low if op == Op.RANGE_MINIMUM_INT else high
     else:
-        _, _, smallest, largest = _range_extremes(program.tables[a], program.operands, b, ri, True)
-        rf[target, 0] = smallest if op == Op.RANGE_MINIMUM_FLOAT else largest
+        _, _, smallest, largest = _range_extremes(table, program.operands, b, ri, True)
+        rf[to, 0] = smallest if op == Op.RANGE_MINIMUM_FLOAT else largest
 
 
 @helper
@@ -425,16 +412,33 @@ def run(program, first, last, lanes, symbols, i0, score, ri, rf):
 
     `symbols` holds the values of `SYMBOLS`, `score` a row of scores, `ri` and `rf` the registers.
     """
+    code, ints, floats = program.code, program.ints, program.floats
     for step in range(first, last):
-        op, varies, target, a, b, c = program.code[step]
-        n = lanes if varies else 1
-        if op <= Op.RANGE_MAXIMUM_FLOAT:
-            _read_step(op, n, program, target, a, b, symbols, i0, score, ri, rf)
+        op, n = code[step, 0], lanes if code[step, 1] else 1
+        # Unsigned, because a negative index would count from the end, which is asked for each lane.
+        to, a = np.uint64(code[step, 2]), np.uint64(code[step, 3])
+        b, c = np.uint64(code[step, 4]), np.uint64(code[step, 5])
+        # Here and not in a function, to which all it needs would have to be handed.
+        if op == Op.SYMBOL:
+            ri[to, 0] = symbols[a]
+        elif op == Op.I:
+            for l in range(n):
+                ri[to, l] = i0 + l
+        elif op == Op.SCORE:
+            for l in range(n):
+                rf[to, l] = score[l]
+        elif op == Op.CONSTANT_INT:
+            ri[to, 0] = ints[a]
+        elif op == Op.CONSTANT_FLOAT:
+            rf[to, 0] = floats[a]
+        elif op == Op.TO_FLOAT:
+            for l in range(n):
+                rf[to, l] = ri[a, l]
+        elif op <= Op.RANGE_MAXIMUM_FLOAT:
+            _lookup_step(op, n, program, ri, rf, to, a, code[step, 4])
         elif op <= Op.NOT_EQUAL_INT:
-            _int_step(op, n, ri[target], ri[a], ri[b], ri[c])
+            _int_step(op, n, ri, to, a, b, c)
         elif op <= Op.FLOOR:
-            _compare_step(op, n, ri[target], rf[a], rf[b])
-        elif op == Op.WHERE_FLOAT:
-            _float_step(op, n, rf[target], rf[a], rf[b], rf[c], ri[a])
+            _compare_step(op, n, ri, rf, to, a, b)
         else:
-            _float_step(op, n, rf[target], rf[a], rf[b], rf[c], ri[0])
+            _float_step(op, n, ri, rf, to, a, b, c)

@@ -9,79 +9,8 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic, overload
-
-from .jit import FASTMATH, helper
-
-LOG2_E = math.log2(math.e)
-
-
-# 2**f = sum of (f log 2)**k / k! on [-1/2, 1/2]. float32 takes the terms to k = 7, float64 all:
-# the first term left out is below 2**-27 and 2**-57.
-_TERMS = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(14))
-
-
-@intrinsic
-def _power_of_two(typingctx, shifted):
-    """Return 2**n, where `shifted` is n + 1.5 * 2**(mantissa bits): n stands in its last bits."""
-
-    def codegen(context, builder, sig, args):
-        double = sig.args[0] == types.float64
-        word = ir.IntType(64 if double else 32)
-        bits = builder.bitcast(args[0], word)
-        biased = builder.add(bits, word(1023 if double else 127))
-        scaled = builder.shl(biased, word(52 if double else 23))
-        return builder.bitcast(scaled, args[0].type)
-
-    return shifted(shifted), codegen
-
-
-def exp2(x: float) -> float:
-    """Return 2**x for x <= 0; 0 where that is below the smallest normal number; NaN for NaN."""
-    return float(np.exp2(x))
-
-
-@overload(exp2, jit_options={"fastmath": FASTMATH})
-def _exp2(x):
-    if not isinstance(x, types.Float) or x.bitwidth not in (32, 64):
-        return None
-    number = np.float32 if x.bitwidth == 32 else np.float64
-    lowest = number(-126.0 if x.bitwidth == 32 else -1022.0)
-    shift = number(1.5 * 2.0 ** (23 if x.bitwidth == 32 else 52))
-    zero = number(0.0)
-    t = tuple(number(c) for c in _TERMS)
-
-    if x.bitwidth == 32:
-
-        def single(x):
-            held = lowest if x < lowest else x
-            shifted = held + shift
-            f = held - (shifted - shift)
-            p = t[6] + f * t[7]
-            p = t[4] + f * (t[5] + f * p)
-            p = t[2] + f * (t[3] + f * p)
-            p = t[0] + f * (t[1] + f * p)
-            return zero if x < lowest else p * _power_of_two(shifted)
-
-        return single
-
-    def double(x):
-        held = lowest if x < lowest else x
-        shifted = held + shift
-        f = held - (shifted - shift)
-        p = t[12] + f * t[13]
-        p = t[10] + f * (t[11] + f * p)
-        p = t[8] + f * (t[9] + f * p)
-        p = t[6] + f * (t[7] + f * p)
-        p = t[4] + f * (t[5] + f * p)
-        p = t[2] + f * (t[3] + f * p)
-        p = t[0] + f * (t[1] + f * p)
-        return zero if x < lowest else p * _power_of_two(shifted)
-
-    return double
+from .elementary import exp2
+from .jit import helper
 
 
 @helper

@@ -41,6 +41,7 @@ TABLE = table_of_twins()
 # Modules of reference/ without a twin.
 ONLY_ON_THE_CPU = {
     "__init__": "the package",
+    "elementary": "exp2, exp and tanh: on a GPU instructions and CUDA's own functions",
     "jit": "compiles: on a GPU cupyflash/compile.py",
     "launch": "calls kernels: on a GPU cupyflash/launch.py",
     "naive": "the specification that both are compared with",
@@ -143,6 +144,7 @@ ONLY_CUDA = {
     },
     "primitives/softmax.cuh": {
         "e^x by 2^x or by double precision, which has no fast 2^x": "exponential",
+        "reference/elementary.py has it": "exp2",
         "threads share a row's columns": "row_sum",
         "maxima and sums first, the output when its product is done": "raise_max scale_rows",
         "tensor cores' scores are logits only at the end": "join_sink",
@@ -203,16 +205,13 @@ ONLY_PYTHON = {
         "a tile of what takes part; a GPU has weights that say it": "note_seen",
         "a tile of factors, which every lane has its own of": "dropout_factors scale_tile",
     },
-    "primitives/softmax.cuh": {
-        "2^x from its bits": "power_of_two",
-    },
     "primitives/gradient_tile.cuh": {
         "memory of one thread": "make_scratch",
         "both halves in one pass over the tile": "gradient_tile",
     },
     "primitives/lookup.cuh": {
         "what an interpreter needs": (
-            "empty_program describe_table loader run read_step int_step float_step compare_step"
+            "empty_program describe_table loader run lookup_step int_step float_step compare_step"
         ),
         "the address of an element, and the extremes of a range by one thread": (
             "find_places index_range range_extremes"

@@ -1,0 +1,189 @@
+"""2**x, exp and tanh without branches, so that compilers work on several numbers at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from .jit import FASTMATH
+
+LOG2_E = math.log2(math.e)
+
+# 2**f = sum of (f log 2)**k / k! on [-1/2, 1/2], and e**r = sum of r**k / k! where |r| is at most
+# half of log 2. float32 takes the terms to k = 7, float64 all: the first term left out is below
+# 2**-27 and 2**-57.
+_TERMS = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(14))
+_EXP_TERMS = tuple(1.0 / math.factorial(k) for k in range(14))
+# log 2 in two parts. The first has so few bits that its product with a number below 2**8 and 2**11
+# is exact (Cody and Waite 1980).
+_LOG_2 = {
+    32: (float.fromhex("0x1.62e4p-1"), float.fromhex("0x1.7f7d1cp-20")),
+    64: (float.fromhex("0x1.62e42fefa3p-1"), float.fromhex("0x1.3de6af278ece6p-42")),
+}
+# Where exp has become 0 and infinity.
+_EXP_RANGE = {32: (-104.0, 89.0), 64: (-746.0, 710.0)}
+_TANH_IS_1 = 20.0
+
+
+@intrinsic
+def _power_of_two(typingctx, shifted):
+    """Return 2**n, where `shifted` is n + 1.5 * 2**(mantissa bits): n stands in its last bits."""
+
+    def codegen(context, builder, sig, args):
+        double = sig.args[0] == types.float64
+        word = ir.IntType(64 if double else 32)
+        bits = builder.bitcast(args[0], word)
+        biased = builder.add(bits, word(1023 if double else 127))
+        scaled = builder.shl(biased, word(52 if double else 23))
+        return builder.bitcast(scaled, args[0].type)
+
+    return shifted(shifted), codegen
+
+
+def exp2(x: float) -> float:
+    """Return 2**x for x <= 0; 0 where that is below the smallest normal number; NaN for NaN."""
+    return float(np.exp2(x))
+
+
+def _is_float(x):
+    return isinstance(x, types.Float) and x.bitwidth in (32, 64)
+
+
+@overload(exp2, jit_options={"fastmath": FASTMATH})
+def _exp2(x):
+    if not _is_float(x):
+        return None
+    number = np.float32 if x.bitwidth == 32 else np.float64
+    lowest = number(-126.0 if x.bitwidth == 32 else -1022.0)
+    shift = number(1.5 * 2.0 ** (23 if x.bitwidth == 32 else 52))
+    zero = number(0.0)
+    t = tuple(number(c) for c in _TERMS)
+
+    if x.bitwidth == 32:
+
+        def single(x):
+            held = lowest if x < lowest else x
+            shifted = held + shift
+            f = held - (shifted - shift)
+            p = t[6] + f * t[7]
+            p = t[4] + f * (t[5] + f * p)
+            p = t[2] + f * (t[3] + f * p)
+            p = t[0] + f * (t[1] + f * p)
+            return zero if x < lowest else p * _power_of_two(shifted)
+
+        return single
+
+    def double(x):
+        held = lowest if x < lowest else x
+        shifted = held + shift
+        f = held - (shifted - shift)
+        p = t[12] + f * t[13]
+        p = t[10] + f * (t[11] + f * p)
+        p = t[8] + f * (t[9] + f * p)
+        p = t[6] + f * (t[7] + f * p)
+        p = t[4] + f * (t[5] + f * p)
+        p = t[2] + f * (t[3] + f * p)
+        p = t[0] + f * (t[1] + f * p)
+        return zero if x < lowest else p * _power_of_two(shifted)
+
+    return double
+
+
+def _power_of_e(x: Any) -> tuple[Any, Any]:
+    """Return n + 1.5 * 2**(mantissa bits) and e**r - 1, where x = n log 2 + r and |r| is small."""
+    raise RuntimeError("compiled code only")
+
+
+@overload(_power_of_e, jit_options={"fastmath": FASTMATH})
+def _compiled_power_of_e(x):
+    if not _is_float(x):
+        return None
+    number = np.float32 if x.bitwidth == 32 else np.float64
+    shift = number(1.5 * 2.0 ** (23 if x.bitwidth == 32 else 52))
+    log2_e = number(LOG2_E)
+    high, low = (number(part) for part in _LOG_2[x.bitwidth])
+    t = tuple(number(c) for c in _EXP_TERMS)
+
+    if x.bitwidth == 32:
+
+        def single(x):
+            shifted = x * log2_e + shift
+            n = shifted - shift
+            r = (x - n * high) - n * low
+            p = t[6] + r * t[7]
+            p = t[4] + r * (t[5] + r * p)
+            p = t[2] + r * (t[3] + r * p)
+            return shifted, r + (r * r) * p
+
+        return single
+
+    def double(x):
+        shifted = x * log2_e + shift
+        n = shifted - shift
+        r = (x - n * high) - n * low
+        p = t[12] + r * t[13]
+        p = t[10] + r * (t[11] + r * p)
+        p = t[8] + r * (t[9] + r * p)
+        p = t[6] + r * (t[7] + r * p)
+        p = t[4] + r * (t[5] + r * p)
+        p = t[2] + r * (t[3] + r * p)
+        return shifted, r + (r * r) * p
+
+    return double
+
+
+def exp(x: float) -> float:
+    """Return e**x, to two units in the last place; NaN for NaN."""
+    return float(np.exp(x))
+
+
+@overload(exp, jit_options={"fastmath": FASTMATH})
+def _exp(x):
+    if not _is_float(x):
+        return None
+    number = np.float32 if x.bitwidth == 32 else np.float64
+    lowest, highest = (number(end) for end in _EXP_RANGE[x.bitwidth])
+    shift = number(1.5 * 2.0 ** (23 if x.bitwidth == 32 else 52))
+    half, one = number(0.5), number(1.0)
+
+    def compiled(x):
+        held = lowest if x < lowest else x
+        held = highest if held > highest else held
+        shifted, grown = _power_of_e(held)
+        # 2**n in two steps, because 2**-150 and 2**128 are no normal numbers.
+        n = shifted - shift
+        first = n * half + shift
+        rest = n - (first - shift) + shift
+        return (one + grown) * _power_of_two(first) * _power_of_two(rest)
+
+    return compiled
+
+
+def tanh(x: float) -> float:
+    """Return the hyperbolic tangent, to three units in the last place; NaN for NaN."""
+    return float(np.tanh(x))
+
+
+@overload(tanh, jit_options={"fastmath": FASTMATH})
+def _tanh(x):
+    if not _is_float(x):
+        return None
+    number = np.float32 if x.bitwidth == 32 else np.float64
+    lowest, two, one, zero = number(-2 * _TANH_IS_1), number(2.0), number(1.0), number(0.0)
+
+    def compiled(x):
+        y = -two * abs(x)
+        held = lowest if y < lowest else y
+        shifted, grown = _power_of_e(held)
+        power = _power_of_two(shifted)
+        t = (power - one) + power * grown  # e**y - 1, of which nothing cancels where y is small
+        value = -t / (two + t)
+        value = -value if x < zero else value
+        return x if x == zero else value
+
+    return compiled
