@@ -33,7 +33,6 @@ from cupyflash.commands.main import main
 from cupyflash.explanation.occupancy import LIMITS, occupancy
 from cupyflash.explanation.registers import UnknownError, registers
 from cupyflash.explanation.stages import stages
-from cupyflash.reference import threads
 from cupyflash.target import Target
 from cupyflash.tiles import Tiles
 
@@ -196,9 +195,10 @@ def test_costs_are_those_of_the_analysis(n_q, n_k, causal):
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_memory_is_what_a_call_takes(dtype, backward):
+def test_memory_is_what_a_call_takes(dtype, backward, monkeypatch):
+    monkeypatch.setenv("CUPYFLASH_NUM_THREADS", "1")  # threads may not overlap, scratches neither
     mask = masks.window(64, 0)
-    q = np.random.default_rng(0).standard_normal((4, 4096, 64)).astype(dtype)
+    q = np.random.default_rng(0).standard_normal((16, 4096, 64)).astype(dtype)
     out, lse = cupyflash.attention(q, q, q, mask=mask, return_lse=True)
 
     def call():
@@ -209,7 +209,8 @@ def test_memory_is_what_a_call_takes(dtype, backward):
     made = explain(q.shape, dtype=dtype, mask=mask, device="cpu", backward=backward)
     call()  # loads its kernels
     measured = min(measure.Cpu().peak_memory(call) for _ in range(2))
-    assert made.memory <= measured <= 1.02 * made.memory + 500_000 * threads.num_threads()
+    # Pages come and go with the allocator's moods; all scores would take 512 MiB.
+    assert abs(measured - made.memory) <= 0.02 * made.memory + 5_000_000
 
 
 def test_keys_that_nobody_sees_are_not_read():
