@@ -28,7 +28,8 @@ def plan(call: Call) -> Plan:
     """Return which kernel serves a call, with which tiles."""
     if call.device is None:
         return config.choose(call.problem)
-    return config.choose(call.problem, target.of(call.device), hopper.obstacle(call))
+    facts = target.of(call.device)
+    return config.choose(call.problem, facts, hopper.obstacle(call), hopper.masked(call))
 
 
 def forward(call: Call, out: Array, lse: Array | None, plan: Plan | None = None) -> Served:

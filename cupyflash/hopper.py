@@ -36,8 +36,8 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
         The leading axes of its launch; without it those of a fresh output.
     """
     problem = call.problem
-    if call.mask is not None or call.score_mod is not None or call.bias is not None:
-        return "it has no masks, score changes or bias"
+    if call.score_mod is not None or call.bias is not None:
+        return "it has no score changes or bias"
     if problem.packed or problem.dropout > 0:
         return "it has no packed sequences or dropout"
     if not problem.scale >= 0:
@@ -59,6 +59,11 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
         if why is not None:
             return f"of {name}, {why}"
     return None
+
+
+def masked(call: Call) -> bool:
+    """Whether pairs of a call may take no part, for which tiles are chosen."""
+    return any(x is not None for x in (call.mask, call.score_mod, call.bias))
 
 
 def maps(call: Call, lead: Lead, block_kv: int) -> tuple[TensorMap, ...]:

@@ -309,7 +309,8 @@ def forward(
     writer = _Writer(call, facts, arrays, False, plan, count_tiles)
     if lse is None:
         writer.named.remove("lse")
-    kernel, tiles = config.forward(call.problem, facts, plan, hopper.obstacle(call, writer.lead))
+    obstacle = hopper.obstacle(call, writer.lead)
+    kernel, tiles = config.forward(call.problem, facts, plan, obstacle, hopper.masked(call))
     writer.over_rows(kernel, tiles, False, writer.lead.sizes)
     launches = tuple(writer.launches)
     if kernel == "forward_sm90":

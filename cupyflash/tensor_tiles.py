@@ -101,7 +101,10 @@ FORWARD_HOPPER: dict[int, tuple[int, int]] = {
     192: (128, 112),
     256: (128, 80),
 }
+# The same where pairs may take no part: bits of a word say which of a row's do.
+MASKED_HOPPER: dict[int, tuple[int, int]] = FORWARD_HOPPER | {128: (128, 128)}
 PASSING_STAGES = 2  # places that keys, and values, pass through
+LOOKING_WARPS, TILE_GROUPS = 3, 2048  # that look at values; that have a class each
 
 
 def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
@@ -111,10 +114,11 @@ def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared)
 
 
-def fit_hopper(d: int, d_v: int) -> Tiles:
-    """Return the tiles of forward_sm90.cu."""
-    largest = next(most for most in FORWARD_HOPPER if max(d, d_v) <= most)
-    return forward_sm90(*FORWARD_HOPPER[largest], d, d_v)
+def fit_hopper(d: int, d_v: int, masked: bool = False) -> Tiles:
+    """Return the tiles of forward_sm90.cu; `masked` where pairs may take no part."""
+    table = MASKED_HOPPER if masked else FORWARD_HOPPER
+    largest = next(most for most in table if max(d, d_v) <= most)
+    return forward_sm90(*table[largest], d, d_v)
 
 
 # The same of the backward, with stages that the operand that passes by is copied to.
@@ -156,7 +160,8 @@ def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: in
 RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
-KNOWN_BYTES = ENTRY_BYTES + 8 * (4 * PASSING_STAGES + 1)
+KNOWN_BYTES = ENTRY_BYTES + 8 * (5 * PASSING_STAGES + 1)
+KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES + 2 * TILE_GROUPS // 8 + 8
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

@@ -7,17 +7,24 @@
 // of its tile before by their values, and then the next warpgroup's scores: the warpgroups take
 // turns to begin their products (FlashAttention-3: Shah et al. 2024).
 //
-// Grid: prod(own_size) * heads * blocks, with own_size = lead_size. Shared memory: the queries, or
-// the output; keys, values; what a block knows. BLOCK_Q is 64 times the warpgroups that compute,
-// BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the parameters come the maps of q, k and v.
+// Tiles without a pair that takes part are neither copied nor computed. Of tiles that have some
+// that take no part, the other warps of the last warpgroup look whether all values are finite.
+//
+// Grid: prod(own_size) * heads * blocks, with own_size = lead_size; packed: heads * blocks. Shared
+// memory: the queries, or the output; keys, values; what a block knows. BLOCK_Q is 64 times the
+// warpgroups that compute, BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the parameters come
+// the maps of q, k and v.
 #include "params.cuh"
 #include "primitives/fragment_softmax.cuh"
 #include "primitives/fragment_tile.cuh"
 #include "primitives/warpgroup.cuh"
+#include "primitives/warpgroup_tile.cuh"
+#include "primitives/warpgroup_values.cuh"
 
 namespace {
 
 constexpr int COLUMNS = BLOCK_KV / 4;
+constexpr int ASKED = MAY_MASK ? COLUMNS : 2;  // columns for which the mask is asked
 constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
@@ -27,6 +34,9 @@ constexpr int KEYS_BYTES = BLOCK_KV * Q_BYTES, VALUES_BYTES = BLOCK_KV * V_BYTES
 constexpr int STAGES = 2;
 // Narrow output is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64;
+// Whether a tile may have keys that take no part, and yet are there: their values may be anything.
+constexpr bool LOOKS = MAY_MASK || PACKED;
+constexpr int LOOKING = LOOKS ? 3 : 0;  // warps, of the warpgroup that copies
 
 // Barriers of the places that tiles pass through: what is there has come, and has been read.
 struct Passing {
@@ -37,6 +47,10 @@ struct Known {
   layout::Entry entry;
   Passing keys, values;
   unsigned long long queries;
+  // That values were looked at, and where: whether each warp saw some that are not finite.
+  unsigned long long looked_at[STAGES];
+  unsigned int nonfinite[STAGES][3];
+  warpgroup_tile::Classes classes;
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
@@ -45,7 +59,7 @@ struct alignas(1024) Swizzled {
 };
 
 static_assert(STORAGE < 2, "16-bit types");
-static_assert(!PACKED && !HAS_MASK && !HAS_DROPOUT, "forward_sm80 serves such calls");
+static_assert(!PACKED && !HAS_SCORE && !HAS_DROPOUT, "forward_sm80 serves such calls");
 static_assert(THREADS == (CONSUMERS + 1) * warpgroup::THREADS_OF && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
@@ -76,11 +90,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return arch::shared_address(&of.empty[stage_of(n)]);
   };
   Passing &keys = known_smem->keys, &values = known_smem->values;
+  const auto looked_at = [known_smem](int n) {
+    return arch::shared_address(&known_smem->looked_at[stage_of(n)]);
+  };
+  const warpgroup_tile::Classes& classes = known_smem->classes;
 
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::Work work =
+      layout::work_of(p, HAS_MASK ? layout::taking_turns(p, blockIdx.x, p.heads) : blockIdx.x,
+                      p.heads, false, BLOCK_Q, true);
+  if (work.idle) return;
   const long long h = work.head;
   const long long i0 = work.block * BLOCK_Q;
-  const int tiles = static_cast<int>((p.len_k + BLOCK_KV - 1) / BLOCK_KV);
+  const int ni = tile::rows_from(i0, work.entry.len_q, BLOCK_Q);
   if (threadIdx.x == 0) {
     known_smem->entry = work.entry;
     arch::init_barrier(q_barrier, 1);
@@ -89,28 +110,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::init_barrier(full(keys, n), 1);
       arch::init_barrier(full(values, n), 1);
       arch::init_barrier(empty(keys, n), CONSUMERS);
-      arch::init_barrier(empty(values, n), CONSUMERS);
+      arch::init_barrier(empty(values, n), CONSUMERS + LOOKING);
+      if constexpr (LOOKS) arch::init_barrier(looked_at(n), LOOKING);
     }
     arch::publish_barriers();
   }
-  __syncthreads();  // what is known, and the barriers
+  warpgroup_tile::find_classes(p, known_smem->classes, work.entry.len_k, [&](long long j0, int nj) {
+    return tile::describe_tile(work.entry, h, i0, ni, j0, nj);
+  });
+  __syncthreads();  // what is known, the barriers, and the classes of tiles
+  const layout::Entry& entry = known_smem->entry;
+  const auto rows_in = [&](int tile) {
+    return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
+  };
+  // Whether a tile has pairs that take no part.
+  const auto is_masked = [&](int tile) {
+    return warpgroup_tile::class_of(classes, tile) == PARTIAL || rows_in(tile) < BLOCK_KV;
+  };
+  int now = warpgroup_tile::tile_before(classes, classes.tiles);
 
   if (warpgroup::index() == CONSUMERS) {
     arch::shed_registers<CONSUMERS == 2 ? 24 : 32>();
+    const int warp = threadIdx.x % warpgroup::THREADS_OF / arch::WARP_SIZE;
+    if (LOOKS && warp > 0) {
+      const int own = threadIdx.x % warpgroup::THREADS_OF - arch::WARP_SIZE;
+#pragma unroll 1
+      for (int n = 0; now >= 0; ++n, now = warpgroup_tile::tile_before(classes, now)) {
+        warpgroup::wait(full(values, n), parity_of(n));
+        bool finite = true;
+        if (is_masked(now)) {
+          finite = warpgroup_values::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
+              values_smem + stage_of(n) * VALUES_BYTES, own);
+        }
+        const bool some = arch::any_lane(!finite);
+        __syncwarp();  // the values, which all lanes have read
+        if (arch::lane_index() == 0) {
+          known_smem->nonfinite[stage_of(n)][warp - 1] = some ? 1 : 0;
+          arch::arrive(looked_at(n));
+          arch::arrive(empty(values, n));
+        }
+      }
+      return;
+    }
     if (threadIdx.x % warpgroup::THREADS_OF != 0) return;
     // 1 load q
-    const warpgroup::Head q(p.q, work.entry, h);
+    const warpgroup::Head q(p.q, entry, h);
     const long long h_kv = layout::divide(h, p.group).quotient;
-    const warpgroup::Head k(p.k, work.entry, h_kv), v(p.v, work.entry, h_kv);
+    const warpgroup::Head k(p.k, entry, h_kv), v(p.v, entry, h_kv);
     arch::arrive_expecting(q_barrier, BLOCK_Q * Q_BYTES);
 #pragma unroll
     for (int n = 0; n < CONSUMERS; ++n) {
       warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + n * HELD_BYTES, q_map, q,
-                                                   i0 + n * warpgroup::ROWS_OF, q_barrier);
+                                                   entry.start_q + i0 + n * warpgroup::ROWS_OF,
+                                                   q_barrier);
     }
 #pragma unroll 1
-    for (int n = 0; n < tiles; ++n) {
-      const long long first = static_cast<long long>(tiles - 1 - n) * BLOCK_KV;
+    for (int n = 0; now >= 0; ++n, now = warpgroup_tile::tile_before(classes, now)) {
+      const long long first = entry.start_k + static_cast<long long>(now) * BLOCK_KV;
       warpgroup::wait(empty(keys, n), parity_of(n) ^ 1);
       arch::arrive_expecting(full(keys, n), KEYS_BYTES);
       warpgroup::begin_tile<BLOCK_KV, D>(keys_address + stage_of(n) * KEYS_BYTES, k_map, k, first,
@@ -124,7 +180,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   arch::take_registers<CONSUMERS == 2 ? 240 : 160>();
-  const layout::Entry& entry = known_smem->entry;
   const int own = warpgroup::index();
   const float scale = static_cast<float>(p.scale);
   const float c = fmin(scale * tile::LOG2_E, number::largest_float());
@@ -132,12 +187,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const arch::Described k = warpgroup::describe(keys_address, 0);
   const arch::Described v = warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
   const int next = own + 1 < CONSUMERS ? own + 1 : 0;
-  // Turns are barriers 1 and on: whose it is, and who had the one before.
+  // Turns are barriers 1 and on: whose it is, and who had the one before. Then come those of one
+  // warpgroup, and one of all that compute.
   constexpr int BOTH = 2 * warpgroup::THREADS_OF;
+  constexpr int ALL = 1 + 2 * CONSUMERS;
   if (next == 0) arch::arrive_at(1, BOTH);
 
   float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
-  unsigned int weights[2][COLUMNS / 2];
+  unsigned int weights[2][COLUMNS / 2], allowed[2];
   fragment_softmax::init_state(m, l, acc);
   const auto begin_scores = [&](int n) {
     warpgroup::multiply<D, BLOCK_KV>(s, q, k + stage_of(n) * (KEYS_BYTES / 16));
@@ -147,57 +204,93 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     warpgroup::multiply_add<BLOCK_KV>(acc, weights, v + stage_of(n) * (VALUES_BYTES / 16));
     arch::commit_products();
   };
+  const auto find_pairs = [&](int tile, bool masked) {
+    if (MAY_MASK && masked) {
+      const TileBox box = tile::describe_tile(
+          entry, h, i0, ni, static_cast<long long>(tile) * BLOCK_KV, rows_in(tile));
+      fragment_tile::find_pairs<ASKED>(p, box, warpgroup_tile::class_of(classes, tile), allowed);
+    }
+  };
+  const auto hide_pairs = [&](int tile, bool masked) {
+    if (MAY_MASK && masked) fragment_tile::hide_pairs(s, allowed);
+    if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, rows_in(tile));
+  };
+  // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
+  const auto take_nonfinite = [&](int n) {
+    warpgroup::wait(looked_at(n), parity_of(n));  // which is after they came
+    const unsigned int (&found)[3] = known_smem->nonfinite[stage_of(n)];
+    if ((found[0] | found[1] | found[2]) == 0) return;
+    char* const tile_smem = values_smem + stage_of(n) * VALUES_BYTES;
+    warpgroup_values::add_nonfinite(acc, weights, tile_smem);
+    arch::meet_at(ALL, BLOCK_Q * 2);  // the values, which are read as they came
+    warpgroup_values::clear_nonfinite<VALUES_BYTES, BLOCK_Q * 2>(tile_smem, threadIdx.x);
+    arch::publish_shared();
+    arch::meet_at(ALL, BLOCK_Q * 2);  // the values, now finite
+  };
   float m_new[2];
+  int visited = 0;
 
-  // 2 scores
   warpgroup::wait(q_barrier, 0);
-  warpgroup::wait(full(keys, 0), 0);
-  arch::fence_products();
-  begin_scores(0);
-  arch::wait_products<0>();
-  arch::take_product(s);
-  warpgroup::release(empty(keys, 0));
-  // 3 score mod
-  static_assert(!HAS_SCORE, "forward_sm80 changes scores");
-  // 4 mask
-  const int last_rows = static_cast<int>(p.len_k - static_cast<long long>(tiles - 1) * BLOCK_KV);
-  const bool masked = last_rows < BLOCK_KV;
-  if (masked) fragment_tile::hide_beyond(s, last_rows);
-  // 5 row max
-  fragment_softmax::row_max(s, m, m_new);
-  // 6 rescale
-  fragment_softmax::raise_max(m, m_new, l, alpha, c);
-  fragment_softmax::exponentiate(s, m, l, c, masked);
-  fragment::narrow(s, weights);
-
-#pragma unroll 1
-  for (int n = 1; n < tiles; ++n) {
-    warpgroup::wait(full(keys, n), parity_of(n));
-    arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
+  if (!HAS_MASK && !PACKED || now >= 0) {
+    // 2 scores
+    bool masked = is_masked(now);
+    warpgroup::wait(full(keys, 0), 0);
     arch::fence_products();
-    begin_scores(n);
-    // 7 accumulate p v
-    warpgroup::wait(full(values, n - 1), parity_of(n - 1));
-    begin_output(n - 1);
-    arch::arrive_at(1 + next, BOTH);  // the next one's turn
-    arch::wait_products<1>();
-    arch::take_product(s);
-    warpgroup::release(empty(keys, n));
-    const bool grew = fragment_softmax::row_max(s, m, m_new);
-    fragment_softmax::raise_max(m, m_new, l, alpha, c);
-    fragment_softmax::exponentiate(s, m, l, c, false);
+    begin_scores(0);
+    find_pairs(now, masked);
     arch::wait_products<0>();
-    arch::take_product(acc);
-    warpgroup::release(empty(values, n - 1));
+    arch::take_product(s);
+    warpgroup::release(empty(keys, 0));
+    // 3 score mod
+    static_assert(!HAS_SCORE, "forward_sm80 changes scores");
+    // 4 mask
+    hide_pairs(now, masked);
+    // 5 row max
+    fragment_softmax::row_max(s, m, m_new);
+    // 6 rescale
+    fragment_softmax::raise_max(m, m_new, l, alpha, c);
+    fragment_softmax::exponentiate(s, m, l, c, masked);
     fragment::narrow(s, weights);
-    if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
+    if (LOOKS && masked) take_nonfinite(0);
+    now = warpgroup_tile::tile_before(classes, now);
+
+    visited = 1;
+#pragma unroll 1
+    for (; now >= 0; ++visited, now = warpgroup_tile::tile_before(classes, now)) {
+      const int n = visited;
+      masked = HAS_MASK && is_masked(now);
+      warpgroup::wait(full(keys, n), parity_of(n));
+      arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
+      arch::fence_products();
+      begin_scores(n);
+      // 7 accumulate p v
+      warpgroup::wait(full(values, n - 1), parity_of(n - 1));
+      begin_output(n - 1);
+      arch::arrive_at(1 + next, BOTH);  // the next one's turn
+      find_pairs(now, masked);
+      arch::wait_products<1>();
+      arch::take_product(s);
+      warpgroup::release(empty(keys, n));
+      hide_pairs(now, masked);
+      const bool grew = fragment_softmax::row_max(s, m, m_new);
+      fragment_softmax::raise_max(m, m_new, l, alpha, c);
+      fragment_softmax::exponentiate(s, m, l, c, masked);
+      arch::wait_products<0>();
+      arch::take_product(acc);
+      warpgroup::release(empty(values, n - 1));
+      fragment::narrow(s, weights);
+      if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
+      if (LOOKS && masked) take_nonfinite(n);
+    }
   }
   if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
-  warpgroup::wait(full(values, tiles - 1), parity_of(tiles - 1));
-  arch::fence_products();
-  begin_output(tiles - 1);
-  arch::wait_products<0>();
-  arch::take_product(acc);
+  if (!HAS_MASK && !PACKED || visited > 0) {
+    warpgroup::wait(full(values, visited - 1), parity_of(visited - 1));
+    arch::fence_products();
+    begin_output(visited - 1);
+    arch::wait_products<0>();
+    arch::take_product(acc);
+  }
 
   fragment_softmax::row_sum(l);
   float weight[2];
@@ -207,7 +300,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // 8 normalise
 #pragma unroll
   for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : weight[r] / l[r];
-  const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
   // The warpgroup's queries, which its warps have read: the output passes there.
   arch::meet_at(1 + CONSUMERS + own, warpgroup::THREADS_OF);
   char* const out_smem =
@@ -227,5 +319,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
     }
   }
-  tile::count_tiles(p, tiles);
+  tile::count_tiles(p, visited);
 }

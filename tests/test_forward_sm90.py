@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import ml_dtypes
 import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, capability
-from emulator import build
-from emulator.calls import Blocks, Emulator
-from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from emulator.machine import FORWARD, REVERSE, randomly
 from harness import attend
 from placement import same_bits
+from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
 
-import cupyflash.kernels_cu
 from cupyflash import (
     config,
     hopper,
@@ -32,38 +28,6 @@ from cupyflash import (
 )
 from cupyflash.operands import Operand
 from cupyflash.target import Target
-from cupyflash.testing import Precision, forward_bound, rho
-
-emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
-TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
-EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
-WARPGROUPS = Blocks(hopper=True)
-
-
-def draw(dtype, *shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-def run(q, k, v, schedule=REVERSE, out=None, read=build.read, **options):
-    """Compute out and lse on the emulator, into memory that holds NaN."""
-    call = validate.call(q, k, v, **options)
-    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    if out is None:
-        out = np.empty((*lead, *q.shape[-3:-1], v.shape[-1]), q.dtype)
-    out[...] = np.nan
-    lse = np.full(out.shape[:-1], np.nan, np.float32)
-    visited = np.zeros(1, np.uint64)
-    Emulator(WARPGROUPS, schedule, read=read).forward(call, out, lse, visited)
-    return out, lse, int(visited[0])
-
-
-def within_the_bound(q, k, v, out, lse, **options):
-    precision = Precision.of(q.dtype, tensor_cores=True)
-    bound = forward_bound(q, k, v, precision=precision, block_kv=64, **options)
-    assert rho(out, *bound.out).value <= 1
-    assert rho(lse, *bound.lse).value <= 1
-
 
 # -- numbers --------------------------------------------------------------------------------------
 
@@ -169,37 +133,6 @@ def test_no_bit_depends_on_the_schedule(dtype, d):
         assert same_bits(first_lse, lse)
 
 
-# -- the kernel's own waits -----------------------------------------------------------------------
-
-KERNEL = "forward_sm90.cu"
-TEXT = (Path(cupyflash.kernels_cu.__file__).parent / KERNEL).read_text()
-# What orders accesses. The turns only say who is first.
-ORDERS = re.compile(
-    r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release\([^;]*;|"
-    r"arch::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting)"
-    r"\([^;]*;|__syncthreads\(\);"
-)
-
-
-@emulated
-@pytest.mark.parametrize("number", range(len(ORDERS.findall(TEXT))))
-def test_nothing_that_orders_may_be_missing(number):
-    def read(name):
-        text = build.read(name)
-        if name != KERNEL:
-            return text
-        match = list(ORDERS.finditer(text))[number]
-        return text[: match.start()] + text[match.end() :]
-
-    def run_often():
-        q, k, v = draw(TYPES[0], (1, 70, 64), *[(1, 900, 64)] * 2)
-        for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
-            run(q, k, v, schedule, read=read)
-
-    with pytest.raises(Fault):
-        run_often()
-
-
 # -- maps of arrays -------------------------------------------------------------------------------
 
 
@@ -264,13 +197,14 @@ def call_of(d=64, d_v=None, len_q=512, len_k=512, dtype=np.float16, **options):
 
 
 def plan_of(call, gpu):
-    return config.choose(call.problem, gpu, hopper.obstacle(call))
+    return config.choose(call.problem, gpu, hopper.obstacle(call), hopper.masked(call))
 
 
 @pytest.mark.parametrize("d", [48, 64, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_it_serves_long_rows_on_its_hardware_only(dtype, d):
-    call = call_of(d, dtype=dtype)
+@pytest.mark.parametrize("options", [{}, {"mask": masks.causal()}], ids=["plain", "masked"])
+def test_it_serves_long_rows_on_its_hardware_only(dtype, d, options):
+    call = call_of(d, dtype=dtype, **options)
     assert plan_of(call, target_of("sm_90")).kernel == "forward_sm90"
     for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
         plan = plan_of(call, target_of(arch))
@@ -281,9 +215,8 @@ def test_it_serves_long_rows_on_its_hardware_only(dtype, d):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mask": masks.causal()}, "no masks, score changes or bias"),
-        ({"score_mod": scores.softcap(3.0)}, "no masks, score changes or bias"),
-        ({"bias": np.zeros((512, 512), np.float32)}, "no masks, score changes or bias"),
+        ({"score_mod": scores.softcap(3.0)}, "no score changes or bias"),
+        ({"bias": np.zeros((512, 512), np.float32)}, "no score changes or bias"),
         ({"dropout": 0.1, "seed": 1}, "no packed sequences or dropout"),
         ({"scale": -1.0}, "scale is not negative"),
         ({"len_q": 511}, "512 queries and keys or more"),
@@ -336,8 +269,8 @@ def test_packed_sequences_are_not_its_own():
 
 def test_its_tiles_fit():
     for d in range(1, tensor_tiles.largest_head(np.float16) + 1):
-        for d_v in (1, d, 256):
-            tiles = tensor_tiles.fit_hopper(d, d_v)
+        for d_v, masked in itertools.product((1, d, 256), (False, True)):
+            tiles = tensor_tiles.fit_hopper(d, d_v, masked)
             assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
             assert tiles.threads == 2 * tiles.block_q + 128
 

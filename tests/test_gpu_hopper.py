@@ -8,6 +8,7 @@ import pytest
 from gpu_calls import precision_of
 
 import cupyflash
+from cupyflash import masks
 from cupyflash.testing import forward_bound, rho
 
 pytestmark = pytest.mark.gpu
@@ -86,3 +87,41 @@ def test_bits_are_those_of_the_first_run(cupy, dtype):
     first = cupyflash.attention(q, k, v).view(np.uint16)
     for _ in range(50):
         assert (cupyflash.attention(q, k, v).view(np.uint16) == first).all()
+
+
+# What leaves pairs, tiles, rows and all out; by ranges of keys and by other shapes.
+MASKS = {
+    "causal": masks.causal(),
+    "first queries see none": masks.causal(offset=-300),
+    "window": masks.window(200, 10),
+    "documents": masks.segments(np.arange(1000) // 170),
+    "no range": masks.mask(lambda b, h, i, j: (i + j) % 3 > 0),
+    "no key": masks.mask(lambda b, h, i, j: j < 0),
+}
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(cupy, dtype, d, name):
+    q, k, v = draw(cupy, dtype, (2, 1000, d), (1, 1000, d), (1, 1000, d))
+    options = {"mask": MASKS[name]}
+    assert cupyflash.plan(q, k, v, **options).kernel == "forward_sm90"
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    within_the_bound(dtype, q, k, v, out, lse, **options)
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_value_reaches_only_the_rows_that_see_it(cupy, dtype, value, d):
+    q, k, v = draw(cupy, dtype, *[(8, 1500, d)] * 3)
+    plain = cupyflash.attention(q, k, v, mask=masks.causal())
+    v[:, 700, 3] = value
+    for _ in range(10):
+        other = cupyflash.attention(q, k, v, mask=masks.causal())
+        same = other.view(np.uint16) == plain.view(np.uint16)
+        seen = other[:, 700:, 3].astype(np.float32)
+        assert (cupy.isnan(seen) if np.isnan(value) else seen == value).all()
+        same[:, 700:, 3] = True
+        assert same.all()

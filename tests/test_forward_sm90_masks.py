@@ -1,0 +1,162 @@
+"""The forward by warpgroups, on the CPU: pairs and tiles that take no part; who waits for whom."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulator import build
+from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from harness import attend
+from placement import same_bits
+from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
+
+import cupyflash.kernels_cu
+from cupyflash import masks, tensor_tiles
+
+MASKS = {
+    "causal": masks.causal(),
+    "first keys": masks.causal(offset=-130),  # and queries that see none
+    "window": masks.window(150, 20),
+    "documents": masks.segments(np.arange(600) // 170),
+    "no range": masks.mask(lambda b, h, i, j: (i + j) % 3 > 0),
+    "both ends": masks.mask(lambda b, h, i, j: (j < 3) | (j > 480 + i)),
+    "no key": masks.mask(lambda b, h, i, j: j < 0),
+    "every key": masks.causal(600),
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    dtype, mask = TYPES[len(name) % 2], MASKS[name]
+    q, k, v = draw(dtype, (1, 2, 600, 64), *[(1, 1, 600, 64)] * 2)
+    sink = np.array([-np.inf, 0.5], np.float32)
+    out, lse, visited = run(q, k, v, randomly(1), mask=mask, sink=sink)
+    within_the_bound(q, k, v, out, lse, mask=mask, sink=sink)
+    tiles = tensor_tiles.MASKED_HOPPER[64]
+    assert visited == attend(q, k, v, tiles=tiles, mask=mask).visited
+
+
+@emulated
+@pytest.mark.parametrize("sizes", [(40, 72), (128, 128), (192, 136), (64, 256)], ids=str)
+@pytest.mark.parametrize("name", ["causal", "no range"])
+def test_masks_of_other_heads(sizes, name):
+    d, d_v = sizes
+    q, k, v = draw(TYPES[0], (2, 140, d), (2, 300, d), (2, 300, d_v))
+    out, lse, visited = run(q, k, v, mask=MASKS[name])
+    within_the_bound(q, k, v, out, lse, mask=MASKS[name])
+    block = tensor_tiles.fit_hopper(d, d_v, True)
+    tiles = block.block_q, block.block_kv
+    assert visited == attend(q, k, v, tiles=tiles, mask=MASKS[name]).visited
+
+
+@emulated
+def test_lengths_of_a_batch_one_of_them_zero():
+    lengths = masks.lengths(np.array([0, 1, 128, 129, 300]))
+    q, k, v = draw(TYPES[1], (5, 1, 20, 64), *[(1, 1, 300, 64)] * 2)
+    out, lse, visited = run(q, k, v, mask=lengths)
+    within_the_bound(q, k, v, out, lse, mask=lengths)
+    assert visited == 0 + 1 + 1 + 2 + 3
+
+
+@emulated
+@pytest.mark.parametrize("name", ["causal", "both ends", "window"])
+def test_neighbouring_tiles_share_a_class_where_there_are_many(monkeypatch, name):
+    groups, few = tensor_tiles.TILE_GROUPS, 32
+
+    def read(path):
+        return build.read(path).replace(f"GROUPS = {groups};", f"GROUPS = {few};")
+
+    monkeypatch.setattr(tensor_tiles, "KNOWN_BYTES", tensor_tiles.KNOWN_BYTES - (groups - few) // 4)
+    length = 70 * 128 + 5  # a class for every 4 tiles
+    (q,) = draw(TYPES[0], (1, 30, 64))
+    k, v = draw(TYPES[0], *[(1, length, 64)] * 2, seed=1)
+    mask = {
+        "causal": masks.causal(2000),
+        "both ends": masks.mask(lambda b, h, i, j: (j < 3) | (j > 7200 + i)),
+        "window": masks.window(900, 0, offset=6000),
+    }[name]
+    out, lse, visited = run(q, k, v, read=read, mask=mask)
+    within_the_bound(q, k, v, out, lse, mask=mask)
+    # 4 tiles are 512 keys: 0 to 2030; 0 and from 7201 on; 5100 to 6030.
+    assert visited == {"causal": 16, "both ends": 4 + 15, "window": 12}[name]
+
+
+# -- keys that take no part -----------------------------------------------------------------------
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("d", [64, 256])
+def test_a_value_reaches_only_the_rows_that_see_it(dtype, value, d):
+    q, k, v = draw(dtype, *[(1, 300, d)] * 3)
+    options = {"mask": masks.causal()}
+    plain, lse, _ = run(q, k, v, **options)
+    v[0, 150, d - 5] = value
+    other, other_lse, _ = run(q, k, v, **options)
+    assert same_bits(lse, other_lse)
+    elsewhere = np.ones(plain.shape, bool)
+    elsewhere[0, 150:, d - 5] = False
+    assert same_bits(plain[elsewhere], other[elsewhere])
+    seen = other[0, 150:, d - 5].astype(np.float32)
+    assert (np.isnan(seen) if np.isnan(value) else seen == value).all()
+
+
+@emulated
+@EACH_TYPE
+def test_a_key_or_a_query_reaches_only_its_rows(dtype):
+    q, k, v = draw(dtype, *[(1, 300, 64)] * 3)
+    plain, lse, _ = run(q, k, v, mask=masks.causal())
+    k[0, 150, 3], q[0, 7, 2] = np.nan, np.inf
+    other, other_lse, _ = run(q, k, v, mask=masks.causal())
+    rest = np.arange(150) != 7
+    assert same_bits(plain[:, :150][:, rest], other[:, :150][:, rest])
+    assert same_bits(lse[:, :150][:, rest], other_lse[:, :150][:, rest])
+    assert np.isnan(other[:, 150:].astype(np.float32)).all()
+
+
+@emulated
+def test_no_bit_of_a_masked_call_depends_on_the_schedule():
+    q, k, v = draw(TYPES[0], (2, 300, 64), *[(1, 520, 64)] * 2)
+    v[0, ::50] = np.inf
+    first, first_lse, _ = run(q, k, v, FORWARD, mask=MASKS["window"])
+    for schedule in (REVERSE, randomly(1), randomly(2)):
+        out, lse, _ = run(q, k, v, schedule, mask=MASKS["window"])
+        assert same_bits(first, out)
+        assert same_bits(first_lse, lse)
+
+
+# -- the kernel's own waits -----------------------------------------------------------------------
+
+KERNEL = "forward_sm90.cu"
+TEXT = (Path(cupyflash.kernels_cu.__file__).parent / KERNEL).read_text()
+# What orders accesses. The turns only say who is first.
+ORDERS = re.compile(
+    r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release\([^;]*;|"
+    r"arch::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting|"
+    r"publish_shared|arrive)\([^;]*;|arch::meet_at\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
+)
+
+
+@emulated
+@pytest.mark.parametrize("number", range(len(ORDERS.findall(TEXT))))
+def test_nothing_that_orders_may_be_missing(number):
+    def read(name):
+        text = build.read(name)
+        if name != KERNEL:
+            return text
+        match = list(ORDERS.finditer(text))[number]
+        return text[: match.start()] + text[match.end() :]
+
+    def run_often():
+        q, k, v = draw(TYPES[0], (1, 70, 64), *[(1, 900, 64)] * 2)
+        v[0, 850::3] = np.nan
+        for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
+            run(q, k, v, schedule, read=read, mask=masks.causal(offset=830))
+
+    with pytest.raises(Fault):
+        run_often()
