@@ -24,14 +24,14 @@ def choose(
     problem: Problem,
     target: Target | None = None,
     obstacle: str | None = UNKNOWN,
-    masked: bool = False,
+    besides: str = "nothing",
 ) -> Plan:
     """Return the kernel and tiles for a problem on a GPU, or without one on the CPU.
 
-    `obstacle` and `masked` are as in `forward`.
+    `obstacle` and `besides` are as in `forward`.
     """
     if target is not None:
-        kernel, tiles = forward(problem, target, None, obstacle, masked)
+        kernel, tiles = forward(problem, target, None, obstacle, besides)
         why = _why(kernel, problem, target, obstacle)
         return Plan(
             kernel=kernel,
@@ -112,7 +112,7 @@ def forward(
     target: Target,
     plan: Plan | None = None,
     obstacle: str | None = UNKNOWN,
-    masked: bool = False,
+    besides: str = "nothing",
 ) -> tuple[str, Tiles]:
     """Return the kernel that serves the forward on a device, and its tiles.
 
@@ -126,8 +126,8 @@ def forward(
         Another kernel and other tiles than the best ones.
     obstacle : str, optional
         Why forward_sm90 cannot serve the call, or None where it can.
-    masked : bool
-        Whether pairs may take no part, for which forward_sm90 has tiles of its own.
+    besides : str
+        What takes registers beside products: a key of `tensor_tiles.FORWARD_HOPPER`.
 
     Raises
     ------
@@ -140,7 +140,7 @@ def forward(
         itemsize = problem.dtype.itemsize
         hopper = itemsize == 2 and target.capability == tensor_tiles.HOPPER
         if hopper and not _hopper_obstacle(target, obstacle):
-            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, masked)
+            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
         tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory, itemsize)
         if tiles is not None:
             return "forward_sm80", tiles

@@ -29,7 +29,7 @@ def plan(call: Call) -> Plan:
     if call.device is None:
         return config.choose(call.problem)
     facts = target.of(call.device)
-    return config.choose(call.problem, facts, hopper.obstacle(call), hopper.masked(call))
+    return config.choose(call.problem, facts, hopper.obstacle(call), hopper.besides(call))
 
 
 def forward(call: Call, out: Array, lse: Array | None, plan: Plan | None = None) -> Served:

@@ -36,12 +36,8 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
         The leading axes of its launch; without it those of a fresh output.
     """
     problem = call.problem
-    if call.score_mod is not None or call.bias is not None:
-        return "it has no score changes or bias"
-    if problem.packed or problem.dropout > 0:
-        return "it has no packed sequences or dropout"
-    if not problem.scale >= 0:
-        return "its scale is not negative"
+    if problem.packed:
+        return "it has no packed sequences"
     if min(problem.len_q, problem.len_k) < SHORTEST:
         return f"it is for {SHORTEST} queries and keys or more"
     if _padding(problem.d, problem.d_v) > MOST_PADDING:
@@ -61,9 +57,11 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
     return None
 
 
-def masked(call: Call) -> bool:
-    """Whether pairs of a call may take no part, for which tiles are chosen."""
-    return any(x is not None for x in (call.mask, call.score_mod, call.bias))
+def besides(call: Call) -> str:
+    """Return what takes registers beside products: a key of `tensor_tiles.FORWARD_HOPPER`."""
+    if call.score_mod is not None or call.bias is not None:
+        return "scores"
+    return "nothing" if call.mask is None else "masks"
 
 
 def maps(call: Call, lead: Lead, block_kv: int) -> tuple[TensorMap, ...]:

@@ -310,7 +310,7 @@ def forward(
     if lse is None:
         writer.named.remove("lse")
     obstacle = hopper.obstacle(call, writer.lead)
-    kernel, tiles = config.forward(call.problem, facts, plan, obstacle, hopper.masked(call))
+    kernel, tiles = config.forward(call.problem, facts, plan, obstacle, hopper.besides(call))
     writer.over_rows(kernel, tiles, False, writer.lead.sizes)
     launches = tuple(writer.launches)
     if kernel == "forward_sm90":

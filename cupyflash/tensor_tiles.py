@@ -93,16 +93,20 @@ def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
     return None
 
 
-# Largest head -> queries and keys of a tile of forward_sm90.cu, for compute capability 9.0.
+# What takes registers beside products -> largest head -> queries and keys of a tile of
+# forward_sm90.cu, for compute capability 9.0. Of masked pairs, bits of a word are a row's.
 HOPPER = (9, 0)
-FORWARD_HOPPER: dict[int, tuple[int, int]] = {
+_MASKED: dict[int, tuple[int, int]] = {
     64: (192, 128),
-    128: (128, 176),
+    128: (128, 128),
     192: (128, 112),
     256: (128, 80),
 }
-# The same where pairs may take no part: bits of a word say which of a row's do.
-MASKED_HOPPER: dict[int, tuple[int, int]] = FORWARD_HOPPER | {128: (128, 128)}
+FORWARD_HOPPER: dict[str, dict[int, tuple[int, int]]] = {
+    "nothing": _MASKED | {128: (128, 176)},
+    "masks": _MASKED,
+    "scores": _MASKED | {64: (192, 112)},
+}
 PASSING_STAGES = 2  # places that keys, and values, pass through
 LOOKING_WARPS, TILE_GROUPS = 3, 2048  # that look at values; that have a class each
 
@@ -114,9 +118,9 @@ def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared)
 
 
-def fit_hopper(d: int, d_v: int, masked: bool = False) -> Tiles:
-    """Return the tiles of forward_sm90.cu; `masked` where pairs may take no part."""
-    table = MASKED_HOPPER if masked else FORWARD_HOPPER
+def fit_hopper(d: int, d_v: int, besides: str = "nothing") -> Tiles:
+    """Return the tiles of forward_sm90.cu; `besides` is a key of `FORWARD_HOPPER`."""
+    table = FORWARD_HOPPER[besides]
     largest = next(most for most in table if max(d, d_v) <= most)
     return forward_sm90(*table[largest], d, d_v)
 

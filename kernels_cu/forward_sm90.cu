@@ -19,12 +19,14 @@
 #include "primitives/fragment_tile.cuh"
 #include "primitives/warpgroup.cuh"
 #include "primitives/warpgroup_tile.cuh"
-#include "primitives/warpgroup_values.cuh"
+#include "primitives/warpgroup_rows.cuh"
 
 namespace {
 
 constexpr int COLUMNS = BLOCK_KV / 4;
 constexpr int ASKED = MAY_MASK ? COLUMNS : 2;  // columns for which the mask is asked
+// Columns of scores that generated code changes together.
+constexpr int AT_ONCE = COLUMNS % 8 == 0 ? 8 : 4;
 constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
@@ -59,7 +61,7 @@ struct alignas(1024) Swizzled {
 };
 
 static_assert(STORAGE < 2, "16-bit types");
-static_assert(!PACKED && !HAS_SCORE && !HAS_DROPOUT, "forward_sm80 serves such calls");
+static_assert(!PACKED, "forward_sm80 serves such calls");
 static_assert(THREADS == (CONSUMERS + 1) * warpgroup::THREADS_OF && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
@@ -123,9 +125,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const auto rows_in = [&](int tile) {
     return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
   };
-  // Whether a tile has pairs that take no part.
+  // Whether a tile may have pairs that take no part.
   const auto is_masked = [&](int tile) {
-    return warpgroup_tile::class_of(classes, tile) == PARTIAL || rows_in(tile) < BLOCK_KV;
+    return HAS_SCORE || warpgroup_tile::class_of(classes, tile) == PARTIAL ||
+           rows_in(tile) < BLOCK_KV;
   };
   int now = warpgroup_tile::tile_before(classes, classes.tiles);
 
@@ -139,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup::wait(full(values, n), parity_of(n));
         bool finite = true;
         if (is_masked(now)) {
-          finite = warpgroup_values::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
+          finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
               values_smem + stage_of(n) * VALUES_BYTES, own);
         }
         const bool some = arch::any_lane(!finite);
@@ -182,7 +185,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   arch::take_registers<CONSUMERS == 2 ? 240 : 160>();
   const int own = warpgroup::index();
   const float scale = static_cast<float>(p.scale);
-  const float c = fmin(scale * tile::LOG2_E, number::largest_float());
+  // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
+  const float unit = HAS_SCORE ? 1.0f : fabs(scale);
+  const float c = fmin(unit * tile::LOG2_E, number::largest_float());
   const arch::Described q = warpgroup::describe(q_address + own * HELD_BYTES, 0);
   const arch::Described k = warpgroup::describe(keys_address, 0);
   const arch::Described v = warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
@@ -190,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // Turns are barriers 1 and on: whose it is, and who had the one before. Then come those of one
   // warpgroup, and one of all that compute.
   constexpr int BOTH = 2 * warpgroup::THREADS_OF;
-  constexpr int ALL = 1 + 2 * CONSUMERS;
+  constexpr int OWN = 1 + CONSUMERS, ALL = OWN + CONSUMERS;
   if (next == 0) arch::arrive_at(1, BOTH);
 
   float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
@@ -204,16 +209,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     warpgroup::multiply_add<BLOCK_KV>(acc, weights, v + stage_of(n) * (VALUES_BYTES / 16));
     arch::commit_products();
   };
+  const auto box_of = [&](int tile) {
+    return tile::describe_tile(entry, h, i0, ni, static_cast<long long>(tile) * BLOCK_KV,
+                               rows_in(tile));
+  };
   const auto find_pairs = [&](int tile, bool masked) {
     if (MAY_MASK && masked) {
-      const TileBox box = tile::describe_tile(
-          entry, h, i0, ni, static_cast<long long>(tile) * BLOCK_KV, rows_in(tile));
-      fragment_tile::find_pairs<ASKED>(p, box, warpgroup_tile::class_of(classes, tile), allowed);
+      fragment_tile::find_pairs<ASKED>(p, box_of(tile), warpgroup_tile::class_of(classes, tile),
+                                       allowed);
     }
   };
-  const auto hide_pairs = [&](int tile, bool masked) {
-    if (MAY_MASK && masked) fragment_tile::hide_pairs(s, allowed);
-    if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, rows_in(tile));
+  const auto change_scores = [&](int tile, bool masked) {
+    if constexpr (HAS_SCORE) {
+      fragment_tile::change_scores<AT_ONCE>(p, box_of(tile), s, allowed, scale);
+    } else if constexpr (MAY_MASK) {
+      if (masked) fragment_tile::hide_pairs(s, allowed);
+    } else {
+      if (masked) fragment_tile::hide_beyond(s, rows_in(tile));
+    }
   };
   // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
   const auto take_nonfinite = [&](int n) {
@@ -221,9 +234,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const unsigned int (&found)[3] = known_smem->nonfinite[stage_of(n)];
     if ((found[0] | found[1] | found[2]) == 0) return;
     char* const tile_smem = values_smem + stage_of(n) * VALUES_BYTES;
-    warpgroup_values::add_nonfinite(acc, weights, tile_smem);
+    warpgroup_rows::add_nonfinite(acc, weights, tile_smem);
     arch::meet_at(ALL, BLOCK_Q * 2);  // the values, which are read as they came
-    warpgroup_values::clear_nonfinite<VALUES_BYTES, BLOCK_Q * 2>(tile_smem, threadIdx.x);
+    warpgroup_rows::clear_nonfinite<VALUES_BYTES, BLOCK_Q * 2>(tile_smem, threadIdx.x);
     arch::publish_shared();
     arch::meet_at(ALL, BLOCK_Q * 2);  // the values, now finite
   };
@@ -231,6 +244,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   int visited = 0;
 
   warpgroup::wait(q_barrier, 0);
+  if (!HAS_SCORE && scale < 0) {
+    warpgroup_rows::negate_rows<HELD_BYTES, warpgroup::THREADS_OF>(
+        q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF);
+    arch::publish_shared();
+    arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
+  }
   if (!HAS_MASK && !PACKED || now >= 0) {
     // 2 scores
     bool masked = is_masked(now);
@@ -242,14 +261,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::take_product(s);
     warpgroup::release(empty(keys, 0));
     // 3 score mod
-    static_assert(!HAS_SCORE, "forward_sm80 changes scores");
     // 4 mask
-    hide_pairs(now, masked);
+    change_scores(now, masked);
     // 5 row max
     fragment_softmax::row_max(s, m, m_new);
     // 6 rescale
     fragment_softmax::raise_max(m, m_new, l, alpha, c);
     fragment_softmax::exponentiate(s, m, l, c, masked);
+    if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box_of(now), s);
     fragment::narrow(s, weights);
     if (LOOKS && masked) take_nonfinite(0);
     now = warpgroup_tile::tile_before(classes, now);
@@ -258,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
     for (; now >= 0; ++visited, now = warpgroup_tile::tile_before(classes, now)) {
       const int n = visited;
-      masked = HAS_MASK && is_masked(now);
+      masked = MAY_MASK && is_masked(now);
       warpgroup::wait(full(keys, n), parity_of(n));
       arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
       arch::fence_products();
@@ -271,10 +290,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::wait_products<1>();
       arch::take_product(s);
       warpgroup::release(empty(keys, n));
-      hide_pairs(now, masked);
+      change_scores(now, masked);
       const bool grew = fragment_softmax::row_max(s, m, m_new);
       fragment_softmax::raise_max(m, m_new, l, alpha, c);
       fragment_softmax::exponentiate(s, m, l, c, masked);
+      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box_of(now), s);
       arch::wait_products<0>();
       arch::take_product(acc);
       warpgroup::release(empty(values, n - 1));
@@ -295,13 +315,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   fragment_softmax::row_sum(l);
   float weight[2];
   fragment_softmax::join_sink(
-      m, l, weight, scale,
+      m, l, weight, unit,
       p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
   // 8 normalise
+  const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : weight[r] / l[r];
+  for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
   // The warpgroup's queries, which its warps have read: the output passes there.
-  arch::meet_at(1 + CONSUMERS + own, warpgroup::THREADS_OF);
+  arch::meet_at(OWN + own, warpgroup::THREADS_OF);
   char* const out_smem =
       q_smem + own * HELD_BYTES + fragment::warp_row() % warpgroup::ROWS_OF * V_BYTES;
   fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);

@@ -129,7 +129,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
     if case.kernel in ("forward_sm80", "forward_sm90"):
         obstacle = None if case.kernel == "forward_sm90" else "for a test"
-        kernel, tiles = config.forward(problem, target, None, obstacle, hopper.masked(call))
+        kernel, tiles = config.forward(problem, target, None, obstacle, hopper.besides(call))
         assert kernel == case.kernel
     elif case.kernel in (*tensor_tiles.BACKWARD, *f64_tiles.BACKWARD):
         part = case.kernel.rpartition("_")[2]

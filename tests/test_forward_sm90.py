@@ -37,7 +37,7 @@ from cupyflash.target import Target
 @pytest.mark.parametrize("heads", [64, 128, 192, 256])
 @pytest.mark.parametrize("edge", [-1, 0, 1], ids=["less", "whole", "more"])
 def test_sizes_at_the_edges_of_tiles(dtype, heads, edge):
-    block_q, block_kv = tensor_tiles.FORWARD_HOPPER[heads]
+    block_q, block_kv = tensor_tiles.FORWARD_HOPPER["nothing"][heads]
     q, k, v = draw(dtype, (1, block_q + edge, heads), *[(1, 2 * block_kv + edge, heads)] * 2)
     out, lse, visited = run(q, k, v)
     within_the_bound(q, k, v, out, lse)
@@ -82,13 +82,16 @@ def test_strides(dtype):
 
 @emulated
 @EACH_TYPE
-@pytest.mark.parametrize("scale", [0.0, 1e-300, 3.0, 3e38])
-def test_every_scale_that_is_not_negative(dtype, scale):
-    q, k, v = draw(dtype, (2, 70, 64), (2, 140, 64), (2, 140, 64))
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-300, 3.0, 3e38])
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": masks.causal(), "score_mod": scores.softcap(2.0)}], ids=len
+)
+def test_every_finite_scale(dtype, scale, options):
+    q, k, v = draw(dtype, (2, 70, 40), (2, 140, 40), (2, 140, 64))
     if scale > 1e30:
         q[:] = 0
-    out, lse, _ = run(q, k, v, scale=scale)
-    within_the_bound(q, k, v, out, lse, scale=scale)
+    out, lse, _ = run(q, k, v, scale=scale, **options)
+    within_the_bound(q, k, v, out, lse, scale=scale, **options)
 
 
 @emulated
@@ -197,12 +200,23 @@ def call_of(d=64, d_v=None, len_q=512, len_k=512, dtype=np.float16, **options):
 
 
 def plan_of(call, gpu):
-    return config.choose(call.problem, gpu, hopper.obstacle(call), hopper.masked(call))
+    return config.choose(call.problem, gpu, hopper.obstacle(call), hopper.besides(call))
 
 
 @pytest.mark.parametrize("d", [48, 64, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"mask": masks.causal()}], ids=["plain", "masked"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": masks.causal()},
+        {"score_mod": scores.softcap(3.0)},
+        {"bias": np.zeros((512, 512), np.float32)},
+        {"dropout": 0.1, "seed": 1},
+        {"scale": -1.0},
+    ],
+    ids=lambda options: next(iter(options), "plain"),
+)
 def test_it_serves_long_rows_on_its_hardware_only(dtype, d, options):
     call = call_of(d, dtype=dtype, **options)
     assert plan_of(call, target_of("sm_90")).kernel == "forward_sm90"
@@ -215,10 +229,6 @@ def test_it_serves_long_rows_on_its_hardware_only(dtype, d, options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"score_mod": scores.softcap(3.0)}, "no score changes or bias"),
-        ({"bias": np.zeros((512, 512), np.float32)}, "no score changes or bias"),
-        ({"dropout": 0.1, "seed": 1}, "no packed sequences or dropout"),
-        ({"scale": -1.0}, "scale is not negative"),
         ({"len_q": 511}, "512 queries and keys or more"),
         ({"len_k": 511}, "512 queries and keys or more"),
         ({"d_v": 8}, "columns of v by 64, which 8 are too far from"),
@@ -269,8 +279,8 @@ def test_packed_sequences_are_not_its_own():
 
 def test_its_tiles_fit():
     for d in range(1, tensor_tiles.largest_head(np.float16) + 1):
-        for d_v, masked in itertools.product((1, d, 256), (False, True)):
-            tiles = tensor_tiles.fit_hopper(d, d_v, masked)
+        for d_v, besides in itertools.product((1, d, 256), tensor_tiles.FORWARD_HOPPER):
+            tiles = tensor_tiles.fit_hopper(d, d_v, besides)
             assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
             assert tiles.threads == 2 * tiles.block_q + 128
 

@@ -36,19 +36,22 @@ def test_masks(name):
     sink = np.array([-np.inf, 0.5], np.float32)
     out, lse, visited = run(q, k, v, randomly(1), mask=mask, sink=sink)
     within_the_bound(q, k, v, out, lse, mask=mask, sink=sink)
-    tiles = tensor_tiles.MASKED_HOPPER[64]
+    tiles = tensor_tiles.FORWARD_HOPPER["masks"][64]
     assert visited == attend(q, k, v, tiles=tiles, mask=mask).visited
 
 
 @emulated
-@pytest.mark.parametrize("sizes", [(40, 72), (128, 128), (192, 136), (64, 256)], ids=str)
-@pytest.mark.parametrize("name", ["causal", "no range"])
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [((40, 72), "causal"), ((128, 128), "no range"), ((192, 136), "causal"), ((64, 256), "causal")],
+    ids=str,
+)
 def test_masks_of_other_heads(sizes, name):
     d, d_v = sizes
     q, k, v = draw(TYPES[0], (2, 140, d), (2, 300, d), (2, 300, d_v))
     out, lse, visited = run(q, k, v, mask=MASKS[name])
     within_the_bound(q, k, v, out, lse, mask=MASKS[name])
-    block = tensor_tiles.fit_hopper(d, d_v, True)
+    block = tensor_tiles.fit_hopper(d, d_v, "masks")
     tiles = block.block_q, block.block_kv
     assert visited == attend(q, k, v, tiles=tiles, mask=MASKS[name]).visited
 
@@ -89,10 +92,10 @@ def test_neighbouring_tiles_share_a_class_where_there_are_many(monkeypatch, name
 
 
 @emulated
-@EACH_TYPE
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("d", [64, 256])
-def test_a_value_reaches_only_the_rows_that_see_it(dtype, value, d):
+def test_a_value_reaches_only_the_rows_that_see_it(value, d):
+    dtype = TYPES[d // 256]
     q, k, v = draw(dtype, *[(1, 300, d)] * 3)
     options = {"mask": masks.causal()}
     plain, lse, _ = run(q, k, v, **options)
@@ -156,7 +159,7 @@ def test_nothing_that_orders_may_be_missing(number):
         q, k, v = draw(TYPES[0], (1, 70, 64), *[(1, 900, 64)] * 2)
         v[0, 850::3] = np.nan
         for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
-            run(q, k, v, schedule, read=read, mask=masks.causal(offset=830))
+            run(q, k, v, schedule, read=read, mask=masks.causal(offset=830), scale=-0.1)
 
     with pytest.raises(Fault):
         run_often()

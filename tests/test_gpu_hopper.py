@@ -8,7 +8,7 @@ import pytest
 from gpu_calls import precision_of
 
 import cupyflash
-from cupyflash import masks
+from cupyflash import masks, scores
 from cupyflash.testing import forward_bound, rho
 
 pytestmark = pytest.mark.gpu
@@ -94,7 +94,7 @@ MASKS = {
     "causal": masks.causal(),
     "first queries see none": masks.causal(offset=-300),
     "window": masks.window(200, 10),
-    "documents": masks.segments(np.arange(1000) // 170),
+    "documents": masks.mask(lambda b, h, i, j: i // 170 == j // 170),
     "no range": masks.mask(lambda b, h, i, j: (i + j) % 3 > 0),
     "no key": masks.mask(lambda b, h, i, j: j < 0),
 }
@@ -125,3 +125,26 @@ def test_a_value_reaches_only_the_rows_that_see_it(cupy, dtype, value, d):
         assert (cupy.isnan(seen) if np.isnan(value) else seen == value).all()
         same[:, 700:, 3] = True
         assert same.all()
+
+
+SLOPES = np.linspace(0.01, 0.5, 4, dtype=np.float32)
+CHANGES = {
+    "softcap": {"score_mod": scores.softcap(2.0)},
+    "alibi": {"score_mod": scores.alibi(SLOPES), "mask": masks.causal()},
+    "dropout": {"dropout": 0.2, "seed": 2**63 + 5, "mask": masks.causal(), "scale": -0.3},
+    "bias": {"bias": np.linspace(-3, 3, 1000, dtype=np.float32)},
+}
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_scores(cupy, dtype, d, name):
+    q, k, v = draw(cupy, dtype, (4, 700, d), (2, 1000, d), (2, 1000, d))
+    options = CHANGES[name]
+    given = {n: cupy.asarray(x) if n == "bias" else x for n, x in options.items()}
+    if name == "alibi":
+        given["score_mod"] = scores.alibi(cupy.asarray(SLOPES))
+    assert cupyflash.plan(q, k, v, **given).kernel == "forward_sm90"
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **given)
+    within_the_bound(dtype, q, k, v, out, lse, **options)

@@ -55,7 +55,7 @@ OTHER_STEMS = {
     "fragment": "products by tensor cores, which the CPU has no like of",
     "warpgroup": "products by tensor cores, which the CPU has no like of",
     "warpgroup_tile": "tile, where those who copy and those who compute part",
-    "warpgroup_values": "products by tensor cores, which the CPU has no like of",
+    "warpgroup_rows": "products by tensor cores, which the CPU has no like of",
     "fragment_rows": "where fragments lie, in registers and in shared memory",
     "fragment_wide": "products by tensor cores, which the CPU has no like of",
     "power": "2^x by instructions and a polynomial; power_of_two is its like",

@@ -28,10 +28,10 @@ class Warpgroups(Blocks):
     hopper: bool = True
 
     def forward(
-        self, problem: Problem, obstacle: str | None = "unknown", masked: bool = False
+        self, problem: Problem, obstacle: str | None = "unknown", besides: str = "nothing"
     ) -> tuple[str, Tiles]:
         """Return the kernel of the forward, and its tiles."""
-        kernel, tiles = super().forward(problem, obstacle, masked)
+        kernel, tiles = super().forward(problem, obstacle, besides)
         assert kernel == "forward_sm90", obstacle
         return kernel, tiles
 

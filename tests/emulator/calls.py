@@ -43,11 +43,11 @@ class Blocks:
     hopper: bool = False  # whether they are those of compute capability 9.0
 
     def forward(
-        self, problem: Problem, obstacle: str | None = "unknown", masked: bool = False
+        self, problem: Problem, obstacle: str | None = "unknown", besides: str = "nothing"
     ) -> tuple[str, Tiles]:
         """Return the kernel of the forward, and its tiles."""
         if self.hopper and tensor_tiles.serves(problem, tensor_tiles.HOPPER) and not obstacle:
-            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, masked)
+            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
         if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
             return "forward_sm80", self.tensor_tiles(problem)
         return "forward_simt", self.tiles("forward_simt", problem, False)
@@ -234,8 +234,8 @@ class Emulator:
         def tiles(kernel: str, problem: Problem, _: Any, slope: bool, __: Any) -> Tiles:
             return self.blocks.tiles(kernel, problem, slope)
 
-        def forward(problem: Problem, _: Any, __: Any, obstacle: str | None, masked: bool) -> Any:
-            return self.blocks.forward(problem, obstacle, masked)
+        def forward(problem: Problem, _: Any, __: Any, obstacle: str | None, besides: str) -> Any:
+            return self.blocks.forward(problem, obstacle, besides)
 
         def backward(part: str, problem: Problem, _: Any, slope: bool, __: Any) -> Any:
             return self.blocks.backward(part, problem, slope)

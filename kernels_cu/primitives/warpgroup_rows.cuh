@@ -1,10 +1,21 @@
-// Values that are not finite, in tiles with pairs that take no part: the twin of
-// reference/accumulate.py, where a product reads them from slabs of 64 columns by itself.
+// Rows in shared memory that a product reads by itself, and what has to be done to them before: the
+// twin of reference/accumulate.py where values are not finite.
 #pragma once
 #include "fragment.cuh"
 #include "warpgroup.cuh"
 
-namespace warpgroup_values {
+namespace warpgroup_rows {
+
+// Changes the sign of a tile of so many bytes, by TOGETHER threads; this one has number `own`.
+template <int BYTES, int TOGETHER>
+__device__ __forceinline__ void negate_rows(char* tile_smem, int own) {
+#pragma unroll 1
+  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+    arch::Bytes16& piece = reinterpret_cast<arch::Bytes16*>(tile_smem)[n];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) piece.x[x] ^= fragment::SIGNS;
+  }
+}
 
 // The exponents that fragment::finite_rows looks for, added up over the 16 bytes of a piece.
 __device__ __forceinline__ unsigned int carried_of(const arch::Bytes16& piece) {
@@ -72,4 +83,4 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned i
   }
 }
 
-}  // namespace warpgroup_values
+}  // namespace warpgroup_rows
