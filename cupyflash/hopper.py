@@ -36,9 +36,8 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
         The leading axes of its launch; without it those of a fresh output.
     """
     problem = call.problem
-    if problem.packed:
-        return "it has no packed sequences"
-    if min(problem.len_q, problem.len_k) < SHORTEST:
+    # No sequence's result may depend on the lengths of others that are packed with it.
+    if not problem.packed and min(problem.len_q, problem.len_k) < SHORTEST:
         return f"it is for {SHORTEST} queries and keys or more"
     if _padding(problem.d, problem.d_v) > MOST_PADDING:
         return f"it computes columns of v by 64, which {problem.d_v} are too far from"

@@ -61,7 +61,6 @@ struct alignas(1024) Swizzled {
 };
 
 static_assert(STORAGE < 2, "16-bit types");
-static_assert(!PACKED, "forward_sm80 serves such calls");
 static_assert(THREADS == (CONSUMERS + 1) * warpgroup::THREADS_OF && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");

@@ -271,10 +271,11 @@ def test_what_it_lacks(monkeypatch, version, finds, words):
     assert target._lacks() == words
 
 
-def test_packed_sequences_are_not_its_own():
+@pytest.mark.parametrize("offsets", [[0, 512, 1024], [0, 1, 1024]], ids=str)
+def test_packed_sequences_of_any_length(offsets):
     q = np.zeros((1024, 2, 64), np.float16).swapaxes(0, 1)
-    call = validate.varlen_call(q, q, q, [0, 512, 1024], [0, 512, 1024], True)
-    assert "packed" in plan_of(call, target_of("sm_90")).reason
+    call = validate.varlen_call(q, q, q, offsets, offsets, True)
+    assert plan_of(call, target_of("sm_90")).kernel == "forward_sm90"
 
 
 def test_its_tiles_fit():

@@ -14,7 +14,7 @@ from placement import same_bits
 from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
 
 import cupyflash.kernels_cu
-from cupyflash import masks, tensor_tiles
+from cupyflash import masks, scores, tensor_tiles
 
 MASKS = {
     "causal": masks.causal(),
@@ -131,6 +131,52 @@ def test_no_bit_of_a_masked_call_depends_on_the_schedule():
         out, lse, _ = run(q, k, v, schedule, mask=MASKS["window"])
         assert same_bits(first, out)
         assert same_bits(first_lse, lse)
+
+
+# -- packed sequences -----------------------------------------------------------------------------
+
+ENDS_Q, ENDS_K = np.array([0, 1, 1, 200, 340, 420]), np.array([0, 129, 130, 130, 390, 518])
+PACKED = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "window": {"mask": masks.window(40, 3), "dropout": 0.2, "seed": 5},
+    "alibi": {"score_mod": scores.alibi(np.array([0.5, 0.03], np.float32))},
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("d", [64, 136])
+def test_packed_sequences(name, d):
+    dtype, options = TYPES[d // 136], PACKED[name]
+    q, k, v = draw(dtype, (2, 420, d), *[(1, 518, d)] * 2)
+    offsets = ENDS_Q, ENDS_K
+    out, lse, _ = run(q, k, v, randomly(1), offsets=offsets, **options)
+    within_the_bound(q, k, v, out, lse, offsets, **options)
+
+
+@emulated
+@EACH_TYPE
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_packed_neighbours_change_no_bit(dtype, name):
+    q, k, v = draw(dtype, (2, 420, 64), *[(1, 518, 64)] * 2)
+    offsets, options = (ENDS_Q, ENDS_K), PACKED[name]
+    plain, lse, _ = run(q, k, v, offsets=offsets, **options)
+    own_q, own_k = slice(*ENDS_Q[3:5]), slice(*ENDS_K[3:5])
+    for x, own in ((q, own_q), (k, own_k), (v, own_k)):
+        others = np.ones(x.shape[1], bool)
+        others[own] = False
+        x[:, others] = np.array([np.nan, np.inf, -np.inf], dtype)[np.arange(others.sum()) % 3][
+            :, None
+        ]
+    other, other_lse, _ = run(q, k, v, offsets=offsets, **options)
+    assert same_bits(plain[:, own_q], other[:, own_q])
+    assert same_bits(lse[:, own_q], other_lse[:, own_q])
+    # Alone, it has the same bits.
+    alone = (np.array([0, x.stop - x.start]) for x in (own_q, own_k))
+    only, only_lse, _ = run(q[:, own_q], k[:, own_k], v[:, own_k], offsets=alone, **options)
+    assert same_bits(only, other[:, own_q])
+    assert same_bits(only_lse, other_lse[:, own_q])
 
 
 # -- the kernel's own waits -----------------------------------------------------------------------

@@ -9,7 +9,7 @@ from gpu_calls import precision_of
 
 import cupyflash
 from cupyflash import masks, scores
-from cupyflash.testing import forward_bound, rho
+from cupyflash.testing import forward_bound, forward_bound_varlen, rho
 
 pytestmark = pytest.mark.gpu
 
@@ -148,3 +148,28 @@ def test_changed_scores(cupy, dtype, d, name):
     assert cupyflash.plan(q, k, v, **given).kernel == "forward_sm90"
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **given)
     within_the_bound(dtype, q, k, v, out, lse, **options)
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["plain", "causal"])
+def test_packed_sequences(cupy, dtype, d, mask):
+    ends = np.array([0, 1, 1, 500, 530, 1700, 2000])
+    q, k, v = draw(cupy, dtype, (4, 2000, d), (2, 2000, d), (2, 2000, d))
+    options = {} if mask is None else {"mask": mask}
+    assert cupyflash.plan(q, k, v, offsets_q=ends, offsets_k=ends, **options).kernel == (
+        "forward_sm90"
+    )
+    out, lse = cupyflash.attention_varlen(q, k, v, ends, ends, return_lse=True, **options)
+    host = [x.get() for x in (q, k, v)]
+    more = {"precision": precision_of(dtype), "block_kv": 8, **options}
+    bound = forward_bound_varlen(*host, ends, ends, **more)
+    assert rho(out.get(), *bound.out).value <= 1
+    assert rho(lse.get(), *bound.lse).value <= 1
+    # What neighbours hold changes no bit.
+    own = slice(530, 1700)
+    for x in (q, k, v):
+        x[:, :530], x[:, 1700:] = np.nan, np.inf
+    other, other_lse = cupyflash.attention_varlen(q, k, v, ends, ends, return_lse=True, **options)
+    assert (other[:, own].view(np.uint16) == out[:, own].view(np.uint16)).all()
+    assert (other_lse[:, own] == lse[:, own]).all()
