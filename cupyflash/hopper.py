@@ -8,6 +8,7 @@ from __future__ import annotations
 from . import operands, target, tensor_maps
 from .operands import Lead
 from .problem import Call
+from .target import Target
 from .tensor_maps import TensorMap
 
 SHORTEST = 512  # queries, and keys: for fewer the smaller tiles of forward_sm80 are not slower
@@ -61,6 +62,15 @@ def besides(call: Call) -> str:
     if call.score_mod is not None or call.bias is not None:
         return "scores"
     return "nothing" if call.mask is None else "masks"
+
+
+def grid(call: Call, jobs: int, facts: Target) -> int:
+    """Return how many blocks share the jobs of a call, each of them one block of queries.
+
+    Jobs of one length are dealt out beforehand, and a block prepares its next one. Those of packed
+    sequences may differ: each has a block, and goes to whichever multiprocessor is free.
+    """
+    return jobs if call.problem.packed else min(jobs, facts.multiprocessors)
 
 
 def maps(call: Call, lead: Lead, block_kv: int) -> tuple[TensorMap, ...]:

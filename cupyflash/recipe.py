@@ -315,7 +315,10 @@ def forward(
     launches = tuple(writer.launches)
     if kernel == "forward_sm90":
         maps = hopper.maps(call, writer.lead, tiles.block_kv)
-        launches = tuple(replace(launch, maps=maps) for launch in launches)
+        launches = tuple(
+            replace(launch, maps=maps, grid=hopper.grid(call, launch.grid, facts))
+            for launch in launches
+        )
     return Recipe(launches, {}, writer.generated.arrays)
 
 

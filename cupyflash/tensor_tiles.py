@@ -108,7 +108,8 @@ FORWARD_HOPPER: dict[str, dict[int, tuple[int, int]]] = {
     "scores": _MASKED | {64: (192, 112)},
 }
 PASSING_STAGES = 2  # places that keys, and values, pass through
-LOOKING_WARPS, TILE_GROUPS = 3, 2048  # that look at values; that have a class each
+JOBS, LOOKING_WARPS = 3, 3  # that are known at a time; that look at values
+TILE_GROUPS = 2048  # that have a class each
 
 
 def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
@@ -164,8 +165,9 @@ def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: in
 RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
-KNOWN_BYTES = ENTRY_BYTES + 8 * (5 * PASSING_STAGES + 1)
-KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES + 2 * TILE_GROUPS // 8 + 8
+_JOB_BYTES = ENTRY_BYTES + 80 + 2 * TILE_GROUPS // 8
+KNOWN_BYTES = (_JOB_BYTES + 16) * JOBS + 8 * (5 * PASSING_STAGES + 6)
+KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

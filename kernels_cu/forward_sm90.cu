@@ -10,15 +10,18 @@
 // Tiles without a pair that takes part are neither copied nor computed. Of tiles that have some
 // that take no part, the other warps of the last warpgroup look whether all values are finite.
 //
-// Grid: prod(own_size) * heads * blocks, with own_size = lead_size; packed: heads * blocks. Shared
-// memory: the queries, or the output; keys, values; what a block knows. BLOCK_Q is 64 times the
-// warpgroups that compute, BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the parameters come
-// the maps of q, k and v.
+// A block works on one job after the other, a job being a block of a head's queries: while results
+// are written, the next one's keys, values and queries are on their way.
+//
+// Grid: any; prod(own_size) * heads * blocks jobs, with own_size = lead_size; packed: heads *
+// blocks. Shared memory: the queries, or the output; keys, values; what a block knows. BLOCK_Q is
+// 64 times the warpgroups that compute, BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the
+// parameters come the maps of q, k and v.
 #include "params.cuh"
 #include "primitives/fragment_softmax.cuh"
 #include "primitives/fragment_tile.cuh"
 #include "primitives/warpgroup.cuh"
-#include "primitives/warpgroup_tile.cuh"
+#include "primitives/warpgroup_work.cuh"
 #include "primitives/warpgroup_rows.cuh"
 
 namespace {
@@ -34,11 +37,13 @@ constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
 constexpr int HELD_BYTES = warpgroup::ROWS_OF * matmul::larger(Q_BYTES, V_BYTES);
 constexpr int KEYS_BYTES = BLOCK_KV * Q_BYTES, VALUES_BYTES = BLOCK_KV * V_BYTES;
 constexpr int STAGES = 2;
+constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Narrow output is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
 constexpr bool LOOKS = MAY_MASK || PACKED;
-constexpr int LOOKING = LOOKS ? 3 : 0;  // warps, of the warpgroup that copies
+constexpr int LOOKING = LOOKS ? 3 : 0;                        // warps, of the warpgroup that copies
+constexpr int COMPUTING = CONSUMERS * warpgroup::THREADS_OF;  // threads
 
 // Barriers of the places that tiles pass through: what is there has come, and has been read.
 struct Passing {
@@ -46,13 +51,15 @@ struct Passing {
 };
 // What a block knows lies in shared memory, because registers hold the sums.
 struct Known {
-  layout::Entry entry;
+  warpgroup_work::Job jobs[JOBS];
   Passing keys, values;
-  unsigned long long queries;
+  // Of each warpgroup's queries: they have come, and its output has left their place.
+  unsigned long long queries_full[3], queries_empty[3];
+  // Of jobs: what they are is known, and nobody needs that any more.
+  unsigned long long told[JOBS], done[JOBS];
   // That values were looked at, and where: whether each warp saw some that are not finite.
   unsigned long long looked_at[STAGES];
   unsigned int nonfinite[STAGES][3];
-  warpgroup_tile::Classes classes;
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
@@ -70,6 +77,7 @@ static_assert(SHARED_BYTES ==
 
 __device__ __forceinline__ int stage_of(int n) { return n % STAGES; }
 __device__ __forceinline__ int parity_of(int n) { return n / STAGES % 2; }
+__device__ __forceinline__ int parity_of_job(int j) { return j / JOBS % 2; }
 
 }  // namespace
 
@@ -85,27 +93,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const unsigned int q_address = arch::shared_address(q_smem);
   const unsigned int keys_address = arch::shared_address(keys_smem);
   const unsigned int values_address = arch::shared_address(values_smem);
-  const unsigned int q_barrier = arch::shared_address(&known_smem->queries);
+  Passing &keys = known_smem->keys, &values = known_smem->values;
   const auto full = [](Passing& of, int n) { return arch::shared_address(&of.full[stage_of(n)]); };
   const auto empty = [](Passing& of, int n) {
     return arch::shared_address(&of.empty[stage_of(n)]);
   };
-  Passing &keys = known_smem->keys, &values = known_smem->values;
   const auto looked_at = [known_smem](int n) {
     return arch::shared_address(&known_smem->looked_at[stage_of(n)]);
   };
-  const warpgroup_tile::Classes& classes = known_smem->classes;
+  const auto queries_full = [known_smem](int n) {
+    return arch::shared_address(&known_smem->queries_full[n]);
+  };
+  const auto queries_empty = [known_smem](int n) {
+    return arch::shared_address(&known_smem->queries_empty[n]);
+  };
+  const auto told = [known_smem](int j) {
+    return arch::shared_address(&known_smem->told[j % JOBS]);
+  };
+  const auto done = [known_smem](int j) {
+    return arch::shared_address(&known_smem->done[j % JOBS]);
+  };
 
-  const layout::Work work =
-      layout::work_of(p, HAS_MASK ? layout::taking_turns(p, blockIdx.x, p.heads) : blockIdx.x,
-                      p.heads, false, BLOCK_Q, true);
-  if (work.idle) return;
-  const long long h = work.head;
-  const long long i0 = work.block * BLOCK_Q;
-  const int ni = tile::rows_from(i0, work.entry.len_q, BLOCK_Q);
+  const unsigned int jobs = warpgroup_work::jobs_of(p);
+  const bool works = warpgroup_work::describe<THREADS>(p, known_smem->jobs[0],
+                                                       warpgroup_work::number_in(0), threadIdx.x);
+  if (PACKED && !works && jobs <= gridDim.x) return;
   if (threadIdx.x == 0) {
-    known_smem->entry = work.entry;
-    arch::init_barrier(q_barrier, 1);
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
       arch::init_barrier(full(keys, n), 1);
@@ -114,74 +127,94 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::init_barrier(empty(values, n), CONSUMERS + LOOKING);
       if constexpr (LOOKS) arch::init_barrier(looked_at(n), LOOKING);
     }
+#pragma unroll
+    for (int n = 0; n < CONSUMERS; ++n) {
+      arch::init_barrier(queries_full(n), 1);
+      arch::init_barrier(queries_empty(n), warpgroup::THREADS_OF / arch::WARP_SIZE);
+    }
+#pragma unroll
+    for (int j = 0; j < JOBS; ++j) {
+      arch::init_barrier(told(j), COMPUTING);
+      arch::init_barrier(done(j), COMPUTING / arch::WARP_SIZE + 1 + LOOKING);
+    }
     arch::publish_barriers();
   }
-  warpgroup_tile::find_classes(p, known_smem->classes, work.entry.len_k, [&](long long j0, int nj) {
-    return tile::describe_tile(work.entry, h, i0, ni, j0, nj);
-  });
-  __syncthreads();  // what is known, the barriers, and the classes of tiles
-  const layout::Entry& entry = known_smem->entry;
-  const auto rows_in = [&](int tile) {
-    return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
-  };
-  // Whether a tile may have pairs that take no part.
-  const auto is_masked = [&](int tile) {
-    return HAS_SCORE || warpgroup_tile::class_of(classes, tile) == PARTIAL ||
-           rows_in(tile) < BLOCK_KV;
-  };
-  int now = warpgroup_tile::tile_before(classes, classes.tiles);
+  __syncthreads();  // the first job, and the barriers
 
   if (warpgroup::index() == CONSUMERS) {
-    arch::shed_registers<CONSUMERS == 2 ? 24 : 32>();
+    arch::shed_registers<CONSUMERS == 2 ? 40 : 32>();
     const int warp = threadIdx.x % warpgroup::THREADS_OF / arch::WARP_SIZE;
     if (LOOKS && warp > 0) {
       const int own = threadIdx.x % warpgroup::THREADS_OF - arch::WARP_SIZE;
+      int n = 0;
 #pragma unroll 1
-      for (int n = 0; now >= 0; ++n, now = warpgroup_tile::tile_before(classes, now)) {
-        warpgroup::wait(full(values, n), parity_of(n));
-        bool finite = true;
-        if (is_masked(now)) {
-          finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
-              values_smem + stage_of(n) * VALUES_BYTES, own);
+      for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
+        warpgroup::wait(told(j), parity_of_job(j));
+        const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
+#pragma unroll 1
+        for (int now = job.last_tile(); now >= 0; ++n, now = job.tile_before(now)) {
+          warpgroup::wait(full(values, n), parity_of(n));
+          bool finite = true;
+          if (job.is_masked(now)) {
+            finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
+                values_smem + stage_of(n) * VALUES_BYTES, own);
+          }
+          const bool some = arch::any_lane(!finite);
+          __syncwarp();  // the values, which all lanes have read
+          if (arch::lane_index() == 0) {
+            known_smem->nonfinite[stage_of(n)][warp - 1] = some ? 1 : 0;
+            arch::arrive(looked_at(n));
+            arch::arrive(empty(values, n));
+          }
         }
-        const bool some = arch::any_lane(!finite);
-        __syncwarp();  // the values, which all lanes have read
-        if (arch::lane_index() == 0) {
-          known_smem->nonfinite[stage_of(n)][warp - 1] = some ? 1 : 0;
-          arch::arrive(looked_at(n));
-          arch::arrive(empty(values, n));
-        }
+        __syncwarp();  // what the job is, which all lanes have read
+        if (arch::lane_index() == 0) arch::arrive(done(j));
       }
       return;
     }
     if (threadIdx.x % warpgroup::THREADS_OF != 0) return;
-    // 1 load q
-    const warpgroup::Head q(p.q, entry, h);
-    const long long h_kv = layout::divide(h, p.group).quotient;
-    const warpgroup::Head k(p.k, entry, h_kv), v(p.v, entry, h_kv);
-    arch::arrive_expecting(q_barrier, BLOCK_Q * Q_BYTES);
-#pragma unroll
-    for (int n = 0; n < CONSUMERS; ++n) {
-      warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + n * HELD_BYTES, q_map, q,
-                                                   entry.start_q + i0 + n * warpgroup::ROWS_OF,
-                                                   q_barrier);
-    }
+    int n = 0;
 #pragma unroll 1
-    for (int n = 0; now >= 0; ++n, now = warpgroup_tile::tile_before(classes, now)) {
-      const long long first = entry.start_k + static_cast<long long>(now) * BLOCK_KV;
-      warpgroup::wait(empty(keys, n), parity_of(n) ^ 1);
-      arch::arrive_expecting(full(keys, n), KEYS_BYTES);
-      warpgroup::begin_tile<BLOCK_KV, D>(keys_address + stage_of(n) * KEYS_BYTES, k_map, k, first,
-                                         full(keys, n));
-      warpgroup::wait(empty(values, n), parity_of(n) ^ 1);
-      arch::arrive_expecting(full(values, n), VALUES_BYTES);
-      warpgroup::begin_tile<BLOCK_KV, D_V>(values_address + stage_of(n) * VALUES_BYTES, v_map, v,
-                                           first, full(values, n));
+    for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
+      warpgroup::wait(told(j), parity_of_job(j));
+      const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
+      const int last = job.last_tile();
+#pragma unroll 1
+      for (int now = last; now >= 0; ++n, now = job.tile_before(now)) {
+        const int first = job.first_k + now * BLOCK_KV;
+        warpgroup::wait(empty(keys, n), parity_of(n) ^ 1);
+        arch::arrive_expecting(full(keys, n), KEYS_BYTES);
+        warpgroup::begin_tile<BLOCK_KV, D>(keys_address + stage_of(n) * KEYS_BYTES, k_map, job.k,
+                                           first, full(keys, n));
+        if (now == last) {
+          // 1 load q
+#pragma unroll 1
+          for (int x = 0; x < CONSUMERS; ++x) {
+            warpgroup::wait(queries_empty(x), j % 2 ^ 1);
+            arch::arrive_expecting(queries_full(x), warpgroup::ROWS_OF * Q_BYTES);
+            warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + x * HELD_BYTES, q_map, job.q,
+                                                         job.first_q + x * warpgroup::ROWS_OF,
+                                                         queries_full(x));
+          }
+        }
+        warpgroup::wait(empty(values, n), parity_of(n) ^ 1);
+        arch::arrive_expecting(full(values, n), VALUES_BYTES);
+        warpgroup::begin_tile<BLOCK_KV, D_V>(values_address + stage_of(n) * VALUES_BYTES, v_map,
+                                             job.v, first, full(values, n));
+      }
+      if (last < 0) {
+#pragma unroll 1
+        for (int x = 0; x < CONSUMERS; ++x) {
+          warpgroup::wait(queries_empty(x), j % 2 ^ 1);
+          arch::arrive(queries_full(x));
+        }
+      }
+      arch::arrive(done(j));
     }
     return;
   }
 
-  arch::take_registers<CONSUMERS == 2 ? 240 : 160>();
+  arch::take_registers<CONSUMERS == 2 ? 232 : 160>();
   const int own = warpgroup::index();
   const float scale = static_cast<float>(p.scale);
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
@@ -196,148 +229,170 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   constexpr int BOTH = 2 * warpgroup::THREADS_OF;
   constexpr int OWN = 1 + CONSUMERS, ALL = OWN + CONSUMERS;
   if (next == 0) arch::arrive_at(1, BOTH);
+  arch::arrive(told(0));
 
-  float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
-  unsigned int weights[2][COLUMNS / 2], allowed[2];
-  fragment_softmax::init_state(m, l, acc);
-  const auto begin_scores = [&](int n) {
-    warpgroup::multiply<D, BLOCK_KV>(s, q, k + stage_of(n) * (KEYS_BYTES / 16));
-    arch::commit_products();
-  };
-  const auto begin_output = [&](int n) {
-    warpgroup::multiply_add<BLOCK_KV>(acc, weights, v + stage_of(n) * (VALUES_BYTES / 16));
-    arch::commit_products();
-  };
-  const auto box_of = [&](int tile) {
-    return tile::describe_tile(entry, h, i0, ni, static_cast<long long>(tile) * BLOCK_KV,
-                               rows_in(tile));
-  };
-  const auto find_pairs = [&](int tile, bool masked) {
-    if (MAY_MASK && masked) {
-      fragment_tile::find_pairs<ASKED>(p, box_of(tile), warpgroup_tile::class_of(classes, tile),
-                                       allowed);
-    }
-  };
-  const auto change_scores = [&](int tile, bool masked) {
-    if constexpr (HAS_SCORE) {
-      fragment_tile::change_scores<AT_ONCE>(p, box_of(tile), s, allowed, scale);
-    } else if constexpr (MAY_MASK) {
-      if (masked) fragment_tile::hide_pairs(s, allowed);
-    } else {
-      if (masked) fragment_tile::hide_beyond(s, rows_in(tile));
-    }
-  };
-  // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
-  const auto take_nonfinite = [&](int n) {
-    warpgroup::wait(looked_at(n), parity_of(n));  // which is after they came
-    const unsigned int (&found)[3] = known_smem->nonfinite[stage_of(n)];
-    if ((found[0] | found[1] | found[2]) == 0) return;
-    char* const tile_smem = values_smem + stage_of(n) * VALUES_BYTES;
-    warpgroup_rows::add_nonfinite(acc, weights, tile_smem);
-    arch::meet_at(ALL, BLOCK_Q * 2);  // the values, which are read as they came
-    warpgroup_rows::clear_nonfinite<VALUES_BYTES, BLOCK_Q * 2>(tile_smem, threadIdx.x);
-    arch::publish_shared();
-    arch::meet_at(ALL, BLOCK_Q * 2);  // the values, now finite
-  };
-  float m_new[2];
-  int visited = 0;
-
-  warpgroup::wait(q_barrier, 0);
-  if (!HAS_SCORE && scale < 0) {
-    warpgroup_rows::negate_rows<HELD_BYTES, warpgroup::THREADS_OF>(
-        q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF);
-    arch::publish_shared();
-    arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
-  }
-  if (!HAS_MASK && !PACKED || now >= 0) {
-    // 2 scores
-    bool masked = is_masked(now);
-    warpgroup::wait(full(keys, 0), 0);
-    arch::fence_products();
-    begin_scores(0);
-    find_pairs(now, masked);
-    arch::wait_products<0>();
-    arch::take_product(s);
-    warpgroup::release(empty(keys, 0));
-    // 3 score mod
-    // 4 mask
-    change_scores(now, masked);
-    // 5 row max
-    fragment_softmax::row_max(s, m, m_new);
-    // 6 rescale
-    fragment_softmax::raise_max(m, m_new, l, alpha, c);
-    fragment_softmax::exponentiate(s, m, l, c, masked);
-    if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box_of(now), s);
-    fragment::narrow(s, weights);
-    if (LOOKS && masked) take_nonfinite(0);
-    now = warpgroup_tile::tile_before(classes, now);
-
-    visited = 1;
+  int steps = 0;
 #pragma unroll 1
-    for (; now >= 0; ++visited, now = warpgroup_tile::tile_before(classes, now)) {
-      const int n = visited;
-      masked = MAY_MASK && is_masked(now);
-      warpgroup::wait(full(keys, n), parity_of(n));
-      arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
+  for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
+    warpgroup::wait(told(j), parity_of_job(j));
+    const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
+    const layout::Entry& entry = job.entry;
+    const long long h = job.head, i0 = job.first;
+    const unsigned int number = warpgroup_work::number_in(j + 1);
+    if (number < jobs) {
+      warpgroup::wait(done(j + 1), parity_of_job(j + 1) ^ 1);
+      warpgroup_work::describe<COMPUTING>(p, known_smem->jobs[(j + 1) % JOBS], number, threadIdx.x);
+      arch::arrive(told(j + 1));
+    }
+    // A shuffle tells the compiler that lanes agree, without which it puts products in a row.
+    const auto tile_before = [&](int below) { return arch::shuffle(job.tile_before(below), 0); };
+    int now = tile_before(job.classes.tiles);
+
+    float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
+    unsigned int weights[2][COLUMNS / 2], allowed[2];
+    fragment_softmax::init_state(m, l, acc);
+    const auto begin_scores = [&](int n) {
+      warpgroup::multiply<D, BLOCK_KV>(s, q, k + stage_of(n) * (KEYS_BYTES / 16));
+      arch::commit_products();
+    };
+    const auto begin_output = [&](int n) {
+      warpgroup::multiply_add<BLOCK_KV>(acc, weights, v + stage_of(n) * (VALUES_BYTES / 16));
+      arch::commit_products();
+    };
+    const auto find_pairs = [&](int tile, bool masked) {
+      if (MAY_MASK && masked) {
+        fragment_tile::find_pairs<ASKED>(p, job.box_of(tile),
+                                         warpgroup_tile::class_of(job.classes, tile), allowed);
+      }
+    };
+    const auto change_scores = [&](int tile, bool masked) {
+      if constexpr (HAS_SCORE) {
+        fragment_tile::change_scores<AT_ONCE>(p, job.box_of(tile), s, allowed, scale);
+      } else if constexpr (MAY_MASK) {
+        if (masked) fragment_tile::hide_pairs(s, allowed);
+      } else {
+        if (masked) fragment_tile::hide_beyond(s, job.rows_in(tile));
+      }
+    };
+    // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
+    const auto take_nonfinite = [&](int n) {
+      warpgroup::wait(looked_at(n), parity_of(n));  // which is after they came
+      const unsigned int (&found)[3] = known_smem->nonfinite[stage_of(n)];
+      if ((found[0] | found[1] | found[2]) == 0) return;
+      char* const tile_smem = values_smem + stage_of(n) * VALUES_BYTES;
+      warpgroup_rows::add_nonfinite(acc, weights, tile_smem);
+      arch::meet_at(ALL, BLOCK_Q * 2);  // the values, which are read as they came
+      warpgroup_rows::clear_nonfinite<VALUES_BYTES, BLOCK_Q * 2>(tile_smem, threadIdx.x);
+      arch::publish_shared();
+      arch::meet_at(ALL, BLOCK_Q * 2);  // the values, now finite
+    };
+    float m_new[2];
+    const int before = steps;
+
+    warpgroup::wait(queries_full(own), j % 2);
+    if (!HAS_SCORE && scale < 0) {
+      warpgroup_rows::negate_rows<warpgroup::ROWS_OF * Q_BYTES, warpgroup::THREADS_OF>(
+          q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF);
+      arch::publish_shared();
+      arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
+    }
+    if (!HAS_MASK && !PACKED || now >= 0) {
+      // 2 scores
+      bool masked = job.is_masked(now);
+      warpgroup::wait(full(keys, steps), parity_of(steps));
       arch::fence_products();
-      begin_scores(n);
-      // 7 accumulate p v
-      warpgroup::wait(full(values, n - 1), parity_of(n - 1));
-      begin_output(n - 1);
-      arch::arrive_at(1 + next, BOTH);  // the next one's turn
+      begin_scores(steps);
       find_pairs(now, masked);
-      arch::wait_products<1>();
+      arch::wait_products<0>();
       arch::take_product(s);
-      warpgroup::release(empty(keys, n));
+      warpgroup::release(empty(keys, steps));
+      // 3 score mod
+      // 4 mask
       change_scores(now, masked);
-      const bool grew = fragment_softmax::row_max(s, m, m_new);
+      // 5 row max
+      fragment_softmax::row_max(s, m, m_new);
+      // 6 rescale
       fragment_softmax::raise_max(m, m_new, l, alpha, c);
       fragment_softmax::exponentiate(s, m, l, c, masked);
-      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box_of(now), s);
+      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
+      fragment::narrow(s, weights);
+      if (LOOKS && masked) take_nonfinite(steps);
+      now = tile_before(now);
+
+      ++steps;
+#pragma unroll 1
+      for (; now >= 0; ++steps, now = tile_before(now)) {
+        const int n = steps;
+        masked = MAY_MASK && job.is_masked(now);
+        warpgroup::wait(full(keys, n), parity_of(n));
+        arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
+        arch::fence_products();
+        begin_scores(n);
+        // 7 accumulate p v
+        warpgroup::wait(full(values, n - 1), parity_of(n - 1));
+        begin_output(n - 1);
+        arch::arrive_at(1 + next, BOTH);  // the next one's turn
+        find_pairs(now, masked);
+        arch::wait_products<1>();
+        arch::take_product(s);
+        warpgroup::release(empty(keys, n));
+        change_scores(now, masked);
+        const bool grew = fragment_softmax::row_max(s, m, m_new);
+        fragment_softmax::raise_max(m, m_new, l, alpha, c);
+        fragment_softmax::exponentiate(s, m, l, c, masked);
+        if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
+        arch::wait_products<0>();
+        arch::take_product(acc);
+        warpgroup::release(empty(values, n - 1));
+        fragment::narrow(s, weights);
+        if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
+        if (LOOKS && masked) take_nonfinite(n);
+      }
+    }
+    if (!HAS_MASK && !PACKED || steps > before) {
+      warpgroup::wait(full(values, steps - 1), parity_of(steps - 1));
+      arch::fence_products();
+      begin_output(steps - 1);
       arch::wait_products<0>();
       arch::take_product(acc);
-      warpgroup::release(empty(values, n - 1));
-      fragment::narrow(s, weights);
-      if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
-      if (LOOKS && masked) take_nonfinite(n);
+      warpgroup::release(empty(values, steps - 1));
+    }
+
+    fragment_softmax::row_sum(l);
+    float weight[2];
+    fragment_softmax::join_sink(
+        m, l, weight, unit,
+        p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
+    // 8 normalise
+    const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
+    // The warpgroup's queries, which its warps have read: the output passes there.
+    arch::meet_at(OWN + own, warpgroup::THREADS_OF);
+    char* const out_smem =
+        q_smem + own * HELD_BYTES + fragment::warp_row() % warpgroup::ROWS_OF * V_BYTES;
+    fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
+    __syncwarp();  // the warp's rows, which its lanes wrote
+    fragment::copy_out<D_V>(
+        p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
+        fragment::WARP_ROWS, job.rows - fragment::warp_row(), arch::lane_index(), arch::WARP_SIZE,
+        out_smem);
+    // 9 store lse
+    const memory::Numbers lse = memory::numbers(p.lse, entry, h);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+      if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < job.rows) {
+        lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+      }
+    }
+    tile::count_tiles(p, steps - before);
+    arch::publish_shared();
+    __syncwarp();  // the warp's rows of the output, which have left; what the job is
+    if (arch::lane_index() == 0) {
+      arch::arrive(queries_empty(own));
+      arch::arrive(done(j));
     }
   }
   if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
-  if (!HAS_MASK && !PACKED || visited > 0) {
-    warpgroup::wait(full(values, visited - 1), parity_of(visited - 1));
-    arch::fence_products();
-    begin_output(visited - 1);
-    arch::wait_products<0>();
-    arch::take_product(acc);
-  }
-
-  fragment_softmax::row_sum(l);
-  float weight[2];
-  fragment_softmax::join_sink(
-      m, l, weight, unit,
-      p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
-  // 8 normalise
-  const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
-  // The warpgroup's queries, which its warps have read: the output passes there.
-  arch::meet_at(OWN + own, warpgroup::THREADS_OF);
-  char* const out_smem =
-      q_smem + own * HELD_BYTES + fragment::warp_row() % warpgroup::ROWS_OF * V_BYTES;
-  fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
-  __syncwarp();  // the warp's rows, which its lanes wrote
-  fragment::copy_out<D_V>(
-      p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
-      fragment::WARP_ROWS, ni - fragment::warp_row(), arch::lane_index(), arch::WARP_SIZE,
-      out_smem);
-  // 9 store lse
-  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
-    if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < ni) {
-      lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
-    }
-  }
-  tile::count_tiles(p, visited);
 }

@@ -78,6 +78,11 @@ def cases() -> list[Case]:
         found += [Case(kernel, dtype, *more) for kernel in kernels]
     for n, own in enumerate([(64, 64), (128, 128), (256, 256), (192, 192), (96, 104)]):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, "plain", False))
+    for n, (own, options) in enumerate([
+        ((64, 64), "causal"), ((128, 128), "alibi"), ((256, 256), "causal"),
+        ((64, 64), "everything"), ((192, 192), "bias"), ((96, 104), "segments"),
+    ]):  # fmt: skip
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n > 3))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):

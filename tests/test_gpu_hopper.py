@@ -173,3 +173,39 @@ def test_packed_sequences(cupy, dtype, d, mask):
     other, other_lse = cupyflash.attention_varlen(q, k, v, ends, ends, return_lse=True, **options)
     assert (other[:, own].view(np.uint16) == out[:, own].view(np.uint16)).all()
     assert (other_lse[:, own] == lse[:, own]).all()
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["plain", "causal"])
+def test_a_head_has_the_same_bits_in_any_company(cupy, dtype, d, mask):
+    # A block goes on from head to head; one head alone has a block for each of its jobs.
+    options = {} if mask is None else {"mask": mask}
+    q, k, v = draw(cupy, dtype, *[(300, 515, d)] * 3)
+    v[7, 300, 5] = np.inf
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    for n in (0, 6, 7, 8, 299):
+        one, one_lse = cupyflash.attention(
+            q[n : n + 1], k[n : n + 1], v[n : n + 1], return_lse=True, **options
+        )
+        assert (one[0].view(np.uint16) == out[n].view(np.uint16)).all()
+        assert (one_lse[0] == lse[n]).all()
+    within_the_bound(dtype, q[:3], k[:3], v[:3], out[:3], lse[:3], **options)
+
+
+@EACH_TYPE
+def test_a_graph(cupy, dtype):
+    options = {"mask": masks.causal(), "return_lse": True}
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        q, k, v = draw(cupy, dtype, *[(200, 600, 64)] * 3)
+        out, lse = cupyflash.attention(q, k, v, **options)
+        stream.begin_capture()
+        cupyflash.attention(q, k, v, out=out, lse_out=lse, **options)
+        graph = stream.end_capture()
+        q[...], k[...], v[...] = draw(cupy, dtype, *[(200, 600, 64)] * 3, seed=1)
+        for _ in range(3):
+            out.fill(np.nan)
+            graph.launch(stream)
+            wanted, wanted_lse = cupyflash.attention(q, k, v, **options)
+            assert (out.view(np.uint16) == wanted.view(np.uint16)).all()
+            assert (lse == wanted_lse).all()

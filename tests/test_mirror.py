@@ -55,6 +55,7 @@ OTHER_STEMS = {
     "fragment": "products by tensor cores, which the CPU has no like of",
     "warpgroup": "products by tensor cores, which the CPU has no like of",
     "warpgroup_tile": "tile, where those who copy and those who compute part",
+    "warpgroup_work": "what blocks work on, one thing after the other",
     "warpgroup_rows": "products by tensor cores, which the CPU has no like of",
     "fragment_rows": "where fragments lie, in registers and in shared memory",
     "fragment_wide": "products by tensor cores, which the CPU has no like of",
@@ -80,13 +81,16 @@ ONLY_CUDA = {
         "computed again for every group of columns, which one thread's registers hold": "weight",
     },
     "forward_sm90.cu": {
-        "places that tiles pass through": "stage_of parity_of",
+        "places that tiles pass through": "stage_of parity_of parity_of_job",
     },
     "primitives/layout.cuh": {
         "a block finds its work by itself; methods of Layout list it on the CPU": (
             "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
+        "jobs that blocks share, and what is written of them for others": (
+            "jobs_of number_in describe"
+        ),
         "the order in which blocks run, and sums that several of them add to": (
             "taking_turns grouped_offset"
         ),

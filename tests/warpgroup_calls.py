@@ -41,7 +41,9 @@ def draw(dtype, *shapes, seed=0):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def run(q, k, v, schedule=REVERSE, out=None, read=build.read, offsets=None, **options):
+def run(
+    q, k, v, schedule=REVERSE, out=None, read=build.read, offsets=None, multiprocessors=2, **options
+):
     """Compute out and lse on the emulator, into memory that holds NaN."""
     if offsets is None:
         call = validate.call(q, k, v, **options)
@@ -53,7 +55,9 @@ def run(q, k, v, schedule=REVERSE, out=None, read=build.read, offsets=None, **op
     out[...] = np.nan
     lse = np.full(out.shape[:-1], np.nan, np.float32)
     visited = np.zeros(1, np.uint64)
-    Emulator(Warpgroups(), schedule, read=read).forward(call, out, lse, visited)
+    Emulator(Warpgroups(multiprocessors=multiprocessors), schedule, read=read).forward(
+        call, out, lse, visited
+    )
     return out, lse, int(visited[0])
 
 

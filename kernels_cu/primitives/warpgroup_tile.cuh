@@ -11,33 +11,34 @@ namespace warpgroup_tile {
 constexpr int GROUPS = 2048;  // of tiles, that have a class each
 
 // Bit n of word w tells of group 32 w + n.
-struct Classes {
+struct TileClasses {
   unsigned int some[GROUPS / 32];  // not EMPTY
   unsigned int full[GROUPS / 32];
-  int shift;  // a group has 2^shift tiles
-  int tiles;
+  int shift;         // a group has 2^shift tiles
+  int tiles, whole;  // in all; of these all keys exist
 };
 
 __device__ __forceinline__ int tiles_in(long long length) {
   return static_cast<int>((length + BLOCK_KV - 1) / BLOCK_KV);
 }
 
-// Finds the classes of the block's tiles; `describe` makes the box of keys from the first one and
-// their number. All threads of the block call this together; a barrier behind it is the caller's.
-template <class Describe>
-__device__ __forceinline__ void find_classes(const Params& p, Classes& classes_smem,
-                                             long long length, const Describe& describe) {
+// Finds the classes of tiles; `describe` makes the box of keys from the first one and their number.
+// TOGETHER threads, which are whole warps, call this; this one has number `own`. A barrier behind
+// it is the caller's.
+template <int TOGETHER, class Describe>
+__device__ __forceinline__ void find_classes(const Params& p, TileClasses& classes_smem,
+                                             long long length, int own, const Describe& describe) {
   const int tiles = tiles_in(length);
   const int shift = tiles <= GROUPS ? 0 : 32 - __clz((tiles - 1) / GROUPS);
-  if (threadIdx.x == 0) {
+  if (own == 0) {
     classes_smem.shift = shift;
     classes_smem.tiles = tiles;
+    classes_smem.whole = static_cast<int>(length / BLOCK_KV);
   }
   if constexpr (HAS_MASK) {
     const long long keys = static_cast<long long>(BLOCK_KV) << shift;
 #pragma unroll 1
-    for (int n = threadIdx.x; n < GROUPS && (n - arch::lane_index()) * keys < length;
-         n += THREADS) {
+    for (int n = own; n < GROUPS && (n - arch::lane_index()) * keys < length; n += TOGETHER) {
       const long long first = n * keys;
       int found = EMPTY;
       if (first < length) {
@@ -56,7 +57,7 @@ __device__ __forceinline__ void find_classes(const Params& p, Classes& classes_s
 }
 
 // The last tile before number `below` that is not EMPTY, or -1.
-__device__ __forceinline__ int tile_before(const Classes& classes_smem, int below) {
+__device__ __forceinline__ int tile_before(const TileClasses& classes_smem, int below) {
   if constexpr (!HAS_MASK) return below - 1;
   const int shift = classes_smem.shift, last = below - 1;
 #pragma unroll 1
@@ -69,7 +70,7 @@ __device__ __forceinline__ int tile_before(const Classes& classes_smem, int belo
   return -1;
 }
 
-__device__ __forceinline__ int class_of(const Classes& classes_smem, int tile) {
+__device__ __forceinline__ int class_of(const TileClasses& classes_smem, int tile) {
   if constexpr (!HAS_MASK) return FULL;
   const int group = tile >> classes_smem.shift;
   return (classes_smem.full[group / 32] >> group % 32 & 1) != 0 ? FULL : PARTIAL;

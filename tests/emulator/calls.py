@@ -41,6 +41,7 @@ class Blocks:
     threads: int = 64
     tensor: bool = True  # whether the GPU has tensor cores for 16-bit types
     hopper: bool = False  # whether they are those of compute capability 9.0
+    multiprocessors: int = 2
 
     def forward(
         self, problem: Problem, obstacle: str | None = "unknown", besides: str = "nothing"
@@ -250,7 +251,7 @@ class Emulator:
             mock.patch.multiple(hopper, SHORTEST=1, MOST_PADDING=float("inf")),
             mock.patch.multiple(
                 target,
-                of=lambda _: None,
+                of=lambda _: SimpleNamespace(multiprocessors=self.blocks.multiprocessors),
                 device_of=lambda _: 0,
                 current=lambda _: contextlib.nullcontext(),
                 is_capturing=lambda: False,
