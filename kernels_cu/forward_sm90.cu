@@ -236,17 +236,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
     warpgroup::wait(told(j), parity_of_job(j));
     const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
-    const layout::Entry& entry = job.entry;
-    const long long h = job.head, i0 = job.first;
     const unsigned int number = warpgroup_work::number_in(j + 1);
     if (number < jobs) {
       warpgroup::wait(done(j + 1), parity_of_job(j + 1) ^ 1);
       warpgroup_work::describe<COMPUTING>(p, known_smem->jobs[(j + 1) % JOBS], number, threadIdx.x);
       arch::arrive(told(j + 1));
     }
-    // A shuffle tells the compiler that lanes agree, without which it puts products in a row.
-    const auto tile_before = [&](int below) { return arch::shuffle(job.tile_before(below), 0); };
-    int now = tile_before(job.classes.tiles);
+    // A tile's number, doubled, and 1 more where it may have pairs that take no part; or -1. A
+    // shuffle tells the compiler that lanes agree, without which it puts products in a row.
+    const auto tile_before = [&](int below) {
+      const int tile = job.tile_before(below);
+      return arch::shuffle(tile < 0 ? -1 : 2 * tile + (job.is_masked(tile) ? 1 : 0), 0);
+    };
+    int following = tile_before(job.classes.tiles);
 
     float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
     unsigned int weights[2][COLUMNS / 2], allowed[2];
@@ -296,12 +298,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::publish_shared();
       arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
     }
-    if (!HAS_MASK && !PACKED || now >= 0) {
+    if (!HAS_MASK && !PACKED || following >= 0) {
       // 2 scores
-      bool masked = job.is_masked(now);
+      const int now = following / 2;
+      const bool masked = following % 2 != 0;
       warpgroup::wait(full(keys, steps), parity_of(steps));
       arch::fence_products();
       begin_scores(steps);
+      following = tile_before(now);
       find_pairs(now, masked);
       arch::wait_products<0>();
       arch::take_product(s);
@@ -317,13 +321,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
       fragment::narrow(s, weights);
       if (LOOKS && masked) take_nonfinite(steps);
-      now = tile_before(now);
 
       ++steps;
 #pragma unroll 1
-      for (; now >= 0; ++steps, now = tile_before(now)) {
+      for (; following >= 0; ++steps) {
         const int n = steps;
-        masked = MAY_MASK && job.is_masked(now);
+        const int now = following / 2;
+        const bool masked = MAY_MASK && following % 2 != 0;
         warpgroup::wait(full(keys, n), parity_of(n));
         arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
         arch::fence_products();
@@ -332,6 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup::wait(full(values, n - 1), parity_of(n - 1));
         begin_output(n - 1);
         arch::arrive_at(1 + next, BOTH);  // the next one's turn
+        following = tile_before(now);
         find_pairs(now, masked);
         arch::wait_products<1>();
         arch::take_product(s);
@@ -358,6 +363,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup::release(empty(values, steps - 1));
     }
 
+    const layout::Entry& entry = job.entry;
+    const long long h = job.head, i0 = job.first;
     fragment_softmax::row_sum(l);
     float weight[2];
     fragment_softmax::join_sink(
