@@ -246,9 +246,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // shuffle tells the compiler that lanes agree, without which it puts products in a row.
     const auto tile_before = [&](int below) {
       const int tile = job.tile_before(below);
+      if constexpr (!HAS_MASK) return tile < 0 ? -1 : 2 * tile + (HAS_SCORE ? 1 : 0);
       return arch::shuffle(tile < 0 ? -1 : 2 * tile + (job.is_masked(tile) ? 1 : 0), 0);
     };
-    int following = tile_before(job.classes.tiles);
+    int following = tile_before(arch::shuffle(job.classes.tiles, 0));
 
     float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
     unsigned int weights[2][COLUMNS / 2], allowed[2];
@@ -283,10 +284,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if ((found[0] | found[1] | found[2]) == 0) return;
       char* const tile_smem = values_smem + stage_of(n) * VALUES_BYTES;
       warpgroup_rows::add_nonfinite(acc, weights, tile_smem);
-      arch::meet_at(ALL, BLOCK_Q * 2);  // the values, which are read as they came
-      warpgroup_rows::clear_nonfinite<VALUES_BYTES, BLOCK_Q * 2>(tile_smem, threadIdx.x);
+      arch::meet_at(ALL, COMPUTING);  // the values, which are read as they came
+      warpgroup_rows::clear_nonfinite<VALUES_BYTES, COMPUTING>(tile_smem, threadIdx.x);
       arch::publish_shared();
-      arch::meet_at(ALL, BLOCK_Q * 2);  // the values, now finite
+      arch::meet_at(ALL, COMPUTING);  // the values, now finite
     };
     float m_new[2];
     const int before = steps;
@@ -301,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (!HAS_MASK && !PACKED || following >= 0) {
       // 2 scores
       const int now = following / 2;
-      const bool masked = following % 2 != 0;
+      const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
       warpgroup::wait(full(keys, steps), parity_of(steps));
       arch::fence_products();
       begin_scores(steps);

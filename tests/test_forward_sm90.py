@@ -271,6 +271,18 @@ def test_what_it_lacks(monkeypatch, version, finds, words):
     assert target._lacks() == words
 
 
+def test_blocks_share_what_is_of_one_length():
+    q = np.zeros((1024, 200, 64), np.float16).swapaxes(0, 1)
+    gpu, out = target_of("sm_90"), np.empty_like(q)
+    (launch,) = recipe.forward(validate.call(q, q, q), gpu, out, None).launches
+    assert launch.grid == gpu.multiprocessors == 132
+    (launch,) = recipe.forward(validate.call(q[:3], q[:3], q[:3]), gpu, out[:3], None).launches
+    assert launch.grid == 3 * -(-1024 // 192)
+    packed = validate.varlen_call(q, q, q, [0, 500, 1024], [0, 500, 1024], True)
+    (launch,) = recipe.forward(packed, gpu, out, None).launches
+    assert launch.grid == 200 * (1024 // 192 + 2)
+
+
 @pytest.mark.parametrize("offsets", [[0, 512, 1024], [0, 1, 1024]], ids=str)
 def test_packed_sequences_of_any_length(offsets):
     q = np.zeros((1024, 2, 64), np.float16).swapaxes(0, 1)
