@@ -15,7 +15,7 @@ from placement import same_bits
 from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
 
 import cupyflash.kernels_cu
-from cupyflash import masks, scores, tensor_tiles
+from cupyflash import hopper, masks, scores, tensor_tiles
 
 MASKS = {
     "causal": masks.causal(),
@@ -88,6 +88,16 @@ def test_neighbouring_tiles_share_a_class_where_there_are_many(monkeypatch, name
     within_the_bound(q, k, v, out, lse, mask=mask)
     # 4 tiles are 512 keys: 0 to 2030; 0 and from 7201 on; 5100 to 6030.
     assert visited == {"causal": 16, "both ends": 4 + 15, "window": 12}[name]
+
+
+@emulated
+def test_tiles_that_lie_far_apart():
+    (q,) = draw(TYPES[0], (1, 30, 64))
+    k, v = draw(TYPES[0], *[(1, 80 * 128 - 3, 64)] * 2, seed=1)
+    mask = masks.mask(lambda b, h, i, j: (j % 2560 == 300) | (j == 10235) | (j == 8191))
+    out, lse, visited = run(q, k, v, mask=mask)
+    within_the_bound(q, k, v, out, lse, mask=mask)
+    assert visited == attend(q, k, v, tiles=(192, 128), mask=mask).visited == 6
 
 
 # -- keys that take no part -----------------------------------------------------------------------
@@ -179,6 +189,19 @@ def test_packed_neighbours_change_no_bit(name):
     only, only_lse, _ = run(q[:, own_q], k[:, own_k], v[:, own_k], offsets=alone, **options)
     assert same_bits(only, other[:, own_q])
     assert same_bits(only_lse, other_lse[:, own_q])
+
+
+@emulated
+def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
+    # Some of a packed array's blocks have no queries.
+    q, k, v = draw(TYPES[0], (2, 420, 64), *[(1, 518, 64)] * 2)
+    options = {"offsets": (ENDS_Q, ENDS_K), "mask": masks.causal()}
+    each = run(q, k, v, **options)
+    monkeypatch.setattr(hopper, "grid", lambda call, jobs, facts: 2)
+    dealt = run(q, k, v, **options)
+    assert same_bits(each[0], dealt[0])
+    assert same_bits(each[1], dealt[1])
+    assert each[2] == dealt[2]
 
 
 # -- the kernel's own waits -----------------------------------------------------------------------

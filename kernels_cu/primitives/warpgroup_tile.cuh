@@ -29,7 +29,7 @@ template <int TOGETHER, class Describe>
 __device__ __forceinline__ void find_classes(const Params& p, TileClasses& classes_smem,
                                              long long length, int own, const Describe& describe) {
   const int tiles = tiles_in(length);
-  const int shift = tiles <= GROUPS ? 0 : 32 - __clz((tiles - 1) / GROUPS);
+  const int shift = 32 - __clz((tiles - 1) / GROUPS);
   if (own == 0) {
     classes_smem.shift = shift;
     classes_smem.tiles = tiles;
