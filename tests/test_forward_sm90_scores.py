@@ -43,7 +43,7 @@ OPTIONS = {
 )
 def test_changed_scores(name, d):
     dtype = TYPES[d // 8 % 2]
-    q, k, v = draw(dtype, (2, 200, d), *[(1, 300, d)] * 2)
+    q, k, v = draw(dtype, (2, 140, d), *[(1, 300, d)] * 2)
     options = OPTIONS[name] | {"sink": np.array([0.5, -np.inf], np.float32)}
     out, lse, _ = run(q, k, v, randomly(1), **options)
     within_the_bound(q, k, v, out, lse, **options)
