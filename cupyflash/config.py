@@ -20,13 +20,18 @@ UNKNOWN = "its arrays are not known"
 CPU_TILES = ((128, (128, 128)), (512, (64, 64)))
 
 
-def choose(problem: Problem, target: Target | None = None, obstacle: str | None = UNKNOWN) -> Plan:
+def choose(
+    problem: Problem,
+    target: Target | None = None,
+    obstacle: str | None = UNKNOWN,
+    besides: str = "nothing",
+) -> Plan:
     """Return the kernel and tiles for a problem on a GPU, or without one on the CPU.
 
-    `obstacle` is as in `forward`.
+    `obstacle` and `besides` are as in `forward`.
     """
     if target is not None:
-        kernel, tiles = forward(problem, target, obstacle=obstacle)
+        kernel, tiles = forward(problem, target, None, obstacle, besides)
         why = _why(kernel, problem, target, obstacle)
         return Plan(
             kernel=kernel,
@@ -107,6 +112,7 @@ def forward(
     target: Target,
     plan: Plan | None = None,
     obstacle: str | None = UNKNOWN,
+    besides: str = "nothing",
 ) -> tuple[str, Tiles]:
     """Return the kernel that serves the forward on a device, and its tiles.
 
@@ -119,7 +125,9 @@ def forward(
     plan : Plan, optional
         Another kernel and other tiles than the best ones.
     obstacle : str, optional
-        Why forward_sm90 cannot read the call's arrays, or None where it can.
+        Why forward_sm90 cannot serve the call, or None where it can.
+    besides : str
+        What takes registers beside products: a key of `tensor_tiles.FORWARD_HOPPER`.
 
     Raises
     ------
@@ -132,7 +140,7 @@ def forward(
         itemsize = problem.dtype.itemsize
         hopper = itemsize == 2 and target.capability == tensor_tiles.HOPPER
         if hopper and not _hopper_obstacle(target, obstacle):
-            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v)
+            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
         tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory, itemsize)
         if tiles is not None:
             return "forward_sm80", tiles

@@ -33,7 +33,7 @@ def plan(call: Call) -> Plan:
 
 def plan_on(call: Call, facts: target.Target) -> Plan:
     """Return which kernel would serve a call on a GPU that need not be there."""
-    return config.choose(call.problem, facts, hopper.obstacle(call))
+    return config.choose(call.problem, facts, hopper.obstacle(call), hopper.besides(call))
 
 
 def forward(call: Call, out: Array, lse: Array | None, plan: Plan | None = None) -> Served:

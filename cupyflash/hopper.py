@@ -8,6 +8,7 @@ from __future__ import annotations
 from . import operands, target, tensor_maps
 from .operands import Lead
 from .problem import Call
+from .target import Target
 from .tensor_maps import TensorMap
 
 SHORTEST = 512  # queries, and keys: for fewer the smaller tiles of forward_sm80 are not slower
@@ -36,13 +37,8 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
         The leading axes of its launch; without it those of a fresh output.
     """
     problem = call.problem
-    if call.mask is not None or call.score_mod is not None or call.bias is not None:
-        return "it has no masks, score changes or bias"
-    if problem.packed or problem.dropout > 0:
-        return "it has no packed sequences or dropout"
-    if not problem.scale >= 0:
-        return "its scale is not negative"
-    if min(problem.len_q, problem.len_k) < SHORTEST:
+    # No sequence's result may depend on the lengths of others that are packed with it.
+    if not problem.packed and min(problem.len_q, problem.len_k) < SHORTEST:
         return f"it is for {SHORTEST} queries and keys or more"
     if _padding(problem.d, problem.d_v) > MOST_PADDING:
         return f"it computes columns of v by 64, which {problem.d_v} are too far from"
@@ -59,6 +55,22 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
         if why is not None:
             return f"of {name}, {why}"
     return None
+
+
+def besides(call: Call) -> str:
+    """Return what takes registers beside products: a key of `tensor_tiles.FORWARD_HOPPER`."""
+    if call.score_mod is not None or call.bias is not None:
+        return "scores"
+    return "nothing" if call.mask is None else "masks"
+
+
+def grid(call: Call, jobs: int, facts: Target) -> int:
+    """Return how many blocks share the jobs of a call, each of them one block of queries.
+
+    Jobs of one length are dealt out beforehand, and a block prepares its next one. Those of packed
+    sequences may differ: each has a block, and goes to whichever multiprocessor is free.
+    """
+    return jobs if call.problem.packed else min(jobs, facts.multiprocessors)
 
 
 def maps(call: Call, lead: Lead, block_kv: int) -> tuple[TensorMap, ...]:

@@ -309,12 +309,16 @@ def forward(
     writer = _Writer(call, facts, arrays, False, plan, count_tiles)
     if lse is None:
         writer.named.remove("lse")
-    kernel, tiles = config.forward(call.problem, facts, plan, hopper.obstacle(call, writer.lead))
+    obstacle = hopper.obstacle(call, writer.lead)
+    kernel, tiles = config.forward(call.problem, facts, plan, obstacle, hopper.besides(call))
     writer.over_rows(kernel, tiles, False, writer.lead.sizes)
     launches = tuple(writer.launches)
     if kernel == "forward_sm90":
         maps = hopper.maps(call, writer.lead, tiles.block_kv)
-        launches = tuple(replace(launch, maps=maps) for launch in launches)
+        launches = tuple(
+            replace(launch, maps=maps, grid=hopper.grid(call, launch.grid, facts))
+            for launch in launches
+        )
     return Recipe(launches, {}, writer.generated.arrays)
 
 

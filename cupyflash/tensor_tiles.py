@@ -93,15 +93,23 @@ def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
     return None
 
 
-# Largest head -> queries and keys of a tile of forward_sm90.cu, for compute capability 9.0.
+# What takes registers beside products -> largest head -> queries and keys of a tile of
+# forward_sm90.cu, for compute capability 9.0. Of masked pairs, bits of a word are a row's.
 HOPPER = (9, 0)
-FORWARD_HOPPER: dict[int, tuple[int, int]] = {
+_MASKED: dict[int, tuple[int, int]] = {
     64: (192, 128),
-    128: (128, 176),
+    128: (128, 128),
     192: (128, 112),
     256: (128, 80),
 }
+FORWARD_HOPPER: dict[str, dict[int, tuple[int, int]]] = {
+    "nothing": _MASKED | {128: (128, 176)},
+    "masks": _MASKED,
+    "scores": _MASKED | {64: (192, 112)},
+}
 PASSING_STAGES = 2  # places that keys, and values, pass through
+JOBS, LOOKING_WARPS = 3, 3  # that are known at a time; that look at values
+TILE_GROUPS = 2048  # that have a class each
 
 
 def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
@@ -111,10 +119,11 @@ def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared)
 
 
-def fit_hopper(d: int, d_v: int) -> Tiles:
-    """Return the tiles of forward_sm90.cu."""
-    largest = next(most for most in FORWARD_HOPPER if max(d, d_v) <= most)
-    return forward_sm90(*FORWARD_HOPPER[largest], d, d_v)
+def fit_hopper(d: int, d_v: int, besides: str = "nothing") -> Tiles:
+    """Return the tiles of forward_sm90.cu; `besides` is a key of `FORWARD_HOPPER`."""
+    table = FORWARD_HOPPER[besides]
+    largest = next(most for most in table if max(d, d_v) <= most)
+    return forward_sm90(*table[largest], d, d_v)
 
 
 # The same of the backward, with stages that the operand that passes by is copied to.
@@ -156,7 +165,9 @@ def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: in
 RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
-KNOWN_BYTES = ENTRY_BYTES + 8 * (4 * PASSING_STAGES + 1)
+_JOB_BYTES = ENTRY_BYTES + 80 + 2 * TILE_GROUPS // 8
+KNOWN_BYTES = (_JOB_BYTES + 16) * JOBS + 8 * (5 * PASSING_STAGES + 6)
+KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

@@ -7,17 +7,29 @@
 // of its tile before by their values, and then the next warpgroup's scores: the warpgroups take
 // turns to begin their products (FlashAttention-3: Shah et al. 2024).
 //
-// Grid: prod(own_size) * heads * blocks, with own_size = lead_size. Shared memory: the queries, or
-// the output; keys, values; what a block knows. BLOCK_Q is 64 times the warpgroups that compute,
-// BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the parameters come the maps of q, k and v.
+// Tiles without a pair that takes part are neither copied nor computed. Of tiles that have some
+// that take no part, the other warps of the last warpgroup look whether all values are finite.
+//
+// A block works on one job after the other, a job being a block of a head's queries: while results
+// are written, the next one's keys, values and queries are on their way.
+//
+// Grid: any; prod(own_size) * heads * blocks jobs, with own_size = lead_size; packed: heads *
+// blocks. Shared memory: the queries, or the output; keys, values; what a block knows. BLOCK_Q is
+// 64 times the warpgroups that compute, BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the
+// parameters come the maps of q, k and v.
 #include "params.cuh"
 #include "primitives/fragment_softmax.cuh"
 #include "primitives/fragment_tile.cuh"
 #include "primitives/warpgroup.cuh"
+#include "primitives/warpgroup_work.cuh"
+#include "primitives/warpgroup_rows.cuh"
 
 namespace {
 
 constexpr int COLUMNS = BLOCK_KV / 4;
+constexpr int ASKED = MAY_MASK ? COLUMNS : 2;  // columns for which the mask is asked
+// Columns of scores that generated code changes together.
+constexpr int AT_ONCE = COLUMNS % 8 == 0 ? 8 : 4;
 constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
@@ -25,8 +37,13 @@ constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
 constexpr int HELD_BYTES = warpgroup::ROWS_OF * matmul::larger(Q_BYTES, V_BYTES);
 constexpr int KEYS_BYTES = BLOCK_KV * Q_BYTES, VALUES_BYTES = BLOCK_KV * V_BYTES;
 constexpr int STAGES = 2;
+constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Narrow output is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64;
+// Whether a tile may have keys that take no part, and yet are there: their values may be anything.
+constexpr bool LOOKS = MAY_MASK || PACKED;
+constexpr int LOOKING = LOOKS ? 3 : 0;                        // warps, of the warpgroup that copies
+constexpr int COMPUTING = CONSUMERS * warpgroup::THREADS_OF;  // threads
 
 // Barriers of the places that tiles pass through: what is there has come, and has been read.
 struct Passing {
@@ -34,9 +51,15 @@ struct Passing {
 };
 // What a block knows lies in shared memory, because registers hold the sums.
 struct Known {
-  layout::Entry entry;
+  warpgroup_work::Job jobs[JOBS];
   Passing keys, values;
-  unsigned long long queries;
+  // Of each warpgroup's queries: they have come, and its output has left their place.
+  unsigned long long queries_full[3], queries_empty[3];
+  // Of jobs: what they are is known, and nobody needs that any more.
+  unsigned long long told[JOBS], done[JOBS];
+  // That values were looked at, and where: whether each warp saw some that are not finite.
+  unsigned long long looked_at[STAGES];
+  unsigned int nonfinite[STAGES][3];
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
@@ -45,7 +68,6 @@ struct alignas(1024) Swizzled {
 };
 
 static_assert(STORAGE < 2, "16-bit types");
-static_assert(!PACKED && !HAS_MASK && !HAS_DROPOUT, "forward_sm80 serves such calls");
 static_assert(THREADS == (CONSUMERS + 1) * warpgroup::THREADS_OF && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
@@ -55,6 +77,7 @@ static_assert(SHARED_BYTES ==
 
 __device__ __forceinline__ int stage_of(int n) { return n % STAGES; }
 __device__ __forceinline__ int parity_of(int n) { return n / STAGES % 2; }
+__device__ __forceinline__ int parity_of_job(int j) { return j / JOBS % 2; }
 
 }  // namespace
 
@@ -70,162 +93,314 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const unsigned int q_address = arch::shared_address(q_smem);
   const unsigned int keys_address = arch::shared_address(keys_smem);
   const unsigned int values_address = arch::shared_address(values_smem);
-  const unsigned int q_barrier = arch::shared_address(&known_smem->queries);
+  Passing &keys = known_smem->keys, &values = known_smem->values;
   const auto full = [](Passing& of, int n) { return arch::shared_address(&of.full[stage_of(n)]); };
   const auto empty = [](Passing& of, int n) {
     return arch::shared_address(&of.empty[stage_of(n)]);
   };
-  Passing &keys = known_smem->keys, &values = known_smem->values;
+  const auto looked_at = [known_smem](int n) {
+    return arch::shared_address(&known_smem->looked_at[stage_of(n)]);
+  };
+  const auto queries_full = [known_smem](int n) {
+    return arch::shared_address(&known_smem->queries_full[n]);
+  };
+  const auto queries_empty = [known_smem](int n) {
+    return arch::shared_address(&known_smem->queries_empty[n]);
+  };
+  const auto told = [known_smem](int j) {
+    return arch::shared_address(&known_smem->told[j % JOBS]);
+  };
+  const auto done = [known_smem](int j) {
+    return arch::shared_address(&known_smem->done[j % JOBS]);
+  };
 
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
-  const long long h = work.head;
-  const long long i0 = work.block * BLOCK_Q;
-  const int tiles = static_cast<int>((p.len_k + BLOCK_KV - 1) / BLOCK_KV);
+  const unsigned int jobs = warpgroup_work::jobs_of(p);
+  const bool works = warpgroup_work::describe<THREADS>(p, known_smem->jobs[0],
+                                                       warpgroup_work::number_in(0), threadIdx.x);
+  if (PACKED && !works && jobs <= gridDim.x) return;
   if (threadIdx.x == 0) {
-    known_smem->entry = work.entry;
-    arch::init_barrier(q_barrier, 1);
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
       arch::init_barrier(full(keys, n), 1);
       arch::init_barrier(full(values, n), 1);
       arch::init_barrier(empty(keys, n), CONSUMERS);
-      arch::init_barrier(empty(values, n), CONSUMERS);
+      arch::init_barrier(empty(values, n), CONSUMERS + LOOKING);
+      if constexpr (LOOKS) arch::init_barrier(looked_at(n), LOOKING);
+    }
+#pragma unroll
+    for (int n = 0; n < CONSUMERS; ++n) {
+      arch::init_barrier(queries_full(n), 1);
+      arch::init_barrier(queries_empty(n), warpgroup::THREADS_OF / arch::WARP_SIZE);
+    }
+#pragma unroll
+    for (int j = 0; j < JOBS; ++j) {
+      arch::init_barrier(told(j), COMPUTING);
+      arch::init_barrier(done(j), COMPUTING / arch::WARP_SIZE + 1 + LOOKING);
     }
     arch::publish_barriers();
   }
-  __syncthreads();  // what is known, and the barriers
+  __syncthreads();  // the first job, and the barriers
 
   if (warpgroup::index() == CONSUMERS) {
-    arch::shed_registers<CONSUMERS == 2 ? 24 : 32>();
-    if (threadIdx.x % warpgroup::THREADS_OF != 0) return;
-    // 1 load q
-    const warpgroup::Head q(p.q, work.entry, h);
-    const long long h_kv = layout::divide(h, p.group).quotient;
-    const warpgroup::Head k(p.k, work.entry, h_kv), v(p.v, work.entry, h_kv);
-    arch::arrive_expecting(q_barrier, BLOCK_Q * Q_BYTES);
-#pragma unroll
-    for (int n = 0; n < CONSUMERS; ++n) {
-      warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + n * HELD_BYTES, q_map, q,
-                                                   i0 + n * warpgroup::ROWS_OF, q_barrier);
-    }
+    arch::shed_registers<CONSUMERS == 2 ? 40 : 32>();
+    const int warp = threadIdx.x % warpgroup::THREADS_OF / arch::WARP_SIZE;
+    if (LOOKS && warp > 0) {
+      const int own = threadIdx.x % warpgroup::THREADS_OF - arch::WARP_SIZE;
+      int n = 0;
 #pragma unroll 1
-    for (int n = 0; n < tiles; ++n) {
-      const long long first = static_cast<long long>(tiles - 1 - n) * BLOCK_KV;
-      warpgroup::wait(empty(keys, n), parity_of(n) ^ 1);
-      arch::arrive_expecting(full(keys, n), KEYS_BYTES);
-      warpgroup::begin_tile<BLOCK_KV, D>(keys_address + stage_of(n) * KEYS_BYTES, k_map, k, first,
-                                         full(keys, n));
-      warpgroup::wait(empty(values, n), parity_of(n) ^ 1);
-      arch::arrive_expecting(full(values, n), VALUES_BYTES);
-      warpgroup::begin_tile<BLOCK_KV, D_V>(values_address + stage_of(n) * VALUES_BYTES, v_map, v,
-                                           first, full(values, n));
+      for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
+        warpgroup::wait(told(j), parity_of_job(j));
+        const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
+#pragma unroll 1
+        for (int now = job.last_tile(); now >= 0; ++n, now = job.tile_before(now)) {
+          warpgroup::wait(full(values, n), parity_of(n));
+          bool finite = true;
+          if (job.is_masked(now)) {
+            finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
+                values_smem + stage_of(n) * VALUES_BYTES, own);
+          }
+          const bool some = arch::any_lane(!finite);
+          __syncwarp();  // the values, which all lanes have read
+          if (arch::lane_index() == 0) {
+            known_smem->nonfinite[stage_of(n)][warp - 1] = some ? 1 : 0;
+            arch::arrive(looked_at(n));
+            arch::arrive(empty(values, n));
+          }
+        }
+        __syncwarp();  // what the job is, which all lanes have read
+        if (arch::lane_index() == 0) arch::arrive(done(j));
+      }
+      return;
+    }
+    if (threadIdx.x % warpgroup::THREADS_OF != 0) return;
+    int n = 0;
+#pragma unroll 1
+    for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
+      warpgroup::wait(told(j), parity_of_job(j));
+      const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
+      const int last = job.last_tile();
+#pragma unroll 1
+      for (int now = last; now >= 0; ++n, now = job.tile_before(now)) {
+        const int first = job.first_k + now * BLOCK_KV;
+        warpgroup::wait(empty(keys, n), parity_of(n) ^ 1);
+        arch::arrive_expecting(full(keys, n), KEYS_BYTES);
+        warpgroup::begin_tile<BLOCK_KV, D>(keys_address + stage_of(n) * KEYS_BYTES, k_map, job.k,
+                                           first, full(keys, n));
+        if (now == last) {
+          // 1 load q
+#pragma unroll 1
+          for (int x = 0; x < CONSUMERS; ++x) {
+            warpgroup::wait(queries_empty(x), j % 2 ^ 1);
+            arch::arrive_expecting(queries_full(x), warpgroup::ROWS_OF * Q_BYTES);
+            warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + x * HELD_BYTES, q_map, job.q,
+                                                         job.first_q + x * warpgroup::ROWS_OF,
+                                                         queries_full(x));
+          }
+        }
+        warpgroup::wait(empty(values, n), parity_of(n) ^ 1);
+        arch::arrive_expecting(full(values, n), VALUES_BYTES);
+        warpgroup::begin_tile<BLOCK_KV, D_V>(values_address + stage_of(n) * VALUES_BYTES, v_map,
+                                             job.v, first, full(values, n));
+      }
+      if (last < 0) {
+#pragma unroll 1
+        for (int x = 0; x < CONSUMERS; ++x) {
+          warpgroup::wait(queries_empty(x), j % 2 ^ 1);
+          arch::arrive(queries_full(x));
+        }
+      }
+      arch::arrive(done(j));
     }
     return;
   }
 
-  arch::take_registers<CONSUMERS == 2 ? 240 : 160>();
-  const layout::Entry& entry = known_smem->entry;
+  arch::take_registers<CONSUMERS == 2 ? 232 : 160>();
   const int own = warpgroup::index();
   const float scale = static_cast<float>(p.scale);
-  const float c = fmin(scale * tile::LOG2_E, number::largest_float());
+  // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
+  const float unit = HAS_SCORE ? 1.0f : fabs(scale);
+  const float c = fmin(unit * tile::LOG2_E, number::largest_float());
   const arch::Described q = warpgroup::describe(q_address + own * HELD_BYTES, 0);
   const arch::Described k = warpgroup::describe(keys_address, 0);
   const arch::Described v = warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
   const int next = own + 1 < CONSUMERS ? own + 1 : 0;
-  // Turns are barriers 1 and on: whose it is, and who had the one before.
+  // Turns are barriers 1 and on: whose it is, and who had the one before. Then come those of one
+  // warpgroup, and one of all that compute.
   constexpr int BOTH = 2 * warpgroup::THREADS_OF;
+  constexpr int OWN = 1 + CONSUMERS, ALL = OWN + CONSUMERS;
   if (next == 0) arch::arrive_at(1, BOTH);
+  arch::arrive(told(0));
 
-  float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
-  unsigned int weights[2][COLUMNS / 2];
-  fragment_softmax::init_state(m, l, acc);
-  const auto begin_scores = [&](int n) {
-    warpgroup::multiply<D, BLOCK_KV>(s, q, k + stage_of(n) * (KEYS_BYTES / 16));
-    arch::commit_products();
-  };
-  const auto begin_output = [&](int n) {
-    warpgroup::multiply_add<BLOCK_KV>(acc, weights, v + stage_of(n) * (VALUES_BYTES / 16));
-    arch::commit_products();
-  };
-  float m_new[2];
-
-  // 2 scores
-  warpgroup::wait(q_barrier, 0);
-  warpgroup::wait(full(keys, 0), 0);
-  arch::fence_products();
-  begin_scores(0);
-  arch::wait_products<0>();
-  arch::take_product(s);
-  warpgroup::release(empty(keys, 0));
-  // 3 score mod
-  static_assert(!HAS_SCORE, "forward_sm80 changes scores");
-  // 4 mask
-  const int last_rows = static_cast<int>(p.len_k - static_cast<long long>(tiles - 1) * BLOCK_KV);
-  const bool masked = last_rows < BLOCK_KV;
-  if (masked) fragment_tile::hide_beyond(s, last_rows);
-  // 5 row max
-  fragment_softmax::row_max(s, m, m_new);
-  // 6 rescale
-  fragment_softmax::raise_max(m, m_new, l, alpha, c);
-  fragment_softmax::exponentiate(s, m, l, c, masked);
-  fragment::narrow(s, weights);
-
+  int steps = 0;
 #pragma unroll 1
-  for (int n = 1; n < tiles; ++n) {
-    warpgroup::wait(full(keys, n), parity_of(n));
-    arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
-    arch::fence_products();
-    begin_scores(n);
-    // 7 accumulate p v
-    warpgroup::wait(full(values, n - 1), parity_of(n - 1));
-    begin_output(n - 1);
-    arch::arrive_at(1 + next, BOTH);  // the next one's turn
-    arch::wait_products<1>();
-    arch::take_product(s);
-    warpgroup::release(empty(keys, n));
-    const bool grew = fragment_softmax::row_max(s, m, m_new);
-    fragment_softmax::raise_max(m, m_new, l, alpha, c);
-    fragment_softmax::exponentiate(s, m, l, c, false);
-    arch::wait_products<0>();
-    arch::take_product(acc);
-    warpgroup::release(empty(values, n - 1));
-    fragment::narrow(s, weights);
-    if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
-  }
-  if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
-  warpgroup::wait(full(values, tiles - 1), parity_of(tiles - 1));
-  arch::fence_products();
-  begin_output(tiles - 1);
-  arch::wait_products<0>();
-  arch::take_product(acc);
+  for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
+    warpgroup::wait(told(j), parity_of_job(j));
+    const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
+    const unsigned int number = warpgroup_work::number_in(j + 1);
+    if (number < jobs) {
+      warpgroup::wait(done(j + 1), parity_of_job(j + 1) ^ 1);
+      warpgroup_work::describe<COMPUTING>(p, known_smem->jobs[(j + 1) % JOBS], number, threadIdx.x);
+      arch::arrive(told(j + 1));
+    }
+    // A tile's number, doubled, and 1 more where it may have pairs that take no part; or -1. A
+    // shuffle tells the compiler that lanes agree, without which it puts products in a row.
+    const auto tile_before = [&](int below) {
+      const int tile = job.tile_before(below);
+      if constexpr (!HAS_MASK) return tile < 0 ? -1 : 2 * tile + (HAS_SCORE ? 1 : 0);
+      return arch::shuffle(tile < 0 ? -1 : 2 * tile + (job.is_masked(tile) ? 1 : 0), 0);
+    };
+    int following = tile_before(arch::shuffle(job.classes.tiles, 0));
 
-  fragment_softmax::row_sum(l);
-  float weight[2];
-  fragment_softmax::join_sink(
-      m, l, weight, scale,
-      p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
-  // 8 normalise
+    float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
+    unsigned int weights[2][COLUMNS / 2], allowed[2];
+    fragment_softmax::init_state(m, l, acc);
+    const auto begin_scores = [&](int n) {
+      warpgroup::multiply<D, BLOCK_KV>(s, q, k + stage_of(n) * (KEYS_BYTES / 16));
+      arch::commit_products();
+    };
+    const auto begin_output = [&](int n) {
+      warpgroup::multiply_add<BLOCK_KV>(acc, weights, v + stage_of(n) * (VALUES_BYTES / 16));
+      arch::commit_products();
+    };
+    const auto find_pairs = [&](int tile, bool masked) {
+      if (MAY_MASK && masked) {
+        fragment_tile::find_pairs<ASKED>(p, job.box_of(tile),
+                                         warpgroup_tile::class_of(job.classes, tile), allowed);
+      }
+    };
+    const auto change_scores = [&](int tile, bool masked) {
+      if constexpr (HAS_SCORE) {
+        fragment_tile::change_scores<AT_ONCE>(p, job.box_of(tile), s, allowed, scale);
+      } else if constexpr (MAY_MASK) {
+        if (masked) fragment_tile::hide_pairs(s, allowed);
+      } else {
+        if (masked) fragment_tile::hide_beyond(s, job.rows_in(tile));
+      }
+    };
+    // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
+    const auto take_nonfinite = [&](int n) {
+      warpgroup::wait(looked_at(n), parity_of(n));  // which is after they came
+      const unsigned int (&found)[3] = known_smem->nonfinite[stage_of(n)];
+      if ((found[0] | found[1] | found[2]) == 0) return;
+      char* const tile_smem = values_smem + stage_of(n) * VALUES_BYTES;
+      warpgroup_rows::add_nonfinite(acc, weights, tile_smem);
+      arch::meet_at(ALL, COMPUTING);  // the values, which are read as they came
+      warpgroup_rows::clear_nonfinite<VALUES_BYTES, COMPUTING>(tile_smem, threadIdx.x);
+      arch::publish_shared();
+      arch::meet_at(ALL, COMPUTING);  // the values, now finite
+    };
+    float m_new[2];
+    const int before = steps;
+
+    warpgroup::wait(queries_full(own), j % 2);
+    if (!HAS_SCORE && scale < 0) {
+      warpgroup_rows::negate_rows<warpgroup::ROWS_OF * Q_BYTES, warpgroup::THREADS_OF>(
+          q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF);
+      arch::publish_shared();
+      arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
+    }
+    if (!HAS_MASK && !PACKED || following >= 0) {
+      // 2 scores
+      const int now = following / 2;
+      const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
+      warpgroup::wait(full(keys, steps), parity_of(steps));
+      arch::fence_products();
+      begin_scores(steps);
+      following = tile_before(now);
+      find_pairs(now, masked);
+      arch::wait_products<0>();
+      arch::take_product(s);
+      warpgroup::release(empty(keys, steps));
+      // 3 score mod
+      // 4 mask
+      change_scores(now, masked);
+      // 5 row max
+      fragment_softmax::row_max(s, m, m_new);
+      // 6 rescale
+      fragment_softmax::raise_max(m, m_new, l, alpha, c);
+      fragment_softmax::exponentiate(s, m, l, c, masked);
+      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
+      fragment::narrow(s, weights);
+      if (LOOKS && masked) take_nonfinite(steps);
+
+      ++steps;
+#pragma unroll 1
+      for (; following >= 0; ++steps) {
+        const int n = steps;
+        const int now = following / 2;
+        const bool masked = MAY_MASK && following % 2 != 0;
+        warpgroup::wait(full(keys, n), parity_of(n));
+        arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
+        arch::fence_products();
+        begin_scores(n);
+        // 7 accumulate p v
+        warpgroup::wait(full(values, n - 1), parity_of(n - 1));
+        begin_output(n - 1);
+        arch::arrive_at(1 + next, BOTH);  // the next one's turn
+        following = tile_before(now);
+        find_pairs(now, masked);
+        arch::wait_products<1>();
+        arch::take_product(s);
+        warpgroup::release(empty(keys, n));
+        change_scores(now, masked);
+        const bool grew = fragment_softmax::row_max(s, m, m_new);
+        fragment_softmax::raise_max(m, m_new, l, alpha, c);
+        fragment_softmax::exponentiate(s, m, l, c, masked);
+        if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
+        arch::wait_products<0>();
+        arch::take_product(acc);
+        warpgroup::release(empty(values, n - 1));
+        fragment::narrow(s, weights);
+        if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
+        if (LOOKS && masked) take_nonfinite(n);
+      }
+    }
+    if (!HAS_MASK && !PACKED || steps > before) {
+      warpgroup::wait(full(values, steps - 1), parity_of(steps - 1));
+      arch::fence_products();
+      begin_output(steps - 1);
+      arch::wait_products<0>();
+      arch::take_product(acc);
+      warpgroup::release(empty(values, steps - 1));
+    }
+
+    const layout::Entry& entry = job.entry;
+    const long long h = job.head, i0 = job.first;
+    fragment_softmax::row_sum(l);
+    float weight[2];
+    fragment_softmax::join_sink(
+        m, l, weight, unit,
+        p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
+    // 8 normalise
+    const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : weight[r] / l[r];
-  const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
-  // The warpgroup's queries, which its warps have read: the output passes there.
-  arch::meet_at(1 + CONSUMERS + own, warpgroup::THREADS_OF);
-  char* const out_smem =
-      q_smem + own * HELD_BYTES + fragment::warp_row() % warpgroup::ROWS_OF * V_BYTES;
-  fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
-  __syncwarp();  // the warp's rows, which its lanes wrote
-  fragment::copy_out<D_V>(
-      p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
-      fragment::WARP_ROWS, ni - fragment::warp_row(), arch::lane_index(), arch::WARP_SIZE,
-      out_smem);
-  // 9 store lse
-  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
+    for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
+    // The warpgroup's queries, which its warps have read: the output passes there.
+    arch::meet_at(OWN + own, warpgroup::THREADS_OF);
+    char* const out_smem =
+        q_smem + own * HELD_BYTES + fragment::warp_row() % warpgroup::ROWS_OF * V_BYTES;
+    fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
+    __syncwarp();  // the warp's rows, which its lanes wrote
+    fragment::copy_out<D_V>(
+        p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
+        fragment::WARP_ROWS, job.rows - fragment::warp_row(), arch::lane_index(), arch::WARP_SIZE,
+        out_smem);
+    // 9 store lse
+    const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
-    if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < ni) {
-      lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+    for (int r = 0; r < 2; ++r) {
+      const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+      if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < job.rows) {
+        lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+      }
+    }
+    tile::count_tiles(p, steps - before);
+    arch::publish_shared();
+    __syncwarp();  // the warp's rows of the output, which have left; what the job is
+    if (arch::lane_index() == 0) {
+      arch::arrive(queries_empty(own));
+      arch::arrive(done(j));
     }
   }
-  tile::count_tiles(p, tiles);
+  if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupyflash import config, f64_tiles, lookup, masks, scores, tensor_tiles, validate
+from cupyflash import config, f64_tiles, hopper, lookup, masks, scores, tensor_tiles, validate
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.key_range import key_range
@@ -78,6 +78,11 @@ def cases() -> list[Case]:
         found += [Case(kernel, dtype, *more) for kernel in kernels]
     for n, own in enumerate([(64, 64), (128, 128), (256, 256), (192, 192), (96, 104)]):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, "plain", False))
+    for n, (own, options) in enumerate([
+        ((64, 64), "causal"), ((128, 128), "alibi"), ((256, 256), "causal"),
+        ((64, 64), "everything"), ((192, 192), "bias"), ((96, 104), "segments"),
+    ]):  # fmt: skip
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n > 3))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -129,7 +134,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
     if case.kernel in ("forward_sm80", "forward_sm90"):
         obstacle = None if case.kernel == "forward_sm90" else "for a test"
-        kernel, tiles = config.forward(problem, target, obstacle=obstacle)
+        kernel, tiles = config.forward(problem, target, None, obstacle, hopper.besides(call))
         assert kernel == case.kernel
     elif case.kernel in (*tensor_tiles.BACKWARD, *f64_tiles.BACKWARD):
         part = case.kernel.rpartition("_")[2]

@@ -92,6 +92,12 @@ def test_barriers(body, words):
         (COPY, "(barrier, 8192)", "(barrier, 8200)", "deadlock"),
         (
             COPY,
+            "__syncthreads();  // the barrier",
+            "words[t] = t;\n__syncthreads();",
+            "copies to byte 0 of shared memory, which thread 0 has not published",
+        ),
+        (
+            COPY,
             "while (!arch::try_wait(barrier, 0)) {\n      }",
             "__syncthreads();",
             "a copy of thread 0 has not finished",

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import ml_dtypes
 import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, capability
-from emulator import build
-from emulator.calls import Blocks, Emulator
-from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from emulator.machine import FORWARD, REVERSE, randomly
 from harness import attend
 from placement import same_bits
+from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
 
-import cupyflash.kernels_cu
 from cupyflash import (
     config,
     hopper,
@@ -32,38 +28,6 @@ from cupyflash import (
 )
 from cupyflash.operands import Operand
 from cupyflash.target import Target
-from cupyflash.testing import Precision, forward_bound, rho
-
-emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
-TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
-EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
-WARPGROUPS = Blocks(hopper=True)
-
-
-def draw(dtype, *shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-def run(q, k, v, schedule=REVERSE, out=None, read=build.read, **options):
-    """Compute out and lse on the emulator, into memory that holds NaN."""
-    call = validate.call(q, k, v, **options)
-    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    if out is None:
-        out = np.empty((*lead, *q.shape[-3:-1], v.shape[-1]), q.dtype)
-    out[...] = np.nan
-    lse = np.full(out.shape[:-1], np.nan, np.float32)
-    visited = np.zeros(1, np.uint64)
-    Emulator(WARPGROUPS, schedule, read=read).forward(call, out, lse, visited)
-    return out, lse, int(visited[0])
-
-
-def within_the_bound(q, k, v, out, lse, **options):
-    precision = Precision.of(q.dtype, tensor_cores=True)
-    bound = forward_bound(q, k, v, precision=precision, block_kv=64, **options)
-    assert rho(out, *bound.out).value <= 1
-    assert rho(lse, *bound.lse).value <= 1
-
 
 # -- numbers --------------------------------------------------------------------------------------
 
@@ -73,7 +37,7 @@ def within_the_bound(q, k, v, out, lse, **options):
 @pytest.mark.parametrize("heads", [64, 128, 192, 256])
 @pytest.mark.parametrize("edge", [-1, 0, 1], ids=["less", "whole", "more"])
 def test_sizes_at_the_edges_of_tiles(dtype, heads, edge):
-    block_q, block_kv = tensor_tiles.FORWARD_HOPPER[heads]
+    block_q, block_kv = tensor_tiles.FORWARD_HOPPER["nothing"][heads]
     q, k, v = draw(dtype, (1, block_q + edge, heads), *[(1, 2 * block_kv + edge, heads)] * 2)
     out, lse, visited = run(q, k, v)
     within_the_bound(q, k, v, out, lse)
@@ -118,13 +82,16 @@ def test_strides(dtype):
 
 @emulated
 @EACH_TYPE
-@pytest.mark.parametrize("scale", [0.0, 1e-300, 3.0, 3e38])
-def test_every_scale_that_is_not_negative(dtype, scale):
-    q, k, v = draw(dtype, (2, 70, 64), (2, 140, 64), (2, 140, 64))
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-300, 3.0, 3e38])
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": masks.causal(), "score_mod": scores.softcap(2.0)}], ids=len
+)
+def test_every_finite_scale(dtype, scale, options):
+    q, k, v = draw(dtype, (2, 70, 40), (2, 140, 40), (2, 140, 64))
     if scale > 1e30:
         q[:] = 0
-    out, lse, _ = run(q, k, v, scale=scale)
-    within_the_bound(q, k, v, out, lse, scale=scale)
+    out, lse, _ = run(q, k, v, scale=scale, **options)
+    within_the_bound(q, k, v, out, lse, scale=scale, **options)
 
 
 @emulated
@@ -167,37 +134,6 @@ def test_no_bit_depends_on_the_schedule(dtype, d):
         out, lse, _ = run(q, k, v, schedule)
         assert same_bits(first, out)
         assert same_bits(first_lse, lse)
-
-
-# -- the kernel's own waits -----------------------------------------------------------------------
-
-KERNEL = "forward_sm90.cu"
-TEXT = (Path(cupyflash.kernels_cu.__file__).parent / KERNEL).read_text()
-# What orders accesses. The turns only say who is first.
-ORDERS = re.compile(
-    r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release\([^;]*;|"
-    r"arch::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting)"
-    r"\([^;]*;|__syncthreads\(\);"
-)
-
-
-@emulated
-@pytest.mark.parametrize("number", range(len(ORDERS.findall(TEXT))))
-def test_nothing_that_orders_may_be_missing(number):
-    def read(name):
-        text = build.read(name)
-        if name != KERNEL:
-            return text
-        match = list(ORDERS.finditer(text))[number]
-        return text[: match.start()] + text[match.end() :]
-
-    def run_often():
-        q, k, v = draw(TYPES[0], (1, 70, 64), *[(1, 900, 64)] * 2)
-        for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
-            run(q, k, v, schedule, read=read)
-
-    with pytest.raises(Fault):
-        run_often()
 
 
 # -- maps of arrays -------------------------------------------------------------------------------
@@ -264,13 +200,25 @@ def call_of(d=64, d_v=None, len_q=512, len_k=512, dtype=np.float16, **options):
 
 
 def plan_of(call, gpu):
-    return config.choose(call.problem, gpu, hopper.obstacle(call))
+    return config.choose(call.problem, gpu, hopper.obstacle(call), hopper.besides(call))
 
 
 @pytest.mark.parametrize("d", [48, 64, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_it_serves_long_rows_on_its_hardware_only(dtype, d):
-    call = call_of(d, dtype=dtype)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": masks.causal()},
+        {"score_mod": scores.softcap(3.0)},
+        {"bias": np.zeros((512, 512), np.float32)},
+        {"dropout": 0.1, "seed": 1},
+        {"scale": -1.0},
+    ],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_it_serves_long_rows_on_its_hardware_only(dtype, d, options):
+    call = call_of(d, dtype=dtype, **options)
     assert plan_of(call, target_of("sm_90")).kernel == "forward_sm90"
     for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
         plan = plan_of(call, target_of(arch))
@@ -281,11 +229,6 @@ def test_it_serves_long_rows_on_its_hardware_only(dtype, d):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mask": masks.causal()}, "no masks, score changes or bias"),
-        ({"score_mod": scores.softcap(3.0)}, "no masks, score changes or bias"),
-        ({"bias": np.zeros((512, 512), np.float32)}, "no masks, score changes or bias"),
-        ({"dropout": 0.1, "seed": 1}, "no packed sequences or dropout"),
-        ({"scale": -1.0}, "scale is not negative"),
         ({"len_q": 511}, "512 queries and keys or more"),
         ({"len_k": 511}, "512 queries and keys or more"),
         ({"d_v": 8}, "columns of v by 64, which 8 are too far from"),
@@ -328,16 +271,29 @@ def test_what_it_lacks(monkeypatch, version, finds, words):
     assert target._lacks() == words
 
 
-def test_packed_sequences_are_not_its_own():
+def test_blocks_share_what_is_of_one_length():
+    q = np.zeros((1024, 200, 64), np.float16).swapaxes(0, 1)
+    gpu, out = target_of("sm_90"), np.empty_like(q)
+    (launch,) = recipe.forward(validate.call(q, q, q), gpu, out, None).launches
+    assert launch.grid == gpu.multiprocessors == 132
+    (launch,) = recipe.forward(validate.call(q[:3], q[:3], q[:3]), gpu, out[:3], None).launches
+    assert launch.grid == 3 * -(-1024 // 192)
+    packed = validate.varlen_call(q, q, q, [0, 500, 1024], [0, 500, 1024], True)
+    (launch,) = recipe.forward(packed, gpu, out, None).launches
+    assert launch.grid == 200 * (1024 // 192 + 2)
+
+
+@pytest.mark.parametrize("offsets", [[0, 512, 1024], [0, 1, 1024]], ids=str)
+def test_packed_sequences_of_any_length(offsets):
     q = np.zeros((1024, 2, 64), np.float16).swapaxes(0, 1)
-    call = validate.varlen_call(q, q, q, [0, 512, 1024], [0, 512, 1024], True)
-    assert "packed" in plan_of(call, target_of("sm_90")).reason
+    call = validate.varlen_call(q, q, q, offsets, offsets, True)
+    assert plan_of(call, target_of("sm_90")).kernel == "forward_sm90"
 
 
 def test_its_tiles_fit():
     for d in range(1, tensor_tiles.largest_head(np.float16) + 1):
-        for d_v in (1, d, 256):
-            tiles = tensor_tiles.fit_hopper(d, d_v)
+        for d_v, besides in itertools.product((1, d, 256), tensor_tiles.FORWARD_HOPPER):
+            tiles = tensor_tiles.fit_hopper(d, d_v, besides)
             assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
             assert tiles.threads == 2 * tiles.block_q + 128
 

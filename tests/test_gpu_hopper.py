@@ -8,7 +8,8 @@ import pytest
 from gpu_calls import precision_of
 
 import cupyflash
-from cupyflash.testing import forward_bound, rho
+from cupyflash import masks, scores
+from cupyflash.testing import forward_bound, forward_bound_varlen, rho
 
 pytestmark = pytest.mark.gpu
 
@@ -86,3 +87,125 @@ def test_bits_are_those_of_the_first_run(cupy, dtype):
     first = cupyflash.attention(q, k, v).view(np.uint16)
     for _ in range(50):
         assert (cupyflash.attention(q, k, v).view(np.uint16) == first).all()
+
+
+# What leaves pairs, tiles, rows and all out; by ranges of keys and by other shapes.
+MASKS = {
+    "causal": masks.causal(),
+    "first queries see none": masks.causal(offset=-300),
+    "window": masks.window(200, 10),
+    "documents": masks.mask(lambda b, h, i, j: i // 170 == j // 170),
+    "no range": masks.mask(lambda b, h, i, j: (i + j) % 3 > 0),
+    "no key": masks.mask(lambda b, h, i, j: j < 0),
+}
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(cupy, dtype, d, name):
+    q, k, v = draw(cupy, dtype, (2, 1000, d), (1, 1000, d), (1, 1000, d))
+    options = {"mask": MASKS[name]}
+    assert cupyflash.plan(q, k, v, **options).kernel == "forward_sm90"
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    within_the_bound(dtype, q, k, v, out, lse, **options)
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_value_reaches_only_the_rows_that_see_it(cupy, dtype, value, d):
+    q, k, v = draw(cupy, dtype, *[(8, 1500, d)] * 3)
+    plain = cupyflash.attention(q, k, v, mask=masks.causal())
+    v[:, 700, 3] = value
+    for _ in range(10):
+        other = cupyflash.attention(q, k, v, mask=masks.causal())
+        same = other.view(np.uint16) == plain.view(np.uint16)
+        seen = other[:, 700:, 3].astype(np.float32)
+        assert (cupy.isnan(seen) if np.isnan(value) else seen == value).all()
+        same[:, 700:, 3] = True
+        assert same.all()
+
+
+SLOPES = np.linspace(0.01, 0.5, 4, dtype=np.float32)
+CHANGES = {
+    "softcap": {"score_mod": scores.softcap(2.0)},
+    "alibi": {"score_mod": scores.alibi(SLOPES), "mask": masks.causal()},
+    "dropout": {"dropout": 0.2, "seed": 2**63 + 5, "mask": masks.causal(), "scale": -0.3},
+    "bias": {"bias": np.linspace(-3, 3, 1000, dtype=np.float32)},
+}
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_scores(cupy, dtype, d, name):
+    q, k, v = draw(cupy, dtype, (4, 700, d), (2, 1000, d), (2, 1000, d))
+    options = CHANGES[name]
+    given = {n: cupy.asarray(x) if n == "bias" else x for n, x in options.items()}
+    if name == "alibi":
+        given["score_mod"] = scores.alibi(cupy.asarray(SLOPES))
+    assert cupyflash.plan(q, k, v, **given).kernel == "forward_sm90"
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **given)
+    within_the_bound(dtype, q, k, v, out, lse, **options)
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["plain", "causal"])
+def test_packed_sequences(cupy, dtype, d, mask):
+    ends = np.array([0, 1, 1, 500, 530, 1700, 2000])
+    q, k, v = draw(cupy, dtype, (4, 2000, d), (2, 2000, d), (2, 2000, d))
+    options = {} if mask is None else {"mask": mask}
+    assert cupyflash.plan(q, k, v, offsets_q=ends, offsets_k=ends, **options).kernel == (
+        "forward_sm90"
+    )
+    out, lse = cupyflash.attention_varlen(q, k, v, ends, ends, return_lse=True, **options)
+    host = [x.get() for x in (q, k, v)]
+    more = {"precision": precision_of(dtype), "block_kv": 8, **options}
+    bound = forward_bound_varlen(*host, ends, ends, **more)
+    assert rho(out.get(), *bound.out).value <= 1
+    assert rho(lse.get(), *bound.lse).value <= 1
+    # What neighbours hold changes no bit.
+    own = slice(530, 1700)
+    for x in (q, k, v):
+        x[:, :530], x[:, 1700:] = np.nan, np.inf
+    other, other_lse = cupyflash.attention_varlen(q, k, v, ends, ends, return_lse=True, **options)
+    assert (other[:, own].view(np.uint16) == out[:, own].view(np.uint16)).all()
+    assert (other_lse[:, own] == lse[:, own]).all()
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["plain", "causal"])
+def test_a_head_has_the_same_bits_in_any_company(cupy, dtype, d, mask):
+    # A block goes on from head to head; one head alone has a block for each of its jobs.
+    options = {} if mask is None else {"mask": mask}
+    q, k, v = draw(cupy, dtype, *[(300, 515, d)] * 3)
+    v[7, 300, 5] = np.inf
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    for n in (0, 6, 7, 8, 299):
+        one, one_lse = cupyflash.attention(
+            q[n : n + 1], k[n : n + 1], v[n : n + 1], return_lse=True, **options
+        )
+        assert (one[0].view(np.uint16) == out[n].view(np.uint16)).all()
+        assert (one_lse[0] == lse[n]).all()
+    within_the_bound(dtype, q[:3], k[:3], v[:3], out[:3], lse[:3], **options)
+
+
+@EACH_TYPE
+def test_a_graph(cupy, dtype):
+    options = {"mask": masks.causal(), "return_lse": True}
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        q, k, v = draw(cupy, dtype, *[(200, 600, 64)] * 3)
+        out, lse = cupyflash.attention(q, k, v, **options)
+        stream.begin_capture()
+        cupyflash.attention(q, k, v, out=out, lse_out=lse, **options)
+        graph = stream.end_capture()
+        q[...], k[...], v[...] = draw(cupy, dtype, *[(200, 600, 64)] * 3, seed=1)
+        for _ in range(3):
+            out.fill(np.nan)
+            graph.launch(stream)
+            wanted, wanted_lse = cupyflash.attention(q, k, v, **options)
+            assert (out.view(np.uint16) == wanted.view(np.uint16)).all()
+            assert (lse == wanted_lse).all()

@@ -55,6 +55,9 @@ OTHER_STEMS = {
     "expression": "programs are run step by step on the CPU and generated on the GPU",
     "fragment": "products by tensor cores, which the CPU has no like of",
     "warpgroup": "products by tensor cores, which the CPU has no like of",
+    "warpgroup_tile": "tile, where those who copy and those who compute part",
+    "warpgroup_work": "what blocks work on, one thing after the other",
+    "warpgroup_rows": "products by tensor cores, which the CPU has no like of",
     "fragment_rows": "where fragments lie, in registers and in shared memory",
     "fragment_wide": "products by tensor cores, which the CPU has no like of",
     "power": "2^x by instructions and a polynomial; power_of_two is its like",
@@ -79,13 +82,16 @@ ONLY_CUDA = {
         "computed again for every group of columns, which one thread's registers hold": "weight",
     },
     "forward_sm90.cu": {
-        "places that tiles pass through": "stage_of parity_of",
+        "places that tiles pass through": "stage_of parity_of parity_of_job",
     },
     "primitives/layout.cuh": {
         "a block finds its work by itself; methods of Layout list it on the CPU": (
             "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
+        "jobs that blocks share, and what is written of them for others": (
+            "jobs_of number_in describe"
+        ),
         "the order in which blocks run, and sums that several of them add to": (
             "taking_turns grouped_offset"
         ),
@@ -129,6 +135,7 @@ ONLY_CUDA = {
         "an operand read transposed, or one by one": "multiply_add_transposed element",
         "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
         "warpgroups and the barriers between them": "index wait release",
+        "what of a piece is not finite": "carried_of",
         "tiles that are copied by boxes, and described for products": "begin_tile describe",
     },
     "primitives/tile.cuh": {
@@ -136,7 +143,9 @@ ONLY_CUDA = {
         "a thread's cells of a tile": "cell store_cells load_cells",
         "one walk over the cells for score and mask": "change apply_score_and_mask",
         "draws and applies at once, without a tile of factors": "apply_dropout",
-        "tensor cores' tiles are looked for before they are copied": "next_tile",
+        "tensor cores' tiles are looked for before they are copied": (
+            "next_tile tiles_in find_classes tile_before class_of"
+        ),
         "tensor cores ask the mask before they multiply, and for a row's range of keys at once": (
             "find_pairs columns_to distance hide_pairs hide_beyond change_scores"
         ),

@@ -171,18 +171,18 @@ __device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int key
 }
 
 // Makes a thread's scores into changed logits where their pairs take part, and else into -inf.
-// Generated code stands here for two columns, which every pair of columns passes.
-template <int ROWS, int COLUMNS>
+// Generated code stands here for STEP columns, which all columns pass, so many at a time.
+template <int STEP = 2, int ROWS, int COLUMNS>
 __device__ __forceinline__ void change_scores(const Params& p, const TileBox& box,
                                               accum_t (&s)[ROWS][COLUMNS],
                                               const unsigned int (&allowed)[ROWS], accum_t scale) {
   const Pairs pairs(box);
 #pragma unroll 1
-  for (int column = 0; column < COLUMNS; column += 2) {
+  for (int column = 0; column < COLUMNS; column += STEP) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < STEP; ++n) {
         accum_t score = -number::infinity();
         if (allowed[r] >> (column + n) & 1) {
           score = score_changed(p, s[r][n] * scale, pairs.site(box, r, column + n));
@@ -190,7 +190,7 @@ __device__ __forceinline__ void change_scores(const Params& p, const TileBox& bo
         s[r][n] = score;
       }
     }
-    fragment::rotate<2>(s);
+    fragment::rotate<STEP>(s);
   }
 }
 

@@ -145,12 +145,12 @@ __device__ __forceinline__ Work work_of(const Params& p, long long number, int h
   return work;
 }
 
-// Another number for a block of keys, so that heads take turns, as many as a GPU works on at a
-// time: the first blocks of these heads, then the second ones. Under a causal mask the last ones
-// are short, and all of a GPU is busy to the end.
-__device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number) {
+// Another number for a block of rows, so that `heads` heads take turns, as many as a GPU works on
+// at a time: the first blocks of these heads, then the second ones. Under a causal mask the last
+// ones are short, and all of a GPU is busy to the end.
+__device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number,
+                                                     unsigned int heads) {
   constexpr unsigned int AT_A_TIME = 256;  // blocks
-  unsigned int heads = static_cast<unsigned int>(p.heads_kv);
   if constexpr (!PACKED) {
 #pragma unroll
     for (int axis = 0; axis < MAX_LEAD; ++axis) {
@@ -163,6 +163,11 @@ __device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned i
   const unsigned int taking = heads - first < most ? heads - first : most;
   const unsigned int turn = number - first * blocks;
   return (first + turn % taking) * blocks + turn / taking;
+}
+
+// The same of a block of keys.
+__device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number) {
+  return taking_turns(p, number, static_cast<unsigned int>(p.heads_kv));
 }
 
 // Elements between the start of an array and an entry's place along the leading axes.

@@ -41,11 +41,14 @@ class Blocks:
     threads: int = 64
     tensor: bool = True  # whether the GPU has tensor cores for 16-bit types
     hopper: bool = False  # whether they are those of compute capability 9.0
+    multiprocessors: int = 2
 
-    def forward(self, problem: Problem, obstacle: str | None = "unknown") -> tuple[str, Tiles]:
+    def forward(
+        self, problem: Problem, obstacle: str | None = "unknown", besides: str = "nothing"
+    ) -> tuple[str, Tiles]:
         """Return the kernel of the forward, and its tiles."""
         if self.hopper and tensor_tiles.serves(problem, tensor_tiles.HOPPER) and not obstacle:
-            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v)
+            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
         if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
             return "forward_sm80", self.tensor_tiles(problem)
         return "forward_simt", self.tiles("forward_simt", problem, False)
@@ -232,8 +235,8 @@ class Emulator:
         def tiles(kernel: str, problem: Problem, _: Any, slope: bool, __: Any) -> Tiles:
             return self.blocks.tiles(kernel, problem, slope)
 
-        def forward(problem: Problem, _: Any, __: Any, obstacle: str | None) -> Any:
-            return self.blocks.forward(problem, obstacle)
+        def forward(problem: Problem, _: Any, __: Any, obstacle: str | None, besides: str) -> Any:
+            return self.blocks.forward(problem, obstacle, besides)
 
         def backward(part: str, problem: Problem, _: Any, slope: bool, __: Any) -> Any:
             return self.blocks.backward(part, problem, slope)
@@ -248,7 +251,7 @@ class Emulator:
             mock.patch.multiple(hopper, SHORTEST=1, MOST_PADDING=float("inf")),
             mock.patch.multiple(
                 target,
-                of=lambda _: None,
+                of=lambda _: SimpleNamespace(multiprocessors=self.blocks.multiprocessors),
                 device_of=lambda _: 0,
                 current=lambda _: contextlib.nullcontext(),
                 is_capturing=lambda: False,

@@ -222,8 +222,16 @@ void read_published(const void* at, std::size_t bytes) {
 }
 
 Clocks begin_transfer(void* to, std::size_t bytes) {
-  touch(to, bytes, true, __builtin_return_address(0));
   const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;
+  for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
+    const Write& write = written[grain];
+    if (!write.copied && write.clock > base &&
+        write.clock > published[static_cast<std::size_t>(write.thread)]) {
+      fault(0, "copies to byte %zu of shared memory, which thread %d has not published",
+            grain * GRAIN, write.thread);
+    }
+  }
+  touch(to, bytes, true, __builtin_return_address(0));
   for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
     written[grain].clock = IN_FLIGHT;
     written[grain].copied = true;

@@ -21,7 +21,7 @@
 #include <vector>
 #include <xmmintrin.h>
 
-emulator::Index threadIdx, blockIdx;
+emulator::Index threadIdx, blockIdx, gridDim;
 EMULATOR_EXPORT const emulator::Kernel emulated_kernel;  // of the compiled source, see build.py
 
 // Saves the caller's stack pointer to *from and goes on at `to`. What a function must preserve lies
@@ -489,6 +489,7 @@ EMULATOR_EXPORT bool emulator_launch(const void* given, long long blocks, int or
   if (schedule == Schedule::RANDOM) std::shuffle(order.begin(), order.end(), randomness);
   const unsigned int control = _mm_getcsr();
   if (emulated_kernel.flush_subnormals) _mm_setcsr(control | FLUSH);
+  gridDim.x = static_cast<unsigned int>(blocks);
   for (long long number : order) {
     blockIdx.x = static_cast<unsigned int>(number);
     run_block();

@@ -122,3 +122,4 @@ void add_at_once(double* place, double value);
 
 extern emulator::Index threadIdx;
 extern emulator::Index blockIdx;
+extern emulator::Index gridDim;

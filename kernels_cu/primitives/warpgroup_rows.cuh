@@ -1,0 +1,86 @@
+// Rows in shared memory that a product reads by itself, and what has to be done to them before: the
+// twin of reference/accumulate.py where values are not finite.
+#pragma once
+#include "fragment.cuh"
+#include "warpgroup.cuh"
+
+namespace warpgroup_rows {
+
+// Changes the sign of a tile of so many bytes, by TOGETHER threads; this one has number `own`.
+template <int BYTES, int TOGETHER>
+__device__ __forceinline__ void negate_rows(char* tile_smem, int own) {
+#pragma unroll 1
+  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+    arch::Bytes16& piece = reinterpret_cast<arch::Bytes16*>(tile_smem)[n];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) piece.x[x] ^= fragment::SIGNS;
+  }
+}
+
+// The exponents that fragment::finite_rows looks for, added up over the 16 bytes of a piece.
+__device__ __forceinline__ unsigned int carried_of(const arch::Bytes16& piece) {
+  unsigned int carried = 0;
+#pragma unroll
+  for (int x = 0; x < 4; ++x) carried |= (piece.x[x] & fragment::EXPONENTS) + fragment::LAST;
+  return carried;
+}
+
+// Whether every TOGETHER-th piece from number `own` on of a tile of so many bytes is finite.
+template <int BYTES, int TOGETHER>
+__device__ __forceinline__ bool finite_rows(const char* tile_smem, int own) {
+  unsigned int carried = 0;
+#pragma unroll 4
+  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+    carried |= carried_of(reinterpret_cast<const arch::Bytes16*>(tile_smem)[n]);
+  }
+  return (carried & fragment::SIGNS) == 0;
+}
+
+// Makes 0 of what is not finite in the same pieces.
+template <int BYTES, int TOGETHER>
+__device__ __forceinline__ void clear_nonfinite(char* tile_smem, int own) {
+#pragma unroll 1
+  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+    arch::Bytes16& piece = reinterpret_cast<arch::Bytes16*>(tile_smem)[n];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const unsigned int carried = (piece.x[x] & fragment::EXPONENTS) + fragment::LAST;
+      if (carried & 0x8000u) piece.x[x] &= 0xffff0000u;
+      if (carried & 0x80000000u) piece.x[x] &= 0x0000ffffu;
+    }
+  }
+}
+
+// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
+// as fragment::add_nonfinite does. A tile has 8 DEPTH rows.
+template <int DEPTH, int COLUMNS>
+__device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned int (&a)[2][DEPTH],
+                                              const char* tile_smem) {
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; ++k) {
+#pragma unroll 1
+    for (int x = 0; x < 8; ++x) {
+      storage_t weight[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const unsigned int pair = arch::shuffle(a[r][0], arch::lane_index() / 4 * 4 + x / 2);
+        weight[r] = static_cast<storage_t>(x % 2 == 0 ? pair : pair >> 16);
+      }
+      const char* const row_smem = tile_smem + (8 * k + x) * warpgroup::LINE_BYTES;
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int slab = n / 16 * (8 * DEPTH * warpgroup::LINE_BYTES), piece = n / 2 % 8 ^ x;
+        const int at = slab + piece * 16 + 2 * (fragment::lane_column() + n % 2);
+        const float value = number::widen(*reinterpret_cast<const storage_t*>(row_smem + at));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const bool seen = weight[r] != 0x8000;
+          if (seen && !number::is_finite(value)) c[r][n] += number::widen(weight[r]) * value;
+        }
+      }
+    }
+    fragment::rotate<1>(a);
+  }
+}
+
+}  // namespace warpgroup_rows

@@ -1,0 +1,247 @@
+"""The forward by warpgroups, on the CPU: pairs and tiles that take no part; who waits for whom."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulator import build
+from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from harness import attend
+from placement import same_bits
+from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
+
+import cupyflash.kernels_cu
+from cupyflash import hopper, masks, scores, tensor_tiles
+
+MASKS = {
+    "causal": masks.causal(),
+    "first keys": masks.causal(offset=-130),  # and queries that see none
+    "window": masks.window(120, 20),
+    "documents": masks.segments(np.arange(400) // 110),
+    "no range": masks.mask(lambda b, h, i, j: (i + j) % 3 > 0),
+    "both ends": masks.mask(lambda b, h, i, j: (j < 3) | (j > 280 + i)),
+    "no key": masks.mask(lambda b, h, i, j: j < 0),
+    "every key": masks.causal(400),
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    dtype, mask = TYPES[len(name) % 2], MASKS[name]
+    q, k, v = draw(dtype, (1, 2, 400, 64), *[(1, 1, 400, 64)] * 2)
+    sink = np.array([-np.inf, 0.5], np.float32)
+    out, lse, visited = run(q, k, v, randomly(1), mask=mask, sink=sink)
+    within_the_bound(q, k, v, out, lse, mask=mask, sink=sink)
+    tiles = tensor_tiles.FORWARD_HOPPER["masks"][64]
+    assert visited == attend(q, k, v, tiles=tiles, mask=mask).visited
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [((40, 72), "causal"), ((128, 128), "no range"), ((192, 136), "causal"), ((64, 256), "causal")],
+    ids=str,
+)
+def test_masks_of_other_heads(sizes, name):
+    d, d_v = sizes
+    q, k, v = draw(TYPES[0], (2, 140, d), (2, 300, d), (2, 300, d_v))
+    out, lse, visited = run(q, k, v, mask=MASKS[name])
+    within_the_bound(q, k, v, out, lse, mask=MASKS[name])
+    block = tensor_tiles.fit_hopper(d, d_v, "masks")
+    tiles = block.block_q, block.block_kv
+    assert visited == attend(q, k, v, tiles=tiles, mask=MASKS[name]).visited
+
+
+@emulated
+def test_lengths_of_a_batch_one_of_them_zero():
+    lengths = masks.lengths(np.array([0, 1, 128, 129, 300]))
+    q, k, v = draw(TYPES[1], (5, 1, 20, 64), *[(1, 1, 300, 64)] * 2)
+    out, lse, visited = run(q, k, v, mask=lengths)
+    within_the_bound(q, k, v, out, lse, mask=lengths)
+    assert visited == 0 + 1 + 1 + 2 + 3
+
+
+@emulated
+@pytest.mark.parametrize("name", ["causal", "both ends", "window"])
+def test_neighbouring_tiles_share_a_class_where_there_are_many(monkeypatch, name):
+    groups, few = tensor_tiles.TILE_GROUPS, 32
+
+    def read(path):
+        return build.read(path).replace(f"GROUPS = {groups};", f"GROUPS = {few};")
+
+    less = tensor_tiles.JOBS * (groups - few) // 4
+    monkeypatch.setattr(tensor_tiles, "KNOWN_BYTES", tensor_tiles.KNOWN_BYTES - less)
+    length = 70 * 128 + 5  # a class for every 4 tiles
+    (q,) = draw(TYPES[0], (1, 30, 64))
+    k, v = draw(TYPES[0], *[(1, length, 64)] * 2, seed=1)
+    mask = {
+        "causal": masks.causal(2000),
+        "both ends": masks.mask(lambda b, h, i, j: (j < 3) | (j > 7200 + i)),
+        "window": masks.window(900, 0, offset=6000),
+    }[name]
+    out, lse, visited = run(q, k, v, read=read, mask=mask)
+    within_the_bound(q, k, v, out, lse, mask=mask)
+    # 4 tiles are 512 keys: 0 to 2030; 0 and from 7201 on; 5100 to 6030.
+    assert visited == {"causal": 16, "both ends": 4 + 15, "window": 12}[name]
+
+
+@emulated
+def test_tiles_that_lie_far_apart():
+    (q,) = draw(TYPES[0], (1, 30, 64))
+    k, v = draw(TYPES[0], *[(1, 80 * 128 - 3, 64)] * 2, seed=1)
+    mask = masks.mask(lambda b, h, i, j: (j % 2560 == 300) | (j == 10235) | (j == 8191))
+    out, lse, visited = run(q, k, v, mask=mask)
+    within_the_bound(q, k, v, out, lse, mask=mask)
+    assert visited == attend(q, k, v, tiles=(192, 128), mask=mask).visited == 6
+
+
+# -- keys that take no part -----------------------------------------------------------------------
+
+
+@emulated
+@pytest.mark.parametrize(("value", "d"), [(np.nan, 64), (-np.inf, 64), (np.inf, 256)], ids=str)
+def test_a_value_reaches_only_the_rows_that_see_it(value, d):
+    dtype = TYPES[d // 256]
+    q, k, v = draw(dtype, *[(1, 300, d)] * 3)
+    options = {"mask": masks.causal()}
+    plain, lse, _ = run(q, k, v, **options)
+    v[0, 150, d - 5] = value
+    other, other_lse, _ = run(q, k, v, **options)
+    assert same_bits(lse, other_lse)
+    elsewhere = np.ones(plain.shape, bool)
+    elsewhere[0, 150:, d - 5] = False
+    assert same_bits(plain[elsewhere], other[elsewhere])
+    seen = other[0, 150:, d - 5].astype(np.float32)
+    assert (np.isnan(seen) if np.isnan(value) else seen == value).all()
+
+
+@emulated
+@EACH_TYPE
+def test_a_key_or_a_query_reaches_only_its_rows(dtype):
+    q, k, v = draw(dtype, *[(1, 300, 64)] * 3)
+    plain, lse, _ = run(q, k, v, mask=masks.causal())
+    k[0, 150, 3], q[0, 7, 2] = np.nan, np.inf
+    other, other_lse, _ = run(q, k, v, mask=masks.causal())
+    rest = np.arange(150) != 7
+    assert same_bits(plain[:, :150][:, rest], other[:, :150][:, rest])
+    assert same_bits(lse[:, :150][:, rest], other_lse[:, :150][:, rest])
+    assert np.isnan(other[:, 150:].astype(np.float32)).all()
+
+
+@emulated
+def test_no_bit_of_a_masked_call_depends_on_the_schedule():
+    q, k, v = draw(TYPES[0], (2, 300, 64), *[(1, 520, 64)] * 2)
+    v[0, ::50] = np.inf
+    first, first_lse, _ = run(q, k, v, FORWARD, mask=MASKS["window"])
+    for schedule in (REVERSE, randomly(1), randomly(2)):
+        out, lse, _ = run(q, k, v, schedule, mask=MASKS["window"])
+        assert same_bits(first, out)
+        assert same_bits(first_lse, lse)
+
+
+# -- packed sequences -----------------------------------------------------------------------------
+
+ENDS_Q, ENDS_K = np.array([0, 1, 1, 200, 340, 420]), np.array([0, 129, 130, 130, 390, 518])
+PACKED = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "window": {"mask": masks.window(40, 3), "dropout": 0.2, "seed": 5},
+    "alibi": {"score_mod": scores.alibi(np.array([0.5, 0.03], np.float32))},
+}
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("name", "d"), [("plain", 64), ("causal", 136), ("window", 136), ("alibi", 64)]
+)
+def test_packed_sequences(name, d):
+    dtype, options = TYPES[d // 136], PACKED[name]
+    q, k, v = draw(dtype, (2, 420, d), *[(1, 518, d)] * 2)
+    offsets = ENDS_Q, ENDS_K
+    out, lse, _ = run(q, k, v, randomly(1), offsets=offsets, **options)
+    within_the_bound(q, k, v, out, lse, offsets, **options)
+
+
+@emulated
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_packed_neighbours_change_no_bit(name):
+    dtype = TYPES[len(name) % 2]
+    q, k, v = draw(dtype, (2, 420, 64), *[(1, 518, 64)] * 2)
+    offsets, options = (ENDS_Q, ENDS_K), PACKED[name]
+    plain, lse, _ = run(q, k, v, offsets=offsets, **options)
+    own_q, own_k = slice(*ENDS_Q[3:5]), slice(*ENDS_K[3:5])
+    for x, own in ((q, own_q), (k, own_k), (v, own_k)):
+        others = np.ones(x.shape[1], bool)
+        others[own] = False
+        x[:, others] = np.array([np.nan, np.inf, -np.inf], dtype)[np.arange(others.sum()) % 3][
+            :, None
+        ]
+    other, other_lse, _ = run(q, k, v, offsets=offsets, **options)
+    assert same_bits(plain[:, own_q], other[:, own_q])
+    assert same_bits(lse[:, own_q], other_lse[:, own_q])
+    # Alone, it has the same bits.
+    alone = (np.array([0, x.stop - x.start]) for x in (own_q, own_k))
+    only, only_lse, _ = run(q[:, own_q], k[:, own_k], v[:, own_k], offsets=alone, **options)
+    assert same_bits(only, other[:, own_q])
+    assert same_bits(only_lse, other_lse[:, own_q])
+
+
+@emulated
+def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
+    # Some of a packed array's blocks have no queries.
+    q, k, v = draw(TYPES[0], (2, 420, 64), *[(1, 518, 64)] * 2)
+    options = {"offsets": (ENDS_Q, ENDS_K), "mask": masks.causal()}
+    each = run(q, k, v, **options)
+    monkeypatch.setattr(hopper, "grid", lambda call, jobs, facts: 2)
+    dealt = run(q, k, v, **options)
+    assert same_bits(each[0], dealt[0])
+    assert same_bits(each[1], dealt[1])
+    assert each[2] == dealt[2]
+
+
+# -- the kernel's own waits -----------------------------------------------------------------------
+
+KERNEL = "forward_sm90.cu"
+TEXT = (Path(cupyflash.kernels_cu.__file__).parent / KERNEL).read_text()
+# What orders accesses. The turns only say who is first.
+ORDERS = re.compile(
+    r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release\([^;]*;|"
+    r"arch::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting|"
+    r"publish_shared|arrive)\([^;]*;|arch::meet_at\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
+)
+
+
+def each_may_be_missing(name):
+    """Return the kernel's text with statement n of those passed over where the seed is n."""
+    text = build.read(name)
+    if name != KERNEL:
+        return text
+    numbers = itertools.count()
+    return ORDERS.sub(lambda match: f"if (p.seed != {next(numbers)}) {match[0]}", text)
+
+
+def run_often(missing):
+    # Jobs of 8 tiles, of none, 1, 2 and 1.
+    q, k, v = draw(TYPES[0], (5, 1, 70, 64), *[(1, 900, 64)] * 2)
+    v[0, 50::100] = np.nan
+    lengths = masks.lengths(np.array([900, 0, 100, 140, 1]))
+    options = {"mask": masks.causal(offset=830) & lengths, "scale": -0.1, "seed": missing}
+    for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
+        run(q, k, v, schedule, read=each_may_be_missing, multiprocessors=1, **options)
+
+
+@emulated
+@pytest.mark.parametrize("number", range(len(ORDERS.findall(TEXT))))
+def test_nothing_that_orders_may_be_missing(number):
+    with pytest.raises(Fault):
+        run_often(number)
+
+
+@emulated
+def test_nothing_is_missing():
+    run_often(len(ORDERS.findall(TEXT)))
