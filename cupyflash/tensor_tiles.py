@@ -117,6 +117,26 @@ def fit_hopper(d: int, d_v: int) -> Tiles:
     return forward_sm90(*FORWARD_HOPPER[largest], d, d_v)
 
 
+# Largest head -> queries and keys of a tile of backward_sm90_dkdv.cu.
+BACKWARD_HOPPER: dict[int, tuple[int, int]] = {128: (64, 128)}
+
+
+def backward_sm90_dkdv(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
+    """Return tiles of backward_sm90_dkdv.cu: a warpgroup for 64 keys each, and one that copies."""
+    columns = row_bytes(d) + row_bytes(d_v)
+    passing = block_q * columns + block_kv * row_bytes(block_q)  # queries and do; dS
+    shared = block_kv * columns + PASSING_STAGES * passing + 16 * block_q + TOLD_BYTES
+    return Tiles(block_q, block_kv, 2 * block_kv + 128, shared)
+
+
+def fit_backward_hopper(d: int, d_v: int) -> Tiles | None:
+    """Return the tiles of backward_sm90_dkdv.cu, or None for heads that are too large."""
+    for largest, sizes in BACKWARD_HOPPER.items():
+        if max(d, d_v) <= largest:
+            return backward_sm90_dkdv(*sizes, d, d_v)
+    return None
+
+
 # The same of the backward, with stages that the operand that passes by is copied to.
 BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     "backward_sm80_dkdv": {
@@ -157,6 +177,7 @@ RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
 KNOWN_BYTES = ENTRY_BYTES + 8 * (4 * PASSING_STAGES + 1)
+TOLD_BYTES = 736  # the same of backward_sm90_dkdv.cu, but for lse and delta
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

@@ -4,9 +4,10 @@
 // A product adds to d, of 64 rows and N columns, in float32: a warp has 16 neighbouring rows, and a
 // thread's element (r, n) lies at row 8 r + lane / 4 of them, column 8 (n / 2) + 2 (lane % 4) + n
 // % 2. The right operand, 16 deep, is described by where it lies in shared memory, and so is the
-// left one of 64 x 16 in `ss`, where rows of both are as deep as the product. In `rs` the left one
-// lies in registers, and the right one's rows are as wide as the result. Between the instruction
-// and the end of waiting for its group nobody may touch what it reads and writes.
+// left one of 64 x 16 in `ss`, where rows of both are as deep as the product, and in `tt`, where
+// rows of both are as wide as the result. In `rs` the left one lies in registers, and the right
+// one's rows are as wide as the result. Between the instruction and the end of waiting for its
+// group nobody may touch what it reads and writes.
 #pragma once
 
 namespace arch {
@@ -41,6 +42,9 @@ using Described = unsigned long long;
 #define WGMMA_SS(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 0, 0;\n}"
+#define WGMMA_TT(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
+  "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 1, 1;\n}"
 #define WGMMA_RS(SHAPE, TYPE, NAMES, A, B)                                                   \
   "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, {" A "}, " B ", p, 1, 1, 1;\n}"
@@ -72,6 +76,12 @@ __device__ __forceinline__ void take_product(float (&d)[2][COLUMNS]) {
 }
 
 // d = a b^T, or d += where `add`.
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][16], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][20], Described a, Described b,
                                              bool add) {
   asm volatile(WGMMA_SS("m64n80k16", "f16", WGMMA_NAMES_40, "%40", "%41", "%42")
@@ -96,6 +106,12 @@ __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][44], Described a, Des
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32), WGMMA_4(40), WGMMA_4(42)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][16], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][20], Described a, Described b,
                                               bool add) {
   asm volatile(WGMMA_SS("m64n80k16", "bf16", WGMMA_NAMES_40, "%40", "%41", "%42")
@@ -118,6 +134,20 @@ __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][44], Described a, De
                                               bool add) {
   asm volatile(WGMMA_SS("m64n176k16", "bf16", WGMMA_NAMES_88, "%88", "%89", "%90")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32), WGMMA_4(40), WGMMA_4(42)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d = a^T b, or d += where `add`.
+__device__ __forceinline__ void wgmma_tt_f16(float (&d)[2][16], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_TT("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][16], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_TT("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 

@@ -17,6 +17,9 @@ inline void wait_products(EMULATOR_WHERE) {
 template <int COLUMNS>
 inline void take_product(float (&)[2][COLUMNS]) {}
 
+inline void wgmma_ss_f16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 64, nullptr, a, b, add, false);
+}
 inline void wgmma_ss_f16(float (&d)[2][20], Described a, Described b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 80, nullptr, a, b, add, false);
 }
@@ -29,6 +32,9 @@ inline void wgmma_ss_f16(float (&d)[2][32], Described a, Described b, bool add, 
 inline void wgmma_ss_f16(float (&d)[2][44], Described a, Described b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 176, nullptr, a, b, add, false);
 }
+inline void wgmma_ss_bf16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true);
+}
 inline void wgmma_ss_bf16(float (&d)[2][20], Described a, Described b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 80, nullptr, a, b, add, true);
 }
@@ -40,6 +46,13 @@ inline void wgmma_ss_bf16(float (&d)[2][32], Described a, Described b, bool add,
 }
 inline void wgmma_ss_bf16(float (&d)[2][44], Described a, Described b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 176, nullptr, a, b, add, true);
+}
+
+inline void wgmma_tt_f16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_tt_f16", {file, line}, d[0], 64, nullptr, a, b, add, false, true);
+}
+inline void wgmma_tt_bf16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_tt_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true, true);
 }
 
 inline void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4], Described b,

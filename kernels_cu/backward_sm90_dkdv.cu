@@ -1,0 +1,448 @@
+// Tiled attention, backward, gradients of keys and values in 16-bit types by the tensor cores of
+// compute capability 9.0: the twin of `backward_dkdv` in reference/backward.py.
+//
+// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
+// The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
+// in that order. Nothing is written by two blocks, so the result does not depend on their order.
+// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of dq
+// that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
+// them.
+//
+// The last warpgroup of a block copies: one thread begins to copy boxes of queries and do, and a
+// warp brings lse and delta. The others compute, each with 64 of the block's keys. Scores and dP
+// are keys by queries, so that P and dS lie in registers as left operands of the products with do
+// and q (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through shared memory, where a
+// warpgroup takes 64 queries of all keys, and 64 columns.
+//
+// Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: the keys, the
+// values, the stages of queries, of do and of dS, what a block knows. BLOCK_KV is 64 times the
+// warpgroups that compute, BLOCK_Q 64 or 128. Behind the parameters come the maps of q, k, v and
+// do.
+#include "params.cuh"
+#include "primitives/warpgroup_gradient.cuh"
+
+namespace {
+
+using warpgroup_gradient::NO_TILE;
+using warpgroup_gradient::Span;
+
+constexpr int COLUMNS = BLOCK_Q / 4;
+constexpr int COLUMNS_K = matmul::round_up(D, warpgroup::LINE_COLUMNS) / 4;
+constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
+constexpr int CONSUMERS = BLOCK_KV / warpgroup::ROWS_OF;
+constexpr int CONSUMER_THREADS = CONSUMERS * warpgroup::THREADS_OF;
+constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
+// Of a warpgroup's keys and values, of a tile's queries and do, and of its dS.
+constexpr int K_BYTES = warpgroup::ROWS_OF * K_ROW_BYTES;
+constexpr int V_BYTES = warpgroup::ROWS_OF * V_ROW_BYTES;
+constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
+constexpr int SLAB_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
+constexpr int DS_BYTES = BLOCK_Q / warpgroup::LINE_COLUMNS * SLAB_BYTES;
+constexpr int STAGES = 2;
+// dq comes in pieces of 64 queries by 64 columns. Warpgroups have whole ones, or one together, of
+// which each adds what its own keys give.
+constexpr int COLUMN_PIECES = COLUMNS_K / 16;
+constexpr int PIECES = BLOCK_Q / warpgroup::ROWS_OF * COLUMN_PIECES;
+constexpr bool SHARES_PIECE = PIECES < CONSUMERS;
+
+// What a warp found in a tile.
+constexpr unsigned int EXCEEDS = 1;       // dS that its unit is too small for
+constexpr unsigned int IS_NONFINITE = 2;  // scores or dP, where pairs take no part
+constexpr bool VOTES = STORAGE == 0 || MAY_MASK;
+
+// Barriers of places in shared memory: what is there has come, and has been read.
+struct Passing {
+  unsigned long long full[STAGES], empty[STAGES];
+};
+// What a block knows lies in shared memory, because registers hold the sums.
+struct Known {
+  layout::Entry entry;
+  long long j0;  // the first key
+  int h_kv, nj, tiles;
+  unsigned int spans_each, spans;  // of a head, and in all
+  Span span[STAGES];
+  Passing told, queries, d_out;
+  unsigned long long held;  // the keys and values
+  float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
+  unsigned int found[STAGES][warpgroup_gradient::CONSUMER_WARPS];
+  float largest[warpgroup_gradient::CONSUMER_WARPS];
+};
+constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
+
+struct alignas(1024) Swizzled {
+  char x[1024];
+};
+
+static_assert(STORAGE < 2, "16-bit types");
+static_assert(!PACKED, "backward_sm80_dkdv serves such calls");
+static_assert(CONSUMERS == 2 && THREADS == CONSUMER_THREADS + warpgroup::THREADS_OF,
+              "BLOCK_KV, THREADS");
+static_assert(BLOCK_Q == 64 || BLOCK_Q == 128, "BLOCK_Q");
+static_assert(PIECES == CONSUMERS || SHARES_PIECE, "BLOCK_Q");
+static_assert(SHARED_BYTES == CONSUMERS * (K_BYTES + V_BYTES) +
+                                  STAGES * (Q_BYTES + DO_BYTES + DS_BYTES) + KNOWN_BYTES,
+              "SHARED_BYTES");
+
+__device__ __forceinline__ int stage_of(unsigned int n) { return n % STAGES; }
+__device__ __forceinline__ int parity_of(unsigned int n) { return n / STAGES % 2; }
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p, const __grid_constant__ arch::TensorMap q_map,
+                const __grid_constant__ arch::TensorMap k_map,
+                const __grid_constant__ arch::TensorMap v_map,
+                const __grid_constant__ arch::TensorMap do_map) {
+  extern __shared__ Swizzled shared_smem[];
+  char* const k_smem = shared_smem[0].x;
+  char* const v_smem = k_smem + CONSUMERS * K_BYTES;
+  char* const q_smem = v_smem + CONSUMERS * V_BYTES;
+  char* const do_smem = q_smem + STAGES * Q_BYTES;
+  char* const ds_smem = do_smem + STAGES * DO_BYTES;
+  Known* const known_smem = reinterpret_cast<Known*>(ds_smem + STAGES * DS_BYTES);
+  const unsigned int k_address = arch::shared_address(k_smem);
+  const unsigned int v_address = arch::shared_address(v_smem);
+  const unsigned int q_address = arch::shared_address(q_smem);
+  const unsigned int do_address = arch::shared_address(do_smem);
+  const unsigned int held = arch::shared_address(&known_smem->held);
+  const auto full = [](Passing& of, unsigned int n) {
+    return arch::shared_address(&of.full[stage_of(n)]);
+  };
+  const auto empty = [](Passing& of, unsigned int n) {
+    return arch::shared_address(&of.empty[stage_of(n)]);
+  };
+  Passing &told = known_smem->told, &queries = known_smem->queries, &d_out = known_smem->d_out;
+
+  const layout::Work work =
+      layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  if (threadIdx.x == 0) {
+    known_smem->entry = work.entry;
+    known_smem->j0 = work.block * BLOCK_KV;
+    known_smem->h_kv = static_cast<int>(work.head);
+    known_smem->nj = tile::rows_from(known_smem->j0, work.entry.len_k, BLOCK_KV);
+    const int tiles = static_cast<int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+    const unsigned int each = HAS_MASK ? (tiles + Span::MOST - 1) / Span::MOST : 1;
+    known_smem->tiles = tiles;
+    known_smem->spans_each = each;
+    known_smem->spans = static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * each;
+    arch::init_barrier(held, 1);
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+      arch::init_barrier(full(told, n), CONSUMER_THREADS);
+      arch::init_barrier(empty(told, n), CONSUMER_THREADS + 1 + arch::WARP_SIZE);
+      arch::init_barrier(full(queries, n), 1 + arch::WARP_SIZE);
+      arch::init_barrier(full(d_out, n), 1);
+      arch::init_barrier(empty(queries, n), CONSUMERS);
+      arch::init_barrier(empty(d_out, n), CONSUMERS);
+    }
+    arch::publish_barriers();
+  }
+  __syncthreads();  // what is known, and the barriers
+
+  if (warpgroup::index() == CONSUMERS) {
+    arch::shed_registers<24>();
+    const int warp = threadIdx.x / arch::WARP_SIZE % 4;
+    const int lane = arch::lane_index();
+    unsigned int tile_number = 0;
+    if (warp == 0 && lane == 0) {
+      // 1 load q
+      arch::arrive_expecting(held, CONSUMERS * (K_BYTES + V_BYTES));
+      const warpgroup::Head k(p.k, known_smem->entry, known_smem->h_kv),
+          v(p.v, known_smem->entry, known_smem->h_kv);
+#pragma unroll
+      for (int n = 0; n < CONSUMERS; ++n) {
+        const long long first = known_smem->j0 + n * warpgroup::ROWS_OF;
+        warpgroup::begin_tile<warpgroup::ROWS_OF, D>(k_address + n * K_BYTES, k_map, k, first,
+                                                     held);
+        warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
+                                                       held);
+      }
+#pragma unroll 1
+      for (unsigned int n = 0; n < known_smem->spans; ++n) {
+        warpgroup::wait(full(told, n), parity_of(n));
+        const Span& span = known_smem->span[stage_of(n)];
+#pragma unroll 1
+        for (int tile = span.next_tile(span.first); tile != NO_TILE;
+             tile = span.next_tile(tile / 4 + 1), ++tile_number) {
+          const int stage = stage_of(tile_number), parity = parity_of(tile_number);
+          const long long first = warpgroup_gradient::first_of(tile);
+          warpgroup::wait(empty(queries, stage), parity ^ 1);
+          arch::arrive_expecting(full(queries, stage), Q_BYTES);
+          warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
+                                            full(queries, stage));
+          warpgroup::wait(empty(d_out, stage), parity ^ 1);
+          arch::arrive_expecting(full(d_out, stage), DO_BYTES);
+          warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
+                                              first, full(d_out, stage));
+        }
+        arch::arrive(empty(told, n));
+      }
+    }
+    if (warp == 1) {
+#pragma unroll 1
+      for (unsigned int n = 0; n < known_smem->spans; ++n) {
+        warpgroup::wait(full(told, n), parity_of(n));
+        const Span& span = known_smem->span[stage_of(n)];
+#pragma unroll 1
+        for (int tile = span.next_tile(span.first); tile != NO_TILE;
+             tile = span.next_tile(tile / 4 + 1), ++tile_number) {
+          const int stage = stage_of(tile_number);
+          warpgroup::wait(empty(queries, stage), parity_of(tile_number) ^ 1);
+          warpgroup_gradient::load_numbers(span, tile, known_smem->lse[stage],
+                                           known_smem->delta[stage]);
+          arch::arrive(full(queries, stage));
+        }
+        arch::arrive(empty(told, n));
+      }
+    }
+    return;
+  }
+
+  arch::take_registers<240>();
+  constexpr int TOGETHER = 1;  // the barrier of all that compute, before those of each warpgroup
+  const int own = warpgroup::index();
+  const int own_barrier = TOGETHER + 1 + own;
+  const int warp = threadIdx.x / arch::WARP_SIZE;
+  const fragment_gradient::Corner corner(16 * warp, 0);
+  char* const own_k_smem = k_smem + own * K_BYTES;
+  const arch::Described k = warpgroup::describe(k_address + own * K_BYTES, 0);
+  const arch::Described v = warpgroup::describe(v_address + own * V_BYTES, 0);
+  float dk[2][COLUMNS_K], dv[2][COLUMNS_V];
+  matmul::clear(dk);
+  matmul::clear(dv);
+  const float c = static_cast<float>(p.scale) * tile::LOG2_E;
+  fragment_gradient::Unit unit;
+  unsigned int tile_number = 0;
+  unsigned long long visited = 0;
+
+  // Tells of span n, if there is one.
+  const auto tell = [&](unsigned int n) {
+    if (n >= known_smem->spans) return;
+    warpgroup::wait(empty(told, n), parity_of(n) ^ 1);
+    Span& span = known_smem->span[stage_of(n)];
+    if (threadIdx.x == 0) {
+      const unsigned int number = n / known_smem->spans_each,
+                         first = n % known_smem->spans_each * Span::MOST;
+      const long long h = static_cast<long long>(known_smem->h_kv) * p.group + number % p.group;
+      const layout::Entry entry = layout::shared_entry(p, known_smem->entry, number / p.group);
+      const int end =
+          first + Span::MOST < known_smem->tiles ? first + Span::MOST : known_smem->tiles;
+      span =
+          Span{entry,
+               h,
+               memory::numbers(p.lse, entry, h),
+               memory::numbers(p.delta, entry, h),
+               reinterpret_cast<float*>(p.dq_sum.data) + layout::grouped_offset(p.dq_sum, entry, h),
+               warpgroup::Head(p.q, entry, h),
+               warpgroup::Head(p.d_out, entry, h),
+               static_cast<int>(first),
+               HAS_MASK ? end : known_smem->tiles,
+               {},
+               {}};
+    }
+    if constexpr (HAS_MASK) {
+      arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what is known of the head
+      span.classify(p, known_smem->j0, known_smem->nj);
+    }
+    arch::arrive(full(told, n));
+  };
+
+  tell(0);
+  warpgroup::wait(held, 0);
+#pragma unroll 1
+  for (unsigned int n = 0; n < known_smem->spans; ++n) {
+    tell(n + 1);
+    warpgroup::wait(full(told, n), parity_of(n));
+    const Span& span = known_smem->span[stage_of(n)];
+#pragma unroll 1
+    for (int tile = span.next_tile(span.first); tile != NO_TILE;
+         tile = span.next_tile(tile / 4 + 1), ++tile_number) {
+      const int stage = stage_of(tile_number), parity = parity_of(tile_number);
+      const int ni = span.rows_of(tile);
+      const bool masked =
+          HAS_SCORE || tile % 4 == PARTIAL || known_smem->nj < BLOCK_KV || ni < BLOCK_Q;
+      ++visited;
+      char* const own_ds_smem = ds_smem + stage * DS_BYTES;
+      const unsigned int q_stage = q_address + stage * Q_BYTES;
+      const unsigned int do_stage = do_address + stage * DO_BYTES;
+      const float* const lse_smem = known_smem->lse[stage] + corner.column;
+      const float* const delta_smem = known_smem->delta[stage] + corner.column;
+      float s[2][COLUMNS], dp[2][COLUMNS];
+      unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2], allowed[2], kept[2];
+      unsigned int found = 0;
+      // What hangs on places only comes first, while few registers are in use.
+      const TileBox box = span.box_of(tile, known_smem->j0, known_smem->nj);
+      if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+      if (!HAS_SCORE && masked) {
+        fragment_gradient::ask_mask<true, COLUMNS>(p, box, tile % 4, corner, allowed);
+      }
+      const auto begin_dp = [&] {
+        warpgroup::wait(full(d_out, stage), parity);
+        arch::fence_products();
+        warpgroup::multiply<D_V, BLOCK_Q>(dp, v, warpgroup::describe(do_stage, 0));
+        arch::commit_products();
+      };
+
+      // 2 scores
+      warpgroup::wait(full(queries, stage), parity);
+      arch::fence_products();
+      warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage, 0));
+      arch::commit_products();
+      if constexpr (!HAS_SCORE) begin_dp();
+      arch::wait_products<HAS_SCORE ? 0 : 1>();
+      arch::take_product(s);
+      if (MAY_MASK && masked && !warpgroup_gradient::all_finite(s)) found = IS_NONFINITE;
+      // 3 score mod
+      // 4 mask
+      // 5 probabilities and the gradient of the output's weights
+      if constexpr (HAS_SCORE) {
+        fragment_gradient::recompute_changed<true, 0>(p, box, tile % 4, s, corner, lse_smem, kept,
+                                                      weights, nullptr);
+        begin_dp();
+      } else {
+        warpgroup_gradient::exponentiate(s, lse_smem, c);
+        if (masked) warpgroup_gradient::hide_pairs(s, allowed);
+      }
+      arch::wait_products<0>();
+      arch::take_product(dp);
+      if (MAY_MASK && masked && !warpgroup_gradient::all_finite(dp)) found = IS_NONFINITE;
+      fragment_gradient::score_gradients<true>(p, masked, s, dp, delta_smem, kept, dp);
+      if constexpr (!HAS_SCORE) warpgroup_gradient::narrow_kept(s, kept, weights);
+      const auto store = [&] {
+        fragment_gradient::narrow(dp, unit.factor, ds);
+        if constexpr (ADDS_DQ) {
+          warpgroup_gradient::store_words(ds, corner.row, own_ds_smem);
+          arch::publish_shared();
+        }
+      };
+      store();
+
+      // 6 accumulate dv and dk
+      const auto begin_dv = [&] {
+        arch::fence_products();
+        warpgroup::multiply_add<BLOCK_Q>(
+            dv, weights, warpgroup::describe(do_stage, BLOCK_Q * warpgroup::LINE_BYTES));
+        arch::commit_products();
+      };
+      if constexpr (!MAY_MASK) begin_dv();
+      bool careful = false;  // of values that are not finite, and pairs that take no part
+      if constexpr (VOTES) {
+        if (STORAGE == 0 && fragment_gradient::largest_of(dp) > unit.largest) found |= EXCEEDS;
+        const bool exceeds = arch::any_lane((found & EXCEEDS) != 0);
+        const bool nonfinite = MAY_MASK && arch::any_lane((found & IS_NONFINITE) != 0);
+        if (arch::lane_index() == 0) {
+          known_smem->found[stage][warp] = (exceeds ? EXCEEDS : 0) | (nonfinite ? IS_NONFINITE : 0);
+        }
+      }
+      if constexpr (ADDS_DQ || VOTES) {
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS, and what was found in it
+      }
+      if constexpr (VOTES) {
+        unsigned int all = 0;
+#pragma unroll
+        for (int x = 0; x < warpgroup_gradient::CONSUMER_WARPS; ++x) {
+          all |= known_smem->found[stage][x];
+        }
+        careful = (all & IS_NONFINITE) != 0;
+        if (STORAGE == 0 && (all & EXCEEDS) != 0) {
+          const float own_largest = fragment_gradient::largest_finite(dp);
+          if (arch::lane_index() == 0) known_smem->largest[warp] = own_largest;
+          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the warps' largest
+          float largest = 0;
+#pragma unroll
+          for (int x = 0; x < warpgroup_gradient::CONSUMER_WARPS; ++x) {
+            largest = fmax(largest, known_smem->largest[x]);
+          }
+          unit.widen(largest, dk);
+          store();
+          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS in its new unit
+        }
+      }
+      float* const sum_gmem =
+          span.dq_sum + warpgroup_gradient::first_of(tile) * fragment::whole_columns(D);
+      char* const own_q_smem = q_smem + stage * Q_BYTES;
+      char* const own_do_smem = do_smem + stage * DO_BYTES;
+      if (MAY_MASK && careful) {
+        warpgroup_gradient::add_nonfinite<true>(dv, weights, weights, own_do_smem);
+        warpgroup_gradient::add_nonfinite<false>(dk, ds, weights, own_q_smem);
+        if constexpr (ADDS_DQ) {
+          warpgroup_gradient::add_nonfinite_keys(ds, weights, corner.row - own * warpgroup::ROWS_OF,
+                                                 own_k_smem, sum_gmem, ni, unit.inverse());
+        }
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the tile and the keys, read as they came
+        warpgroup_gradient::clear_nonfinite(own_q_smem, Q_BYTES, threadIdx.x, CONSUMER_THREADS);
+        warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES, threadIdx.x, CONSUMER_THREADS);
+        if constexpr (ADDS_DQ) {
+          warpgroup_gradient::clear_nonfinite(k_smem, CONSUMERS * K_BYTES, threadIdx.x,
+                                              CONSUMER_THREADS);
+        }
+        arch::publish_shared();
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the same, now finite
+      }
+      if constexpr (MAY_MASK) begin_dv();
+      float dq[2][16];
+      const int piece = SHARES_PIECE ? 0 : own;
+      if constexpr (ADDS_DQ) {
+        const unsigned int ds_address = arch::shared_address(own_ds_smem);
+        const unsigned int keys_first = SHARES_PIECE ? own : 0;
+        warpgroup::multiply_transposed<SHARES_PIECE ? warpgroup::ROWS_OF : BLOCK_KV>(
+            dq,
+            warpgroup::describe(ds_address + piece / COLUMN_PIECES * SLAB_BYTES +
+                                    keys_first * warpgroup::ROWS_OF * warpgroup::LINE_BYTES,
+                                0),
+            warpgroup::describe(
+                k_address + keys_first * K_BYTES +
+                    piece % COLUMN_PIECES * warpgroup::ROWS_OF * warpgroup::LINE_BYTES,
+                0),
+            K_BYTES);
+        arch::commit_products();
+        arch::wait_products<1>();
+      } else {
+        arch::wait_products<0>();
+      }
+      arch::take_product(dv);
+      warpgroup::release(empty(d_out, stage));
+      arch::fence_products();
+      warpgroup::multiply_add<BLOCK_Q>(
+          dk, ds, warpgroup::describe(q_stage, BLOCK_Q * warpgroup::LINE_BYTES));
+      arch::commit_products();
+      if constexpr (ADDS_DQ) {
+        arch::wait_products<1>();
+        arch::take_product(dq);
+        if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
+        const int row = piece / COLUMN_PIECES * warpgroup::ROWS_OF;
+        warpgroup_gradient::add_rows(dq, sum_gmem + row * fragment::whole_columns(D),
+                                     piece % COLUMN_PIECES * warpgroup::LINE_COLUMNS, ni - row);
+      }
+      arch::wait_products<0>();
+      arch::take_product(dk);
+      if (MAY_MASK && ADDS_DQ && careful) {
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
+        warpgroup_gradient::restore_keys(
+            memory::rows(p.k, known_smem->entry, known_smem->h_kv, true),
+            known_smem->j0 + own * warpgroup::ROWS_OF, known_smem->nj - own * warpgroup::ROWS_OF,
+            own_k_smem);
+        arch::publish_shared();
+        arch::meet_at(own_barrier, warpgroup::THREADS_OF);  // the keys as they came
+      }
+      warpgroup::release(empty(queries, stage));
+    }
+    arch::arrive(empty(told, n));
+  }
+
+  // 7 scale and store
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values, in whose place results go
+  if constexpr (STORAGE == 0) matmul::scale(dk, unit.inverse());
+  const layout::Entry& entry = known_smem->entry;
+  const int row = 16 * warp;
+  warpgroup_gradient::store_rows<D>(
+      dk, p.dk, p.kind_dk != number::STORAGE_KIND,
+      layout::offset(p.dk, entry, known_smem->h_kv, true) + (known_smem->j0 + row) * p.dk.row,
+      known_smem->nj - row, static_cast<float>(p.scale), k_smem + row * K_ROW_BYTES);
+  warpgroup_gradient::store_rows<D_V>(
+      dv, p.dv, p.kind_dv != number::STORAGE_KIND,
+      layout::offset(p.dv, entry, known_smem->h_kv, true) + (known_smem->j0 + row) * p.dv.row,
+      known_smem->nj - row, HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f,
+      v_smem + row * V_ROW_BYTES);
+  tile::count_tiles(p, visited);
+}
