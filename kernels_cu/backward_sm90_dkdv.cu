@@ -23,6 +23,7 @@
 
 namespace {
 
+using warpgroup_gradient::CONSUMER_WARPS;
 using warpgroup_gradient::NO_TILE;
 using warpgroup_gradient::Span;
 
@@ -45,11 +46,6 @@ constexpr int COLUMN_PIECES = COLUMNS_K / 16;
 constexpr int PIECES = BLOCK_Q / warpgroup::ROWS_OF * COLUMN_PIECES;
 constexpr bool SHARES_PIECE = PIECES < CONSUMERS;
 
-// What a warp found in a tile.
-constexpr unsigned int EXCEEDS = 1;       // dS that its unit is too small for
-constexpr unsigned int IS_NONFINITE = 2;  // scores or dP, where pairs take no part
-constexpr bool VOTES = STORAGE == 0 || MAY_MASK;
-
 // Barriers of places in shared memory: what is there has come, and has been read.
 struct Passing {
   unsigned long long full[STAGES], empty[STAGES];
@@ -60,12 +56,15 @@ struct Known {
   long long j0;  // the first key
   int h_kv, nj, tiles;
   unsigned int spans_each, spans;  // of a head, and in all
+  float c;                         // scale log2 e
   Span span[STAGES];
   Passing told, queries, d_out;
   unsigned long long held;  // the keys and values
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
-  unsigned int found[STAGES][warpgroup_gradient::CONSUMER_WARPS];
-  float largest[warpgroup_gradient::CONSUMER_WARPS];
+  // What warps found in a tile.
+  unsigned int nonfinite[STAGES][CONSUMER_WARPS];
+  unsigned int exceeds[STAGES][CONSUMER_WARPS];
+  float largest[CONSUMER_WARPS];
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
@@ -124,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const unsigned int each = HAS_MASK ? (tiles + Span::MOST - 1) / Span::MOST : 1;
     known_smem->tiles = tiles;
     known_smem->spans_each = each;
+    known_smem->c = static_cast<float>(p.scale) * tile::LOG2_E;
     known_smem->spans = static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * each;
     arch::init_barrier(held, 1);
 #pragma unroll
@@ -207,13 +207,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const own_k_smem = k_smem + own * K_BYTES;
   const arch::Described k = warpgroup::describe(k_address + own * K_BYTES, 0);
   const arch::Described v = warpgroup::describe(v_address + own * V_BYTES, 0);
+  const int piece = SHARES_PIECE ? 0 : own;
   float dk[2][COLUMNS_K], dv[2][COLUMNS_V];
   matmul::clear(dk);
   matmul::clear(dv);
-  const float c = static_cast<float>(p.scale) * tile::LOG2_E;
-  fragment_gradient::Unit unit;
+  // Of dS in 16 bits, as large as it can be at first.
+  float factor = STORAGE == 0 ? fragment_gradient::Unit::factor_for(0.0f) : 1.0f;
+  const auto inverse = [&] { return fragment_gradient::Unit{factor}.inverse(); };
   unsigned int tile_number = 0;
   unsigned long long visited = 0;
+
+  // Whether a condition holds for any thread that computes, by way of a place for each warp; and
+  // what was written to shared memory before has been written.
+  const auto any_warp = [&](unsigned int (&found_smem)[CONSUMER_WARPS], bool condition) {
+    const bool of_warp = arch::any_lane(condition);
+    if (arch::lane_index() == 0) found_smem[warp] = of_warp ? 1 : 0;
+    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what warps found, and wrote
+    unsigned int any = 0;
+#pragma unroll
+    for (int n = 0; n < CONSUMER_WARPS; ++n) any |= found_smem[n];
+    return any != 0;
+  };
 
   // Tells of span n, if there is one.
   const auto tell = [&](unsigned int n) {
@@ -262,14 +276,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const bool masked =
           HAS_SCORE || tile % 4 == PARTIAL || known_smem->nj < BLOCK_KV || ni < BLOCK_Q;
       ++visited;
-      char* const own_ds_smem = ds_smem + stage * DS_BYTES;
       const unsigned int q_stage = q_address + stage * Q_BYTES;
       const unsigned int do_stage = do_address + stage * DO_BYTES;
       const float* const lse_smem = known_smem->lse[stage] + corner.column;
       const float* const delta_smem = known_smem->delta[stage] + corner.column;
       float s[2][COLUMNS], dp[2][COLUMNS];
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2], allowed[2], kept[2];
-      unsigned int found = 0;
+      bool nonfinite = false;
       // What hangs on places only comes first, while few registers are in use.
       const TileBox box = span.box_of(tile, known_smem->j0, known_smem->nj);
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
@@ -291,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if constexpr (!HAS_SCORE) begin_dp();
       arch::wait_products<HAS_SCORE ? 0 : 1>();
       arch::take_product(s);
-      if (MAY_MASK && masked && !warpgroup_gradient::all_finite(s)) found = IS_NONFINITE;
+      if (MAY_MASK && masked) nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
@@ -300,119 +313,112 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                       weights, nullptr);
         begin_dp();
       } else {
-        warpgroup_gradient::exponentiate(s, lse_smem, c);
+        warpgroup_gradient::exponentiate(s, lse_smem, known_smem->c);
         if (masked) warpgroup_gradient::hide_pairs(s, allowed);
       }
       arch::wait_products<0>();
       arch::take_product(dp);
-      if (MAY_MASK && masked && !warpgroup_gradient::all_finite(dp)) found = IS_NONFINITE;
+      if (MAY_MASK && masked && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
       fragment_gradient::score_gradients<true>(p, masked, s, dp, delta_smem, kept, dp);
       if constexpr (!HAS_SCORE) warpgroup_gradient::narrow_kept(s, kept, weights);
+      char* const own_q_smem = q_smem + stage * Q_BYTES;
+      char* const own_do_smem = do_smem + stage * DO_BYTES;
+      char* const own_ds_smem = ds_smem + stage * DS_BYTES;
+      char* const p_smem =
+          ds_smem + (stage ^ 1) * DS_BYTES;  // dS of the tile before, which was read
+      bool careful = false;  // of values that are not finite, and pairs that take no part
+      if (MAY_MASK && masked) {
+        careful = any_warp(known_smem->nonfinite[stage], nonfinite);
+        if (careful) {
+          warpgroup_gradient::store_words(weights, corner.row, p_smem);
+          __syncwarp();  // the warp's keys, which its lanes wrote
+          warpgroup_gradient::add_nonfinite(dv, p_smem, p_smem, own_do_smem);
+          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // do, read as it came
+          warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES);
+          arch::publish_shared();
+          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // do, now finite
+        }
+      }
+
+      // 6 accumulate dv and dk
+      arch::fence_products();
+      warpgroup::multiply_add<BLOCK_Q>(
+          dv, weights, warpgroup::describe(do_stage, BLOCK_Q * warpgroup::LINE_BYTES));
+      arch::commit_products();
       const auto store = [&] {
-        fragment_gradient::narrow(dp, unit.factor, ds);
+        fragment_gradient::narrow(dp, factor, ds);
         if constexpr (ADDS_DQ) {
           warpgroup_gradient::store_words(ds, corner.row, own_ds_smem);
           arch::publish_shared();
         }
       };
       store();
-
-      // 6 accumulate dv and dk
-      const auto begin_dv = [&] {
-        arch::fence_products();
-        warpgroup::multiply_add<BLOCK_Q>(
-            dv, weights, warpgroup::describe(do_stage, BLOCK_Q * warpgroup::LINE_BYTES));
-        arch::commit_products();
-      };
-      if constexpr (!MAY_MASK) begin_dv();
-      bool careful = false;  // of values that are not finite, and pairs that take no part
-      if constexpr (VOTES) {
-        if (STORAGE == 0 && fragment_gradient::largest_of(dp) > unit.largest) found |= EXCEEDS;
-        const bool exceeds = arch::any_lane((found & EXCEEDS) != 0);
-        const bool nonfinite = MAY_MASK && arch::any_lane((found & IS_NONFINITE) != 0);
-        if (arch::lane_index() == 0) {
-          known_smem->found[stage][warp] = (exceeds ? EXCEEDS : 0) | (nonfinite ? IS_NONFINITE : 0);
-        }
-      }
-      if constexpr (ADDS_DQ || VOTES) {
-        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS, and what was found in it
-      }
-      if constexpr (VOTES) {
-        unsigned int all = 0;
-#pragma unroll
-        for (int x = 0; x < warpgroup_gradient::CONSUMER_WARPS; ++x) {
-          all |= known_smem->found[stage][x];
-        }
-        careful = (all & IS_NONFINITE) != 0;
-        if (STORAGE == 0 && (all & EXCEEDS) != 0) {
+      if constexpr (STORAGE == 0) {
+        const bool exceeds = fragment_gradient::largest_of(dp) * factor > 32768.0f;
+        if (any_warp(known_smem->exceeds[stage], exceeds)) {
           const float own_largest = fragment_gradient::largest_finite(dp);
           if (arch::lane_index() == 0) known_smem->largest[warp] = own_largest;
           arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the warps' largest
           float largest = 0;
 #pragma unroll
-          for (int x = 0; x < warpgroup_gradient::CONSUMER_WARPS; ++x) {
+          for (int x = 0; x < CONSUMER_WARPS; ++x) {
             largest = fmax(largest, known_smem->largest[x]);
           }
+          fragment_gradient::Unit unit{factor, 32768.0f * inverse()};
           unit.widen(largest, dk);
+          factor = unit.factor;
           store();
           arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS in its new unit
         }
+        // Rounded again, so that it does not wait in registers.
+        arch::take_product(dp);
+        fragment_gradient::narrow(dp, factor, ds);
+      } else if constexpr (ADDS_DQ) {
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS
       }
       float* const sum_gmem =
           span.dq_sum + warpgroup_gradient::first_of(tile) * fragment::whole_columns(D);
-      char* const own_q_smem = q_smem + stage * Q_BYTES;
-      char* const own_do_smem = do_smem + stage * DO_BYTES;
       if (MAY_MASK && careful) {
-        warpgroup_gradient::add_nonfinite<true>(dv, weights, weights, own_do_smem);
-        warpgroup_gradient::add_nonfinite<false>(dk, ds, weights, own_q_smem);
+        arch::wait_products<0>();
+        arch::take_product(dv);
+        if constexpr (!ADDS_DQ) warpgroup_gradient::store_words(ds, corner.row, own_ds_smem);
+        __syncwarp();  // the same of dS
+        warpgroup_gradient::add_nonfinite(dk, own_ds_smem, p_smem, own_q_smem);
         if constexpr (ADDS_DQ) {
-          warpgroup_gradient::add_nonfinite_keys(ds, weights, corner.row - own * warpgroup::ROWS_OF,
-                                                 own_k_smem, sum_gmem, ni, unit.inverse());
+          warpgroup_gradient::add_nonfinite_keys(own_ds_smem, p_smem, k_smem, sum_gmem, ni,
+                                                 inverse());
         }
-        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the tile and the keys, read as they came
-        warpgroup_gradient::clear_nonfinite(own_q_smem, Q_BYTES, threadIdx.x, CONSUMER_THREADS);
-        warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES, threadIdx.x, CONSUMER_THREADS);
-        if constexpr (ADDS_DQ) {
-          warpgroup_gradient::clear_nonfinite(k_smem, CONSUMERS * K_BYTES, threadIdx.x,
-                                              CONSUMER_THREADS);
-        }
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // queries and keys, read as they came
+        warpgroup_gradient::clear_nonfinite(own_q_smem, Q_BYTES);
+        if constexpr (ADDS_DQ) warpgroup_gradient::clear_nonfinite(k_smem, CONSUMERS * K_BYTES);
         arch::publish_shared();
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the same, now finite
       }
-      if constexpr (MAY_MASK) begin_dv();
       float dq[2][16];
-      const int piece = SHARES_PIECE ? 0 : own;
+      arch::fence_products();
       if constexpr (ADDS_DQ) {
         const unsigned int ds_address = arch::shared_address(own_ds_smem);
-        const unsigned int keys_first = SHARES_PIECE ? own : 0;
+        const int first = SHARES_PIECE ? own : 0;  // of the keys, by 64
         warpgroup::multiply_transposed<SHARES_PIECE ? warpgroup::ROWS_OF : BLOCK_KV>(
             dq,
-            warpgroup::describe(ds_address + piece / COLUMN_PIECES * SLAB_BYTES +
-                                    keys_first * warpgroup::ROWS_OF * warpgroup::LINE_BYTES,
-                                0),
+            warpgroup::describe(ds_address + first * warpgroup::ROWS_OF * warpgroup::LINE_BYTES, 0),
             warpgroup::describe(
-                k_address + keys_first * K_BYTES +
-                    piece % COLUMN_PIECES * warpgroup::ROWS_OF * warpgroup::LINE_BYTES,
+                k_address + first * K_BYTES + piece * warpgroup::ROWS_OF * warpgroup::LINE_BYTES,
                 0),
             K_BYTES);
         arch::commit_products();
-        arch::wait_products<1>();
-      } else {
-        arch::wait_products<0>();
       }
-      arch::take_product(dv);
-      warpgroup::release(empty(d_out, stage));
-      arch::fence_products();
       warpgroup::multiply_add<BLOCK_Q>(
           dk, ds, warpgroup::describe(q_stage, BLOCK_Q * warpgroup::LINE_BYTES));
       arch::commit_products();
+      arch::wait_products<ADDS_DQ ? 2 : 1>();
+      arch::take_product(dv);
+      warpgroup::release(empty(d_out, stage));
       if constexpr (ADDS_DQ) {
         arch::wait_products<1>();
         arch::take_product(dq);
-        if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
-        const int row = piece / COLUMN_PIECES * warpgroup::ROWS_OF;
-        warpgroup_gradient::add_rows(dq, sum_gmem + row * fragment::whole_columns(D),
-                                     piece % COLUMN_PIECES * warpgroup::LINE_COLUMNS, ni - row);
+        if constexpr (STORAGE == 0) matmul::scale(dq, inverse());
+        warpgroup_gradient::add_rows(dq, sum_gmem, piece * warpgroup::LINE_COLUMNS, ni);
       }
       arch::wait_products<0>();
       arch::take_product(dk);
@@ -432,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   // 7 scale and store
   arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values, in whose place results go
-  if constexpr (STORAGE == 0) matmul::scale(dk, unit.inverse());
+  if constexpr (STORAGE == 0) matmul::scale(dk, inverse());
   const layout::Entry& entry = known_smem->entry;
   const int row = 16 * warp;
   warpgroup_gradient::store_rows<D>(

@@ -195,91 +195,68 @@ __device__ __forceinline__ bool all_finite(const float (&x)[2][COLUMNS]) {
   return finite;
 }
 
-__device__ __forceinline__ storage_t half_of(unsigned int word, int n) {
-  return static_cast<storage_t>(n == 0 ? word : word >> 16);
+// An element of a tile of ROWS rows.
+template <int ROWS>
+__device__ __forceinline__ storage_t& element(char* tile_smem, int row, int column) {
+  const int at =
+      column / warpgroup::LINE_COLUMNS * ROWS * warpgroup::LINE_BYTES +
+      fragment::place<warpgroup::LINE_BYTES>(row, column % warpgroup::LINE_COLUMNS / STORED_VECTOR);
+  return reinterpret_cast<storage_t*>(tile_smem + at)[column % STORED_VECTOR];
 }
 
-// Where element (row, column) of a tile of ROWS rows lies.
-template <int ROWS>
-__device__ __forceinline__ int place_of(int row, int column) {
-  return column / warpgroup::LINE_COLUMNS * ROWS * warpgroup::LINE_BYTES +
-         fragment::place<warpgroup::LINE_BYTES>(row, column % warpgroup::LINE_COLUMNS / 8) +
-         column % 8 * 2;
+// A thread's first key.
+__device__ __forceinline__ int thread_key() {
+  return threadIdx.x / arch::WARP_SIZE * 16 + fragment::lane_row();
 }
 
 // c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
-// which the weights `seen` tell, or where they are the same a: the product leaves them to this.
-template <bool SAME, int WORDS, int COLUMNS>
-__device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned int (&a)[2][WORDS],
-                                              unsigned int (&seen)[2][WORDS], const char* b_smem) {
+// which the weights `seen` tell: the product leaves them to this. Rows of a and `seen` are keys.
+template <int COLUMNS>
+__device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], char* a_smem, char* seen_smem,
+                                              char* b_smem) {
 #pragma unroll 1
-  for (int first = 0; first < COLUMNS; first += 4) {
-#pragma unroll 1
-    for (int k = 0; k < BLOCK_Q; ++k) {
-      float weight[2];
-      bool takes_part[2];
-      const int lane = arch::lane_index() / 4 * 4 + k % 8 / 2;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        weight[r] = number::widen(half_of(arch::shuffle(a[r][0], lane), k % 2));
-        takes_part[r] = half_of(arch::shuffle(seen[r][0], lane), k % 2) != 0x8000;
-      }
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int column = 4 * first + 8 * (n / 2) + fragment::lane_column() + n % 2;
-        const float value = number::widen(
-            *reinterpret_cast<const storage_t*>(b_smem + place_of<BLOCK_Q>(k, column)));
-        if (number::is_finite(value)) continue;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (takes_part[r]) c[r][n] += weight[r] * value;
-        }
-      }
-      if (k % 8 == 7) {
-        fragment::rotate<1>(a);
-        if constexpr (!SAME) fragment::rotate<1>(seen);
-      }
-    }
-    fragment::rotate<4>(c);
-  }
-}
-
-// The same of dq, for the keys of a thread, whose first is row `key` of the warpgroup's tile.
-template <int WORDS>
-__device__ __forceinline__ void add_nonfinite_keys(unsigned int (&ds)[2][WORDS],
-                                                   unsigned int (&seen)[2][WORDS], int key,
-                                                   const char* k_smem, float* to_gmem, int valid,
-                                                   float factor) {
-#pragma unroll 1
-  for (int column = 0; column < D; ++column) {
-    float value[2];
-    bool finite[2];
+  for (int k = 0; k < BLOCK_Q; ++k) {
+    float weight[2];
+    bool takes_part[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int at = place_of<warpgroup::ROWS_OF>(key + 8 * r, column);
-      value[r] = number::widen(*reinterpret_cast<const storage_t*>(k_smem + at));
-      finite[r] = number::is_finite(value[r]);
+      weight[r] = number::widen(element<BLOCK_KV>(a_smem, thread_key() + 8 * r, k));
+      takes_part[r] = element<BLOCK_KV>(seen_smem, thread_key() + 8 * r, k) != 0x8000;
     }
-    if (finite[0] && finite[1]) continue;
-#pragma unroll 1
-    for (int n = 0; n < WORDS; ++n) {
 #pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const int r = x / 2, query = 8 * n + fragment::lane_column() + x % 2;
-        if (finite[r] || query >= valid || half_of(seen[r][0], x % 2) == 0x8000) continue;
-        arch::add(to_gmem + place_of_sum(query, column),
-                  number::widen(half_of(ds[r][0], x % 2)) * value[r] * factor);
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int column = 8 * (n / 2) + fragment::lane_column() + n % 2;
+      const float value = number::widen(element<BLOCK_Q>(b_smem, k, column));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!number::is_finite(value) && takes_part[r]) c[r][n] += weight[r] * value;
       }
-      fragment::rotate<1>(ds);
-      fragment::rotate<1>(seen);
     }
   }
 }
 
-// Makes 0 of what is not finite in so many bytes, by threads `own` of `together`.
-__device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes, int own, int together) {
+// The same of dq, where threads have keys; k_smem has tiles of 64 of them.
+__device__ __forceinline__ void add_nonfinite_keys(char* ds_smem, char* seen_smem, char* k_smem,
+                                                   float* to_gmem, int valid, float factor) {
+  constexpr int TILE_BYTES = warpgroup::ROWS_OF * fragment::row_bytes(D);
 #pragma unroll 1
-  for (int n = own; n < bytes / 4; n += together) {
+  for (int n = threadIdx.x; n < BLOCK_KV * D; n += CONSUMER_THREADS) {
+    const int key = n / D, column = n % D;
+    const float value = number::widen(element<warpgroup::ROWS_OF>(
+        k_smem + key / warpgroup::ROWS_OF * TILE_BYTES, key % warpgroup::ROWS_OF, column));
+#pragma unroll 1
+    for (int query = 0; !number::is_finite(value) && query < valid; ++query) {
+      if (element<BLOCK_KV>(seen_smem, key, query) == 0x8000) continue;
+      const float weight = number::widen(element<BLOCK_KV>(ds_smem, key, query));
+      arch::add(to_gmem + place_of_sum(query, column), weight * value * factor);
+    }
+  }
+}
+
+// Makes 0 of what is not finite in so many bytes, by all threads that compute.
+__device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < bytes / 4; n += CONSUMER_THREADS) {
     fragment_product::clear_pair(reinterpret_cast<unsigned int*>(tile_smem)[n]);
   }
 }
@@ -291,9 +268,8 @@ __device__ __forceinline__ void restore_keys(const memory::Rows& from, long long
   for (int n = threadIdx.x % warpgroup::THREADS_OF; n < warpgroup::ROWS_OF * D;
        n += warpgroup::THREADS_OF) {
     const int row = n / D, column = n % D;
-    auto* const to =
-        reinterpret_cast<storage_t*>(k_smem + place_of<warpgroup::ROWS_OF>(row, column));
-    *to = row < valid ? from.data[(first + row) * from.row + column * from.col] : storage_t(0);
+    element<warpgroup::ROWS_OF>(k_smem, row, column) =
+        row < valid ? from.data[(first + row) * from.row + column * from.col] : storage_t(0);
   }
 }
 
