@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from . import operands, params, target, tensor_maps, tensor_tiles
 from .operands import Lead
 from .problem import Array, Call
@@ -105,9 +107,8 @@ def backward_obstacle(call: Call, do: Array, lead: Lead, size: int) -> str | Non
     `size` is that of its parameters in bytes; maps follow them.
     """
     problem = call.problem
-    if problem.packed:
-        return "it has no packed sequences"
-    if min(problem.len_q, problem.len_k) < SHORTEST:
+    longest = [int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k)]
+    if min(longest) < SHORTEST:
         return f"it is for {SHORTEST} queries and keys or more"
     if size + _MAPS_BYTES > params.MAX_BYTES:
         return "its mask and scores read too many arrays or numbers"

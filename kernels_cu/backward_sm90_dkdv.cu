@@ -73,7 +73,6 @@ struct alignas(1024) Swizzled {
 };
 
 static_assert(STORAGE < 2, "16-bit types");
-static_assert(!PACKED, "backward_sm80_dkdv serves such calls");
 static_assert(CONSUMERS == 2 && THREADS == CONSUMER_THREADS + warpgroup::THREADS_OF,
               "BLOCK_KV, THREADS");
 static_assert(BLOCK_Q == 64 || BLOCK_Q == 128, "BLOCK_Q");
@@ -114,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   const layout::Work work =
       layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  if (work.idle) return;
   if (threadIdx.x == 0) {
     known_smem->entry = work.entry;
     known_smem->j0 = work.block * BLOCK_KV;
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           v(p.v, known_smem->entry, known_smem->h_kv);
 #pragma unroll
       for (int n = 0; n < CONSUMERS; ++n) {
-        const long long first = known_smem->j0 + n * warpgroup::ROWS_OF;
+        const long long first = known_smem->entry.start_k + known_smem->j0 + n * warpgroup::ROWS_OF;
         warpgroup::begin_tile<warpgroup::ROWS_OF, D>(k_address + n * K_BYTES, k_map, k, first,
                                                      held);
         warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         for (int tile = span.next_tile(span.first); tile != NO_TILE;
              tile = span.next_tile(tile / 4 + 1), ++tile_number) {
           const int stage = stage_of(tile_number), parity = parity_of(tile_number);
-          const long long first = warpgroup_gradient::first_of(tile);
+          const long long first = span.entry.start_q + warpgroup_gradient::first_of(tile);
           warpgroup::wait(empty(queries, stage), parity ^ 1);
           arch::arrive_expecting(full(queries, stage), Q_BYTES);
           warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
@@ -263,6 +263,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   tell(0);
   warpgroup::wait(held, 0);
+  if (PACKED && known_smem->nj < BLOCK_KV) {
+    for (int n = 0; n < CONSUMERS; ++n) {
+      const int rows = known_smem->nj - n * warpgroup::ROWS_OF;
+      warpgroup_gradient::clear_rows<warpgroup::ROWS_OF, D>(k_smem + n * K_BYTES, rows);
+      warpgroup_gradient::clear_rows<warpgroup::ROWS_OF, D_V>(v_smem + n * V_BYTES, rows);
+    }
+    arch::publish_shared();
+    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values that exist, and no others
+  }
 #pragma unroll 1
   for (unsigned int n = 0; n < known_smem->spans; ++n) {
     tell(n + 1);
@@ -298,6 +307,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
       // 2 scores
       warpgroup::wait(full(queries, stage), parity);
+      if (PACKED && ni < BLOCK_Q) {
+        warpgroup::wait(full(d_out, stage), parity);
+        warpgroup_gradient::clear_rows<BLOCK_Q, D>(q_smem + stage * Q_BYTES, ni);
+        warpgroup_gradient::clear_rows<BLOCK_Q, D_V>(do_smem + stage * DO_BYTES, ni);
+        arch::publish_shared();
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the queries that exist, and no others
+      }
       arch::fence_products();
       warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage, 0));
       arch::commit_products();

@@ -261,6 +261,20 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes) {
   }
 }
 
+// Makes 0 of rows from row `valid` on, by all threads that compute: in a packed array boxes bring
+// those of the next sequence.
+template <int ROWS, int WIDTH>
+__device__ __forceinline__ void clear_rows(char* tile_smem, int valid) {
+  constexpr int SLAB = ROWS * warpgroup::LINE_BYTES;
+  constexpr int SLABS = fragment::row_bytes(WIDTH) / warpgroup::LINE_BYTES;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < SLABS * SLAB / 4; n += CONSUMER_THREADS) {
+    if (n * 4 % SLAB / warpgroup::LINE_BYTES >= valid) {
+      reinterpret_cast<unsigned int*>(tile_smem)[n] = 0;
+    }
+  }
+}
+
 // Copies a warpgroup's keys again.
 __device__ __forceinline__ void restore_keys(const memory::Rows& from, long long first, int valid,
                                              char* k_smem) {
