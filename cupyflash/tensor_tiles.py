@@ -177,7 +177,7 @@ RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
 KNOWN_BYTES = ENTRY_BYTES + 8 * (4 * PASSING_STAGES + 1)
-TOLD_BYTES = 800  # the same of backward_sm90_dkdv.cu, but for lse and delta
+TOLD_BYTES = 784  # the same of backward_sm90_dkdv.cu, but for lse and delta
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

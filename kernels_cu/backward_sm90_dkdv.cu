@@ -58,7 +58,8 @@ struct Known {
   unsigned int spans_each, spans;  // of a head, and in all
   float c;                         // scale log2 e
   Span span[STAGES];
-  Passing told, queries, d_out;
+  Passing told, queries;  // do is read before the queries have been
+  unsigned long long full_d_out[STAGES];
   unsigned long long held;  // the keys and values
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
   // What warps found in a tile.
@@ -109,7 +110,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const auto empty = [](Passing& of, unsigned int n) {
     return arch::shared_address(&of.empty[stage_of(n)]);
   };
-  Passing &told = known_smem->told, &queries = known_smem->queries, &d_out = known_smem->d_out;
+  const auto full_d_out = [&](unsigned int n) {
+    return arch::shared_address(&known_smem->full_d_out[stage_of(n)]);
+  };
+  Passing &told = known_smem->told, &queries = known_smem->queries;
 
   const layout::Work work =
       layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
@@ -131,9 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::init_barrier(full(told, n), CONSUMER_THREADS);
       arch::init_barrier(empty(told, n), CONSUMER_THREADS + 1 + arch::WARP_SIZE);
       arch::init_barrier(full(queries, n), 1 + arch::WARP_SIZE);
-      arch::init_barrier(full(d_out, n), 1);
+      arch::init_barrier(full_d_out(n), 1);
       arch::init_barrier(empty(queries, n), CONSUMERS);
-      arch::init_barrier(empty(d_out, n), CONSUMERS);
     }
     arch::publish_barriers();
   }
@@ -170,10 +173,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           arch::arrive_expecting(full(queries, stage), Q_BYTES);
           warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
                                             full(queries, stage));
-          warpgroup::wait(empty(d_out, stage), parity ^ 1);
-          arch::arrive_expecting(full(d_out, stage), DO_BYTES);
+          arch::arrive_expecting(full_d_out(stage), DO_BYTES);
           warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
-                                              first, full(d_out, stage));
+                                              first, full_d_out(stage));
         }
         arch::arrive(empty(told, n));
       }
@@ -299,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         fragment_gradient::ask_mask<true, COLUMNS>(p, box, tile % 4, corner, allowed);
       }
       const auto begin_dp = [&] {
-        warpgroup::wait(full(d_out, stage), parity);
+        warpgroup::wait(full_d_out(stage), parity);
         arch::fence_products();
         warpgroup::multiply<D_V, BLOCK_Q>(dp, v, warpgroup::describe(do_stage, 0));
         arch::commit_products();
@@ -308,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 2 scores
       warpgroup::wait(full(queries, stage), parity);
       if (PACKED && ni < BLOCK_Q) {
-        warpgroup::wait(full(d_out, stage), parity);
+        warpgroup::wait(full_d_out(stage), parity);
         warpgroup_gradient::clear_rows<BLOCK_Q, D>(q_smem + stage * Q_BYTES, ni);
         warpgroup_gradient::clear_rows<BLOCK_Q, D_V>(do_smem + stage * DO_BYTES, ni);
         arch::publish_shared();
@@ -427,9 +429,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup::multiply_add<BLOCK_Q>(
           dk, ds, warpgroup::describe(q_stage, BLOCK_Q * warpgroup::LINE_BYTES));
       arch::commit_products();
-      arch::wait_products<ADDS_DQ ? 2 : 1>();
-      arch::take_product(dv);
-      warpgroup::release(empty(d_out, stage));
       if constexpr (ADDS_DQ) {
         arch::wait_products<1>();
         arch::take_product(dq);
@@ -437,6 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup_gradient::add_rows(dq, sum_gmem, piece * warpgroup::LINE_COLUMNS, ni);
       }
       arch::wait_products<0>();
+      arch::take_product(dv);
       arch::take_product(dk);
       if (MAY_MASK && ADDS_DQ && careful) {
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq

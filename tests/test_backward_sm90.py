@@ -113,9 +113,7 @@ def test_packed_sequences(dtype, deterministic):
     # What follows a sequence is the next one's, and not finite.
     offsets = np.array([[0, 70, 70, 110, 170], [0, 150, 160, 160, 290]])
     mask = masks.causal()
-    q, k, v, do = draw(
-        dtype, (2, 170, 72), (1, 290, 72), (1, 290, 64), (2, 170, 64), seed=2
-    )
+    q, k, v, do = draw(dtype, (2, 170, 72), (1, 290, 72), (1, 290, 64), (2, 170, 64), seed=2)
     q[:, 110:], k[:, 160:], v[:, 160:], do[:, 110:] = np.nan, np.inf, np.nan, np.inf
     call = validate.varlen_call(q, k, v, *offsets, True, mask=mask)
     out, lse = np.zeros_like(do), np.zeros(do.shape[:-1], np.float32)
