@@ -148,7 +148,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const int lane = arch::lane_index();
     unsigned int tile_number = 0;
     if (warp == 0 && lane == 0) {
-      // 1 load q
       arch::arrive_expecting(held, CONSUMERS * (K_BYTES + V_BYTES));
       const warpgroup::Head k(p.k, known_smem->entry, known_smem->h_kv),
           v(p.v, known_smem->entry, known_smem->h_kv);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_gradients_are_within_the_bound(dtype, name):
 def test_shared_queries_and_keys_in_any_place():
     # Sequences before heads, do with gaps, keys and values of other batch entries.
     q, k, v, do = draw(
-        HALF, (2, 70, 4, 64), (3, 2, 150, 64), (3, 2, 2, 150, 64), (3, 2, 70, 4, 72), seed=1
+        HALF, (2, 30, 2, 64), (2, 1, 40, 64), (2, 2, 1, 40, 64), (2, 2, 30, 2, 72), seed=1
     )
     q, do = q.swapaxes(1, 2), do.swapaxes(2, 3)[..., :64]
     k = k[:, None]
@@ -118,7 +119,7 @@ def test_packed_sequences(dtype, deterministic):
     call = validate.varlen_call(q, k, v, *offsets, True, mask=mask)
     out, lse = np.zeros_like(do), np.zeros(do.shape[:-1], np.float32)
     parts = []
-    for (i, i_end), (j, j_end) in zip(*(zip(x[:-1], x[1:], strict=True) for x in offsets)):
+    for (i, i_end), (j, j_end) in zip(*(itertools.pairwise(x) for x in offsets), strict=True):
         own = q[:, i:i_end], k[:, j:j_end], v[:, j:j_end]
         parts.append((slice(i, i_end), slice(j, j_end), own))
         if i < i_end and j < j_end:
@@ -214,10 +215,10 @@ ORDERS = re.compile(
 
 def everything(read, schedule):
     """Run what meets every wait: dS that outgrows its unit, masks, and values not finite."""
-    q, k, v, do = draw(HALF, (2, 400, 128), *[(1, 140, 128)] * 2, (2, 400, 128))
-    do[:, 128:] *= HALF.type(1000)
+    q, k, v, do = draw(HALF, (4, 200, 128), *[(1, 140, 128)] * 2, (4, 200, 128))
+    do[:, 64:] *= HALF.type(1000)
     run(q, k, v, do, schedule=schedule, read=read)
-    do[:, 300] = np.inf
+    do[:, 150] = np.inf
     for dtype in (HALF, BRAIN):
         arrays = [x.astype(dtype) for x in (q, k, v, do)]
         arrays[1][:, 3] = np.nan
@@ -234,9 +235,12 @@ def test_what_orders_may_not_be_missing(number):
         match = list(ORDERS.finditer(text))[number]
         return text[: match.start()] + text[match.end() :]
 
-    with pytest.raises(Fault):
+    def run_often():
         for schedule in (FORWARD, REVERSE, *map(randomly, range(3))):
             everything(read, schedule)
+
+    with pytest.raises(Fault):
+        run_often()
 
 
 # -- when it is chosen ----------------------------------------------------------------------------
