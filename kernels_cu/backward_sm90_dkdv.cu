@@ -294,10 +294,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2], allowed[2], kept[2];
       bool nonfinite = false;
       // What hangs on places only comes first, while few registers are in use.
-      const TileBox box = span.box_of(tile, known_smem->j0, known_smem->nj);
-      if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+      const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
+      if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
       if (!HAS_SCORE && masked) {
-        fragment_gradient::ask_mask<true, COLUMNS>(p, box, tile % 4, corner, allowed);
+        fragment_gradient::ask_mask<true, COLUMNS>(p, box(), tile % 4, corner, allowed);
       }
       const auto begin_dp = [&] {
         warpgroup::wait(full_d_out(stage), parity);
@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       if constexpr (HAS_SCORE) {
-        fragment_gradient::recompute_changed<true, 0>(p, box, tile % 4, s, corner, lse_smem, kept,
+        fragment_gradient::recompute_changed<true, 0>(p, box(), tile % 4, s, corner, lse_smem, kept,
                                                       weights, nullptr);
         begin_dp();
       } else {
