@@ -154,7 +154,7 @@ def _operands(given: Array, columns: int, kind: Any, form: str) -> tuple[Array, 
             column = LANE_COLUMNS + x // 4 * 8 + x % 2
             a[:, LANE_ROWS + x // 2 % 2 * 8, column] = left[..., x]
     else:
-        a = left.reshape(n, 64, 16) if form == "ss" else left.reshape(n, 16, 64).swapaxes(1, 2)
+        a = left.reshape(n, 16, 64).swapaxes(1, 2) if form == "tt" else left.reshape(n, 64, 16)
     b = right.reshape(n, columns, 16).swapaxes(1, 2) if form == "ss" else right
     b = b.reshape(n, 16, columns)
     for x in range(columns // 2):
@@ -197,6 +197,10 @@ _DESCRIBED = {
   const unsigned long long kind = 1ull << 62 | 64ull << 32;
   const unsigned long long a = kind | (begin + 32) / 16, b = kind | (begin + 8192 + 64) / 16;
 """,
+    "st": """
+  const unsigned long long kind = 1ull << 62 | 64ull << 32 | 128 << 16;
+  const unsigned long long a = kind | (begin + 32) / 16, b = kind | (begin + 8192) / 16;
+""",
     "tt": """
   const unsigned long long kind = 1ull << 62 | 64ull << 32 | 128 << 16;
   const unsigned long long a = kind | begin / 16, b = kind | (begin + 8192) / 16;
@@ -210,7 +214,7 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
     body = (
         ALIGNED
         + f"constexpr int COLUMNS = {columns};\n"
-        + _LEFT[form]
+        + _LEFT.get(form, _LEFT["ss"])
         + f"""
       for (int k = 0; k < COLUMNS / 16; ++k) {{
         const int n = t * (COLUMNS / 16) + k;
@@ -290,6 +294,9 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
 
 
 _AROUND = "publish_shared fence_products commit_products wait_products take_product"
+WIDTHS = {
+    "ss": (32, 64, 80, 112, 128, 176), "st": (64, 128), "tt": (64, 128), "rs": (64, 128, 192, 256)
+}  # fmt: skip
 PRODUCTS = [
     product(form, name, columns, True, _AROUND if columns == 64 else "")
     for form, widths in (
@@ -300,7 +307,6 @@ PRODUCTS = [
     for name in TYPES
     for columns in widths
 ]
-PRODUCTS += [product(form, name, 128, False) for form in ("ss", "rs") for name in TYPES]
-PRODUCTS += [product("tt", name, 64, False) for name in TYPES]
+PRODUCTS += [product(form, name, 128, False) for form in WIDTHS for name in TYPES]
 
 CASES = [PHASES, NUMBERED, COPY, REGISTERS, *PRODUCTS]

@@ -15,6 +15,7 @@ namespace arch {
 using Described = unsigned long long;
 
 // The registers of a result, as the text of an instruction names them.
+#define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32                                                                  \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18" \
   ", %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -42,6 +43,9 @@ using Described = unsigned long long;
 #define WGMMA_SS(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 0, 0;\n}"
+#define WGMMA_ST(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
+  "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 0, 1;\n}"
 #define WGMMA_TT(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 1, 1;\n}"
@@ -76,6 +80,11 @@ __device__ __forceinline__ void take_product(float (&d)[2][COLUMNS]) {
 }
 
 // d = a b^T, or d += where `add`.
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][8], Described a, Described b, bool add) {
+  asm volatile(WGMMA_SS("m64n32k16", "f16", WGMMA_NAMES_16, "%16", "%17", "%18")
+               : WGMMA_16(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][16], Described a, Described b,
                                              bool add) {
   asm volatile(WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
@@ -104,6 +113,12 @@ __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][44], Described a, Des
                                              bool add) {
   asm volatile(WGMMA_SS("m64n176k16", "f16", WGMMA_NAMES_88, "%88", "%89", "%90")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32), WGMMA_4(40), WGMMA_4(42)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][8], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_SS("m64n32k16", "bf16", WGMMA_NAMES_16, "%16", "%17", "%18")
+               : WGMMA_16(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][16], Described a, Described b,
@@ -137,6 +152,32 @@ __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][44], Described a, De
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
+// d = a b, or d += where `add`.
+__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][16], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_ST("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][32], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_ST("m64n128k16", "f16", WGMMA_NAMES_64, "%64", "%65", "%66")
+               : WGMMA_32(0), WGMMA_32(16)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][16], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_ST("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][32], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_ST("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
+               : WGMMA_32(0), WGMMA_32(16)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
 // d = a^T b, or d += where `add`.
 __device__ __forceinline__ void wgmma_tt_f16(float (&d)[2][16], Described a, Described b,
                                              bool add) {
@@ -148,6 +189,18 @@ __device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][16], Described a, De
                                               bool add) {
   asm volatile(WGMMA_TT("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_tt_f16(float (&d)[2][32], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_TT("m64n128k16", "f16", WGMMA_NAMES_64, "%64", "%65", "%66")
+               : WGMMA_32(0), WGMMA_32(16)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][32], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_TT("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
+               : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 

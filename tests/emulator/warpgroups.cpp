@@ -101,7 +101,8 @@ struct Product {
   unsigned int group;
   float* d;
   int columns;
-  bool in_registers, add, brain, wide;  // rows as wide as the result
+  bool in_registers, add, brain;
+  Wide wide;
   unsigned int a[4];
   unsigned long long a_described, b_described;
 
@@ -154,14 +155,14 @@ struct Described {
 void read_operands(const char* what, Where where, const Product& product) {
   const auto n = static_cast<unsigned int>(product.columns);
   const Described b(what, where, product.b_described);
-  if (product.in_registers || product.wide) {
+  if (product.in_registers || product.wide != NONE_WIDE) {
     b.read(16, n);
   } else {
     b.read(n, 16);
   }
   if (product.in_registers) return;
   const Described a(what, where, product.a_described);
-  if (product.wide) {
+  if (product.wide == BOTH_WIDE) {
     a.read(16, 64);
   } else {
     a.read(64, 16);
@@ -179,8 +180,9 @@ void compute(const char* what, Where where, int first, std::size_t number) {
   std::vector<double> right(16 * columns), left(64 * 16);
   for (unsigned int k = 0; k < 16; ++k) {
     for (unsigned int n = 0; n < columns; ++n) {
-      right[k * columns + n] =
-          one.in_registers || one.wide ? b.element(k, n, one.brain) : b.element(n, k, one.brain);
+      right[k * columns + n] = one.in_registers || one.wide != NONE_WIDE
+                                   ? b.element(k, n, one.brain)
+                                   : b.element(n, k, one.brain);
     }
   }
   for (unsigned int t = 0; t < WARPGROUP; ++t) {
@@ -192,7 +194,8 @@ void compute(const char* what, Where where, int first, std::size_t number) {
         left[r * 16 + k] = widened(own.a[x / 2], x % 2, one.brain);
       } else {
         const Described a(what, where, one.a_described);
-        left[r * 16 + k] = one.wide ? a.element(k, r, one.brain) : a.element(r, k, one.brain);
+        left[r * 16 + k] =
+            one.wide == BOTH_WIDE ? a.element(k, r, one.brain) : a.element(r, k, one.brain);
       }
     }
   }
@@ -353,7 +356,7 @@ void begin_box_copy(const char* what, Where where, unsigned int to, const unsign
 
 void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
                    unsigned long long a_described, unsigned long long b_described, bool add,
-                   bool brain, bool wide) {
+                   bool brain, Wide wide) {
   Issuer& me = issuers[current()];
   if (!me.fenced) wrong(what, where, "no fence is behind what was done to registers");
   Product product = {me.groups, d,    columns, a != nullptr, add,
