@@ -118,15 +118,16 @@ def fit_hopper(d: int, d_v: int) -> Tiles:
 
 
 # Largest head -> queries and keys of a tile of backward_sm90_dkdv.cu.
-BACKWARD_HOPPER: dict[int, tuple[int, int]] = {128: (64, 128)}
+BACKWARD_HOPPER: dict[int, tuple[int, int]] = {128: (64, 128), 256: (64, 64)}
 
 
 def backward_sm90_dkdv(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
-    """Return tiles of backward_sm90_dkdv.cu: a warpgroup for 64 keys each, and one that copies."""
+    """Return tiles of backward_sm90_dkdv.cu: two warpgroups that compute, and one that copies."""
     columns = row_bytes(d) + row_bytes(d_v)
-    passing = block_q * columns + block_kv * row_bytes(block_q)  # queries and do; dS
+    weights = 2 if block_kv == 64 else 1  # dS, and P where warpgroups share keys
+    passing = block_q * columns + weights * block_kv * row_bytes(block_q)
     shared = block_kv * columns + PASSING_STAGES * passing + 16 * block_q + TOLD_BYTES
-    return Tiles(block_q, block_kv, 2 * block_kv + 128, shared)
+    return Tiles(block_q, block_kv, 384, shared)
 
 
 def fit_backward_hopper(d: int, d_v: int) -> Tiles | None:

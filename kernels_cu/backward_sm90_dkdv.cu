@@ -15,8 +15,8 @@
 // warpgroup takes 64 queries of all keys, and 64 columns.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: the keys, the
-// values, the stages of queries, of do and of dS, what a block knows. BLOCK_KV is 64 times the
-// warpgroups that compute, BLOCK_Q 64 or 128. Behind the parameters come the maps of q, k, v and
+// values, the stages of queries, of do, of dS and P, what a block knows. BLOCK_KV is 128, or 64 for
+// wide heads, BLOCK_Q 64. Behind the parameters come the maps of q, k, v and
 // do.
 #include "params.cuh"
 #include "primitives/warpgroup_gradient.cuh"
@@ -25,26 +25,29 @@ namespace {
 
 using warpgroup_gradient::CONSUMER_WARPS;
 using warpgroup_gradient::NO_TILE;
+using warpgroup_gradient::Share;
+using warpgroup_gradient::SHARES_KEYS;
 using warpgroup_gradient::Span;
 
-constexpr int COLUMNS = BLOCK_Q / 4;
-constexpr int COLUMNS_K = matmul::round_up(D, warpgroup::LINE_COLUMNS) / 4;
-constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
-constexpr int CONSUMERS = BLOCK_KV / warpgroup::ROWS_OF;
+constexpr int CONSUMERS = warpgroup_gradient::CONSUMER_THREADS / warpgroup::THREADS_OF;
 constexpr int CONSUMER_THREADS = CONSUMERS * warpgroup::THREADS_OF;
+constexpr int KEY_TILES = BLOCK_KV / warpgroup::ROWS_OF;
+constexpr int QUERIES =
+    SHARES_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;  // whose scores a warpgroup has
+constexpr int COLUMNS = QUERIES / 4;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
-// Of a warpgroup's keys and values, of a tile's queries and do, and of its dS.
+
+// A tile of 64 rows has lines of 64 columns, so many bytes apart.
+constexpr int LINE_BYTES = 64 * warpgroup::LINE_BYTES;
+// Of 64 keys and their values, of a tile's queries and do, and of dS or P.
 constexpr int K_BYTES = warpgroup::ROWS_OF * K_ROW_BYTES;
 constexpr int V_BYTES = warpgroup::ROWS_OF * V_ROW_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
-constexpr int SLAB_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
-constexpr int DS_BYTES = BLOCK_Q / warpgroup::LINE_COLUMNS * SLAB_BYTES;
+constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
 constexpr int STAGES = 2;
-// dq comes in pieces of 64 queries by 64 columns. Warpgroups have whole ones, or one together, of
-// which each adds what its own keys give.
-constexpr int COLUMN_PIECES = COLUMNS_K / 16;
-constexpr int PIECES = BLOCK_Q / warpgroup::ROWS_OF * COLUMN_PIECES;
-constexpr bool SHARES_PIECE = PIECES < CONSUMERS;
+// Of dq a warpgroup has its share, or a line; of a single line each adds what its own keys give.
+constexpr bool SHARES_LINE = !SHARES_KEYS && Share<D>::LINES == 1;
+constexpr int COLUMNS_Q = SHARES_KEYS ? Share<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
 // Barriers of places in shared memory: what is there has come, and has been read.
 struct Passing {
@@ -74,12 +77,11 @@ struct alignas(1024) Swizzled {
 };
 
 static_assert(STORAGE < 2, "16-bit types");
-static_assert(CONSUMERS == 2 && THREADS == CONSUMER_THREADS + warpgroup::THREADS_OF,
-              "BLOCK_KV, THREADS");
-static_assert(BLOCK_Q == 64 || BLOCK_Q == 128, "BLOCK_Q");
-static_assert(PIECES == CONSUMERS || SHARES_PIECE, "BLOCK_Q");
-static_assert(SHARED_BYTES == CONSUMERS * (K_BYTES + V_BYTES) +
-                                  STAGES * (Q_BYTES + DO_BYTES + DS_BYTES) + KNOWN_BYTES,
+static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
+static_assert(SHARES_KEYS || (KEY_TILES == CONSUMERS && Share<D>::LINES <= CONSUMERS), "BLOCK_KV");
+static_assert(SHARED_BYTES == KEY_TILES * (K_BYTES + V_BYTES) +
+                                  STAGES * (Q_BYTES + DO_BYTES + (SHARES_KEYS ? 2 : 1) * DS_BYTES) +
+                                  KNOWN_BYTES,
               "SHARED_BYTES");
 
 __device__ __forceinline__ int stage_of(unsigned int n) { return n % STAGES; }
@@ -94,11 +96,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 const __grid_constant__ arch::TensorMap do_map) {
   extern __shared__ Swizzled shared_smem[];
   char* const k_smem = shared_smem[0].x;
-  char* const v_smem = k_smem + CONSUMERS * K_BYTES;
-  char* const q_smem = v_smem + CONSUMERS * V_BYTES;
+  char* const v_smem = k_smem + KEY_TILES * K_BYTES;
+  char* const q_smem = v_smem + KEY_TILES * V_BYTES;
   char* const do_smem = q_smem + STAGES * Q_BYTES;
   char* const ds_smem = do_smem + STAGES * DO_BYTES;
-  Known* const known_smem = reinterpret_cast<Known*>(ds_smem + STAGES * DS_BYTES);
+  Known* const known_smem =
+      reinterpret_cast<Known*>(ds_smem + (SHARES_KEYS ? 2 : 1) * STAGES * DS_BYTES);
   const unsigned int k_address = arch::shared_address(k_smem);
   const unsigned int v_address = arch::shared_address(v_smem);
   const unsigned int q_address = arch::shared_address(q_smem);
@@ -146,70 +149,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::shed_registers<24>();
     const int warp = threadIdx.x / arch::WARP_SIZE % 4;
     const int lane = arch::lane_index();
-    unsigned int tile_number = 0;
+    // For every tile that is not EMPTY, when its stage was read.
+    const auto each_tile = [&](const auto& copy) {
+      unsigned int tile_number = 0;
+#pragma unroll 1
+      for (unsigned int n = 0; n < known_smem->spans; ++n) {
+        warpgroup::wait(full(told, n), parity_of(n));
+        const Span& span = known_smem->span[stage_of(n)];
+#pragma unroll 1
+        for (int tile = span.next_tile(span.first); tile != NO_TILE;
+             tile = span.next_tile(tile / 4 + 1), ++tile_number) {
+          warpgroup::wait(empty(queries, tile_number), parity_of(tile_number) ^ 1);
+          copy(span, tile, stage_of(tile_number));
+        }
+        arch::arrive(empty(told, n));
+      }
+    };
     if (warp == 0 && lane == 0) {
-      arch::arrive_expecting(held, CONSUMERS * (K_BYTES + V_BYTES));
-      const warpgroup::Head k(p.k, known_smem->entry, known_smem->h_kv),
-          v(p.v, known_smem->entry, known_smem->h_kv);
+      arch::arrive_expecting(held, KEY_TILES * (K_BYTES + V_BYTES));
+      const layout::Entry& entry = known_smem->entry;
+      const warpgroup::Head k(p.k, entry, known_smem->h_kv), v(p.v, entry, known_smem->h_kv);
 #pragma unroll
-      for (int n = 0; n < CONSUMERS; ++n) {
-        const long long first = known_smem->entry.start_k + known_smem->j0 + n * warpgroup::ROWS_OF;
+      for (int n = 0; n < KEY_TILES; ++n) {
+        const long long first = entry.start_k + known_smem->j0 + n * warpgroup::ROWS_OF;
         warpgroup::begin_tile<warpgroup::ROWS_OF, D>(k_address + n * K_BYTES, k_map, k, first,
                                                      held);
         warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
                                                        held);
       }
-#pragma unroll 1
-      for (unsigned int n = 0; n < known_smem->spans; ++n) {
-        warpgroup::wait(full(told, n), parity_of(n));
-        const Span& span = known_smem->span[stage_of(n)];
-#pragma unroll 1
-        for (int tile = span.next_tile(span.first); tile != NO_TILE;
-             tile = span.next_tile(tile / 4 + 1), ++tile_number) {
-          const int stage = stage_of(tile_number), parity = parity_of(tile_number);
-          const long long first = span.entry.start_q + warpgroup_gradient::first_of(tile);
-          warpgroup::wait(empty(queries, stage), parity ^ 1);
-          arch::arrive_expecting(full(queries, stage), Q_BYTES);
-          warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
-                                            full(queries, stage));
-          arch::arrive_expecting(full_d_out(stage), DO_BYTES);
-          warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
-                                              first, full_d_out(stage));
-        }
-        arch::arrive(empty(told, n));
-      }
+      each_tile([&](const Span& span, int tile, int stage) {
+        const long long first = span.entry.start_q + warpgroup_gradient::first_of(tile);
+        arch::arrive_expecting(full(queries, stage), Q_BYTES);
+        warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
+                                          full(queries, stage));
+        arch::arrive_expecting(full_d_out(stage), DO_BYTES);
+        warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
+                                            first, full_d_out(stage));
+      });
     }
     if (warp == 1) {
-#pragma unroll 1
-      for (unsigned int n = 0; n < known_smem->spans; ++n) {
-        warpgroup::wait(full(told, n), parity_of(n));
-        const Span& span = known_smem->span[stage_of(n)];
-#pragma unroll 1
-        for (int tile = span.next_tile(span.first); tile != NO_TILE;
-             tile = span.next_tile(tile / 4 + 1), ++tile_number) {
-          const int stage = stage_of(tile_number);
-          warpgroup::wait(empty(queries, stage), parity_of(tile_number) ^ 1);
-          warpgroup_gradient::load_numbers(span, tile, known_smem->lse[stage],
-                                           known_smem->delta[stage]);
-          arch::arrive(full(queries, stage));
-        }
-        arch::arrive(empty(told, n));
-      }
+      each_tile([&](const Span& span, int tile, int stage) {
+        warpgroup_gradient::load_numbers(span, tile, known_smem->lse[stage],
+                                         known_smem->delta[stage]);
+        arch::arrive(full(queries, stage));
+      });
     }
     return;
   }
 
   arch::take_registers<240>();
-  constexpr int TOGETHER = 1;  // the barrier of all that compute, before those of each warpgroup
+  constexpr int TOGETHER = 1;  // the barrier of all that compute
   const int own = warpgroup::index();
-  const int own_barrier = TOGETHER + 1 + own;
   const int warp = threadIdx.x / arch::WARP_SIZE;
-  const fragment_gradient::Corner corner(16 * warp, 0);
-  char* const own_k_smem = k_smem + own * K_BYTES;
-  const arch::Described k = warpgroup::describe(k_address + own * K_BYTES, 0);
-  const arch::Described v = warpgroup::describe(v_address + own * V_BYTES, 0);
-  const int piece = SHARES_PIECE ? 0 : own;
-  float dk[2][COLUMNS_K], dv[2][COLUMNS_V];
+  const fragment_gradient::Corner corner(SHARES_KEYS ? 16 * (warp % 4) : 16 * warp,
+                                         SHARES_KEYS ? own * QUERIES : 0);
+  const int key_tile = SHARES_KEYS ? 0 : own;
+  const arch::Described k = warpgroup::describe(k_address + key_tile * K_BYTES, 0);
+  const arch::Described v = warpgroup::describe(v_address + key_tile * V_BYTES, 0);
+  const Share<D> share_k(own);
+  const Share<D_V> share_v(own);
+  float dk[2][Share<D>::COLUMNS], dv[2][Share<D_V>::COLUMNS];
   matmul::clear(dk);
   matmul::clear(dv);
   // Of dS in 16 bits, as large as it can be at first.
@@ -265,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   tell(0);
   warpgroup::wait(held, 0);
   if (PACKED && known_smem->nj < BLOCK_KV) {
-    for (int n = 0; n < CONSUMERS; ++n) {
+    for (int n = 0; n < KEY_TILES; ++n) {
       const int rows = known_smem->nj - n * warpgroup::ROWS_OF;
       warpgroup_gradient::clear_rows<warpgroup::ROWS_OF, D>(k_smem + n * K_BYTES, rows);
       warpgroup_gradient::clear_rows<warpgroup::ROWS_OF, D_V>(v_smem + n * V_BYTES, rows);
@@ -288,6 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       ++visited;
       const unsigned int q_stage = q_address + stage * Q_BYTES;
       const unsigned int do_stage = do_address + stage * DO_BYTES;
+      const int own_rows = SHARES_KEYS ? own * QUERIES * warpgroup::LINE_BYTES : 0;
       const float* const lse_smem = known_smem->lse[stage] + corner.column;
       const float* const delta_smem = known_smem->delta[stage] + corner.column;
       float s[2][COLUMNS], dp[2][COLUMNS];
@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const auto begin_dp = [&] {
         warpgroup::wait(full_d_out(stage), parity);
         arch::fence_products();
-        warpgroup::multiply<D_V, BLOCK_Q>(dp, v, warpgroup::describe(do_stage, 0));
+        warpgroup::multiply<D_V, BLOCK_Q>(dp, v, warpgroup::describe(do_stage + own_rows, 0));
         arch::commit_products();
       };
 
@@ -316,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the queries that exist, and no others
       }
       arch::fence_products();
-      warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage, 0));
+      warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
       arch::commit_products();
       if constexpr (!HAS_SCORE) begin_dp();
       arch::wait_products<HAS_SCORE ? 0 : 1>();
@@ -341,15 +341,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       char* const own_q_smem = q_smem + stage * Q_BYTES;
       char* const own_do_smem = do_smem + stage * DO_BYTES;
       char* const own_ds_smem = ds_smem + stage * DS_BYTES;
-      char* const p_smem =
-          ds_smem + (stage ^ 1) * DS_BYTES;  // dS of the tile before, which was read
+      // P: its own, or for what is not finite that of dS of the tile before, which was read.
+      char* const p_smem = ds_smem + (SHARES_KEYS ? STAGES + stage : stage ^ 1) * DS_BYTES;
       bool careful = false;  // of values that are not finite, and pairs that take no part
       if (MAY_MASK && masked) {
         careful = any_warp(known_smem->nonfinite[stage], nonfinite);
-        if (careful) {
-          warpgroup_gradient::store_words(weights, corner.row, p_smem);
+        if (!SHARES_KEYS && careful) {
+          warpgroup_gradient::store_words(weights, corner, p_smem);
           __syncwarp();  // the warp's keys, which its lanes wrote
-          warpgroup_gradient::add_nonfinite(dv, p_smem, p_smem, own_do_smem);
+          warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem, own_do_smem);
           arch::meet_at(TOGETHER, CONSUMER_THREADS);  // do, read as it came
           warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES);
           arch::publish_shared();
@@ -358,14 +358,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
 
       // 6 accumulate dv and dk
-      arch::fence_products();
-      warpgroup::multiply_add<BLOCK_Q>(
-          dv, weights, warpgroup::describe(do_stage, BLOCK_Q * warpgroup::LINE_BYTES));
-      arch::commit_products();
+      const unsigned int do_lines = do_stage + share_v.line * LINE_BYTES;
+      const unsigned int q_lines = q_stage + share_k.line * LINE_BYTES;
+      const arch::Described d_out = warpgroup::describe(do_lines, LINE_BYTES);
+      const arch::Described q = warpgroup::describe(q_lines, LINE_BYTES);
+      if constexpr (SHARES_KEYS) {
+        warpgroup_gradient::store_words(weights, corner, p_smem);
+      } else {
+        arch::fence_products();
+        warpgroup::multiply_add<QUERIES>(dv, weights, d_out);
+        arch::commit_products();
+      }
       const auto store = [&] {
         fragment_gradient::narrow(dp, factor, ds);
-        if constexpr (ADDS_DQ) {
-          warpgroup_gradient::store_words(ds, corner.row, own_ds_smem);
+        if constexpr (ADDS_DQ || SHARES_KEYS) {
+          warpgroup_gradient::store_words(ds, corner, own_ds_smem);
           arch::publish_shared();
         }
       };
@@ -390,49 +397,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // Rounded again, so that it does not wait in registers.
         arch::take_product(dp);
         fragment_gradient::narrow(dp, factor, ds);
-      } else if constexpr (ADDS_DQ) {
-        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS
+      } else if constexpr (ADDS_DQ || SHARES_KEYS) {
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
       }
       float* const sum_gmem =
           span.dq_sum + warpgroup_gradient::first_of(tile) * fragment::whole_columns(D);
       if (MAY_MASK && careful) {
         arch::wait_products<0>();
         arch::take_product(dv);
-        if constexpr (!ADDS_DQ) warpgroup_gradient::store_words(ds, corner.row, own_ds_smem);
-        __syncwarp();  // the same of dS
-        warpgroup_gradient::add_nonfinite(dk, own_ds_smem, p_smem, own_q_smem);
+        if constexpr (SHARES_KEYS) {
+          warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem,
+                                            own_do_smem + share_v.line * LINE_BYTES);
+        } else if constexpr (!ADDS_DQ) {
+          warpgroup_gradient::store_words(ds, corner, own_ds_smem);
+          __syncwarp();  // the same of dS
+        }
+        warpgroup_gradient::add_nonfinite(dk, corner.row, own_ds_smem, p_smem,
+                                          own_q_smem + share_k.line * LINE_BYTES);
         if constexpr (ADDS_DQ) {
           warpgroup_gradient::add_nonfinite_keys(own_ds_smem, p_smem, k_smem, sum_gmem, ni,
                                                  inverse());
         }
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // queries and keys, read as they came
         warpgroup_gradient::clear_nonfinite(own_q_smem, Q_BYTES);
-        if constexpr (ADDS_DQ) warpgroup_gradient::clear_nonfinite(k_smem, CONSUMERS * K_BYTES);
+        if constexpr (SHARES_KEYS) warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES);
+        if constexpr (ADDS_DQ) warpgroup_gradient::clear_nonfinite(k_smem, KEY_TILES * K_BYTES);
         arch::publish_shared();
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the same, now finite
       }
-      float dq[2][16];
+      float dq[2][COLUMNS_Q];
+      const int line = SHARES_KEYS ? share_k.line : SHARES_LINE ? 0 : own;
+      const unsigned int ds_address = arch::shared_address(own_ds_smem);
       arch::fence_products();
       if constexpr (ADDS_DQ) {
-        const unsigned int ds_address = arch::shared_address(own_ds_smem);
-        const int first = SHARES_PIECE ? own : 0;  // of the keys, by 64
-        warpgroup::multiply_transposed<SHARES_PIECE ? warpgroup::ROWS_OF : BLOCK_KV>(
-            dq,
-            warpgroup::describe(ds_address + first * warpgroup::ROWS_OF * warpgroup::LINE_BYTES, 0),
-            warpgroup::describe(
-                k_address + first * K_BYTES + piece * warpgroup::ROWS_OF * warpgroup::LINE_BYTES,
-                0),
+        const int first = SHARES_LINE ? own : 0;  // of the keys, by 64
+        warpgroup::multiply_transposed<SHARES_LINE ? warpgroup::ROWS_OF : BLOCK_KV>(
+            dq, warpgroup::describe(ds_address + first * LINE_BYTES, 0),
+            warpgroup::describe(k_address + first * K_BYTES + line * LINE_BYTES, LINE_BYTES),
             K_BYTES);
         arch::commit_products();
       }
-      warpgroup::multiply_add<BLOCK_Q>(
-          dk, ds, warpgroup::describe(q_stage, BLOCK_Q * warpgroup::LINE_BYTES));
+      if constexpr (SHARES_KEYS) {
+        const unsigned int p_address = arch::shared_address(p_smem);
+        warpgroup::multiply_add<BLOCK_Q>(dv, warpgroup::describe(p_address, 0), d_out);
+        warpgroup::multiply_add<BLOCK_Q>(dk, warpgroup::describe(ds_address, 0), q);
+      } else {
+        warpgroup::multiply_add<QUERIES>(dk, ds, q);
+      }
       arch::commit_products();
       if constexpr (ADDS_DQ) {
         arch::wait_products<1>();
         arch::take_product(dq);
         if constexpr (STORAGE == 0) matmul::scale(dq, inverse());
-        warpgroup_gradient::add_rows(dq, sum_gmem, piece * warpgroup::LINE_COLUMNS, ni);
+        const int begin = SHARES_KEYS ? share_k.begin : 0;
+        warpgroup_gradient::add_rows(dq, sum_gmem, line * warpgroup::LINE_COLUMNS, begin, ni);
       }
       arch::wait_products<0>();
       arch::take_product(dv);
@@ -440,11 +458,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (MAY_MASK && ADDS_DQ && careful) {
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
         warpgroup_gradient::restore_keys(
-            memory::rows(p.k, known_smem->entry, known_smem->h_kv, true),
-            known_smem->j0 + own * warpgroup::ROWS_OF, known_smem->nj - own * warpgroup::ROWS_OF,
-            own_k_smem);
+            memory::rows(p.k, known_smem->entry, known_smem->h_kv, true), known_smem->j0,
+            known_smem->nj, k_smem);
         arch::publish_shared();
-        arch::meet_at(own_barrier, warpgroup::THREADS_OF);  // the keys as they came
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys as they came
       }
       warpgroup::release(empty(queries, stage));
     }
@@ -455,15 +472,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values, in whose place results go
   if constexpr (STORAGE == 0) matmul::scale(dk, inverse());
   const layout::Entry& entry = known_smem->entry;
-  const int row = 16 * warp;
-  warpgroup_gradient::store_rows<D>(
-      dk, p.dk, p.kind_dk != number::STORAGE_KIND,
-      layout::offset(p.dk, entry, known_smem->h_kv, true) + (known_smem->j0 + row) * p.dk.row,
-      known_smem->nj - row, static_cast<float>(p.scale), k_smem + row * K_ROW_BYTES);
-  warpgroup_gradient::store_rows<D_V>(
-      dv, p.dv, p.kind_dv != number::STORAGE_KIND,
-      layout::offset(p.dv, entry, known_smem->h_kv, true) + (known_smem->j0 + row) * p.dv.row,
-      known_smem->nj - row, HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f,
-      v_smem + row * V_ROW_BYTES);
+  const int h_kv = known_smem->h_kv, nj = known_smem->nj;
+  const long long j0 = known_smem->j0;
+  const bool wide_k = p.kind_dk != number::STORAGE_KIND, wide_v = p.kind_dv != number::STORAGE_KIND;
+  const long long dk_offset = layout::offset(p.dk, entry, h_kv, true) + j0 * p.dk.row;
+  const long long dv_offset = layout::offset(p.dv, entry, h_kv, true) + j0 * p.dv.row;
+  warpgroup_gradient::put_rows<D>(dk, corner.row, share_k.first, share_k.begin, p.dk, wide_k,
+                                  dk_offset, nj, static_cast<float>(p.scale), k_smem);
+  warpgroup_gradient::put_rows<D_V>(dv, corner.row, share_v.first, share_v.begin, p.dv, wide_v,
+                                    dv_offset, nj,
+                                    HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the results, which other threads wrote
+  const int thread = threadIdx.x;
+  if (!wide_k) {
+    fragment::copy_out<D>(p.dk, dk_offset, BLOCK_KV, nj, thread, CONSUMER_THREADS, k_smem);
+  }
+  if (!wide_v) {
+    fragment::copy_out<D_V>(p.dv, dv_offset, BLOCK_KV, nj, thread, CONSUMER_THREADS, v_smem);
+  }
   tile::count_tiles(p, visited);
 }

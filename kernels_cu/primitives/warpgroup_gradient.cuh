@@ -12,6 +12,27 @@ namespace warpgroup_gradient {
 constexpr int CONSUMER_THREADS = THREADS - warpgroup::THREADS_OF;  // those that compute
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / arch::WARP_SIZE;
 
+// -- who computes what ----------------------------------------------------------------------------
+
+// Warpgroups have 64 keys each, and all columns of their dk and dv; or wide heads' 64 keys
+// together, half of a tile's queries, and half of the columns.
+constexpr bool SHARES_KEYS = BLOCK_KV == warpgroup::ROWS_OF;
+
+// A warpgroup's columns, by lines of 64. Of an odd number the one between belongs to the first
+// warpgroup, and the other one computes it, too.
+template <int WIDTH>
+struct Share {
+  static constexpr int LINES = fragment::row_bytes(WIDTH) / warpgroup::LINE_BYTES;
+  static constexpr int EACH = SHARES_KEYS ? (LINES + 1) / 2 : LINES;
+  static constexpr int COLUMNS = EACH * warpgroup::LINE_COLUMNS / 4;  // of a thread
+  int line, first, begin;  // the first line and its first column, and that which is its own
+
+  __device__ __forceinline__ explicit Share(int own)
+      : line(SHARES_KEYS && own > 0 ? LINES - EACH : 0),
+        first(line * warpgroup::LINE_COLUMNS),
+        begin(SHARES_KEYS ? own * EACH * warpgroup::LINE_COLUMNS : 0) {}
+};
+
 // -- tiles that pass by ---------------------------------------------------------------------------
 
 // A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
@@ -141,16 +162,18 @@ __device__ __forceinline__ void narrow_kept(const float (&p)[2][COLUMNS],
 
 // -- dS -------------------------------------------------------------------------------------------
 
-// Writes a thread's words to a tile in shared memory: a slab for 64 queries, whose rows are keys.
+// Writes a thread's words, from its first key and query on, to a tile in shared memory: 64 queries,
+// and rows that are keys.
 template <int WORDS>
-__device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS], int key,
+__device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS],
+                                            const fragment_gradient::Corner& corner,
                                             char* tile_smem) {
 #pragma unroll
   for (int n = 0; n < WORDS; ++n) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int at = n / 8 * BLOCK_KV * warpgroup::LINE_BYTES +
-                     fragment::place<warpgroup::LINE_BYTES>(key + 8 * r, n % 8);
+      const int at =
+          fragment::place<warpgroup::LINE_BYTES>(corner.row + 8 * r, corner.column / 8 + n);
       *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) = words[r][n];
     }
   }
@@ -165,17 +188,20 @@ __device__ __forceinline__ int place_of_sum(int row, int column) {
          column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
 }
 
-// Adds a warpgroup's 64 queries by 64 columns from `column` on; `valid` queries exist from there.
-__device__ __forceinline__ void add_rows(const float (&dq)[2][16], float* to_gmem, int column,
-                                         int valid) {
+// Adds a warpgroup's 64 queries by columns from `column` on, but for those before `begin`; `valid`
+// queries exist.
+template <int COLUMNS>
+__device__ __forceinline__ void add_rows(const float (&dq)[2][COLUMNS], float* to_gmem, int column,
+                                         int begin, int valid) {
   const int row = threadIdx.x % warpgroup::THREADS_OF / arch::WARP_SIZE * 16;
   float* const lane_gmem = to_gmem + place_of_sum(row, column) + 4 * arch::lane_index();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (row + 8 * r >= valid) break;
 #pragma unroll
-    for (int n = 0; n < 16; n += 4) {
+    for (int n = 0; n < COLUMNS; n += 4) {
       if (column + 4 * n >= fragment::whole_columns(D)) break;
+      if (column + 4 * n < begin) continue;
       arch::add_four(lane_gmem + r * fragment_product::GROUP_SIZE<D> + n / 4 * 128, dq[r][n],
                      dq[r][n + 1], dq[r][n + 2], dq[r][n + 3]);
     }
@@ -204,24 +230,20 @@ __device__ __forceinline__ storage_t& element(char* tile_smem, int row, int colu
   return reinterpret_cast<storage_t*>(tile_smem + at)[column % STORED_VECTOR];
 }
 
-// A thread's first key.
-__device__ __forceinline__ int thread_key() {
-  return threadIdx.x / arch::WARP_SIZE * 16 + fragment::lane_row();
-}
-
 // c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
-// which the weights `seen` tell: the product leaves them to this. Rows of a and `seen` are keys.
+// which the weights `seen` tell: the product leaves them to this. Rows of a and `seen` are keys, of
+// which the thread's first is `key`.
 template <int COLUMNS>
-__device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], char* a_smem, char* seen_smem,
-                                              char* b_smem) {
+__device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], int key, char* a_smem,
+                                              char* seen_smem, char* b_smem) {
 #pragma unroll 1
   for (int k = 0; k < BLOCK_Q; ++k) {
     float weight[2];
     bool takes_part[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      weight[r] = number::widen(element<BLOCK_KV>(a_smem, thread_key() + 8 * r, k));
-      takes_part[r] = element<BLOCK_KV>(seen_smem, thread_key() + 8 * r, k) != 0x8000;
+      weight[r] = number::widen(element<BLOCK_KV>(a_smem, key + 8 * r, k));
+      takes_part[r] = element<BLOCK_KV>(seen_smem, key + 8 * r, k) != 0x8000;
     }
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
@@ -275,44 +297,45 @@ __device__ __forceinline__ void clear_rows(char* tile_smem, int valid) {
   }
 }
 
-// Copies a warpgroup's keys again.
+// Copies the block's keys again, by all threads that compute.
 __device__ __forceinline__ void restore_keys(const memory::Rows& from, long long first, int valid,
                                              char* k_smem) {
 #pragma unroll 1
-  for (int n = threadIdx.x % warpgroup::THREADS_OF; n < warpgroup::ROWS_OF * D;
-       n += warpgroup::THREADS_OF) {
+  for (int n = threadIdx.x; n < BLOCK_KV * D; n += CONSUMER_THREADS) {
     const int row = n / D, column = n % D;
-    element<warpgroup::ROWS_OF>(k_smem, row, column) =
+    element<warpgroup::ROWS_OF>(
+        k_smem + row / warpgroup::ROWS_OF * warpgroup::ROWS_OF * fragment::row_bytes(D),
+        row % warpgroup::ROWS_OF, column) =
         row < valid ? from.data[(first + row) * from.row + column * from.col] : storage_t(0);
   }
 }
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes a warp's rows of a result of WIDTH columns, times a factor, as elements of the storage
-// type by way of shared memory that is the warp's own, or where `wide` as the accumulator's.
+// Writes a thread's part of a result of WIDTH columns, times a factor: from row `key` of the block
+// and column `first` on, but for columns before `begin`. They go to rows of the storage type in
+// shared memory, or where `wide` as the accumulator's type to the array; `valid` rows exist.
 template <int WIDTH, int COLUMNS>
-__device__ __forceinline__ void store_rows(const float (&result)[2][COLUMNS], const Operand& to,
-                                           bool wide, long long offset, int valid, float factor,
-                                           char* rows_smem) {
-  if (!wide) {
-    const float factors[2] = {factor, factor};
-    fragment::put_rows<WIDTH>(fragment::Kind(), result, factors, rows_smem);
-    __syncwarp();  // the warp's rows, which its lanes wrote
-    fragment::copy_out<WIDTH>(to, offset, 16, valid, arch::lane_index(), arch::WARP_SIZE,
-                              rows_smem);
-    return;
-  }
+__device__ __forceinline__ void put_rows(const float (&result)[2][COLUMNS], int key, int first,
+                                         int begin, const Operand& to, bool wide, long long offset,
+                                         int valid, float factor, char* rows_smem) {
   float* const data = reinterpret_cast<float*>(to.data) + offset;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = 8 * r + fragment::lane_row();
+    const int row = key + 8 * r;
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      const int column = 8 * (n / 2) + fragment::lane_column() + n % 2;
-      if (row < valid && column < WIDTH) {
-        data[row * to.row + column * to.col] = result[r][n] * factor;
+    for (int n = 0; n < COLUMNS; n += 2) {
+      const int column = first + 8 * (n / 2) + fragment::lane_column();
+      const float low = result[r][n] * factor, high = result[r][n + 1] * factor;
+      if (column < begin) continue;
+      if (!wide) {
+        const int at = fragment::place<fragment::row_bytes(WIDTH)>(row, column / 8);
+        *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
+            number::narrow_pair(low, high);
+        continue;
       }
+      if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = low;
+      if (row < valid && column + 1 < WIDTH) data[row * to.row + (column + 1) * to.col] = high;
     }
   }
 }
