@@ -175,9 +175,7 @@ def backward(
     if plan is None and tensor_tiles.serves_backward(problem, target.capability):
         hopper = kernel == "dkdv" and target.capability == tensor_tiles.HOPPER
         if hopper and not _hopper_obstacle(target, obstacle):
-            tiles = tensor_tiles.fit_backward_hopper(problem.d, problem.d_v)
-            if tiles is not None:
-                return "backward_sm90_dkdv", tiles
+            return "backward_sm90_dkdv", tensor_tiles.fit_backward_hopper(problem.d, problem.d_v)
         name = f"backward_sm80_{kernel}"
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from . import operands, params, target, tensor_maps, tensor_tiles
+from . import operands, params, target, tensor_maps
 from .operands import Lead
 from .problem import Array, Call
 from .tensor_maps import TensorMap
@@ -27,9 +27,15 @@ def _padding(d: int, d_v: int) -> float:
     return (scores + -(-d_v // 64) * 64) / (scores + -(-d_v // 16) * 16)
 
 
+def _line(d: int, d_v: int) -> int:
+    """Columns that backward_sm90_dkdv computes at a time; of wide heads in two warpgroups."""
+    return 64 if max(d, d_v) <= 128 else 128
+
+
 def _backward_padding(d: int, d_v: int) -> float:
-    """Return the same of backward_sm80_dkdv: scores and dP as they are, dv, dk and dq by 64."""
-    wide, wide_v = (-(-n // 64) * 64 for n in (d, d_v))
+    """Return the same of backward_sm80_dkdv: scores and dP as they are, dv, dk and dq by lines."""
+    line = _line(d, d_v)
+    wide, wide_v = (-(-n // line) * line for n in (d, d_v))
     own, own_v = (-(-n // 16) * 16 for n in (d, d_v))
     return (own + own_v + 2 * wide + wide_v) / (3 * own + 2 * own_v)
 
@@ -112,10 +118,9 @@ def backward_obstacle(call: Call, do: Array, lead: Lead, size: int) -> str | Non
         return f"it is for {SHORTEST} queries and keys or more"
     if size + _MAPS_BYTES > params.MAX_BYTES:
         return "its mask and scores read too many arrays or numbers"
-    if tensor_tiles.fit_backward_hopper(problem.d, problem.d_v) is None:
-        return f"head sizes {problem.d} and {problem.d_v} are too large for it"
-    if _backward_padding(problem.d, problem.d_v) > MOST_PADDING:
-        return f"it computes columns by 64, which {problem.d} and {problem.d_v} are too far from"
+    d, d_v = problem.d, problem.d_v
+    if _backward_padding(d, d_v) > MOST_PADDING:
+        return f"it computes columns by {_line(d, d_v)}, which {d} and {d_v} are too far from"
     return _uncopied({"q": call.q, "k": call.k, "v": call.v, "d_out": do}, lead)
 
 

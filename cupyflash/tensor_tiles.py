@@ -130,12 +130,10 @@ def backward_sm90_dkdv(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     return Tiles(block_q, block_kv, 384, shared)
 
 
-def fit_backward_hopper(d: int, d_v: int) -> Tiles | None:
-    """Return the tiles of backward_sm90_dkdv.cu, or None for heads that are too large."""
-    for largest, sizes in BACKWARD_HOPPER.items():
-        if max(d, d_v) <= largest:
-            return backward_sm90_dkdv(*sizes, d, d_v)
-    return None
+def fit_backward_hopper(d: int, d_v: int) -> Tiles:
+    """Return the tiles of backward_sm90_dkdv.cu."""
+    largest = next(most for most in BACKWARD_HOPPER if max(d, d_v) <= most)
+    return backward_sm90_dkdv(*BACKWARD_HOPPER[largest], d, d_v)
 
 
 # The same of the backward, with stages that the operand that passes by is copied to.

@@ -54,8 +54,8 @@ HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
     ((64, 64), "causal", False),
     ((96, 104), "everything", True),
     ((128, 128), "alibi", False),
-    ((40, 72), "segments", True),
-    ((128, 64), "softcap", False),
+    ((256, 256), "segments", False),
+    ((192, 128), "softcap", True),
 ]
 
 

@@ -54,6 +54,23 @@ def run(q, k, v, do, deterministic=False, schedule=REVERSE, read=build.read, **o
     return made[:3], int(visited[0])
 
 
+def run_packed(
+    q, k, v, do, offsets_q, offsets_k, deterministic, schedule, read=build.read, **options
+):
+    """The same of packed sequences, without the count."""
+    out, lse = np.zeros_like(do), np.zeros(do.shape[:-1], np.float32)
+    ends = zip(*(itertools.pairwise(x) for x in (offsets_q, offsets_k)), strict=True)
+    for (i, i_end), (j, j_end) in ends:
+        if i < i_end and j < j_end:
+            saved = attend(q[:, i:i_end], k[:, j:j_end], v[:, j:j_end], **options)
+            out[:, i:i_end], lse[:, i:i_end] = saved.out, saved.lse
+    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, True, **options)
+    made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
+    emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
+    emulator.backward(call, do, out, lse, None, made)
+    return made
+
+
 def worst(q, k, v, do, made, **options):
     precision = Precision.of(q.dtype, tensor_cores=True)
     bound = backward_bound(do, q, k, v, precision=precision, block_kv=64, **options)
@@ -72,6 +89,8 @@ PROBLEMS = {
     "window": (2, 2, 200, 200, 128, 72, {"mask": masks.window(9, 2)}, 12),
     "scores": (1, 1, 70, 150, 128, 128, {"bias": BIAS, "score_mod": scores.softcap(3.0)}, 4),
     "dropout": (2, 1, 70, 150, 16, 16, {"dropout": 0.3, "seed": 7, "scale": -0.3}, 8),
+    "wide": (1, 1, 70, 130, 256, 256, {}, 6),
+    "odd": (1, 1, 130, 65, 192, 136, {"mask": masks.causal()}, 3),
     "everything": (
         2, 1, 70, 150, 128, 128,
         {"mask": masks.causal(), "bias": BIAS, "dropout": 0.2, "seed": 3, "score_mod":
@@ -116,19 +135,11 @@ def test_packed_sequences(dtype, deterministic):
     mask = masks.causal()
     q, k, v, do = draw(dtype, (2, 170, 72), (1, 290, 72), (1, 290, 64), (2, 170, 64), seed=2)
     q[:, 110:], k[:, 160:], v[:, 160:], do[:, 110:] = np.nan, np.inf, np.nan, np.inf
-    call = validate.varlen_call(q, k, v, *offsets, True, mask=mask)
-    out, lse = np.zeros_like(do), np.zeros(do.shape[:-1], np.float32)
-    parts = []
-    for (i, i_end), (j, j_end) in zip(*(itertools.pairwise(x) for x in offsets), strict=True):
-        own = q[:, i:i_end], k[:, j:j_end], v[:, j:j_end]
-        parts.append((slice(i, i_end), slice(j, j_end), own))
-        if i < i_end and j < j_end:
-            saved = attend(*own, mask=mask)
-            out[:, i:i_end], lse[:, i:i_end] = saved.out, saved.lse
-    made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
-    emulator = Emulator(Blocks(hopper=True), randomly(1), deterministic=deterministic)
-    emulator.backward(call, do, out, lse, None, made)
-    for rows, keys, own in parts[:3]:
+    made = run_packed(q, k, v, do, *offsets, deterministic, randomly(1), mask=mask)
+    ends = zip(*(itertools.pairwise(x) for x in offsets), strict=True)
+    for (i, i_end), (j, j_end) in itertools.islice(ends, 3):
+        rows, keys = slice(i, i_end), slice(j, j_end)
+        own = q[:, rows], k[:, keys], v[:, keys]
         found = made.dq[:, rows], made.dk[:, keys], made.dv[:, keys]
         if all(x.size for x in own):
             assert worst(*own, do[:, rows], found, mask=mask) <= 1
@@ -168,8 +179,9 @@ def test_ds_of_any_size(deterministic, order):
 @emulated
 @EACH_TYPE
 @MODES
-def test_masked_queries_and_keys_change_no_bit(dtype, deterministic):
-    q, k, v, do = draw(dtype, *[(2, 130, 72)] * 4)
+@pytest.mark.parametrize("d", [72, 192])
+def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d):
+    q, k, v, do = draw(dtype, *[(1, 130, d)] * 4)
     mask = masks.mask(lambda b, h, i, j: (j <= i) & (i != 50) & (j != 3))
     results = []
     for bad in (0, np.nan, np.inf):
@@ -184,13 +196,14 @@ def test_masked_queries_and_keys_change_no_bit(dtype, deterministic):
 @MODES
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 def test_what_is_not_finite_spoils_what_sees_it(deterministic, where):
-    arrays = dict(zip(("q", "k", "v", "do"), draw(HALF, *[(1, 130, 64)] * 4), strict=True))
+    d = 256 if where in ("k", "do") else 64
+    arrays = dict(zip(("q", "k", "v", "do"), draw(HALF, *[(1, 130, d)] * 4), strict=True))
     arrays[where][0, 40, 5] = np.nan
     made, _ = run(*arrays.values(), deterministic, mask=masks.causal())
     spoilt = {name: np.isnan(x[0]) for name, x in zip(("dq", "dk", "dv"), made, strict=True)}
     if where in ("q", "do"):  # query 40 and the keys that it sees
         assert spoilt["dq"][40].all()
-        assert spoilt["dq"].sum() == 64
+        assert spoilt["dq"].sum() == d
         assert spoilt["dk"][:41].all()
         assert not spoilt["dk"][41:].any()
         seen = spoilt["dv"][:41] if where == "q" else spoilt["dv"][:41, 5]
@@ -217,12 +230,14 @@ def everything(read, schedule):
     """Run what meets every wait: dS that outgrows its unit, masks, and values not finite."""
     q, k, v, do = draw(HALF, (4, 200, 128), *[(1, 140, 128)] * 2, (4, 200, 128))
     do[:, 64:] *= HALF.type(1000)
-    run(q, k, v, do, schedule=schedule, read=read)
-    do[:, 150] = np.inf
-    for dtype in (HALF, BRAIN):
-        arrays = [x.astype(dtype) for x in (q, k, v, do)]
-        arrays[1][:, 3] = np.nan
-        run(*arrays, schedule=schedule, read=read, mask=masks.causal())
+    options = {"schedule": schedule, "read": read}
+    run(q, k, v, do, **options)
+    do[:, 150], k[:, 3] = np.inf, np.nan
+    for dtype, d, deterministic in ((BRAIN, 64, False), (HALF, 192, False), (BRAIN, 64, True)):
+        arrays = (np.tile(x, 2)[..., :d].astype(dtype) for x in (q, k, v, do))
+        run(*arrays, deterministic, mask=masks.causal(), **options)
+    arrays = (x[..., :64].astype(BRAIN) for x in (q, k, v))
+    run_packed(*arrays, do[..., :64].astype(BRAIN), [0, 70, 200], [0, 30, 140], False, **options)
 
 
 @emulated
@@ -267,14 +282,14 @@ def test_which_kernels_are_launched():
     everything = {"mask": masks.causal(), "score_mod": scores.softcap(3.0), "dropout": 0.1,
                   "seed": 1}  # fmt: skip
     assert launches(**everything)[1].special.kernel == "backward_sm90_dkdv"
-    for d in (48, 64, 96, 128):
+    for d in (48, 64, 96, 128, 192, 256):
         made = launches(d=d)[1]
         assert [x.name for x in made.maps] == ["q", "k", "v", "d_out"]
-        assert [x.rows for x in made.maps] == [made.special.tiles.block_q, 64, 64, 64]
-        assert made.special.tiles.shared_memory <= SHARED_MEMORY["sm_90"]
+        assert [x.rows for x in made.maps] == [64] * 4
+        assert made.special.tiles.block_kv == (128 if d <= 128 else 64)
     gap = np.zeros((2, 512, 68), HALF)[..., :64]
     for other in ({"arch": "sm_80"}, {"arch": "sm_100"}, {"lacks": "NVRTC"}, {"length": 511},
-                  {"d": 60}, {"d": 20}, {"do": gap}):  # fmt: skip
+                  {"d": 60}, {"d": 20}, {"d": 136}, {"do": gap}):  # fmt: skip
         assert launches(**other)[1].special.kernel == "backward_sm80_dkdv"
 
 
@@ -307,9 +322,10 @@ def test_what_it_cannot_serve(shape, do, size, words):
 
 
 def test_its_tiles_fit():
-    for d in range(1, 257):
-        tiles = tensor_tiles.fit_backward_hopper(d, d)
-        assert tiles is None or tiles.shared_memory <= SHARED_MEMORY["sm_90"]
+    for d in range(1, tensor_tiles.largest_head(HALF) + 1):
+        for d_v in (1, d, 256):
+            tiles = tensor_tiles.fit_backward_hopper(d, d_v)
+            assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
     problem = validate.call(*[np.zeros((1, 64), HALF)] * 3).problem
     gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
     assert config.backward("dkdv", problem, gpu, False)[0] == "backward_sm80_dkdv"

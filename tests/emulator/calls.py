@@ -55,9 +55,7 @@ class Blocks:
     ) -> tuple[str, Tiles]:
         """Return the kernel of a part of the backward, and its tiles."""
         if self.hopper and part == "dkdv" and problem.dtype.itemsize == 2 and not obstacle:
-            tiles = tensor_tiles.fit_backward_hopper(problem.d, problem.d_v)
-            assert tiles is not None
-            return "backward_sm90_dkdv", tiles
+            return "backward_sm90_dkdv", tensor_tiles.fit_backward_hopper(problem.d, problem.d_v)
         if self.tensor and tensor_tiles.serves_backward(problem, tensor_tiles.OLDEST_CAPABILITY):
             kernel = f"backward_sm80_{part}"
             return kernel, self.gradient_tiles(kernel, problem)
