@@ -358,15 +358,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
 
       // 6 accumulate dv and dk
-      const unsigned int do_lines = do_stage + share_v.line * LINE_BYTES;
-      const unsigned int q_lines = q_stage + share_k.line * LINE_BYTES;
-      const arch::Described d_out = warpgroup::describe(do_lines, LINE_BYTES);
-      const arch::Described q = warpgroup::describe(q_lines, LINE_BYTES);
+      const auto lines_of = [](unsigned int tile_address, int line) {
+        return warpgroup::describe(tile_address + line * LINE_BYTES, LINE_BYTES);
+      };
       if constexpr (SHARES_KEYS) {
         warpgroup_gradient::store_words(weights, corner, p_smem);
       } else {
         arch::fence_products();
-        warpgroup::multiply_add<QUERIES>(dv, weights, d_out);
+        warpgroup::multiply_add<QUERIES>(dv, weights, lines_of(do_stage, share_v.line));
         arch::commit_products();
       }
       const auto store = [&] {
@@ -439,10 +438,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       if constexpr (SHARES_KEYS) {
         const unsigned int p_address = arch::shared_address(p_smem);
-        warpgroup::multiply_add<BLOCK_Q>(dv, warpgroup::describe(p_address, 0), d_out);
-        warpgroup::multiply_add<BLOCK_Q>(dk, warpgroup::describe(ds_address, 0), q);
+        warpgroup::multiply_add<BLOCK_Q>(dv, warpgroup::describe(p_address, 0),
+                                         lines_of(do_stage, share_v.line));
+        warpgroup::multiply_add<BLOCK_Q>(dk, warpgroup::describe(ds_address, 0),
+                                         lines_of(q_stage, share_k.line));
       } else {
-        warpgroup::multiply_add<QUERIES>(dk, ds, q);
+        warpgroup::multiply_add<QUERIES>(dk, ds, lines_of(q_stage, share_k.line));
       }
       arch::commit_products();
       if constexpr (ADDS_DQ) {

@@ -167,10 +167,9 @@ ONLY_CUDA = {
         "P and dS by warpgroups": "hide_pairs narrow_kept",
         "sums of dq in global memory": "place_of_sum add_rows",
         "values that are not finite, added without pairs that take no part": (
-            "all_finite element thread_key add_nonfinite add_nonfinite_keys clear_nonfinite "
-            "restore_keys"
+            "all_finite element add_nonfinite add_nonfinite_keys clear_nonfinite restore_keys"
         ),
-        "boxes of packed arrays; results by way of shared memory": "clear_rows store_rows",
+        "boxes of packed arrays; results by way of shared memory": "clear_rows put_rows",
     },
     "primitives/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (
