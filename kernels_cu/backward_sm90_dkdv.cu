@@ -23,14 +23,14 @@
 
 namespace {
 
+using warpgroup_gradient::CONSUMER_THREADS;
 using warpgroup_gradient::CONSUMER_WARPS;
 using warpgroup_gradient::NO_TILE;
 using warpgroup_gradient::Share;
 using warpgroup_gradient::SHARES_KEYS;
 using warpgroup_gradient::Span;
 
-constexpr int CONSUMERS = warpgroup_gradient::CONSUMER_THREADS / warpgroup::THREADS_OF;
-constexpr int CONSUMER_THREADS = CONSUMERS * warpgroup::THREADS_OF;
+constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::THREADS_OF;
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::ROWS_OF;
 constexpr int QUERIES =
     SHARES_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;  // whose scores a warpgroup has
@@ -45,8 +45,8 @@ constexpr int V_BYTES = warpgroup::ROWS_OF * V_ROW_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
 constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
 constexpr int STAGES = 2;
-// Of dq a warpgroup has its share, or a line; of a single line each adds what its own keys give.
-constexpr bool SHARES_LINE = !SHARES_KEYS && Share<D>::LINES == 1;
+// Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
+constexpr bool TAKES_TURNS = !SHARES_KEYS && Share<D>::LINES == 1;
 constexpr int COLUMNS_Q = SHARES_KEYS ? Share<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
 // Barriers of places in shared memory: what is there has come, and has been read.
@@ -301,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       const auto begin_dp = [&] {
         warpgroup::wait(full_d_out(stage), parity);
-        arch::fence_products();
+        if constexpr (HAS_SCORE) arch::fence_products();
         warpgroup::multiply<D_V, BLOCK_Q>(dp, v, warpgroup::describe(do_stage + own_rows, 0));
         arch::commit_products();
       };
@@ -425,33 +425,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the same, now finite
       }
       float dq[2][COLUMNS_Q];
-      const int line = SHARES_KEYS ? share_k.line : SHARES_LINE ? 0 : own;
-      const unsigned int ds_address = arch::shared_address(own_ds_smem);
-      arch::fence_products();
-      if constexpr (ADDS_DQ) {
-        const int first = SHARES_LINE ? own : 0;  // of the keys, by 64
-        warpgroup::multiply_transposed<SHARES_LINE ? warpgroup::ROWS_OF : BLOCK_KV>(
-            dq, warpgroup::describe(ds_address + first * LINE_BYTES, 0),
-            warpgroup::describe(k_address + first * K_BYTES + line * LINE_BYTES, LINE_BYTES),
-            K_BYTES);
+      const int line = SHARES_KEYS ? share_k.line : TAKES_TURNS ? 0 : own;
+      const arch::Described ds_described =
+          warpgroup::describe(arch::shared_address(own_ds_smem), 0);
+      const auto begin_dq = [&] {
+        warpgroup::multiply_transposed<BLOCK_KV>(dq, ds_described, lines_of(k_address, line),
+                                                 K_BYTES);
         arch::commit_products();
-      }
+      };
+      const auto add_dq = [&] {
+        arch::take_product(dq);
+        if constexpr (STORAGE == 0) matmul::scale(dq, inverse());
+        warpgroup_gradient::add_rows(dq, sum_gmem, line * warpgroup::LINE_COLUMNS, share_k.begin,
+                                     ni);
+      };
+      arch::fence_products();
+      if constexpr (ADDS_DQ && !TAKES_TURNS) begin_dq();
       if constexpr (SHARES_KEYS) {
-        const unsigned int p_address = arch::shared_address(p_smem);
-        warpgroup::multiply_add<BLOCK_Q>(dv, warpgroup::describe(p_address, 0),
-                                         lines_of(do_stage, share_v.line));
-        warpgroup::multiply_add<BLOCK_Q>(dk, warpgroup::describe(ds_address, 0),
-                                         lines_of(q_stage, share_k.line));
+        const arch::Described p_described = warpgroup::describe(arch::shared_address(p_smem), 0);
+        warpgroup::multiply_add<BLOCK_Q>(dv, p_described, lines_of(do_stage, share_v.line));
+        warpgroup::multiply_add<BLOCK_Q>(dk, ds_described, lines_of(q_stage, share_k.line));
       } else {
         warpgroup::multiply_add<QUERIES>(dk, ds, lines_of(q_stage, share_k.line));
       }
       arch::commit_products();
-      if constexpr (ADDS_DQ) {
+      if constexpr (ADDS_DQ && !TAKES_TURNS) {
         arch::wait_products<1>();
-        arch::take_product(dq);
-        if constexpr (STORAGE == 0) matmul::scale(dq, inverse());
-        const int begin = SHARES_KEYS ? share_k.begin : 0;
-        warpgroup_gradient::add_rows(dq, sum_gmem, line * warpgroup::LINE_COLUMNS, begin, ni);
+        add_dq();
+      } else if (ADDS_DQ && stage == own) {
+        arch::fence_products();
+        begin_dq();
+        arch::wait_products<0>();
+        add_dq();
       }
       arch::wait_products<0>();
       arch::take_product(dv);

@@ -233,9 +233,12 @@ def everything(read, schedule):
     options = {"schedule": schedule, "read": read}
     run(q, k, v, do, **options)
     do[:, 150], k[:, 3] = np.inf, np.nan
-    for dtype, d, deterministic in ((BRAIN, 64, False), (HALF, 192, False), (BRAIN, 64, True)):
+    changed = {"score_mod": scores.softcap(30.0)}
+    for dtype, d, deterministic, more in (
+        (BRAIN, 64, False, {}), (HALF, 192, False, changed), (BRAIN, 64, True, {})
+    ):  # fmt: skip
         arrays = (np.tile(x, 2)[..., :d].astype(dtype) for x in (q, k, v, do))
-        run(*arrays, deterministic, mask=masks.causal(), **options)
+        run(*arrays, deterministic, mask=masks.causal(), **options, **more)
     arrays = (x[..., :64].astype(BRAIN) for x in (q, k, v))
     run_packed(*arrays, do[..., :64].astype(BRAIN), [0, 70, 200], [0, 30, 140], False, **options)
 
