@@ -366,7 +366,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       } else {
         arch::fence_products();
         warpgroup::multiply_add<QUERIES>(dv, weights, lines_of(do_stage, share_v.line));
-        arch::commit_products();
       }
       const auto store = [&] {
         fragment_gradient::narrow(dp, factor, ds);
@@ -402,8 +401,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       float* const sum_gmem =
           span.dq_sum + warpgroup_gradient::first_of(tile) * fragment::whole_columns(D);
       if (MAY_MASK && careful) {
-        arch::wait_products<0>();
-        arch::take_product(dv);
         if constexpr (SHARES_KEYS) {
           warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem,
                                             own_do_smem + share_v.line * LINE_BYTES);
