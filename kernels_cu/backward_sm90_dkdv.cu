@@ -149,8 +149,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::shed_registers<24>();
     const int warp = threadIdx.x / arch::WARP_SIZE % 4;
     const int lane = arch::lane_index();
-    // For every tile that is not EMPTY, when its stage was read.
-    const auto each_tile = [&](const auto& copy) {
+    // Of every tile that is not EMPTY: what comes before its stage was read, and then.
+    const auto each_tile = [&](const auto& prepare, const auto& copy) {
       unsigned int tile_number = 0;
 #pragma unroll 1
       for (unsigned int n = 0; n < known_smem->spans; ++n) {
@@ -159,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
         for (int tile = span.next_tile(span.first); tile != NO_TILE;
              tile = span.next_tile(tile / 4 + 1), ++tile_number) {
+          prepare(span, tile);
           warpgroup::wait(empty(queries, tile_number), parity_of(tile_number) ^ 1);
           copy(span, tile, stage_of(tile_number));
         }
@@ -177,22 +178,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
                                                        held);
       }
-      each_tile([&](const Span& span, int tile, int stage) {
-        const long long first = span.entry.start_q + warpgroup_gradient::first_of(tile);
-        arch::arrive_expecting(full(queries, stage), Q_BYTES);
-        warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
-                                          full(queries, stage));
-        arch::arrive_expecting(full_d_out(stage), DO_BYTES);
-        warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
-                                            first, full_d_out(stage));
-      });
+      each_tile([](const Span&, int) {},
+                [&](const Span& span, int tile, int stage) {
+                  const long long first = span.entry.start_q + warpgroup_gradient::first_of(tile);
+                  arch::arrive_expecting(full(queries, stage), Q_BYTES);
+                  warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q,
+                                                    first, full(queries, stage));
+                  arch::arrive_expecting(full_d_out(stage), DO_BYTES);
+                  warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map,
+                                                      span.d_out, first, full_d_out(stage));
+                });
     }
     if (warp == 1) {
-      each_tile([&](const Span& span, int tile, int stage) {
-        warpgroup_gradient::load_numbers(span, tile, known_smem->lse[stage],
-                                         known_smem->delta[stage]);
-        arch::arrive(full(queries, stage));
-      });
+      warpgroup_gradient::LaneNumbers numbers;
+      each_tile([&](const Span& span, int tile) { numbers.load(span, tile); },
+                [&](const Span&, int, int stage) {
+                  numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
+                  arch::arrive(full(queries, stage));
+                });
     }
     return;
   }

@@ -163,7 +163,7 @@ ONLY_CUDA = {
         "draws where pairs lie in fragments": "draw transpose",
         "P and dS in 16 bits, in shared memory": "narrow store_word store_words scale_words",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
-        "tiles that a block's copying warps are told of": "first_of load_numbers",
+        "tiles that a block's copying warps are told of": "first_of",
         "P and dS by warpgroups": "hide_pairs narrow_kept",
         "sums of dq in global memory": "place_of_sum add_rows",
         "values that are not finite, added without pairs that take no part": (

@@ -93,22 +93,33 @@ struct Span {
   }
 };
 
-// Loads lse and delta of a tile's queries to shared memory, by the lanes of a warp. An empty row
-// gets lse = inf, so that its p is 0; so do the rows beyond the last.
-__device__ __forceinline__ void load_numbers(const Span& span, int tile, float* lse_smem,
-                                             float* delta_smem) {
-  const int rows = span.rows_of(tile);
+// lse and delta of a tile's queries on their way to shared memory, by the lanes of a warp. An empty
+// row gets lse = inf, so that its p is 0; so do the rows beyond the last.
+struct LaneNumbers {
+  static constexpr int EACH = BLOCK_Q / arch::WARP_SIZE;
+  float lse[EACH], delta[EACH];
+
+  __device__ __forceinline__ void load(const Span& span, int tile) {
 #pragma unroll
-  for (int i = arch::lane_index(); i < BLOCK_Q; i += arch::WARP_SIZE) {
-    float lse = number::infinity(), delta = 0;
-    if (i < rows) {
-      lse = span.lse.data[(first_of(tile) + i) * span.lse.row];
-      delta = span.delta.data[(first_of(tile) + i) * span.delta.row];
+    for (int n = 0; n < EACH; ++n) {
+      const long long i = first_of(tile) + n * arch::WARP_SIZE + arch::lane_index();
+      lse[n] = number::infinity();
+      delta[n] = 0;
+      if (i < span.entry.len_q) {
+        lse[n] = span.lse.data[i * span.lse.row];
+        delta[n] = span.delta.data[i * span.delta.row];
+      }
     }
-    lse_smem[i] = lse == -number::infinity() ? number::infinity() : lse;
-    delta_smem[i] = delta;
   }
-}
+  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const int i = n * arch::WARP_SIZE + arch::lane_index();
+      lse_smem[i] = lse[n] == -number::infinity() ? number::infinity() : lse[n];
+      delta_smem[i] = delta[n];
+    }
+  }
+};
 
 // -- probabilities --------------------------------------------------------------------------------
 
