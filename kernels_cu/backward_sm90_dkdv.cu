@@ -11,13 +11,12 @@
 // The last warpgroup of a block copies: one thread begins to copy boxes of queries and do, and a
 // warp brings lse and delta. The others compute, each with 64 of the block's keys. Scores and dP
 // are keys by queries, so that P and dS lie in registers as left operands of the products with do
-// and q (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through shared memory, where a
-// warpgroup takes 64 queries of all keys, and 64 columns.
+// and q (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through shared memory. Wide
+// heads' warpgroups share 64 keys: P goes there, too, and each has half of the results' columns.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: the keys, the
 // values, the stages of queries, of do, of dS and P, what a block knows. BLOCK_KV is 128, or 64 for
-// wide heads, BLOCK_Q 64. Behind the parameters come the maps of q, k, v and
-// do.
+// wide heads, BLOCK_Q 64. Behind the parameters come the maps of q, k, v and do.
 #include "params.cuh"
 #include "primitives/warpgroup_gradient.cuh"
 

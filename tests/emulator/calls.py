@@ -54,7 +54,8 @@ class Blocks:
         self, part: str, problem: Problem, slope: bool, obstacle: str | None = "unknown"
     ) -> tuple[str, Tiles]:
         """Return the kernel of a part of the backward, and its tiles."""
-        if self.hopper and part == "dkdv" and problem.dtype.itemsize == 2 and not obstacle:
+        hopper = self.hopper and tensor_tiles.serves_backward(problem, tensor_tiles.HOPPER)
+        if hopper and part == "dkdv" and not obstacle:
             return "backward_sm90_dkdv", tensor_tiles.fit_backward_hopper(problem.d, problem.d_v)
         if self.tensor and tensor_tiles.serves_backward(problem, tensor_tiles.OLDEST_CAPABILITY):
             kernel = f"backward_sm80_{part}"
