@@ -94,7 +94,8 @@ struct Span {
 };
 
 // lse and delta of a tile's queries on their way to shared memory, by the lanes of a warp. An empty
-// row gets lse = inf, so that its p is 0; so do the rows beyond the last.
+// row gets lse = inf, so that its p is 0; so do the rows beyond the last. Where scores are not
+// changed, it is lse log2 e that p is made of.
 struct LaneNumbers {
   static constexpr int EACH = BLOCK_Q / arch::WARP_SIZE;
   float lse[EACH], delta[EACH];
@@ -115,7 +116,8 @@ struct LaneNumbers {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int i = n * arch::WARP_SIZE + arch::lane_index();
-      lse_smem[i] = lse[n] == -number::infinity() ? number::infinity() : lse[n];
+      const float own = lse[n] == -number::infinity() ? number::infinity() : lse[n];
+      lse_smem[i] = HAS_SCORE ? own : own * tile::LOG2_E;
       delta_smem[i] = delta[n];
     }
   }
@@ -123,14 +125,14 @@ struct LaneNumbers {
 
 // -- probabilities --------------------------------------------------------------------------------
 
-// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. `lse_smem` is that of the
-// thread's first query.
+// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. `lse_smem` is the latter
+// of the thread's first query.
 template <int COLUMNS>
 __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float* lse_smem,
                                              float c) {
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
-    const float offset = lse_smem[fragment_gradient::query_of<true>(0, n)] * tile::LOG2_E;
+    const float offset = lse_smem[fragment_gradient::query_of<true>(0, n)];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       s[r][n] = arch::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -offset)));
