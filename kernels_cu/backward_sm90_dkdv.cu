@@ -25,7 +25,7 @@ namespace {
 using warpgroup_gradient::CONSUMER_THREADS;
 using warpgroup_gradient::CONSUMER_WARPS;
 using warpgroup_gradient::NO_TILE;
-using warpgroup_gradient::Share;
+using warpgroup_gradient::OwnLines;
 using warpgroup_gradient::SHARES_KEYS;
 using warpgroup_gradient::Span;
 
@@ -45,8 +45,8 @@ constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
 constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
 constexpr int STAGES = 2;
 // Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
-constexpr bool TAKES_TURNS = !SHARES_KEYS && Share<D>::LINES == 1;
-constexpr int COLUMNS_Q = SHARES_KEYS ? Share<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
+constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
+constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
 // Barriers of places in shared memory: what is there has come, and has been read.
 struct Passing {
@@ -77,7 +77,8 @@ struct alignas(1024) Swizzled {
 
 static_assert(STORAGE < 2, "16-bit types");
 static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
-static_assert(SHARES_KEYS || (KEY_TILES == CONSUMERS && Share<D>::LINES <= CONSUMERS), "BLOCK_KV");
+static_assert(SHARES_KEYS || (KEY_TILES == CONSUMERS && OwnLines<D>::LINES <= CONSUMERS),
+              "BLOCK_KV");
 static_assert(SHARED_BYTES == KEY_TILES * (K_BYTES + V_BYTES) +
                                   STAGES * (Q_BYTES + DO_BYTES + (SHARES_KEYS ? 2 : 1) * DS_BYTES) +
                                   KNOWN_BYTES,
@@ -208,9 +209,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int key_tile = SHARES_KEYS ? 0 : own;
   const arch::Described k = warpgroup::describe(k_address + key_tile * K_BYTES, 0);
   const arch::Described v = warpgroup::describe(v_address + key_tile * V_BYTES, 0);
-  const Share<D> share_k(own);
-  const Share<D_V> share_v(own);
-  float dk[2][Share<D>::COLUMNS], dv[2][Share<D_V>::COLUMNS];
+  const OwnLines<D> share_k(own);
+  const OwnLines<D_V> share_v(own);
+  float dk[2][OwnLines<D>::COLUMNS], dv[2][OwnLines<D_V>::COLUMNS];
   matmul::clear(dk);
   matmul::clear(dv);
   // Of dS in 16 bits, as large as it can be at first.

@@ -21,13 +21,13 @@ constexpr bool SHARES_KEYS = BLOCK_KV == warpgroup::ROWS_OF;
 // A warpgroup's columns, by lines of 64. Of an odd number the one between belongs to the first
 // warpgroup, and the other one computes it, too.
 template <int WIDTH>
-struct Share {
+struct OwnLines {
   static constexpr int LINES = fragment::row_bytes(WIDTH) / warpgroup::LINE_BYTES;
   static constexpr int EACH = SHARES_KEYS ? (LINES + 1) / 2 : LINES;
   static constexpr int COLUMNS = EACH * warpgroup::LINE_COLUMNS / 4;  // of a thread
   int line, first, begin;  // the first line and its first column, and that which is its own
 
-  __device__ __forceinline__ explicit Share(int own)
+  __device__ __forceinline__ explicit OwnLines(int own)
       : line(SHARES_KEYS && own > 0 ? LINES - EACH : 0),
         first(line * warpgroup::LINE_COLUMNS),
         begin(SHARES_KEYS ? own * EACH * warpgroup::LINE_COLUMNS : 0) {}
