@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::wait_products<0>();
       arch::take_product(dp);
       if (MAY_MASK && masked && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
-      fragment_gradient::score_gradients<true>(p, masked, s, dp, delta_smem, kept, dp);
+      warpgroup_gradient::score_gradients(p, masked, s, dp, delta_smem, kept);
       if constexpr (!HAS_SCORE) warpgroup_gradient::narrow_kept(s, kept, weights);
       char* const own_q_smem = q_smem + stage * Q_BYTES;
       char* const own_do_smem = do_smem + stage * DO_BYTES;

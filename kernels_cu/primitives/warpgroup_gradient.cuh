@@ -153,6 +153,36 @@ __device__ __forceinline__ void hide_pairs(float (&p)[2][COLUMNS],
   }
 }
 
+// Makes products dP = do v into dS, of as many queries of a thread at a time as registers go.
+template <int COLUMNS>
+__device__ __forceinline__ void score_gradients(const Params& p, bool masked,
+                                                const float (&s)[2][COLUMNS],
+                                                float (&dp)[2][COLUMNS], const float* delta_smem,
+                                                const unsigned int (&kept)[2]) {
+  constexpr int AT_ONCE = HAS_SCORE || HAS_DROPOUT ? 4 : COLUMNS;
+#pragma unroll
+  for (int first = 0; first < COLUMNS; first += AT_ONCE) {
+    float own[2][AT_ONCE], change[2][AT_ONCE];
+    unsigned int own_kept[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      own_kept[r] = HAS_DROPOUT ? kept[r] >> first : 0;
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n) {
+        own[r][n] = s[r][first + n];
+        change[r][n] = dp[r][first + n];
+      }
+    }
+    const float* const from_smem = delta_smem + fragment_gradient::query_of<true>(0, first);
+    fragment_gradient::score_gradients<true>(p, masked, own, change, from_smem, own_kept, change);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n) dp[r][first + n] = change[r][n];
+    }
+  }
+}
+
 // Rounds probabilities after dropout to the storage type.
 template <int COLUMNS>
 __device__ __forceinline__ void narrow_kept(const float (&p)[2][COLUMNS],
