@@ -149,7 +149,12 @@ def forward(
 
 
 def backward(
-    kernel: str, problem: Problem, target: Target, slope: bool, plan: Plan | None = None
+    kernel: str,
+    problem: Problem,
+    target: Target,
+    slope: bool,
+    plan: Plan | None = None,
+    obstacle: str | None = UNKNOWN,
 ) -> tuple[str, Tiles]:
     """Return the kernel that serves a part of the backward on a device, and its tiles.
 
@@ -165,6 +170,8 @@ def backward(
         Whether scores are changed.
     plan : Plan, optional
         Another kernel and other tiles than the best ones.
+    obstacle : str, optional
+        Why backward_sm90_dkdv cannot serve the call, or None where it can.
 
     Raises
     ------
@@ -174,6 +181,9 @@ def backward(
     """
     _check_precision(problem, target)
     if plan is None and tensor_tiles.serves_backward(problem, target.capability):
+        hopper = kernel == "dkdv" and target.capability == tensor_tiles.HOPPER
+        if hopper and not _hopper_obstacle(target, obstacle):
+            return "backward_sm90_dkdv", tensor_tiles.fit_backward_hopper(problem.d, problem.d_v)
         name = f"backward_sm80_{kernel}"
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:

@@ -5,14 +5,21 @@ Pure functions of shapes, strides and where arrays begin within 16 bytes.
 
 from __future__ import annotations
 
-from . import operands, target, tensor_maps
+from collections.abc import Mapping
+
+import numpy as np
+
+from . import operands, params, target, tensor_maps
 from .operands import Lead
-from .problem import Call
+from .problem import Array, Call
 from .target import Target
 from .tensor_maps import TensorMap
 
 SHORTEST = 512  # queries, and keys: for fewer the smaller tiles of forward_sm80 are not slower
-MOST_PADDING = 1.25  # times the products that forward_sm80 computes
+MOST_PADDING = 1.25  # times the products that forward_sm80 or backward_sm80_dkdv computes
+
+_MAPS_BYTES = 5 * tensor_maps.BYTES  # of q, k, v and do, and what aligns them
+_SAID = {"d_out": "do"}  # what callers know an array by
 
 
 def _padding(d: int, d_v: int) -> float:
@@ -21,9 +28,50 @@ def _padding(d: int, d_v: int) -> float:
     return (scores + -(-d_v // 64) * 64) / (scores + -(-d_v // 16) * 16)
 
 
-def _sizes(call: Call, name: str, lead: Lead) -> tuple[int, ...]:
-    array = getattr(call, name)
+def _line(d: int, d_v: int) -> int:
+    """Columns that backward_sm90_dkdv computes at a time; of wide heads in two warpgroups."""
+    return 64 if max(d, d_v) <= 128 else 128
+
+
+def _backward_padding(d: int, d_v: int) -> float:
+    """Return the same of backward_sm80_dkdv: scores and dP as they are, dv, dk and dq by lines."""
+    line = _line(d, d_v)
+    wide, wide_v = (-(-n // line) * line for n in (d, d_v))
+    own, own_v = (-(-n // 16) * 16 for n in (d, d_v))
+    return (own + own_v + 2 * wide + wide_v) / (3 * own + 2 * own_v)
+
+
+def _sizes(array: Array, lead: Lead) -> tuple[int, ...]:
     return (*lead.sizes, *array.shape[-3:])
+
+
+def _uncopied(arrays: Mapping[str, Array], lead: Lead) -> str | None:
+    """Return in words which array's boxes cannot be copied, or None."""
+    for name, array in arrays.items():
+        why = tensor_maps.obstacle(
+            operands.operand(array, lead.strides[name]),
+            target.address(array),
+            _sizes(array, lead),
+        )
+        if why is not None:
+            return f"of {_SAID.get(name, name)}, {why}"
+    return None
+
+
+def _maps(
+    call: Call, arrays: Mapping[str, Array], lead: Lead, rows: Mapping[str, int]
+) -> tuple[TensorMap, ...]:
+    """Return the maps of arrays whose boxes have so many rows."""
+    return tuple(
+        tensor_maps.of(
+            name,
+            call.problem.dtype.name,
+            operands.operand(array, lead.strides[name]),
+            _sizes(array, lead),
+            rows[name],
+        )
+        for name, array in arrays.items()
+    )
 
 
 def obstacle(call: Call, lead: Lead | None = None) -> str | None:
@@ -42,19 +90,10 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
         return f"it is for {SHORTEST} queries and keys or more"
     if _padding(problem.d, problem.d_v) > MOST_PADDING:
         return f"it computes columns of v by 64, which {problem.d_v} are too far from"
+    arrays: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v}
     if lead is None:
-        arrays = {name: (getattr(call, name), 3) for name in ("q", "k", "v")}
-        lead = operands.lead_of(problem.lead, arrays)
-    for name in ("q", "k", "v"):
-        array = getattr(call, name)
-        why = tensor_maps.obstacle(
-            operands.operand(array, lead.strides[name]),
-            target.address(array),
-            _sizes(call, name, lead),
-        )
-        if why is not None:
-            return f"of {name}, {why}"
-    return None
+        lead = operands.lead_of(problem.lead, {name: (x, 3) for name, x in arrays.items()})
+    return _uncopied(arrays, lead)
 
 
 def besides(call: Call) -> str:
@@ -75,14 +114,30 @@ def grid(call: Call, jobs: int, facts: Target) -> int:
 
 def maps(call: Call, lead: Lead, block_kv: int) -> tuple[TensorMap, ...]:
     """Return the maps of q, k and v for a call without an obstacle."""
+    arrays: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v}
     rows = {"q": 64, "k": block_kv, "v": block_kv}  # a warpgroup's queries; a tile's keys
-    return tuple(
-        tensor_maps.of(
-            name,
-            call.problem.dtype.name,
-            operands.operand(getattr(call, name), lead.strides[name]),
-            _sizes(call, name, lead),
-            rows[name],
-        )
-        for name in rows
-    )
+    return _maps(call, arrays, lead, rows)
+
+
+def backward_obstacle(call: Call, do: Array, lead: Lead, size: int) -> str | None:
+    """Return in words why backward_sm90_dkdv cannot serve a call, whatever the device, or None.
+
+    `size` is that of its parameters in bytes; maps follow them.
+    """
+    problem = call.problem
+    longest = [int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k)]
+    if min(longest) < SHORTEST:
+        return f"it is for {SHORTEST} queries and keys or more"
+    if size + _MAPS_BYTES > params.MAX_BYTES:
+        return "its mask and scores read too many arrays or numbers"
+    d, d_v = problem.d, problem.d_v
+    if _backward_padding(d, d_v) > MOST_PADDING:
+        return f"it computes columns by {_line(d, d_v)}, which {d} and {d_v} are too far from"
+    return _uncopied({"q": call.q, "k": call.k, "v": call.v, "d_out": do}, lead)
+
+
+def backward_maps(call: Call, do: Array, lead: Lead, block_q: int) -> tuple[TensorMap, ...]:
+    """Return the maps of q, k, v and do for a backward without an obstacle."""
+    arrays: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v, "d_out": do}
+    rows = {"q": block_q, "k": 64, "v": 64, "d_out": block_q}  # a tile's; a warpgroup's keys
+    return _maps(call, arrays, lead, rows)

@@ -189,7 +189,7 @@ def served(capability: tuple[int, int]) -> str:
     oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
     if capability < tensor_tiles.OLDEST_CAPABILITY:
         return f"{said}; tensor cores are used from compute capability {oldest} on"
-    hopper = ("forward_sm90",) if capability == tensor_tiles.HOPPER else ()
+    hopper = ("forward_sm90", "backward_sm90_dkdv") if capability == tensor_tiles.HOPPER else ()
     half, single, double = map(tensor_tiles.largest_head, ("float16", "float32", "float64"))
     return (
         f"{said}; float16 and bfloat16 with heads up to {half} by the tensor "

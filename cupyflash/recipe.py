@@ -30,7 +30,7 @@ from .trees import trees
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
 SINK_THREADS = 512
-GROUP_ROWS, UNIT = 8, 16  # rows and columns that lie together in sums of dq
+GROUP_ROWS, UNIT, LANES = 8, 16, 32  # of sums of dq: rows and columns that lie together, by a warp
 _ADDRESS = struct.Struct("=Q")
 
 
@@ -270,8 +270,13 @@ def _launch(
     return Launch(special, grid, template, slots)
 
 
+def _size(has: Functions) -> int:
+    """Return the bytes of parameters of a kernel with such functions."""
+    return params.params(has.num_ints, has.num_floats, has.num_tables).size
+
+
 def _check_size(has: Functions) -> None:
-    size = params.params(has.num_ints, has.num_floats, has.num_tables).size
+    size = _size(has)
     if size > params.MAX_BYTES:
         raise ArgumentError(
             f"mask, score_mod: {has.num_tables} arrays and {has.num_ints + has.num_floats} numbers "
@@ -376,8 +381,15 @@ def backward(
         writer.over_results("backward_sink", tiles, problem.heads, ("dsink",), kind_dsink=kind)
     own = lead.sizes if problem.packed else lead.own("dk", "dv")
     slope = writer.generated.functions.has_slope
-    kernel, tiles = config.backward("dkdv", problem, facts, slope, plan)
-    writer.over_rows(kernel, tiles, True, own, adds_dq)
+    obstacle = hopper.backward_obstacle(call, do, lead, _size(writer.generated.functions))
+    by_keys, tiles = config.backward("dkdv", problem, facts, slope, plan, obstacle)
+    if "dq_sum" in scratch:  # how far apart a thread's numbers lie
+        apart = 1 if by_keys == "backward_sm90_dkdv" else LANES
+        writer.told["dq_sum"] = writer.told["dq_sum"]._replace(col=apart)
+    writer.over_rows(by_keys, tiles, True, own, adds_dq)
+    if by_keys == "backward_sm90_dkdv":
+        maps = hopper.backward_maps(call, do, lead, tiles.block_q)
+        writer.launches[-1] = replace(writer.launches[-1], maps=maps)
     own = lead.sizes if problem.packed else lead.own("dq")
     if "dq_sum" in scratch:
         _rows_of_sums(writer, own)

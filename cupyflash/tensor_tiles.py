@@ -126,6 +126,25 @@ def fit_hopper(d: int, d_v: int, besides: str = "nothing") -> Tiles:
     return forward_sm90(*table[largest], d, d_v)
 
 
+# Largest head -> queries and keys of a tile of backward_sm90_dkdv.cu.
+BACKWARD_HOPPER: dict[int, tuple[int, int]] = {128: (64, 128), 256: (64, 64)}
+
+
+def backward_sm90_dkdv(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
+    """Return tiles of backward_sm90_dkdv.cu: two warpgroups that compute, and one that copies."""
+    columns = row_bytes(d) + row_bytes(d_v)
+    weights = 2 if block_kv == 64 else 1  # dS, and P where warpgroups share keys
+    passing = block_q * columns + weights * block_kv * row_bytes(block_q)
+    shared = block_kv * columns + PASSING_STAGES * passing + 16 * block_q + TOLD_BYTES
+    return Tiles(block_q, block_kv, 384, shared)
+
+
+def fit_backward_hopper(d: int, d_v: int) -> Tiles:
+    """Return the tiles of backward_sm90_dkdv.cu."""
+    largest = next(most for most in BACKWARD_HOPPER if max(d, d_v) <= most)
+    return backward_sm90_dkdv(*BACKWARD_HOPPER[largest], d, d_v)
+
+
 # The same of the backward, with stages that the operand that passes by is copied to.
 BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     "backward_sm80_dkdv": {
@@ -168,6 +187,7 @@ ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
 _JOB_BYTES = ENTRY_BYTES + 80 + 2 * TILE_GROUPS // 8
 KNOWN_BYTES = (_JOB_BYTES + 16) * JOBS + 8 * (5 * PASSING_STAGES + 6)
 KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES
+TOLD_BYTES = 784  # the same of backward_sm90_dkdv.cu, but for lse and delta
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

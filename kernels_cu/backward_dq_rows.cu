@@ -1,5 +1,6 @@
-// dq out of the sums that backward_sm80_dkdv adds up in global memory: rows of the storage type,
-// times the scale. fragment_product::add_fragments says how the sums lie.
+// dq out of the sums that backward_sm80_dkdv or backward_sm90_dkdv adds up in global memory: rows
+// of the storage type, times the scale. fragment_product::add_fragments says how the sums lie, and
+// of the latter warpgroup_gradient::place_of_sum.
 //
 // A thread has 16 columns of a row at a time; neighbours have the 8 rows of a group, then the next
 // columns.
@@ -38,15 +39,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int n = threadIdx.x; n < BLOCK_Q * UNITS; n += THREADS) {
     const int unit = n / GROUP % UNITS, row = n / (GROUP * UNITS) * GROUP + n % GROUP;
     if (i0 + row >= length) continue;
-    // A group's units follow each other, and then comes the next group.
-    const float* const sum = sums + n / GROUP * 128 + n % GROUP * 4;
+    // A group's units follow each other, and then comes the next group. Four lanes have a row, and
+    // the numbers of each are neighbours or lie a warp's apart.
+    const bool neighbours = p.dq_sum.col == 1;
+    const float* const sum = sums + n / GROUP * 128 + n % GROUP * (neighbours ? 16 : 4);
     float value[16];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const Floats four = *reinterpret_cast<const Floats*>(sum + 32 * m);
+      const Floats four = *reinterpret_cast<const Floats*>(sum + m * (neighbours ? 4 : 32));
 #pragma unroll
-      for (int x = 0; x < 4; ++x) value[8 * (m / 2) + 2 * x + m % 2] = four.x[x];
+      for (int x = 0; x < 4; ++x) value[4 * m + x] = four.x[x];
     }
+    // Element x of four m is number x of lane m, or number m of lane x.
+    const auto column = [&](int place) {
+      const int of_lane = place % 8 / 2, number = place / 8 * 2 + place % 2;
+      return neighbours ? value[4 * of_lane + number] : value[4 * number + of_lane];
+    };
     storage_t* const to = rows + row * p.dq.row + 16 * unit * p.dq.col;
     const bool vectors = p.dq.col == 1 && reinterpret_cast<unsigned long long>(to) % 16 == 0;
 #pragma unroll
@@ -55,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         words.x[x] =
-            number::narrow_pair(value[8 * m + 2 * x] * scale, value[8 * m + 2 * x + 1] * scale);
+            number::narrow_pair(column(8 * m + 2 * x) * scale, column(8 * m + 2 * x + 1) * scale);
       }
       if (vectors && 16 * unit + 8 * m + 8 <= D) {
         arch::store(to + 8 * m, words);

@@ -48,7 +48,8 @@ struct Params {
   Operand dlse;
   Operand delta;
   // Sums of dq in float32 that many blocks add to, in groups of 8 rows: (lead..., H, rows, columns
-  // in whole units of 16); col is unused. primitives/fragment_product.cuh says how they lie.
+  // in whole units of 16); col is how far apart a thread's numbers lie, 32 or 1.
+  // primitives/fragment_product.cuh and primitives/warpgroup_gradient.cuh say how they lie.
   Operand dq_sum;
 
   const char* sink;            // (Hq,) contiguous, or null

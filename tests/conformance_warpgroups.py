@@ -140,7 +140,7 @@ LANES = np.arange(THREADS)
 LANE_ROWS, LANE_COLUMNS = LANES // 32 * 16 + LANES % 32 // 4, LANES % 4 * 2
 
 
-def _operands(given: Array, columns: int, kind: Any, of_registers: bool) -> tuple[Array, ...]:
+def _operands(given: Array, columns: int, kind: Any, form: str) -> tuple[Array, ...]:
     """Return a (64 x 16), b (16 x columns) and d of every block, in float64."""
     blocks = given.reshape(-1, THREADS, given.shape[1])
     depth = 4 + columns // 16
@@ -149,14 +149,14 @@ def _operands(given: Array, columns: int, kind: Any, of_registers: bool) -> tupl
     sums = np.ascontiguousarray(blocks[..., depth:]).view(np.float32).astype(np.float64)
     n = len(blocks)
     a, d = np.zeros((n, 64, 16)), np.zeros((n, 64, columns))
-    if of_registers:
+    if form == "rs":
         for x in range(8):
             column = LANE_COLUMNS + x // 4 * 8 + x % 2
             a[:, LANE_ROWS + x // 2 % 2 * 8, column] = left[..., x]
-        b = right.reshape(n, 16, columns)
     else:
-        a = left.reshape(n, 64, 16)
-        b = right.reshape(n, columns, 16).swapaxes(1, 2)
+        a = left.reshape(n, 16, 64).swapaxes(1, 2) if form == "tt" else left.reshape(n, 64, 16)
+    b = right.reshape(n, columns, 16).swapaxes(1, 2) if form == "ss" else right
+    b = b.reshape(n, 16, columns)
     for x in range(columns // 2):
         r, column = x // (columns // 4), x % (columns // 4)
         d[:, LANE_ROWS + 8 * r, column // 2 * 8 + LANE_COLUMNS + column % 2] = sums[..., x]
@@ -174,22 +174,38 @@ def _of_lanes(d: Array) -> Array:
 
 
 # A row of a's is 128 bytes, of which a product's 16 columns are 32 from byte 32 on; so are b's,
-# from byte 64 on. Where b's rows are as wide as the result, 64 columns of 16 rows are a slab.
-_LEFT = """
+# from byte 64 on. Where rows are as wide as the result, 64 columns of 16 rows are a slab.
+_LEFT = {
+    "rs": "",
+    "ss": """
   for (int k = 0; k < 4; ++k) {
     const unsigned int at = t / 2 * 128 + ((t % 2 + 2 ^ t / 2 % 8) << 4) + 4 * k;
     words[at / 4] = in[k];
   }
-"""
+""",
+    "tt": """
+  for (int k = 0; k < 4; ++k) words[t / 8 * 32 + (t % 8 ^ t / 8 % 8) * 4 + k] = in[k];
+""",
+}
 _RIGHT = {
     False: "const unsigned int row = n / 8, at = row * 128 + ((n % 8 * 4 + 64) ^ row % 8 << 4);",
     True: """const unsigned int row = n / (COLUMNS / 2), pair = n % (COLUMNS / 2);
       const unsigned int at = pair / 32 * 2048 + row * 128 + (pair % 32 * 4 ^ row % 8 << 4);""",
 }
-_DESCRIBED = """
+_DESCRIBED = {
+    "ss": """
   const unsigned long long kind = 1ull << 62 | 64ull << 32;
   const unsigned long long a = kind | (begin + 32) / 16, b = kind | (begin + 8192 + 64) / 16;
-"""
+""",
+    "st": """
+  const unsigned long long kind = 1ull << 62 | 64ull << 32 | 128 << 16;
+  const unsigned long long a = kind | (begin + 32) / 16, b = kind | (begin + 8192) / 16;
+""",
+    "tt": """
+  const unsigned long long kind = 1ull << 62 | 64ull << 32 | 128 << 16;
+  const unsigned long long a = kind | begin / 16, b = kind | (begin + 8192) / 16;
+""",
+}
 
 
 def product(form: str, name: str, columns: int, whole: bool, others: str = "") -> Case:
@@ -198,11 +214,11 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
     body = (
         ALIGNED
         + f"constexpr int COLUMNS = {columns};\n"
-        + ("" if of_registers else _LEFT)
+        + _LEFT.get(form, _LEFT["ss"])
         + f"""
       for (int k = 0; k < COLUMNS / 16; ++k) {{
         const int n = t * (COLUMNS / 16) + k;
-        {_RIGHT[of_registers]}
+        {_RIGHT[form != "ss"]}
         words[2048 + at / 4] = in[4 + k];
       }}
       float d[2][COLUMNS / 4];
@@ -220,9 +236,9 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
       arch::wgmma_rs_TYPE(d, a, b);
       """
             if of_registers
-            else _DESCRIBED
-            + """
-      arch::wgmma_ss_TYPE(d, a, b, blockIdx.x % 2 == 0);
+            else _DESCRIBED[form]
+            + f"""
+      arch::wgmma_{form}_TYPE(d, a, b, blockIdx.x % 2 == 0);
       """
         ).replace("TYPE", name)
         + """
@@ -249,7 +265,7 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
         return np.concatenate([words, sums.astype(np.float32).view(np.uint32)], 1)
 
     def exact(given: Array, of: Any) -> Array:
-        a, b, d = (of(x) for x in _operands(given, columns, kind, of_registers))
+        a, b, d = (of(x) for x in _operands(given, columns, kind, form))
         if not of_registers:
             d[1::2] = 0  # not added
         return _of_lanes(d + a @ b)
@@ -278,12 +294,19 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
 
 
 _AROUND = "publish_shared fence_products commit_products wait_products take_product"
+WIDTHS = {
+    "ss": (32, 64, 80, 112, 128, 176), "st": (64, 128), "tt": (64, 128), "rs": (64, 128, 192, 256)
+}  # fmt: skip
 PRODUCTS = [
     product(form, name, columns, True, _AROUND if columns == 64 else "")
-    for form, widths in (("ss", (80, 112, 128, 176)), ("rs", (64, 128, 192, 256)))
+    for form, widths in (
+        ("ss", (64, 80, 112, 128, 176)),
+        ("tt", (64,)),
+        ("rs", (64, 128, 192, 256)),
+    )
     for name in TYPES
     for columns in widths
 ]
-PRODUCTS += [product(form, name, 128, False) for form in ("ss", "rs") for name in TYPES]
+PRODUCTS += [product(form, name, 128, False) for form in WIDTHS for name in TYPES]
 
 CASES = [PHASES, NUMBERED, COPY, REGISTERS, *PRODUCTS]

@@ -48,6 +48,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of backward_sm90_dkdv: sizes, options, and whether packed.
+HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
+    ((128, 128), "plain", False),
+    ((64, 64), "causal", False),
+    ((96, 104), "everything", True),
+    ((128, 128), "alibi", False),
+    ((256, 256), "segments", False),
+    ((192, 128), "softcap", True),
+]
+
+
 class Case(NamedTuple):
     kernel: str
     dtype: Any
@@ -83,6 +94,8 @@ def cases() -> list[Case]:
         ((64, 64), "everything"), ((192, 192), "bias"), ((96, 104), "segments"),
     ]):  # fmt: skip
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n > 3))
+    for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
+        found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
     # float64, and float32 in three products.
     wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
     for n in range(14):
@@ -136,9 +149,11 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         obstacle = None if case.kernel == "forward_sm90" else "for a test"
         kernel, tiles = config.forward(problem, target, None, obstacle, hopper.besides(call))
         assert kernel == case.kernel
-    elif case.kernel in (*tensor_tiles.BACKWARD, *f64_tiles.BACKWARD):
+    elif case.kernel in (*tensor_tiles.BACKWARD, *f64_tiles.BACKWARD, "backward_sm90_dkdv"):
         part = case.kernel.rpartition("_")[2]
-        kernel, tiles = config.backward(part, problem, target, functions.has_slope)
+        obstacle = None if "sm90" in case.kernel else "for a test"
+        slope = functions.has_slope
+        kernel, tiles = config.backward(part, problem, target, slope, obstacle=obstacle)
         assert kernel == case.kernel
     elif case.kernel in KERNELS:
         tiles = config.simt(case.kernel, problem, target, functions.has_slope)
@@ -161,6 +176,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         and (case.kernel, case.dtype.itemsize)
         in (
             ("backward_sm80_dkdv", 2),
+            ("backward_sm90_dkdv", 2),
             ("backward_f64_dkdv", 8),
             ("backward_simt_dkdv", 4),
         ),

@@ -317,6 +317,8 @@ def _everything(emulator):
     call = validate.call(q, k, k)
     warpgroups = dataclasses.replace(emulator, blocks=Blocks(hopper=True))
     warpgroups.forward(call, np.empty_like(q), draw(1, 70))
+    made = (np.empty_like(x) for x in (q, k, k))
+    warpgroups.backward(call, q, q, draw(1, 70), None, Gradients(*made, None, None))
 
 
 @pytest.mark.parametrize(("path", "number"), _barriers())

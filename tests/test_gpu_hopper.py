@@ -1,4 +1,7 @@
-"""CuPy arrays on Hopper: calls that `forward_sm90` serves, through the package's own launches."""
+"""CuPy arrays on Hopper: calls that `forward_sm90` or `backward_sm90_dkdv` serves.
+
+They go through the package's own launches.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import pytest
 from gpu_calls import precision_of
 
 import cupyflash
-from cupyflash import masks, scores
-from cupyflash.testing import forward_bound, forward_bound_varlen, rho
+from cupyflash import config, masks, recipe, scores
+from cupyflash.testing import backward_bound, forward_bound, forward_bound_varlen, rho
 
 pytestmark = pytest.mark.gpu
 
@@ -209,3 +212,97 @@ def test_a_graph(cupy, dtype):
             wanted, wanted_lse = cupyflash.attention(q, k, v, **options)
             assert (out.view(np.uint16) == wanted.view(np.uint16)).all()
             assert (lse == wanted_lse).all()
+
+
+# -- the backward ---------------------------------------------------------------------------------
+
+BIAS = np.random.default_rng(5).standard_normal((640, 700)).astype(np.float32)
+# Options, and whether pairs are masked.
+OPTIONS = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "window": {"mask": masks.window(100, 3)},
+    "scores": {"score_mod": scores.softcap(3.0), "bias": BIAS},
+    "dropout": {"dropout": 0.2, "seed": 3, "mask": masks.causal()},
+}
+GRADIENT_SIZES = [(64, 64), (128, 128), (96, 72), (64, 128), (40, 40), (256, 256), (192, 128)]
+
+
+def gradients(cupy, q, k, v, do, deterministic=False, **options):
+    """Return dq, dk and dv, which backward_sm90_dkdv has to compute."""
+    chosen = []
+    backward = config.backward
+
+    def noted(*arguments):
+        chosen.append(backward(*arguments))
+        return chosen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe.config, "backward", noted)
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+        made = cupyflash.attention_backward(
+            do, q, k, v, out, lse, deterministic=deterministic, **options
+        )
+    assert not chosen or "backward_sm90_dkdv" in [kernel for kernel, _ in chosen]
+    return made[:3]
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("sizes", GRADIENT_SIZES, ids=str)
+def test_its_gradients_are_within_the_bound(cupy, dtype, sizes, options):
+    d, d_v = sizes
+    given = OPTIONS[options]
+    shapes = (4, 640, d), (2, 700, d), (2, 700, d_v), (4, 640, d_v)
+    q, k, v, do = draw(cupy, dtype, *shapes)
+    there = {n: cupy.asarray(x) if n == "bias" else x for n, x in given.items()}
+    made = gradients(cupy, q, k, v, do, **there)
+    host = [x.get() for x in (do, q, k, v)]
+    bound = backward_bound(*host, precision=precision_of(dtype), block_kv=8, **given)
+    for found, wanted in zip(made, bound[:3], strict=True):
+        assert rho(found.get(), *wanted).value <= 1
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_gradients_of_packed_sequences_are_within_the_bound(cupy, dtype, d):
+    # What follows a sequence is the next one's; the last one is not finite.
+    offsets = [0, 600, 600, 700, 1300]
+    mask = masks.causal()
+    q, k, v, do = draw(cupy, dtype, (2, 1300, d), *[(1, 1300, d)] * 2, (2, 1300, d))
+    for array in (q, k, v, do):
+        array[:, 700:] = np.nan
+    rows = q, k, v, offsets, offsets
+    out, lse = cupyflash.attention_varlen(*rows, return_lse=True, mask=mask)
+    made = cupyflash.attention_varlen_backward(do, q, k, v, out, lse, *rows[3:], mask=mask)
+    for first, end in ((0, 600), (600, 700)):
+        host = [x[:, first:end].get() for x in (do, q, k, v)]
+        bound = backward_bound(*host, precision=precision_of(dtype), block_kv=8, mask=mask)
+        for found, wanted in zip(made[:3], bound[:3], strict=True):
+            assert rho(found[:, first:end].get(), *wanted).value <= 1
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["full", "causal"])
+def test_gradients_have_the_bits_of_the_first_run(cupy, dtype, mask):
+    q, k, v, do = draw(cupy, dtype, *[(8, 2000, 128)] * 4)
+    first = gradients(cupy, q, k, v, do, True, mask=mask)
+    for _ in range(20):
+        made = gradients(cupy, q, k, v, do, True, mask=mask)
+        for x, y in zip(made, first, strict=True):
+            assert (x.view(np.uint16) == y.view(np.uint16)).all()
+        _, dk, dv = gradients(cupy, q, k, v, do, mask=mask)
+        assert (dk.view(np.uint16) == first[1].view(np.uint16)).all()
+        assert (dv.view(np.uint16) == first[2].view(np.uint16)).all()
+
+
+@EACH_TYPE
+def test_masked_queries_and_keys_change_no_bit_of_gradients(cupy, dtype):
+    q, k, v, do = draw(cupy, dtype, *[(2, 600, 128)] * 4)
+    mask = masks.mask(lambda b, h, i, j: (j <= i) & (i != 50) & (j != 3))
+    results = []
+    for bad in (0, np.nan, np.inf):
+        q[:, 50], do[:, 50], k[:, 3], v[:, 3] = bad, bad, bad, bad
+        results.append(gradients(cupy, q, k, v, do, True, mask=mask))
+    for first, *others in zip(*results, strict=True):
+        assert all((x.view(np.uint16) == first.view(np.uint16)).all() for x in others)

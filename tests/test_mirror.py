@@ -64,6 +64,7 @@ OTHER_STEMS = {
     "fragment_tile": "tile, where scores lie as tensor cores leave them",
     "fragment_product": "products by tensor cores, which the CPU has no like of",
     "fragment_gradient": "gradient_tile, where scores lie as tensor cores leave them",
+    "warpgroup_gradient": "gradient_tile, where scores lie as tensor cores leave them",
     "fragment_softmax": "softmax, where scores lie as tensor cores leave them",
 }
 
@@ -76,6 +77,9 @@ ONLY_CUDA = {
     },
     "backward_sm80_dkdv.cu": {
         "what a block knows of a head lies in shared memory": "copy_of first_of",
+    },
+    "backward_sm90_dkdv.cu": {
+        "places that tiles pass through": "stage_of parity_of",
     },
     "combine.cu": {
         "a block finds its row by itself; on the CPU, rows are contiguous copies": "offset lse_of",
@@ -170,6 +174,13 @@ ONLY_CUDA = {
         "draws where pairs lie in fragments": "draw transpose",
         "P and dS in 16 bits, in shared memory": "narrow store_word store_words scale_words",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
+        "tiles that a block's copying warps are told of": "first_of",
+        "P and dS by warpgroups": "hide_pairs narrow_kept",
+        "sums of dq in global memory": "place_of_sum add_rows",
+        "values that are not finite, added without pairs that take no part": (
+            "all_finite element add_nonfinite add_nonfinite_keys clear_nonfinite restore_keys"
+        ),
+        "boxes of packed arrays; results by way of shared memory": "clear_rows put_rows",
     },
     "primitives/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (
@@ -185,6 +196,10 @@ ONLY_CUDA = {
     },
 }
 ONLY_PYTHON = {
+    "backward_sm90_dkdv.cu": {
+        "queries are lanes, in panels made once": "transpose_blocks",
+        "backward_sm80_dq is its twin": "backward_dq",
+    },
     "backward_sm80_dkdv.cu": {
         "queries are lanes, in panels made once": "transpose_blocks",
     },

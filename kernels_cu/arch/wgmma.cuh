@@ -4,9 +4,10 @@
 // A product adds to d, of 64 rows and N columns, in float32: a warp has 16 neighbouring rows, and a
 // thread's element (r, n) lies at row 8 r + lane / 4 of them, column 8 (n / 2) + 2 (lane % 4) + n
 // % 2. The right operand, 16 deep, is described by where it lies in shared memory, and so is the
-// left one of 64 x 16 in `ss`, where rows of both are as deep as the product. In `rs` the left one
-// lies in registers, and the right one's rows are as wide as the result. Between the instruction
-// and the end of waiting for its group nobody may touch what it reads and writes.
+// left one of 64 x 16 in `ss`, where rows of both are as deep as the product, and in `tt`, where
+// rows of both are as wide as the result. In `rs` the left one lies in registers, and the right
+// one's rows are as wide as the result. Between the instruction and the end of waiting for its
+// group nobody may touch what it reads and writes.
 #pragma once
 
 namespace arch {
@@ -14,6 +15,7 @@ namespace arch {
 using Described = unsigned long long;
 
 // The registers of a result, as the text of an instruction names them.
+#define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32                                                                  \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18" \
   ", %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -41,6 +43,12 @@ using Described = unsigned long long;
 #define WGMMA_SS(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 0, 0;\n}"
+#define WGMMA_ST(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
+  "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 0, 1;\n}"
+#define WGMMA_TT(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
+  "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 1, 1;\n}"
 #define WGMMA_RS(SHAPE, TYPE, NAMES, A, B)                                                   \
   "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, {" A "}, " B ", p, 1, 1, 1;\n}"
@@ -72,6 +80,17 @@ __device__ __forceinline__ void take_product(float (&d)[2][COLUMNS]) {
 }
 
 // d = a b^T, or d += where `add`.
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][8], Described a, Described b, bool add) {
+  asm volatile(WGMMA_SS("m64n32k16", "f16", WGMMA_NAMES_16, "%16", "%17", "%18")
+               : WGMMA_16(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][16], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][20], Described a, Described b,
                                              bool add) {
   asm volatile(WGMMA_SS("m64n80k16", "f16", WGMMA_NAMES_40, "%40", "%41", "%42")
@@ -96,6 +115,18 @@ __device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][44], Described a, Des
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32), WGMMA_4(40), WGMMA_4(42)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][8], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_SS("m64n32k16", "bf16", WGMMA_NAMES_16, "%16", "%17", "%18")
+               : WGMMA_16(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][16], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][20], Described a, Described b,
                                               bool add) {
   asm volatile(WGMMA_SS("m64n80k16", "bf16", WGMMA_NAMES_40, "%40", "%41", "%42")
@@ -118,6 +149,58 @@ __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][44], Described a, De
                                               bool add) {
   asm volatile(WGMMA_SS("m64n176k16", "bf16", WGMMA_NAMES_88, "%88", "%89", "%90")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32), WGMMA_4(40), WGMMA_4(42)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d = a b, or d += where `add`.
+__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][16], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_ST("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][32], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_ST("m64n128k16", "f16", WGMMA_NAMES_64, "%64", "%65", "%66")
+               : WGMMA_32(0), WGMMA_32(16)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][16], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_ST("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][32], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_ST("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
+               : WGMMA_32(0), WGMMA_32(16)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d = a^T b, or d += where `add`.
+__device__ __forceinline__ void wgmma_tt_f16(float (&d)[2][16], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_TT("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][16], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_TT("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
+               : WGMMA_32(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_tt_f16(float (&d)[2][32], Described a, Described b,
+                                             bool add) {
+  asm volatile(WGMMA_TT("m64n128k16", "f16", WGMMA_NAMES_64, "%64", "%65", "%66")
+               : WGMMA_32(0), WGMMA_32(16)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][32], Described a, Described b,
+                                              bool add) {
+  asm volatile(WGMMA_TT("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
+               : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 

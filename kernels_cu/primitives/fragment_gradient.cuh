@@ -308,14 +308,12 @@ __device__ __forceinline__ void recompute_probabilities(
   }
 }
 
-// Makes p into dS = p (dP - delta), for products dP = do v; where scores are changed, the gradient
-// of the scores before. What is 0 stays 0. `delta_smem` is that of the corner's query.
+// dS = p (dP - delta), for products dP = do v, in place of either; where scores are changed, the
+// gradient of the scores before. What is 0 stays 0. `delta_smem` is that of the corner's query.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
-__device__ __forceinline__ void score_gradients(const Params& p, bool masked,
-                                                float (&s)[ROWS][COLUMNS],
-                                                const float (&dp)[ROWS][COLUMNS],
-                                                const float* delta_smem,
-                                                const unsigned int (&kept)[ROWS]) {
+__device__ __forceinline__ void score_gradients(
+    const Params& p, bool masked, const float (&s)[ROWS][COLUMNS], const float (&dp)[ROWS][COLUMNS],
+    const float* delta_smem, const unsigned int (&kept)[ROWS], float (&ds)[ROWS][COLUMNS]) {
   const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> delta(delta_smem);
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
   const auto change = [&](int r, int n) {
@@ -327,7 +325,7 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) s[r][n] *= change(r, n);
+      for (int n = 0; n < COLUMNS; ++n) ds[r][n] = s[r][n] * change(r, n);
     }
     return;
   }
@@ -339,7 +337,7 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
       float gradient = s[r][n] * own;
       if (HAS_SLOPE && own == 0.0f) gradient = 0.0f;
       gradient = gradient == 0.0f ? 0.0f : gradient;  // never -0.0 by chance
-      s[r][n] = matmul::takes_part(s[r][n]) ? gradient : matmul::no_part();
+      ds[r][n] = matmul::takes_part(s[r][n]) ? gradient : matmul::no_part();
     }
   }
 }

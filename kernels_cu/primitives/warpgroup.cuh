@@ -103,4 +103,36 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
   }
 }
 
+// The same of a in shared memory, whose rows are DEPTH columns long.
+template <int DEPTH, int COLUMNS>
+__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], arch::Described a,
+                                             arch::Described b) {
+#pragma unroll
+  for (int k = 0; k < DEPTH / 16; ++k) {
+    const arch::Described right = b + k * 16 * LINE_BYTES / 16;
+    if constexpr (STORAGE == 0) {
+      arch::wgmma_st_f16(c, a + 2 * k, right, true);
+    } else {
+      arch::wgmma_st_bf16(c, a + 2 * k, right, true);
+    }
+  }
+}
+
+// c = a^T b for DEPTH rows of a, 64 columns wide, and of b. The rows of b lie by 64, so many bytes
+// apart. The caller fences, commits and waits.
+template <int DEPTH, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed(float (&c)[2][COLUMNS], arch::Described a,
+                                                    arch::Described b, int apart) {
+#pragma unroll
+  for (int k = 0; k < DEPTH / 16; ++k) {
+    const arch::Described left = a + k * 16 * LINE_BYTES / 16;
+    const arch::Described right = b + (k / 4 * apart + k % 4 * 16 * LINE_BYTES) / 16;
+    if constexpr (STORAGE == 0) {
+      arch::wgmma_tt_f16(c, left, right, k > 0);
+    } else {
+      arch::wgmma_tt_bf16(c, left, right, k > 0);
+    }
+  }
+}
+
 }  // namespace warpgroup

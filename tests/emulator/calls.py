@@ -53,8 +53,13 @@ class Blocks:
             return "forward_sm80", self.tensor_tiles(problem)
         return "forward_simt", self.tiles("forward_simt", problem, False)
 
-    def backward(self, part: str, problem: Problem, slope: bool) -> tuple[str, Tiles]:
+    def backward(
+        self, part: str, problem: Problem, slope: bool, obstacle: str | None = "unknown"
+    ) -> tuple[str, Tiles]:
         """Return the kernel of a part of the backward, and its tiles."""
+        hopper = self.hopper and tensor_tiles.serves_backward(problem, tensor_tiles.HOPPER)
+        if hopper and part == "dkdv" and not obstacle:
+            return "backward_sm90_dkdv", tensor_tiles.fit_backward_hopper(problem.d, problem.d_v)
         if self.tensor and tensor_tiles.serves_backward(problem, tensor_tiles.OLDEST_CAPABILITY):
             kernel = f"backward_sm80_{part}"
             return kernel, self.gradient_tiles(kernel, problem)
@@ -238,8 +243,15 @@ class Emulator:
         def forward(problem: Problem, _: Any, __: Any, obstacle: str | None, besides: str) -> Any:
             return self.blocks.forward(problem, obstacle, besides)
 
-        def backward(part: str, problem: Problem, _: Any, slope: bool, __: Any) -> Any:
-            return self.blocks.backward(part, problem, slope)
+        def backward(
+            part: str,
+            problem: Problem,
+            _: Any,
+            slope: bool,
+            __: Any,
+            obstacle: str | None = "unknown",
+        ) -> Any:
+            return self.blocks.backward(part, problem, slope, obstacle)
 
         with (
             mock.patch.object(launch, "Ready", ready),

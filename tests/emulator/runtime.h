@@ -105,10 +105,12 @@ void begin_box_copy(const char* what, Where where, unsigned int to, const unsign
 
 // d += a b, or d = without `add`, of 64 rows and `columns` columns, of which the running thread has
 // 2 by `columns` / 4. A left operand is described, or `a` is this thread's part of it; a described
-// right operand's rows are as deep as the product without a left one in registers, else as wide.
+// right operand's rows are as deep as the product without a left one in registers, else as wide;
+// `wide` says of which described operands they are as wide, too.
+enum Wide { NONE_WIDE, RIGHT_WIDE, BOTH_WIDE };
 void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
                    unsigned long long a_described, unsigned long long b_described, bool add,
-                   bool brain);
+                   bool brain, Wide wide = NONE_WIDE);
 void fence_products();
 void commit_products();
 void wait_products(const char* what, Where where, unsigned int pending);

@@ -102,12 +102,14 @@ struct Product {
   float* d;
   int columns;
   bool in_registers, add, brain;
+  Wide wide;
   unsigned int a[4];
   unsigned long long a_described, b_described;
 
   bool is_like(const Product& other) const {
     return columns == other.columns && in_registers == other.in_registers && add == other.add &&
-           a_described == other.a_described && b_described == other.b_described;
+           wide == other.wide && a_described == other.a_described &&
+           b_described == other.b_described;
   }
 };
 
@@ -153,11 +155,17 @@ struct Described {
 void read_operands(const char* what, Where where, const Product& product) {
   const auto n = static_cast<unsigned int>(product.columns);
   const Described b(what, where, product.b_described);
-  if (product.in_registers) {
+  if (product.in_registers || product.wide != NONE_WIDE) {
     b.read(16, n);
   } else {
     b.read(n, 16);
-    Described(what, where, product.a_described).read(64, 16);
+  }
+  if (product.in_registers) return;
+  const Described a(what, where, product.a_described);
+  if (product.wide == BOTH_WIDE) {
+    a.read(16, 64);
+  } else {
+    a.read(64, 16);
   }
 }
 
@@ -172,8 +180,9 @@ void compute(const char* what, Where where, int first, std::size_t number) {
   std::vector<double> right(16 * columns), left(64 * 16);
   for (unsigned int k = 0; k < 16; ++k) {
     for (unsigned int n = 0; n < columns; ++n) {
-      right[k * columns + n] =
-          one.in_registers ? b.element(k, n, one.brain) : b.element(n, k, one.brain);
+      right[k * columns + n] = one.in_registers || one.wide != NONE_WIDE
+                                   ? b.element(k, n, one.brain)
+                                   : b.element(n, k, one.brain);
     }
   }
   for (unsigned int t = 0; t < WARPGROUP; ++t) {
@@ -181,9 +190,13 @@ void compute(const char* what, Where where, int first, std::size_t number) {
     const Product& own = issuers[first + static_cast<int>(t)].products[number];
     for (unsigned int x = 0; x < 8; ++x) {
       const unsigned int r = row + x / 2 % 2 * 8, k = t % 4 * 2 + x / 4 * 8 + x % 2;
-      left[r * 16 + k] = one.in_registers
-                             ? widened(own.a[x / 2], x % 2, one.brain)
-                             : Described(what, where, one.a_described).element(r, k, one.brain);
+      if (one.in_registers) {
+        left[r * 16 + k] = widened(own.a[x / 2], x % 2, one.brain);
+      } else {
+        const Described a(what, where, one.a_described);
+        left[r * 16 + k] =
+            one.wide == BOTH_WIDE ? a.element(k, r, one.brain) : a.element(r, k, one.brain);
+      }
     }
   }
   for (unsigned int t = 0; t < WARPGROUP; ++t) {
@@ -343,10 +356,11 @@ void begin_box_copy(const char* what, Where where, unsigned int to, const unsign
 
 void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
                    unsigned long long a_described, unsigned long long b_described, bool add,
-                   bool brain) {
+                   bool brain, Wide wide) {
   Issuer& me = issuers[current()];
   if (!me.fenced) wrong(what, where, "no fence is behind what was done to registers");
-  Product product = {me.groups, d, columns, a != nullptr, add, brain, {}, a_described, b_described};
+  Product product = {me.groups, d,    columns, a != nullptr, add,
+                     brain,     wide, {},      a_described,  b_described};
   if (a != nullptr) std::memcpy(product.a, a, sizeof(product.a));
   const auto size = static_cast<std::size_t>(columns) / 2;
   if (me.held.find(d) == me.held.end()) {

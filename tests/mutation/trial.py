@@ -53,6 +53,7 @@ WRITES = {
     "backward_simt_dq": ("dq",),
     "backward_sm80_dkdv": ("dk", "dv"),
     "backward_sm80_dq": ("dq",),
+    "backward_sm90_dkdv": ("dk", "dv"),
     "backward_dq_rows": ("dq",),
     "backward_f64_dkdv": ("dk", "dv"),
     "backward_f64_dq": ("dq",),

@@ -17,6 +17,12 @@ inline void wait_products(EMULATOR_WHERE) {
 template <int COLUMNS>
 inline void take_product(float (&)[2][COLUMNS]) {}
 
+inline void wgmma_ss_f16(float (&d)[2][8], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 32, nullptr, a, b, add, false);
+}
+inline void wgmma_ss_f16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 64, nullptr, a, b, add, false);
+}
 inline void wgmma_ss_f16(float (&d)[2][20], Described a, Described b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 80, nullptr, a, b, add, false);
 }
@@ -29,6 +35,12 @@ inline void wgmma_ss_f16(float (&d)[2][32], Described a, Described b, bool add, 
 inline void wgmma_ss_f16(float (&d)[2][44], Described a, Described b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 176, nullptr, a, b, add, false);
 }
+inline void wgmma_ss_bf16(float (&d)[2][8], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 32, nullptr, a, b, add, true);
+}
+inline void wgmma_ss_bf16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true);
+}
 inline void wgmma_ss_bf16(float (&d)[2][20], Described a, Described b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 80, nullptr, a, b, add, true);
 }
@@ -40,6 +52,41 @@ inline void wgmma_ss_bf16(float (&d)[2][32], Described a, Described b, bool add,
 }
 inline void wgmma_ss_bf16(float (&d)[2][44], Described a, Described b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 176, nullptr, a, b, add, true);
+}
+
+inline void wgmma_st_f16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_st_f16", {file, line}, d[0], 64, nullptr, a, b, add, false,
+                          emulator::RIGHT_WIDE);
+}
+inline void wgmma_st_f16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_st_f16", {file, line}, d[0], 128, nullptr, a, b, add, false,
+                          emulator::RIGHT_WIDE);
+}
+inline void wgmma_st_bf16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true,
+                          emulator::RIGHT_WIDE);
+}
+inline void wgmma_st_bf16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 128, nullptr, a, b, add, true,
+                          emulator::RIGHT_WIDE);
+}
+
+inline void wgmma_tt_f16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_tt_f16", {file, line}, d[0], 64, nullptr, a, b, add, false,
+                          emulator::BOTH_WIDE);
+}
+inline void wgmma_tt_bf16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_tt_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true,
+                          emulator::BOTH_WIDE);
+}
+
+inline void wgmma_tt_f16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_tt_f16", {file, line}, d[0], 128, nullptr, a, b, add, false,
+                          emulator::BOTH_WIDE);
+}
+inline void wgmma_tt_bf16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+  emulator::begin_product("wgmma_tt_bf16", {file, line}, d[0], 128, nullptr, a, b, add, true,
+                          emulator::BOTH_WIDE);
 }
 
 inline void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4], Described b,
@@ -60,19 +107,23 @@ inline void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4], Describe
 }
 inline void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4], Described b,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 64, a, 0, b, true, true);
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 64, a, 0, b, true,
+                          emulator::BOTH_WIDE);
 }
 inline void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4], Described b,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 128, a, 0, b, true, true);
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 128, a, 0, b, true,
+                          emulator::BOTH_WIDE);
 }
 inline void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4], Described b,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 192, a, 0, b, true, true);
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 192, a, 0, b, true,
+                          emulator::BOTH_WIDE);
 }
 inline void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4], Described b,
                           EMULATOR_WHERE) {
-  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 256, a, 0, b, true, true);
+  emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 256, a, 0, b, true,
+                          emulator::BOTH_WIDE);
 }
 
 }  // namespace arch

@@ -1,0 +1,500 @@
+// Tiled attention, backward, gradients of keys and values in 16-bit types by the tensor cores of
+// compute capability 9.0: the twin of `backward_dkdv` in reference/backward.py.
+//
+// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
+// The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
+// in that order. Nothing is written by two blocks, so the result does not depend on their order.
+// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of dq
+// that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
+// them.
+//
+// The last warpgroup of a block copies: one thread begins to copy boxes of queries and do, and a
+// warp brings lse and delta. The others compute, each with 64 of the block's keys. Scores and dP
+// are keys by queries, so that P and dS lie in registers as left operands of the products with do
+// and q (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through shared memory. Wide
+// heads' warpgroups share 64 keys: P goes there, too, and each has half of the results' columns.
+//
+// Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: the keys, the
+// values, the stages of queries, of do, of dS and P, what a block knows. BLOCK_KV is 128, or 64 for
+// wide heads, BLOCK_Q 64. Behind the parameters come the maps of q, k, v and do.
+#include "params.cuh"
+#include "primitives/warpgroup_gradient.cuh"
+
+namespace {
+
+using warpgroup_gradient::CONSUMER_THREADS;
+using warpgroup_gradient::CONSUMER_WARPS;
+using warpgroup_gradient::NO_TILE;
+using warpgroup_gradient::OwnLines;
+using warpgroup_gradient::SHARES_KEYS;
+using warpgroup_gradient::Span;
+
+constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::THREADS_OF;
+constexpr int KEY_TILES = BLOCK_KV / warpgroup::ROWS_OF;
+constexpr int QUERIES =
+    SHARES_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;  // whose scores a warpgroup has
+constexpr int COLUMNS = QUERIES / 4;
+constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
+
+// A tile of 64 rows has lines of 64 columns, so many bytes apart.
+constexpr int LINE_BYTES = 64 * warpgroup::LINE_BYTES;
+// Of 64 keys and their values, of a tile's queries and do, and of dS or P.
+constexpr int K_BYTES = warpgroup::ROWS_OF * K_ROW_BYTES;
+constexpr int V_BYTES = warpgroup::ROWS_OF * V_ROW_BYTES;
+constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
+constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
+constexpr int STAGES = 2;
+// Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
+constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
+constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
+
+// Barriers of places in shared memory: what is there has come, and has been read.
+struct Passing {
+  unsigned long long full[STAGES], empty[STAGES];
+};
+// What a block knows lies in shared memory, because registers hold the sums.
+struct Known {
+  layout::Entry entry;
+  long long j0;  // the first key
+  int h_kv, nj, tiles;
+  unsigned int spans_each, spans;  // of a head, and in all
+  float c;                         // scale log2 e
+  Span span[STAGES];
+  Passing told, queries;  // do is read before the queries have been
+  unsigned long long full_d_out[STAGES];
+  unsigned long long held;  // the keys and values
+  float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
+  // What warps found in a tile.
+  unsigned int nonfinite[STAGES][CONSUMER_WARPS];
+  unsigned int exceeds[STAGES][CONSUMER_WARPS];
+  float largest[CONSUMER_WARPS];
+};
+constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
+
+struct alignas(1024) Swizzled {
+  char x[1024];
+};
+
+static_assert(STORAGE < 2, "16-bit types");
+static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
+static_assert(SHARES_KEYS || (KEY_TILES == CONSUMERS && OwnLines<D>::LINES <= CONSUMERS),
+              "BLOCK_KV");
+static_assert(SHARED_BYTES == KEY_TILES * (K_BYTES + V_BYTES) +
+                                  STAGES * (Q_BYTES + DO_BYTES + (SHARES_KEYS ? 2 : 1) * DS_BYTES) +
+                                  KNOWN_BYTES,
+              "SHARED_BYTES");
+
+__device__ __forceinline__ int stage_of(unsigned int n) { return n % STAGES; }
+__device__ __forceinline__ int parity_of(unsigned int n) { return n / STAGES % 2; }
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p, const __grid_constant__ arch::TensorMap q_map,
+                const __grid_constant__ arch::TensorMap k_map,
+                const __grid_constant__ arch::TensorMap v_map,
+                const __grid_constant__ arch::TensorMap do_map) {
+  extern __shared__ Swizzled shared_smem[];
+  char* const k_smem = shared_smem[0].x;
+  char* const v_smem = k_smem + KEY_TILES * K_BYTES;
+  char* const q_smem = v_smem + KEY_TILES * V_BYTES;
+  char* const do_smem = q_smem + STAGES * Q_BYTES;
+  char* const ds_smem = do_smem + STAGES * DO_BYTES;
+  Known* const known_smem =
+      reinterpret_cast<Known*>(ds_smem + (SHARES_KEYS ? 2 : 1) * STAGES * DS_BYTES);
+  const unsigned int k_address = arch::shared_address(k_smem);
+  const unsigned int v_address = arch::shared_address(v_smem);
+  const unsigned int q_address = arch::shared_address(q_smem);
+  const unsigned int do_address = arch::shared_address(do_smem);
+  const unsigned int held = arch::shared_address(&known_smem->held);
+  const auto full = [](Passing& of, unsigned int n) {
+    return arch::shared_address(&of.full[stage_of(n)]);
+  };
+  const auto empty = [](Passing& of, unsigned int n) {
+    return arch::shared_address(&of.empty[stage_of(n)]);
+  };
+  const auto full_d_out = [&](unsigned int n) {
+    return arch::shared_address(&known_smem->full_d_out[stage_of(n)]);
+  };
+  Passing &told = known_smem->told, &queries = known_smem->queries;
+
+  const layout::Work work =
+      layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  if (work.idle) return;
+  if (threadIdx.x == 0) {
+    known_smem->entry = work.entry;
+    known_smem->j0 = work.block * BLOCK_KV;
+    known_smem->h_kv = static_cast<int>(work.head);
+    known_smem->nj = tile::rows_from(known_smem->j0, work.entry.len_k, BLOCK_KV);
+    const int tiles = static_cast<int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+    const unsigned int each = HAS_MASK ? (tiles + Span::MOST - 1) / Span::MOST : 1;
+    known_smem->tiles = tiles;
+    known_smem->spans_each = each;
+    known_smem->c = static_cast<float>(p.scale) * tile::LOG2_E;
+    known_smem->spans = static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * each;
+    arch::init_barrier(held, 1);
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+      arch::init_barrier(full(told, n), CONSUMER_THREADS);
+      arch::init_barrier(empty(told, n), CONSUMER_THREADS + 1 + arch::WARP_SIZE);
+      arch::init_barrier(full(queries, n), 1 + arch::WARP_SIZE);
+      arch::init_barrier(full_d_out(n), 1);
+      arch::init_barrier(empty(queries, n), CONSUMERS);
+    }
+    arch::publish_barriers();
+  }
+  __syncthreads();  // what is known, and the barriers
+
+  if (warpgroup::index() == CONSUMERS) {
+    arch::shed_registers<24>();
+    const int warp = threadIdx.x / arch::WARP_SIZE % 4;
+    const int lane = arch::lane_index();
+    // Of every tile that is not EMPTY: what comes before its stage was read, and then.
+    const auto each_tile = [&](const auto& prepare, const auto& copy) {
+      unsigned int tile_number = 0;
+#pragma unroll 1
+      for (unsigned int n = 0; n < known_smem->spans; ++n) {
+        warpgroup::wait(full(told, n), parity_of(n));
+        const Span& span = known_smem->span[stage_of(n)];
+#pragma unroll 1
+        for (int tile = span.next_tile(span.first); tile != NO_TILE;
+             tile = span.next_tile(tile / 4 + 1), ++tile_number) {
+          prepare(span, tile);
+          warpgroup::wait(empty(queries, tile_number), parity_of(tile_number) ^ 1);
+          copy(span, tile, stage_of(tile_number));
+        }
+        arch::arrive(empty(told, n));
+      }
+    };
+    if (warp == 0 && lane == 0) {
+      arch::arrive_expecting(held, KEY_TILES * (K_BYTES + V_BYTES));
+      const layout::Entry& entry = known_smem->entry;
+      const warpgroup::Head k(p.k, entry, known_smem->h_kv), v(p.v, entry, known_smem->h_kv);
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; ++n) {
+        const long long first = entry.start_k + known_smem->j0 + n * warpgroup::ROWS_OF;
+        warpgroup::begin_tile<warpgroup::ROWS_OF, D>(k_address + n * K_BYTES, k_map, k, first,
+                                                     held);
+        warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
+                                                       held);
+      }
+      each_tile([](const Span&, int) {},
+                [&](const Span& span, int tile, int stage) {
+                  const long long first = span.entry.start_q + warpgroup_gradient::first_of(tile);
+                  arch::arrive_expecting(full(queries, stage), Q_BYTES);
+                  warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q,
+                                                    first, full(queries, stage));
+                  arch::arrive_expecting(full_d_out(stage), DO_BYTES);
+                  warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map,
+                                                      span.d_out, first, full_d_out(stage));
+                });
+    }
+    if (warp == 1) {
+      warpgroup_gradient::LaneNumbers numbers;
+      each_tile([&](const Span& span, int tile) { numbers.load(span, tile); },
+                [&](const Span&, int, int stage) {
+                  numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
+                  arch::arrive(full(queries, stage));
+                });
+    }
+    return;
+  }
+
+  arch::take_registers<240>();
+  constexpr int TOGETHER = 1;  // the barrier of all that compute
+  const int own = warpgroup::index();
+  const int warp = threadIdx.x / arch::WARP_SIZE;
+  const fragment_gradient::Corner corner(SHARES_KEYS ? 16 * (warp % 4) : 16 * warp,
+                                         SHARES_KEYS ? own * QUERIES : 0);
+  const int key_tile = SHARES_KEYS ? 0 : own;
+  const arch::Described k = warpgroup::describe(k_address + key_tile * K_BYTES, 0);
+  const arch::Described v = warpgroup::describe(v_address + key_tile * V_BYTES, 0);
+  const OwnLines<D> share_k(own);
+  const OwnLines<D_V> share_v(own);
+  float dk[2][OwnLines<D>::COLUMNS], dv[2][OwnLines<D_V>::COLUMNS];
+  matmul::clear(dk);
+  matmul::clear(dv);
+  // Of dS in 16 bits, as large as it can be at first.
+  float factor = STORAGE == 0 ? fragment_gradient::Unit::factor_for(0.0f) : 1.0f;
+  const auto inverse = [&] { return fragment_gradient::Unit{factor}.inverse(); };
+  unsigned int tile_number = 0;
+  unsigned long long visited = 0;
+
+  // Whether a condition holds for any thread that computes, by way of a place for each warp; and
+  // what was written to shared memory before has been written.
+  const auto any_warp = [&](unsigned int (&found_smem)[CONSUMER_WARPS], bool condition) {
+    const bool of_warp = arch::any_lane(condition);
+    if (arch::lane_index() == 0) found_smem[warp] = of_warp ? 1 : 0;
+    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what warps found, and wrote
+    unsigned int any = 0;
+#pragma unroll
+    for (int n = 0; n < CONSUMER_WARPS; ++n) any |= found_smem[n];
+    return any != 0;
+  };
+
+  // Tells of span n, if there is one.
+  const auto tell = [&](unsigned int n) {
+    if (n >= known_smem->spans) return;
+    warpgroup::wait(empty(told, n), parity_of(n) ^ 1);
+    Span& span = known_smem->span[stage_of(n)];
+    if (threadIdx.x == 0) {
+      const unsigned int number = n / known_smem->spans_each,
+                         first = n % known_smem->spans_each * Span::MOST;
+      const long long h = static_cast<long long>(known_smem->h_kv) * p.group + number % p.group;
+      const layout::Entry entry = layout::shared_entry(p, known_smem->entry, number / p.group);
+      const int end =
+          first + Span::MOST < known_smem->tiles ? first + Span::MOST : known_smem->tiles;
+      span =
+          Span{entry,
+               h,
+               memory::numbers(p.lse, entry, h),
+               memory::numbers(p.delta, entry, h),
+               reinterpret_cast<float*>(p.dq_sum.data) + layout::grouped_offset(p.dq_sum, entry, h),
+               warpgroup::Head(p.q, entry, h),
+               warpgroup::Head(p.d_out, entry, h),
+               static_cast<int>(first),
+               HAS_MASK ? end : known_smem->tiles,
+               {},
+               {}};
+    }
+    if constexpr (HAS_MASK) {
+      arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what is known of the head
+      span.classify(p, known_smem->j0, known_smem->nj);
+    }
+    arch::arrive(full(told, n));
+  };
+
+  tell(0);
+  warpgroup::wait(held, 0);
+  if (PACKED && known_smem->nj < BLOCK_KV) {
+    for (int n = 0; n < KEY_TILES; ++n) {
+      const int rows = known_smem->nj - n * warpgroup::ROWS_OF;
+      warpgroup_gradient::clear_rows<warpgroup::ROWS_OF, D>(k_smem + n * K_BYTES, rows);
+      warpgroup_gradient::clear_rows<warpgroup::ROWS_OF, D_V>(v_smem + n * V_BYTES, rows);
+    }
+    arch::publish_shared();
+    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values that exist, and no others
+  }
+#pragma unroll 1
+  for (unsigned int n = 0; n < known_smem->spans; ++n) {
+    tell(n + 1);
+    warpgroup::wait(full(told, n), parity_of(n));
+    const Span& span = known_smem->span[stage_of(n)];
+#pragma unroll 1
+    for (int tile = span.next_tile(span.first); tile != NO_TILE;
+         tile = span.next_tile(tile / 4 + 1), ++tile_number) {
+      const int stage = stage_of(tile_number), parity = parity_of(tile_number);
+      const int ni = span.rows_of(tile);
+      const bool masked =
+          HAS_SCORE || tile % 4 == PARTIAL || known_smem->nj < BLOCK_KV || ni < BLOCK_Q;
+      ++visited;
+      const unsigned int q_stage = q_address + stage * Q_BYTES;
+      const unsigned int do_stage = do_address + stage * DO_BYTES;
+      const int own_rows = SHARES_KEYS ? own * QUERIES * warpgroup::LINE_BYTES : 0;
+      const float* const lse_smem = known_smem->lse[stage] + corner.column;
+      const float* const delta_smem = known_smem->delta[stage] + corner.column;
+      float s[2][COLUMNS], dp[2][COLUMNS];
+      unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2], allowed[2], kept[2];
+      bool nonfinite = false;
+      // What hangs on places only comes first, while few registers are in use.
+      const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
+      if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
+      if (!HAS_SCORE && masked) {
+        fragment_gradient::ask_mask<true, COLUMNS>(p, box(), tile % 4, corner, allowed);
+      }
+      const auto begin_dp = [&] {
+        warpgroup::wait(full_d_out(stage), parity);
+        if constexpr (HAS_SCORE) arch::fence_products();
+        warpgroup::multiply<D_V, BLOCK_Q>(dp, v, warpgroup::describe(do_stage + own_rows, 0));
+        arch::commit_products();
+      };
+
+      // 2 scores
+      warpgroup::wait(full(queries, stage), parity);
+      if (PACKED && ni < BLOCK_Q) {
+        warpgroup::wait(full_d_out(stage), parity);
+        warpgroup_gradient::clear_rows<BLOCK_Q, D>(q_smem + stage * Q_BYTES, ni);
+        warpgroup_gradient::clear_rows<BLOCK_Q, D_V>(do_smem + stage * DO_BYTES, ni);
+        arch::publish_shared();
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the queries that exist, and no others
+      }
+      arch::fence_products();
+      warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
+      arch::commit_products();
+      if constexpr (!HAS_SCORE) begin_dp();
+      arch::wait_products<HAS_SCORE ? 0 : 1>();
+      arch::take_product(s);
+      if (MAY_MASK && masked) nonfinite = !warpgroup_gradient::all_finite(s);
+      // 3 score mod
+      // 4 mask
+      // 5 probabilities and the gradient of the output's weights
+      if constexpr (HAS_SCORE) {
+        fragment_gradient::recompute_changed<true, 0>(p, box(), tile % 4, s, corner, lse_smem, kept,
+                                                      weights, nullptr);
+        begin_dp();
+      } else {
+        warpgroup_gradient::exponentiate(s, lse_smem, known_smem->c);
+        if (masked) warpgroup_gradient::hide_pairs(s, allowed);
+      }
+      arch::wait_products<0>();
+      arch::take_product(dp);
+      if (MAY_MASK && masked && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
+      warpgroup_gradient::score_gradients(p, masked, s, dp, delta_smem, kept);
+      if constexpr (!HAS_SCORE) warpgroup_gradient::narrow_kept(s, kept, weights);
+      char* const own_q_smem = q_smem + stage * Q_BYTES;
+      char* const own_do_smem = do_smem + stage * DO_BYTES;
+      char* const own_ds_smem = ds_smem + stage * DS_BYTES;
+      // P: its own, or for what is not finite that of dS of the tile before, which was read.
+      char* const p_smem = ds_smem + (SHARES_KEYS ? STAGES + stage : stage ^ 1) * DS_BYTES;
+      bool careful = false;  // of values that are not finite, and pairs that take no part
+      if (MAY_MASK && masked) {
+        careful = any_warp(known_smem->nonfinite[stage], nonfinite);
+        if (!SHARES_KEYS && careful) {
+          warpgroup_gradient::store_words(weights, corner, p_smem);
+          __syncwarp();  // the warp's keys, which its lanes wrote
+          warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem, own_do_smem);
+          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // do, read as it came
+          warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES);
+          arch::publish_shared();
+          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // do, now finite
+        }
+      }
+
+      // 6 accumulate dv and dk
+      const auto lines_of = [](unsigned int tile_address, int line) {
+        return warpgroup::describe(tile_address + line * LINE_BYTES, LINE_BYTES);
+      };
+      if constexpr (SHARES_KEYS) {
+        warpgroup_gradient::store_words(weights, corner, p_smem);
+      } else {
+        arch::fence_products();
+        warpgroup::multiply_add<QUERIES>(dv, weights, lines_of(do_stage, share_v.line));
+      }
+      const auto store = [&] {
+        fragment_gradient::narrow(dp, factor, ds);
+        if constexpr (ADDS_DQ || SHARES_KEYS) {
+          warpgroup_gradient::store_words(ds, corner, own_ds_smem);
+          arch::publish_shared();
+        }
+      };
+      store();
+      if constexpr (STORAGE == 0) {
+        const bool exceeds = fragment_gradient::largest_of(dp) * factor > 32768.0f;
+        if (any_warp(known_smem->exceeds[stage], exceeds)) {
+          const float own_largest = fragment_gradient::largest_finite(dp);
+          if (arch::lane_index() == 0) known_smem->largest[warp] = own_largest;
+          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the warps' largest
+          float largest = 0;
+#pragma unroll
+          for (int x = 0; x < CONSUMER_WARPS; ++x) {
+            largest = fmax(largest, known_smem->largest[x]);
+          }
+          fragment_gradient::Unit unit{factor, 32768.0f * inverse()};
+          unit.widen(largest, dk);
+          factor = unit.factor;
+          store();
+          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS in its new unit
+        }
+        // Rounded again, so that it does not wait in registers.
+        arch::take_product(dp);
+        fragment_gradient::narrow(dp, factor, ds);
+      } else if constexpr (ADDS_DQ || SHARES_KEYS) {
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
+      }
+      float* const sum_gmem =
+          span.dq_sum + warpgroup_gradient::first_of(tile) * fragment::whole_columns(D);
+      if (MAY_MASK && careful) {
+        if constexpr (SHARES_KEYS) {
+          warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem,
+                                            own_do_smem + share_v.line * LINE_BYTES);
+        } else if constexpr (!ADDS_DQ) {
+          warpgroup_gradient::store_words(ds, corner, own_ds_smem);
+          __syncwarp();  // the same of dS
+        }
+        warpgroup_gradient::add_nonfinite(dk, corner.row, own_ds_smem, p_smem,
+                                          own_q_smem + share_k.line * LINE_BYTES);
+        if constexpr (ADDS_DQ) {
+          warpgroup_gradient::add_nonfinite_keys(own_ds_smem, p_smem, k_smem, sum_gmem, ni,
+                                                 inverse());
+        }
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // queries and keys, read as they came
+        warpgroup_gradient::clear_nonfinite(own_q_smem, Q_BYTES);
+        if constexpr (SHARES_KEYS) warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES);
+        if constexpr (ADDS_DQ) warpgroup_gradient::clear_nonfinite(k_smem, KEY_TILES * K_BYTES);
+        arch::publish_shared();
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the same, now finite
+      }
+      float dq[2][COLUMNS_Q];
+      const int line = SHARES_KEYS ? share_k.line : TAKES_TURNS ? 0 : own;
+      const arch::Described ds_described =
+          warpgroup::describe(arch::shared_address(own_ds_smem), 0);
+      const auto begin_dq = [&] {
+        warpgroup::multiply_transposed<BLOCK_KV>(dq, ds_described, lines_of(k_address, line),
+                                                 K_BYTES);
+        arch::commit_products();
+      };
+      const auto add_dq = [&] {
+        arch::take_product(dq);
+        if constexpr (STORAGE == 0) matmul::scale(dq, inverse());
+        warpgroup_gradient::add_rows(dq, sum_gmem, line * warpgroup::LINE_COLUMNS, share_k.begin,
+                                     ni);
+      };
+      arch::fence_products();
+      if constexpr (ADDS_DQ && !TAKES_TURNS) begin_dq();
+      if constexpr (SHARES_KEYS) {
+        const arch::Described p_described = warpgroup::describe(arch::shared_address(p_smem), 0);
+        warpgroup::multiply_add<BLOCK_Q>(dv, p_described, lines_of(do_stage, share_v.line));
+        warpgroup::multiply_add<BLOCK_Q>(dk, ds_described, lines_of(q_stage, share_k.line));
+      } else {
+        warpgroup::multiply_add<QUERIES>(dk, ds, lines_of(q_stage, share_k.line));
+      }
+      arch::commit_products();
+      if constexpr (ADDS_DQ && !TAKES_TURNS) {
+        arch::wait_products<1>();
+        add_dq();
+      } else if (ADDS_DQ && stage == own) {
+        arch::fence_products();
+        begin_dq();
+        arch::wait_products<0>();
+        add_dq();
+      }
+      arch::wait_products<0>();
+      arch::take_product(dv);
+      arch::take_product(dk);
+      if (MAY_MASK && ADDS_DQ && careful) {
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
+        warpgroup_gradient::restore_keys(
+            memory::rows(p.k, known_smem->entry, known_smem->h_kv, true), known_smem->j0,
+            known_smem->nj, k_smem);
+        arch::publish_shared();
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys as they came
+      }
+      warpgroup::release(empty(queries, stage));
+    }
+    arch::arrive(empty(told, n));
+  }
+
+  // 7 scale and store
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values, in whose place results go
+  if constexpr (STORAGE == 0) matmul::scale(dk, inverse());
+  const layout::Entry& entry = known_smem->entry;
+  const int h_kv = known_smem->h_kv, nj = known_smem->nj;
+  const long long j0 = known_smem->j0;
+  const bool wide_k = p.kind_dk != number::STORAGE_KIND, wide_v = p.kind_dv != number::STORAGE_KIND;
+  const long long dk_offset = layout::offset(p.dk, entry, h_kv, true) + j0 * p.dk.row;
+  const long long dv_offset = layout::offset(p.dv, entry, h_kv, true) + j0 * p.dv.row;
+  warpgroup_gradient::put_rows<D>(dk, corner.row, share_k.first, share_k.begin, p.dk, wide_k,
+                                  dk_offset, nj, static_cast<float>(p.scale), k_smem);
+  warpgroup_gradient::put_rows<D_V>(dv, corner.row, share_v.first, share_v.begin, p.dv, wide_v,
+                                    dv_offset, nj,
+                                    HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the results, which other threads wrote
+  const int thread = threadIdx.x;
+  if (!wide_k) {
+    fragment::copy_out<D>(p.dk, dk_offset, BLOCK_KV, nj, thread, CONSUMER_THREADS, k_smem);
+  }
+  if (!wide_v) {
+    fragment::copy_out<D_V>(p.dv, dv_offset, BLOCK_KV, nj, thread, CONSUMER_THREADS, v_smem);
+  }
+  tile::count_tiles(p, visited);
+}

@@ -1,0 +1,386 @@
+// The backward's tiles by warpgroups: what a block knows of the queries that pass by, dS in shared
+// memory, sums of dq in global memory, and what is not finite.
+//
+// Rows of a warpgroup's tiles are its keys, and a thread has two of them.
+#pragma once
+#include "fragment_gradient.cuh"
+#include "fragment_product.cuh"
+#include "warpgroup.cuh"
+
+namespace warpgroup_gradient {
+
+constexpr int CONSUMER_THREADS = THREADS - warpgroup::THREADS_OF;  // those that compute
+constexpr int CONSUMER_WARPS = CONSUMER_THREADS / arch::WARP_SIZE;
+
+// -- who computes what ----------------------------------------------------------------------------
+
+// Warpgroups have 64 keys each, and all columns of their dk and dv; or wide heads' 64 keys
+// together, half of a tile's queries, and half of the columns.
+constexpr bool SHARES_KEYS = BLOCK_KV == warpgroup::ROWS_OF;
+
+// A warpgroup's columns, by lines of 64. Of an odd number the one between belongs to the first
+// warpgroup, and the other one computes it, too.
+template <int WIDTH>
+struct OwnLines {
+  static constexpr int LINES = fragment::row_bytes(WIDTH) / warpgroup::LINE_BYTES;
+  static constexpr int EACH = SHARES_KEYS ? (LINES + 1) / 2 : LINES;
+  static constexpr int COLUMNS = EACH * warpgroup::LINE_COLUMNS / 4;  // of a thread
+  int line, first, begin;  // the first line and its first column, and that which is its own
+
+  __device__ __forceinline__ explicit OwnLines(int own)
+      : line(SHARES_KEYS && own > 0 ? LINES - EACH : 0),
+        first(line * warpgroup::LINE_COLUMNS),
+        begin(SHARES_KEYS ? own * EACH * warpgroup::LINE_COLUMNS : 0) {}
+};
+
+// -- tiles that pass by ---------------------------------------------------------------------------
+
+// A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
+constexpr int NO_TILE = -1;
+__device__ __forceinline__ long long first_of(int tile) {
+  return static_cast<long long>(tile / 4) * BLOCK_Q;
+}
+
+// Tiles of one head, and what is known of it. Without a mask they are all of the head's; else as
+// many as there are threads that compute, each of which finds the class of one.
+struct Span {
+  static constexpr int MOST = CONSUMER_THREADS;
+  layout::Entry entry;
+  long long h;
+  memory::Numbers lse, delta;
+  float* dq_sum;  // row 0
+  warpgroup::Head q, d_out;
+  int first, end;                     // places among the head's
+  unsigned int some[CONSUMER_WARPS];  // bit n of word w: tile first + 32 w + n is not EMPTY
+  unsigned int full[CONSUMER_WARPS];
+
+  __device__ __forceinline__ int rows_of(int tile) const {
+    return tile::rows_from(first_of(tile), entry.len_q, BLOCK_Q);
+  }
+  __device__ __forceinline__ TileBox box_of(int tile, long long j0, int nj) const {
+    return tile::describe_tile(entry, h, first_of(tile), rows_of(tile), j0, nj);
+  }
+
+  // The classes, found by all threads that compute together.
+  __device__ __forceinline__ void classify(const Params& p, long long j0, int nj) {
+    const int place = first + static_cast<int>(threadIdx.x);
+    int tile_class = EMPTY;
+    if (place < end) tile_class = tile::classify_tile(p, box_of(4 * place, j0, nj));
+    const unsigned int own_some = arch::ballot(tile_class != EMPTY);
+    const unsigned int own_full = arch::ballot(tile_class == FULL);
+    if (arch::lane_index() == 0) {
+      some[threadIdx.x / arch::WARP_SIZE] = own_some;
+      full[threadIdx.x / arch::WARP_SIZE] = own_full;
+    }
+  }
+
+  // The tile from `place` on that is not EMPTY.
+  __device__ __forceinline__ int next_tile(int place) const {
+    if constexpr (!HAS_MASK) return place < end ? 4 * place + FULL : NO_TILE;
+#pragma unroll 1
+    while (place < end) {
+      const int n = place - first;
+      const unsigned int left = some[n / 32] >> n % 32;
+      if (left == 0) {
+        place += 32 - n % 32;
+        continue;
+      }
+      const int skipped = __ffs(static_cast<int>(left)) - 1;
+      const bool is_full = (full[n / 32] >> (n % 32 + skipped) & 1) != 0;
+      return 4 * (place + skipped) + (is_full ? FULL : PARTIAL);
+    }
+    return NO_TILE;
+  }
+};
+
+// lse and delta of a tile's queries on their way to shared memory, by the lanes of a warp. An empty
+// row gets lse = inf, so that its p is 0; so do the rows beyond the last. Where scores are not
+// changed, it is lse log2 e that p is made of.
+struct LaneNumbers {
+  static constexpr int EACH = BLOCK_Q / arch::WARP_SIZE;
+  float lse[EACH], delta[EACH];
+
+  __device__ __forceinline__ void load(const Span& span, int tile) {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const long long i = first_of(tile) + n * arch::WARP_SIZE + arch::lane_index();
+      lse[n] = number::infinity();
+      delta[n] = 0;
+      if (i < span.entry.len_q) {
+        lse[n] = span.lse.data[i * span.lse.row];
+        delta[n] = span.delta.data[i * span.delta.row];
+      }
+    }
+  }
+  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const int i = n * arch::WARP_SIZE + arch::lane_index();
+      const float own = lse[n] == -number::infinity() ? number::infinity() : lse[n];
+      lse_smem[i] = HAS_SCORE ? own : own * tile::LOG2_E;
+      delta_smem[i] = delta[n];
+    }
+  }
+};
+
+// -- probabilities --------------------------------------------------------------------------------
+
+// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. `lse_smem` is the latter
+// of the thread's first query.
+template <int COLUMNS>
+__device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float* lse_smem,
+                                             float c) {
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) {
+    const float offset = lse_smem[fragment_gradient::query_of<true>(0, n)];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      s[r][n] = arch::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -offset)));
+    }
+  }
+}
+
+// Gives probabilities of pairs that take no part the weight that says so.
+template <int COLUMNS>
+__device__ __forceinline__ void hide_pairs(float (&p)[2][COLUMNS],
+                                           const unsigned int (&allowed)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      if ((allowed[r] >> n & 1) == 0) p[r][n] = matmul::no_part();
+    }
+  }
+}
+
+// Makes products dP = do v into dS, of as many queries of a thread at a time as registers go.
+template <int COLUMNS>
+__device__ __forceinline__ void score_gradients(const Params& p, bool masked,
+                                                const float (&s)[2][COLUMNS],
+                                                float (&dp)[2][COLUMNS], const float* delta_smem,
+                                                const unsigned int (&kept)[2]) {
+  constexpr int AT_ONCE = HAS_SCORE || HAS_DROPOUT ? 4 : COLUMNS;
+#pragma unroll
+  for (int first = 0; first < COLUMNS; first += AT_ONCE) {
+    float own[2][AT_ONCE], change[2][AT_ONCE];
+    unsigned int own_kept[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      own_kept[r] = HAS_DROPOUT ? kept[r] >> first : 0;
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n) {
+        own[r][n] = s[r][first + n];
+        change[r][n] = dp[r][first + n];
+      }
+    }
+    const float* const from_smem = delta_smem + fragment_gradient::query_of<true>(0, first);
+    fragment_gradient::score_gradients<true>(p, masked, own, change, from_smem, own_kept, change);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n) dp[r][first + n] = change[r][n];
+    }
+  }
+}
+
+// Rounds probabilities after dropout to the storage type.
+template <int COLUMNS>
+__device__ __forceinline__ void narrow_kept(const float (&p)[2][COLUMNS],
+                                            const unsigned int (&kept)[2],
+                                            unsigned int (&to)[2][COLUMNS / 2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      float weight[2];
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        weight[x] = p[r][n + x];
+        if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= 0.0f;
+      }
+      to[r][n / 2] = number::narrow_pair(weight[0], weight[1]);
+    }
+  }
+}
+
+// -- dS -------------------------------------------------------------------------------------------
+
+// Writes a thread's words, from its first key and query on, to a tile in shared memory: 64 queries,
+// and rows that are keys.
+template <int WORDS>
+__device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS],
+                                            const fragment_gradient::Corner& corner,
+                                            char* tile_smem) {
+#pragma unroll
+  for (int n = 0; n < WORDS; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int at =
+          fragment::place<warpgroup::LINE_BYTES>(corner.row + 8 * r, corner.column / 8 + n);
+      *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) = words[r][n];
+    }
+  }
+}
+
+// -- sums of dq -----------------------------------------------------------------------------------
+
+// A thread's four numbers of 8 rows and 16 columns are neighbours, and so are those of the lanes:
+// where element (row, column) lies. `GROUP_SIZE` says where other columns and rows are.
+__device__ __forceinline__ int place_of_sum(int row, int column) {
+  return row / 8 * fragment_product::GROUP_SIZE<D> + column / 16 * 128 + row % 8 * 16 +
+         column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
+}
+
+// Adds a warpgroup's 64 queries by columns from `column` on, but for those before `begin`; `valid`
+// queries exist.
+template <int COLUMNS>
+__device__ __forceinline__ void add_rows(const float (&dq)[2][COLUMNS], float* to_gmem, int column,
+                                         int begin, int valid) {
+  const int row = threadIdx.x % warpgroup::THREADS_OF / arch::WARP_SIZE * 16;
+  float* const lane_gmem = to_gmem + place_of_sum(row, column) + 4 * arch::lane_index();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row + 8 * r >= valid) break;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 4) {
+      if (column + 4 * n >= fragment::whole_columns(D)) break;
+      if (column + 4 * n < begin) continue;
+      arch::add_four(lane_gmem + r * fragment_product::GROUP_SIZE<D> + n / 4 * 128, dq[r][n],
+                     dq[r][n + 1], dq[r][n + 2], dq[r][n + 3]);
+    }
+  }
+}
+
+// -- what is not finite ---------------------------------------------------------------------------
+
+template <int COLUMNS>
+__device__ __forceinline__ bool all_finite(const float (&x)[2][COLUMNS]) {
+  bool finite = true;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) finite = finite && fabs(x[r][n]) <= number::largest_float();
+  }
+  return finite;
+}
+
+// An element of a tile of ROWS rows.
+template <int ROWS>
+__device__ __forceinline__ storage_t& element(char* tile_smem, int row, int column) {
+  const int at =
+      column / warpgroup::LINE_COLUMNS * ROWS * warpgroup::LINE_BYTES +
+      fragment::place<warpgroup::LINE_BYTES>(row, column % warpgroup::LINE_COLUMNS / STORED_VECTOR);
+  return reinterpret_cast<storage_t*>(tile_smem + at)[column % STORED_VECTOR];
+}
+
+// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
+// which the weights `seen` tell: the product leaves them to this. Rows of a and `seen` are keys, of
+// which the thread's first is `key`.
+template <int COLUMNS>
+__device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], int key, char* a_smem,
+                                              char* seen_smem, char* b_smem) {
+#pragma unroll 1
+  for (int k = 0; k < BLOCK_Q; ++k) {
+    float weight[2];
+    bool takes_part[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      weight[r] = number::widen(element<BLOCK_KV>(a_smem, key + 8 * r, k));
+      takes_part[r] = element<BLOCK_KV>(seen_smem, key + 8 * r, k) != 0x8000;
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int column = 8 * (n / 2) + fragment::lane_column() + n % 2;
+      const float value = number::widen(element<BLOCK_Q>(b_smem, k, column));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!number::is_finite(value) && takes_part[r]) c[r][n] += weight[r] * value;
+      }
+    }
+  }
+}
+
+// The same of dq, where threads have keys; k_smem has tiles of 64 of them.
+__device__ __forceinline__ void add_nonfinite_keys(char* ds_smem, char* seen_smem, char* k_smem,
+                                                   float* to_gmem, int valid, float factor) {
+  constexpr int TILE_BYTES = warpgroup::ROWS_OF * fragment::row_bytes(D);
+#pragma unroll 1
+  for (int n = threadIdx.x; n < BLOCK_KV * D; n += CONSUMER_THREADS) {
+    const int key = n / D, column = n % D;
+    const float value = number::widen(element<warpgroup::ROWS_OF>(
+        k_smem + key / warpgroup::ROWS_OF * TILE_BYTES, key % warpgroup::ROWS_OF, column));
+#pragma unroll 1
+    for (int query = 0; !number::is_finite(value) && query < valid; ++query) {
+      if (element<BLOCK_KV>(seen_smem, key, query) == 0x8000) continue;
+      const float weight = number::widen(element<BLOCK_KV>(ds_smem, key, query));
+      arch::add(to_gmem + place_of_sum(query, column), weight * value * factor);
+    }
+  }
+}
+
+// Makes 0 of what is not finite in so many bytes, by all threads that compute.
+__device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < bytes / 4; n += CONSUMER_THREADS) {
+    fragment_product::clear_pair(reinterpret_cast<unsigned int*>(tile_smem)[n]);
+  }
+}
+
+// Makes 0 of rows from row `valid` on, by all threads that compute: in a packed array boxes bring
+// those of the next sequence.
+template <int ROWS, int WIDTH>
+__device__ __forceinline__ void clear_rows(char* tile_smem, int valid) {
+  constexpr int SLAB = ROWS * warpgroup::LINE_BYTES;
+  constexpr int SLABS = fragment::row_bytes(WIDTH) / warpgroup::LINE_BYTES;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < SLABS * SLAB / 4; n += CONSUMER_THREADS) {
+    if (n * 4 % SLAB / warpgroup::LINE_BYTES >= valid) {
+      reinterpret_cast<unsigned int*>(tile_smem)[n] = 0;
+    }
+  }
+}
+
+// Copies the block's keys again, by all threads that compute.
+__device__ __forceinline__ void restore_keys(const memory::Rows& from, long long first, int valid,
+                                             char* k_smem) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < BLOCK_KV * D; n += CONSUMER_THREADS) {
+    const int row = n / D, column = n % D;
+    element<warpgroup::ROWS_OF>(
+        k_smem + row / warpgroup::ROWS_OF * warpgroup::ROWS_OF * fragment::row_bytes(D),
+        row % warpgroup::ROWS_OF, column) =
+        row < valid ? from.data[(first + row) * from.row + column * from.col] : storage_t(0);
+  }
+}
+
+// -- results --------------------------------------------------------------------------------------
+
+// Writes a thread's part of a result of WIDTH columns, times a factor: from row `key` of the block
+// and column `first` on, but for columns before `begin`. They go to rows of the storage type in
+// shared memory, or where `wide` as the accumulator's type to the array; `valid` rows exist.
+template <int WIDTH, int COLUMNS>
+__device__ __forceinline__ void put_rows(const float (&result)[2][COLUMNS], int key, int first,
+                                         int begin, const Operand& to, bool wide, long long offset,
+                                         int valid, float factor, char* rows_smem) {
+  float* const data = reinterpret_cast<float*>(to.data) + offset;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = key + 8 * r;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      const int column = first + 8 * (n / 2) + fragment::lane_column();
+      const float low = result[r][n] * factor, high = result[r][n + 1] * factor;
+      if (column < begin) continue;
+      if (!wide) {
+        const int at = fragment::place<fragment::row_bytes(WIDTH)>(row, column / 8);
+        *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
+            number::narrow_pair(low, high);
+        continue;
+      }
+      if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = low;
+      if (row < valid && column + 1 < WIDTH) data[row * to.row + (column + 1) * to.col] = high;
+    }
+  }
+}
+
+}  // namespace warpgroup_gradient
