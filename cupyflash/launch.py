@@ -19,7 +19,8 @@ from . import config, driver, recipe, target, tensor_maps
 from .errors import ArgumentError
 from .params import MAX_PARTS
 from .problem import Array, Call, Gradients, Plan
-from .recipe import Laid, Launch, Recipe
+from .recipe import Launch, Recipe
+from .scratch import Laid, scratch_of
 
 WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 ALIGNMENT = 256  # bytes, of the parts of a workspace
@@ -294,7 +295,7 @@ def backward_addresses(
 
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
-    parts = recipe.scratch_of(call, config.adds_dq(call.problem, target.of(_device(call)), False))
+    parts = scratch_of(call, config.adds_dq(call.problem, target.of(_device(call)), False))
     if call.sink is not None:  # whose gradient may have to be computed there
         parts["dsink"] = Laid(call.sink.shape, call.sink.dtype)
     return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from .expr.key_range import key_range
 from .operands import Lead, lead_of
 from .params import KINDS
 from .problem import Array, Call, Gradients, Plan, Problem
+from .scratch import Laid, scratch_of
 from .source import Specialisation
 from .target import MAX_GRID, Target
 from .tensor_maps import TensorMap
@@ -30,35 +31,8 @@ from .trees import trees
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
 SINK_THREADS = 512
-GROUP_ROWS, UNIT, LANES = 8, 16, 32  # of sums of dq: rows and columns that lie together, by a warp
+LANES = 32  # a warp's, between whose numbers of a sum of dq lie others
 _ADDRESS = struct.Struct("=Q")
-
-
-class Laid(NamedTuple):
-    """An array in C order that is not there yet."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return math.prod(self.shape) * self.itemsize
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Bytes between neighbours along each axis."""
-        return tuple(math.prod(self.shape[axis + 1 :]) * self.itemsize for axis in range(self.ndim))
 
 
 @dataclass(frozen=True)
@@ -441,36 +415,6 @@ def _bias_gradient(writer: _Writer, dbias: Array) -> None:
         kind_dbias=KINDS[dbias.dtype.name],
         **told,
     )
-
-
-def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
-    """Return what the backward keeps beside its results: delta, one number per query.
-
-    Where k and v are broadcast over different axes, also their gradients before they are summed;
-    with `adds_dq` the sums of dq, unless dq has the accumulator's type.
-    """
-    problem = call.problem
-    lead = () if problem.packed else problem.lead
-    scratch = {"delta": Laid((*lead, problem.heads, call.q.shape[-2]), problem.accumulator)}
-    shared = _shared_lead(call)
-    if shared is not None:
-        for name, array in (("dk", call.k), ("dv", call.v)):
-            scratch[name] = Laid((*shared, *array.shape[-3:]), problem.accumulator)
-    if adds_dq and problem.dtype != problem.accumulator:
-        *lead_q, rows, columns = call.q.shape
-        groups = rows // GROUP_ROWS + problem.batch if problem.packed else -(-rows // GROUP_ROWS)
-        sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT
-        scratch["dq_sum"] = Laid((*lead_q, *sizes), problem.accumulator)
-    return scratch
-
-
-def _shared_lead(call: Call) -> tuple[int, ...] | None:
-    """Return the leading axes that k and v have together, if one of them was broadcast to them."""
-    if call.problem.packed:
-        return None
-    lead = np.broadcast_shapes(call.k.shape[:-3], call.v.shape[:-3])
-    different = math.prod(call.k.shape[:-3]) != math.prod(call.v.shape[:-3])
-    return lead if different or math.prod(lead) != math.prod(call.k.shape[:-3]) else None
 
 
 def combine(parts: list[tuple[Array, Array]], out: Any, lse: Any, dtype: str) -> Launch:

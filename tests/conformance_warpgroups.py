@@ -299,11 +299,7 @@ WIDTHS = {
 }  # fmt: skip
 PRODUCTS = [
     product(form, name, columns, True, _AROUND if columns == 64 else "")
-    for form, widths in (
-        ("ss", (64, 80, 112, 128, 176)),
-        ("tt", (64,)),
-        ("rs", (64, 128, 192, 256)),
-    )
+    for form, widths in WIDTHS.items()
     for name in TYPES
     for columns in widths
 ]

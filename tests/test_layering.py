@@ -31,7 +31,7 @@ ORDER = [
     ["tiles", "params"],
     ["tensor_tiles", "tensor_maps"],
     ["f64_tiles"],
-    ["config", "source", "operands"],
+    ["config", "source", "operands", "scratch"],
     ["hopper"],
     ["compile", "recipe"],
     ["launch"],

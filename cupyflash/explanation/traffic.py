@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ..figures.survey import Survey
 from ..problem import Call
-from ..recipe import UNIT
+from ..scratch import UNIT
 from .results import Bytes
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import config, dispatch, recipe
 from ..problem import Call, Gradients
+from ..scratch import Laid
 from ..source import Specialisation
 from ..tiles import Tiles
 from .places import Place
@@ -88,7 +89,7 @@ def on_gpu(
     facts, problem = where.target, call.problem
     assert facts is not None
     shape = (*problem.lead, problem.heads, int(problem.len_q), problem.d_v)
-    out, lse = fake_array(shape, problem.dtype), recipe.Laid(shape[:-1], problem.accumulator)
+    out, lse = fake_array(shape, problem.dtype), Laid(shape[:-1], problem.accumulator)
     if backward:
         arrays = out, out, lse, None, Gradients(call.q, call.k, call.v)
         made = recipe.backward(call, facts, *arrays, deterministic=deterministic)  # type: ignore[arg-type]
