@@ -293,13 +293,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const int before = steps;
 
     warpgroup::wait(queries_full(own), j % 2);
-    if (!HAS_SCORE && scale < 0) {
-      warpgroup_rows::negate_rows<warpgroup::ROWS_OF * Q_BYTES, warpgroup::THREADS_OF>(
-          q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF);
-      arch::publish_shared();
-      arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
-    }
     if (!HAS_MASK && !PACKED || following >= 0) {
+      if (!HAS_SCORE && scale < 0) {
+        warpgroup_rows::negate_rows<warpgroup::ROWS_OF * Q_BYTES, warpgroup::THREADS_OF>(
+            q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF);
+        arch::publish_shared();
+        arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
+      }
       // 2 scores
       const int now = following / 2;
       const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
