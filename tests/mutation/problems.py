@@ -93,7 +93,7 @@ def _place(rng: np.random.Generator, values: Array, layout: str) -> Array:
     ).view
 
 
-def _case(
+def case_of(
     name: str,
     dtype: np.dtype[Any],
     heads: tuple[int, int],
@@ -108,6 +108,7 @@ def _case(
     hard: bool = False,
     blocks: tuple[int, int, int] = (16, 16, 32),
     tensor: bool = False,
+    hopper: bool = False,
     seed: int = 0,
     **more: Any,
 ) -> Case:
@@ -134,14 +135,14 @@ def _case(
         tiles=blocks[:2], layouts="random" if layout == "random" else "plain", workspace=True,
         hard=hard, seed=seed,
     )  # fmt: skip
-    return Case(name, problem, Blocks(*blocks, tensor=tensor), **more)
+    return Case(name, problem, Blocks(*blocks, tensor=tensor or hopper, hopper=hopper), **more)
 
 
 def _normal(rng: np.random.Generator, *shape: int, dtype: Any = F32) -> Array:
     return rng.standard_normal(shape).astype(dtype)
 
 
-def _all(rng: np.random.Generator, len_q: int, len_k: int, sink: Any) -> dict[str, Any]:
+def everything(rng: np.random.Generator, len_q: int, len_k: int, sink: Any) -> dict[str, Any]:
     """Options that put every piece of code into a kernel."""
     return {
         "mask": masks.causal(), "score_mod": scores.softcap(2.0), "dropout": 0.3,
@@ -149,7 +150,7 @@ def _all(rng: np.random.Generator, len_q: int, len_k: int, sink: Any) -> dict[st
     }  # fmt: skip
 
 
-def _unseen(case: Case, keys: int) -> Case:
+def unseen(case: Case, keys: int) -> Case:
     """Make the last `keys` keys, which no query sees, and their values NaN or infinite."""
     for name, value in (("k", np.nan), ("v", np.inf)):
         held = getattr(case.problem, name)
@@ -303,101 +304,102 @@ def cases() -> list[Case]:
     """Return the problems, cheap ones that find much first."""
     sink = np.array([0.0, -1.0, -np.inf, 2.0], np.float32)
     return [
-        _case("everything", F32, (4, 2), (37, 29), (24, 40), lambda r: _all(r, 37, 29, sink),
-              lead=((2,), (2,), (1,)), foreign_lse=True),
-        _case("everything, strided", F32, (4, 1), (16, 32), (24, 40),
-              lambda r: _all(r, 16, 32, sink[::-1].astype(F64)),
+        case_of("everything", F32, (4, 2), (37, 29), (24, 40),
+                lambda r: everything(r, 37, 29, sink), lead=((2,), (2,), (1,)), foreign_lse=True),
+        case_of("everything, strided", F32, (4, 1), (16, 32), (24, 40),
+              lambda r: everything(r, 16, 32, sink[::-1].astype(F64)),
               lead=((2, 1), (1, 3), (2, 3)), layout="random", schedule=randomly(1), seed=1),
-        _no_sink(_case("a sink that takes no part", F32, (4, 2), (37, 29), (24, 40),
-                       lambda r: _all(r, 37, 29, sink), lead=((2,), (2,), (1,)))),
-        _case("whole tiles", F32, (2, 2), (64, 48), (8, 8), lead=((2,),) * 3, blocks=(16, 32, 64)),
-        _columns(_case("tiles that end early", F32, (2, 2), (29, 53), (4, 8),
+        _no_sink(case_of("a sink that takes no part", F32, (4, 2), (37, 29), (24, 40),
+                       lambda r: everything(r, 37, 29, sink), lead=((2,), (2,), (1,)))),
+        case_of("whole tiles", F32, (2, 2), (64, 48), (8, 8), lead=((2,),) * 3,
+                blocks=(16, 32, 64)),
+        _columns(case_of("tiles that end early", F32, (2, 2), (29, 53), (4, 8),
                        blocks=(16, 32, 64), seed=2)),
-        _case("odd", F32, (3, 1), (17, 31), (8, 8), lambda r: {"scale": -0.7}, layout="random",
+        case_of("odd", F32, (3, 1), (17, 31), (8, 8), lambda r: {"scale": -0.7}, layout="random",
               blocks=(16, 32, 64), schedule=REVERSE, seed=3),
-        _case("four leading axes", F32, (2, 1), (3, 18), (8, 8),
+        case_of("four leading axes", F32, (2, 1), (3, 18), (8, 8),
               lead=((2, 1, 2, 1), (1, 2, 1, 3), (2, 1, 1, 3)), layout="rows",
               blocks=(16, 32, 64), dlse=False, seed=4),
-        _case("very negative scores", F32, (1, 1), (5, 40), (8, 8), family="negative scores",
+        case_of("very negative scores", F32, (1, 1), (5, 40), (8, 8), family="negative scores",
               blocks=(16, 32, 64), seed=5, hard=True),
-        _case("growing scores", F32, (1, 1), (5, 64), (8, 8), lambda r: {"scale": 2.0},
+        case_of("growing scores", F32, (1, 1), (5, 64), (8, 8), lambda r: {"scale": 2.0},
               family="offset", blocks=(16, 32, 64), seed=6),
-        _case("huge logits", F32, (1, 1), (18, 40), (8, 8), family="huge logits", hard=True,
+        case_of("huge logits", F32, (1, 1), (18, 40), (8, 8), family="huge logits", hard=True,
               blocks=(16, 32, 64), seed=7),
-        _visited(_unseen(_empty_rows(
-            _case("window and lengths", BF16, (2, 1), (53, 45), (40, 16),
+        _visited(unseen(_empty_rows(
+            case_of("window and lengths", BF16, (2, 1), (53, 45), (40, 16),
                   lambda r: {"mask": masks.window(9, 3, -12) & masks.lengths(np.array([40, 20])),
                              "sink": np.array([0.25, -3.0], np.float16)},
                   lead=((2,), (2,), (1,)), blocks=(32, 16, 64), seed=8), 2), 5)),
-        _case("packed segments", F16, (2, 1), (0, 0), (33, 7),
+        case_of("packed segments", F16, (2, 1), (0, 0), (33, 7),
               lambda r: {"mask": masks.causal() & masks.segments(
                             np.sort(r.integers(0, 3, 40)), np.sort(r.integers(0, 3, 53))),
                          "score_mod": scores.alibi(np.array([0.5, 0.25], np.float16)),
                          "sink": _normal(r, 2, dtype=BF16), "bias": _normal(r, 4, 2, 19, 33)},
               offsets=PACKED, layout="padded", blocks=(16, 32, 64), schedule=randomly(2), seed=9),
-        _unseen(_case("pairs one by one", F64, (2, 2), (21, 37), (5, 33), _sparse,
+        unseen(case_of("pairs one by one", F64, (2, 2), (21, 37), (5, 33), _sparse,
                       lead=((2,), (1,), (2,)), layout="random", blocks=(16, 16, 32), seed=10), 3),
-        _case("bias of keys", F16, (4, 2), (33, 19), (64, 48), _by_keys, lead=((2,), (2,), (2,)),
+        case_of("bias of keys", F16, (4, 2), (33, 19), (64, 48), _by_keys, lead=((2,), (2,), (2,)),
               layout="rows", blocks=(32, 16, 128), seed=11),
-        _visited(_case("packed and causal", F32, (2, 2), (0, 0), (16, 20),
+        _visited(case_of("packed and causal", F32, (2, 2), (0, 0), (16, 20),
                        _dropped, offsets=PACKED, blocks=(16, 16, 32), dlse=False, seed=12)),
-        _only_rows(0, 40, ("out", "lse"), _case("wrong offsets", F32, (2, 2), (0, 0), (16, 20),
+        _only_rows(0, 40, ("out", "lse"), case_of("wrong offsets", F32, (2, 2), (0, 0), (16, 20),
               _dropped, offsets=PACKED, blocks=(16, 16, 32), dlse=False, seed=13, layout="rows",
               wrong_offsets=(PACKED[0], [-5, 17, 12, 10**12, 60]))),
-        _only_rows(16, 26, ("out", "lse", "dq", "dk", "dv"), _case(
+        _only_rows(16, 26, ("out", "lse", "dq", "dk", "dv"), case_of(
               "wrong offsets of both", F32, (2, 2), (0, 0), (16, 20), _looked_up, offsets=TENS,
               blocks=(16, 16, 32), dlse=False, seed=19, layout="rows",
               wrong_offsets=([16, *[31] * 5],) * 2)),
         replace(_one_key(_visited(
-            _case("more queries", F32, (1, 1), (0, 0), (16, 20), _dropped, offsets=(LONG, SHORT),
+            case_of("more queries", F32, (1, 1), (0, 0), (16, 20), _dropped, offsets=(LONG, SHORT),
                   blocks=(16, 16, 32), dlse=False, seed=20))), foreign_lse=True),
-        _visited(_case("more keys", F32, (1, 1), (0, 0), (16, 20), _dropped,
+        _visited(case_of("more keys", F32, (1, 1), (0, 0), (16, 20), _dropped,
                        offsets=(SHORT, LONG), blocks=(16, 16, 32), dlse=False, seed=21)),
-        _visited(_case("offsets beyond the ends", F32, (2, 2), (0, 0), (16, 20), _dropped,
+        _visited(case_of("offsets beyond the ends", F32, (2, 2), (0, 0), (16, 20), _dropped,
                        offsets=([0, 3, 40, 40], [0, 17, 53, 53]), blocks=(16, 16, 32), dlse=False,
                        seed=24, wrong_offsets=([-5, 3, 10**12, 60], [-(2**40), 17, 60, 10**12]))),
-        _visited(_case("no queries", F32, (2, 2), (0, 0), (16, 20),
+        _visited(case_of("no queries", F32, (2, 2), (0, 0), (16, 20),
                        lambda r: _dropped(r) | {"sink": _normal(r, 2)},
                        offsets=([0, 0, 0], [0, 5, 9]), blocks=(16, 16, 32), dlse=False, seed=22)),
-        _case("large heads", F32, (1, 1), (33, 35), (300, 20), blocks=(32, 32, 128), seed=14),
-        _case("many chunks", F32, (1, 1), (5, 20), (484, 8), blocks=(16, 32, 128), seed=23),
-        _case("more columns than threads copy", F64, (1, 1), (5, 20), (8, 300),
+        case_of("large heads", F32, (1, 1), (33, 35), (300, 20), blocks=(32, 32, 128), seed=14),
+        case_of("many chunks", F32, (1, 1), (5, 20), (484, 8), blocks=(16, 32, 128), seed=23),
+        case_of("more columns than threads copy", F64, (1, 1), (5, 20), (8, 300),
               blocks=(4, 32, 128), seed=24),
-        _case("rows where no vector begins", F16, (1, 1), (5, 40), (8, 16), layout="apart 4",
+        case_of("rows where no vector begins", F16, (1, 1), (5, 40), (8, 16), layout="apart 4",
               blocks=(16, 32, 32), seed=25),
-        _case("rows an element apart", F16, (1, 1), (5, 40), (8, 16), layout="apart 1",
+        case_of("rows an element apart", F16, (1, 1), (5, 40), (8, 16), layout="apart 1",
               blocks=(16, 32, 32), seed=26),
-        _case("rows that overlap", F16, (1, 1), (5, 40), (8, 16), layout="windows", dlse=False,
+        case_of("rows that overlap", F16, (1, 1), (5, 40), (8, 16), layout="windows", dlse=False,
               blocks=(16, 32, 32), seed=27),
-        _infinite_keys(_case("weights of 0", F32, (3, 3), (17, 18), (8, 8), _weights_of_0,
+        _infinite_keys(case_of("weights of 0", F32, (3, 3), (17, 18), (8, 8), _weights_of_0,
                              blocks=(16, 16, 32), dlse=False, seed=23)),
-        _uneven(_case("shared queries", F32, (1, 1), (3, 18), (8, 8),
+        _uneven(case_of("shared queries", F32, (1, 1), (3, 18), (8, 8),
               lambda r: {"mask": masks.lengths(np.array([0, 9, *r.integers(0, 19, 14)]))},
               lead=((2, 1, 2, 1), (1, 2, 1, 2), (1, 2, 1, 2)), layout="random", seed=18)),
-        _case("one column", BF16, (1, 1), (3, 18), (1, 3),
+        case_of("one column", BF16, (1, 1), (3, 18), (1, 3),
               lambda r: {"score_mod": scores.score(lambda s, b, h, i, j: s - 0.1 * abs(i - j)),
                          "mask": masks.mask(lambda b, h, i, j: lookup(np.arange(18))[j] % 5 > i)},
               layout="random", seed=15),
-        _visited(_case("window in float64", F64, (1, 1), (40, 64), (16, 18),
+        _visited(case_of("window in float64", F64, (1, 1), (40, 64), (16, 18),
                        lambda r: {"mask": masks.window(7, 0)}, blocks=(16, 32, 32),
                        schedule=REVERSE, seed=16)),
-        _case("everything by tensor cores", F16, (4, 2), (37, 29), (24, 40),
-              lambda r: _all(r, 37, 29, sink), lead=((2,), (2,), (1,)), blocks=(32, 16, 64),
+        case_of("everything by tensor cores", F16, (4, 2), (37, 29), (24, 40),
+              lambda r: everything(r, 37, 29, sink), lead=((2,), (2,), (1,)), blocks=(32, 16, 64),
               tensor=True, seed=19),
-        _visited(_unseen(_case(
+        _visited(unseen(case_of(
             "window by tensor cores", BF16, (2, 1), (53, 45), (136, 16),
             lambda r: {"mask": masks.window(9, 3, -12) & masks.lengths(np.array([40, 20])),
                        "scale": -0.1},
             lead=((2,), (2,), (1,)), layout="rows", blocks=(64, 16, 64), tensor=True, seed=20), 5)),
-        _case("packed by tensor cores", F16, (2, 1), (0, 0), (33, 256),
+        case_of("packed by tensor cores", F16, (2, 1), (0, 0), (33, 256),
               lambda r: {"mask": masks.causal()}, offsets=PACKED, layout="random",
               blocks=(16, 32, 32), tensor=True, schedule=randomly(3), seed=21),
-        _case("huge logits by tensor cores", BF16, (1, 1), (18, 40), (8, 8), family="huge logits",
+        case_of("huge logits by tensor cores", BF16, (1, 1), (18, 40), (8, 8), family="huge logits",
               hard=True, blocks=(16, 32, 32), tensor=True, seed=22),
-        _zero_queries(_case("largest scale by tensor cores", BF16, (1, 1), (5, 20), (16, 16),
+        _zero_queries(case_of("largest scale by tensor cores", BF16, (1, 1), (5, 20), (16, 16),
                             lambda r: {"scale": 3e38}, hard=True, blocks=(16, 32, 32),
                             judged=("out", "lse"), tensor=True, seed=28)),
-        _case("near overflow", F16, (1, 1), (20, 20), (64, 48), family="near overflow",
+        case_of("near overflow", F16, (1, 1), (20, 20), (64, 48), family="near overflow",
               blocks=(16, 16, 128), seed=17, hard=True),
     ]  # fmt: skip
 

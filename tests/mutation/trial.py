@@ -27,13 +27,13 @@ from emulator.machine import FORWARD, Fault, Machine, Schedule
 from harness import GRADIENTS, bound_backward, bound_forward, call_of
 from placement import Placed
 
-from cupyflash import launch, target
+from cupyflash import hopper, launch, target
 from cupyflash.expr.cuda import generate
 from cupyflash.problem import Gradients
 from cupyflash.source import Specialisation
 from cupyflash.testing import rho
 
-from . import generators
+from . import generators, hopper_problems
 from .expressions import Check, Make, MaskCheck, ScoreCheck
 from .functions import FunctionCheck
 from .memory import Guarded, GuardedCopies
@@ -172,6 +172,7 @@ def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]
 
     with (
         emulator._answering(ready),
+        mock.patch.object(hopper, "SHORTEST", 1),  # problems are small
         mock.patch.object(target, "to_device", to_device),
         mock.patch.object(launch, "_sum_to", lambda *pair: sums.append(pair)),
     ):
@@ -356,7 +357,8 @@ class Bench:
         self.folder = folder
         if not kernels:
             return
-        self.runs = [_run_of(case) for case in cases()] + [_run_of_parts(x) for x in parts()]
+        self.runs = [_run_of(case) for case in (*cases(), *hopper_problems.cases())]
+        self.runs += [_run_of_parts(x) for x in parts()]
         self.groups: list[Group] = []
         for check in checks():
             group = _group(check.name, check.compose)

@@ -1,0 +1,57 @@
+"""Problems for the kernels of compute capability 9.0, whose tiles are those that a GPU gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from emulator.machine import randomly
+from harness import attend, attend_backward
+
+from cupyflash import masks
+
+from .problems import BF16, F16, Case, case_of, everything, unseen
+
+PACKED = [0, 3, 3, 75, 300], [0, 90, 120, 120, 330]
+
+
+def _not_finite(case: Case) -> Case:
+    """Make some numbers NaN and infinite, which reach the rows alone whose pairs they are in."""
+    problem = case.problem
+    dirty = {name: np.array(getattr(problem, name)) for name in ("do", "q", "k", "v")}
+    dirty["v"][..., 100, 3], dirty["v"][..., 60, 5] = np.nan, np.inf
+    dirty["do"][..., 120, 2], dirty["k"][..., 139, 7] = np.inf, np.nan
+    case.arrays.update(dirty)
+    _, *rows = dirty.values()
+    made = attend(*rows, **problem.options)
+    wanted = attend_backward(*dirty.values(), **problem.options)
+    nan = {name: np.isnan(getattr(made, name)) for name in ("out", "lse")}
+    nan |= {name: np.isnan(getattr(wanted, name)) for name in ("dq", "dk", "dv")}
+    assert all(0 < each.mean() < 1 for each in nan.values())
+    return replace(case, nan=nan)
+
+
+def cases() -> list[Case]:
+    """Return the problems, cheap ones that find much first."""
+    sink = np.array([0.0, -1.0, -np.inf, 2.0], np.float32)
+    return [
+        case_of("by warpgroups", BF16, (4, 2), (70, 200), (64, 64), hopper=True, seed=30),
+        case_of("everything by warpgroups", F16, (4, 2), (80, 150), (64, 72),
+                lambda r: everything(r, 80, 150, sink), lead=((2,), (2,), (1,)), hopper=True,
+                seed=31),
+        unseen(case_of("window by warpgroups", BF16, (2, 1), (200, 300), (192, 256),
+                      lambda r: {"mask": masks.window(9, 3, -12)
+                                 & masks.lengths(np.array([290, 20])), "scale": -0.1},
+                      lead=((2,), (2,), (1,)), layout="rows", hopper=True, seed=32), 5),
+        case_of("packed by warpgroups", F16, (2, 1), (0, 0), (128, 128),
+              lambda r: {"mask": masks.causal()}, offsets=PACKED, hopper=True,
+              schedule=randomly(4), seed=33),
+        *(_not_finite(case_of(f"numbers that are not finite, {d} columns, by warpgroups", dtype,
+                              (2, 1), (160, 150), (d, d),
+                              lambda r: {"mask": masks.window(20, 0)}, dlse=False, hopper=True,
+                              seed=35))
+          for d, dtype in ((64, BF16), (128, F16), (192, BF16))),
+        case_of("huge logits by warpgroups", F16, (1, 1), (130, 140), (64, 64),
+              lambda r: {"mask": masks.causal()}, family="huge logits", hard=True, hopper=True,
+              seed=34),
+    ]  # fmt: skip
