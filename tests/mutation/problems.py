@@ -47,7 +47,8 @@ class Case:
     judged : tuple of str
         Results that are looked at; all of them where it is empty.
     nan : dict or None
-        Where results are NaN, if that is all that is known of them; without gradients in it there
+        Where results are NaN, if that is all that is known of them, or what they nearly are
+        where they are numbers; without gradients in it there
         is no backward.
     foreign_lse : bool
         Whether the backward gets an lse that is rounded down where it is not 0, as another

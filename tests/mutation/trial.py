@@ -135,13 +135,26 @@ class Run:
     def _judge(self, name: str) -> None:
         values = self.outputs[name].view
         if self.nan is not None:
-            if (np.isnan(values) != self.nan[name]).any():
+            known = self.nan[name]
+            if (np.isnan(values) != (known if known.dtype == bool else np.isnan(known))).any():
                 raise Noticed(f"{self.name}: {name} is NaN elsewhere")
+            if known.dtype != bool and not _near(values, known):
+                raise Noticed(f"{self.name}: {name} is not near")
             return
         exact, bound = self.wanted[name]
         worst = rho(values.reshape(exact.shape), exact, bound)
         if not worst.value <= 1:
             raise Noticed(f"{self.name}: {name} has rho {worst.value:.3g}")
+
+
+def _near(values: Array, known: Array) -> bool:
+    """Whether numbers agree to a share of the largest; infinite ones are to be the same."""
+    values, known = values.astype(np.float64), known.astype(np.float64)
+    finite = np.isfinite(known)
+    if not np.array_equal(values[~finite], known[~finite], equal_nan=True):
+        return False
+    error = np.abs(values[finite] - known[finite])
+    return bool((error <= 0.02 * np.abs(known[finite]).max(initial=0.0)).all())
 
 
 def _add_up(sums: list[tuple[Array, Array]]) -> None:
