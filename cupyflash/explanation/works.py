@@ -92,6 +92,7 @@ def on_gpu(
     out, lse = fake_array(shape, problem.dtype), Laid(shape[:-1], problem.accumulator)
     if backward:
         arrays = out, out, lse, None, Gradients(call.q, call.k, call.v)
+        # A recipe reads shapes and strides, which memory that is not there yet has too.
         made = recipe.backward(call, facts, *arrays, deterministic=deterministic)  # type: ignore[arg-type]
     else:
         made = recipe.forward(call, facts, out, None)
