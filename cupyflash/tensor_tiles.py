@@ -108,14 +108,14 @@ FORWARD_HOPPER: dict[str, dict[int, tuple[int, int]]] = {
     "scores": _MASKED | {64: (192, 112)},
 }
 PASSING_STAGES = 2  # places that keys, and values, pass through
-JOBS, LOOKING_WARPS = 3, 3  # that are known at a time; that look at values
+JOBS, LOOKING_WARPS = 3, 2  # that are known at a time; that look at values
 TILE_GROUPS = 2048  # that have a class each
 
 
 def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     """Return tiles of forward_sm90.cu: a warpgroup for 64 queries each, and one that copies."""
     q, v = row_bytes(d), row_bytes(d_v)
-    shared = block_q * max(q, v) + PASSING_STAGES * block_kv * (q + v) + KNOWN_BYTES
+    shared = block_q * q + PASSING_STAGES * block_kv * (q + v) + KNOWN_BYTES
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared)
 
 

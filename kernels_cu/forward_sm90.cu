@@ -1,20 +1,22 @@
 // Tiled attention, forward, in 16-bit types by the tensor cores of compute capability 9.0: the twin
 // of reference/forward.py.
 //
-// The last warpgroup of a block copies, by one thread, and the others compute: each has 64 queries
-// of the block. Keys and values of one tile after the other, the last first, pass through STAGES
-// places each. While a warpgroup turns scores into weights, the tensor cores multiply the weights
-// of its tile before by their values, and then the next warpgroup's scores: the warpgroups take
-// turns to begin their products (FlashAttention-3: Shah et al. 2024).
+// The last warpgroup of a block copies, by one thread, and tells what comes next, by one warp; the
+// others compute: each has 64 queries of the block. Keys and values of one tile after the other,
+// the last first, pass through STAGES places each. While a warpgroup turns scores into weights, the
+// tensor cores multiply the weights of its tile before by their values, and then the next
+// warpgroup's scores: the warpgroups take turns to begin their products (FlashAttention-3: Shah et
+// al. 2024).
 //
 // Tiles without a pair that takes part are neither copied nor computed. Of tiles that have some
 // that take no part, the other warps of the last warpgroup look whether all values are finite.
 //
-// A block works on one job after the other, a job being a block of a head's queries: while results
-// are written, the next one's keys, values and queries are on their way.
+// A block works on one job after the other, a job being a block of a head's queries: while the last
+// tile of one is computed and its results are written, the next one's queries, keys and values are
+// on their way.
 //
 // Grid: any; prod(own_size) * heads * blocks jobs, with own_size = lead_size; packed: heads *
-// blocks. Shared memory: the queries, or the output; keys, values; what a block knows. BLOCK_Q is
+// blocks. Shared memory: the queries; keys, values; what a block knows. BLOCK_Q is
 // 64 times the warpgroups that compute, BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the
 // parameters come the maps of q, k and v.
 #include "params.cuh"
@@ -33,8 +35,7 @@ constexpr int AT_ONCE = COLUMNS % 8 == 0 ? 8 : 4;
 constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
-// A warpgroup's queries, and later its output.
-constexpr int HELD_BYTES = warpgroup::ROWS_OF * matmul::larger(Q_BYTES, V_BYTES);
+constexpr int HELD_BYTES = warpgroup::ROWS_OF * Q_BYTES;  // a warpgroup's queries
 constexpr int KEYS_BYTES = BLOCK_KV * Q_BYTES, VALUES_BYTES = BLOCK_KV * V_BYTES;
 constexpr int STAGES = 2;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
@@ -42,8 +43,11 @@ constexpr int JOBS = 3;  // that are known at a time: the last, this and the nex
 constexpr bool RESCALES_ALWAYS = D_V <= 64;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
 constexpr bool LOOKS = MAY_MASK || PACKED;
-constexpr int LOOKING = LOOKS ? 3 : 0;                        // warps, of the warpgroup that copies
+constexpr int LOOKING = LOOKS ? 2 : 0;                        // warps, of the warpgroup that copies
 constexpr int COMPUTING = CONSUMERS * warpgroup::THREADS_OF;  // threads
+// Registers of a thread that copies and of one that computes: as many in all as at the start, or
+// some wait for them for ever.
+constexpr int KEPT = CONSUMERS == 2 ? 40 : 32, TAKEN = CONSUMERS == 2 ? 232 : 160;
 
 // Barriers of the places that tiles pass through: what is there has come, and has been read.
 struct Passing {
@@ -53,13 +57,13 @@ struct Passing {
 struct Known {
   warpgroup_work::Job jobs[JOBS];
   Passing keys, values;
-  // Of each warpgroup's queries: they have come, and its output has left their place.
+  // Of each warpgroup's queries: they have come, and have been read.
   unsigned long long queries_full[3], queries_empty[3];
   // Of jobs: what they are is known, and nobody needs that any more.
   unsigned long long told[JOBS], done[JOBS];
   // That values were looked at, and where: whether each warp saw some that are not finite.
   unsigned long long looked_at[STAGES];
-  unsigned int nonfinite[STAGES][3];
+  unsigned int nonfinite[STAGES][2];
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
@@ -71,6 +75,7 @@ static_assert(STORAGE < 2, "16-bit types");
 static_assert(THREADS == (CONSUMERS + 1) * warpgroup::THREADS_OF && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
+static_assert(KEPT + CONSUMERS * TAKEN <= 65536 / THREADS / 8 * 8 * (CONSUMERS + 1), "registers");
 static_assert(SHARED_BYTES ==
                   CONSUMERS * HELD_BYTES + STAGES * (KEYS_BYTES + VALUES_BYTES) + KNOWN_BYTES,
               "SHARED_BYTES");
@@ -114,10 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return arch::shared_address(&known_smem->done[j % JOBS]);
   };
 
-  const unsigned int jobs = warpgroup_work::jobs_of(p);
-  const bool works = warpgroup_work::describe<THREADS>(p, known_smem->jobs[0],
-                                                       warpgroup_work::number_in(0), threadIdx.x);
-  if (PACKED && !works && jobs <= gridDim.x) return;
+  const warpgroup_work::Rounds rounds(p);
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
@@ -130,25 +132,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll
     for (int n = 0; n < CONSUMERS; ++n) {
       arch::init_barrier(queries_full(n), 1);
-      arch::init_barrier(queries_empty(n), warpgroup::THREADS_OF / arch::WARP_SIZE);
+      arch::init_barrier(queries_empty(n), 1);
     }
 #pragma unroll
     for (int j = 0; j < JOBS; ++j) {
-      arch::init_barrier(told(j), COMPUTING);
+      arch::init_barrier(told(j), 1);
       arch::init_barrier(done(j), COMPUTING / arch::WARP_SIZE + 1 + LOOKING);
     }
     arch::publish_barriers();
   }
-  __syncthreads();  // the first job, and the barriers
+  __syncthreads();  // the barriers
 
   if (warpgroup::index() == CONSUMERS) {
-    arch::shed_registers<CONSUMERS == 2 ? 40 : 32>();
+    arch::shed_registers<KEPT>();
     const int warp = threadIdx.x % warpgroup::THREADS_OF / arch::WARP_SIZE;
-    if (LOOKS && warp > 0) {
-      const int own = threadIdx.x % warpgroup::THREADS_OF - arch::WARP_SIZE;
+    if (warp == 1) {
+#pragma unroll 1
+      for (int j = 0; j < rounds.count; ++j) {
+        warpgroup::wait(done(j), parity_of_job(j) ^ 1);
+        warpgroup_work::describe(p, rounds, j, known_smem->jobs[j % JOBS]);
+        if (arch::lane_index() == 0) arch::arrive(told(j));
+      }
+      return;
+    }
+    if (warp > 1) {
+      if (!LOOKS) return;
+      const int own = threadIdx.x % warpgroup::THREADS_OF - 2 * arch::WARP_SIZE;
       int n = 0;
 #pragma unroll 1
-      for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
+      for (int j = 0; j < rounds.count; ++j) {
         warpgroup::wait(told(j), parity_of_job(j));
         const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
 #pragma unroll 1
@@ -162,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           const bool some = arch::any_lane(!finite);
           __syncwarp();  // the values, which all lanes have read
           if (arch::lane_index() == 0) {
-            known_smem->nonfinite[stage_of(n)][warp - 1] = some ? 1 : 0;
+            known_smem->nonfinite[stage_of(n)][warp - 2] = some ? 1 : 0;
             arch::arrive(looked_at(n));
             arch::arrive(empty(values, n));
           }
@@ -175,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (threadIdx.x % warpgroup::THREADS_OF != 0) return;
     int n = 0;
 #pragma unroll 1
-    for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
+    for (int j = 0; j < rounds.count; ++j) {
       warpgroup::wait(told(j), parity_of_job(j));
       const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
       const int last = job.last_tile();
@@ -214,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return;
   }
 
-  arch::take_registers<CONSUMERS == 2 ? 232 : 160>();
+  arch::take_registers<TAKEN>();
   const int own = warpgroup::index();
   const float scale = static_cast<float>(p.scale);
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
@@ -229,19 +241,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   constexpr int BOTH = 2 * warpgroup::THREADS_OF;
   constexpr int OWN = 1 + CONSUMERS, ALL = OWN + CONSUMERS;
   if (next == 0) arch::arrive_at(1, BOTH);
-  arch::arrive(told(0));
 
   int steps = 0;
 #pragma unroll 1
-  for (int j = 0; warpgroup_work::number_in(j) < jobs; ++j) {
+  for (int j = 0; j < rounds.count; ++j) {
     warpgroup::wait(told(j), parity_of_job(j));
     const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
-    const unsigned int number = warpgroup_work::number_in(j + 1);
-    if (number < jobs) {
-      warpgroup::wait(done(j + 1), parity_of_job(j + 1) ^ 1);
-      warpgroup_work::describe<COMPUTING>(p, known_smem->jobs[(j + 1) % JOBS], number, threadIdx.x);
-      arch::arrive(told(j + 1));
-    }
     // A tile's number, doubled, and 1 more where it may have pairs that take no part; or -1. A
     // shuffle tells the compiler that lanes agree, without which it puts products in a row.
     const auto tile_before = [&](int below) {
@@ -280,8 +285,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
     const auto take_nonfinite = [&](int n) {
       warpgroup::wait(looked_at(n), parity_of(n));  // which is after they came
-      const unsigned int (&found)[3] = known_smem->nonfinite[stage_of(n)];
-      if ((found[0] | found[1] | found[2]) == 0) return;
+      const unsigned int (&found)[2] = known_smem->nonfinite[stage_of(n)];
+      if ((found[0] | found[1]) == 0) return;
       char* const tile_smem = values_smem + stage_of(n) * VALUES_BYTES;
       warpgroup_rows::add_nonfinite(acc, weights, tile_smem);
       arch::meet_at(ALL, COMPUTING);  // the values, which are read as they came
@@ -311,6 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::wait_products<0>();
       arch::take_product(s);
       warpgroup::release(empty(keys, steps));
+      if (following < 0) warpgroup::release(queries_empty(own));
       // 3 score mod
       // 4 mask
       change_scores(now, masked);
@@ -342,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::wait_products<1>();
         arch::take_product(s);
         warpgroup::release(empty(keys, n));
+        if (following < 0) warpgroup::release(queries_empty(own));
         change_scores(now, masked);
         const bool grew = fragment_softmax::row_max(s, m, m_new);
         fragment_softmax::raise_max(m, m_new, l, alpha, c);
@@ -375,16 +382,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
-    // The warpgroup's queries, which its warps have read: the output passes there.
-    arch::meet_at(OWN + own, warpgroup::THREADS_OF);
-    char* const out_smem =
-        q_smem + own * HELD_BYTES + fragment::warp_row() % warpgroup::ROWS_OF * V_BYTES;
-    fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
-    __syncwarp();  // the warp's rows, which its lanes wrote
-    fragment::copy_out<D_V>(
-        p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
-        fragment::WARP_ROWS, job.rows - fragment::warp_row(), arch::lane_index(), arch::WARP_SIZE,
-        out_smem);
+    warpgroup_rows::store_rows<D_V>(
+        acc, weight, p.out, layout::offset(p.out, entry, h, false) + i0 * p.out.row, job.rows);
     // 9 store lse
     const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll
@@ -395,12 +394,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
     }
     tile::count_tiles(p, steps - before);
-    arch::publish_shared();
-    __syncwarp();  // the warp's rows of the output, which have left; what the job is
-    if (arch::lane_index() == 0) {
-      arch::arrive(queries_empty(own));
-      arch::arrive(done(j));
-    }
+    if ((HAS_MASK || PACKED) && steps == before) warpgroup::release(queries_empty(own));
+    __syncwarp();  // what the job is, which all lanes have read
+    if (arch::lane_index() == 0) arch::arrive(done(j));
   }
   if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
 }

@@ -283,6 +283,20 @@ def test_blocks_share_what_is_of_one_length():
     assert launch.grid == 200 * (1024 // 192 + 2)
 
 
+@emulated
+@pytest.mark.parametrize("options", [{}, {"mask": masks.causal()}], ids=["plain", "causal"])
+def test_any_number_of_blocks_shares_any_number_of_jobs(options):
+    # 10 jobs; under the mask, a block's last round may have none.
+    q, k, v = draw(TYPES[1], (5, 200, 64), *[(5, 150, 64)] * 2)
+    whole = run(q, k, v, multiprocessors=10, **options)
+    within_the_bound(q, k, v, *whole[:2], **options)
+    for multiprocessors in (1, 3, 4, 7):
+        shared = run(q, k, v, multiprocessors=multiprocessors, **options)
+        assert same_bits(shared[0], whole[0])
+        assert same_bits(shared[1], whole[1])
+        assert shared[2] == whole[2]
+
+
 @pytest.mark.parametrize("offsets", [[0, 512, 1024], [0, 1, 1024]], ids=str)
 def test_packed_sequences_of_any_length(offsets):
     q = np.zeros((1024, 2, 64), np.float16).swapaxes(0, 1)

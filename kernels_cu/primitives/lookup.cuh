@@ -218,14 +218,35 @@ __device__ __forceinline__ lookup::FloatEnds<T> range_float(const Table& table, 
   return lookup::float_extremes<T, KIND, sizeof...(End) / 2>(table, ends);
 }
 
-// Division as Python has it: rounded down, the remainder with the divisor's sign. A function of its
-// own, because it is long, and stands in a mask and in its class several times.
-__device__ __noinline__ long long floor_divide(long long x, long long y) {
-  if (static_cast<unsigned long long>(x | y) >> 32 == 0) {  // 32-bit division is far cheaper
-    return static_cast<unsigned int>(x) / static_cast<unsigned int>(y);
+// Divides numbers that are not negative. A loop over bits where they are long: the compiler's own
+// division is a function, and around calls products of warpgroups do not overlap.
+__device__ __forceinline__ unsigned long long divide_bits(unsigned long long x,
+                                                          unsigned long long y) {
+  if ((x | y) >> 32 == 0) return static_cast<unsigned int>(x) / static_cast<unsigned int>(y);
+  unsigned long long quotient = 0, rest = 0;
+#pragma unroll 1
+  for (int bit = 63; bit >= 0; --bit) {
+    rest = rest << 1 | (x >> bit & 1);
+    quotient <<= 1;
+    if (rest >= y) {
+      rest -= y;
+      quotient |= 1;
+    }
   }
-  const long long quotient = x / y;
-  return quotient - (quotient * y != x && (x < 0) != (y < 0) ? 1 : 0);
+  return quotient;
+}
+
+// Division as Python has it: rounded down, the remainder with the divisor's sign.
+__device__ __forceinline__ long long floor_divide(long long x, long long y) {
+  const auto magnitude = [](long long of) {
+    const auto bits = static_cast<unsigned long long>(of);
+    return of < 0 ? 0 - bits : bits;
+  };
+  const unsigned long long own = magnitude(x), by = magnitude(y);
+  const unsigned long long quotient = divide_bits(own, by);
+  const bool negative = (x < 0) != (y < 0);
+  const unsigned long long up = negative && quotient * by != own ? 1 : 0;
+  return static_cast<long long>(negative ? 0 - quotient - up : quotient);
 }
 
 __device__ __forceinline__ long long remainder(long long x, long long y) {

@@ -83,4 +83,62 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned i
   }
 }
 
+// Four elements of the storage type, as two words.
+struct alignas(8) Four {
+  unsigned int word[2];
+};
+
+// Of a thread's elements from n on and those of the lane beside it, times a factor: two lanes swap
+// half of 16 columns, so that each has neighbours to write. They begin at `first_column`.
+template <int COLUMNS>
+__device__ __forceinline__ Four swap_halves(const float (&row)[COLUMNS], int n, float factor) {
+  const bool second = arch::lane_index() % 2 != 0;
+  const unsigned int low = number::narrow_pair(row[n] * factor, row[n + 1] * factor);
+  const unsigned int high = number::narrow_pair(row[n + 2] * factor, row[n + 3] * factor);
+  const unsigned int got = arch::shuffle_xor(second ? low : high, 1);
+  return Four{{second ? got : low, second ? high : got}};
+}
+__device__ __forceinline__ int first_column() {
+  return arch::lane_index() % 2 * 8 + arch::lane_index() % 4 / 2 * 4;
+}
+
+// Writes a thread's elements of a result of WIDTH columns, times a factor each row, to an array.
+// The block's row 0 lies at `offset`; `valid` rows exist.
+template <int WIDTH, int COLUMNS>
+__device__ __forceinline__ void store_rows(float (&result)[2][COLUMNS], const float (&factor)[2],
+                                           const Operand& to, long long offset, int valid) {
+  storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset;
+  const int first_row = fragment::warp_row() + fragment::lane_row();
+  if (WIDTH % 4 == 0 && to.col == 1 && to.row % 4 == 0 &&
+      reinterpret_cast<unsigned long long>(data) % sizeof(Four) == 0) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      storage_t* const row_gmem = data + (first_row + 8 * r) * to.row + first_column();
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n += 4) {
+        const Four four = swap_halves(result[r], n, factor[r]);
+        if (first_row + 8 * r < valid && 4 * n + first_column() < WIDTH) {
+          *reinterpret_cast<Four*>(row_gmem + 4 * n) = four;
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int first = first_column(); first < 4 * COLUMNS + first_column(); first += 16) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Four four = swap_halves(result[r], 0, factor[r]);
+      storage_t* const row_gmem = data + (first_row + 8 * r) * to.row;
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        if (first_row + 8 * r < valid && first + x < WIDTH) {
+          row_gmem[(first + x) * to.col] = static_cast<storage_t>(four.word[x / 2] >> x % 2 * 16);
+        }
+      }
+    }
+    fragment::rotate<4>(result);
+  }
+}
+
 }  // namespace warpgroup_rows

@@ -22,15 +22,15 @@ __device__ __forceinline__ int tiles_in(long long length) {
   return static_cast<int>((length + BLOCK_KV - 1) / BLOCK_KV);
 }
 
-// Finds the classes of tiles; `describe` makes the box of keys from the first one and their number.
-// TOGETHER threads, which are whole warps, call this; this one has number `own`. A barrier behind
-// it is the caller's.
-template <int TOGETHER, class Describe>
+// Finds the classes of tiles, by the lanes of a warp; `describe` makes the box of keys from the
+// first one and their number. A barrier behind it is the caller's.
+template <class Describe>
 __device__ __forceinline__ void find_classes(const Params& p, TileClasses& classes_smem,
-                                             long long length, int own, const Describe& describe) {
+                                             long long length, const Describe& describe) {
   const int tiles = tiles_in(length);
   const int shift = 32 - __clz((tiles - 1) / GROUPS);
-  if (own == 0) {
+  const int lane = arch::lane_index();
+  if (lane == 0) {
     classes_smem.shift = shift;
     classes_smem.tiles = tiles;
     classes_smem.whole = static_cast<int>(length / BLOCK_KV);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void find_classes(const Params& p, TileClasses& class
   if constexpr (HAS_MASK) {
     const long long keys = static_cast<long long>(BLOCK_KV) << shift;
 #pragma unroll 1
-    for (int n = own; n < GROUPS && (n - arch::lane_index()) * keys < length; n += TOGETHER) {
+    for (int n = lane; n < GROUPS && (n - lane) * keys < length; n += arch::WARP_SIZE) {
       const long long first = n * keys;
       int found = EMPTY;
       if (first < length) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void find_classes(const Params& p, TileClasses& class
       }
       const unsigned int some = arch::ballot(found != EMPTY);
       const unsigned int full = arch::ballot(found == FULL);
-      if (arch::lane_index() == 0) {
+      if (lane == 0) {
         classes_smem.some[n / 32] = some;
         classes_smem.full[n / 32] = full;
       }

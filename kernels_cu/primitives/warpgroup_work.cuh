@@ -24,9 +24,11 @@ struct Job {
   __device__ __forceinline__ bool is_masked(int tile) const {
     return HAS_SCORE || warpgroup_tile::class_of(classes, tile) == PARTIAL || tile >= classes.whole;
   }
+  __device__ __forceinline__ TileBox box_of(long long j0, int nj) const {
+    return tile::describe_tile(entry, head, first, rows, j0, nj);
+  }
   __device__ __forceinline__ TileBox box_of(int tile) const {
-    return tile::describe_tile(entry, head, first, rows, static_cast<long long>(tile) * BLOCK_KV,
-                               rows_in(tile));
+    return box_of(static_cast<long long>(tile) * BLOCK_KV, rows_in(tile));
   }
   // The last tile before number `below` that is not EMPTY, or -1.
   __device__ __forceinline__ int tile_before(int below) const {
@@ -35,34 +37,60 @@ struct Job {
   __device__ __forceinline__ int last_tile() const { return tile_before(classes.tiles); }
 };
 
-// How many jobs the blocks of a launch share.
-__device__ __forceinline__ unsigned int jobs_of(const Params& p) {
-  unsigned int jobs = static_cast<unsigned int>(p.blocks) * static_cast<unsigned int>(p.heads);
-  if constexpr (!PACKED) {
+// How the blocks of a launch share its jobs: in rounds of one each. Under a mask the jobs of a head
+// differ, and so many heads take turns as make two rounds, which go forth and back, the longest jobs
+// first; then the next ones do, from the other side. So all blocks get as much, and those that work
+// at a time read the same keys. Of a packed array, each block has one job.
+struct Rounds {
+  static constexpr bool TURNS = HAS_MASK && !PACKED;
+  unsigned int heads, blocks;
+  unsigned int together, each;  // heads that take turns, and in how many rounds
+  int count;
+
+  __device__ __forceinline__ explicit Rounds(const Params& p)
+      : heads(static_cast<unsigned int>(p.heads)), blocks(static_cast<unsigned int>(p.blocks)) {
+    if constexpr (!PACKED) {
 #pragma unroll
-    for (int axis = 0; axis < MAX_LEAD; ++axis) jobs *= static_cast<unsigned int>(p.own_size[axis]);
+      for (int axis = 0; axis < MAX_LEAD; ++axis) {
+        heads *= static_cast<unsigned int>(p.own_size[axis]);
+      }
+    }
+    if constexpr (TURNS) {
+      const unsigned int most = (2 * gridDim.x + blocks / 2) / blocks;
+      together = most >= heads ? heads : most > 0 ? most : 1;
+      each = (together * blocks + gridDim.x - 1) / gridDim.x;
+      count = static_cast<int>((heads + together - 1) / together * each);
+    } else {
+      count = static_cast<int>((heads * blocks - blockIdx.x + gridDim.x - 1) / gridDim.x);
+    }
   }
-  return jobs;
-}
 
-// The number of a block's job in a round: rounds go forth and back, because of the jobs that come
-// one after the other the first are the longest.
-__device__ __forceinline__ unsigned int number_in(int round) {
-  const unsigned int place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-  return static_cast<unsigned int>(round) * gridDim.x + place;
-}
+  // The number of the block's job, or one beyond the last where it has none.
+  __device__ __forceinline__ unsigned int number_in(const Params& p, unsigned int round) const {
+    if constexpr (TURNS) {
+      const unsigned int turn = round / each, first = turn * together;
+      const unsigned int taking = heads - first < together ? heads - first : together;
+      const bool forth = (round % each + turn) % 2 == 0;
+      const unsigned int place = forth ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+      const unsigned int number = round % each * gridDim.x + place;
+      if (number >= taking * blocks) return heads * blocks;
+      return (first + number % taking) * blocks + number / taking;
+    }
+    const unsigned int number = round * gridDim.x + blockIdx.x;
+    return HAS_MASK ? layout::taking_turns(p, number, p.heads) : number;
+  }
+};
 
-// Writes what a job is, by TOGETHER threads, which are whole warps; this one has number `own`. A
-// barrier behind it is the caller's. Whether there is something to compute.
-template <int TOGETHER>
-__device__ __forceinline__ bool describe(const Params& p, Job& job_smem, unsigned int number,
-                                         int own) {
+// Writes what a job is, by the lanes of a warp. A barrier behind it is the caller's.
+__device__ __forceinline__ void describe(const Params& p, const Rounds& rounds, unsigned int round,
+                                         Job& job_smem) {
+  const unsigned int number = rounds.number_in(p, round), jobs = rounds.heads * rounds.blocks;
   const layout::Work work =
-      layout::work_of(p, HAS_MASK ? layout::taking_turns(p, number, p.heads) : number, p.heads,
-                      false, BLOCK_Q, true);
+      layout::work_of(p, number < jobs ? number : jobs - 1, p.heads, false, BLOCK_Q, true);
+  const bool idle = work.idle || number == jobs;
   const long long first = work.block * BLOCK_Q;
-  const int rows = work.idle ? 0 : tile::rows_from(first, work.entry.len_q, BLOCK_Q);
-  if (own == 0) {
+  const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, BLOCK_Q);
+  if (arch::lane_index() == 0) {
     job_smem.entry = work.entry;
     job_smem.head = work.head;
     job_smem.first = first;
@@ -74,11 +102,9 @@ __device__ __forceinline__ bool describe(const Params& p, Job& job_smem, unsigne
     job_smem.first_q = static_cast<int>(work.entry.start_q + first);
     job_smem.first_k = static_cast<int>(work.entry.start_k);
   }
-  warpgroup_tile::find_classes<TOGETHER>(
-      p, job_smem.classes, work.idle ? 0 : work.entry.len_k, own, [&](long long j0, int nj) {
-        return tile::describe_tile(work.entry, work.head, first, rows, j0, nj);
-      });
-  return !work.idle;
+  __syncwarp();  // what the job is, but for its tiles
+  warpgroup_tile::find_classes(p, job_smem.classes, idle ? 0 : job_smem.entry.len_k,
+                               [&](long long j0, int nj) { return job_smem.box_of(j0, nj); });
 }
 
 }  // namespace warpgroup_work
