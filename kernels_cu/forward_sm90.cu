@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       return;
     }
     if (threadIdx.x % warpgroup::THREADS_OF != 0) return;
-    int n = 0;
+    int n = 0, times = 0;  // that queries were copied
 #pragma unroll 1
     for (int j = 0; j < rounds.count; ++j) {
       warpgroup::wait(told(j), parity_of_job(j));
@@ -202,24 +202,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           // 1 load q
 #pragma unroll 1
           for (int x = 0; x < CONSUMERS; ++x) {
-            warpgroup::wait(queries_empty(x), j % 2 ^ 1);
+            warpgroup::wait(queries_empty(x), times % 2 ^ 1);
             arch::arrive_expecting(queries_full(x), warpgroup::ROWS_OF * Q_BYTES);
             warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + x * HELD_BYTES, q_map, job.q,
                                                          job.first_q + x * warpgroup::ROWS_OF,
                                                          queries_full(x));
           }
+          ++times;
         }
         warpgroup::wait(empty(values, n), parity_of(n) ^ 1);
         arch::arrive_expecting(full(values, n), VALUES_BYTES);
         warpgroup::begin_tile<BLOCK_KV, D_V>(values_address + stage_of(n) * VALUES_BYTES, v_map,
                                              job.v, first, full(values, n));
-      }
-      if (last < 0) {
-#pragma unroll 1
-        for (int x = 0; x < CONSUMERS; ++x) {
-          warpgroup::wait(queries_empty(x), j % 2 ^ 1);
-          arch::arrive(queries_full(x));
-        }
       }
       arch::arrive(done(j));
     }
@@ -242,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   constexpr int OWN = 1 + CONSUMERS, ALL = OWN + CONSUMERS;
   if (next == 0) arch::arrive_at(1, BOTH);
 
-  int steps = 0;
+  int steps = 0, times = 0;  // that queries came
 #pragma unroll 1
   for (int j = 0; j < rounds.count; ++j) {
     warpgroup::wait(told(j), parity_of_job(j));
@@ -297,8 +291,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     float m_new[2];
     const int before = steps;
 
-    warpgroup::wait(queries_full(own), j % 2);
     if (!HAS_MASK && !PACKED || following >= 0) {
+      warpgroup::wait(queries_full(own), times % 2);
+      ++times;
       if (!HAS_SCORE && scale < 0) {
         warpgroup_rows::negate_rows<warpgroup::ROWS_OF * Q_BYTES, warpgroup::THREADS_OF>(
             q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF);
@@ -394,7 +389,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
     }
     tile::count_tiles(p, steps - before);
-    if ((HAS_MASK || PACKED) && steps == before) warpgroup::release(queries_empty(own));
     __syncwarp();  // what the job is, which all lanes have read
     if (arch::lane_index() == 0) arch::arrive(done(j));
   }
