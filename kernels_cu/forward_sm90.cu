@@ -41,6 +41,9 @@ constexpr int STAGES = 2;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Narrow output is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64;
+// A job's results are written while the next one's first scores are computed; wide ones, which take
+// the registers for that, before.
+constexpr bool WRITES_LATE = D_V <= 128;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
 constexpr bool LOOKS = MAY_MASK || PACKED;
 constexpr int LOOKING = LOOKS ? 2 : 0;                        // warps, of the warpgroup that copies
@@ -237,6 +240,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if (next == 0) arch::arrive_at(1, BOTH);
 
   int steps = 0, times = 0;  // that queries came
+  float m[2], l[2], acc[2][COLUMNS_V];
+  fragment_softmax::init_state(m, l, acc);
+  // Of a job: the results, and how many tiles were not EMPTY.
+  unsigned int out[2][COLUMNS_V / 2];
+  float lse[2];
+  int visited = 0;
+  const auto store = [&](int number) {
+    const warpgroup_work::Job& job = known_smem->jobs[number % JOBS];
+    warpgroup_rows::store_rows<D_V>(
+        out, p.out, layout::offset(p.out, job.entry, job.head, false) + job.first * p.out.row,
+        job.rows);
+    // 9 store lse
+    const memory::Numbers to = memory::numbers(p.lse, job.entry, job.head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+      if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < job.rows) {
+        to.data[(job.first + row) * to.row] = lse[r];
+      }
+    }
+    tile::count_tiles(p, visited);
+    __syncwarp();  // what the job is, which all lanes have read
+    if (arch::lane_index() == 0) arch::arrive(done(number));
+  };
 #pragma unroll 1
   for (int j = 0; j < rounds.count; ++j) {
     warpgroup::wait(told(j), parity_of_job(j));
@@ -250,9 +277,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     };
     int following = tile_before(arch::shuffle(job.classes.tiles, 0));
 
-    float m[2], l[2], alpha[2], acc[2][COLUMNS_V], s[2][COLUMNS];
+    float m_new[2], alpha[2], s[2][COLUMNS];
     unsigned int weights[2][COLUMNS / 2], allowed[2];
-    fragment_softmax::init_state(m, l, acc);
     const auto begin_scores = [&](int n) {
       warpgroup::multiply<D, BLOCK_KV>(s, q, k + stage_of(n) * (KEYS_BYTES / 16));
       arch::commit_products();
@@ -288,10 +314,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::publish_shared();
       arch::meet_at(ALL, COMPUTING);  // the values, now finite
     };
-    float m_new[2];
     const int before = steps;
 
-    if (!HAS_MASK && !PACKED || following >= 0) {
+    const bool has_tiles = !HAS_MASK && !PACKED || following >= 0;
+    if (has_tiles) {
       warpgroup::wait(queries_full(own), times % 2);
       ++times;
       if (!HAS_SCORE && scale < 0) {
@@ -301,11 +327,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
       }
       // 2 scores
-      const int now = following / 2;
-      const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
       warpgroup::wait(full(keys, steps), parity_of(steps));
       arch::fence_products();
       begin_scores(steps);
+      if (WRITES_LATE && j > 0) store(j - 1);
+      const int now = following / 2;
+      const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
       following = tile_before(now);
       find_pairs(now, masked);
       arch::wait_products<0>();
@@ -336,6 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         begin_scores(n);
         // 7 accumulate p v
         warpgroup::wait(full(values, n - 1), parity_of(n - 1));
+        arch::fence_products();  // again: the compiler sees a branch behind the first
         begin_output(n - 1);
         arch::arrive_at(1 + next, BOTH);  // the next one's turn
         following = tile_before(now);
@@ -356,41 +384,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
         if (LOOKS && masked) take_nonfinite(n);
       }
-    }
-    if (!HAS_MASK && !PACKED || steps > before) {
       warpgroup::wait(full(values, steps - 1), parity_of(steps - 1));
       arch::fence_products();
       begin_output(steps - 1);
       arch::wait_products<0>();
       arch::take_product(acc);
       warpgroup::release(empty(values, steps - 1));
+    } else if (WRITES_LATE && (HAS_MASK || PACKED) && j > 0) {
+      store(j - 1);
     }
 
-    const layout::Entry& entry = job.entry;
-    const long long h = job.head, i0 = job.first;
     fragment_softmax::row_sum(l);
     float weight[2];
-    fragment_softmax::join_sink(
-        m, l, weight, unit,
-        p.sink == nullptr ? -number::infinity() : number::load<float>(p.sink, p.kind_sink, h));
+    fragment_softmax::join_sink(m, l, weight, unit,
+                                p.sink == nullptr
+                                    ? -number::infinity()
+                                    : number::load<float>(p.sink, p.kind_sink, job.head));
     // 8 normalise
     const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
-    warpgroup_rows::store_rows<D_V>(
-        acc, weight, p.out, layout::offset(p.out, entry, h, false) + i0 * p.out.row, job.rows);
-    // 9 store lse
-    const memory::Numbers lse = memory::numbers(p.lse, entry, h);
-#pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
-      if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < job.rows) {
-        lse.data[(i0 + row) * lse.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
-      }
+      weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
+      lse[r] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
     }
-    tile::count_tiles(p, steps - before);
-    __syncwarp();  // what the job is, which all lanes have read
-    if (arch::lane_index() == 0) arch::arrive(done(j));
+    warpgroup_rows::narrow_rows(acc, weight, out);
+    fragment_softmax::init_state(m, l, acc);
+    visited = steps - before;
+    if (!WRITES_LATE) store(j);
   }
+  if (WRITES_LATE) store(rounds.count - 1);
   if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
 }

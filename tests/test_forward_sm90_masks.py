@@ -212,7 +212,8 @@ TEXT = (Path(cupyflash.kernels_cu.__file__).parent / KERNEL).read_text()
 ORDERS = re.compile(
     r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release\([^;]*;|"
     r"arch::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting|"
-    r"publish_shared|arrive)\([^;]*;|arch::meet_at\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
+    r"publish_shared|arrive)\([^;]*;(?!  // again)|arch::meet_at\(ALL[^;]*;|"
+    r"__sync(?:threads|warp)\(\);"
 )
 
 

@@ -88,25 +88,38 @@ struct alignas(8) Four {
   unsigned int word[2];
 };
 
-// Of a thread's elements from n on and those of the lane beside it, times a factor: two lanes swap
-// half of 16 columns, so that each has neighbours to write. They begin at `first_column`.
-template <int COLUMNS>
-__device__ __forceinline__ Four swap_halves(const float (&row)[COLUMNS], int n, float factor) {
+// Of a thread's words from n on and those of the lane beside it: two lanes swap half of 16 columns,
+// so that each has neighbours to write. They begin at `first_column`.
+template <int WORDS>
+__device__ __forceinline__ Four swap_halves(const unsigned int (&row)[WORDS], int n) {
   const bool second = arch::lane_index() % 2 != 0;
-  const unsigned int low = number::narrow_pair(row[n] * factor, row[n + 1] * factor);
-  const unsigned int high = number::narrow_pair(row[n + 2] * factor, row[n + 3] * factor);
-  const unsigned int got = arch::shuffle_xor(second ? low : high, 1);
-  return Four{{second ? got : low, second ? high : got}};
+  const unsigned int got = arch::shuffle_xor(second ? row[n] : row[n + 1], 1);
+  return Four{{second ? got : row[n], second ? row[n + 1] : got}};
 }
 __device__ __forceinline__ int first_column() {
   return arch::lane_index() % 2 * 8 + arch::lane_index() % 4 / 2 * 4;
 }
 
-// Writes a thread's elements of a result of WIDTH columns, times a factor each row, to an array.
-// The block's row 0 lies at `offset`; `valid` rows exist.
-template <int WIDTH, int COLUMNS>
-__device__ __forceinline__ void store_rows(float (&result)[2][COLUMNS], const float (&factor)[2],
-                                           const Operand& to, long long offset, int valid) {
+// Rounds a result, times a factor each row, to words of the storage type.
+template <int COLUMNS>
+__device__ __forceinline__ void narrow_rows(const float (&result)[2][COLUMNS],
+                                            const float (&factor)[2],
+                                            unsigned int (&words)[2][COLUMNS / 2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      words[r][n / 2] =
+          number::narrow_pair(result[r][n] * factor[r], result[r][n + 1] * factor[r]);
+    }
+  }
+}
+
+// Writes a thread's words of a result of WIDTH columns to an array. The block's row 0 lies at
+// `offset`; `valid` rows exist.
+template <int WIDTH, int WORDS>
+__device__ __forceinline__ void store_rows(unsigned int (&words)[2][WORDS], const Operand& to,
+                                           long long offset, int valid) {
   storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset;
   const int first_row = fragment::warp_row() + fragment::lane_row();
   if (WIDTH % 4 == 0 && to.col == 1 && to.row % 4 == 0 &&
@@ -115,20 +128,20 @@ __device__ __forceinline__ void store_rows(float (&result)[2][COLUMNS], const fl
     for (int r = 0; r < 2; ++r) {
       storage_t* const row_gmem = data + (first_row + 8 * r) * to.row + first_column();
 #pragma unroll
-      for (int n = 0; n < COLUMNS; n += 4) {
-        const Four four = swap_halves(result[r], n, factor[r]);
-        if (first_row + 8 * r < valid && 4 * n + first_column() < WIDTH) {
-          *reinterpret_cast<Four*>(row_gmem + 4 * n) = four;
+      for (int n = 0; n < WORDS; n += 2) {
+        const Four four = swap_halves(words[r], n);
+        if (first_row + 8 * r < valid && 8 * n + first_column() < WIDTH) {
+          *reinterpret_cast<Four*>(row_gmem + 8 * n) = four;
         }
       }
     }
     return;
   }
 #pragma unroll 1
-  for (int first = first_column(); first < 4 * COLUMNS + first_column(); first += 16) {
+  for (int first = first_column(); first < 8 * WORDS + first_column(); first += 16) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Four four = swap_halves(result[r], 0, factor[r]);
+      const Four four = swap_halves(words[r], 0);
       storage_t* const row_gmem = data + (first_row + 8 * r) * to.row;
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
@@ -137,7 +150,7 @@ __device__ __forceinline__ void store_rows(float (&result)[2][COLUMNS], const fl
         }
       }
     }
-    fragment::rotate<4>(result);
+    fragment::rotate<2>(words);
   }
 }
 
