@@ -251,7 +251,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     warpgroup_rows::store_rows<D_V>(
         out, p.out, layout::offset(p.out, job.entry, job.head, false) + job.first * p.out.row,
         job.rows);
-    // 9 store lse
     const memory::Numbers to = memory::numbers(p.lse, job.entry, job.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -410,6 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     warpgroup_rows::narrow_rows(acc, weight, out);
     fragment_softmax::init_state(m, l, acc);
     visited = steps - before;
+    // 9 store lse
     if (!WRITES_LATE) store(j);
   }
   if (WRITES_LATE) store(rounds.count - 1);

@@ -77,6 +77,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a share of the tests, say every 8th from the 3rd on, where the environment names it."""
+    share = os.environ.get("CUPYFLASH_TEST_SHARE")  # "3/8"
+    if share is None:
+        return
+    number, shares = map(int, share.split("/"))
+    kept = items[number - 1 :: shares]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
 # dev: while writing; ci: the same examples every time; nightly: a long search for new ones.
 # deadline=None: the first call of a kernel compiles it.
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]

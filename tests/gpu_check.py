@@ -25,20 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cupyflash.testing import PROPERTIES
-
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 
-# Processes of `pytest -m gpu`: each compiles for itself, so the long tests are shared out.
-DTYPES = {
-    "float16": "float16 and not bfloat16",
-    "bfloat16": "bfloat16",
-    "float32": "float32",
-    "float64": "float64",
-}
-VERIFY_SHARES = 12  # of the properties
-BOUNDS = ("forward_is_within_the_bound", "gradients_are_within_the_bound")
+SHARES = 40  # of the tests, each for a process: neighbours are alike, and go to different ones
 
 # What the sanitizers watch: every kernel with every type on a few drawn problems, and calls whose
 # arrays are particular. A name that is no longer there is an error of pytest's.
@@ -107,20 +97,12 @@ def tests(minutes: float) -> list[list[Task]]:
         for path in sorted(TESTS.glob("test_*.py"))
         if "pytest.mark.gpu" in path.read_text()
     ]
-    chosen = {
-        f"tests: {bound.partition('_')[0]}, {dtype}": f"{bound} and {wanted}"
-        for bound in BOUNDS
-        for dtype, wanted in DTYPES.items()
-    }
     # A process must have passed tests: without g++ all of these are skipped, and it fails.
-    chosen["tests: conformance"] = "test_conformance"
-    others = (*BOUNDS, "test_conformance", "test_gpu_verify")
-    chosen["tests: all others"] = " and ".join(f"not {name}" for name in others)
-    tasks = [Task(what, pytest("-k", k, *files), r"\d+ passed") for what, k in chosen.items()]
-    names = [f"tests/test_gpu_verify.py::test_property[{name}]" for name in PROPERTIES]
-    for n in range(VERIFY_SHARES):
-        share = pytest(*names[n::VERIFY_SHARES])
-        tasks.append(Task(f"tests: verify, share {n + 1}", share, r"\d+ passed"))
+    tasks = [Task("tests: conformance", pytest("-k", "test_conformance", *files), r"\d+ passed")]
+    for number in range(1, SHARES + 1):
+        share = {"CUPYFLASH_TEST_SHARE": f"{number}/{SHARES}"}
+        command = pytest("-k", "not test_conformance", *files)
+        tasks.append(Task(f"tests: share {number}", command, r"\d+ passed", share))
     return [tasks]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from unittest import mock
 
+import conftest
 import gpu_check
 import pytest
 from gpu_check import SETS, Task, run
-
-from cupyflash.testing import PROPERTIES
 
 
 def tasks(name):
@@ -25,31 +25,28 @@ def test_what_the_sanitizers_watch_exists():
 
 
 def test_the_processes_share_out_every_test():
-    # Of every test with the marker exactly one process has it, whatever its dtype.
-    by_name = [task for task in tasks("tests") if "-k" in task.command]
-    chosen = [task.command[task.command.index("-k") + 1] for task in by_name]
-    names = set()
-    files = [word for word in tasks("tests")[0].command if word.endswith(".py")]
-    assert {"tests/test_conformance.py", "tests/test_gpu_contract.py"} <= set(files)
-    for file in set(files) - {"tests/test_gpu_verify.py"}:
-        text = (gpu_check.ROOT / file).read_text()
-        names |= set(re.findall(r"^def (test_\w+)\(", text, re.MULTILINE))
-    for name in names:
-        for dtype in gpu_check.DTYPES:
-            words = {"name": f"{name}[{dtype}]"}
-            found = [
-                k
-                for k in chosen
-                if eval(re.sub(r"\b(?!and\b|or\b|not\b)(\w+)", r"('\1' in name)", k), words)
-            ]
-            assert len(found) == 1, (name, dtype, found)
+    # Of every test with the marker exactly one process has it.
+    every, shared = [], []
+    for task in tasks("tests"):
+        files = [word for word in task.command if word.endswith(".py")]
+        assert {"tests/test_conformance.py", "tests/test_gpu_contract.py"} <= set(files)
+        k = task.command[task.command.index("-k") + 1]
+        assert ("CUPYFLASH_TEST_SHARE" in task.environment) == k.startswith("not ")
+        assert k.removeprefix("not ") == "test_conformance"
+        (every if k == "test_conformance" else shared).append(task)
+    assert len(every) == 1
+    names = [task.environment["CUPYFLASH_TEST_SHARE"] for task in shared]
+    assert names == [f"{n}/{len(names)}" for n in range(1, len(names) + 1)]
 
 
-def test_the_processes_share_out_every_property():
-    words = [word for task in tasks("tests") for word in task.command]
-    shared = [word for word in words if word.startswith("tests/test_gpu_verify.py::")]
-    wanted = [f"tests/test_gpu_verify.py::test_property[{name}]" for name in PROPERTIES]
-    assert sorted(shared) == sorted(wanted)
+def test_a_share_is_every_so_manieth_test(monkeypatch):
+    found = []
+    for share in ("1/3", "2/3", "3/3"):
+        monkeypatch.setenv("CUPYFLASH_TEST_SHARE", share)
+        items = list(range(8))
+        conftest.pytest_collection_modifyitems(mock.Mock(), items)
+        found.append(items)
+    assert found == [[0, 3, 6], [1, 4, 7], [2, 5]]
 
 
 def test_without_the_tool_the_sanitizers_have_failed(monkeypatch, tmp_path):

@@ -93,9 +93,7 @@ ONLY_CUDA = {
             "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
-        "jobs that blocks share, and what is written of them for others": (
-            "jobs_of number_in describe"
-        ),
+        "what is written of a job for others": "describe",
         "the order in which blocks run, and sums that several of them add to": (
             "taking_turns grouped_offset"
         ),
@@ -128,6 +126,7 @@ ONLY_CUDA = {
             "add_nonfinite clear_nonfinite taken"
         ),
         "the output of tensor cores goes through shared memory": "store_rows put_rows copy_out",
+        "that of warpgroups waits in registers, as words": "narrow_rows swap_halves first_column",
         "pieces of 16 x 8 x 8, and what wide elements are split into": (
             "part multiply_across multiply_piece"
         ),
@@ -187,7 +186,7 @@ ONLY_CUDA = {
             "place int_extremes float_extremes take_in take_in_row range_int range_float"
         ),
         "operations that generated code calls without the type in the name": (
-            "floor_divide remainder minimum maximum"
+            "floor_divide divide_bits remainder minimum maximum"
         ),
         "arithmetic that Python's integers and floats have": (
             "infinity not_a_number multiply_rounded saturating_add saturating_subtract "
