@@ -138,9 +138,13 @@ def forward(
     _check_precision(problem, target)
     if plan is None and tensor_tiles.serves(problem, target.capability):
         itemsize = problem.dtype.itemsize
-        hopper = itemsize == 2 and target.capability == tensor_tiles.HOPPER
-        if hopper and not _hopper_obstacle(target, obstacle):
+        hopper = target.capability == tensor_tiles.HOPPER
+        if hopper and itemsize == 2 and not _hopper_obstacle(target, obstacle):
             return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
+        if hopper and itemsize == 4 and not target.lacks:
+            tiles = tensor_tiles.fit_split(problem.d, problem.d_v)
+            if tiles is not None:
+                return "forward_sm90_split", tiles
         tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory, itemsize)
         if tiles is not None:
             return "forward_sm80", tiles

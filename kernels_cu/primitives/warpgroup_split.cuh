@@ -1,0 +1,337 @@
+// Products of float32 tiles by the four warps of a warpgroup together, as three products of split
+// numbers: the twin of reference/microkernel.py and reference/accumulate.py for the tensor cores of
+// compute capability 9.0.
+//
+// fragment_wide.cuh says how a number is split. Rows that pass by are split once a block, on their
+// way through registers to shared memory: a tile there is one of large parts, and behind it one of
+// small ones. Both are slabs of 32 numbers along the sum, each of rows of 128 bytes whose 16-byte
+// piece c lies at c ^ (row % 8). So values lie transposed, a row for each column of theirs.
+//
+// Of 8 numbers along a sum, places 0 to 3 have the even ones, places 4 to 7 the odd ones: a thread
+// has two neighbours of a left operand, which are what the instruction counts lane % 4 and 4 more.
+#pragma once
+#include "fragment_wide.cuh"
+#include "warpgroup.cuh"
+
+namespace warpgroup_split {
+
+using fragment::Split;
+
+struct alignas(8) Pair {
+  float x, y;
+};
+
+constexpr int SLAB = 32;       // numbers of a sum
+constexpr int AT_ONCE = 64;    // columns of an output that are multiplied together
+constexpr int STEPS_HELD = 2;  // steps of 8 numbers whose left operand registers hold
+
+__device__ constexpr int columns_of(int width) { return matmul::round_up(width, AT_ONCE); }
+
+// -- tiles to shared memory -----------------------------------------------------------------------
+
+// Writes 8 numbers along the sum, unit `unit` of the four in a row of a slab; `apart` is how far
+// the small parts lie behind. Adds NaN to `spoilt` where one cannot be split.
+__device__ __forceinline__ void put_unit(const float (&x)[8], char* slab_smem, int row, int unit,
+                                         int apart, float& spoilt) {
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    arch::Bytes16 large, small;
+#pragma unroll
+    for (int y = 0; y < 4; ++y) {
+      const Split made = fragment::part(x[2 * y + odd]);
+      large.x[y] = made.large;
+      small.x[y] = made.small;
+      spoilt = fma(__uint_as_float(made.small), 0.0f, spoilt);
+    }
+    char* const piece_smem =
+        slab_smem + row * warpgroup::LINE_BYTES + ((2 * unit + odd ^ row % 8) << 4);
+    *reinterpret_cast<arch::Bytes16*>(piece_smem) = large;
+    *reinterpret_cast<arch::Bytes16*>(piece_smem + apart) = small;
+  }
+}
+
+// The units of ROWS keys of WIDTH columns that a thread brings.
+template <int ROWS, int WIDTH>
+struct Keys {
+  static constexpr int BYTES = ROWS * fragment::row_bytes(WIDTH);  // of large parts
+  static constexpr int UNITS = BYTES / 32 / THREADS;
+  static_assert(UNITS * THREADS * 32 == BYTES, "every thread has as many");
+
+  // Those of a slab's row come first, so that four lanes read a line, and eight write to all banks.
+  __device__ __forceinline__ static int number(int unit) { return threadIdx.x + unit * THREADS; }
+  __device__ __forceinline__ static int row(int unit) { return number(unit) / 4 % ROWS; }
+
+  __device__ __forceinline__ static void load(float (&to)[8], int unit, const memory::Rows& from,
+                                              long long first, int valid) {
+    const int column = number(unit) / (4 * ROWS) * SLAB + number(unit) % 4 * 8;
+    const float* const row_gmem =
+        reinterpret_cast<const float*>(from.data) + (first + row(unit)) * from.row;
+    const bool exists = row(unit) < valid;
+    if (from.vectors && column + 8 <= WIDTH) {
+#pragma unroll
+      for (int x = 0; x < 8; x += 4) {
+        StoredVector piece = {};
+        if (exists) piece = *reinterpret_cast<const StoredVector*>(row_gmem + column + x);
+#pragma unroll
+        for (int y = 0; y < 4; ++y) to[x + y] = static_cast<float>(piece.x[y]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int x = 0; x < 8; ++x) {
+      to[x] = exists && column + x < WIDTH ? row_gmem[(column + x) * from.col] : 0.0f;
+    }
+  }
+  __device__ __forceinline__ static void store(const float (&from)[8], int unit, char* tile_smem) {
+    float unused = 0;
+    char* const slab_smem = tile_smem + number(unit) / (4 * ROWS) * (ROWS * warpgroup::LINE_BYTES);
+    put_unit(from, slab_smem, row(unit), number(unit) % 4, BYTES, unused);
+  }
+};
+
+// The same of values: a unit is a column of 8 rows.
+template <int ROWS, int WIDTH>
+struct Values {
+  static constexpr int COLUMNS = columns_of(WIDTH);
+  static constexpr int SLAB_BYTES = COLUMNS * warpgroup::LINE_BYTES;
+  static constexpr int BYTES = ROWS / SLAB * SLAB_BYTES;  // of large parts
+  static constexpr int UNITS = BYTES / 32 / THREADS;
+  static_assert(UNITS * THREADS * 32 == BYTES, "every thread has as many");
+
+  __device__ __forceinline__ static int column(int unit) {
+    return (threadIdx.x + unit * THREADS) % COLUMNS;
+  }
+  __device__ __forceinline__ static int row(int unit) {
+    return (threadIdx.x + unit * THREADS) / COLUMNS * 8;
+  }
+
+  __device__ __forceinline__ static void load(float (&to)[8], int unit, const memory::Rows& from,
+                                              long long first, int valid) {
+    const float* const column_gmem = reinterpret_cast<const float*>(from.data) +
+                                     (first + row(unit)) * from.row + column(unit) * from.col;
+#pragma unroll
+    for (int x = 0; x < 8; ++x) {
+      const bool exists = column(unit) < WIDTH && row(unit) + x < valid;
+      to[x] = exists ? column_gmem[x * from.row] : 0.0f;
+    }
+  }
+  __device__ __forceinline__ static void store(const float (&from)[8], int unit, char* tile_smem,
+                                               float& spoilt) {
+    put_unit(from, tile_smem + row(unit) / SLAB * SLAB_BYTES, column(unit), row(unit) / 8 % 4,
+             BYTES, spoilt);
+  }
+};
+
+// -- products -------------------------------------------------------------------------------------
+
+// Step `step` of 8 numbers of a tile's rows.
+__device__ __forceinline__ arch::Described at_step(arch::Described tile, int slab_bytes, int step) {
+  return tile + (step / 4 * slab_bytes + step % 4 * 32) / 16;
+}
+
+// c = a b^T for 64 rows a of the warpgroup, of which a_smem has the warp's as they came, and KEYS
+// rows b. Small parts have a sum of their own. After each of `STEPS` steps comes what is to be done
+// between. The caller has the operands published.
+template <int WIDTH, int KEYS>
+struct Scores {
+  static constexpr int BYTES = fragment::row_bytes(WIDTH);
+  static constexpr int STEPS = matmul::round_up(WIDTH, 8 * STEPS_HELD) / 8 / STEPS_HELD;
+
+  template <int COLUMNS, class Between>
+  __device__ __forceinline__ static void multiply(float (&c)[2][COLUMNS], const char* a_smem,
+                                                  arch::Described b, const Between& between) {
+    const int row = fragment::lane_row(), t = arch::lane_index() % 4;
+    const char* const row_smem = a_smem + row * BYTES + t % 2 * 8;
+    const int begin = (t / 2 ^ fragment::swizzle(row)) << 4;
+    float small[2][COLUMNS];
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      if (step >= 2) arch::wait_products<1>();  // whose left operand was where this one's is to be
+      unsigned int left[STEPS_HELD][2][4];
+#pragma unroll
+      for (int x = 0; x < STEPS_HELD; ++x) {
+        const int at = step * STEPS_HELD + x;
+        const int place = at / 4 * 128 + (begin ^ at % 4 * 32);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const Pair pair = *reinterpret_cast<const Pair*>(row_smem + 8 * r * BYTES + place);
+          const Split even = fragment::part(pair.x), odd = fragment::part(pair.y);
+          left[x][0][r] = even.large;
+          left[x][0][r + 2] = odd.large;
+          left[x][1][r] = even.small;
+          left[x][1][r + 2] = odd.small;
+        }
+      }
+      arch::fence_products();
+#pragma unroll
+      for (int x = 0; x < STEPS_HELD; ++x) {
+        const int at = step * STEPS_HELD + x;
+        const arch::Described large = at_step(b, KEYS * warpgroup::LINE_BYTES, at);
+        arch::wgmma_rs_tf32(small, left[x][1], large, at > 0);
+        arch::wgmma_rs_tf32(small, left[x][0], large + KEYS * BYTES / 16, true);
+        arch::wgmma_rs_tf32(c, left[x][0], large, at > 0);
+      }
+      arch::commit_products();
+      between(step);
+    }
+    arch::wait_products<0>();
+    arch::take_product(small);
+    arch::take_product(c);
+    matmul::add(c, small);
+  }
+};
+
+// A tile's weights as left operand, in two parts.
+template <int COLUMNS>
+struct Weights {
+  unsigned int large[2][COLUMNS], small[2][COLUMNS];
+
+  __device__ __forceinline__ explicit Weights(const float (&p)[2][COLUMNS]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        const Split made = fragment::part(p[r][n]);
+        large[r][n] = made.large;
+        small[r][n] = made.small;
+      }
+    }
+  }
+};
+
+// c += a b for weights a and values b of WIDTH columns. Each sum over a tile begins anew, with the
+// smaller products, and is then added with rounding. After each of the parts of 64 columns was
+// begun comes what is to be done between.
+template <int WIDTH, int COLUMNS, int COLUMNS_V, class Between>
+__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS_V], const Weights<COLUMNS>& a,
+                                             arch::Described b, const Between& between) {
+  using Tile = Values<4 * COLUMNS, WIDTH>;
+#pragma unroll
+  for (int part = 0; part < COLUMNS_V / 16; ++part) {
+    float sums[2][16];
+    const arch::Described own = b + part * (AT_ONCE * warpgroup::LINE_BYTES / 16);
+    arch::fence_products();
+#pragma unroll
+    for (int term = 0; term < 3; ++term) {
+#pragma unroll
+      for (int k = 0; k < COLUMNS; k += 2) {
+        const unsigned int (&from)[2][COLUMNS] = term == 0 ? a.small : a.large;
+        const unsigned int left[4] = {from[0][k], from[1][k], from[0][k + 1], from[1][k + 1]};
+        const arch::Described right = at_step(own, Tile::SLAB_BYTES, k / 2);
+        arch::wgmma_rs_tf32(sums, left, term == 1 ? right + Tile::BYTES / 16 : right,
+                            term > 0 || k > 0);
+      }
+    }
+    arch::commit_products();
+    between(part);
+    arch::wait_products<0>();
+    arch::take_product(sums);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < 16; ++n) c[r][16 * part + n] += sums[r][n];
+    }
+  }
+}
+
+// -- numbers that cannot be split -----------------------------------------------------------------
+
+// Computes those elements of c = a b^T again that are NaN, as fragment::multiply_nan does, from the
+// `valid` rows of b from row `first` on as they lie in global memory.
+template <int WIDTH, int COLUMNS>
+__device__ __forceinline__ void multiply_nan(float (&c)[2][COLUMNS], const char* a_smem,
+                                             const memory::Rows& b, long long first, int valid) {
+#pragma unroll 1
+  for (int n = 0; n < COLUMNS; ++n) {
+    const int row = 8 * (n / 2) + fragment::lane_column() + n % 2;
+    const float* const row_gmem = reinterpret_cast<const float*>(b.data) + (first + row) * b.row;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (c[r][0] == c[r][0] || row >= valid) continue;
+      float sum = 0;
+#pragma unroll 1
+      for (int k = 0; k < WIDTH; ++k) {
+        const int at =
+            fragment::place_of<fragment::row_bytes(WIDTH)>(8 * r + fragment::lane_row(), k);
+        sum += *reinterpret_cast<const float*>(a_smem + at) * row_gmem[k * b.col];
+      }
+      c[r][0] = sum;
+    }
+    fragment::rotate<1>(c);
+  }
+}
+
+// Whether a number's parts are finite.
+__device__ __forceinline__ bool splits(float x) {
+  return number::is_finite(__uint_as_float(fragment::part(x).small));
+}
+
+// c += a b for those elements of b only that cannot be split, without pairs that take no part, as
+// fragment::add_nonfinite does, from b in global memory.
+template <int WIDTH, int COLUMNS, int COLUMNS_V>
+__device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS_V], Weights<COLUMNS>& a,
+                                              const memory::Rows& b, long long first, int valid) {
+#pragma unroll 1
+  for (int k = 0; k < 4 * COLUMNS; ++k) {
+    float weight[2];
+    bool seen[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int lane = arch::lane_index() / 4 * 4 + k % 8 / 2;
+      const unsigned int large = arch::shuffle(k % 2 == 0 ? a.large[r][0] : a.large[r][1], lane);
+      const unsigned int small = arch::shuffle(k % 2 == 0 ? a.small[r][0] : a.small[r][1], lane);
+      weight[r] = __uint_as_float(large) + __uint_as_float(small);
+      // The large part of a NaN may be any number.
+      seen[r] = matmul::takes_part(__uint_as_float(large)) || weight[r] != weight[r];
+    }
+#pragma unroll 1
+    for (int n = 0; n < COLUMNS_V; ++n) {
+      const int column = 8 * (n / 2) + fragment::lane_column() + n % 2;
+      if (k < valid && column < WIDTH) {
+        const float value =
+            reinterpret_cast<const float*>(b.data)[(first + k) * b.row + column * b.col];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (!splits(value) && seen[r]) c[r][0] += weight[r] * value;
+        }
+      }
+      fragment::rotate<1>(c);
+    }
+    if (k % 8 == 7) {
+      fragment::rotate<2>(a.large);
+      fragment::rotate<2>(a.small);
+    }
+  }
+}
+
+// Makes 0 of numbers in a tile that could not be split, of BYTES bytes for each part.
+template <int BYTES>
+__device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < BYTES / 4; n += THREADS) {
+    float* const large = reinterpret_cast<float*>(tile_smem) + n;
+    float* const small = reinterpret_cast<float*>(tile_smem + BYTES) + n;
+    if (!number::is_finite(*small)) *large = *small = 0.0f;
+  }
+}
+
+// -- results --------------------------------------------------------------------------------------
+
+// Writes a warp's rows of a result, times a factor each, to shared memory that is the warp's own.
+template <int WIDTH, int COLUMNS>
+__device__ __forceinline__ void put_rows(const float (&result)[2][COLUMNS],
+                                         const float (&factor)[2], char* rows_smem) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      const int row = 8 * r + fragment::lane_row(), column = 4 * n + fragment::lane_column();
+      if (4 * n >= fragment::whole_columns(WIDTH)) break;
+      const int at = fragment::place_of<fragment::row_bytes(WIDTH)>(row, column);
+      *reinterpret_cast<Pair*>(rows_smem + at) =
+          Pair{result[r][n] * factor[r], result[r][n + 1] * factor[r]};
+    }
+  }
+}
+
+}  // namespace warpgroup_split
