@@ -29,10 +29,10 @@ __device__ constexpr int columns_of(int width) { return matmul::round_up(width, 
 
 // -- tiles to shared memory -----------------------------------------------------------------------
 
-// Writes 8 numbers along the sum, unit `unit` of the four in a row of a slab; `apart` is how far
-// the small parts lie behind. Adds NaN to `spoilt` where one cannot be split.
-__device__ __forceinline__ void put_unit(const float (&x)[8], char* slab_smem, int row, int unit,
-                                         int apart, float& spoilt) {
+// Writes 8 numbers along the sum to a line, from piece `piece` on, as bytes; `apart` is how far the
+// small parts lie behind. Adds NaN to `spoilt` where one cannot be split.
+__device__ __forceinline__ void put_unit(const float (&x)[8], char* line_smem, int piece, int apart,
+                                         float& spoilt) {
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
     arch::Bytes16 large, small;
@@ -43,49 +43,53 @@ __device__ __forceinline__ void put_unit(const float (&x)[8], char* slab_smem, i
       small.x[y] = made.small;
       spoilt = fma(__uint_as_float(made.small), 0.0f, spoilt);
     }
-    char* const piece_smem =
-        slab_smem + row * warpgroup::LINE_BYTES + ((2 * unit + odd ^ row % 8) << 4);
+    char* const piece_smem = line_smem + (piece ^ odd * 16);
     *reinterpret_cast<arch::Bytes16*>(piece_smem) = large;
     *reinterpret_cast<arch::Bytes16*>(piece_smem + apart) = small;
   }
 }
 
-// The units of ROWS keys of WIDTH columns that a thread brings.
+// The units that a thread brings of ROWS keys of WIDTH columns. Four lanes read a line, and eight
+// write to all banks.
 template <int ROWS, int WIDTH>
 struct Keys {
+  static constexpr int SLAB_BYTES = ROWS * warpgroup::LINE_BYTES;
   static constexpr int BYTES = ROWS * fragment::row_bytes(WIDTH);  // of large parts
   static constexpr int UNITS = BYTES / 32 / THREADS;
-  static_assert(UNITS * THREADS * 32 == BYTES, "every thread has as many");
+  static constexpr int IN_SLAB = 4 * ROWS / THREADS;  // of a thread's units
+  static_assert(IN_SLAB * THREADS == 4 * ROWS, "every thread has as many");
 
-  // Those of a slab's row come first, so that four lanes read a line, and eight write to all banks.
-  __device__ __forceinline__ static int number(int unit) { return threadIdx.x + unit * THREADS; }
-  __device__ __forceinline__ static int row(int unit) { return number(unit) / 4 % ROWS; }
+  __device__ __forceinline__ static int row(int unit) {
+    return threadIdx.x / 4 + unit % IN_SLAB * (THREADS / 4);
+  }
 
   __device__ __forceinline__ static void load(float (&to)[8], int unit, const memory::Rows& from,
                                               long long first, int valid) {
-    const int column = number(unit) / (4 * ROWS) * SLAB + number(unit) % 4 * 8;
-    const float* const row_gmem =
-        reinterpret_cast<const float*>(from.data) + (first + row(unit)) * from.row;
+    const int column = unit / IN_SLAB * SLAB + threadIdx.x % 4 * 8;
+    const float* from_gmem = reinterpret_cast<const float*>(from.data) +
+                             (first + row(unit)) * from.row + column * from.col;
     const bool exists = row(unit) < valid;
     if (from.vectors && column + 8 <= WIDTH) {
 #pragma unroll
       for (int x = 0; x < 8; x += 4) {
         StoredVector piece = {};
-        if (exists) piece = *reinterpret_cast<const StoredVector*>(row_gmem + column + x);
+        if (exists) piece = *reinterpret_cast<const StoredVector*>(from_gmem + x);
 #pragma unroll
-        for (int y = 0; y < 4; ++y) to[x + y] = static_cast<float>(piece.x[y]);
+        for (int y = 0; y < 4; ++y) to[x + y] = piece.x[y];
       }
       return;
     }
 #pragma unroll
     for (int x = 0; x < 8; ++x) {
-      to[x] = exists && column + x < WIDTH ? row_gmem[(column + x) * from.col] : 0.0f;
+      to[x] = exists && column + x < WIDTH ? *from_gmem : 0.0f;
+      from_gmem += from.col;
     }
   }
   __device__ __forceinline__ static void store(const float (&from)[8], int unit, char* tile_smem) {
     float unused = 0;
-    char* const slab_smem = tile_smem + number(unit) / (4 * ROWS) * (ROWS * warpgroup::LINE_BYTES);
-    put_unit(from, slab_smem, row(unit), number(unit) % 4, BYTES, unused);
+    const int piece = (2 * (threadIdx.x % 4) ^ row(0) % 8) << 4;
+    put_unit(from, tile_smem + unit / IN_SLAB * SLAB_BYTES + row(unit) * warpgroup::LINE_BYTES,
+             piece, BYTES, unused);
   }
 };
 
@@ -96,29 +100,28 @@ struct Values {
   static constexpr int SLAB_BYTES = COLUMNS * warpgroup::LINE_BYTES;
   static constexpr int BYTES = ROWS / SLAB * SLAB_BYTES;  // of large parts
   static constexpr int UNITS = BYTES / 32 / THREADS;
-  static_assert(UNITS * THREADS * 32 == BYTES, "every thread has as many");
+  static constexpr int TOGETHER = THREADS / COLUMNS;  // of the four units in a line
+  static_assert(UNITS * THREADS * 32 == BYTES && 4 % TOGETHER == 0, "every thread has as many");
 
-  __device__ __forceinline__ static int column(int unit) {
-    return (threadIdx.x + unit * THREADS) % COLUMNS;
-  }
-  __device__ __forceinline__ static int row(int unit) {
-    return (threadIdx.x + unit * THREADS) / COLUMNS * 8;
-  }
+  __device__ __forceinline__ static int column() { return threadIdx.x % COLUMNS; }
 
   __device__ __forceinline__ static void load(float (&to)[8], int unit, const memory::Rows& from,
                                               long long first, int valid) {
-    const float* const column_gmem = reinterpret_cast<const float*>(from.data) +
-                                     (first + row(unit)) * from.row + column(unit) * from.col;
+    const int row = threadIdx.x / COLUMNS * 8 + unit * TOGETHER * 8;
+    const float* from_gmem =
+        reinterpret_cast<const float*>(from.data) + (first + row) * from.row + column() * from.col;
+    const int left = column() < WIDTH ? valid - row : 0;
 #pragma unroll
     for (int x = 0; x < 8; ++x) {
-      const bool exists = column(unit) < WIDTH && row(unit) + x < valid;
-      to[x] = exists ? column_gmem[x * from.row] : 0.0f;
+      to[x] = x < left ? *from_gmem : 0.0f;
+      from_gmem += from.row;
     }
   }
   __device__ __forceinline__ static void store(const float (&from)[8], int unit, char* tile_smem,
                                                float& spoilt) {
-    put_unit(from, tile_smem + row(unit) / SLAB * SLAB_BYTES, column(unit), row(unit) / 8 % 4,
-             BYTES, spoilt);
+    const int piece = (2 * (threadIdx.x / COLUMNS) ^ column() % 8) << 4;
+    put_unit(from, tile_smem + unit * TOGETHER / 4 * SLAB_BYTES + column() * warpgroup::LINE_BYTES,
+             piece ^ unit * TOGETHER % 4 * 32, BYTES, spoilt);
   }
 };
 
