@@ -127,14 +127,14 @@ def fit_hopper(d: int, d_v: int, besides: str = "nothing") -> Tiles:
 
 
 # Largest head -> queries and keys of a tile of forward_sm90_split.cu.
-SPLIT_HOPPER: dict[int, tuple[int, int]] = {64: (128, 128), 128: (128, 64)}
+SPLIT_HOPPER: dict[int, tuple[int, int]] = {128: (128, 64)}
 
 
 def forward_sm90_split(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     """Return tiles of forward_sm90_split.cu: a warpgroup for 64 queries each."""
     q, v, columns_v = row_bytes(d, 4), row_bytes(d_v, 4), -(-d_v // 64) * 64
     shared = block_q * max(q, v) + 2 * block_kv * (q + 4 * columns_v)
-    return Tiles(block_q, block_kv, 2 * block_q, shared + ENTRY_BYTES + 8 * (block_q // 16))
+    return Tiles(block_q, block_kv, 2 * block_q, shared + ENTRY_BYTES + 32 + 12 * (block_q // 16))
 
 
 def fit_split(d: int, d_v: int) -> Tiles | None:

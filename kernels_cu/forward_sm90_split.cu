@@ -3,7 +3,8 @@
 //
 // A warpgroup has 64 of the block's queries. All threads bring keys and values from global memory
 // to registers, and from there, split, to one place each in shared memory: values while the tensor
-// cores multiply keys, the next keys while they multiply values.
+// cores multiply keys, the next keys while they multiply values. Barriers in shared memory let one
+// warpgroup be at its products while the other turns scores into weights.
 //
 // Grid: prod(own_size) * heads * blocks, with own_size = lead_size; packed: heads * blocks.
 // Shared memory: the queries, or the output; keys, values; what a block knows. BLOCK_Q is 64 times
@@ -27,16 +28,31 @@ using Values = warpgroup_split::Values<BLOCK_KV, D_V>;
 using Scores = warpgroup_split::Scores<D, BLOCK_KV>;
 constexpr int UNITS = matmul::larger(Keys::UNITS, Values::UNITS);
 
+// Barriers of the place of a tile: all of it has come, and has been read.
+struct Passing {
+  unsigned long long full, empty;
+};
 // What a block knows lies in shared memory, because registers hold the sums.
 struct Known {
   layout::Entry entry;
   fragment_tile::Classes classes;
+  Passing keys, values;
+  unsigned int spoilt[fragment::WARPS];  // whether a warp brought values that cannot be split
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
 struct alignas(1024) Swizzled {
   char x[1024];
 };
+
+// Comes to a barrier that counts warps.
+__device__ __forceinline__ void arrive(unsigned long long& barrier) {
+  __syncwarp();  // what the warp has read or written
+  if (arch::lane_index() == 0) arch::arrive(arch::shared_address(&barrier));
+}
+__device__ __forceinline__ void wait(unsigned long long& barrier, int parity) {
+  warpgroup::wait(arch::shared_address(&barrier), parity);
+}
 
 static_assert(STORAGE == 2, "float32");
 static_assert(fragment::WARP_ROWS == 16 && BLOCK_Q % warpgroup::ROWS_OF == 0, "BLOCK_Q, THREADS");
@@ -65,14 +81,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
   const float unit = HAS_SCORE ? 1.0f : fabs(scale);
   const float c = fmin(unit * fragment_softmax::LOG2_E, number::largest());
-  unsigned long long visited = 0;
+  int visited = 0;  // tiles
 
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
                                             ni);
   arch::commit_copies();
-  if (threadIdx.x == 0) known_smem->entry = work.entry;
-  __syncthreads();  // what is known
+  Passing &keys_passing = known_smem->keys, &values_passing = known_smem->values;
+  if (threadIdx.x == 0) {
+    known_smem->entry = work.entry;
+    arch::init_barrier(arch::shared_address(&keys_passing.full), fragment::WARPS);
+    arch::init_barrier(arch::shared_address(&keys_passing.empty), fragment::WARPS);
+    arch::init_barrier(arch::shared_address(&values_passing.full), fragment::WARPS);
+    arch::init_barrier(arch::shared_address(&values_passing.empty), fragment::WARPS);
+    arch::publish_barriers();
+  }
+  __syncthreads();  // what is known, and the barriers
   const auto describe = [&](long long j0, int nj) {
     return tile::describe_tile(entry, h, i0, ni, j0, nj);
   };
@@ -97,6 +121,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const arch::Described values = warpgroup::describe(arch::shared_address(values_smem), 0);
   float m[2], l[2], acc[2][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
+  arch::publish_shared();
+  arrive(keys_passing.full);
+  __syncthreads();  // the queries, which other threads brought
 
 #pragma unroll 1
   while (now.rows > 0) {
@@ -106,24 +133,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (MAY_MASK && masked) {
       fragment_tile::find_pairs<COLUMNS>(p, box, now.tile_class, allowed);
     }
+    const int parity = visited % 2;
     ++visited;
     const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_KV>(
         p, known_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
-    arch::publish_shared();
-    // The queries and keys, which other threads brought, and the values before, which were read.
-    __syncthreads();
     // 2 scores
-    float s[2][COLUMNS], spoilt = 0;
+    float s[2][COLUMNS];
+    wait(keys_passing.full, parity);
     Scores::multiply(s, own_q_smem, keys, [&](int step) {
+      if (step != Scores::STEPS / 2) return;
+      float spoilt = 0;
+      wait(values_passing.empty, parity ^ 1);
 #pragma unroll
       for (int u = 0; u < UNITS; ++u) {
-        if (u * Scores::STEPS / UNITS != step) continue;
         if (u < Values::UNITS) Values::store(passing[u], u, values_smem, spoilt);
         if (u < Keys::UNITS && next.rows > 0) {
           Keys::load(passing[u], u, k, next.first, next.rows);
         }
       }
+      const bool some = arch::any_lane(spoilt != spoilt);
+      if (arch::lane_index() == 0) {
+        known_smem->spoilt[threadIdx.x / arch::WARP_SIZE] = some ? 1 : 0;
+      }
+      arch::publish_shared();
+      arrive(values_passing.full);
     });
+    arrive(keys_passing.empty);
     if (fragment::any_nan(s)) {
       warpgroup_split::multiply_nan<D>(s, own_q_smem, k, now.first, now.rows);
     }
@@ -142,23 +177,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
     // 7 accumulate p v
     warpgroup_split::Weights<COLUMNS> weights(s);
-    arch::publish_shared();
-    // The values, which other threads brought, and the keys, which were read.
-    if (arch::barrier_or(spoilt != spoilt)) {
+    wait(values_passing.full, parity);
+    unsigned int spoilt = 0;
+#pragma unroll
+    for (int w = 0; w < fragment::WARPS; ++w) spoilt |= known_smem->spoilt[w];
+    if (spoilt != 0) {
       warpgroup_split::add_nonfinite<D_V>(acc, weights, v, now.first, now.rows);
+      __syncthreads();  // whether values are spoilt, which was read
       warpgroup_split::clear_nonfinite<Values::BYTES>(values_smem);
       arch::publish_shared();
       __syncthreads();  // the values, now finite
     }
     warpgroup_split::multiply_add<D_V>(acc, weights, values, [&](int part) {
-      constexpr int PARTS = COLUMNS_V / 16;
+      if (part > 0 || next.rows == 0) return;
+      wait(keys_passing.empty, parity);
 #pragma unroll
       for (int u = 0; u < UNITS; ++u) {
-        if (u * PARTS / UNITS != part || next.rows == 0) continue;
         if (u < Keys::UNITS) Keys::store(passing[u], u, keys_smem);
         if (u < Values::UNITS) Values::load(passing[u], u, v, next.first, next.rows);
       }
+      arch::publish_shared();
+      arrive(keys_passing.full);
     });
+    arrive(values_passing.empty);
     now = next;
   }
 
@@ -171,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
-  if (visited == 0) __syncthreads();  // the queries, which came to where the output goes
+  __syncthreads();  // the queries, which were read: the output passes there
   char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
   warpgroup_split::put_rows<D_V>(acc, weight, out_smem);
   __syncwarp();  // the warp's rows, which its lanes wrote
