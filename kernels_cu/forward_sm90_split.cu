@@ -124,6 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   arch::publish_shared();
   arrive(keys_passing.full);
   __syncthreads();  // the queries, which other threads brought
+  Scores q(own_q_smem);
+  q.hold();
 
 #pragma unroll 1
   while (now.rows > 0) {
@@ -140,26 +142,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 2 scores
     float s[2][COLUMNS];
     wait(keys_passing.full, parity);
-    Scores::multiply(s, own_q_smem, keys, [&](int step) {
-      if (step != Scores::STEPS / 2) return;
+    q.multiply(s, keys, [&] {
       float spoilt = 0;
       wait(values_passing.empty, parity ^ 1);
 #pragma unroll
-      for (int u = 0; u < UNITS; ++u) {
-        if (u < Values::UNITS) Values::store(passing[u], u, values_smem, spoilt);
-        if (u < Keys::UNITS && next.rows > 0) {
-          Keys::load(passing[u], u, k, next.first, next.rows);
-        }
-      }
+      for (int u = 0; u < Values::UNITS; ++u) Values::store(passing[u], u, values_smem, spoilt);
       const bool some = arch::any_lane(spoilt != spoilt);
       if (arch::lane_index() == 0) {
         known_smem->spoilt[threadIdx.x / arch::WARP_SIZE] = some ? 1 : 0;
       }
       arch::publish_shared();
       arrive(values_passing.full);
+      if (next.rows == 0) return;
+#pragma unroll
+      for (int u = 0; u < Keys::UNITS; ++u) {
+        Keys::load(passing[u], u, k, next.first, next.rows);
+      }
     });
     arrive(keys_passing.empty);
-    if (fragment::any_nan(s)) {
+    if (warpgroup_split::any_nan(s)) {
       warpgroup_split::multiply_nan<D>(s, own_q_smem, k, now.first, now.rows);
     }
     // 3 score mod
@@ -192,12 +193,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (part > 0 || next.rows == 0) return;
       wait(keys_passing.empty, parity);
 #pragma unroll
-      for (int u = 0; u < UNITS; ++u) {
-        if (u < Keys::UNITS) Keys::store(passing[u], u, keys_smem);
-        if (u < Values::UNITS) Values::load(passing[u], u, v, next.first, next.rows);
-      }
+      for (int u = 0; u < Keys::UNITS; ++u) Keys::store(passing[u], u, keys_smem);
       arch::publish_shared();
       arrive(keys_passing.full);
+#pragma unroll
+      for (int u = 0; u < Values::UNITS; ++u) {
+        Values::load(passing[u], u, v, next.first, next.rows);
+      }
     });
     arrive(values_passing.empty);
     now = next;

@@ -30,9 +30,10 @@ __device__ constexpr int columns_of(int width) { return matmul::round_up(width, 
 // -- tiles to shared memory -----------------------------------------------------------------------
 
 // Writes 8 numbers along the sum to a line, from piece `piece` on, as bytes; `apart` is how far the
-// small parts lie behind. Adds NaN to `spoilt` where one cannot be split.
+// small parts lie behind. Where one cannot be split, `spoilt` becomes NaN.
 __device__ __forceinline__ void put_unit(const float (&x)[8], char* line_smem, int piece, int apart,
                                          float& spoilt) {
+  float sums[2];
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
     arch::Bytes16 large, small;
@@ -41,12 +42,14 @@ __device__ __forceinline__ void put_unit(const float (&x)[8], char* line_smem, i
       const Split made = fragment::part(x[2 * y + odd]);
       large.x[y] = made.large;
       small.x[y] = made.small;
-      spoilt = fma(__uint_as_float(made.small), 0.0f, spoilt);
     }
+    sums[odd] = (__uint_as_float(small.x[0]) + __uint_as_float(small.x[1])) +
+                (__uint_as_float(small.x[2]) + __uint_as_float(small.x[3]));
     char* const piece_smem = line_smem + (piece ^ odd * 16);
     *reinterpret_cast<arch::Bytes16*>(piece_smem) = large;
     *reinterpret_cast<arch::Bytes16*>(piece_smem + apart) = small;
   }
+  spoilt = fma(sums[0] + sums[1], 0.0f, spoilt);
 }
 
 // The units that a thread brings of ROWS keys of WIDTH columns. Four lanes read a line, and eight
@@ -132,50 +135,82 @@ __device__ __forceinline__ arch::Described at_step(arch::Described tile, int sla
   return tile + (step / 4 * slab_bytes + step % 4 * 32) / 16;
 }
 
-// c = a b^T for 64 rows a of the warpgroup, of which a_smem has the warp's as they came, and KEYS
-// rows b. Small parts have a sum of their own. After each of `STEPS` steps comes what is to be done
-// between. The caller has the operands published.
+// Products of 64 rows of the warpgroup, of which the warp's lie in shared memory as they came, and
+// KEYS rows of a tile.
 template <int WIDTH, int KEYS>
 struct Scores {
   static constexpr int BYTES = fragment::row_bytes(WIDTH);
-  static constexpr int STEPS = matmul::round_up(WIDTH, 8 * STEPS_HELD) / 8 / STEPS_HELD;
+  static constexpr int DEPTH = matmul::round_up(WIDTH, 8 * STEPS_HELD) / 8;  // steps of 8 numbers
+  static constexpr int STEPS = DEPTH / STEPS_HELD;
+  static constexpr bool HELD = WIDTH <= 64;  // registers have room for all of the warp's rows
 
-  template <int COLUMNS, class Between>
-  __device__ __forceinline__ static void multiply(float (&c)[2][COLUMNS], const char* a_smem,
-                                                  arch::Described b, const Between& between) {
+  const char* row_smem;
+  int begin;
+  unsigned int held[HELD ? DEPTH : 1][2][4];
+
+  __device__ __forceinline__ explicit Scores(const char* rows_smem) {
     const int row = fragment::lane_row(), t = arch::lane_index() % 4;
-    const char* const row_smem = a_smem + row * BYTES + t % 2 * 8;
-    const int begin = (t / 2 ^ fragment::swizzle(row)) << 4;
+    row_smem = rows_smem + row * BYTES + t % 2 * 8;
+    begin = (t / 2 ^ fragment::swizzle(row)) << 4;
+  }
+  // Splits step `step` of the rows.
+  __device__ __forceinline__ void load(unsigned int (&to)[2][4], int step) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const char* const place = row_smem + 8 * r * BYTES + step / 4 * 128 + (begin ^ step % 4 * 32);
+      const Pair pair = *reinterpret_cast<const Pair*>(place);
+      const Split even = fragment::part(pair.x), odd = fragment::part(pair.y);
+      to[0][r] = even.large;
+      to[0][r + 2] = odd.large;
+      to[1][r] = even.small;
+      to[1][r + 2] = odd.small;
+    }
+  }
+  __device__ __forceinline__ void hold() {
+    if constexpr (HELD) {
+#pragma unroll
+      for (int step = 0; step < DEPTH; ++step) load(held[step], step);
+    }
+  }
+
+  // c += the products of a step, or = where it is the first. Small parts have a sum of their own.
+  template <int COLUMNS>
+  __device__ __forceinline__ static void begin_step(float (&c)[2][COLUMNS],
+                                                    float (&small)[2][COLUMNS],
+                                                    const unsigned int (&left)[2][4],
+                                                    arch::Described b, int step) {
+    const arch::Described large = at_step(b, KEYS * warpgroup::LINE_BYTES, step);
+    arch::wgmma_rs_tf32(small, left[1], large, step > 0);
+    arch::wgmma_rs_tf32(small, left[0], large + KEYS * BYTES / 16, true);
+    arch::wgmma_rs_tf32(c, left[0], large, step > 0);
+  }
+
+  // c = the rows times b^T. When half of it was begun, comes what is to be done between.
+  template <int COLUMNS, class Between>
+  __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], arch::Described b,
+                                           const Between& between) const {
     float small[2][COLUMNS];
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      if (step >= 2) arch::wait_products<1>();  // whose left operand was where this one's is to be
-      unsigned int left[STEPS_HELD][2][4];
-#pragma unroll
-      for (int x = 0; x < STEPS_HELD; ++x) {
-        const int at = step * STEPS_HELD + x;
-        const int place = at / 4 * 128 + (begin ^ at % 4 * 32);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const Pair pair = *reinterpret_cast<const Pair*>(row_smem + 8 * r * BYTES + place);
-          const Split even = fragment::part(pair.x), odd = fragment::part(pair.y);
-          left[x][0][r] = even.large;
-          left[x][0][r + 2] = odd.large;
-          left[x][1][r] = even.small;
-          left[x][1][r + 2] = odd.small;
-        }
-      }
+    if constexpr (HELD) {
       arch::fence_products();
 #pragma unroll
-      for (int x = 0; x < STEPS_HELD; ++x) {
-        const int at = step * STEPS_HELD + x;
-        const arch::Described large = at_step(b, KEYS * warpgroup::LINE_BYTES, at);
-        arch::wgmma_rs_tf32(small, left[x][1], large, at > 0);
-        arch::wgmma_rs_tf32(small, left[x][0], large + KEYS * BYTES / 16, true);
-        arch::wgmma_rs_tf32(c, left[x][0], large, at > 0);
-      }
+      for (int step = 0; step < DEPTH; ++step) begin_step(c, small, held[step], b, step);
       arch::commit_products();
-      between(step);
+      between();
+    } else {
+#pragma unroll
+      for (int n = 0; n < STEPS; ++n) {
+        if (n >= 2) arch::wait_products<1>();  // whose left operand was where this one's is to be
+        unsigned int left[STEPS_HELD][2][4];
+#pragma unroll
+        for (int x = 0; x < STEPS_HELD; ++x) load(left[x], n * STEPS_HELD + x);
+        arch::fence_products();
+#pragma unroll
+        for (int x = 0; x < STEPS_HELD; ++x) {
+          begin_step(c, small, left[x], b, n * STEPS_HELD + x);
+        }
+        arch::commit_products();
+        if (n == STEPS / 2) between();
+      }
     }
     arch::wait_products<0>();
     arch::take_product(small);
@@ -183,6 +218,18 @@ struct Scores {
     matmul::add(c, small);
   }
 };
+
+// Whether a number of the warp's is NaN.
+template <int COLUMNS>
+__device__ __forceinline__ bool any_nan(const float (&c)[2][COLUMNS]) {
+  float sums[4] = {};
+#pragma unroll
+  for (int n = 0; n < 2 * COLUMNS; ++n) {
+    sums[n % 4] = fma(c[n / COLUMNS][n % COLUMNS], 0.0f, sums[n % 4]);
+  }
+  const float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  return arch::any_lane(sum != sum);
+}
 
 // A tile's weights as left operand, in two parts.
 template <int COLUMNS>
