@@ -144,7 +144,7 @@ def forward(
         if hopper and itemsize == 4 and not target.lacks:
             tiles = tensor_tiles.fit_split(problem.d, problem.d_v)
             if tiles is not None:
-                return "forward_sm90_split", tiles
+                return "forward_sm90_tf32", tiles
         tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory, itemsize)
         if tiles is not None:
             return "forward_sm80", tiles

@@ -51,7 +51,7 @@ class Blocks:
             if problem.dtype.itemsize == 4:
                 tiles = tensor_tiles.fit_split(problem.d, problem.d_v)
                 assert tiles is not None, "a larger head than the kernel is for"
-                return "forward_sm90_split", tiles
+                return "forward_sm90_tf32", tiles
             if not obstacle:
                 return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
         if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
