@@ -57,6 +57,11 @@ def _why(kernel: str, problem: Problem, target: Target, obstacle: str | None) ->
     name = f"{target.name} (compute capability {major}.{minor})"
     if kernel == "forward_sm90":
         return f"{name} multiplies {problem.dtype} by the tensor cores of warpgroups"
+    if kernel == "forward_sm90_tf32":
+        return (
+            f"{name} multiplies {problem.dtype} by the tensor cores of warpgroups, as three "
+            "products each"
+        )
     if kernel == "forward_sm80":
         how = "as three products each, " if problem.precision is not None else ""
         said = (
@@ -65,6 +70,10 @@ def _why(kernel: str, problem: Problem, target: Target, obstacle: str | None) ->
         )
         if target.capability == tensor_tiles.HOPPER and problem.dtype.itemsize == 2:
             said += f"; not by forward_sm90, because {_hopper_obstacle(target, obstacle)}"
+        if target.capability == tensor_tiles.HOPPER and problem.dtype.itemsize == 4:
+            largest = max(tensor_tiles.SPLIT_HOPPER)
+            why = target.lacks or f"it serves heads up to {largest}"
+            said += f"; not by forward_sm90_tf32, because {why}"
         return said
     said = f"{name} runs the portable kernel in {problem.accumulator}"
     if problem.dtype.itemsize == 4:

@@ -126,7 +126,8 @@ def fit_hopper(d: int, d_v: int, besides: str = "nothing") -> Tiles:
     return forward_sm90(*table[largest], d, d_v)
 
 
-# Largest head -> queries and keys of a tile of forward_sm90_tf32.cu.
+# Largest head -> queries and keys of a tile of forward_sm90_tf32.cu. Its bound counts on sums over
+# heads up to 128 and tiles of 64 keys.
 SPLIT_HOPPER: dict[int, tuple[int, int]] = {128: (128, 64)}
 
 

@@ -25,7 +25,9 @@ constexpr int HELD_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
 
 using Keys = warpgroup_split::Keys<BLOCK_KV, D>;
 using Values = warpgroup_split::Values<BLOCK_KV, D_V>;
-using Scores = warpgroup_split::Scores<D, BLOCK_KV>;
+// Whether registers have room for the queries of a warp's rows.
+constexpr bool HOLD_Q = D <= 64 && D_V <= 64 && !MAY_MASK;
+using Scores = warpgroup_split::Scores<D, BLOCK_KV, HOLD_Q>;
 constexpr int UNITS = matmul::larger(Keys::UNITS, Values::UNITS);
 
 // Barriers of the place of a tile: all of it has come, and has been read.
@@ -184,7 +186,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     for (int w = 0; w < fragment::WARPS; ++w) spoilt |= known_smem->spoilt[w];
     if (spoilt != 0) {
       warpgroup_split::add_nonfinite<D_V>(acc, weights, v, now.first, now.rows);
-      __syncthreads();  // whether values are spoilt, which was read
       warpgroup_split::clear_nonfinite<Values::BYTES>(values_smem);
       arch::publish_shared();
       __syncthreads();  // the values, now finite

@@ -136,13 +136,13 @@ __device__ __forceinline__ arch::Described at_step(arch::Described tile, int sla
 }
 
 // Products of 64 rows of the warpgroup, of which the warp's lie in shared memory as they came, and
-// KEYS rows of a tile.
-template <int WIDTH, int KEYS>
+// KEYS rows of a tile. Registers hold the former, split, where they have room: else they are split
+// for each tile.
+template <int WIDTH, int KEYS, bool HELD>
 struct Scores {
   static constexpr int BYTES = fragment::row_bytes(WIDTH);
   static constexpr int DEPTH = matmul::round_up(WIDTH, 8 * STEPS_HELD) / 8;  // steps of 8 numbers
   static constexpr int STEPS = DEPTH / STEPS_HELD;
-  static constexpr bool HELD = WIDTH <= 64;  // registers have room for all of the warp's rows
 
   const char* row_smem;
   int begin;
