@@ -57,6 +57,11 @@ def _why(kernel: str, problem: Problem, target: Target, obstacle: str | None) ->
     name = f"{target.name} (compute capability {major}.{minor})"
     if kernel == "forward_sm90":
         return f"{name} multiplies {problem.dtype} by the tensor cores of warpgroups"
+    if kernel == "forward_sm90_tf32":
+        return (
+            f"{name} multiplies {problem.dtype} by the tensor cores of warpgroups, as three "
+            "products each"
+        )
     if kernel == "forward_sm80":
         how = "as three products each, " if problem.precision is not None else ""
         said = (
@@ -65,6 +70,10 @@ def _why(kernel: str, problem: Problem, target: Target, obstacle: str | None) ->
         )
         if target.capability == tensor_tiles.HOPPER and problem.dtype.itemsize == 2:
             said += f"; not by forward_sm90, because {_hopper_obstacle(target, obstacle)}"
+        if target.capability == tensor_tiles.HOPPER and problem.dtype.itemsize == 4:
+            largest = max(tensor_tiles.SPLIT_HOPPER)
+            why = target.lacks or f"it serves heads up to {largest}"
+            said += f"; not by forward_sm90_tf32, because {why}"
         return said
     said = f"{name} runs the portable kernel in {problem.accumulator}"
     if problem.dtype.itemsize == 4:
@@ -138,9 +147,13 @@ def forward(
     _check_precision(problem, target)
     if plan is None and tensor_tiles.serves(problem, target.capability):
         itemsize = problem.dtype.itemsize
-        hopper = itemsize == 2 and target.capability == tensor_tiles.HOPPER
-        if hopper and not _hopper_obstacle(target, obstacle):
+        hopper = target.capability == tensor_tiles.HOPPER
+        if hopper and itemsize == 2 and not _hopper_obstacle(target, obstacle):
             return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
+        if hopper and itemsize == 4 and not target.lacks:
+            tiles = tensor_tiles.fit_split(problem.d, problem.d_v)
+            if tiles is not None:
+                return "forward_sm90_tf32", tiles
         tiles = tensor_tiles.fit(problem.d, problem.d_v, target.shared_memory, itemsize)
         if tiles is not None:
             return "forward_sm80", tiles

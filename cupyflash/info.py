@@ -189,12 +189,16 @@ def served(capability: tuple[int, int]) -> str:
     oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
     if capability < tensor_tiles.OLDEST_CAPABILITY:
         return f"{said}; tensor cores are used from compute capability {oldest} on"
-    hopper = ("forward_sm90", "backward_sm90_dkdv") if capability == tensor_tiles.HOPPER else ()
+    is_hopper = capability == tensor_tiles.HOPPER
+    hopper = ("forward_sm90", "backward_sm90_dkdv") if is_hopper else ()
+    split = max(tensor_tiles.SPLIT_HOPPER)
+    there = f" (up to {split} by forward_sm90_tf32)" if is_hopper else ""
     half, single, double = map(tensor_tiles.largest_head, ("float16", "float32", "float64"))
     return (
         f"{said}; float16 and bfloat16 with heads up to {half} by the tensor "
         f"cores of {', '.join(('forward_sm80', *hopper, *tensor_tiles.BACKWARD))}; the first also "
-        f'float64 with heads up to {double}, and float32 up to {single} where precision="tf32x3"; '
+        f"float64 with heads up to {double}, and float32 up to {single}{there} where "
+        'precision="tf32x3"; '
         f"gradients of float64 with heads up to {f64_tiles.LARGEST_HEAD} by "
         f"{' and '.join(f64_tiles.BACKWARD)}"
     )

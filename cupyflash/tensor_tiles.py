@@ -126,6 +126,25 @@ def fit_hopper(d: int, d_v: int, besides: str = "nothing") -> Tiles:
     return forward_sm90(*table[largest], d, d_v)
 
 
+# Largest head -> queries and keys of a tile of forward_sm90_tf32.cu. Its bound counts on sums over
+# heads up to 128 and tiles of 64 keys.
+SPLIT_HOPPER: dict[int, tuple[int, int]] = {128: (128, 64)}
+
+
+def forward_sm90_tf32(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
+    """Return tiles of forward_sm90_tf32.cu: a warpgroup for 64 queries each."""
+    q, v, columns_v = row_bytes(d, 4), row_bytes(d_v, 4), -(-d_v // 64) * 64
+    shared = block_q * max(q, v) + 2 * block_kv * (q + 4 * columns_v)
+    return Tiles(block_q, block_kv, 2 * block_q, shared + ENTRY_BYTES + 32 + 12 * (block_q // 16))
+
+
+def fit_split(d: int, d_v: int) -> Tiles | None:
+    """Return the tiles of forward_sm90_tf32.cu, or None for larger heads."""
+    found = (own for most, own in SPLIT_HOPPER.items() if max(d, d_v) <= most)
+    own = next(found, None)
+    return None if own is None else forward_sm90_tf32(*own, d, d_v)
+
+
 # Largest head -> queries and keys of a tile of backward_sm90_dkdv.cu.
 BACKWARD_HOPPER: dict[int, tuple[int, int]] = {128: (64, 128), 256: (64, 64)}
 

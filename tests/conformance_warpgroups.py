@@ -293,6 +293,80 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
     )
 
 
+def product_of_floats(columns: int, whole: bool) -> Case:
+    """Return the case of float32, whose left operand is in registers and whose rows are deep."""
+    depth = 4 + columns // 16
+    body = (
+        ALIGNED
+        + f"constexpr int COLUMNS = {columns};\n"
+        + f"""
+      for (int k = 0; k < COLUMNS / 16; ++k) {{
+        const int n = t * (COLUMNS / 16) + k;
+        {_RIGHT[False]}
+        words[2048 + at / 4] = in[4 + k];
+      }}"""
+        + """
+      float d[2][COLUMNS / 4];
+      for (int x = 0; x < COLUMNS / 2; ++x) {
+        d[x / (COLUMNS / 4)][x % (COLUMNS / 4)] = __uint_as_float(in[4 + COLUMNS / 16 + x]);
+      }
+      arch::publish_shared();
+      __syncthreads();  // the right operand
+      arch::fence_products();
+      const unsigned int a[4] = {in[0], in[1], in[2], in[3]};
+      const unsigned long long b = 1ull << 62 | 64ull << 32 | (begin + 8192 + 64) / 16;
+      arch::wgmma_rs_tf32(d, a, b, blockIdx.x % 2 == 0);
+      arch::commit_products();
+      arch::wait_products<0>();
+      arch::take_product(d);
+      for (int x = 0; x < COLUMNS / 2; ++x) out[x] = d[x / (COLUMNS / 4)][x % (COLUMNS / 4)];
+    """
+    )
+
+    def given() -> Array:
+        rng = np.random.default_rng(columns)
+        numbers = rng.standard_normal((4 * THREADS, depth + columns // 2))
+        if whole:
+            numbers = np.round(4 * numbers)
+        return numbers.astype(np.float32).view(np.uint32)
+
+    def exact(given: Array, of: Any) -> Array:
+        blocks = given.reshape(-1, THREADS, given.shape[1])
+        cut = (blocks & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+        n = len(blocks)
+        a, d = np.zeros((n, 64, 8)), np.zeros((n, 64, columns))
+        for x in range(4):
+            a[:, LANE_ROWS + x % 2 * 8, LANES % 4 + x // 2 * 4] = cut[..., x]
+        b = cut[..., 4:depth].reshape(n, columns, 8).swapaxes(1, 2)
+        sums = blocks[..., depth:].view(np.float32).astype(np.float64)
+        for x in range(columns // 2):
+            r, column = x // (columns // 4), x % (columns // 4)
+            d[:, LANE_ROWS + 8 * r, column // 2 * 8 + LANE_COLUMNS + column % 2] = sums[..., x]
+        d[1::2] = 0  # not added
+        return _of_lanes(of(d) + of(a) @ of(b))
+
+    def wanted(given: Array) -> Array:
+        return exact(given, np.positive).astype(np.float32)
+
+    def near(given: Array, one: Array, other: Array) -> Array:
+        true, terms = exact(given, np.positive), exact(given, np.abs)
+        # 9 terms, each cut off at the last place of the largest.
+        with np.errstate(invalid="ignore"):  # infinities differ
+            right = [np.abs(x - true) <= 9 * 2.0**-23 * terms for x in (one, other)]
+        return np.logical_and(*right)
+
+    return Case(
+        f"wgmma_rs_tf32: {columns} columns, {'whole numbers' if whole else 'rounded'}",
+        body,
+        given,
+        wanted,
+        equal if whole else near,
+        since=HOPPER,
+        only=HOPPER,
+        shared=(1024 + 8192 + 256 * 128) // 16,
+    )
+
+
 _AROUND = "publish_shared fence_products commit_products wait_products take_product"
 WIDTHS = {
     "ss": (32, 64, 80, 112, 128, 176), "st": (64, 128), "tt": (64, 128), "rs": (64, 128, 192, 256)
@@ -304,5 +378,6 @@ PRODUCTS = [
     for columns in widths
 ]
 PRODUCTS += [product(form, name, 128, False) for form in WIDTHS for name in TYPES]
+PRODUCTS += [product_of_floats(columns, whole) for columns in (64, 128) for whole in (True, False)]
 
 CASES = [PHASES, NUMBERED, COPY, REGISTERS, *PRODUCTS]

@@ -102,6 +102,11 @@ def cases() -> list[Case]:
         dtype, options = dtypes[3 * (n % 2)], list(OPTIONS)[n // 2]
         own = wide_sizes[dtype.itemsize]
         found.append(Case("forward_sm80", dtype, own[n // 2 % len(own)], options, n % 3 == 2))
+    for n, (own, options) in enumerate([
+        ((64, 64), "plain"), ((128, 128), "causal"), ((40, 72), "everything"),
+        ((128, 128), "plain"), ((1, 3), "bias"), ((64, 64), "segments"),
+    ]):  # fmt: skip
+        found.append(Case("forward_sm90_tf32", dtypes[0], own, options, n % 3 == 2))
     f64_sizes = [(64, 64), (128, 128), (40, 72), (1, 3)]
     for n in range(14):
         kernel, options = list(f64_tiles.BACKWARD)[n % 2], list(OPTIONS)[n // 2]
@@ -131,7 +136,7 @@ def runs_on(case: Case, arch: str) -> bool:
 
 def specialisation(case: Case, arch: str) -> Specialisation:
     """Return what a case is compiled for on a GPU."""
-    cores = "sm80" in case.kernel and case.dtype == np.float32
+    cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
     options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
     q = np.zeros((4, 24, case.sizes[0]), case.dtype)
     v = np.zeros((4, 24, case.sizes[1]), case.dtype)
@@ -142,10 +147,13 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     problem, made = call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
     functions = generate(made.allowed, made.classes, made.changed, made.slope, keys).functions
-    if case.kernel in ("forward_simt", "forward_sm80", "forward_sm90", "backward_bias"):
+    forwards = ("forward_sm80", "forward_sm90", "forward_sm90_tf32")
+    if case.kernel in ("forward_simt", *forwards, "backward_bias"):
         functions = dataclasses.replace(functions, has_slope=False)
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
-    if case.kernel in ("forward_sm80", "forward_sm90"):
+    if case.kernel == "forward_sm80" and cores:
+        target = dataclasses.replace(target, lacks="another compiler, for a test")
+    if case.kernel in forwards:
         obstacle = None if case.kernel == "forward_sm90" else "for a test"
         kernel, tiles = config.forward(problem, target, None, obstacle, hopper.besides(call))
         assert kernel == case.kernel

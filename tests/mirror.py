@@ -11,7 +11,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = ROOT / "kernels_cu"
 
-HARDWARE = ("simt", "sm80", "f64", "sm90")  # suffixes of kernels for one kind of hardware
+HARDWARE = ("simt", "sm80", "f64", "sm90", "tf32")  # suffixes of kernels for one kind of hardware
 
 _DEFINITION = re.compile(
     r"^(?:__device__|extern \"C\" __global__) [^;{}()]*?"

@@ -485,7 +485,7 @@ def test_precision_of_each_type():
     assert Precision.of(np.float32, tensor_cores=True).product.unit == 0
     split = Precision.of(np.float32, precision="tf32x3")
     assert 2.0**-19 < split.split == split.product.unit < 2.0**-18
-    assert not split.truncates
+    assert split.truncates
     assert Precision.of(np.float64, tensor_cores=True) == Precision.of(np.float64)
     np.testing.assert_allclose(SINGLE.gamma([0, 1, 2**23, 2**24]), [0, 2.0**-24, 1, np.inf], 1e-6)
     with pytest.raises(TypeError, match="int32"):

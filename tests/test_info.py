@@ -108,7 +108,7 @@ def test_several_devices(said):
     for name in ("GPU 0", "GPU 1"):
         assert "served by" in lines[name]
     assert "heads up to 256 by the tensor cores of forward_sm80, forward_sm90," in lines["GPU 0"]
-    assert "float64 with heads up to 128, and float32 up to 256 where precision=" in lines["GPU 0"]
+    assert "float64 with heads up to 128, and float32 up to 256 (up to 128 by" in lines["GPU 0"]
     assert "tensor cores are used from compute capability 8.0 on" in lines["GPU 1"]
     assert "NOT supported" in lines["GPU 2"]
     assert "7.5 (Turing)" in lines["GPU 2"]

@@ -58,6 +58,7 @@ OTHER_STEMS = {
     "warpgroup_tile": "tile, where those who copy and those who compute part",
     "warpgroup_work": "what blocks work on, one thing after the other",
     "warpgroup_rows": "products by tensor cores, which the CPU has no like of",
+    "warpgroup_split": "products by tensor cores, which the CPU has no like of",
     "fragment_rows": "where fragments lie, in registers and in shared memory",
     "fragment_wide": "products by tensor cores, which the CPU has no like of",
     "power": "2^x by instructions and a polynomial; power_of_two is its like",
@@ -87,6 +88,9 @@ ONLY_CUDA = {
     },
     "forward_sm90.cu": {
         "places that tiles pass through": "stage_of parity_of parity_of_job",
+    },
+    "forward_sm90_tf32.cu": {
+        "barriers of the places that tiles pass through": "arrive wait",
     },
     "primitives/layout.cuh": {
         "a block finds its work by itself; methods of Layout list it on the CPU": (
@@ -140,6 +144,7 @@ ONLY_CUDA = {
         "warpgroups and the barriers between them": "index wait release",
         "what of a piece is not finite": "carried_of",
         "tiles that are copied by boxes, and described for products": "begin_tile describe",
+        "tiles that are split on their way to shared memory": "columns_of put_unit at_step splits",
     },
     "primitives/tile.cuh": {
         "sizes of a tile": "smaller rows_from is_whole",

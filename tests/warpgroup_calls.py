@@ -1,4 +1,4 @@
-"""Calls that `forward_sm90` computes on the emulator, whatever their sizes."""
+"""Calls that `forward_sm90` or, of float32, `forward_sm90_tf32` computes on the emulator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 @dataclass(frozen=True)
 class Warpgroups(Blocks):
-    """Calls go to `forward_sm90` or nowhere."""
+    """Calls go to `forward_sm90`, of float32 to `forward_sm90_tf32`, or nowhere."""
 
     hopper: bool = True
 
@@ -32,7 +32,8 @@ class Warpgroups(Blocks):
     ) -> tuple[str, Tiles]:
         """Return the kernel of the forward, and its tiles."""
         kernel, tiles = super().forward(problem, obstacle, besides)
-        assert kernel == "forward_sm90", obstacle
+        wanted = "forward_sm90_tf32" if problem.dtype == np.float32 else "forward_sm90"
+        assert kernel == wanted, obstacle
         return kernel, tiles
 
 
@@ -41,10 +42,15 @@ def draw(dtype, *shapes, seed=0):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+def precision_of(dtype):
+    return "tf32x3" if dtype == np.float32 else None
+
+
 def run(
     q, k, v, schedule=REVERSE, out=None, read=build.read, offsets=None, multiprocessors=2, **options
 ):
     """Compute out and lse on the emulator, into memory that holds NaN."""
+    options |= {"precision": precision_of(q.dtype)}
     if offsets is None:
         call = validate.call(q, k, v, **options)
     else:
@@ -62,7 +68,8 @@ def run(
 
 
 def within_the_bound(q, k, v, out, lse, offsets=None, **options):
-    options |= {"precision": Precision.of(q.dtype, tensor_cores=True), "block_kv": 64}
+    precision = Precision.of(q.dtype, tensor_cores=True, precision=precision_of(q.dtype))
+    options |= {"precision": precision, "block_kv": 64}
     if offsets is None:
         bound = forward_bound(q, k, v, **options)
     else:

@@ -13,6 +13,8 @@ def stages(special: Specialisation) -> int | None:
     tiles, name = special.tiles, special.kernel
     if not tiles.block_q:
         return None
+    if name == "forward_sm90_tf32":
+        return 1
     if "_sm90" in name:
         return tensor_tiles.PASSING_STAGES
     if "_simt_" in f"{name}_":

@@ -21,10 +21,12 @@ _FORMATS: dict[str, tuple[float, float, float]] = {
 # float32 in three products by tensor cores. A number is split into one of 11 bits, rounded to
 # nearest, and what remains, of which tensor cores cut off what is beyond 11 bits: at most 2**-23 of
 # the number, twice in a product. The product of the two small parts, at most 2**-22, is left out.
-# Sums of at most 16 products are formed by tensor cores: two of them of 8 large products each and
-# what was there, 17 terms, cut off at 2**-23 of the largest of them (the sums of small products
-# lose 2**-11 of that). So a product errs by (1 + 1 + 2 + 17 + less than 1) * 2**-23 of the sum of
-# magnitudes. Longer sums are rounded to nearest, as in float32.
+# Tensor cores add 8 large products and what was there, 9 terms, cut off at 2**-23 of the largest of
+# them; the sums of small products are apart, and lose 2**-11 of that. forward_sm80 adds up to 16
+# products so, two times 9 terms, and rounds longer sums to nearest; on Hopper, forward_sm90_tf32
+# adds so all products of a score, of at most 128 numbers, and those of 64 keys. Of 9 terms, 8 are
+# what `truncates` counts for 8 products; the others are at most 16, one for each 8 of 128. So
+# beyond that a product errs by (1 + 1 + 2 + 16 + less than 2) * 2**-23 of the sum of magnitudes.
 SPLIT = 22 * 2.0**-23
 # What is below the normal range is lost of either operand's small part, or of a tiny operand.
 SPLIT_UNDERFLOW = 2.0**-125
@@ -97,8 +99,8 @@ class Precision:
         Largest absolute error of a dS below the normal range of `product`, relative to the largest
         ``|dS|``, where dS is multiplied by a power of two before it is rounded; 0 where it is not.
     split : float
-        Largest relative error of a product of two numbers that are split for tensor cores, and of
-        the short sum that it is part of; 0 where they are multiplied as they are.
+        Largest relative error of a product of two numbers that are split for tensor cores, beside
+        those of its sum; 0 where they are multiplied as they are.
     """
 
     unit: float
@@ -147,7 +149,7 @@ class Precision:
             largest=largest,
             product=output if narrow else exact,
             output=output,
-            truncates=narrow,
+            truncates=narrow or precision is not None,
             scaled_underflow=output.underflow / LEAST_LARGEST if scaled else 0.0,
             split=0.0 if precision is None else SPLIT,
         )

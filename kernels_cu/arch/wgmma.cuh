@@ -49,6 +49,9 @@ using Described = unsigned long long;
 #define WGMMA_TT(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 1, 1;\n}"
+#define WGMMA_RD(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
+  "." TYPE " {" NAMES "}, {" A "}, " B ", p, 1, 1;\n}"
 #define WGMMA_RS(SHAPE, TYPE, NAMES, A, B)                                                   \
   "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, {" A "}, " B ", p, 1, 1, 1;\n}"
@@ -202,6 +205,21 @@ __device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][32], Described a, De
   asm volatile(WGMMA_TT("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d = a b^T, or d += where `add`, 8 deep in float32: of a and b the last 13 bits are passed over. A
+// lane has of a rows lane / 4 and 8 more, columns lane % 4 and 4 more.
+__device__ __forceinline__ void wgmma_rs_tf32(float (&d)[2][16], const unsigned int (&a)[4],
+                                              Described b, bool add) {
+  asm volatile(WGMMA_RD("m64n64k8", "tf32", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
+               : WGMMA_32(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void wgmma_rs_tf32(float (&d)[2][32], const unsigned int (&a)[4],
+                                              Described b, bool add) {
+  asm volatile(WGMMA_RD("m64n128k8", "tf32", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
+               : WGMMA_32(0), WGMMA_32(16)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 
 // d += a b.

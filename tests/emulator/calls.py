@@ -47,8 +47,13 @@ class Blocks:
         self, problem: Problem, obstacle: str | None = "unknown", besides: str = "nothing"
     ) -> tuple[str, Tiles]:
         """Return the kernel of the forward, and its tiles."""
-        if self.hopper and tensor_tiles.serves(problem, tensor_tiles.HOPPER) and not obstacle:
-            return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
+        if self.hopper and tensor_tiles.serves(problem, tensor_tiles.HOPPER):
+            if problem.dtype.itemsize == 4:
+                tiles = tensor_tiles.fit_split(problem.d, problem.d_v)
+                assert tiles is not None, "a larger head than the kernel is for"
+                return "forward_sm90_tf32", tiles
+            if not obstacle:
+                return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
         if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
             return "forward_sm80", self.tensor_tiles(problem)
         return "forward_simt", self.tiles("forward_simt", problem, False)

@@ -111,6 +111,9 @@ enum Wide { NONE_WIDE, RIGHT_WIDE, BOTH_WIDE };
 void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
                    unsigned long long a_described, unsigned long long b_described, bool add,
                    bool brain, Wide wide = NONE_WIDE);
+// The same of float32, 8 deep, with a in registers and b of rows that are as deep as the product.
+void begin_product_of_floats(const char* what, Where where, float* d, int columns,
+                             const unsigned int* a, unsigned long long b_described, bool add);
 void fence_products();
 void commit_products();
 void wait_products(const char* what, Where where, unsigned int pending);

@@ -101,14 +101,14 @@ struct Product {
   unsigned int group;
   float* d;
   int columns;
-  bool in_registers, add, brain;
+  bool in_registers, add, brain, floats;
   Wide wide;
   unsigned int a[4];
   unsigned long long a_described, b_described;
 
   bool is_like(const Product& other) const {
     return columns == other.columns && in_registers == other.in_registers && add == other.add &&
-           wide == other.wide && a_described == other.a_described &&
+           floats == other.floats && wide == other.wide && a_described == other.a_described &&
            b_described == other.b_described;
   }
 };
@@ -122,7 +122,16 @@ struct Issuer {
 
 std::map<int, Issuer> issuers;
 
-// An operand of 16-bit elements in shared memory: rows and columns as they lie there.
+// What matrix instructions take of a float32.
+double cut_number(unsigned int bits) {
+  const unsigned int kept = bits & 0xffffe000u;
+  float value;
+  std::memcpy(&value, &kept, sizeof(value));
+  return static_cast<double>(value);
+}
+
+// An operand of 16-bit elements in shared memory: rows and columns as they lie there. A float32
+// takes two columns.
 struct Described {
   unsigned int start, slab, eight_rows;
 
@@ -145,6 +154,11 @@ struct Described {
     std::memcpy(&bits, at(row, column), sizeof(bits));
     return widened(bits, 0, brain);
   }
+  double number(unsigned int row, unsigned int column) const {
+    unsigned int bits;
+    std::memcpy(&bits, at(row, 2 * column), sizeof(bits));
+    return cut_number(bits);
+  }
   void read(unsigned int rows, unsigned int columns) const {
     for (unsigned int r = 0; r < rows; ++r) {
       for (unsigned int c = 0; c < columns; c += 8) races::read_published(at(r, c), 16);
@@ -155,7 +169,7 @@ struct Described {
 void read_operands(const char* what, Where where, const Product& product) {
   const auto n = static_cast<unsigned int>(product.columns);
   const Described b(what, where, product.b_described);
-  if (product.in_registers || product.wide != NONE_WIDE) {
+  if (!product.floats && (product.in_registers || product.wide != NONE_WIDE)) {
     b.read(16, n);
   } else {
     b.read(n, 16);
@@ -172,9 +186,54 @@ void read_operands(const char* what, Where where, const Product& product) {
 // A NaN that no arithmetic leaves as it is.
 constexpr unsigned int UNTOUCHED = 0xffbfffffu;
 
+// Adds a product of 64 x `deep` and `deep` x columns to what the threads of a warpgroup hold of d;
+// sums of so many products are cut off.
+void add_product(int first, std::size_t number, const std::vector<double>& left,
+                 const std::vector<double>& right, unsigned int deep, unsigned int together) {
+  for (unsigned int t = 0; t < WARPGROUP; ++t) {
+    Issuer& issuer = issuers[first + static_cast<int>(t)];
+    const Product& own = issuer.products[number];
+    const auto columns = static_cast<unsigned int>(own.columns);
+    std::vector<float>& d = issuer.held[own.d];
+    for (unsigned int x = 0; x < columns / 2; ++x) {
+      const unsigned int r = x / (columns / 4), n = x % (columns / 4);
+      const unsigned int row = t / 32 * 16 + t % 32 / 4 + 8 * r;
+      const unsigned int column = n / 2 * 8 + t % 4 * 2 + n % 2;
+      float sum = own.add ? d[x] : 0.0f;
+      for (unsigned int k = 0; k < deep; k += together) {
+        double exact = static_cast<double>(sum);
+        for (unsigned int y = k; y < k + together; ++y) {
+          exact += left[row * deep + y] * right[y * columns + column];
+        }
+        sum = cut_off(exact);
+      }
+      d[x] = sum;
+    }
+  }
+}
+
+void compute_floats(const char* what, Where where, int first, std::size_t number) {
+  const Product& one = issuers[first].products[number];
+  const Described b(what, where, one.b_described);
+  const auto columns = static_cast<unsigned int>(one.columns);
+  std::vector<double> right(8 * columns), left(64 * 8);
+  for (unsigned int k = 0; k < 8; ++k) {
+    for (unsigned int n = 0; n < columns; ++n) right[k * columns + n] = b.number(n, k);
+  }
+  for (unsigned int t = 0; t < WARPGROUP; ++t) {
+    const Product& own = issuers[first + static_cast<int>(t)].products[number];
+    for (unsigned int x = 0; x < 4; ++x) {
+      const unsigned int row = t / 32 * 16 + t % 32 / 4 + x % 2 * 8;
+      left[row * 8 + t % 4 + x / 2 * 4] = cut_number(own.a[x]);
+    }
+  }
+  add_product(first, number, left, right, 8, 4);
+}
+
 // Computes one product of a whole warpgroup, whose threads hold their parts of d.
 void compute(const char* what, Where where, int first, std::size_t number) {
   const Product& one = issuers[first].products[number];
+  if (one.floats) return compute_floats(what, where, first, number);
   const Described b(what, where, one.b_described);
   const auto columns = static_cast<unsigned int>(one.columns);
   std::vector<double> right(16 * columns), left(64 * 16);
@@ -199,25 +258,7 @@ void compute(const char* what, Where where, int first, std::size_t number) {
       }
     }
   }
-  for (unsigned int t = 0; t < WARPGROUP; ++t) {
-    Issuer& issuer = issuers[first + static_cast<int>(t)];
-    const Product& own = issuer.products[number];
-    std::vector<float>& d = issuer.held[own.d];
-    for (unsigned int x = 0; x < columns / 2; ++x) {
-      const unsigned int r = x / (columns / 4), n = x % (columns / 4);
-      const unsigned int row = t / 32 * 16 + t % 32 / 4 + 8 * r;
-      const unsigned int column = n / 2 * 8 + t % 4 * 2 + n % 2;
-      float sum = own.add ? d[x] : 0.0f;
-      for (unsigned int k = 0; k < 16; k += 8) {
-        double exact = static_cast<double>(sum);
-        for (unsigned int y = k; y < k + 8; ++y) {
-          exact += left[row * 16 + y] * right[y * columns + column];
-        }
-        sum = cut_off(exact);
-      }
-      d[x] = sum;
-    }
-  }
+  add_product(first, number, left, right, 16, 8);
 }
 
 // Gives the threads of a warpgroup what their groups but the last `pending` have made.
@@ -354,15 +395,16 @@ void begin_box_copy(const char* what, Where where, unsigned int to, const unsign
   if (turns::at_once()) land(transfers.size() - 1);
 }
 
-void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
-                   unsigned long long a_described, unsigned long long b_described, bool add,
-                   bool brain, Wide wide) {
+namespace {
+
+void begin(const char* what, Where where, const Product& made, const unsigned int* a) {
   Issuer& me = issuers[current()];
   if (!me.fenced) wrong(what, where, "no fence is behind what was done to registers");
-  Product product = {me.groups, d,    columns, a != nullptr, add,
-                     brain,     wide, {},      a_described,  b_described};
+  Product product = made;
+  product.group = me.groups;
   if (a != nullptr) std::memcpy(product.a, a, sizeof(product.a));
-  const auto size = static_cast<std::size_t>(columns) / 2;
+  float* const d = product.d;
+  const auto size = static_cast<std::size_t>(product.columns) / 2;
   if (me.held.find(d) == me.held.end()) {
     me.held[d].assign(d, d + size);
     for (std::size_t x = 0; x < size; ++x) std::memcpy(d + x, &UNTOUCHED, sizeof(UNTOUCHED));
@@ -370,6 +412,24 @@ void begin_product(const char* what, Where where, float* d, int columns, const u
   // What is read has come when the product begins: one thread of a warp asks for all.
   if (current() % static_cast<int>(WARP) == 0) read_operands(what, where, product);
   me.products.push_back(product);
+}
+
+}  // namespace
+
+void begin_product(const char* what, Where where, float* d, int columns, const unsigned int* a,
+                   unsigned long long a_described, unsigned long long b_described, bool add,
+                   bool brain, Wide wide) {
+  const bool floats = false;
+  const Product made = {0,      d,    columns, a != nullptr, add,        brain,
+                        floats, wide, {},      a_described,  b_described};
+  begin(what, where, made, a);
+}
+
+void begin_product_of_floats(const char* what, Where where, float* d, int columns,
+                             const unsigned int* a, unsigned long long b_described, bool add) {
+  const bool floats = true;
+  const Product made = {0, d, columns, true, add, false, floats, NONE_WIDE, {}, 0, b_described};
+  begin(what, where, made, a);
 }
 
 void fence_products() { issuers[current()].fenced = true; }

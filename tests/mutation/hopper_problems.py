@@ -10,8 +10,9 @@ from harness import attend, attend_backward
 
 from cupyflash import masks
 
-from .problems import BF16, F16, Case, case_of, everything, unseen
+from .problems import BF16, F16, F32, Case, case_of, everything, unseen
 
+SPLIT = {"precision": "tf32x3"}
 PACKED = [0, 3, 3, 75, 300], [0, 90, 120, 120, 330]
 
 
@@ -46,6 +47,18 @@ def cases() -> list[Case]:
         case_of("packed by warpgroups", F16, (2, 1), (0, 0), (128, 128),
               lambda r: {"mask": masks.causal()}, offsets=PACKED, hopper=True,
               schedule=randomly(4), seed=33),
+        case_of("in three products by warpgroups", F32, (2, 1), (140, 193), (64, 64),
+                lambda r: {**SPLIT}, hopper=True, seed=40),
+        case_of("everything in three products by warpgroups", F32, (4, 2), (80, 150), (128, 100),
+                lambda r: everything(r, 80, 150, sink) | SPLIT, layout="random", hopper=True,
+                schedule=randomly(5), seed=41),
+        unseen(case_of("window in three products by warpgroups", F32, (2, 1), (140, 200), (104, 40),
+                       lambda r: {"mask": masks.window(9, 3, -12), "scale": -0.1} | SPLIT,
+                       layout="apart 3", hopper=True, seed=42), 5),
+        _not_finite(case_of("numbers that are not finite, in three products by warpgroups", F32,
+                            (2, 1), (160, 150), (64, 64),
+                            lambda r: {"mask": masks.window(20, 0)} | SPLIT, dlse=False,
+                            hopper=True, seed=43)),
         *(_not_finite(case_of(f"numbers that are not finite, {d} columns, by warpgroups", dtype,
                               (2, 1), (160, 150), (d, d),
                               lambda r: {"mask": masks.window(20, 0)}, dlse=False, hopper=True,

@@ -47,6 +47,7 @@ WRITES = {
     "forward_simt": ("out", "lse"),
     "forward_sm80": ("out", "lse"),
     "forward_sm90": ("out", "lse"),
+    "forward_sm90_tf32": ("out", "lse"),
     "backward_delta": ("dq", "dk", "dv", "dbias", "dsink"),
     "backward_sink": ("dsink",),
     "backward_simt_dkdv": ("dk", "dv"),

@@ -89,6 +89,15 @@ inline void wgmma_tt_bf16(float (&d)[2][32], Described a, Described b, bool add,
                           emulator::BOTH_WIDE);
 }
 
+inline void wgmma_rs_tf32(float (&d)[2][16], const unsigned int (&a)[4], Described b, bool add,
+                          EMULATOR_WHERE) {
+  emulator::begin_product_of_floats("wgmma_rs_tf32", {file, line}, d[0], 64, a, b, add);
+}
+inline void wgmma_rs_tf32(float (&d)[2][32], const unsigned int (&a)[4], Described b, bool add,
+                          EMULATOR_WHERE) {
+  emulator::begin_product_of_floats("wgmma_rs_tf32", {file, line}, d[0], 128, a, b, add);
+}
+
 inline void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4], Described b,
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 64, a, 0, b, true, false);
