@@ -117,11 +117,13 @@ def progress_bar(total: int) -> Iterator[Callable[[Case, str], None]]:
 
     console = Console(stderr=True)
     # Drawn when something is told, not by a thread that would work while calls are timed.
-    how = {"transient": True, "disable": not console.is_terminal, "auto_refresh": False}
+    hidden = not console.is_terminal
     columns = (
         BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
     )  # fmt: skip
-    with Progress(*columns, console=console, **how) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=hidden, auto_refresh=False
+    ) as bar:
         task = bar.add_task("", total=total)
         seen: list[tuple[Case, str]] = []
 
