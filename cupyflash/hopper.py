@@ -106,8 +106,8 @@ def besides(call: Call) -> str:
 def grid(call: Call, jobs: int, facts: Target) -> int:
     """Return how many blocks share the jobs of a call, each of them one block of queries.
 
-    Jobs of one length are dealt out beforehand, and a block prepares its next one. Those of packed
-    sequences may differ: each has a block, and goes to whichever multiprocessor is free.
+    Jobs are dealt out beforehand, and a block prepares its next one. Those of packed sequences may
+    differ in any way: each has a block, and goes to whichever multiprocessor is free.
     """
     return jobs if call.problem.packed else min(jobs, facts.multiprocessors)
 

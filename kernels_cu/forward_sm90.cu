@@ -9,16 +9,16 @@
 // al. 2024).
 //
 // Tiles without a pair that takes part are neither copied nor computed. Of tiles that have some
-// that take no part, the other warps of the last warpgroup look whether all values are finite.
+// that take no part, two more warps of the last warpgroup look whether all values are finite.
 //
 // A block works on one job after the other, a job being a block of a head's queries: while the last
 // tile of one is computed and its results are written, the next one's queries, keys and values are
 // on their way.
 //
 // Grid: any; prod(own_size) * heads * blocks jobs, with own_size = lead_size; packed: heads *
-// blocks. Shared memory: the queries; keys, values; what a block knows. BLOCK_Q is
-// 64 times the warpgroups that compute, BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the
-// parameters come the maps of q, k and v.
+// blocks. Shared memory: the queries; keys, values; what a block knows. BLOCK_Q is 64 times the
+// warpgroups that compute, BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the parameters come
+// the maps of q, k and v.
 #include "params.cuh"
 #include "primitives/fragment_softmax.cuh"
 #include "primitives/fragment_tile.cuh"

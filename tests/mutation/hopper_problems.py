@@ -20,7 +20,9 @@ def _not_finite(case: Case) -> Case:
     """Make some numbers NaN and infinite, which reach the rows alone whose pairs they are in."""
     problem = case.problem
     dirty = {name: np.array(getattr(problem, name)) for name in ("do", "q", "k", "v")}
-    dirty["v"][..., 100, 3], dirty["v"][..., 60, 5] = np.nan, np.inf
+    # Of the first tile two warps see some; of the second one sees the first number.
+    dirty["v"][..., 100, 3], dirty["v"][..., 57, 5] = np.nan, np.inf
+    dirty["v"][..., 128, 0] = np.nan
     dirty["do"][..., 120, 2], dirty["k"][..., 139, 7] = np.inf, np.nan
     case.arrays.update(dirty)
     _, *rows = dirty.values()
@@ -64,6 +66,9 @@ def cases() -> list[Case]:
                               lambda r: {"mask": masks.window(20, 0)}, dlse=False, hopper=True,
                               seed=35))
           for d, dtype in ((64, BF16), (128, F16), (192, BF16))),
+        *(case_of(f"{keys} keys that all are seen, by warpgroups", BF16, (3, 3), (70, keys), (64, 64),
+                  lambda r: {"mask": masks.causal(offset=300)}, dlse=False, hopper=True, seed=38)
+          for keys in (128, 256)),
         case_of("far keys by warpgroups", BF16, (2, 2), (30, 4700), (64, 64),
                 lambda r: {"mask": masks.mask(lambda b, h, i, j: (j < 100) | (j > 4300 + i))},
                 dlse=False, hopper=True, seed=36),
