@@ -66,16 +66,16 @@ def cases() -> list[Case]:
                               lambda r: {"mask": masks.window(20, 0)}, dlse=False, hopper=True,
                               seed=35))
           for d, dtype in ((64, BF16), (128, F16), (192, BF16))),
-        *(case_of(f"{keys} keys that all are seen, by warpgroups", BF16, (3, 3), (70, keys), (64, 64),
-                  lambda r: {"mask": masks.causal(offset=300)}, dlse=False, hopper=True, seed=38)
-          for keys in (128, 256)),
+        *(case_of(f"{keys} keys that are all seen, by warpgroups", BF16, (3, 3), (70, keys),
+                  (64, 64), lambda r: {"mask": masks.causal(offset=300)}, dlse=False, hopper=True,
+                  seed=38) for keys in (128, 256)),
         case_of("far keys by warpgroups", BF16, (2, 2), (30, 4700), (64, 64),
                 lambda r: {"mask": masks.mask(lambda b, h, i, j: (j < 100) | (j > 4300 + i))},
                 dlse=False, hopper=True, seed=36),
         case_of("far queries by warpgroups", F16, (2, 1), (4300, 90), (64, 64),
                 lambda r: {"mask": masks.mask(lambda b, h, i, j: (i < 70) | (i > 4100 + j))},
                 dlse=False, hopper=True, seed=37),
-        case_of("huge logits by warpgroups", F16, (1, 1), (130, 140), (64, 64),
+        case_of("huge logits by warpgroups", F16, (3, 3), (130, 140), (64, 64),
               lambda r: {"mask": masks.causal()}, family="huge logits", hard=True, hopper=True,
               seed=34),
     ]  # fmt: skip
