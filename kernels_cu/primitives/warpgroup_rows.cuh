@@ -109,8 +109,7 @@ __device__ __forceinline__ void narrow_rows(const float (&result)[2][COLUMNS],
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
-      words[r][n / 2] =
-          number::narrow_pair(result[r][n] * factor[r], result[r][n + 1] * factor[r]);
+      words[r][n / 2] = number::narrow_pair(result[r][n] * factor[r], result[r][n + 1] * factor[r]);
     }
   }
 }

@@ -38,9 +38,9 @@ struct Job {
 };
 
 // How the blocks of a launch share its jobs: in rounds of one each. Under a mask the jobs of a head
-// differ, and so many heads take turns as make two rounds, which go forth and back, the longest jobs
-// first; then the next ones do, from the other side. So all blocks get as much, and those that work
-// at a time read the same keys. Of a packed array, each block has one job.
+// differ, and so many heads take turns as make two rounds, which go forth and back, the longest
+// jobs first; then the next ones do, from the other side. So all blocks get as much, and those that
+// work at a time read the same keys. Of a packed array, each block has one job.
 struct Rounds {
   static constexpr bool TURNS = HAS_MASK && !PACKED;
   unsigned int heads, blocks;
