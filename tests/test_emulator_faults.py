@@ -320,6 +320,14 @@ def _everything(emulator):
     made = (np.empty_like(x) for x in (q, k, k))
     warpgroups.backward(call, q, q, draw(1, 70), None, Gradients(*made, None, None))
 
+    # Rows of the output are longer than those of the queries, whose place they take.
+    q, k, v = draw(1, 70, 72), draw(1, 200, 72), draw(1, 200, 128)
+    v[:, 20] = np.inf
+    call = validate.call(q, k, v, mask=masks.causal(), precision="tf32x3")
+    warpgroups.forward(call, draw(1, 70, 128), draw(1, 70))
+    q = draw(1, 40, 64)  # which registers hold
+    warpgroups.forward(validate.call(q, q, q, precision="tf32x3"), draw(1, 40, 64), draw(1, 40))
+
 
 @pytest.mark.parametrize(("path", "number"), _barriers())
 def test_no_barrier_of_the_sources_may_be_missing(path, number):
