@@ -64,6 +64,7 @@ struct Known {
   unsigned long long full_d_out[STAGES];
   unsigned long long held;  // the keys and values
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
+  bool large[STAGES];  // of some lse the last place is seen in a probability
   // What warps found in a tile.
   unsigned int nonfinite[STAGES][CONSUMER_WARPS];
   unsigned int exceeds[STAGES][CONSUMER_WARPS];
@@ -158,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const Span& span = known_smem->span[stage_of(n)];
 #pragma unroll 1
         for (int tile = span.next_tile(span.first); tile != NO_TILE;
-             tile = span.next_tile(tile / 4 + 1), ++tile_number) {
+             tile = span.next_tile(warpgroup_gradient::place_of(tile) + 1), ++tile_number) {
           prepare(span, tile);
           warpgroup::wait(empty(queries, tile_number), parity_of(tile_number) ^ 1);
           copy(span, tile, stage_of(tile_number));
@@ -193,7 +194,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup_gradient::LaneNumbers numbers;
       each_tile([&](const Span& span, int tile) { numbers.load(span, tile); },
                 [&](const Span&, int, int stage) {
-                  numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
+                  const bool large =
+                      numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
+                  if (lane == 0) known_smem->large[stage] = large;
                   arch::arrive(full(queries, stage));
                 });
     }
@@ -207,8 +210,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const fragment_gradient::Corner corner(SHARES_KEYS ? 16 * (warp % 4) : 16 * warp,
                                          SHARES_KEYS ? own * QUERIES : 0);
   const int key_tile = SHARES_KEYS ? 0 : own;
-  const arch::Described k = warpgroup::describe(k_address + key_tile * K_BYTES, 0);
-  const arch::Described v = warpgroup::describe(v_address + key_tile * V_BYTES, 0);
+  const warpgroup::Described k = warpgroup::describe(k_address + key_tile * K_BYTES, 0);
+  const warpgroup::Described v = warpgroup::describe(v_address + key_tile * V_BYTES, 0);
+  const int words_at = warpgroup_gradient::place_of_words(corner);
   const OwnLines<D> share_k(own);
   const OwnLines<D_V> share_v(own);
   float dk[2][OwnLines<D>::COLUMNS], dv[2][OwnLines<D_V>::COLUMNS];
@@ -254,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                warpgroup::Head(p.d_out, entry, h),
                static_cast<int>(first),
                HAS_MASK ? end : known_smem->tiles,
+               static_cast<int>(entry.len_q / BLOCK_Q),
                {},
                {}};
     }
@@ -266,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   tell(0);
   warpgroup::wait(held, 0);
+  const float c = known_smem->c;
   if (PACKED && known_smem->nj < BLOCK_KV) {
     for (int n = 0; n < KEY_TILES; ++n) {
       const int rows = known_smem->nj - n * warpgroup::ROWS_OF;
@@ -280,13 +286,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     tell(n + 1);
     warpgroup::wait(full(told, n), parity_of(n));
     const Span& span = known_smem->span[stage_of(n)];
+    const int whole = span.whole;
 #pragma unroll 1
     for (int tile = span.next_tile(span.first); tile != NO_TILE;
-         tile = span.next_tile(tile / 4 + 1), ++tile_number) {
+         tile = span.next_tile(warpgroup_gradient::place_of(tile) + 1), ++tile_number) {
       const int stage = stage_of(tile_number), parity = parity_of(tile_number);
-      const int ni = span.rows_of(tile);
-      const bool masked =
-          HAS_SCORE || tile % 4 == PARTIAL || known_smem->nj < BLOCK_KV || ni < BLOCK_Q;
+      const int tile_class = warpgroup_gradient::class_of(tile);
+      const bool ends = warpgroup_gradient::place_of(tile) >= whole;
+      const int ni = ends ? span.rows_of(tile) : BLOCK_Q;
+      const bool masked = HAS_SCORE || tile_class == PARTIAL || known_smem->nj < BLOCK_KV || ends;
       ++visited;
       const unsigned int q_stage = q_address + stage * Q_BYTES;
       const unsigned int do_stage = do_address + stage * DO_BYTES;
@@ -300,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
       if (!HAS_SCORE && masked) {
-        fragment_gradient::ask_mask<true, COLUMNS>(p, box(), tile % 4, corner, allowed);
+        fragment_gradient::ask_mask<true, COLUMNS>(p, box(), tile_class, corner, allowed);
       }
       const auto begin_dp = [&] {
         warpgroup::wait(full_d_out(stage), parity);
@@ -329,11 +337,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       if constexpr (HAS_SCORE) {
-        fragment_gradient::recompute_changed<true, 0>(p, box(), tile % 4, s, corner, lse_smem, kept,
+        fragment_gradient::recompute_changed<true, 0>(p, box(), tile_class, s, corner, lse_smem, kept,
                                                       weights, nullptr);
         begin_dp();
       } else {
-        warpgroup_gradient::exponentiate(s, lse_smem, known_smem->c);
+        warpgroup_gradient::exponentiate(s, lse_smem, c, known_smem->large[stage]);
         if (masked) warpgroup_gradient::hide_pairs(s, allowed);
       }
       arch::wait_products<0>();
@@ -350,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (MAY_MASK && masked) {
         careful = any_warp(known_smem->nonfinite[stage], nonfinite);
         if (!SHARES_KEYS && careful) {
-          warpgroup_gradient::store_words(weights, corner, p_smem);
+          warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
           __syncwarp();  // the warp's keys, which its lanes wrote
           warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem, own_do_smem);
           arch::meet_at(TOGETHER, CONSUMER_THREADS);  // do, read as it came
@@ -365,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         return warpgroup::describe(tile_address + line * LINE_BYTES, LINE_BYTES);
       };
       if constexpr (SHARES_KEYS) {
-        warpgroup_gradient::store_words(weights, corner, p_smem);
+        warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
       } else {
         arch::fence_products();
         warpgroup::multiply_add<QUERIES>(dv, weights, lines_of(do_stage, share_v.line));
@@ -373,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const auto store = [&] {
         fragment_gradient::narrow(dp, factor, ds);
         if constexpr (ADDS_DQ || SHARES_KEYS) {
-          warpgroup_gradient::store_words(ds, corner, own_ds_smem);
+          warpgroup_gradient::store_words(ds, words_at, arch::shared_address(own_ds_smem));
           arch::publish_shared();
         }
       };
@@ -408,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem,
                                             own_do_smem + share_v.line * LINE_BYTES);
         } else if constexpr (!ADDS_DQ) {
-          warpgroup_gradient::store_words(ds, corner, own_ds_smem);
+          warpgroup_gradient::store_words(ds, words_at, arch::shared_address(own_ds_smem));
           __syncwarp();  // the same of dS
         }
         warpgroup_gradient::add_nonfinite(dk, corner.row, own_ds_smem, p_smem,
@@ -426,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       float dq[2][COLUMNS_Q];
       const int line = SHARES_KEYS ? share_k.line : TAKES_TURNS ? 0 : own;
-      const arch::Described ds_described =
+      const warpgroup::Described ds_described =
           warpgroup::describe(arch::shared_address(own_ds_smem), 0);
       const auto begin_dq = [&] {
         warpgroup::multiply_transposed<BLOCK_KV>(dq, ds_described, lines_of(k_address, line),
@@ -442,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::fence_products();
       if constexpr (ADDS_DQ && !TAKES_TURNS) begin_dq();
       if constexpr (SHARES_KEYS) {
-        const arch::Described p_described = warpgroup::describe(arch::shared_address(p_smem), 0);
+        const warpgroup::Described p_described = warpgroup::describe(arch::shared_address(p_smem), 0);
         warpgroup::multiply_add<BLOCK_Q>(dv, p_described, lines_of(do_stage, share_v.line));
         warpgroup::multiply_add<BLOCK_Q>(dk, ds_described, lines_of(q_stage, share_k.line));
       } else {

@@ -41,9 +41,6 @@ constexpr int STAGES = 2;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Narrow output is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64;
-// A job's results are written while the next one's first scores are computed; wide ones, which take
-// the registers for that, before.
-constexpr bool WRITES_LATE = D_V <= 128;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
 constexpr bool LOOKS = MAY_MASK || PACKED;
 constexpr int LOOKING = LOOKS ? 2 : 0;                        // warps, of the warpgroup that copies
@@ -229,9 +226,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
   const float unit = HAS_SCORE ? 1.0f : fabs(scale);
   const float c = fmin(unit * tile::LOG2_E, number::largest_float());
-  const arch::Described q = warpgroup::describe(q_address + own * HELD_BYTES, 0);
-  const arch::Described k = warpgroup::describe(keys_address, 0);
-  const arch::Described v = warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
+  const warpgroup::Described q = warpgroup::describe(q_address + own * HELD_BYTES, 0);
+  const warpgroup::Described k = warpgroup::describe(keys_address, 0);
+  const warpgroup::Described v = warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
   const int next = own + 1 < CONSUMERS ? own + 1 : 0;
   // Turns are barriers 1 and on: whose it is, and who had the one before. Then come those of one
   // warpgroup, and one of all that compute.
@@ -242,27 +239,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   int steps = 0, times = 0;  // that queries came
   float m[2], l[2], acc[2][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
-  // Of a job: the results, and how many tiles were not EMPTY.
-  unsigned int out[2][COLUMNS_V / 2];
-  float lse[2];
-  int visited = 0;
-  const auto store = [&](int number) {
-    const warpgroup_work::Job& job = known_smem->jobs[number % JOBS];
-    warpgroup_rows::store_rows<D_V>(
-        out, p.out, layout::offset(p.out, job.entry, job.head, false) + job.first * p.out.row,
-        job.rows);
-    const memory::Numbers to = memory::numbers(p.lse, job.entry, job.head);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
-      if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < job.rows) {
-        to.data[(job.first + row) * to.row] = lse[r];
-      }
-    }
-    tile::count_tiles(p, visited);
-    __syncwarp();  // what the job is, which all lanes have read
-    if (arch::lane_index() == 0) arch::arrive(done(number));
-  };
 #pragma unroll 1
   for (int j = 0; j < rounds.count; ++j) {
     warpgroup::wait(told(j), parity_of_job(j));
@@ -329,7 +305,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup::wait(full(keys, steps), parity_of(steps));
       arch::fence_products();
       begin_scores(steps);
-      if (WRITES_LATE && j > 0) store(j - 1);
       const int now = following / 2;
       const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
       following = tile_before(now);
@@ -389,12 +364,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::wait_products<0>();
       arch::take_product(acc);
       warpgroup::release(empty(values, steps - 1));
-    } else if (WRITES_LATE && (HAS_MASK || PACKED) && j > 0) {
-      store(j - 1);
     }
 
     fragment_softmax::row_sum(l);
-    float weight[2];
+    float weight[2], lse[2];
     fragment_softmax::join_sink(m, l, weight, unit,
                                 p.sink == nullptr
                                     ? -number::infinity()
@@ -406,12 +379,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
       lse[r] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
     }
+    unsigned int out[2][COLUMNS_V / 2];
     warpgroup_rows::narrow_rows(acc, weight, out);
     fragment_softmax::init_state(m, l, acc);
-    visited = steps - before;
     // 9 store lse
-    if (!WRITES_LATE) store(j);
+    warpgroup_rows::store_rows<D_V>(
+        out, p.out, layout::offset(p.out, job.entry, job.head, false) + job.first * p.out.row,
+        job.rows);
+    const memory::Numbers to = memory::numbers(p.lse, job.entry, job.head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+      if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < job.rows) {
+        to.data[(job.first + row) * to.row] = lse[r];
+      }
+    }
+    tile::count_tiles(p, steps - before);
+    __syncwarp();  // what the job is, which all lanes have read
+    if (arch::lane_index() == 0) arch::arrive(done(j));
   }
-  if (WRITES_LATE) store(rounds.count - 1);
   if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
 }

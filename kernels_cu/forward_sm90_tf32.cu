@@ -119,8 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   arch::wait_copies<0>();
   if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
   const char* const own_q_smem = q_smem + fragment::warp_row() * Q_BYTES;
-  const arch::Described keys = warpgroup::describe(arch::shared_address(keys_smem), 0);
-  const arch::Described values = warpgroup::describe(arch::shared_address(values_smem), 0);
+  const warpgroup::Described keys = warpgroup::describe(arch::shared_address(keys_smem), 0);
+  const warpgroup::Described values = warpgroup::describe(arch::shared_address(values_smem), 0);
   float m[2], l[2], acc[2][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
   arch::publish_shared();

@@ -47,6 +47,34 @@ def _load(name: str, transposed: bool, others: str = "") -> Case:
     )
 
 
+def _stored(given: Array) -> Array:
+    """Return the rows that lanes stored, where the lane that is given by each thread left them."""
+    lanes = np.arange(32)
+    made = []
+    for block in given.reshape(-1, THREADS, 5):
+        words = block[:, :4].reshape(-1, 32, 4)  # warp, lane, matrix
+        rows = np.stack([words[:, lanes % 8 * 4 + n, lanes // 8] for n in range(4)], -1)
+        placed = np.zeros((THREADS, 4), given.dtype)
+        placed[block[:, 4]] = rows.reshape(-1, 4)
+        made.append(placed)
+    return np.concatenate(made)
+
+
+_STORE = Case(
+    "stmatrix_x4",
+    """
+      const unsigned int from[4] = {in[0], in[1], in[2], in[3]};
+      arch::stmatrix_x4(arch::shared_address(smem) + 16 * in[4], from);
+      __syncthreads();  // the rows, which other threads wrote
+      for (int k = 0; k < 4; ++k) out[k] = smem[t].x[k];
+    """,
+    _rows_to_load,
+    _stored,
+    equal,
+    (9, 0),
+)
+
+
 def _matrices(given: Array, kind: Any) -> tuple[Array, Array, Array]:
     """Return a, b and c of every warp, in float64, of what its lanes hold."""
     lanes = np.arange(32)
@@ -176,6 +204,7 @@ def _wide_product(name: str, depth: int, kind: Any, whole: bool) -> Case:
 CASES = [
     _load("ldmatrix_x4", False, "shared_address"),
     _load("ldmatrix_x4_trans", True),
+    _STORE,
     _product("mma_m16n8k16_f16", np.float16, True),
     _product("mma_m16n8k16_f16", np.float16, False),
     _product("mma_m16n8k16_bf16", ml_dtypes.bfloat16, True),

@@ -67,6 +67,23 @@ def test_matrices_from_shared_memory(schedule, transposed):
     np.testing.assert_array_equal(out, np.concatenate([wanted, wanted]))
 
 
+@EVERY_ORDER
+def test_matrices_to_shared_memory(schedule):
+    # Lane 8 m + r stores row r of matrix m: here as row (5 lane + 3) % 32 of 32.
+    body = """
+      const unsigned int* const in = static_cast<const unsigned int*>(p.in) + 4 * t;
+      const unsigned int from[4] = {in[0], in[1], in[2], in[3]};
+      arch::stmatrix_x4(arch::shared_address(smem) + (5 * t + 3) % 32 * 16, from);
+      __syncthreads();
+      for (int n = t; n < 128; n += 32) static_cast<int*>(p.out)[n] = smem[n];
+    """
+    given = np.random.default_rng(0).integers(0, 2**32, (32, 4)).astype(np.uint32)
+    probe = Probe(body, threads=32, elements=128, headers=("arch/matrix.cuh",))
+    out = probe.run(np.zeros((32, 4), np.uint32), given, schedule=schedule)
+    rows = given.reshape(8, 4, 4).transpose(2, 0, 1).reshape(32, 4)
+    np.testing.assert_array_equal(out[(5 * np.arange(32) + 3) % 32], rows)
+
+
 def product(a, b, c, name, schedule=FORWARD):
     """Multiply 16 x 16 by 16 x 8 and add 16 x 8, by the lanes of a warp."""
     body = f"""

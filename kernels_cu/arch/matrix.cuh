@@ -26,6 +26,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&to)[4], unsigne
                : "memory");
 }
 
+// Stores four 8 x 8 matrices of 16-bit elements, since compute capability 9.0: the other way round.
+__device__ __forceinline__ void stmatrix_x4(unsigned int address, const unsigned int (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+
 // c += a b for a of 16 x 16, b of 16 x 8 and c of 16 x 8, float16 times float16 in float32.
 __device__ __forceinline__ void mma_m16n8k16_f16(float& c0, float& c1, float& c2, float& c3,
                                                  const unsigned int (&a)[4], unsigned int b0,

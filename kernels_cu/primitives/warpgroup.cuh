@@ -10,6 +10,7 @@
 #include "../arch/barrier.cuh"
 #include "../arch/registers.cuh"
 #include "../arch/tensor_copy.cuh"
+#include "../arch/warp.cuh"
 #include "../arch/wgmma.cuh"
 #include "fragment.cuh"
 
@@ -20,7 +21,10 @@ constexpr int ROWS_OF = 64;       // of a result
 constexpr int LINE_BYTES = 128;   // of a row in a slab
 constexpr int LINE_COLUMNS = 64;  // of 16 bits
 
-__device__ __forceinline__ int index() { return threadIdx.x / THREADS_OF; }
+// Of the warpgroup in its block. A shuffle tells the compiler that lanes agree.
+__device__ __forceinline__ int index() {
+  return arch::shuffle(static_cast<int>(threadIdx.x) / THREADS_OF, 0);
+}
 
 // Waits for the end of a barrier's phase.
 __device__ __forceinline__ void wait(unsigned int barrier, int parity) {
@@ -64,25 +68,33 @@ __device__ __forceinline__ void begin_tile(unsigned int to, const arch::TensorMa
 
 // -- products -------------------------------------------------------------------------------------
 
-// An operand in shared memory. Eight rows lie together; `slab` is how far the columns of the next
-// line are, which only operands whose rows are as wide as the result are asked for.
-__device__ __forceinline__ arch::Described describe(unsigned int address, int slab) {
+// An operand in shared memory: the lower half of its description, in units of 16 bytes, which a
+// step adds to. `slab` is how far the columns of the next line are, which only operands whose rows
+// are as wide as the result are asked for.
+using Described = unsigned int;
+__device__ __forceinline__ Described describe(unsigned int address, int slab) {
+  return address / 16 | static_cast<unsigned int>(slab / 16) << 16;
+}
+
+// With the upper half, which is that of all: eight rows lie together, and how they are swizzled.
+__device__ __forceinline__ arch::Described whole(Described operand) {
   constexpr unsigned long long EIGHT_ROWS = 8 * LINE_BYTES / 16, SWIZZLE_128 = 1ull << 62;
-  return address / 16 | static_cast<unsigned long long>(slab / 16) << 16 | EIGHT_ROWS << 32 |
-         SWIZZLE_128;
+  return EIGHT_ROWS << 32 | SWIZZLE_128 | operand;
 }
 
 // c = a b^T for 64 rows a of the warpgroup and KEYS rows b. The caller fences, commits and waits.
 template <int WIDTH, int KEYS, int COLUMNS>
-__device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], arch::Described a,
-                                         arch::Described b) {
+__device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], Described a,
+                                         Described b) {
 #pragma unroll
   for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
     const int line = step / 4 * LINE_BYTES / 16, inside = step % 4 * 2;
+    const arch::Described left = whole(a + (line * ROWS_OF + inside));
+    const arch::Described right = whole(b + (line * KEYS + inside));
     if constexpr (STORAGE == 0) {
-      arch::wgmma_ss_f16(c, a + (line * ROWS_OF + inside), b + (line * KEYS + inside), step > 0);
+      arch::wgmma_ss_f16(c, left, right, step > 0);
     } else {
-      arch::wgmma_ss_bf16(c, a + (line * ROWS_OF + inside), b + (line * KEYS + inside), step > 0);
+      arch::wgmma_ss_bf16(c, left, right, step > 0);
     }
   }
 }
@@ -91,29 +103,29 @@ __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], arch::Described
 template <int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
                                              const unsigned int (&a)[2][DEPTH / 8],
-                                             arch::Described b) {
+                                             Described b) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 8; k += 2) {
     const unsigned int left[4] = {a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]};
     if constexpr (STORAGE == 0) {
-      arch::wgmma_rs_f16(c, left, b + k * 8 * LINE_BYTES / 16);
+      arch::wgmma_rs_f16(c, left, whole(b + k * 8 * LINE_BYTES / 16));
     } else {
-      arch::wgmma_rs_bf16(c, left, b + k * 8 * LINE_BYTES / 16);
+      arch::wgmma_rs_bf16(c, left, whole(b + k * 8 * LINE_BYTES / 16));
     }
   }
 }
 
 // The same of a in shared memory, whose rows are DEPTH columns long.
 template <int DEPTH, int COLUMNS>
-__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], arch::Described a,
-                                             arch::Described b) {
+__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], Described a,
+                                             Described b) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
-    const arch::Described right = b + k * 16 * LINE_BYTES / 16;
+    const arch::Described left = whole(a + 2 * k), right = whole(b + k * 16 * LINE_BYTES / 16);
     if constexpr (STORAGE == 0) {
-      arch::wgmma_st_f16(c, a + 2 * k, right, true);
+      arch::wgmma_st_f16(c, left, right, true);
     } else {
-      arch::wgmma_st_bf16(c, a + 2 * k, right, true);
+      arch::wgmma_st_bf16(c, left, right, true);
     }
   }
 }
@@ -121,12 +133,12 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], arch::Descr
 // c = a^T b for DEPTH rows of a, 64 columns wide, and of b. The rows of b lie by 64, so many bytes
 // apart. The caller fences, commits and waits.
 template <int DEPTH, int COLUMNS>
-__device__ __forceinline__ void multiply_transposed(float (&c)[2][COLUMNS], arch::Described a,
-                                                    arch::Described b, int apart) {
+__device__ __forceinline__ void multiply_transposed(float (&c)[2][COLUMNS], Described a,
+                                                    Described b, int apart) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
-    const arch::Described left = a + k * 16 * LINE_BYTES / 16;
-    const arch::Described right = b + (k / 4 * apart + k % 4 * 16 * LINE_BYTES) / 16;
+    const arch::Described left = whole(a + k * 16 * LINE_BYTES / 16);
+    const arch::Described right = whole(b + (k / 4 * apart + k % 4 * 16 * LINE_BYTES) / 16);
     if constexpr (STORAGE == 0) {
       arch::wgmma_tt_f16(c, left, right, k > 0);
     } else {

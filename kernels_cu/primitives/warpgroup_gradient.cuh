@@ -37,8 +37,10 @@ struct OwnLines {
 
 // A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
 constexpr int NO_TILE = -1;
+__device__ __forceinline__ int place_of(int tile) { return tile >> 2; }
+__device__ __forceinline__ int class_of(int tile) { return tile & 3; }
 __device__ __forceinline__ long long first_of(int tile) {
-  return static_cast<long long>(tile / 4) * BLOCK_Q;
+  return static_cast<long long>(place_of(tile)) * BLOCK_Q;
 }
 
 // Tiles of one head, and what is known of it. Without a mask they are all of the head's; else as
@@ -50,7 +52,7 @@ struct Span {
   memory::Numbers lse, delta;
   float* dq_sum;  // row 0
   warpgroup::Head q, d_out;
-  int first, end;                     // places among the head's
+  int first, end, whole;              // places among the head's; from `whole` on rows are missing
   unsigned int some[CONSUMER_WARPS];  // bit n of word w: tile first + 32 w + n is not EMPTY
   unsigned int full[CONSUMER_WARPS];
 
@@ -112,31 +114,46 @@ struct LaneNumbers {
       }
     }
   }
-  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
+  // Returns whether any lse is so large that its last place is seen in a probability.
+  __device__ __forceinline__ bool store(float* lse_smem, float* delta_smem) const {
+    bool large = false;
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int i = n * arch::WARP_SIZE + arch::lane_index();
       const float own = lse[n] == -number::infinity() ? number::infinity() : lse[n];
       lse_smem[i] = HAS_SCORE ? own : own * tile::LOG2_E;
       delta_smem[i] = delta[n];
+      large = large || fabs(lse[n]) > 1000.0f;
     }
+    return arch::any_lane(large);
   }
 };
 
 // -- probabilities --------------------------------------------------------------------------------
 
-// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. `lse_smem` is the latter
-// of the thread's first query.
+// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1 where `large`: else the
+// last place of the numbers that are subtracted is small. `lse_smem` is the latter of the thread's
+// first query.
 template <int COLUMNS>
-__device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float* lse_smem,
-                                             float c) {
+__device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float* lse_smem, float c,
+                                             bool large) {
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
     const float offset = lse_smem[fragment_gradient::query_of<true>(0, n)];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      s[r][n] = arch::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -offset)));
+    for (int r = 0; r < 2; ++r) s[r][n] = fma(s[r][n], c, -offset);
+  }
+  if (large) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) s[r][n] = gradient_tile::at_most_zero(s[r][n]);
     }
+  }
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) s[r][n] = arch::exp2(s[r][n]);
   }
 }
 
@@ -205,20 +222,22 @@ __device__ __forceinline__ void narrow_kept(const float (&p)[2][COLUMNS],
 
 // -- dS -------------------------------------------------------------------------------------------
 
-// Writes a thread's words, from its first key and query on, to a tile in shared memory: 64 queries,
-// and rows that are keys.
+// Where the rows lie that a lane stores of a tile in shared memory: 64 queries, and rows that are
+// keys. Matrices are 8 x 8, two of the warp's keys by two of its queries.
+__device__ __forceinline__ int place_of_words(const fragment_gradient::Corner& corner) {
+  const int lane = arch::lane_index();
+  return fragment::place<warpgroup::LINE_BYTES>(corner.row - fragment::lane_row() + lane % 16,
+                                                corner.column / 8 + lane / 16);
+}
+
+// Writes a thread's words, from its first key and query on, to the tile.
 template <int WORDS>
-__device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS],
-                                            const fragment_gradient::Corner& corner,
-                                            char* tile_smem) {
+__device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS], int place,
+                                            unsigned int tile_address) {
 #pragma unroll
-  for (int n = 0; n < WORDS; ++n) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int at =
-          fragment::place<warpgroup::LINE_BYTES>(corner.row + 8 * r, corner.column / 8 + n);
-      *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) = words[r][n];
-    }
+  for (int n = 0; n < WORDS; n += 2) {
+    const unsigned int from[4] = {words[0][n], words[1][n], words[0][n + 1], words[1][n + 1]};
+    arch::stmatrix_x4(tile_address + place ^ 16 * n, from);
   }
 }
 

@@ -131,7 +131,7 @@ struct Values {
 // -- products -------------------------------------------------------------------------------------
 
 // Step `step` of 8 numbers of a tile's rows.
-__device__ __forceinline__ arch::Described at_step(arch::Described tile, int slab_bytes, int step) {
+__device__ __forceinline__ warpgroup::Described at_step(warpgroup::Described tile, int slab_bytes, int step) {
   return tile + (step / 4 * slab_bytes + step % 4 * 32) / 16;
 }
 
@@ -178,16 +178,16 @@ struct Scores {
   __device__ __forceinline__ static void begin_step(float (&c)[2][COLUMNS],
                                                     float (&small)[2][COLUMNS],
                                                     const unsigned int (&left)[2][4],
-                                                    arch::Described b, int step) {
-    const arch::Described large = at_step(b, KEYS * warpgroup::LINE_BYTES, step);
-    arch::wgmma_rs_tf32(small, left[1], large, step > 0);
-    arch::wgmma_rs_tf32(small, left[0], large + KEYS * BYTES / 16, true);
-    arch::wgmma_rs_tf32(c, left[0], large, step > 0);
+                                                    warpgroup::Described b, int step) {
+    const warpgroup::Described large = at_step(b, KEYS * warpgroup::LINE_BYTES, step);
+    arch::wgmma_rs_tf32(small, left[1], warpgroup::whole(large), step > 0);
+    arch::wgmma_rs_tf32(small, left[0], warpgroup::whole(large + KEYS * BYTES / 16), true);
+    arch::wgmma_rs_tf32(c, left[0], warpgroup::whole(large), step > 0);
   }
 
   // c = the rows times b^T. When half of it was begun, comes what is to be done between.
   template <int COLUMNS, class Between>
-  __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], arch::Described b,
+  __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], warpgroup::Described b,
                                            const Between& between) const {
     float small[2][COLUMNS];
     if constexpr (HELD) {
@@ -254,12 +254,12 @@ struct Weights {
 // begun comes what is to be done between.
 template <int WIDTH, int COLUMNS, int COLUMNS_V, class Between>
 __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS_V], const Weights<COLUMNS>& a,
-                                             arch::Described b, const Between& between) {
+                                             warpgroup::Described b, const Between& between) {
   using Tile = Values<4 * COLUMNS, WIDTH>;
 #pragma unroll
   for (int part = 0; part < COLUMNS_V / 16; ++part) {
     float sums[2][16];
-    const arch::Described own = b + part * (AT_ONCE * warpgroup::LINE_BYTES / 16);
+    const warpgroup::Described own = b + part * (AT_ONCE * warpgroup::LINE_BYTES / 16);
     arch::fence_products();
 #pragma unroll
     for (int term = 0; term < 3; ++term) {
@@ -267,9 +267,9 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS_V], const Wei
       for (int k = 0; k < COLUMNS; k += 2) {
         const unsigned int (&from)[2][COLUMNS] = term == 0 ? a.small : a.large;
         const unsigned int left[4] = {from[0][k], from[1][k], from[0][k + 1], from[1][k + 1]};
-        const arch::Described right = at_step(own, Tile::SLAB_BYTES, k / 2);
-        arch::wgmma_rs_tf32(sums, left, term == 1 ? right + Tile::BYTES / 16 : right,
-                            term > 0 || k > 0);
+        const warpgroup::Described right =
+            at_step(own, Tile::SLAB_BYTES, k / 2) + (term == 1 ? Tile::BYTES / 16 : 0);
+        arch::wgmma_rs_tf32(sums, left, warpgroup::whole(right), term > 0 || k > 0);
       }
     }
     arch::commit_products();

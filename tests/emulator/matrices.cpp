@@ -38,6 +38,22 @@ void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
   });
 }
 
+void store_matrices(const char* what, Where where, const unsigned int (&from)[4],
+                    unsigned int (&row)[4]) {
+  struct Brought {
+    const unsigned int* from;
+    unsigned int* row;
+  } mine = {from, row};
+  meet_lanes(what, where, &mine, [](void* const* all) {
+    for (unsigned int lane = 0; lane < WARP; ++lane) {
+      for (unsigned int n = 0; n < 4; ++n) {
+        const auto& has = *static_cast<Brought*>(all[lane % 8 * 4 + n]);
+        static_cast<Brought*>(all[lane])->row[n] = has.from[lane / 8];
+      }
+    }
+  });
+}
+
 // The products are exact. Sums of 8 of them and what was there before are cut off behind the 24
 // bits of a float: tensor cores do not round to nearest, and the order of their sums is not told.
 void multiply_matrices(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],

@@ -73,6 +73,10 @@ const unsigned int* matrix_row(const char* what, Where where, unsigned int addre
 void load_matrices(const char* what, Where where, const unsigned int (&row)[4],
                    unsigned int (&got)[4], bool transposed);
 
+// The other way round: a lane gets the row that it is to store.
+void store_matrices(const char* what, Where where, const unsigned int (&from)[4],
+                    unsigned int (&row)[4]);
+
 // c += a b, as mma.sync.m16n8k16 has them in its lanes: a is 16 x 16, b is 16 x 8. Elements of a
 // and b are float16, or bfloat16 where `brain`.
 void multiply_matrices(const char* what, Where where, float (&c)[4], const unsigned int (&a)[4],

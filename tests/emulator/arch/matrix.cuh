@@ -21,6 +21,14 @@ inline void ldmatrix_x4_trans(unsigned int (&to)[4], unsigned int address, EMULA
   emulator::load_matrices("ldmatrix_x4_trans", {file, line}, row, to, true);
 }
 
+// Every lane writes the row whose address it gives.
+inline void stmatrix_x4(unsigned int address, const unsigned int (&from)[4], EMULATOR_WHERE) {
+  unsigned int row[4];
+  emulator::store_matrices("stmatrix_x4", {file, line}, from, row);
+  const unsigned int* const to = emulator::matrix_row("stmatrix_x4", {file, line}, address);
+  for (int n = 0; n < 4; ++n) const_cast<unsigned int*>(to)[n] = row[n];
+}
+
 inline void mma_m16n8k16_f16(float& c0, float& c1, float& c2, float& c3, const unsigned int (&a)[4],
                              unsigned int b0, unsigned int b1, EMULATOR_WHERE) {
   float c[4] = {c0, c1, c2, c3};
