@@ -233,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           float dp[ROWS][COLUMNS];
           fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
                                                   do_smem + query * V_BYTES);
-          fragment_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept,
-                                                   s);
+          const fragment_gradient::OfQueries<true, ROWS, COLUMNS> delta(own_lse_smem + BLOCK_Q);
+          fragment_gradient::score_gradients<true>(p, masked, s, dp, delta, kept, s);
           if constexpr (!HELD) careful = MAY_MASK && masked && !finite_tile();
           const auto store = [&] {
             fragment_gradient::narrow(s, unit.factor, ds);

@@ -135,8 +135,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, ds, nullptr);
       float dp[ROWS][COLUMNS];
       fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
-      fragment_gradient::score_gradients<false>(p, masked, s, dp, lse_smem + BLOCK_Q + corner.row,
-                                                kept, s);
+      const fragment_gradient::OfQueries<false, ROWS, COLUMNS> delta(lse_smem + BLOCK_Q +
+                                                                     corner.row);
+      fragment_gradient::score_gradients<false>(p, masked, s, dp, delta, kept, s);
       // 6 accumulate dq
       if constexpr (STORAGE == 0) {
         if (arch::any_lane(fragment_gradient::largest_of(s) > unit.largest)) {

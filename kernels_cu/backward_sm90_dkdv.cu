@@ -34,6 +34,17 @@ constexpr int KEY_TILES = BLOCK_KV / warpgroup::ROWS_OF;
 constexpr int QUERIES =
     SHARES_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;  // whose scores a warpgroup has
 constexpr int COLUMNS = QUERIES / 4;
+// delta of a thread's queries: loaded while products are computed, where registers are left.
+template <bool LOADED, typename Now, typename Later>
+struct Either {
+  using Type = Now;
+};
+template <typename Now, typename Later>
+struct Either<false, Now, Later> {
+  using Type = Later;
+};
+using Delta = Either<!HAS_SCORE && !HAS_DROPOUT, warpgroup_gradient::Numbers<COLUMNS>,
+                     const float*>::Type;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 
 // A tile of 64 rows has lines of 64 columns, so many bytes apart.
@@ -64,7 +75,6 @@ struct Known {
   unsigned long long full_d_out[STAGES];
   unsigned long long held;  // the keys and values
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
-  bool large[STAGES];  // of some lse the last place is seen in a probability
   // What warps found in a tile.
   unsigned int nonfinite[STAGES][CONSUMER_WARPS];
   unsigned int exceeds[STAGES][CONSUMER_WARPS];
@@ -194,9 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup_gradient::LaneNumbers numbers;
       each_tile([&](const Span& span, int tile) { numbers.load(span, tile); },
                 [&](const Span&, int, int stage) {
-                  const bool large =
-                      numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
-                  if (lane == 0) known_smem->large[stage] = large;
+                  numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
                   arch::arrive(full(queries, stage));
                 });
     }
@@ -272,6 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   tell(0);
   warpgroup::wait(held, 0);
   const float c = known_smem->c;
+  const bool few_keys = known_smem->nj < BLOCK_KV;
   if (PACKED && known_smem->nj < BLOCK_KV) {
     for (int n = 0; n < KEY_TILES; ++n) {
       const int rows = known_smem->nj - n * warpgroup::ROWS_OF;
@@ -294,13 +303,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const int tile_class = warpgroup_gradient::class_of(tile);
       const bool ends = warpgroup_gradient::place_of(tile) >= whole;
       const int ni = ends ? span.rows_of(tile) : BLOCK_Q;
-      const bool masked = HAS_SCORE || tile_class == PARTIAL || known_smem->nj < BLOCK_KV || ends;
+      const bool masked = HAS_SCORE || tile_class == PARTIAL || few_keys || ends;
       ++visited;
       const unsigned int q_stage = q_address + stage * Q_BYTES;
       const unsigned int do_stage = do_address + stage * DO_BYTES;
       const int own_rows = SHARES_KEYS ? own * QUERIES * warpgroup::LINE_BYTES : 0;
       const float* const lse_smem = known_smem->lse[stage] + corner.column;
-      const float* const delta_smem = known_smem->delta[stage] + corner.column;
+      warpgroup_gradient::Numbers<COLUMNS> lse;
       float s[2][COLUMNS], dp[2][COLUMNS];
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2], allowed[2], kept[2];
       bool nonfinite = false;
@@ -329,7 +338,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::fence_products();
       warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
       arch::commit_products();
-      if constexpr (!HAS_SCORE) begin_dp();
+      if constexpr (!HAS_SCORE) {
+        begin_dp();
+        lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
+      }
       arch::wait_products<HAS_SCORE ? 0 : 1>();
       arch::take_product(s);
       if (MAY_MASK && masked) nonfinite = !warpgroup_gradient::all_finite(s);
@@ -341,13 +353,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                       weights, nullptr);
         begin_dp();
       } else {
-        warpgroup_gradient::exponentiate(s, lse_smem, c, known_smem->large[stage]);
+        warpgroup_gradient::exponentiate(s, lse, c);
         if (masked) warpgroup_gradient::hide_pairs(s, allowed);
       }
+      const Delta delta(known_smem->delta[stage] + corner.column);
       arch::wait_products<0>();
       arch::take_product(dp);
       if (MAY_MASK && masked && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
-      warpgroup_gradient::score_gradients(p, masked, s, dp, delta_smem, kept);
+      warpgroup_gradient::score_gradients(p, masked, s, dp, delta, kept);
       if constexpr (!HAS_SCORE) warpgroup_gradient::narrow_kept(s, kept, weights);
       char* const own_q_smem = q_smem + stage * Q_BYTES;
       char* const own_do_smem = do_smem + stage * DO_BYTES;

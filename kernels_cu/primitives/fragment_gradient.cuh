@@ -125,6 +125,7 @@ template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 struct OfQueries {
   float x[KEYS_ARE_ROWS ? COLUMNS : ROWS];
 
+  OfQueries() = default;
   // `from_smem` is that of the corner's query.
   __device__ __forceinline__ explicit OfQueries(const float* from_smem) {
 #pragma unroll
@@ -309,12 +310,12 @@ __device__ __forceinline__ void recompute_probabilities(
 }
 
 // dS = p (dP - delta), for products dP = do v, in place of either; where scores are changed, the
-// gradient of the scores before. What is 0 stays 0. `delta_smem` is that of the corner's query.
+// gradient of the scores before. What is 0 stays 0.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void score_gradients(
     const Params& p, bool masked, const float (&s)[ROWS][COLUMNS], const float (&dp)[ROWS][COLUMNS],
-    const float* delta_smem, const unsigned int (&kept)[ROWS], float (&ds)[ROWS][COLUMNS]) {
-  const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> delta(delta_smem);
+    const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS>& delta, const unsigned int (&kept)[ROWS],
+    float (&ds)[ROWS][COLUMNS]) {
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
   const auto change = [&](int r, int n) {
     float x = dp[r][n];

@@ -114,46 +114,46 @@ struct LaneNumbers {
       }
     }
   }
-  // Returns whether any lse is so large that its last place is seen in a probability.
-  __device__ __forceinline__ bool store(float* lse_smem, float* delta_smem) const {
-    bool large = false;
+  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int i = n * arch::WARP_SIZE + arch::lane_index();
       const float own = lse[n] == -number::infinity() ? number::infinity() : lse[n];
       lse_smem[i] = HAS_SCORE ? own : own * tile::LOG2_E;
       delta_smem[i] = delta[n];
-      large = large || fabs(lse[n]) > 1000.0f;
     }
-    return arch::any_lane(large);
   }
 };
 
 // -- probabilities --------------------------------------------------------------------------------
 
-// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1 where `large`: else the
-// last place of the numbers that are subtracted is small. `lse_smem` is the latter of the thread's
-// first query.
+// lse or delta of a thread's queries.
 template <int COLUMNS>
-__device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const float* lse_smem, float c,
-                                             bool large) {
+using Numbers = fragment_gradient::OfQueries<true, 2, COLUMNS>;
+
+// Those from `first` on, which have been loaded or come from the first one's place.
+template <int AT_ONCE, int COLUMNS>
+__device__ __forceinline__ Numbers<AT_ONCE> numbers_from(const Numbers<COLUMNS>& all, int first) {
+  Numbers<AT_ONCE> own;
+#pragma unroll
+  for (int n = 0; n < AT_ONCE; ++n) own.x[n] = all.x[first + n];
+  return own;
+}
+template <int AT_ONCE>
+__device__ __forceinline__ Numbers<AT_ONCE> numbers_from(const float* all_smem, int first) {
+  return Numbers<AT_ONCE>(all_smem + fragment_gradient::query_of<true>(0, first));
+}
+
+// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. `lse` has the latter.
+template <int COLUMNS>
+__device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const Numbers<COLUMNS>& lse,
+                                             float c) {
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
-    const float offset = lse_smem[fragment_gradient::query_of<true>(0, n)];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) s[r][n] = fma(s[r][n], c, -offset);
-  }
-  if (large) {
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) s[r][n] = gradient_tile::at_most_zero(s[r][n]);
+    for (int r = 0; r < 2; ++r) {
+      s[r][n] = arch::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -lse.of(r, n))));
     }
-  }
-#pragma unroll
-  for (int n = 0; n < COLUMNS; ++n) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) s[r][n] = arch::exp2(s[r][n]);
   }
 }
 
@@ -171,10 +171,10 @@ __device__ __forceinline__ void hide_pairs(float (&p)[2][COLUMNS],
 }
 
 // Makes products dP = do v into dS, of as many queries of a thread at a time as registers go.
-template <int COLUMNS>
+template <int COLUMNS, typename Delta>
 __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
                                                 const float (&s)[2][COLUMNS],
-                                                float (&dp)[2][COLUMNS], const float* delta_smem,
+                                                float (&dp)[2][COLUMNS], const Delta& delta,
                                                 const unsigned int (&kept)[2]) {
   constexpr int AT_ONCE = HAS_SCORE || HAS_DROPOUT ? 4 : COLUMNS;
 #pragma unroll
@@ -190,8 +190,8 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
         change[r][n] = dp[r][first + n];
       }
     }
-    const float* const from_smem = delta_smem + fragment_gradient::query_of<true>(0, first);
-    fragment_gradient::score_gradients<true>(p, masked, own, change, from_smem, own_kept, change);
+    fragment_gradient::score_gradients<true>(
+        p, masked, own, change, numbers_from<AT_ONCE>(delta, first), own_kept, change);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
