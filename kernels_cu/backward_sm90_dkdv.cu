@@ -280,7 +280,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   tell(0);
   warpgroup::wait(held, 0);
   const float c = known_smem->c;
-  const bool few_keys = known_smem->nj < BLOCK_KV;
   if (PACKED && known_smem->nj < BLOCK_KV) {
     for (int n = 0; n < KEY_TILES; ++n) {
       const int rows = known_smem->nj - n * warpgroup::ROWS_OF;
@@ -295,7 +294,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     tell(n + 1);
     warpgroup::wait(full(told, n), parity_of(n));
     const Span& span = known_smem->span[stage_of(n)];
-    const int whole = span.whole;
+    // From this tile on rows are missing, or keys of all tiles.
+    const int whole = known_smem->nj < BLOCK_KV ? 0 : span.whole;
 #pragma unroll 1
     for (int tile = span.next_tile(span.first); tile != NO_TILE;
          tile = span.next_tile(warpgroup_gradient::place_of(tile) + 1), ++tile_number) {
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const int tile_class = warpgroup_gradient::class_of(tile);
       const bool ends = warpgroup_gradient::place_of(tile) >= whole;
       const int ni = ends ? span.rows_of(tile) : BLOCK_Q;
-      const bool masked = HAS_SCORE || tile_class == PARTIAL || few_keys || ends;
+      const bool masked = HAS_SCORE || tile_class == PARTIAL || ends;
       ++visited;
       const unsigned int q_stage = q_address + stage * Q_BYTES;
       const unsigned int do_stage = do_address + stage * DO_BYTES;
