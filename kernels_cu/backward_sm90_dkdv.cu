@@ -22,29 +22,15 @@
 
 namespace {
 
-using warpgroup_gradient::CONSUMER_THREADS;
-using warpgroup_gradient::CONSUMER_WARPS;
-using warpgroup_gradient::NO_TILE;
 using warpgroup_gradient::OwnLines;
 using warpgroup_gradient::SHARES_KEYS;
-using warpgroup_gradient::Span;
+using namespace warpgroup_passing;
 
 constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::THREADS_OF;
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::ROWS_OF;
 constexpr int QUERIES =
     SHARES_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;  // whose scores a warpgroup has
 constexpr int COLUMNS = QUERIES / 4;
-// delta of a thread's queries: loaded while products are computed, where registers are left.
-template <bool LOADED, typename Now, typename Later>
-struct Either {
-  using Type = Now;
-};
-template <typename Now, typename Later>
-struct Either<false, Now, Later> {
-  using Type = Later;
-};
-using Delta = Either<!HAS_SCORE && !HAS_DROPOUT, warpgroup_gradient::Numbers<COLUMNS>,
-                     const float*>::Type;
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 
 // A tile of 64 rows has lines of 64 columns, so many bytes apart.
@@ -54,32 +40,13 @@ constexpr int K_BYTES = warpgroup::ROWS_OF * K_ROW_BYTES;
 constexpr int V_BYTES = warpgroup::ROWS_OF * V_ROW_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
 constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
-constexpr int STAGES = 2;
 // Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
 constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
+// Without masks dS is stored before the products that follow begin, with them after: what measured
+// faster. That with q then begins before the warpgroups meet, where one of them has all of dq.
+constexpr bool BEGINS_DK = TAKES_TURNS && !MAY_MASK && STORAGE == 1;
 constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
-// Barriers of places in shared memory: what is there has come, and has been read.
-struct Passing {
-  unsigned long long full[STAGES], empty[STAGES];
-};
-// What a block knows lies in shared memory, because registers hold the sums.
-struct Known {
-  layout::Entry entry;
-  long long j0;  // the first key
-  int h_kv, nj, tiles;
-  unsigned int spans_each, spans;  // of a head, and in all
-  float c;                         // scale log2 e
-  Span span[STAGES];
-  Passing told, queries;  // do is read before the queries have been
-  unsigned long long full_d_out[STAGES];
-  unsigned long long held;  // the keys and values
-  float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
-  // What warps found in a tile.
-  unsigned int nonfinite[STAGES][CONSUMER_WARPS];
-  unsigned int exceeds[STAGES][CONSUMER_WARPS];
-  float largest[CONSUMER_WARPS];
-};
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
 struct alignas(1024) Swizzled {
@@ -94,9 +61,6 @@ static_assert(SHARED_BYTES == KEY_TILES * (K_BYTES + V_BYTES) +
                                   STAGES * (Q_BYTES + DO_BYTES + (SHARES_KEYS ? 2 : 1) * DS_BYTES) +
                                   KNOWN_BYTES,
               "SHARED_BYTES");
-
-__device__ __forceinline__ int stage_of(unsigned int n) { return n % STAGES; }
-__device__ __forceinline__ int parity_of(unsigned int n) { return n / STAGES % 2; }
 
 }  // namespace
 
@@ -169,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const Span& span = known_smem->span[stage_of(n)];
 #pragma unroll 1
         for (int tile = span.next_tile(span.first); tile != NO_TILE;
-             tile = span.next_tile(warpgroup_gradient::place_of(tile) + 1), ++tile_number) {
+             tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
           prepare(span, tile);
           warpgroup::wait(empty(queries, tile_number), parity_of(tile_number) ^ 1);
           copy(span, tile, stage_of(tile_number));
@@ -191,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       each_tile([](const Span&, int) {},
                 [&](const Span& span, int tile, int stage) {
-                  const long long first = span.entry.start_q + warpgroup_gradient::first_of(tile);
+                  const long long first = span.entry.start_q + first_of(tile);
                   arch::arrive_expecting(full(queries, stage), Q_BYTES);
                   warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q,
                                                     first, full(queries, stage));
@@ -201,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 });
     }
     if (warp == 1) {
-      warpgroup_gradient::LaneNumbers numbers;
+      LaneNumbers numbers;
       each_tile([&](const Span& span, int tile) { numbers.load(span, tile); },
                 [&](const Span&, int, int stage) {
                   numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
@@ -298,10 +262,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const int whole = known_smem->nj < BLOCK_KV ? 0 : span.whole;
 #pragma unroll 1
     for (int tile = span.next_tile(span.first); tile != NO_TILE;
-         tile = span.next_tile(warpgroup_gradient::place_of(tile) + 1), ++tile_number) {
+         tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
       const int stage = stage_of(tile_number), parity = parity_of(tile_number);
-      const int tile_class = warpgroup_gradient::class_of(tile);
-      const bool ends = warpgroup_gradient::place_of(tile) >= whole;
+      const int tile_class = class_of(tile);
+      const bool ends = place_of(tile) >= whole;
       const int ni = ends ? span.rows_of(tile) : BLOCK_Q;
       const bool masked = HAS_SCORE || tile_class == PARTIAL || ends;
       ++visited;
@@ -349,14 +313,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       if constexpr (HAS_SCORE) {
-        fragment_gradient::recompute_changed<true, 0>(p, box(), tile_class, s, corner, lse_smem, kept,
-                                                      weights, nullptr);
+        fragment_gradient::recompute_changed<true, 0>(p, box(), tile_class, s, corner, lse_smem,
+                                                      kept, weights, nullptr);
         begin_dp();
       } else {
         warpgroup_gradient::exponentiate(s, lse, c);
         if (masked) warpgroup_gradient::hide_pairs(s, allowed);
       }
-      const Delta delta(known_smem->delta[stage] + corner.column);
+      const auto delta =
+          warpgroup_gradient::delta_from<COLUMNS>(known_smem->delta[stage] + corner.column);
       arch::wait_products<0>();
       arch::take_product(dp);
       if (MAY_MASK && masked && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
@@ -385,11 +350,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const auto lines_of = [](unsigned int tile_address, int line) {
         return warpgroup::describe(tile_address + line * LINE_BYTES, LINE_BYTES);
       };
-      if constexpr (SHARES_KEYS) {
-        warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
-      } else {
+      const auto begin_dk = [&] {
+        warpgroup::multiply_add<QUERIES>(dk, ds, lines_of(q_stage, share_k.line));
+        arch::commit_products();
+      };
+      const auto begin_dv = [&] {
         arch::fence_products();
         warpgroup::multiply_add<QUERIES>(dv, weights, lines_of(do_stage, share_v.line));
+        if constexpr (BEGINS_DK) begin_dk();
+      };
+      if constexpr (SHARES_KEYS) {
+        warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
+      } else if constexpr (MAY_MASK) {
+        begin_dv();
       }
       const auto store = [&] {
         fragment_gradient::narrow(dp, factor, ds);
@@ -399,6 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
       };
       store();
+      if constexpr (!SHARES_KEYS && !MAY_MASK) begin_dv();
       if constexpr (STORAGE == 0) {
         const bool exceeds = fragment_gradient::largest_of(dp) * factor > 32768.0f;
         if (any_warp(known_smem->exceeds[stage], exceeds)) {
@@ -422,8 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       } else if constexpr (ADDS_DQ || SHARES_KEYS) {
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
       }
-      float* const sum_gmem =
-          span.dq_sum + warpgroup_gradient::first_of(tile) * fragment::whole_columns(D);
+      float* const sum_gmem = span.dq_sum + first_of(tile) * fragment::whole_columns(D);
       if (MAY_MASK && careful) {
         if constexpr (SHARES_KEYS) {
           warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem,
@@ -463,13 +436,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::fence_products();
       if constexpr (ADDS_DQ && !TAKES_TURNS) begin_dq();
       if constexpr (SHARES_KEYS) {
-        const warpgroup::Described p_described = warpgroup::describe(arch::shared_address(p_smem), 0);
+        const warpgroup::Described p_described =
+            warpgroup::describe(arch::shared_address(p_smem), 0);
         warpgroup::multiply_add<BLOCK_Q>(dv, p_described, lines_of(do_stage, share_v.line));
         warpgroup::multiply_add<BLOCK_Q>(dk, ds_described, lines_of(q_stage, share_k.line));
-      } else {
-        warpgroup::multiply_add<QUERIES>(dk, ds, lines_of(q_stage, share_k.line));
+        arch::commit_products();
+      } else if constexpr (!BEGINS_DK) {
+        begin_dk();
       }
-      arch::commit_products();
       if constexpr (ADDS_DQ && !TAKES_TURNS) {
         arch::wait_products<1>();
         add_dq();

@@ -228,7 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const float c = fmin(unit * tile::LOG2_E, number::largest_float());
   const warpgroup::Described q = warpgroup::describe(q_address + own * HELD_BYTES, 0);
   const warpgroup::Described k = warpgroup::describe(keys_address, 0);
-  const warpgroup::Described v = warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
+  const warpgroup::Described v =
+      warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
   const int next = own + 1 < CONSUMERS ? own + 1 : 0;
   // Turns are barriers 1 and on: whose it is, and who had the one before. Then come those of one
   // warpgroup, and one of all that compute.

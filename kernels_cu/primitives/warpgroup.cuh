@@ -84,8 +84,7 @@ __device__ __forceinline__ arch::Described whole(Described operand) {
 
 // c = a b^T for 64 rows a of the warpgroup and KEYS rows b. The caller fences, commits and waits.
 template <int WIDTH, int KEYS, int COLUMNS>
-__device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], Described a,
-                                         Described b) {
+__device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], Described a, Described b) {
 #pragma unroll
   for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
     const int line = step / 4 * LINE_BYTES / 16, inside = step % 4 * 2;
@@ -102,8 +101,7 @@ __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], Described a,
 // c += a b for weights a and DEPTH rows b. The caller fences, commits and waits.
 template <int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
-                                             const unsigned int (&a)[2][DEPTH / 8],
-                                             Described b) {
+                                             const unsigned int (&a)[2][DEPTH / 8], Described b) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 8; k += 2) {
     const unsigned int left[4] = {a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]};
@@ -117,8 +115,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
 
 // The same of a in shared memory, whose rows are DEPTH columns long.
 template <int DEPTH, int COLUMNS>
-__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], Described a,
-                                             Described b) {
+__device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], Described a, Described b) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
     const arch::Described left = whole(a + 2 * k), right = whole(b + k * 16 * LINE_BYTES / 16);

@@ -1,16 +1,15 @@
-// The backward's tiles by warpgroups: what a block knows of the queries that pass by, dS in shared
-// memory, sums of dq in global memory, and what is not finite.
+// The backward's tiles by warpgroups: who computes what, probabilities, dS in shared memory, sums
+// of dq in global memory, and what is not finite.
 //
 // Rows of a warpgroup's tiles are its keys, and a thread has two of them.
 #pragma once
 #include "fragment_gradient.cuh"
 #include "fragment_product.cuh"
-#include "warpgroup.cuh"
+#include "warpgroup_passing.cuh"
 
 namespace warpgroup_gradient {
 
-constexpr int CONSUMER_THREADS = THREADS - warpgroup::THREADS_OF;  // those that compute
-constexpr int CONSUMER_WARPS = CONSUMER_THREADS / arch::WARP_SIZE;
+using warpgroup_passing::CONSUMER_THREADS;
 
 // -- who computes what ----------------------------------------------------------------------------
 
@@ -33,98 +32,6 @@ struct OwnLines {
         begin(SHARES_KEYS ? own * EACH * warpgroup::LINE_COLUMNS : 0) {}
 };
 
-// -- tiles that pass by ---------------------------------------------------------------------------
-
-// A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
-constexpr int NO_TILE = -1;
-__device__ __forceinline__ int place_of(int tile) { return tile >> 2; }
-__device__ __forceinline__ int class_of(int tile) { return tile & 3; }
-__device__ __forceinline__ long long first_of(int tile) {
-  return static_cast<long long>(place_of(tile)) * BLOCK_Q;
-}
-
-// Tiles of one head, and what is known of it. Without a mask they are all of the head's; else as
-// many as there are threads that compute, each of which finds the class of one.
-struct Span {
-  static constexpr int MOST = CONSUMER_THREADS;
-  layout::Entry entry;
-  long long h;
-  memory::Numbers lse, delta;
-  float* dq_sum;  // row 0
-  warpgroup::Head q, d_out;
-  int first, end, whole;              // places among the head's; from `whole` on rows are missing
-  unsigned int some[CONSUMER_WARPS];  // bit n of word w: tile first + 32 w + n is not EMPTY
-  unsigned int full[CONSUMER_WARPS];
-
-  __device__ __forceinline__ int rows_of(int tile) const {
-    return tile::rows_from(first_of(tile), entry.len_q, BLOCK_Q);
-  }
-  __device__ __forceinline__ TileBox box_of(int tile, long long j0, int nj) const {
-    return tile::describe_tile(entry, h, first_of(tile), rows_of(tile), j0, nj);
-  }
-
-  // The classes, found by all threads that compute together.
-  __device__ __forceinline__ void classify(const Params& p, long long j0, int nj) {
-    const int place = first + static_cast<int>(threadIdx.x);
-    int tile_class = EMPTY;
-    if (place < end) tile_class = tile::classify_tile(p, box_of(4 * place, j0, nj));
-    const unsigned int own_some = arch::ballot(tile_class != EMPTY);
-    const unsigned int own_full = arch::ballot(tile_class == FULL);
-    if (arch::lane_index() == 0) {
-      some[threadIdx.x / arch::WARP_SIZE] = own_some;
-      full[threadIdx.x / arch::WARP_SIZE] = own_full;
-    }
-  }
-
-  // The tile from `place` on that is not EMPTY.
-  __device__ __forceinline__ int next_tile(int place) const {
-    if constexpr (!HAS_MASK) return place < end ? 4 * place + FULL : NO_TILE;
-#pragma unroll 1
-    while (place < end) {
-      const int n = place - first;
-      const unsigned int left = some[n / 32] >> n % 32;
-      if (left == 0) {
-        place += 32 - n % 32;
-        continue;
-      }
-      const int skipped = __ffs(static_cast<int>(left)) - 1;
-      const bool is_full = (full[n / 32] >> (n % 32 + skipped) & 1) != 0;
-      return 4 * (place + skipped) + (is_full ? FULL : PARTIAL);
-    }
-    return NO_TILE;
-  }
-};
-
-// lse and delta of a tile's queries on their way to shared memory, by the lanes of a warp. An empty
-// row gets lse = inf, so that its p is 0; so do the rows beyond the last. Where scores are not
-// changed, it is lse log2 e that p is made of.
-struct LaneNumbers {
-  static constexpr int EACH = BLOCK_Q / arch::WARP_SIZE;
-  float lse[EACH], delta[EACH];
-
-  __device__ __forceinline__ void load(const Span& span, int tile) {
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) {
-      const long long i = first_of(tile) + n * arch::WARP_SIZE + arch::lane_index();
-      lse[n] = number::infinity();
-      delta[n] = 0;
-      if (i < span.entry.len_q) {
-        lse[n] = span.lse.data[i * span.lse.row];
-        delta[n] = span.delta.data[i * span.delta.row];
-      }
-    }
-  }
-  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) {
-      const int i = n * arch::WARP_SIZE + arch::lane_index();
-      const float own = lse[n] == -number::infinity() ? number::infinity() : lse[n];
-      lse_smem[i] = HAS_SCORE ? own : own * tile::LOG2_E;
-      delta_smem[i] = delta[n];
-    }
-  }
-};
-
 // -- probabilities --------------------------------------------------------------------------------
 
 // lse or delta of a thread's queries.
@@ -142,6 +49,16 @@ __device__ __forceinline__ Numbers<AT_ONCE> numbers_from(const Numbers<COLUMNS>&
 template <int AT_ONCE>
 __device__ __forceinline__ Numbers<AT_ONCE> numbers_from(const float* all_smem, int first) {
   return Numbers<AT_ONCE>(all_smem + fragment_gradient::query_of<true>(0, first));
+}
+
+// delta for `score_gradients`: loaded, where registers are left for it, or its place.
+template <int COLUMNS>
+__device__ __forceinline__ auto delta_from(const float* all_smem) {
+  if constexpr (HAS_SCORE || HAS_DROPOUT) {
+    return all_smem;
+  } else {
+    return Numbers<COLUMNS>(all_smem);
+  }
 }
 
 // Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. `lse` has the latter.
@@ -190,8 +107,8 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
         change[r][n] = dp[r][first + n];
       }
     }
-    fragment_gradient::score_gradients<true>(
-        p, masked, own, change, numbers_from<AT_ONCE>(delta, first), own_kept, change);
+    fragment_gradient::score_gradients<true>(p, masked, own, change,
+                                             numbers_from<AT_ONCE>(delta, first), own_kept, change);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll

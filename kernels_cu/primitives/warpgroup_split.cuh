@@ -131,7 +131,8 @@ struct Values {
 // -- products -------------------------------------------------------------------------------------
 
 // Step `step` of 8 numbers of a tile's rows.
-__device__ __forceinline__ warpgroup::Described at_step(warpgroup::Described tile, int slab_bytes, int step) {
+__device__ __forceinline__ warpgroup::Described at_step(warpgroup::Described tile, int slab_bytes,
+                                                        int step) {
   return tile + (step / 4 * slab_bytes + step % 4 * 32) / 16;
 }
 

@@ -1,0 +1,133 @@
+// Queries that pass by a block of keys: what the block knows of them, and of itself, in shared
+// memory, because registers hold the sums.
+#pragma once
+#include "layout.cuh"
+#include "tile.cuh"
+#include "warpgroup.cuh"
+
+namespace warpgroup_passing {
+
+constexpr int CONSUMER_THREADS = THREADS - warpgroup::THREADS_OF;  // those that compute
+constexpr int CONSUMER_WARPS = CONSUMER_THREADS / arch::WARP_SIZE;
+constexpr int STAGES = 2;  // of heads, and of tiles
+__device__ __forceinline__ int stage_of(unsigned int n) { return n % STAGES; }
+__device__ __forceinline__ int parity_of(unsigned int n) { return n / STAGES % 2; }
+
+// -- tiles that pass by ---------------------------------------------------------------------------
+
+// A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
+constexpr int NO_TILE = -1;
+__device__ __forceinline__ int place_of(int tile) { return tile >> 2; }
+__device__ __forceinline__ int class_of(int tile) { return tile & 3; }
+__device__ __forceinline__ long long first_of(int tile) {
+  return static_cast<long long>(place_of(tile)) * BLOCK_Q;
+}
+
+// Tiles of one head, and what is known of it. Without a mask they are all of the head's; else as
+// many as there are threads that compute, each of which finds the class of one.
+struct Span {
+  static constexpr int MOST = CONSUMER_THREADS;
+  layout::Entry entry;
+  long long h;
+  memory::Numbers lse, delta;
+  float* dq_sum;  // row 0
+  warpgroup::Head q, d_out;
+  int first, end, whole;              // places among the head's; from `whole` on rows are missing
+  unsigned int some[CONSUMER_WARPS];  // bit n of word w: tile first + 32 w + n is not EMPTY
+  unsigned int full[CONSUMER_WARPS];
+
+  __device__ __forceinline__ int rows_of(int tile) const {
+    return tile::rows_from(first_of(tile), entry.len_q, BLOCK_Q);
+  }
+  __device__ __forceinline__ TileBox box_of(int tile, long long j0, int nj) const {
+    return tile::describe_tile(entry, h, first_of(tile), rows_of(tile), j0, nj);
+  }
+
+  // The classes, found by all threads that compute together.
+  __device__ __forceinline__ void classify(const Params& p, long long j0, int nj) {
+    const int place = first + static_cast<int>(threadIdx.x);
+    int tile_class = EMPTY;
+    if (place < end) tile_class = tile::classify_tile(p, box_of(4 * place, j0, nj));
+    const unsigned int own_some = arch::ballot(tile_class != EMPTY);
+    const unsigned int own_full = arch::ballot(tile_class == FULL);
+    if (arch::lane_index() == 0) {
+      some[threadIdx.x / arch::WARP_SIZE] = own_some;
+      full[threadIdx.x / arch::WARP_SIZE] = own_full;
+    }
+  }
+
+  // The tile from `place` on that is not EMPTY.
+  __device__ __forceinline__ int next_tile(int place) const {
+    if constexpr (!HAS_MASK) return place < end ? 4 * place + FULL : NO_TILE;
+#pragma unroll 1
+    while (place < end) {
+      const int n = place - first;
+      const unsigned int left = some[n / 32] >> n % 32;
+      if (left == 0) {
+        place += 32 - n % 32;
+        continue;
+      }
+      const int skipped = __ffs(static_cast<int>(left)) - 1;
+      const bool is_full = (full[n / 32] >> (n % 32 + skipped) & 1) != 0;
+      return 4 * (place + skipped) + (is_full ? FULL : PARTIAL);
+    }
+    return NO_TILE;
+  }
+};
+
+// lse and delta of a tile's queries on their way to shared memory, by the lanes of a warp. An empty
+// row gets lse = inf, so that its p is 0; so do the rows beyond the last. Where scores are not
+// changed, it is lse log2 e that p is made of.
+struct LaneNumbers {
+  static constexpr int EACH = BLOCK_Q / arch::WARP_SIZE;
+  float lse[EACH], delta[EACH];
+
+  __device__ __forceinline__ void load(const Span& span, int tile) {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const long long i = first_of(tile) + n * arch::WARP_SIZE + arch::lane_index();
+      lse[n] = number::infinity();
+      delta[n] = 0;
+      if (i < span.entry.len_q) {
+        lse[n] = span.lse.data[i * span.lse.row];
+        delta[n] = span.delta.data[i * span.delta.row];
+      }
+    }
+  }
+  __device__ __forceinline__ void store(float* lse_smem, float* delta_smem) const {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const int i = n * arch::WARP_SIZE + arch::lane_index();
+      const float own = lse[n] == -number::infinity() ? number::infinity() : lse[n];
+      lse_smem[i] = HAS_SCORE ? own : own * tile::LOG2_E;
+      delta_smem[i] = delta[n];
+    }
+  }
+};
+
+// -- the block
+// --------------------------------------------------------------------------------------
+
+// Barriers of places in shared memory: what is there has come, and has been read.
+struct Passing {
+  unsigned long long full[STAGES], empty[STAGES];
+};
+
+struct Known {
+  layout::Entry entry;
+  long long j0;  // the first key
+  int h_kv, nj, tiles;
+  unsigned int spans_each, spans;  // of a head, and in all
+  float c;                         // scale log2 e
+  Span span[STAGES];
+  Passing told, queries;  // do is read before the queries have been
+  unsigned long long full_d_out[STAGES];
+  unsigned long long held;  // the keys and values
+  float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
+  // What warps found in a tile.
+  unsigned int nonfinite[STAGES][CONSUMER_WARPS];
+  unsigned int exceeds[STAGES][CONSUMER_WARPS];
+  float largest[CONSUMER_WARPS];
+};
+
+}  // namespace warpgroup_passing
