@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from . import operands, params, target, tensor_maps
+from . import operands, params, target, tensor_maps, tensor_tiles
 from .operands import Lead
 from .problem import Array, Call
 from .target import Target
@@ -100,7 +100,12 @@ def besides(call: Call) -> str:
     """Return what takes registers beside products: a key of `tensor_tiles.FORWARD_HOPPER`."""
     if call.score_mod is not None or call.bias is not None:
         return "scores"
-    return "nothing" if call.mask is None else "masks"
+    if call.mask is None:
+        return "nothing"
+    # No sequence's result may depend on the lengths of others that are packed with it.
+    problem = call.problem
+    short = not problem.packed and int(problem.len_q) <= tensor_tiles.SHORT_ROWS
+    return "masks of short rows" if short else "masks"
 
 
 def grid(call: Call, jobs: int, facts: Target) -> int:

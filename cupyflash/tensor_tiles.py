@@ -105,11 +105,13 @@ _MASKED: dict[int, tuple[int, int]] = {
 FORWARD_HOPPER: dict[str, dict[int, tuple[int, int]]] = {
     "nothing": _MASKED | {128: (128, 176)},
     "masks": _MASKED,
+    "masks of short rows": _MASKED | {64: (128, 128)},  # less of a tile lies beyond a diagonal
     "scores": _MASKED | {64: (192, 112)},
 }
 PASSING_STAGES = 2  # places that keys, and values, pass through
 JOBS, LOOKING_WARPS = 3, 2  # that are known at a time; that look at values
 TILE_GROUPS = 2048  # that have a class each
+SHORT_ROWS = 1024  # queries and fewer
 
 
 def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:

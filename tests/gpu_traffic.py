@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 SHAPES = ((2, 16, 4096, 128), (2, 8, 8192, 64), (2, 8, 4096, 256))
@@ -122,7 +123,7 @@ def counted() -> list[tuple[str, int, int]]:
     ]
 
 
-def compared(kernels: Sequence[tuple[str, int, int]]) -> list[Row]:
+def compared(kernels: Sequence[tuple[str, int, int]], device: str = "gpu") -> list[Row]:
     """Put every kernel beside its prediction, in the order of the calls."""
     import cupyflash
     from cupyflash import analysis, masks
@@ -133,13 +134,15 @@ def compared(kernels: Sequence[tuple[str, int, int]]) -> list[Row]:
             shape,
             mask=masks.causal() if causal else None,
             dtype="bfloat16",
-            device="gpu",
+            device=device,
             backward=backward,
             compile=False,
         )
         for use in found.kernels:
-            while not left[0][0].startswith(use.name):
+            while left and not left[0][0].startswith(use.name):
                 left.pop(0)  # of CuPy's own, such as one that makes zeros
+            if not left:
+                raise SystemExit(f"{use.name} did not run, which explain names for {problem}")
             _, read, written = left.pop(0)
             # What was made zero before is written by another.
             zeroed = use.once.reads.get("dq_sum", 0) if use.name.endswith("dkdv") else 0
@@ -161,7 +164,7 @@ def compared(kernels: Sequence[tuple[str, int, int]]) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.watched:
@@ -171,8 +174,7 @@ def main() -> int:
     print(HEADER)
     print("\n".join(map(str, rows)))
     if given.json:
-        with open(given.json, "w") as file:
-            json.dump([asdict(row) for row in rows], file)
+        given.json.write_text(json.dumps([asdict(row) for row in rows]))
     return 0
 
 

@@ -242,6 +242,19 @@ def test_the_plan_says_why_not(options, words):
     assert words in plan.reason
 
 
+def test_tiles_of_short_rows_that_are_masked():
+    def block_q(length, **options):
+        return plan_of(call_of(len_q=length, len_k=2048, **options), target_of("sm_90")).block_q
+
+    mask = masks.causal()
+    assert block_q(1024, mask=mask) == 128
+    assert block_q(1025, mask=mask) == block_q(1024) == 192
+    # A sequence's result does not depend on others that are packed with it.
+    q = np.zeros((8, 600, 64), np.float16)
+    packed = validate.varlen_call(q, q, q, [0, 600], [0, 600], True, mask=mask)
+    assert plan_of(packed, target_of("sm_90")).block_q == 192
+
+
 def test_the_plan_says_what_is_not_installed():
     plan = plan_of(call_of(), target_of("sm_90", lacks="NVRTC is 12.4 and not 12.9"))
     assert plan.kernel == "forward_sm80"

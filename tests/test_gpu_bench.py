@@ -8,7 +8,11 @@ from cupyflash import bench, measure
 from cupyflash.bench.cases import VARIANTS
 from cupyflash.commands.main import main
 
-pytestmark = pytest.mark.gpu
+# PyTorch's compiler of Flex warns of a part of PyTorch.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
 
 
 def of_this_machine(flex=False):

@@ -57,6 +57,7 @@ OTHER_STEMS = {
     "warpgroup": "products by tensor cores, which the CPU has no like of",
     "warpgroup_tile": "tile, where those who copy and those who compute part",
     "warpgroup_work": "what blocks work on, one thing after the other",
+    "warpgroup_passing": "what blocks work on, one thing after the other",
     "warpgroup_rows": "products by tensor cores, which the CPU has no like of",
     "warpgroup_split": "products by tensor cores, which the CPU has no like of",
     "fragment_rows": "where fragments lie, in registers and in shared memory",
