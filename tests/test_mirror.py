@@ -80,9 +80,6 @@ ONLY_CUDA = {
     "backward_sm80_dkdv.cu": {
         "what a block knows of a head lies in shared memory": "copy_of first_of",
     },
-    "backward_sm90_dkdv.cu": {
-        "places that tiles pass through": "stage_of parity_of",
-    },
     "combine.cu": {
         "a block finds its row by itself; on the CPU, rows are contiguous copies": "offset lse_of",
         "computed again for every group of columns, which one thread's registers hold": "weight",
@@ -99,6 +96,9 @@ ONLY_CUDA = {
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
         "what is written of a job for others": "describe",
+        "tiles that pass by are numbers, and pass through places": (
+            "place_of class_of first_of stage_of parity_of"
+        ),
         "the order in which blocks run, and sums that several of them add to": (
             "taking_turns grouped_offset"
         ),
@@ -144,7 +144,7 @@ ONLY_CUDA = {
         "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
         "warpgroups and the barriers between them": "index wait release",
         "what of a piece is not finite": "carried_of",
-        "tiles that are copied by boxes, and described for products": "begin_tile describe",
+        "tiles that are copied by boxes, and described for products": "begin_tile describe whole",
         "tiles that are split on their way to shared memory": "columns_of put_unit at_step splits",
     },
     "primitives/tile.cuh": {
@@ -179,8 +179,8 @@ ONLY_CUDA = {
         "draws where pairs lie in fragments": "draw transpose",
         "P and dS in 16 bits, in shared memory": "narrow store_word store_words scale_words",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
-        "tiles that a block's copying warps are told of": "first_of",
-        "P and dS by warpgroups": "hide_pairs narrow_kept",
+        "P and dS by warpgroups": "hide_pairs narrow_kept place_of_words",
+        "lse and delta, loaded while products are computed": "numbers_from delta_from",
         "sums of dq in global memory": "place_of_sum add_rows",
         "values that are not finite, added without pairs that take no part": (
             "all_finite element add_nonfinite add_nonfinite_keys clear_nonfinite restore_keys"
