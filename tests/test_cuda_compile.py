@@ -22,7 +22,7 @@ ELSEWHERE = 2  # times as many are admitted with another compiler or architectur
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
     "forward_sm80": 64,
-    "forward_sm90": 116,
+    "forward_sm90": 112,
     "forward_sm90_tf32": 148,
     "backward_sm80_dkdv": 140,
     "backward_sm80_dq": 24,
