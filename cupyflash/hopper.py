@@ -97,7 +97,7 @@ def obstacle(call: Call, lead: Lead | None = None) -> str | None:
 
 
 def besides(call: Call) -> str:
-    """Return what takes registers beside products: a key of `tensor_tiles.FORWARD_HOPPER`."""
+    """Return what a call's tiles depend on beside its heads: a key of `FORWARD_HOPPER`."""
     if call.score_mod is not None or call.bias is not None:
         return "scores"
     if call.mask is None:

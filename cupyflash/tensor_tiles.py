@@ -93,8 +93,8 @@ def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
     return None
 
 
-# What takes registers beside products -> largest head -> queries and keys of a tile of
-# forward_sm90.cu, for compute capability 9.0. Of masked pairs, bits of a word are a row's.
+# What takes registers beside products, or how long rows are -> largest head -> queries and keys of
+# a tile of forward_sm90.cu, for Hopper. Of masked pairs a word has the bits of a row.
 HOPPER = (9, 0)
 _MASKED: dict[int, tuple[int, int]] = {
     64: (192, 128),

@@ -42,8 +42,7 @@ constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
 constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
 // Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
 constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
-// Without masks dS is stored before the products that follow begin, with them after: what measured
-// faster. That with q then begins before the warpgroups meet, where one of them has all of dq.
+// Whether the product with q begins before the warpgroups meet: where one of them has all of dq.
 constexpr bool BEGINS_DK = TAKES_TURNS && !MAY_MASK && STORAGE == 1;
 constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
@@ -372,6 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
       };
       store();
+      // Without masks after dS was stored, with them before: either measured faster.
       if constexpr (!SHARES_KEYS && !MAY_MASK) begin_dv();
       if constexpr (STORAGE == 0) {
         const bool exceeds = fragment_gradient::largest_of(dp) * factor > 32768.0f;

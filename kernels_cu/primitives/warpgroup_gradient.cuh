@@ -147,14 +147,15 @@ __device__ __forceinline__ int place_of_words(const fragment_gradient::Corner& c
                                                 corner.column / 8 + lane / 16);
 }
 
-// Writes a thread's words, from its first key and query on, to the tile.
+// Writes a thread's words, from its first key and query on, to the tile, which begins at a multiple
+// of 1024 bytes: pieces of 16 bytes are told apart by bits that a row's swizzle changes.
 template <int WORDS>
 __device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS], int place,
                                             unsigned int tile_address) {
 #pragma unroll
   for (int n = 0; n < WORDS; n += 2) {
     const unsigned int from[4] = {words[0][n], words[1][n], words[0][n + 1], words[1][n + 1]};
-    arch::stmatrix_x4(tile_address + place ^ 16 * n, from);
+    arch::stmatrix_x4((tile_address + place) ^ 16 * n, from);
   }
 }
 

@@ -105,8 +105,7 @@ struct LaneNumbers {
   }
 };
 
-// -- the block
-// --------------------------------------------------------------------------------------
+// -- the block ------------------------------------------------------------------------------------
 
 // Barriers of places in shared memory: what is there has come, and has been read.
 struct Passing {
