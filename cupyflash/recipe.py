@@ -16,6 +16,7 @@ import numpy as np
 
 from . import config, hopper, operands, params
 from .errors import ArgumentError
+from .expr import width
 from .expr.cuda import Functions, generate
 from .expr.key_range import key_range
 from .operands import Lead, lead_of
@@ -112,6 +113,7 @@ class _Writer:
             made.changed,
             made.slope if slope else None,
             None if made.allowed is None else key_range(made.allowed, call.problem),
+            short=_is_short(call),
         )
         self.blocks = None if plan is None else (plan.block_q, plan.block_kv)
         self.lead = _lead(call.problem, arrays)
@@ -242,6 +244,13 @@ def _launch(
             f"{MAX_GRID}. Split the batch over several calls."
         )
     return Launch(special, grid, template, slots)
+
+
+def _is_short(call: Call) -> bool:
+    """Whether no position or length of a call, nor what counts heads and entries, is large."""
+    problem = call.problem
+    sizes = problem.batch, problem.heads, call.q.shape[-2], call.k.shape[-2]
+    return max(sizes) <= width.LIMIT
 
 
 def _size(has: Functions) -> int:

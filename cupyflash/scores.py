@@ -206,6 +206,8 @@ def softcap(c: float) -> Score:
     if not (math.isfinite(c) and c > 0):
         raise ArgumentError(f"softcap: c is {c!r}; wanted a positive, finite number.")
     cap = float(c)
+    if 2.0**-100 < cap < 2.0**100:  # its reciprocal is a normal number of float32, too
+        return Score(cap * tanh(SCORE * (1.0 / cap)))
     return Score(cap * tanh(SCORE / cap))
 
 

@@ -189,7 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       int stage = 0;
 #pragma unroll 1
       while (now != NO_TILE) {
-        const bool masked = HAS_SCORE || now % 4 == PARTIAL || nj < BLOCK_KV;
+        const bool masked = now % 4 == PARTIAL || nj < BLOCK_KV;
+        const bool may_hide = HAS_SCORE || (HAS_MASK && masked);
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
         ++visited;
@@ -201,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         };
         bool careful = false;  // of values that are not finite, and pairs that take no part
         // The tile, which other threads copied, and the stage before, P and dS, which were read.
-        if (HELD && MAY_MASK && masked) {
+        if (HELD && may_hide) {
           careful = arch::barrier_or(!finite_tile());
         } else {
           __syncthreads();  // the same
@@ -225,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           // 3 score mod
           // 4 mask
           // 5 probabilities and the gradient of the output's weights
-          fragment_gradient::recompute_probabilities<true, HELD ? 0 : P_BYTES>(
+          const bool hides = fragment_gradient::recompute_probabilities<true, HELD ? 0 : P_BYTES>(
               p, box, now % 4, masked, s, corner, own_lse_smem, kept, weights, p_smem);
           if (HELD && careful) {
             fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
@@ -234,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
                                                   do_smem + query * V_BYTES);
           const fragment_gradient::OfQueries<true, ROWS, COLUMNS> delta(own_lse_smem + BLOCK_Q);
-          fragment_gradient::score_gradients<true>(p, masked, s, dp, delta, kept, s);
-          if constexpr (!HELD) careful = MAY_MASK && masked && !finite_tile();
+          fragment_gradient::score_gradients<true>(p, hides, s, dp, delta, kept, s);
+          if constexpr (!HELD) careful = may_hide && !finite_tile();
           const auto store = [&] {
             fragment_gradient::narrow(s, unit.factor, ds);
             fragment_gradient::store_words<P_BYTES>(ds, corner, ds_smem);
@@ -245,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
             // The numbers below, which were read; P and dS, which other threads wrote.
             if (arch::barrier_or(exceeds || (!HELD && careful))) {
-              if constexpr (!HELD) careful = MAY_MASK && masked;  // of finite tiles it costs time
+              if constexpr (!HELD) careful = may_hide;  // of finite tiles it costs time
               const float own = fragment_gradient::largest_finite(s);
               if (arch::lane_index() == 0) largest_smem[warp] = own;
               __syncthreads();  // the warps' largest
@@ -279,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if constexpr (HELD) {
           __syncthreads();  // dS, which other threads wrote
         } else if constexpr (STORAGE == 1) {
-          if (MAY_MASK && masked) {
+          if (may_hide) {
             careful = arch::barrier_or(careful);  // P and dS, which other threads wrote
           } else {
             __syncthreads();  // the same

@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
     while (now.rows > 0) {
       const TileBox box = describe(now.first, now.rows);
-      const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.rows < BLOCK_KV;
+      const bool masked = now.tile_class == PARTIAL || now.rows < BLOCK_KV;
       char* const k_smem = stages_smem + stage * STAGE_BYTES;
       const char* const v_smem = k_smem + BLOCK_KV * Q_BYTES;
       ++visited;
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::finish_copies();
       bool careful = false;
       // The tile, which other threads copied, and the stage before, which was read.
-      if (MAY_MASK && masked) {
+      if (HAS_SCORE || (HAS_MASK && masked)) {
         careful = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
       } else {
         __syncthreads();  // the same
@@ -131,13 +131,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       unsigned int ds[ROWS][COLUMNS / 2];
-      fragment_gradient::recompute_probabilities<false, 0>(
+      const bool hides = fragment_gradient::recompute_probabilities<false, 0>(
           p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, ds, nullptr);
       float dp[ROWS][COLUMNS];
       fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
       const fragment_gradient::OfQueries<false, ROWS, COLUMNS> delta(lse_smem + BLOCK_Q +
                                                                      corner.row);
-      fragment_gradient::score_gradients<false>(p, masked, s, dp, delta, kept, s);
+      fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
       // 6 accumulate dq
       if constexpr (STORAGE == 0) {
         if (arch::any_lane(fragment_gradient::largest_of(s) > unit.largest)) {

@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const int tile_class = class_of(tile);
       const bool ends = place_of(tile) >= whole;
       const int ni = ends ? span.rows_of(tile) : BLOCK_Q;
-      const bool masked = HAS_SCORE || tile_class == PARTIAL || ends;
+      const bool masked = tile_class == PARTIAL || ends, may_hide = HAS_SCORE || masked;
       ++visited;
       const unsigned int q_stage = q_address + stage * Q_BYTES;
       const unsigned int do_stage = do_address + stage * DO_BYTES;
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // What hangs on places only comes first, while few registers are in use.
       const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
-      if (!HAS_SCORE && masked) {
+      if (masked) {
         fragment_gradient::ask_mask<true, COLUMNS>(p, box(), tile_class, corner, allowed);
       }
       const auto begin_dp = [&] {
@@ -307,13 +307,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       arch::wait_products<HAS_SCORE ? 0 : 1>();
       arch::take_product(s);
-      if (MAY_MASK && masked) nonfinite = !warpgroup_gradient::all_finite(s);
+      if (MAY_MASK && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
+      bool hides = masked;
       if constexpr (HAS_SCORE) {
-        fragment_gradient::recompute_changed<true, 0>(p, box(), tile_class, s, corner, lse_smem,
-                                                      kept, weights, nullptr);
+        const bool hidden = fragment_gradient::recompute_changed<true, 0>(
+            p, box(), masked, allowed, s, corner, lse_smem, kept, weights, nullptr);
+        hides = arch::any_lane(hidden) || masked;
         begin_dp();
       } else {
         warpgroup_gradient::exponentiate(s, lse, c);
@@ -323,8 +325,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           warpgroup_gradient::delta_from<COLUMNS>(known_smem->delta[stage] + corner.column);
       arch::wait_products<0>();
       arch::take_product(dp);
-      if (MAY_MASK && masked && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
-      warpgroup_gradient::score_gradients(p, masked, s, dp, delta, kept);
+      if (MAY_MASK && may_hide && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
+      warpgroup_gradient::score_gradients(p, hides, s, dp, delta, kept);
       if constexpr (!HAS_SCORE) warpgroup_gradient::narrow_kept(s, kept, weights);
       char* const own_q_smem = q_smem + stage * Q_BYTES;
       char* const own_do_smem = do_smem + stage * DO_BYTES;
@@ -332,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // P: its own, or for what is not finite that of dS of the tile before, which was read.
       char* const p_smem = ds_smem + (SHARES_KEYS ? STAGES + stage : stage ^ 1) * DS_BYTES;
       bool careful = false;  // of values that are not finite, and pairs that take no part
-      if (MAY_MASK && masked) {
+      if (MAY_MASK && may_hide) {
         careful = any_warp(known_smem->nonfinite[stage], nonfinite);
         if (!SHARES_KEYS && careful) {
           warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
   while (now.rows > 0) {
     const TileBox box = describe(now.first, now.rows);
-    const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.rows < BLOCK_KV;
+    const bool masked = now.tile_class == PARTIAL || now.rows < BLOCK_KV;
     unsigned int allowed[ROWS];
     bool sees = true;  // whether a query of the warp sees a key
     if (MAY_MASK && masked) {
@@ -125,9 +125,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       accum_t s[ROWS][COLUMNS];
       fragment::multiply(s, q, place(0));
       // 3 score mod
-      if constexpr (HAS_SCORE) fragment_tile::change_scores(p, box, s, allowed, scale);
+      bool hides = masked;
+      if constexpr (HAS_SCORE) {
+        hides = arch::any_lane(fragment_tile::change_scores<true>(p, box, s, scale)) || masked;
+      }
       // 4 mask
-      if (MAY_MASK && !HAS_SCORE && masked) fragment_tile::hide_pairs(s, allowed);
+      if (MAY_MASK && masked) fragment_tile::hide_pairs(s, allowed);
       if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, now.rows);
       // 5 row max
       accum_t m_new[ROWS];
@@ -135,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // 6 rescale
         fragment_softmax::rescale(m, m_new, l, acc, c);
       }
-      fragment_softmax::exponentiate(s, m, l, c, masked);
+      fragment_softmax::exponentiate(s, m, l, c, hides);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
       fragment::narrow(s, weights);
     }
@@ -147,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::wait_copies<SLOTS - 2>();
     bool careful = false;
     // The values, which other threads copied, and the place before, which was read.
-    if (fragment::LIMITED || (MAY_MASK && masked)) {
+    if (fragment::LIMITED || HAS_SCORE || (MAY_MASK && masked)) {
       careful = arch::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(place(0)));
     } else {
       __syncthreads();  // the same

@@ -30,8 +30,6 @@ namespace {
 
 constexpr int COLUMNS = BLOCK_KV / 4;
 constexpr int ASKED = MAY_MASK ? COLUMNS : 2;  // columns for which the mask is asked
-// Columns of scores that generated code changes together.
-constexpr int AT_ONCE = COLUMNS % 8 == 0 ? 8 : 4;
 constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
@@ -69,6 +67,11 @@ constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
 struct alignas(1024) Swizzled {
   char x[1024];
+};
+
+template <bool X>
+struct Bool {
+  static constexpr bool value = X;
 };
 
 static_assert(STORAGE < 2, "16-bit types");
@@ -167,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         for (int now = job.last_tile(); now >= 0; ++n, now = job.tile_before(now)) {
           warpgroup::wait(full(values, n), parity_of(n));
           bool finite = true;
-          if (job.is_masked(now)) {
+          if (HAS_SCORE || job.is_masked(now)) {
             finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
                 values_smem + stage_of(n) * VALUES_BYTES, own);
           }
@@ -248,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // shuffle tells the compiler that lanes agree, without which it puts products in a row.
     const auto tile_before = [&](int below) {
       const int tile = job.tile_before(below);
-      if constexpr (!HAS_MASK) return tile < 0 ? -1 : 2 * tile + (HAS_SCORE ? 1 : 0);
+      if constexpr (!HAS_MASK) return tile < 0 ? -1 : 2 * tile;
       return arch::shuffle(tile < 0 ? -1 : 2 * tile + (job.is_masked(tile) ? 1 : 0), 0);
     };
     int following = tile_before(arch::shuffle(job.classes.tiles, 0));
@@ -269,14 +272,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                          warpgroup_tile::class_of(job.classes, tile), allowed);
       }
     };
-    const auto change_scores = [&](int tile, bool masked) {
+    // Whether there may be pairs that take no part. Keys end in a job's first tile, if in any.
+    const auto change_scores = [&](int tile, bool masked, auto keys_end) {
+      bool hides = masked;
       if constexpr (HAS_SCORE) {
-        fragment_tile::change_scores<AT_ONCE>(p, job.box_of(tile), s, allowed, scale);
-      } else if constexpr (MAY_MASK) {
+        const bool hidden = fragment_tile::change_scores<decltype(keys_end)::value>(
+            p, job.box_of(tile), s, scale);
+        hides = arch::any_lane(hidden) || masked;
+      }
+      if constexpr (MAY_MASK) {
         if (masked) fragment_tile::hide_pairs(s, allowed);
       } else {
         if (masked) fragment_tile::hide_beyond(s, job.rows_in(tile));
       }
+      return hides;
     };
     // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
     const auto take_nonfinite = [&](int n) {
@@ -316,15 +325,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (following < 0) warpgroup::release(queries_empty(own));
       // 3 score mod
       // 4 mask
-      change_scores(now, masked);
+      const bool hides = change_scores(now, masked, Bool<true>());
       // 5 row max
       fragment_softmax::row_max(s, m, m_new);
       // 6 rescale
       fragment_softmax::raise_max(m, m_new, l, alpha, c);
-      fragment_softmax::exponentiate(s, m, l, c, masked);
+      fragment_softmax::exponentiate(s, m, l, c, hides);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
       fragment::narrow(s, weights);
-      if (LOOKS && masked) take_nonfinite(steps);
+      if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(steps);
 
       ++steps;
 #pragma unroll 1
@@ -347,17 +356,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::take_product(s);
         warpgroup::release(empty(keys, n));
         if (following < 0) warpgroup::release(queries_empty(own));
-        change_scores(now, masked);
+        const bool hides = change_scores(now, masked, Bool<false>());
         const bool grew = fragment_softmax::row_max(s, m, m_new);
         fragment_softmax::raise_max(m, m_new, l, alpha, c);
-        fragment_softmax::exponentiate(s, m, l, c, masked);
+        fragment_softmax::exponentiate(s, m, l, c, hides);
         if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
         arch::wait_products<0>();
         arch::take_product(acc);
         warpgroup::release(empty(values, n - 1));
         fragment::narrow(s, weights);
         if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
-        if (LOOKS && masked) take_nonfinite(n);
+        if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(n);
       }
       warpgroup::wait(full(values, steps - 1), parity_of(steps - 1));
       arch::fence_products();

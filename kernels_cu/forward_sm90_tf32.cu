@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
   while (now.rows > 0) {
     const TileBox box = describe(now.first, now.rows);
-    const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.rows < BLOCK_KV;
+    const bool masked = now.tile_class == PARTIAL || now.rows < BLOCK_KV;
     unsigned int allowed[2];
     if (MAY_MASK && masked) {
       fragment_tile::find_pairs<COLUMNS>(p, box, now.tile_class, allowed);
@@ -166,9 +166,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup_split::multiply_nan<D>(s, own_q_smem, k, now.first, now.rows);
     }
     // 3 score mod
-    if constexpr (HAS_SCORE) fragment_tile::change_scores<AT_ONCE>(p, box, s, allowed, scale);
+    bool hides = masked;
+    if constexpr (HAS_SCORE) {
+      hides = arch::any_lane(fragment_tile::change_scores<true>(p, box, s, scale)) || masked;
+    }
     // 4 mask
-    if (MAY_MASK && !HAS_SCORE && masked) fragment_tile::hide_pairs(s, allowed);
+    if (MAY_MASK && masked) fragment_tile::hide_pairs(s, allowed);
     if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, now.rows);
     // 5 row max
     float m_new[2];
@@ -176,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 6 rescale
       fragment_softmax::rescale(m, m_new, l, acc, c);
     }
-    fragment_softmax::exponentiate(s, m, l, c, masked);
+    fragment_softmax::exponentiate(s, m, l, c, hides);
     if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
     // 7 accumulate p v
     warpgroup_split::Weights<COLUMNS> weights(s);

@@ -123,6 +123,33 @@ def _powers(given: Array, one: Array, other: Array) -> Array:
     return right(one) & right(other)
 
 
+def _reciprocal(x: Array) -> Array:
+    with np.errstate(all="ignore"):
+        nearest = (1 / x.astype(np.float64)).astype(np.float32)
+        small = np.abs(nearest) < 2.0**-126
+        nearest = np.where(small, np.copysign(np.float32(0), nearest), nearest)
+        flushed = np.abs(x) < 2.0**-126
+        return np.where(flushed, np.copysign(np.float32(np.inf), x), nearest).astype(np.float32)
+
+
+def _reciprocals(given: Array, one: Array, other: Array) -> Array:
+    """Whether both are within 2^-23 of 1/x; below 2^-126 or of such x, 0 or infinite; or NaN."""
+    nearest = _reciprocal(given)
+    with np.errstate(all="ignore"):
+        true = 1 / given.astype(np.float64)
+    smallest = np.copysign(np.float32(2.0**-126), given)
+    either = np.abs(np.abs(true) - 2.0**-126) <= 2.0**-148  # it, or 0
+
+    def right(found: Array) -> Array:
+        with np.errstate(invalid="ignore"):
+            near = np.abs(found.astype(np.float64) - true) <= 2.0**-23 * np.abs(true)
+        normal = (nearest != 0) & np.isfinite(nearest) & (np.abs(found) >= 2.0**-126)
+        same = equal(given, found, nearest) | (either & equal(given, found, smallest))
+        return np.where(np.isnan(given), np.isnan(found), same | (normal & near))
+
+    return right(one) & right(other)
+
+
 # -- lanes together -------------------------------------------------------------------------------
 
 
@@ -235,6 +262,10 @@ CASES = [
     _narrow("floats_to_bfloats", ml_dtypes.bfloat16, _around_bfloats),
     # The instruction may be wrong, and the emulator is so on purpose, in another way.
     Case("exp2", "out[0] = arch::exp2(in[0]);", _exponents, _power, _powers),
+    Case(
+        "reciprocal", "out[0] = arch::reciprocal(in[0]);", _around_bfloats, _reciprocal,
+        _reciprocals,
+    ),  # fmt: skip
     Case(
         "begin_copy finish_copies",
         """

@@ -24,7 +24,8 @@ SHIM = """
 #define __device__
 #define __forceinline__ inline
 #define __noinline__
-using std::exp; using std::fabs; using std::floor; using std::log; using std::tanh;
+using std::copysign; using std::exp; using std::fabs; using std::floor; using std::fma;
+using std::log; using std::tanh;
 template <typename To, typename From> To same_bits(From from) {
   To to;
   static_assert(sizeof(to) == sizeof(from), "");
@@ -50,6 +51,8 @@ inline float half_to_float(unsigned short bits) {
                                : std::ldexp(static_cast<float>(fraction), -24);
   return bits >> 15 ? -value : value;
 }
+inline float exp2(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1 / x; }
 // Nothing is written here.
 inline unsigned short float_to_half(float) { return 0; }
 inline unsigned short double_to_half(double) { return 0; }
@@ -73,7 +76,7 @@ extern "C" void score_{n}(const void* p, const Site* at, long long count, const 
                           accum_t* changed, accum_t* slope) {{
   for (long long x = 0; x < count; ++x) {{
     changed[x] = n{n}::score_changed(*static_cast<const Params*>(p), in[x], at[x]);
-    slope[x] = n{n}::score_slope(*static_cast<const Params*>(p), in[x], at[x]);
+    slope[x] = {slope};
   }}
 }}
 """
@@ -114,10 +117,12 @@ class Compiled:
         )
         headers = ("params.cuh", "primitives/expression.cuh")
         text += source.flatten_with(headers, _read_for_cpu) + _structs()
+        read = "n{n}::score_slope(*static_cast<const Params*>(p), in[x], at[x])"
         for n, each in enumerate(made):
+            slope = read.format(n=n) if each.functions.has_slope else "1"
             text += f"namespace n{n} {{\n{each.functions.source}}}\n" + (
                 SCORE_CALLS if scores else CALLS
-            ).format(n=n)
+            ).format(n=n, slope=slope)
         file, library = folder / "expressions.cpp", folder / "expressions.so"
         file.write_text(text)
         flags = "-std=c++17 -O1 -ffp-contract=off -Werror=return-type".split()

@@ -147,9 +147,11 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         call = validate.call(q, q, v, **options)
     problem, made = call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
-    functions = generate(made.allowed, made.classes, made.changed, made.slope, keys).functions
     forwards = ("forward_sm80", "forward_sm90", "forward_sm90_tf32")
-    if case.kernel in ("forward_simt", *forwards, "backward_bias"):
+    slope = None if case.kernel in ("forward_simt", *forwards) else made.slope
+    parts = made.allowed, made.classes, made.changed, slope, keys
+    functions = generate(*parts, short=True).functions
+    if case.kernel == "backward_bias":
         functions = dataclasses.replace(functions, has_slope=False)
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
     if case.kernel == "forward_sm80" and cores:

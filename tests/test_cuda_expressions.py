@@ -64,7 +64,8 @@ def test_masks_are_numpys(compiled, drawn):
     cases = [case for case in drawn if case is not None]
     assume(cases)
     classes = [tile_class(root) for root, _, _ in cases]
-    code = compiled([generate(case[0], bound) for case, bound in zip(cases, classes, strict=True)])
+    pairs = enumerate(zip(cases, classes, strict=True))
+    code = compiled([generate(case[0], bound, short=n % 2 == 0) for n, (case, bound) in pairs])
     for n, ((root, sizes, where_), bound) in enumerate(zip(cases, classes, strict=True)):
         symbols, corners = tile_symbols(sizes, where_)
         wanted = by_numpy(root, sizes, where_)
@@ -85,9 +86,11 @@ def test_scores_and_slopes_are_numpys(compiled, double, drawn):
     assume(cases)
     kind = np.float64 if double else np.float32
     trees = [(root, convert(derivative(root), "float")) for root, _, _ in cases]
-    code = compiled(
-        [generate(changed=root, slope=slope) for root, slope in trees], double, scores=True
-    )
+    made = [
+        generate(changed=root, slope=slope, short=n % 2 == 0)
+        for n, (root, slope) in enumerate(trees)
+    ]
+    code = compiled(made, double, scores=True)
     rng = np.random.default_rng(0)
     for n, (roots, (_, sizes, where_)) in enumerate(zip(trees, cases, strict=True)):
         symbols, _ = tile_symbols(sizes, where_)
@@ -122,10 +125,14 @@ MASKS = {
 }
 
 
+either = pytest.mark.parametrize("short", [False, True], ids=["64 bits", "32 bits"])
+
+
+@either
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_by_hand(compiled, name):
+def test_masks_by_hand(compiled, name, short):
     root = bind(MASKS[name], flat_sizes(SIZES))
-    code = compiled([generate(root, tile_class(root))])
+    code = compiled([generate(root, tile_class(root), short=short)])
     symbols, _ = tile_symbols(SIZES, TILE)
     wanted = by_numpy(root, SIZES, TILE)
     np.testing.assert_array_equal(code.mask(0, symbols, wanted.shape), wanted)
@@ -139,12 +146,14 @@ SCORES = {
 }
 
 
+@either
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize("name", SCORES)
-def test_scores_by_hand(compiled, name, kind):
+def test_scores_by_hand(compiled, name, kind, short):
     root = bind(SCORES[name], flat_sizes(SIZES))
     slope = convert(derivative(root), "float")
-    code = compiled([generate(changed=root, slope=slope)], kind == np.float64, scores=True)
+    made = generate(changed=root, slope=slope, short=short)
+    code = compiled([made], kind == np.float64, scores=True)
     symbols, _ = tile_symbols(SIZES, TILE)
     score = np.random.default_rng(1).standard_normal((TILE[3], TILE[5])).astype(kind)
     for found, tree in zip(code.score(0, symbols, score), (root, slope), strict=True):

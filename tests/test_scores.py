@@ -205,7 +205,7 @@ def test_packed_sequences():
 
 
 def test_a_score_shows_itself():
-    assert repr(scores.softcap(2)) == "<score (2.0 * tanh((score / 2.0)))>"
+    assert repr(scores.softcap(2)) == "<score (2.0 * tanh((score * 0.5)))>"
     assert "alibi: slopes[h] * absolute(" in repr(scores.alibi([0.5]))
 
 

@@ -8,18 +8,21 @@ that a thousand different offsets compile one kernel. Numbers that `interval`, `
 Every node becomes one statement, ``const long long t3 = t1 + t2;``, and equal nodes become one.
 Floats are float32 in masks and of the accumulator's type in scores. A product that a comparison or
 `floor` hangs on is rounded before it is added to something, as NumPy does; elsewhere the compiler
-may contract.
+may contract. Integers have 64 bits; those of a pair have 32 where `width` shows that these hold
+them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError
 from .key_range import KeyRange
 from .nodes import Expr, show_node, walk
+from .width import narrow
 
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
 
@@ -37,7 +40,7 @@ _FLOAT = {
     "maximum": "maximum({0}, {1})",
     "exp": "exp({0})",
     "log": "log({0})",
-    "tanh": "tanh({0})",
+    "tanh": "tanh_of({0})",
     "to_float": "static_cast<{type}>({0})",
     "where": "{0} ? {1} : {2}",
 }
@@ -52,7 +55,7 @@ _INT = {
     "floor_divide": "floor_divide({0}, {1})",
     "remainder": "remainder({0}, {1})",
     "floor": "floor_to_int({0})",
-    "to_int": "static_cast<long long>({0})",
+    "to_int": "static_cast<{type}>({0})",
     "where": "{0} ? {1} : {2}",
 }
 _BOUND = _INT | {
@@ -75,6 +78,12 @@ _BOOL = {
 }
 
 
+# Operations that cost more than a multiplication, about.
+_STEPS = {
+    "exp": 4, "log": 12, "tanh": 16, "divide": 12, "floor": 8, "floor_divide": 24, "remainder": 24,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Functions:
     """The functions of a call's expressions: what a kernel is compiled for.
@@ -87,6 +96,8 @@ class Functions:
         How many constants and looked-up arrays they read at run time.
     has_mask, has_score, has_slope, has_range : bool
         Which functions are defined; the last one is that of the range of keys.
+    score_steps : int
+        How long the changed score and its slope take, in operations of a multiplication's cost.
     """
 
     source: str = ""
@@ -97,6 +108,7 @@ class Functions:
     has_score: bool = False
     has_slope: bool = False
     has_range: bool = False
+    score_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,6 +171,7 @@ def generate(
     changed: Expr | None = None,
     slope: Expr | None = None,
     keys: KeyRange | None = None,
+    short: bool = False,
 ) -> Generated:
     """Write the functions of a call's bound expressions.
 
@@ -167,10 +180,15 @@ def generate(
     allowed, classes : Expr, optional
         The mask, and its class over a tile.
     changed, slope : Expr, optional
-        The changed score, with the bias, and the derivative of the score change without it.
+        The changed score, with the bias, and the derivative of the score change without it. There
+        is no function of a derivative that is 1 everywhere.
     keys : KeyRange, optional
         The range of keys that the mask lets a query see, if it is one.
+    short : bool
+        Whether positions and lengths are at most `width.LIMIT`.
     """
+    if slope is not None and slope.op == "constant" and slope.value == 1.0:
+        slope = None
     parameters = _Parameters()
     for root in (allowed, changed):  # the users' numbers, before those that follow from structure
         for node in walk(root) if root is not None else ():
@@ -179,14 +197,19 @@ def generate(
     parameters.structural = True
     parts = []
     if allowed is not None:
-        parts.append(_function("bool mask_allows", "Site", allowed, "float", parameters))
+        body = _site_body(allowed, "float", parameters, short)
+        parts.append(_function("bool mask_allows", "Site", allowed, body))
     if classes is not None:
-        parts.append(_function("int tile_class", "TileBox", classes, "float", parameters))
+        body = _Body("float", parameters, rounded=_rounded(classes), bounds=True)
+        parts.append(_function("int tile_class", "TileBox", classes, body))
     if keys is not None:
         parts.append(_range_function(keys, parameters))
+    steps = 0
     for name, root in (("score_changed", changed), ("score_slope", slope)):
         if root is not None:
-            parts.append(_function(f"accum_t {name}", "Site", root, "accum_t", parameters))
+            body = _site_body(root, "accum_t", parameters, short)
+            parts.append(_function(f"accum_t {name}", "Site, accum_t score", root, body))
+            steps += body.steps
     functions = Functions(
         source="\n".join(parts),
         num_ints=len(parameters.ints),
@@ -196,17 +219,23 @@ def generate(
         has_score=changed is not None,
         has_slope=slope is not None,
         has_range=keys is not None,
+        score_steps=steps,
     )
     constants = tuple(parameters.ints), tuple(parameters.floats)
     return Generated(functions, *constants, tuple(parameters.arrays))
 
 
-def _function(name: str, site: str, root: Expr, float_type: str, parameters: _Parameters) -> str:
-    score = ", accum_t score" if float_type == "accum_t" else ""
-    body = _Body(float_type, parameters, bounds=site == "TileBox", rounded=_rounded(root))
+def _site_body(root: Expr, float_type: str, parameters: _Parameters, short: bool) -> _Body:
+    words = narrow(root) if short else set()
+    return _Body(float_type, parameters, rounded=_rounded(root), words=words)
+
+
+def _function(name: str, site: str, root: Expr, body: _Body) -> str:
+    site, _, score = site.partition(", ")
     result = body.write(root)
-    comment = "" if site == "TileBox" else f"  // {body.text[root]}\n"
+    comment = "" if body.bounds else f"  // {body.text[root]}\n"
     lines = "".join(f"  {line}\n" for line in body.lines)
+    score = f", {score}" if score else ""
     return (
         f"__device__ __forceinline__ {name}(const Params& p{score}, const {site}& at) {{\n"
         f"{comment}{lines}  return {result};\n}}\n"
@@ -215,7 +244,7 @@ def _function(name: str, site: str, root: Expr, float_type: str, parameters: _Pa
 
 def _range_function(keys: KeyRange, parameters: _Parameters) -> str:
     roots = [end for end in keys if end is not None]
-    body = _Body("float", parameters, bounds=False, rounded=set().union(*map(_rounded, roots)))
+    body = _Body("float", parameters, rounded=set().union(*map(_rounded, roots)))
     unbounded = "SMALLEST_INT", "LARGEST_INT"
     ends = [
         other if end is None else body.write(end)
@@ -241,12 +270,19 @@ class _Body:
     """The statements of one function."""
 
     def __init__(
-        self, float_type: str, parameters: _Parameters, bounds: bool, rounded: set[Expr]
+        self,
+        float_type: str,
+        parameters: _Parameters,
+        rounded: set[Expr],
+        bounds: bool = False,
+        words: Collection[Expr] = (),
     ) -> None:
         self.types = {"bool": "bool", "int": "long long", "float": float_type}
         self.parameters = parameters
-        self.bounds = bounds
         self.rounded = rounded
+        self.bounds = bounds
+        self.words = words
+        self.steps = 0
         self.lines: list[str] = []
         self.text: dict[Expr, str] = {}  # the tree in Python, numbers by their place
         self._names: dict[str, str] = {}  # type and right-hand side -> name
@@ -260,12 +296,18 @@ class _Body:
             self.text[node] = self._show(node)
         return names[root]
 
+    def _type(self, node: Expr) -> str:
+        return "int" if node in self.words else self.types[node.type]
+
     def _statement(self, node: Expr, args: list[str]) -> str:
-        kind = self.types[node.type]
         value = self._value(node, args)
         if node.op == "symbol" or (node.op == "constant" and "p." not in value):
             return value
-        return self._named(kind, value)
+        before = len(self.lines)
+        name = self._named(self._type(node), value)
+        if len(self.lines) > before:
+            self.steps += _STEPS.get(node.op, 1)
+        return name
 
     def _named(self, kind: str, value: str) -> str:
         """Write a value as a statement, unless it stands already, and return its name."""
@@ -276,14 +318,16 @@ class _Body:
         return self._names[key]
 
     def _value(self, node: Expr, args: list[str]) -> str:
-        kind = self.types[node.type]
+        kind = self._type(node)
         if node.op == "symbol":
+            if node in self.words:
+                return f"static_cast<int>(at.{node.value})"
             return "score" if node.value == "score" else f"at.{node.value}"
         if node.op == "constant":
             place = self.parameters.constant(node)
             if place is None:
                 return _literal(node, kind)
-            return f"static_cast<{kind}>({place})" if node.type == "float" else place
+            return place if kind == "long long" else f"static_cast<{kind}>({place})"
         if node.op in ("lookup", "range_minimum", "range_maximum"):
             return self._read(node, args)
         if node.type == "float":
@@ -328,7 +372,8 @@ def _literal(node: Expr, kind: str) -> str:
     if node.type == "int":
         if value == -(2**63):
             return "(-9223372036854775807LL - 1)"
-        return f"{value}LL" if value >= 0 else f"({value}LL)"
+        digits = f"{value}LL" if kind == "long long" else f"{value}"
+        return digits if value >= 0 else f"({digits})"
     if math.isnan(value):
         return f"not_a_number<{kind}>()"
     if math.isinf(value):

@@ -1,5 +1,7 @@
 // What the generated code of masks and scores calls beyond lookup.cuh: see cupyflash/expr/cuda.py.
 #pragma once
+#include "../arch/exp2.cuh"
+#include "../arch/reciprocal.cuh"
 #include "lookup.cuh"
 
 template <typename T>
@@ -15,6 +17,23 @@ __device__ __forceinline__ T not_a_number() {
 // A product that is rounded before anything is added to it, as NumPy's is.
 __device__ __forceinline__ float multiply_rounded(float x, float y) { return __fmul_rn(x, y); }
 __device__ __forceinline__ double multiply_rounded(double x, double y) { return __dmul_rn(x, y); }
+
+// Without a branch, since many stand side by side. Near 0 a polynomial, the best one of its degree
+// in relative error; beyond, 1 - 2 / (e^2x + 1). With roundings either is off by 7 units in float32
+// at most.
+__device__ __forceinline__ float tanh_of(float x) {
+  constexpr float EDGE = 0.65f, TWO_LOG2_E = 2.8853900817779268f;
+  constexpr float COEFFICIENTS[] = {0x1.e43210p-7f, -0x1.a734a4p-5f, 0x1.106ea0p-3f,
+                                    -0x1.5551e0p-2f};
+  const float square = x * x;
+  float y = COEFFICIENTS[0];
+#pragma unroll
+  for (int n = 1; n <= 3; ++n) y = fma(y, square, COEFFICIENTS[n]);
+  const float power = arch::exp2(fabs(x) * TWO_LOG2_E);
+  const float beyond = fma(arch::reciprocal(power + 1.0f), -2.0f, 1.0f);
+  return fabs(x) < EDGE ? fma(y * square, x, x) : copysign(beyond, x);
+}
+__device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 
 // Sums and products of the bounds of integers. A bound beyond 64 bits is no bound at all, so they
 // stop at the ends; what they bound does not leave 64 bits.

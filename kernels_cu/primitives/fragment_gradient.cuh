@@ -5,6 +5,7 @@
 // of it is as fragment.cuh says, from the thread's element (0, 0) on, its corner.
 #pragma once
 #include "fragment.cuh"
+#include "fragment_tile.cuh"
 #include "gradient_tile.cuh"
 
 namespace fragment_gradient {
@@ -210,83 +211,96 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
 }
 
 // Where scores are changed: makes products q k into probabilities times the derivative of the
-// change. Generated code may be long, and stands here for two columns, which every pair of columns
-// passes. The rest is as told below.
+// change. Where pairs do not exist, they are those of the last query or key that does. Generated
+// code stands here for so many columns as `columns_at_once` says. Returns whether any pair takes no
+// part; the rest is as told below.
 template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ void recompute_changed(const Params& p, const TileBox& box,
-                                                  int tile_class, float (&s)[ROWS][COLUMNS],
-                                                  const Corner& corner, const float* lse_smem,
+__device__ __forceinline__ bool recompute_changed(const Params& p, const TileBox& box, bool masked,
+                                                  const unsigned int (&allowed)[ROWS],
+                                                  float (&s)[ROWS][COLUMNS], const Corner& corner,
+                                                  const float* lse_smem,
                                                   const unsigned int (&kept)[ROWS],
                                                   unsigned int (&weights)[ROWS][COLUMNS / 2],
                                                   char* tile_smem) {
+  constexpr int STEP = fragment_tile::columns_at_once(COLUMNS);
   const float scale = static_cast<float>(p.scale);
   const int rows =
       static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
   const int columns =
       static_cast<int>(KEYS_ARE_ROWS ? box.i_high - box.i_low : box.j_high - box.j_low);
+  bool hides = false;
 #pragma unroll 1
-  for (int column = 0; column < COLUMNS; column += 2) {
+  for (int column = 0; column < COLUMNS; column += STEP) {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      float weight[2];
+    for (int n = 0; n < STEP; n += 2) {
 #pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int row = corner.row + 8 * r, place = corner.column + 4 * column + x;
-        const Site at{box.b,
-                      box.h,
-                      box.i_low + (KEYS_ARE_ROWS ? place : row),
-                      box.j_low + (KEYS_ARE_ROWS ? row : place),
-                      box.len_q,
-                      box.len_k,
-                      box.start_q,
-                      box.start_k};
-        float slope = 1.0f, score = -number::infinity();
-        if (row <= rows && place <= columns) {
-          score = tile::change(p, at, tile_class == PARTIAL, s[r][x] * scale, &slope);
+      for (int r = 0; r < ROWS; ++r) {
+        float weight[2];
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const int row = min(corner.row + 8 * r, rows);
+          const int place = min(corner.column + 4 * (column + n) + x, columns);
+          const Site at{box.b,
+                        box.h,
+                        box.i_low + (KEYS_ARE_ROWS ? place : row),
+                        box.j_low + (KEYS_ARE_ROWS ? row : place),
+                        box.len_q,
+                        box.len_k,
+                        box.start_q,
+                        box.start_k};
+          const float score = s[r][n + x] * scale;
+          float changed = score_changed(p, score, at);
+          if (masked && (allowed[r] >> (column + n + x) & 1) == 0) changed = -number::infinity();
+          const float offset = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + n + x)] * tile::LOG2_E;
+          const bool seen = changed != -number::infinity();
+          hides = hides || !seen;
+          float own = arch::exp2(gradient_tile::at_most_zero(fma(changed, tile::LOG2_E, -offset)));
+          own = weight[x] = seen ? own : matmul::no_part();
+          if (HAS_DROPOUT && (kept[r] >> (column + n + x) & 1) == 0) weight[x] *= 0.0f;
+          if constexpr (HAS_SLOPE) {
+            const float sloping = own * score_slope(p, score, at);
+            // What is 0 is so whatever the derivative; and never -0.0 by chance.
+            if (own != 0.0f) own = sloping == 0.0f ? 0.0f : sloping;
+          }
+          s[r][n + x] = own;
         }
-        const float lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + x)];
-        float own = softmax::exponential(gradient_tile::at_most_zero(score - lse));
-        weight[x] = own;
-        if (HAS_DROPOUT && (kept[r] >> (column + x) & 1) == 0) weight[x] *= 0.0f;
-        if constexpr (HAS_SLOPE) {
-          const float changed = own * slope;
-          own = own == 0.0f || changed == 0.0f ? 0.0f : changed;  // never -0.0 by chance
+        const unsigned int word = number::narrow_pair(weight[0], weight[1]);
+        if constexpr (KEYS_ARE_ROWS && BYTES > 0) {
+          store_word<BYTES>(word, corner, r, (column + n) / 2, tile_smem);
+        } else if constexpr (KEYS_ARE_ROWS) {
+          weights[r][n / 2] = word;
         }
-        if (score == -number::infinity()) own = weight[x] = matmul::no_part();
-        s[r][x] = own;
-      }
-      const unsigned int word = number::narrow_pair(weight[0], weight[1]);
-      if constexpr (KEYS_ARE_ROWS && BYTES > 0) {
-        store_word<BYTES>(word, corner, r, column / 2, tile_smem);
-      } else if constexpr (KEYS_ARE_ROWS) {
-        weights[r][0] = word;
       }
     }
-    fragment::rotate<2>(s);
-    if constexpr (KEYS_ARE_ROWS && BYTES == 0) fragment::rotate<1>(weights);
+    if constexpr (STEP < COLUMNS) {
+      fragment::rotate<STEP>(s);
+      if constexpr (KEYS_ARE_ROWS && BYTES == 0) fragment::rotate<STEP / 2>(weights);
+    }
   }
+  return hides;
 }
 
 // Makes products q k into probabilities; where scores are changed, into probabilities times the
-// derivative of the change. A pair that takes no part has the weight that says so.
+// derivative of the change. A pair that takes no part has the weight that says so. Returns whether
+// there may be one.
 // Where keys are rows, the weights are the probabilities after dropout in the storage type, and go
 // to a tile in shared memory instead if its rows are BYTES apart; what survives is divided by the
 // probability of that at the end. `lse_smem` is that of the corner's query.
 template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ void recompute_probabilities(
+__device__ __forceinline__ bool recompute_probabilities(
     const Params& p, const TileBox& box, int tile_class, bool masked, float (&s)[ROWS][COLUMNS],
     const Corner& corner, const float* lse_smem, const unsigned int (&kept)[ROWS],
     unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
+  unsigned int allowed[ROWS];
+  if (masked) ask_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, allowed);
   if constexpr (HAS_SCORE) {
-    recompute_changed<KEYS_ARE_ROWS, BYTES>(p, box, tile_class, s, corner, lse_smem, kept, weights,
-                                            tile_smem);
-    return;
+    const bool hides = recompute_changed<KEYS_ARE_ROWS, BYTES>(
+        p, box, masked, allowed, s, corner, lse_smem, kept, weights, tile_smem);
+    return masked || hides;
   }
   const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
   const float c = static_cast<float>(p.scale) * tile::LOG2_E;
-  unsigned int allowed[ROWS];
   if (masked) {
-    ask_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, allowed);
     exponentiate<true>(s, lse, c, allowed);
   } else {
     exponentiate<false>(s, lse, c, allowed);
@@ -307,6 +321,7 @@ __device__ __forceinline__ void recompute_probabilities(
     }
     if constexpr (BYTES > 0) store_words<BYTES>(weights, corner, tile_smem);
   }
+  return masked;
 }
 
 // dS = p (dP - delta), for products dP = do v, in place of either; where scores are changed, the
@@ -326,7 +341,10 @@ __device__ __forceinline__ void score_gradients(
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) ds[r][n] = s[r][n] * change(r, n);
+      for (int n = 0; n < COLUMNS; ++n) {
+        const float own = change(r, n);
+        ds[r][n] = HAS_SLOPE && own == 0.0f ? 0.0f : s[r][n] * own;
+      }
     }
     return;
   }

@@ -71,13 +71,15 @@ struct Pairs {
 
   __device__ __forceinline__ static int key_of(int n) { return 8 * (n / 2) + n % 2; }
   __device__ __forceinline__ bool has_row(int r) const { return 8 * r <= rows; }
-  // The site of element (r, n), or of the last query and key that exist before it.
+  // The site of element (r, n), or of the last query before it that exists; and where KEYS_END of
+  // the last key.
+  template <bool KEYS_END = true>
   __device__ __forceinline__ Site nearest(const TileBox& box, int r, int n) const {
     const long long query = i + 8 * r, key = j + key_of(n);
     return Site{box.b,
                 box.h,
                 query < box.i_high ? query : box.i_high,
-                key < box.j_high ? key : box.j_high,
+                !KEYS_END || key < box.j_high ? key : box.j_high,
                 box.len_q,
                 box.len_k,
                 box.start_q,
@@ -170,28 +172,39 @@ __device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int key
   }
 }
 
-// Makes a thread's scores into changed logits where their pairs take part, and else into -inf.
-// Generated code stands here for STEP columns, which all columns pass, so many at a time.
-template <int STEP = 2, int ROWS, int COLUMNS>
-__device__ __forceinline__ void change_scores(const Params& p, const TileBox& box,
-                                              accum_t (&s)[ROWS][COLUMNS],
-                                              const unsigned int (&allowed)[ROWS], accum_t scale) {
+// Columns of scores that generated code changes together, of so many: all where it is short.
+__device__ constexpr int columns_at_once(int columns) {
+  return SCORE_STEPS <= 32 && sizeof(accum_t) == 4 ? columns : columns % 8 == 0 ? 8 : columns % 4 == 0 ? 4 : 2;
+}
+
+// Makes a thread's scores into changed logits. Where queries do not exist, or where KEYS_END keys,
+// they are those of the last ones that do. Generated code stands here for so many columns as
+// `columns_at_once` says. Returns whether any may be -inf.
+template <bool KEYS_END, int ROWS, int COLUMNS>
+__device__ __forceinline__ bool change_scores(const Params& p, const TileBox& box,
+                                              accum_t (&s)[ROWS][COLUMNS], accum_t scale) {
+  constexpr int STEP = columns_at_once(COLUMNS);
   const Pairs pairs(box);
+  accum_t sum[ROWS];  // of logits: not finite if one of them is not
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) sum[r] = 0;
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += STEP) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int n = 0; n < STEP; ++n) {
-        accum_t score = -number::infinity();
-        if (allowed[r] >> (column + n) & 1) {
-          score = score_changed(p, s[r][n] * scale, pairs.site(box, r, column + n));
-        }
-        s[r][n] = score;
+        const Site at = pairs.nearest<KEYS_END>(box, r, column + n);
+        s[r][n] = score_changed(p, s[r][n] * scale, at);
+        sum[r] += s[r][n];
       }
     }
-    fragment::rotate<STEP>(s);
+    if constexpr (STEP < COLUMNS) fragment::rotate<STEP>(s);
   }
+  bool finite = true;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) finite = finite && number::is_finite(sum[r]);
+  return !finite;
 }
 
 // Drops weights: a pair that is dropped gets the weight 0, and what survives is divided by the

@@ -237,7 +237,7 @@ __device__ __forceinline__ unsigned long long divide_bits(unsigned long long x,
 }
 
 // Division as Python has it: rounded down, the remainder with the divisor's sign.
-__device__ __forceinline__ long long floor_divide(long long x, long long y) {
+__device__ __forceinline__ long long floor_divide_long(long long x, long long y) {
   const auto magnitude = [](long long of) {
     const auto bits = static_cast<unsigned long long>(of);
     return of < 0 ? 0 - bits : bits;
@@ -249,7 +249,18 @@ __device__ __forceinline__ long long floor_divide(long long x, long long y) {
   return static_cast<long long>(negative ? 0 - quotient - up : quotient);
 }
 
-__device__ __forceinline__ long long remainder(long long x, long long y) {
+template <typename X, typename Y>
+__device__ __forceinline__ auto floor_divide(X x, Y y) {
+  if constexpr (sizeof(x + y) == sizeof(int)) {
+    const int quotient = x / y;
+    return quotient - (quotient * y != x && (x < 0) != (y < 0) ? 1 : 0);
+  } else {
+    return floor_divide_long(x, y);
+  }
+}
+
+template <typename X, typename Y>
+__device__ __forceinline__ auto remainder(X x, Y y) {
   return x - floor_divide(x, y) * y;
 }
 

@@ -20,9 +20,9 @@ struct Job {
   __device__ __forceinline__ int rows_in(int tile) const {
     return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
   }
-  // Whether a tile may have pairs that take no part.
+  // Whether a tile may have pairs that take no part, for their mask or their place.
   __device__ __forceinline__ bool is_masked(int tile) const {
-    return HAS_SCORE || warpgroup_tile::class_of(classes, tile) == PARTIAL || tile >= classes.whole;
+    return warpgroup_tile::class_of(classes, tile) == PARTIAL || tile >= classes.whole;
   }
   __device__ __forceinline__ TileBox box_of(long long j0, int nj) const {
     return tile::describe_tile(entry, head, first, rows, j0, nj);

@@ -117,6 +117,7 @@ inline float log(float x) { return __builtin_logf(x); }
 inline float tanh(float x) { return __builtin_tanhf(x); }
 inline float floor(float x) { return __builtin_floorf(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
+inline float copysign(float x, float y) { return __builtin_copysignf(x, y); }
 inline float fmax(float x, float y) { return __builtin_fmaxf(x, y); }
 inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float fmin(float x, float y) { return __builtin_fminf(x, y); }
