@@ -105,11 +105,13 @@ def prelude(special: Specialisation) -> str:
             "NUM_INTS": max(has.num_ints, 1),
             "NUM_FLOATS": max(has.num_floats, 1),
             "NUM_TABLES": max(has.num_tables, 1),
+            "MASK_STEPS": has.mask_steps,
             "SCORE_STEPS": has.score_steps,
         },
         "bool": {
             "HAS_SCORE": has.has_score,
             "HAS_SLOPE": has.has_slope,
+            "SCORE_READS": has.score_reads,
             "HAS_MASK": has.has_mask,
             "HAS_RANGE": has.has_range,
             "HAS_DROPOUT": special.dropout,

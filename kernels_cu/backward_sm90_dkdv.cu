@@ -22,6 +22,7 @@
 
 namespace {
 
+using warpgroup_gradient::finite_tiles;
 using warpgroup_gradient::OwnLines;
 using warpgroup_gradient::SHARES_KEYS;
 using namespace warpgroup_passing;
@@ -30,7 +31,7 @@ constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::THREADS_OF;
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::ROWS_OF;
 constexpr int QUERIES =
     SHARES_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;  // whose scores a warpgroup has
-constexpr int COLUMNS = QUERIES / 4;
+constexpr int COLUMNS = QUERIES / 4, AT_ONCE = fragment_tile::columns_at_once(COLUMNS);
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 
 // A tile of 64 rows has lines of 64 columns, so many bytes apart.
@@ -46,6 +47,8 @@ constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
 constexpr bool BEGINS_DK = TAKES_TURNS && !MAY_MASK && STORAGE == 1;
 constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
+// Of what has pairs that take no part, so many warps look whether all is finite.
+constexpr int LOOKING = MAY_MASK ? Known::LOOKING : 0;
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
 struct alignas(1024) Swizzled {
@@ -90,6 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const auto full_d_out = [&](unsigned int n) {
     return arch::shared_address(&known_smem->full_d_out[stage_of(n)]);
   };
+  const auto looked_at = [&](unsigned int n) {
+    return arch::shared_address(&known_smem->looked_at[stage_of(n)]);
+  };
   Passing &told = known_smem->told, &queries = known_smem->queries;
 
   const layout::Work work =
@@ -110,10 +116,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
       arch::init_barrier(full(told, n), CONSUMER_THREADS);
-      arch::init_barrier(empty(told, n), CONSUMER_THREADS + 1 + arch::WARP_SIZE);
+      arch::init_barrier(empty(told, n), CONSUMER_THREADS + 1 + (1 + LOOKING) * arch::WARP_SIZE);
       arch::init_barrier(full(queries, n), 1 + arch::WARP_SIZE);
       arch::init_barrier(full_d_out(n), 1);
-      arch::init_barrier(empty(queries, n), CONSUMERS);
+      arch::init_barrier(empty(queries, n), CONSUMERS + LOOKING);
+      if constexpr (LOOKING > 0) arch::init_barrier(looked_at(n), LOOKING);
     }
     arch::publish_barriers();
   }
@@ -123,8 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::shed_registers<24>();
     const int warp = threadIdx.x / arch::WARP_SIZE % 4;
     const int lane = arch::lane_index();
-    // Of every tile that is not EMPTY: what comes before its stage was read, and then.
-    const auto each_tile = [&](const auto& prepare, const auto& copy) {
+    const auto each_tile = [&](const auto& work) {  // that is not EMPTY
       unsigned int tile_number = 0;
 #pragma unroll 1
       for (unsigned int n = 0; n < known_smem->spans; ++n) {
@@ -133,12 +139,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
         for (int tile = span.next_tile(span.first); tile != NO_TILE;
              tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
-          prepare(span, tile);
-          warpgroup::wait(empty(queries, tile_number), parity_of(tile_number) ^ 1);
-          copy(span, tile, stage_of(tile_number));
+          work(span, tile, tile_number);
         }
         arch::arrive(empty(told, n));
       }
+    };
+    const auto wait_empty = [&](unsigned int n) {
+      warpgroup::wait(empty(queries, n), parity_of(n) ^ 1);
+      return stage_of(n);
     };
     if (warp == 0 && lane == 0) {
       arch::arrive_expecting(held, KEY_TILES * (K_BYTES + V_BYTES));
@@ -152,30 +160,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
                                                        held);
       }
-      each_tile([](const Span&, int) {},
-                [&](const Span& span, int tile, int stage) {
-                  const long long first = span.entry.start_q + first_of(tile);
-                  arch::arrive_expecting(full(queries, stage), Q_BYTES);
-                  warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q,
-                                                    first, full(queries, stage));
-                  arch::arrive_expecting(full_d_out(stage), DO_BYTES);
-                  warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map,
-                                                      span.d_out, first, full_d_out(stage));
-                });
+      each_tile([&](const Span& span, int tile, unsigned int number) {
+        const long long first = span.entry.start_q + first_of(tile);
+        const int stage = wait_empty(number);
+        arch::arrive_expecting(full(queries, stage), Q_BYTES);
+        warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
+                                          full(queries, stage));
+        arch::arrive_expecting(full_d_out(stage), DO_BYTES);
+        warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
+                                            first, full_d_out(stage));
+      });
     }
     if (warp == 1) {
       LaneNumbers numbers;
-      each_tile([&](const Span& span, int tile) { numbers.load(span, tile); },
-                [&](const Span&, int, int stage) {
-                  numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
-                  arch::arrive(full(queries, stage));
-                });
+      each_tile([&](const Span& span, int tile, unsigned int number) {
+        numbers.load(span, tile);
+        const int stage = wait_empty(number);
+        numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
+        arch::arrive(full(queries, stage));
+      });
+    }
+    if (LOOKING > 0 && warp > 1) {
+      constexpr int LANES = LOOKING * arch::WARP_SIZE;
+      const int own = threadIdx.x % warpgroup::THREADS_OF - 2 * arch::WARP_SIZE;
+      bool knows_keys = false, finite_keys = true;
+      each_tile([&](const Span& span, int tile, unsigned int number) {
+        const int stage = stage_of(number);
+        warpgroup::wait(full(queries, stage), parity_of(number));
+        warpgroup::wait(full_d_out(stage), parity_of(number));
+        bool finite = true;
+        if (HAS_SCORE || class_of(tile) == PARTIAL || place_of(tile) >= known_smem->whole(span)) {
+          if (!knows_keys) {
+            warpgroup::wait(held, 0);
+            finite_keys = finite_tiles<K_BYTES, LANES>(k_smem, KEY_TILES, own, known_smem->nj);
+            knows_keys = true;
+          }
+          const int ni = span.rows_of(tile);
+          finite = finite_keys &&
+                   finite_tiles<Q_BYTES, LANES>(q_smem + stage * Q_BYTES, 1, own, ni) &&
+                   finite_tiles<DO_BYTES, LANES>(do_smem + stage * DO_BYTES, 1, own, ni);
+        }
+        const bool some = arch::any_lane(!finite);
+        __syncwarp();  // queries and do, which all lanes have read
+        if (lane == 0) {
+          known_smem->nonfinite[stage][warp - 2] = some ? 1 : 0;
+          arch::arrive(looked_at(stage));
+          arch::arrive(empty(queries, stage));
+        }
+      });
     }
     return;
   }
 
   arch::take_registers<240>();
-  constexpr int TOGETHER = 1;  // the barrier of all that compute
   const int own = warpgroup::index();
   const int warp = threadIdx.x / arch::WARP_SIZE;
   const fragment_gradient::Corner corner(SHARES_KEYS ? 16 * (warp % 4) : 16 * warp,
@@ -207,40 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return any != 0;
   };
 
-  // Tells of span n, if there is one.
-  const auto tell = [&](unsigned int n) {
-    if (n >= known_smem->spans) return;
-    warpgroup::wait(empty(told, n), parity_of(n) ^ 1);
-    Span& span = known_smem->span[stage_of(n)];
-    if (threadIdx.x == 0) {
-      const unsigned int number = n / known_smem->spans_each,
-                         first = n % known_smem->spans_each * Span::MOST;
-      const long long h = static_cast<long long>(known_smem->h_kv) * p.group + number % p.group;
-      const layout::Entry entry = layout::shared_entry(p, known_smem->entry, number / p.group);
-      const int end =
-          first + Span::MOST < known_smem->tiles ? first + Span::MOST : known_smem->tiles;
-      span =
-          Span{entry,
-               h,
-               memory::numbers(p.lse, entry, h),
-               memory::numbers(p.delta, entry, h),
-               reinterpret_cast<float*>(p.dq_sum.data) + layout::grouped_offset(p.dq_sum, entry, h),
-               warpgroup::Head(p.q, entry, h),
-               warpgroup::Head(p.d_out, entry, h),
-               static_cast<int>(first),
-               HAS_MASK ? end : known_smem->tiles,
-               static_cast<int>(entry.len_q / BLOCK_Q),
-               {},
-               {}};
-    }
-    if constexpr (HAS_MASK) {
-      arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what is known of the head
-      span.classify(p, known_smem->j0, known_smem->nj);
-    }
-    arch::arrive(full(told, n));
-  };
-
-  tell(0);
+  tell(p, *known_smem, 0);
   warpgroup::wait(held, 0);
   const float c = known_smem->c;
   if (PACKED && known_smem->nj < BLOCK_KV) {
@@ -254,11 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 #pragma unroll 1
   for (unsigned int n = 0; n < known_smem->spans; ++n) {
-    tell(n + 1);
+    tell(p, *known_smem, n + 1);
     warpgroup::wait(full(told, n), parity_of(n));
     const Span& span = known_smem->span[stage_of(n)];
-    // From this tile on rows are missing, or keys of all tiles.
-    const int whole = known_smem->nj < BLOCK_KV ? 0 : span.whole;
+    const int whole = known_smem->whole(span);
 #pragma unroll 1
     for (int tile = span.next_tile(span.first); tile != NO_TILE;
          tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
@@ -275,12 +278,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup_gradient::Numbers<COLUMNS> lse;
       float s[2][COLUMNS], dp[2][COLUMNS];
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2], allowed[2], kept[2];
-      bool nonfinite = false;
       // What hangs on places only comes first, while few registers are in use.
       const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
       if (masked) {
-        fragment_gradient::ask_mask<true, COLUMNS>(p, box(), tile_class, corner, allowed);
+        fragment_gradient::ask_mask<true, COLUMNS, fragment_tile::ASKED_AT_ONCE>(
+            p, box(), tile_class, corner, allowed);
       }
       const auto begin_dp = [&] {
         warpgroup::wait(full_d_out(stage), parity);
@@ -307,13 +310,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       arch::wait_products<HAS_SCORE ? 0 : 1>();
       arch::take_product(s);
-      if (MAY_MASK && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       bool hides = masked;
       if constexpr (HAS_SCORE) {
-        const bool hidden = fragment_gradient::recompute_changed<true, 0>(
+        const bool hidden = fragment_gradient::recompute_changed<true, 0, AT_ONCE>(
             p, box(), masked, allowed, s, corner, lse_smem, kept, weights, nullptr);
         hides = arch::any_lane(hidden) || masked;
         begin_dp();
@@ -325,7 +327,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           warpgroup_gradient::delta_from<COLUMNS>(known_smem->delta[stage] + corner.column);
       arch::wait_products<0>();
       arch::take_product(dp);
-      if (MAY_MASK && may_hide && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
       warpgroup_gradient::score_gradients(p, hides, s, dp, delta, kept);
       if constexpr (!HAS_SCORE) warpgroup_gradient::narrow_kept(s, kept, weights);
       char* const own_q_smem = q_smem + stage * Q_BYTES;
@@ -335,7 +336,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       char* const p_smem = ds_smem + (SHARES_KEYS ? STAGES + stage : stage ^ 1) * DS_BYTES;
       bool careful = false;  // of values that are not finite, and pairs that take no part
       if (MAY_MASK && may_hide) {
-        careful = any_warp(known_smem->nonfinite[stage], nonfinite);
+        warpgroup::wait(looked_at(stage), parity);
+        careful = (known_smem->nonfinite[stage][0] | known_smem->nonfinite[stage][1]) != 0;
         if (!SHARES_KEYS && careful) {
           warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
           __syncwarp();  // the warp's keys, which its lanes wrote

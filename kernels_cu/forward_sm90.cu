@@ -30,6 +30,7 @@ namespace {
 
 constexpr int COLUMNS = BLOCK_KV / 4;
 constexpr int ASKED = MAY_MASK ? COLUMNS : 2;  // columns for which the mask is asked
+constexpr int AT_ONCE = fragment_tile::columns_at_once(COLUMNS);
 constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
@@ -39,6 +40,9 @@ constexpr int STAGES = 2;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Narrow output is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64;
+// Changing scores takes as long as the product with values: then their place is free, and the next
+// ones come soon enough to be looked at.
+constexpr bool FREES_SOONER = HAS_SCORE;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
 constexpr bool LOOKS = MAY_MASK || PACKED;
 constexpr int LOOKING = LOOKS ? 2 : 0;                        // warps, of the warpgroup that copies
@@ -171,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           warpgroup::wait(full(values, n), parity_of(n));
           bool finite = true;
           if (HAS_SCORE || job.is_masked(now)) {
-            finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
+            finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE, 4>(
                 values_smem + stage_of(n) * VALUES_BYTES, own);
           }
           const bool some = arch::any_lane(!finite);
@@ -268,15 +272,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     };
     const auto find_pairs = [&](int tile, bool masked) {
       if (MAY_MASK && masked) {
-        fragment_tile::find_pairs<ASKED>(p, job.box_of(tile),
-                                         warpgroup_tile::class_of(job.classes, tile), allowed);
+        fragment_tile::find_pairs<ASKED, fragment_tile::ASKED_AT_ONCE>(
+            p, job.box_of(tile), warpgroup_tile::class_of(job.classes, tile), allowed);
       }
     };
     // Whether there may be pairs that take no part. Keys end in a job's first tile, if in any.
     const auto change_scores = [&](int tile, bool masked, auto keys_end) {
       bool hides = masked;
       if constexpr (HAS_SCORE) {
-        const bool hidden = fragment_tile::change_scores<decltype(keys_end)::value>(
+        const bool hidden = fragment_tile::change_scores<decltype(keys_end)::value, AT_ONCE>(
             p, job.box_of(tile), s, scale);
         hides = arch::any_lane(hidden) || masked;
       }
@@ -357,13 +361,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup::release(empty(keys, n));
         if (following < 0) warpgroup::release(queries_empty(own));
         const bool hides = change_scores(now, masked, Bool<false>());
+        const auto finish_output = [&] {
+          arch::wait_products<0>();
+          arch::take_product(acc);
+          warpgroup::release(empty(values, n - 1));
+        };
+        if constexpr (FREES_SOONER) finish_output();
         const bool grew = fragment_softmax::row_max(s, m, m_new);
         fragment_softmax::raise_max(m, m_new, l, alpha, c);
         fragment_softmax::exponentiate(s, m, l, c, hides);
         if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
-        arch::wait_products<0>();
-        arch::take_product(acc);
-        warpgroup::release(empty(values, n - 1));
+        if constexpr (!FREES_SOONER) finish_output();
         fragment::narrow(s, weights);
         if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
         if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(n);

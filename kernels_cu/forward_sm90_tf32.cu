@@ -19,7 +19,7 @@ namespace {
 constexpr int COLUMNS = BLOCK_KV / 4;
 constexpr int COLUMNS_V = warpgroup_split::columns_of(D_V) / 4;
 // Columns of scores that generated code changes together.
-constexpr int AT_ONCE = 8;
+constexpr int AT_ONCE = fragment_tile::columns_at_once(COLUMNS);
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int HELD_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
 
@@ -168,7 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 3 score mod
     bool hides = masked;
     if constexpr (HAS_SCORE) {
-      hides = arch::any_lane(fragment_tile::change_scores<true>(p, box, s, scale)) || masked;
+      hides =
+          arch::any_lane(fragment_tile::change_scores<true, AT_ONCE>(p, box, s, scale)) || masked;
     }
     // 4 mask
     if (MAY_MASK && masked) fragment_tile::hide_pairs(s, allowed);

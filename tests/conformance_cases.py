@@ -81,6 +81,34 @@ def _narrow(name: str, kind: Any, given: Callable[[], Array]) -> Case:
     return Case(name, body, lambda: _pairs(given()), _narrowed(kind), pairs_agree, TENSOR_CORES)
 
 
+def _to_spoil() -> Array:
+    """Pairs of every number; sums that are 0, -0, 1 of either type, infinite or NaN."""
+    numbers = np.arange(65536, dtype=np.uint32)
+    sums = np.array([0, 0x8000, 0x3C00, 0x3F80, 0x7C00, 0x7F80, 0xFFC1, 0xFFFF], np.uint32)
+    below = np.resize(sums, 65536)
+    return np.stack([numbers << 16 | numbers[::-1], np.roll(below, 3) << 16 | below], axis=1)
+
+
+def _spoilt(infinite: int) -> Callable[[Array], Array]:
+    def spoilt(given: Array) -> Array:
+        x, before = np.ascontiguousarray(given).view(np.uint16).reshape(-1, 2, 2).swapaxes(0, 1)
+        nan = ((x & infinite) == infinite) | ((before & 0x7FFF) > infinite)
+        cancels = (before == 0x8000) & (x < 0x8000)
+        halves = np.where(nan, 0x7FFF, np.where(cancels, 0, before)).astype(np.uint16)
+        return np.ascontiguousarray(halves).view(np.uint32)
+
+    return spoilt
+
+
+def _spoilt_alike(infinite: int) -> Callable[[Array, Array, Array], Array]:
+    def alike(given: Array, one: Array, other: Array) -> Array:
+        a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (one, other))
+        same = (a == b) | (((a & 0x7FFF) > infinite) & ((b & 0x7FFF) > infinite))
+        return np.asarray(same.all(axis=1, keepdims=True))
+
+    return alike
+
+
 # -- 2^x ------------------------------------------------------------------------------------------
 
 
@@ -260,12 +288,26 @@ CASES = [
     ),
     _narrow("floats_to_halves", np.float16, lambda: _around_halves(np.float32)),
     _narrow("floats_to_bfloats", ml_dtypes.bfloat16, _around_bfloats),
+    *(
+        Case(
+            f"zero_times_{kind}",
+            f"out[0] = arch::zero_times_{kind}(in[0], in[1]);",
+            _to_spoil,
+            _spoilt(infinite),
+            _spoilt_alike(infinite),
+            TENSOR_CORES,
+        )
+        for kind, infinite in (("halves", 0x7C00), ("bfloats", 0x7F80))
+    ),  # fmt: skip
     # The instruction may be wrong, and the emulator is so on purpose, in another way.
     Case("exp2", "out[0] = arch::exp2(in[0]);", _exponents, _power, _powers),
     Case(
-        "reciprocal", "out[0] = arch::reciprocal(in[0]);", _around_bfloats, _reciprocal,
+        "reciprocal",
+        "out[0] = arch::reciprocal(in[0]);",
+        _around_bfloats,
+        _reciprocal,
         _reciprocals,
-    ),  # fmt: skip
+    ),
     Case(
         "begin_copy finish_copies",
         """

@@ -44,6 +44,8 @@ namespace arch {
 constexpr int WARP_SIZE = 1;
 inline int lane_index() { return 0; }
 template <typename T> T shuffle_xor(T value, int) { return value; }
+template <typename T> T shuffle(T value, int) { return value; }
+inline bool any_lane(bool condition) { return condition; }
 inline float half_to_float(unsigned short bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
   float value = exponent == 31 ? (fraction ? NAN : INFINITY)
@@ -142,6 +144,8 @@ class Compiled:
         columns = [
             np.broadcast_to(np.asarray(symbols[name], np.int64), shape) for name in POSITIONS
         ]
+        i, j = columns[2], columns[3]
+        columns.append((i % 3) | (j % 5) << 32)  # step_i, step_j: any part of the place will do
         return np.ascontiguousarray(np.stack(columns, axis=-1))
 
     def mask(self, n: int, symbols: dict[str, Any], shape: tuple[int, ...]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 import cupyflash
@@ -14,9 +16,14 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", testing.PROPERTIES)
 def test_property(name):
+    # Else blocks add to dq in any order, and bits are not promised.
+    backward, varlen_backward = (
+        functools.partial(function, deterministic=True)
+        for function in (cupyflash.attention_backward, cupyflash.attention_varlen_backward)
+    )
     report = testing.verify(
-        cupyflash.attention, cupyflash.attention_backward, device="gpu", only=name, examples=3,
+        cupyflash.attention, backward, device="gpu", only=name, examples=3,
         varlen=cupyflash.attention_varlen, combine=cupyflash.combine, tiles=TILES["gpu"],
-        varlen_backward=cupyflash.attention_varlen_backward, precision=precision_of("gpu"),
+        varlen_backward=varlen_backward, precision=precision_of("gpu"),
     )  # fmt: skip
     assert report.passed, str(report)

@@ -157,7 +157,7 @@ def options_of(case: Case, xp: Any = np) -> dict[str, Any]:
 
 def document_ids(case: Case) -> np.ndarray[Any, Any]:
     """Return the document of every key."""
-    return np.arange(case.len_k) // case.size
+    return np.arange(case.len_k, dtype=np.int32) // case.size
 
 
 class Standard(Contender):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError
+from .distance import with_distances
 from .key_range import KeyRange
 from .nodes import Expr, show_node, walk
 from .width import narrow
@@ -96,8 +97,10 @@ class Functions:
         How many constants and looked-up arrays they read at run time.
     has_mask, has_score, has_slope, has_range : bool
         Which functions are defined; the last one is that of the range of keys.
-    score_steps : int
-        How long the changed score and its slope take, in operations of a multiplication's cost.
+    mask_steps, score_steps : int
+        How long the mask takes, and the changed score with its slope, in multiplications.
+    score_reads : bool
+        Whether changed scores hang on what lies at the query's or the key's place of an array.
     """
 
     source: str = ""
@@ -108,7 +111,9 @@ class Functions:
     has_score: bool = False
     has_slope: bool = False
     has_range: bool = False
+    mask_steps: int = 0
     score_steps: int = 0
+    score_reads: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,20 +201,22 @@ def generate(
                 parameters.constant(node)
     parameters.structural = True
     parts = []
+    mask_steps = score_steps = 0
     if allowed is not None:
         body = _site_body(allowed, "float", parameters, short)
         parts.append(_function("bool mask_allows", "Site", allowed, body))
+        mask_steps = body.steps
     if classes is not None:
         body = _Body("float", parameters, rounded=_rounded(classes), bounds=True)
         parts.append(_function("int tile_class", "TileBox", classes, body))
     if keys is not None:
         parts.append(_range_function(keys, parameters))
-    steps = 0
     for name, root in (("score_changed", changed), ("score_slope", slope)):
         if root is not None:
-            body = _site_body(root, "accum_t", parameters, short)
-            parts.append(_function(f"accum_t {name}", "Site, accum_t score", root, body))
-            steps += body.steps
+            tree = with_distances(root) if short else root
+            body = _site_body(tree, "accum_t", parameters, short)
+            parts.append(_function(f"accum_t {name}", "Site, accum_t score", tree, body))
+            score_steps += body.steps
     functions = Functions(
         source="\n".join(parts),
         num_ints=len(parameters.ints),
@@ -219,7 +226,9 @@ def generate(
         has_score=changed is not None,
         has_slope=slope is not None,
         has_range=keys is not None,
-        score_steps=steps,
+        mask_steps=mask_steps,
+        score_steps=score_steps,
+        score_reads=changed is not None and _reads_by_place(changed),
     )
     constants = tuple(parameters.ints), tuple(parameters.floats)
     return Generated(functions, *constants, tuple(parameters.arrays))
@@ -239,6 +248,15 @@ def _function(name: str, site: str, root: Expr, body: _Body) -> str:
     return (
         f"__device__ __forceinline__ {name}(const Params& p{score}, const {site}& at) {{\n"
         f"{comment}{lines}  return {result};\n}}\n"
+    )
+
+
+def _reads_by_place(root: Expr) -> bool:
+    return any(
+        below.op == "symbol" and below.value in ("i", "j")
+        for node in walk(root)
+        if node.op == "lookup"
+        for below in walk(node)
     )
 
 
@@ -330,6 +348,8 @@ class _Body:
             return place if kind == "long long" else f"static_cast<{kind}>({place})"
         if node.op in ("lookup", "range_minimum", "range_maximum"):
             return self._read(node, args)
+        if node.op == "distance":
+            return self._distance(node, args[0])
         if node.type == "float":
             text = _FLOAT[node.op]
             if node.op == "multiply" and node in self.rounded:
@@ -339,6 +359,18 @@ class _Body:
         else:
             text = (_BOUND if self.bounds else _INT)[node.op]
         return text.format(*args, type=kind)
+
+    def _distance(self, node: Expr, rest: str) -> str:
+        """Write what all pairs of a thread share, and return the sum with the rest of the place."""
+        signs = {1: " + ", -1: " - "}
+        base, step = rest, "0"
+        for name, times in zip("ij", node.value, strict=True):
+            if times:
+                base += f"{signs[times]}static_cast<int>(at.{name} - at.step_{name})"
+                step += f"{signs[times]}at.step_{name}"
+        kind = self.types["float"]
+        shared = self._named(kind, f"static_cast<{kind}>({self._named('int', base)})")
+        return f"{shared} + static_cast<{kind}>({step})"
 
     def _read(self, node: Expr, args: list[str]) -> str:
         array = node.value[0]
@@ -362,6 +394,10 @@ class _Body:
             return _literal(node, self.types[node.type]) if place is None else place[2:]
         if node.op in ("lookup", "range_minimum", "range_maximum"):
             return f"{self.parameters.table(node.value[0])[2:]}[{', '.join(args)}]"
+        if node.op == "distance":
+            signs = {1: " + ", 0: "", -1: " - "}
+            pairs = zip("ij", node.value, strict=True)
+            return f"({args[0]}{''.join(f'{signs[n]}{name}' for name, n in pairs if n)})"
         return show_node(node, args)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .nodes import Expr, walk
 
-LIMIT = 2**28
+LIMIT = 2**21
 _WORD = 2**31
 
 _Span = tuple[int, int]
@@ -33,17 +33,25 @@ def narrow(root: Expr) -> set[Expr]:
         The tree. Its positions, lengths and integer constants are at most `LIMIT`, and of constants
         beyond it nothing is returned.
     """
-    spans: dict[Expr, _Span | None] = {}
+    return {node for node, span in spans(root).items() if node.type == "int" and span is not None}
+
+
+def spans(root: Expr) -> dict[Expr, _Span | None]:
+    """Return between which numbers the integers and conditions below `root` lie.
+
+    None stands for what 32 bits do not hold, or not its operands.
+    """
+    found: dict[Expr, _Span | None] = {}
     for node in walk(root):
         if node.type == "bool":
-            spans[node] = (0, 1)
+            found[node] = (0, 1)
         elif node.type == "int":
-            spans[node] = _held(_span(node, [spans.get(arg) for arg in node.args]))
-    return {node for node, span in spans.items() if node.type == "int" and span is not None}
+            found[node] = _held(_span(node, [found.get(arg) for arg in node.args]))
+    return found
 
 
 def _held(span: _Span | None) -> _Span | None:
-    fits = span is not None and -_WORD <= span[0] and span[1] < _WORD
+    fits = span is not None and span[0] >= -_WORD and span[1] < _WORD
     return span if fits else None
 
 

@@ -1,4 +1,5 @@
-// 1 / x by the special function unit: relative error at most 2^-23, of results below 2^-126 it is 0.
+// 1 / x by the special function unit: relative error at most 2^-23, of results below 2^-126 it is
+// 0.
 #pragma once
 
 namespace arch {

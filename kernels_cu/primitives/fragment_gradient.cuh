@@ -158,37 +158,37 @@ __device__ __forceinline__ void store_words(const unsigned int (&words)[ROWS][WO
 }
 
 // Which of a thread's pairs exist and take part: bit n of word r tells of element (r, n). Generated
-// code stands here for one column.
-template <bool KEYS_ARE_ROWS, int COLUMNS, int ROWS>
+// code stands here for AT_ONCE columns.
+template <bool KEYS_ARE_ROWS, int COLUMNS, int AT_ONCE = 1, int ROWS>
 __device__ __forceinline__ void ask_mask(const Params& p, const TileBox& box, int tile_class,
                                          const Corner& corner, unsigned int (&allowed)[ROWS]) {
   static_assert(COLUMNS <= 32, "a bit for each column");
-  const int i = KEYS_ARE_ROWS ? corner.column : corner.row;
-  const int j = KEYS_ARE_ROWS ? corner.row : corner.column;
-  const int rows =
-      static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low - j : box.i_high - box.i_low - i);
-  const int columns =
-      static_cast<int>(KEYS_ARE_ROWS ? box.i_high - box.i_low - i : box.j_high - box.j_low - j);
+  const int i_last = static_cast<int>(box.i_high - box.i_low);
+  const int j_last = static_cast<int>(box.j_high - box.j_low);
+  const int rows = KEYS_ARE_ROWS ? j_last : i_last, columns = KEYS_ARE_ROWS ? i_last : j_last;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) allowed[r] = 0;
-#pragma unroll 1
-  for (int n = 0; n < COLUMNS; ++n) {
-    const int place = 8 * (n / 2) + n % 2;
+  for (int r = 0; r < ROWS; ++r) {
+    const bool exists = corner.row + 8 * r <= rows;
+    allowed[r] = exists ? fragment_tile::columns_to(columns - corner.column) : 0;
+  }
+  if constexpr (HAS_MASK) {
+    if (tile_class != PARTIAL) return;
+#pragma unroll AT_ONCE
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int place = tile::smaller(corner.column + 8 * (n / 2) + n % 2, columns);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      bool allow = 8 * r <= rows && place <= columns;
-      if constexpr (HAS_MASK) {
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = tile::smaller(corner.row + 8 * r, rows);
         const Site at{box.b,
                       box.h,
-                      box.i_low + i + (KEYS_ARE_ROWS ? place : 8 * r),
-                      box.j_low + j + (KEYS_ARE_ROWS ? 8 * r : place),
+                      box.i_low + (KEYS_ARE_ROWS ? place : row),
+                      box.j_low + (KEYS_ARE_ROWS ? row : place),
                       box.len_q,
                       box.len_k,
                       box.start_q,
                       box.start_k};
-        if (allow && tile_class == PARTIAL) allow = mask_allows(p, at);
+        if (!mask_allows(p, at)) allowed[r] &= ~(1u << n);
       }
-      allowed[r] |= static_cast<unsigned int>(allow) << n;
     }
   }
 }
@@ -211,18 +211,14 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
 }
 
 // Where scores are changed: makes products q k into probabilities times the derivative of the
-// change. Where pairs do not exist, they are those of the last query or key that does. Generated
-// code stands here for so many columns as `columns_at_once` says. Returns whether any pair takes no
-// part; the rest is as told below.
-template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool recompute_changed(const Params& p, const TileBox& box, bool masked,
-                                                  const unsigned int (&allowed)[ROWS],
-                                                  float (&s)[ROWS][COLUMNS], const Corner& corner,
-                                                  const float* lse_smem,
-                                                  const unsigned int (&kept)[ROWS],
-                                                  unsigned int (&weights)[ROWS][COLUMNS / 2],
-                                                  char* tile_smem) {
-  constexpr int STEP = fragment_tile::columns_at_once(COLUMNS);
+// change. What is read for pairs that do not exist is of the last query or key that does. Generated
+// code stands here for STEP columns, which all columns pass, so many at a time. Returns whether any
+// pair takes no part; the rest is as told below.
+template <bool KEYS_ARE_ROWS, int BYTES, int STEP = 2, int ROWS, int COLUMNS>
+__device__ __forceinline__ bool recompute_changed(
+    const Params& p, const TileBox& box, bool masked, const unsigned int (&allowed)[ROWS],
+    float (&s)[ROWS][COLUMNS], const Corner& corner, const float* lse_smem,
+    const unsigned int (&kept)[ROWS], unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
   const float scale = static_cast<float>(p.scale);
   const int rows =
       static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
@@ -238,16 +234,20 @@ __device__ __forceinline__ bool recompute_changed(const Params& p, const TileBox
         float weight[2];
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
-          const int row = min(corner.row + 8 * r, rows);
-          const int place = min(corner.column + 4 * (column + n) + x, columns);
+          const int step = 4 * n + x, row = corner.row + 8 * r;
+          const int place = corner.column + 4 * column + step;
+          const int own_row = SCORE_READS ? tile::smaller(row, rows) : row;
+          const int own_place = SCORE_READS ? tile::smaller(place, columns) : place;
           const Site at{box.b,
                         box.h,
-                        box.i_low + (KEYS_ARE_ROWS ? place : row),
-                        box.j_low + (KEYS_ARE_ROWS ? row : place),
+                        box.i_low + (KEYS_ARE_ROWS ? own_place : own_row),
+                        box.j_low + (KEYS_ARE_ROWS ? own_row : own_place),
                         box.len_q,
                         box.len_k,
                         box.start_q,
-                        box.start_k};
+                        box.start_k,
+                        KEYS_ARE_ROWS ? step : 8 * r,
+                        KEYS_ARE_ROWS ? 8 * r : step};
           const float score = s[r][n + x] * scale;
           float changed = score_changed(p, score, at);
           if (masked && (allowed[r] >> (column + n + x) & 1) == 0) changed = -number::infinity();
@@ -294,8 +294,8 @@ __device__ __forceinline__ bool recompute_probabilities(
   unsigned int allowed[ROWS];
   if (masked) ask_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, allowed);
   if constexpr (HAS_SCORE) {
-    const bool hides = recompute_changed<KEYS_ARE_ROWS, BYTES>(
-        p, box, masked, allowed, s, corner, lse_smem, kept, weights, tile_smem);
+    const bool hides = recompute_changed<KEYS_ARE_ROWS, BYTES>(p, box, masked, allowed, s, corner,
+                                                               lse_smem, kept, weights, tile_smem);
     return masked || hides;
   }
   const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);

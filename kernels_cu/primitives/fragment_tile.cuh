@@ -31,11 +31,11 @@ __device__ __forceinline__ Next next_tile(const Params& p, Classes& classes_smem
     const int n = static_cast<int>(static_cast<unsigned long long>(first) / BLOCK % THREADS);
     if (n == 0) {
       __syncthreads();  // the classes before, which were read
-      const long long own = first + threadIdx.x * BLOCK;
-      int tile_class = EMPTY;
-      if (own < length) {
-        tile_class = tile::classify_tile(p, describe(own, tile::rows_from(own, length, BLOCK)));
-      }
+      // Beyond the last tile, the last one's class: all lanes ask together.
+      const long long last = (length - 1) / BLOCK * BLOCK, place = first + threadIdx.x * BLOCK;
+      const long long own = place < last ? place : last;
+      int tile_class = tile::classify_tile(p, describe(own, tile::rows_from(own, length, BLOCK)));
+      if (place > last) tile_class = EMPTY;
       const unsigned int some = arch::ballot(tile_class != EMPTY);
       const unsigned int full = arch::ballot(tile_class == FULL);
       if (arch::lane_index() == 0) {
@@ -71,23 +71,18 @@ struct Pairs {
 
   __device__ __forceinline__ static int key_of(int n) { return 8 * (n / 2) + n % 2; }
   __device__ __forceinline__ bool has_row(int r) const { return 8 * r <= rows; }
-  // The site of element (r, n), or of the last query before it that exists; and where KEYS_END of
-  // the last key.
+  // The site of element (r, n).
+  __device__ __forceinline__ Site site(const TileBox& box, int r, int n) const {
+    return Site{box.b,     box.h,       i + 8 * r,   j + key_of(n), box.len_q,
+                box.len_k, box.start_q, box.start_k, 8 * r,         key_of(n)};
+  }
+  // The same, or that of the last query before it that exists; and where KEYS_END of the last key.
   template <bool KEYS_END = true>
   __device__ __forceinline__ Site nearest(const TileBox& box, int r, int n) const {
-    const long long query = i + 8 * r, key = j + key_of(n);
-    return Site{box.b,
-                box.h,
-                query < box.i_high ? query : box.i_high,
-                !KEYS_END || key < box.j_high ? key : box.j_high,
-                box.len_q,
-                box.len_k,
-                box.start_q,
-                box.start_k};
-  }
-  __device__ __forceinline__ Site site(const TileBox& box, int r, int n) const {
-    return Site{box.b,     box.h,     i + 8 * r,   j + key_of(n),
-                box.len_q, box.len_k, box.start_q, box.start_k};
+    Site at = site(box, r, n);
+    if (at.i > box.i_high) at.i = box.i_high;
+    if (KEYS_END && at.j > box.j_high) at.j = box.j_high;
+    return at;
   }
 };
 
@@ -107,8 +102,8 @@ __device__ __forceinline__ int distance(long long position, long long first) {
 
 // Which of a thread's pairs take part: bit n of word r tells of element (r, n). They exist, and the
 // mask allows them. Where that is a range of keys, the mask is asked once for a row; else generated
-// code stands here for one column. Returns whether any pair of the warp takes part.
-template <int COLUMNS, int ROWS>
+// code stands here for AT_ONCE columns. Returns whether any pair of the warp takes part.
+template <int COLUMNS, int AT_ONCE = 1, int ROWS>
 __device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, int tile_class,
                                            unsigned int (&allowed)[ROWS]) {
   static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
@@ -130,7 +125,7 @@ __device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, 
   }
   if constexpr (HAS_MASK && !HAS_RANGE) {
     if (tile_class == PARTIAL) {
-#pragma unroll 1
+#pragma unroll AT_ONCE
       for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -172,18 +167,23 @@ __device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int key
   }
 }
 
-// Columns of scores that generated code changes together, of so many: all where it is short.
+// Columns for which warpgroups ask a mask together: what it reads of all is on its way at a time.
+constexpr int ASKED_AT_ONCE = MASK_STEPS <= 16 ? 16 : 2;
+
+// Columns of scores that warpgroups' generated code changes together, of so many: all where it is
+// short.
 __device__ constexpr int columns_at_once(int columns) {
-  return SCORE_STEPS <= 32 && sizeof(accum_t) == 4 ? columns : columns % 8 == 0 ? 8 : columns % 4 == 0 ? 4 : 2;
+  if (SCORE_STEPS <= 32) return columns;
+  return columns % 8 == 0 ? 8 : 4;
 }
 
-// Makes a thread's scores into changed logits. Where queries do not exist, or where KEYS_END keys,
-// they are those of the last ones that do. Generated code stands here for so many columns as
-// `columns_at_once` says. Returns whether any may be -inf.
-template <bool KEYS_END, int ROWS, int COLUMNS>
+// Makes a thread's scores into changed logits. Of pairs that do not exist they may be anything;
+// what is read for them is of the last query that does, and where KEYS_END of the last key.
+// Generated code stands here for STEP columns, which all columns pass, so many at a time. Returns
+// whether any may be -inf.
+template <bool KEYS_END, int STEP = 2, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool change_scores(const Params& p, const TileBox& box,
                                               accum_t (&s)[ROWS][COLUMNS], accum_t scale) {
-  constexpr int STEP = columns_at_once(COLUMNS);
   const Pairs pairs(box);
   accum_t sum[ROWS];  // of logits: not finite if one of them is not
 #pragma unroll
@@ -194,7 +194,9 @@ __device__ __forceinline__ bool change_scores(const Params& p, const TileBox& bo
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int n = 0; n < STEP; ++n) {
-        const Site at = pairs.nearest<KEYS_END>(box, r, column + n);
+        Site at = SCORE_READS ? pairs.nearest<KEYS_END>(box, r, column + n)
+                              : pairs.site(box, r, column + n);
+        at.step_j = Pairs::key_of(n);  // without the column, where it is not known
         s[r][n] = score_changed(p, s[r][n] * scale, at);
         sum[r] += s[r][n];
       }

@@ -1,6 +1,7 @@
 // Arrays that masks and scores read, and the arithmetic of their expressions that C++ does not
 // have: the twin of the reading and integer steps of reference/program.py.
 #pragma once
+#include "../arch/warp.cuh"
 #include "number.cuh"
 
 // A range of more elements than this is not looked at: its bounds are those of the type.
@@ -116,54 +117,69 @@ __device__ __forceinline__ void take_in(IntEnds& found, long long value) {
   found.high = value > found.high ? value : found.high;
 }
 
-// Takes in `count` integers without gaps, 16 bytes at a time between two boundaries.
-template <typename T>
-__device__ __forceinline__ void take_in_row(IntEnds& found, const char* at, int count) {
-  constexpr int TOGETHER = 16 / sizeof(T);
-  struct alignas(16) Together {
-    T x[TOGETHER];
-  };
-  const T* next = reinterpret_cast<const T*>(at);
-  const T* const end = next + count;
-  T low = *next, high = *next;
+// The extremes of a row of every lane: its place and length, which is 1 at least. So many lanes
+// look at the row of one of them, and then at the next one's: neighbouring lanes read neighbours,
+// and a few each before they compare. All lanes of the warp call it together.
+template <int KIND>
+__device__ __forceinline__ IntEnds row_extremes(const char* own, int own_length, long long stride) {
+  using T = typename Integer<KIND>::type;
+  using Wide = decltype(T() + T());
+  constexpr int TOGETHER = arch::WARP_SIZE < 8 ? arch::WARP_SIZE : 8;
+  constexpr int AT_ONCE = 64 / sizeof(Wide);  // as many as registers go
+  const auto place = reinterpret_cast<unsigned long long>(own);
+  const unsigned long long first = arch::shuffle(place, 0);
+  const int first_length = arch::shuffle(own_length, 0);
+  // Often all have the same row: a tile's queries, for many tiles of keys.
+  const bool same = !arch::any_lane(place != first || own_length != first_length);
+  const int lane = arch::lane_index(), group = lane / TOGETHER * TOGETHER;
+  IntEnds found{0, 0};
 #pragma unroll 1
-  while (next < end) {
-    if (reinterpret_cast<unsigned long long>(next) % 16 == 0 && end - next >= TOGETHER) {
-      const Together some = *reinterpret_cast<const Together*>(next);
+  for (int n = 0; n < (same ? 1 : TOGETHER); ++n) {
+    const auto* const row = reinterpret_cast<const char*>(arch::shuffle(place, group + n));
+    const int length = arch::shuffle(own_length, group + n);
+    Wide low = static_cast<Wide>(load_as_int<KIND>(row)), high = low;
+#pragma unroll 1
+    for (int from = lane - group; from < length; from += AT_ONCE * TOGETHER) {
+      Wide some[AT_ONCE];
 #pragma unroll
-      for (int n = 0; n < TOGETHER; ++n) {
-        low = some.x[n] < low ? some.x[n] : low;
-        high = some.x[n] > high ? some.x[n] : high;
+      for (int x = 0; x < AT_ONCE; ++x) {
+        const int at = from + x * TOGETHER;
+        some[x] = static_cast<Wide>(load_as_int<KIND>(row + (at < length ? at : 0) * stride));
       }
-      next += TOGETHER;
-    } else {
-      low = *next < low ? *next : low;
-      high = *next > high ? *next : high;
-      ++next;
+#pragma unroll
+      for (int x = 0; x < AT_ONCE; ++x) {
+        low = some[x] < low ? some[x] : low;
+        high = some[x] > high ? some[x] : high;
+      }
     }
+#pragma unroll
+    for (int lanes = TOGETHER / 2; lanes > 0; lanes /= 2) {
+      const Wide least = arch::shuffle_xor(low, lanes), most = arch::shuffle_xor(high, lanes);
+      low = least < low ? least : low;
+      high = most > high ? most : high;
+    }
+    if (same || lane == group + n) found = IntEnds{low, high};
   }
-  take_in(found, low);
-  take_in(found, high);
+  return found;
 }
 
 // The smallest and the largest integer of a range; the ends of their type where there are too many
-// to look at.
+// to look at. All lanes of the warp call it together.
 template <int KIND, int AXES>
 __device__ __forceinline__ IntEnds int_extremes(const Table& table, const long long* ends) {
   const Range<AXES> range(table, ends);
+  const long long stride = table.strides[AXES - 1];
+  const int columns = static_cast<int>(range.length[AXES - 1]);
+  if (!arch::any_lane(range.count > RANGE_LIMIT || range.rows() != 1)) {
+    return row_extremes<KIND>(range.row(0), columns, stride);
+  }
   if (range.count > RANGE_LIMIT) {
     return KIND == KIND_BOOL ? IntEnds{0, 1} : IntEnds{SMALLEST_INT, LARGEST_INT};
   }
-  const long long stride = table.strides[AXES - 1];
-  const int columns = static_cast<int>(range.length[AXES - 1]);
   IntEnds found{LARGEST_INT, SMALLEST_INT};
 #pragma unroll 1
   for (int n = 0; n < range.rows(); ++n) {
     const char* at = range.row(n);
-    if (KIND != KIND_BOOL && stride == sizeof(typename Integer<KIND>::type)) {
-      take_in_row<typename Integer<KIND>::type>(found, at, columns);
-      continue;
-    }
 #pragma unroll 1
     for (int x = 0; x < columns; ++x, at += stride) take_in(found, load_as_int<KIND>(at));
   }

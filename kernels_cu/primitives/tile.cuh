@@ -9,12 +9,15 @@
 #include "matmul.cuh"
 #include "philox.cuh"
 
-// One pair of a query and a key.
+// One pair of a query and a key. Of i and j, so much is known to the compiler, and may differ from
+// the thread's other pairs: for `distance` of cupyflash/expr/distance.py.
 struct Site {
   long long b, h, i, j, len_q, len_k, start_q, start_k;
+  int step_i = 0, step_j = 0;
 };
 
-// A tile of pairs: i_low to i_high and j_low to j_high, both ends within.
+// A tile of pairs: i_low to i_high and j_low to j_high, both ends within. A thread that asks for
+// the classes of many has a memo.
 struct TileBox {
   long long b, h, i_low, i_high, j_low, j_high, len_q, len_k, start_q, start_k;
 };
@@ -41,6 +44,8 @@ constexpr float LOG2_E = 1.4426950408889634f;
 __device__ __forceinline__ int smaller(long long x, int limit) {
   return x < limit ? static_cast<int>(x) : limit;
 }
+
+__device__ __forceinline__ int smaller(int x, int limit) { return x < limit ? x : limit; }
 
 // Rows that exist in a block that begins at `first`.
 __device__ __forceinline__ int rows_from(long long first, long long length, int block) {

@@ -6,6 +6,7 @@
 #include "fragment_gradient.cuh"
 #include "fragment_product.cuh"
 #include "warpgroup_passing.cuh"
+#include "warpgroup_rows.cuh"
 
 namespace warpgroup_gradient {
 
@@ -190,13 +191,18 @@ __device__ __forceinline__ void add_rows(const float (&dq)[2][COLUMNS], float* t
 
 // -- what is not finite ---------------------------------------------------------------------------
 
-template <int COLUMNS>
-__device__ __forceinline__ bool all_finite(const float (&x)[2][COLUMNS]) {
+// Whether a lane's pieces of tiles of 64 rows are finite, of which `valid` exist in all: as
+// warpgroup_rows::finite_rows.
+template <int BYTES, int TOGETHER>
+__device__ __forceinline__ bool finite_tiles(const char* tiles_smem, int tiles, int own,
+                                             int valid) {
   bool finite = true;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) finite = finite && fabs(x[r][n]) <= number::largest_float();
+#pragma unroll 1
+  for (int n = 0; n < tiles; ++n) {
+    const int rows = valid - n * warpgroup::ROWS_OF;
+    if (!warpgroup_rows::finite_rows<BYTES, TOGETHER>(tiles_smem + n * BYTES, own, rows)) {
+      finite = false;
+    }
   }
   return finite;
 }

@@ -45,9 +45,10 @@ struct Span {
 
   // The classes, found by all threads that compute together.
   __device__ __forceinline__ void classify(const Params& p, long long j0, int nj) {
+    // Beyond the last tile, the last one's class: all lanes ask together.
     const int place = first + static_cast<int>(threadIdx.x);
-    int tile_class = EMPTY;
-    if (place < end) tile_class = tile::classify_tile(p, box_of(4 * place, j0, nj));
+    int tile_class = tile::classify_tile(p, box_of(4 * (place < end ? place : end - 1), j0, nj));
+    if (place >= end) tile_class = EMPTY;
     const unsigned int own_some = arch::ballot(tile_class != EMPTY);
     const unsigned int own_full = arch::ballot(tile_class == FULL);
     if (arch::lane_index() == 0) {
@@ -123,10 +124,50 @@ struct Known {
   unsigned long long full_d_out[STAGES];
   unsigned long long held;  // the keys and values
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
-  // What warps found in a tile.
-  unsigned int nonfinite[STAGES][CONSUMER_WARPS];
-  unsigned int exceeds[STAGES][CONSUMER_WARPS];
+  // That tiles were looked at, and where: whether each of the warps saw what is not finite.
+  static constexpr int LOOKING = 2;
+  unsigned long long looked_at[STAGES];
+  unsigned int nonfinite[STAGES][LOOKING];
+  unsigned int exceeds[STAGES][CONSUMER_WARPS];  // what warps that compute found in a tile
   float largest[CONSUMER_WARPS];
+
+  // The place from which on rows of a span's tiles are missing, or keys of all tiles.
+  __device__ __forceinline__ int whole(const Span& of) const {
+    return nj < BLOCK_KV ? 0 : of.whole;
+  }
 };
+
+constexpr int TOGETHER = 1;  // the barrier of all that compute
+
+// Tells of span n, if there is one: all threads that compute together.
+__device__ __forceinline__ void tell(const Params& p, Known& known, unsigned int n) {
+  if (n >= known.spans) return;
+  warpgroup::wait(arch::shared_address(&known.told.empty[stage_of(n)]), parity_of(n) ^ 1);
+  Span& span = known.span[stage_of(n)];
+  if (threadIdx.x == 0) {
+    const unsigned int number = n / known.spans_each, first = n % known.spans_each * Span::MOST;
+    const long long h = static_cast<long long>(known.h_kv) * p.group + number % p.group;
+    const layout::Entry entry = layout::shared_entry(p, known.entry, number / p.group);
+    const int end = first + Span::MOST < known.tiles ? first + Span::MOST : known.tiles;
+    span =
+        Span{entry,
+             h,
+             memory::numbers(p.lse, entry, h),
+             memory::numbers(p.delta, entry, h),
+             reinterpret_cast<float*>(p.dq_sum.data) + layout::grouped_offset(p.dq_sum, entry, h),
+             warpgroup::Head(p.q, entry, h),
+             warpgroup::Head(p.d_out, entry, h),
+             static_cast<int>(first),
+             HAS_MASK ? end : known.tiles,
+             static_cast<int>(entry.len_q / BLOCK_Q),
+             {},
+             {}};
+  }
+  if constexpr (HAS_MASK) {
+    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what is known of the head
+    span.classify(p, known.j0, known.nj);
+  }
+  arch::arrive(arch::shared_address(&known.told.full[stage_of(n)]));
+}
 
 }  // namespace warpgroup_passing

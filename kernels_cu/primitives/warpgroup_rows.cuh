@@ -1,6 +1,7 @@
 // Rows in shared memory that a product reads by itself, and what has to be done to them before: the
 // twin of reference/accumulate.py where values are not finite.
 #pragma once
+#include "../arch/pair.cuh"
 #include "fragment.cuh"
 #include "warpgroup.cuh"
 
@@ -17,23 +18,26 @@ __device__ __forceinline__ void negate_rows(char* tile_smem, int own) {
   }
 }
 
-// The exponents that fragment::finite_rows looks for, added up over the 16 bytes of a piece.
-__device__ __forceinline__ unsigned int carried_of(const arch::Bytes16& piece) {
-  unsigned int carried = 0;
-#pragma unroll
-  for (int x = 0; x < 4; ++x) carried |= (piece.x[x] & fragment::EXPONENTS) + fragment::LAST;
-  return carried;
+// 0 x of two numbers, added to sums of such.
+__device__ __forceinline__ unsigned int zero_times(unsigned int x, unsigned int sum) {
+  return STORAGE == 0 ? arch::zero_times_halves(x, sum) : arch::zero_times_bfloats(x, sum);
 }
 
-// Whether every TOGETHER-th piece from number `own` on of a tile of so many bytes is finite.
-template <int BYTES, int TOGETHER>
-__device__ __forceinline__ bool finite_rows(const char* tile_smem, int own) {
-  unsigned int carried = 0;
-#pragma unroll 4
+// Whether every TOGETHER-th piece from number `own` on of a tile of so many bytes is finite: of its
+// first `valid` rows, where it has 64, which are all that exist.
+template <int BYTES, int TOGETHER, int UNROLL = 2>
+__device__ __forceinline__ bool finite_rows(const char* tile_smem, int own,
+                                            int valid = warpgroup::ROWS_OF) {
+  constexpr int PIECES = warpgroup::LINE_BYTES / 16;  // of a row's line
+  unsigned int sum[4] = {0, 0, 0, 0};                 // 0, or NaN
+#pragma unroll UNROLL
   for (int n = own; n < BYTES / 16; n += TOGETHER) {
-    carried |= carried_of(reinterpret_cast<const arch::Bytes16*>(tile_smem)[n]);
+    if (n / PIECES % warpgroup::ROWS_OF >= valid) continue;
+    const arch::Bytes16& piece = reinterpret_cast<const arch::Bytes16*>(tile_smem)[n];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) sum[x] = zero_times(piece.x[x], sum[x]);
   }
-  return (carried & fragment::SIGNS) == 0;
+  return ((sum[0] | sum[1] | sum[2] | sum[3]) & ~fragment::SIGNS) == 0;
 }
 
 // Makes 0 of what is not finite in the same pieces.

@@ -39,13 +39,13 @@ __device__ __forceinline__ void find_classes(const Params& p, TileClasses& class
     const long long keys = static_cast<long long>(BLOCK_KV) << shift;
 #pragma unroll 1
     for (int n = lane; n < GROUPS && (n - lane) * keys < length; n += arch::WARP_SIZE) {
-      const long long first = n * keys;
-      int found = EMPTY;
-      if (first < length) {
-        const long long left = length - first;
-        found =
-            tile::classify_tile(p, describe(first, static_cast<int>(left < keys ? left : keys)));
-      }
+      // Beyond the last group, the last one's class: all lanes ask together.
+      const int last = (tiles - 1) >> shift;
+      const long long first = (n < last ? n : last) * keys;
+      const long long left = length - first;
+      int found =
+          tile::classify_tile(p, describe(first, static_cast<int>(left < keys ? left : keys)));
+      if (n > last) found = EMPTY;
       const unsigned int some = arch::ballot(found != EMPTY);
       const unsigned int full = arch::ballot(found == FULL);
       if (lane == 0) {

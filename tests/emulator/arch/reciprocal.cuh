@@ -3,8 +3,8 @@
 
 namespace arch {
 
-// The instruction may be wrong by 2^-23 of its result: here every result is off by up to half of that
-// before it is rounded, in a way that the bits of x decide; those of powers of two are exact.
+// The instruction may be wrong by 2^-23 of its result: here every result is off by up to half of
+// that before it is rounded, in a way that the bits of x decide; those of powers of two are exact.
 inline float reciprocal(float x) {
   const unsigned int bits = __float_as_uint(x);
   if ((bits >> 23 & 0xff) == 0) return __builtin_copysignf(__builtin_inff(), x);

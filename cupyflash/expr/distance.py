@@ -1,0 +1,86 @@
+"""Distances as floats: what is linear in a pair's place, made so that most of it is known before.
+
+A kernel's thread has many pairs, whose places differ by numbers that its compiler knows. So of
+``i + (len_k - len_q) - j`` as a float, all pairs share one conversion, and each adds a constant.
+Integers up to 2**24 are floats, whose sums are exact below that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .nodes import Expr, as_expr, rebuild, walk
+from .width import spans
+
+_EXACT = 2**24
+
+
+class Line(NamedTuple):
+    """The integer ``rest + i * (times of i) + j * (times of j)``; `rest` hangs on neither."""
+
+    i: int
+    j: int
+    rest: Expr
+
+
+def with_distances(root: Expr) -> Expr:
+    """Return `root` with the op "distance" for integers that are linear in i and j, as floats.
+
+    Its operand is the rest, its value the multiples of i and j, each -1, 0 or 1.
+    """
+    known, lines = spans(root), _lines(root)
+
+    def replaced(node: Expr) -> Expr | None:
+        if node.op != "to_float":
+            return None
+        (arg,) = node.args
+        inner = arg.args[0] if arg.op == "absolute" else arg
+        line, span = lines.get(inner), known.get(inner)
+        if line is None or span is None or max(map(abs, span)) > _EXACT:
+            return None
+        if max(abs(line.i), abs(line.j)) != 1:
+            return None
+        distance = Expr("distance", (line.rest,), "float", (line.i, line.j))
+        return Expr("absolute", (distance,), "float") if arg is not inner else distance
+
+    return rebuild(root, replaced)
+
+
+def _lines(root: Expr) -> dict[Expr, Line]:
+    """Return the integers below `root` that are linear in i and j."""
+    lines: dict[Expr, Line] = {}
+    varies: set[Expr] = set()
+    for node in walk(root):
+        place = node.op == "symbol" and node.value in ("i", "j")
+        if place or any(arg in varies for arg in node.args):
+            varies.add(node)
+        if node.type != "int":
+            continue
+        if node not in varies:
+            lines[node] = Line(0, 0, node)
+        elif place:
+            lines[node] = Line(int(node.value == "i"), int(node.value == "j"), as_expr(0))
+        elif node.op in ("add", "subtract", "negative"):
+            parts = [lines[arg] for arg in node.args if arg in lines]
+            if len(parts) == len(node.args):
+                lines[node] = _joined(node.op, parts)
+    return lines
+
+
+def _joined(op: str, parts: list[Line]) -> Line:
+    if op == "negative":
+        parts = [Line(0, 0, as_expr(0)), *parts]
+    a, b = parts
+    if op == "add":
+        return Line(a.i + b.i, a.j + b.j, _plus(a.rest, b.rest))
+    return Line(a.i - b.i, a.j - b.j, a.rest if _is_zero(b.rest) else a.rest - b.rest)
+
+
+def _plus(a: Expr, b: Expr) -> Expr:
+    if _is_zero(a) or _is_zero(b):
+        return b if _is_zero(a) else a
+    return a + b
+
+
+def _is_zero(node: Expr) -> bool:
+    return node.op == "constant" and node.value == 0
