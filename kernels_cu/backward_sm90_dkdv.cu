@@ -22,7 +22,6 @@
 
 namespace {
 
-using warpgroup_gradient::finite_tiles;
 using warpgroup_gradient::OwnLines;
 using warpgroup_gradient::SHARES_KEYS;
 using namespace warpgroup_passing;
@@ -47,8 +46,6 @@ constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
 constexpr bool BEGINS_DK = TAKES_TURNS && !MAY_MASK && STORAGE == 1;
 constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
-// Of what has pairs that take no part, so many warps look whether all is finite.
-constexpr int LOOKING = MAY_MASK ? Known::LOOKING : 0;
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
 struct alignas(1024) Swizzled {
@@ -93,9 +90,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const auto full_d_out = [&](unsigned int n) {
     return arch::shared_address(&known_smem->full_d_out[stage_of(n)]);
   };
-  const auto looked_at = [&](unsigned int n) {
-    return arch::shared_address(&known_smem->looked_at[stage_of(n)]);
-  };
   Passing &told = known_smem->told, &queries = known_smem->queries;
 
   const layout::Work work =
@@ -110,17 +104,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const unsigned int each = HAS_MASK ? (tiles + Span::MOST - 1) / Span::MOST : 1;
     known_smem->tiles = tiles;
     known_smem->spans_each = each;
-    known_smem->c = static_cast<float>(p.scale) * tile::LOG2_E;
+    known_smem->c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * tile::LOG2_E;
     known_smem->spans = static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * each;
     arch::init_barrier(held, 1);
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
       arch::init_barrier(full(told, n), CONSUMER_THREADS);
-      arch::init_barrier(empty(told, n), CONSUMER_THREADS + 1 + (1 + LOOKING) * arch::WARP_SIZE);
+      arch::init_barrier(empty(told, n), CONSUMER_THREADS + 1 + arch::WARP_SIZE);
       arch::init_barrier(full(queries, n), 1 + arch::WARP_SIZE);
       arch::init_barrier(full_d_out(n), 1);
-      arch::init_barrier(empty(queries, n), CONSUMERS + LOOKING);
-      if constexpr (LOOKING > 0) arch::init_barrier(looked_at(n), LOOKING);
+      arch::init_barrier(empty(queries, n), CONSUMERS);
     }
     arch::publish_barriers();
   }
@@ -130,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::shed_registers<24>();
     const int warp = threadIdx.x / arch::WARP_SIZE % 4;
     const int lane = arch::lane_index();
-    const auto each_tile = [&](const auto& work) {  // that is not EMPTY
+    // Of every tile that is not EMPTY: what comes before its stage was read, and then.
+    const auto each_tile = [&](const auto& prepare, const auto& copy) {
       unsigned int tile_number = 0;
 #pragma unroll 1
       for (unsigned int n = 0; n < known_smem->spans; ++n) {
@@ -139,14 +133,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
         for (int tile = span.next_tile(span.first); tile != NO_TILE;
              tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
-          work(span, tile, tile_number);
+          prepare(span, tile);
+          warpgroup::wait(empty(queries, tile_number), parity_of(tile_number) ^ 1);
+          copy(span, tile, stage_of(tile_number));
         }
         arch::arrive(empty(told, n));
       }
-    };
-    const auto wait_empty = [&](unsigned int n) {
-      warpgroup::wait(empty(queries, n), parity_of(n) ^ 1);
-      return stage_of(n);
     };
     if (warp == 0 && lane == 0) {
       arch::arrive_expecting(held, KEY_TILES * (K_BYTES + V_BYTES));
@@ -160,54 +152,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
                                                        held);
       }
-      each_tile([&](const Span& span, int tile, unsigned int number) {
-        const long long first = span.entry.start_q + first_of(tile);
-        const int stage = wait_empty(number);
-        arch::arrive_expecting(full(queries, stage), Q_BYTES);
-        warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
-                                          full(queries, stage));
-        arch::arrive_expecting(full_d_out(stage), DO_BYTES);
-        warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
-                                            first, full_d_out(stage));
-      });
+      each_tile([](const Span&, int) {},
+                [&](const Span& span, int tile, int stage) {
+                  const long long first = span.entry.start_q + first_of(tile);
+                  arch::arrive_expecting(full(queries, stage), Q_BYTES);
+                  warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q,
+                                                    first, full(queries, stage));
+                  arch::arrive_expecting(full_d_out(stage), DO_BYTES);
+                  warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map,
+                                                      span.d_out, first, full_d_out(stage));
+                });
     }
     if (warp == 1) {
       LaneNumbers numbers;
-      each_tile([&](const Span& span, int tile, unsigned int number) {
-        numbers.load(span, tile);
-        const int stage = wait_empty(number);
-        numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
-        arch::arrive(full(queries, stage));
-      });
-    }
-    if (LOOKING > 0 && warp > 1) {
-      constexpr int LANES = LOOKING * arch::WARP_SIZE;
-      const int own = threadIdx.x % warpgroup::THREADS_OF - 2 * arch::WARP_SIZE;
-      bool knows_keys = false, finite_keys = true;
-      each_tile([&](const Span& span, int tile, unsigned int number) {
-        const int stage = stage_of(number);
-        warpgroup::wait(full(queries, stage), parity_of(number));
-        warpgroup::wait(full_d_out(stage), parity_of(number));
-        bool finite = true;
-        if (HAS_SCORE || class_of(tile) == PARTIAL || place_of(tile) >= known_smem->whole(span)) {
-          if (!knows_keys) {
-            warpgroup::wait(held, 0);
-            finite_keys = finite_tiles<K_BYTES, LANES>(k_smem, KEY_TILES, own, known_smem->nj);
-            knows_keys = true;
-          }
-          const int ni = span.rows_of(tile);
-          finite = finite_keys &&
-                   finite_tiles<Q_BYTES, LANES>(q_smem + stage * Q_BYTES, 1, own, ni) &&
-                   finite_tiles<DO_BYTES, LANES>(do_smem + stage * DO_BYTES, 1, own, ni);
-        }
-        const bool some = arch::any_lane(!finite);
-        __syncwarp();  // queries and do, which all lanes have read
-        if (lane == 0) {
-          known_smem->nonfinite[stage][warp - 2] = some ? 1 : 0;
-          arch::arrive(looked_at(stage));
-          arch::arrive(empty(queries, stage));
-        }
-      });
+      each_tile([&](const Span& span, int tile) { numbers.load(span, tile); },
+                [&](const Span&, int, int stage) {
+                  numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
+                  arch::arrive(full(queries, stage));
+                });
     }
     return;
   }
@@ -261,7 +223,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     tell(p, *known_smem, n + 1);
     warpgroup::wait(full(told, n), parity_of(n));
     const Span& span = known_smem->span[stage_of(n)];
-    const int whole = known_smem->whole(span);
+    // From this tile on rows are missing, or keys of all tiles.
+    const int whole = known_smem->nj < BLOCK_KV ? 0 : span.whole;
 #pragma unroll 1
     for (int tile = span.next_tile(span.first); tile != NO_TILE;
          tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
@@ -278,6 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup_gradient::Numbers<COLUMNS> lse;
       float s[2][COLUMNS], dp[2][COLUMNS];
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2], allowed[2], kept[2];
+      bool nonfinite = false;
       // What hangs on places only comes first, while few registers are in use.
       const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
@@ -304,41 +268,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::fence_products();
       warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
       arch::commit_products();
-      if constexpr (!HAS_SCORE) {
-        begin_dp();
-        lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
-      }
+      if constexpr (!HAS_SCORE) begin_dp();
+      if constexpr (!HAS_SCORE) lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
       arch::wait_products<HAS_SCORE ? 0 : 1>();
       arch::take_product(s);
+      if (MAY_MASK && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       bool hides = masked;
-      if constexpr (HAS_SCORE) {
+      if constexpr (WEIGHS_AT_ONCE) {
         const bool hidden = fragment_gradient::recompute_changed<true, 0, AT_ONCE>(
             p, box(), masked, allowed, s, corner, lse_smem, kept, weights, nullptr);
         hides = arch::any_lane(hidden) || masked;
         begin_dp();
       } else {
+        if constexpr (HAS_SCORE) {
+          hides =
+              arch::any_lane(fragment_gradient::change_scores<true>(p, box(), s, corner)) || masked;
+          if (hides) warpgroup_gradient::find_hidden(s, masked, allowed);
+          lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
+        }
         warpgroup_gradient::exponentiate(s, lse, c);
-        if (masked) warpgroup_gradient::hide_pairs(s, allowed);
+        if (hides) warpgroup_gradient::hide_pairs(s, allowed);
+        if constexpr (HAS_SCORE) begin_dp();
       }
       const auto delta =
           warpgroup_gradient::delta_from<COLUMNS>(known_smem->delta[stage] + corner.column);
       arch::wait_products<0>();
       arch::take_product(dp);
+      if (MAY_MASK && may_hide && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
       warpgroup_gradient::score_gradients(p, hides, s, dp, delta, kept);
-      if constexpr (!HAS_SCORE) warpgroup_gradient::narrow_kept(s, kept, weights);
+      if constexpr (!WEIGHS_AT_ONCE) warpgroup_gradient::narrow_kept(s, kept, weights);
       char* const own_q_smem = q_smem + stage * Q_BYTES;
       char* const own_do_smem = do_smem + stage * DO_BYTES;
       char* const own_ds_smem = ds_smem + stage * DS_BYTES;
       // P: its own, or for what is not finite that of dS of the tile before, which was read.
       char* const p_smem = ds_smem + (SHARES_KEYS ? STAGES + stage : stage ^ 1) * DS_BYTES;
       bool careful = false;  // of values that are not finite, and pairs that take no part
-      if (MAY_MASK && may_hide) {
-        warpgroup::wait(looked_at(stage), parity);
-        careful = (known_smem->nonfinite[stage][0] | known_smem->nonfinite[stage][1]) != 0;
-        if (!SHARES_KEYS && careful) {
+      if (MAY_MASK && !SHARES_KEYS && may_hide) {
+        careful = any_warp(known_smem->nonfinite[stage], nonfinite);
+        if (careful) {
           warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
           __syncwarp();  // the warp's keys, which its lanes wrote
           warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem, own_do_smem);
@@ -377,6 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       store();
       // Without masks after dS was stored, with them before: either measured faster.
       if constexpr (!SHARES_KEYS && !MAY_MASK) begin_dv();
+      const bool votes = MAY_MASK && SHARES_KEYS && may_hide;
+      if (votes) careful = any_warp(known_smem->nonfinite[stage], nonfinite);
       if constexpr (STORAGE == 0) {
         const bool exceeds = fragment_gradient::largest_of(dp) * factor > 32768.0f;
         if (any_warp(known_smem->exceeds[stage], exceeds)) {
@@ -397,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // Rounded again, so that it does not wait in registers.
         arch::take_product(dp);
         fragment_gradient::narrow(dp, factor, ds);
-      } else if constexpr (ADDS_DQ || SHARES_KEYS) {
+      } else if ((ADDS_DQ || SHARES_KEYS) && !votes) {
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
       }
       float* const sum_gmem = span.dq_sum + first_of(tile) * fragment::whole_columns(D);

@@ -40,9 +40,6 @@ constexpr int STAGES = 2;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Narrow output is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64;
-// Changing scores takes as long as the product with values: then their place is free, and the next
-// ones come soon enough to be looked at.
-constexpr bool FREES_SOONER = HAS_SCORE;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
 constexpr bool LOOKS = MAY_MASK || PACKED;
 constexpr int LOOKING = LOOKS ? 2 : 0;                        // warps, of the warpgroup that copies
@@ -175,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           warpgroup::wait(full(values, n), parity_of(n));
           bool finite = true;
           if (HAS_SCORE || job.is_masked(now)) {
-            finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE, 4>(
+            finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
                 values_smem + stage_of(n) * VALUES_BYTES, own);
           }
           const bool some = arch::any_lane(!finite);
@@ -361,17 +358,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup::release(empty(keys, n));
         if (following < 0) warpgroup::release(queries_empty(own));
         const bool hides = change_scores(now, masked, Bool<false>());
-        const auto finish_output = [&] {
-          arch::wait_products<0>();
-          arch::take_product(acc);
-          warpgroup::release(empty(values, n - 1));
-        };
-        if constexpr (FREES_SOONER) finish_output();
         const bool grew = fragment_softmax::row_max(s, m, m_new);
         fragment_softmax::raise_max(m, m_new, l, alpha, c);
         fragment_softmax::exponentiate(s, m, l, c, hides);
         if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
-        if constexpr (!FREES_SOONER) finish_output();
+        arch::wait_products<0>();
+        arch::take_product(acc);
+        warpgroup::release(empty(values, n - 1));
         fragment::narrow(s, weights);
         if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
         if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(n);

@@ -210,6 +210,53 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
   }
 }
 
+// The site of a thread's element of row r, `step` columns and as many queries or keys from column
+// `column` on; or where changed scores read arrays, of the last query and key of the tile before
+// it.
+template <bool KEYS_ARE_ROWS>
+__device__ __forceinline__ Site site_of(const TileBox& box, const Corner& corner, int r, int column,
+                                        int step) {
+  const int i_last = static_cast<int>(box.i_high - box.i_low);
+  const int j_last = static_cast<int>(box.j_high - box.j_low);
+  int row = corner.row + 8 * r, place = corner.column + 4 * column + step;
+  if constexpr (SCORE_READS) {
+    row = tile::smaller(row, KEYS_ARE_ROWS ? j_last : i_last);
+    place = tile::smaller(place, KEYS_ARE_ROWS ? i_last : j_last);
+  }
+  return Site{box.b,
+              box.h,
+              box.i_low + (KEYS_ARE_ROWS ? place : row),
+              box.j_low + (KEYS_ARE_ROWS ? row : place),
+              box.len_q,
+              box.len_k,
+              box.start_q,
+              box.start_k,
+              KEYS_ARE_ROWS ? step : 8 * r,
+              KEYS_ARE_ROWS ? 8 * r : step};
+}
+
+// Makes products q k into changed logits; generated code stands here for all of a thread's pairs.
+// Returns whether any may be -inf.
+template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
+__device__ __forceinline__ bool change_scores(const Params& p, const TileBox& box,
+                                              float (&s)[ROWS][COLUMNS], const Corner& corner) {
+  const float scale = static_cast<float>(p.scale);
+  float sum[ROWS] = {};  // of logits: not finite if one of them is not
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const Site at = site_of<KEYS_ARE_ROWS>(box, corner, r, 0, 8 * (n / 2) + n % 2);
+      s[r][n] = score_changed(p, s[r][n] * scale, at);
+      sum[r] += s[r][n];
+    }
+  }
+  bool finite = true;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) finite = finite && number::is_finite(sum[r]);
+  return !finite;
+}
+
 // Where scores are changed: makes products q k into probabilities times the derivative of the
 // change. What is read for pairs that do not exist is of the last query or key that does. Generated
 // code stands here for STEP columns, which all columns pass, so many at a time. Returns whether any
@@ -220,10 +267,6 @@ __device__ __forceinline__ bool recompute_changed(
     float (&s)[ROWS][COLUMNS], const Corner& corner, const float* lse_smem,
     const unsigned int (&kept)[ROWS], unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
   const float scale = static_cast<float>(p.scale);
-  const int rows =
-      static_cast<int>(KEYS_ARE_ROWS ? box.j_high - box.j_low : box.i_high - box.i_low);
-  const int columns =
-      static_cast<int>(KEYS_ARE_ROWS ? box.i_high - box.i_low : box.j_high - box.j_low);
   bool hides = false;
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += STEP) {
@@ -234,20 +277,7 @@ __device__ __forceinline__ bool recompute_changed(
         float weight[2];
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
-          const int step = 4 * n + x, row = corner.row + 8 * r;
-          const int place = corner.column + 4 * column + step;
-          const int own_row = SCORE_READS ? tile::smaller(row, rows) : row;
-          const int own_place = SCORE_READS ? tile::smaller(place, columns) : place;
-          const Site at{box.b,
-                        box.h,
-                        box.i_low + (KEYS_ARE_ROWS ? own_place : own_row),
-                        box.j_low + (KEYS_ARE_ROWS ? own_row : own_place),
-                        box.len_q,
-                        box.len_k,
-                        box.start_q,
-                        box.start_k,
-                        KEYS_ARE_ROWS ? step : 8 * r,
-                        KEYS_ARE_ROWS ? 8 * r : step};
+          const Site at = site_of<KEYS_ARE_ROWS>(box, corner, r, column, 4 * n + x);
           const float score = s[r][n + x] * scale;
           float changed = score_changed(p, score, at);
           if (masked && (allowed[r] >> (column + n + x) & 1) == 0) changed = -number::infinity();

@@ -170,10 +170,11 @@ __device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int key
 // Columns for which warpgroups ask a mask together: what it reads of all is on its way at a time.
 constexpr int ASKED_AT_ONCE = MASK_STEPS <= 16 ? 16 : 2;
 
-// Columns of scores that warpgroups' generated code changes together, of so many: all where it is
-// short.
+// Columns of scores that warpgroups' generated code changes together, of so many: all, unless it is
+// long.
+constexpr bool IS_LONG = SCORE_STEPS > 32;
 __device__ constexpr int columns_at_once(int columns) {
-  if (SCORE_STEPS <= 32) return columns;
+  if (!IS_LONG) return columns;
   return columns % 8 == 0 ? 8 : 4;
 }
 

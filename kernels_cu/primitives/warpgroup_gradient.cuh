@@ -6,7 +6,6 @@
 #include "fragment_gradient.cuh"
 #include "fragment_product.cuh"
 #include "warpgroup_passing.cuh"
-#include "warpgroup_rows.cuh"
 
 namespace warpgroup_gradient {
 
@@ -71,6 +70,20 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const Numbe
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       s[r][n] = arch::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -lse.of(r, n))));
+    }
+  }
+}
+
+// Of pairs that are `allowed`, or else of all, finds those whose logit is not -inf.
+template <int COLUMNS>
+__device__ __forceinline__ void find_hidden(const float (&s)[2][COLUMNS], bool masked,
+                                            unsigned int (&allowed)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (!masked) allowed[r] = 0xffffffffu;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (s[r][n] == -number::infinity()) allowed[r] &= ~(1u << n);
     }
   }
 }
@@ -191,20 +204,16 @@ __device__ __forceinline__ void add_rows(const float (&dq)[2][COLUMNS], float* t
 
 // -- what is not finite ---------------------------------------------------------------------------
 
-// Whether a lane's pieces of tiles of 64 rows are finite, of which `valid` exist in all: as
-// warpgroup_rows::finite_rows.
-template <int BYTES, int TOGETHER>
-__device__ __forceinline__ bool finite_tiles(const char* tiles_smem, int tiles, int own,
-                                             int valid) {
-  bool finite = true;
-#pragma unroll 1
-  for (int n = 0; n < tiles; ++n) {
-    const int rows = valid - n * warpgroup::ROWS_OF;
-    if (!warpgroup_rows::finite_rows<BYTES, TOGETHER>(tiles_smem + n * BYTES, own, rows)) {
-      finite = false;
-    }
+// Of sums up to the largest number, too, this is not so; which costs time, but nothing else.
+template <int COLUMNS>
+__device__ __forceinline__ bool all_finite(const float (&x)[2][COLUMNS]) {
+  float sum[4] = {};
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[2 * r + n % 2] += x[r][n];
   }
-  return finite;
+  return number::is_finite((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 // An element of a tile of ROWS rows.

@@ -1,8 +1,8 @@
 // Queries that pass by a block of keys: what the block knows of them, and of itself, in shared
 // memory, because registers hold the sums.
 #pragma once
+#include "fragment_tile.cuh"
 #include "layout.cuh"
-#include "tile.cuh"
 #include "warpgroup.cuh"
 
 namespace warpgroup_passing {
@@ -76,9 +76,13 @@ struct Span {
   }
 };
 
+// Whether a score is changed and becomes its weight in one go, pair by pair: where its derivative
+// is needed, too, or generated code is long.
+constexpr bool WEIGHS_AT_ONCE = HAS_SCORE && (HAS_SLOPE || fragment_tile::IS_LONG);
+
 // lse and delta of a tile's queries on their way to shared memory, by the lanes of a warp. An empty
-// row gets lse = inf, so that its p is 0; so do the rows beyond the last. Where scores are not
-// changed, it is lse log2 e that p is made of.
+// row gets lse = inf, so that its p is 0; so do the rows beyond the last. Where all scores are
+// known before the first weight, it is lse log2 e that these are made of.
 struct LaneNumbers {
   static constexpr int EACH = BLOCK_Q / arch::WARP_SIZE;
   float lse[EACH], delta[EACH];
@@ -100,7 +104,7 @@ struct LaneNumbers {
     for (int n = 0; n < EACH; ++n) {
       const int i = n * arch::WARP_SIZE + arch::lane_index();
       const float own = lse[n] == -number::infinity() ? number::infinity() : lse[n];
-      lse_smem[i] = HAS_SCORE ? own : own * tile::LOG2_E;
+      lse_smem[i] = WEIGHS_AT_ONCE ? own : own * tile::LOG2_E;
       delta_smem[i] = delta[n];
     }
   }
@@ -124,22 +128,15 @@ struct Known {
   unsigned long long full_d_out[STAGES];
   unsigned long long held;  // the keys and values
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
-  // That tiles were looked at, and where: whether each of the warps saw what is not finite.
-  static constexpr int LOOKING = 2;
-  unsigned long long looked_at[STAGES];
-  unsigned int nonfinite[STAGES][LOOKING];
-  unsigned int exceeds[STAGES][CONSUMER_WARPS];  // what warps that compute found in a tile
+  // What warps found in a tile.
+  unsigned int nonfinite[STAGES][CONSUMER_WARPS];
+  unsigned int exceeds[STAGES][CONSUMER_WARPS];
   float largest[CONSUMER_WARPS];
-
-  // The place from which on rows of a span's tiles are missing, or keys of all tiles.
-  __device__ __forceinline__ int whole(const Span& of) const {
-    return nj < BLOCK_KV ? 0 : of.whole;
-  }
 };
 
 constexpr int TOGETHER = 1;  // the barrier of all that compute
 
-// Tells of span n, if there is one: all threads that compute together.
+// Tells of span n, if there is one: all threads that compute, together.
 __device__ __forceinline__ void tell(const Params& p, Known& known, unsigned int n) {
   if (n >= known.spans) return;
   warpgroup::wait(arch::shared_address(&known.told.empty[stage_of(n)]), parity_of(n) ^ 1);

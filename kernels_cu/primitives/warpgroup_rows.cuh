@@ -23,16 +23,12 @@ __device__ __forceinline__ unsigned int zero_times(unsigned int x, unsigned int 
   return STORAGE == 0 ? arch::zero_times_halves(x, sum) : arch::zero_times_bfloats(x, sum);
 }
 
-// Whether every TOGETHER-th piece from number `own` on of a tile of so many bytes is finite: of its
-// first `valid` rows, where it has 64, which are all that exist.
-template <int BYTES, int TOGETHER, int UNROLL = 2>
-__device__ __forceinline__ bool finite_rows(const char* tile_smem, int own,
-                                            int valid = warpgroup::ROWS_OF) {
-  constexpr int PIECES = warpgroup::LINE_BYTES / 16;  // of a row's line
-  unsigned int sum[4] = {0, 0, 0, 0};                 // 0, or NaN
-#pragma unroll UNROLL
+// Whether every TOGETHER-th piece from number `own` on of a tile of so many bytes is finite.
+template <int BYTES, int TOGETHER>
+__device__ __forceinline__ bool finite_rows(const char* tile_smem, int own) {
+  unsigned int sum[4] = {0, 0, 0, 0};  // 0, or NaN
+#pragma unroll 4
   for (int n = own; n < BYTES / 16; n += TOGETHER) {
-    if (n / PIECES % warpgroup::ROWS_OF >= valid) continue;
     const arch::Bytes16& piece = reinterpret_cast<const arch::Bytes16*>(tile_smem)[n];
 #pragma unroll
     for (int x = 0; x < 4; ++x) sum[x] = zero_times(piece.x[x], sum[x]);
