@@ -105,6 +105,7 @@ def prelude(special: Specialisation) -> str:
             "NUM_INTS": max(has.num_ints, 1),
             "NUM_FLOATS": max(has.num_floats, 1),
             "NUM_TABLES": max(has.num_tables, 1),
+            "NUM_GIVEN": max(has.num_given, 1),
             "MASK_STEPS": has.mask_steps,
             "SCORE_STEPS": has.score_steps,
         },

@@ -209,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   tell(p, *known_smem, 0);
   warpgroup::wait(held, 0);
   const float c = known_smem->c;
+  const float scale = arch::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
   if (PACKED && known_smem->nj < BLOCK_KV) {
     for (int n = 0; n < KEY_TILES; ++n) {
       const int rows = known_smem->nj - n * warpgroup::ROWS_OF;
@@ -223,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     tell(p, *known_smem, n + 1);
     warpgroup::wait(full(told, n), parity_of(n));
     const Span& span = known_smem->span[stage_of(n)];
+    const Given given = tile::given_of(p, span.box_of(0, known_smem->j0, known_smem->nj));
     // From this tile on rows are missing, or keys of all tiles.
     const int whole = known_smem->nj < BLOCK_KV ? 0 : span.whole;
 #pragma unroll 1
@@ -279,13 +281,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       bool hides = masked;
       if constexpr (WEIGHS_AT_ONCE) {
         const bool hidden = fragment_gradient::recompute_changed<true, 0, AT_ONCE>(
-            p, box(), masked, allowed, s, corner, lse_smem, kept, weights, nullptr);
+            p, given, scale, box(), masked, allowed, s, corner, lse_smem, kept, weights, nullptr);
         hides = arch::any_lane(hidden) || masked;
         begin_dp();
       } else {
         if constexpr (HAS_SCORE) {
-          hides =
-              arch::any_lane(fragment_gradient::change_scores<true>(p, box(), s, corner)) || masked;
+          hides = arch::any_lane(
+                      fragment_gradient::change_scores<true>(p, given, scale, box(), s, corner)) ||
+                  masked;
           if (hides) warpgroup_gradient::find_hidden(s, masked, allowed);
           lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
         }

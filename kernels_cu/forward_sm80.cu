@@ -127,7 +127,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 3 score mod
       bool hides = masked;
       if constexpr (HAS_SCORE) {
-        hides = arch::any_lane(fragment_tile::change_scores<true>(p, box, s, scale)) || masked;
+        hides = arch::any_lane(
+                    fragment_tile::change_scores<true>(p, tile::given_of(p, box), box, s, scale)) ||
+                masked;
       }
       // 4 mask
       if (MAY_MASK && masked) fragment_tile::hide_pairs(s, allowed);

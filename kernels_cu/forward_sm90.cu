@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   arch::take_registers<TAKEN>();
   const int own = warpgroup::index();
-  const float scale = static_cast<float>(p.scale);
+  const float scale = arch::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
   const float unit = HAS_SCORE ? 1.0f : fabs(scale);
   const float c = fmin(unit * tile::LOG2_E, number::largest_float());
@@ -256,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       return arch::shuffle(tile < 0 ? -1 : 2 * tile + (job.is_masked(tile) ? 1 : 0), 0);
     };
     int following = tile_before(arch::shuffle(job.classes.tiles, 0));
+    const Given given = tile::given_of(p, job.box_of(0));
 
     float m_new[2], alpha[2], s[2][COLUMNS];
     unsigned int weights[2][COLUMNS / 2], allowed[2];
@@ -278,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       bool hides = masked;
       if constexpr (HAS_SCORE) {
         const bool hidden = fragment_tile::change_scores<decltype(keys_end)::value, AT_ONCE>(
-            p, job.box_of(tile), s, scale);
+            p, given, job.box_of(tile), s, scale);
         hides = arch::any_lane(hidden) || masked;
       }
       if constexpr (MAY_MASK) {

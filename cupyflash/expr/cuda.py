@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import ArgumentError
 from .distance import with_distances
 from .key_range import KeyRange
-from .nodes import Expr, show_node, walk
+from .nodes import Expr, rebuild, show_node, walk
 from .width import narrow
 
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
@@ -101,6 +101,8 @@ class Functions:
         How long the mask takes, and the changed score with its slope, in multiplications.
     score_reads : bool
         Whether changed scores hang on what lies at the query's or the key's place of an array.
+    num_given : int
+        How many numbers of scores are the same for all pairs of a head.
     """
 
     source: str = ""
@@ -114,6 +116,7 @@ class Functions:
     mask_steps: int = 0
     score_steps: int = 0
     score_reads: bool = False
+    num_given: int = 0
 
 
 @dataclass(frozen=True)
@@ -211,12 +214,16 @@ def generate(
         parts.append(_function("int tile_class", "TileBox", classes, body))
     if keys is not None:
         parts.append(_range_function(keys, parameters))
-    for name, root in (("score_changed", changed), ("score_slope", slope)):
-        if root is not None:
-            tree = with_distances(root) if short else root
-            body = _site_body(tree, "accum_t", parameters, short)
-            parts.append(_function(f"accum_t {name}", "Site, accum_t score", tree, body))
-            score_steps += body.steps
+    scores = {"score_changed": changed, "score_slope": slope}
+    roots = {name: root for name, root in scores.items() if root is not None}
+    given = list(dict.fromkeys(node for root in roots.values() for node in _given(root)))
+    if roots:
+        parts.append(_given_function(given, parameters, short))
+    for name, root in roots.items():
+        tree = _with_given(with_distances(root) if short else root, given)
+        body = _site_body(tree, "accum_t", parameters, short)
+        parts.append(_score_function(name, tree, body))
+        score_steps += body.steps
     functions = Functions(
         source="\n".join(parts),
         num_ints=len(parameters.ints),
@@ -229,6 +236,7 @@ def generate(
         mask_steps=mask_steps,
         score_steps=score_steps,
         score_reads=changed is not None and _reads_by_place(changed),
+        num_given=len(given),
     )
     constants = tuple(parameters.ints), tuple(parameters.floats)
     return Generated(functions, *constants, tuple(parameters.arrays))
@@ -240,15 +248,63 @@ def _site_body(root: Expr, float_type: str, parameters: _Parameters, short: bool
 
 
 def _function(name: str, site: str, root: Expr, body: _Body) -> str:
-    site, _, score = site.partition(", ")
     result = body.write(root)
     comment = "" if body.bounds else f"  // {body.text[root]}\n"
-    lines = "".join(f"  {line}\n" for line in body.lines)
-    score = f", {score}" if score else ""
     return (
-        f"__device__ __forceinline__ {name}(const Params& p{score}, const {site}& at) {{\n"
-        f"{comment}{lines}  return {result};\n}}\n"
+        f"__device__ __forceinline__ {name}(const Params& p, const {site}& at) {{\n"
+        f"{comment}{_lines(body)}  return {result};\n}}\n"
     )
+
+
+def _lines(body: _Body) -> str:
+    return "".join(f"  {line}\n" for line in body.lines)
+
+
+def _score_function(name: str, root: Expr, body: _Body) -> str:
+    result = body.write(root)
+    return (
+        f"__device__ __forceinline__ accum_t {name}(const Params& p, const Given& given,\n"
+        f"    accum_t score, const Site& at) {{\n"
+        f"  // {body.text[root]}\n{_lines(body)}  return {result};\n}}\n"
+    )
+
+
+def _given_function(given: list[Expr], parameters: _Parameters, short: bool) -> str:
+    words = set().union(*map(narrow, given)) if short else set()
+    rounded = set().union(*map(_rounded, given))
+    body = _Body("accum_t", parameters, rounded=rounded, words=words)
+    results = ", ".join(body.write(node) for node in given)
+    comment = "".join(f"  // {n}: {body.text[node]}\n" for n, node in enumerate(given))
+    return (
+        "__device__ __forceinline__ Given score_given(const Params& p, const Site& at) {\n"
+        f"{comment}{_lines(body)}  return Given{{{{{results}}}}};\n}}\n"
+    )
+
+
+def _given(root: Expr) -> list[Expr]:
+    """Return the floats below `root` that are the same for all pairs of a head.
+
+    None is an operand of another one, and none is a number that is written out.
+    """
+    nodes = walk(root)
+    varies: set[Expr] = set()
+    for node in nodes:
+        if node.op == "symbol" and node.value in ("i", "j", "score"):
+            varies.add(node)
+        if any(arg in varies for arg in node.args):
+            varies.add(node)
+    asked = {arg for node in nodes if node in varies for arg in node.args} | {root}
+    same = [node for node in nodes if node in asked and node not in varies]
+    return [x for x in same if x.type == "float" and not _is_written_out(x)]
+
+
+def _is_written_out(node: Expr) -> bool:
+    return node.op == "constant" and (not math.isfinite(node.value) or node.value in (0.0, 1.0))
+
+
+def _with_given(root: Expr, given: list[Expr]) -> Expr:
+    places = {node: Expr("given", (), "float", n) for n, node in enumerate(given)}
+    return rebuild(root, places.get)
 
 
 def _reads_by_place(root: Expr) -> bool:
@@ -319,7 +375,7 @@ class _Body:
 
     def _statement(self, node: Expr, args: list[str]) -> str:
         value = self._value(node, args)
-        if node.op == "symbol" or (node.op == "constant" and "p." not in value):
+        if node.op in ("symbol", "given") or (node.op == "constant" and "p." not in value):
             return value
         before = len(self.lines)
         name = self._named(self._type(node), value)
@@ -348,6 +404,8 @@ class _Body:
             return place if kind == "long long" else f"static_cast<{kind}>({place})"
         if node.op in ("lookup", "range_minimum", "range_maximum"):
             return self._read(node, args)
+        if node.op == "given":
+            return f"given.x[{node.value}]"
         if node.op == "distance":
             return self._distance(node, args[0])
         if node.type == "float":
@@ -394,6 +452,8 @@ class _Body:
             return _literal(node, self.types[node.type]) if place is None else place[2:]
         if node.op in ("lookup", "range_minimum", "range_maximum"):
             return f"{self.parameters.table(node.value[0])[2:]}[{', '.join(args)}]"
+        if node.op == "given":
+            return f"given[{node.value}]"
         if node.op == "distance":
             signs = {1: " + ", 0: "", -1: " - "}
             pairs = zip("ij", node.value, strict=True)

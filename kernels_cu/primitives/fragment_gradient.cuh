@@ -238,16 +238,16 @@ __device__ __forceinline__ Site site_of(const TileBox& box, const Corner& corner
 // Makes products q k into changed logits; generated code stands here for all of a thread's pairs.
 // Returns whether any may be -inf.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool change_scores(const Params& p, const TileBox& box,
-                                              float (&s)[ROWS][COLUMNS], const Corner& corner) {
-  const float scale = static_cast<float>(p.scale);
+__device__ __forceinline__ bool change_scores(const Params& p, const Given& given, float scale,
+                                              const TileBox& box, float (&s)[ROWS][COLUMNS],
+                                              const Corner& corner) {
   float sum[ROWS] = {};  // of logits: not finite if one of them is not
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const Site at = site_of<KEYS_ARE_ROWS>(box, corner, r, 0, 8 * (n / 2) + n % 2);
-      s[r][n] = score_changed(p, s[r][n] * scale, at);
+      s[r][n] = score_changed(p, given, s[r][n] * scale, at);
       sum[r] += s[r][n];
     }
   }
@@ -263,10 +263,10 @@ __device__ __forceinline__ bool change_scores(const Params& p, const TileBox& bo
 // pair takes no part; the rest is as told below.
 template <bool KEYS_ARE_ROWS, int BYTES, int STEP = 2, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool recompute_changed(
-    const Params& p, const TileBox& box, bool masked, const unsigned int (&allowed)[ROWS],
-    float (&s)[ROWS][COLUMNS], const Corner& corner, const float* lse_smem,
-    const unsigned int (&kept)[ROWS], unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
-  const float scale = static_cast<float>(p.scale);
+    const Params& p, const Given& given, float scale, const TileBox& box, bool masked,
+    const unsigned int (&allowed)[ROWS], float (&s)[ROWS][COLUMNS], const Corner& corner,
+    const float* lse_smem, const unsigned int (&kept)[ROWS],
+    unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
   bool hides = false;
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += STEP) {
@@ -279,7 +279,7 @@ __device__ __forceinline__ bool recompute_changed(
         for (int x = 0; x < 2; ++x) {
           const Site at = site_of<KEYS_ARE_ROWS>(box, corner, r, column, 4 * n + x);
           const float score = s[r][n + x] * scale;
-          float changed = score_changed(p, score, at);
+          float changed = score_changed(p, given, score, at);
           if (masked && (allowed[r] >> (column + n + x) & 1) == 0) changed = -number::infinity();
           const float offset = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + n + x)] * tile::LOG2_E;
           const bool seen = changed != -number::infinity();
@@ -288,7 +288,7 @@ __device__ __forceinline__ bool recompute_changed(
           own = weight[x] = seen ? own : matmul::no_part();
           if (HAS_DROPOUT && (kept[r] >> (column + n + x) & 1) == 0) weight[x] *= 0.0f;
           if constexpr (HAS_SLOPE) {
-            const float sloping = own * score_slope(p, score, at);
+            const float sloping = own * score_slope(p, given, score, at);
             // What is 0 is so whatever the derivative; and never -0.0 by chance.
             if (own != 0.0f) own = sloping == 0.0f ? 0.0f : sloping;
           }
@@ -324,8 +324,9 @@ __device__ __forceinline__ bool recompute_probabilities(
   unsigned int allowed[ROWS];
   if (masked) ask_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, allowed);
   if constexpr (HAS_SCORE) {
-    const bool hides = recompute_changed<KEYS_ARE_ROWS, BYTES>(p, box, masked, allowed, s, corner,
-                                                               lse_smem, kept, weights, tile_smem);
+    const bool hides = recompute_changed<KEYS_ARE_ROWS, BYTES>(
+        p, tile::given_of(p, box), static_cast<float>(p.scale), box, masked, allowed, s, corner,
+        lse_smem, kept, weights, tile_smem);
     return masked || hides;
   }
   const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);

@@ -183,8 +183,9 @@ __device__ constexpr int columns_at_once(int columns) {
 // Generated code stands here for STEP columns, which all columns pass, so many at a time. Returns
 // whether any may be -inf.
 template <bool KEYS_END, int STEP = 2, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool change_scores(const Params& p, const TileBox& box,
-                                              accum_t (&s)[ROWS][COLUMNS], accum_t scale) {
+__device__ __forceinline__ bool change_scores(const Params& p, const Given& given,
+                                              const TileBox& box, accum_t (&s)[ROWS][COLUMNS],
+                                              accum_t scale) {
   const Pairs pairs(box);
   accum_t sum[ROWS];  // of logits: not finite if one of them is not
 #pragma unroll
@@ -198,7 +199,7 @@ __device__ __forceinline__ bool change_scores(const Params& p, const TileBox& bo
         Site at = SCORE_READS ? pairs.nearest<KEYS_END>(box, r, column + n)
                               : pairs.site(box, r, column + n);
         at.step_j = Pairs::key_of(n);  // without the column, where it is not known
-        s[r][n] = score_changed(p, s[r][n] * scale, at);
+        s[r][n] = score_changed(p, given, s[r][n] * scale, at);
         sum[r] += s[r][n];
       }
     }

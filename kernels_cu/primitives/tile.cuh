@@ -27,6 +27,11 @@ struct KeyRange {
   long long low, high;
 };
 
+// What changes scores and is the same for all pairs of a head.
+struct Given {
+  accum_t x[NUM_GIVEN];
+};
+
 constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
 constexpr bool MAY_MASK = HAS_MASK || HAS_SCORE;
 
@@ -34,8 +39,10 @@ constexpr bool MAY_MASK = HAS_MASK || HAS_SCORE;
 __device__ bool mask_allows(const Params& p, const Site& at);
 __device__ KeyRange mask_range(const Params& p, const Site& at);
 __device__ int tile_class(const Params& p, const TileBox& at);
-__device__ accum_t score_changed(const Params& p, accum_t score, const Site& at);
-__device__ accum_t score_slope(const Params& p, accum_t score, const Site& at);
+__device__ Given score_given(const Params& p, const Site& at);
+__device__ accum_t score_changed(const Params& p, const Given& given, accum_t score,
+                                 const Site& at);
+__device__ accum_t score_slope(const Params& p, const Given& given, accum_t score, const Site& at);
 
 namespace tile {
 
@@ -65,6 +72,19 @@ __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box
   } else {
     return FULL;
   }
+}
+
+// What is given for a head, whose every tile will do. A shuffle keeps the compiler from finding it
+// again where it is used. All lanes of the warp call it together.
+__device__ __forceinline__ Given given_of(const Params& p, const TileBox& box) {
+  Given given{};
+  if constexpr (HAS_SCORE) {
+    given = score_given(p, Site{box.b, box.h, box.i_low, box.j_low, box.len_q, box.len_k,
+                                box.start_q, box.start_k});
+#pragma unroll
+    for (int n = 0; n < NUM_GIVEN; ++n) given.x[n] = arch::shuffle(given.x[n], 0);
+  }
+  return given;
 }
 
 __device__ __forceinline__ bool is_whole(const TileBox& box) {
@@ -101,9 +121,9 @@ __device__ __forceinline__ accum_t change(const Params& p, const Site& at, bool 
                                           accum_t score, accum_t* slope) {
   // 3 score mod
   if constexpr (HAS_SLOPE) {
-    if (slope != nullptr) *slope = score_slope(p, score, at);
+    if (slope != nullptr) *slope = score_slope(p, score_given(p, at), score, at);
   }
-  if constexpr (HAS_SCORE) score = score_changed(p, score, at);
+  if constexpr (HAS_SCORE) score = score_changed(p, score_given(p, at), score, at);
   // 4 mask
   if constexpr (HAS_MASK) {
     if (masked && !mask_allows(p, at)) score = -number::infinity();
