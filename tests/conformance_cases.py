@@ -298,7 +298,7 @@ CASES = [
             TENSOR_CORES,
         )
         for kind, infinite in (("halves", 0x7C00), ("bfloats", 0x7F80))
-    ),  # fmt: skip
+    ),
     # The instruction may be wrong, and the emulator is so on purpose, in another way.
     Case("exp2", "out[0] = arch::exp2(in[0]);", _exponents, _power, _powers),
     Case(

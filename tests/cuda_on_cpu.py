@@ -119,16 +119,14 @@ class Compiled:
             f"constexpr int {name} = {size};\n"
             for name, size in zip(names, self.sizes, strict=True)
         )
-                given = max(1, *(each.functions.num_given for each in made))
+        given = max(1, *(each.functions.num_given for each in made))
         text += f"constexpr int NUM_GIVEN = {given};\n"
         headers = ("params.cuh", "primitives/expression.cuh")
-
         text += source.flatten_with(headers, _read_for_cpu) + _structs()
-                read = (
+        read = (
             "n{n}::score_slope(*static_cast<const Params*>(p), "
             "n{n}::score_given(*static_cast<const Params*>(p), at[x]), in[x], at[x])"
         )
-
         for n, each in enumerate(made):
             slope = read.format(n=n) if each.functions.has_slope else "1"
             text += f"namespace n{n} {{\n{each.functions.source}}}\n" + (

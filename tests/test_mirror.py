@@ -95,7 +95,7 @@ ONLY_CUDA = {
             "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
-        "what is written of a job for others": "describe",
+        "what is written of a job for others": "describe tell",
         "tiles that pass by are numbers, and pass through places": (
             "place_of class_of first_of stage_of parity_of"
         ),
@@ -143,7 +143,7 @@ ONLY_CUDA = {
         "an operand read transposed, or one by one": "multiply_add_transposed element",
         "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
         "warpgroups and the barriers between them": "index wait release",
-        "what of a piece is not finite": "carried_of",
+        "what of a piece is not finite": "zero_times",
         "tiles that are copied by boxes, and described for products": "begin_tile describe whole",
         "tiles that are split on their way to shared memory": "columns_of put_unit at_step splits",
     },
@@ -156,7 +156,10 @@ ONLY_CUDA = {
             "next_tile tiles_in find_classes tile_before class_of"
         ),
         "tensor cores ask the mask before they multiply, and for a row's range of keys at once": (
-            "find_pairs columns_to distance hide_pairs hide_beyond change_scores"
+            "find_pairs columns_to distance hide_pairs hide_beyond change_scores columns_at_once"
+        ),
+        "what is the same for all pairs of a head; a program's first part finds it on the CPU": (
+            "given_of"
         ),
         "Python's kernels return their count": "count_tiles",
     },
@@ -174,12 +177,13 @@ ONLY_CUDA = {
         "a thread's cells of a tile": "query_of",
         "P and dS of float64 in shared memory": "store_pair store_tile",
         "the first half on tensor cores, without steps of its own": (
-            "recompute_probabilities recompute_changed ask_mask exponentiate probability"
+            "recompute_probabilities recompute_changed change_scores site_of ask_mask exponentiate "
+            "probability"
         ),
         "draws where pairs lie in fragments": "draw transpose",
         "P and dS in 16 bits, in shared memory": "narrow store_word store_words scale_words",
         "dS is scaled before it is rounded to float16": "largest_of largest_finite",
-        "P and dS by warpgroups": "hide_pairs narrow_kept place_of_words",
+        "P and dS by warpgroups": "find_hidden hide_pairs narrow_kept place_of_words",
         "lse and delta, loaded while products are computed": "numbers_from delta_from",
         "sums of dq in global memory": "place_of_sum add_rows",
         "values that are not finite, added without pairs that take no part": (
@@ -189,11 +193,12 @@ ONLY_CUDA = {
     },
     "primitives/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (
-            "place int_extremes float_extremes take_in take_in_row range_int range_float"
+            "place row_extremes int_extremes float_extremes take_in range_int range_float"
         ),
         "operations that generated code calls without the type in the name": (
-            "floor_divide divide_bits remainder minimum maximum"
+            "floor_divide floor_divide_long divide_bits remainder minimum maximum"
         ),
+        "reference/elementary.py has it": "tanh_of",
         "arithmetic that Python's integers and floats have": (
             "infinity not_a_number multiply_rounded saturating_add saturating_subtract "
             "saturating_multiply"

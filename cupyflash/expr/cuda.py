@@ -216,7 +216,8 @@ def generate(
         parts.append(_range_function(keys, parameters))
     scores = {"score_changed": changed, "score_slope": slope}
     roots = {name: root for name, root in scores.items() if root is not None}
-    given = list(dict.fromkeys(node for root in roots.values() for node in _given(root)))
+    found = (node for root in roots.values() for node in _given(root, parameters))
+    given = list(dict.fromkeys(found))
     if roots:
         parts.append(_given_function(given, parameters, short))
     for name, root in roots.items():
@@ -281,7 +282,7 @@ def _given_function(given: list[Expr], parameters: _Parameters, short: bool) -> 
     )
 
 
-def _given(root: Expr) -> list[Expr]:
+def _given(root: Expr, parameters: _Parameters) -> list[Expr]:
     """Return the floats below `root` that are the same for all pairs of a head.
 
     None is an operand of another one, and none is a number that is written out.
@@ -295,11 +296,11 @@ def _given(root: Expr) -> list[Expr]:
             varies.add(node)
     asked = {arg for node in nodes if node in varies for arg in node.args} | {root}
     same = [node for node in nodes if node in asked and node not in varies]
-    return [x for x in same if x.type == "float" and not _is_written_out(x)]
-
-
-def _is_written_out(node: Expr) -> bool:
-    return node.op == "constant" and (not math.isfinite(node.value) or node.value in (0.0, 1.0))
+    return [
+        node
+        for node in same
+        if node.type == "float" and (node.op != "constant" or node in parameters.places)
+    ]
 
 
 def _with_given(root: Expr, given: list[Expr]) -> Expr:
@@ -468,7 +469,7 @@ def _literal(node: Expr, kind: str) -> str:
     if node.type == "int":
         if value == -(2**63):
             return "(-9223372036854775807LL - 1)"
-        digits = f"{value}LL" if kind == "long long" else f"{value}"
+        digits = f"{value}" if kind == "int" else f"{value}LL"
         return digits if value >= 0 else f"({digits})"
     if math.isnan(value):
         return f"not_a_number<{kind}>()"

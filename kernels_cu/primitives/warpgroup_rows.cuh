@@ -18,7 +18,7 @@ __device__ __forceinline__ void negate_rows(char* tile_smem, int own) {
   }
 }
 
-// 0 x of two numbers, added to sums of such.
+// Two numbers times 0, added to sums of such.
 __device__ __forceinline__ unsigned int zero_times(unsigned int x, unsigned int sum) {
   return STORAGE == 0 ? arch::zero_times_halves(x, sum) : arch::zero_times_bfloats(x, sum);
 }

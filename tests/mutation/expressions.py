@@ -168,8 +168,11 @@ class Check:
         raise AssertionError("a part of every check")
 
 
-def _text(read: Read, dtype: str, sizes: tuple[int, int, int], rest: str, blocks: int = 0) -> str:
-    functions = Functions("", *sizes, True, True, True)
+def _text(
+    read: Read, dtype: str, sizes: tuple[int, int, int], rest: str, num_given: int = 0
+) -> str:
+    has = dict.fromkeys(("has_mask", "has_score", "has_slope"), True)
+    functions = Functions("", *sizes, **has, num_given=num_given)
     special = Specialisation("expressions", dtype, 8, 8, tiles_of(), functions=functions)
     prelude = source.prelude(special) + "#define FLUSH_SUBNORMALS false\n"
     flat = source.flatten_with(HEADERS, lambda path: build._with_lines(read(path), path))
@@ -205,8 +208,9 @@ _SCORE = """
   if (blockIdx.x == {n}) {{
     for (int n = t; n < {sites}; n += THREADS) {{
       const accum_t score = scores[n];
-      changed[{n} * {sites} + n] = n{n}::score_changed(c.params[{n}], score, sites[n]);
-      slopes[{n} * {sites} + n] = n{n}::score_slope(c.params[{n}], score, sites[n]);
+      const Given given = n{n}::score_given(c.params[{n}], sites[n]);
+      changed[{n} * {sites} + n] = n{n}::score_changed(c.params[{n}], given, score, sites[n]);
+      slopes[{n} * {sites} + n] = {slope};
     }}
   }}
 """
@@ -218,7 +222,9 @@ def _sites() -> Array:
         symbols, _ = tile_symbols(SIZES, where_)
         shape = where_[3], where_[5]
         columns = [np.broadcast_to(np.asarray(symbols[x], np.int64), shape) for x in SITE]
-        rows.append(np.stack(columns, axis=-1).reshape(-1, len(SITE)))
+        i, j = columns[SITE.index("i")], columns[SITE.index("j")]
+        columns.append((i % 3) | (j % 5) << 32)  # step_i, step_j: any part of the place will do
+        rows.append(np.stack(columns, axis=-1).reshape(-1, len(columns)))
     return np.ascontiguousarray(np.concatenate(rows))
 
 
@@ -313,7 +319,10 @@ class ScoreCheck(_Generated):
         self.kind = np.dtype(dtype)
         self.roots = {name: bind(x, flat_sizes(SIZES)) for name, x in SCORES.items()}
         self.slopes = {name: convert(derivative(x), "float") for name, x in self.roots.items()}
-        made = [make(changed=x, slope=self.slopes[name]) for name, x in self.roots.items()]
+        made = [
+            make(changed=x, slope=self.slopes[name], short=n % 2 == 0)
+            for n, (name, x) in enumerate(self.roots.items())
+        ]
         super().__init__(made, dtype)
         self.sites = _sites()
         self.scores = np.random.default_rng(1).standard_normal(len(self.sites)).astype(self.kind)
@@ -340,9 +349,13 @@ class ScoreCheck(_Generated):
             "  accum_t* const changed = reinterpret_cast<accum_t*>(c.out);\n"
             "  accum_t* const slopes = reinterpret_cast<accum_t*>(c.more);\n"
         )
-        body += "".join(_SCORE.format(n=n, sites=len(self.sites)) for n in range(len(self.made)))
+        for n, each in enumerate(self.made):
+            read_slope = f"n{n}::score_slope(c.params[{n}], given, score, sites[n])"
+            slope = read_slope if each.functions.has_slope else "1"
+            body += _SCORE.format(n=n, sites=len(self.sites), slope=slope)
         rest = self.functions() + _KERNEL.format(body=body)
-        return _text(read, self.dtype, self.counts, rest)
+        num_given = max(each.functions.num_given for each in self.made)
+        return _text(read, self.dtype, self.counts, rest, num_given)
 
     def judge(self, machine: Machine) -> str | None:
         given = np.frombuffer(self.sites.tobytes() + self.scores.tobytes(), np.uint8).copy()
