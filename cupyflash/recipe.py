@@ -19,6 +19,7 @@ from .errors import ArgumentError
 from .expr import width
 from .expr.cuda import Functions, generate
 from .expr.key_range import key_range
+from .expr.nodes import walk
 from .operands import Lead, lead_of
 from .params import KINDS
 from .problem import Array, Call, Gradients, Plan, Problem
@@ -27,7 +28,7 @@ from .source import Specialisation
 from .target import MAX_GRID, Target
 from .tensor_maps import TensorMap
 from .tiles import Tiles
-from .trees import trees
+from .trees import Trees, trees
 
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
@@ -113,7 +114,7 @@ class _Writer:
             made.changed,
             made.slope if slope else None,
             None if made.allowed is None else key_range(made.allowed, call.problem),
-            short=_is_short(call),
+            short=_is_short(call, made),
         )
         self.blocks = None if plan is None else (plan.block_q, plan.block_kv)
         self.lead = _lead(call.problem, arrays)
@@ -246,11 +247,18 @@ def _launch(
     return Launch(special, grid, template, slots)
 
 
-def _is_short(call: Call) -> bool:
-    """Whether no position or length of a call, nor what counts heads and entries, is large."""
+def _is_short(call: Call, made: Trees) -> bool:
+    """Whether 32 bits hold a call's positions, lengths, heads and entries, and tables' strides."""
     problem = call.problem
     sizes = problem.batch, problem.heads, call.q.shape[-2], call.k.shape[-2]
-    return max(sizes) <= width.LIMIT
+    strides = [
+        abs(stride)
+        for root in (made.allowed, made.changed)
+        for node in (walk(root) if root is not None else ())
+        if node.op == "lookup"
+        for stride in node.value[0].strides
+    ]
+    return max(sizes) <= width.LIMIT and max(strides, default=0) < 2**31
 
 
 def _size(has: Functions) -> int:

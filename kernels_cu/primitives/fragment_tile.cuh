@@ -80,8 +80,8 @@ struct Pairs {
   template <bool KEYS_END = true>
   __device__ __forceinline__ Site nearest(const TileBox& box, int r, int n) const {
     Site at = site(box, r, n);
-    if (at.i > box.i_high) at.i = box.i_high;
-    if (KEYS_END && at.j > box.j_high) at.j = box.j_high;
+    at.i = i + tile::smaller(8 * r, rows);
+    if constexpr (KEYS_END) at.j = j + tile::smaller(key_of(n), columns);
     return at;
   }
 };
@@ -168,7 +168,7 @@ __device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int key
 }
 
 // Columns for which warpgroups ask a mask together: what it reads of all is on its way at a time.
-constexpr int ASKED_AT_ONCE = MASK_STEPS <= 16 ? 16 : 2;
+constexpr int ASKED_AT_ONCE = MASK_STEPS <= 16 ? 32 : 2;
 
 // Columns of scores that warpgroups' generated code changes together, of so many: all, unless it is
 // long.

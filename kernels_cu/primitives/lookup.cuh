@@ -52,14 +52,19 @@ __device__ __forceinline__ long long load_as_int(const char* place) {
   return KIND == KIND_BOOL ? value != 0 : value;  // a view of other bytes as bool holds more than 1
 }
 
+// How many bytes an element lies from the first one. Where indices have 32 bits, so have strides.
+__device__ __forceinline__ long long apart(long long index, long long stride) {
+  return index * stride;
+}
+__device__ __forceinline__ long long apart(int index, long long stride) {
+  return static_cast<long long>(index) * static_cast<int>(stride);
+}
+
 template <typename... Index>
 __device__ __forceinline__ const char* place(const Table& table, Index... index) {
-  const long long indices[] = {0, static_cast<long long>(index)...};
   const char* at = table.data;
-#pragma unroll
-  for (int axis = 0; axis < static_cast<int>(sizeof...(Index)); ++axis) {
-    at += indices[axis + 1] * table.strides[axis];
-  }
+  int axis = 0;
+  ((at += apart(index, table.strides[axis++])), ...);
   return at;
 }
 

@@ -39,8 +39,9 @@ struct Job {
 
 // How the blocks of a launch share its jobs: in rounds of one each. Under a mask the jobs of a head
 // differ, and so many heads take turns as make two rounds, which go forth and back, the longest
-// jobs first; then the next ones do, from the other side. So all blocks get as much, and those that
-// work at a time read the same keys. Of a packed array, each block has one job.
+// jobs first; then the next ones do, from the other side, and dealt out from another block on, lest
+// the same blocks get long jobs again. So all blocks get as much, and those that work at a time
+// read the same keys. Of a packed array, each block has one job.
 struct Rounds {
   static constexpr bool TURNS = HAS_MASK && !PACKED;
   unsigned int heads, blocks;
@@ -71,7 +72,8 @@ struct Rounds {
       const unsigned int turn = round / each, first = turn * together;
       const unsigned int taking = heads - first < together ? heads - first : together;
       const bool forth = (round % each + turn) % 2 == 0;
-      const unsigned int place = forth ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+      const unsigned int own = (blockIdx.x + turn * (gridDim.x * 5 / 8 | 1)) % gridDim.x;
+      const unsigned int place = forth ? own : gridDim.x - 1 - own;
       const unsigned int number = round % each * gridDim.x + place;
       if (number >= taking * blocks) return heads * blocks;
       return (first + number % taking) * blocks + number / taking;
