@@ -30,7 +30,8 @@ constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::THREADS_OF;
 constexpr int KEY_TILES = BLOCK_KV / warpgroup::ROWS_OF;
 constexpr int QUERIES =
     SHARES_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;  // whose scores a warpgroup has
-constexpr int COLUMNS = QUERIES / 4, AT_ONCE = fragment_tile::columns_at_once(COLUMNS);
+constexpr int COLUMNS = QUERIES / 4;
+constexpr int AT_ONCE = 8;  // columns of scores that generated code weighs together
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 
 // A tile of 64 rows has lines of 64 columns, so many bytes apart.

@@ -98,7 +98,7 @@ class Functions:
     has_mask, has_score, has_slope, has_range : bool
         Which functions are defined; the last one is that of the range of keys.
     mask_steps, score_steps : int
-        How long the mask takes, and the changed score with its slope, in multiplications.
+        How long the mask takes, and the changed score with its slope, in multiplications, about.
     score_reads : bool
         Whether changed scores hang on what lies at the query's or the key's place of an array.
     num_given : int
@@ -204,11 +204,12 @@ def generate(
                 parameters.constant(node)
     parameters.structural = True
     parts = []
-    mask_steps = score_steps = 0
+    mask_steps = 0
+    scored: dict[str, int] = {}  # operations of both functions of scores, which share some
     if allowed is not None:
         body = _site_body(allowed, "float", parameters, short)
         parts.append(_function("bool mask_allows", "Site", allowed, body))
-        mask_steps = body.steps
+        mask_steps = sum(body.steps.values())
     if classes is not None:
         body = _Body("float", parameters, rounded=_rounded(classes), bounds=True)
         parts.append(_function("int tile_class", "TileBox", classes, body))
@@ -224,7 +225,7 @@ def generate(
         tree = _with_given(with_distances(root) if short else root, given)
         body = _site_body(tree, "accum_t", parameters, short)
         parts.append(_score_function(name, tree, body))
-        score_steps += body.steps
+        scored |= body.steps
     functions = Functions(
         source="\n".join(parts),
         num_ints=len(parameters.ints),
@@ -235,7 +236,7 @@ def generate(
         has_slope=slope is not None,
         has_range=keys is not None,
         mask_steps=mask_steps,
-        score_steps=score_steps,
+        score_steps=sum(scored.values()),
         score_reads=changed is not None and _reads_by_place(changed),
         num_given=len(given),
     )
@@ -357,7 +358,7 @@ class _Body:
         self.rounded = rounded
         self.bounds = bounds
         self.words = words
-        self.steps = 0
+        self.steps: dict[str, int] = {}  # what an operation costs, by how it is written
         self.lines: list[str] = []
         self.text: dict[Expr, str] = {}  # the tree in Python, numbers by their place
         self._names: dict[str, str] = {}  # type and right-hand side -> name
@@ -378,11 +379,8 @@ class _Body:
         value = self._value(node, args)
         if node.op in ("symbol", "given") or (node.op == "constant" and "p." not in value):
             return value
-        before = len(self.lines)
-        name = self._named(self._type(node), value)
-        if len(self.lines) > before:
-            self.steps += _STEPS.get(node.op, 1)
-        return name
+        self.steps[value] = _STEPS.get(node.op, 1)
+        return self._named(self._type(node), value)
 
     def _named(self, kind: str, value: str) -> str:
         """Write a value as a statement, unless it stands already, and return its name."""

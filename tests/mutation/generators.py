@@ -12,24 +12,37 @@ import tokenize
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from emulator import build
 
 from cupyflash import lookup, masks
 from cupyflash.errors import ArgumentError
-from cupyflash.expr import cuda, floor, where
+from cupyflash.expr import (
+    absolute,
+    cuda,
+    exp,
+    floor,
+    len_k,
+    len_q,
+    log,
+    maximum,
+    tanh,
+    where,
+)  # fmt: skip
 from cupyflash.expr.bind import bind
+from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import POSITIONS, SCORE
 from cupyflash.expr.interval import tile_class
-from cupyflash.expr.nodes import as_expr
+from cupyflash.expr.nodes import as_expr, convert
 from cupyflash.masks import flat_sizes
 
 from . import operators
 from .expressions import SIZES, Make, MaskCheck, ScoreCheck, _Generated
 from .operators import ARITHMETIC, RELATIONS, Mutant
 
-I, J = POSITIONS[2:]
+H, I, J = POSITIONS[1:]
 FILE = "cupyflash/expr/cuda.py"
 
 # In templates and other text: what may stand in the place of what.
@@ -141,6 +154,37 @@ LITERALS = (
 )  # fmt: skip
 
 
+_NUMBERS = lookup(np.linspace(0, 1, 50).astype(np.float32))
+_IDS = lookup(np.arange(50, dtype=np.int32))
+# A mask and a score: what the mask and the score with its slope cost, how many numbers are the same
+# for a head, and whether scores read by place; and with short positions.
+_EFFORTS: dict[tuple[Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    (None, 3.0 * tanh(SCORE * 0.5)): ((0, 22, 3, False, True),) * 2,
+    (None, 3.0 * tanh(SCORE / 3.0)): ((0, 33, 3, False, True),) * 2,
+    (I >= J, SCORE - _NUMBERS[H] * absolute(I + len_k - len_q - J)): (
+        (1, 7, 1, False, False), (1, 5, 1, False, False),
+    ),
+    (None, SCORE + _NUMBERS[J] * 2.0): ((0, 3, 1, True, False),) * 2,
+    (_IDS[I] == _IDS[J], SCORE * (_NUMBERS[H] + len_q * 0.5)): ((3, 1, 2, False, True),) * 2,
+    (None, exp(-SCORE) + log(maximum(SCORE, 0.125))): ((0, 35, 2, False, True),) * 2,
+    (I // 7 == J % 5, SCORE + floor(SCORE) * 1.0): ((51, 11, 1, False, False),) * 2,
+}  # fmt: skip
+
+
+def effort(make: Make) -> str | None:
+    """What a kernel is told of the cost of its functions, on which only its speed hangs."""
+    for (mask, score), wanted in _EFFORTS.items():
+        allowed = None if mask is None else bind(as_expr(mask), flat_sizes(SIZES))
+        changed = bind(as_expr(score), flat_sizes(SIZES))
+        slope = convert(derivative(changed), "float")
+        for short in (False, True):
+            has = make(allowed, None, changed, slope, short=short).functions
+            found = has.mask_steps, has.score_steps, has.num_given, has.score_reads, has.has_slope
+            if found != wanted[short]:
+                return f"{score} takes {found}"
+    return None
+
+
 def structure(make: Make) -> str | None:
     """Numbers and arrays are told at run time: another number is no other text."""
     texts = []
@@ -192,6 +236,9 @@ def structure(make: Make) -> str | None:
         flags = (has.has_mask, has.has_score, has.has_slope)
         if flags != (bound.type == "bool", bound.type == "float", False):
             return "flags are wrong"
+    wrong = effort(make)
+    if wrong is not None:
+        return wrong
     chosen = where(J > 3, True, False)
     if make(bind(as_expr(chosen), flat_sizes(SIZES))).floats:
         return "a condition is told as a number"
