@@ -84,6 +84,28 @@ def test_exp2_is_as_wrong_as_it_may_be():
     assert 0.8 * 2.0**-22 < error.max() <= 2.0**-22
 
 
+def test_reciprocal_is_as_wrong_as_it_may_be():
+    x = np.random.default_rng(0).uniform(-4, 4, 50_000).astype(np.float32)
+    found = apply("arch::reciprocal(x)", x, "float", "float", headers=("arch/reciprocal.cuh",))
+    error = np.abs(found * x.astype(np.float64) - 1)
+    assert 0.8 * 2.0**-23 < error.max() <= 2.0**-23
+
+
+def test_tanh_is_within_what_bounds_admit():
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.uniform(-1, 1, 50_000), rng.uniform(-12, 12, 20_000)])
+    edges = np.float32([0.65, np.nextafter(np.float32(0.65), np.float32(0)), 1e-20, 88, 1e38])
+    x = np.concatenate([x, edges, -edges]).astype(np.float32)
+    headers = ("params.cuh", "primitives/expression.cuh")
+    found = apply("tanh_of(x)", x, "float", "float", headers=headers, storage=2, before=SIZES)
+    true = np.tanh(x.astype(np.float64))
+    error = np.abs(found - true) / np.abs(true) * 2.0**24
+    assert 3 < error.max() <= 7  # units; FUNCTION_ULPS admit 8
+    special = np.float32([0, np.inf, -np.inf, np.nan])
+    found = apply("tanh_of(x)", special, "float", "float", headers=headers, storage=2, before=SIZES)
+    np.testing.assert_array_equal(found, np.tanh(special))
+
+
 def test_rounding_toward_zero():
     x = np.concatenate([floats(np.float16), [1e39, -1e39]])
     found = apply("__double2float_rz(x)", x, "double", "float", storage=3)

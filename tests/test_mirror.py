@@ -193,7 +193,7 @@ ONLY_CUDA = {
     },
     "primitives/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (
-            "place row_extremes int_extremes float_extremes take_in range_int range_float"
+            "apart place row_extremes int_extremes float_extremes take_in range_int range_float"
         ),
         "operations that generated code calls without the type in the name": (
             "floor_divide floor_divide_long divide_bits remainder minimum maximum"
