@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .nodes import Expr, as_expr, rebuild, walk
 from .width import spans
 
-_EXACT = 2**24
+_EXACT = 2**24 - 2**10  # by so much at most, what pairs share may lie beyond
 
 
 class Line(NamedTuple):
