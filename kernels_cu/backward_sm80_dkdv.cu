@@ -189,7 +189,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       int stage = 0;
 #pragma unroll 1
       while (now != NO_TILE) {
-        const bool masked = now % 4 == PARTIAL || nj < BLOCK_KV;
+        // Queries that do not exist have the weight 0, unless their changed score is not finite.
+        const bool ends = HAS_SCORE && rows_of(now) < BLOCK_Q;
+        const bool masked = now % 4 == PARTIAL || nj < BLOCK_KV || ends;
         const bool may_hide = HAS_SCORE || (HAS_MASK && masked);
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;

@@ -271,8 +271,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::fence_products();
       warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
       arch::commit_products();
-      if constexpr (!HAS_SCORE) begin_dp();
-      if constexpr (!HAS_SCORE) lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
+      if constexpr (!HAS_SCORE) {
+        begin_dp();
+        lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
+      }
       arch::wait_products<HAS_SCORE ? 0 : 1>();
       arch::take_product(s);
       if (MAY_MASK && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);

@@ -11,6 +11,7 @@ from emulator.machine import REVERSE, randomly
 from placement import same_bits
 
 from cupyflash import config, masks, recipe, scores, tensor_tiles, validate
+from cupyflash.expr import len_q, log
 from cupyflash.problem import Gradients, Plan
 from cupyflash.target import Target
 from cupyflash.testing import Precision, backward_bound, rho
@@ -148,6 +149,17 @@ def test_many_tiles_without_pairs_are_passed_by(deterministic, first):
 
 
 # -- dq that is added -----------------------------------------------------------------------------
+
+
+@emulated
+@MODES
+@TILES
+def test_scores_of_queries_that_do_not_exist_are_nobodys(deterministic, blocks):
+    # Behind the last query it is the logarithm of what is negative, and NaN.
+    late = scores.score(lambda s, b, h, i, j: s + log(len_q - i) * 0.1)
+    q, do, k, v = (x.astype(HALF) for x in draw((1, 70, 8), (1, 70, 8), (1, 64, 8), (1, 64, 8)))
+    made = run(q, k, v, do, deterministic, blocks, score_mod=late)
+    assert worst(q, k, v, do, made, score_mod=late) <= 1
 
 
 @emulated

@@ -28,6 +28,7 @@ from cupyflash import (
     tensor_tiles,
     validate,
 )
+from cupyflash.expr import len_q, log
 from cupyflash.problem import Gradients
 from cupyflash.target import Target
 from cupyflash.testing import Precision, backward_bound, rho
@@ -143,6 +144,17 @@ def test_packed_sequences(dtype, deterministic):
             assert worst(*own, do[:, rows], found, mask=mask) <= 1
         else:
             assert not any(x.any() for x in found)
+
+
+@emulated
+@pytest.mark.parametrize("cap", [None, 3.0], ids=["slope 1", "any slope"])
+def test_scores_of_queries_that_do_not_exist_are_nobodys(cap):
+    # Behind the last query it is the logarithm of what is negative, and NaN.
+    late = scores.score(lambda s, b, h, i, j: s + log(len_q - i) * 0.1)
+    options = {"score_mod": late if cap is None else [scores.softcap(cap), late]}
+    q, k, v, do = draw(BRAIN, (1, 70, 64), (1, 128, 64), (1, 128, 64), (1, 70, 64))
+    made, _ = run(q, k, v, do, **options)
+    assert worst(q, k, v, do, made, **options) <= 1
 
 
 @emulated

@@ -16,8 +16,7 @@ struct Site {
   int step_i = 0, step_j = 0;
 };
 
-// A tile of pairs: i_low to i_high and j_low to j_high, both ends within. A thread that asks for
-// the classes of many has a memo.
+// A tile of pairs: i_low to i_high and j_low to j_high, both ends within.
 struct TileBox {
   long long b, h, i_low, i_high, j_low, j_high, len_q, len_k, start_q, start_k;
 };

@@ -16,7 +16,7 @@ from placement import Layout, Placed, random_layout
 from strategies import Problem
 
 from cupyflash import lookup, masks, scores
-from cupyflash.expr import tanh, where
+from cupyflash.expr import len_q, log, tanh, where
 from cupyflash.reference import philox
 from cupyflash.testing import FAMILIES
 
@@ -270,6 +270,11 @@ def _weights_of_0(rng: np.random.Generator) -> dict[str, Any]:
     return {"mask": masks.lengths(15), "score_mod": changed}
 
 
+def _ending() -> scores.Score:
+    """Make a change that is NaN behind the last query."""
+    return scores.score(lambda s, b, h, i, j: s + log(len_q - i) * 0.1)
+
+
 def _infinite_keys(case: Case) -> Case:
     """Keys that weights and gradients of merely 0 make NaN, and NaN that nobody sees."""
     dirty = np.array(case.problem.k)
@@ -392,6 +397,8 @@ def cases() -> list[Case]:
             lambda r: {"mask": masks.window(9, 3, -12) & masks.lengths(np.array([40, 20])),
                        "scale": -0.1},
             lead=((2,), (2,), (1,)), layout="rows", blocks=(64, 16, 64), tensor=True, seed=20), 5)),
+        case_of("scores that end by tensor cores", BF16, (1, 1), (37, 32), (8, 8),
+              lambda r: {"score_mod": _ending()}, blocks=(16, 32, 32), tensor=True, seed=28),
         case_of("packed by tensor cores", F16, (2, 1), (0, 0), (33, 256),
               lambda r: {"mask": masks.causal()}, offsets=PACKED, layout="random",
               blocks=(16, 32, 32), tensor=True, schedule=randomly(3), seed=21),
