@@ -174,7 +174,7 @@ def backward(
     Parameters
     ----------
     kernel : str
-        The part: dkdv or dq.
+        The part: dkdv, dq or bias.
     problem : Problem
         Types and sizes.
     target : Target
@@ -184,7 +184,7 @@ def backward(
     plan : Plan, optional
         Another kernel and other tiles than the best ones.
     obstacle : str, optional
-        Why backward_sm90_dkdv cannot serve the call, or None where it can.
+        Why the kernel for compute capability 9.0 cannot serve the call, or None where it can.
 
     Raises
     ------
@@ -194,20 +194,21 @@ def backward(
     """
     _check_precision(problem, target)
     if plan is None and tensor_tiles.serves_backward(problem, target.capability):
-        hopper = kernel == "dkdv" and target.capability == tensor_tiles.HOPPER
-        if hopper and not _hopper_obstacle(target, obstacle):
-            return "backward_sm90_dkdv", tensor_tiles.fit_backward_hopper(problem.d, problem.d_v)
+        fit_hopper = tensor_tiles.FIT_BACKWARD_HOPPER.get(kernel)
+        hopper = target.capability == tensor_tiles.HOPPER
+        if hopper and fit_hopper is not None and not _hopper_obstacle(target, obstacle):
+            return f"backward_sm90_{kernel}", fit_hopper(problem.d, problem.d_v)
         name = f"backward_sm80_{kernel}"
         tiles = tensor_tiles.fit_backward(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return name, tiles
-    if plan is None and f64_tiles.serves(problem, target.capability):
+    if plan is None and kernel != "bias" and f64_tiles.serves(problem, target.capability):
         name = f"backward_f64_{kernel}"
         tiles = f64_tiles.fit(name, problem.d, problem.d_v, target.shared_memory)
         if tiles is not None:
             return name, tiles
     blocks = None if plan is None else (plan.block_q, plan.block_kv)
-    name = f"backward_simt_{kernel}"
+    name = "backward_bias" if kernel == "bias" else f"backward_simt_{kernel}"
     return name, simt(name, problem, target, slope, blocks)
 
 

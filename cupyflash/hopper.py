@@ -11,7 +11,7 @@ import numpy as np
 
 from . import operands, params, target, tensor_maps, tensor_tiles
 from .operands import Lead
-from .problem import Array, Call
+from .problem import Array, Call, Problem
 from .target import Target
 from .tensor_maps import TensorMap
 
@@ -124,15 +124,23 @@ def maps(call: Call, lead: Lead, block_kv: int) -> tuple[TensorMap, ...]:
     return _maps(call, arrays, lead, rows)
 
 
+def bias_obstacle(problem: Problem) -> str | None:
+    """Return in words why backward_sm90_bias does not serve a problem, or None."""
+    longest = [int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k)]
+    if min(longest) < SHORTEST:
+        return f"it is for {SHORTEST} queries and keys or more"
+    return None
+
+
 def backward_obstacle(call: Call, do: Array, lead: Lead, size: int) -> str | None:
     """Return in words why backward_sm90_dkdv cannot serve a call, whatever the device, or None.
 
     `size` is that of its parameters in bytes; maps follow them.
     """
     problem = call.problem
-    longest = [int(np.max(x, initial=0)) for x in (problem.len_q, problem.len_k)]
-    if min(longest) < SHORTEST:
-        return f"it is for {SHORTEST} queries and keys or more"
+    short = bias_obstacle(problem)
+    if short is not None:
+        return short
     if size + _MAPS_BYTES > params.MAX_BYTES:
         return "its mask and scores read too many arrays or numbers"
     d, d_v = problem.d, problem.d_v

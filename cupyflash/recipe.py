@@ -107,7 +107,7 @@ class _Writer:
         count_tiles: bool,
     ) -> None:
         made = trees(call)
-        self.call, self.facts = call, facts
+        self.call, self.facts, self.plan = call, facts, plan
         self.generated = generate(
             made.allowed,
             made.classes,
@@ -116,7 +116,6 @@ class _Writer:
             None if made.allowed is None else key_range(made.allowed, call.problem),
             short=_is_short(call, made),
         )
-        self.blocks = None if plan is None else (plan.block_q, plan.block_kv)
         self.lead = _lead(call.problem, arrays)
         self.launches: list[Launch] = []
         _check_size(self.generated.functions)
@@ -153,10 +152,6 @@ class _Writer:
         if call.sink is not None:
             self.named.append("sink")
             self.told["kind_sink"] = KINDS[call.sink.dtype.name]
-
-    def tiles(self, kernel: str, functions: Functions) -> Tiles:
-        """Return the tiles of a kernel."""
-        return config.simt(kernel, self.call.problem, self.facts, functions.has_slope, self.blocks)
 
     def over_rows(
         self,
@@ -408,7 +403,8 @@ def _rows_of_sums(writer: _Writer, own: tuple[int, ...]) -> None:
 def _bias_gradient(writer: _Writer, dbias: Array) -> None:
     problem = writer.call.problem
     functions = replace(writer.generated.functions, has_slope=False)
-    tiles = writer.tiles("backward_bias", functions)
+    obstacle = hopper.bias_obstacle(problem)
+    kernel, tiles = config.backward("bias", problem, writer.facts, False, writer.plan, obstacle)
     heads, len_q, len_k = dbias.shape[-3:]
     told: dict[str, Any] = {}
     if problem.packed:
@@ -421,7 +417,7 @@ def _bias_gradient(writer: _Writer, dbias: Array) -> None:
         own = writer.lead.own("dbias")
     blocks = -(-len_q // tiles.block_q) * -(-len_k // tiles.block_kv)
     writer.over_tiles(
-        "backward_bias",
+        kernel,
         tiles,
         blocks * heads * math.prod(own),
         functions,

@@ -166,6 +166,32 @@ def fit_backward_hopper(d: int, d_v: int) -> Tiles:
     return backward_sm90_dkdv(*BACKWARD_HOPPER[largest], d, d_v)
 
 
+# Largest head -> queries and keys of a tile of backward_sm90_bias.cu, and blocks that share a
+# multiprocessor: one multiplies while another one makes weights.
+BIAS_HOPPER: dict[int, tuple[int, int, int]] = {
+    128: (64, 128, 2),
+    192: (64, 64, 2),
+    256: (128, 64, 1),
+}
+
+
+def backward_sm90_bias(block_q: int, block_kv: int, resident: int, d: int, d_v: int) -> Tiles:
+    """Return tiles of backward_sm90_bias.cu: a warpgroup for 64 queries each."""
+    operands = (block_q + block_kv) * (row_bytes(d) + row_bytes(d_v))
+    sums = block_q * (block_kv + 8) * 4
+    shared = max(operands, sums) + _known_of_bias(block_q, block_q // 16)
+    return Tiles(block_q, block_kv, 2 * block_q, shared, resident)
+
+
+def fit_bias_hopper(d: int, d_v: int) -> Tiles:
+    """Return the tiles of backward_sm90_bias.cu."""
+    largest = next(most for most in BIAS_HOPPER if max(d, d_v) <= most)
+    return backward_sm90_bias(*BIAS_HOPPER[largest], d, d_v)
+
+
+# Of parts of the backward that have a kernel for Hopper.
+FIT_BACKWARD_HOPPER = {"dkdv": fit_backward_hopper, "bias": fit_bias_hopper}
+
 # The same of the backward, with stages that the operand that passes by is copied to.
 BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     "backward_sm80_dkdv": {
@@ -182,6 +208,10 @@ BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
         64: ((128, 64, 4, 2, 2),),
         128: ((128, 32, 4, 2, 2), (64, 32, 4, 2, 2)),
         256: ((128, 32, 8, 2, 1), (64, 32, 4, 2, 1), (64, 16, 4, 1, 1)),
+    },
+    "backward_sm80_bias": {
+        128: ((128, 64, 4, 1, 2),),
+        256: ((64, 64, 4, 1, 1), (64, 32, 4, 1, 1)),
     },
 }
 
@@ -202,9 +232,21 @@ def backward_sm80_dq(block_q: int, block_kv: int, warps: int, stages: int, d: in
     return held + stages * block_kv * columns
 
 
+def backward_sm80_bias(
+    block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int
+) -> int:
+    """Bytes of backward_sm80_bias.cu: operands of one tile, lse and delta of two, and little."""
+    columns = row_bytes(d) + row_bytes(d_v)
+    return stages * (block_q + block_kv) * columns + _known_of_bias(block_q, warps)
+
+
+def _known_of_bias(block_q: int, warps: int) -> int:
+    return 16 * block_q + 8 * warps + BIAS_BYTES
+
+
 RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
-ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES = 72, 192, 136
+ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES, BIAS_BYTES = 72, 192, 136, 648
 _JOB_BYTES = ENTRY_BYTES + 80 + 2 * TILE_GROUPS // 8
 KNOWN_BYTES = (_JOB_BYTES + 16) * JOBS + 8 * (5 * PASSING_STAGES + 6)
 KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES
@@ -212,6 +254,7 @@ TOLD_BYTES = 800  # the same of backward_sm90_dkdv.cu, but for lse and delta
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,
+    "backward_sm80_bias": backward_sm80_bias,
 }
 
 

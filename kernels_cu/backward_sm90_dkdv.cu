@@ -292,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           hides = arch::any_lane(
                       fragment_gradient::change_scores<true>(p, given, scale, box(), s, corner)) ||
                   masked;
-          if (hides) warpgroup_gradient::find_hidden(s, masked, allowed);
+          if (hides) fragment_gradient::find_hidden(s, masked, allowed);
           lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
         }
         warpgroup_gradient::exponentiate(s, lse, c);

@@ -87,6 +87,10 @@ def cases() -> list[Case]:
         kernels = ["forward_sm80", list(tensor_tiles.BACKWARD)[n // 7]]
         more = tensor_sizes[n % 6], options, bool(n // 3 % 2)
         found += [Case(kernel, dtype, *more) for kernel in kernels]
+    for n, own in enumerate([(64, 64), (256, 256), (40, 72), (128, 128)]):
+        options = list(OPTIONS)[5 + n % 2]
+        found.append(Case("backward_sm80_bias", dtypes[1 + n % 2], own, options, n == 2))
+        found.append(Case("backward_sm90_bias", dtypes[2 - n % 2], own, options, n == 1))
     for n, own in enumerate([(64, 64), (128, 128), (256, 256), (192, 192), (96, 104)]):
         found.append(Case("forward_sm90", dtypes[1 + n % 2], own, "plain", False))
     for n, (own, options) in enumerate([
@@ -151,7 +155,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     slope = None if case.kernel in ("forward_simt", *forwards) else made.slope
     parts = made.allowed, made.classes, made.changed, slope, keys
     functions = generate(*parts, short=True).functions
-    if case.kernel == "backward_bias":
+    if case.kernel.endswith("_bias"):
         functions = dataclasses.replace(functions, has_slope=False)
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
     if case.kernel == "forward_sm80" and cores:
@@ -163,7 +167,12 @@ def specialisation(case: Case, arch: str) -> Specialisation:
             besides = "masks"  # as of longer rows; other options with a mask have the former
         kernel, tiles = config.forward(problem, target, None, obstacle, besides)
         assert kernel == case.kernel
-    elif case.kernel in (*tensor_tiles.BACKWARD, *f64_tiles.BACKWARD, "backward_sm90_dkdv"):
+    elif case.kernel in (
+        *tensor_tiles.BACKWARD,
+        *f64_tiles.BACKWARD,
+        "backward_sm90_dkdv",
+        "backward_sm90_bias",
+    ):
         part = case.kernel.rpartition("_")[2]
         obstacle = None if "sm90" in case.kernel else "for a test"
         slope = functions.has_slope

@@ -53,11 +53,25 @@ WATCHED = {
         "test_gpu_contract.py::test_look_ups_are_read_at_every_call",
         "test_gpu_contract.py::test_causal_visits_528_of_1024_tiles",
     ),
+    "Hopper": (
+        "test_gpu_hopper.py::test_its_results_are_within_the_bound",
+        "test_gpu_hopper.py::test_gradients_of_packed_sequences_are_within_the_bound",
+        "test_gpu_hopper.py::test_the_gradient_of_a_bias_is_within_the_bound",
+        "-k",
+        "bfloat16 and not causal",
+    ),
 }
 # Few examples, always the same, and every array in an allocation of its own.
 WATCHED_ENVIRONMENT = {"HYPOTHESIS_PROFILE": "sanitizer", "CUPYFLASH_TEST_NO_POOL": "1"}
 SANITIZER = "compute-sanitizer"
-TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+# And their options. A call that fails raises an exception; what memcheck would tell of calls are
+# functions that cuda-bindings asks the driver for and that it does not have.
+TOOLS: dict[str, tuple[str, ...]] = {
+    "memcheck": ("--report-api-errors", "no"),
+    "initcheck": (),
+    "synccheck": (),
+    "racecheck": (),
+}
 
 
 @dataclass(frozen=True)
@@ -132,14 +146,16 @@ def sanitizers(minutes: float) -> list[list[Task]]:
     for what, (first, *others) in WATCHED.items():
         arguments = [f"tests/{x}" if x.startswith("test_") else x for x in (first, *others)]
         command = pytest(*arguments)
-        alone.append(Task(f"no tool: {what}", command, r"\d+ passed", WATCHED_ENVIRONMENT))
-        for tool in TOOLS:
-            options = ("--tool", tool, "--error-exitcode", "99", "--target-processes", "all")
+        # On other GPUs, those for Hopper are skipped.
+        done = r"\d+ (passed|skipped)" if what == "Hopper" else r"\d+ passed"
+        alone.append(Task(f"no tool: {what}", command, done, WATCHED_ENVIRONMENT))
+        for tool, own in TOOLS.items():
+            options = ("--tool", tool, *own, "--error-exitcode", "99", "--target-processes", "all")
             watched.append(
                 Task(
                     f"{tool}: {what}",
                     (SANITIZER, *options, *command),
-                    r"(?s)\d+ passed.*SUMMARY: 0 ",
+                    rf"(?s){done}.*SUMMARY: 0 ",
                     WATCHED_ENVIRONMENT,
                     cannot,
                 )

@@ -218,7 +218,7 @@ def test_which_kernels_are_launched():
 
 
 @pytest.mark.parametrize("arch", [arch for arch in SHARED_MEMORY if arch != "sm_75"])
-@pytest.mark.parametrize("part", ["dkdv", "dq"])
+@pytest.mark.parametrize("part", ["dkdv", "dq", "bias"])
 def test_every_gpu_has_tiles_for_every_head(arch, part):
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
     for d in (1, 17, 64, 65, 128, 129, 256):

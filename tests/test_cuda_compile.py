@@ -21,13 +21,15 @@ ELSEWHERE = 2  # times as many are admitted with another compiler or architectur
 # The most bytes that a thread of a kernel spills in the table: at the tiles that are chosen a
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
-    "forward_sm80": 240,
+    "forward_sm80": 212,
     "forward_sm90": 200,
-    "forward_sm90_tf32": 148,
-    "backward_sm80_dkdv": 116,
-    "backward_sm80_dq": 24,
+    "forward_sm90_tf32": 156,
+    "backward_sm80_dkdv": 120,
+    "backward_sm80_dq": 32,
+    "backward_sm80_bias": 20,
+    "backward_sm90_bias": 72,
     "backward_sm90_dkdv": 24,
-    "backward_f64_dkdv": 204,
+    "backward_f64_dkdv": 216,
 }
 
 
@@ -43,7 +45,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 145
+    assert len(CASES) <= 150
     for kernel in tiles.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4

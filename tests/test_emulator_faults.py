@@ -296,6 +296,23 @@ def _everything(emulator):
             made = (np.empty_like(x) for x in (q, k, v))
             each.backward(call, do, out, lse, None, Gradients(*made, None, None))
 
+    def run_bias(emulator, d, order):
+        # Two entries that were given the same bias; rows are copied on their way, or at once.
+        q, k, v, do = (
+            draw(2, *shape, d).astype(np.float16, order=order)
+            for shape in ((2, 40), (1, 33), (1, 33), (2, 40))
+        )
+        bias = draw(2, 40, 33).astype(np.float16)
+        call = validate.call(q, k, v, bias=bias)
+        out, lse = np.zeros_like(q), np.zeros((2, 2, 40), np.float32)
+        made = (np.empty_like(x) for x in (q, k, v, bias))
+        emulator.backward(call, do, out, lse, None, Gradients(*made, None))
+
+    for order in "CF":
+        run_bias(emulator, 8, order)
+        # Two warpgroups.
+        run_bias(dataclasses.replace(emulator, blocks=Blocks(hopper=True)), 200, order)
+
     # Warps that share keys, and warps that do not.
     for each in (emulator, dataclasses.replace(emulator, blocks=Blocks(16, 32, 64))):
         run_shared(each, 24, np.inf, ml_dtypes.bfloat16, mask=masks.causal())

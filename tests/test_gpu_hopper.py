@@ -263,6 +263,31 @@ def test_its_gradients_are_within_the_bound(cupy, dtype, sizes, options):
         assert rho(found.get(), *wanted).value <= 1
 
 
+# A bias of every pair, and broadcast along other axes.
+BIAS_SHAPES = [(2, 2, 640, 700), (2, 640, 700), (2, 1, 1, 700), (640, 1)]
+
+
+@EACH_TYPE
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 72), (256, 256)], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["every pair", "causal"])
+def test_the_gradient_of_a_bias_is_within_the_bound(cupy, dtype, sizes, masked):
+    d, d_v = sizes
+    shapes = (2, 2, 640, d), (2, 1, 700, d), (2, 1, 700, d_v), (2, 2, 640, d_v)
+    q, k, v, do = draw(cupy, dtype, *shapes)
+    options = {"mask": masks.causal()} if masked else {}
+    for shape in BIAS_SHAPES:
+        (bias,) = draw(cupy, dtype, shape, seed=2)
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, bias=bias, **options)
+        dbias = cupyflash.attention_backward(do, q, k, v, out, lse, bias=bias, **options).dbias
+        host = [x.get() for x in (do, q, k, v)]
+        bound = backward_bound(
+            *host, precision=precision_of(dtype), block_kv=8, bias=bias.get(), **options
+        )
+        assert rho(dbias.get(), *bound.dbias).value <= 1
+        again = cupyflash.attention_backward(do, q, k, v, out, lse, bias=bias, **options).dbias
+        assert (again.view(np.uint16) == dbias.view(np.uint16)).all()
+
+
 @EACH_TYPE
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_gradients_of_packed_sequences_are_within_the_bound(cupy, dtype, d):

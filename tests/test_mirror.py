@@ -54,6 +54,8 @@ OTHER_STEMS = {
     "lookup": "programs are run step by step on the CPU and generated on the GPU",
     "expression": "programs are run step by step on the CPU and generated on the GPU",
     "fragment": "products by tensor cores, which the CPU has no like of",
+    "bias_tile": "a block's tile of the bias; on the CPU an item of a list",
+    "fragment_bias": "tiles that were given it, one after the other; on the CPU loops",
     "warpgroup": "products by tensor cores, which the CPU has no like of",
     "warpgroup_tile": "tile, where those who copy and those who compute part",
     "warpgroup_work": "what blocks work on, one thing after the other",
@@ -74,6 +76,13 @@ SPACES = {"fragment_rows": "fragment", "fragment_wide": "fragment"}  # of what h
 
 # Functions on one side only: row (by its first file) -> reason -> names.
 ONLY_CUDA = {
+    "backward_bias.cu": {
+        "sums in registers, stored by way of shared memory": "store store_vectors",
+    },
+    "backward_sm80_bias.cu": {
+        "sums in registers, stored by way of shared memory": "put_sums",
+        "gradient_tile, in whose steps the next product begins": "weigh",
+    },
     "backward_delta.cu": {
         "lanes share a row": "lane_sum",
     },
@@ -143,6 +152,7 @@ ONLY_CUDA = {
         "an operand read transposed, or one by one": "multiply_add_transposed element",
         "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
         "warpgroups and the barriers between them": "index wait release",
+        "rows of queries, a tile of each warpgroup": "begin_queries",
         "what of a piece is not finite": "zero_times",
         "tiles that are copied by boxes, and described for products": "begin_tile describe whole",
         "tiles that are split on their way to shared memory": "columns_of put_unit at_step splits",
@@ -193,7 +203,8 @@ ONLY_CUDA = {
     },
     "primitives/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (
-            "apart place row_extremes int_extremes float_extremes take_in range_int range_float"
+            "apart place row_extremes int_extremes float_extremes take_in take_pieces range_int "
+            "range_float"
         ),
         "operations that generated code calls without the type in the name": (
             "floor_divide floor_divide_long divide_bits remainder minimum maximum"

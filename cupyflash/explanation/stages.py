@@ -13,7 +13,7 @@ def stages(special: Specialisation) -> int | None:
     tiles, name = special.tiles, special.kernel
     if not tiles.block_q:
         return None
-    if name == "forward_sm90_tf32":
+    if name in ("forward_sm90_tf32", "backward_sm90_bias"):
         return 1
     if "_sm90" in name:
         return tensor_tiles.PASSING_STAGES
@@ -36,6 +36,7 @@ def stages(special: Specialisation) -> int | None:
     bytes_of = {
         "backward_sm80_dkdv": tensor_tiles.backward_sm80_dkdv,
         "backward_sm80_dq": tensor_tiles.backward_sm80_dq,
+        "backward_sm80_bias": tensor_tiles.backward_sm80_bias,
     }
     if name not in bytes_of:
         return None

@@ -257,6 +257,20 @@ __device__ __forceinline__ bool change_scores(const Params& p, const Given& give
   return !finite;
 }
 
+// Of pairs that are `allowed`, or else of all, finds those whose logit is not -inf.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void find_hidden(const float (&s)[ROWS][COLUMNS], bool masked,
+                                            unsigned int (&allowed)[ROWS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    if (!masked) allowed[r] = 0xffffffffu;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (s[r][n] == -number::infinity()) allowed[r] &= ~(1u << n);
+    }
+  }
+}
+
 // Where scores are changed: makes products q k into probabilities times the derivative of the
 // change. What is read for pairs that do not exist is of the last query or key that does. Generated
 // code stands here for STEP columns, which all columns pass, so many at a time. Returns whether any

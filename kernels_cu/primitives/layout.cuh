@@ -33,6 +33,7 @@ struct Quotient {
 
 // Divides numbers that are not negative: almost always they have 32 bits, which is far cheaper.
 __device__ __forceinline__ Quotient divide(long long number, long long by) {
+  if (by == 1) return Quotient{number, 0};
   if ((number | by) >> 32 == 0) {
     const unsigned int small = static_cast<unsigned int>(number);
     const unsigned int small_by = static_cast<unsigned int>(by);

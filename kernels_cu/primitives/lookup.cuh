@@ -122,48 +122,89 @@ __device__ __forceinline__ void take_in(IntEnds& found, long long value) {
   found.high = value > found.high ? value : found.high;
 }
 
-// The extremes of a row of every lane: its place and length, which is 1 at least. So many lanes
-// look at the row of one of them, and then at the next one's: neighbouring lanes read neighbours,
-// and a few each before they compare. All lanes of the warp call it together.
+// Takes in what lies side by side from a 16-byte boundary to another: every `step`-th piece of 16
+// bytes from number `own` on, a few at a time.
+template <int KIND, typename Wide>
+__device__ __forceinline__ void take_pieces(const char* row, int length, int own, int step,
+                                            Wide& low, Wide& high) {
+  using T = typename Integer<KIND>::type;
+  constexpr int EACH = 16 / sizeof(T), AT_ONCE = 4;
+  struct alignas(16) Piece {
+    T x[EACH];
+  };
+  const int pieces = length / EACH;
+#pragma unroll 1
+  for (int from = own; from < pieces; from += AT_ONCE * step) {
+    Piece some[AT_ONCE];
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; ++n) {
+      const int at = from + n * step;
+      some[n] = reinterpret_cast<const Piece*>(row)[at < pieces ? at : from];
+    }
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; ++n) {
+#pragma unroll
+      for (int x = 0; x < EACH; ++x) {
+        const T value = some[n].x[x];
+        const Wide one = static_cast<Wide>(KIND == KIND_BOOL ? value != 0 : value);
+        low = one < low ? one : low;
+        high = one > high ? one : high;
+      }
+    }
+  }
+}
+
+// The extremes of a row of every lane: its place and length, which is 1 at least. Often all lanes
+// have the same row, a tile's queries, for many tiles of keys: then they share it. Else each reads
+// its own, if it can by pieces of 16 bytes; or so many lanes look at the row of one of them, and
+// then at the next one's, as neighbours read neighbours. All lanes of the warp call it together.
 template <int KIND>
 __device__ __forceinline__ IntEnds row_extremes(const char* own, int own_length, long long stride) {
   using T = typename Integer<KIND>::type;
   using Wide = decltype(T() + T());
+  constexpr Wide LEAST = Wide(-1) < Wide(0) ? Wide(1) << (8 * sizeof(Wide) - 1) : Wide(0);
   constexpr int TOGETHER = arch::WARP_SIZE < 8 ? arch::WARP_SIZE : 8;
-  constexpr int AT_ONCE = 64 / sizeof(Wide);  // as many as registers go
+  constexpr int AT_ONCE = 32 / sizeof(Wide);  // as many as registers go
   const auto place = reinterpret_cast<unsigned long long>(own);
   const unsigned long long first = arch::shuffle(place, 0);
   const int first_length = arch::shuffle(own_length, 0);
-  // Often all have the same row: a tile's queries, for many tiles of keys.
   const bool same = !arch::any_lane(place != first || own_length != first_length);
+  const bool whole = (place | static_cast<unsigned long long>(own_length) * sizeof(T)) % 16 == 0;
+  const bool by_pieces = !arch::any_lane(!whole || stride != sizeof(T));
   const int lane = arch::lane_index(), group = lane / TOGETHER * TOGETHER;
   IntEnds found{0, 0};
 #pragma unroll 1
-  for (int n = 0; n < (same ? 1 : TOGETHER); ++n) {
-    const auto* const row = reinterpret_cast<const char*>(arch::shuffle(place, group + n));
-    const int length = arch::shuffle(own_length, group + n);
-    Wide low = static_cast<Wide>(load_as_int<KIND>(row)), high = low;
+  for (int n = 0; n < (same || by_pieces ? 1 : TOGETHER); ++n) {
+    Wide low = ~LEAST, high = LEAST;
+    if (by_pieces) {
+      take_pieces<KIND>(own, own_length, same ? lane - group : 0, same ? TOGETHER : 1, low, high);
+    } else {
+      const auto* const row = reinterpret_cast<const char*>(arch::shuffle(place, group + n));
+      const int length = arch::shuffle(own_length, group + n);
 #pragma unroll 1
-    for (int from = lane - group; from < length; from += AT_ONCE * TOGETHER) {
-      Wide some[AT_ONCE];
+      for (int from = lane - group; from < length; from += AT_ONCE * TOGETHER) {
+        Wide some[AT_ONCE];
 #pragma unroll
-      for (int x = 0; x < AT_ONCE; ++x) {
-        const int at = from + x * TOGETHER;
-        some[x] = static_cast<Wide>(load_as_int<KIND>(row + (at < length ? at : 0) * stride));
-      }
+        for (int x = 0; x < AT_ONCE; ++x) {
+          const int at = from + x * TOGETHER;
+          some[x] = static_cast<Wide>(load_as_int<KIND>(row + (at < length ? at : from) * stride));
+        }
 #pragma unroll
-      for (int x = 0; x < AT_ONCE; ++x) {
-        low = some[x] < low ? some[x] : low;
-        high = some[x] > high ? some[x] : high;
+        for (int x = 0; x < AT_ONCE; ++x) {
+          low = some[x] < low ? some[x] : low;
+          high = some[x] > high ? some[x] : high;
+        }
       }
     }
+    if (same || !by_pieces) {
 #pragma unroll
-    for (int lanes = TOGETHER / 2; lanes > 0; lanes /= 2) {
-      const Wide least = arch::shuffle_xor(low, lanes), most = arch::shuffle_xor(high, lanes);
-      low = least < low ? least : low;
-      high = most > high ? most : high;
+      for (int lanes = TOGETHER / 2; lanes > 0; lanes /= 2) {
+        const Wide least = arch::shuffle_xor(low, lanes), most = arch::shuffle_xor(high, lanes);
+        low = least < low ? least : low;
+        high = most > high ? most : high;
+      }
     }
-    if (same || lane == group + n) found = IntEnds{low, high};
+    if (same || by_pieces || lane == group + n) found = IntEnds{low, high};
   }
   return found;
 }

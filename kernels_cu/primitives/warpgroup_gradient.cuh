@@ -74,20 +74,6 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const Numbe
   }
 }
 
-// Of pairs that are `allowed`, or else of all, finds those whose logit is not -inf.
-template <int COLUMNS>
-__device__ __forceinline__ void find_hidden(const float (&s)[2][COLUMNS], bool masked,
-                                            unsigned int (&allowed)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (!masked) allowed[r] = 0xffffffffu;
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      if (s[r][n] == -number::infinity()) allowed[r] &= ~(1u << n);
-    }
-  }
-}
-
 // Gives probabilities of pairs that take no part the weight that says so.
 template <int COLUMNS>
 __device__ __forceinline__ void hide_pairs(float (&p)[2][COLUMNS],

@@ -7,6 +7,31 @@
 
 namespace warpgroup_rows {
 
+// Begins to copy rows of an array that is WIDTH columns wide to a tile of ROWS rows, by all threads
+// of the block, as fragment::begin_rows does.
+template <int ROWS, int WIDTH, int COLUMN = 0>
+__device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& from,
+                                           long long first, int valid) {
+  constexpr int LEFT = WIDTH - COLUMN;
+  constexpr int OWN = LEFT < warpgroup::LINE_COLUMNS ? LEFT : warpgroup::LINE_COLUMNS;
+  const memory::Rows line{from.data + COLUMN * from.col, from.row, from.col, from.vectors};
+  fragment::begin_rows<ROWS, OWN, warpgroup::LINE_BYTES>(
+      tile_smem + COLUMN / warpgroup::LINE_COLUMNS * ROWS * warpgroup::LINE_BYTES, line, first,
+      valid);
+  if constexpr (LEFT > OWN) begin_rows<ROWS, WIDTH, COLUMN + OWN>(tile_smem, from, first, valid);
+}
+
+// The same of BLOCK_Q rows, in a tile for each warpgroup.
+template <int WIDTH>
+__device__ __forceinline__ void begin_queries(char* tile_smem, const memory::Rows& from,
+                                              long long first, int valid) {
+#pragma unroll
+  for (int row = 0; row < BLOCK_Q; row += warpgroup::ROWS_OF) {
+    begin_rows<warpgroup::ROWS_OF, WIDTH>(tile_smem + row * fragment::row_bytes(WIDTH), from,
+                                          first + row, valid - row);
+  }
+}
+
 // Changes the sign of a tile of so many bytes, by TOGETHER threads; this one has number `own`.
 template <int BYTES, int TOGETHER>
 __device__ __forceinline__ void negate_rows(char* tile_smem, int own) {

@@ -38,10 +38,11 @@ struct Job {
 };
 
 // How the blocks of a launch share its jobs: in rounds of one each. Under a mask the jobs of a head
-// differ, and so many heads take turns as make two rounds, which go forth and back, the longest
-// jobs first; then the next ones do, from the other side, and dealt out from another block on, lest
-// the same blocks get long jobs again. So all blocks get as much, and those that work at a time
-// read the same keys. Of a packed array, each block has one job.
+// differ, and heads take turns: all of them; or where queries see ranges of keys, which are often
+// long, so many as make a few rounds, whose keys and values find room in the second-level cache.
+// Rounds go forth and back, the last queries first, which may see most keys; and now and then they
+// are dealt out from another block on, lest the same blocks get long jobs again. Of a packed array,
+// each block has one job.
 struct Rounds {
   static constexpr bool TURNS = HAS_MASK && !PACKED;
   unsigned int heads, blocks;
@@ -57,8 +58,8 @@ struct Rounds {
       }
     }
     if constexpr (TURNS) {
-      const unsigned int most = (2 * gridDim.x + blocks / 2) / blocks;
-      together = most >= heads ? heads : most > 0 ? most : 1;
+      const unsigned int few = D > 128 || blocks < 8 ? 2 : 4, most = few * gridDim.x / blocks;
+      together = most >= heads || !HAS_RANGE ? heads : most > 0 ? most : 1;
       each = (together * blocks + gridDim.x - 1) / gridDim.x;
       count = static_cast<int>((heads + together - 1) / together * each);
     } else {
@@ -72,7 +73,8 @@ struct Rounds {
       const unsigned int turn = round / each, first = turn * together;
       const unsigned int taking = heads - first < together ? heads - first : together;
       const bool forth = (round % each + turn) % 2 == 0;
-      const unsigned int own = (blockIdx.x + turn * (gridDim.x * 5 / 8 | 1)) % gridDim.x;
+      const unsigned int begin = (HAS_RANGE ? turn : round / 2) * (gridDim.x * 5 / 8 | 1);
+      const unsigned int own = (blockIdx.x + begin) % gridDim.x;
       const unsigned int place = forth ? own : gridDim.x - 1 - own;
       const unsigned int number = round % each * gridDim.x + place;
       if (number >= taking * blocks) return heads * blocks;

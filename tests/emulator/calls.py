@@ -63,17 +63,20 @@ class Blocks:
     ) -> tuple[str, Tiles]:
         """Return the kernel of a part of the backward, and its tiles."""
         hopper = self.hopper and tensor_tiles.serves_backward(problem, tensor_tiles.HOPPER)
-        if hopper and part == "dkdv" and not obstacle:
-            return "backward_sm90_dkdv", tensor_tiles.fit_backward_hopper(problem.d, problem.d_v)
+        fit_hopper = tensor_tiles.FIT_BACKWARD_HOPPER.get(part)
+        if hopper and fit_hopper is not None and not obstacle:
+            return f"backward_sm90_{part}", fit_hopper(problem.d, problem.d_v)
         if self.tensor and tensor_tiles.serves_backward(problem, tensor_tiles.OLDEST_CAPABILITY):
             kernel = f"backward_sm80_{part}"
             return kernel, self.gradient_tiles(kernel, problem)
-        if self.tensor and f64_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
+        of_bias = part == "bias"
+        wide = self.tensor and f64_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY)
+        if wide and not of_bias:
             kernel = f"backward_f64_{part}"
             tiles = self.f64_tiles(kernel, problem)
             if tiles is not None:
                 return kernel, tiles
-        kernel = f"backward_simt_{part}"
+        kernel = "backward_bias" if of_bias else f"backward_simt_{part}"
         return kernel, self.tiles(kernel, problem, slope)
 
     def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
@@ -82,9 +85,15 @@ class Blocks:
         block_q, block_kv = self.block_q, self.block_kv
         if kernel == "backward_sm80_dq":
             block_q = 32 * warps if block_q >= 32 * warps else 16 * warps
+        elif kernel == "backward_sm80_bias":  # 16 or 32 queries, and 16 keys or more
+            block_q = max(16, min(block_q, 32 * warps))
+            sharers = warps * (32 if block_q % 32 == 0 else 16) // block_q
+            block_kv = max(block_kv, 16 * sharers)
         else:  # every warp has 16 or 32 keys of a tile, and 16 queries or more
             block_q = max(block_q, 16 * -(-16 * warps // block_kv))
         stages = 1 + (block_q + block_kv + problem.d) // 16 % 2
+        if kernel == "backward_sm80_bias":
+            stages = 1
         sizes = block_q, block_kv, warps, stages, problem.d, problem.d_v
         shared = getattr(tensor_tiles, kernel)(*sizes)
         return Tiles(block_q, block_kv, self.threads, shared)

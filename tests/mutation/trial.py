@@ -59,6 +59,8 @@ WRITES = {
     "backward_f64_dkdv": ("dk", "dv"),
     "backward_f64_dq": ("dq",),
     "backward_bias": ("dbias",),
+    "backward_sm80_bias": ("dbias",),
+    "backward_sm90_bias": ("dbias",),
     "combine": ("out", "lse"),
 }
 # What is tried on its own too, outside of a kernel.
