@@ -33,6 +33,8 @@ def choose(
     if target is not None:
         kernel, tiles = forward(problem, target, None, obstacle, besides)
         why = _why(kernel, problem, target, obstacle)
+        if problem.heads_in_rows > 1:
+            why += f"; the {problem.heads_in_rows} heads that share keys are rows of one"
         return Plan(
             kernel=kernel,
             block_q=tiles.block_q,

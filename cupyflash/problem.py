@@ -63,6 +63,7 @@ class Problem:
     dropout: float = 0.0
     seed: Any = 0  # a number, or a 0-d array of uint64 in device memory
     precision: str | None = None  # "tf32x3": float32 may be multiplied by tensor cores
+    heads_in_rows: int = 1  # query heads whose queries are those of one: see rows_of_heads
 
     @property
     def accumulator(self) -> np.dtype[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from . import config, hopper, operands, params
+from . import config, hopper, operands, params, rows_of_heads
 from .errors import ArgumentError
 from .expr import width
 from .expr.cuda import Functions, generate
@@ -295,6 +295,7 @@ def forward(
     rows = Laid(out.shape[:-1], call.problem.accumulator) if lse is None else lse
     if not math.prod(rows.shape):
         return Recipe()
+    call, (out, rows) = rows_of_heads.joined(call, (out, 3), (rows, 2))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (rows, 2)}
     writer = _Writer(call, facts, arrays, False, plan, count_tiles)

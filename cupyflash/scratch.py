@@ -18,6 +18,10 @@ class Laid(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    def reshape(self, shape: tuple[int, ...]) -> Laid:
+        """Return an array of the same elements with other axes."""
+        return Laid(shape, self.dtype)
+
     @property
     def ndim(self) -> int:
         """Number of axes."""

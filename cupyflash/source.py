@@ -7,6 +7,7 @@ the disk cache, whose key is the text, sees every change.
 from __future__ import annotations
 
 import functools
+import os
 import posixpath
 import re
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from .tiles import Tiles
 
 # Storage types, numbered as kernels know them.
 STORAGE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+# racecheck of CUDA's compute-sanitizer does not follow the order between lanes that meet and the
+# one of them that arrives at a barrier in shared memory for all. For such tools each arrives.
+EACH_LANE_ARRIVES = os.environ.get("CUPYFLASH_EACH_LANE_ARRIVES") == "1"
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 _VOCABULARY = ("primitives/expression.cuh",)  # what generated code calls
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*\n', re.MULTILINE)
@@ -115,10 +119,12 @@ def prelude(special: Specialisation) -> str:
             "SCORE_READS": has.score_reads,
             "HAS_MASK": has.has_mask,
             "HAS_RANGE": has.has_range,
+            "HAS_EDGES": has.has_edges,
             "HAS_DROPOUT": special.dropout,
             "PACKED": special.packed,
             "COUNT_TILES": special.count_tiles,
             "ADDS_DQ": special.adds_dq,
+            "EACH_LANE_ARRIVES": EACH_LANE_ARRIVES,
         },
     }
     lines = [

@@ -10,6 +10,7 @@ from .expr.functions import POSITIONS, SCORE, where
 from .expr.interval import tile_class
 from .expr.nodes import Expr, convert
 from .problem import Call
+from .rows_of_heads import apart, of_rows
 
 _B, _H, _I, _J = POSITIONS
 
@@ -38,15 +39,16 @@ class Trees(NamedTuple):
 def trees(call: Call) -> Trees:
     """Return the expressions of a call. They hold the arrays that they read."""
     changed, slope, allowed, classes = SCORE, None, None, None
+    sizes = apart(call.problem)
     if call.score_mod is not None:
-        changed = bind(call.score_mod.expr, call.problem)
+        changed = of_rows(bind(call.score_mod.expr, sizes), call.problem)
         slope = convert(derivative(changed), "float")
     if call.bias is not None:
         axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
-        bias = bind(aligned(Alignment(call.bias, "bias", axes)), call.problem)
+        bias = of_rows(bind(aligned(Alignment(call.bias, "bias", axes)), sizes), call.problem)
         hidden = float("-inf")
         changed = where(bias == hidden, hidden, changed + bias)  # hides even a NaN score
     if call.mask is not None:
-        allowed = bind(call.mask.expr, call.problem)
+        allowed = of_rows(bind(call.mask.expr, sizes), call.problem)
         classes = tile_class(allowed)
     return Trees(None if changed is SCORE else changed, slope, allowed, classes)

@@ -43,8 +43,8 @@ constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
 constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
 // Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
 constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
-// Whether the product with q begins before the warpgroups meet: where one of them has all of dq.
-constexpr bool BEGINS_DK = TAKES_TURNS && !MAY_MASK && STORAGE == 1;
+// Whether tiles that hide nothing have code of their own.
+constexpr bool TWO_STEPS = HAS_EDGES && !HAS_SCORE;
 constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::init_barrier(empty(told, n), CONSUMER_THREADS + 1 + arch::WARP_SIZE);
       arch::init_barrier(full(queries, n), 1 + arch::WARP_SIZE);
       arch::init_barrier(full_d_out(n), 1);
-      arch::init_barrier(empty(queries, n), CONSUMERS);
+      arch::init_barrier(empty(queries, n), CONSUMERS * warpgroup::OF_WARPGROUP);
     }
     arch::publish_barriers();
   }
@@ -228,14 +228,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const Given given = tile::given_of(p, span.box_of(0, known_smem->j0, known_smem->nj));
     // From this tile on rows are missing, or keys of all tiles.
     const int whole = known_smem->nj < BLOCK_KV ? 0 : span.whole;
-#pragma unroll 1
-    for (int tile = span.next_tile(span.first); tile != NO_TILE;
-         tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
+    const auto step = [&](int tile, auto may_hide_pairs) {
+      constexpr bool HIDES = decltype(may_hide_pairs)::value, MASKS = MAY_MASK && HIDES;
+      // Whether the product with q begins before the warpgroups meet: where one has all of dq.
+      constexpr bool BEGINS_DK = TAKES_TURNS && !MASKS && STORAGE == 1;
       const int stage = stage_of(tile_number), parity = parity_of(tile_number);
       const int tile_class = class_of(tile);
-      const bool ends = place_of(tile) >= whole;
+      const bool ends = HIDES && place_of(tile) >= whole;
       const int ni = ends ? span.rows_of(tile) : BLOCK_Q;
-      const bool masked = tile_class == PARTIAL || ends, may_hide = HAS_SCORE || masked;
+      const bool masked = HIDES && (tile_class == PARTIAL || ends);
+      const bool may_hide = HAS_SCORE || masked;
       ++visited;
       const unsigned int q_stage = q_address + stage * Q_BYTES;
       const unsigned int do_stage = do_address + stage * DO_BYTES;
@@ -277,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       arch::wait_products<HAS_SCORE ? 0 : 1>();
       arch::take_product(s);
-      if (MAY_MASK && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);
+      if (MASKS && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
@@ -303,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           warpgroup_gradient::delta_from<COLUMNS>(known_smem->delta[stage] + corner.column);
       arch::wait_products<0>();
       arch::take_product(dp);
-      if (MAY_MASK && may_hide && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
+      if (MASKS && may_hide && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
       warpgroup_gradient::score_gradients(p, hides, s, dp, delta, kept);
       if constexpr (!WEIGHS_AT_ONCE) warpgroup_gradient::narrow_kept(s, kept, weights);
       char* const own_q_smem = q_smem + stage * Q_BYTES;
@@ -312,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // P: its own, or for what is not finite that of dS of the tile before, which was read.
       char* const p_smem = ds_smem + (SHARES_KEYS ? STAGES + stage : stage ^ 1) * DS_BYTES;
       bool careful = false;  // of values that are not finite, and pairs that take no part
-      if (MAY_MASK && !SHARES_KEYS && may_hide) {
+      if (MASKS && !SHARES_KEYS && may_hide) {
         careful = any_warp(known_smem->nonfinite[stage], nonfinite);
         if (careful) {
           warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
@@ -340,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       };
       if constexpr (SHARES_KEYS) {
         warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
-      } else if constexpr (MAY_MASK) {
+      } else if constexpr (MASKS) {
         begin_dv();
       }
       const auto store = [&] {
@@ -352,8 +354,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       };
       store();
       // Without masks after dS was stored, with them before: either measured faster.
-      if constexpr (!SHARES_KEYS && !MAY_MASK) begin_dv();
-      const bool votes = MAY_MASK && SHARES_KEYS && may_hide;
+      if constexpr (!SHARES_KEYS && !MASKS) begin_dv();
+      const bool votes = MASKS && SHARES_KEYS && may_hide;
       if (votes) careful = any_warp(known_smem->nonfinite[stage], nonfinite);
       if constexpr (STORAGE == 0) {
         const bool exceeds = fragment_gradient::largest_of(dp) * factor > 32768.0f;
@@ -379,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
       }
       float* const sum_gmem = span.dq_sum + first_of(tile) * fragment::whole_columns(D);
-      if (MAY_MASK && careful) {
+      if (MASKS && careful) {
         if constexpr (SHARES_KEYS) {
           warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem,
                                             own_do_smem + share_v.line * LINE_BYTES);
@@ -438,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::wait_products<0>();
       arch::take_product(dv);
       arch::take_product(dk);
-      if (MAY_MASK && ADDS_DQ && careful) {
+      if (MASKS && ADDS_DQ && careful) {
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
         warpgroup_gradient::restore_keys(
             memory::rows(p.k, known_smem->entry, known_smem->h_kv, true), known_smem->j0,
@@ -447,6 +449,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys as they came
       }
       warpgroup::release(empty(queries, stage));
+    };
+    // Of FULL tiles in a row the last one: before it, what comes next is known.
+    int last = HAS_MASK ? -1 : span.end - 1;
+    const auto next_tile = [&](int place) {
+      if ((HAS_EDGES || !HAS_MASK) && place <= last) return 4 * place + FULL;
+      const int tile = span.next_tile(place);
+      if (HAS_EDGES && tile != NO_TILE && class_of(tile) == FULL) {
+        last = span.last_of_full(place_of(tile));
+      }
+      return tile;
+    };
+#pragma unroll 1
+    for (int tile = next_tile(span.first); tile != NO_TILE;
+         tile = next_tile(place_of(tile) + 1), ++tile_number) {
+      if (TWO_STEPS && class_of(tile) == FULL && place_of(tile) < whole) {
+        step(tile, warpgroup::Bool<false>());
+      } else {
+        step(tile, warpgroup::Bool<true>());
+      }
     }
     arch::arrive(empty(told, n));
   }

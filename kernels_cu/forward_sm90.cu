@@ -43,6 +43,7 @@ constexpr bool RESCALES_ALWAYS = D_V <= 64;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
 constexpr bool LOOKS = MAY_MASK || PACKED;
 constexpr int LOOKING = LOOKS ? 2 : 0;                        // warps, of the warpgroup that copies
+constexpr int LOOKERS = LOOKING * warpgroup::OF_WARP;         // arrivals
 constexpr int COMPUTING = CONSUMERS * warpgroup::THREADS_OF;  // threads
 // Registers of a thread that copies and of one that computes: as many in all as at the start, or
 // some wait for them for ever.
@@ -60,7 +61,8 @@ struct Known {
   unsigned long long queries_full[3], queries_empty[3];
   // Of jobs: what they are is known, and nobody needs that any more.
   unsigned long long told[JOBS], done[JOBS];
-  // That values were looked at, and where: whether each warp saw some that are not finite.
+  // That values were looked at, of tiles for which this matters: whether each warp saw some that
+  // are not finite.
   unsigned long long looked_at[STAGES];
   unsigned int nonfinite[STAGES][2];
 };
@@ -68,11 +70,6 @@ constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
 struct alignas(1024) Swizzled {
   char x[1024];
-};
-
-template <bool X>
-struct Bool {
-  static constexpr bool value = X;
 };
 
 static_assert(STORAGE < 2, "16-bit types");
@@ -129,19 +126,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     for (int n = 0; n < STAGES; ++n) {
       arch::init_barrier(full(keys, n), 1);
       arch::init_barrier(full(values, n), 1);
-      arch::init_barrier(empty(keys, n), CONSUMERS);
-      arch::init_barrier(empty(values, n), CONSUMERS + LOOKING);
-      if constexpr (LOOKS) arch::init_barrier(looked_at(n), LOOKING);
+      arch::init_barrier(empty(keys, n), CONSUMERS * warpgroup::OF_WARPGROUP);
+      arch::init_barrier(empty(values, n), CONSUMERS * warpgroup::OF_WARPGROUP + LOOKERS);
+      if constexpr (LOOKS) arch::init_barrier(looked_at(n), LOOKERS);
     }
 #pragma unroll
     for (int n = 0; n < CONSUMERS; ++n) {
       arch::init_barrier(queries_full(n), 1);
-      arch::init_barrier(queries_empty(n), 1);
+      arch::init_barrier(queries_empty(n), warpgroup::OF_WARPGROUP);
     }
 #pragma unroll
     for (int j = 0; j < JOBS; ++j) {
       arch::init_barrier(told(j), 1);
-      arch::init_barrier(done(j), COMPUTING / arch::WARP_SIZE + 1 + LOOKING);
+      arch::init_barrier(done(j), COMPUTING / arch::WARP_SIZE * warpgroup::OF_WARP + 1 + LOOKERS);
     }
     arch::publish_barriers();
   }
@@ -162,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (warp > 1) {
       if (!LOOKS) return;
       const int own = threadIdx.x % warpgroup::THREADS_OF - 2 * arch::WARP_SIZE;
-      int n = 0;
+      int n = 0, looked = 0;
 #pragma unroll 1
       for (int j = 0; j < rounds.count; ++j) {
         warpgroup::wait(told(j), parity_of_job(j));
@@ -170,21 +167,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
         for (int now = job.last_tile(); now >= 0; ++n, now = job.tile_before(now)) {
           warpgroup::wait(full(values, n), parity_of(n));
-          bool finite = true;
           if (HAS_SCORE || job.is_masked(now)) {
-            finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
-                values_smem + stage_of(n) * VALUES_BYTES, own);
+            const bool finite =
+                warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * arch::WARP_SIZE>(
+                    values_smem + stage_of(n) * VALUES_BYTES, own);
+            const bool some = arch::any_lane(!finite);
+            if (arch::lane_index() == 0) {
+              known_smem->nonfinite[stage_of(looked)][warp - 2] = some ? 1 : 0;
+            }
+            warpgroup::release_of_warp(looked_at(looked));
+            ++looked;
           }
-          const bool some = arch::any_lane(!finite);
-          __syncwarp();  // the values, which all lanes have read
-          if (arch::lane_index() == 0) {
-            known_smem->nonfinite[stage_of(n)][warp - 2] = some ? 1 : 0;
-            arch::arrive(looked_at(n));
-            arch::arrive(empty(values, n));
-          }
+          warpgroup::release_of_warp(empty(values, n));
         }
-        __syncwarp();  // what the job is, which all lanes have read
-        if (arch::lane_index() == 0) arch::arrive(done(j));
+        warpgroup::release_of_warp(done(j));
       }
       return;
     }
@@ -241,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   constexpr int OWN = 1 + CONSUMERS, ALL = OWN + CONSUMERS;
   if (next == 0) arch::arrive_at(1, BOTH);
 
-  int steps = 0, times = 0;  // that queries came
+  int steps = 0, looked = 0, times = 0;  // tiles, those that were looked at, and queries that came
   float m[2], l[2], acc[2][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
 #pragma unroll 1
@@ -255,7 +251,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if constexpr (!HAS_MASK) return tile < 0 ? -1 : 2 * tile;
       return arch::shuffle(tile < 0 ? -1 : 2 * tile + (job.is_masked(tile) ? 1 : 0), 0);
     };
-    int following = tile_before(arch::shuffle(job.classes.tiles, 0));
+    int following, run = 0;  // the next tile; of FULL ones in a row the first
+    const auto go_on = [&](int below) {
+      following = tile_before(below);
+      if (HAS_EDGES && following >= 0 && following % 2 == 0) {
+        run = arch::shuffle(warpgroup_tile::first_of_full(job.classes, following / 2), 0);
+      }
+    };
+    go_on(arch::shuffle(job.classes.tiles, 0));
     const Given given = tile::given_of(p, job.box_of(0));
 
     float m_new[2], alpha[2], s[2][COLUMNS];
@@ -291,8 +294,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     };
     // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
     const auto take_nonfinite = [&](int n) {
-      warpgroup::wait(looked_at(n), parity_of(n));  // which is after they came
-      const unsigned int (&found)[2] = known_smem->nonfinite[stage_of(n)];
+      warpgroup::wait(looked_at(looked), parity_of(looked));  // which is after they came
+      const unsigned int (&found)[2] = known_smem->nonfinite[stage_of(looked)];
+      ++looked;
       if ((found[0] | found[1]) == 0) return;
       char* const tile_smem = values_smem + stage_of(n) * VALUES_BYTES;
       warpgroup_rows::add_nonfinite(acc, weights, tile_smem);
@@ -313,13 +317,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::publish_shared();
         arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
       }
+    }
+    // Where a mask has edges, PARTIAL tiles are begun here, each after the end of what was before.
+    bool more = has_tiles;
+#pragma unroll 1
+    while (more) {
       // 2 scores
       warpgroup::wait(full(keys, steps), parity_of(steps));
       arch::fence_products();
       begin_scores(steps);
       const int now = following / 2;
       const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
-      following = tile_before(now);
+      go_on(now);
       find_pairs(now, masked);
       arch::wait_products<0>();
       arch::take_product(s);
@@ -327,11 +336,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (following < 0) warpgroup::release(queries_empty(own));
       // 3 score mod
       // 4 mask
-      const bool hides = change_scores(now, masked, Bool<true>());
+      const bool hides = change_scores(now, masked, warpgroup::Bool<true>());
       // 5 row max
-      fragment_softmax::row_max(s, m, m_new);
+      const bool grew = fragment_softmax::row_max(s, m, m_new);
       // 6 rescale
       fragment_softmax::raise_max(m, m_new, l, alpha, c);
+      if (HAS_EDGES && steps != before && grew) fragment_softmax::scale_rows(acc, alpha);
       fragment_softmax::exponentiate(s, m, l, c, hides);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
       fragment::narrow(s, weights);
@@ -339,10 +349,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
       ++steps;
 #pragma unroll 1
-      for (; following >= 0; ++steps) {
+      for (; following >= 0 && !(HAS_EDGES && following % 2 != 0); ++steps) {
         const int n = steps;
         const int now = following / 2;
-        const bool masked = MAY_MASK && following % 2 != 0;
+        const bool masked = !HAS_EDGES && MAY_MASK && following % 2 != 0;
         warpgroup::wait(full(keys, n), parity_of(n));
         arch::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
         arch::fence_products();
@@ -352,13 +362,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::fence_products();  // again: the compiler sees a branch behind the first
         begin_output(n - 1);
         arch::arrive_at(1 + next, BOTH);  // the next one's turn
-        following = tile_before(now);
+        if (HAS_EDGES && now > run) {
+          following -= 2;
+        } else {
+          go_on(now);
+        }
         find_pairs(now, masked);
         arch::wait_products<1>();
         arch::take_product(s);
         warpgroup::release(empty(keys, n));
         if (following < 0) warpgroup::release(queries_empty(own));
-        const bool hides = change_scores(now, masked, Bool<false>());
+        const bool hides = change_scores(now, masked, warpgroup::Bool<false>());
         const bool grew = fragment_softmax::row_max(s, m, m_new);
         fragment_softmax::raise_max(m, m_new, l, alpha, c);
         fragment_softmax::exponentiate(s, m, l, c, hides);
@@ -376,6 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::wait_products<0>();
       arch::take_product(acc);
       warpgroup::release(empty(values, steps - 1));
+      more = HAS_EDGES && following >= 0;
     }
 
     fragment_softmax::row_sum(l);
@@ -407,8 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
     }
     tile::count_tiles(p, steps - before);
-    __syncwarp();  // what the job is, which all lanes have read
-    if (arch::lane_index() == 0) arch::arrive(done(j));
+    warpgroup::release_of_warp(done(j));
   }
   if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
 }

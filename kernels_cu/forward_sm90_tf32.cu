@@ -42,6 +42,7 @@ struct Known {
   unsigned int spoilt[fragment::WARPS];  // whether a warp brought values that cannot be split
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
+constexpr int ARRIVALS = fragment::WARPS * warpgroup::OF_WARP;  // at each of these barriers
 
 struct alignas(1024) Swizzled {
   char x[1024];
@@ -49,8 +50,7 @@ struct alignas(1024) Swizzled {
 
 // Comes to a barrier that counts warps.
 __device__ __forceinline__ void arrive(unsigned long long& barrier) {
-  __syncwarp();  // what the warp has read or written
-  if (arch::lane_index() == 0) arch::arrive(arch::shared_address(&barrier));
+  warpgroup::release_of_warp(arch::shared_address(&barrier));
 }
 __device__ __forceinline__ void wait(unsigned long long& barrier, int parity) {
   warpgroup::wait(arch::shared_address(&barrier), parity);
@@ -92,10 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Passing &keys_passing = known_smem->keys, &values_passing = known_smem->values;
   if (threadIdx.x == 0) {
     known_smem->entry = work.entry;
-    arch::init_barrier(arch::shared_address(&keys_passing.full), fragment::WARPS);
-    arch::init_barrier(arch::shared_address(&keys_passing.empty), fragment::WARPS);
-    arch::init_barrier(arch::shared_address(&values_passing.full), fragment::WARPS);
-    arch::init_barrier(arch::shared_address(&values_passing.empty), fragment::WARPS);
+    arch::init_barrier(arch::shared_address(&keys_passing.full), ARRIVALS);
+    arch::init_barrier(arch::shared_address(&keys_passing.empty), ARRIVALS);
+    arch::init_barrier(arch::shared_address(&values_passing.full), ARRIVALS);
+    arch::init_barrier(arch::shared_address(&values_passing.empty), ARRIVALS);
     arch::publish_barriers();
   }
   __syncthreads();  // what is known, and the barriers

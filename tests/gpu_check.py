@@ -60,6 +60,11 @@ WATCHED = {
         "-k",
         "bfloat16 and not causal",
     ),
+    "Hopper, head after head": (
+        "test_gpu_hopper.py::test_a_head_has_the_same_bits_in_any_company",
+        "-k",
+        "causal and 64-bfloat16",
+    ),
 }
 # Few examples, always the same, and every array in an allocation of its own.
 WATCHED_ENVIRONMENT = {"HYPOTHESIS_PROFILE": "sanitizer", "CUPYFLASH_TEST_NO_POOL": "1"}
@@ -72,6 +77,9 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "synccheck": (),
     "racecheck": (),
 }
+# racecheck does not follow the order between lanes that meet and the one of them that arrives at a
+# barrier for all: each arrives itself. The emulator follows it, in the kernels as they are.
+SEEN_BY = {"racecheck": {"CUPYFLASH_EACH_LANE_ARRIVES": "1"}}
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ def sanitizers(minutes: float) -> list[list[Task]]:
         arguments = [f"tests/{x}" if x.startswith("test_") else x for x in (first, *others)]
         command = pytest(*arguments)
         # On other GPUs, those for Hopper are skipped.
-        done = r"\d+ (passed|skipped)" if what == "Hopper" else r"\d+ passed"
+        done = r"\d+ (passed|skipped)" if what.startswith("Hopper") else r"\d+ passed"
         alone.append(Task(f"no tool: {what}", command, done, WATCHED_ENVIRONMENT))
         for tool, own in TOOLS.items():
             options = ("--tool", tool, *own, "--error-exitcode", "99", "--target-processes", "all")
@@ -156,7 +164,7 @@ def sanitizers(minutes: float) -> list[list[Task]]:
                     f"{tool}: {what}",
                     (SANITIZER, *options, *command),
                     rf"(?s){done}.*SUMMARY: 0 ",
-                    WATCHED_ENVIRONMENT,
+                    WATCHED_ENVIRONMENT | SEEN_BY.get(tool, {}),
                     cannot,
                 )
             )

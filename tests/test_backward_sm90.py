@@ -25,6 +25,7 @@ from cupyflash import (
     params,
     recipe,
     scores,
+    source,
     tensor_tiles,
     validate,
 )
@@ -168,6 +169,32 @@ def test_more_tiles_than_are_classified_at_once():
     assert visited == 4
 
 
+@emulated
+def test_more_full_tiles_than_are_classified_at_once():
+    length = 16600
+    q, k, v, do = draw(HALF, (1, length, 8), (1, 40, 8), (1, 40, 8), (1, length, 8))
+    options = {"mask": masks.mask(lambda b, h, i, j: i != 16590)}
+    made, visited = run(q, k, v, do, **options)
+    assert worst(q, k, v, do, made, **options) <= 1
+    assert visited == 260
+
+
+@emulated
+@pytest.mark.parametrize("d", [8, 136])
+def test_full_tiles_in_a_row(d):
+    # Tiles 30 to 66 of 64 queries, then an EMPTY one, two more, and one of five queries.
+    length = 64 * 70 + 5
+    q, k, v, do = draw(BRAIN, (1, length, d), (1, 128, d), (1, 128, d), (1, length, d))
+    seen = masks.mask(lambda b, h, i, j: (i >= 64 * 30) & ((i < 64 * 67) | (i >= 64 * 68)))
+    for mask in (seen, seen & masks.causal(offset=-64 * 32)):
+        made, visited = run(q, k, v, do, mask=mask)
+        assert worst(q, k, v, do, made, mask=mask) <= 1
+        keys = 128 if d == 8 else 64  # of a block
+        tiles = mask.to_array(1, 1, length, 128)[0, 0].reshape(length, 128 // keys, keys)
+        some = tiles[: 64 * 70].reshape(70, 64, 128 // keys, keys).any(axis=(1, 3))
+        assert visited == some.sum() + tiles[64 * 70 :].any(axis=(0, 2)).sum()
+
+
 # -- dS in float16, and what is not finite --------------------------------------------------------
 
 
@@ -268,6 +295,15 @@ def test_what_orders_may_not_be_missing(number):
 
     with pytest.raises(Fault):
         run_often()
+
+
+@emulated
+def test_each_thread_may_say_that_it_has_read(monkeypatch):
+    arrays = draw(HALF, *[(1, 200, 64)] * 4)
+    one, _ = run(*arrays, True, mask=masks.causal())
+    monkeypatch.setattr(source, "EACH_LANE_ARRIVES", True)
+    each, _ = run(*arrays, True, mask=masks.causal())
+    assert all(same_bits(x, y) for x, y in zip(one, each, strict=True))
 
 
 # -- when it is chosen ----------------------------------------------------------------------------

@@ -22,13 +22,13 @@ ELSEWHERE = 2  # times as many are admitted with another compiler or architectur
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
     "forward_sm80": 212,
-    "forward_sm90": 200,
+    "forward_sm90": 188,
     "forward_sm90_tf32": 156,
     "backward_sm80_dkdv": 120,
     "backward_sm80_dq": 32,
     "backward_sm80_bias": 20,
     "backward_sm90_bias": 72,
-    "backward_sm90_dkdv": 24,
+    "backward_sm90_dkdv": 16,
     "backward_f64_dkdv": 216,
 }
 

@@ -15,7 +15,7 @@ from placement import same_bits
 from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
 
 import cupyflash.kernels_cu
-from cupyflash import hopper, masks, scores, tensor_tiles
+from cupyflash import hopper, masks, scores, source, tensor_tiles
 
 MASKS = {
     "causal": masks.causal(),
@@ -195,6 +195,24 @@ def test_packed_neighbours_change_no_bit(name):
 
 
 @emulated
+@pytest.mark.parametrize("last", [4224, 5000], ids=["long", "longer"])
+def test_full_tiles_in_a_row(last):
+    # More of them than a word has bits, with EMPTY ones between, or a PARTIAL one at an edge.
+    q, k, v = draw(TYPES[0], (1, 70, 8), *[(1, 5000, 8)] * 2)
+    seen = [
+        masks.causal(last - 5000),
+        masks.mask(lambda b, h, i, j: (j < 512) | (j >= 640)) & masks.causal(last - 5000),
+        masks.mask(lambda b, h, i, j: (j >= 384) & ((j < 4096) | (j >= 4360))),
+        masks.mask(lambda b, h, i, j: j >= 4864),
+    ]
+    for mask in seen:
+        out, lse, visited = run(q, k, v, randomly(1), mask=mask)
+        within_the_bound(q, k, v, out, lse, mask=mask)
+        tiles = mask.to_array(1, 1, 70, 5000)[0, 0].any(axis=0)
+        assert visited == tiles[:4992].reshape(39, 128).any(axis=1).sum() + tiles[4992:].any()
+
+
+@emulated
 def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
     # Some of a packed array's blocks have no queries.
     q, k, v = draw(TYPES[0], (2, 420, 64), *[(1, 518, 64)] * 2)
@@ -213,7 +231,7 @@ KERNEL = "forward_sm90.cu"
 TEXT = (Path(cupyflash.kernels_cu.__file__).parent / KERNEL).read_text()
 # What orders accesses. The turns only say who is first.
 ORDERS = re.compile(
-    r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release\([^;]*;|"
+    r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release(?:_of_warp)?\([^;]*;|"
     r"arch::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting|"
     r"publish_shared|arrive)\([^;]*;(?!  // again)|arch::meet_at\(ALL[^;]*;|"
     r"__sync(?:threads|warp)\(\);"
@@ -249,3 +267,28 @@ def test_nothing_that_orders_may_be_missing(number):
 @emulated
 def test_nothing_is_missing():
     run_often(len(ORDERS.findall(TEXT)))
+
+
+@emulated
+def test_lanes_meet_before_one_arrives_for_all(monkeypatch):
+    def read(name):
+        text = build.read(name)
+        if name == "primitives/warpgroup.cuh":
+            assert "__syncwarp();" in text
+            text = text.replace("__syncwarp();", "")
+        return text
+
+    def results(read=build.read):
+        options = {"mask": masks.causal(), "multiprocessors": 1, "read": read}
+        return [
+            x
+            for dtype in (TYPES[0], np.dtype(np.float32))
+            for x in run(*draw(dtype, *[(4, 200, 64)] * 3), randomly(2), **options)
+        ]
+
+    with pytest.raises(Fault):
+        results(read)
+    one = results()
+    monkeypatch.setattr(source, "EACH_LANE_ARRIVES", True)
+    each = results(read)  # without a warp's barrier: it is for the one lane alone
+    assert all(np.array_equal(x, y) for x, y in zip(one, each, strict=True))

@@ -24,6 +24,7 @@ ORDER = [
     ["masks"],
     ["scores"],
     ["problem"],
+    ["rows_of_heads"],
     ["trees"],
     ["device", "driver"],
     ["numbers"],

@@ -151,7 +151,7 @@ ONLY_CUDA = {
         "what tensor cores make NaN of, computed again": "any_nan multiply_nan fits",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
         "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
-        "warpgroups and the barriers between them": "index wait release",
+        "warpgroups and the barriers between them": "index wait release release_of_warp",
         "rows of queries, a tile of each warpgroup": "begin_queries",
         "what of a piece is not finite": "zero_times",
         "tiles that are copied by boxes, and described for products": "begin_tile describe whole",
@@ -163,7 +163,7 @@ ONLY_CUDA = {
         "one walk over the cells for score and mask": "change apply_score_and_mask",
         "draws and applies at once, without a tile of factors": "apply_dropout",
         "tensor cores' tiles are looked for before they are copied": (
-            "next_tile tiles_in find_classes tile_before class_of"
+            "next_tile tiles_in find_classes tile_before first_of_full class_of"
         ),
         "tensor cores ask the mask before they multiply, and for a row's range of keys at once": (
             "find_pairs columns_to distance hide_pairs hide_beyond change_scores columns_at_once"

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import validate
+from .. import rows_of_heads, validate
 from ..analysis import Device
 from ..arrays import FLOATS
 from ..errors import ArgumentError, ArgumentTypeError
-from ..expr.bind import bind, in_host_memory
+from ..expr.bind import in_host_memory
 from ..expr.evaluate import host
 from ..expr.nodes import Expr
 from ..figures.mask import MOST_CELLS, Figure, tiles_svg, words_of
@@ -22,6 +22,7 @@ from ..problem import Call
 from ..scores import Score
 from ..target import is_device_array
 from ..tiles import Tiles
+from ..trees import trees
 from . import traffic
 from .occupancy import LIMITS, occupancy
 from .places import Place, place
@@ -105,12 +106,15 @@ def explain(
     """
     where = place(device)
     call = _call(q_shape, k_shape, v_shape, dtype, mask, score, precision)
+    shapes = call.q.shape, call.k.shape, call.v.shape
+    if where.target is not None and not backward:
+        call, _ = rows_of_heads.joined(call)
     problem = call.problem
     if where.target is None:
         reason, works, scratch = on_cpu(call, backward)
     else:
         reason, works, scratch = on_gpu(call, where, backward, deterministic)
-    allowed = None if call.mask is None else bind(call.mask.expr, problem)
+    allowed = trees(call).allowed
     unknown: list[str] = []
     surveys: dict[tuple[int, int], Survey] = {}
     sizes = traffic.Sizes(call)
@@ -140,9 +144,9 @@ def explain(
     results = sizes.q + sizes.k + sizes.v if backward else sizes.o + sizes.row
     title = f"{words_of(call.mask, 44)}, {problem.dtype}, {kernels[works.index(main)].name}"
     return Explanation(
-        q_shape=call.q.shape,
-        k_shape=call.k.shape,
-        v_shape=call.v.shape,
+        q_shape=shapes[0],
+        k_shape=shapes[1],
+        v_shape=shapes[2],
         dtype=problem.dtype.name,
         mask=words_of(call.mask, 200),
         score="no change" if call.score_mod is None else str(call.score_mod.expr),

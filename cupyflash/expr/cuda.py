@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .distance import with_distances
+from .edges import has_edges
 from .key_range import KeyRange
 from .nodes import Expr, rebuild, show_node, walk
 from .width import narrow
@@ -97,6 +98,8 @@ class Functions:
         How many constants and looked-up arrays they read at run time.
     has_mask, has_score, has_slope, has_range : bool
         Which functions are defined; the last one is that of the range of keys.
+    has_edges : bool
+        Whether the mask has: see `edges.has_edges`.
     mask_steps, score_steps : int
         How long the mask takes, and the changed score with its slope, in multiplications, about.
     score_reads : bool
@@ -113,6 +116,7 @@ class Functions:
     has_score: bool = False
     has_slope: bool = False
     has_range: bool = False
+    has_edges: bool = False
     mask_steps: int = 0
     score_steps: int = 0
     score_reads: bool = False
@@ -235,6 +239,7 @@ def generate(
         has_score=changed is not None,
         has_slope=slope is not None,
         has_range=keys is not None,
+        has_edges=allowed is not None and has_edges(allowed),
         mask_steps=mask_steps,
         score_steps=sum(scored.values()),
         score_reads=changed is not None and _reads_by_place(changed),

@@ -21,6 +21,12 @@ constexpr int ROWS_OF = 64;       // of a result
 constexpr int LINE_BYTES = 128;   // of a row in a slab
 constexpr int LINE_COLUMNS = 64;  // of 16 bits
 
+// A condition that the compiler knows, as an argument.
+template <bool X>
+struct Bool {
+  static constexpr bool value = X;
+};
+
 // Of the warpgroup in its block. A shuffle tells the compiler that lanes agree.
 __device__ __forceinline__ int index() {
   return arch::shuffle(static_cast<int>(threadIdx.x) / THREADS_OF, 0);
@@ -32,9 +38,18 @@ __device__ __forceinline__ void wait(unsigned int barrier, int parity) {
   }
 }
 
-// Says that this warpgroup has come to a barrier in shared memory that counts warpgroups.
+// Says that this warp has come to a barrier in shared memory that counts warps. One lane arrives
+// for all, unless a tool wants to see each do so.
+constexpr int OF_WARP = EACH_LANE_ARRIVES ? arch::WARP_SIZE : 1;  // arrivals
+__device__ __forceinline__ void release_of_warp(unsigned int barrier) {
+  __syncwarp();  // what all lanes have read or written
+  if (EACH_LANE_ARRIVES || arch::lane_index() == 0) arch::arrive(barrier);
+}
+
+// The same of this warpgroup, after a product of its warps.
+constexpr int OF_WARPGROUP = EACH_LANE_ARRIVES ? THREADS_OF : 1;
 __device__ __forceinline__ void release(unsigned int barrier) {
-  if (threadIdx.x % THREADS_OF == 0) arch::arrive(barrier);
+  if (EACH_LANE_ARRIVES || threadIdx.x % THREADS_OF == 0) arch::arrive(barrier);
 }
 
 // -- tiles to shared memory -----------------------------------------------------------------------

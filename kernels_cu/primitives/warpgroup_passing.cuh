@@ -74,6 +74,17 @@ struct Span {
     }
     return NO_TILE;
   }
+
+  // The place of the last of the FULL tiles that follow each other from `place` on, one of them.
+  __device__ __forceinline__ int last_of_full(int place) const {
+    int n = place - first;
+#pragma unroll 1
+    for (; n < MOST; n = (n & ~31) + 32) {
+      const unsigned int others = ~full[n / 32] >> n % 32;
+      if (others != 0) return first + n + __ffs(static_cast<int>(others)) - 2;
+    }
+    return first + MOST - 1;
+  }
 };
 
 // Whether a score is changed and becomes its weight in one go, pair by pair: where its derivative

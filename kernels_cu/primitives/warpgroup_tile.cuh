@@ -70,6 +70,17 @@ __device__ __forceinline__ int tile_before(const TileClasses& classes_smem, int 
   return -1;
 }
 
+// The first of the FULL tiles that follow each other up to number `last`, which is one of them.
+__device__ __forceinline__ int first_of_full(const TileClasses& classes_smem, int last) {
+  const int shift = classes_smem.shift;
+#pragma unroll 1
+  for (int group = last >> shift; group >= 0; group = (group & ~31) - 1) {
+    const unsigned int others = ~classes_smem.full[group / 32] << (31 - group % 32);
+    if (others != 0) return (group - __clz(static_cast<int>(others)) + 1) << shift;
+  }
+  return 0;
+}
+
 __device__ __forceinline__ int class_of(const TileClasses& classes_smem, int tile) {
   if constexpr (!HAS_MASK) return FULL;
   const int group = tile >> classes_smem.shift;

@@ -184,6 +184,8 @@ class Emulator:
         Returns the files of `kernels_cu`, perhaps changed.
     deterministic : bool
         Whether gradients have to be.
+    runs : function
+        Whether a kernel is run; what another one would write stays as it was.
     """
 
     blocks: Blocks = Blocks()
@@ -191,6 +193,7 @@ class Emulator:
     flavour: str = "races"
     read: Read = build.read
     deterministic: bool = False
+    runs: Callable[[Specialisation], bool] = lambda special: True
 
     def forward(self, call: Call, out: Array, lse: Array, visited: Array | None = None) -> None:
         """Write out and lse, as `cupyflash.launch.forward`."""
@@ -228,7 +231,8 @@ class Emulator:
         specials: list[Specialisation] = []
 
         def collected(launch: Launch, _: int) -> Any:
-            specials.append(launch.special)
+            if self.runs(launch.special):
+                specials.append(launch.special)
             return SimpleNamespace(start=lambda addresses, stream: None)
 
         # What sums between the launches find in the arrays means nothing yet.
@@ -240,6 +244,8 @@ class Emulator:
 
     def _ready(self, launch: Launch, _: int) -> Any:
         def start(addresses: Mapping[str, int], _: Any) -> None:
+            if not self.runs(launch.special):
+                return
             kernel = machine(launch.special, self.flavour, self.read)
             maps = [encode(each, addresses[each.name]) for each in launch.maps]
             packed = launch.packed(addresses) + b"".join(maps)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 from emulator.machine import randomly
 from harness import attend, attend_backward
 
-from cupyflash import masks
+from cupyflash import masks, scores
+from cupyflash.expr import where
 
 from .problems import BF16, F16, F32, Case, case_of, everything, unseen
 
@@ -75,6 +77,19 @@ def cases() -> list[Case]:
         case_of("far queries by warpgroups", F16, (2, 1), (4300, 90), (64, 64),
                 lambda r: {"mask": masks.mask(lambda b, h, i, j: (i < 70) | (i > 4100 + j))},
                 dlse=False, hopper=True, seed=37),
+        # FULL tiles in a row that end in another word of their bits, or at its last bit.
+        *(case_of(f"{keys} keys in rows of whole tiles, by warpgroups", BF16, (1, 1), (10, keys),
+                  (64, 64), lambda r, own=own: {"mask": masks.mask(own)}, dlse=False, hopper=True,
+                  seed=39)
+          for keys, own in ((9000, lambda b, h, i, j: (j < 10) | (j >= 600) & (abs(j - 8725) > 5)),
+                            (4224, lambda b, h, i, j: j >= 5))),
+        case_of("queries in rows of whole tiles, by warpgroups", BF16, (1, 1), (4300, 30),
+                (64, 64), lambda r: {"mask": masks.mask(lambda b, h, i, j: abs(i - 4050) > 50)},
+                dlse=False, hopper=True, seed=44),
+        unseen(case_of("keys that scores hide, by warpgroups", BF16, (2, 1), (200, 128), (64, 64),
+                       lambda r: {"mask": masks.causal(offset=300), "score_mod": scores.score(
+                           lambda s, b, h, i, j: where(j >= 123, -math.inf, s))},
+                       dlse=False, hopper=True, seed=45), 5),
         case_of("huge logits by warpgroups", F16, (3, 3), (130, 140), (64, 64),
               lambda r: {"mask": masks.causal()}, family="huge logits", hard=True, hopper=True,
               seed=34),
