@@ -247,7 +247,7 @@ def _known_of_bias(block_q: int, warps: int) -> int:
 RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES, BIAS_BYTES = 72, 192, 136, 648
-_JOB_BYTES = ENTRY_BYTES + 80 + 2 * TILE_GROUPS // 8
+_JOB_BYTES = ENTRY_BYTES + 88 + 2 * TILE_GROUPS // 8
 KNOWN_BYTES = (_JOB_BYTES + 16) * JOBS + 8 * (5 * PASSING_STAGES + 6)
 KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES
 TOLD_BYTES = 800  # the same of backward_sm90_dkdv.cu, but for lse and delta

@@ -6,7 +6,8 @@
 // the last first, pass through STAGES places each. While a warpgroup turns scores into weights, the
 // tensor cores multiply the weights of its tile before by their values, and then the next
 // warpgroup's scores: the warpgroups take turns to begin their products (FlashAttention-3: Shah et
-// al. 2024).
+// al. 2024). The first tile has none before it; nor have, where a mask has edges, PARTIAL ones, so
+// that the loop over FULL ones holds no code for hiding pairs.
 //
 // Tiles without a pair that takes part are neither copied nor computed. Of tiles that have some
 // that take no part, two more warps of the last warpgroup look whether all values are finite.
@@ -20,6 +21,7 @@
 // warpgroups that compute, BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the parameters come
 // the maps of q, k and v.
 #include "params.cuh"
+#include "arch/reciprocal.cuh"
 #include "primitives/fragment_softmax.cuh"
 #include "primitives/fragment_tile.cuh"
 #include "primitives/warpgroup.cuh"
@@ -223,9 +225,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   arch::take_registers<TAKEN>();
   const int own = warpgroup::index();
   const float scale = arch::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
-  // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
+  // Logits are `unit` times a score; the sign of a negative scale goes to the queries, and so does
+  // a scale of 0, lest it meets a score of -inf.
   const float unit = HAS_SCORE ? 1.0f : fabs(scale);
-  const float c = fmin(unit * tile::LOG2_E, number::largest_float());
+  const float c = unit == 0 ? 1.0f : fmin(unit * tile::LOG2_E, number::largest_float());
   const warpgroup::Described q = warpgroup::describe(q_address + own * HELD_BYTES, 0);
   const warpgroup::Described k = warpgroup::describe(keys_address, 0);
   const warpgroup::Described v =
@@ -244,21 +247,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   for (int j = 0; j < rounds.count; ++j) {
     warpgroup::wait(told(j), parity_of_job(j));
     const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
-    // A tile's number, doubled, and 1 more where it may have pairs that take no part; or -1. A
-    // shuffle tells the compiler that lanes agree, without which it puts products in a row.
-    const auto tile_before = [&](int below) {
-      const int tile = job.tile_before(below);
-      if constexpr (!HAS_MASK) return tile < 0 ? -1 : 2 * tile;
-      return arch::shuffle(tile < 0 ? -1 : 2 * tile + (job.is_masked(tile) ? 1 : 0), 0);
-    };
-    int following, run = 0;  // the next tile; of FULL ones in a row the first
+    // The code of the next tile, and of FULL ones in a row the first. A shuffle tells the compiler
+    // that lanes agree, without which it puts products in a row.
+    int following = arch::shuffle(job.begin, 0), run = arch::shuffle(job.run, 0);
     const auto go_on = [&](int below) {
-      following = tile_before(below);
+      following = job.code_of(job.tile_before(below));
+      if constexpr (HAS_MASK) following = arch::shuffle(following, 0);
       if (HAS_EDGES && following >= 0 && following % 2 == 0) {
         run = arch::shuffle(warpgroup_tile::first_of_full(job.classes, following / 2), 0);
       }
     };
-    go_on(arch::shuffle(job.classes.tiles, 0));
     const Given given = tile::given_of(p, job.box_of(0));
 
     float m_new[2], alpha[2], s[2][COLUMNS];
@@ -277,9 +275,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             p, job.box_of(tile), warpgroup_tile::class_of(job.classes, tile), allowed);
       }
     };
-    // Whether there may be pairs that take no part. Keys end in a job's first tile, if in any.
+    // Whether weights are to tell which pairs take part: those that a score hides are not known
+    // otherwise. Keys end in a job's first tile, if in any.
     const auto change_scores = [&](int tile, bool masked, auto keys_end) {
-      bool hides = masked;
+      bool hides = false;
       if constexpr (HAS_SCORE) {
         const bool hidden = fragment_tile::change_scores<decltype(keys_end)::value, AT_ONCE>(
             p, given, job.box_of(tile), s, scale);
@@ -293,13 +292,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       return hides;
     };
     // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
-    const auto take_nonfinite = [&](int n) {
+    const auto take_nonfinite = [&](int n, int tile) {
       warpgroup::wait(looked_at(looked), parity_of(looked));  // which is after they came
       const unsigned int (&found)[2] = known_smem->nonfinite[stage_of(looked)];
       ++looked;
       if ((found[0] | found[1]) == 0) return;
       char* const tile_smem = values_smem + stage_of(n) * VALUES_BYTES;
-      warpgroup_rows::add_nonfinite(acc, weights, tile_smem);
+      const int keys = job.rows_in(tile) - fragment::lane_column();
+      const auto takes_part = [&](int r, int column, storage_t weight) {
+        if constexpr (HAS_SCORE) return weight != 0x8000;
+        if constexpr (HAS_MASK) return (allowed[r] >> column & 1) != 0;
+        return fragment_tile::Pairs::key_of(column) < keys;
+      };
+      warpgroup_rows::add_nonfinite(acc, weights, tile_smem, takes_part);
       arch::meet_at(ALL, COMPUTING);  // the values, which are read as they came
       warpgroup_rows::clear_nonfinite<VALUES_BYTES, COMPUTING>(tile_smem, threadIdx.x);
       arch::publish_shared();
@@ -311,11 +316,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (has_tiles) {
       warpgroup::wait(queries_full(own), times % 2);
       ++times;
-      if (!HAS_SCORE && scale < 0) {
-        warpgroup_rows::negate_rows<warpgroup::ROWS_OF * Q_BYTES, warpgroup::THREADS_OF>(
-            q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF);
+      if (!HAS_SCORE && !(scale > 0)) {
+        warpgroup_rows::turn_rows<warpgroup::ROWS_OF * Q_BYTES, warpgroup::THREADS_OF>(
+            q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF, scale);
         arch::publish_shared();
-        arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now negative
+        arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now turned
       }
     }
     // Where a mask has edges, PARTIAL tiles are begun here, each after the end of what was before.
@@ -345,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       fragment_softmax::exponentiate(s, m, l, c, hides);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
       fragment::narrow(s, weights);
-      if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(steps);
+      if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(steps, now);
 
       ++steps;
 #pragma unroll 1
@@ -382,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup::release(empty(values, n - 1));
         fragment::narrow(s, weights);
         if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
-        if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(n);
+        if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(n, now);
       }
       warpgroup::wait(full(values, steps - 1), parity_of(steps - 1));
       arch::fence_products();
@@ -394,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
 
     fragment_softmax::row_sum(l);
-    float weight[2], lse[2];
+    float weight[2];
     fragment_softmax::join_sink(m, l, weight, unit,
                                 p.sink == nullptr
                                     ? -number::infinity()
@@ -403,24 +408,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] / l[r];
-      lse[r] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+      weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] * arch::reciprocal(l[r]);
     }
     unsigned int out[2][COLUMNS_V / 2];
     warpgroup_rows::narrow_rows(acc, weight, out);
-    fragment_softmax::init_state(m, l, acc);
-    // 9 store lse
     warpgroup_rows::store_rows<D_V>(
         out, p.out, layout::offset(p.out, job.entry, job.head, false) + job.first * p.out.row,
         job.rows);
-    const memory::Numbers to = memory::numbers(p.lse, job.entry, job.head);
+    // 9 store lse
+    if (p.lse.data != nullptr) {
+      const memory::Numbers to = memory::numbers(p.lse, job.entry, job.head);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
-      if (p.lse.data != nullptr && arch::lane_index() % 4 == 0 && row < job.rows) {
-        to.data[(job.first + row) * to.row] = lse[r];
+      for (int r = 0; r < 2; ++r) {
+        const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+        if (arch::lane_index() % 4 == 0 && row < job.rows) {
+          to.data[(job.first + row) * to.row] =
+              l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+        }
       }
     }
+    fragment_softmax::init_state(m, l, acc);
     tile::count_tiles(p, steps - before);
     warpgroup::release_of_warp(done(j));
   }

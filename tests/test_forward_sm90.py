@@ -84,7 +84,9 @@ def test_strides(dtype):
 @EACH_TYPE
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-300, 3.0, 3e38])
 @pytest.mark.parametrize(
-    "options", [{}, {"mask": masks.causal(), "score_mod": scores.softcap(2.0)}], ids=len
+    "options",
+    [{}, {"mask": masks.causal()}, {"mask": masks.causal(), "score_mod": scores.softcap(2.0)}],
+    ids=len,
 )
 def test_every_finite_scale(dtype, scale, options):
     q, k, v = draw(dtype, (2, 70, 40), (2, 140, 40), (2, 140, 64))

@@ -131,7 +131,7 @@ ONLY_CUDA = {
         "results in registers": "clear add scale",
         "operands that pass through shared memory": "multiply_rows multiply_both buffer_elements",
         "sizes and places of 16-bit rows in shared memory": (
-            "row_bytes lanes_for place begin_rows negate_rows finite_rows"
+            "row_bytes lanes_for place begin_rows negate_rows turn_rows finite_rows"
         ),
         "the lanes of a warp": "lane_row lane_column warp_row left_rows right_rows",
         "pieces of 16 x 8 x 16, and weights rounded for them": "mma multiply_step narrow",

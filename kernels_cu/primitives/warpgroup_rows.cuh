@@ -32,20 +32,23 @@ __device__ __forceinline__ void begin_queries(char* tile_smem, const memory::Row
   }
 }
 
-// Changes the sign of a tile of so many bytes, by TOGETHER threads; this one has number `own`.
+// Two numbers times 0, added to sums of such.
+__device__ __forceinline__ unsigned int zero_times(unsigned int x, unsigned int sum) {
+  return STORAGE == 0 ? arch::zero_times_halves(x, sum) : arch::zero_times_bfloats(x, sum);
+}
+
+// Multiplies a tile of so many bytes by 0 where `scale` is 0, else by -1; by TOGETHER threads, of
+// which this one has number `own`.
 template <int BYTES, int TOGETHER>
-__device__ __forceinline__ void negate_rows(char* tile_smem, int own) {
+__device__ __forceinline__ void turn_rows(char* tile_smem, int own, float scale) {
 #pragma unroll 1
   for (int n = own; n < BYTES / 16; n += TOGETHER) {
     arch::Bytes16& piece = reinterpret_cast<arch::Bytes16*>(tile_smem)[n];
 #pragma unroll
-    for (int x = 0; x < 4; ++x) piece.x[x] ^= fragment::SIGNS;
+    for (int x = 0; x < 4; ++x) {
+      piece.x[x] = scale == 0 ? zero_times(piece.x[x], 0) : piece.x[x] ^ fragment::SIGNS;
+    }
   }
-}
-
-// Two numbers times 0, added to sums of such.
-__device__ __forceinline__ unsigned int zero_times(unsigned int x, unsigned int sum) {
-  return STORAGE == 0 ? arch::zero_times_halves(x, sum) : arch::zero_times_bfloats(x, sum);
 }
 
 // Whether every TOGETHER-th piece from number `own` on of a tile of so many bytes is finite.
@@ -77,19 +80,25 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem, int own) {
 }
 
 // c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
-// as fragment::add_nonfinite does. A tile has 8 DEPTH rows.
-template <int DEPTH, int COLUMNS>
+// as fragment::add_nonfinite does. A tile has 8 DEPTH rows; `takes_part(r, column, weight)` tells
+// of a thread's own pairs.
+template <int DEPTH, int COLUMNS, class TakesPart>
 __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned int (&a)[2][DEPTH],
-                                              const char* tile_smem) {
+                                              const char* tile_smem, const TakesPart& takes_part) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll 1
     for (int x = 0; x < 8; ++x) {
+      const int from = arch::lane_index() / 4 * 4 + x / 2;
       storage_t weight[2];
+      bool seen[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const unsigned int pair = arch::shuffle(a[r][0], arch::lane_index() / 4 * 4 + x / 2);
-        weight[r] = static_cast<storage_t>(x % 2 == 0 ? pair : pair >> 16);
+        const unsigned int half = x % 2 == 0 ? a[r][0] & 0xffff : a[r][0] >> 16;
+        const bool own = takes_part(r, 2 * k + x % 2, static_cast<storage_t>(half));
+        const unsigned int got = arch::shuffle(half | (own ? 0x10000u : 0), from);
+        weight[r] = static_cast<storage_t>(got);
+        seen[r] = got >= 0x10000u;
       }
       const char* const row_smem = tile_smem + (8 * k + x) * warpgroup::LINE_BYTES;
 #pragma unroll
@@ -99,8 +108,7 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned i
         const float value = number::widen(*reinterpret_cast<const storage_t*>(row_smem + at));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const bool seen = weight[r] != 0x8000;
-          if (seen && !number::is_finite(value)) c[r][n] += number::widen(weight[r]) * value;
+          if (seen[r] && !number::is_finite(value)) c[r][n] += number::widen(weight[r]) * value;
         }
       }
     }

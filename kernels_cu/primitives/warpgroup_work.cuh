@@ -16,6 +16,8 @@ struct Job {
   warpgroup::Head q, k, v;
   int first_q, first_k;
   warpgroup_tile::TileClasses classes;
+  // The code of its first tile, and of FULL ones in a row from there on the last.
+  int begin, run;
 
   __device__ __forceinline__ int rows_in(int tile) const {
     return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
@@ -23,6 +25,10 @@ struct Job {
   // Whether a tile may have pairs that take no part, for their mask or their place.
   __device__ __forceinline__ bool is_masked(int tile) const {
     return warpgroup_tile::class_of(classes, tile) == PARTIAL || tile >= classes.whole;
+  }
+  // A tile's number, doubled, and 1 more where the mask may hide pairs of it; -1 for none.
+  __device__ __forceinline__ int code_of(int tile) const {
+    return tile < 0 ? -1 : 2 * tile + (HAS_MASK && is_masked(tile) ? 1 : 0);
   }
   __device__ __forceinline__ TileBox box_of(long long j0, int nj) const {
     return tile::describe_tile(entry, head, first, rows, j0, nj);
@@ -109,6 +115,12 @@ __device__ __forceinline__ void describe(const Params& p, const Rounds& rounds, 
   __syncwarp();  // what the job is, but for its tiles
   warpgroup_tile::find_classes(p, job_smem.classes, idle ? 0 : job_smem.entry.len_k,
                                [&](long long j0, int nj) { return job_smem.box_of(j0, nj); });
+  if (arch::lane_index() == 0) {
+    const int last = job_smem.last_tile();
+    const bool runs = HAS_EDGES && last >= 0;
+    job_smem.begin = job_smem.code_of(last);
+    job_smem.run = runs ? warpgroup_tile::first_of_full(job_smem.classes, last) : 0;
+  }
 }
 
 }  // namespace warpgroup_work

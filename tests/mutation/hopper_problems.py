@@ -68,6 +68,14 @@ def cases() -> list[Case]:
                               lambda r: {"mask": masks.window(20, 0)}, dlse=False, hopper=True,
                               seed=35))
           for d, dtype in ((64, BF16), (128, F16), (192, BF16))),
+        # A pair that is dropped has a weight of 0, which an infinite value makes NaN.
+        _not_finite(case_of("numbers that are not finite, and dropout, by warpgroups", F16, (2, 1),
+                            (160, 150), (64, 64),
+                            lambda r: {"mask": masks.window(20, 0), "dropout": 0.3, "seed": 3},
+                            dlse=False, hopper=True, seed=45)),
+        case_of("a scale of 0 by warpgroups", BF16, (1, 1), (70, 140), (64, 64),
+                lambda r: {"mask": masks.causal(), "scale": 0.0}, dlse=False, hopper=True,
+                seed=44),
         *(case_of(f"{keys} keys that are all seen, by warpgroups", BF16, (3, 3), (70, keys),
                   (64, 64), lambda r: {"mask": masks.causal(offset=300)}, dlse=False, hopper=True,
                   seed=38) for keys in (128, 256)),
