@@ -12,6 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 from strategies import BFLOAT16
 
+from cupyflash.expr.bind import bind
+from cupyflash.expr.derivative import derivative
+from cupyflash.expr.evaluate import evaluate
+from cupyflash.masks import flat_sizes, position_symbols
 from cupyflash.problem import Gradients
 from cupyflash.reference import naive, philox
 from cupyflash.reference.naive_formulas import score_chain, select_matmul
@@ -99,6 +103,21 @@ FAULTS = {
 }
 
 
+class Change:
+    """A score change on a problem of known sizes, as `Score.evaluate`: bound once for all tiles."""
+
+    def __init__(self, score, sizes):
+        self.sizes, bound = sizes, bind(score.expr, flat_sizes(sizes))
+        self.trees = bound, derivative(bound)
+
+    def __call__(self, s, b, h, i, j):
+        if not s.size:
+            return s.copy(), np.ones_like(s)
+        symbols = position_symbols(b, h, i, j, self.sizes) | {"score": s}
+        found = (evaluate(tree, symbols, s.dtype.type) for tree in self.trees)
+        return tuple(np.broadcast_to(value, s.shape) for value in found)
+
+
 class Attention:
     """`attention` and `attention_backward` with a fault."""
 
@@ -159,7 +178,7 @@ class Attention:
             x.seen &= x.bias != -np.inf
             if self.has("the bias is the first batch entry's"):
                 x.bias = np.broadcast_to(x.bias[:1], shape)
-        x.changes = score_chain(score_mod)
+        x.changes = [Change(each, x.sizes) for each in score_chain(score_mod)]
         if self.has("scores are applied in reverse"):
             x.changes = x.changes[::-1]
         x.sink = None if sink is None else sink.astype(x.t)[None, :, None]
@@ -193,7 +212,7 @@ class Attention:
             s, bias = s + bias, None
         slope = np.ones_like(s)
         for change in x.changes:
-            s, d = change.evaluate(s, b, h, i, j, x.sizes)
+            s, d = change(s, b, h, i, j)
             slope = slope * d
         if bias is not None:
             s = s + (x.scale * bias if self.has("the bias is scaled") else bias)
