@@ -5,6 +5,7 @@ Pure functions of shapes, strides and where arrays begin within 16 bytes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,8 +15,12 @@ from .operands import Lead
 from .problem import Array, Call, Problem
 from .target import Target
 from .tensor_maps import TensorMap
+from .tiles import Tiles
 
 SHORTEST = 512  # queries, and keys: for fewer the smaller tiles of forward_sm80 are not slower
+# initcheck of CUDA's compute-sanitizer does not see that boxes are written to memory, and calls a
+# read of it one of what was never written. For such tools results leave otherwise.
+STORES_NO_BOXES = os.environ.get("CUPYFLASH_STORES_NO_BOXES") == "1"
 MOST_PADDING = 1.25  # times the products that forward_sm80 or backward_sm80_dkdv computes
 
 _MAPS_BYTES = 5 * tensor_maps.BYTES  # of q, k, v and do, and what aligns them
@@ -100,10 +105,11 @@ def besides(call: Call) -> str:
     """Return what a call's tiles depend on beside its heads: a key of `FORWARD_HOPPER`."""
     if call.score_mod is not None or call.bias is not None:
         return "scores"
-    if call.mask is None:
-        return "nothing"
     # No sequence's result may depend on the lengths of others that are packed with it.
     problem = call.problem
+    if call.mask is None:
+        few = not problem.packed and int(problem.len_k) <= tensor_tiles.FEW_KEYS
+        return "nothing of few keys" if few else "nothing"
     short = not problem.packed and int(problem.len_q) <= tensor_tiles.SHORT_ROWS
     return "masks of short rows" if short else "masks"
 
@@ -117,11 +123,32 @@ def grid(call: Call, jobs: int, facts: Target) -> int:
     return jobs if call.problem.packed else min(jobs, facts.multiprocessors)
 
 
-def maps(call: Call, lead: Lead, block_kv: int) -> tuple[TensorMap, ...]:
-    """Return the maps of q, k and v for a call without an obstacle."""
-    arrays: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v}
-    rows = {"q": 64, "k": block_kv, "v": block_kv}  # a warpgroup's queries; a tile's keys
-    return _maps(call, arrays, lead, rows)
+def stores_boxes(call: Call, out: Array, lead: Lead, tiles: Tiles) -> bool:
+    """Whether forward_sm90 writes results by boxes, which pass through shared memory.
+
+    Not those of packed sequences: a box may reach into the next one's rows.
+    """
+    problem = call.problem
+    has_room = tensor_tiles.results_have_room(tiles, problem.d, problem.d_v)
+    if STORES_NO_BOXES or problem.packed or not has_room:
+        return False
+    return _uncopied({"out": out}, lead) is None
+
+
+def maps(
+    call: Call, out: Array, lead: Lead, block_kv: int, stores_boxes: bool
+) -> tuple[TensorMap, ...]:
+    """Return the maps of q, k and v for a call without an obstacle, and where boxes are stored out.
+
+    Where they are not, the last is any: the kernel has four.
+    """
+    arrays: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v, "out": out}
+    # a warpgroup's queries; a tile's keys; a warp's rows
+    rows = {"q": 64, "k": block_kv, "v": block_kv, "out": 16}
+    if not stores_boxes:
+        del arrays["out"]
+    made = _maps(call, arrays, lead, rows)
+    return made if stores_boxes else (*made, made[0])
 
 
 def bias_obstacle(problem: Problem) -> str | None:

@@ -42,7 +42,11 @@ class Ready:
         self._slots = tuple((offset // 8, name) for offset, name in launch.slots)
         first = driver.words_of(launch.template)
         self._maps = tuple(
-            (slice(first + n * driver.MAP_WORDS, first + (n + 1) * driver.MAP_WORDS), made)
+            (
+                slice(first + n * driver.MAP_WORDS, first + (n + 1) * driver.MAP_WORDS),
+                made.name,
+                tensor_maps.Encoded(made),
+            )
             for n, made in enumerate(launch.maps)
         )
         self._unused: list[driver.Buffer] = []  # one per thread that ever launched with others
@@ -60,10 +64,8 @@ class Ready:
         words, arguments, pointers = buffer
         for place, name in self._slots:
             words[place] = addresses[name]
-        for places, made in self._maps:
-            words[places] = np.frombuffer(
-                tensor_maps.encode(made, addresses[made.name]), np.uint64
-            ).data
+        for places, name, encoded in self._maps:
+            words[places] = encoded.words(addresses[name])
         grid, threads, shared_memory = self._grid, self._threads, self._shared_memory
         try:
             if stream is None:

@@ -306,9 +306,15 @@ def forward(
     writer.over_rows(kernel, tiles, False, writer.lead.sizes)
     launches = tuple(writer.launches)
     if kernel == "forward_sm90":
-        maps = hopper.maps(call, writer.lead, tiles.block_kv)
+        boxes = hopper.stores_boxes(call, out, writer.lead, tiles)
+        maps = hopper.maps(call, out, writer.lead, tiles.block_kv, boxes)
         launches = tuple(
-            replace(launch, maps=maps, grid=hopper.grid(call, launch.grid, facts))
+            replace(
+                launch,
+                special=replace(launch.special, stores_boxes=boxes),
+                maps=maps,
+                grid=hopper.grid(call, launch.grid, facts),
+            )
             for launch in launches
         )
     return Recipe(launches, {}, writer.generated.arrays)

@@ -46,9 +46,10 @@ class Specialisation:
         Head sizes; 0 where the kernel has no use for them.
     tiles : Tiles
         Tile, threads and shared memory of a block.
-    packed, dropout, count_tiles, adds_dq : bool
-        Whether sequences are packed, pairs dropped, tiles counted, and whether the kernel that
-        computes dk and dv adds its share of dq to memory, too.
+    packed, dropout, count_tiles, adds_dq, stores_boxes : bool
+        Whether sequences are packed, pairs dropped, tiles counted, whether the kernel that computes
+        dk and dv adds its share of dq to memory, too, and whether results are copied to memory by
+        boxes.
     functions : Functions
         Those of the call's expressions.
     """
@@ -63,6 +64,7 @@ class Specialisation:
     count_tiles: bool = False
     functions: Functions = NONE
     adds_dq: bool = False
+    stores_boxes: bool = False
 
     @property
     def architecture(self) -> str | None:
@@ -80,6 +82,7 @@ class Specialisation:
             "dropout": self.dropout,
             "count": self.count_tiles,
             "dq": self.adds_dq,
+            "boxes": self.stores_boxes,
         }
         sizes = {"d": self.d, "dv": self.d_v}
         blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
@@ -124,6 +127,7 @@ def prelude(special: Specialisation) -> str:
             "PACKED": special.packed,
             "COUNT_TILES": special.count_tiles,
             "ADDS_DQ": special.adds_dq,
+            "STORES_BOXES": special.stores_boxes,
             "EACH_LANE_ARRIVES": EACH_LANE_ARRIVES,
         },
     }

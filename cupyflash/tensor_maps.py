@@ -7,8 +7,9 @@ takes, 128 bytes that the driver writes.
 from __future__ import annotations
 
 import ctypes
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .params import MAX_LEAD, Operand
 
@@ -18,7 +19,7 @@ BYTES = 128  # of an encoded map
 _ALIGNMENT = 16  # bytes, of addresses and strides
 _LONGEST, _FARTHEST = 2**31, 2**40  # an axis, whose coordinates have 32 bits; a stride in bytes
 _ITEMSIZE = 2
-_CACHED = 1024
+_KEPT = 64  # addresses of an array
 
 
 class TensorMap(NamedTuple):
@@ -94,7 +95,6 @@ def _steps(operand: Operand, sizes: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
-@functools.lru_cache(maxsize=_CACHED)
 def encode(made: TensorMap, address: int) -> bytes:
     """Return the bytes of a map.
 
@@ -125,3 +125,21 @@ def encode(made: TensorMap, address: int) -> bytes:
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuTensorMapEncodeTiled: {error} for {made} at {address:#x}")
     return ctypes.string_at(encoded.getPtr(), BYTES)
+
+
+class Encoded:
+    """A map with the addresses that its array had last: what a launch takes."""
+
+    def __init__(self, made: TensorMap) -> None:
+        self._made = made
+        self._known: dict[int, Any] = {}
+
+    def words(self, address: int) -> Any:
+        """Return its words of eight bytes, as a memoryview."""
+        words = self._known.get(address)
+        if words is None:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            words = np.frombuffer(encode(self._made, address), np.uint64).data
+            self._known[address] = words
+        return words

@@ -96,6 +96,7 @@ def fit(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
 # What takes registers beside products, or how long rows are -> largest head -> queries and keys of
 # a tile of forward_sm90.cu, for Hopper. Of masked pairs a word has the bits of a row.
 HOPPER = (9, 0)
+HOPPER_SHARED_MEMORY = 232448  # bytes, of a block
 _MASKED: dict[int, tuple[int, int]] = {
     64: (192, 128),
     128: (128, 128),
@@ -104,6 +105,7 @@ _MASKED: dict[int, tuple[int, int]] = {
 }
 FORWARD_HOPPER: dict[str, dict[int, tuple[int, int]]] = {
     "nothing": _MASKED | {128: (128, 176)},
+    "nothing of few keys": _MASKED,  # less of a tile lies beyond the last, and results have room
     "masks": _MASKED,
     "masks of short rows": _MASKED | {64: (128, 128)},  # less of a tile lies beyond a diagonal
     "scores": _MASKED | {64: (192, 112)},
@@ -112,20 +114,36 @@ PASSING_STAGES = 2  # places that keys, and values, pass through
 JOBS, LOOKING_WARPS = 3, 2  # that are known at a time; that look at values
 TILE_GROUPS = 2048  # that have a class each
 SHORT_ROWS = 1024  # queries and fewer
+FEW_KEYS = 4096  # and fewer
 
 
-def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
-    """Return tiles of forward_sm90.cu: a warpgroup for 64 queries each, and one that copies."""
-    q, v = row_bytes(d), row_bytes(d_v)
-    shared = block_q * q + PASSING_STAGES * block_kv * (q + v) + KNOWN_BYTES
+def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int, room: bool) -> Tiles:
+    """Return tiles of forward_sm90.cu: a warpgroup for 64 queries each, and one that copies.
+
+    With `room`, results have some in shared memory if it is large enough.
+    """
+    least = _forward_sm90_bytes(block_q, block_kv, d, d_v)
+    whole = least + block_q * row_bytes(d_v)
+    shared = whole if room and whole <= HOPPER_SHARED_MEMORY else least
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared)
+
+
+def _forward_sm90_bytes(block_q: int, block_kv: int, d: int, d_v: int) -> int:
+    q, v = row_bytes(d), row_bytes(d_v)
+    return block_q * q + PASSING_STAGES * block_kv * (q + v) + KNOWN_BYTES
+
+
+def results_have_room(tiles: Tiles, d: int, d_v: int) -> bool:
+    """Whether tiles of forward_sm90.cu have room for results."""
+    return tiles.shared_memory > _forward_sm90_bytes(tiles.block_q, tiles.block_kv, d, d_v)
 
 
 def fit_hopper(d: int, d_v: int, besides: str = "nothing") -> Tiles:
     """Return the tiles of forward_sm90.cu; `besides` is a key of `FORWARD_HOPPER`."""
     table = FORWARD_HOPPER[besides]
     largest = next(most for most in table if max(d, d_v) <= most)
-    return forward_sm90(*table[largest], d, d_v)
+    # What a bias reads lies in the cache that shared memory takes its room from.
+    return forward_sm90(*table[largest], d, d_v, room=besides != "scores")
 
 
 # Largest head -> queries and keys of a tile of forward_sm90_tf32.cu. Its bound counts on sums over
@@ -247,7 +265,7 @@ def _known_of_bias(block_q: int, warps: int) -> int:
 RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES, BIAS_BYTES = 72, 192, 136, 648
-_JOB_BYTES = ENTRY_BYTES + 88 + 2 * TILE_GROUPS // 8
+_JOB_BYTES = ENTRY_BYTES + 96 + 2 * TILE_GROUPS // 8
 KNOWN_BYTES = (_JOB_BYTES + 16) * JOBS + 8 * (5 * PASSING_STAGES + 6)
 KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES
 TOLD_BYTES = 800  # the same of backward_sm90_dkdv.cu, but for lse and delta

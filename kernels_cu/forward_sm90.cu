@@ -16,10 +16,12 @@
 // tile of one is computed and its results are written, the next one's queries, keys and values are
 // on their way.
 //
+// Results pass through shared memory where there is room, from which boxes are copied to the array.
+//
 // Grid: any; prod(own_size) * heads * blocks jobs, with own_size = lead_size; packed: heads *
-// blocks. Shared memory: the queries; keys, values; what a block knows. BLOCK_Q is 64 times the
-// warpgroups that compute, BLOCK_KV one of the widths in arch/wgmma.cuh. Behind the parameters come
-// the maps of q, k and v.
+// blocks. Shared memory: the queries; keys, values; the results, if there is room; what a block
+// knows. BLOCK_Q is 64 times the warpgroups that compute, BLOCK_KV one of the widths in
+// arch/wgmma.cuh. Behind the parameters come the maps of q, k, v and, where STORES_BOXES, out.
 #include "params.cuh"
 #include "arch/reciprocal.cuh"
 #include "primitives/fragment_softmax.cuh"
@@ -40,6 +42,8 @@ constexpr int HELD_BYTES = warpgroup::ROWS_OF * Q_BYTES;  // a warpgroup's queri
 constexpr int KEYS_BYTES = BLOCK_KV * Q_BYTES, VALUES_BYTES = BLOCK_KV * V_BYTES;
 constexpr int STAGES = 2;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
+// Of a masked tile, the halves of its columns are looked at where registers and time allow it.
+constexpr bool HALVES = HAS_EDGES && !HAS_SCORE && D_V <= 64 && CONSUMERS == 2;
 // Narrow output is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
@@ -69,6 +73,9 @@ struct Known {
   unsigned int nonfinite[STAGES][2];
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
+constexpr int RESULTS_BYTES = BLOCK_Q * V_BYTES;
+constexpr int LEAST_BYTES =
+    CONSUMERS * HELD_BYTES + STAGES * (KEYS_BYTES + VALUES_BYTES) + KNOWN_BYTES;
 
 struct alignas(1024) Swizzled {
   char x[1024];
@@ -79,8 +86,8 @@ static_assert(THREADS == (CONSUMERS + 1) * warpgroup::THREADS_OF && fragment::WA
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
 static_assert(KEPT + CONSUMERS * TAKEN <= 65536 / THREADS / 8 * 8 * (CONSUMERS + 1), "registers");
-static_assert(SHARED_BYTES ==
-                  CONSUMERS * HELD_BYTES + STAGES * (KEYS_BYTES + VALUES_BYTES) + KNOWN_BYTES,
+static_assert(SHARED_BYTES == LEAST_BYTES + RESULTS_BYTES ||
+                  (SHARED_BYTES == LEAST_BYTES && !STORES_BOXES),
               "SHARED_BYTES");
 
 __device__ __forceinline__ int stage_of(int n) { return n % STAGES; }
@@ -92,12 +99,15 @@ __device__ __forceinline__ int parity_of_job(int j) { return j / JOBS % 2; }
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p, const __grid_constant__ arch::TensorMap q_map,
                 const __grid_constant__ arch::TensorMap k_map,
-                const __grid_constant__ arch::TensorMap v_map) {
+                const __grid_constant__ arch::TensorMap v_map,
+                const __grid_constant__ arch::TensorMap out_map) {
   extern __shared__ Swizzled shared_smem[];
   char* const q_smem = shared_smem[0].x;
   char* const keys_smem = q_smem + CONSUMERS * HELD_BYTES;
   char* const values_smem = keys_smem + STAGES * KEYS_BYTES;
-  Known* const known_smem = reinterpret_cast<Known*>(values_smem + STAGES * VALUES_BYTES);
+  char* const results_smem = values_smem + STAGES * VALUES_BYTES;
+  Known* const known_smem =
+      reinterpret_cast<Known*>(results_smem + (STORES_BOXES ? RESULTS_BYTES : 0));
   const unsigned int q_address = arch::shared_address(q_smem);
   const unsigned int keys_address = arch::shared_address(keys_smem);
   const unsigned int values_address = arch::shared_address(values_smem);
@@ -233,6 +243,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const warpgroup::Described k = warpgroup::describe(keys_address, 0);
   const warpgroup::Described v =
       warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
+  const unsigned int results_address =  // the warp's own
+      arch::shared_address(results_smem) + arch::shuffle(fragment::warp_row(), 0) * V_BYTES;
   const int next = own + 1 < CONSUMERS ? own + 1 : 0;
   // Turns are barriers 1 and on: whose it is, and who had the one before. Then come those of one
   // warpgroup, and one of all that compute.
@@ -335,6 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
       go_on(now);
       find_pairs(now, masked);
+      bool takes_part[2] = {true, true};
+      if (HALVES && masked) fragment_tile::find_halves<COLUMNS>(allowed, takes_part);
       arch::wait_products<0>();
       arch::take_product(s);
       warpgroup::release(empty(keys, steps));
@@ -347,7 +361,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 6 rescale
       fragment_softmax::raise_max(m, m_new, l, alpha, c);
       if (HAS_EDGES && steps != before && grew) fragment_softmax::scale_rows(acc, alpha);
-      fragment_softmax::exponentiate(s, m, l, c, hides);
+      if constexpr (HALVES) {
+        fragment_softmax::exponentiate_halves(s, m, l, c, takes_part);
+      } else {
+        fragment_softmax::exponentiate(s, m, l, c, hides);
+      }
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
       fragment::narrow(s, weights);
       if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(steps, now);
@@ -412,9 +430,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     unsigned int out[2][COLUMNS_V / 2];
     warpgroup_rows::narrow_rows(acc, weight, out);
-    warpgroup_rows::store_rows<D_V>(
-        out, p.out, layout::offset(p.out, job.entry, job.head, false) + job.first * p.out.row,
-        job.rows);
+    if constexpr (STORES_BOXES) {
+      if (job.rows > 0) {
+        warpgroup_rows::begin_boxes<D_V>(out, results_address, out_map, job.out, job.first_q);
+      }
+    } else {
+      warpgroup_rows::store_rows<D_V>(
+          out, p.out, layout::offset(p.out, job.entry, job.head, false) + job.first * p.out.row,
+          job.rows);
+    }
     // 9 store lse
     if (p.lse.data != nullptr) {
       const memory::Numbers to = memory::numbers(p.lse, job.entry, job.head);
@@ -432,4 +456,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     warpgroup::release_of_warp(done(j));
   }
   if (own == 0) arch::meet_at(1, BOTH);  // the turn that nobody takes
+  if (STORES_BOXES && arch::lane_index() == 0) arch::wait_stores_read();
 }

@@ -120,7 +120,7 @@ class Case:
     shared : int
         `Words` of shared memory.
     map : TensorMap or None
-        How the kernel's `map` describes what lanes read.
+        How the kernel's `map` describes what lanes read ("in") or write ("out").
     """
 
     name: str
@@ -188,7 +188,9 @@ class Case:
         def launch(given: Array, out: Array) -> None:
             storage = STORAGE["float64" if subnormal else "float32"]
             machine = probe.Probe(**self.kernel(given, out), storage=storage)
-            maps = b"" if self.map is None else encode(self.map, address(given))
+            maps = b""
+            if self.map is not None:
+                maps = encode(self.map, address({"in": given, "out": out}[self.map.name]))
             machine.run(out, given, len(given) // THREADS, schedule, maps)
 
         return self._run(HostMemory(), launch)
@@ -201,7 +203,8 @@ class Case:
             kernel = compiler._compiled("probe", self.cuda(), shared_memory, self.architecture)
             arguments = [np.frombuffer(probe.packed(given, out), np.dtype("V16"))]
             if self.map is not None:
-                encoded = tensor_maps.encode(self.map, address(given))
+                place = address({"in": given, "out": out}[self.map.name])
+                encoded = tensor_maps.encode(self.map, place)
                 arguments.append(np.frombuffer(encoded, np.dtype("V128")))
             grid, block = (len(given) // THREADS,), (THREADS,)
             kernel(grid, block, arguments, shared_mem=shared_memory)

@@ -118,6 +118,44 @@ COPY = Case(
     map=BOXES,
 )
 
+# Of each block an array of 50 rows of 40 columns, with gaps, in 64 rows of 128 bytes.
+STORED = TensorMap("out", "float16", (40, 50, 1, 1, 2), (128, 16, 16, 8192), 64)
+
+
+def _stored(given: Array) -> Array:
+    """A box of 64 x 64 whose rows go to 20 and on, and first words around it."""
+    blocks = given.reshape(-1, THREADS, 16)
+    rows, pieces = np.arange(64)[:, None], np.arange(8)
+    boxes = blocks.reshape(-1, 64, 8, 4)[:, rows, pieces ^ rows % 8].reshape(-1, 64, 32)
+    wanted = np.repeat(blocks[:, :, :1], 16, 2).reshape(-1, 64, 32)
+    wanted[:, 20:50, :20] = boxes[:, :30, :20]
+    return wanted.reshape(-1, 16)
+
+
+STORE = Case(
+    "begin_box_store commit_stores wait_stores_read",
+    ALIGNED
+    + """
+      for (int k = 0; k < 16; ++k) {
+        words[16 * t + k] = in[k];
+        const int row = t / 2, word = t % 2 * 16 + k;
+        if (row < 20 || row >= 50 || word >= 20) out[k] = in[0];
+      }
+      arch::publish_shared();
+      __syncthreads();  // the box
+      if (t == 0) {
+        arch::begin_box_store(map, begin, 0, 20, 0, 0, blockIdx.x);
+        arch::commit_stores();
+        arch::wait_stores_read();
+      }
+    """,
+    lambda: _any_words(16, 2),
+    _stored,
+    since=HOPPER,
+    shared=(8192 + 1024) // 16,
+    map=STORED,
+)
+
 # -- registers ------------------------------------------------------------------------------------
 
 REGISTERS = Case(
@@ -380,4 +418,4 @@ PRODUCTS = [
 PRODUCTS += [product(form, name, 128, False) for form in WIDTHS for name in TYPES]
 PRODUCTS += [product_of_floats(columns, whole) for columns in (64, 128) for whole in (True, False)]
 
-CASES = [PHASES, NUMBERED, COPY, REGISTERS, *PRODUCTS]
+CASES = [PHASES, NUMBERED, COPY, STORE, REGISTERS, *PRODUCTS]

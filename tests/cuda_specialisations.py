@@ -163,8 +163,11 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     if case.kernel in forwards:
         obstacle = None if case.kernel == "forward_sm90" else "for a test"
         besides = hopper.besides(call)
-        if case.options == "causal" and besides == "masks of short rows":
-            besides = "masks"  # as of longer rows; other options with a mask have the former
+        # Some have the tiles of longer rows, all others those of short ones.
+        if case.options == "causal":
+            besides = "masks"
+        elif case.options == "plain" and case.sizes != (96, 104):
+            besides = "nothing"
         kernel, tiles = config.forward(problem, target, None, obstacle, besides)
         assert kernel == case.kernel
     elif case.kernel in (
@@ -195,6 +198,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         packed=case.packed,
         dropout=problem.dropout > 0 and tiles.block_q > 0,
         functions=functions,
+        stores_boxes=case.kernel == "forward_sm90"
+        and not case.packed
+        and tensor_tiles.results_have_room(tiles, problem.d, problem.d_v),
         adds_dq=not case.packed
         and (case.kernel, case.dtype.itemsize)
         in (

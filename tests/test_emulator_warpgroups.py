@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conformance_warpgroups import COPY, PHASES, product
+from conformance_warpgroups import COPY, PHASES, STORE, product
 from emulator import build
 from emulator.calls import encode
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
@@ -33,10 +33,12 @@ def run_changed(case, old, new, schedules=SCHEDULES):
     wanted = case.wanted(given)
     text = case.kernel(given, wanted)
     text["body"] = text["body"].replace(old, new)
-    maps = b"" if case.map is None else encode(case.map, address(given))
     probe = Probe(**text)
     for schedule in schedules:
         out = np.zeros_like(wanted)
+        maps = b""
+        if case.map is not None:
+            maps = encode(case.map, address({"in": given, "out": out}[case.map.name]))
         probe.run(out, given, len(given) // 128, schedule, maps)
 
 
@@ -101,6 +103,17 @@ def test_barriers(body, words):
             "while (!arch::try_wait(barrier, 0)) {\n      }",
             "__syncthreads();",
             "a copy of thread 0 has not finished",
+        ),
+        (STORE, "arch::publish_shared();", "", "has not published"),
+        (STORE, "__syncthreads();  // the box", "", "no barrier since|no thread has written"),
+        (STORE, "arch::wait_stores_read();", "", "ended before its copies had read"),
+        (STORE, "arch::commit_stores();", "", "ended before its copies had read"),
+        (STORE, "begin_box_store(map, begin,", "begin_box_store(map, begin + 64,", "do not begin"),
+        (
+            STORE,
+            "arch::wait_stores_read();",
+            "words[0] ^= 1;\narch::publish_shared();\narch::wait_stores_read();",
+            "was written to meanwhile",
         ),
         (SS, "arch::publish_shared();", "", "has not published"),
         (SS, "__syncthreads();  // the operands", "", "no barrier since|no thread has written"),

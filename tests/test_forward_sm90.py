@@ -37,7 +37,7 @@ from cupyflash.target import Target
 @pytest.mark.parametrize("heads", [64, 128, 192, 256])
 @pytest.mark.parametrize("edge", [-1, 0, 1], ids=["less", "whole", "more"])
 def test_sizes_at_the_edges_of_tiles(dtype, heads, edge):
-    block_q, block_kv = tensor_tiles.FORWARD_HOPPER["nothing"][heads]
+    block_q, block_kv = tensor_tiles.FORWARD_HOPPER["nothing of few keys"][heads]
     q, k, v = draw(dtype, (1, block_q + edge, heads), *[(1, 2 * block_kv + edge, heads)] * 2)
     out, lse, visited = run(q, k, v)
     within_the_bound(q, k, v, out, lse)
@@ -150,14 +150,57 @@ def test_maps_are_those_of_the_arrays():
     (launch,) = recipe.forward(call, hopper_gpu, out, None).launches
     assert launch.special.kernel == "forward_sm90"
     assert launch.special.architecture == "sm_90a"
-    assert [made.name for made in launch.maps] == ["q", "k", "v"]
-    shapes = [(64, 600, 4, 2, 3), (64, 512, 2, 2, 1), (56, 512, 2, 2, 3)]
+    assert launch.special.stores_boxes
+    assert [made.name for made in launch.maps] == ["q", "k", "v", "out"]
+    shapes = [(64, 600, 4, 2, 3), (64, 512, 2, 2, 1), (56, 512, 2, 2, 3), (56, 600, 4, 2, 3)]
     assert [made.shape for made in launch.maps] == shapes
     assert launch.maps[0].strides == (512, 128, 600 * 512, 2 * 600 * 512)
     assert launch.maps[1].strides[:3] == (512, 256, 512 * 512)
     assert launch.maps[2].strides == (112, 512 * 112, 2 * 512 * 112, 4 * 512 * 112)
     block_kv = launch.special.tiles.block_kv
-    assert [made.rows for made in launch.maps] == [64, block_kv, block_kv]
+    assert launch.maps[3].strides == (112, 600 * 112, 4 * 600 * 112, 2 * 4 * 600 * 112)
+    assert [made.rows for made in launch.maps] == [64, block_kv, block_kv, 16]
+
+
+@pytest.mark.parametrize(
+    ("d_v", "columns", "len_k", "packed", "stores"),
+    [
+        (64, slice(None), 512, False, True),
+        (64, slice(0, 64), 512, False, True),
+        (64, slice(4, 68), 512, False, False),  # rows begin between pieces of 16 bytes
+        (64, slice(63, None, -1), 512, False, False),
+        (60, slice(0, 60), 512, False, False),
+        (64, slice(None), 512, True, False),  # a box would reach into the next sequence's rows
+        (128, slice(0, 128), 4096, False, True),
+        (128, slice(0, 128), 4097, False, False),  # tiles of 176 keys leave no room
+        (256, slice(0, 256), 512, False, False),
+    ],
+    ids=str,
+)
+def test_when_results_are_stored_by_boxes(d_v, columns, len_k, packed, stores):
+    d = max(d_v, 64)
+    q, k = np.zeros((2, 512, d), np.float16), np.zeros((2, len_k, d), np.float16)
+    v = np.zeros((2, len_k, 256), np.float16)[..., :d_v]
+    rows = 60 if d_v == 60 else 256  # of out; of 60 they begin at multiples of 120 bytes
+    out = np.zeros((2, 512, rows), np.float16)[..., columns][..., :d_v]
+    if packed:
+        call = validate.varlen_call(q, k, v, [0, 100, 512], [0, 100, 512], True)
+    else:
+        call = validate.call(q, k, v)
+    (launch,) = recipe.forward(call, target_of("sm_90"), out, None).launches
+    assert launch.special.kernel == "forward_sm90"
+    assert launch.special.stores_boxes == stores
+    assert launch.special.name.endswith("boxes__q192_kv128") == (stores and d == 64)
+    assert [made.name for made in launch.maps] == ["q", "k", "v", "out" if stores else "q"]
+
+
+def test_for_some_tools_no_boxes_are_stored(monkeypatch):
+    call, out = call_of(), np.zeros((2, 512, 64), np.float16)
+    (launch,) = recipe.forward(call, target_of("sm_90"), out, None).launches
+    monkeypatch.setattr(hopper, "STORES_NO_BOXES", True)
+    (other,) = recipe.forward(call, target_of("sm_90"), out, None).launches
+    assert (launch.special.stores_boxes, other.special.stores_boxes) == (True, False)
+    assert launch.special.kernel == other.special.kernel == "forward_sm90"
 
 
 @pytest.mark.parametrize(

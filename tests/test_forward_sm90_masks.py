@@ -227,24 +227,34 @@ def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
 
 # -- the kernel's own waits -----------------------------------------------------------------------
 
-KERNEL = "forward_sm90.cu"
-TEXT = (Path(cupyflash.kernels_cu.__file__).parent / KERNEL).read_text()
+KERNEL, ROWS = "forward_sm90.cu", "primitives/warpgroup_rows.cuh"
+FOLDER = Path(cupyflash.kernels_cu.__file__).parent
+STORES = re.compile(r"void begin_boxes.*?\n}\n", re.DOTALL)  # of ROWS, what the kernel calls
+TEXT = (FOLDER / KERNEL).read_text() + STORES.search((FOLDER / ROWS).read_text())[0]
 # What orders accesses. The turns only say who is first.
 ORDERS = re.compile(
     r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release(?:_of_warp)?\([^;]*;|"
     r"arch::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting|"
-    r"publish_shared|arrive)\([^;]*;(?!  // again)|arch::meet_at\(ALL[^;]*;|"
-    r"__sync(?:threads|warp)\(\);"
+    r"publish_shared|arrive|commit_stores|wait_stores_read)\([^;]*;(?!  // again)|"
+    r"arch::meet_at\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
 )
 
 
 def each_may_be_missing(name):
-    """Return the kernel's text with statement n of those passed over where the seed is n."""
+    """Return a file with statement n of the kernel's passed over where the seed is n."""
     text = build.read(name)
-    if name != KERNEL:
+    if name not in (KERNEL, ROWS):
         return text
-    numbers = itertools.count()
-    return ORDERS.sub(lambda match: f"if (p.seed != {next(numbers)}) {match[0]}", text)
+    numbers = itertools.count(0 if name == KERNEL else len(ORDERS.findall(build.read(KERNEL))))
+
+    def may_be_missing(match):
+        return f"if (missing != {next(numbers)}) {match[0]}"
+
+    if name == KERNEL:
+        text = ORDERS.sub(may_be_missing, text).replace("missing !=", "p.seed !=")
+        return text.replace("begin_boxes<D_V>(", "begin_boxes<D_V>(p.seed, ")
+    text = STORES.sub(lambda match: ORDERS.sub(may_be_missing, match[0]), text)
+    return text.replace("void begin_boxes(", "void begin_boxes(unsigned long long missing, ")
 
 
 def run_often(missing):

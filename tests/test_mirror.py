@@ -140,7 +140,9 @@ ONLY_CUDA = {
             "add_nonfinite clear_nonfinite taken"
         ),
         "the output of tensor cores goes through shared memory": "store_rows put_rows copy_out",
-        "that of warpgroups waits in registers, as words": "narrow_rows swap_halves first_column",
+        "that of warpgroups waits in registers, as words, or passes through shared memory": (
+            "narrow_rows swap_halves first_column begin_boxes"
+        ),
         "pieces of 16 x 8 x 8, and what wide elements are split into": (
             "part multiply_across multiply_piece"
         ),
@@ -166,7 +168,8 @@ ONLY_CUDA = {
             "next_tile tiles_in find_classes tile_before first_of_full class_of"
         ),
         "tensor cores ask the mask before they multiply, and for a row's range of keys at once": (
-            "find_pairs columns_to distance hide_pairs hide_beyond change_scores columns_at_once"
+            "find_pairs columns_to distance hide_pairs hide_beyond change_scores columns_at_once "
+            "find_halves"
         ),
         "what is the same for all pairs of a head; a program's first part finds it on the CPU": (
             "given_of"
@@ -180,6 +183,7 @@ ONLY_CUDA = {
         "maxima and sums first, the output when its product is done": "raise_max scale_rows",
         "tensor cores' scores are logits only at the end": "join_sink",
         "a maximum in either type": "larger",
+        "weights of a part of a tile": "find_offset exponentiate_halves",
     },
     "primitives/gradient_tile.cuh": {
         "the two halves of gradient_tile: dv is accumulated between them, because dS takes the "

@@ -107,10 +107,10 @@ def test_maps_follow_the_parameters(cupy, unchecked, monkeypatch):
     for (arrays, out), launch in zip(held, cupy.launches, strict=True):
         assert launch.kernel.startswith("forward_sm90__")
         told(launch, **dict(zip("qkv", arrays, strict=True)), out=out)
-        maps = launch.words[-48:].reshape(3, 16)
-        assert maps[:, 0].tolist() == [x.data.ptr for x in arrays]
-        assert maps[:, 1:4].tolist() == [[64, 512, 2]] * 3
-        assert maps[:, 10].tolist() == [64, 128, 128]
+        maps = launch.words[-64:].reshape(4, 16)
+        assert maps[:, 0].tolist() == [x.data.ptr for x in (*arrays, out)]
+        assert maps[:, 1:4].tolist() == [[64, 512, 2]] * 4
+        assert maps[:, 10].tolist() == [64, 128, 128, 16]
 
 
 def test_the_stream_is_that_of_the_moment_and_thread(cupy):

@@ -83,19 +83,26 @@ __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_ne
   scale_rows(acc, alpha);
 }
 
-// Makes s into p = 2^((s - m) c); l grows by its row sums. Where `masked`, a score of -inf becomes
-// the weight of a pair that takes no part.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
-                                             accum_t (&l)[ROWS], accum_t c, bool masked) {
-  accum_t offset[ROWS];
+// offset = m c, or 0 without a maximum. Whether its rounding would show in any of the warp's rows.
+template <int ROWS>
+__device__ __forceinline__ bool find_offset(const accum_t (&m)[ROWS], accum_t c,
+                                            accum_t (&offset)[ROWS]) {
   bool large = false;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     offset[r] = m[r] != -number::infinity() ? m[r] * c : accum_t(0);
     large = large || !(fabs(offset[r]) <= LARGEST_OFFSET);
   }
-  if (arch::any_lane(large)) {
+  return arch::any_lane(large);
+}
+
+// Makes s into p = 2^((s - m) c); l grows by its row sums. Where `masked`, a score of -inf becomes
+// the weight of a pair that takes no part.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
+                                             accum_t (&l)[ROWS], accum_t c, bool masked) {
+  accum_t offset[ROWS];
+  if (find_offset(m, c, offset)) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       // Row by row, so that no bit of a row depends on its neighbours.
@@ -122,6 +129,39 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         s[r][n] = power::exp2(fma(s[r][n], c, -offset[r]));
+        l[r] += s[r][n];
+      }
+    }
+  }
+}
+
+// The same by halves of the columns: the weights of one in which the warp has no pair that takes
+// part are 0, without being computed.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void exponentiate_halves(accum_t (&s)[ROWS][COLUMNS],
+                                                    const accum_t (&m)[ROWS], accum_t (&l)[ROWS],
+                                                    accum_t c, const bool (&takes_part)[2]) {
+  accum_t offset[ROWS];
+  const bool large = find_offset(m, c, offset);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int begin = half * COLUMNS / 2, end = begin + COLUMNS / 2;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      if (!takes_part[half]) {
+#pragma unroll
+        for (int n = begin; n < end; ++n) s[r][n] = 0;
+        continue;
+      }
+      const bool own = !(fabs(offset[r]) <= LARGEST_OFFSET);
+      const accum_t left = own ? accum_t(0) : offset[r];
+      if (large) {
+#pragma unroll
+        for (int n = begin; n < end; ++n) s[r][n] -= own ? m[r] : accum_t(0);
+      }
+#pragma unroll
+      for (int n = begin; n < end; ++n) {
+        s[r][n] = power::exp2(fma(s[r][n], c, -left));
         l[r] += s[r][n];
       }
     }

@@ -141,6 +141,16 @@ __device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, 
   return arch::any_lane(any != 0);
 }
 
+// Whether the warp has a pair that takes part in each half of a tile's columns; `allowed` is as
+// find_pairs has made it for two rows.
+template <int COLUMNS>
+__device__ __forceinline__ void find_halves(const unsigned int (&allowed)[2],
+                                            bool (&takes_part)[2]) {
+  const unsigned int any = allowed[0] | allowed[1];
+  takes_part[0] = arch::any_lane((any & ((1u << COLUMNS / 2) - 1)) != 0);
+  takes_part[1] = arch::any_lane(any >> COLUMNS / 2 != 0);
+}
+
 // Gives pairs that take no part the score -inf.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void hide_pairs(accum_t (&s)[ROWS][COLUMNS],

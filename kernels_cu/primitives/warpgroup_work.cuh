@@ -13,10 +13,11 @@ struct Job {
   long long first;  // query
   int rows;         // of queries that exist
   // For copies: where its heads and the first rows of queries and keys are.
-  warpgroup::Head q, k, v;
+  warpgroup::Head q, k, v, out;
   int first_q, first_k;
   warpgroup_tile::TileClasses classes;
-  // The code of its first tile, and of FULL ones in a row from there on the last.
+  // The code of its first tile; where that is FULL and a mask has edges, the last of FULL ones in a
+  // row from there on.
   int begin, run;
 
   __device__ __forceinline__ int rows_in(int tile) const {
@@ -109,6 +110,7 @@ __device__ __forceinline__ void describe(const Params& p, const Rounds& rounds, 
     job_smem.q = warpgroup::Head(p.q, work.entry, work.head);
     job_smem.k = warpgroup::Head(p.k, work.entry, h_kv);
     job_smem.v = warpgroup::Head(p.v, work.entry, h_kv);
+    job_smem.out = warpgroup::Head(p.out, work.entry, work.head);
     job_smem.first_q = static_cast<int>(work.entry.start_q + first);
     job_smem.first_k = static_cast<int>(work.entry.start_k);
   }

@@ -19,7 +19,7 @@ from cupyflash import source
 from cupyflash.source import Specialisation
 
 HERE = Path(__file__).resolve().parent
-RUNTIME = ("runtime.cpp", "races.cpp", "matrices.cpp", "warpgroups.cpp")
+RUNTIME = ("runtime.cpp", "races.cpp", "matrices.cpp", "warpgroups.cpp", "stores.cpp")
 HEADERS = ("runtime.h", "language.h", "races.h", "turns.h", "numbers.h")
 
 # No contraction: a product and a sum are two roundings here, on a GPU one or two.

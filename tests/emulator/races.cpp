@@ -215,8 +215,8 @@ void read_published(const void* at, std::size_t bytes) {
   for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
     const Write& write = written[grain];
     if (!write.copied && write.clock > published[static_cast<std::size_t>(write.thread)]) {
-      fault(0, "multiplies byte %zu of shared memory, which thread %d has not published",
-            grain * GRAIN, write.thread);
+      fault(0, "reads byte %zu of shared memory, which thread %d has not published", grain * GRAIN,
+            write.thread);
     }
   }
 }

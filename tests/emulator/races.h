@@ -34,7 +34,8 @@ void acquire(const Clocks& from);
 // An access of the running thread to shared memory that no instruction of its own makes.
 void access(const void* place, std::size_t bytes, bool writes);
 
-// Matrix instructions of a warpgroup see what was published since it was written, and copies.
+// Matrix instructions of a warpgroup and copies to arrays see what was published since it was
+// written, and copies.
 void publish();
 void read_published(const void* place, std::size_t bytes);
 

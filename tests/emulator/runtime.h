@@ -107,6 +107,13 @@ void publish_shared();
 void begin_box_copy(const char* what, Where where, unsigned int to, const unsigned long long* map,
                     unsigned int barrier, const int (&first)[5]);
 
+// Begins to copy a box to an array: stores.cpp. It is read at once, or when the thread that began
+// it waits for its groups, as the schedule says.
+void begin_box_store(const char* what, Where where, const unsigned long long* map,
+                     unsigned int from, const int (&first)[5]);
+void commit_stores();
+void wait_stores_read(const char* what, Where where);
+
 // d += a b, or d = without `add`, of 64 rows and `columns` columns, of which the running thread has
 // 2 by `columns` / 4. A left operand is described, or `a` is this thread's part of it; a described
 // right operand's rows are as deep as the product without a left one in registers, else as wide;

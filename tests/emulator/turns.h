@@ -33,6 +33,14 @@ void meet_warpgroup(const char* what, Where where, const std::function<void()>& 
 
 }  // namespace turns
 
+// Copies of boxes to arrays: stores.cpp.
+namespace stores {
+
+void begin_block();
+void check_end();  // the running thread ends
+
+}  // namespace stores
+
 // What happens between two turns.
 namespace asynchronous {
 

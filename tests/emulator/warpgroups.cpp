@@ -6,6 +6,7 @@
 // product is computed when it is waited for; until then its result is NaN, and whoever writes to an
 // operand disturbs it.
 #include "turns.h"
+#include "boxes.h"
 #include "numbers.h"
 #include "races.h"
 
@@ -89,11 +90,6 @@ void land(std::size_t n) {
   transfers.erase(transfers.begin() + static_cast<std::ptrdiff_t>(n));
   barrier.end_phase();
 }
-
-// A map as emulator/calls.py writes it.
-struct Map {
-  unsigned long long address, shape[5], strides[4], rows;
-};
 
 // -- products -------------------------------------------------------------------------------------
 
@@ -372,24 +368,9 @@ void begin_box_copy(const char* what, Where where, unsigned int to, const unsign
   }
   if (to % 1024) wrong(what, where, "eight rows do not begin at %u", to);
   Transfer transfer = {to, std::vector<char>(map.rows * 128, 0), barrier, {}};
-  for (unsigned long long row = 0; row < map.rows; ++row) {
-    for (unsigned int column = 0; column < 64; ++column) {
-      const long long at[5] = {first[0] + static_cast<long long>(column),
-                               first[1] + static_cast<long long>(row), first[2], first[3],
-                               first[4]};
-      unsigned long long from = map.address + static_cast<unsigned long long>(at[0]) * 2;
-      bool inside = true;
-      for (unsigned int axis = 0; axis < 5; ++axis) {
-        inside &= at[axis] >= 0 && at[axis] < static_cast<long long>(map.shape[axis]);
-        if (axis) from += static_cast<unsigned long long>(at[axis]) * map.strides[axis - 1];
-      }
-      const unsigned long long place = row * 128 + column * 2;
-      if (inside) {
-        std::memcpy(&transfer.bytes[place ^ (row & 7) << 4], reinterpret_cast<const void*>(from),
-                    2);
-      }
-    }
-  }
+  map.visit_box(first, [&](unsigned int place, unsigned long long from) {
+    if (from) std::memcpy(&transfer.bytes[place], reinterpret_cast<const void*>(from), 2);
+  });
   transfer.begun = races::begin_transfer(shared_at(to), transfer.bytes.size());
   transfers.push_back(std::move(transfer));
   if (turns::at_once()) land(transfers.size() - 1);
@@ -447,6 +428,7 @@ void begin_block() {
   numbered.clear();
   transfers.clear();
   issuers.clear();
+  stores::begin_block();
 }
 
 bool proceed() {
@@ -457,6 +439,7 @@ bool proceed() {
 
 void check_end() {
   if (!issuers[current()].products.empty()) fault(0, "ended before its products were finished");
+  stores::check_end();
 }
 
 }  // namespace asynchronous
