@@ -1,8 +1,8 @@
 """Mutation testing of the CUDA sources: is every small change of them noticed?
 
 Makes mutants of the kernels and of the code generators in cupyflash/expr/cuda.py, and runs each on
-the emulator with the problems of tests/mutation/problems.py and hopper_problems.py beside it, held
-to the error bounds, in memory whose surroundings nobody may touch. A mutant is
+the emulator with the problems that tests/mutation/suite.py gathers, held to the error bounds, in
+memory whose surroundings nobody may touch. A mutant is
 
 - invalid, where it does not compile;
 - equivalent, where its compiled code is that of the original (not counted);

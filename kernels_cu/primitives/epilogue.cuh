@@ -11,17 +11,17 @@ template <int WIDTH, typename T, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_as(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
                                          long long offset, long long first, int valid,
                                          const accum_t (&factor)[ROWS]) {
-  T* const data = reinterpret_cast<T*>(to.data) + offset + first * to.row;
+  constexpr int RUN = matmul::run_of(WIDTH);
+  T* target = reinterpret_cast<T*>(to.data) + offset + (first + matmul::row_thread()) * to.row +
+              matmul::result_column<WIDTH>(0) * to.col;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = matmul::row_thread() + ROW_THREADS * r;
-    T* const target = data + row * to.row;
-    if (row < valid) {
+  for (int r = 0; r < ROWS; ++r, target += ROW_THREADS * to.row) {
+    if (matmul::row_thread() + ROW_THREADS * r >= valid) break;
+    T* place = target;
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        const int column = matmul::result_column<WIDTH>(n);
-        if (column < WIDTH) number::narrow(result[r][n] * factor[r], target + column * to.col);
-      }
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (matmul::result_column<WIDTH>(n) < WIDTH) number::narrow(result[r][n] * factor[r], place);
+      place += ((n + 1) % RUN == 0 ? RUN * (COLUMN_THREADS - 1) + 1 : 1) * to.col;
     }
   }
 }

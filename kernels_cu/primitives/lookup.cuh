@@ -90,9 +90,11 @@ struct Range {
     }
   }
 
-  // How many rows there are, and where one begins.
+  // How many rows there are, none where there are too many elements; and where one begins.
   __device__ __forceinline__ int rows() const {
-    return static_cast<int>(count > 0 ? count / length[AXES - 1] : 0);
+    if constexpr (AXES == 1) return count > 0 ? 1 : 0;
+    if (count == 0 || count > RANGE_LIMIT) return 0;
+    return static_cast<int>(count) / static_cast<int>(length[AXES - 1]);
   }
   __device__ __forceinline__ const char* row(int number) const {
     const char* at = table.data + first[AXES - 1] * table.strides[AXES - 1];

@@ -187,13 +187,15 @@ __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
   a_smem += row_thread() * A_STRIDE;
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
+    accum_t a[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) a[r] = a_smem[r * ROW_THREADS * A_STRIDE + k];
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       const accum_t b = b_smem[k * padded_columns(WIDTH) + result_column<WIDTH>(n)];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const accum_t weight = a_smem[r * ROW_THREADS * A_STRIDE + k];
-        if (takes_part(weight)) c[r][n] += weight * b;
+        if (takes_part(a[r])) c[r][n] += a[r] * b;
       }
     }
   }
@@ -232,7 +234,7 @@ __device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
   struct alignas(RUN_B * sizeof(accum_t)) RunB {
     accum_t x[RUN_B];
   };
-#pragma unroll 2
+#pragma unroll 4
   for (int k = 0; k < DEPTH; ++k) {
     RunA a[ROWS / RUN_A];
     RunB b[COLUMNS / RUN_B];

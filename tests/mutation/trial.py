@@ -8,9 +8,7 @@ the memory that was there before it.
 from __future__ import annotations
 
 import dataclasses
-import re
 import signal
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,11 +31,13 @@ from cupyflash.problem import Gradients
 from cupyflash.source import Specialisation
 from cupyflash.testing import rho
 
-from . import generators, hopper_problems
+from . import generators
+from .compiled import DoesNotCompile, disassembly, library, linked, object_of
 from .expressions import Check, Make, MaskCheck, ScoreCheck
 from .functions import FunctionCheck
 from .memory import Guarded, GuardedCopies
-from .problems import Case, Parts, cases, parts
+from .problems import Case, Parts, parts
+from .suite import problems
 
 Array = np.ndarray[Any, Any]
 Read = Callable[[str], str]
@@ -65,8 +65,7 @@ WRITES = {
 }
 # What is tried on its own too, outside of a kernel.
 OWN_FILES = {f"primitives/{name}.cuh" for name in ("expression", "lookup", "number", "philox")}
-# The compiler's processes get so many seconds, a launch so many of its own time.
-COMPILES, RUNS = 60, 3.0
+RUNS = 3.0  # seconds of its own time that a launch gets
 
 
 class Noticed(Exception):
@@ -207,13 +206,11 @@ def _run_of(case: Case) -> Run:
     if case.wrong_offsets is not None:
         call = dataclasses.replace(call, offsets=tuple(np.array(x) for x in case.wrong_offsets))
     likes = {
-        "out": np.array(problem.do), "lse": np.zeros(problem.do.shape[:-1], problem.accumulator)
+        "out": _like(problem.do), "lse": np.zeros(problem.do.shape[:-1], problem.accumulator)
     }  # fmt: skip
     owners = {name: getattr(problem, name) for name in "qkv"}
     owners |= {name: problem.options.get(name) for name in ("bias", "sink")}
-    likes |= {
-        f"d{name}": np.empty_like(x, subok=False) for name, x in owners.items() if x is not None
-    }
+    likes |= {f"d{name}": _like(x) for name, x in owners.items() if x is not None}
     if problem.layouts == "random":
         likes["out"] = _spread(problem.do.shape, problem.dtype)
         likes["lse"] = _spread(problem.do.shape[:-1], problem.accumulator)
@@ -231,7 +228,7 @@ def _run_of(case: Case) -> Run:
         if case.nan is None or "dq" in case.nan:
             launch.backward(
                 call, do, views["out"], views["lse"], dlse, gradients, views["workspace"],
-                visited=counter,
+                visited=counter, deterministic=case.deterministic,
             )  # fmt: skip
 
     steps, sums = _recorded(emulator, copies, work)
@@ -251,6 +248,17 @@ def _run_of(case: Case) -> Run:
     )  # fmt: skip
 
 
+def _like(array: Array) -> Array:
+    """Return an array whose rows lie as another's do, with what is between them."""
+    row = array.shape[-1] * array.itemsize
+    between = array.ndim > 1 and array.strides[-1] == array.itemsize and array.strides[-2] > row
+    if not between or min(array.strides) <= 0:
+        return np.empty_like(array, subok=False)
+    size = sum((n - 1) * x for n, x in zip(array.shape, array.strides, strict=True))
+    memory = np.zeros(size // array.itemsize + 1, array.dtype)
+    return np.lib.stride_tricks.as_strided(memory, array.shape, array.strides)
+
+
 def _spread(shape: tuple[int, ...], dtype: Any) -> Array:
     """Return an array whose rows lie backwards, and whose columns have gaps."""
     whole = np.zeros((*shape[:-1], 2 * shape[-1]), dtype)
@@ -266,56 +274,6 @@ def _run_of_parts(given: Parts) -> Run:
     outputs = {"out": copies.guarded(given.out), "lse": copies.guarded(given.lse)}
     before = {name: each.bytes() for name, each in outputs.items()}
     return Run(given.name, FORWARD, steps, outputs, given.wanted, sums, before, (copies, pairs))
-
-
-# -- code -----------------------------------------------------------------------------------------
-
-FLAGS = ("-w", "-Werror=return-type", *build.FLAVOURS["races"])
-
-
-class DoesNotCompile(Exception):
-    """A mutant is no program."""
-
-
-def _object(text: str, folder: Path, flags: tuple[str, ...] = FLAGS) -> bytes:
-    """Compile a text; two that are the same to the compiler give the same bytes."""
-    (folder / "kernel.cpp").write_text(text, encoding="utf-8")
-    command = ["g++", *build.COMMON, *flags, "-c", "kernel.cpp", "-o", "kernel.o"]
-    try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, timeout=COMPILES, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise DoesNotCompile("it takes too long") from None
-    if done.returncode:
-        raise DoesNotCompile(done.stderr.decode(errors="replace")[:500])
-    return (folder / "kernel.o").read_bytes()
-
-
-def _library(folder: Path) -> Path:
-    # A path that is loaded already would be the old library again.
-    library = folder / f"kernel{len(list(folder.iterdir()))}.so"
-    parts = *build.linker(), *build._runtime("races")
-    command = ["g++", "-shared", str(folder / "kernel.o"), *parts, "-o", str(library)]
-    subprocess.run(command, check=True, capture_output=True)
-    return library
-
-
-def _linked(folder: Path, name: str) -> Machine:
-    return Machine(name, _library(folder))
-
-
-def disassembly(text: str, folder: Path) -> list[str]:
-    """Return the instructions of a text, optimised, with its own names by their order."""
-    _object(text, folder, ("-w", "-O2"))
-    command = ["objdump", "-drs", "--no-show-raw-insn", "-j", ".text", "-j", ".rodata", "kernel.o"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    names: dict[str, str] = {}
-
-    def numbered(match: re.Match[str]) -> str:
-        return names.setdefault(match[0], f"name{len(names)}")
-
-    return [re.sub(r"_ZN?\w+", numbered, line) for line in done.stdout.splitlines()]
 
 
 # -- the bench ------------------------------------------------------------------------------------
@@ -367,13 +325,17 @@ class Bench:
         How many compile at a time.
     kernels : bool
         Whether kernels are wanted, and not code generators alone.
+    files : set of str, optional
+        Files that will be changed, of which `problems` chooses.
     """
 
-    def __init__(self, folder: Path, jobs: int = 1, kernels: bool = True) -> None:
+    def __init__(
+        self, folder: Path, jobs: int = 1, kernels: bool = True, files: set[str] | None = None
+    ) -> None:
         self.folder = folder
         if not kernels:
             return
-        self.runs = [_run_of(case) for case in (*cases(), *hopper_problems.cases())]
+        self.runs = [_run_of(case) for case in problems(files)]
         self.runs += [_run_of_parts(x) for x in parts()]
         self.groups: list[Group] = []
         for check in checks():
@@ -405,8 +367,8 @@ class Bench:
     def _compiled(self, group: Group) -> Path:
         folder = self.folder / str(self.groups.index(group))
         folder.mkdir()
-        group.object = _object(group.text, folder)
-        return _library(folder)
+        group.object = object_of(group.text, folder)
+        return library(folder)
 
     def machine(self, step: Step) -> Machine:
         """Return the machine of a launch as it is."""
@@ -450,7 +412,7 @@ class Bench:
         for group in groups:
             changed = group.compose(read)
             try:
-                made = _object(changed, folder)
+                made = object_of(changed, folder)
             except DoesNotCompile as error:
                 # Where the first one compiles, a later one may stop at an assertion of its own.
                 if group is not groups[0]:
@@ -459,7 +421,7 @@ class Bench:
             if made == group.object:
                 continue
             differs.append((group, changed))
-            machine = _linked(folder, group.name)
+            machine = linked(folder, group.name)
             try:
                 for test in group.tests:
                     signal.setitimer(signal.ITIMER_VIRTUAL, RUNS)  # ends the process
@@ -480,11 +442,11 @@ class Bench:
         made = generators.checks(make)
         for check in made:
             try:
-                _object(check.compose(build.read), folder)
+                object_of(check.compose(build.read), folder)
             except DoesNotCompile as error:
                 return "killed", f"what it writes does not compile: {str(error)[:200]}"
             try:
-                _passes(check, _linked(folder, "check"))
+                _passes(check, linked(folder, "check"))
             except (Noticed, Fault) as error:
                 return "killed", str(error)
         return "survived", ""

@@ -1,0 +1,60 @@
+"""A kernel's text as code for the emulator, and whether two texts make the same."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from emulator import build
+from emulator.machine import Machine
+
+SECONDS = 60  # that the compiler gets
+FLAGS = ("-w", "-Werror=return-type", *build.FLAVOURS["races"])
+
+
+class DoesNotCompile(Exception):
+    """A mutant is no program."""
+
+
+def object_of(text: str, folder: Path, flags: tuple[str, ...] = FLAGS) -> bytes:
+    """Compile a text; two that are the same to the compiler give the same bytes."""
+    (folder / "kernel.cpp").write_text(text, encoding="utf-8")
+    command = ["g++", *build.COMMON, *flags, "-c", "kernel.cpp", "-o", "kernel.o"]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DoesNotCompile("it takes too long") from None
+    if done.returncode:
+        raise DoesNotCompile(done.stderr.decode(errors="replace")[:500])
+    return (folder / "kernel.o").read_bytes()
+
+
+def library(folder: Path) -> Path:
+    """Link what was compiled last."""
+    # A path that is loaded already would be the old library again.
+    path = folder / f"kernel{len(list(folder.iterdir()))}.so"
+    parts = *build.linker(), *build._runtime("races")
+    command = ["g++", "-shared", str(folder / "kernel.o"), *parts, "-o", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+def linked(folder: Path, name: str) -> Machine:
+    """Return the machine of what was compiled last."""
+    return Machine(name, library(folder))
+
+
+def disassembly(text: str, folder: Path) -> list[str]:
+    """Return the instructions of a text, optimised, with its own names by their order."""
+    object_of(text, folder, ("-w", "-O2"))
+    command = ["objdump", "-drs", "--no-show-raw-insn", "-j", ".text", "-j", ".rodata", "kernel.o"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    names: dict[str, str] = {}
+
+    def numbered(match: re.Match[str]) -> str:
+        return names.setdefault(match[0], f"name{len(names)}")
+
+    return [re.sub(r"_ZN?\w+", numbered, line) for line in done.stdout.splitlines()]
