@@ -164,31 +164,12 @@ def test_memory_is_a_process_s_own():
 # -- mutants --------------------------------------------------------------------------------------
 
 
-def _changed() -> list[operators.Mutant]:
-    """Mutants of lines that the last commit changed; of any lines where that is not known."""
-    every = mutants.every_mutant()
-    try:
-        lines = mutants.changed_lines("HEAD~1")
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        lines = {}
-    return [x for x in every if x.line in lines.get(x.file, ())] or every
-
-
-def _sample() -> list[operators.Mutant]:
-    """Draw some of those that the list does not name."""
-    reasons = mutants.justified()
-    sample = _changed()
-    random.Random(0).shuffle(sample)
-    return [x for x in sample if mutants.key_of(x, mutants.text_of(x.file)) not in reasons][:40]
-
-
 @pytest.fixture(scope="module")
 def bench():
     from mutation.trial import Bench
 
-    files = {x.file for x in _sample()} | {file for file, *_ in KNOWN}
     with tempfile.TemporaryDirectory() as folder:
-        yield Bench(Path(folder), 2, files=files)
+        yield Bench(Path(folder), 2)
 
 
 # Where, what stands there and what takes its place -> what becomes of it.
@@ -235,9 +216,23 @@ def test_generators_are_tried(bench):
         assert outcome.status == changes[before][1], (before, outcome)
 
 
+def _changed() -> list[operators.Mutant]:
+    """Mutants of lines that the last commit changed; of any lines where that is not known."""
+    every = mutants.every_mutant()
+    try:
+        lines = mutants.changed_lines("HEAD~1")
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        lines = {}
+    return [x for x in every if x.line in lines.get(x.file, ())] or every
+
+
 @needs_emulator
 def test_a_sample_of_changed_lines(bench):
     """Not every mutant is one that can be noticed, but at least four of five are."""
+    reasons = mutants.justified()
+    sample = _changed()
+    random.Random(0).shuffle(sample)
+    sample = [x for x in sample if mutants.key_of(x, mutants.text_of(x.file)) not in reasons][:40]
 
     def trial(mutant, folder):
         changed = mutant.apply(mutants.text_of(mutant.file))
@@ -245,7 +240,7 @@ def test_a_sample_of_changed_lines(bench):
             return bench.try_generator(changed, folder)
         return bench.trial(mutant.file, changed, folder)
 
-    results = list(outcomes(trial, _sample(), jobs=2, until=time.monotonic() + 30))
+    results = list(outcomes(trial, sample, jobs=2, until=time.monotonic() + 30))
     print(mutants.table(results))
     counts = Counter(outcome.status for _, outcome in results)
     dead, alive = counts["killed"] + counts["timeout"], counts["survived"]

@@ -14,7 +14,6 @@ from .problems import BF16, F16, F32, SPLIT, Case, case_of, everything, not_fini
 
 PACKED = [0, 3, 3, 75, 300], [0, 90, 120, 120, 330]
 
-
 # Of the first tile two warps see some; of the second one sees the first number.
 SPOTS = {
     "v": [(100, 3, math.nan), (57, 5, math.inf), (128, 0, math.nan)],

@@ -325,17 +325,13 @@ class Bench:
         How many compile at a time.
     kernels : bool
         Whether kernels are wanted, and not code generators alone.
-    files : set of str, optional
-        Files that will be changed, of which `problems` chooses.
     """
 
-    def __init__(
-        self, folder: Path, jobs: int = 1, kernels: bool = True, files: set[str] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, jobs: int = 1, kernels: bool = True) -> None:
         self.folder = folder
         if not kernels:
             return
-        self.runs = [_run_of(case) for case in problems(files)]
+        self.runs = [_run_of(case) for case in problems()]
         self.runs += [_run_of_parts(x) for x in parts()]
         self.groups: list[Group] = []
         for check in checks():
