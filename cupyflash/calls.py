@@ -164,6 +164,8 @@ def backward(
     if not is_device_array(do):
         do, out, lse, dlse = arrays.of_device(do=do, out=out, lse=lse, dlse=dlse)
     seen = None
+    if type(grads_out) in (tuple, list) and 3 <= len(grads_out) <= len(Gradients._fields):
+        grads_out = Gradients(*grads_out)
     if grads_out is None or type(grads_out) is Gradients:
         read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
         written = _NOTHING

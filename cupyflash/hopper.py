@@ -23,7 +23,7 @@ SHORTEST = 512  # queries, and keys: for fewer the smaller tiles of forward_sm80
 STORES_NO_BOXES = os.environ.get("CUPYFLASH_STORES_NO_BOXES") == "1"
 MOST_PADDING = 1.25  # times the products that forward_sm80 or backward_sm80_dkdv computes
 
-_MAPS_BYTES = 5 * tensor_maps.BYTES  # of q, k, v and do, and what aligns them
+_MAPS_BYTES = 7 * tensor_maps.BYTES  # of q, k, v, do, dk and dv, and what aligns them
 _SAID = {"d_out": "do"}  # what callers know an array by
 
 
@@ -176,8 +176,29 @@ def backward_obstacle(call: Call, do: Array, lead: Lead, size: int) -> str | Non
     return _uncopied({"q": call.q, "k": call.k, "v": call.v, "d_out": do}, lead)
 
 
-def backward_maps(call: Call, do: Array, lead: Lead, block_q: int) -> tuple[TensorMap, ...]:
-    """Return the maps of q, k, v and do for a backward without an obstacle."""
-    arrays: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v, "d_out": do}
-    rows = {"q": block_q, "k": 64, "v": 64, "d_out": block_q}  # a tile's; a warpgroup's keys
-    return _maps(call, arrays, lead, rows)
+def stores_gradients(call: Call, dk: Array, dv: Array, lead: Lead) -> bool:
+    """Whether backward_sm90_dkdv writes dk and dv by boxes.
+
+    Not those of packed sequences, as in `stores_boxes`, and not what is to be summed on.
+    """
+    problem = call.problem
+    if STORES_NO_BOXES or problem.packed:
+        return False
+    if dk.dtype != problem.dtype or dv.dtype != problem.dtype:
+        return False
+    return _uncopied({"dk": dk, "dv": dv}, lead) is None
+
+
+def backward_maps(
+    call: Call, do: Array, boxes: Mapping[str, Array], lead: Lead, block_q: int
+) -> tuple[TensorMap, ...]:
+    """Return the maps of q, k, v and do for a backward without an obstacle, and of dk and dv.
+
+    `boxes` are dk and dv where they are stored by boxes. Where they are not, the last two are any:
+    the kernel has six.
+    """
+    arrays: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v, "d_out": do, **boxes}
+    # a tile's; a warpgroup's keys; a warp's
+    rows = {"q": block_q, "k": 64, "v": 64, "d_out": block_q, "dk": 16, "dv": 16}
+    made = _maps(call, arrays, lead, rows)
+    return (*made, *made[: 2 - len(boxes)])

@@ -381,8 +381,14 @@ def backward(
         writer.told["dq_sum"] = writer.told["dq_sum"]._replace(col=apart)
     writer.over_rows(by_keys, tiles, True, own, adds_dq)
     if by_keys == "backward_sm90_dkdv":
-        maps = hopper.backward_maps(call, do, lead, tiles.block_q)
-        writer.launches[-1] = replace(writer.launches[-1], maps=maps)
+        stores_boxes = hopper.stores_gradients(call, made_dk, made_dv, lead)
+        boxes = {"dk": made_dk, "dv": made_dv} if stores_boxes else {}
+        launch = writer.launches[-1]
+        writer.launches[-1] = replace(
+            launch,
+            special=replace(launch.special, stores_boxes=stores_boxes),
+            maps=hopper.backward_maps(call, do, boxes, lead, tiles.block_q),
+        )
     own = lead.sizes if problem.packed else lead.own("dq")
     if "dq_sum" in scratch:
         _rows_of_sums(writer, own)

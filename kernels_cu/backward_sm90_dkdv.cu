@@ -16,7 +16,8 @@
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: the keys, the
 // values, the stages of queries, of do, of dS and P, what a block knows. BLOCK_KV is 128, or 64 for
-// wide heads, BLOCK_Q 64. Behind the parameters come the maps of q, k, v and do.
+// wide heads, BLOCK_Q 64. Behind the parameters come the maps of q, k, v, do and, where
+// STORES_BOXES, dk and dv.
 #include "params.cuh"
 #include "primitives/warpgroup_gradient.cuh"
 
@@ -55,6 +56,7 @@ struct alignas(1024) Swizzled {
 
 static_assert(STORAGE < 2, "16-bit types");
 static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
+static_assert(!STORES_BOXES || !PACKED, "STORES_BOXES");
 static_assert(SHARES_KEYS || (KEY_TILES == CONSUMERS && OwnLines<D>::LINES <= CONSUMERS),
               "BLOCK_KV");
 static_assert(SHARED_BYTES == KEY_TILES * (K_BYTES + V_BYTES) +
@@ -68,7 +70,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p, const __grid_constant__ arch::TensorMap q_map,
                 const __grid_constant__ arch::TensorMap k_map,
                 const __grid_constant__ arch::TensorMap v_map,
-                const __grid_constant__ arch::TensorMap do_map) {
+                const __grid_constant__ arch::TensorMap do_map,
+                const __grid_constant__ arch::TensorMap dk_map,
+                const __grid_constant__ arch::TensorMap dv_map) {
   extern __shared__ Swizzled shared_smem[];
   char* const k_smem = shared_smem[0].x;
   char* const v_smem = k_smem + KEY_TILES * K_BYTES;
@@ -96,27 +100,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const layout::Work work =
       layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
-  if (threadIdx.x == 0) {
-    known_smem->entry = work.entry;
-    known_smem->j0 = work.block * BLOCK_KV;
-    known_smem->h_kv = static_cast<int>(work.head);
-    known_smem->nj = tile::rows_from(known_smem->j0, work.entry.len_k, BLOCK_KV);
-    const int tiles = static_cast<int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
-    const unsigned int each = HAS_MASK ? (tiles + Span::MOST - 1) / Span::MOST : 1;
-    known_smem->tiles = tiles;
-    known_smem->spans_each = each;
-    known_smem->c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * tile::LOG2_E;
-    known_smem->spans = static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * each;
+  if (threadIdx.x == 0) tell_block(p, work, *known_smem);
+  if (threadIdx.x == arch::WARP_SIZE) known_smem->init_barriers();
+  if (threadIdx.x == CONSUMER_THREADS) {  // by itself, as soon as may be
     arch::init_barrier(held, 1);
-#pragma unroll
-    for (int n = 0; n < STAGES; ++n) {
-      arch::init_barrier(full(told, n), CONSUMER_THREADS);
-      arch::init_barrier(empty(told, n), CONSUMER_THREADS + 1 + arch::WARP_SIZE);
-      arch::init_barrier(full(queries, n), 1 + arch::WARP_SIZE);
-      arch::init_barrier(full_d_out(n), 1);
-      arch::init_barrier(empty(queries, n), CONSUMERS * warpgroup::OF_WARPGROUP);
-    }
     arch::publish_barriers();
+    arch::arrive_expecting(held, KEY_TILES * (K_BYTES + V_BYTES));
+    const warpgroup::Head k(p.k, work.entry, work.head), v(p.v, work.entry, work.head);
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; ++n) {
+      const long long first = work.entry.start_k + work.block * BLOCK_KV + n * warpgroup::ROWS_OF;
+      warpgroup::begin_tile<warpgroup::ROWS_OF, D>(k_address + n * K_BYTES, k_map, k, first, held);
+      warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
+                                                     held);
+    }
   }
   __syncthreads();  // what is known, and the barriers
 
@@ -142,17 +139,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
     };
     if (warp == 0 && lane == 0) {
-      arch::arrive_expecting(held, KEY_TILES * (K_BYTES + V_BYTES));
-      const layout::Entry& entry = known_smem->entry;
-      const warpgroup::Head k(p.k, entry, known_smem->h_kv), v(p.v, entry, known_smem->h_kv);
-#pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n) {
-        const long long first = entry.start_k + known_smem->j0 + n * warpgroup::ROWS_OF;
-        warpgroup::begin_tile<warpgroup::ROWS_OF, D>(k_address + n * K_BYTES, k_map, k, first,
-                                                     held);
-        warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
-                                                       held);
-      }
       each_tile([](const Span&, int) {},
                 [&](const Span& span, int tile, int stage) {
                   const long long first = span.entry.start_q + first_of(tile);
@@ -274,8 +260,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
       arch::commit_products();
       if constexpr (!HAS_SCORE) {
-        begin_dp();
         lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
+        begin_dp();
       }
       arch::wait_products<HAS_SCORE ? 0 : 1>();
       arch::take_product(s);
@@ -345,16 +331,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       } else if constexpr (MASKS) {
         begin_dv();
       }
+      constexpr bool STORES_DS = ADDS_DQ || SHARES_KEYS;
       const auto store = [&] {
         fragment_gradient::narrow(dp, factor, ds);
-        if constexpr (ADDS_DQ || SHARES_KEYS) {
+        if constexpr (STORES_DS) {
           warpgroup_gradient::store_words(ds, words_at, arch::shared_address(own_ds_smem));
-          arch::publish_shared();
         }
       };
       store();
       // Without masks after dS was stored, with them before: either measured faster.
       if constexpr (!SHARES_KEYS && !MASKS) begin_dv();
+      if constexpr (STORES_DS) arch::publish_shared();
       const bool votes = MASKS && SHARES_KEYS && may_hide;
       if (votes) careful = any_warp(known_smem->nonfinite[stage], nonfinite);
       if constexpr (STORAGE == 0) {
@@ -372,12 +359,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           unit.widen(largest, dk);
           factor = unit.factor;
           store();
+          if constexpr (STORES_DS) arch::publish_shared();
           arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS in its new unit
         }
         // Rounded again, so that it does not wait in registers.
         arch::take_product(dp);
         fragment_gradient::narrow(dp, factor, ds);
-      } else if ((ADDS_DQ || SHARES_KEYS) && !votes) {
+      } else if (STORES_DS && !votes) {
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
       }
       float* const sum_gmem = span.dq_sum + first_of(tile) * fragment::whole_columns(D);
@@ -473,26 +461,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   // 7 scale and store
-  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values, in whose place results go
   if constexpr (STORAGE == 0) matmul::scale(dk, inverse());
   const layout::Entry& entry = known_smem->entry;
   const int h_kv = known_smem->h_kv, nj = known_smem->nj;
   const long long j0 = known_smem->j0;
-  const bool wide_k = p.kind_dk != number::STORAGE_KIND, wide_v = p.kind_dv != number::STORAGE_KIND;
-  const long long dk_offset = layout::offset(p.dk, entry, h_kv, true) + j0 * p.dk.row;
-  const long long dv_offset = layout::offset(p.dv, entry, h_kv, true) + j0 * p.dv.row;
-  warpgroup_gradient::put_rows<D>(dk, corner.row, share_k.first, share_k.begin, p.dk, wide_k,
-                                  dk_offset, nj, static_cast<float>(p.scale), k_smem);
-  warpgroup_gradient::put_rows<D_V>(dv, corner.row, share_v.first, share_v.begin, p.dv, wide_v,
-                                    dv_offset, nj,
-                                    HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
-  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the results, which other threads wrote
-  const int thread = threadIdx.x;
-  if (!wide_k) {
-    fragment::copy_out<D>(p.dk, dk_offset, BLOCK_KV, nj, thread, CONSUMER_THREADS, k_smem);
-  }
-  if (!wide_v) {
-    fragment::copy_out<D_V>(p.dv, dv_offset, BLOCK_KV, nj, thread, CONSUMER_THREADS, v_smem);
+  const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+  if constexpr (STORES_BOXES) {
+    // In place of the warp's own values, which nobody else reads, and then of its own keys; or of
+    // both after they were read, where warpgroups share them.
+    const long long first = j0 + key_tile * warpgroup::ROWS_OF;
+    if constexpr (SHARES_KEYS) arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values
+    warpgroup_gradient::begin_boxes<D_V>(dv, share_v, keep_scale, v_address + key_tile * V_BYTES,
+                                         dv_map, warpgroup::Head(p.dv, entry, h_kv), first);
+    if constexpr (!SHARES_KEYS) arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys
+    warpgroup_gradient::begin_boxes<D>(dk, share_k, static_cast<float>(p.scale),
+                                       k_address + key_tile * K_BYTES, dk_map,
+                                       warpgroup::Head(p.dk, entry, h_kv), first);
+    if (arch::lane_index() == 0) arch::wait_stores_read();
+  } else {
+    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values, in whose place results go
+    const bool wide_k = p.kind_dk != number::STORAGE_KIND,
+               wide_v = p.kind_dv != number::STORAGE_KIND;
+    const long long dk_offset = layout::offset(p.dk, entry, h_kv, true) + j0 * p.dk.row;
+    const long long dv_offset = layout::offset(p.dv, entry, h_kv, true) + j0 * p.dv.row;
+    warpgroup_gradient::put_rows<D>(dk, corner.row, share_k.first, share_k.begin, p.dk, wide_k,
+                                    dk_offset, nj, static_cast<float>(p.scale), k_smem);
+    warpgroup_gradient::put_rows<D_V>(dv, corner.row, share_v.first, share_v.begin, p.dv, wide_v,
+                                      dv_offset, nj, keep_scale, v_smem);
+    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the results, which other threads wrote
+    if (!wide_k) {
+      fragment::copy_out<D>(p.dk, dk_offset, BLOCK_KV, nj, threadIdx.x, CONSUMER_THREADS, k_smem);
+    }
+    if (!wide_v) {
+      fragment::copy_out<D_V>(p.dv, dv_offset, BLOCK_KV, nj, threadIdx.x, CONSUMER_THREADS, v_smem);
+    }
   }
   tile::count_tiles(p, visited);
 }

@@ -44,8 +44,8 @@ constexpr int STAGES = 2;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Of a masked tile, the halves of its columns are looked at where registers and time allow it.
 constexpr bool HALVES = HAS_EDGES && !HAS_SCORE && D_V <= 64 && CONSUMERS == 2;
-// Narrow output is multiplied sooner than it is asked whether a maximum grew.
-constexpr bool RESCALES_ALWAYS = D_V <= 64;
+// Narrow output of short rows is multiplied sooner than it is asked whether a maximum grew.
+constexpr bool RESCALES_ALWAYS = D_V <= 64 && CONSUMERS == 2;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
 constexpr bool LOOKS = MAY_MASK || PACKED;
 constexpr int LOOKING = LOOKS ? 2 : 0;                        // warps, of the warpgroup that copies
@@ -74,6 +74,7 @@ struct Known {
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 constexpr int RESULTS_BYTES = BLOCK_Q * V_BYTES;
+constexpr int BOX_BYTES = fragment::WARP_ROWS * warpgroup::LINE_BYTES;
 constexpr int LEAST_BYTES =
     CONSUMERS * HELD_BYTES + STAGES * (KEYS_BYTES + VALUES_BYTES) + KNOWN_BYTES;
 
@@ -322,6 +323,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::publish_shared();
       arch::meet_at(ALL, COMPUTING);  // the values, now finite
     };
+    const auto find_max = [&] {
+      return fragment_softmax::row_max<!RESCALES_ALWAYS>(s, m, m_new, c);
+    };
     const int before = steps;
 
     const bool has_tiles = !HAS_MASK && !PACKED || following >= 0;
@@ -357,9 +361,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 4 mask
       const bool hides = change_scores(now, masked, warpgroup::Bool<true>());
       // 5 row max
-      const bool grew = fragment_softmax::row_max(s, m, m_new);
+      const bool grew = find_max();
       // 6 rescale
-      fragment_softmax::raise_max(m, m_new, l, alpha, c);
+      if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
       if (HAS_EDGES && steps != before && grew) fragment_softmax::scale_rows(acc, alpha);
       if constexpr (HALVES) {
         fragment_softmax::exponentiate_halves(s, m, l, c, takes_part);
@@ -396,15 +400,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         warpgroup::release(empty(keys, n));
         if (following < 0) warpgroup::release(queries_empty(own));
         const bool hides = change_scores(now, masked, warpgroup::Bool<false>());
-        const bool grew = fragment_softmax::row_max(s, m, m_new);
-        fragment_softmax::raise_max(m, m_new, l, alpha, c);
+        const bool grew = find_max() || RESCALES_ALWAYS;
+        if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
         fragment_softmax::exponentiate(s, m, l, c, hides);
         if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
         arch::wait_products<0>();
         arch::take_product(acc);
         warpgroup::release(empty(values, n - 1));
         fragment::narrow(s, weights);
-        if (RESCALES_ALWAYS || grew) fragment_softmax::scale_rows(acc, alpha);
+        if (grew) fragment_softmax::scale_rows(acc, alpha);
         if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(n, now);
       }
       warpgroup::wait(full(values, steps - 1), parity_of(steps - 1));
@@ -432,7 +436,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     warpgroup_rows::narrow_rows(acc, weight, out);
     if constexpr (STORES_BOXES) {
       if (job.rows > 0) {
-        warpgroup_rows::begin_boxes<D_V>(out, results_address, out_map, job.out, job.first_q);
+        warpgroup_rows::wait_boxes();
+        warpgroup_rows::begin_boxes<D_V, BOX_BYTES>(out, results_address, out_map, job.out,
+                                                    job.first_q + fragment::warp_row());
       }
     } else {
       warpgroup_rows::store_rows<D_V>(

@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, now.rows);
     // 5 row max
     float m_new[2];
-    if (fragment_softmax::row_max(s, m, m_new)) {
+    if (fragment_softmax::row_max(s, m, m_new, c)) {
       // 6 rescale
       fragment_softmax::rescale(m, m_new, l, acc, c);
     }

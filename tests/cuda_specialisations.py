@@ -12,6 +12,7 @@ from cupyflash import config, f64_tiles, hopper, lookup, masks, scores, tensor_t
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.key_range import key_range
+from cupyflash.problem import Problem
 from cupyflash.recipe import RESULTS, ROWS
 from cupyflash.source import NONE, Specialisation
 from cupyflash.target import Target
@@ -139,6 +140,12 @@ def runs_on(case: Case, arch: str) -> bool:
     return not tensor or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
 
 
+def _has_room_for_boxes(case: Case, problem: Problem, tiles: Tiles) -> bool:
+    if case.kernel == "forward_sm90":
+        return tensor_tiles.results_have_room(tiles, problem.d, problem.d_v)
+    return case.kernel == "backward_sm90_dkdv"
+
+
 def specialisation(case: Case, arch: str) -> Specialisation:
     """Return what a case is compiled for on a GPU."""
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
@@ -198,9 +205,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         packed=case.packed,
         dropout=problem.dropout > 0 and tiles.block_q > 0,
         functions=functions,
-        stores_boxes=case.kernel == "forward_sm90"
-        and not case.packed
-        and tensor_tiles.results_have_room(tiles, problem.d, problem.d_v),
+        stores_boxes=not case.packed and _has_room_for_boxes(case, problem, tiles),
         adds_dq=not case.packed
         and (case.kernel, case.dtype.itemsize)
         in (

@@ -258,7 +258,7 @@ TEXT = (Path(cupyflash.kernels_cu.__file__).parent / KERNEL).read_text()
 ORDERS = re.compile(
     r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release\([^;]*;|"
     r"arch::(?:wait_products<[^>]*>|fence_products|commit_products|publish_barriers|meet_at|"
-    r"publish_shared|arrive_expecting|arrive)\([^;]*;|__sync(?:threads|warp)\(\);"
+    r"publish_shared|arrive_expecting|arrive|wait_stores_read)\([^;]*;|__sync(?:threads|warp)\(\);"
 )
 
 
@@ -332,13 +332,48 @@ def test_which_kernels_are_launched():
     assert launches(**everything)[1].special.kernel == "backward_sm90_dkdv"
     for d in (48, 64, 96, 128, 192, 256):
         made = launches(d=d)[1]
-        assert [x.name for x in made.maps] == ["q", "k", "v", "d_out"]
-        assert [x.rows for x in made.maps] == [64] * 4
+        assert [x.name for x in made.maps] == ["q", "k", "v", "d_out", "dk", "dv"]
+        assert [x.rows for x in made.maps] == [64] * 4 + [16] * 2
+        assert made.special.stores_boxes
         assert made.special.tiles.block_kv == (128 if d <= 128 else 64)
     gap = np.zeros((2, 512, 68), HALF)[..., :64]
     for other in ({"arch": "sm_80"}, {"arch": "sm_100"}, {"lacks": "NVRTC"}, {"length": 511},
                   {"d": 60}, {"d": 20}, {"d": 136}, {"do": gap}):  # fmt: skip
         assert launches(**other)[1].special.kernel == "backward_sm80_dkdv"
+
+
+@pytest.mark.parametrize(
+    ("what", "stores"),
+    [("plain", True), ("apart", False), ("shared", False), ("packed", False), ("tools", False)],
+)
+def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
+    q = np.zeros((2, 2, 512, 64), HALF)
+    k = q[:1] if what == "shared" else q  # by v's leading axis, so that dk is summed on
+    dk, dv = np.zeros((2, *k.shape[:-1], 68), HALF)
+    dk, dv = (dk[..., :64], np.zeros_like(q)) if what == "apart" else (np.zeros_like(k), q.copy())
+    if what == "tools":
+        monkeypatch.setattr(hopper, "STORES_NO_BOXES", True)
+    if what == "packed":
+        q, k, dk, dv = q[0], k[0], dk[0], dv[0]
+        call = validate.varlen_call(q, k, q, [0, 512], [0, 512], True)
+    else:
+        call = validate.call(q, k, q)
+    gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    lse, made = np.zeros(q.shape[:-1], np.float32), Gradients(q.copy(), dk, dv)
+    launch = recipe.backward(call, gpu, q, q, lse, None, made).launches[1]
+    assert launch.special.kernel == "backward_sm90_dkdv"
+    assert launch.special.stores_boxes == stores
+    assert [x.name for x in launch.maps[4:]] == (["dk", "dv"] if stores else ["q", "k"])
+
+
+@emulated
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (104, 128), (192, 136), (256, 192)])
+def test_boxes_bring_the_same_bits(d, d_v, monkeypatch):
+    arrays = draw(BRAIN, (2, 70, d), (1, 150, d), (1, 150, d_v), (2, 70, d_v))
+    by_boxes, _ = run(*arrays, deterministic=True)
+    monkeypatch.setattr(hopper, "STORES_NO_BOXES", True)
+    row_by_row, _ = run(*arrays, deterministic=True)
+    assert all(same_bits(x, y) for x, y in zip(by_boxes, row_by_row, strict=True))
 
 
 def test_dq_sums_say_how_they_lie():

@@ -229,8 +229,8 @@ def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
 
 KERNEL, ROWS = "forward_sm90.cu", "primitives/warpgroup_rows.cuh"
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
-STORES = re.compile(r"void begin_boxes.*?\n}\n", re.DOTALL)  # of ROWS, what the kernel calls
-TEXT = (FOLDER / KERNEL).read_text() + STORES.search((FOLDER / ROWS).read_text())[0]
+STORES = re.compile(r"void (?:wait|begin)_boxes.*?\n}\n", re.DOTALL)  # of ROWS, what is called
+TEXT = (FOLDER / KERNEL).read_text() + "".join(STORES.findall((FOLDER / ROWS).read_text()))
 # What orders accesses. The turns only say who is first.
 ORDERS = re.compile(
     r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release(?:_of_warp)?\([^;]*;|"
@@ -252,8 +252,10 @@ def each_may_be_missing(name):
 
     if name == KERNEL:
         text = ORDERS.sub(may_be_missing, text).replace("missing !=", "p.seed !=")
-        return text.replace("begin_boxes<D_V>(", "begin_boxes<D_V>(p.seed, ")
+        text = text.replace("wait_boxes(", "wait_boxes(p.seed")
+        return text.replace("begin_boxes<D_V, BOX_BYTES>(", "begin_boxes<D_V, BOX_BYTES>(p.seed, ")
     text = STORES.sub(lambda match: ORDERS.sub(may_be_missing, match[0]), text)
+    text = text.replace("void wait_boxes(", "void wait_boxes(unsigned long long missing")
     return text.replace("void begin_boxes(", "void begin_boxes(unsigned long long missing, ")
 
 

@@ -104,7 +104,7 @@ ONLY_CUDA = {
             "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
-        "what is written of a job for others": "describe tell",
+        "what is written of a job for others": "describe tell tell_block",
         "tiles that pass by are numbers, and pass through places": (
             "place_of class_of first_of stage_of parity_of"
         ),
@@ -141,7 +141,7 @@ ONLY_CUDA = {
         ),
         "the output of tensor cores goes through shared memory": "store_rows put_rows copy_out",
         "that of warpgroups waits in registers, as words, or passes through shared memory": (
-            "narrow_rows swap_halves first_column begin_boxes"
+            "narrow_rows swap_halves first_column begin_boxes wait_boxes"
         ),
         "pieces of 16 x 8 x 8, and what wide elements are split into": (
             "part multiply_across multiply_piece"
@@ -203,7 +203,7 @@ ONLY_CUDA = {
         "values that are not finite, added without pairs that take no part": (
             "all_finite element add_nonfinite add_nonfinite_keys clear_nonfinite restore_keys"
         ),
-        "boxes of packed arrays; results by way of shared memory": "clear_rows put_rows",
+        "boxes of packed arrays; results by way of shared memory": "clear_rows put_rows begin_boxes",
     },
     "primitives/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (

@@ -263,6 +263,9 @@ def test_columns_of_one_array_are_recognised(cupy, monkeypatch):
         targets = cupyflash.Gradients(*(packed[..., place, :] for place in orders[n % 3]))
         cupyflash.attention_backward(out, q, k, v, out, lse, grads_out=targets)
         assert len(checked) == min(n + 1, 3)
+    for kind in (tuple, list):
+        cupyflash.attention_backward(out, q, k, v, out, lse, grads_out=kind(targets[:3]))
+    assert len(checked) == 3
     wrong = cupyflash.Gradients(targets.dq, targets.dq, targets.dv)
     with pytest.raises(ArgumentError, match="share memory"):
         cupyflash.attention_backward(out, q, k, v, out, lse, grads_out=wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ SPLIT_UNDERFLOW = 2.0**-125
 # Powers of two by which dS is multiplied before it is rounded to float16 bring the largest of those
 # that share one to this at least.
 LEAST_LARGEST = 2.0**7
+
+# Kernels for tensor cores of 16-bit types let a maximum stay as long as no weight exceeds 2^8.
+LAG = 8 * math.log(2)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,9 @@ class Precision:
     split : float
         Largest relative error of a product of two numbers that are split for tensor cores, beside
         those of its sum; 0 where they are multiplied as they are.
+    lag : float
+        How far below a row's largest logit that one may be which stands for it: weights are up to
+        ``exp(lag)`` before they are divided by their sum.
     """
 
     unit: float
@@ -112,6 +119,7 @@ class Precision:
     truncates: bool = False
     scaled_underflow: float = 0.0
     split: float = 0.0
+    lag: float = 0.0
 
     @classmethod
     def of(
@@ -152,6 +160,7 @@ class Precision:
             truncates=narrow or precision is not None,
             scaled_underflow=output.underflow / LEAST_LARGEST if scaled else 0.0,
             split=0.0 if precision is None else SPLIT,
+            lag=LAG if narrow else 0.0,
         )
 
     @classmethod
@@ -162,6 +171,7 @@ class Precision:
         exp2_error: float | None = None,
         truncates: bool = False,
         output: DTypeLike | None = None,
+        lag: float = 0.0,
     ) -> Precision:
         """Return the arithmetic of a kernel in words.
 
@@ -179,6 +189,9 @@ class Precision:
         output : dtype_like, optional
             Type of O and the gradients; the accumulator's unless given. `verify` replaces it by
             the type of each problem.
+        lag : float
+            How far below a row's largest logit that one may be which stands for it: ``8 * log(2)``
+            of a kernel that rescales its sums only where a maximum grows by a factor of 2^8.
 
         Returns
         -------
@@ -201,6 +214,7 @@ class Precision:
             product=Rounding(0.0, 0.0, held.largest) if p is None else Rounding.to(p),
             output=held if output is None else Rounding.to(output),
             truncates=truncates,
+            lag=lag,
         )
 
     @property

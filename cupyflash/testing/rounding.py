@@ -18,6 +18,10 @@ same. With one exp2 per tile::
 
     a_ij = tau_ij + 3u (|t_ij| + tau_ij + M_i) + (T + 1) e,      M_i = max_j |t_ij| + tau_ij, |sink|
 
+That number is another one of the row's t, and below their maximum by `Precision.lag` at most: then
+weights, their sum and the numerator are up to ``exp(lag)`` times as large as with the maximum, and
+so is what is lost where a factor underflows, relative to l.
+
 Output. With n_i = visible keys + 2 T + 2 roundings of products, sums, rescalings and the division
 (2 more with dropout, whose factor is converted and multiplied), u_p for P as an operand, and Z for
 the dropout weights::
@@ -32,7 +36,7 @@ computed row is a convex combination of values (and of 0, with a sink) up to gam
 claimed of them, their bound is infinite.
 
 LSE. ``ln l`` inherits ``-log(1 - theta)``; conversions of m between bases and the sum add
-``4u (|m| + |ln l|)``, the logarithm e.
+``4u (|m| + |ln l| + 2 lag)``, the logarithm e.
 
 Backward. P is computed again from the stored LSE: ``b_ij = tau_ij + B_L + 3u(...) + e``. delta uses
 the stored, rounded O, so ``B_D = sum_c |dO| B_O + gamma(dv) sum_c |dO| (|O| + B_O)``. With
@@ -267,6 +271,7 @@ def forward_errors(
     largest = (size + tau).max(axis=-1, initial=0)
     if f.sink is not None:
         largest = np.maximum(largest, np.where(np.isinf(f.sink), 0, magnitude(f.sink)))
+    weight = np.exp(precision.lag)  # the largest, before the division
     log_l = magnitude(np.log(np.where(l > 0, l, 1)))
 
     # Exponents of the weights; `shared` is what every weight of a row has.
@@ -277,7 +282,8 @@ def forward_errors(
     roundings = count + 2 * tiles + 2 + (2 if dropout else 0) + (4 if splits > 1 else 0)
     summation = exponent(precision.gamma(roundings))
     gap = np.where(f.allowed, np.asarray(f.logits, np.float64) - lse[..., None], -np.inf)
-    lost = np.where(l > 0, lam / l, 0) * (count > 0)
+    inverse = np.where(l > 0, 1 / l, 0) * (count > 0)
+    lost = weight * lam * inverse
 
     theta = growth(probs, gap, a + summation[..., None]).sum(axis=-1) + count * lost
     if f.sink is not None and f.sink_probs is not None:
@@ -292,9 +298,9 @@ def forward_errors(
     weights = magnitude(f.weights) * f.allowed
     operand = exponent(precision.product.unit)
     numerator = matmul(growth(probs, gap, a + summation[..., None] + operand) * weights, value)
-    reach = matmul(weights, value)  # largest numerator before the division, as exp(t - m) <= 1
-    small = lam + precision.product.underflow
-    flushed = (lost / lam * small)[..., None] * (reach + count[..., None])
+    reach = matmul(weights, value)
+    flushed = lost + precision.product.underflow * inverse
+    flushed = flushed[..., None] * (reach + count[..., None])
     numerator = numerator + flushed
     bound = (numerator + times(theta[..., None], out)) / (1 - np.minimum(theta, 0.5))[..., None]
     if not dropout:
@@ -302,11 +308,12 @@ def forward_errors(
         hull = spread(f)
         bound = np.minimum(bound, hull + relative * (hull + out) + 2 * flushed)
     bound = stored(bound, f.out, precision.output)
-    bound = np.where((reach < precision.largest / 2) & ~ill[..., None], bound, np.inf)
+    fits = weight * reach < precision.largest / 2  # the numerator before the division
+    bound = np.where(fits & ~ill[..., None], bound, np.inf)
 
     log_theta = exponent(theta)
     m = magnitude(f.maximum) + tau.max(axis=-1, initial=0)
-    bound_lse = log_theta + 4 * unit * (m + log_l + log_theta) + error_exp
+    bound_lse = log_theta + 4 * unit * (m + log_l + log_theta + 2 * precision.lag) + error_exp
     nothing = count == 0
     unseen = nothing if f.sink is None else nothing & np.isinf(f.lse)
     return Errors(

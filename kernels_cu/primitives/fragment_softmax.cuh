@@ -16,6 +16,10 @@ constexpr accum_t LOG2_E = static_cast<accum_t>(1.4426950408889634);
 __device__ __forceinline__ float larger(float x, float y) { return fmax(x, y); }
 __device__ __forceinline__ double larger(double x, double y) { return y > x ? y : x; }
 
+// A maximum that lags stays where it is as long as no weight exceeds 2^LAG, so that sums are seldom
+// rescaled. Weights of 16 bits lose none of them; in wider types log(l) would lose some of m's.
+constexpr accum_t LAG = 8;
+
 // Where |m * c| is larger, the rounding of m * c would show in s * c - m * c.
 constexpr accum_t LARGEST_OFFSET = 1048576;
 
@@ -30,10 +34,11 @@ __device__ __forceinline__ void init_state(accum_t (&m)[ROWS], accum_t (&l)[ROWS
   matmul::clear(acc);
 }
 
-// m_new = max(m, row maxima of the tile); NaN is passed over. Whether any of the warp's rows grew.
-template <int ROWS, int COLUMNS>
+// m_new = max(m, row maxima of the tile), or m where it LAGS and stays; NaN is passed over. Whether
+// any of the warp's rows grew. `c` is unit * log2 e.
+template <bool LAGS = (STORAGE < 2), int ROWS, int COLUMNS>
 __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
-                                        accum_t (&m_new)[ROWS]) {
+                                        accum_t (&m_new)[ROWS], accum_t c) {
   bool grew = false;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -44,13 +49,16 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
       m_new[r] = larger(m_new[r], arch::shuffle_xor(m_new[r], lanes));
     }
-    grew = grew || m_new[r] > m[r];
+    // Row by row, so that no bit of a row depends on its neighbours. The first maximum of a row
+    // does not stay, also where c is 0.
+    const bool stays = LAGS ? (m_new[r] - m[r]) * c <= LAG : m_new[r] == m[r];
+    if (stays) m_new[r] = m[r];
+    grew = grew || !stays;
   }
   return arch::any_lane(grew);
 }
 
 // Brings l from the old maxima to the new ones; what is accumulated is to be multiplied by `alpha`.
-// `c` is unit * log2 e.
 template <int ROWS>
 __device__ __forceinline__ void raise_max(accum_t (&m)[ROWS], const accum_t (&m_new)[ROWS],
                                           accum_t (&l)[ROWS], accum_t (&alpha)[ROWS], accum_t c) {

@@ -6,6 +6,7 @@
 #include "fragment_gradient.cuh"
 #include "fragment_product.cuh"
 #include "warpgroup_passing.cuh"
+#include "warpgroup_rows.cuh"
 
 namespace warpgroup_gradient {
 
@@ -319,6 +320,24 @@ __device__ __forceinline__ void put_rows(const float (&result)[2][COLUMNS], int 
       if (row < valid && column + 1 < WIDTH) data[row * to.row + (column + 1) * to.col] = high;
     }
   }
+}
+
+// Begins to write the warp's 16 keys of a result of WIDTH columns, times a factor, by boxes, from
+// its rows of a tile of 64 in shared memory, the first of which is `first`.
+template <int WIDTH, int COLUMNS>
+__device__ __forceinline__ void begin_boxes(const float (&result)[2][COLUMNS],
+                                            const OwnLines<WIDTH>& share, float factor,
+                                            unsigned int tile_address, const arch::TensorMap& to,
+                                            const warpgroup::Head& head, long long first) {
+  constexpr int LINE_BYTES = warpgroup::ROWS_OF * warpgroup::LINE_BYTES;
+  const int warp = arch::shuffle(threadIdx.x / arch::WARP_SIZE % 4, 0);
+  const int row = warp * fragment::WARP_ROWS;
+  const float factors[2] = {factor, factor};
+  unsigned int words[2][COLUMNS / 2];
+  warpgroup_rows::narrow_rows(result, factors, words);
+  warpgroup_rows::begin_boxes<WIDTH, LINE_BYTES>(
+      words, tile_address + share.line * LINE_BYTES + row * warpgroup::LINE_BYTES, to, head,
+      static_cast<int>(first) + row, share.first, share.begin);
 }
 
 }  // namespace warpgroup_gradient

@@ -143,9 +143,39 @@ struct Known {
   unsigned int nonfinite[STAGES][CONSUMER_WARPS];
   unsigned int exceeds[STAGES][CONSUMER_WARPS];
   float largest[CONSUMER_WARPS];
+
+  // Makes all barriers but that of the keys and values.
+  __device__ __forceinline__ void init_barriers() {
+    const auto init = [](unsigned long long& barrier, int arrivals) {
+      arch::init_barrier(arch::shared_address(&barrier), arrivals);
+    };
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+      init(told.full[n], CONSUMER_THREADS);
+      init(told.empty[n], CONSUMER_THREADS + 1 + arch::WARP_SIZE);
+      init(queries.full[n], 1 + arch::WARP_SIZE);
+      init(full_d_out[n], 1);
+      init(queries.empty[n], CONSUMER_THREADS / warpgroup::THREADS_OF * warpgroup::OF_WARPGROUP);
+    }
+    arch::publish_barriers();
+  }
 };
 
 constexpr int TOGETHER = 1;  // the barrier of all that compute
+
+// Tells what a block is to work on, by one thread.
+__device__ __forceinline__ void tell_block(const Params& p, const layout::Work& work,
+                                           Known& known) {
+  const unsigned int tiles = static_cast<unsigned int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+  known.entry = work.entry;
+  known.j0 = work.block * BLOCK_KV;
+  known.h_kv = static_cast<int>(work.head);
+  known.nj = tile::rows_from(known.j0, work.entry.len_k, BLOCK_KV);
+  known.tiles = static_cast<int>(tiles);
+  known.spans_each = HAS_MASK ? (tiles + Span::MOST - 1) / Span::MOST : 1;
+  known.spans = static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * known.spans_each;
+  known.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * tile::LOG2_E;
+}
 
 // Tells of span n, if there is one: all threads that compute, together.
 __device__ __forceinline__ void tell(const Params& p, Known& known, unsigned int n) {

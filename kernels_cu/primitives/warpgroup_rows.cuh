@@ -147,31 +147,40 @@ __device__ __forceinline__ void narrow_rows(const float (&result)[2][COLUMNS],
   }
 }
 
+// Waits until the boxes that the warp has begun to write were read.
+__device__ __forceinline__ void wait_boxes() {
+  if (arch::lane_index() == 0) arch::wait_stores_read();
+  __syncwarp();  // the warp's place, which was read
+}
+
 // Begins to write a thread's words of a result of WIDTH columns to an array: by boxes of 16 rows of
-// a warp, from shared memory that is its own, lines of 64 columns one after the other. `first` is
-// the block's first row; what lies beyond the array is passed over.
-template <int WIDTH, int WORDS>
+// a warp, from shared memory that is its own, with lines of 64 columns LINE_BYTES apart. The words
+// are those from column `column` on, but lines before `begin` are another one's. `first` is the
+// warp's first row; what lies beyond the array is passed over.
+template <int WIDTH, int LINE_BYTES, int WORDS>
 __device__ __forceinline__ void begin_boxes(const unsigned int (&words)[2][WORDS],
                                             unsigned int own_address, const arch::TensorMap& to,
-                                            const warpgroup::Head& head, int first) {
-  constexpr int BOX_BYTES = fragment::WARP_ROWS * warpgroup::LINE_BYTES;
+                                            const warpgroup::Head& head, int first, int column = 0,
+                                            int begin = 0) {
+  constexpr int LINE_WORDS = warpgroup::LINE_COLUMNS / 8;
   const int lane = arch::lane_index();
-  if (lane == 0) arch::wait_stores_read();
-  __syncwarp();  // the warp's place, which was read
-  const unsigned int row = own_address + lane % 16 * warpgroup::LINE_BYTES;
+  const unsigned int row_address = own_address + lane % 16 * warpgroup::LINE_BYTES;
 #pragma unroll
   for (int n = 0; n < WORDS; n += 2) {
+    if (column + n / LINE_WORDS * warpgroup::LINE_COLUMNS < begin) continue;
     const unsigned int from[4] = {words[0][n], words[1][n], words[0][n + 1], words[1][n + 1]};
-    const int piece = (n % 8 + lane / 16) ^ lane % 8;
-    arch::stmatrix_x4(row + n / 8 * BOX_BYTES + 16 * piece, from);
+    const int piece = (n % LINE_WORDS + lane / 16) ^ lane % 8;
+    arch::stmatrix_x4(row_address + n / LINE_WORDS * LINE_BYTES + 16 * piece, from);
   }
   arch::publish_shared();
   __syncwarp();  // what all lanes have written
   if (lane == 0) {
 #pragma unroll
-    for (int column = 0; column < WIDTH; column += warpgroup::LINE_COLUMNS) {
-      arch::begin_box_store(to, own_address + column / warpgroup::LINE_COLUMNS * BOX_BYTES, column,
-                            first + fragment::warp_row(), head.head, head.slow, head.slower);
+    for (int n = 0; n < WORDS; n += LINE_WORDS) {
+      const int from = column + n / LINE_WORDS * warpgroup::LINE_COLUMNS;
+      if (from < begin || from >= WIDTH) continue;
+      arch::begin_box_store(to, own_address + n / LINE_WORDS * LINE_BYTES, from, first, head.head,
+                            head.slow, head.slower);
     }
     arch::commit_stores();
   }
