@@ -287,7 +287,7 @@ def test_what_orders_may_not_be_missing(number):
         if name != KERNEL:
             return text
         match = list(ORDERS.finditer(text))[number]
-        return text[: match.start()] + text[match.end() :]
+        return f"{text[: match.start()]};{text[match.end() :]}"
 
     def run_often():
         for schedule in (FORWARD, REVERSE, *map(randomly, range(3))):

@@ -177,12 +177,12 @@ __device__ __forceinline__ void add_rows(const float (&dq)[2][COLUMNS], float* t
   const int row = threadIdx.x % warpgroup::THREADS_OF / arch::WARP_SIZE * 16;
   float* const lane_gmem = to_gmem + place_of_sum(row, column) + 4 * arch::lane_index();
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (row + 8 * r >= valid) break;
+  for (int n = 0; n < COLUMNS; n += 4) {
+    if (column + 4 * n >= fragment::whole_columns(D)) break;
+    if (column + 4 * n < begin) continue;
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n += 4) {
-      if (column + 4 * n >= fragment::whole_columns(D)) break;
-      if (column + 4 * n < begin) continue;
+    for (int r = 0; r < 2; ++r) {
+      if (row + 8 * r >= valid) break;
       arch::add_four(lane_gmem + r * fragment_product::GROUP_SIZE<D> + n / 4 * 128, dq[r][n],
                      dq[r][n + 1], dq[r][n + 2], dq[r][n + 3]);
     }
