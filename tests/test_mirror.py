@@ -203,7 +203,8 @@ ONLY_CUDA = {
         "values that are not finite, added without pairs that take no part": (
             "all_finite element add_nonfinite add_nonfinite_keys clear_nonfinite restore_keys"
         ),
-        "boxes of packed arrays; results by way of shared memory": "clear_rows put_rows begin_boxes",
+        "boxes of packed arrays": "clear_rows",
+        "results by way of shared memory": "put_rows begin_boxes",
     },
     "primitives/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (

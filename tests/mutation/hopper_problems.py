@@ -38,9 +38,12 @@ def cases() -> list[Case]:
                       lambda r: {"mask": masks.window(9, 3, -12)
                                  & masks.lengths(np.array([290, 20])), "scale": -0.1},
                       lead=((2,), (2,), (1,)), layout="rows", hopper=True, seed=32), 5),
-        case_of("packed by warpgroups", F16, (2, 1), (0, 0), (128, 128),
+        case_of("packed by warpgroups", F16, (2, 1), (0, 0), (128, 40),
               lambda r: {"mask": masks.causal()}, offsets=PACKED, hopper=True,
               schedule=randomly(4), seed=33),
+        case_of("wide by warpgroups", BF16, (2, 1), (70, 150), (192, 136),
+                lambda r: {"mask": masks.causal()}, dlse=False, hopper=True, schedule=randomly(3),
+                seed=46),
         case_of("in three products by warpgroups", F32, (2, 1), (140, 193), (64, 64),
                 lambda r: {**SPLIT}, hopper=True, seed=40),
         case_of("everything in three products by warpgroups", F32, (4, 2), (80, 150), (128, 100),
