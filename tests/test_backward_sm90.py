@@ -367,7 +367,7 @@ def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
 
 
 @emulated
-@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (104, 128), (192, 136), (256, 192)])
+@pytest.mark.parametrize(("d", "d_v"), [(64, 104), (192, 136)])
 def test_boxes_bring_the_same_bits(d, d_v, monkeypatch):
     arrays = draw(BRAIN, (2, 70, d), (1, 150, d), (1, 150, d_v), (2, 70, d_v))
     by_boxes, _ = run(*arrays, deterministic=True)
