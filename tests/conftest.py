@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
+EMULATOR_CACHE = "CUPYFLASH_EMULATOR_CACHE"  # of kernels that are compiled for the CPU
 
 # `python -m pytest` puts the current folder on sys.path. In a checkout that would give a
 # `cupyflash` without its parts `reference` and `kernels_cu`, which lie beside it and come under
@@ -65,6 +68,15 @@ def nvrtc() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     installed_package_is_this_checkout()
+    if EMULATOR_CACHE not in os.environ:  # workers and programs that tests start find it there
+        folder = tempfile.mkdtemp(prefix="cupyflash-emulator-")
+        os.environ[EMULATOR_CACHE] = folder
+
+        def forget() -> None:
+            del os.environ[EMULATOR_CACHE]
+            shutil.rmtree(folder, ignore_errors=True)
+
+        config.add_cleanup(forget)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -26,7 +26,7 @@ KNOWN = [name for name in FEATURES if name not in ("bitwise", "out")]
 TILES = (16, 16)
 LOG2E = 1.4426950408889634
 
-FAULTS = {
+FORWARD_FAULTS = {
     # keys, rows and tiles
     "a key is dropped": "one key of the middle is masked",
     "tiles lose their last key": "j < end - 1 in every full tile",
@@ -78,7 +78,8 @@ FAULTS = {
     "survivors are not divided": "by 1 - p",
     "dropout is half as often": "kept by p / 2, divided by 1 - p",
     "dropout comes before the row sum": "l of the survivors",
-    # gradients
+}
+GRADIENT_FAULTS = {  # the forward is right
     "delta has the wrong sign": "dP + delta",
     "delta is forgotten": "dS = P dP",
     "dQ lacks the scale": "dS K",
@@ -101,6 +102,7 @@ FAULTS = {
     "gradients of nothing are not written": "an empty batch leaves what was in memory",
     "gradients are means over the batch": "of what was broadcast",
 }
+FAULTS = FORWARD_FAULTS | GRADIENT_FAULTS
 
 
 class Change:

@@ -177,8 +177,8 @@ def run(wanted: list[Mutant], arguments: argparse.Namespace) -> list[tuple[Mutan
         return results
     until = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="cupyflash-mutants-") as folder:
-        kernels = any(x.file != generators.FILE for x in left)
-        bench = Bench(Path(folder), arguments.jobs, kernels)
+        files = {x.file for x in left} - {generators.FILE}
+        bench = Bench(Path(folder), arguments.jobs, files)
 
         def trial(mutant: Mutant, place: Path) -> tuple[str, str]:
             changed = mutant.apply(texts[mutant.file])

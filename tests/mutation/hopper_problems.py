@@ -11,6 +11,7 @@ from cupyflash import masks, scores
 from cupyflash.expr import where
 
 from .problems import BF16, F16, F32, SPLIT, Case, case_of, everything, not_finite, unseen
+from .tensor_problems import large_rows
 
 PACKED = [0, 3, 3, 75, 300], [0, 90, 120, 120, 330]
 
@@ -94,4 +95,7 @@ def cases() -> list[Case]:
         case_of("huge logits by warpgroups", F16, (3, 3), (130, 140), (64, 64),
               lambda r: {"mask": masks.causal()}, family="huge logits", hard=True, hopper=True,
               seed=34),
+        large_rows(case_of("logits that are huge in some rows, by warpgroups", BF16, (1, 1),
+                           (130, 140), (64, 64), lambda r: {"mask": masks.causal()},
+                           family="huge logits", hard=True, hopper=True, seed=47)),
     ]  # fmt: skip

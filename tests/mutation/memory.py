@@ -12,6 +12,8 @@ from gpu_arrays import Copies
 Array = np.ndarray[Any, Any]
 
 PAGE = mmap.PAGESIZE
+# NaN, which lies beside elements that may be added to: it becomes another one where 0 is added.
+SIGNALLING = {"float32": 0x7FA5A5A5, "float64": 0x7FF5A5A5A5A5A5A5}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -41,6 +43,8 @@ class Guarded:
         base = whole.ctypes.data
         self._inside = whole[PAGE : PAGE + size]
         self._inside.fill(0xFF)
+        if like.dtype.name in SIGNALLING:
+            self._inside.view(f"u{like.dtype.itemsize}").fill(SIGNALLING[like.dtype.name])
         # As far from a boundary of 16 bytes as it was, but a whole number of elements.
         off = (low - low % like.itemsize) % 16
         start = size - span if at_end else off
@@ -59,6 +63,13 @@ class Guarded:
             _protect(base + PAGE, size, mmap.PROT_READ)
         _protect(base, PAGE, 0)
         _protect(base + PAGE + size, PAGE, 0)
+
+    def untouched(self) -> Array:
+        """Return which of an output's elements hold what they began with."""
+        size = self.view.dtype.itemsize
+        first = SIGNALLING.get(self.view.dtype.name, 2 ** (8 * size) - 1)
+        held: Array = self.view.view(f"u{size}") == first
+        return held
 
     def bytes(self) -> bytes:
         """Return all that lies in the pages."""

@@ -50,6 +50,8 @@ class Case:
         Where results are NaN, if that is all that is known of them, or what they nearly are
         where they are numbers; without gradients in it there
         is no backward.
+    untouched : bool
+        Whether results that are NaN have not been written.
     foreign_lse : bool
         Whether the backward gets an lse that is rounded down where it is not 0, as another
         program's may be.
@@ -66,6 +68,7 @@ class Case:
     wrong_offsets: tuple[list[int], list[int]] | None = None
     judged: tuple[str, ...] = ()
     nan: dict[str, Array] | None = None
+    untouched: bool = False
     foreign_lse: bool = False
     deterministic: bool = False
 
@@ -142,7 +145,7 @@ def case_of(
     return Case(name, problem, Blocks(*blocks, tensor=tensor or hopper, hopper=hopper), **more)
 
 
-def _normal(rng: np.random.Generator, *shape: int, dtype: Any = F32) -> Array:
+def normal(rng: np.random.Generator, *shape: int, dtype: Any = F32) -> Array:
     return rng.standard_normal(shape).astype(dtype)
 
 
@@ -150,7 +153,7 @@ def everything(rng: np.random.Generator, len_q: int, len_k: int, sink: Any) -> d
     """Options that put every piece of code into a kernel."""
     return {
         "mask": masks.causal(), "score_mod": scores.softcap(2.0), "dropout": 0.3,
-        "bias": _normal(rng, 4, len_q, len_k), "sink": sink, "seed": 2**63 + 12345,
+        "bias": normal(rng, 4, len_q, len_k), "sink": sink, "seed": 2**63 + 12345,
     }  # fmt: skip
 
 
@@ -222,18 +225,18 @@ def _sparse(rng: np.random.Generator) -> dict[str, Any]:
     pairs[..., 16:, :16] = True
     pairs[..., -3:] = False
     return {
-        "mask": np.asarray(pairs), "bias": _normal(rng, 1, 21, 1, dtype=F16), "dropout": 0.5,
+        "mask": np.asarray(pairs), "bias": normal(rng, 1, 21, 1, dtype=F16), "dropout": 0.5,
         "seed": 7,
     }  # fmt: skip
 
 
 def _by_keys(rng: np.random.Generator) -> dict[str, Any]:
-    bias = _normal(rng, 4, 1, 19, dtype=BF16)
+    bias = normal(rng, 4, 1, 19, dtype=BF16)
     bias[:, :, 7:11] = -np.inf
-    return {"bias": bias, "sink": _normal(rng, 4, dtype=F64), "scale": -0.2}
+    return {"bias": bias, "sink": normal(rng, 4, dtype=F64), "scale": -0.2}
 
 
-def _looked_up(rng: np.random.Generator) -> dict[str, Any]:
+def looked_up(rng: np.random.Generator) -> dict[str, Any]:
     """A mask whose look-ups leave their arrays where a query or key is none of its sequence's."""
     i_rows, j_rows = (lookup(np.ones((10, 256), np.int64)[:, :1]) for _ in range(2))
     allowed = masks.mask(lambda b, h, i, j: i_rows[i, 0] + j_rows[j, 0] > i - 5)
@@ -299,7 +302,7 @@ def not_finite(case: Case, spots: dict[str, list[tuple[int, int, float]]]) -> Ca
     return replace(case, nan=known)
 
 
-def _only_rows(first: int, last: int, names: tuple[str, ...], case: Case) -> Case:
+def only_rows(first: int, last: int, names: tuple[str, ...], case: Case) -> Case:
     """Let these rows of packed results hold numbers, and the others stay as they were: NaN."""
     do = case.problem.do
     likes = {"out": do, "lse": do[..., 0], "dq": case.problem.q, "dk": case.problem.k,
@@ -309,7 +312,7 @@ def _only_rows(first: int, last: int, names: tuple[str, ...], case: Case) -> Cas
         each[:, first:last] = False
     if "dq" in nan and case.problem.dtype == case.problem.accumulator:
         nan["dq"][...] = False  # blocks add to it, so that it is 0 before
-    return replace(case, nan=nan)
+    return replace(case, nan=nan, untouched=True)
 
 
 SPLIT = {"precision": "tf32x3"}
@@ -352,7 +355,7 @@ def cases() -> list[Case]:
               lambda r: {"mask": masks.causal() & masks.segments(
                             np.sort(r.integers(0, 3, 40)), np.sort(r.integers(0, 3, 53))),
                          "score_mod": scores.alibi(np.array([0.5, 0.25], np.float16)),
-                         "sink": _normal(r, 2, dtype=BF16), "bias": _normal(r, 4, 2, 19, 33)},
+                         "sink": normal(r, 2, dtype=BF16), "bias": normal(r, 4, 2, 19, 33)},
               offsets=PACKED, layout="padded", blocks=(16, 32, 64), schedule=randomly(2), seed=9),
         unseen(case_of("pairs one by one", F64, (2, 2), (21, 37), (5, 33), _sparse,
                       lead=((2,), (1,), (2,)), layout="random", blocks=(16, 16, 32), seed=10), 3),
@@ -360,11 +363,11 @@ def cases() -> list[Case]:
               layout="rows", blocks=(32, 16, 128), seed=11),
         visited(case_of("packed and causal", F32, (2, 2), (0, 0), (16, 20),
                        _dropped, offsets=PACKED, blocks=(16, 16, 32), dlse=False, seed=12)),
-        _only_rows(0, 40, ("out", "lse"), case_of("wrong offsets", F32, (2, 2), (0, 0), (16, 20),
+        only_rows(0, 40, ("out", "lse"), case_of("wrong offsets", F32, (2, 2), (0, 0), (16, 20),
               _dropped, offsets=PACKED, blocks=(16, 16, 32), dlse=False, seed=13, layout="rows",
               wrong_offsets=(PACKED[0], [-5, 17, 12, 10**12, 60]))),
-        _only_rows(16, 26, ("out", "lse", "dq", "dk", "dv"), case_of(
-              "wrong offsets of both", F32, (2, 2), (0, 0), (16, 20), _looked_up, offsets=TENS,
+        only_rows(16, 26, ("out", "lse", "dq", "dk", "dv"), case_of(
+              "wrong offsets of both", F32, (2, 2), (0, 0), (16, 20), looked_up, offsets=TENS,
               blocks=(16, 16, 32), dlse=False, seed=19, layout="rows",
               wrong_offsets=([16, *[31] * 5],) * 2)),
         replace(_one_key(visited(
@@ -376,7 +379,7 @@ def cases() -> list[Case]:
                        offsets=([0, 3, 40, 40], [0, 17, 53, 53]), blocks=(16, 16, 32), dlse=False,
                        seed=24, wrong_offsets=([-5, 3, 10**12, 60], [-(2**40), 17, 60, 10**12]))),
         visited(case_of("no queries", F32, (2, 2), (0, 0), (16, 20),
-                       lambda r: _dropped(r) | {"sink": _normal(r, 2)},
+                       lambda r: _dropped(r) | {"sink": normal(r, 2)},
                        offsets=([0, 0, 0], [0, 5, 9]), blocks=(16, 16, 32), dlse=False, seed=22)),
         case_of("large heads", F32, (1, 1), (33, 35), (300, 20), blocks=(32, 32, 128), seed=14),
         case_of("many chunks", F32, (1, 1), (5, 20), (484, 8), blocks=(16, 32, 128), seed=23),

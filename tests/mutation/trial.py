@@ -8,6 +8,7 @@ the memory that was there before it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -96,6 +97,7 @@ class Run:
     before: dict[str, bytes]
     kept: Any  # so that addresses stay
     nan: dict[str, Array] | None = None
+    untouched: bool = False
     foreign_lse: bool = False
     counted: int | None = None
 
@@ -140,11 +142,14 @@ class Run:
             known = self.nan[name]
             if (np.isnan(values) != (known if known.dtype == bool else np.isnan(known))).any():
                 raise Noticed(f"{self.name}: {name} is NaN elsewhere")
+            if self.untouched and not self.outputs[name].untouched()[known].all():
+                raise Noticed(f"{self.name}: {name} is written elsewhere")
             if known.dtype != bool and not _near(values, known):
                 raise Noticed(f"{self.name}: {name} is not near")
             return
         exact, bound = self.wanted[name]
-        worst = rho(values.reshape(exact.shape), exact, bound)
+        with np.errstate(invalid="ignore"):  # NaN that nobody overwrote may be a signalling one
+            worst = rho(values.reshape(exact.shape), exact, bound)
         if not worst.value <= 1:
             raise Noticed(f"{self.name}: {name} has rho {worst.value:.3g}")
 
@@ -195,7 +200,8 @@ def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]
     return steps, sums
 
 
-def _run_of(case: Case) -> Run:
+def _run_of(case: Case, wanted: Callable[[Step], bool] = lambda step: True) -> Run | None:
+    """Return a problem's launches and bounds, or None where no launch is wanted."""
     problem, blocks = case.problem, case.blocks
     emulator = Emulator(blocks, case.schedule)
     copies = GuardedCopies()
@@ -232,19 +238,21 @@ def _run_of(case: Case) -> Run:
             )  # fmt: skip
 
     steps, sums = _recorded(emulator, copies, work)
+    if not any(map(wanted, steps)):
+        return None
     outputs = {name: copies.guarded(x) for name, x in likes.items()}
-    wanted: dict[str, tuple[Array, Array]] = {}
+    exact: dict[str, tuple[Array, Array]] = {}
     if case.nan is None:
         tensor = blocks.forward(call.problem)[0] == "forward_sm80"
         forward, backward = bound_forward(problem, tensor), bound_backward(problem, tensor)
         assert problem.hard or not (forward.ill_conditioned or backward.ill_conditioned), case.name
-        wanted = {"out": forward.out, "lse": forward.lse}
-        wanted |= {name: getattr(backward, name) for name in GRADIENTS}
-        wanted = {x: wanted[x] for x in case.judged or wanted if outputs.get(x) is not None}
+        exact = {"out": forward.out, "lse": forward.lse}
+        exact |= {name: getattr(backward, name) for name in GRADIENTS}
+        exact = {x: exact[x] for x in case.judged or exact if outputs.get(x) is not None}
     before = {name: each.bytes() for name, each in outputs.items()}
     return Run(
-        case.name, case.schedule, steps, outputs, wanted, sums, before, (copies, call, gradients),
-        case.nan, case.foreign_lse, case.counted,
+        case.name, case.schedule, steps, outputs, exact, sums, before, (copies, call, gradients),
+        case.nan, case.untouched, case.foreign_lse, case.counted,
     )  # fmt: skip
 
 
@@ -323,15 +331,25 @@ class Bench:
         For what is compiled.
     jobs : int
         How many compile at a time.
-    kernels : bool
-        Whether kernels are wanted, and not code generators alone.
+    files : set of str or None
+        Whose mutants are to be tried: problems whose kernels have none of them are left out, and
+        all but the code generators where it is empty. None for all files.
     """
 
-    def __init__(self, folder: Path, jobs: int = 1, kernels: bool = True) -> None:
+    def __init__(self, folder: Path, jobs: int = 1, files: set[str] | None = None) -> None:
         self.folder = folder
-        if not kernels:
+        if files is not None and not files:
             return
-        self.runs = [_run_of(case) for case in problems()]
+
+        @functools.cache
+        def has_some(text: str, special: Specialisation) -> bool:
+            return files is None or bool(files & _group("", partial(build.text, special)).files)
+
+        def wanted(step: Step) -> bool:
+            return has_some(step.text, step.special)
+
+        found = (_run_of(case, wanted) for case in problems())
+        self.runs = [run for run in found if run is not None]
         self.runs += [_run_of_parts(x) for x in parts()]
         self.groups: list[Group] = []
         for check in checks():
