@@ -29,7 +29,10 @@ KERNEL = ("-g1", "-w", "-Werror=return-type")
 # ThreadSanitizer's. "sanitized": AddressSanitizer and UndefinedBehaviorSanitizer; the process must
 # be started with their libraries.
 FLAVOURS = {
-    "races": ("-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
+    "races": (
+        *("-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"),
+        *("-fira-region=one", "-fno-ivopts"),  # a seventh of the time that compiling takes
+    ),
     "sanitized": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 
