@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.mi
 # An example compiles its own kernels, which takes a second: so there are fewer than elsewhere, and
 # none are shrunk.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
-SOME = settings(max_examples=max(2, settings().max_examples // 4), phases=PHASES)
+SOME = settings(max_examples=max(2, settings().max_examples // 3), phases=PHASES)
 FEW = settings(max_examples=max(2, settings().max_examples // 5), phases=PHASES)
 F32 = np.dtype(np.float32)
 

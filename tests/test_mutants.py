@@ -164,30 +164,26 @@ def test_memory_is_a_process_s_own():
 # -- mutants --------------------------------------------------------------------------------------
 
 
-PORTABLE = ("forward_simt.cu", "backward_simt_dkdv.cu", "backward_simt_dq.cu", "combine.cu")
-
-
 @pytest.fixture(scope="module")
 def sample():
-    """Mutants of lines that the last commit changed; of portable kernels where it changed none."""
+    """Mutants of lines that the last commit changed; of any lines where that is not known."""
     try:
         lines = mutants.changed_lines("HEAD~1")
     except (subprocess.CalledProcessError, FileNotFoundError):
         lines = {}
-    found = [x for x in mutants.every_mutant() if x.line in lines.get(x.file, ())]
-    found = found or [x for x in mutants.kernel_mutants() if x.file in PORTABLE]
+    every = mutants.every_mutant()
+    found = [x for x in every if x.line in lines.get(x.file, ())] or every
     random.Random(0).shuffle(found)
     reasons = mutants.justified()
     return [x for x in found if mutants.key_of(x, mutants.text_of(x.file)) not in reasons][:40]
 
 
 @pytest.fixture(scope="module")
-def bench(sample):
+def bench():
     from mutation.trial import Bench
 
-    files = {x.file for x in sample} | {"forward_simt.cu"}
     with tempfile.TemporaryDirectory() as folder:
-        yield Bench(Path(folder), 2, files)
+        yield Bench(Path(folder), 2)
 
 
 # Where, what stands there and what takes its place -> what becomes of it.

@@ -36,9 +36,9 @@ from .problems import (
 # The first key of all is seen by few queries; of a tile some warps see some. Rows and columns of
 # all kinds have such numbers: of both halves of a piece of 16 rows, and of more than one warp.
 SPOTS = {
-    "v": [(39, 3, math.nan), (48, 11, math.inf), (50, 37, math.inf)],
+    "v": [(33, 3, math.nan), (39, 3, math.nan), (48, 11, math.inf), (50, 37, math.inf)],
     "do": [(41, 2, math.inf), (52, 36, math.nan), (64, 21, math.nan)],
-    "k": [(0, 1, math.nan), (55, 23, math.nan)],
+    "k": [(0, 1, math.nan), (55, 7, math.nan), (55, 23, math.nan)],
 }
 # The same where the first of three sequences has such a key, and the second all else.
 FULL_SPOTS = SPOTS | {"do": SPOTS["do"][:2], "k": SPOTS["k"][:1]}
@@ -128,8 +128,9 @@ def cases() -> list[Case]:
                        dlse=False, blocks=(16, 32, 32), tensor=True, seed=51), 8),
         infinite_keys(case_of("weights of 0 by tensor cores", F16, (3, 3), (17, 18), (8, 8),
                               weights_of_0, blocks=(16, 16, 32), dlse=False, tensor=True, seed=23)),
-        case_of("rows that end within a vector, by tensor cores", BF16, (2, 1), (37, 29), (23, 13),
-                layout="padded", blocks=(32, 16, 64), tensor=True, seed=38),
+        *(case_of(f"rows of {d} columns that end within a vector, by tensor cores", BF16, (2, 1),
+                  (37, 29), (d, 13), layout="padded", blocks=(32, 16, 64), tensor=True, seed=38)
+          for d in (20, 23)),
         case_of("packed by tensor cores", F16, (2, 1), (0, 0), (33, 256),
                 lambda r: {"mask": masks.causal()}, offsets=PACKED, layout="random",
                 blocks=(16, 32, 32), tensor=True, schedule=randomly(3), seed=21,
