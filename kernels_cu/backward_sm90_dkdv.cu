@@ -13,6 +13,8 @@
 // are keys by queries, so that P and dS lie in registers as left operands of the products with do
 // and q (FlashAttention-3: Shah et al. 2024). Only for dq does dS go through shared memory. Wide
 // heads' warpgroups share 64 keys: P goes there, too, and each has half of the results' columns.
+// Where nothing but the product for dq makes warpgroups wait for each other, it is deferred: one of
+// them multiplies a tile's dS during the next one, in turns, while the other one goes ahead.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: the keys, the
 // values, the stages of queries, of do, of dS and P, what a block knows. BLOCK_KV is 128, or 64 for
@@ -44,6 +46,10 @@ constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
 constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
 // Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
 constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
+// Whether a tile's dS is multiplied during the next one, by one warpgroup; slower for narrow heads.
+constexpr bool DEFERS_DQ = ADDS_DQ && !SHARES_KEYS && !TAKES_TURNS && !MAY_MASK && STORAGE == 1;
+// Whether weights are made between the steps of dP's product; slower for wider heads.
+constexpr bool MIXES_DP = !SHARES_KEYS && !MAY_MASK && D <= 64 && D_V <= 64;
 // Whether tiles that hide nothing have code of their own.
 constexpr bool TWO_STEPS = HAS_EDGES && !HAS_SCORE;
 constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
@@ -86,16 +92,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const unsigned int q_address = arch::shared_address(q_smem);
   const unsigned int do_address = arch::shared_address(do_smem);
   const unsigned int held = arch::shared_address(&known_smem->held);
-  const auto full = [](Passing& of, unsigned int n) {
-    return arch::shared_address(&of.full[stage_of(n)]);
-  };
-  const auto empty = [](Passing& of, unsigned int n) {
-    return arch::shared_address(&of.empty[stage_of(n)]);
-  };
   const auto full_d_out = [&](unsigned int n) {
     return arch::shared_address(&known_smem->full_d_out[stage_of(n)]);
   };
   Passing &told = known_smem->told, &queries = known_smem->queries;
+  Passing& d_scores = known_smem->d_scores;
 
   const layout::Work work =
       layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
@@ -120,43 +121,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if (warpgroup::index() == CONSUMERS) {
     arch::shed_registers<24>();
     const int warp = threadIdx.x / arch::WARP_SIZE % 4;
-    const int lane = arch::lane_index();
-    // Of every tile that is not EMPTY: what comes before its stage was read, and then.
-    const auto each_tile = [&](const auto& prepare, const auto& copy) {
-      unsigned int tile_number = 0;
-#pragma unroll 1
-      for (unsigned int n = 0; n < known_smem->spans; ++n) {
-        warpgroup::wait(full(told, n), parity_of(n));
-        const Span& span = known_smem->span[stage_of(n)];
-#pragma unroll 1
-        for (int tile = span.next_tile(span.first); tile != NO_TILE;
-             tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
-          prepare(span, tile);
-          warpgroup::wait(empty(queries, tile_number), parity_of(tile_number) ^ 1);
-          copy(span, tile, stage_of(tile_number));
-        }
-        arch::arrive(empty(told, n));
-      }
-    };
-    if (warp == 0 && lane == 0) {
-      each_tile([](const Span&, int) {},
-                [&](const Span& span, int tile, int stage) {
-                  const long long first = span.entry.start_q + first_of(tile);
-                  arch::arrive_expecting(full(queries, stage), Q_BYTES);
-                  warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q,
-                                                    first, full(queries, stage));
-                  arch::arrive_expecting(full_d_out(stage), DO_BYTES);
-                  warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map,
-                                                      span.d_out, first, full_d_out(stage));
-                });
+    if (warp == 0 && arch::lane_index() == 0) {
+      each_tile(
+          *known_smem, [](const Span&, int) {},
+          [&](const Span& span, int tile, int stage) {
+            const long long first = span.entry.start_q + first_of(tile);
+            arch::arrive_expecting(full(queries, stage), Q_BYTES);
+            warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
+                                              full(queries, stage));
+            arch::arrive_expecting(full_d_out(stage), DO_BYTES);
+            warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
+                                                first, full_d_out(stage));
+          });
     }
     if (warp == 1) {
       LaneNumbers numbers;
-      each_tile([&](const Span& span, int tile) { numbers.load(span, tile); },
-                [&](const Span&, int, int stage) {
-                  numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
-                  arch::arrive(full(queries, stage));
-                });
+      each_tile(
+          *known_smem, [&](const Span& span, int tile) { numbers.load(span, tile); },
+          [&](const Span&, int, int stage) {
+            numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
+            arch::arrive(full(queries, stage));
+          });
     }
     return;
   }
@@ -181,16 +166,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned int tile_number = 0;
   unsigned long long visited = 0;
 
-  // Whether a condition holds for any thread that computes, by way of a place for each warp; and
-  // what was written to shared memory before has been written.
-  const auto any_warp = [&](unsigned int (&found_smem)[CONSUMER_WARPS], bool condition) {
-    const bool of_warp = arch::any_lane(condition);
-    if (arch::lane_index() == 0) found_smem[warp] = of_warp ? 1 : 0;
-    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what warps found, and wrote
-    unsigned int any = 0;
-#pragma unroll
-    for (int n = 0; n < CONSUMER_WARPS; ++n) any |= found_smem[n];
-    return any != 0;
+  const auto lines_of = [](unsigned int tile_address, int line) {
+    return warpgroup::describe(tile_address + line * LINE_BYTES, LINE_BYTES);
+  };
+  const auto describe_ds = [&](int stage) {
+    return warpgroup::describe(arch::shared_address(ds_smem + stage * DS_BYTES), 0);
+  };
+  const auto begin_dq = [&](float (&dq)[2][COLUMNS_Q], warpgroup::Described ds, int line) {
+    warpgroup::multiply_transposed<BLOCK_KV>(dq, ds, lines_of(k_address, line), K_BYTES);
+    arch::commit_products();
+  };
+  // Where dq is deferred: the tile before, whose part of it is to be added, if there is one.
+  float* deferred_gmem = nullptr;
+  int deferred_rows = 0;
+  const auto add_deferred = [&](int first_line, int end_line) {
+    const unsigned int n = tile_number - 1;
+    warpgroup::wait(full(d_scores, n), parity_of(n));
+#pragma unroll 1
+    for (int line = first_line; line < end_line; ++line) {
+      float dq[2][COLUMNS_Q];
+      arch::fence_products();
+      begin_dq(dq, describe_ds(stage_of(n)), line);
+      arch::wait_products<0>();
+      arch::take_product(dq);
+      // Before sums are added: the other one may be waiting already.
+      if (line + 1 == end_line && stage_of(n) == own) warpgroup::release(empty(d_scores, n));
+      warpgroup_gradient::add_rows(dq, deferred_gmem, line * warpgroup::LINE_COLUMNS, 0,
+                                   deferred_rows);
+    }
   };
 
   tell(p, *known_smem, 0);
@@ -198,11 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const float c = known_smem->c;
   const float scale = arch::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
   if (PACKED && known_smem->nj < BLOCK_KV) {
-    for (int n = 0; n < KEY_TILES; ++n) {
-      const int rows = known_smem->nj - n * warpgroup::ROWS_OF;
-      warpgroup_gradient::clear_rows<warpgroup::ROWS_OF, D>(k_smem + n * K_BYTES, rows);
-      warpgroup_gradient::clear_rows<warpgroup::ROWS_OF, D_V>(v_smem + n * V_BYTES, rows);
-    }
+    warpgroup_gradient::clear_keys<D>(k_smem, known_smem->nj);
+    warpgroup_gradient::clear_keys<D_V>(v_smem, known_smem->nj);
     arch::publish_shared();
     arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values that exist, and no others
   }
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const auto step = [&](int tile, auto may_hide_pairs) {
       constexpr bool HIDES = decltype(may_hide_pairs)::value, MASKS = MAY_MASK && HIDES;
       // Whether the product with q begins before the warpgroups meet: where one has all of dq.
-      constexpr bool BEGINS_DK = TAKES_TURNS && !MASKS && STORAGE == 1;
+      constexpr bool BEGINS_DK = (TAKES_TURNS && !MASKS && STORAGE == 1) || DEFERS_DQ;
       const int stage = stage_of(tile_number), parity = parity_of(tile_number);
       const int tile_class = class_of(tile);
       const bool ends = HIDES && place_of(tile) >= whole;
@@ -241,9 +241,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             p, box(), tile_class, corner, allowed);
       }
       const auto begin_dp = [&] {
+        constexpr int STEPS = fragment::whole_columns(D_V) / 16;
+        constexpr int EACH = (COLUMNS + STEPS - 1) / STEPS;  // columns of scores beside a step
         warpgroup::wait(full_d_out(stage), parity);
-        if constexpr (HAS_SCORE) arch::fence_products();
-        warpgroup::multiply<D_V, BLOCK_Q>(dp, v, warpgroup::describe(do_stage + own_rows, 0));
+        if constexpr (HAS_SCORE || MIXES_DP) arch::fence_products();
+        const warpgroup::Described d_out = warpgroup::describe(do_stage + own_rows, 0);
+        warpgroup::multiply<D_V, BLOCK_Q>(dp, v, d_out, [&](int n) {
+          if (!MIXES_DP) return;
+          warpgroup_gradient::exponentiate(s, lse, c, n * EACH, (n + 1) * EACH);
+        });
         arch::commit_products();
       };
 
@@ -261,9 +267,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::commit_products();
       if constexpr (!HAS_SCORE) {
         lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
-        begin_dp();
+        if constexpr (!MIXES_DP) begin_dp();
       }
-      arch::wait_products<HAS_SCORE ? 0 : 1>();
+      arch::wait_products<HAS_SCORE || MIXES_DP ? 0 : 1>();
       arch::take_product(s);
       if (MASKS && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
@@ -283,7 +289,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           if (hides) fragment_gradient::find_hidden(s, masked, allowed);
           lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
         }
-        warpgroup_gradient::exponentiate(s, lse, c);
+        if constexpr (MIXES_DP) begin_dp();
+        if constexpr (!MIXES_DP) warpgroup_gradient::exponentiate(s, lse, c, 0, COLUMNS);
         if (hides) warpgroup_gradient::hide_pairs(s, allowed);
         if constexpr (HAS_SCORE) begin_dp();
       }
@@ -314,9 +321,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
 
       // 6 accumulate dv and dk
-      const auto lines_of = [](unsigned int tile_address, int line) {
-        return warpgroup::describe(tile_address + line * LINE_BYTES, LINE_BYTES);
-      };
       const auto begin_dk = [&] {
         warpgroup::multiply_add<QUERIES>(dk, ds, lines_of(q_stage, share_k.line));
         arch::commit_products();
@@ -338,6 +342,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           warpgroup_gradient::store_words(ds, words_at, arch::shared_address(own_ds_smem));
         }
       };
+      // Two tiles ago it was multiplied for dq.
+      if constexpr (DEFERS_DQ) warpgroup::wait(empty(d_scores, tile_number), parity ^ 1);
       store();
       // Without masks after dS was stored, with them before: either measured faster.
       if constexpr (!SHARES_KEYS && !MASKS) begin_dv();
@@ -365,6 +371,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // Rounded again, so that it does not wait in registers.
         arch::take_product(dp);
         fragment_gradient::narrow(dp, factor, ds);
+      } else if constexpr (DEFERS_DQ) {
+        warpgroup::release_of_warp(full(d_scores, tile_number));
       } else if (STORES_DS && !votes) {
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
       }
@@ -392,21 +400,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       float dq[2][COLUMNS_Q];
       const int line = SHARES_KEYS ? share_k.line : TAKES_TURNS ? 0 : own;
-      const warpgroup::Described ds_described =
-          warpgroup::describe(arch::shared_address(own_ds_smem), 0);
-      const auto begin_dq = [&] {
-        warpgroup::multiply_transposed<BLOCK_KV>(dq, ds_described, lines_of(k_address, line),
-                                                 K_BYTES);
-        arch::commit_products();
-      };
+      const warpgroup::Described ds_described = describe_ds(stage);
       const auto add_dq = [&] {
         arch::take_product(dq);
         if constexpr (STORAGE == 0) matmul::scale(dq, inverse());
         warpgroup_gradient::add_rows(dq, sum_gmem, line * warpgroup::LINE_COLUMNS, share_k.begin,
                                      ni);
       };
-      arch::fence_products();
-      if constexpr (ADDS_DQ && !TAKES_TURNS) begin_dq();
+      if constexpr (!DEFERS_DQ) arch::fence_products();
+      if constexpr (ADDS_DQ && !TAKES_TURNS && !DEFERS_DQ) begin_dq(dq, ds_described, line);
       if constexpr (SHARES_KEYS) {
         const warpgroup::Described p_described =
             warpgroup::describe(arch::shared_address(p_smem), 0);
@@ -416,12 +418,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       } else if constexpr (!BEGINS_DK) {
         begin_dk();
       }
-      if constexpr (ADDS_DQ && !TAKES_TURNS) {
+      if constexpr (DEFERS_DQ) {
+        if (deferred_gmem != nullptr && stage != own) add_deferred(0, OwnLines<D>::LINES);
+        deferred_gmem = sum_gmem;
+        deferred_rows = ni;
+      } else if constexpr (ADDS_DQ && !TAKES_TURNS) {
         arch::wait_products<1>();
         add_dq();
       } else if (ADDS_DQ && stage == own) {
-        arch::fence_products();
-        begin_dq();
+        begin_dq(dq, ds_described, line);
         arch::wait_products<0>();
         add_dq();
       }
@@ -460,6 +465,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::arrive(empty(told, n));
   }
 
+  if (DEFERS_DQ && deferred_gmem != nullptr) add_deferred(own, own + 1);
   // 7 scale and store
   if constexpr (STORAGE == 0) matmul::scale(dk, inverse());
   const layout::Entry& entry = known_smem->entry;
@@ -479,22 +485,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                        warpgroup::Head(p.dk, entry, h_kv), first);
     if (arch::lane_index() == 0) arch::wait_stores_read();
   } else {
+    const warpgroup_gradient::ResultRows<D> dk_rows(p.dk, p.kind_dk, entry, h_kv, j0, nj, k_smem);
+    const warpgroup_gradient::ResultRows<D_V> dv_rows(p.dv, p.kind_dv, entry, h_kv, j0, nj, v_smem);
     arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values, in whose place results go
-    const bool wide_k = p.kind_dk != number::STORAGE_KIND,
-               wide_v = p.kind_dv != number::STORAGE_KIND;
-    const long long dk_offset = layout::offset(p.dk, entry, h_kv, true) + j0 * p.dk.row;
-    const long long dv_offset = layout::offset(p.dv, entry, h_kv, true) + j0 * p.dv.row;
-    warpgroup_gradient::put_rows<D>(dk, corner.row, share_k.first, share_k.begin, p.dk, wide_k,
-                                    dk_offset, nj, static_cast<float>(p.scale), k_smem);
-    warpgroup_gradient::put_rows<D_V>(dv, corner.row, share_v.first, share_v.begin, p.dv, wide_v,
-                                      dv_offset, nj, keep_scale, v_smem);
+    dk_rows.put(dk, corner.row, share_k, static_cast<float>(p.scale));
+    dv_rows.put(dv, corner.row, share_v, keep_scale);
     arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the results, which other threads wrote
-    if (!wide_k) {
-      fragment::copy_out<D>(p.dk, dk_offset, BLOCK_KV, nj, threadIdx.x, CONSUMER_THREADS, k_smem);
-    }
-    if (!wide_v) {
-      fragment::copy_out<D_V>(p.dv, dv_offset, BLOCK_KV, nj, threadIdx.x, CONSUMER_THREADS, v_smem);
-    }
+    dk_rows.copy_out();
+    dv_rows.copy_out();
   }
   tile::count_tiles(p, visited);
 }

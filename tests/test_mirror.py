@@ -106,8 +106,9 @@ ONLY_CUDA = {
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
         "what is written of a job for others": "describe tell tell_block",
         "tiles that pass by are numbers, and pass through places": (
-            "place_of class_of first_of stage_of parity_of"
+            "place_of class_of first_of stage_of parity_of full empty each_tile"
         ),
+        "what warps found, for all of a block": "any_warp",
         "the order in which blocks run, and sums that several of them add to": (
             "taking_turns grouped_offset"
         ),
@@ -203,8 +204,8 @@ ONLY_CUDA = {
         "values that are not finite, added without pairs that take no part": (
             "all_finite element add_nonfinite add_nonfinite_keys clear_nonfinite restore_keys"
         ),
-        "boxes of packed arrays": "clear_rows",
-        "results by way of shared memory": "put_rows begin_boxes",
+        "boxes of packed arrays": "clear_rows clear_keys",
+        "results by way of shared memory": "begin_boxes",
     },
     "primitives/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (

@@ -98,8 +98,10 @@ __device__ __forceinline__ arch::Described whole(Described operand) {
 }
 
 // c = a b^T for 64 rows a of the warpgroup and KEYS rows b. The caller fences, commits and waits.
-template <int WIDTH, int KEYS, int COLUMNS>
-__device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], Described a, Described b) {
+// What stands beside step n is done after it began.
+template <int WIDTH, int KEYS, int COLUMNS, class Beside>
+__device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], Described a, Described b,
+                                         const Beside& beside) {
 #pragma unroll
   for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
     const int line = step / 4 * LINE_BYTES / 16, inside = step % 4 * 2;
@@ -110,7 +112,12 @@ __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], Described a, De
     } else {
       arch::wgmma_ss_bf16(c, left, right, step > 0);
     }
+    beside(step);
   }
+}
+template <int WIDTH, int KEYS, int COLUMNS>
+__device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], Described a, Described b) {
+  multiply<WIDTH, KEYS>(c, a, b, [](int) {});
 }
 
 // c += a b for weights a and DEPTH rows b. The caller fences, commits and waits.

@@ -62,12 +62,14 @@ __device__ __forceinline__ auto delta_from(const float* all_smem) {
   }
 }
 
-// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. `lse` has the latter.
+// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. `lse` has the latter. Of
+// the columns from `first` on, up to `end`.
 template <int COLUMNS>
 __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const Numbers<COLUMNS>& lse,
-                                             float c) {
+                                             float c, int first, int end) {
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
+    if (n < first || n >= end) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       s[r][n] = arch::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -lse.of(r, n))));
@@ -279,6 +281,16 @@ __device__ __forceinline__ void clear_rows(char* tile_smem, int valid) {
   }
 }
 
+// The same of the block's keys or values, in tiles of 64, of which `valid` exist.
+template <int WIDTH>
+__device__ __forceinline__ void clear_keys(char* tiles_smem, int valid) {
+  constexpr int TILE_BYTES = warpgroup::ROWS_OF * fragment::row_bytes(WIDTH);
+  for (int n = 0; n < BLOCK_KV / warpgroup::ROWS_OF; ++n) {
+    clear_rows<warpgroup::ROWS_OF, WIDTH>(tiles_smem + n * TILE_BYTES,
+                                          valid - n * warpgroup::ROWS_OF);
+  }
+}
+
 // Copies the block's keys again, by all threads that compute.
 __device__ __forceinline__ void restore_keys(const memory::Rows& from, long long first, int valid,
                                              char* k_smem) {
@@ -294,33 +306,56 @@ __device__ __forceinline__ void restore_keys(const memory::Rows& from, long long
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes a thread's part of a result of WIDTH columns, times a factor: from row `key` of the block
-// and column `first` on, but for columns before `begin`. They go to rows of the storage type in
-// shared memory, or where `wide` as the accumulator's type to the array; `valid` rows exist.
-template <int WIDTH, int COLUMNS>
-__device__ __forceinline__ void put_rows(const float (&result)[2][COLUMNS], int key, int first,
-                                         int begin, const Operand& to, bool wide, long long offset,
-                                         int valid, float factor, char* rows_smem) {
-  float* const data = reinterpret_cast<float*>(to.data) + offset;
+// A result of WIDTH columns on its way to rows of an array, from key `j0` on, of which `valid`
+// exist: by way of shared memory if they are of the storage type, else as the accumulator's.
+template <int WIDTH>
+struct ResultRows {
+  const Operand& to;
+  bool wide;
+  long long offset;
+  int valid;
+  char* smem;
+
+  __device__ __forceinline__ ResultRows(const Operand& to, int kind, const layout::Entry& entry,
+                                        int h_kv, long long j0, int valid, char* smem)
+      : to(to),
+        wide(kind != number::STORAGE_KIND),
+        offset(layout::offset(to, entry, h_kv, true) + j0 * to.row),
+        valid(valid),
+        smem(smem) {}
+
+  // Writes a thread's part, times a factor, from row `key` of the block on.
+  template <int COLUMNS>
+  __device__ __forceinline__ void put(const float (&result)[2][COLUMNS], int key,
+                                      const OwnLines<WIDTH>& share, float factor) const {
+    float* const data = reinterpret_cast<float*>(to.data) + offset;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = key + 8 * r;
+    for (int r = 0; r < 2; ++r) {
+      const int row = key + 8 * r;
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n += 2) {
-      const int column = first + 8 * (n / 2) + fragment::lane_column();
-      const float low = result[r][n] * factor, high = result[r][n + 1] * factor;
-      if (column < begin) continue;
-      if (!wide) {
-        const int at = fragment::place<fragment::row_bytes(WIDTH)>(row, column / 8);
-        *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
-            number::narrow_pair(low, high);
-        continue;
+      for (int n = 0; n < COLUMNS; n += 2) {
+        const int column = share.first + 8 * (n / 2) + fragment::lane_column();
+        const float low = result[r][n] * factor, high = result[r][n + 1] * factor;
+        if (column < share.begin) continue;
+        if (!wide) {
+          const int at = fragment::place<fragment::row_bytes(WIDTH)>(row, column / 8);
+          *reinterpret_cast<unsigned int*>(smem + at + 2 * fragment::lane_column()) =
+              number::narrow_pair(low, high);
+          continue;
+        }
+        if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = low;
+        if (row < valid && column + 1 < WIDTH) data[row * to.row + (column + 1) * to.col] = high;
       }
-      if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = low;
-      if (row < valid && column + 1 < WIDTH) data[row * to.row + (column + 1) * to.col] = high;
     }
   }
-}
+
+  // Writes what all put into shared memory.
+  __device__ __forceinline__ void copy_out() const {
+    if (!wide) {
+      fragment::copy_out<WIDTH>(to, offset, BLOCK_KV, valid, threadIdx.x, CONSUMER_THREADS, smem);
+    }
+  }
+};
 
 // Begins to write the warp's 16 keys of a result of WIDTH columns, times a factor, by boxes, from
 // its rows of a tile of 64 in shared memory, the first of which is `first`.

@@ -127,6 +127,12 @@ struct LaneNumbers {
 struct Passing {
   unsigned long long full[STAGES], empty[STAGES];
 };
+__device__ __forceinline__ unsigned int full(Passing& of, unsigned int n) {
+  return arch::shared_address(&of.full[stage_of(n)]);
+}
+__device__ __forceinline__ unsigned int empty(Passing& of, unsigned int n) {
+  return arch::shared_address(&of.empty[stage_of(n)]);
+}
 
 struct Known {
   layout::Entry entry;
@@ -138,6 +144,7 @@ struct Known {
   Passing told, queries;  // do is read before the queries have been
   unsigned long long full_d_out[STAGES];
   unsigned long long held;  // the keys and values
+  Passing d_scores;         // dS, where dq is deferred
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
   // What warps found in a tile.
   unsigned int nonfinite[STAGES][CONSUMER_WARPS];
@@ -156,12 +163,27 @@ struct Known {
       init(queries.full[n], 1 + arch::WARP_SIZE);
       init(full_d_out[n], 1);
       init(queries.empty[n], CONSUMER_THREADS / warpgroup::THREADS_OF * warpgroup::OF_WARPGROUP);
+      init(d_scores.full[n], CONSUMER_WARPS * warpgroup::OF_WARP);
+      init(d_scores.empty[n], warpgroup::OF_WARPGROUP);
     }
     arch::publish_barriers();
   }
 };
 
 constexpr int TOGETHER = 1;  // the barrier of all that compute
+
+// Whether a condition holds for any thread that computes, by way of a place for each warp; and what
+// was written to shared memory before has been written.
+__device__ __forceinline__ bool any_warp(unsigned int (&found_smem)[CONSUMER_WARPS],
+                                         bool condition) {
+  const bool of_warp = arch::any_lane(condition);
+  if (arch::lane_index() == 0) found_smem[threadIdx.x / arch::WARP_SIZE] = of_warp ? 1 : 0;
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what warps found, and wrote
+  unsigned int any = 0;
+#pragma unroll
+  for (int n = 0; n < CONSUMER_WARPS; ++n) any |= found_smem[n];
+  return any != 0;
+}
 
 // Tells what a block is to work on, by one thread.
 __device__ __forceinline__ void tell_block(const Params& p, const layout::Work& work,
@@ -180,7 +202,7 @@ __device__ __forceinline__ void tell_block(const Params& p, const layout::Work& 
 // Tells of span n, if there is one: all threads that compute, together.
 __device__ __forceinline__ void tell(const Params& p, Known& known, unsigned int n) {
   if (n >= known.spans) return;
-  warpgroup::wait(arch::shared_address(&known.told.empty[stage_of(n)]), parity_of(n) ^ 1);
+  warpgroup::wait(empty(known.told, n), parity_of(n) ^ 1);
   Span& span = known.span[stage_of(n)];
   if (threadIdx.x == 0) {
     const unsigned int number = n / known.spans_each, first = n % known.spans_each * Span::MOST;
@@ -205,7 +227,27 @@ __device__ __forceinline__ void tell(const Params& p, Known& known, unsigned int
     arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what is known of the head
     span.classify(p, known.j0, known.nj);
   }
-  arch::arrive(arch::shared_address(&known.told.full[stage_of(n)]));
+  arch::arrive(full(known.told, n));
+}
+
+// Of every tile that is not EMPTY, for those who copy: what comes before its stage was read, and
+// then.
+template <class Prepare, class Copy>
+__device__ __forceinline__ void each_tile(Known& known, const Prepare& prepare, const Copy& copy) {
+  unsigned int tile_number = 0;
+#pragma unroll 1
+  for (unsigned int n = 0; n < known.spans; ++n) {
+    warpgroup::wait(full(known.told, n), parity_of(n));
+    const Span& span = known.span[stage_of(n)];
+#pragma unroll 1
+    for (int tile = span.next_tile(span.first); tile != NO_TILE;
+         tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
+      prepare(span, tile);
+      warpgroup::wait(empty(known.queries, tile_number), parity_of(tile_number) ^ 1);
+      copy(span, tile, stage_of(tile_number));
+    }
+    arch::arrive(empty(known.told, n));
+  }
 }
 
 }  // namespace warpgroup_passing

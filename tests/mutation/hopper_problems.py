@@ -32,6 +32,9 @@ def cases() -> list[Case]:
     sink = np.array([0.0, -1.0, -np.inf, 2.0], np.float32)
     return [
         case_of("by warpgroups", BF16, (4, 2), (70, 200), (64, 64), hopper=True, seed=30),
+        # Five tiles of each of two heads: dq is deferred.
+        case_of("deferred by warpgroups", BF16, (2, 1), (300, 140), (104, 128), hopper=True,
+                schedule=randomly(6), seed=47),
         case_of("everything by warpgroups", F16, (4, 2), (80, 150), (64, 72),
                 lambda r: everything(r, 80, 150, sink), lead=((2,), (2,), (1,)), hopper=True,
                 seed=31),
