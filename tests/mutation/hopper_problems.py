@@ -35,6 +35,8 @@ def cases() -> list[Case]:
         # Five tiles of each of two heads: dq is deferred.
         case_of("deferred by warpgroups", BF16, (2, 1), (300, 140), (104, 128), hopper=True,
                 schedule=randomly(6), seed=47),
+        case_of("packed and deferred by warpgroups", BF16, (2, 1), (0, 0), (104, 128),
+                offsets=PACKED, hopper=True, schedule=randomly(7), seed=48),
         case_of("everything by warpgroups", F16, (4, 2), (80, 150), (64, 72),
                 lambda r: everything(r, 80, 150, sink), lead=((2,), (2,), (1,)), hopper=True,
                 seed=31),
