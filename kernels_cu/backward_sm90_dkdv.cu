@@ -236,10 +236,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // What hangs on places only comes first, while few registers are in use.
       const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
-      if (masked) {
-        fragment_gradient::ask_mask<true, COLUMNS, fragment_tile::ASKED_AT_ONCE>(
-            p, box(), tile_class, corner, allowed);
-      }
       const auto begin_dp = [&] {
         constexpr int STEPS = fragment::whole_columns(D_V) / 16;
         constexpr int EACH = (COLUMNS + STEPS - 1) / STEPS;  // columns of scores beside a step
@@ -265,6 +261,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       arch::fence_products();
       warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
       arch::commit_products();
+      if (masked) {
+        fragment_gradient::ask_mask<true, COLUMNS, fragment_tile::ASKED_AT_ONCE>(
+            p, box(), tile_class, corner, allowed);
+      }
       if constexpr (!HAS_SCORE) {
         lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
         if constexpr (!MIXES_DP) begin_dp();

@@ -44,6 +44,8 @@ constexpr int STAGES = 2;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Of a masked tile, the halves of its columns are looked at where registers and time allow it.
 constexpr bool HALVES = HAS_EDGES && !HAS_SCORE && D_V <= 64 && CONSUMERS == 2;
+// Whether a warp is asked if it sees anything of a masked tile: one of ranges it mostly does.
+constexpr bool SKIPS = HAS_EDGES && !HAS_RANGE && !HAS_SCORE;
 // Narrow output of short rows is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64 && CONSUMERS == 2;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
@@ -282,11 +284,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       warpgroup::multiply_add<BLOCK_KV>(acc, weights, v + stage_of(n) * (VALUES_BYTES / 16));
       arch::commit_products();
     };
+    // Whether the warp has a pair that takes part.
     const auto find_pairs = [&](int tile, bool masked) {
       if (MAY_MASK && masked) {
-        fragment_tile::find_pairs<ASKED, fragment_tile::ASKED_AT_ONCE>(
+        return fragment_tile::find_pairs<ASKED, fragment_tile::ASKED_AT_ONCE>(
             p, job.box_of(tile), warpgroup_tile::class_of(job.classes, tile), allowed);
       }
+      return true;
     };
     // Whether weights are to tell which pairs take part: those that a score hides are not known
     // otherwise. Keys end in a job's first tile, if in any.
@@ -350,28 +354,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const int now = following / 2;
       const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
       go_on(now);
-      find_pairs(now, masked);
+      const bool sees = find_pairs(now, masked) || !SKIPS;
       bool takes_part[2] = {true, true};
       if (HALVES && masked) fragment_tile::find_halves<COLUMNS>(allowed, takes_part);
       arch::wait_products<0>();
       arch::take_product(s);
       warpgroup::release(empty(keys, steps));
       if (following < 0) warpgroup::release(queries_empty(own));
-      // 3 score mod
-      // 4 mask
-      const bool hides = change_scores(now, masked, warpgroup::Bool<true>());
-      // 5 row max
-      const bool grew = find_max();
-      // 6 rescale
-      if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
-      if (HAS_EDGES && steps != before && grew) fragment_softmax::scale_rows(acc, alpha);
-      if constexpr (HALVES) {
-        fragment_softmax::exponentiate_halves(s, m, l, c, takes_part);
+      if (sees) {
+        // 3 score mod
+        // 4 mask
+        const bool hides = change_scores(now, masked, warpgroup::Bool<true>());
+        // 5 row max
+        const bool grew = find_max();
+        // 6 rescale
+        if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
+        if (HAS_EDGES && steps != before && grew) fragment_softmax::scale_rows(acc, alpha);
+        if constexpr (HALVES) {
+          fragment_softmax::exponentiate_halves(s, m, l, c, takes_part);
+        } else {
+          fragment_softmax::exponentiate(s, m, l, c, hides);
+        }
+        if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
+        fragment::narrow(s, weights);
       } else {
-        fragment_softmax::exponentiate(s, m, l, c, hides);
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 2; ++n) weights[0][n] = weights[1][n] = 0;
       }
-      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
-      fragment::narrow(s, weights);
       if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(steps, now);
 
       ++steps;

@@ -151,6 +151,15 @@ def _powers(given: Array, one: Array, other: Array) -> Array:
     return right(one) & right(other)
 
 
+def _integers() -> Array:
+    """Every two of what lies around 0, the ends and the middle of 32 bits, and any bits."""
+    ends = [-(2**31), -(2**16), 0, 2**16, 2**31 - 1]
+    near = np.array([x + n for x in ends for n in (-1, 0, 1) if -(2**31) <= x + n < 2**31])
+    each = np.stack(np.meshgrid(near, near), axis=-1).reshape(-1, 2)
+    any_bits = np.random.default_rng(0).integers(-(2**31), 2**31, (40_000, 2))
+    return np.concatenate([each, any_bits]).astype(np.int32)
+
+
 def _reciprocal(x: Array) -> Array:
     with np.errstate(all="ignore"):
         nearest = (1 / x.astype(np.float64)).astype(np.float32)
@@ -298,6 +307,12 @@ CASES = [
             TENSOR_CORES,
         )
         for kind, infinite in (("halves", 0x7C00), ("bfloats", 0x7F80))
+    ),
+    Case(
+        "multiply_wide",
+        "out[0] = arch::multiply_wide(in[0], in[1]);",
+        _integers,
+        lambda x: np.prod(x, axis=1, keepdims=True, dtype=np.int64),
     ),
     # The instruction may be wrong, and the emulator is so on purpose, in another way.
     Case("exp2", "out[0] = arch::exp2(in[0]);", _exponents, _power, _powers),

@@ -46,6 +46,7 @@ inline int lane_index() { return 0; }
 template <typename T> T shuffle_xor(T value, int) { return value; }
 template <typename T> T shuffle(T value, int) { return value; }
 inline bool any_lane(bool condition) { return condition; }
+inline long long multiply_wide(int x, int y) { return static_cast<long long>(x) * y; }
 inline float half_to_float(unsigned short bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
   float value = exponent == 31 ? (fraction ? NAN : INFINITY)

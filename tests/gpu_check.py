@@ -60,6 +60,12 @@ WATCHED = {
         "-k",
         "bfloat16 and not causal",
     ),
+    "Hopper, masks and gradients": (
+        "test_gpu_hopper.py::test_masks",
+        "test_gpu_hopper.py::test_its_gradients_are_within_the_bound",
+        "-k",
+        "bfloat16 and (documents or plain)",
+    ),
     "Hopper, head after head": (
         "test_gpu_hopper.py::test_a_head_has_the_same_bits_in_any_company",
         "-k",

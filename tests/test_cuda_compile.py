@@ -22,13 +22,11 @@ ELSEWHERE = 2  # times as many are admitted with another compiler or architectur
 # block's results fill its registers, and with smaller tiles it would read more.
 SPILLS = {
     "forward_sm80": 216,
-    "forward_sm90": 180,
+    "forward_sm90": 160,
     "forward_sm90_tf32": 156,
     "backward_sm80_dkdv": 120,
     "backward_sm80_dq": 32,
     "backward_sm80_bias": 20,
-    "backward_sm90_bias": 72,
-    "backward_sm90_dkdv": 16,
     "backward_f64_dkdv": 216,
 }
 

@@ -1,6 +1,7 @@
 // Arrays that masks and scores read, and the arithmetic of their expressions that C++ does not
 // have: the twin of the reading and integer steps of reference/program.py.
 #pragma once
+#include "../arch/multiply.cuh"
 #include "../arch/warp.cuh"
 #include "number.cuh"
 
@@ -57,7 +58,7 @@ __device__ __forceinline__ long long apart(long long index, long long stride) {
   return index * stride;
 }
 __device__ __forceinline__ long long apart(int index, long long stride) {
-  return static_cast<long long>(index) * static_cast<int>(stride);
+  return arch::multiply_wide(index, static_cast<int>(stride));
 }
 
 template <typename... Index>
