@@ -29,6 +29,9 @@ def _not_finite(case: Case) -> Case:
 
 def cases() -> list[Case]:
     """Return the problems, cheap ones that find much first."""
+    # Of a tile of the first queries some warps see all and some nothing; others begin with a FULL
+    # one.
+    apart = masks.segments(np.repeat([0, 1], [60, 140]), np.repeat([1, 0], [256, 44]))
     sink = np.array([0.0, -1.0, -np.inf, 2.0], np.float32)
     return [
         case_of("by warpgroups", BF16, (4, 2), (70, 200), (64, 64), hopper=True, seed=30),
@@ -44,6 +47,12 @@ def cases() -> list[Case]:
                       lambda r: {"mask": masks.window(9, 3, -12)
                                  & masks.lengths(np.array([290, 20])), "scale": -0.1},
                       lead=((2,), (2,), (1,)), layout="rows", hopper=True, seed=32), 5),
+        case_of("documents by warpgroups", BF16, (2, 1), (200, 300), (128, 128),
+                lambda r: {"mask": apart}, dlse=False, hopper=True, seed=49),
+        _not_finite(case_of("documents, and numbers that are not finite, by warpgroups", BF16,
+                            (2, 1), (200, 300), (64, 64),
+                            lambda r: {"mask": apart, "score_mod": scores.softcap(30.0)},
+                            dlse=False, hopper=True, seed=50)),
         case_of("packed by warpgroups", F16, (2, 1), (0, 0), (128, 40),
               lambda r: {"mask": masks.causal()}, offsets=PACKED, hopper=True,
               schedule=randomly(4), seed=33),
