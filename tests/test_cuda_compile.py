@@ -25,7 +25,7 @@ SPILLS = {
     "forward_sm90": 160,
     "forward_sm90_tf32": 156,
     "backward_sm80_dkdv": 120,
-    "backward_sm80_dq": 32,
+    "backward_sm80_dq": 4,
     "backward_sm80_bias": 20,
     "backward_f64_dkdv": 216,
 }
