@@ -233,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       float s[2][COLUMNS], dp[2][COLUMNS];
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2], allowed[2], kept[2];
       bool nonfinite = false;
-      // What hangs on places only comes first, while few registers are in use.
+      // What is dropped is drawn first, while few registers are in use; the mask is asked while
+      // scores are multiplied.
       const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
       const auto begin_dp = [&] {

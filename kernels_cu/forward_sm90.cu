@@ -44,7 +44,7 @@ constexpr int STAGES = 2;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Of a masked tile, the halves of its columns are looked at where registers and time allow it.
 constexpr bool HALVES = HAS_EDGES && !HAS_SCORE && D_V <= 64 && CONSUMERS == 2;
-// Whether a warp is asked if it sees anything of a masked tile: one of ranges it mostly does.
+// Whether a warp that sees nothing of a masked tile makes no weights. One of ranges sees some.
 constexpr bool SKIPS = HAS_EDGES && !HAS_RANGE && !HAS_SCORE;
 // Narrow output of short rows is multiplied sooner than it is asked whether a maximum grew.
 constexpr bool RESCALES_ALWAYS = D_V <= 64 && CONSUMERS == 2;
