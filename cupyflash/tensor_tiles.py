@@ -172,9 +172,10 @@ BACKWARD_HOPPER: dict[int, tuple[int, int]] = {128: (64, 128), 256: (64, 64)}
 def backward_sm90_dkdv(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     """Return tiles of backward_sm90_dkdv.cu: two warpgroups that compute, and one that copies."""
     columns = row_bytes(d) + row_bytes(d_v)
-    weights = 2 if block_kv == 64 else 1  # dS, and P where warpgroups share keys
-    passing = block_q * columns + weights * block_kv * row_bytes(block_q)
-    shared = block_kv * columns + PASSING_STAGES * passing + 16 * block_q + TOLD_BYTES
+    shares = block_kv == 64  # keys, between warpgroups: then P goes through shared memory like dS
+    passing = block_q * columns + (2 if shares else 1) * block_kv * row_bytes(block_q)
+    keys = block_kv * (columns if shares else columns + row_bytes(d))  # and a copy that is finite
+    shared = keys + PASSING_STAGES * passing + 16 * block_q + TOLD_BYTES
     return Tiles(block_q, block_kv, 384, shared)
 
 
@@ -268,7 +269,7 @@ ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES, BIAS_BYTES = 72, 192, 136, 648
 _JOB_BYTES = ENTRY_BYTES + 96 + 2 * TILE_GROUPS // 8
 KNOWN_BYTES = (_JOB_BYTES + 16) * JOBS + 8 * (5 * PASSING_STAGES + 6)
 KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES
-TOLD_BYTES = 832  # the same of backward_sm90_dkdv.cu, but for lse and delta
+TOLD_BYTES = 880  # the same of backward_sm90_dkdv.cu, but for lse and delta
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,
     "backward_sm80_dq": backward_sm80_dq,

@@ -18,9 +18,10 @@ constexpr int AT_ONCE = THREADS / LANES;
 static_assert(BLOCK_Q % AT_ONCE == 0, "BLOCK_Q");
 
 // A lane's share of the sum over a row; neighbouring elements are `out_step` and `step` apart. The
-// order of the sum does not depend on how the row lies.
+// order of the sum does not depend on how the row lies. Where 0 `skips`, whatever the gradient
+// holds there, an empty row has no part in the gradient of the sink.
 __device__ __forceinline__ accum_t lane_sum(const storage_t* out, const storage_t* d_out,
-                                            long long out_step, long long step) {
+                                            long long out_step, long long step, bool skips) {
   const bool aligned =
       (reinterpret_cast<unsigned long long>(out) | reinterpret_cast<unsigned long long>(d_out)) %
           sizeof(StoredVector) ==
@@ -44,8 +45,7 @@ __device__ __forceinline__ accum_t lane_sum(const storage_t* out, const storage_
 #pragma unroll
     for (int x = 0; x < STORED_VECTOR; ++x) {
       const accum_t element = number::widen(a.x[x]), gradient = number::widen(b.x[x]);
-      // An empty row's output is 0 whatever its gradient holds.
-      if (element != accum_t(0)) value += element * gradient;
+      if (!skips || element != accum_t(0)) value += element * gradient;
     }
   }
   return value;
@@ -75,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool exists = i0 + row < length;
     accum_t value = 0;
     if (exists) {
-      value = lane_sum(out + row * p.out.row, d_out + row * p.d_out.row, p.out.col, p.d_out.col);
+      value = lane_sum(out + row * p.out.row, d_out + row * p.d_out.row, p.out.col, p.d_out.col,
+                       p.sink != nullptr);
     }
 #pragma unroll
     for (int lanes = LANES / 2; lanes > 0; lanes /= 2) value += arch::shuffle_xor(value, lanes);

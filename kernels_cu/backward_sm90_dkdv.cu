@@ -47,11 +47,17 @@ constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
 // Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
 constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
 // Whether a tile's dS is multiplied during the next one, by one warpgroup; slower for narrow heads.
-constexpr bool DEFERS_DQ = ADDS_DQ && !SHARES_KEYS && !TAKES_TURNS && !MAY_MASK && STORAGE == 1;
+constexpr bool DEFERS_DQ = ADDS_DQ && !SHARES_KEYS && !TAKES_TURNS && !HAS_SCORE && STORAGE == 1 &&
+                           !(HAS_MASK && HAS_DROPOUT);
 // Whether weights are made between the steps of dP's product; slower for wider heads.
 constexpr bool MIXES_DP = !SHARES_KEYS && !MAY_MASK && D <= 64 && D_V <= 64;
+// Whether the mask is asked before the product for scores begins, or beside it: either measured.
+constexpr bool ASKS_FIRST = SHARES_KEYS || DEFERS_DQ;
 // Whether tiles that hide nothing have code of their own.
-constexpr bool TWO_STEPS = HAS_EDGES && !HAS_SCORE;
+constexpr bool TWO_STEPS = HAS_EDGES && !HAS_SCORE && !DEFERS_DQ;
+// Where warpgroups share keys there are places of P, too; else there is one of a copy of the keys.
+constexpr int DS_PLACES = STAGES, P_PLACES = SHARES_KEYS ? STAGES : 0;
+constexpr int FINITE_K_BYTES = SHARES_KEYS ? 0 : KEY_TILES * K_BYTES;
 constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
@@ -65,9 +71,8 @@ static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
 static_assert(!STORES_BOXES || !PACKED, "STORES_BOXES");
 static_assert(SHARES_KEYS || (KEY_TILES == CONSUMERS && OwnLines<D>::LINES <= CONSUMERS),
               "BLOCK_KV");
-static_assert(SHARED_BYTES == KEY_TILES * (K_BYTES + V_BYTES) +
-                                  STAGES * (Q_BYTES + DO_BYTES + (SHARES_KEYS ? 2 : 1) * DS_BYTES) +
-                                  KNOWN_BYTES,
+static_assert(SHARED_BYTES == KEY_TILES * (K_BYTES + V_BYTES) + STAGES * (Q_BYTES + DO_BYTES) +
+                                  (DS_PLACES + P_PLACES) * DS_BYTES + FINITE_K_BYTES + KNOWN_BYTES,
               "SHARED_BYTES");
 
 }  // namespace
@@ -85,16 +90,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const q_smem = v_smem + KEY_TILES * V_BYTES;
   char* const do_smem = q_smem + STAGES * Q_BYTES;
   char* const ds_smem = do_smem + STAGES * DO_BYTES;
-  Known* const known_smem =
-      reinterpret_cast<Known*>(ds_smem + (SHARES_KEYS ? 2 : 1) * STAGES * DS_BYTES);
+  char* const finite_k_smem = ds_smem + (DS_PLACES + P_PLACES) * DS_BYTES;
+  Known* const known_smem = reinterpret_cast<Known*>(finite_k_smem + FINITE_K_BYTES);
   const unsigned int k_address = arch::shared_address(k_smem);
   const unsigned int v_address = arch::shared_address(v_smem);
   const unsigned int q_address = arch::shared_address(q_smem);
   const unsigned int do_address = arch::shared_address(do_smem);
   const unsigned int held = arch::shared_address(&known_smem->held);
-  const auto full_d_out = [&](unsigned int n) {
-    return arch::shared_address(&known_smem->full_d_out[stage_of(n)]);
-  };
   Passing &told = known_smem->told, &queries = known_smem->queries;
   Passing& d_scores = known_smem->d_scores;
 
@@ -108,13 +110,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::publish_barriers();
     arch::arrive_expecting(held, KEY_TILES * (K_BYTES + V_BYTES));
     const warpgroup::Head k(p.k, work.entry, work.head), v(p.v, work.entry, work.head);
-#pragma unroll
-    for (int n = 0; n < KEY_TILES; ++n) {
-      const long long first = work.entry.start_k + work.block * BLOCK_KV + n * warpgroup::ROWS_OF;
-      warpgroup::begin_tile<warpgroup::ROWS_OF, D>(k_address + n * K_BYTES, k_map, k, first, held);
-      warpgroup::begin_tile<warpgroup::ROWS_OF, D_V>(v_address + n * V_BYTES, v_map, v, first,
-                                                     held);
-    }
+    const long long first = work.entry.start_k + work.block * BLOCK_KV;
+    warpgroup_gradient::begin_keys<D>(k_address, k_map, k, first, held);
+    warpgroup_gradient::begin_keys<D_V>(v_address, v_map, v, first, held);
   }
   __syncthreads();  // what is known, and the barriers
 
@@ -122,27 +120,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::shed_registers<24>();
     const int warp = threadIdx.x / arch::WARP_SIZE % 4;
     if (warp == 0 && arch::lane_index() == 0) {
-      each_tile(
-          *known_smem, [](const Span&, int) {},
-          [&](const Span& span, int tile, int stage) {
-            const long long first = span.entry.start_q + first_of(tile);
-            arch::arrive_expecting(full(queries, stage), Q_BYTES);
-            warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
-                                              full(queries, stage));
-            arch::arrive_expecting(full_d_out(stage), DO_BYTES);
-            warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
-                                                first, full_d_out(stage));
-          });
+      each_tile(*known_smem, [&](const Span& span, int tile, unsigned int n) {
+        const long long first = span.entry.start_q + first_of(tile);
+        const int stage = stage_of(n);
+        wait_for_place(*known_smem, n);
+        arch::arrive_expecting(full(queries, n), Q_BYTES);
+        warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
+                                          full(queries, n));
+        arch::arrive_expecting(full_d_out(*known_smem, n), DO_BYTES);
+        warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
+                                            first, full_d_out(*known_smem, n));
+      });
     }
-    if (warp == 1) {
-      LaneNumbers numbers;
-      each_tile(
-          *known_smem, [&](const Span& span, int tile) { numbers.load(span, tile); },
-          [&](const Span&, int, int stage) {
-            numbers.store(known_smem->lse[stage], known_smem->delta[stage]);
-            arch::arrive(full(queries, stage));
-          });
-    }
+    if (warp == 1) bring_numbers(*known_smem);
     return;
   }
 
@@ -166,14 +156,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned int tile_number = 0;
   unsigned long long visited = 0;
 
+  // Of keys that are not finite products for dq take a finite copy; or where warpgroups share keys
+  // these are finite for a while.
+  unsigned int finite_k = k_address;
+  bool spoilt_keys = false;
+
   const auto lines_of = [](unsigned int tile_address, int line) {
     return warpgroup::describe(tile_address + line * LINE_BYTES, LINE_BYTES);
   };
   const auto describe_ds = [&](int stage) {
     return warpgroup::describe(arch::shared_address(ds_smem + stage * DS_BYTES), 0);
   };
-  const auto begin_dq = [&](float (&dq)[2][COLUMNS_Q], warpgroup::Described ds, int line) {
-    warpgroup::multiply_transposed<BLOCK_KV>(dq, ds, lines_of(k_address, line), K_BYTES);
+  const auto begin_dq = [&](float (&dq)[2][COLUMNS_Q], warpgroup::Described ds, unsigned int keys,
+                            int line) {
+    warpgroup::multiply_transposed<BLOCK_KV>(dq, ds, lines_of(keys, line), K_BYTES);
     arch::commit_products();
   };
   // Where dq is deferred: the tile before, whose part of it is to be added, if there is one.
@@ -186,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     for (int line = first_line; line < end_line; ++line) {
       float dq[2][COLUMNS_Q];
       arch::fence_products();
-      begin_dq(dq, describe_ds(stage_of(n)), line);
+      begin_dq(dq, describe_ds(stage_of(n)), finite_k, line);
       arch::wait_products<0>();
       arch::take_product(dq);
       // Before sums are added: the other one may be waiting already.
@@ -201,10 +197,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const float c = known_smem->c;
   const float scale = arch::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
   if (PACKED && known_smem->nj < BLOCK_KV) {
-    warpgroup_gradient::clear_keys<D>(k_smem, known_smem->nj);
-    warpgroup_gradient::clear_keys<D_V>(v_smem, known_smem->nj);
-    arch::publish_shared();
-    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values that exist, and no others
+    warpgroup_gradient::clear_missing_keys(k_smem, v_smem, known_smem->nj);
+  }
+  if constexpr (ADDS_DQ && MAY_MASK) {
+    spoilt_keys = warpgroup_gradient::are_keys_spoilt(*known_smem, k_smem);
+    if (!SHARES_KEYS && spoilt_keys) {
+      warpgroup_gradient::copy_finite_keys(k_smem, finite_k_smem);
+      finite_k = arch::shared_address(finite_k_smem);
+    }
   }
 #pragma unroll 1
   for (unsigned int n = 0; n < known_smem->spans; ++n) {
@@ -216,6 +216,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const int whole = known_smem->nj < BLOCK_KV ? 0 : span.whole;
     const auto step = [&](int tile, auto may_hide_pairs) {
       constexpr bool HIDES = decltype(may_hide_pairs)::value, MASKS = MAY_MASK && HIDES;
+      constexpr bool VOTES = MASKS && !NUMBERS_TELL;
+      // Whether dv begins before dS is stored: either measured.
+      constexpr bool DV_FIRST = HAS_SCORE && !SHARES_KEYS;
       // Whether the product with q begins before the warpgroups meet: where one has all of dq.
       constexpr bool BEGINS_DK = (TAKES_TURNS && !MASKS && STORAGE == 1) || DEFERS_DQ;
       const int stage = stage_of(tile_number), parity = parity_of(tile_number);
@@ -225,6 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const bool masked = HIDES && (tile_class == PARTIAL || ends);
       const bool may_hide = HAS_SCORE || masked;
       ++visited;
+      char* const own_q_smem = q_smem + stage * Q_BYTES;
+      char* const own_do_smem = do_smem + stage * DO_BYTES;
       const unsigned int q_stage = q_address + stage * Q_BYTES;
       const unsigned int do_stage = do_address + stage * DO_BYTES;
       const int own_rows = SHARES_KEYS ? own * QUERIES * warpgroup::LINE_BYTES : 0;
@@ -233,14 +238,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       float s[2][COLUMNS], dp[2][COLUMNS];
       unsigned int weights[2][COLUMNS / 2], ds[2][COLUMNS / 2], allowed[2], kept[2];
       bool nonfinite = false;
-      // What is dropped is drawn first, while few registers are in use; the mask is asked while
-      // scores are multiplied.
+      // What is dropped is drawn first, while few registers are in use.
       const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
       if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
+      const auto ask = [&] {
+        fragment_gradient::ask_mask<true, COLUMNS, fragment_tile::ASKED_AT_ONCE>(
+            p, box(), tile_class, corner, allowed);
+      };
+      if (ASKS_FIRST && masked) ask();
       const auto begin_dp = [&] {
         constexpr int STEPS = fragment::whole_columns(D_V) / 16;
         constexpr int EACH = (COLUMNS + STEPS - 1) / STEPS;  // columns of scores beside a step
-        warpgroup::wait(full_d_out(stage), parity);
+        warpgroup::wait(full_d_out(*known_smem, stage), parity);
         if constexpr (HAS_SCORE || MIXES_DP) arch::fence_products();
         const warpgroup::Described d_out = warpgroup::describe(do_stage + own_rows, 0);
         warpgroup::multiply<D_V, BLOCK_Q>(dp, v, d_out, [&](int n) {
@@ -253,26 +262,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 2 scores
       warpgroup::wait(full(queries, stage), parity);
       if (PACKED && ni < BLOCK_Q) {
-        warpgroup::wait(full_d_out(stage), parity);
-        warpgroup_gradient::clear_rows<BLOCK_Q, D>(q_smem + stage * Q_BYTES, ni);
-        warpgroup_gradient::clear_rows<BLOCK_Q, D_V>(do_smem + stage * DO_BYTES, ni);
+        warpgroup::wait(full_d_out(*known_smem, stage), parity);
+        warpgroup_gradient::clear_rows<BLOCK_Q, D>(own_q_smem, ni);
+        warpgroup_gradient::clear_rows<BLOCK_Q, D_V>(own_do_smem, ni);
         arch::publish_shared();
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the queries that exist, and no others
+      }
+      bool careful = false;  // of values that are not finite, and pairs that take no part
+      if (NUMBERS_TELL && masked && known_smem->doubtful[stage] != 0) {
+        warpgroup::wait(full_d_out(*known_smem, stage), parity);
+        careful = warpgroup_gradient::is_spoilt(*known_smem, stage, own_q_smem, own_do_smem);
       }
       arch::fence_products();
       warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
       arch::commit_products();
-      if (masked) {
-        fragment_gradient::ask_mask<true, COLUMNS, fragment_tile::ASKED_AT_ONCE>(
-            p, box(), tile_class, corner, allowed);
-      }
+      if (!ASKS_FIRST && masked) ask();
       if constexpr (!HAS_SCORE) {
         lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
         if constexpr (!MIXES_DP) begin_dp();
       }
       arch::wait_products<HAS_SCORE || MIXES_DP ? 0 : 1>();
       arch::take_product(s);
-      if (MASKS && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);
+      if (VOTES && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
@@ -299,25 +310,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           warpgroup_gradient::delta_from<COLUMNS>(known_smem->delta[stage] + corner.column);
       arch::wait_products<0>();
       arch::take_product(dp);
-      if (MASKS && may_hide && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
+      if (VOTES && may_hide && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
       warpgroup_gradient::score_gradients(p, hides, s, dp, delta, kept);
       if constexpr (!WEIGHS_AT_ONCE) warpgroup_gradient::narrow_kept(s, kept, weights);
-      char* const own_q_smem = q_smem + stage * Q_BYTES;
-      char* const own_do_smem = do_smem + stage * DO_BYTES;
       char* const own_ds_smem = ds_smem + stage * DS_BYTES;
-      // P: its own, or for what is not finite that of dS of the tile before, which was read.
-      char* const p_smem = ds_smem + (SHARES_KEYS ? STAGES + stage : stage ^ 1) * DS_BYTES;
-      bool careful = false;  // of values that are not finite, and pairs that take no part
+      // P: where warpgroups share keys, or for what is not finite in place of dS.
+      char* const p_smem = own_ds_smem + (SHARES_KEYS ? DS_PLACES * DS_BYTES : 0);
+      constexpr bool STORES_DS = ADDS_DQ || SHARES_KEYS;
+      const auto store = [&] {
+        fragment_gradient::narrow(dp, factor, ds);
+        if constexpr (STORES_DS) {
+          warpgroup_gradient::store_words(ds, words_at, arch::shared_address(own_ds_smem));
+        }
+      };
+      // Of do that is not finite there are products by hand, and no others; and none of queries,
+      // whose dS says as much.
+      const auto take_nonfinite = [&] {
+        warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem,
+                                          own_do_smem + share_v.line * LINE_BYTES);
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // do, read as it came
+        warpgroup_gradient::clear_nonfinite(own_q_smem, Q_BYTES);
+        warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES);
+        arch::publish_shared();
+        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // both, now finite
+      };
+      // Two tiles ago it was multiplied for dq.
+      if constexpr (DEFERS_DQ) warpgroup::wait(empty(d_scores, tile_number), parity ^ 1);
       if (MASKS && !SHARES_KEYS && may_hide) {
-        careful = any_warp(known_smem->nonfinite[stage], nonfinite);
+        if constexpr (VOTES) careful = any_warp(known_smem->nonfinite[stage], nonfinite);
         if (careful) {
           warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
           __syncwarp();  // the warp's keys, which its lanes wrote
-          warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem, own_do_smem);
-          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // do, read as it came
-          warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES);
-          arch::publish_shared();
-          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // do, now finite
+          take_nonfinite();
         }
       }
 
@@ -333,23 +357,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       };
       if constexpr (SHARES_KEYS) {
         warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
-      } else if constexpr (MASKS) {
-        begin_dv();
       }
-      constexpr bool STORES_DS = ADDS_DQ || SHARES_KEYS;
-      const auto store = [&] {
-        fragment_gradient::narrow(dp, factor, ds);
-        if constexpr (STORES_DS) {
-          warpgroup_gradient::store_words(ds, words_at, arch::shared_address(own_ds_smem));
-        }
-      };
-      // Two tiles ago it was multiplied for dq.
-      if constexpr (DEFERS_DQ) warpgroup::wait(empty(d_scores, tile_number), parity ^ 1);
+      if constexpr (DV_FIRST) begin_dv();
       store();
-      // Without masks after dS was stored, with them before: either measured faster.
-      if constexpr (!SHARES_KEYS && !MASKS) begin_dv();
+      if constexpr (!SHARES_KEYS && !DV_FIRST) begin_dv();
       if constexpr (STORES_DS) arch::publish_shared();
-      const bool votes = MASKS && SHARES_KEYS && may_hide;
+      const bool votes = VOTES && SHARES_KEYS && may_hide;
       if (votes) careful = any_warp(known_smem->nonfinite[stage], nonfinite);
       if constexpr (STORAGE == 0) {
         const bool exceeds = fragment_gradient::largest_of(dp) * factor > 32768.0f;
@@ -377,30 +390,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       } else if (STORES_DS && !votes) {
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
       }
+      if (MASKS && SHARES_KEYS && careful) take_nonfinite();
+      const bool clears_keys = MASKS && SHARES_KEYS && spoilt_keys;
+      if (clears_keys) warpgroup_gradient::clear_keys_for_a_while(k_smem);
       float* const sum_gmem = span.dq_sum + first_of(tile) * fragment::whole_columns(D);
-      if (MASKS && careful) {
-        if constexpr (SHARES_KEYS) {
-          warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem, p_smem,
-                                            own_do_smem + share_v.line * LINE_BYTES);
-        } else if constexpr (!ADDS_DQ) {
-          warpgroup_gradient::store_words(ds, words_at, arch::shared_address(own_ds_smem));
-          __syncwarp();  // the same of dS
-        }
-        warpgroup_gradient::add_nonfinite(dk, corner.row, own_ds_smem, p_smem,
-                                          own_q_smem + share_k.line * LINE_BYTES);
-        if constexpr (ADDS_DQ) {
-          warpgroup_gradient::add_nonfinite_keys(own_ds_smem, p_smem, k_smem, sum_gmem, ni,
-                                                 inverse());
-        }
-        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // queries and keys, read as they came
-        warpgroup_gradient::clear_nonfinite(own_q_smem, Q_BYTES);
-        if constexpr (SHARES_KEYS) warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES);
-        if constexpr (ADDS_DQ) warpgroup_gradient::clear_nonfinite(k_smem, KEY_TILES * K_BYTES);
-        arch::publish_shared();
-        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the same, now finite
-      }
       float dq[2][COLUMNS_Q];
       const int line = SHARES_KEYS ? share_k.line : TAKES_TURNS ? 0 : own;
+      const unsigned int keys = MASKS ? finite_k : k_address;
       const warpgroup::Described ds_described = describe_ds(stage);
       const auto add_dq = [&] {
         arch::take_product(dq);
@@ -409,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                      ni);
       };
       if constexpr (!DEFERS_DQ) arch::fence_products();
-      if constexpr (ADDS_DQ && !TAKES_TURNS && !DEFERS_DQ) begin_dq(dq, ds_described, line);
+      if constexpr (ADDS_DQ && !TAKES_TURNS && !DEFERS_DQ) begin_dq(dq, ds_described, keys, line);
       if constexpr (SHARES_KEYS) {
         const warpgroup::Described p_described =
             warpgroup::describe(arch::shared_address(p_smem), 0);
@@ -427,21 +423,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::wait_products<1>();
         add_dq();
       } else if (ADDS_DQ && stage == own) {
-        begin_dq(dq, ds_described, line);
+        begin_dq(dq, ds_described, keys, line);
         arch::wait_products<0>();
         add_dq();
       }
       arch::wait_products<0>();
       arch::take_product(dv);
       arch::take_product(dk);
-      if (MASKS && ADDS_DQ && careful) {
-        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
-        warpgroup_gradient::restore_keys(
-            memory::rows(p.k, known_smem->entry, known_smem->h_kv, true), known_smem->j0,
-            known_smem->nj, k_smem);
-        arch::publish_shared();
-        arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys as they came
-      }
+      if (clears_keys) warpgroup_gradient::restore_keys(p, *known_smem, k_smem);
       warpgroup::release(empty(queries, stage));
     };
     // Of FULL tiles in a row the last one: before it, what comes next is known.

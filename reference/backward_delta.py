@@ -21,14 +21,16 @@ def backward_delta(first, last, shape, do, out, dlse, lse, sink, delta, dsink):
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     for item in range(first, last):
         b, h = item // shape.heads, item % shape.heads
+        # An empty row has no part in it, whatever its gradient holds.
+        skips = sink[h] != -math.inf
         for i in range(shape.len_q[b]):
             do_row = row_address(do, b, h, i, itemsize)
             out_row = row_address(out, b, h, i, itemsize)
             value = zero
             for d in range(shape.d_v):
                 element = load(out_row + d * itemsize, one)
-                # An empty row's output is 0 whatever its gradient holds.
-                value += element * load(do_row + d * itemsize, one) if element != zero else zero
+                if not skips or element != zero:
+                    value += element * load(do_row + d * itemsize, one)
             value -= load(row_address(dlse, b, h, i, itemsize), one)
             store(row_address(delta, b, h, i, itemsize), value)
         dsink[item] = backward_sink(shape, lse, sink, delta, b, h)

@@ -54,9 +54,9 @@ HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
     ((128, 128), "plain", False),
     ((64, 64), "causal", False),
     ((96, 104), "everything", True),
-    ((128, 128), "alibi", False),
     ((256, 256), "segments", False),
-    ((192, 128), "softcap", True),
+    ((128, 128), "causal", False),
+    ((192, 128), "alibi", True),
 ]
 
 

@@ -214,29 +214,52 @@ def test_ds_of_any_size(deterministic, order):
     assert worst(q, k, v, do, made) <= 1
 
 
+SINK = np.array([0.5], np.float32)
+
+
 @emulated
 @pytest.mark.parametrize(
-    ("dtype", "deterministic", "d"),
-    [(HALF, False, 72), (BRAIN, False, 192), (BRAIN, True, 72), (HALF, True, 192)],
+    ("dtype", "deterministic", "d", "sink"),
+    [
+        (HALF, False, 72, None),
+        (BRAIN, False, 104, None),
+        (BRAIN, False, 104, SINK),
+        (BRAIN, False, 192, None),
+        (BRAIN, True, 72, SINK),
+        (HALF, True, 192, None),
+    ],
     ids=str,
 )
-def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d):
+def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d, sink):
     q, k, v, do = draw(dtype, *[(1, 130, d)] * 4)
     mask = masks.mask(lambda b, h, i, j: (j <= i) & (i != 50) & (j != 3))
     results = []
     for bad in (0, np.nan, np.inf):
         q[:, 50], do[:, 50], k[:, 3], v[:, 3] = bad, bad, bad, bad
-        results.append(run(q, k, v, do, deterministic, mask=mask)[0])
+        results.append(run(q, k, v, do, deterministic, mask=mask, sink=sink)[0])
     for first, *others in zip(*results, strict=True):
         assert np.isfinite(first.astype(np.float32)).all()
         assert all(same_bits(first, x) for x in others)
 
 
 @emulated
+@pytest.mark.parametrize("sink", [None, SINK], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_do_that_is_not_finite_where_the_output_is_0(d, sink):
+    q, k, do = draw(BRAIN, *[(1, 130, d)] * 3)
+    do[:, 40, 5] = np.nan
+    made, _ = run(q, k, np.zeros_like(k), do, mask=masks.causal(), sink=sink)
+    for name, x in zip(("dq", "dk", "dv"), made, strict=True):
+        spoilt = np.isnan(x[0].astype(np.float32)).any(axis=1)
+        assert list(np.flatnonzero(spoilt)) == ([40] if name == "dq" else list(range(41)))
+
+
+@emulated
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-def test_what_is_not_finite_spoils_what_sees_it(where):
-    d = 256 if where in ("k", "do") else 64
-    arrays = dict(zip(("q", "k", "v", "do"), draw(HALF, *[(1, 130, d)] * 4), strict=True))
+@pytest.mark.parametrize("deferred", [False, True])
+def test_what_is_not_finite_spoils_what_sees_it(deferred, where):
+    dtype, d = (BRAIN, 128) if deferred else (HALF, 256 if where in ("k", "do") else 64)
+    arrays = dict(zip(("q", "k", "v", "do"), draw(dtype, *[(1, 130, d)] * 4), strict=True))
     arrays[where][0, 40, 5] = np.nan
     made, _ = run(*arrays.values(), mask=masks.causal())
     spoilt = {name: np.isnan(x[0]) for name, x in zip(("dq", "dk", "dv"), made, strict=True)}
@@ -266,7 +289,11 @@ ORDERS = re.compile(
 
 STATEMENTS = [
     (name, number)
-    for name in ("backward_sm90_dkdv.cu", "primitives/warpgroup_passing.cuh")
+    for name in (
+        "backward_sm90_dkdv.cu",
+        "primitives/warpgroup_passing.cuh",
+        "primitives/warpgroup_gradient.cuh",
+    )
     for number in range(len(ORDERS.findall((FOLDER / name).read_text())))
 ]
 
@@ -280,7 +307,8 @@ def everything(read, schedule):
     do[:, 150], k[:, 3] = np.inf, np.nan
     changed = {"score_mod": scores.softcap(30.0)}
     for dtype, d, deterministic, more in (
-        (HALF, 64, False, {}), (BRAIN, 192, False, changed), (BRAIN, 64, True, {})
+        (HALF, 64, False, {}), (BRAIN, 192, False, changed), (BRAIN, 64, True, {}),
+        (BRAIN, 128, False, {}),
     ):  # fmt: skip
         arrays = (np.tile(x, 2)[..., :d].astype(dtype) for x in (q, k, v, do))
         run(*arrays, deterministic, mask=masks.causal(), **options, **more)

@@ -106,7 +106,8 @@ ONLY_CUDA = {
         "strides are read in place; memory.row_address has them on the CPU": "lead_offset offset",
         "what is written of a job for others": "describe tell tell_block",
         "tiles that pass by are numbers, and pass through places": (
-            "place_of class_of first_of stage_of parity_of full empty each_tile"
+            "place_of class_of first_of stage_of parity_of full empty full_d_out wait_for_place "
+            "each_tile bring_numbers"
         ),
         "what warps found, for all of a block": "any_warp",
         "the order in which blocks run, and sums that several of them add to": (
@@ -202,9 +203,10 @@ ONLY_CUDA = {
         "lse and delta, loaded while products are computed": "numbers_from delta_from",
         "sums of dq in global memory": "place_of_sum add_rows",
         "values that are not finite, added without pairs that take no part": (
-            "all_finite element add_nonfinite add_nonfinite_keys clear_nonfinite restore_keys"
+            "all_finite element add_nonfinite clear_nonfinite is_spoilt are_keys_spoilt "
+            "copy_finite_keys clear_keys_for_a_while restore_keys"
         ),
-        "boxes of packed arrays": "clear_rows clear_keys",
+        "boxes of keys, and of packed arrays": "begin_keys clear_rows clear_keys clear_missing_keys",
         "results by way of shared memory": "begin_boxes",
     },
     "primitives/lookup.cuh": {

@@ -11,6 +11,20 @@
 namespace warpgroup_gradient {
 
 using warpgroup_passing::CONSUMER_THREADS;
+using warpgroup_passing::TOGETHER;
+
+// Begins to copy the block's keys or values from row `first` on, in tiles of 64, by one thread.
+template <int WIDTH>
+__device__ __forceinline__ void begin_keys(unsigned int to, const arch::TensorMap& map,
+                                           const warpgroup::Head& head, long long first,
+                                           unsigned int barrier) {
+  constexpr int ROWS = warpgroup::ROWS_OF;
+#pragma unroll
+  for (int n = 0; n < BLOCK_KV; n += ROWS) {
+    warpgroup::begin_tile<ROWS, WIDTH>(to + n * fragment::row_bytes(WIDTH), map, head, first + n,
+                                       barrier);
+  }
+}
 
 // -- who computes what ----------------------------------------------------------------------------
 
@@ -214,47 +228,24 @@ __device__ __forceinline__ storage_t& element(char* tile_smem, int row, int colu
   return reinterpret_cast<storage_t*>(tile_smem + at)[column % STORED_VECTOR];
 }
 
-// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
-// which the weights `seen` tell: the product leaves them to this. Rows of a and `seen` are keys, of
-// which the thread's first is `key`.
+// dv += p do for those elements of do only that are NaN or infinite, without pairs that take no
+// part: the product leaves them to this. Rows of P are keys, of which the thread's first is `key`.
 template <int COLUMNS>
-__device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], int key, char* a_smem,
-                                              char* seen_smem, char* b_smem) {
+__device__ __forceinline__ void add_nonfinite(float (&dv)[2][COLUMNS], int key, char* p_smem,
+                                              char* do_smem) {
 #pragma unroll 1
-  for (int k = 0; k < BLOCK_Q; ++k) {
-    float weight[2];
-    bool takes_part[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      weight[r] = number::widen(element<BLOCK_KV>(a_smem, key + 8 * r, k));
-      takes_part[r] = element<BLOCK_KV>(seen_smem, key + 8 * r, k) != 0x8000;
-    }
+  for (int query = 0; query < BLOCK_Q; ++query) {
+    const storage_t weight[2] = {element<BLOCK_KV>(p_smem, key, query),
+                                 element<BLOCK_KV>(p_smem, key + 8, query)};
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       const int column = 8 * (n / 2) + fragment::lane_column() + n % 2;
-      const float value = number::widen(element<BLOCK_Q>(b_smem, k, column));
+      const float value = number::widen(element<BLOCK_Q>(do_smem, query, column));
+      if (number::is_finite(value)) continue;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (!number::is_finite(value) && takes_part[r]) c[r][n] += weight[r] * value;
+        if (weight[r] != 0x8000) dv[r][n] += number::widen(weight[r]) * value;
       }
-    }
-  }
-}
-
-// The same of dq, where threads have keys; k_smem has tiles of 64 of them.
-__device__ __forceinline__ void add_nonfinite_keys(char* ds_smem, char* seen_smem, char* k_smem,
-                                                   float* to_gmem, int valid, float factor) {
-  constexpr int TILE_BYTES = warpgroup::ROWS_OF * fragment::row_bytes(D);
-#pragma unroll 1
-  for (int n = threadIdx.x; n < BLOCK_KV * D; n += CONSUMER_THREADS) {
-    const int key = n / D, column = n % D;
-    const float value = number::widen(element<warpgroup::ROWS_OF>(
-        k_smem + key / warpgroup::ROWS_OF * TILE_BYTES, key % warpgroup::ROWS_OF, column));
-#pragma unroll 1
-    for (int query = 0; !number::is_finite(value) && query < valid; ++query) {
-      if (element<BLOCK_KV>(seen_smem, key, query) == 0x8000) continue;
-      const float weight = number::widen(element<BLOCK_KV>(ds_smem, key, query));
-      arch::add(to_gmem + place_of_sum(query, column), weight * value * factor);
     }
   }
 }
@@ -265,6 +256,61 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes) {
   for (int n = threadIdx.x; n < bytes / 4; n += CONSUMER_THREADS) {
     fragment_product::clear_pair(reinterpret_cast<unsigned int*>(tile_smem)[n]);
   }
+}
+
+// Whether queries or do of a tile are not finite; all threads that compute look.
+__device__ __forceinline__ bool is_spoilt(warpgroup_passing::Known& known, int stage,
+                                          const char* q_smem, const char* do_smem) {
+  constexpr int Q_BYTES = BLOCK_Q * fragment::row_bytes(D);
+  constexpr int DO_BYTES = BLOCK_Q * fragment::row_bytes(D_V);
+  const int own = threadIdx.x;
+  const bool finite = warpgroup_rows::finite_rows<Q_BYTES, CONSUMER_THREADS>(q_smem, own) &&
+                      warpgroup_rows::finite_rows<DO_BYTES, CONSUMER_THREADS>(do_smem, own);
+  return warpgroup_passing::any_warp(known.nonfinite[stage], !finite);
+}
+
+// The same of the block's keys.
+__device__ __forceinline__ bool are_keys_spoilt(warpgroup_passing::Known& known,
+                                                const char* k_smem) {
+  constexpr int BYTES = BLOCK_KV * fragment::row_bytes(D);
+  const bool finite = warpgroup_rows::finite_rows<BYTES, CONSUMER_THREADS>(k_smem, threadIdx.x);
+  return warpgroup_passing::any_warp(known.spoilt_keys, !finite);
+}
+
+// Copies keys to where they are 0 if they are not finite.
+__device__ __forceinline__ void copy_finite_keys(const char* k_smem, char* to_smem) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < BLOCK_KV * fragment::row_bytes(D) / 4; n += CONSUMER_THREADS) {
+    unsigned int pair = reinterpret_cast<const unsigned int*>(k_smem)[n];
+    fragment_product::clear_pair(pair);
+    reinterpret_cast<unsigned int*>(to_smem)[n] = pair;
+  }
+  arch::publish_shared();
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the copy
+}
+
+// Makes the keys finite, when all threads that compute have read them, and as they came.
+__device__ __forceinline__ void clear_keys_for_a_while(char* k_smem) {
+  clear_nonfinite(k_smem, BLOCK_KV * fragment::row_bytes(D));
+  arch::publish_shared();
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, now finite
+}
+__device__ __forceinline__ void restore_keys(const Params& p, const warpgroup_passing::Known& known,
+                                             char* k_smem) {
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
+  const memory::Rows from = memory::rows(p.k, known.entry, known.h_kv, true);
+  const long long first = known.j0;
+  const int valid = known.nj;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < BLOCK_KV * D; n += CONSUMER_THREADS) {
+    const int row = n / D, column = n % D;
+    element<warpgroup::ROWS_OF>(
+        k_smem + row / warpgroup::ROWS_OF * (warpgroup::ROWS_OF * fragment::row_bytes(D)),
+        row % warpgroup::ROWS_OF, column) =
+        row < valid ? from.data[(first + row) * from.row + column * from.col] : storage_t(0);
+  }
+  arch::publish_shared();
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys as they came
 }
 
 // Makes 0 of rows from row `valid` on, by all threads that compute: in a packed array boxes bring
@@ -291,17 +337,12 @@ __device__ __forceinline__ void clear_keys(char* tiles_smem, int valid) {
   }
 }
 
-// Copies the block's keys again, by all threads that compute.
-__device__ __forceinline__ void restore_keys(const memory::Rows& from, long long first, int valid,
-                                             char* k_smem) {
-#pragma unroll 1
-  for (int n = threadIdx.x; n < BLOCK_KV * D; n += CONSUMER_THREADS) {
-    const int row = n / D, column = n % D;
-    element<warpgroup::ROWS_OF>(
-        k_smem + row / warpgroup::ROWS_OF * warpgroup::ROWS_OF * fragment::row_bytes(D),
-        row % warpgroup::ROWS_OF, column) =
-        row < valid ? from.data[(first + row) * from.row + column * from.col] : storage_t(0);
-  }
+// Makes 0 of keys and values that do not exist, by all threads that compute.
+__device__ __forceinline__ void clear_missing_keys(char* k_smem, char* v_smem, int valid) {
+  clear_keys<D>(k_smem, valid);
+  clear_keys<D_V>(v_smem, valid);
+  arch::publish_shared();
+  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values that exist, and no others
 }
 
 // -- results --------------------------------------------------------------------------------------

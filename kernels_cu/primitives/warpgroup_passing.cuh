@@ -119,7 +119,21 @@ struct LaneNumbers {
       delta_smem[i] = delta[n];
     }
   }
+  // Whether those of all queries that exist are finite: lse is inf of the others, or where delta is
+  // not finite.
+  __device__ __forceinline__ bool are_finite() const {
+    bool any = false;
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      any = any || !(lse[n] > -number::infinity()) || !number::is_finite(delta[n]);
+    }
+    return !arch::any_lane(any);
+  }
 };
+
+// Whether lse and delta tell that queries and do are finite: where these are, so are those, unless
+// scores are changed. A sink makes lse finite, too, and backward_delta skips zeros then.
+constexpr bool NUMBERS_TELL = HAS_MASK && !HAS_SCORE;
 
 // -- the block ------------------------------------------------------------------------------------
 
@@ -138,6 +152,7 @@ struct Known {
   layout::Entry entry;
   long long j0;  // the first key
   int h_kv, nj, tiles;
+  bool has_sink;
   unsigned int spans_each, spans;  // of a head, and in all
   float c;                         // scale log2 e
   Span span[STAGES];
@@ -146,8 +161,9 @@ struct Known {
   unsigned long long held;  // the keys and values
   Passing d_scores;         // dS, where dq is deferred
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
-  // What warps found in a tile.
-  unsigned int nonfinite[STAGES][CONSUMER_WARPS];
+  unsigned int doubtful[STAGES];  // whether queries or do may not be finite
+  // What warps found in a tile, or of the keys.
+  unsigned int nonfinite[STAGES][CONSUMER_WARPS], spoilt_keys[CONSUMER_WARPS];
   unsigned int exceeds[STAGES][CONSUMER_WARPS];
   float largest[CONSUMER_WARPS];
 
@@ -169,6 +185,10 @@ struct Known {
     arch::publish_barriers();
   }
 };
+
+__device__ __forceinline__ unsigned int full_d_out(Known& known, unsigned int n) {
+  return arch::shared_address(&known.full_d_out[stage_of(n)]);
+}
 
 constexpr int TOGETHER = 1;  // the barrier of all that compute
 
@@ -194,6 +214,7 @@ __device__ __forceinline__ void tell_block(const Params& p, const layout::Work& 
   known.h_kv = static_cast<int>(work.head);
   known.nj = tile::rows_from(known.j0, work.entry.len_k, BLOCK_KV);
   known.tiles = static_cast<int>(tiles);
+  known.has_sink = p.sink != nullptr;
   known.spans_each = HAS_MASK ? (tiles + Span::MOST - 1) / Span::MOST : 1;
   known.spans = static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * known.spans_each;
   known.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * tile::LOG2_E;
@@ -230,10 +251,9 @@ __device__ __forceinline__ void tell(const Params& p, Known& known, unsigned int
   arch::arrive(full(known.told, n));
 }
 
-// Of every tile that is not EMPTY, for those who copy: what comes before its stage was read, and
-// then.
-template <class Prepare, class Copy>
-__device__ __forceinline__ void each_tile(Known& known, const Prepare& prepare, const Copy& copy) {
+// Visits every tile that is not EMPTY, each of which has a number, for those who copy.
+template <class Visit>
+__device__ __forceinline__ void each_tile(Known& known, const Visit& visit) {
   unsigned int tile_number = 0;
 #pragma unroll 1
   for (unsigned int n = 0; n < known.spans; ++n) {
@@ -242,12 +262,30 @@ __device__ __forceinline__ void each_tile(Known& known, const Prepare& prepare, 
 #pragma unroll 1
     for (int tile = span.next_tile(span.first); tile != NO_TILE;
          tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
-      prepare(span, tile);
-      warpgroup::wait(empty(known.queries, tile_number), parity_of(tile_number) ^ 1);
-      copy(span, tile, stage_of(tile_number));
+      visit(span, tile, tile_number);
     }
     arch::arrive(empty(known.told, n));
   }
+}
+
+// Waits until the place of tile n was read.
+__device__ __forceinline__ void wait_for_place(Known& known, unsigned int n) {
+  warpgroup::wait(empty(known.queries, n), parity_of(n) ^ 1);
+}
+
+// Brings lse and delta of every tile, by the lanes of a warp.
+__device__ __forceinline__ void bring_numbers(Known& known) {
+  LaneNumbers numbers;
+  each_tile(known, [&](const Span& span, int tile, unsigned int n) {
+    numbers.load(span, tile);
+    wait_for_place(known, n);
+    numbers.store(known.lse[stage_of(n)], known.delta[stage_of(n)]);
+    if constexpr (NUMBERS_TELL) {
+      const bool doubtful = known.has_sink || !numbers.are_finite();
+      if (arch::lane_index() == 0) known.doubtful[stage_of(n)] = doubtful ? 1 : 0;
+    }
+    arch::arrive(full(known.queries, n));
+  });
 }
 
 }  // namespace warpgroup_passing
