@@ -174,7 +174,8 @@ def backward_sm90_dkdv(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     columns = row_bytes(d) + row_bytes(d_v)
     shares = block_kv == 64  # keys, between warpgroups: then P goes through shared memory like dS
     passing = block_q * columns + (2 if shares else 1) * block_kv * row_bytes(block_q)
-    keys = block_kv * (columns if shares else columns + row_bytes(d))  # and a copy that is finite
+    copied = row_bytes(d) if not shares and d > 64 else 0  # of keys, made finite
+    keys = block_kv * (columns + copied)
     shared = keys + PASSING_STAGES * passing + 16 * block_q + TOLD_BYTES
     return Tiles(block_q, block_kv, 384, shared)
 

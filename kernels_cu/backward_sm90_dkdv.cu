@@ -55,9 +55,9 @@ constexpr bool MIXES_DP = !SHARES_KEYS && !MAY_MASK && D <= 64 && D_V <= 64;
 constexpr bool ASKS_FIRST = SHARES_KEYS || DEFERS_DQ;
 // Whether tiles that hide nothing have code of their own.
 constexpr bool TWO_STEPS = HAS_EDGES && !HAS_SCORE && !DEFERS_DQ;
-// Where warpgroups share keys there are places of P, too; else there is one of a copy of the keys.
+// Where warpgroups share keys there are places of P, too; where dq may be deferred, a copy of keys.
 constexpr int DS_PLACES = STAGES, P_PLACES = SHARES_KEYS ? STAGES : 0;
-constexpr int FINITE_K_BYTES = SHARES_KEYS ? 0 : KEY_TILES * K_BYTES;
+constexpr int FINITE_K_BYTES = SHARES_KEYS || TAKES_TURNS ? 0 : KEY_TILES * K_BYTES;
 constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
 
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
@@ -156,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   unsigned int tile_number = 0;
   unsigned long long visited = 0;
 
-  // Of keys that are not finite products for dq take a finite copy; or where warpgroups share keys
-  // these are finite for a while.
+  // Of keys that are not finite products for dq take a finite copy, where dq is deferred; else the
+  // keys are finite for a while.
   unsigned int finite_k = k_address;
   bool spoilt_keys = false;
 
@@ -167,9 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const auto describe_ds = [&](int stage) {
     return warpgroup::describe(arch::shared_address(ds_smem + stage * DS_BYTES), 0);
   };
-  const auto begin_dq = [&](float (&dq)[2][COLUMNS_Q], warpgroup::Described ds, unsigned int keys,
-                            int line) {
-    warpgroup::multiply_transposed<BLOCK_KV>(dq, ds, lines_of(keys, line), K_BYTES);
+  const auto begin_dq = [&](float (&dq)[2][COLUMNS_Q], warpgroup::Described ds, int line) {
+    warpgroup::multiply_transposed<BLOCK_KV>(dq, ds, lines_of(finite_k, line), K_BYTES);
     arch::commit_products();
   };
   // Where dq is deferred: the tile before, whose part of it is to be added, if there is one.
@@ -182,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     for (int line = first_line; line < end_line; ++line) {
       float dq[2][COLUMNS_Q];
       arch::fence_products();
-      begin_dq(dq, describe_ds(stage_of(n)), finite_k, line);
+      begin_dq(dq, describe_ds(stage_of(n)), line);
       arch::wait_products<0>();
       arch::take_product(dq);
       // Before sums are added: the other one may be waiting already.
@@ -201,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
   if constexpr (ADDS_DQ && MAY_MASK) {
     spoilt_keys = warpgroup_gradient::are_keys_spoilt(*known_smem, k_smem);
-    if (!SHARES_KEYS && spoilt_keys) {
+    if (DEFERS_DQ && spoilt_keys) {
       warpgroup_gradient::copy_finite_keys(k_smem, finite_k_smem);
       finite_k = arch::shared_address(finite_k_smem);
     }
@@ -269,10 +268,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the queries that exist, and no others
       }
       bool careful = false;  // of values that are not finite, and pairs that take no part
-      if (NUMBERS_TELL && masked && known_smem->doubtful[stage] != 0) {
+      const auto look = [&] {
+        if (!NUMBERS_TELL || !masked || known_smem->doubtful[stage] == 0) return;
         warpgroup::wait(full_d_out(*known_smem, stage), parity);
         careful = warpgroup_gradient::is_spoilt(*known_smem, stage, own_q_smem, own_do_smem);
-      }
+      };
+      if constexpr (DEFERS_DQ) look();
       arch::fence_products();
       warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
       arch::commit_products();
@@ -306,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (hides) warpgroup_gradient::hide_pairs(s, allowed);
         if constexpr (HAS_SCORE) begin_dp();
       }
+      if constexpr (!DEFERS_DQ) look();
       const auto delta =
           warpgroup_gradient::delta_from<COLUMNS>(known_smem->delta[stage] + corner.column);
       arch::wait_products<0>();
@@ -391,12 +393,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
       }
       if (MASKS && SHARES_KEYS && careful) take_nonfinite();
-      const bool clears_keys = MASKS && SHARES_KEYS && spoilt_keys;
+      const bool clears_keys = MASKS && !DEFERS_DQ && spoilt_keys;
       if (clears_keys) warpgroup_gradient::clear_keys_for_a_while(k_smem);
       float* const sum_gmem = span.dq_sum + first_of(tile) * fragment::whole_columns(D);
       float dq[2][COLUMNS_Q];
       const int line = SHARES_KEYS ? share_k.line : TAKES_TURNS ? 0 : own;
-      const unsigned int keys = MASKS ? finite_k : k_address;
       const warpgroup::Described ds_described = describe_ds(stage);
       const auto add_dq = [&] {
         arch::take_product(dq);
@@ -405,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                      ni);
       };
       if constexpr (!DEFERS_DQ) arch::fence_products();
-      if constexpr (ADDS_DQ && !TAKES_TURNS && !DEFERS_DQ) begin_dq(dq, ds_described, keys, line);
+      if constexpr (ADDS_DQ && !TAKES_TURNS && !DEFERS_DQ) begin_dq(dq, ds_described, line);
       if constexpr (SHARES_KEYS) {
         const warpgroup::Described p_described =
             warpgroup::describe(arch::shared_address(p_smem), 0);
@@ -423,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::wait_products<1>();
         add_dq();
       } else if (ADDS_DQ && stage == own) {
-        begin_dq(dq, ds_described, keys, line);
+        begin_dq(dq, ds_described, line);
         arch::wait_products<0>();
         add_dq();
       }

@@ -256,12 +256,13 @@ def test_do_that_is_not_finite_where_the_output_is_0(d, sink):
 
 @emulated
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_what_is_not_finite_spoils_what_sees_it(deferred, where):
-    dtype, d = (BRAIN, 128) if deferred else (HALF, 256 if where in ("k", "do") else 64)
+@pytest.mark.parametrize("kind", ["in order", "deferred", "changed"])
+def test_what_is_not_finite_spoils_what_sees_it(kind, where):
+    dtype, d = (BRAIN, 128) if kind == "deferred" else (HALF, 256 if where in ("k", "do") else 64)
+    more = {"score_mod": scores.softcap(30.0)} if kind == "changed" else {}
     arrays = dict(zip(("q", "k", "v", "do"), draw(dtype, *[(1, 130, d)] * 4), strict=True))
     arrays[where][0, 40, 5] = np.nan
-    made, _ = run(*arrays.values(), mask=masks.causal())
+    made, _ = run(*arrays.values(), mask=masks.causal(), **more)
     spoilt = {name: np.isnan(x[0]) for name, x in zip(("dq", "dk", "dv"), made, strict=True)}
     if where in ("q", "do"):  # query 40 and the keys that it sees
         assert spoilt["dq"][40].all()
@@ -275,6 +276,20 @@ def test_what_is_not_finite_spoils_what_sees_it(deferred, where):
         assert spoilt["dq"][40:].all()
         assert not spoilt["dq"][:40].any()
         assert spoilt["dk"].all()
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("dtype", "d", "d_v"), [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136)], ids=str
+)
+def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
+    q, k, v, do = draw(dtype, (1, 200, d), (1, 130, d), (1, 130, d_v), (1, 200, d_v))
+    q[..., 5] = -abs(q[..., 5]) - 1
+    k[:, 60, 5] = np.inf
+    own, _ = run(q, k, v, do, mask=masks.causal())
+    unseen, _ = run(q, k, v, do, mask=masks.causal() & masks.mask(lambda b, h, i, j: j != 60))
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in own)
+    assert all(same_bits(x, y) for x, y in zip(own, unseen, strict=True))
 
 
 # -- the kernel's own waits -----------------------------------------------------------------------

@@ -206,7 +206,9 @@ ONLY_CUDA = {
             "all_finite element add_nonfinite clear_nonfinite is_spoilt are_keys_spoilt "
             "copy_finite_keys clear_keys_for_a_while restore_keys"
         ),
-        "boxes of keys, and of packed arrays": "begin_keys clear_rows clear_keys clear_missing_keys",
+        "boxes of keys, and of packed arrays": (
+            "begin_keys clear_rows clear_keys clear_missing_keys"
+        ),
         "results by way of shared memory": "begin_boxes",
     },
     "primitives/lookup.cuh": {

@@ -277,7 +277,8 @@ __device__ __forceinline__ bool are_keys_spoilt(warpgroup_passing::Known& known,
   return warpgroup_passing::any_warp(known.spoilt_keys, !finite);
 }
 
-// Copies keys to where they are 0 if they are not finite.
+// Copies keys to where they are 0 if they are not finite. Before the copy is multiplied by dS, each
+// warp publishes its part of dS, and this with it.
 __device__ __forceinline__ void copy_finite_keys(const char* k_smem, char* to_smem) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < BLOCK_KV * fragment::row_bytes(D) / 4; n += CONSUMER_THREADS) {
@@ -285,8 +286,6 @@ __device__ __forceinline__ void copy_finite_keys(const char* k_smem, char* to_sm
     fragment_product::clear_pair(pair);
     reinterpret_cast<unsigned int*>(to_smem)[n] = pair;
   }
-  arch::publish_shared();
-  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the copy
 }
 
 // Makes the keys finite, when all threads that compute have read them, and as they came.
@@ -297,6 +296,7 @@ __device__ __forceinline__ void clear_keys_for_a_while(char* k_smem) {
 }
 __device__ __forceinline__ void restore_keys(const Params& p, const warpgroup_passing::Known& known,
                                              char* k_smem) {
+  constexpr int ROWS = warpgroup::ROWS_OF;
   arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
   const memory::Rows from = memory::rows(p.k, known.entry, known.h_kv, true);
   const long long first = known.j0;
@@ -304,9 +304,7 @@ __device__ __forceinline__ void restore_keys(const Params& p, const warpgroup_pa
 #pragma unroll 1
   for (int n = threadIdx.x; n < BLOCK_KV * D; n += CONSUMER_THREADS) {
     const int row = n / D, column = n % D;
-    element<warpgroup::ROWS_OF>(
-        k_smem + row / warpgroup::ROWS_OF * (warpgroup::ROWS_OF * fragment::row_bytes(D)),
-        row % warpgroup::ROWS_OF, column) =
+    element<ROWS>(k_smem + row / ROWS * (ROWS * fragment::row_bytes(D)), row % ROWS, column) =
         row < valid ? from.data[(first + row) * from.row + column * from.col] : storage_t(0);
   }
   arch::publish_shared();

@@ -19,6 +19,7 @@ PACKED = [0, 3, 3, 75, 300], [0, 90, 120, 120, 330]
 SPOTS = {
     "v": [(100, 3, math.nan), (57, 5, math.inf), (128, 0, math.nan)],
     "do": [(120, 2, math.inf)],
+    "q": [(70, 1, math.nan)],
     "k": [(139, 7, math.nan)],
 }
 
@@ -75,7 +76,13 @@ def cases() -> list[Case]:
                               (2, 1), (160, 150), (d, d),
                               lambda r: {"mask": masks.window(20, 0)}, dlse=False, hopper=True,
                               seed=35))
-          for d, dtype in ((64, BF16), (128, F16), (192, BF16))),
+          for d, dtype in ((64, BF16), (104, BF16), (128, F16), (192, BF16))),
+        # With a sink a row that sees nothing has a finite lse whatever its query holds.
+        _not_finite(case_of("numbers that are not finite, and sinks, by warpgroups", BF16, (2, 1),
+                            (160, 150), (64, 64),
+                            lambda r: {"mask": masks.window(20, 0) & masks.mask(
+                                lambda b, h, i, j: i != 70), "sink": sink[:2]},
+                            dlse=False, hopper=True, seed=51)),
         # A pair that is dropped has a weight of 0, which an infinite value makes NaN.
         _not_finite(case_of("numbers that are not finite, and dropout, by warpgroups", F16, (2, 1),
                             (160, 150), (64, 64),
