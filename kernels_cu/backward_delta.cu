@@ -18,8 +18,8 @@ constexpr int AT_ONCE = THREADS / LANES;
 static_assert(BLOCK_Q % AT_ONCE == 0, "BLOCK_Q");
 
 // A lane's share of the sum over a row; neighbouring elements are `out_step` and `step` apart. The
-// order of the sum does not depend on how the row lies. Where 0 `skips`, whatever the gradient
-// holds there, an empty row has no part in the gradient of the sink.
+// order of the sum does not depend on how the row lies. Where there is a sink, outputs of 0 are
+// left out: an empty row has no part in the sink's gradient, whatever its do holds.
 __device__ __forceinline__ accum_t lane_sum(const storage_t* out, const storage_t* d_out,
                                             long long out_step, long long step, bool skips) {
   const bool aligned =

@@ -21,7 +21,8 @@ def backward_delta(first, last, shape, do, out, dlse, lse, sink, delta, dsink):
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     for item in range(first, last):
         b, h = item // shape.heads, item % shape.heads
-        # An empty row has no part in it, whatever its gradient holds.
+        # Where there is a sink, outputs of 0 are left out: an empty row has no part in the sink's
+        # gradient, whatever its do holds.
         skips = sink[h] != -math.inf
         for i in range(shape.len_q[b]):
             do_row = row_address(do, b, h, i, itemsize)
