@@ -15,40 +15,64 @@ namespace {
 constexpr int PIECES = (D_V + STORED_VECTOR - 1) / STORED_VECTOR;
 constexpr int LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // of a row
 constexpr int AT_ONCE = THREADS / LANES;
-static_assert(BLOCK_Q % AT_ONCE == 0, "BLOCK_Q");
+// Rows that a lane reads before it adds up the first of them. With more, fewer blocks find room.
+constexpr int AHEAD = 2;
+static_assert(BLOCK_Q % (AT_ONCE * AHEAD) == 0, "BLOCK_Q");
 
-// A lane's share of the sum over a row; neighbouring elements are `out_step` and `step` apart. The
-// order of the sum does not depend on how the row lies. Where there is a sink, outputs of 0 are
-// left out: an empty row has no part in the sink's gradient, whatever its do holds.
-__device__ __forceinline__ accum_t lane_sum(const storage_t* out, const storage_t* d_out,
-                                            long long out_step, long long step, bool skips) {
-  const bool aligned =
-      (reinterpret_cast<unsigned long long>(out) | reinterpret_cast<unsigned long long>(d_out)) %
-          sizeof(StoredVector) ==
-      0;
-  const bool vectors = D_V % STORED_VECTOR == 0 && aligned && out_step == 1 && step == 1;
-  accum_t value = 0;
-#pragma unroll 2
-  for (int piece = threadIdx.x % LANES; piece < PIECES; piece += LANES) {
-    StoredVector a, b;
-    if (vectors) {
-      a = reinterpret_cast<const StoredVector*>(out)[piece];
-      b = reinterpret_cast<const StoredVector*>(d_out)[piece];
-    } else {
-#pragma unroll
-      for (int x = 0; x < STORED_VECTOR; ++x) {
-        const int d = piece * STORED_VECTOR + x;
-        a.x[x] = d < D_V ? out[d * out_step] : storage_t(0);
-        b.x[x] = d < D_V ? d_out[d * step] : storage_t(0);
-      }
-    }
+// A block's rows of an array; neighbouring elements of one are `step` apart.
+struct Lying {
+  const storage_t* data;
+  long long row, step;
+
+  __device__ __forceinline__ Lying(const Operand& operand, long long from)
+      : data(reinterpret_cast<const storage_t*>(operand.data) + from),
+        row(operand.row),
+        step(operand.col) {}
+
+  __device__ __forceinline__ bool by_vectors() const {
+    const bool aligned = reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
+    return D_V % STORED_VECTOR == 0 && aligned && step == 1 && row % STORED_VECTOR == 0;
+  }
+  template <bool VECTORS>
+  __device__ __forceinline__ StoredVector piece(int number, int of) const {
+    const storage_t* const own = data + number * row;
+    if constexpr (VECTORS) return reinterpret_cast<const StoredVector*>(own)[of];
+    StoredVector made;
 #pragma unroll
     for (int x = 0; x < STORED_VECTOR; ++x) {
-      const accum_t element = number::widen(a.x[x]), gradient = number::widen(b.x[x]);
-      if (!skips || element != accum_t(0)) value += element * gradient;
+      const int d = of * STORED_VECTOR + x;
+      made.x[x] = d < D_V ? own[d * step] : storage_t(0);
+    }
+    return made;
+  }
+};
+
+// A lane's share of the sums over AHEAD rows from row `first` on, or over the last that exists. The
+// order of a sum does not depend on how rows lie. Where there is a sink, outputs of 0 are left out:
+// an empty row has no part in the sink's gradient, whatever its do holds.
+template <bool VECTORS>
+__device__ __forceinline__ void sum_rows(accum_t (&value)[AHEAD], const Lying& out,
+                                         const Lying& d_out, int first, int valid, bool skips) {
+#pragma unroll
+  for (int n = 0; n < AHEAD; ++n) value[n] = 0;
+#pragma unroll 1
+  for (int of = threadIdx.x % LANES; of < PIECES; of += LANES) {
+    StoredVector a[AHEAD], b[AHEAD];
+#pragma unroll
+    for (int n = 0; n < AHEAD; ++n) {
+      const int row = first + n * AT_ONCE, last = valid - 1;
+      a[n] = out.piece<VECTORS>(row < last ? row : last, of);
+      b[n] = d_out.piece<VECTORS>(row < last ? row : last, of);
+    }
+#pragma unroll
+    for (int n = 0; n < AHEAD; ++n) {
+#pragma unroll
+      for (int x = 0; x < STORED_VECTOR; ++x) {
+        const accum_t element = number::widen(a[n].x[x]), gradient = number::widen(b[n].x[x]);
+        if (!skips || element != accum_t(0)) value[n] += element * gradient;
+      }
     }
   }
-  return value;
 }
 
 }  // namespace
@@ -61,27 +85,32 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const long long i0 = blockIdx.x % p.blocks * BLOCK_Q;
   layout::Entry entry = {};  // of a packed array: all rows are counted from the first
   if constexpr (!PACKED) entry = layout::first_entry(p, number / p.heads);
-  const storage_t* const out = reinterpret_cast<const storage_t*>(p.out.data) +
-                               layout::offset(p.out, entry, h, false) + i0 * p.out.row;
-  const storage_t* const d_out = reinterpret_cast<const storage_t*>(p.d_out.data) +
-                                 layout::offset(p.d_out, entry, h, false) + i0 * p.d_out.row;
+  const Lying out(p.out, layout::offset(p.out, entry, h, false) + i0 * p.out.row);
+  const Lying d_out(p.d_out, layout::offset(p.d_out, entry, h, false) + i0 * p.d_out.row);
   const accum_t* const dlse = reinterpret_cast<const accum_t*>(p.dlse.data) +
                               layout::offset(p.dlse, entry, h, false) + i0 * p.dlse.row;
   accum_t* const delta = reinterpret_cast<accum_t*>(p.delta.data) +
                          layout::offset(p.delta, entry, h, false) + i0 * p.delta.row;
-#pragma unroll 2
-  for (int step = 0; step < BLOCK_Q; step += AT_ONCE) {
-    const int row = step + threadIdx.x / LANES;
-    const bool exists = i0 + row < length;
-    accum_t value = 0;
-    if (exists) {
-      value = lane_sum(out + row * p.out.row, d_out + row * p.d_out.row, p.out.col, p.d_out.col,
-                       p.sink != nullptr);
+  const int valid = length - i0 < BLOCK_Q ? static_cast<int>(length - i0) : BLOCK_Q;
+  const bool vectors = out.by_vectors() && d_out.by_vectors(), skips = p.sink != nullptr;
+#pragma unroll 1
+  for (int first = threadIdx.x / LANES; first < BLOCK_Q; first += AT_ONCE * AHEAD) {
+    accum_t value[AHEAD];
+    if (vectors) {
+      sum_rows<true>(value, out, d_out, first, valid, skips);
+    } else {
+      sum_rows<false>(value, out, d_out, first, valid, skips);
     }
 #pragma unroll
-    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) value += arch::shuffle_xor(value, lanes);
-    if (!exists || threadIdx.x % LANES != 0) continue;
-    if (p.dlse.data != nullptr) value -= dlse[row * p.dlse.row];
-    delta[row * p.delta.row] = value;
+    for (int n = 0; n < AHEAD; ++n) {
+#pragma unroll
+      for (int lanes = LANES / 2; lanes > 0; lanes /= 2) {
+        value[n] += arch::shuffle_xor(value[n], lanes);
+      }
+      const int row = first + n * AT_ONCE;
+      if (row >= valid || threadIdx.x % LANES != 0) continue;
+      if (p.dlse.data != nullptr) value[n] -= dlse[row * p.dlse.row];
+      delta[row * p.delta.row] = value[n];
+    }
   }
 }

@@ -84,7 +84,7 @@ ONLY_CUDA = {
         "gradient_tile, in whose steps the next product begins": "weigh",
     },
     "backward_delta.cu": {
-        "lanes share a row": "lane_sum",
+        "lanes share rows, two at a time": "sum_rows",
     },
     "backward_sm80_dkdv.cu": {
         "what a block knows of a head lies in shared memory": "copy_of first_of",
