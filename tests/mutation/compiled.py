@@ -11,11 +11,12 @@ from emulator.machine import Machine
 
 SECONDS = 60  # that the compiler gets
 # An index behind the end of an array that the compiler knows ends the process: g++ would otherwise
-# take for granted that there is none, and end a mutant's loop as the original's.
+# take for granted that there is none, and end a mutant's loop as the original's. So does a vector
+# where none may lie, which a CPU reads and a GPU does not.
 FLAGS = (
     "-w",
     "-Werror=return-type",
-    "-fsanitize=bounds-strict",
+    "-fsanitize=alignment,bounds-strict",
     "-fsanitize-undefined-trap-on-error",
     *build.FLAVOURS["races"],
 )
