@@ -136,9 +136,10 @@ def cases() -> list[Case]:
                 blocks=(16, 32, 32), tensor=True, schedule=randomly(3), seed=21,
                 deterministic=True),
         *(case_of(f"bias of {what} by tensor cores", F16, (2, 1), (75, 70), (24, 16),
-                  lambda r, shape=shape: {"bias": normal(r, *shape)}, blocks=(16, 32, 32),
+                  lambda r, shape=shape: {"bias": normal(r, *shape)}, blocks=blocks,
                   dlse=False, tensor=True, seed=53)
-          for what, shape in (("keys", (2, 1, 70)), ("queries", (1, 75, 1)))),
+          for what, shape, blocks in (("keys", (2, 1, 70), (64, 32, 64)),
+                                      ("queries", (1, 75, 1), (16, 32, 64)))),
         case_of("bias of packed sequences by tensor cores", BF16, (2, 1), (0, 0), (24, 16),
                 lambda r: {"mask": masks.window(12, 3), "bias": normal(r, 2, 19, 33)},
                 offsets=PACKED, blocks=(16, 16, 32), dlse=False, tensor=True, seed=48),
