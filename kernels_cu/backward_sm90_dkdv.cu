@@ -47,8 +47,11 @@ constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
 // Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
 constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
 // Whether a tile's dS is multiplied during the next one, by one warpgroup; slower for narrow heads.
-constexpr bool DEFERS_DQ = ADDS_DQ && !SHARES_KEYS && !TAKES_TURNS && !HAS_SCORE && STORAGE == 1 &&
-                           !(HAS_MASK && HAS_DROPOUT);
+constexpr bool DEFERS_DQ =
+    ADDS_DQ && !SHARES_KEYS && !TAKES_TURNS && !HAS_SCORE && !(HAS_MASK && HAS_DROPOUT);
+// Whether each warp has a unit of its own for dS in float16, after the first one of all: then
+// nobody waits to hear of another's.
+constexpr bool OWN_UNITS = STORAGE == 0 && DEFERS_DQ;
 // Whether weights are made between the steps of dP's product; slower for wider heads.
 constexpr bool MIXES_DP = !SHARES_KEYS && !MAY_MASK && D <= 64 && D_V <= 64;
 // Whether the mask is asked before the product for scores begins, or beside it: either measured.
@@ -174,16 +177,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // Where dq is deferred: the tile before, whose part of it is to be added, if there is one.
   float* deferred_gmem = nullptr;
   int deferred_rows = 0;
-  const auto add_deferred = [&](int first_line, int end_line) {
+  const auto add_deferred = [&](int first_line, int end_line, bool together) {
     const unsigned int n = tile_number - 1;
     warpgroup::wait(full(d_scores, n), parity_of(n));
+    const int stage = stage_of(n);
+    float unit = 1;
+    if constexpr (OWN_UNITS) {
+      unit = warpgroup_gradient::unify(known_smem->factors[stage], ds_smem + stage * DS_BYTES,
+                                       together);
+    }
 #pragma unroll 1
     for (int line = first_line; line < end_line; ++line) {
       float dq[2][COLUMNS_Q];
       arch::fence_products();
-      begin_dq(dq, describe_ds(stage_of(n)), line);
+      begin_dq(dq, describe_ds(stage), line);
       arch::wait_products<0>();
       arch::take_product(dq);
+      if constexpr (OWN_UNITS) matmul::scale(dq, fragment_gradient::Unit{unit}.inverse());
       // Before sums are added: the other one may be waiting already.
       if (line + 1 == end_line && stage_of(n) == own) warpgroup::release(empty(d_scores, n));
       warpgroup_gradient::add_rows(dq, deferred_gmem, line * warpgroup::LINE_COLUMNS, 0,
@@ -199,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     warpgroup_gradient::clear_missing_keys(k_smem, v_smem, known_smem->nj);
   }
   if constexpr (ADDS_DQ && MAY_MASK) {
-    spoilt_keys = warpgroup_gradient::are_keys_spoilt(*known_smem, k_smem);
+    spoilt_keys = warpgroup_gradient::are_keys_spoilt(k_smem);
     if (DEFERS_DQ && spoilt_keys) {
       warpgroup_gradient::copy_finite_keys(k_smem, finite_k_smem);
       finite_k = arch::shared_address(finite_k_smem);
@@ -271,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const auto look = [&] {
         if (!NUMBERS_TELL || !masked || known_smem->doubtful[stage] == 0) return;
         warpgroup::wait(full_d_out(*known_smem, stage), parity);
-        careful = warpgroup_gradient::is_spoilt(*known_smem, stage, own_q_smem, own_do_smem);
+        careful = warpgroup_gradient::is_spoilt(own_q_smem, own_do_smem);
       };
       if constexpr (DEFERS_DQ) look();
       arch::fence_products();
@@ -319,8 +329,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // P: where warpgroups share keys, or for what is not finite in place of dS.
       char* const p_smem = own_ds_smem + (SHARES_KEYS ? DS_PLACES * DS_BYTES : 0);
       constexpr bool STORES_DS = ADDS_DQ || SHARES_KEYS;
+      const auto widen = [&](float largest) {
+        fragment_gradient::Unit unit{factor, 32768.0f * inverse()};
+        unit.widen(largest, dk);
+        factor = unit.factor;
+      };
       const auto store = [&] {
+        if (OWN_UNITS && factor == fragment_gradient::Unit::factor_for(0.0f)) {  // every warp's
+          widen(warpgroup_gradient::largest_of_tile(known_smem->largest[stage], dp));
+        }
         fragment_gradient::narrow(dp, factor, ds);
+        if constexpr (OWN_UNITS) {  // too large for the warp's unit, or NaN
+          if (arch::any_lane(!warpgroup_gradient::all_finite(ds))) {
+            widen(fragment_gradient::largest_finite(dp));
+            fragment_gradient::narrow(dp, factor, ds);
+          }
+          if (arch::lane_index() == 0) known_smem->factors[stage][warp] = factor;
+        }
         if constexpr (STORES_DS) {
           warpgroup_gradient::store_words(ds, words_at, arch::shared_address(own_ds_smem));
         }
@@ -339,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // Two tiles ago it was multiplied for dq.
       if constexpr (DEFERS_DQ) warpgroup::wait(empty(d_scores, tile_number), parity ^ 1);
       if (MASKS && !SHARES_KEYS && may_hide) {
-        if constexpr (VOTES) careful = any_warp(known_smem->nonfinite[stage], nonfinite);
+        if constexpr (VOTES) careful = any_thread(nonfinite);
         if (careful) {
           warpgroup_gradient::store_words(weights, words_at, arch::shared_address(p_smem));
           __syncwarp();  // the warp's keys, which its lanes wrote
@@ -365,28 +390,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if constexpr (!SHARES_KEYS && !DV_FIRST) begin_dv();
       if constexpr (STORES_DS) arch::publish_shared();
       const bool votes = VOTES && SHARES_KEYS && may_hide;
-      if (votes) careful = any_warp(known_smem->nonfinite[stage], nonfinite);
-      if constexpr (STORAGE == 0) {
-        const bool exceeds = fragment_gradient::largest_of(dp) * factor > 32768.0f;
-        if (any_warp(known_smem->exceeds[stage], exceeds)) {
-          const float own_largest = fragment_gradient::largest_finite(dp);
-          if (arch::lane_index() == 0) known_smem->largest[warp] = own_largest;
-          arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the warps' largest
-          float largest = 0;
-#pragma unroll
-          for (int x = 0; x < CONSUMER_WARPS; ++x) {
-            largest = fmax(largest, known_smem->largest[x]);
-          }
-          fragment_gradient::Unit unit{factor, 32768.0f * inverse()};
-          unit.widen(largest, dk);
-          factor = unit.factor;
+      if (votes) careful = any_thread(nonfinite);
+      if constexpr (STORAGE == 0 && !OWN_UNITS) {
+        if (any_thread(!warpgroup_gradient::all_finite(ds))) {  // too large for their unit, or NaN
+          widen(warpgroup_gradient::largest_of_tile(known_smem->largest[stage], dp));
           store();
           if constexpr (STORES_DS) arch::publish_shared();
           arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS in its new unit
         }
-        // Rounded again, so that it does not wait in registers.
-        arch::take_product(dp);
-        fragment_gradient::narrow(dp, factor, ds);
       } else if constexpr (DEFERS_DQ) {
         warpgroup::release_of_warp(full(d_scores, tile_number));
       } else if (STORES_DS && !votes) {
@@ -417,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         begin_dk();
       }
       if constexpr (DEFERS_DQ) {
-        if (deferred_gmem != nullptr && stage != own) add_deferred(0, OwnLines<D>::LINES);
+        if (deferred_gmem != nullptr && stage != own) add_deferred(0, OwnLines<D>::LINES, false);
         deferred_gmem = sum_gmem;
         deferred_rows = ni;
       } else if constexpr (ADDS_DQ && !TAKES_TURNS) {
@@ -456,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::arrive(empty(told, n));
   }
 
-  if (DEFERS_DQ && deferred_gmem != nullptr) add_deferred(own, own + 1);
+  if (DEFERS_DQ && deferred_gmem != nullptr) add_deferred(own, own + 1, true);
   // 7 scale and store
   if constexpr (STORAGE == 0) matmul::scale(dk, inverse());
   const layout::Entry& entry = known_smem->entry;

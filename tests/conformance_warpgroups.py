@@ -31,6 +31,13 @@ def _turned(given: Array, lanes: int) -> Array:
     return np.roll(given.reshape(-1, THREADS, given.shape[1]), -lanes, 1).reshape(given.shape)
 
 
+def _voted(conditions: Array, threads: int) -> Array:
+    """For every thread whether one among so many neighbours found it."""
+    any_of = conditions.reshape(-1, threads, conditions.shape[1]).any(1)
+    assert 0 < any_of.mean() < 1
+    return np.repeat(any_of, threads, 0).astype(np.uint32)
+
+
 # -- barriers -------------------------------------------------------------------------------------
 
 PHASES = Case(
@@ -71,6 +78,16 @@ NUMBERED = Case(
     """,
     lambda: _any_words(1, 3),
     lambda given: _turned(given, 64),
+)
+VOTES = Case(
+    "any_at",
+    """
+      for (int n = 0; n < 4; ++n) {
+        out[n] = arch::any_at(1 + t / 64, 64, in[n] % 64 == 0);
+      }
+    """,
+    lambda: _any_words(4, 4),
+    lambda given: _voted(given % 64 == 0, 64),
 )
 
 # -- copies of boxes ------------------------------------------------------------------------------
@@ -418,4 +435,4 @@ PRODUCTS = [
 PRODUCTS += [product(form, name, 128, False) for form in WIDTHS for name in TYPES]
 PRODUCTS += [product_of_floats(columns, whole) for columns in (64, 128) for whole in (True, False)]
 
-CASES = [PHASES, NUMBERED, COPY, STORE, REGISTERS, *PRODUCTS]
+CASES = [PHASES, NUMBERED, VOTES, COPY, STORE, REGISTERS, *PRODUCTS]

@@ -103,16 +103,32 @@ PROBLEMS = {
 
 
 @emulated
-@pytest.mark.parametrize("number", range(len(PROBLEMS)), ids=list(PROBLEMS))
-def test_gradients_are_within_the_bound(number):
-    dtype = (HALF, BRAIN)[number % 2]
-    name = list(PROBLEMS)[number]
+@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_are_within_the_bound(name, dtype):
     heads, heads_kv, len_q, len_k, d, d_v, options, tiles = PROBLEMS[name]
     shapes = (heads, len_q, d), (heads_kv, len_k, d), (heads_kv, len_k, d_v), (heads, len_q, d_v)
     q, k, v, do = draw(dtype, *shapes)
     made, visited = run(q, k, v, do, **options)
     assert worst(q, k, v, do, made, **options) <= 1
     assert visited == tiles
+
+
+@emulated
+@pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_warps_have_units_of_their_own(d, order):
+    # None in the first tile, and then from tile to tile 2^8 times larger or smaller; from warp to
+    # warp 2^5 times: each soon has a unit of its own, unless warps share keys.
+    q, k, v, do = draw(np.float32, (2, 300, d), *[(1, 140, d)] * 2, (2, 300, d))
+    tiles, warps = np.arange(300) // 64, np.arange(140) // 16
+    do *= np.where(tiles > 0, 2.0 ** (8 * order * (tiles - 2.5)), 0)[:, None]
+    v *= 2.0 ** (5 * (warps % 3))[:, None]
+    q, k, v, do = (x.astype(HALF) for x in (q, k, v, do))
+    for deterministic in (False, True):
+        with np.errstate(over="ignore"):
+            made, _ = run(q, k, v, do, deterministic)
+        assert worst(q, k, v, do, made) <= 1
 
 
 @emulated
@@ -314,11 +330,12 @@ STATEMENTS = [
 
 
 def everything(read, schedule):
-    """Run what meets every wait: dS that outgrows its unit, masks, and values not finite."""
+    """Run what meets every wait: dS that outgrows its warp's unit, masks, and values not finite."""
     q, k, v, do = draw(HALF, (4, 200, 128), *[(1, 140, 128)] * 2, (4, 200, 128))
     do[:, 64:] *= HALF.type(1000)
     options = {"schedule": schedule, "read": read}
-    run(q, k, v, do, **options)
+    units = 2.0 ** (5 * (np.arange(140) // 16 % 3))
+    run(q, k, v * units[:, None].astype(HALF), do, **options)
     do[:, 150], k[:, 3] = np.inf, np.nan
     changed = {"score_mod": scores.softcap(30.0)}
     for dtype, d, deterministic, more in (

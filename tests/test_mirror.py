@@ -109,7 +109,7 @@ ONLY_CUDA = {
             "place_of class_of first_of stage_of parity_of full empty full_d_out wait_for_place "
             "each_tile bring_numbers"
         ),
-        "what warps found, for all of a block": "any_warp",
+        "what a thread found, for all of a block": "any_thread",
         "the order in which blocks run, and sums that several of them add to": (
             "taking_turns grouped_offset"
         ),
@@ -198,7 +198,9 @@ ONLY_CUDA = {
         ),
         "draws where pairs lie in fragments": "draw transpose",
         "P and dS in 16 bits, in shared memory": "narrow store_word store_words scale_words",
-        "dS is scaled before it is rounded to float16": "largest_of largest_finite",
+        "dS is scaled before it is rounded to float16": (
+            "largest_of largest_finite largest_of_tile unify"
+        ),
         "P and dS by warpgroups": "find_hidden hide_pairs narrow_kept place_of_words",
         "lse and delta, loaded while products are computed": "numbers_from delta_from",
         "sums of dq in global memory": "place_of_sum add_rows",

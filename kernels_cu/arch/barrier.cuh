@@ -40,9 +40,23 @@ __device__ __forceinline__ bool try_wait(unsigned int barrier, int parity) {
 }
 
 // Waits at one of 16 barriers until so many threads have come, those that only arrive included.
-// Whole warps call this and the next.
+// Whole warps call this and the next two.
 __device__ __forceinline__ void meet_at(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// The same, and tells every one of these threads whether the condition holds for any of them.
+__device__ __forceinline__ bool any_at(int number, int threads, bool condition) {
+  unsigned int any;
+  asm volatile(
+      "{\n.reg .pred p, q;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "bar.red.or.pred q, %2, %3, p;\n"
+      "selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(condition ? 1u : 0u), "r"(number), "r"(threads)
+      : "memory");
+  return any != 0;
 }
 
 // Comes to such a barrier, and goes on.

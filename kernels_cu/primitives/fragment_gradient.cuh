@@ -409,8 +409,8 @@ __device__ __forceinline__ void score_gradients(
 // -- dS in 16 bits --------------------------------------------------------------------------------
 
 // dS is multiplied by a power of two before it is rounded to float16, so that it neither overflows
-// nor vanishes. The largest one comes to 2^7 at least, and nothing exceeds 2^15; sums are in the
-// same unit, and follow when it changes.
+// nor vanishes. The largest one comes to 2^7 at least, and nothing to 2^16; sums are in the same
+// unit, and follow when it changes.
 struct Unit {
   float factor = 1.0f;
   float largest = STORAGE == 0 ? 0.0f : number::infinity();  // that may come before it changes

@@ -162,10 +162,8 @@ struct Known {
   Passing d_scores;         // dS, where dq is deferred
   float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
   unsigned int doubtful[STAGES];  // whether queries or do may not be finite
-  // What warps found in a tile, or of the keys.
-  unsigned int nonfinite[STAGES][CONSUMER_WARPS], spoilt_keys[CONSUMER_WARPS];
-  unsigned int exceeds[STAGES][CONSUMER_WARPS];
-  float largest[CONSUMER_WARPS];
+  // Of a tile's dS: the warps' largest, and what they multiplied theirs by.
+  float largest[STAGES][CONSUMER_WARPS], factors[STAGES][CONSUMER_WARPS];
 
   // Makes all barriers but that of the keys and values.
   __device__ __forceinline__ void init_barriers() {
@@ -192,17 +190,10 @@ __device__ __forceinline__ unsigned int full_d_out(Known& known, unsigned int n)
 
 constexpr int TOGETHER = 1;  // the barrier of all that compute
 
-// Whether a condition holds for any thread that computes, by way of a place for each warp; and what
-// was written to shared memory before has been written.
-__device__ __forceinline__ bool any_warp(unsigned int (&found_smem)[CONSUMER_WARPS],
-                                         bool condition) {
-  const bool of_warp = arch::any_lane(condition);
-  if (arch::lane_index() == 0) found_smem[threadIdx.x / arch::WARP_SIZE] = of_warp ? 1 : 0;
-  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // what warps found, and wrote
-  unsigned int any = 0;
-#pragma unroll
-  for (int n = 0; n < CONSUMER_WARPS; ++n) any |= found_smem[n];
-  return any != 0;
+// Whether a condition holds for any thread that computes; and what was written to shared memory
+// before has been written. The vote tells the compiler that lanes agree.
+__device__ __forceinline__ bool any_thread(bool condition) {
+  return arch::any_lane(arch::any_at(TOGETHER, CONSUMER_THREADS, condition));
 }
 
 // Tells what a block is to work on, by one thread.

@@ -99,6 +99,9 @@ void wait_phase(const char* what, Where where, unsigned int address, int parity)
 // Barriers with a number: counts the running thread in, and waits for the others where `stays`.
 void meet_at(const char* what, Where where, int number, int threads, bool stays);
 
+// Such a barrier at which all wait, and vote: whether the condition holds for any of them.
+bool any_at(const char* what, Where where, int number, int threads, bool condition);
+
 // What this thread wrote to shared memory is what matrix instructions of a warpgroup find there.
 void publish_shared();
 

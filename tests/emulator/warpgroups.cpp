@@ -51,6 +51,7 @@ struct Barrier {
 struct Numbered {
   int threads = 0, come = 0;
   unsigned int times = 0;
+  bool votes = false, any = false, found = false;
   races::Clocks coming, over;
 };
 
@@ -335,26 +336,48 @@ void wait_phase(const char* what, Where where, unsigned int address, int parity)
   races::acquire(barrier.over);
 }
 
-void meet_at(const char* what, Where where, int number, int threads, bool stays) {
+namespace {
+
+// Comes to a barrier with a number; returns what it was voted, where it stays.
+bool come_to(const char* what, Where where, int number, int threads, bool stays, bool votes,
+             bool condition) {
   if (number < 0 || number > 15 || threads < 1 || threads % static_cast<int>(WARP) != 0) {
     wrong(what, where, "barrier %d, %d threads", number, threads);
   }
   Numbered& barrier = numbered[number];
-  if (barrier.come == 0) barrier.threads = threads;
+  if (barrier.come == 0) {
+    barrier.threads = threads;
+    barrier.votes = votes;
+    barrier.any = false;
+  }
   if (barrier.threads != threads) {
     wrong(what, where, "barrier %d is one of %d threads, not %d", number, barrier.threads, threads);
   }
+  if (barrier.votes != votes) wrong(what, where, "not all threads vote at barrier %d", number);
+  barrier.any = barrier.any || condition;
   races::release(barrier.coming);
   const unsigned int times = barrier.times;
   if (++barrier.come == threads) {
     barrier.come = 0;
     barrier.over = barrier.coming;
+    barrier.found = barrier.any;
     ++barrier.times;
   }
-  if (!stays) return;
+  if (!stays) return false;
   const auto over = [&barrier, times] { return barrier.times != times; };
   if (!over()) turns::wait_until(what, where, over);
   races::acquire(barrier.over);
+  return barrier.found;
+}
+
+}  // namespace
+
+void meet_at(const char* what, Where where, int number, int threads, bool stays) {
+  come_to(what, where, number, threads, stays, false, false);
+}
+
+bool any_at(const char* what, Where where, int number, int threads, bool condition) {
+  return come_to(what, where, number, threads, true, true, condition);
 }
 
 void publish_shared() { races::publish(); }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from emulator.machine import randomly
@@ -28,6 +29,21 @@ def _not_finite(case: Case) -> Case:
     return not_finite(case, SPOTS)
 
 
+def _own_units(case: Case) -> Case:
+    """Let gradients grow from tile to tile and warp to warp; half of its keys weigh little.
+
+    In the last tile only those of the first queries grow, and in the first one there are none.
+    """
+    arrays = {name: np.array(getattr(case.problem, name)) for name in ("q", "k", "v", "do")}
+    queries, keys = (np.arange(arrays[name].shape[-2])[:, None] for name in ("q", "k"))
+    tiles = np.where(queries % 64 < 8, queries // 64, np.minimum(queries // 64, 3))
+    arrays["do"] *= np.where(tiles > 0, 2.0 ** (8 * tiles - 20), 0).astype(F16)
+    arrays["v"] *= (2.0 ** (5 * (keys // 16 % 3))).astype(F16)
+    arrays["q"][..., :1] = 6
+    arrays["k"][..., :1] = np.where((keys // 16 + keys // 8) % 2, 0, -8)
+    return replace(case, problem=replace(case.problem, **arrays))
+
+
 def cases() -> list[Case]:
     """Return the problems, cheap ones that find much first."""
     # Of a tile of the first queries some warps see all and some nothing; others begin with a FULL
@@ -39,6 +55,8 @@ def cases() -> list[Case]:
         # Five tiles of each of two heads: dq is deferred.
         case_of("deferred by warpgroups", BF16, (2, 1), (300, 140), (104, 128), hopper=True,
                 schedule=randomly(6), seed=47),
+        _own_units(case_of("units of warps by warpgroups", F16, (2, 1), (300, 140), (72, 128),
+                           dlse=False, hopper=True, schedule=randomly(8), seed=52)),
         case_of("packed and deferred by warpgroups", BF16, (2, 1), (0, 0), (104, 128),
                 offsets=PACKED, hopper=True, schedule=randomly(7), seed=48),
         case_of("everything by warpgroups", F16, (4, 2), (80, 150), (64, 72),

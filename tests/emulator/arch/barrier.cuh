@@ -27,6 +27,10 @@ inline void meet_at(int number, int threads, EMULATOR_WHERE) {
   emulator::meet_at("meet_at", {file, line}, number, threads, true);
 }
 
+inline bool any_at(int number, int threads, bool condition, EMULATOR_WHERE) {
+  return emulator::any_at("any_at", {file, line}, number, threads, condition);
+}
+
 inline void arrive_at(int number, int threads, EMULATOR_WHERE) {
   emulator::meet_at("arrive_at", {file, line}, number, threads, false);
 }
