@@ -22,6 +22,7 @@
 // STORES_BOXES, dk and dv.
 #include "params.cuh"
 #include "primitives/warpgroup_gradient.cuh"
+#include "primitives/warpgroup_unit.cuh"
 
 namespace {
 
@@ -153,9 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   float dk[2][OwnLines<D>::COLUMNS], dv[2][OwnLines<D_V>::COLUMNS];
   matmul::clear(dk);
   matmul::clear(dv);
-  // Of dS in 16 bits, as large as it can be at first.
-  float factor = STORAGE == 0 ? fragment_gradient::Unit::factor_for(0.0f) : 1.0f;
-  const auto inverse = [&] { return fragment_gradient::Unit{factor}.inverse(); };
+  warpgroup_unit::WarpUnit unit;  // of dS in 16 bits
   unsigned int tile_number = 0;
   unsigned long long visited = 0;
 
@@ -181,10 +180,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const unsigned int n = tile_number - 1;
     warpgroup::wait(full(d_scores, n), parity_of(n));
     const int stage = stage_of(n);
-    float unit = 1;
     if constexpr (OWN_UNITS) {
-      unit = warpgroup_gradient::unify(known_smem->factors[stage], ds_smem + stage * DS_BYTES,
-                                       together);
+      unit.agreed =
+          warpgroup_unit::unify(known_smem->factors[stage], ds_smem + stage * DS_BYTES, together);
     }
 #pragma unroll 1
     for (int line = first_line; line < end_line; ++line) {
@@ -193,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       begin_dq(dq, describe_ds(stage), line);
       arch::wait_products<0>();
       arch::take_product(dq);
-      if constexpr (OWN_UNITS) matmul::scale(dq, fragment_gradient::Unit{unit}.inverse());
+      if constexpr (OWN_UNITS) matmul::scale(dq, fragment_gradient::Unit{unit.agreed}.inverse());
       // Before sums are added: the other one may be waiting already.
       if (line + 1 == end_line && stage_of(n) == own) warpgroup::release(empty(d_scores, n));
       warpgroup_gradient::add_rows(dq, deferred_gmem, line * warpgroup::LINE_COLUMNS, 0,
@@ -329,22 +327,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // P: where warpgroups share keys, or for what is not finite in place of dS.
       char* const p_smem = own_ds_smem + (SHARES_KEYS ? DS_PLACES * DS_BYTES : 0);
       constexpr bool STORES_DS = ADDS_DQ || SHARES_KEYS;
-      const auto widen = [&](float largest) {
-        fragment_gradient::Unit unit{factor, 32768.0f * inverse()};
-        unit.widen(largest, dk);
-        factor = unit.factor;
-      };
       const auto store = [&] {
-        if (OWN_UNITS && factor == fragment_gradient::Unit::factor_for(0.0f)) {  // every warp's
-          widen(warpgroup_gradient::largest_of_tile(known_smem->largest[stage], dp));
+        if (OWN_UNITS && unit.is_first()) {  // every warp's
+          unit.widen(warpgroup_unit::largest_of_tile(known_smem->largest[stage], dp), dk);
+        } else if constexpr (OWN_UNITS) {
+          unit.agree(dk);
         }
-        fragment_gradient::narrow(dp, factor, ds);
+        fragment_gradient::narrow(dp, unit.factor, ds);
         if constexpr (OWN_UNITS) {  // too large for the warp's unit, or NaN
           if (arch::any_lane(!warpgroup_gradient::all_finite(ds))) {
-            widen(fragment_gradient::largest_finite(dp));
-            fragment_gradient::narrow(dp, factor, ds);
+            unit.widen(fragment_gradient::largest_finite(dp), dk);
+            fragment_gradient::narrow(dp, unit.factor, ds);
           }
-          if (arch::lane_index() == 0) known_smem->factors[stage][warp] = factor;
+          if (arch::lane_index() == 0) known_smem->factors[stage][warp] = unit.factor;
         }
         if constexpr (STORES_DS) {
           warpgroup_gradient::store_words(ds, words_at, arch::shared_address(own_ds_smem));
@@ -393,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (votes) careful = any_thread(nonfinite);
       if constexpr (STORAGE == 0 && !OWN_UNITS) {
         if (any_thread(!warpgroup_gradient::all_finite(ds))) {  // too large for their unit, or NaN
-          widen(warpgroup_gradient::largest_of_tile(known_smem->largest[stage], dp));
+          unit.widen(warpgroup_unit::largest_of_tile(known_smem->largest[stage], dp), dk);
           store();
           if constexpr (STORES_DS) arch::publish_shared();
           arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS in its new unit
@@ -412,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const warpgroup::Described ds_described = describe_ds(stage);
       const auto add_dq = [&] {
         arch::take_product(dq);
-        if constexpr (STORAGE == 0) matmul::scale(dq, inverse());
+        if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
         warpgroup_gradient::add_rows(dq, sum_gmem, line * warpgroup::LINE_COLUMNS, share_k.begin,
                                      ni);
       };
@@ -469,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   if (DEFERS_DQ && deferred_gmem != nullptr) add_deferred(own, own + 1, true);
   // 7 scale and store
-  if constexpr (STORAGE == 0) matmul::scale(dk, inverse());
+  if constexpr (STORAGE == 0) matmul::scale(dk, unit.inverse());
   const layout::Entry& entry = known_smem->entry;
   const int h_kv = known_smem->h_kv, nj = known_smem->nj;
   const long long j0 = known_smem->j0;

@@ -14,6 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG_FILES = {  # take a minute and more
+    "test_backward_sm90", "test_cuda_compile", "test_emulator", "test_emulator_faults",
+    "test_forward_sm80", "test_forward_sm90", "test_forward_sm90_masks", "test_mutants",
+    "test_outputs",
+}  # fmt: skip
 EMULATOR_CACHE = "CUPYFLASH_EMULATOR_CACHE"  # of kernels that are compiled for the CPU
 
 # `python -m pytest` puts the current folder on sys.path. In a checkout that would give a
@@ -86,11 +91,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False  # which is by the number of tests
     return LoadFileScheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG_FILES)  # so that workers end together
+    keep_share(config, items)
+
+
+def keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep a share of the tests, say every 8th from the 3rd on, where the environment names it."""
     share = os.environ.get("CUPYFLASH_TEST_SHARE")  # "3/8"
     if share is None:

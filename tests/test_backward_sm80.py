@@ -68,6 +68,14 @@ def test_more_tiles_than_are_classified_at_once(name, deterministic):
 
 
 @emulated
+def test_more_blocks_of_keys_than_take_turns():
+    q, k, v, do = (x.astype(HALF) for x in draw((2, 20, 8), *[(2, 4200, 8)] * 2, (2, 20, 8)))
+    mask = masks.mask(lambda b, h, i, j: (i + j) % 2 == 0)
+    made = run(q, k, v, do, False, Blocks(16, 16, 32), mask=mask)
+    assert worst(q, k, v, do, made, mask=mask) <= 1
+
+
+@emulated
 @MODES
 @TILES
 @pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])

@@ -132,6 +132,17 @@ def test_warps_have_units_of_their_own(d, order):
 
 
 @emulated
+def test_the_first_unit_is_of_dk_alone():
+    # The first tile's queries see one key, and of do one column is not 0, so that their dS is 0
+    # exactly, but dv is not.
+    q, k, v, do = draw(HALF, *[(1, 130, 128)] * 4)
+    do[..., 1:] = 0
+    one_key = masks.mask(lambda b, h, i, j: (i >= 64) | (j == 0))
+    made, _ = run(q, k, v, do, mask=one_key)
+    assert worst(q, k, v, do, made, mask=one_key) <= 1
+
+
+@emulated
 def test_shared_queries_and_keys_in_any_place():
     # Sequences before heads, do with gaps, keys and values of other batch entries.
     q, k, v, do = draw(
@@ -324,6 +335,7 @@ STATEMENTS = [
         "backward_sm90_dkdv.cu",
         "primitives/warpgroup_passing.cuh",
         "primitives/warpgroup_gradient.cuh",
+        "primitives/warpgroup_unit.cuh",
     )
     for number in range(len(ORDERS.findall((FOLDER / name).read_text())))
 ]
@@ -332,7 +344,8 @@ STATEMENTS = [
 def everything(read, schedule):
     """Run what meets every wait: dS that outgrows its warp's unit, masks, and values not finite."""
     q, k, v, do = draw(HALF, (4, 200, 128), *[(1, 140, 128)] * 2, (4, 200, 128))
-    do[:, 64:] *= HALF.type(1000)
+    do[:, :64] *= HALF.type(2.0**-9)
+    do[-1, 192:] *= HALF.type(2.0**11)  # in the last tile of all, too
     options = {"schedule": schedule, "read": read}
     units = 2.0 ** (5 * (np.arange(140) // 16 % 3))
     run(q, k, v * units[:, None].astype(HALF), do, **options)

@@ -69,6 +69,7 @@ OTHER_STEMS = {
     "fragment_product": "products by tensor cores, which the CPU has no like of",
     "fragment_gradient": "gradient_tile, where scores lie as tensor cores leave them",
     "warpgroup_gradient": "gradient_tile, where scores lie as tensor cores leave them",
+    "warpgroup_unit": "dS is scaled before it is rounded to float16, which the CPU does not do",
     "fragment_softmax": "softmax, where scores lie as tensor cores leave them",
 }
 
@@ -111,7 +112,7 @@ ONLY_CUDA = {
         ),
         "what a thread found, for all of a block": "any_thread",
         "the order in which blocks run, and sums that several of them add to": (
-            "taking_turns grouped_offset"
+            "taking_turns heads_at_a_time grouped_offset"
         ),
     },
     "primitives/memory.cuh": {

@@ -146,12 +146,11 @@ __device__ __forceinline__ Work work_of(const Params& p, long long number, int h
   return work;
 }
 
-// Another number for a block of rows, so that `heads` heads take turns, as many as a GPU works on
-// at a time: the first blocks of these heads, then the second ones. Under a causal mask the last
-// ones are short, and all of a GPU is busy to the end.
+// Another number for a block of rows, so that of `heads` heads `most` take turns: the first blocks
+// of these heads, then the second ones. Under a causal mask the last ones are short, and all of a
+// GPU is busy to the end.
 __device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number,
-                                                     unsigned int heads) {
-  constexpr unsigned int AT_A_TIME = 256;  // blocks
+                                                     unsigned int heads, unsigned int most) {
   if constexpr (!PACKED) {
 #pragma unroll
     for (int axis = 0; axis < MAX_LEAD; ++axis) {
@@ -159,16 +158,26 @@ __device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned i
     }
   }
   const unsigned int blocks = static_cast<unsigned int>(p.blocks);
-  const unsigned int most = blocks < AT_A_TIME ? AT_A_TIME / blocks : 1;
   const unsigned int first = number / (blocks * most) * most;
   const unsigned int taking = heads - first < most ? heads - first : most;
   const unsigned int turn = number - first * blocks;
   return (first + turn % taking) * blocks + turn / taking;
 }
 
-// The same of a block of keys.
+// As many heads as have the blocks that a GPU works on at a time.
+__device__ __forceinline__ unsigned int heads_at_a_time(const Params& p) {
+  constexpr unsigned int BLOCKS = 256;
+  const unsigned int blocks = static_cast<unsigned int>(p.blocks);
+  return blocks < BLOCKS ? BLOCKS / blocks : 1;
+}
+
+// Another number for a block of keys. While blocks add to sums of dq, the second-level cache has to
+// hold those of all heads that are worked on: of few ones, and without a mask one after the other.
 __device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number) {
-  return taking_turns(p, number, static_cast<unsigned int>(p.heads_kv));
+  constexpr unsigned int MOST_HEADS = 16;
+  if (!HAS_MASK) return number;
+  const unsigned int heads = static_cast<unsigned int>(p.heads_kv), most = heads_at_a_time(p);
+  return taking_turns(p, number, heads, most < MOST_HEADS ? most : MOST_HEADS);
 }
 
 // Elements between the start of an array and an entry's place along the leading axes.

@@ -176,55 +176,6 @@ __device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS
   }
 }
 
-// -- units of dS, in float16 ----------------------------------------------------------------------
-
-// The largest finite magnitude of dS in a tile, by all threads that compute.
-template <int COLUMNS>
-__device__ __forceinline__ float largest_of_tile(
-    float (&largest_smem)[warpgroup_passing::CONSUMER_WARPS], const float (&ds)[2][COLUMNS]) {
-  using namespace warpgroup_passing;
-  const float own = fragment_gradient::largest_finite(ds);
-  if (arch::lane_index() == 0) largest_smem[threadIdx.x / arch::WARP_SIZE] = own;
-  arch::meet_at(TOGETHER, CONSUMER_THREADS);  // the warps' largest
-  float largest = 0;
-#pragma unroll
-  for (int n = 0; n < CONSUMER_WARPS; ++n) largest = fmax(largest, largest_smem[n]);
-  return largest;
-}
-
-// Brings a tile of dS to one unit before it is multiplied for dq: the largest among those of the
-// warps whose keys are its rows. By one warpgroup, or TOGETHER by both, of which the first one does
-// it. Returns what dS is multiplied by.
-__device__ __forceinline__ float unify(
-    const float (&factors_smem)[warpgroup_passing::CONSUMER_WARPS], char* ds_smem, bool together) {
-  using namespace warpgroup_passing;
-  const float own = factors_smem[arch::lane_index() % CONSUMER_WARPS];
-  if (!arch::any_lane(own != arch::shuffle(own, 0))) return arch::shuffle(own, 0);
-  float least = own;
-#pragma unroll
-  for (int lanes = CONSUMER_WARPS / 2; lanes > 0; lanes /= 2) {
-    least = fmin(least, arch::shuffle_xor(least, lanes));
-  }
-  if (!together || warpgroup::index() == 0) {
-#pragma unroll 1
-    for (int n = threadIdx.x % warpgroup::THREADS_OF; n < BLOCK_KV * warpgroup::LINE_BYTES / 4;
-         n += warpgroup::THREADS_OF) {
-      const int row = n / (warpgroup::LINE_BYTES / 4);
-      const float ratio = least * fragment_gradient::Unit{factors_smem[row / 16]}.inverse();
-      unsigned int& word = reinterpret_cast<unsigned int*>(ds_smem)[n];
-      word = number::narrow_pair(number::widen(static_cast<storage_t>(word)) * ratio,
-                                 number::widen(static_cast<storage_t>(word >> 16)) * ratio);
-    }
-    arch::publish_shared();
-  }
-  if (together) {
-    arch::meet_at(TOGETHER, CONSUMER_THREADS);  // dS in one unit
-  } else {  // one at a time: the other one first stores dS in the place of this tile
-    arch::meet_at(TOGETHER + 1, warpgroup::THREADS_OF);  // the same
-  }
-  return least;
-}
-
 // -- sums of dq -----------------------------------------------------------------------------------
 
 // A thread's four numbers of 8 rows and 16 columns are neighbours, and so are those of the lanes:

@@ -88,7 +88,7 @@ struct Rounds {
       return (first + number % taking) * blocks + number / taking;
     }
     const unsigned int number = round * gridDim.x + blockIdx.x;
-    return HAS_MASK ? layout::taking_turns(p, number, p.heads) : number;
+    return HAS_MASK ? layout::taking_turns(p, number, p.heads, layout::heads_at_a_time(p)) : number;
   }
 };
 

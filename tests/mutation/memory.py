@@ -86,17 +86,21 @@ class Guarded:
 
 
 class GuardedCopies(Copies):
-    """Everything that one call reads and writes, between such pages."""
+    """Everything that one call reads and writes, between such pages.
 
-    def __init__(self) -> None:
+    Every other array lies at their end, from number `first` on.
+    """
+
+    def __init__(self, first: int = 0) -> None:
         super().__init__(None)
+        self._first = first
 
     def array(self, array: Array | None, output: bool = False) -> Any:
         """Copy an array; the same one comes back for the same array."""
         if array is None:
             return None
         if id(array) not in self._all:
-            at_end = len(self._all) % 2 == 0
+            at_end = (len(self._all) - self._first) % 2 == 0
             self._all[id(array)] = Guarded(array, output, at_end)  # type: ignore[assignment]
             self._kept.append(array)
         return self._all[id(array)].view

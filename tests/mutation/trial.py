@@ -204,7 +204,7 @@ def _run_of(case: Case, wanted: Callable[[Step], bool] = lambda step: True) -> R
     """Return a problem's launches and bounds, or None where no launch is wanted."""
     problem, blocks = case.problem, case.blocks
     emulator = Emulator(blocks, case.schedule)
-    copies = GuardedCopies()
+    copies = GuardedCopies(problem.seed % 2)
     dirty = dataclasses.replace(problem, **case.arrays)
     arrays = {name: copies.array(getattr(dirty, name)) for name in "qkv"}
     call = call_of(dataclasses.replace(problem, options=copies.options(problem.options), **arrays))
