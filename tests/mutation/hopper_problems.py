@@ -10,6 +10,7 @@ from emulator.machine import randomly
 
 from cupyflash import lookup, masks, scores
 from cupyflash.expr import where
+from cupyflash.masks import Mask
 
 from .problems import BF16, F16, F32, SPLIT, Case, case_of, everything, not_finite, unseen
 from .tensor_problems import large_rows
@@ -46,6 +47,11 @@ def _own_units(case: Case) -> Case:
     return replace(case, problem=replace(case.problem, **arrays))
 
 
+def _apart(keys: int) -> Mask:
+    """Two documents: some warps see all of the last tile, then nothing; others begin with FULL."""
+    return masks.segments(np.repeat([0, 1], [60, 140]), np.repeat([1, 0], [256, keys - 256]))
+
+
 def _between(case: Case) -> Case:
     """Make keys and values NaN that follow a sequence's, and that no query sees."""
     for name in ("k", "v"):
@@ -57,9 +63,6 @@ def _between(case: Case) -> Case:
 
 def cases() -> list[Case]:
     """Return the problems, cheap ones that find much first."""
-    # Of a tile of the first queries some warps see all and some nothing; others begin with a FULL
-    # one.
-    apart = masks.segments(np.repeat([0, 1], [60, 140]), np.repeat([1, 0], [256, 44]))
     sink = np.array([0.0, -1.0, -np.inf, 2.0], np.float32)
     return [
         case_of("by warpgroups", BF16, (2, 1), (70, 200), (64, 64),
@@ -79,14 +82,11 @@ def cases() -> list[Case]:
                       lambda r: {"mask": masks.window(9, 3, -12)
                                  & masks.lengths(np.array([290, 20])), "scale": -0.1},
                       lead=((2,), (2,), (1,)), layout="rows", hopper=True, seed=32), 5),
-        # Some warps see all of the last tile of keys, and then nothing.
         case_of("documents by warpgroups", BF16, (2, 1), (200, 384), (128, 128),
-                lambda r: {"mask": masks.segments(np.repeat([0, 1], [60, 140]),
-                                                  np.repeat([1, 0], [256, 128]))},
-                dlse=False, hopper=True, seed=49),
+                lambda r: {"mask": _apart(384)}, dlse=False, hopper=True, seed=49),
         _not_finite(case_of("documents, and numbers that are not finite, by warpgroups", BF16,
                             (2, 1), (200, 300), (64, 64),
-                            lambda r: {"mask": apart, "score_mod": scores.softcap(30.0)},
+                            lambda r: {"mask": _apart(300), "score_mod": scores.softcap(30.0)},
                             dlse=False, hopper=True, seed=50)),
         case_of("packed by warpgroups", F16, (2, 1), (0, 0), (128, 40),
               lambda r: {"mask": masks.causal()}, offsets=PACKED, hopper=True,
