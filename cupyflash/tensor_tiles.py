@@ -111,6 +111,7 @@ FORWARD_HOPPER: dict[str, dict[int, tuple[int, int]]] = {
     "scores": _MASKED | {64: (192, 112)},
 }
 PASSING_STAGES = 2  # places that keys, and values, pass through
+SMALL = 64  # columns of q, k and v, of which tiles leave room for more places
 JOBS, LOOKING_WARPS = 3, 2  # that are known at a time; that look at values
 TILE_GROUPS = 2048  # that have a class each
 SHORT_ROWS = 1024  # queries and fewer
@@ -120,22 +121,30 @@ FEW_KEYS = 4096  # and fewer
 def forward_sm90(block_q: int, block_kv: int, d: int, d_v: int, room: bool) -> Tiles:
     """Return tiles of forward_sm90.cu: a warpgroup for 64 queries each, and one that copies.
 
-    With `room`, results have some in shared memory if it is large enough.
+    With `room`, results have some in shared memory if it is large enough, and small tiles have more
+    places to pass through.
     """
-    least = _forward_sm90_bytes(block_q, block_kv, d, d_v)
+    least = _forward_sm90_bytes(block_q, block_kv, d, d_v, room)
     whole = least + block_q * row_bytes(d_v)
     shared = whole if room and whole <= HOPPER_SHARED_MEMORY else least
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared)
 
 
-def _forward_sm90_bytes(block_q: int, block_kv: int, d: int, d_v: int) -> int:
+def forward_sm90_places(d: int, d_v: int, room: bool) -> tuple[int, int]:
+    """Return the places of keys, and of values, and those of queries in forward_sm90.cu."""
+    return (2 * PASSING_STAGES, 2) if room and max(d, d_v) <= SMALL else (PASSING_STAGES, 1)
+
+
+def _forward_sm90_bytes(block_q: int, block_kv: int, d: int, d_v: int, room: bool) -> int:
     q, v = row_bytes(d), row_bytes(d_v)
-    return block_q * q + PASSING_STAGES * block_kv * (q + v) + KNOWN_BYTES
+    stages, queries = forward_sm90_places(d, d_v, room)
+    held = queries * block_q * q + stages * block_kv * (q + v)
+    return held + KNOWN_BYTES + PLACE_BYTES * (stages + queries)
 
 
 def results_have_room(tiles: Tiles, d: int, d_v: int) -> bool:
     """Whether tiles of forward_sm90.cu have room for results."""
-    return tiles.shared_memory > _forward_sm90_bytes(tiles.block_q, tiles.block_kv, d, d_v)
+    return tiles.shared_memory > _forward_sm90_bytes(tiles.block_q, tiles.block_kv, d, d_v, True)
 
 
 def fit_hopper(d: int, d_v: int, besides: str = "nothing") -> Tiles:
@@ -267,9 +276,9 @@ def _known_of_bias(block_q: int, warps: int) -> int:
 RESERVED = 1024  # bytes that every block takes of a multiprocessor besides
 # What a block knows of the head, and of the entry, that passes by; with barriers.
 ENTRY_BYTES, HEAD_BYTES, PASSING_BYTES, BIAS_BYTES = 72, 192, 136, 648
-_JOB_BYTES = ENTRY_BYTES + 96 + 2 * TILE_GROUPS // 8
-KNOWN_BYTES = (_JOB_BYTES + 16) * JOBS + 8 * (5 * PASSING_STAGES + 6)
-KNOWN_BYTES += 4 * LOOKING_WARPS * PASSING_STAGES
+_JOB_BYTES = ENTRY_BYTES + 104 + 2 * TILE_GROUPS // 8
+KNOWN_BYTES = (_JOB_BYTES + 16) * JOBS + 24
+PLACE_BYTES = 40 + 4 * LOOKING_WARPS  # of a place of keys and values; as many of one of queries
 TOLD_BYTES = 816  # the same of backward_sm90_dkdv.cu, but for lse and delta
 _BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
     "backward_sm80_dkdv": backward_sm80_dkdv,

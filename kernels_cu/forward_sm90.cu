@@ -18,10 +18,11 @@
 //
 // Results pass through shared memory where there is room, from which boxes are copied to the array.
 //
-// Grid: any; prod(own_size) * heads * blocks jobs, with own_size = lead_size; packed: heads *
-// blocks. Shared memory: the queries; keys, values; the results, if there is room; what a block
-// knows. BLOCK_Q is 64 times the warpgroups that compute, BLOCK_KV one of the widths in
-// arch/wgmma.cuh. Behind the parameters come the maps of q, k, v and, where STORES_BOXES, out.
+// Grid: no more blocks than jobs, of which there are prod(own_size) * heads * blocks, with own_size
+// = lead_size; packed: heads * blocks. Shared memory: the queries; keys, values; the results, if
+// there is room; what a block knows. BLOCK_Q is 64 times the warpgroups that compute, BLOCK_KV one
+// of the widths in arch/wgmma.cuh. Behind the parameters come the maps of q, k, v and, where
+// STORES_BOXES, out.
 #include "params.cuh"
 #include "arch/reciprocal.cuh"
 #include "primitives/fragment_softmax.cuh"
@@ -40,7 +41,10 @@ constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_
 constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
 constexpr int HELD_BYTES = warpgroup::ROWS_OF * Q_BYTES;  // a warpgroup's queries
 constexpr int KEYS_BYTES = BLOCK_KV * Q_BYTES, VALUES_BYTES = BLOCK_KV * V_BYTES;
-constexpr int STAGES = 2;
+// Places of keys, and of values, and of queries: small ones leave room for more, unless what a
+// score reads is to lie in the cache that shared memory takes its room from.
+constexpr bool SMALL = D <= 64 && D_V <= 64 && !HAS_SCORE;
+constexpr int STAGES = SMALL ? 4 : 2, Q_PLACES = SMALL ? 2 : 1;
 constexpr int JOBS = 3;  // that are known at a time: the last, this and the next one
 // Of a masked tile, the halves of its columns are looked at where registers and time allow it.
 constexpr bool HALVES = HAS_EDGES && !HAS_SCORE && D_V <= 64 && CONSUMERS == 2;
@@ -64,9 +68,10 @@ struct Passing {
 // What a block knows lies in shared memory, because registers hold the sums.
 struct Known {
   warpgroup_work::Job jobs[JOBS];
+  warpgroup_work::Rounds rounds;
   Passing keys, values;
-  // Of each warpgroup's queries: they have come, and have been read.
-  unsigned long long queries_full[3], queries_empty[3];
+  // Of each place of each warpgroup's queries: they have come, and have been read.
+  unsigned long long queries_full[3 * Q_PLACES], queries_empty[3 * Q_PLACES];
   // Of jobs: what they are is known, and nobody needs that any more.
   unsigned long long told[JOBS], done[JOBS];
   // That values were looked at, of tiles for which this matters: whether each warp saw some that
@@ -78,7 +83,7 @@ constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 constexpr int RESULTS_BYTES = BLOCK_Q * V_BYTES;
 constexpr int BOX_BYTES = fragment::WARP_ROWS * warpgroup::LINE_BYTES;
 constexpr int LEAST_BYTES =
-    CONSUMERS * HELD_BYTES + STAGES * (KEYS_BYTES + VALUES_BYTES) + KNOWN_BYTES;
+    Q_PLACES * CONSUMERS * HELD_BYTES + STAGES * (KEYS_BYTES + VALUES_BYTES) + KNOWN_BYTES;
 
 struct alignas(1024) Swizzled {
   char x[1024];
@@ -95,6 +100,8 @@ static_assert(SHARED_BYTES == LEAST_BYTES + RESULTS_BYTES ||
 
 __device__ __forceinline__ int stage_of(int n) { return n % STAGES; }
 __device__ __forceinline__ int parity_of(int n) { return n / STAGES % 2; }
+__device__ __forceinline__ int q_place_of(int n) { return n % Q_PLACES * CONSUMERS; }
+__device__ __forceinline__ int q_parity_of(int n) { return n / Q_PLACES % 2; }
 __device__ __forceinline__ int parity_of_job(int j) { return j / JOBS % 2; }
 
 }  // namespace
@@ -106,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 const __grid_constant__ arch::TensorMap out_map) {
   extern __shared__ Swizzled shared_smem[];
   char* const q_smem = shared_smem[0].x;
-  char* const keys_smem = q_smem + CONSUMERS * HELD_BYTES;
+  char* const keys_smem = q_smem + Q_PLACES * CONSUMERS * HELD_BYTES;
   char* const values_smem = keys_smem + STAGES * KEYS_BYTES;
   char* const results_smem = values_smem + STAGES * VALUES_BYTES;
   Known* const known_smem =
@@ -134,8 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const auto done = [known_smem](int j) {
     return arch::shared_address(&known_smem->done[j % JOBS]);
   };
+  // Every block has a first job, and how many it has is told with that: until then nobody waits.
+  const auto has_job = [known_smem](int j) { return j == 0 || j < known_smem->rounds.count; };
 
-  const warpgroup_work::Rounds rounds(p);
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
@@ -146,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if constexpr (LOOKS) arch::init_barrier(looked_at(n), LOOKERS);
     }
 #pragma unroll
-    for (int n = 0; n < CONSUMERS; ++n) {
+    for (int n = 0; n < Q_PLACES * CONSUMERS; ++n) {
       arch::init_barrier(queries_full(n), 1);
       arch::init_barrier(queries_empty(n), warpgroup::OF_WARPGROUP);
     }
@@ -163,6 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     arch::shed_registers<KEPT>();
     const int warp = threadIdx.x % warpgroup::THREADS_OF / arch::WARP_SIZE;
     if (warp == 1) {
+      warpgroup_work::Rounds& rounds = known_smem->rounds;
+      if (arch::lane_index() == 0) rounds = warpgroup_work::Rounds(p);
+      __syncwarp();  // the rounds
 #pragma unroll 1
       for (int j = 0; j < rounds.count; ++j) {
         warpgroup::wait(done(j), parity_of_job(j) ^ 1);
@@ -176,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const int own = threadIdx.x % warpgroup::THREADS_OF - 2 * arch::WARP_SIZE;
       int n = 0, looked = 0;
 #pragma unroll 1
-      for (int j = 0; j < rounds.count; ++j) {
+      for (int j = 0; has_job(j); ++j) {
         warpgroup::wait(told(j), parity_of_job(j));
         const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
 #pragma unroll 1
@@ -202,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (threadIdx.x % warpgroup::THREADS_OF != 0) return;
     int n = 0, times = 0;  // that queries were copied
 #pragma unroll 1
-    for (int j = 0; j < rounds.count; ++j) {
+    for (int j = 0; has_job(j); ++j) {
       warpgroup::wait(told(j), parity_of_job(j));
       const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
       const int last = job.last_tile();
@@ -217,11 +228,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           // 1 load q
 #pragma unroll 1
           for (int x = 0; x < CONSUMERS; ++x) {
-            warpgroup::wait(queries_empty(x), times % 2 ^ 1);
-            arch::arrive_expecting(queries_full(x), warpgroup::ROWS_OF * Q_BYTES);
-            warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + x * HELD_BYTES, q_map, job.q,
+            const int to = q_place_of(times) + x;
+            warpgroup::wait(queries_empty(to), q_parity_of(times) ^ 1);
+            arch::arrive_expecting(queries_full(to), warpgroup::ROWS_OF * Q_BYTES);
+            warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + to * HELD_BYTES, q_map, job.q,
                                                          job.first_q + x * warpgroup::ROWS_OF,
-                                                         queries_full(x));
+                                                         queries_full(to));
           }
           ++times;
         }
@@ -242,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // a scale of 0, lest it meets a score of -inf.
   const float unit = HAS_SCORE ? 1.0f : fabs(scale);
   const float c = unit == 0 ? 1.0f : fmin(unit * tile::LOG2_E, number::largest_float());
-  const warpgroup::Described q = warpgroup::describe(q_address + own * HELD_BYTES, 0);
+  const warpgroup::Described q = warpgroup::describe(q_address, 0);
   const warpgroup::Described k = warpgroup::describe(keys_address, 0);
   const warpgroup::Described v =
       warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
@@ -258,8 +270,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   int steps = 0, looked = 0, times = 0;  // tiles, those that were looked at, and queries that came
   float m[2], l[2], acc[2][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
+  bool more_jobs = true;
 #pragma unroll 1
-  for (int j = 0; j < rounds.count; ++j) {
+  for (int j = 0; more_jobs; ++j) {
     warpgroup::wait(told(j), parity_of_job(j));
     const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
     // The code of the next tile, and of FULL ones in a row the first. A shuffle tells the compiler
@@ -269,15 +282,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       following = job.code_of(job.tile_before(below));
       if constexpr (HAS_MASK) following = arch::shuffle(following, 0);
       if (HAS_EDGES && following >= 0 && following % 2 == 0) {
-        run = arch::shuffle(warpgroup_tile::first_of_full(job.classes, following / 2), 0);
+        run = arch::shuffle(job.run_from(following / 2), 0);
       }
     };
+    // The place of its queries.
+    const int place = own + (Q_PLACES == 1 ? 0 : arch::shuffle(q_place_of(times), 0));
     const Given given = tile::given_of(p, job.box_of(0));
 
     float m_new[2], alpha[2], s[2][COLUMNS];
     unsigned int weights[2][COLUMNS / 2], allowed[2];
     const auto begin_scores = [&](int n) {
-      warpgroup::multiply<D, BLOCK_KV>(s, q, k + stage_of(n) * (KEYS_BYTES / 16));
+      warpgroup::multiply<D, BLOCK_KV>(s, q + place * (HELD_BYTES / 16),
+                                       k + stage_of(n) * (KEYS_BYTES / 16));
       arch::commit_products();
     };
     const auto begin_output = [&](int n) {
@@ -288,7 +304,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const auto find_pairs = [&](int tile, bool masked) {
       if (MAY_MASK && masked) {
         return fragment_tile::find_pairs<ASKED, fragment_tile::ASKED_AT_ONCE>(
-            p, job.box_of(tile), warpgroup_tile::class_of(job.classes, tile), allowed);
+            p, job.box_of(tile), HAS_RANGE ? PARTIAL : warpgroup_tile::class_of(job.classes, tile),
+            allowed);
       }
       return true;
     };
@@ -334,11 +351,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
     const bool has_tiles = !HAS_MASK && !PACKED || following >= 0;
     if (has_tiles) {
-      warpgroup::wait(queries_full(own), times % 2);
+      warpgroup::wait(queries_full(place), q_parity_of(times));
       ++times;
       if (!HAS_SCORE && !(scale > 0)) {
         warpgroup_rows::turn_rows<warpgroup::ROWS_OF * Q_BYTES, warpgroup::THREADS_OF>(
-            q_smem + own * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF, scale);
+            q_smem + place * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF, scale);
         arch::publish_shared();
         arch::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now turned
       }
@@ -353,14 +370,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       begin_scores(steps);
       const int now = following / 2;
       const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
-      go_on(now);
+      if (HAS_MASK && steps == before) {
+        following = arch::shuffle(job.second, 0);
+        if constexpr (HAS_EDGES) run = arch::shuffle(job.second_run, 0);
+      } else {
+        go_on(now);
+      }
       const bool sees = find_pairs(now, masked) || !SKIPS;
       bool takes_part[2] = {true, true};
       if (HALVES && masked) fragment_tile::find_halves<COLUMNS>(allowed, takes_part);
       arch::wait_products<0>();
       arch::take_product(s);
       warpgroup::release(empty(keys, steps));
-      if (following < 0) warpgroup::release(queries_empty(own));
+      if (following < 0) warpgroup::release(queries_empty(place));
       if (sees) {
         // 3 score mod
         // 4 mask
@@ -407,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         arch::wait_products<1>();
         arch::take_product(s);
         warpgroup::release(empty(keys, n));
-        if (following < 0) warpgroup::release(queries_empty(own));
+        if (following < 0) warpgroup::release(queries_empty(place));
         const bool hides = change_scores(now, masked, warpgroup::Bool<false>());
         const bool grew = find_max() || RESCALES_ALWAYS;
         if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
@@ -443,6 +465,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     unsigned int out[2][COLUMNS_V / 2];
     warpgroup_rows::narrow_rows(acc, weight, out);
+    more_jobs = has_job(j + 1);  // asked where registers are free, and before it must be known
     if constexpr (STORES_BOXES) {
       if (job.rows > 0) {
         warpgroup_rows::wait_boxes();

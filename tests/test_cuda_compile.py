@@ -23,8 +23,8 @@ ELSEWHERE = 2  # times as many are admitted with another compiler or architectur
 SPILLS = {
     "forward_sm80": 216,
     "forward_sm90": 160,
-    "forward_sm90_tf32": 156,
-    "backward_sm80_dkdv": 120,
+    "forward_sm90_tf32": 136,
+    "backward_sm80_dkdv": 116,
     "backward_sm80_dq": 4,
     "backward_sm80_bias": 20,
     "backward_f64_dkdv": 216,

@@ -260,13 +260,14 @@ def each_may_be_missing(name):
 
 
 def run_often(missing):
-    # Jobs of 8 tiles, twice of none, of 2 and 1, of none, and twice of 1.
-    q, k, v = draw(TYPES[0], (8, 1, 70, 64), *[(1, 900, 64)] * 2)
-    v[0, 50::40] = np.nan
-    lengths = masks.lengths(np.array([900, 0, 0, 140, 1, 0, 1, 1]))
+    # Jobs of 8 tiles, two of none, of 2 and 1, of none, and four of 1; more places, and less.
+    lengths = masks.lengths(np.array([900, 0, 0, 140, 1, 0, 1, 1, 1, 1]))
     options = {"mask": masks.causal(offset=830) & lengths, "scale": -0.1, "seed": missing}
-    for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
-        run(q, k, v, schedule, read=each_may_be_missing, multiprocessors=1, **options)
+    for d in (64, 72):
+        q, k, v = draw(TYPES[0], (10, 1, 70, d), *[(1, 900, d)] * 2)
+        v[0, 50::40] = np.nan
+        for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
+            run(q, k, v, schedule, read=each_may_be_missing, multiprocessors=1, **options)
 
 
 @emulated

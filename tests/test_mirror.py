@@ -95,7 +95,7 @@ ONLY_CUDA = {
         "computed again for every group of columns, which one thread's registers hold": "weight",
     },
     "forward_sm90.cu": {
-        "places that tiles pass through": "stage_of parity_of parity_of_job",
+        "places that tiles pass through": "stage_of parity_of parity_of_job q_place_of q_parity_of",
     },
     "forward_sm90_tf32.cu": {
         "barriers of the places that tiles pass through": "arrive wait",

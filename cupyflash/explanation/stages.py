@@ -15,6 +15,9 @@ def stages(special: Specialisation) -> int | None:
         return None
     if name in ("forward_sm90_tf32", "backward_sm90_bias"):
         return 1
+    if name == "forward_sm90":
+        room = not special.functions.has_score
+        return tensor_tiles.forward_sm90_places(special.d, special.d_v, room)[0]
     if "_sm90" in name:
         return tensor_tiles.PASSING_STAGES
     if "_simt_" in f"{name}_":

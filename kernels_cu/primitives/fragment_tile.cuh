@@ -88,9 +88,8 @@ struct Pairs {
 
 // The bits of a thread's columns up to key `last`, counted from its first.
 __device__ __forceinline__ unsigned int columns_to(int last) {
-  if (last < 0) return 0;
-  const int count = (last >> 3) * 2 + (last % 8 == 0 ? 1 : 2);
-  return 0xffffffffu >> (32 - count);
+  const int highest = (last >> 3) * 2 + tile::smaller(last & 7, 1);
+  return last < 0 ? 0 : (2u << highest) - 1;
 }
 
 // How far `position` lies behind `first`, which is not negative; -1 or BLOCK_KV where it lies
@@ -101,28 +100,36 @@ __device__ __forceinline__ int distance(long long position, long long first) {
 }
 
 // Which of a thread's pairs take part: bit n of word r tells of element (r, n). They exist, and the
-// mask allows them. Where that is a range of keys, the mask is asked once for a row; else generated
-// code stands here for AT_ONCE columns. Returns whether any pair of the warp takes part.
+// mask allows them. Where that is a range of keys, the mask is asked once for a row, without a
+// branch, lest rows wait for each other; else generated code stands here for AT_ONCE columns.
+// Returns whether any pair of the warp takes part.
 template <int COLUMNS, int AT_ONCE = 1, int ROWS>
 __device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, int tile_class,
                                            unsigned int (&allowed)[ROWS]) {
   static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
   const Pairs pairs(box);
+  int low[ROWS], high[ROWS];  // keys, counted from the thread's first
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    allowed[r] = 0;
-    if (!pairs.has_row(r)) continue;
-    int low = 0, high = pairs.columns;
-    if constexpr (HAS_RANGE) {
-      if (tile_class == PARTIAL) {
-        const KeyRange seen = mask_range(p, pairs.site(box, r, 0));
+    low[r] = 0;
+    high[r] = pairs.has_row(r) ? pairs.columns : -1;
+  }
+  if constexpr (HAS_RANGE) {
+    if (tile_class == PARTIAL) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const KeyRange seen = mask_range(p, pairs.nearest<false>(box, r, 0));
         const int last = distance(seen.high, box.j_low) - fragment::lane_column();
-        low = distance(seen.low, box.j_low) - fragment::lane_column();
-        high = last < high ? last : high;
+        high[r] = tile::smaller(last, high[r]);
+        // Most ranges have no lower end, and the compiler knows.
+        if (seen.low != SMALLEST_INT) {
+          low[r] = distance(seen.low, box.j_low) - fragment::lane_column();
+        }
       }
     }
-    allowed[r] = columns_to(high) & ~columns_to(low - 1);
   }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) allowed[r] = columns_to(high[r]) & ~columns_to(low[r] - 1);
   if constexpr (HAS_MASK && !HAS_RANGE) {
     if (tile_class == PARTIAL) {
 #pragma unroll AT_ONCE

@@ -16,9 +16,9 @@ struct Job {
   warpgroup::Head q, k, v, out;
   int first_q, first_k;
   warpgroup_tile::TileClasses classes;
-  // The code of its first tile; where that is FULL and a mask has edges, the last of FULL ones in a
-  // row from there on.
-  int begin, run;
+  // The codes of its first tile and of the one after that; where one is FULL and a mask has edges,
+  // the last of FULL ones in a row from there on.
+  int begin, run, second, second_run;
 
   __device__ __forceinline__ int rows_in(int tile) const {
     return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
@@ -30,6 +30,9 @@ struct Job {
   // A tile's number, doubled, and 1 more where the mask may hide pairs of it; -1 for none.
   __device__ __forceinline__ int code_of(int tile) const {
     return tile < 0 ? -1 : 2 * tile + (HAS_MASK && is_masked(tile) ? 1 : 0);
+  }
+  __device__ __forceinline__ int run_from(int tile) const {
+    return HAS_EDGES && tile >= 0 ? warpgroup_tile::first_of_full(classes, tile) : 0;
   }
   __device__ __forceinline__ TileBox box_of(long long j0, int nj) const {
     return tile::describe_tile(entry, head, first, rows, j0, nj);
@@ -118,10 +121,11 @@ __device__ __forceinline__ void describe(const Params& p, const Rounds& rounds, 
   warpgroup_tile::find_classes(p, job_smem.classes, idle ? 0 : job_smem.entry.len_k,
                                [&](long long j0, int nj) { return job_smem.box_of(j0, nj); });
   if (arch::lane_index() == 0) {
-    const int last = job_smem.last_tile();
-    const bool runs = HAS_EDGES && last >= 0;
+    const int last = job_smem.last_tile(), second = last < 0 ? -1 : job_smem.tile_before(last);
     job_smem.begin = job_smem.code_of(last);
-    job_smem.run = runs ? warpgroup_tile::first_of_full(job_smem.classes, last) : 0;
+    job_smem.run = job_smem.run_from(last);
+    job_smem.second = job_smem.code_of(second);
+    job_smem.second_run = job_smem.run_from(second);
   }
 }
 

@@ -94,6 +94,9 @@ def cases() -> list[Case]:
         case_of("wide by warpgroups", BF16, (2, 1), (70, 150), (256, 136),
                 lambda r: {"mask": masks.causal()}, dlse=False, hopper=True, schedule=randomly(3),
                 seed=46),
+        # Two masked tiles, two that are not, and two masked ones again.
+        case_of("a run behind masked tiles by warpgroups", BF16, (1, 1), (100, 900), (200, 16),
+                lambda r: {"mask": masks.window(280, 0, 720)}, dlse=False, hopper=True, seed=57),
         case_of("in three products by warpgroups", F32, (2, 1), (140, 193), (60, 64),
                 lambda r: {**SPLIT}, layout="apart 4", hopper=True, seed=55),
         case_of("everything in three products by warpgroups", F32, (4, 2), (80, 150), (128, 100),
