@@ -1,6 +1,6 @@
 """Tiles of the kernels that multiply float64 by tensor cores in the backward.
 
-The formulas are those of kernels_cu/primitives/fragment_rows.cuh; every kernel asserts that it and
+The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it and
 this module agree on the bytes.
 """
 

@@ -1,4 +1,4 @@
-"""What a kernel is told at run time: the twin of kernels_cu/params.cuh, field by field."""
+"""What a kernel is told at run time: the twin of kernels_cu/common/params.cuh, field by field."""
 
 from __future__ import annotations
 

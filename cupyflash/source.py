@@ -24,7 +24,7 @@ STORAGE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 # one of them that arrives at a barrier in shared memory for all. For such tools each arrives.
 EACH_LANE_ARRIVES = os.environ.get("CUPYFLASH_EACH_LANE_ARRIVES") == "1"
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
-_VOCABULARY = ("primitives/expression.cuh",)  # what generated code calls
+_VOCABULARY = ("common/expression.cuh",)  # what generated code calls
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*\n', re.MULTILINE)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
 
@@ -142,8 +142,16 @@ def prelude(special: Specialisation) -> str:
 
 def source(special: Specialisation) -> str:
     """Return the whole text of a kernel, which includes nothing."""
-    paths = (f"{special.kernel}.cu", *(_VOCABULARY if special.functions.source else ()))
+    paths = (path_of(special.kernel), *(_VOCABULARY if special.functions.source else ()))
     return prelude(special) + flatten(paths) + special.functions.source
+
+
+@functools.cache
+def path_of(kernel: str) -> str:
+    """Return where a kernel's file lies in `kernels_cu`."""
+    folders = (x for x in files("cupyflash.kernels_cu").iterdir() if x.is_dir())
+    (folder,) = (x.name for x in folders if x.joinpath(f"{kernel}.cu").is_file())
+    return f"{folder}/{kernel}.cu"
 
 
 def read(path: str) -> str:

@@ -1,6 +1,6 @@
 """Tiles of the kernels for tensor cores: one table, and the shared memory that each row takes.
 
-The formulas are those of kernels_cu/primitives/fragment_rows.cuh; every kernel asserts that it and
+The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it and
 this module agree on the bytes.
 """
 

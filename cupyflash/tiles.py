@@ -1,6 +1,6 @@
 """Tiles of the portable kernels: what fits into a block's shared memory and registers.
 
-The formulas are those of kernels_cu/primitives/matmul.cuh; every kernel asserts that it and this
+The formulas are those of kernels_cu/common/matmul.cuh; every kernel asserts that it and this
 module agree on the bytes.
 """
 

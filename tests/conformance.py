@@ -1,4 +1,4 @@
-"""What every function of kernels_cu/arch/ does, lane by lane: on the emulator, on a GPU, by NumPy.
+"""What every function of kernels_cu/ptx/ does, lane by lane: on the emulator, on a GPU, by NumPy.
 
 A case is a kernel of a few lines, what its lanes read, and what NumPy says that they write.
 tests/test_conformance.py runs it in both places. A function without a case fails a test there; to
@@ -36,7 +36,7 @@ from cupyflash.testing.copies import Copies, HostMemory
 
 Array = np.ndarray[Any, Any]
 
-ARCH = Path(cupyflash.kernels_cu.__file__).parent / "arch"
+ARCH = Path(cupyflash.kernels_cu.__file__).parent / "ptx"
 THREADS = 128  # of a block: four warps
 SHARED = 2 * THREADS
 TENSOR_CORES = (8, 0)  # the first GPUs with those of 16-bit types that kernels use
@@ -64,14 +64,14 @@ const {given}* const in = static_cast<const {given}*>(p.in) + lane * {inputs};
 
 
 def functions(text: str) -> list[tuple[str, str]]:
-    """Return types and names of the functions that a file of `arch/`, or its twin, defines."""
+    """Return types and names of the functions that a file of `ptx/`, or its twin, defines."""
     return sorted(_FUNCTION.findall(text))
 
 
 def defined() -> list[tuple[str, str]]:
-    """Return file and name of every function of `arch/`."""
+    """Return file and name of every function of `ptx/`."""
     return [
-        (f"arch/{path.name}", name)
+        (f"ptx/{path.name}", name)
         for path in sorted(ARCH.iterdir())
         for _, name in functions(path.read_text())
     ]
@@ -104,7 +104,7 @@ class Case:
     Attributes
     ----------
     name : str
-        The functions of `arch/` that it is about; behind a colon, what of them.
+        The functions of `ptx/` that it is about; behind a colon, what of them.
     body : str
         Its statements.
     given : callable
@@ -150,7 +150,7 @@ class Case:
     @property
     def headers(self) -> tuple[str, ...]:
         """The files that define what it calls."""
-        called = set(re.findall(r"arch::(\w+)", self.body))
+        called = set(re.findall(r"ptx::(\w+)", self.body))
         return tuple(dict.fromkeys(file for file, name in defined() if name in called))
 
     def inputs(self) -> Array:

@@ -1,4 +1,4 @@
-"""A case for every function of kernels_cu/arch/: tests/conformance.py says what one is made of."""
+"""A case for every function of kernels_cu/ptx/: tests/conformance.py says what one is made of."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _narrowed(kind: Any) -> Callable[[Array], Array]:
 
 
 def _narrow(name: str, kind: Any, given: Callable[[], Array]) -> Case:
-    body = f"out[0] = arch::{name}(in[0], in[1]);"
+    body = f"out[0] = ptx::{name}(in[0], in[1]);"
     agree = equal_but_for_nan(kind)
 
     def pairs_agree(given: Array, one: Array, other: Array) -> Array:
@@ -256,7 +256,7 @@ def _shuffle_from(kind: Any) -> Case:
         n = np.arange(32)
         return given[:, 0][lanes // 32 * 32 + (lanes * n + 5) % 32]
 
-    body = "for (int n = 0; n < 32; ++n) out[n] = arch::shuffle(in[0], (t * n + 5) % 32);"
+    body = "for (int n = 0; n < 32; ++n) out[n] = ptx::shuffle(in[0], (t * n + 5) % 32);"
     name = f"shuffle: {C_TYPES[np.dtype(kind)]}"
     return Case(name, body, lambda: blocks_of(1, 3, kind), chosen)
 
@@ -266,7 +266,7 @@ def _shuffle(kind: Any) -> Case:
         lanes = np.arange(len(given))[:, None]
         return given[:, 0][lanes ^ np.arange(1, 32)]
 
-    body = "for (int n = 1; n < 32; ++n) out[n - 1] = arch::shuffle_xor(in[0], n);"
+    body = "for (int n = 1; n < 32; ++n) out[n - 1] = ptx::shuffle_xor(in[0], n);"
     name = f"shuffle_xor: {C_TYPES[np.dtype(kind)]}"
     return Case(name, body, lambda: blocks_of(1, 3, kind), partners)
 
@@ -276,21 +276,21 @@ def _shuffle(kind: Any) -> Case:
 CASES = [
     Case(
         "half_to_float",
-        "out[0] = arch::half_to_float(in[0]);",
+        "out[0] = ptx::half_to_float(in[0]);",
         _every_half,
         lambda x: x.view(np.float16).astype(np.float32),
         equal_but_for_nan(np.float32),
     ),
     Case(
         "float_to_half",
-        "out[0] = arch::float_to_half(in[0]);",
+        "out[0] = ptx::float_to_half(in[0]);",
         lambda: _around_halves(np.float32),
         _to_half,
         equal_but_for_nan(np.float16),
     ),
     Case(
         "double_to_half",
-        "out[0] = arch::double_to_half(in[0]);",
+        "out[0] = ptx::double_to_half(in[0]);",
         lambda: _around_halves(np.float64),
         _to_half,
         equal_but_for_nan(np.float16),
@@ -300,7 +300,7 @@ CASES = [
     *(
         Case(
             f"zero_times_{kind}",
-            f"out[0] = arch::zero_times_{kind}(in[0], in[1]);",
+            f"out[0] = ptx::zero_times_{kind}(in[0], in[1]);",
             _to_spoil,
             _spoilt(infinite),
             _spoilt_alike(infinite),
@@ -310,15 +310,15 @@ CASES = [
     ),
     Case(
         "multiply_wide",
-        "out[0] = arch::multiply_wide(in[0], in[1]);",
+        "out[0] = ptx::multiply_wide(in[0], in[1]);",
         _integers,
         lambda x: np.prod(x, axis=1, keepdims=True, dtype=np.int64),
     ),
     # The instruction may be wrong, and the emulator is so on purpose, in another way.
-    Case("exp2", "out[0] = arch::exp2(in[0]);", _exponents, _power, _powers),
+    Case("exp2", "out[0] = ptx::exp2(in[0]);", _exponents, _power, _powers),
     Case(
         "reciprocal",
-        "out[0] = arch::reciprocal(in[0]);",
+        "out[0] = ptx::reciprocal(in[0]);",
         _around_bfloats,
         _reciprocal,
         _reciprocals,
@@ -330,9 +330,9 @@ CASES = [
             for (int k = 0; k < 4; ++k) smem[2 * t + n].x[k] = in[10];
           }
           __syncthreads();  // what was there before is written
-          arch::begin_copy(smem + 2 * t, in, in[8]);
-          arch::begin_copy(smem + 2 * t + 1, in + 4, in[9]);
-          arch::finish_copies();
+          ptx::begin_copy(smem + 2 * t, in, in[8]);
+          ptx::begin_copy(smem + 2 * t + 1, in + 4, in[9]);
+          ptx::finish_copies();
           __syncthreads();  // others see the copies
           const int from = (t + 37) % THREADS;
           for (int k = 0; k < 8; ++k) out[k] = smem[2 * from + k / 4].x[k % 4];
@@ -347,16 +347,16 @@ CASES = [
             for (int k = 0; k < 4; ++k) smem[2 * t + n].x[k] = in[10];
           }
           __syncthreads();  // what was there before is written
-          const unsigned int to = arch::shared_address(smem + 2 * t);
-          arch::begin_part_copy(to, in, in[8]);
-          arch::commit_copies();
-          arch::begin_part_copy(to + 16, in + 4, in[9]);
-          arch::commit_copies();
+          const unsigned int to = ptx::shared_address(smem + 2 * t);
+          ptx::begin_part_copy(to, in, in[8]);
+          ptx::commit_copies();
+          ptx::begin_part_copy(to + 16, in + 4, in[9]);
+          ptx::commit_copies();
           const int from = (t + 37) % THREADS;
-          arch::wait_copies<1>();
+          ptx::wait_copies<1>();
           __syncthreads();  // others see the first copies
           for (int k = 0; k < 4; ++k) out[k] = smem[2 * from].x[k];
-          arch::wait_copies<0>();
+          ptx::wait_copies<0>();
           __syncthreads();  // and the second
           for (int k = 0; k < 4; ++k) out[4 + k] = smem[2 * from + 1].x[k];
         """,
@@ -368,9 +368,9 @@ CASES = [
     Case(
         "store",
         """
-          arch::Bytes16 bytes;
+          ptx::Bytes16 bytes;
           for (int k = 0; k < 4; ++k) bytes.x[k] = in[k ^ 1];
-          arch::store(out, bytes);
+          ptx::store(out, bytes);
         """,
         lambda: np.random.default_rng(0).integers(0, 2**32, (2 * THREADS, 4), np.uint32),
         lambda x: np.ascontiguousarray(x[:, [1, 0, 3, 2]]),
@@ -379,7 +379,7 @@ CASES = [
         "add",
         """
           for (int k = 0; k < 4; ++k) out[k] = in[k];
-          arch::add(out + 1, in[4]);
+          ptx::add(out + 1, in[4]);
         """,
         lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
         lambda x: x[:, :4] + x[:, [7, 4, 7, 7]] * np.array([0, 1, 0, 0], np.float32),
@@ -388,7 +388,7 @@ CASES = [
         "add_four",
         """
           for (int k = 0; k < 4; ++k) out[k] = in[k];
-          arch::add_four(out, in[4], in[5], in[6], in[7]);
+          ptx::add_four(out, in[4], in[5], in[6], in[7]);
         """,
         lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
         lambda x: x[:, :4] + x[:, 4:],
@@ -397,14 +397,14 @@ CASES = [
         "add",
         """
           out[0] = in[0];
-          arch::add(out, in[1]);
+          ptx::add(out, in[1]);
         """,
         lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 2)),
         lambda x: x[:, :1] + x[:, 1:],
     ),
     Case(
         "lane_index",
-        "out[0] = arch::lane_index();\nout[1] = arch::WARP_SIZE;",
+        "out[0] = ptx::lane_index();\nout[1] = ptx::WARP_SIZE;",
         lambda: blocks_of(1, 2),
         lambda x: np.stack([np.arange(len(x)) % 32, np.full(len(x), 32)], 1).astype(np.int32),
     ),
@@ -414,8 +414,8 @@ CASES = [
         "any_lane ballot",
         """
           for (int n = 0; n < 2; ++n) {
-            out[2 * n] = arch::any_lane(in[n]);
-            out[2 * n + 1] = arch::ballot(in[n]);
+            out[2 * n] = ptx::any_lane(in[n]);
+            out[2 * n + 1] = ptx::ballot(in[n]);
           }
         """,
         _votes,
@@ -425,8 +425,8 @@ CASES = [
         "barrier_or",
         """
           smem[t].x[0] = in[2];
-          out[0] = arch::barrier_or(in[0]);
-          out[1] = arch::barrier_or(in[1]);
+          out[0] = ptx::barrier_or(in[0]);
+          out[1] = ptx::barrier_or(in[1]);
           out[2] = smem[(t + 33) % THREADS].x[0];  // the votes are barriers too
         """,
         _votes,

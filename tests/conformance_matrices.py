@@ -39,7 +39,7 @@ def _load(name: str, transposed: bool, others: str = "") -> Case:
       for (int k = 0; k < 4; ++k) smem[t].x[k] = in[k];
       __syncthreads();  // the rows, which other threads read
       unsigned int to[4];
-      arch::{name}(to, arch::shared_address(smem) + 16 * in[4]);
+      ptx::{name}(to, ptx::shared_address(smem) + 16 * in[4]);
       for (int k = 0; k < 4; ++k) out[k] = to[k];
     """
     return Case(
@@ -64,7 +64,7 @@ _STORE = Case(
     "stmatrix_x4",
     """
       const unsigned int from[4] = {in[0], in[1], in[2], in[3]};
-      arch::stmatrix_x4(arch::shared_address(smem) + 16 * in[4], from);
+      ptx::stmatrix_x4(ptx::shared_address(smem) + 16 * in[4], from);
       __syncthreads();  // the rows, which other threads wrote
       for (int k = 0; k < 4; ++k) out[k] = smem[t].x[k];
     """,
@@ -105,7 +105,7 @@ def _product(name: str, kind: Any, whole: bool) -> Case:
     body = f"""
       const unsigned int a[4] = {{in[0], in[1], in[2], in[3]}};
       for (int k = 0; k < 4; ++k) out[k] = __uint_as_float(in[6 + k]);
-      arch::{name}(out[0], out[1], out[2], out[3], a, in[4], in[5]);
+      ptx::{name}(out[0], out[1], out[2], out[3], a, in[4], in[5]);
     """
 
     def given() -> Array:
@@ -162,7 +162,7 @@ def _wide_product(name: str, depth: int, kind: Any, whole: bool) -> Case:
     body = f"""
       {left}
       for (int k = 0; k < {of_c}; ++k) out[k] = in[{of_a + of_b} + k];
-      arch::{name}({sums}, {"a" if of_a > 1 else a[0]}, {", ".join(b)});
+      ptx::{name}({sums}, {"a" if of_a > 1 else a[0]}, {", ".join(b)});
     """
 
     def given() -> Array:

@@ -17,8 +17,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 TYPES: dict[str, Any] = {"f16": np.dtype(np.float16), "bf16": BFLOAT16}
 # The first address of shared memory where eight rows of 128 bytes begin, and there.
 ALIGNED = """
-  const unsigned int begin = (arch::shared_address(smem) + 1023) / 1024 * 1024;
-  unsigned int* const words = smem[(begin - arch::shared_address(smem)) / 16].x;
+  const unsigned int begin = (ptx::shared_address(smem) + 1023) / 1024 * 1024;
+  unsigned int* const words = smem[(begin - ptx::shared_address(smem)) / 16].x;
 """
 
 
@@ -43,16 +43,16 @@ def _voted(conditions: Array, threads: int) -> Array:
 PHASES = Case(
     "init_barrier publish_barriers arrive try_wait",
     """
-      const unsigned int barrier = arch::shared_address(smem + THREADS);
+      const unsigned int barrier = ptx::shared_address(smem + THREADS);
       if (t == 0) {
-        arch::init_barrier(barrier, THREADS);
-        arch::publish_barriers();
+        ptx::init_barrier(barrier, THREADS);
+        ptx::publish_barriers();
       }
       __syncthreads();  // the barrier
       for (int n = 0; n < 4; ++n) {
         smem[t].x[n] = in[n];
-        arch::arrive(barrier);
-        while (!arch::try_wait(barrier, n % 2)) {
+        ptx::arrive(barrier);
+        while (!ptx::try_wait(barrier, n % 2)) {
         }
         out[n] = smem[(t + 37) % THREADS].x[n];
       }
@@ -66,14 +66,14 @@ NUMBERED = Case(
     """
       if (t < 64) {
         smem[t].x[0] = in[0];
-        arch::arrive_at(1, THREADS);
-        arch::meet_at(2, THREADS);
+        ptx::arrive_at(1, THREADS);
+        ptx::meet_at(2, THREADS);
         out[0] = smem[t + 64].x[0];
       } else {
-        arch::meet_at(1, THREADS);
+        ptx::meet_at(1, THREADS);
         out[0] = smem[t - 64].x[0];
         smem[t].x[0] = in[0];
-        arch::arrive_at(2, THREADS);
+        ptx::arrive_at(2, THREADS);
       }
     """,
     lambda: _any_words(1, 3),
@@ -83,7 +83,7 @@ VOTES = Case(
     "any_at",
     """
       for (int n = 0; n < 4; ++n) {
-        out[n] = arch::any_at(1 + t / 64, 64, in[n] % 64 == 0);
+        out[n] = ptx::any_at(1 + t / 64, 64, in[n] % 64 == 0);
       }
     """,
     lambda: _any_words(4, 4),
@@ -116,15 +116,15 @@ COPY = Case(
     + """
       const unsigned int barrier = begin + 8192;
       if (t == 0) {
-        arch::init_barrier(barrier, 1);
-        arch::publish_barriers();
+        ptx::init_barrier(barrier, 1);
+        ptx::publish_barriers();
       }
       __syncthreads();  // the barrier
       if (t == 0) {
-        arch::arrive_expecting(barrier, 8192);
-        arch::begin_box_copy(begin, map, barrier, 0, 20, 1, 0, blockIdx.x);
+        ptx::arrive_expecting(barrier, 8192);
+        ptx::begin_box_copy(begin, map, barrier, 0, 20, 1, 0, blockIdx.x);
       }
-      while (!arch::try_wait(barrier, 0)) {
+      while (!ptx::try_wait(barrier, 0)) {
       }
       for (int k = 0; k < 16; ++k) out[k] = words[16 * t + k];
     """,
@@ -158,12 +158,12 @@ STORE = Case(
         const int row = t / 2, word = t % 2 * 16 + k;
         if (row < 20 || row >= 50 || word >= 20) out[k] = in[0];
       }
-      arch::publish_shared();
+      ptx::publish_shared();
       __syncthreads();  // the box
       if (t == 0) {
-        arch::begin_box_store(map, begin, 0, 20, 0, 0, blockIdx.x);
-        arch::commit_stores();
-        arch::wait_stores_read();
+        ptx::begin_box_store(map, begin, 0, 20, 0, 0, blockIdx.x);
+        ptx::commit_stores();
+        ptx::wait_stores_read();
       }
     """,
     lambda: _any_words(16, 2),
@@ -178,9 +178,9 @@ STORE = Case(
 REGISTERS = Case(
     "shed_registers take_registers",
     """
-      arch::shed_registers<40>();
+      ptx::shed_registers<40>();
       const unsigned int sum = in[0] + in[1];
-      arch::take_registers<64>();
+      ptx::take_registers<64>();
       out[0] = sum * in[1];
     """,
     lambda: _any_words(2, 2),
@@ -280,26 +280,26 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
       for (int x = 0; x < COLUMNS / 2; ++x) {{
         d[x / (COLUMNS / 4)][x % (COLUMNS / 4)] = __uint_as_float(in[4 + COLUMNS / 16 + x]);
       }}
-      arch::publish_shared();
+      ptx::publish_shared();
       __syncthreads();  // the operands
-      arch::fence_products();
+      ptx::fence_products();
       """
         + (
             """
       const unsigned int a[4] = {in[0], in[1], in[2], in[3]};
       const unsigned long long b = 1ull << 62 | 64ull << 32 | 128 << 16 | (begin + 8192) / 16;
-      arch::wgmma_rs_TYPE(d, a, b);
+      ptx::wgmma_rs_TYPE(d, a, b);
       """
             if of_registers
             else _DESCRIBED[form]
             + f"""
-      arch::wgmma_{form}_TYPE(d, a, b, blockIdx.x % 2 == 0);
+      ptx::wgmma_{form}_TYPE(d, a, b, blockIdx.x % 2 == 0);
       """
         ).replace("TYPE", name)
         + """
-      arch::commit_products();
-      arch::wait_products<0>();
-      arch::take_product(d);
+      ptx::commit_products();
+      ptx::wait_products<0>();
+      ptx::take_product(d);
       for (int x = 0; x < COLUMNS / 2; ++x) out[x] = d[x / (COLUMNS / 4)][x % (COLUMNS / 4)];
     """
     )
@@ -365,15 +365,15 @@ def product_of_floats(columns: int, whole: bool) -> Case:
       for (int x = 0; x < COLUMNS / 2; ++x) {
         d[x / (COLUMNS / 4)][x % (COLUMNS / 4)] = __uint_as_float(in[4 + COLUMNS / 16 + x]);
       }
-      arch::publish_shared();
+      ptx::publish_shared();
       __syncthreads();  // the right operand
-      arch::fence_products();
+      ptx::fence_products();
       const unsigned int a[4] = {in[0], in[1], in[2], in[3]};
       const unsigned long long b = 1ull << 62 | 64ull << 32 | (begin + 8192 + 64) / 16;
-      arch::wgmma_rs_tf32(d, a, b, blockIdx.x % 2 == 0);
-      arch::commit_products();
-      arch::wait_products<0>();
-      arch::take_product(d);
+      ptx::wgmma_rs_tf32(d, a, b, blockIdx.x % 2 == 0);
+      ptx::commit_products();
+      ptx::wait_products<0>();
+      ptx::take_product(d);
       for (int x = 0; x < COLUMNS / 2; ++x) out[x] = d[x / (COLUMNS / 4)][x % (COLUMNS / 4)];
     """
     )

@@ -17,7 +17,7 @@ from cupyflash import operands, params, source
 from cupyflash.expr.cuda import Generated
 from cupyflash.target import address
 
-# What the compiler knows by itself on a GPU, and twins of the functions of arch/.
+# What the compiler knows by itself on a GPU, and twins of the functions of ptx/.
 SHIM = """
 #include <cmath>
 #include <cstring>
@@ -40,7 +40,7 @@ inline long long __mul64hi(long long x, long long y) {
 inline float __uint_as_float(unsigned int x) { return same_bits<float>(x); }
 inline unsigned int __float_as_uint(float x) { return same_bits<unsigned int>(x); }
 inline float __double2float_rz(double x) { return static_cast<float>(x); }
-namespace arch {
+namespace ptx {
 constexpr int WARP_SIZE = 1;
 inline int lane_index() { return 0; }
 template <typename T> T shuffle_xor(T value, int) { return value; }
@@ -91,7 +91,7 @@ CORNERS = ("b", "h", "i_low", "i_high", "j_low", "j_high", "len_q", "len_k", "st
 
 def _structs() -> str:
     """The declarations of Site and TileBox, as the kernels have them."""
-    text = source.flatten(("primitives/tile.cuh",))
+    text = source.flatten(("common/tile.cuh",))
     return "".join(
         match[0] for name in ("Site", "TileBox", "Given")
         for match in re.finditer(rf"^struct {name} \{{.*?^\}};\n", text, re.MULTILINE | re.DOTALL)
@@ -99,7 +99,7 @@ def _structs() -> str:
 
 
 def _read_for_cpu(path: str) -> str:
-    return "" if path.startswith("arch/") else source.read(path)
+    return "" if path.startswith("ptx/") else source.read(path)
 
 
 class Compiled:
@@ -122,7 +122,7 @@ class Compiled:
         )
         given = max(1, *(each.functions.num_given for each in made))
         text += f"constexpr int NUM_GIVEN = {given};\n"
-        headers = ("params.cuh", "primitives/expression.cuh")
+        headers = ("common/params.cuh", "common/expression.cuh")
         text += source.flatten_with(headers, _read_for_cpu) + _structs()
         read = (
             "n{n}::score_slope(*static_cast<const Params*>(p), "

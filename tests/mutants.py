@@ -11,7 +11,7 @@ memory whose surroundings nobody may touch. A mutant is
 - survived, where nothing notices. tests/data/surviving_mutants.txt says why those are right.
 
     python tests/mutants.py                              every mutant: hours of one core
-    python tests/mutants.py --only "primitives/tile*"    those of some files
+    python tests/mutants.py --only "common/tile*"    those of some files
     python tests/mutants.py --sample 200 --seed 1        some of them
     python tests/mutants.py --changed main               those of lines changed since then
     python tests/mutants.py --json found.json --jobs 4   all numbers, on four cores
@@ -50,7 +50,7 @@ COLUMNS = ("made", "invalid", "equivalent", "killed", "timeout", "survived", "li
 
 def kernel_mutants() -> list[Mutant]:
     """Return every mutant of the CUDA sources, file by file."""
-    paths = sorted([*KERNELS.glob("*.cu"), *KERNELS.glob("primitives/*.cuh")])
+    paths = sorted(path for path in KERNELS.rglob("*.cu*") if path.parent.name != "ptx")
     return [
         mutant
         for path in paths

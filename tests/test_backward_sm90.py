@@ -325,17 +325,17 @@ FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 ORDERS = re.compile(
     r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
     r"warpgroup::release(?:_of_warp)?\([^;]*;|"
-    r"arch::(?:wait_products<[^>]*>|fence_products|commit_products|publish_barriers|meet_at|"
+    r"ptx::(?:wait_products<[^>]*>|fence_products|commit_products|publish_barriers|meet_at|"
     r"publish_shared|arrive_expecting|arrive|wait_stores_read)\([^;]*;|__sync(?:threads|warp)\(\);"
 )
 
 STATEMENTS = [
     (name, number)
     for name in (
-        "backward_sm90_dkdv.cu",
-        "primitives/warpgroup_passing.cuh",
-        "primitives/warpgroup_gradient.cuh",
-        "primitives/warpgroup_unit.cuh",
+        "sm90/backward_sm90_dkdv.cu",
+        "sm90/warpgroup_passing.cuh",
+        "sm90/warpgroup_gradient.cuh",
+        "sm90/warpgroup_unit.cuh",
     )
     for number in range(len(ORDERS.findall((FOLDER / name).read_text())))
 ]

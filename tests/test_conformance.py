@@ -1,4 +1,4 @@
-"""Every function of kernels_cu/arch/ does what NumPy says, on the emulator and on a GPU: bits."""
+"""Every function of kernels_cu/ptx/ does what NumPy says, on the emulator and on a GPU: bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_function_has_a_twin(path):
     wanted = functions(text)
     assert wanted
     assert len(wanted) == text.count("__device__"), "a function that is not recognised as one"
-    assert functions((build.HERE / "arch" / path.name).read_text()) == wanted
+    assert functions((build.HERE / "ptx" / path.name).read_text()) == wanted
 
 
 def test_every_function_has_a_case():
@@ -43,13 +43,13 @@ def test_every_function_has_a_case():
     wanted = Counter(name for _, name in defined())
     found = Counter(name for case in CASES for name in case.functions)
     assert list(wanted - found) == [], "write a case of these in tests/conformance_cases.py"
-    assert list(set(found) - set(wanted)) == [], "there are no such functions in arch/"
+    assert list(set(found) - set(wanted)) == [], "there are no such functions in ptx/"
 
 
 @EVERY_CASE
 def test_a_case_is_about_what_it_calls(case):
     for name in case.functions:
-        assert f"arch::{name}(" in case.body or f"arch::{name}<" in case.body
+        assert f"ptx::{name}(" in case.body or f"ptx::{name}<" in case.body
 
 
 # -- on the emulator, and against NumPy -----------------------------------------------------------

@@ -20,7 +20,7 @@ from cupyflash.reference import program
 from cupyflash.trees import trees
 
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
-KERNELS = sorted(path.stem for path in FOLDER.glob("*.cu"))
+KERNELS = sorted(path.stem for path in FOLDER.rglob("*.cu"))
 
 
 def special(kernel, call, **more):
@@ -139,7 +139,9 @@ def test_the_layouts_are_those_of_the_header(tmp_path):
         for n, name in enumerate(layout.dtype.names):
             cases.append(f"    case {what * 1000 + n + 1}: return offsetof({struct}, {name});")
     prelude = "constexpr int NUM_INTS = 3, NUM_FLOATS = 2, NUM_TABLES = 4;"
-    text = OFFSETS.format(prelude=prelude, header=FOLDER / "params.cuh", cases="\n".join(cases))
+    text = OFFSETS.format(
+        prelude=prelude, header=FOLDER / "common/params.cuh", cases="\n".join(cases)
+    )
     file, library = tmp_path / "layout.cpp", tmp_path / "layout.so"
     file.write_text(text)
     flags = ["-std=c++17", "-shared", "-fPIC", "-Wno-invalid-offsetof"]
@@ -155,7 +157,7 @@ def test_the_layouts_are_those_of_the_header(tmp_path):
 def test_kinds_are_numbered_as_everywhere():
     assert tuple(params.KINDS) == program.KINDS
     assert params.MAX_AXES == program.MAX_AXES
-    header = (FOLDER / "params.cuh").read_text()
+    header = (FOLDER / "common/params.cuh").read_text()
     for name, number in params.KINDS.items():
         assert f"KIND_{name.upper()} = {number}" in header
     assert f"MAX_LEAD = {params.MAX_LEAD};" in header

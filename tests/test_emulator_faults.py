@@ -130,34 +130,34 @@ FAULTS = {
         (33, r"writes byte 8 of shared memory, which thread 9 has read .*probe.cu:5"),
     ),
     "a copy beside shared memory": (
-        "if (t == 5) arch::begin_copy(smem + 64, p.out, false);",
+        "if (t == 5) ptx::begin_copy(smem + 64, p.out, false);",
         (5, r"writes 16 bytes at byte 256 of 256 of shared memory"),
     ),
     "a copy to where no vector begins": (
-        "if (t == 5) arch::begin_copy(smem + 2, p.out, false);",
+        "if (t == 5) ptx::begin_copy(smem + 2, p.out, false);",
         (5, r"copies 16 bytes where no vector begins"),
     ),
     "a copy from where no vector begins": (
-        "if (t == 5) arch::begin_copy(smem, static_cast<int*>(p.out) + 1, true);",
+        "if (t == 5) ptx::begin_copy(smem, static_cast<int*>(p.out) + 1, true);",
         (5, r"copies 16 bytes where no vector begins"),
     ),
     "a copy that nobody waits for": (
-        "if (t == 5) arch::begin_copy(smem, p.out, true);",
+        "if (t == 5) ptx::begin_copy(smem, p.out, true);",
         (5, r"ended before its copies were finished"),
     ),
     "a copy that is in the last group, which is not waited for": (
         "if (t == 5) {\narch::begin_copy(smem, p.out, true);\narch::commit_copies();\n"
-        "arch::wait_copies<1>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n"
-        "arch::wait_copies<0>();\n}",
+        "ptx::wait_copies<1>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n"
+        "ptx::wait_copies<0>();\n}",
         (5, r"reads byte 0 of shared memory, which a copy of thread 5 has not finished .*cu:5"),
     ),
     "a copy that is in no group": (
         "if (t == 5) {\narch::commit_copies();\narch::begin_copy(smem, p.out, true);\n"
-        "arch::wait_copies<0>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n}",
+        "ptx::wait_copies<0>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n}",
         (5, r"reads byte 0 of shared memory, which a copy of thread 5 has not finished .*cu:5"),
     ),
     "a matrix's row that no barrier orders after a write": (
-        "unsigned int to[4];\nif (t < 4) smem[t] = t;\nif (t > 31) arch::ldmatrix_x4(to, 0);",
+        "unsigned int to[4];\nif (t < 4) smem[t] = t;\nif (t > 31) ptx::ldmatrix_x4(to, 0);",
         (32, r"reads byte 0 of shared memory, which thread 0 has written with no barrier since"),
     ),
     "a matrix's row that begins between 16 bytes": (
@@ -166,7 +166,7 @@ FAULTS = {
     ),
     "a matrix instruction that lanes do not reach": (
         "unsigned int a[4] = {};\nfloat c = 0;\nif (t == 3) return;\n"
-        "arch::mma_m16n8k16_f16(c, c, c, c, a, 0, 0);",
+        "ptx::mma_m16n8k16_f16(c, c, c, c, a, 0, 0);",
         (3, r"ended while other threads wait for it at mma_m16n8k16_f16 \(probe.cu:4\)"),
     ),
 }  # fmt: skip
@@ -175,7 +175,7 @@ FAULTS = {
 @pytest.mark.parametrize("what", FAULTS)
 def test_faults_are_reported(what):
     body, (thread, text) = FAULTS[what]
-    probe = Probe(body, headers=("arch/copy.cuh", "arch/matrix.cuh"))
+    probe = Probe(body, headers=("ptx/copy.cuh", "ptx/matrix.cuh"))
     out = np.zeros(64, np.int32)
     with pytest.raises(Fault) as caught:
         probe.run(out, blocks=3)
@@ -230,11 +230,11 @@ def test_other_shared_memory_is_refused():
 # -- the sources' own barriers ---------------------------------------------------------------------
 
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
-BARRIER = re.compile(r"__syncthreads\(\);.*|arch::barrier_or(?=\()")
+BARRIER = re.compile(r"__syncthreads\(\);.*|ptx::barrier_or(?=\()")
 
 
 def _barriers() -> list[tuple[str, int]]:
-    paths = [*FOLDER.glob("*.cu"), *FOLDER.glob("primitives/*.cuh")]
+    paths = [path for path in FOLDER.rglob("*.cu*") if path.parent.name != "ptx"]
     return [
         (path.relative_to(FOLDER).as_posix(), n)
         for path in sorted(paths)
@@ -358,7 +358,7 @@ def test_no_barrier_of_the_sources_may_be_missing(path, number):
 
     def has_it(special):
         # Deltas are what other kernels compute with.
-        included = source.flatten((f"{special.kernel}.cu",))
+        included = source.flatten((source.path_of(special.kernel),))
         return special.kernel == "backward_delta" or f"// {path}\n" in included
 
     with pytest.raises(Fault, match=r"no barrier since|no thread has written|has not fini"):

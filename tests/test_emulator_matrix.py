@@ -21,21 +21,21 @@ def test_groups_of_copies(schedule):
     body = """
       const int* const from = static_cast<const int*>(p.in);
       const unsigned int place = 16 * (t / 4);
-      if (t % 4 == 0) arch::begin_part_copy(place, from + t, 2 * (t / 4) % 18);
-      arch::commit_copies();
-      if (t % 4 == 0) arch::begin_part_copy(256 + place, from + t, 16);
-      arch::commit_copies();
-      arch::wait_copies<1>();
+      if (t % 4 == 0) ptx::begin_part_copy(place, from + t, 2 * (t / 4) % 18);
+      ptx::commit_copies();
+      if (t % 4 == 0) ptx::begin_part_copy(256 + place, from + t, 16);
+      ptx::commit_copies();
+      ptx::wait_copies<1>();
       __syncthreads();
       const int first = smem[t ^ 5];
-      arch::wait_copies<0>();
+      ptx::wait_copies<0>();
       __syncthreads();
       static_cast<int*>(p.out)[t] = first;
       static_cast<int*>(p.out)[64 + t] = smem[64 + (t ^ 5)];
     """
     given = np.random.default_rng(0).integers(1, 2**31, 64).astype(np.int32)
     out = np.zeros(128, np.int32)
-    probe = Probe(body, elements=128, headers=("arch/copy.cuh",))
+    probe = Probe(body, elements=128, headers=("ptx/copy.cuh",))
     probe.run(out, given, schedule=schedule)
     parts = given.view(np.uint8).reshape(16, 16).copy()
     for row, part in enumerate(parts):
@@ -52,12 +52,12 @@ def test_matrices_from_shared_memory(schedule, transposed):
       for (int n = t; n < 128; n += 64) smem[n] = static_cast<const int*>(p.in)[n];
       __syncthreads();
       unsigned int to[4];
-      arch::%s(to, arch::shared_address(smem) + (5 * (t %% 32) + 3) %% 32 * 16);
+      ptx::%s(to, ptx::shared_address(smem) + (5 * (t %% 32) + 3) %% 32 * 16);
       for (int m = 0; m < 4; ++m) static_cast<unsigned int*>(p.out)[4 * t + m] = to[m];
     """
     name = "ldmatrix_x4_trans" if transposed else "ldmatrix_x4"
     rows = np.random.default_rng(0).integers(0, 2**16, (32, 8)).astype(np.uint16)
-    probe = Probe(body % name, elements=128, headers=("arch/matrix.cuh",))
+    probe = Probe(body % name, elements=128, headers=("ptx/matrix.cuh",))
     out = probe.run(np.zeros((64, 4), np.uint32), rows, schedule=schedule)
     matrices = rows[(5 * np.arange(32) + 3) % 32].reshape(4, 8, 8)
     if transposed:
@@ -73,12 +73,12 @@ def test_matrices_to_shared_memory(schedule):
     body = """
       const unsigned int* const in = static_cast<const unsigned int*>(p.in) + 4 * t;
       const unsigned int from[4] = {in[0], in[1], in[2], in[3]};
-      arch::stmatrix_x4(arch::shared_address(smem) + (5 * t + 3) % 32 * 16, from);
+      ptx::stmatrix_x4(ptx::shared_address(smem) + (5 * t + 3) % 32 * 16, from);
       __syncthreads();
       for (int n = t; n < 128; n += 32) static_cast<int*>(p.out)[n] = smem[n];
     """
     given = np.random.default_rng(0).integers(0, 2**32, (32, 4)).astype(np.uint32)
-    probe = Probe(body, threads=32, elements=128, headers=("arch/matrix.cuh",))
+    probe = Probe(body, threads=32, elements=128, headers=("ptx/matrix.cuh",))
     out = probe.run(np.zeros((32, 4), np.uint32), given, schedule=schedule)
     rows = given.reshape(8, 4, 4).transpose(2, 0, 1).reshape(32, 4)
     np.testing.assert_array_equal(out[(5 * np.arange(32) + 3) % 32], rows)
@@ -91,7 +91,7 @@ def product(a, b, c, name, schedule=FORWARD):
       const unsigned int a[4] = {{in[0], in[1], in[2], in[3]}};
       float c[4];
       for (int n = 0; n < 4; ++n) c[n] = __uint_as_float(in[6 + n]);
-      arch::mma_m16n8k16_{name}(c[0], c[1], c[2], c[3], a, in[4], in[5]);
+      ptx::mma_m16n8k16_{name}(c[0], c[1], c[2], c[3], a, in[4], in[5]);
       for (int n = 0; n < 4; ++n) static_cast<float*>(p.out)[4 * t + n] = c[n];
     """
     a, b = (np.asarray(x, TYPES[name]).view(np.uint16) for x in (a, b))
@@ -105,7 +105,7 @@ def product(a, b, c, name, schedule=FORWARD):
     for n in range(2):
         k = column + 8 * n
         given[:, 4 + n] = b[k, row] | b[k + 1, row].astype(np.uint32) << 16
-    probe = Probe(body, threads=32, headers=("arch/matrix.cuh",))
+    probe = Probe(body, threads=32, headers=("ptx/matrix.cuh",))
     found = probe.run(np.zeros((32, 4), np.float32), given, schedule=schedule)
     out = np.zeros((16, 8), np.float32)
     for n in range(4):
@@ -156,7 +156,7 @@ def test_two_floats_become_a_word(name):
     conversion = {"f16": "floats_to_halves", "bf16": "floats_to_bfloats"}[name]
     body = f"""
       const float* const in = static_cast<const float*>(p.in) + 2 * (64 * blockIdx.x + t);
-      static_cast<unsigned int*>(p.out)[64 * blockIdx.x + t] = arch::{conversion}(in[0], in[1]);
+      static_cast<unsigned int*>(p.out)[64 * blockIdx.x + t] = ptx::{conversion}(in[0], in[1]);
     """
     rng = np.random.default_rng(0)
     with np.errstate(over="ignore"):
@@ -164,11 +164,11 @@ def test_two_floats_become_a_word(name):
         x[:4] = 0, -0.0, np.inf, -np.inf
         x[4:8] = 65519, 65520, 3.4e38, -1e39
         x = x.astype(np.float32)
-    found = Probe(body, headers=("arch/convert.cuh",)).run(np.zeros(2048, np.uint32), x, 32)
+    found = Probe(body, headers=("ptx/convert.cuh",)).run(np.zeros(2048, np.uint32), x, 32)
     with np.errstate(over="ignore"):
         wanted = x.astype(TYPES[name])
     np.testing.assert_array_equal(found.view(np.uint16), wanted.view(np.uint16))
-    nan = Probe(body, headers=("arch/convert.cuh",)).run(
+    nan = Probe(body, headers=("ptx/convert.cuh",)).run(
         np.zeros(64, np.uint32), np.full(128, np.nan, np.float32)
     )
     assert np.isnan(nan.view(TYPES[name]).astype(np.float32)).all()
@@ -177,12 +177,12 @@ def test_two_floats_become_a_word(name):
 @EVERY_ORDER
 def test_lanes_tell_each_other(schedule):
     body = """
-      const int other = arch::shuffle(t * t, (t + 3) % 32);
-      const unsigned int bits = arch::ballot(t % 3 == 0);
-      const bool some = arch::any_lane(t == 40), none = arch::any_lane(false);
+      const int other = ptx::shuffle(t * t, (t + 3) % 32);
+      const unsigned int bits = ptx::ballot(t % 3 == 0);
+      const bool some = ptx::any_lane(t == 40), none = ptx::any_lane(false);
       static_cast<long long*>(p.out)[t] = other + 10000LL * bits * (1 + some) + none;
     """
-    found = Probe(body, headers=("arch/warp.cuh",)).run(np.zeros(64, np.int64), schedule=schedule)
+    found = Probe(body, headers=("ptx/warp.cuh",)).run(np.zeros(64, np.int64), schedule=schedule)
     warps = LANES // 32
     bits = np.array([sum(1 << n for n in range(32) if (32 * w + n) % 3 == 0) for w in warps])
     wanted = (32 * warps + (LANES + 3) % 32) ** 2 + 10000 * bits * (1 + warps)

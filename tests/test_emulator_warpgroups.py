@@ -17,7 +17,7 @@ from cupyflash.target import address
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
-BARRIER = ("arch/barrier.cuh", "arch/matrix.cuh")
+BARRIER = ("ptx/barrier.cuh", "ptx/matrix.cuh")
 SCHEDULES = (FORWARD, REVERSE, randomly(0), randomly(1))
 SS, RS = product("ss", "f16", 80, True), product("rs", "bf16", 64, True)
 
@@ -45,27 +45,27 @@ def run_changed(case, old, new, schedules=SCHEDULES):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("arch::arrive(8);", "no barrier is at 8"),
-        ("arch::try_wait(64, 0);", "no barrier is at 64"),
-        ("if (t == 0) arch::init_barrier(4, 1);", "address 4, 1 arrivals"),
-        ("if (t == 0) arch::init_barrier(8, 0);", "address 8, 0 arrivals"),
+        ("ptx::arrive(8);", "no barrier is at 8"),
+        ("ptx::try_wait(64, 0);", "no barrier is at 64"),
+        ("if (t == 0) ptx::init_barrier(4, 1);", "address 4, 1 arrivals"),
+        ("if (t == 0) ptx::init_barrier(8, 0);", "address 8, 0 arrivals"),
         (
-            "if (t == 0) arch::init_barrier(8, 1);\n__syncthreads();\narch::try_wait(8, 0);",
+            "if (t == 0) ptx::init_barrier(8, 1);\n__syncthreads();\narch::try_wait(8, 0);",
             r"deadlock: threads 0-127 wait at try_wait \(probe.cu:3\)",
         ),
         (
-            "if (t == 0) arch::init_barrier(8, 200);\narch::arrive(8);",
+            "if (t == 0) ptx::init_barrier(8, 200);\narch::arrive(8);",
             "which thread 0 has written with no barrier since",
         ),
         (
             "if (t == 0) {\narch::init_barrier(8, 2);\nfor (int n = 0; n < 3; ++n) "
-            "arch::arrive_expecting(8, 16);\n}",
+            "ptx::arrive_expecting(8, 16);\n}",
             "once more than barrier 8 counts",
         ),
-        ("arch::meet_at(16, 128);", "barrier 16, 128 threads"),
-        ("arch::meet_at(1, 100);", "barrier 1, 100 threads"),
-        ("arch::meet_at(1, t < 32 ? 128 : 64);", "barrier 1 is one of 128 threads, not 64"),
-        ("arch::meet_at(1, 256);", r"deadlock: threads 0-127 wait at meet_at \(probe.cu:1\)"),
+        ("ptx::meet_at(16, 128);", "barrier 16, 128 threads"),
+        ("ptx::meet_at(1, 100);", "barrier 1, 100 threads"),
+        ("ptx::meet_at(1, t < 32 ? 128 : 64);", "barrier 1 is one of 128 threads, not 64"),
+        ("ptx::meet_at(1, 256);", r"deadlock: threads 0-127 wait at meet_at \(probe.cu:1\)"),
         (
             "smem[t].x[0] = t;\narch::arrive_at(1, 128);\nsmem[t ^ 1].x[0] = 0;",
             "has written with no barrier since",
@@ -80,17 +80,17 @@ def test_barriers(body, words):
 @pytest.mark.parametrize(
     ("case", "old", "new", "words"),
     [
-        (PHASES, "arch::arrive(barrier);", "if (t) arch::arrive(barrier);", "deadlock"),
+        (PHASES, "ptx::arrive(barrier);", "if (t) ptx::arrive(barrier);", "deadlock"),
         (
             PHASES,
-            "while (!arch::try_wait(barrier, n % 2)) {\n        }",
+            "while (!ptx::try_wait(barrier, n % 2)) {\n        }",
             "",
             "no barrier since|no thread has written|once more than",
         ),
-        (COPY, "arch::publish_barriers();", "", "was not published"),
+        (COPY, "ptx::publish_barriers();", "", "was not published"),
         (COPY, "begin_box_copy(begin,", "begin_box_copy(begin + 64,", "eight rows do not begin"),
-        (COPY, "arch::arrive_expecting(barrier, 8192);", "arch::arrive(barrier);", "has not fini"),
-        (COPY, "arch::arrive_expecting(barrier, 8192);", "", "deadlock"),
+        (COPY, "ptx::arrive_expecting(barrier, 8192);", "ptx::arrive(barrier);", "has not fini"),
+        (COPY, "ptx::arrive_expecting(barrier, 8192);", "", "deadlock"),
         (COPY, "(barrier, 8192)", "(barrier, 8200)", "deadlock"),
         (
             COPY,
@@ -100,43 +100,43 @@ def test_barriers(body, words):
         ),
         (
             COPY,
-            "while (!arch::try_wait(barrier, 0)) {\n      }",
+            "while (!ptx::try_wait(barrier, 0)) {\n      }",
             "__syncthreads();",
             "a copy of thread 0 has not finished",
         ),
-        (STORE, "arch::publish_shared();", "", "has not published"),
+        (STORE, "ptx::publish_shared();", "", "has not published"),
         (STORE, "__syncthreads();  // the box", "", "no barrier since|no thread has written"),
-        (STORE, "arch::wait_stores_read();", "", "ended before its copies had read"),
-        (STORE, "arch::commit_stores();", "", "ended before its copies had read"),
+        (STORE, "ptx::wait_stores_read();", "", "ended before its copies had read"),
+        (STORE, "ptx::commit_stores();", "", "ended before its copies had read"),
         (STORE, "begin_box_store(map, begin,", "begin_box_store(map, begin + 64,", "do not begin"),
         (
             STORE,
-            "arch::wait_stores_read();",
+            "ptx::wait_stores_read();",
             "words[0] ^= 1;\narch::publish_shared();\narch::wait_stores_read();",
             "was written to meanwhile",
         ),
-        (SS, "arch::publish_shared();", "", "has not published"),
+        (SS, "ptx::publish_shared();", "", "has not published"),
         (SS, "__syncthreads();  // the operands", "", "no barrier since|no thread has written"),
-        (SS, "arch::fence_products();", "", "no fence is behind"),
-        (SS, "arch::wait_products<0>();", "", "ended before its products were finished"),
-        (SS, "arch::commit_products();", "", "ended before its products were finished"),
+        (SS, "ptx::fence_products();", "", "no fence is behind"),
+        (SS, "ptx::wait_products<0>();", "", "ended before its products were finished"),
+        (SS, "ptx::commit_products();", "", "ended before its products were finished"),
         (
             RS,
-            "arch::wait_products<0>();",
+            "ptx::wait_products<0>();",
             "d[1][3] += 1;\narch::wait_products<0>();",
             "touched a result before it waited",
         ),
         (RS, "1ull << 62 |", "2ull << 62 |", "without the swizzle of 128 bytes"),
         (
             RS,
-            "arch::wait_products<0>();",
-            "if (t < 96) arch::wait_products<0>();",
+            "ptx::wait_products<0>();",
+            "if (t < 96) ptx::wait_products<0>();",
             "ended|deadlock",
         ),
-        (RS, "arch::commit_products();", "if (t) arch::commit_products();", "other products than"),
+        (RS, "ptx::commit_products();", "if (t) ptx::commit_products();", "other products than"),
         (
             SS,
-            "arch::wait_products<0>();",
+            "ptx::wait_products<0>();",
             "words[t] = 0;\narch::wait_products<0>();",
             "has read with no barrier since|has not published|no barrier since",
         ),

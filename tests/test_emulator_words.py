@@ -1,4 +1,4 @@
-"""What stands for CUDA's own words does what they do; tests/conformance.py is about `arch/`."""
+"""What stands for CUDA's own words does what they do; tests/conformance.py is about `ptx/`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulator.probe import Probe
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
-NUMBER = ("params.cuh", "primitives/number.cuh")
+NUMBER = ("common/params.cuh", "common/number.cuh")
 SIZES = "constexpr int NUM_INTS = 1, NUM_FLOATS = 1, NUM_TABLES = 1;\n"
 
 # -- numbers --------------------------------------------------------------------------------------
@@ -79,14 +79,14 @@ def test_to_bfloat(name, kind):
 
 def test_exp2_is_as_wrong_as_it_may_be():
     x = np.random.default_rng(0).uniform(-126, 127, 50_000).astype(np.float32)
-    found = apply("arch::exp2(x)", x, "float", "float", headers=("arch/exp2.cuh",))
+    found = apply("ptx::exp2(x)", x, "float", "float", headers=("ptx/exp2.cuh",))
     error = np.abs(found / np.exp2(x.astype(np.float64)) - 1)
     assert 0.8 * 2.0**-22 < error.max() <= 2.0**-22
 
 
 def test_reciprocal_is_as_wrong_as_it_may_be():
     x = np.random.default_rng(0).uniform(-4, 4, 50_000).astype(np.float32)
-    found = apply("arch::reciprocal(x)", x, "float", "float", headers=("arch/reciprocal.cuh",))
+    found = apply("ptx::reciprocal(x)", x, "float", "float", headers=("ptx/reciprocal.cuh",))
     error = np.abs(found * x.astype(np.float64) - 1)
     assert 0.8 * 2.0**-23 < error.max() <= 2.0**-23
 
@@ -96,7 +96,7 @@ def test_tanh_is_within_what_bounds_admit():
     x = np.concatenate([rng.uniform(-1, 1, 50_000), rng.uniform(-12, 12, 20_000)])
     edges = np.float32([0.65, np.nextafter(np.float32(0.65), np.float32(0)), 1e-20, 88, 1e38])
     x = np.concatenate([x, edges, -edges]).astype(np.float32)
-    headers = ("params.cuh", "primitives/expression.cuh")
+    headers = ("common/params.cuh", "common/expression.cuh")
     found = apply("tanh_of(x)", x, "float", "float", headers=headers, storage=2, before=SIZES)
     true = np.tanh(x.astype(np.float64))
     error = np.abs(found - true) / np.abs(true) * 2.0**24

@@ -58,7 +58,7 @@ def test_classes_are_those_of_the_kernels_on_the_cpu(data):
 
 
 def test_ranges_are_as_long_as_the_kernels_look():
-    text = (ROOT / "kernels_cu" / "primitives" / "lookup.cuh").read_text()
+    text = (ROOT / "kernels_cu" / "common" / "lookup.cuh").read_text()
     assert RANGE_LIMIT["cpu"] == program.RANGE_LIMIT
     assert RANGE_LIMIT["gpu"] == int(re.search(r"RANGE_LIMIT = (\d+)", text)[1])
 

@@ -227,16 +227,16 @@ def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
 
 # -- the kernel's own waits -----------------------------------------------------------------------
 
-KERNEL, ROWS = "forward_sm90.cu", "primitives/warpgroup_rows.cuh"
+KERNEL, ROWS = "sm90/forward_sm90.cu", "sm90/warpgroup_rows.cuh"
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 STORES = re.compile(r"void (?:wait|begin)_boxes.*?\n}\n", re.DOTALL)  # of ROWS, what is called
 TEXT = (FOLDER / KERNEL).read_text() + "".join(STORES.findall((FOLDER / ROWS).read_text()))
 # What orders accesses. The turns only say who is first.
 ORDERS = re.compile(
     r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release(?:_of_warp)?\([^;]*;|"
-    r"arch::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting|"
+    r"ptx::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting|"
     r"publish_shared|arrive|commit_stores|wait_stores_read)\([^;]*;(?!  // again)|"
-    r"arch::meet_at\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
+    r"ptx::meet_at\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
 )
 
 
@@ -286,7 +286,7 @@ def test_nothing_is_missing():
 def test_lanes_meet_before_one_arrives_for_all(monkeypatch):
     def read(name):
         text = build.read(name)
-        if name == "primitives/warpgroup.cuh":
+        if name == "sm90/warpgroup.cuh":
             assert "__syncwarp();" in text
             text = text.replace("__syncwarp();", "")
         return text

@@ -120,9 +120,9 @@ def test_the_kernels_it_names_exist():
     sources = Path(info.__file__).parent.parent / "kernels_cu"
     sources = sources if sources.is_dir() else Path(info.__file__).parent / "kernels_cu"
     named = re.findall(r"\w+_simt\w*", info.served((7, 5)))
-    assert sorted(named) == sorted(path.stem for path in sources.glob("*_simt*.cu"))
+    assert sorted(named) == sorted(path.stem for path in sources.rglob("*_simt*.cu"))
     named = re.findall(r"\w+_sm80\w*", info.served((8, 0)))
-    assert sorted(named) == sorted(path.stem for path in sources.glob("*_sm80*.cu"))
+    assert sorted(named) == sorted(path.stem for path in sources.rglob("*_sm80*.cu"))
 
 
 def test_without_a_driver(said):

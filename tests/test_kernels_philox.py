@@ -1,4 +1,4 @@
-"""kernels_cu/primitives/philox.cuh, compiled for the CPU, against published values and its twin."""
+"""kernels_cu/common/philox.cuh, compiled for the CPU, against published values and its twin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import cupyflash.kernels_cu
 from cupyflash.reference import philox
 
-HEADER = Path(cupyflash.kernels_cu.__file__).parent / "primitives" / "philox.cuh"
+HEADER = Path(cupyflash.kernels_cu.__file__).parent / "common" / "philox.cuh"
 
 SHIM = """
 #define __device__

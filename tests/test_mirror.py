@@ -100,7 +100,7 @@ ONLY_CUDA = {
     "forward_sm90_tf32.cu": {
         "barriers of the places that tiles pass through": "arrive wait",
     },
-    "primitives/layout.cuh": {
+    "common/layout.cuh": {
         "a block finds its work by itself; methods of Layout list it on the CPU": (
             "clamp complete first_entry entries_sharing shared_entry sequence_of work_of divide"
         ),
@@ -115,13 +115,13 @@ ONLY_CUDA = {
             "taking_turns heads_at_a_time grouped_offset"
         ),
     },
-    "primitives/memory.cuh": {
+    "common/memory.cuh": {
         "rows in global memory; Layout.rows describes them on the CPU": "rows numbers",
         "through shared memory and as they lie; the CPU transposes them": (
             "load_rows begin_rows finish_rows finish_vector"
         ),
     },
-    "primitives/matmul.cuh": {
+    "common/matmul.cuh": {
         "sizes in shared memory": (
             "larger round_up chunks chunk_columns whole_columns odd_stride run_of padded_columns "
             "stage_rows held_columns"
@@ -162,7 +162,7 @@ ONLY_CUDA = {
         "tiles that are copied by boxes, and described for products": "begin_tile describe whole",
         "tiles that are split on their way to shared memory": "columns_of put_unit at_step splits",
     },
-    "primitives/tile.cuh": {
+    "common/tile.cuh": {
         "sizes of a tile": "smaller rows_from is_whole",
         "a thread's cells of a tile": "cell store_cells load_cells",
         "one walk over the cells for score and mask": "change apply_score_and_mask",
@@ -179,7 +179,7 @@ ONLY_CUDA = {
         ),
         "Python's kernels return their count": "count_tiles",
     },
-    "primitives/softmax.cuh": {
+    "common/softmax.cuh": {
         "e^x by 2^x or by double precision, which has no fast 2^x": "exponential",
         "reference/elementary.py has it": "exp2",
         "threads share a row's columns": "row_sum",
@@ -188,7 +188,7 @@ ONLY_CUDA = {
         "a maximum in either type": "larger",
         "weights of a part of a tile": "find_offset exponentiate_halves",
     },
-    "primitives/gradient_tile.cuh": {
+    "common/gradient_tile.cuh": {
         "the two halves of gradient_tile: dv is accumulated between them, because dS takes the "
         "place of p": "probabilities score_gradients",
         "a thread's cells of a tile": "query_of",
@@ -214,7 +214,7 @@ ONLY_CUDA = {
         ),
         "results by way of shared memory": "begin_boxes",
     },
-    "primitives/lookup.cuh": {
+    "common/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (
             "apart place row_extremes int_extremes float_extremes take_in take_pieces range_int "
             "range_float"
@@ -245,29 +245,29 @@ ONLY_PYTHON = {
             "transpose_blocks"
         ),
     },
-    "primitives/layout.cuh": {
+    "common/layout.cuh": {
         "results of another type or layout are stand-ins at first": "finish",
     },
-    "primitives/memory.cuh": {
+    "common/memory.cuh": {
         "addresses are numbers in Numba": "row_address",
         "queries are lanes": "load_transposed",
         "asked once per call; a GPU's block asks for every stage": "count_nonfinite",
     },
-    "primitives/matmul.cuh": {
+    "common/matmul.cuh": {
         "vectors and the code for them": "vector_lanes padded block product",
     },
-    "primitives/tile.cuh": {
+    "common/tile.cuh": {
         "tensor cores find the pairs first, and SIMT kernels have both in one walk": "apply_mask",
         "registers of the interpreter": "make_registers",
         "row by row, each by its program": "apply_score",
         "a tile of what takes part; a GPU has weights that say it": "note_seen",
         "a tile of factors, which every lane has its own of": "dropout_factors scale_tile",
     },
-    "primitives/gradient_tile.cuh": {
+    "common/gradient_tile.cuh": {
         "memory of one thread": "make_scratch",
         "both halves in one pass over the tile": "gradient_tile",
     },
-    "primitives/lookup.cuh": {
+    "common/lookup.cuh": {
         "what an interpreter needs": (
             "empty_program describe_table loader run lookup_step int_step float_step compare_step"
         ),
@@ -276,7 +276,7 @@ ONLY_PYTHON = {
         ),
         "one of four types, by a number": "load_as_float",
     },
-    "primitives/philox.cuh": {
+    "common/philox.cuh": {
         "the host computes it": "threshold keep_probability",
     },
 }

@@ -38,12 +38,12 @@ CHANGES = {
         "void f() { a = 1; ; const int n = 3; return; }",
         "void f() { a = 1; g(2); const int n = 3; ; }",
     }),
-    "barrier": ("void f() { __syncthreads(); x = arch::barrier_or(y); arch::finish_copies(); }", {
-        "void f() { ; x = arch::barrier_or(y); arch::finish_copies(); }",
-        "void f() { __syncthreads(); x = (y); arch::finish_copies(); }",
-        "void f() { __syncthreads(); x = arch::barrier_or(y); ; }",
+    "barrier": ("void f() { __syncthreads(); x = ptx::barrier_or(y); ptx::finish_copies(); }", {
+        "void f() { ; x = ptx::barrier_or(y); ptx::finish_copies(); }",
+        "void f() { __syncthreads(); x = (y); ptx::finish_copies(); }",
+        "void f() { __syncthreads(); x = ptx::barrier_or(y); ; }",
     }),
-    "shuffle": ("a = arch::shuffle_xor(b[1], lanes);", {"a = (b[1]);"}),
+    "shuffle": ("a = ptx::shuffle_xor(b[1], lanes);", {"a = (b[1]);"}),
     "infinity": ("a = number::infinity();", {"a = accum_t(0);"}),
     "sign": ("a = -b;", {"a = b;"}),
     "negation": ("void f() { if (a) b = !c; }", {
@@ -90,9 +90,9 @@ def test_lines_keep_their_numbers():
 def test_every_source_has_mutants_of_every_operator():
     found = mutants.kernel_mutants()
     files = {x.file for x in found}
-    sources = [*mutants.KERNELS.glob("*.cu"), *mutants.KERNELS.glob("primitives/*.cuh")]
+    sources = [x for x in mutants.KERNELS.rglob("*.cu*") if x.parent.name != "ptx"]
     assert files == {path.relative_to(mutants.KERNELS).as_posix() for path in sources} - {
-        "params.cuh"
+        "common/params.cuh"
     }
     assert {x.operator for x in found} == set(CHANGES)
     counts = Counter((x.file, x.start, x.end, x.after) for x in found)
@@ -188,15 +188,15 @@ def bench():
 
 # Where, what stands there and what takes its place -> what becomes of it.
 KNOWN = [
-    ("primitives/softmax.cuh", "l[r] *= alpha;", "l[r] += alpha;", "killed"),
+    ("common/softmax.cuh", "l[r] *= alpha;", "l[r] += alpha;", "killed"),
     ("backward_simt_dq.cu", "i0 = work.block * BLOCK_Q;", "i0 = work.block * BLOCK_Q + 1;",
      "killed"),
     ("combine.cu", "l += weight(", "l -= weight(", "killed"),
-    ("primitives/lookup.cuh", "found.low = low < found.low", "found.low = low > found.low",
+    ("common/lookup.cuh", "found.low = low < found.low", "found.low = low > found.low",
      "killed"),
     ("forward_simt.cu", "j0 += BLOCK_KV", "j0 += 0", "timeout"),
     # An assertion of large heads alone.
-    ("primitives/matmul.cuh", "(D > D_V ? D : D_V) > 256", "D_V > 256", "killed"),
+    ("common/matmul.cuh", "(D > D_V ? D : D_V) > 256", "D_V > 256", "killed"),
     ("backward_sink.cu", "accum_t total = 0;", "accum_t total = nothing;", "invalid"),
     ("backward_sink.cu", "accum_t total = 0;", "accum_t total = 0 * 1;", "equivalent"),
     ("combine.cu", "constexpr int COLUMNS = 4;", "constexpr int COLUMNS = 2;", "survived"),

@@ -76,7 +76,7 @@ def test_every_file_is_in_the_wheel(wheel):
 def test_the_data_and_the_cuda_sources_are_in_the_wheel(wheel):
     assert "cupyflash/py.typed" in wheel
     assert "cupyflash/data/demo.npz" in wheel
-    assert "cupyflash/kernels_cu/primitives/philox.cuh" in wheel
+    assert "cupyflash/kernels_cu/common/philox.cuh" in wheel
     assert "cupyflash/kernels_cu/README.md" in wheel
     assert "cupyflash/reference/algorithms/README.md" in wheel
 

@@ -29,7 +29,7 @@ from .width import narrow
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
 
 # How an operation is written, given the names of its operands, by the type of its result. Functions
-# that are not part of C++ stand in primitives/lookup.cuh and primitives/expression.cuh. A tile's
+# that are not part of C++ stand in common/lookup.cuh and common/expression.cuh. A tile's
 # class computes with bounds of integers: they may lie at the ends of 64 bits.
 _FLOAT = {
     "add": "{0} + {1}",

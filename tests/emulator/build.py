@@ -56,8 +56,8 @@ def missing() -> str | None:
 
 
 def read(path: str) -> str:
-    """Return a file of `kernels_cu`; of `arch/`, its twin here."""
-    if path.startswith("arch/"):
+    """Return a file of `kernels_cu`; of `ptx/`, its twin here."""
+    if path.startswith("ptx/"):
         return (HERE / path).read_text(encoding="utf-8")
     return source.read(path)
 
@@ -78,7 +78,7 @@ def text(special: Specialisation, read: Callable[[str], str] = read) -> str:
     `read` returns the files of `kernels_cu`; a test may change them.
     """
     generated = special.functions.source
-    paths = (f"{special.kernel}.cu", *(source._VOCABULARY if generated else ()))
+    paths = (source.path_of(special.kernel), *(source._VOCABULARY if generated else ()))
     flat = source.flatten_with(paths, lambda path: _with_lines(read(path), path))
     flush = "true" if special.dtype != "float64" else "false"
     prelude = source.prelude(special) + f"#define FLUSH_SUBNORMALS {flush}\n"

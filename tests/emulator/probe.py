@@ -81,7 +81,7 @@ def text(
         storage=storage,
         flush="false" if storage == 3 else "true",
         before=before,
-        map=", const __grid_constant__ arch::TensorMap map" if has_map else "",
+        map=", const __grid_constant__ ptx::TensorMap map" if has_map else "",
         headers=source.flatten_with(headers, read),
     )
 

@@ -47,7 +47,7 @@ Array = np.ndarray[Any, Any]
 Read = Callable[[str], str]
 Make = Callable[..., Generated]
 
-HEADERS = ("params.cuh", "primitives/tile.cuh", "primitives/expression.cuh")
+HEADERS = ("common/params.cuh", "common/tile.cuh", "common/expression.cuh")
 B, H, I, J = POSITIONS
 SIZES = Sizes((2,), 2, 40, 50)
 TILES = ((0, 0, 0, 8, 0, 8), (1, 1, 3, 20, 7, 30), (0, 1, 30, 10, 40, 10), (1, 0, 2, 2, 30, 20))

@@ -65,7 +65,7 @@ WRITES = {
     "combine": ("out", "lse"),
 }
 # What is tried on its own too, outside of a kernel.
-OWN_FILES = {f"primitives/{name}.cuh" for name in ("expression", "lookup", "number", "philox")}
+OWN_FILES = {f"common/{name}.cuh" for name in ("expression", "lookup", "number", "philox")}
 RUNS = 3.0  # seconds of its own time that a launch gets
 
 

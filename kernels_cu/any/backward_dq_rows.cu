@@ -1,0 +1,79 @@
+// dq out of the sums that backward_sm80_dkdv or backward_sm90_dkdv adds up in global memory: rows
+// of the storage type, times the scale. fragment_product::add_fragments says how the sums lie, and
+// of the latter warpgroup_gradient::place_of_sum.
+//
+// A thread has 16 columns of a row at a time; neighbours have the 8 rows of a group, then the next
+// columns.
+//
+// Grid: blocks of BLOCK_Q rows of all places and heads, as backward_simt_dq's. own_size = the
+// lengths of dq's leading axes. Shared memory: none.
+#include "../common/params.cuh"
+#include "../ptx/copy.cuh"
+#include "../common/layout.cuh"
+
+namespace {
+
+constexpr int GROUP = layout::GROUP_ROWS;
+constexpr int UNITS = (D + 15) / 16;
+static_assert(STORAGE < 2, "16-bit types");
+static_assert(BLOCK_Q % GROUP == 0, "BLOCK_Q");
+
+struct alignas(16) Floats {
+  float x[4];
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, false);
+  if (work.idle) return;
+  const long long i0 = work.block * BLOCK_Q, length = work.entry.len_q;
+  const float* const sums = reinterpret_cast<const float*>(p.dq_sum.data) +
+                            layout::grouped_offset(p.dq_sum, work.entry, work.head) +
+                            i0 * p.dq_sum.row;
+  storage_t* const rows = reinterpret_cast<storage_t*>(p.dq.data) +
+                          layout::offset(p.dq, work.entry, work.head, false) + i0 * p.dq.row;
+  const float scale = static_cast<float>(p.scale);
+#pragma unroll 2
+  for (int n = threadIdx.x; n < BLOCK_Q * UNITS; n += THREADS) {
+    const int unit = n / GROUP % UNITS, row = n / (GROUP * UNITS) * GROUP + n % GROUP;
+    if (i0 + row >= length) continue;
+    // A group's units follow each other, and then comes the next group. Four lanes have a row, and
+    // the numbers of each are neighbours or lie a warp's apart.
+    const bool neighbours = p.dq_sum.col == 1;
+    const float* const sum = sums + n / GROUP * 128 + n % GROUP * (neighbours ? 16 : 4);
+    float value[16];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const Floats four = *reinterpret_cast<const Floats*>(sum + m * (neighbours ? 4 : 32));
+#pragma unroll
+      for (int x = 0; x < 4; ++x) value[4 * m + x] = four.x[x];
+    }
+    // Element x of four m is number x of lane m, or number m of lane x.
+    const auto column = [&](int place) {
+      const int of_lane = place % 8 / 2, number = place / 8 * 2 + place % 2;
+      return neighbours ? value[4 * of_lane + number] : value[4 * number + of_lane];
+    };
+    storage_t* const to = rows + row * p.dq.row + 16 * unit * p.dq.col;
+    const bool vectors = p.dq.col == 1 && reinterpret_cast<unsigned long long>(to) % 16 == 0;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      ptx::Bytes16 words;
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        words.x[x] =
+            number::narrow_pair(column(8 * m + 2 * x) * scale, column(8 * m + 2 * x + 1) * scale);
+      }
+      if (vectors && 16 * unit + 8 * m + 8 <= D) {
+        ptx::store(to + 8 * m, words);
+      } else {
+#pragma unroll
+        for (int x = 0; x < 8; ++x) {
+          const auto stored = static_cast<storage_t>(words.x[x / 2] >> 16 * (x % 2));
+          if (16 * unit + 8 * m + x < D) to[(8 * m + x) * p.dq.col] = stored;
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,101 @@
+// Join attention over disjoint sets of keys: the twin of reference/combine.py.
+//
+// Given (out, lse) of each set, the result is what one call over all keys gives:
+// lse = log sum exp(lse_n) and out = sum exp(lse_n - lse) out_n. A set that saw nothing
+// (lse = -inf) takes no part, so (0, -inf) is the unit. A warp works on one row.
+//
+// Grid: the rows of all entries and heads, THREADS / 32 to a block. Shared memory: none.
+#include "../common/params.cuh"
+#include "../ptx/warp.cuh"
+#include "../common/number.cuh"
+
+namespace {
+
+constexpr int COLUMNS = 4;  // that a thread sums at a time
+
+// A row's place in the arrays of a call.
+struct Row {
+  long long lead[MAX_LEAD];
+  long long head;
+  long long i;
+};
+
+__device__ __forceinline__ long long offset(const Operand& operand, const Row& row) {
+  long long elements = row.head * operand.head + row.i * operand.row;
+#pragma unroll
+  for (int axis = 0; axis < MAX_LEAD; ++axis) elements += row.lead[axis] * operand.lead[axis];
+  return elements;
+}
+
+__device__ __forceinline__ accum_t lse_of(const Operand& operand, const Row& row) {
+  return reinterpret_cast<const accum_t*>(operand.data)[offset(operand, row)];
+}
+
+// exp(lse - m), exactly 1 for the largest, 0 for a set that saw nothing.
+__device__ __forceinline__ accum_t weight(accum_t lse, accum_t m) {
+  if (lse == -number::infinity()) return 0;
+  return lse == m ? accum_t(1) : exp(lse - m);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KERNEL_NAME(const __grid_constant__ CombineParams p) {
+  constexpr int WARPS = THREADS / ptx::WARP_SIZE;
+  const int lane = ptx::lane_index();
+  long long place = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;
+  Row row;
+  row.i = place % p.rows;
+  place /= p.rows;
+  row.head = place % p.heads;
+  place /= p.heads;
+#pragma unroll
+  for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
+    row.lead[axis] = place % p.lead_size[axis];
+    place /= p.lead_size[axis];
+  }
+  if (place > 0) return;
+
+  accum_t m = -number::infinity();
+#pragma unroll 1
+  for (int n = 0; n < p.parts; ++n) {
+    const accum_t value = lse_of(p.lses[n], row);
+    m = value > m || value != value ? value : m;
+  }
+  accum_t l = 0;
+#pragma unroll 1
+  for (int n = 0; n < p.parts; ++n) l += weight(lse_of(p.lses[n], row), m);
+
+  const bool empty = m == -number::infinity();
+  const accum_t inverse = empty ? accum_t(0) : accum_t(1) / l;
+  const long long target = offset(p.out, row);
+#pragma unroll 1
+  for (long long first = lane; first < p.columns; first += COLUMNS * ptx::WARP_SIZE) {
+    accum_t sums[COLUMNS] = {};
+#pragma unroll 1
+    for (int n = 0; n < p.parts; ++n) {
+      const Operand& part = p.outs[n];
+      const accum_t value = lse_of(p.lses[n], row);
+      if (value == -number::infinity()) continue;  // whatever its output holds
+      const accum_t factor = weight(value, m);
+      const long long source = offset(part, row);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        const long long d = first + c * ptx::WARP_SIZE;
+        if (d < p.columns) {
+          sums[c] += factor * number::load<accum_t>(part.data, p.kinds[n], source + d * part.col);
+        }
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      const long long d = first + c * ptx::WARP_SIZE;
+      if (d < p.columns) {
+        number::store(p.out.data, p.kind_out, target + d * p.out.col, sums[c] * inverse);
+      }
+    }
+  }
+  if (lane == 0) {
+    reinterpret_cast<accum_t*>(p.lse.data)[offset(p.lse, row)] = empty ? m : m + log(l);
+  }
+}

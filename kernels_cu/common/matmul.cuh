@@ -1,0 +1,390 @@
+// Products of tiles in shared memory, accumulated in registers: the twin of
+// reference/microkernel.py and reference/accumulate.py.
+//
+// The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns the elements of
+// a result at rows row_thread + ROW_THREADS * r: neighbouring rows in neighbouring threads, so that
+// the 16-byte reads of one warp fall on different banks. It reads whole vectors along the
+// contraction, which is contiguous in both operands of `multiply`.
+#pragma once
+#include "../ptx/warp.cuh"
+#include "memory.cuh"
+
+// A row of the thread grid lies in one warp, so that a row's maximum needs no shared memory.
+constexpr int COLUMN_THREADS = (D > D_V ? D : D_V) > 256 ? 32 : 16;
+constexpr int ROW_THREADS = THREADS / COLUMN_THREADS;
+constexpr int ROWS_PER_WARP = ptx::WARP_SIZE / COLUMN_THREADS;
+
+namespace matmul {
+
+__device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
+__device__ constexpr int round_up(int x, int step) { return (x + step - 1) / step * step; }
+
+// Columns of an operand that `multiply` holds in shared memory at a time, and how many chunks of
+// them there are. A chunk is at most 128 bytes wide.
+constexpr int CHUNK_LIMIT = 128 / static_cast<int>(sizeof(accum_t));
+__device__ constexpr int chunks(int width) { return (width + CHUNK_LIMIT - 1) / CHUNK_LIMIT; }
+__device__ constexpr int chunk_columns(int width) {
+  const int whole = width % STORED_VECTOR == 0 ? STORED_VECTOR : VECTOR;
+  return round_up((width + chunks(width) - 1) / chunks(width), whole);
+}
+
+// The width of an operand that is whole in shared memory: all chunks.
+__device__ constexpr int whole_columns(int width) { return chunks(width) * chunk_columns(width); }
+
+// The distance of rows that are read a vector at a time: an odd number of vectors, so that the rows
+// of eight threads begin on different banks.
+__device__ constexpr int odd_stride(int columns) {
+  return round_up(columns, VECTOR) + (round_up(columns, VECTOR) / VECTOR % 2 == 0 ? VECTOR : 0);
+}
+
+// Columns of a result that a thread owns next to each other: as many as a vector holds, unless
+// fewer leave less of the thread grid without work.
+__device__ constexpr int run_of(int width) {
+  int best = VECTOR;
+  for (int run = VECTOR; run > 0; run /= 2) {
+    const int step = COLUMN_THREADS * run;
+    if (round_up(width, step) < round_up(width, COLUMN_THREADS * best)) best = run;
+  }
+  return best;
+}
+
+// Columns of a result, with those that exist for the thread grid only.
+__device__ constexpr int padded_columns(int width) {
+  return round_up(width, COLUMN_THREADS * run_of(width));
+}
+
+// The width of an operand that is whole in shared memory and also the right factor of a product.
+__device__ constexpr int held_columns(int width) {
+  return larger(whole_columns(width), padded_columns(width));
+}
+
+// Rows of the second operand of `accumulate` that fit into `elements` of shared memory at a time.
+__device__ constexpr int stage_rows(int rows, int width, int elements) {
+  while (rows > VECTOR && rows % (2 * VECTOR) == 0 && rows * padded_columns(width) > elements) {
+    rows /= 2;
+  }
+  return rows;
+}
+
+// Elements of one of the stage's two buffers: a chunk of `rows` rows of `width` columns for
+// `multiply`, or a few whole rows of `wide` columns for `accumulate`.
+__device__ constexpr int buffer_elements(int rows, int width, int wide) {
+  const int chunk = rows * odd_stride(chunk_columns(width));
+  const int whole = stage_rows(rows, wide, chunk) * padded_columns(wide);
+  return larger(chunk, whole);
+}
+
+// Where rows of global memory pass through shared memory: while the block multiplies what is in one
+// buffer, the next rows are copied to the other.
+//
+// Whoever begins a product finds the next buffer free: the product before ended in the other one,
+// and had a barrier after this one was read.
+template <int BUFFER>
+struct Stage {
+  accum_t* stage_smem;
+  int offset = 0;
+
+  __device__ __forceinline__ accum_t* next() {
+    offset = BUFFER - offset;
+    return stage_smem + offset;
+  }
+};
+
+// Neighbouring lanes share a column thread and every other lane a row thread: 16-byte reads are
+// served half a warp at a time, in one go where lanes next to each other, or next but one, read the
+// same place.
+__device__ __forceinline__ int row_thread() {
+  return threadIdx.x / ptx::WARP_SIZE * ROWS_PER_WARP + threadIdx.x % ROWS_PER_WARP;
+}
+__device__ __forceinline__ int column_thread() {
+  return threadIdx.x % ptx::WARP_SIZE / ROWS_PER_WARP;
+}
+
+// c += a b^T for tiles of `DEPTH` columns. The thread's columns of c are column_thread +
+// COLUMN_THREADS * n. UNROLL vectors of each row are in sight at a time.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int UNROLL, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                         const accum_t* b_smem) {
+  a_smem += row_thread() * A_STRIDE;
+  b_smem += column_thread() * B_STRIDE;
+#pragma unroll UNROLL
+  for (int k = 0; k < DEPTH; k += VECTOR) {
+    Vector a[ROWS], b[COLUMNS];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      b[n] = *reinterpret_cast<const Vector*>(b_smem + n * COLUMN_THREADS * B_STRIDE + k);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      a[r] = *reinterpret_cast<const Vector*>(a_smem + r * ROW_THREADS * A_STRIDE + k);
+    }
+#pragma unroll
+    for (int x = 0; x < VECTOR; ++x) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) c[r][n] += a[r].x[x] * b[n].x[x];
+      }
+    }
+  }
+}
+
+// A pair that takes no part has weight -0.0, which no other pair has: multiplied it adds nothing,
+// and where the other factor is not finite it can be told from a weight that is merely 0.
+__device__ __forceinline__ accum_t no_part() { return -accum_t(0); }
+__device__ __forceinline__ bool takes_part(float weight) {
+  return __float_as_uint(weight) != 0x80000000u;
+}
+__device__ __forceinline__ bool takes_part(double weight) {
+  return __double_as_longlong(weight) != -0x7fffffffffffffffLL - 1;
+}
+
+// Column `n` of a thread's columns in a result of `WIDTH` columns.
+template <int WIDTH>
+__device__ __forceinline__ int result_column(int n) {
+  constexpr int RUN = run_of(WIDTH);
+  return (n / RUN * COLUMN_THREADS + column_thread()) * RUN + n % RUN;
+}
+
+// c += a b for `DEPTH` columns of a and rows of b. The thread's columns of c are those of
+// `result_column`.
+template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                             const accum_t* b_smem) {
+  constexpr int RUN = run_of(WIDTH);
+  struct alignas(RUN * sizeof(accum_t)) Run {
+    accum_t x[RUN];
+  };
+  a_smem += row_thread() * A_STRIDE;
+  b_smem += column_thread() * RUN;
+#pragma unroll 2
+  for (int k = 0; k < DEPTH; k += VECTOR) {
+    Vector a[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      a[r] = *reinterpret_cast<const Vector*>(a_smem + r * ROW_THREADS * A_STRIDE + k);
+    }
+#pragma unroll
+    for (int x = 0; x < VECTOR; ++x) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n += RUN) {
+        const Run b = *reinterpret_cast<const Run*>(b_smem + (k + x) * padded_columns(WIDTH) +
+                                                    n * COLUMN_THREADS);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+          for (int y = 0; y < RUN; ++y) c[r][n + y] += a[r].x[x] * b.x[y];
+        }
+      }
+    }
+  }
+}
+
+// The same where b holds NaN or infinity: pairs that take no part are left out.
+template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
+                                                  const accum_t* a_smem, const accum_t* b_smem) {
+  a_smem += row_thread() * A_STRIDE;
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; ++k) {
+    accum_t a[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) a[r] = a_smem[r * ROW_THREADS * A_STRIDE + k];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const accum_t b = b_smem[k * padded_columns(WIDTH) + result_column<WIDTH>(n)];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        if (takes_part(a[r])) c[r][n] += a[r] * b;
+      }
+    }
+  }
+}
+
+// Rows of a result by `multiply_transposed` that a thread owns next to each other.
+__device__ constexpr int row_run(int rows) {
+  int run = VECTOR;
+  while (rows % run != 0) run /= 2;
+  return run;
+}
+
+// So many of a thread's rows of such a result are computed at a time: sums leave it few registers.
+__device__ constexpr int rows_at_once(int rows, int columns) {
+  while (rows % 2 == 0 && rows * columns > 32) rows /= 2;
+  return rows;
+}
+
+// Row `r` of a thread's ROWS rows of such a result.
+template <int ROWS>
+__device__ __forceinline__ int result_row(int r) {
+  constexpr int RUN = row_run(ROWS);
+  return (r / RUN * ROW_THREADS + row_thread()) * RUN + r % RUN;
+}
+
+// c += a^T b for `DEPTH` rows of a and b. The thread's rows of c are those of `result_row`, its
+// columns those of `result_column`. A walk over c turns back at the end of a row or column, so that
+// every multiply-add needs a new element of one factor only.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
+                                                    const accum_t* a_smem, const accum_t* b_smem) {
+  constexpr int RUN_A = row_run(ROWS), RUN_B = run_of(WIDTH);
+  struct alignas(RUN_A * sizeof(accum_t)) RunA {
+    accum_t x[RUN_A];
+  };
+  struct alignas(RUN_B * sizeof(accum_t)) RunB {
+    accum_t x[RUN_B];
+  };
+#pragma unroll 4
+  for (int k = 0; k < DEPTH; ++k) {
+    RunA a[ROWS / RUN_A];
+    RunB b[COLUMNS / RUN_B];
+#pragma unroll
+    for (int r = 0; r < ROWS; r += RUN_A) {
+      a[r / RUN_A] = *reinterpret_cast<const RunA*>(a_smem + k * A_STRIDE + result_row<ROWS>(r));
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += RUN_B) {
+      b[n / RUN_B] =
+          *reinterpret_cast<const RunB*>(b_smem + k * B_STRIDE + result_column<WIDTH>(n));
+    }
+#pragma unroll
+    for (int step = 0; step < ROWS * COLUMNS; ++step) {
+      const bool by_rows = COLUMNS < ROWS;
+      const int line = step / (by_rows ? COLUMNS : ROWS), on = step % (by_rows ? COLUMNS : ROWS);
+      const int turned = line % 2 == 0 ? on : (by_rows ? COLUMNS : ROWS) - 1 - on;
+      const int r = by_rows ? line : turned, n = by_rows ? turned : line;
+      c[r][n] += a[r / RUN_A].x[r % RUN_A] * b[n / RUN_B].x[n % RUN_B];
+    }
+  }
+}
+
+// The same where b holds NaN or infinity: pairs that take no part are left out.
+template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLUMNS],
+                                                         const accum_t* a_smem,
+                                                         const accum_t* b_smem) {
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; ++k) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const accum_t b = b_smem[k * B_STRIDE + result_column<WIDTH>(n)];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const accum_t weight = a_smem[k * A_STRIDE + result_row<ROWS>(r)];
+        if (takes_part(weight)) c[r][n] += weight * b;
+      }
+    }
+  }
+}
+
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void clear(accum_t (&c)[ROWS][COLUMNS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) c[r][n] = 0;
+  }
+}
+
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void add(accum_t (&c)[ROWS][COLUMNS],
+                                    const accum_t (&b)[ROWS][COLUMNS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) c[r][n] += b[r][n];
+  }
+}
+
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t factor) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) c[r][n] *= factor;
+  }
+}
+
+// c = a b^T, where a lies whole in shared memory, its rows A_STRIDE apart, and B_ROWS rows of b, of
+// which `valid` exist from `first` on, pass through the stage a chunk of columns at a time.
+template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, int ROWS, int COLUMNS, int BUFFER>
+__device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                              const memory::Rows& b, long long first, int valid,
+                                              Stage<BUFFER>& stage) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
+  accum_t* chunk_smem = stage.next();
+  memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, 0);
+  clear(c);
+#pragma unroll 1
+  for (int column = 0; column < WIDTH; column += CHUNK) {
+    const accum_t* const filled_smem = chunk_smem;
+    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(chunk_smem, b, first, valid, column);
+    __syncthreads();  // the chunk, now filled, and the other buffer, which was read; before the
+                      // first chunk also the rows of a, which other threads wrote
+    if (column + CHUNK < WIDTH) {
+      chunk_smem = stage.next();
+      memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, column + CHUNK);
+    }
+    multiply<CHUNK, A_STRIDE, STRIDE, UNROLL>(c, a_smem + column, filled_smem);
+  }
+}
+
+// c = a b^T, where the rows of both pass through shared memory, a chunk of columns at a time.
+template <int A_ROWS, int B_ROWS, int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const memory::Rows& a,
+                                              long long first_a, int valid_a, const memory::Rows& b,
+                                              long long first_b, int valid_b, accum_t* a_smem,
+                                              accum_t* b_smem) {
+  constexpr int CHUNK = chunk_columns(WIDTH);
+  constexpr int STRIDE = odd_stride(CHUNK);
+  clear(c);
+#pragma unroll 1
+  for (int column = 0; column < WIDTH; column += CHUNK) {
+    __syncthreads();  // both chunks, which may still be read
+    memory::begin_rows<A_ROWS, CHUNK, STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
+    memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
+    memory::finish_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
+    memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
+    __syncthreads();  // both chunks, now filled
+    multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
+  }
+}
+
+// c += a b, where the tile a of weights lies in shared memory and B_ROWS rows of b, of which
+// `valid` exist from `first` on, pass through the stage a few at a time.
+template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
+__device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
+                                           const memory::Rows& b, long long first, int valid,
+                                           Stage<BUFFER>& stage) {
+  constexpr int STEP = stage_rows(B_ROWS, WIDTH, BUFFER);
+  constexpr int STRIDE = padded_columns(WIDTH);
+  accum_t* rows_smem = stage.next();
+  memory::begin_rows<STEP, STRIDE, STRIDE, WIDTH>(rows_smem, b, first, valid, 0);
+#pragma unroll 1
+  for (int k = 0; k < B_ROWS && k < valid; k += STEP) {
+    const accum_t* const filled_smem = rows_smem;
+    const bool finite = memory::finish_rows<STEP, STRIDE, STRIDE, WIDTH, MAY_MASK>(
+        rows_smem, b, first + k, valid - k, 0);
+    bool careful = false;
+    // The rows, now filled, and the other buffer, which was read; before the first rows also the
+    // tile of weights, which other threads wrote.
+    if constexpr (MAY_MASK) {
+      careful = ptx::barrier_or(!finite);
+    } else {
+      __syncthreads();  // the same
+    }
+    if (k + STEP < B_ROWS && k + STEP < valid) {
+      rows_smem = stage.next();
+      memory::begin_rows<STEP, STRIDE, STRIDE, WIDTH>(rows_smem, b, first + k + STEP,
+                                                      valid - k - STEP, 0);
+    }
+    if (careful) {
+      multiply_add_seen<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+    } else {
+      multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+    }
+  }
+}
+
+}  // namespace matmul

@@ -1,0 +1,134 @@
+// Element types: how they are stored, and the accumulator's type in which everything is computed.
+#pragma once
+#include "../ptx/convert.cuh"
+
+template <int>
+struct StorageType {
+  using stored = unsigned short;  // float16 or bfloat16, as bits
+  using accumulated = float;
+};
+template <>
+struct StorageType<2> {
+  using stored = float;
+  using accumulated = float;
+};
+template <>
+struct StorageType<3> {
+  using stored = double;
+  using accumulated = double;
+};
+using storage_t = StorageType<STORAGE>::stored;
+using accum_t = StorageType<STORAGE>::accumulated;
+
+// Elements in 16 bytes: the widest access to memory.
+constexpr int VECTOR = 16 / sizeof(accum_t);
+constexpr int STORED_VECTOR = 16 / sizeof(storage_t);
+
+struct alignas(16) Vector {
+  accum_t x[VECTOR];
+};
+
+struct alignas(16) StoredVector {
+  storage_t x[STORED_VECTOR];
+};
+
+namespace number {
+
+__device__ __forceinline__ float bits_to_float(unsigned int bits) { return __uint_as_float(bits); }
+
+__device__ __forceinline__ float bfloat_to_float(unsigned short bits) {
+  return bits_to_float(static_cast<unsigned int>(bits) << 16);
+}
+
+// Rounds to nearest even. A NaN stays one: its payload might round to infinity.
+__device__ __forceinline__ unsigned short float_to_bfloat(float value) {
+  const unsigned int bits = __float_as_uint(value);
+  const unsigned int rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+  return static_cast<unsigned short>((value != value ? bits | 0x400000u : rounded) >> 16);
+}
+
+// By way of float, rounded to odd so that the second rounding sees what the first left out.
+__device__ __forceinline__ unsigned short double_to_bfloat(double value) {
+  const float toward_zero = __double2float_rz(value);
+  const bool inexact = static_cast<double>(toward_zero) != value && value == value;
+  return float_to_bfloat(bits_to_float(__float_as_uint(toward_zero) | (inexact ? 1u : 0u)));
+}
+
+__device__ __forceinline__ accum_t widen(storage_t stored) {
+  if constexpr (STORAGE == 0) {
+    return ptx::half_to_float(stored);
+  } else if constexpr (STORAGE == 1) {
+    return bfloat_to_float(stored);
+  } else {
+    return stored;
+  }
+}
+
+__device__ __forceinline__ bool is_finite(accum_t x) { return x - x == accum_t(0); }
+
+__device__ __forceinline__ accum_t infinity() {
+  return static_cast<accum_t>(bits_to_float(0x7f800000u));
+}
+
+__device__ __forceinline__ float largest_float() { return bits_to_float(0x7f7fffffu); }
+
+// The largest number of a type.
+__device__ __forceinline__ float largest_like(float) { return largest_float(); }
+__device__ __forceinline__ double largest_like(double) { return 0x1.fffffffffffffp1023; }
+__device__ __forceinline__ accum_t largest() { return largest_like(accum_t()); }
+
+__device__ __forceinline__ unsigned short to_half(float value) {
+  return ptx::float_to_half(value);
+}
+__device__ __forceinline__ unsigned short to_half(double value) {
+  return ptx::double_to_half(value);
+}
+__device__ __forceinline__ unsigned short to_bfloat(float value) { return float_to_bfloat(value); }
+__device__ __forceinline__ unsigned short to_bfloat(double value) {
+  return double_to_bfloat(value);
+}
+
+// Rounds a value to the storage type, or keeps it in the accumulator's.
+__device__ __forceinline__ void narrow(accum_t value, unsigned short* to) {
+  *to = STORAGE == 0 ? to_half(value) : to_bfloat(value);
+}
+__device__ __forceinline__ void narrow(accum_t value, accum_t* to) { *to = value; }
+
+// Rounds two numbers to a 16-bit storage type; the first is in the lower half.
+__device__ __forceinline__ unsigned int narrow_pair(float low, float high) {
+  if constexpr (STORAGE == 0) {
+    return ptx::floats_to_halves(low, high);
+  } else {
+    return ptx::floats_to_bfloats(low, high);
+  }
+}
+
+// Rounds a value to one of the four float kinds and writes it at `index`.
+__device__ __forceinline__ void store(char* data, int kind, long long index, accum_t value) {
+  if (kind == KIND_FLOAT16) {
+    reinterpret_cast<unsigned short*>(data)[index] = to_half(value);
+  } else if (kind == KIND_BFLOAT16) {
+    reinterpret_cast<unsigned short*>(data)[index] = to_bfloat(value);
+  } else if (kind == KIND_FLOAT32) {
+    reinterpret_cast<float*>(data)[index] = static_cast<float>(value);
+  } else {
+    reinterpret_cast<double*>(data)[index] = value;
+  }
+}
+
+// Reads element `index` of one of the four float kinds.
+template <typename T>
+__device__ __forceinline__ T load(const char* data, int kind, long long index) {
+  if (kind == KIND_FLOAT16) {
+    return ptx::half_to_float(reinterpret_cast<const unsigned short*>(data)[index]);
+  }
+  if (kind == KIND_BFLOAT16) {
+    return bfloat_to_float(reinterpret_cast<const unsigned short*>(data)[index]);
+  }
+  if (kind == KIND_FLOAT32) return static_cast<T>(reinterpret_cast<const float*>(data)[index]);
+  return static_cast<T>(reinterpret_cast<const double*>(data)[index]);
+}
+
+constexpr int STORAGE_KIND = KIND_FLOAT16 + STORAGE;
+
+}  // namespace number

@@ -1,0 +1,107 @@
+// What a kernel is told at run time: one struct for all kernels of attention, one for combine.
+//
+// cupyflash/params.py holds the same layout as a NumPy structured type, field by field in this
+// order. Every field is 8 bytes wide or part of a pair of ints, so there is no padding but what is
+// named. Sizes in capitals come from the prelude that is put before a kernel's source.
+#pragma once
+
+constexpr int MAX_LEAD = 4;    // leading axes, after neighbours that can be joined were joined
+constexpr int MAX_AXES = 8;    // axes of a look-up
+constexpr int MAX_PARTS = 16;  // operands of one launch of combine
+
+// Element kinds of look-ups, sinks and outputs, numbered as KINDS in reference/program.py.
+constexpr int KIND_BOOL = 0, KIND_INT8 = 1, KIND_INT16 = 2, KIND_INT32 = 3, KIND_INT64 = 4;
+constexpr int KIND_UINT8 = 5, KIND_UINT16 = 6, KIND_UINT32 = 7;
+constexpr int KIND_FLOAT16 = 8, KIND_BFLOAT16 = 9, KIND_FLOAT32 = 10, KIND_FLOAT64 = 11;
+
+// An array (lead..., head, row, column), in place. Strides count its own elements, and are 0 along
+// broadcast axes. A packed array has no leading axes: sequence b begins at row offsets[b].
+struct Operand {
+  char* data;
+  long long lead[MAX_LEAD];
+  long long head;
+  long long row;
+  long long col;
+};
+
+// An array that masks and scores read. Strides count bytes.
+struct Table {
+  const char* data;
+  long long shape[MAX_AXES];
+  long long strides[MAX_AXES];
+};
+
+struct Params {
+  // (lead..., H, L, D or Dv) of the storage type, unless a kind below says otherwise.
+  Operand q;
+  Operand k;
+  Operand v;
+  Operand out;
+  Operand d_out;
+  Operand dq;
+  Operand dk;
+  Operand dv;
+  Operand dbias;
+  // (lead..., H, Lq) of the accumulator's type; col is unused. No dlse, or lse not asked for: data
+  // is null.
+  Operand lse;
+  Operand dlse;
+  Operand delta;
+  // Sums of dq in float32 that many blocks add to, in groups of 8 rows: (lead..., H, rows, columns
+  // in whole units of 16); col is how far apart a thread's numbers lie, 32 or 1.
+  // sm80/fragment_product.cuh and sm90/warpgroup_gradient.cuh say how they lie.
+  Operand dq_sum;
+
+  const char* sink;            // (Hq,) contiguous, or null
+  char* dsink;                 // (Hq,) contiguous
+  const long long* offsets_q;  // packed: (batch + 1,) on the device; else null
+  const long long* offsets_k;
+  const unsigned long long* seed_gmem;  // where the seed lies on the device; null: `seed` below
+  unsigned long long* tiles_visited;    // of a build with COUNT_TILES: grows by 1 per tile
+
+  long long batch;                // product of lead_size; packed: the number of sequences
+  long long lead_size[MAX_LEAD];  // broadcast leading axes, first slowest; unused ones are 1
+  // The leading axes as the launch's gradient has them: lead_size, or 1 where its input was
+  // broadcast. A block sums over the entries that share its place. (Of the forward: lead_size.)
+  long long own_size[MAX_LEAD];
+  long long len_q;  // packed: the longest that may come
+  long long len_k;
+  long long total_q;  // packed: rows in all; dense: len_q
+  long long total_k;
+  long long bias_len_q;  // dbias's own lengths: 1 where the bias was broadcast
+  long long bias_len_k;
+  long long blocks;               // query or key blocks of one head (of one batch entry, if dense)
+  unsigned long long seed;        // of the dropout
+  unsigned long long drop_below;  // a pair is dropped where its random word is smaller
+  double keep_scale;              // 1 / (1 - dropout)
+  double scale;                   // factor of q k
+
+  int heads;
+  int heads_kv;
+  int group;       // heads / heads_kv
+  int bias_heads;  // heads of dbias: heads or 1
+  int kind_sink;
+  int kind_dsink;
+  int kind_dq;  // element kind of dq: the storage type or the accumulator's, for the host to sum on
+  int kind_dk;
+  int kind_dv;
+  int kind_dbias;
+
+  long long ints[NUM_INTS];  // constants of masks and scores
+  double floats[NUM_FLOATS];
+  Table tables[NUM_TABLES];
+};
+
+struct CombineParams {
+  Operand outs[MAX_PARTS];  // (lead..., H, L, Dv)
+  Operand lses[MAX_PARTS];  // (lead..., H, L) of the accumulator's type
+  Operand out;
+  Operand lse;
+  long long lead_size[MAX_LEAD];
+  long long rows;  // L
+  long long columns;
+  long long heads;
+  int kinds[MAX_PARTS];  // element kinds of outs
+  int kind_out;
+  int parts;  // at most MAX_PARTS
+};

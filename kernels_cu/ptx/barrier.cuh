@@ -1,0 +1,73 @@
+// Barriers that some threads of a block pass and others need not wait at, since compute capability
+// 9.0: one PTX instruction per function.
+//
+// A barrier in shared memory has 8 bytes and counts in phases: one is over when so many threads
+// have arrived and so many bytes have been copied as were expected. The first phase has parity 0.
+#pragma once
+
+namespace ptx {
+
+__device__ __forceinline__ void init_barrier(unsigned int barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers known to the copies that will complete them.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(unsigned int barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and says that the phase is not over before so many more bytes were copied.
+__device__ __forceinline__ void arrive_expecting(unsigned int barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Whether the phase of a parity is over; it may wait a while before it says no.
+__device__ __forceinline__ bool try_wait(unsigned int barrier, int parity) {
+  unsigned int over;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
+// Waits at one of 16 barriers until so many threads have come, those that only arrive included.
+// Whole warps call this and the next two.
+__device__ __forceinline__ void meet_at(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// The same, and tells every one of these threads whether the condition holds for any of them.
+__device__ __forceinline__ bool any_at(int number, int threads, bool condition) {
+  unsigned int any;
+  asm volatile(
+      "{\n.reg .pred p, q;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "bar.red.or.pred q, %2, %3, p;\n"
+      "selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(condition ? 1u : 0u), "r"(number), "r"(threads)
+      : "memory");
+  return any != 0;
+}
+
+// Comes to such a barrier, and goes on.
+__device__ __forceinline__ void arrive_at(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Makes what this thread wrote to shared memory known to matrix instructions and copies that read
+// it by themselves.
+__device__ __forceinline__ void publish_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace ptx

@@ -1,0 +1,58 @@
+// Copying from global to shared memory past the registers, while the thread goes on; and writing to
+// global memory. GPUs before
+// compute capability 8.0 have no such instruction: there the copy is finished at once.
+#pragma once
+
+namespace ptx {
+
+struct alignas(16) Bytes16 {
+  unsigned int x[4];
+};
+
+// Begins to copy 16 bytes, or to write 16 zero bytes where not `wanted`.
+__device__ __forceinline__ void begin_copy(void* to_smem, const void* from_gmem, bool wanted) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"l"(__cvta_generic_to_shared(to_smem)),
+      "l"(__cvta_generic_to_global(from_gmem)), "r"(wanted ? 16 : 0)
+      : "memory");
+#else
+  *static_cast<Bytes16*>(to_smem) = wanted ? *static_cast<const Bytes16*>(from_gmem) : Bytes16{};
+#endif
+}
+
+// Begins to copy the first `bytes` of 16 bytes to a place of shared memory, and to write zeros
+// behind them. Since compute capability 8.0.
+__device__ __forceinline__ void begin_part_copy(unsigned int address, const void* from_gmem,
+                                                int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address),
+               "l"(__cvta_generic_to_global(from_gmem)), "r"(bytes)
+               : "memory");
+}
+
+// Writes 16 bytes to a 16-byte boundary of global memory at once.
+__device__ __forceinline__ void store(void* to_gmem, const Bytes16& bytes) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to_gmem)),
+               "r"(bytes.x[0]), "r"(bytes.x[1]), "r"(bytes.x[2]), "r"(bytes.x[3])
+               : "memory");
+}
+
+// Makes a group of the copies that this thread began since the last one.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for this thread's groups of copies but the last `PENDING`.
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Waits for the copies that this thread began. Other threads see them after a barrier.
+__device__ __forceinline__ void finish_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+}  // namespace ptx

@@ -1,0 +1,20 @@
+// Arithmetic on two 16-bit numbers at a time, the first in the low half.
+#pragma once
+
+namespace ptx {
+
+// sum + 0 x: NaN where x is not finite, or the sum was.
+__device__ __forceinline__ unsigned int zero_times_halves(unsigned int x, unsigned int sum) {
+  unsigned int result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(0u), "r"(sum));
+  return result;
+}
+
+// Since compute capability 8.0.
+__device__ __forceinline__ unsigned int zero_times_bfloats(unsigned int x, unsigned int sum) {
+  unsigned int result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(0u), "r"(sum));
+  return result;
+}
+
+}  // namespace ptx

@@ -1,0 +1,93 @@
+// The gradient of a bias, summed over the axes along which it was broadcast: the twin of
+// reference/backward_bias.py.
+//
+// One block per tile of the bias, as the bias is stored: it loops over the batch entries, heads and
+// blocks that were given this tile, in that order, and recomputes their dS.
+//
+// Grid: prod(own_size) * bias_heads * ceil(bias_len_q / BLOCK_Q) * ceil(bias_len_k / BLOCK_KV);
+// packed: own_size[0] is the bias's first axis, 1 or the number of sequences.
+// Shared memory: chunks of the rows of both operands, the tile (and one for dropout), lse and
+// delta. BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of COLUMN_THREADS and 4.
+#include "../common/params.cuh"
+#include "../common/bias_tile.cuh"
+
+namespace {
+
+constexpr int ROWS = BLOCK_Q / ROW_THREADS;
+constexpr int COLUMNS = BLOCK_KV / COLUMN_THREADS;
+constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
+constexpr int TILE = BLOCK_Q * STRIDE;
+constexpr int TILES = HAS_DROPOUT ? 2 : 1;
+constexpr int CHUNK_STRIDE = matmul::larger(matmul::odd_stride(matmul::chunk_columns(D)),
+                                            matmul::odd_stride(matmul::chunk_columns(D_V)));
+constexpr int SHARED_ELEMENTS = (BLOCK_Q + BLOCK_KV) * CHUNK_STRIDE + TILES * TILE + 2 * BLOCK_Q;
+
+static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
+static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
+static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  accum_t* const a_smem = reinterpret_cast<accum_t*>(shared_smem);
+  accum_t* const b_smem = a_smem + BLOCK_Q * CHUNK_STRIDE;
+  accum_t* const tile_smem = b_smem + BLOCK_KV * CHUNK_STRIDE;
+  accum_t* const lse_smem = tile_smem + TILES * TILE;
+  const gradient_tile::Scratch scratch{tile_smem, tile_smem + (TILES - 1) * TILE, nullptr, lse_smem,
+                                       lse_smem + BLOCK_Q};
+
+  const bias_tile::Own own(p);
+  accum_t total[ROWS][COLUMNS];
+  matmul::clear(total);
+
+  const long long members = layout::entries_sharing(p);
+#pragma unroll 1
+  for (long long member = 0; member < members; ++member) {
+    const layout::Entry entry = layout::shared_entry(p, own.first, member);
+    const long long i_limit = own.one_query ? entry.len_q : (own.q_block + 1) * BLOCK_Q;
+    const long long j_limit = own.one_key ? entry.len_k : (own.kv_block + 1) * BLOCK_KV;
+    const long long i_end = i_limit < entry.len_q ? i_limit : entry.len_q;
+    const long long j_end = j_limit < entry.len_k ? j_limit : entry.len_k;
+#pragma unroll 1
+    for (long long h = own.one_head ? 0 : own.head; h < (own.one_head ? p.heads : own.head + 1);
+         ++h) {
+      const memory::Rows q = memory::rows(p.q, entry, h, false);
+      const memory::Rows d_out = memory::rows(p.d_out, entry, h, false);
+      const memory::Rows k = memory::rows(p.k, entry, h / p.group, true);
+      const memory::Rows v = memory::rows(p.v, entry, h / p.group, true);
+#pragma unroll 1
+      for (long long i0 = own.one_query ? 0 : own.q_block * BLOCK_Q; i0 < i_end; i0 += BLOCK_Q) {
+        const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
+        __syncthreads();  // lse and delta, which may still be read
+        gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
+                                        memory::numbers(p.delta, entry, h), i0, ni, scratch);
+#pragma unroll 1
+        for (long long j0 = own.one_key ? 0 : own.kv_block * BLOCK_KV; j0 < j_end; j0 += BLOCK_KV) {
+          const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
+          const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
+          const int tile_class = tile::classify_tile(p, box);
+          if (tile_class == EMPTY) continue;
+
+          // 2 scores
+          accum_t s[ROWS][COLUMNS];
+          matmul::multiply_both<BLOCK_Q, BLOCK_KV, D>(s, q, i0, ni, k, j0, nj, a_smem, b_smem);
+          // 3 score mod
+          // 4 mask
+          // 5 probabilities and the gradient of the output's weights
+          gradient_tile::probabilities<false, STRIDE>(p, box, tile_class, s, scratch);
+          matmul::multiply_both<BLOCK_Q, BLOCK_KV, D_V>(s, d_out, i0, ni, v, j0, nj, a_smem,
+                                                        b_smem);
+          gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
+          // 6 accumulate dbias
+          matmul::add(total, s);
+        }
+      }
+    }
+  }
+
+  tile::store_cells<STRIDE>(total, tile_smem);
+  __syncthreads();  // the tile, which other threads wrote
+  bias_tile::store<STRIDE>(p, own, tile_smem);
+}

@@ -1,0 +1,88 @@
+// Writing a block of results from registers to global memory.
+#pragma once
+#include "../ptx/add.cuh"
+#include "../common/matmul.cuh"
+
+namespace epilogue {
+
+// Writes a thread's rows of a result of WIDTH columns, times `factor`, as elements of type T. Row 0
+// of the block is row `first` of the entry's head; `valid` rows exist.
+template <int WIDTH, typename T, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_as(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
+                                         long long offset, long long first, int valid,
+                                         const accum_t (&factor)[ROWS]) {
+  constexpr int RUN = matmul::run_of(WIDTH);
+  T* target = reinterpret_cast<T*>(to.data) + offset + (first + matmul::row_thread()) * to.row +
+              matmul::result_column<WIDTH>(0) * to.col;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r, target += ROW_THREADS * to.row) {
+    if (matmul::row_thread() + ROW_THREADS * r >= valid) break;
+    T* place = target;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (matmul::result_column<WIDTH>(n) < WIDTH) number::narrow(result[r][n] * factor[r], place);
+      place += ((n + 1) % RUN == 0 ? RUN * (COLUMN_THREADS - 1) + 1 : 1) * to.col;
+    }
+  }
+}
+
+// The same, as elements of the storage type or, where `wide`, of the accumulator's.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS],
+                                           const Operand& to, bool wide, long long offset,
+                                           long long first, int valid, accum_t factor) {
+  accum_t factors[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) factors[r] = factor;
+  if constexpr (sizeof(storage_t) < sizeof(accum_t)) {
+    if (wide) {
+      store_as<WIDTH, accum_t>(result, to, offset, first, valid, factors);
+      return;
+    }
+  }
+  store_as<WIDTH, storage_t>(result, to, offset, first, valid, factors);
+}
+
+// Adds a thread's part of a result by `matmul::multiply_transposed`, times `factor`, to numbers of
+// the accumulator's type, to which other blocks add, too. The arguments are those of `store_as`.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_rows(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
+                                         long long offset, long long first, int valid,
+                                         accum_t factor) {
+  constexpr int RUN = matmul::run_of(WIDTH);
+  accum_t* const data = reinterpret_cast<accum_t*>(to.data) + offset + first * to.row;
+  if constexpr (RUN == 4 && WIDTH % RUN == 0) {
+    if (to.col == 1 && to.row % RUN == 0 && reinterpret_cast<unsigned long long>(data) % 16 == 0) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = matmul::result_row<ROWS>(r);
+        accum_t* const target = data + row * to.row + matmul::result_column<WIDTH>(0);
+        if (row < valid) {
+#pragma unroll
+          for (int n = 0; n < COLUMNS; n += RUN) {
+            if (WIDTH % (RUN * COLUMN_THREADS) == 0 || matmul::result_column<WIDTH>(n) < WIDTH) {
+              ptx::add_four(target + n * COLUMN_THREADS, result[r][n] * factor,
+                             result[r][n + 1] * factor, result[r][n + 2] * factor,
+                             result[r][n + 3] * factor);
+            }
+          }
+        }
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = matmul::result_row<ROWS>(r);
+    accum_t* const target = data + row * to.row;
+    if (row < valid) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int column = matmul::result_column<WIDTH>(n);
+        if (column < WIDTH) ptx::add(target + column * to.col, result[r][n] * factor);
+      }
+    }
+  }
+}
+
+}  // namespace epilogue

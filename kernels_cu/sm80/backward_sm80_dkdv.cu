@@ -1,0 +1,389 @@
+// Tiled attention, backward, gradients of keys and values in 16-bit types by the tensor cores of
+// compute capability 8.0 and later: the twin of `backward_dkdv` in reference/backward.py.
+//
+// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
+// The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
+// in that order. Nothing is written by two blocks, so the result does not depend on their order.
+// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of dq
+// that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
+// them.
+//
+// Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
+//
+// A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
+// shared memory. Of dk and dv it has the same keys, all the tile's queries and a share of the
+// columns. A warp that shares its keys with no other keeps P and dS in registers instead; only
+// where pairs that take no part meet NaN or infinity, it does as the others. While a tile is
+// multiplied, the next one is on its way, if there are two STAGES.
+//
+// Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
+// Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, what is
+// known of the head, a number of each warp. BLOCK_KV and BLOCK_Q are as the assertions say.
+#include "../common/params.cuh"
+#include "fragment_gradient.cuh"
+#include "fragment_product.cuh"
+#include "fragment_tile.cuh"
+
+namespace {
+
+using fragment::WARPS;
+
+// Keys of a warp: 32, if that leaves every warp 16 queries of a tile or more.
+constexpr bool WIDE =
+    BLOCK_KV % 32 == 0 && BLOCK_KV <= 32 * WARPS && 512 * WARPS <= BLOCK_Q * BLOCK_KV;
+constexpr int WARP_KEYS = WIDE ? 32 : 16;
+constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;  // warps with the same keys
+constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
+// A warp that has all of a tile's queries keeps P and dS in registers, as left operands, and works
+// on a part of the queries at a time.
+constexpr bool HELD = SHARERS == 1;
+constexpr int PART_QUERIES = !HELD ? WARP_QUERIES : WARP_QUERIES % 32 == 0 && !HAS_SCORE ? 32 : 16;
+constexpr int PARTS = WARP_QUERIES / PART_QUERIES;
+constexpr int ROWS = WARP_KEYS / 8;
+constexpr int COLUMNS = PART_QUERIES / 4;
+using ShareK = fragment_product::Share<D, SHARERS>;
+using ShareV = fragment_product::Share<D_V, SHARERS>;
+// Of dq a warp has 32 or 16 of the tile's queries and a share of the columns.
+constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
+constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
+using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
+constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, as far as registers go
+
+// As far as registers go.
+constexpr int UNROLL = HAS_SCORE || (D <= 64 && !HELD) ? 2 : D > 64 && D <= 128 ? 8 : 4;
+
+// A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
+constexpr int NO_TILE = -1;
+__device__ __forceinline__ long long first_of(int tile) {
+  return static_cast<long long>(tile / 4) * BLOCK_Q;
+}
+
+// What a block knows of the head whose queries pass by. It lies in shared memory, because registers
+// hold the sums.
+struct Head {
+  layout::Entry entry;
+  memory::Rows q, d_out;
+  memory::Numbers lse, delta;
+  fragment_tile::Classes classes;
+  float* dq_sum;  // row 0
+  long long h;
+  long long j0;  // the first key
+};
+
+// In registers, so that it is read once.
+__device__ __forceinline__ memory::Rows copy_of(const memory::Rows& rows_smem) {
+  return {rows_smem.data, rows_smem.row, rows_smem.col, rows_smem.vectors};
+}
+
+constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
+constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
+constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
+constexpr int HELD_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 * BLOCK_Q +
+                           4 * WARPS + static_cast<int>(sizeof(Head));
+constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES);
+constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
+
+static_assert(STORAGE < 2, "16-bit types");
+static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
+static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
+static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
+static_assert(SHARED_BYTES == HELD_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
+              "SHARED_BYTES");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  char* const k_smem = reinterpret_cast<char*>(shared_smem);
+  char* const v_smem = k_smem + BLOCK_KV * K_BYTES;
+  char* const p_smem = v_smem + BLOCK_KV * V_BYTES;
+  char* const ds_smem = p_smem + TILE_BYTES;
+  char* const stages_smem = ds_smem + TILE_BYTES;
+  float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
+  Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
+  float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
+
+  const layout::Work work =
+      layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  if (work.idle) return;
+  const int h_kv = static_cast<int>(work.head);
+  const long long j0 = work.block * BLOCK_KV;
+  const int nj = tile::rows_from(j0, work.entry.len_k, BLOCK_KV);
+  const int warp = threadIdx.x / ptx::WARP_SIZE;
+  const int warp_key = warp / SHARERS * WARP_KEYS;
+  const int warp_query = warp % SHARERS * WARP_QUERIES;
+  const ShareK share_k(warp % SHARERS);
+  const ShareV share_v(warp % SHARERS);
+  unsigned long long visited = 0;
+  if (threadIdx.x == 0) {
+    head_smem->entry = work.entry;
+    head_smem->j0 = j0;
+  }
+
+  fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h_kv, true), j0,
+                                             nj);
+  fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(v_smem, memory::rows(p.v, work.entry, h_kv, true),
+                                               j0, nj);
+  float dk[ROWS][ShareK::COLUMNS], dv[ROWS][ShareV::COLUMNS];
+  matmul::clear(dk);
+  matmul::clear(dv);
+  fragment_gradient::Unit unit;
+
+  bool finite_keys = true;  // of those that this thread copied
+  if constexpr (ADDS_DQ && MAY_MASK) {
+    ptx::finish_copies();
+    finite_keys = fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem);
+  }
+
+  const long long members = layout::entries_sharing(p);
+#pragma unroll 1
+  for (int member = 0; member < members; ++member) {
+#pragma unroll 1
+    for (int n = 0; n < p.group; ++n) {
+      __syncthreads();  // what was known of the head before, and its last tile, which were read
+      if (threadIdx.x == 0) {
+        const long long h = h_kv * p.group + n;
+        const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
+        *head_smem = Head{
+            entry,
+            memory::rows(p.q, entry, h, false),
+            memory::rows(p.d_out, entry, h, false),
+            memory::numbers(p.lse, entry, h),
+            memory::numbers(p.delta, entry, h),
+            {},
+            reinterpret_cast<float*>(p.dq_sum.data) + layout::grouped_offset(p.dq_sum, entry, h),
+            h,
+            head_smem->j0};
+      }
+      __syncthreads();  // what is known of this one
+      fragment_gradient::RowNumbers numbers;
+      const int tiles = static_cast<int>((head_smem->entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+      const auto rows_of = [&](int tile) {
+        return tile / 4 + 1 < tiles ? BLOCK_Q
+                                    : static_cast<int>(head_smem->entry.len_q - first_of(tile));
+      };
+      const auto begin = [&](int tile, int stage) {
+        char* const q_smem = stages_smem + stage * STAGE_BYTES;
+        const long long first = first_of(tile);
+        const int rows = rows_of(tile);
+        const memory::Rows q = copy_of(head_smem->q), d_out = copy_of(head_smem->d_out);
+        fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, first, rows);
+        fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, first, rows);
+        numbers.load(head_smem->lse, head_smem->delta, first, rows);
+      };
+      const auto describe = [&](long long i0, int ni) {
+        return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
+      };
+      const auto next_from = [&](int number) {
+        if constexpr (!HAS_MASK) return number < tiles ? 4 * number + FULL : NO_TILE;
+        const fragment_tile::Next found = fragment_tile::next_tile<BLOCK_Q>(
+            p, head_smem->classes, first_of(4 * number), head_smem->entry.len_q, describe);
+        const int place = static_cast<int>(found.first / BLOCK_Q);
+        return found.rows > 0 ? 4 * place + found.tile_class : NO_TILE;
+      };
+      int now = next_from(0);
+      if (now == NO_TILE) continue;
+      begin(now, 0);
+      numbers.store(lse_smem, lse_smem + BLOCK_Q);
+      int stage = 0;
+#pragma unroll 1
+      while (now != NO_TILE) {
+        // Queries that do not exist have the weight 0, unless their changed score is not finite.
+        const bool ends = HAS_SCORE && rows_of(now) < BLOCK_Q;
+        const bool masked = now % 4 == PARTIAL || nj < BLOCK_KV || ends;
+        const bool may_hide = HAS_SCORE || (HAS_MASK && masked);
+        char* const q_smem = stages_smem + stage * STAGE_BYTES;
+        char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
+        ++visited;
+
+        ptx::finish_copies();
+        const auto finite_tile = [&] {
+          return finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
+                 fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
+        };
+        bool careful = false;  // of values that are not finite, and pairs that take no part
+        // The tile, which other threads copied, and the stage before, P and dS, which were read.
+        if (HELD && may_hide) {
+          careful = ptx::barrier_or(!finite_tile());
+        } else {
+          __syncthreads();  // the same
+        }
+        const int next = next_from(now / 4 + 1);
+        if (STAGES == 2 && next != NO_TILE) begin(next, 1 - stage);
+
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part) {
+          const int query = warp_query + part * PART_QUERIES;
+          const fragment_gradient::Corner corner(warp_key, query);
+          const float* const own_lse_smem = lse_smem + corner.column;
+          float s[ROWS][COLUMNS];
+          unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
+          // 2 scores
+          fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
+                                                q_smem + query * K_BYTES);
+          const TileBox box = describe(first_of(now), rows_of(now));
+          unsigned int kept[ROWS];
+          if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+          // 3 score mod
+          // 4 mask
+          // 5 probabilities and the gradient of the output's weights
+          const bool hides = fragment_gradient::recompute_probabilities<true, HELD ? 0 : P_BYTES>(
+              p, box, now % 4, masked, s, corner, own_lse_smem, kept, weights, p_smem);
+          if (HELD && careful) {
+            fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
+          }
+          float dp[ROWS][COLUMNS];
+          fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
+                                                  do_smem + query * V_BYTES);
+          const fragment_gradient::OfQueries<true, ROWS, COLUMNS> delta(own_lse_smem + BLOCK_Q);
+          fragment_gradient::score_gradients<true>(p, hides, s, dp, delta, kept, s);
+          if constexpr (!HELD) careful = may_hide && !finite_tile();
+          const auto store = [&] {
+            fragment_gradient::narrow(s, unit.factor, ds);
+            fragment_gradient::store_words<P_BYTES>(ds, corner, ds_smem);
+          };
+          if constexpr (STORAGE == 0) {
+            if constexpr (!HELD) store();
+            const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
+            // The numbers below, which were read; P and dS, which other threads wrote.
+            if (ptx::barrier_or(exceeds || (!HELD && careful))) {
+              if constexpr (!HELD) careful = may_hide;  // of finite tiles it costs time
+              const float own = fragment_gradient::largest_finite(s);
+              if (ptx::lane_index() == 0) largest_smem[warp] = own;
+              __syncthreads();  // the warps' largest
+              float largest = 0;
+#pragma unroll
+              for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
+              const float before = unit.inverse();
+              if (largest > unit.largest) unit.widen(largest, dk);
+              for (int n = 0; n < part; ++n) {
+                const fragment_gradient::Corner other(warp_key, warp_query + n * PART_QUERIES);
+                fragment_gradient::scale_words<P_BYTES, ROWS, COLUMNS / 2>(
+                    other, before * unit.factor, ds_smem);
+              }
+              if constexpr (!HELD) {
+                store();
+                __syncthreads();  // dS, which other threads wrote
+              }
+            } else {
+              careful = HELD && careful;
+            }
+            if constexpr (HELD) store();
+          } else {
+            store();
+          }
+          // 6 accumulate dv and dk
+          if (HELD && !careful) {
+            fragment::multiply_add<D_V>(dv, weights, do_smem + query * V_BYTES);
+            fragment::multiply_add<D>(dk, ds, q_smem + query * K_BYTES);
+          }
+        }
+        if constexpr (HELD) {
+          __syncthreads();  // dS, which other threads wrote
+        } else if constexpr (STORAGE == 1) {
+          if (may_hide) {
+            careful = ptx::barrier_or(careful);  // P and dS, which other threads wrote
+          } else {
+            __syncthreads();  // the same
+          }
+        }
+        // The same of what is not in registers, and dq.
+        const char* const p_rows = p_smem + warp_key * P_BYTES;
+        const char* const ds_rows = ds_smem + warp_key * P_BYTES;
+        const auto sum_gmem = [&] {
+          return head_smem->dq_sum + first_of(now) * fragment::whole_columns(D);
+        };
+        if (careful) {
+          if constexpr (ADDS_DQ) {
+            fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
+                ds_smem, p_smem, k_smem, sum_gmem(), rows_of(now), unit.inverse());
+          }
+          fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
+                                                                 share_v);
+          fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
+                                                               share_k);
+          __syncthreads();  // the tile, which is read as it came
+          fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
+          fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
+          __syncthreads();  // the tile, now finite
+        }
+        // Additions to dq take turns with steps of other products, where there are some.
+        float dq[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
+        const auto multiply_dq = [&](int part) {
+          const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
+          const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
+          matmul::clear(dq);
+          if (careful) {
+            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
+                dq, ds_smem, first, k_smem, share);
+          } else {
+            fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
+                dq, ds_smem, first, k_smem, share);
+          }
+          if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
+        };
+        const auto add_dq = [&](int part, int step, int steps) {
+          const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
+          const int first = warp / DQ_SHARERS * DQ_QUERIES;
+          fragment_product::add_fragments(dq, share,
+                                          sum_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
+                                          rows_of(now) - first, step, steps);
+        };
+        if constexpr (HELD || !ADDS_DQ) {
+          constexpr int AT_ONCE = HELD ? 1 : UNROLL;
+          const auto nothing = [](int) {};
+          if (!HELD || careful) {
+            fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, AT_ONCE>(dv, p_rows, do_smem,
+                                                                           share_v, nothing);
+            fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, AT_ONCE>(dk, ds_rows, q_smem,
+                                                                         share_k, nothing);
+          }
+          if constexpr (ADDS_DQ) {
+#pragma unroll
+            for (int part = 0; part < DQ_PARTS; ++part) {
+              multiply_dq(part);
+              add_dq(part, 0, 1);
+            }
+          }
+        } else {
+          constexpr int STEPS = BLOCK_Q / 16;
+          multiply_dq(0);
+          fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, STEPS>(
+              dv, p_rows, do_smem, share_v,
+              [&](int step) { add_dq(0, step, 2 * STEPS / DQ_PARTS); });
+          if constexpr (DQ_PARTS == 2) multiply_dq(1);
+          fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, STEPS>(
+              dk, ds_rows, q_smem, share_k, [&](int step) {
+                add_dq(DQ_PARTS - 1, DQ_PARTS == 2 ? step : STEPS + step, 2 * STEPS / DQ_PARTS);
+              });
+        }
+        if (next != NO_TILE) {
+          if constexpr (STAGES == 1) {
+            __syncthreads();  // the tile, which was read
+            begin(next, 0);
+          } else {
+            stage = 1 - stage;
+          }
+          // Those of the tile before were read before the barrier above.
+          numbers.store(lse_smem, lse_smem + BLOCK_Q);
+        }
+        now = next;
+      }
+    }
+  }
+
+  // 7 scale and store
+  ptx::finish_copies();
+  __syncthreads();  // the keys and values, in whose place the results go
+  matmul::scale(dk, unit.inverse());
+  fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
+                                         p.kind_dk != number::STORAGE_KIND,
+                                         layout::offset(p.dk, head_smem->entry, h_kv, true),
+                                         head_smem->j0, nj, static_cast<float>(p.scale), k_smem);
+  fragment_product::store_rows<BLOCK_KV>(
+      dv, share_v, warp_key, p.dv, p.kind_dv != number::STORAGE_KIND,
+      layout::offset(p.dv, head_smem->entry, h_kv, true), head_smem->j0, nj,
+      HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f, v_smem);
+  tile::count_tiles(p, visited);
+}

@@ -1,0 +1,174 @@
+// Tiled attention, backward, gradient of the queries in 16-bit types by the tensor cores of compute
+// capability 8.0 and later: the twin of `backward_dq` in reference/backward.py.
+//
+// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries stays, the
+// keys pass by, and dq needs no atomic addition. The sum runs over the batch entries that share the
+// queries and the key blocks, in that order. Products are accumulated in float32; dS is rounded to
+// the storage type before its product, whose left operand it is as it lies in registers.
+//
+// While a tile is multiplied, the next one is on its way, if there are two STAGES.
+//
+// Grid: prod(own_size) * heads * blocks; packed: heads * blocks.
+// Shared memory: the queries, do, the stages of keys and values, lse and delta. BLOCK_Q is 16 or 32
+// times the warps, BLOCK_KV a multiple of 16.
+#include "../common/params.cuh"
+#include "fragment_gradient.cuh"
+#include "fragment_product.cuh"
+#include "fragment_tile.cuh"
+
+namespace {
+
+constexpr int ROWS = 2 * fragment::M_TILES;
+constexpr int COLUMNS = BLOCK_KV / 4;
+using ShareQ = fragment_product::Share<D, 1>;
+
+constexpr int UNROLL = 4;  // as far as registers go
+
+// What a block knows of the entry whose keys pass by. It lies in shared memory, because registers
+// hold the sums.
+struct Passing {
+  layout::Entry entry;
+  memory::Rows k, v;
+  fragment_tile::Classes classes;
+};
+
+constexpr int Q_BYTES = fragment::row_bytes(D), DO_BYTES = fragment::row_bytes(D_V);
+constexpr int HELD_BYTES = BLOCK_Q * (Q_BYTES + DO_BYTES + 8) + static_cast<int>(sizeof(Passing));
+constexpr int STAGE_BYTES = BLOCK_KV * (Q_BYTES + DO_BYTES);
+constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
+
+static_assert(STORAGE < 2, "16-bit types");
+static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
+static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
+static_assert(SHARED_BYTES == HELD_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
+              "SHARED_BYTES");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  char* const q_smem = reinterpret_cast<char*>(shared_smem);
+  char* const do_smem = q_smem + BLOCK_Q * Q_BYTES;
+  char* const stages_smem = do_smem + BLOCK_Q * DO_BYTES;
+  float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
+  Passing* const passing_smem = reinterpret_cast<Passing*>(lse_smem + 2 * BLOCK_Q);
+
+  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  if (work.idle) return;
+  const long long h = work.head, h_kv = h / p.group;
+  const long long i0 = work.block * BLOCK_Q;
+  const int ni = tile::rows_from(i0, work.entry.len_q, BLOCK_Q);
+  const int warp_row = fragment::warp_row();
+  const fragment_gradient::Corner corner(warp_row, 0);
+  const ShareQ share(0);
+  unsigned long long visited = 0;
+  if (threadIdx.x == 0) passing_smem->entry = work.entry;
+
+  // 1 load q
+  fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
+                                            ni);
+  float dq[ROWS][ShareQ::COLUMNS];
+  matmul::clear(dq);
+  fragment_gradient::Unit unit;
+
+  const long long members = layout::entries_sharing(p);
+#pragma unroll 1
+  for (long long member = 0; member < members; ++member) {
+    __syncthreads();  // what was known of the entry before, and its last tile, which were read
+    if (threadIdx.x == 0) {
+      const layout::Entry entry = layout::shared_entry(p, passing_smem->entry, member);
+      *passing_smem = Passing{
+          entry, memory::rows(p.k, entry, h_kv, true), memory::rows(p.v, entry, h_kv, true), {}};
+    }
+    __syncthreads();  // what is known of this one
+    const layout::Entry& entry = passing_smem->entry;
+    const auto begin = [&](const fragment_tile::Next& tile, int stage) {
+      char* const k_smem = stages_smem + stage * STAGE_BYTES;
+      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, passing_smem->k, tile.first, tile.rows);
+      fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(k_smem + BLOCK_KV * Q_BYTES, passing_smem->v,
+                                                    tile.first, tile.rows);
+    };
+    const auto describe = [&](long long j0, int nj) {
+      return tile::describe_tile(entry, h, i0, ni, j0, nj);
+    };
+    fragment_tile::Next now =
+        fragment_tile::next_tile<BLOCK_KV>(p, passing_smem->classes, 0, entry.len_k, describe);
+    if (now.rows == 0) continue;
+    fragment::begin_rows<BLOCK_Q, D_V, DO_BYTES>(do_smem, memory::rows(p.d_out, entry, h, false),
+                                                 i0, ni);
+    begin(now, 0);
+    fragment_gradient::RowNumbers numbers;
+    numbers.load(memory::numbers(p.lse, entry, h), memory::numbers(p.delta, entry, h), i0, ni);
+    numbers.store(lse_smem, lse_smem + BLOCK_Q);
+    int stage = 0;
+#pragma unroll 1
+    while (now.rows > 0) {
+      const TileBox box = describe(now.first, now.rows);
+      const bool masked = now.tile_class == PARTIAL || now.rows < BLOCK_KV;
+      char* const k_smem = stages_smem + stage * STAGE_BYTES;
+      const char* const v_smem = k_smem + BLOCK_KV * Q_BYTES;
+      ++visited;
+
+      ptx::finish_copies();
+      bool careful = false;
+      // The tile, which other threads copied, and the stage before, which was read.
+      if (HAS_SCORE || (HAS_MASK && masked)) {
+        careful = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
+      } else {
+        __syncthreads();  // the same
+      }
+      const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_KV>(
+          p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
+      if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
+      unsigned int kept[ROWS];
+      if constexpr (HAS_DROPOUT) fragment_gradient::draw<false, COLUMNS>(p, box, corner, kept);
+
+      // 2 scores
+      float s[ROWS][COLUMNS];
+      fragment_product::multiply<D, UNROLL>(s, q_smem + warp_row * Q_BYTES, k_smem);
+      // 3 score mod
+      // 4 mask
+      // 5 probabilities and the gradient of the output's weights
+      unsigned int ds[ROWS][COLUMNS / 2];
+      const bool hides = fragment_gradient::recompute_probabilities<false, 0>(
+          p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, ds, nullptr);
+      float dp[ROWS][COLUMNS];
+      fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
+      const fragment_gradient::OfQueries<false, ROWS, COLUMNS> delta(lse_smem + BLOCK_Q +
+                                                                     corner.row);
+      fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
+      // 6 accumulate dq
+      if constexpr (STORAGE == 0) {
+        if (ptx::any_lane(fragment_gradient::largest_of(s) > unit.largest)) {
+          const float largest = fragment_gradient::largest_finite(s);
+          if (largest > unit.largest) unit.widen(largest, dq);
+        }
+      }
+      fragment_gradient::narrow(s, unit.factor, ds);
+      if (careful) {
+        fragment::add_nonfinite<D>(dq, ds, k_smem);
+        __syncthreads();  // the keys, which are read as they came
+        fragment::clear_nonfinite<BLOCK_KV, D, Q_BYTES>(k_smem);
+        __syncthreads();  // the keys, now finite
+      }
+      fragment::multiply_add<D>(dq, ds, k_smem);
+      if (STAGES == 1 && next.rows > 0) {
+        __syncthreads();  // the tile, which was read
+        begin(next, 0);
+      }
+      stage = STAGES == 1 ? 0 : 1 - stage;
+      now = next;
+    }
+  }
+
+  // 7 scale and store
+  ptx::finish_copies();
+  __syncthreads();  // the queries, in whose place the result goes
+  matmul::scale(dq, unit.inverse());
+  fragment_product::store_rows<BLOCK_Q>(dq, share, warp_row, p.dq,
+                                        p.kind_dq != number::STORAGE_KIND,
+                                        layout::offset(p.dq, passing_smem->entry, h, false), i0, ni,
+                                        static_cast<float>(p.scale), q_smem);
+  tile::count_tiles(p, visited);
+}

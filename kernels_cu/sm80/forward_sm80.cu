@@ -1,0 +1,207 @@
+// Tiled attention, forward, by the tensor cores of compute capability 8.0 and
+// later: the twin of reference/forward.py.
+//
+// FlashAttention-2 (Dao 2023), Algorithm 1: one block of queries stays, blocks of keys and values
+// pass by, and the output is divided by the row sum once, at the end. Products are accumulated in
+// float32; weights are rounded to the storage type before they are multiplied by v.
+//
+// Keys and values of one tile after the other pass through a ring of SLOTS places in shared memory:
+// while one is multiplied, the next SLOTS - 1 are on their way.
+//
+// Grid: prod(own_size) * heads * blocks, with own_size = lead_size; packed: heads * blocks.
+// Shared memory: the queries, the ring. BLOCK_Q is 16 or 32 times the warps, BLOCK_KV a multiple
+// of 16.
+#include "../common/params.cuh"
+#include "fragment.cuh"
+#include "fragment_softmax.cuh"
+#include "fragment_tile.cuh"
+#include "fragment_wide.cuh"
+
+namespace {
+
+constexpr int ROWS = 2 * fragment::M_TILES;
+constexpr int COLUMNS = BLOCK_KV / 4;
+constexpr int COLUMNS_V = fragment::whole_columns(D_V) / 4;
+constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
+constexpr int HELD_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
+constexpr int SLOT_BYTES = BLOCK_KV * matmul::larger(Q_BYTES, V_BYTES);
+
+// What a block knows lies in shared memory, because registers hold the sums.
+struct Known {
+  layout::Entry entry;
+  fragment_tile::Classes classes;
+};
+constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
+constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES - KNOWN_BYTES) / SLOT_BYTES;
+// Whether registers have room for the queries of a warp's rows.
+constexpr bool HOLD_Q =
+    !fragment::WIDE && ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
+
+static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
+static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
+static_assert(SHARED_BYTES == HELD_BYTES + SLOTS * SLOT_BYTES + KNOWN_BYTES, "SHARED_BYTES");
+static_assert(SLOTS == 2 || SLOTS == 3, "SHARED_BYTES");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  char* const q_smem = reinterpret_cast<char*>(shared_smem);
+  char* const ring_smem = q_smem + HELD_BYTES;
+  Known* const known_smem = reinterpret_cast<Known*>(ring_smem + SLOTS * SLOT_BYTES);
+
+  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  if (work.idle) return;
+  const layout::Entry& entry = known_smem->entry;
+  const long long h = work.head, h_kv = layout::divide(h, p.group).quotient;
+  const long long i0 = work.block * BLOCK_Q;
+  const int ni = tile::rows_from(i0, work.entry.len_q, BLOCK_Q);
+  const memory::Rows k = memory::rows(p.k, work.entry, h_kv, true);
+  const memory::Rows v = memory::rows(p.v, work.entry, h_kv, true);
+  const accum_t scale = static_cast<accum_t>(p.scale);
+  // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
+  const accum_t unit = HAS_SCORE ? accum_t(1) : fabs(scale);
+  const accum_t c = fmin(unit * fragment_softmax::LOG2_E, number::largest());
+  unsigned long long visited = 0;
+
+  // 1 load q
+  fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
+                                            ni);
+  ptx::commit_copies();
+  if (threadIdx.x == 0) known_smem->entry = work.entry;
+  __syncthreads();  // what is known
+  const auto describe = [&](long long j0, int nj) {
+    return tile::describe_tile(entry, h, i0, ni, j0, nj);
+  };
+  fragment_tile::Next now =
+      fragment_tile::next_tile<BLOCK_KV>(p, known_smem->classes, 0, entry.len_k, describe);
+  int slot = 0;  // of the ring, where the next product's operand lies
+  const auto place = [&](int ahead) {
+    const int n = slot + ahead;
+    return ring_smem + (n < SLOTS ? n : n - SLOTS) * SLOT_BYTES;
+  };
+  const auto begin_keys = [&](const fragment_tile::Next& tile, int ahead) {
+    if (tile.rows > 0) {
+      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(place(ahead), k, tile.first, tile.rows);
+    }
+    ptx::commit_copies();
+  };
+  const auto begin_values = [&](const fragment_tile::Next& tile, int ahead) {
+    if (tile.rows > 0) {
+      fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(place(ahead), v, tile.first, tile.rows);
+    }
+    ptx::commit_copies();
+  };
+  begin_keys(now, 0);
+  if constexpr (SLOTS == 3) begin_values(now, 1);
+  fragment::Left<D, HOLD_Q> q(q_smem + fragment::warp_row() * Q_BYTES);
+  ptx::wait_copies<SLOTS - 1>();
+  if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
+  if constexpr (HOLD_Q) {
+    __syncthreads();  // the queries, which other threads copied
+    q.hold();
+  }
+  accum_t m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
+  fragment_softmax::init_state(m, l, acc);
+
+#pragma unroll 1
+  while (now.rows > 0) {
+    const TileBox box = describe(now.first, now.rows);
+    const bool masked = now.tile_class == PARTIAL || now.rows < BLOCK_KV;
+    unsigned int allowed[ROWS];
+    bool sees = true;  // whether a query of the warp sees a key
+    if (MAY_MASK && masked) {
+      sees = fragment_tile::find_pairs<COLUMNS>(p, box, now.tile_class, allowed);
+    }
+    ++visited;
+
+    ptx::wait_copies<SLOTS - 2>();
+    __syncthreads();  // the keys, which other threads copied, and the place before, which was read
+    if constexpr (SLOTS == 2) begin_values(now, 1);
+    fragment::word_t weights[ROWS][COLUMNS / fragment::PER_WORD];
+    if (sees) {
+      // 2 scores
+      accum_t s[ROWS][COLUMNS];
+      fragment::multiply(s, q, place(0));
+      // 3 score mod
+      bool hides = masked;
+      if constexpr (HAS_SCORE) {
+        hides = ptx::any_lane(
+                    fragment_tile::change_scores<true>(p, tile::given_of(p, box), box, s, scale)) ||
+                masked;
+      }
+      // 4 mask
+      if (MAY_MASK && masked) fragment_tile::hide_pairs(s, allowed);
+      if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, now.rows);
+      // 5 row max
+      accum_t m_new[ROWS];
+      if (fragment_softmax::row_max(s, m, m_new, c)) {
+        // 6 rescale
+        fragment_softmax::rescale(m, m_new, l, acc, c);
+      }
+      fragment_softmax::exponentiate(s, m, l, c, hides);
+      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
+      fragment::narrow(s, weights);
+    }
+    // 7 accumulate p v
+    const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_KV>(
+        p, known_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
+    if constexpr (SLOTS == 3) begin_keys(next, 2);
+    slot = slot + 1 < SLOTS ? slot + 1 : 0;
+    ptx::wait_copies<SLOTS - 2>();
+    bool careful = false;
+    // The values, which other threads copied, and the place before, which was read.
+    if (fragment::LIMITED || HAS_SCORE || (MAY_MASK && masked)) {
+      careful = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(place(0)));
+    } else {
+      __syncthreads();  // the same
+    }
+    if constexpr (SLOTS == 3) {
+      begin_values(next, 2);
+    } else {
+      begin_keys(next, 1);
+    }
+    if (careful) {
+      if (sees) fragment::add_nonfinite<D_V>(acc, weights, place(0));
+      __syncthreads();  // the values, which are read as they came
+      fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(place(0));
+      __syncthreads();  // the values, now finite
+    }
+    if (sees) fragment::multiply_add<D_V>(acc, weights, place(0));
+    slot = slot + 1 < SLOTS ? slot + 1 : 0;
+    now = next;
+  }
+
+  fragment_softmax::row_sum(l);
+  accum_t weight[ROWS];
+  fragment_softmax::join_sink(
+      m, l, weight, unit,
+      p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, h));
+  // 8 normalise
+  const accum_t keep_scale = HAS_DROPOUT ? static_cast<accum_t>(p.keep_scale) : accum_t(1);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+    weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
+  if (visited == 0) {
+    ptx::wait_copies<0>();
+    __syncthreads();  // the queries, which other threads copied to where the output goes
+  }
+  char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
+  fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
+  __syncwarp();  // the warp's rows, which its lanes wrote
+  fragment::copy_out<D_V>(
+      p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
+      fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE,
+      out_smem);
+  // 9 store lse
+  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+    if (p.lse.data != nullptr && ptx::lane_index() % 4 == 0 && row < ni) {
+      lse.data[(i0 + row) * lse.row] = l[r] == accum_t(0) ? -number::infinity() : m[r] + log(l[r]);
+    }
+  }
+  tile::count_tiles(p, visited);
+}

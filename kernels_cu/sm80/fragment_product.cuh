@@ -1,0 +1,272 @@
+// Products of fragments whose operands both lie in shared memory, and results that warps share by
+// columns: the twin of reference/microkernel.py and reference/accumulate.py for the backward.
+#pragma once
+#include "../ptx/add.cuh"
+#include "fragment.cuh"
+
+namespace fragment_product {
+
+// 16 columns of a result make a unit. Warps that share rows own neighbouring units; where a row's
+// units are fewer, the last warps have nothing to do. Lines of 128 bytes are 4 units, and a warp's
+// share begins where `at` of fragment::LaneRow can count from.
+template <int WIDTH, int SHARERS>
+struct Share {
+  static constexpr int UNITS = fragment::whole_columns(WIDTH) / 16;
+  static constexpr int EVEN = (UNITS + SHARERS - 1) / SHARERS;
+  static constexpr int EACH = EVEN <= 2 || SHARERS == 1 ? EVEN : matmul::round_up(EVEN, 4);
+  static constexpr int COLUMNS = 4 * EACH;  // of a thread
+  int first;                                // unit
+
+  __device__ __forceinline__ explicit Share(int sharer) : first(sharer * EACH) {}
+  // Part x of so many.
+  __device__ __forceinline__ Share part(int x, int parts) const {
+    Share made = *this;
+    made.first += x * EACH / parts;
+    return made;
+  }
+  // Whether unit x of the warp's exists.
+  __device__ __forceinline__ bool has(int x) const {
+    return SHARERS * EACH == UNITS || first + x < UNITS;
+  }
+};
+
+// c = a b^T for rows that begin at a_smem and b_smem. UNROLL steps of 16 columns are in sight at a
+// time, as in the products below.
+template <int WIDTH, int UNROLL, int ROWS, int COLUMNS>
+__device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                         const char* b_smem) {
+  constexpr int BYTES = fragment::row_bytes(WIDTH);
+  const auto a = fragment::left_rows<BYTES>(a_smem);
+  const auto b = fragment::right_rows<BYTES>(b_smem);
+  matmul::clear(c);
+#pragma unroll UNROLL
+  for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
+    unsigned int left[ROWS / 2][4];
+#pragma unroll
+    for (int m = 0; m < ROWS / 2; ++m) ptx::ldmatrix_x4(left[m], a.at(16 * m, step));
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 4) {
+      unsigned int right[4];
+      ptx::ldmatrix_x4(right, b.at(4 * n, step));
+#pragma unroll
+      for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
+    }
+  }
+}
+
+// c += a b for rows of DEPTH weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b. The
+// columns of c are the warp's share. After each of DEPTH / 16 steps comes what is to be done
+// between.
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS,
+          class Between>
+__device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                             const char* b_smem, const Share<WIDTH, SHARERS>& share,
+                                             const Between& between) {
+  const auto a = fragment::left_rows<A_BYTES>(a_smem);
+  auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
+  b.address += share.first / 4 * 128;
+  b.begin ^= share.first % 4 * 32;
+#pragma unroll UNROLL
+  for (int k = 0; k < DEPTH / 16; ++k) {
+    unsigned int left[ROWS / 2][4];
+#pragma unroll
+    for (int m = 0; m < ROWS / 2; ++m) ptx::ldmatrix_x4(left[m], a.at(16 * m, k));
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 4) {
+      if (!share.has(n / 4)) break;
+      unsigned int right[4];
+      ptx::ldmatrix_x4_trans(right, b.at(16 * k, n / 4));
+#pragma unroll
+      for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
+    }
+    between(k);
+  }
+}
+
+__device__ __forceinline__ storage_t element(const char* row_smem) {
+  return *reinterpret_cast<const storage_t*>(row_smem);
+}
+
+// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
+// which `seen_smem` tells: the product leaves them to this.
+template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                              const char* seen_smem, const char* b_smem,
+                                              const Share<WIDTH, SHARERS>& share) {
+#pragma unroll 1
+  for (int x = 0; x < COLUMNS / 4; ++x) {
+#pragma unroll 1
+    for (int k = 0; share.has(x) && k < DEPTH; ++k) {
+      const int row = fragment::lane_row();
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int column = 16 * (share.first + x) + 8 * (n / 2) + fragment::lane_column() + n % 2;
+        const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8);
+        const float value = number::widen(element(b_smem + at + column % 8 * 2));
+        if (number::is_finite(value)) continue;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const int pair = fragment::place<A_BYTES>(8 * r + row, k / 8) + k % 8 * 2;
+          const bool seen = element(seen_smem + pair) != 0x8000;
+          if (seen) c[r][n] += number::widen(element(a_smem + pair)) * value;
+        }
+      }
+    }
+    fragment::rotate<4>(c);
+  }
+}
+
+// Makes 0 of elements that are not finite.
+__device__ __forceinline__ void clear_pair(unsigned int& pair) {
+  const unsigned int carried = (pair & fragment::EXPONENTS) + fragment::LAST;
+  if (carried & 0x8000u) pair &= 0xffff0000u;
+  if (carried & 0x80000000u) pair &= 0x0000ffffu;
+}
+
+// c += a^T b for DEPTH rows of weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b.
+// The rows of c are columns of a, from 16 `first` on.
+template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, bool ONLY_FINITE, int SHARERS, int ROWS,
+          int COLUMNS>
+__device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS],
+                                                        const char* a_smem, int first,
+                                                        const char* b_smem,
+                                                        const Share<WIDTH, SHARERS>& share) {
+  auto a = fragment::right_rows<A_BYTES>(a_smem);
+  a.address += first / 4 * 128;
+  a.begin ^= first % 4 * 32;
+  auto b = fragment::left_rows<fragment::row_bytes(WIDTH)>(b_smem);
+  b.address += share.first / 4 * 128;
+  b.begin ^= share.first % 4 * 32;
+#pragma unroll UNROLL
+  for (int k = 0; k < DEPTH / 16; ++k) {
+    unsigned int left[ROWS / 2][4];
+#pragma unroll
+    for (int m = 0; m < ROWS / 2; ++m) ptx::ldmatrix_x4_trans(left[m], a.at(16 * k, m));
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 4) {
+      if (!share.has(n / 4)) break;
+      unsigned int right[4];
+      ptx::ldmatrix_x4_trans(right, b.at(16 * k, n / 4));
+      if constexpr (ONLY_FINITE) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) clear_pair(right[x]);
+      }
+#pragma unroll
+      for (int m = 0; m < ROWS / 2; ++m) fragment::multiply_step(c, m, n, left[m], right);
+    }
+  }
+}
+
+// -- results --------------------------------------------------------------------------------------
+
+// Writes the block's result of WIDTH columns, times a factor, as elements of the storage type by
+// way of shared memory, or where `wide` as the accumulator's. Row 0 of the block is row `first` of
+// the entry's head; `valid` rows exist. The warp's rows begin at `warp_row`. The shared memory may
+// be written when this is called, and afterwards.
+template <int BLOCK_ROWS, int WIDTH, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
+                                           const Share<WIDTH, SHARERS>& share, int warp_row,
+                                           const Operand& to, bool wide, long long offset,
+                                           long long first, int valid, float factor,
+                                           char* rows_smem) {
+  constexpr int BYTES = fragment::row_bytes(WIDTH);
+  matmul::scale(result, factor);
+  if (wide) {
+    float* const data = reinterpret_cast<float*>(to.data) + offset + first * to.row;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = warp_row + 8 * r + fragment::lane_row();
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int column = 16 * share.first + 8 * (n / 2) + fragment::lane_column() + n % 2;
+        if (row < valid && column < WIDTH) data[row * to.row + column * to.col] = result[r][n];
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n += 2) {
+    if (!share.has(n / 4)) break;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = warp_row + 8 * r + fragment::lane_row();
+      const int at = fragment::place<BYTES>(row, 2 * share.first + n / 2);
+      *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
+          number::narrow_pair(result[r][n], result[r][n + 1]);
+    }
+  }
+  __syncthreads();  // the result, which other threads wrote
+  storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset + first * to.row;
+  const bool vectors = to.col == 1 && to.row % STORED_VECTOR == 0 &&
+                       reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
+  constexpr int PIECES = (WIDTH + 7) / 8;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < BLOCK_ROWS * PIECES; n += THREADS) {
+    const int row = n / PIECES, piece = n % PIECES;
+    if (row >= valid) break;
+    const auto stored =
+        *reinterpret_cast<const StoredVector*>(rows_smem + fragment::place<BYTES>(row, piece));
+    storage_t* const target = data + row * to.row + 8 * piece * to.col;
+    if (vectors && 8 * piece + 8 <= WIDTH) {
+      *reinterpret_cast<StoredVector*>(target) = stored;
+    } else {
+#pragma unroll
+      for (int x = 0; x < STORED_VECTOR; ++x) {
+        if (8 * piece + x < WIDTH) target[x * to.col] = stored.x[x];
+      }
+    }
+  }
+}
+
+// Sums that blocks add to lie as warps have them, so that the lanes' numbers are neighbours: 16
+// columns of a group of 8 rows are 128 numbers, and element n of a thread's four stands at 32 n +
+// its lane. A group's units of 16 columns follow each other, and then comes the next group.
+template <int WIDTH>
+constexpr int GROUP_SIZE = 8 * fragment::whole_columns(WIDTH);
+
+// Adds part `step` of `steps` of a warp's share of a result of WIDTH columns to such sums. The
+// first group is the warp's own; `valid` rows exist from there on.
+template <int WIDTH, int SHARERS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMNS],
+                                              const Share<WIDTH, SHARERS>& share, float* to_gmem,
+                                              int valid, int step, int steps) {
+  float* const lane_gmem = to_gmem + 128 * share.first + ptx::lane_index();
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    if (steps == 1 && 8 * r >= valid) break;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      if ((r * COLUMNS + n) * steps / (ROWS * COLUMNS) != step) continue;
+      if ((steps == 1 || 8 * r < valid) && share.has(n / 4)) {
+        ptx::add(lane_gmem + r * GROUP_SIZE<WIDTH> + 32 * n, result[r][n]);
+      }
+    }
+  }
+}
+
+// Adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows of b,
+// times a factor, where b holds NaN or infinity: pairs that take no part, which `seen_smem` tells,
+// are left out. Each thread adds numbers one by one.
+template <int WIDTH, int DEPTH, int A_BYTES>
+__device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem, const char* seen_smem,
+                                                        const char* b_smem, float* to_gmem,
+                                                        int valid, float factor) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < valid * WIDTH; n += THREADS) {
+    const int row = n / WIDTH, column = n % WIDTH;
+    float sum = 0;
+#pragma unroll 1
+    for (int k = 0; k < DEPTH; ++k) {
+      const int pair = fragment::place<A_BYTES>(k, row / 8) + row % 8 * 2;
+      const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8) + column % 8 * 2;
+      const float value = number::widen(element(b_smem + at));
+      if (number::is_finite(value) || element(seen_smem + pair) == 0x8000) continue;
+      sum += number::widen(element(a_smem + pair)) * value;
+    }
+    const int at = row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + column / 8 % 2 * 64 +
+                   column % 2 * 32 + row % 8 * 4 + column % 8 / 2;
+    if (sum != 0.0f) ptx::add(to_gmem + at, sum * factor);
+  }
+}
+
+}  // namespace fragment_product

@@ -1,0 +1,252 @@
+// Tiles of fragments: what a thread of a warp has of them, and their rows in shared memory. What is
+// here serves every type; products of 16-bit types are in fragment.cuh, those of 4- and 8-byte ones
+// in fragment_wide.cuh.
+//
+// A warp owns 16 M_TILES neighbouring rows of a result. Of a result c[ROWS][COLUMNS], ROWS =
+// 2 M_TILES, a thread's element (r, n) lies at row 8 r + lane / 4 of the warp's rows and column
+// 8 (n / 2) + 2 (lane % 4) + n % 2.
+//
+// In shared memory a row takes whole lines of 128 bytes, and its 16-byte piece c lies at
+// c ^ swizzle(row): what a warp reads at a time falls on all banks.
+#pragma once
+#include "../ptx/matrix.cuh"
+#include "../common/tile.cuh"
+
+namespace fragment {
+
+constexpr int WARPS = THREADS / ptx::WARP_SIZE;
+// Of kernels whose blocks own queries; others say their warps' rows themselves.
+constexpr int M_TILES = matmul::larger(1, BLOCK_Q / (16 * WARPS));
+constexpr int WARP_ROWS = 16 * M_TILES;
+
+constexpr bool WIDE = STORAGE >= 2;      // elements of 4 or 8 bytes
+constexpr int LINE = 8 * STORED_VECTOR;  // elements in 128 bytes
+
+// Which functions serve the storage type, where arguments do not tell.
+struct Narrow {};
+struct Wide {};
+template <bool>
+struct KindOf {
+  using type = Narrow;
+  using word = unsigned int;  // of weights, two in each
+};
+template <>
+struct KindOf<true> {
+  using type = Wide;
+  using word = accum_t;
+};
+using Kind = KindOf<WIDE>::type;
+using word_t = KindOf<WIDE>::word;
+constexpr int PER_WORD = WIDE ? 1 : 2;
+
+// The left operand of all products of a warp's rows: kept in registers, or loaded for each.
+template <int WIDTH, bool HELD, bool IS_WIDE = WIDE>
+struct Left;
+
+__device__ constexpr int row_bytes(int width) {
+  return matmul::round_up(width, LINE) * static_cast<int>(sizeof(storage_t));
+}
+// Columns that take part in products: beyond the array's they are 0.
+__device__ constexpr int whole_columns(int width) {
+  return matmul::round_up(width, WIDE ? LINE : 16);
+}
+
+__device__ __forceinline__ int lane_row() { return ptx::lane_index() / 4; }
+__device__ __forceinline__ int lane_column() { return 2 * (ptx::lane_index() % 4); }
+__device__ __forceinline__ int warp_row() { return threadIdx.x / ptx::WARP_SIZE * WARP_ROWS; }
+
+// Wide elements are read by 8 lanes at a time: two neighbouring rows and four neighbouring pieces,
+// or four rows, every other one, and two pieces.
+__device__ __forceinline__ int swizzle(int row) { return WIDE ? row % 8 ^ row % 2 * 4 : row % 8; }
+
+// Bytes between the beginning of a tile and a 16-byte piece of a row.
+template <int ROW_BYTES>
+__device__ __forceinline__ int place(int row, int piece) {
+  return row * ROW_BYTES + ((piece ^ swizzle(row)) << 4);
+}
+
+// -- rows between global and shared memory --------------------------------------------------------
+
+// Threads that work on a row of so many pieces: a power of two.
+__device__ constexpr int lanes_for(int pieces) {
+  int lanes = 2;
+  while (lanes < pieces) lanes *= 2;
+  return lanes;
+}
+
+// How the block's threads share the 16-byte pieces of ROWS rows. Where a row's pieces are fewer
+// than its threads, some have nothing to do.
+template <int ROWS, int WIDTH>
+struct Pieces {
+  static constexpr int PER_ROW = whole_columns(WIDTH) / STORED_VECTOR;
+  static constexpr int LANES = lanes_for(PER_ROW);
+  static constexpr int AT_ONCE = THREADS / LANES;
+  static constexpr int STEPS = (ROWS + AT_ONCE - 1) / AT_ONCE;
+  static_assert(THREADS % LANES == 0, "a row's pieces are shared by whole groups of threads");
+
+  int row = threadIdx.x / LANES;
+  int piece = threadIdx.x % LANES;
+
+  __device__ __forceinline__ bool has(int step) const {
+    return (PER_ROW == LANES || piece < PER_ROW) &&
+           (ROWS % AT_ONCE == 0 || row + step * AT_ONCE < ROWS);
+  }
+};
+
+// Begins to copy rows `first` to `first + valid` of an array that is WIDTH columns wide. What lies
+// outside of it becomes 0. Rows that cannot be copied by vectors are there at once.
+template <int ROWS, int WIDTH, int ROW_BYTES>
+__device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& from,
+                                           long long first, int valid) {
+  using Share = Pieces<ROWS, WIDTH>;
+  const Share own;
+  const int left = WIDTH - STORED_VECTOR * own.piece;
+  const int columns = left < STORED_VECTOR ? left : STORED_VECTOR;
+  const storage_t* source =
+      from.data + (first + own.row) * from.row + STORED_VECTOR * own.piece * from.col;
+  if (from.vectors) {
+    const unsigned int tile_address = ptx::shared_address(tile_smem);
+    const int bytes = columns < 0 ? 0 : static_cast<int>(sizeof(storage_t)) * columns;
+#pragma unroll
+    for (int step = 0; step < Share::STEPS; ++step) {
+      const int row = own.row + step * Share::AT_ONCE;
+      if (own.has(step)) {
+        ptx::begin_part_copy(tile_address + place<ROW_BYTES>(row, own.piece), source,
+                              row < valid ? bytes : 0);
+      }
+      source += Share::AT_ONCE * from.row;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int step = 0; step < Share::STEPS; ++step) {
+    const int row = own.row + step * Share::AT_ONCE;
+    if (own.has(step)) {
+      auto* const piece =
+          reinterpret_cast<storage_t*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+#pragma unroll 1
+      for (int x = 0; x < STORED_VECTOR; ++x) {
+        piece[x] = row < valid && x < columns ? source[x * from.col] : storage_t(0);
+      }
+    }
+    source += Share::AT_ONCE * from.row;
+  }
+}
+
+// The exponents in a word; all ones tell NaN or infinity, and carry into the sign by LAST. Numbers
+// of float32 from 2^127 on do so, too: fragment_wide.cuh says why.
+constexpr unsigned int EXPONENTS = STORAGE == 0   ? 0x7c007c00u
+                                   : STORAGE == 1 ? 0x7f807f80u
+                                   : STORAGE == 2 ? 0x7f800000u
+                                                  : 0x7ff00000u;
+constexpr unsigned int LAST = STORAGE == 0   ? 0x04000400u
+                              : STORAGE == 1 ? 0x00800080u
+                              : STORAGE == 2 ? 0x01000000u
+                                             : 0x00100000u;
+constexpr unsigned int SIGNS = WIDE ? 0x80000000u : 0x80008000u;
+constexpr int UPPER = STORAGE == 3 ? 1 : 0;  // only every other word has an exponent
+
+// Changes the sign of what this thread copied.
+template <int ROWS, int WIDTH, int ROW_BYTES>
+__device__ __forceinline__ void negate_rows(char* tile_smem) {
+  using Share = Pieces<ROWS, WIDTH>;
+  const Share own;
+#pragma unroll 1
+  for (int step = 0; step < Share::STEPS; ++step) {
+    if (!own.has(step)) continue;
+    const int row = own.row + step * Share::AT_ONCE;
+    auto* const piece =
+        reinterpret_cast<ptx::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+#pragma unroll
+    for (int x = UPPER; x < 4; x += 1 + UPPER) piece->x[x] ^= SIGNS;
+  }
+}
+
+// Whether all that this thread copied is finite.
+template <int ROWS, int WIDTH, int ROW_BYTES>
+__device__ __forceinline__ bool finite_rows(const char* tile_smem) {
+  using Share = Pieces<ROWS, WIDTH>;
+  const Share own;
+  unsigned int carried = 0;
+#pragma unroll 4
+  for (int step = 0; step < Share::STEPS; ++step) {
+    if (!own.has(step)) continue;
+    const int row = own.row + step * Share::AT_ONCE;
+    const auto piece =
+        *reinterpret_cast<const ptx::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+#pragma unroll
+    for (int x = UPPER; x < 4; x += 1 + UPPER) carried |= (piece.x[x] & EXPONENTS) + LAST;
+  }
+  return (carried & SIGNS) == 0;
+}
+
+// Makes 0 of what this thread copied that is not finite, in the same sense.
+template <int ROWS, int WIDTH, int ROW_BYTES>
+__device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
+  using Share = Pieces<ROWS, WIDTH>;
+  const Share own;
+#pragma unroll 1
+  for (int step = 0; step < Share::STEPS; ++step) {
+    if (!own.has(step)) continue;
+    const int row = own.row + step * Share::AT_ONCE;
+    auto* const piece =
+        reinterpret_cast<ptx::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+#pragma unroll
+    for (int x = UPPER; x < 4; x += 1 + UPPER) {
+      const unsigned int carried = (piece->x[x] & EXPONENTS) + LAST;
+      if constexpr (WIDE) {
+        if (carried & SIGNS) piece->x[x] = piece->x[x - UPPER] = 0;
+      } else {
+        if (carried & 0x8000u) piece->x[x] &= 0xffff0000u;
+        if (carried & 0x80000000u) piece->x[x] &= 0x0000ffffu;
+      }
+    }
+  }
+}
+
+// Moves the first STEP columns behind the last: a loop works on the first ones, so that its body
+// stands in the kernel once and no register is chosen at run time.
+template <int STEP, typename T, int ROWS, int COLUMNS>
+__device__ __forceinline__ void rotate(T (&c)[ROWS][COLUMNS]) {
+  static_assert(COLUMNS % STEP == 0, "whole steps");
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    T first[STEP];
+#pragma unroll
+    for (int n = 0; n < STEP; ++n) first[n] = c[r][n];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n)
+      c[r][n] = n < COLUMNS - STEP ? c[r][n + STEP] : first[n % STEP];
+  }
+}
+
+// -- results --------------------------------------------------------------------------------------
+
+// Writes rows of a result of WIDTH columns that lie in shared memory, by threads `own` of
+// `together`. Row 0 lies at `offset`; `valid` of `rows` rows exist.
+template <int WIDTH>
+__device__ __forceinline__ void copy_out(const Operand& to, long long offset, int rows, int valid,
+                                         int own, int together, const char* rows_smem) {
+  storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset;
+  const bool vectors = to.col == 1 && to.row % STORED_VECTOR == 0 &&
+                       reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
+  constexpr int PIECES = (WIDTH + STORED_VECTOR - 1) / STORED_VECTOR;
+#pragma unroll 1
+  for (int n = own; n < rows * PIECES; n += together) {
+    const int row = n / PIECES, piece = n % PIECES;
+    if (row >= valid) break;
+    const auto stored =
+        *reinterpret_cast<const StoredVector*>(rows_smem + place<row_bytes(WIDTH)>(row, piece));
+    storage_t* const target = data + row * to.row + STORED_VECTOR * piece * to.col;
+    if (vectors && STORED_VECTOR * (piece + 1) <= WIDTH) {
+      *reinterpret_cast<StoredVector*>(target) = stored;
+    } else {
+#pragma unroll
+      for (int x = 0; x < STORED_VECTOR; ++x) {
+        if (STORED_VECTOR * piece + x < WIDTH) target[x * to.col] = stored.x[x];
+      }
+    }
+  }
+}
+
+}  // namespace fragment

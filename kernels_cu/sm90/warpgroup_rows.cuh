@@ -1,0 +1,228 @@
+// Rows in shared memory that a product reads by itself, and what has to be done to them before: the
+// twin of reference/accumulate.py where values are not finite.
+#pragma once
+#include "../ptx/pair.cuh"
+#include "../sm80/fragment.cuh"
+#include "warpgroup.cuh"
+
+namespace warpgroup_rows {
+
+// Begins to copy rows of an array that is WIDTH columns wide to a tile of ROWS rows, by all threads
+// of the block, as fragment::begin_rows does.
+template <int ROWS, int WIDTH, int COLUMN = 0>
+__device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& from,
+                                           long long first, int valid) {
+  constexpr int LEFT = WIDTH - COLUMN;
+  constexpr int OWN = LEFT < warpgroup::LINE_COLUMNS ? LEFT : warpgroup::LINE_COLUMNS;
+  const memory::Rows line{from.data + COLUMN * from.col, from.row, from.col, from.vectors};
+  fragment::begin_rows<ROWS, OWN, warpgroup::LINE_BYTES>(
+      tile_smem + COLUMN / warpgroup::LINE_COLUMNS * ROWS * warpgroup::LINE_BYTES, line, first,
+      valid);
+  if constexpr (LEFT > OWN) begin_rows<ROWS, WIDTH, COLUMN + OWN>(tile_smem, from, first, valid);
+}
+
+// The same of BLOCK_Q rows, in a tile for each warpgroup.
+template <int WIDTH>
+__device__ __forceinline__ void begin_queries(char* tile_smem, const memory::Rows& from,
+                                              long long first, int valid) {
+#pragma unroll
+  for (int row = 0; row < BLOCK_Q; row += warpgroup::ROWS_OF) {
+    begin_rows<warpgroup::ROWS_OF, WIDTH>(tile_smem + row * fragment::row_bytes(WIDTH), from,
+                                          first + row, valid - row);
+  }
+}
+
+// Two numbers times 0, added to sums of such.
+__device__ __forceinline__ unsigned int zero_times(unsigned int x, unsigned int sum) {
+  return STORAGE == 0 ? ptx::zero_times_halves(x, sum) : ptx::zero_times_bfloats(x, sum);
+}
+
+// Multiplies a tile of so many bytes by 0 where `scale` is 0, else by -1; by TOGETHER threads, of
+// which this one has number `own`.
+template <int BYTES, int TOGETHER>
+__device__ __forceinline__ void turn_rows(char* tile_smem, int own, float scale) {
+#pragma unroll 1
+  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+    ptx::Bytes16& piece = reinterpret_cast<ptx::Bytes16*>(tile_smem)[n];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      piece.x[x] = scale == 0 ? zero_times(piece.x[x], 0) : piece.x[x] ^ fragment::SIGNS;
+    }
+  }
+}
+
+// Whether every TOGETHER-th piece from number `own` on of a tile of so many bytes is finite.
+template <int BYTES, int TOGETHER>
+__device__ __forceinline__ bool finite_rows(const char* tile_smem, int own) {
+  unsigned int sum[4] = {0, 0, 0, 0};  // 0, or NaN
+#pragma unroll 4
+  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+    const ptx::Bytes16& piece = reinterpret_cast<const ptx::Bytes16*>(tile_smem)[n];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) sum[x] = zero_times(piece.x[x], sum[x]);
+  }
+  return ((sum[0] | sum[1] | sum[2] | sum[3]) & ~fragment::SIGNS) == 0;
+}
+
+// Makes 0 of what is not finite in the same pieces.
+template <int BYTES, int TOGETHER>
+__device__ __forceinline__ void clear_nonfinite(char* tile_smem, int own) {
+#pragma unroll 1
+  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+    ptx::Bytes16& piece = reinterpret_cast<ptx::Bytes16*>(tile_smem)[n];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const unsigned int carried = (piece.x[x] & fragment::EXPONENTS) + fragment::LAST;
+      if (carried & 0x8000u) piece.x[x] &= 0xffff0000u;
+      if (carried & 0x80000000u) piece.x[x] &= 0x0000ffffu;
+    }
+  }
+}
+
+// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
+// as fragment::add_nonfinite does. A tile has 8 DEPTH rows; `takes_part(r, column, weight)` tells
+// of a thread's own pairs.
+template <int DEPTH, int COLUMNS, class TakesPart>
+__device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned int (&a)[2][DEPTH],
+                                              const char* tile_smem, const TakesPart& takes_part) {
+#pragma unroll 1
+  for (int k = 0; k < DEPTH; ++k) {
+#pragma unroll 1
+    for (int x = 0; x < 8; ++x) {
+      const int from = ptx::lane_index() / 4 * 4 + x / 2;
+      storage_t weight[2];
+      bool seen[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const unsigned int half = x % 2 == 0 ? a[r][0] & 0xffff : a[r][0] >> 16;
+        const bool own = takes_part(r, 2 * k + x % 2, static_cast<storage_t>(half));
+        const unsigned int got = ptx::shuffle(half | (own ? 0x10000u : 0), from);
+        weight[r] = static_cast<storage_t>(got);
+        seen[r] = got >= 0x10000u;
+      }
+      const char* const row_smem = tile_smem + (8 * k + x) * warpgroup::LINE_BYTES;
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        const int slab = n / 16 * (8 * DEPTH * warpgroup::LINE_BYTES), piece = n / 2 % 8 ^ x;
+        const int at = slab + piece * 16 + 2 * (fragment::lane_column() + n % 2);
+        const float value = number::widen(*reinterpret_cast<const storage_t*>(row_smem + at));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (seen[r] && !number::is_finite(value)) c[r][n] += number::widen(weight[r]) * value;
+        }
+      }
+    }
+    fragment::rotate<1>(a);
+  }
+}
+
+// Four elements of the storage type, as two words.
+struct alignas(8) Four {
+  unsigned int word[2];
+};
+
+// Of a thread's words from n on and those of the lane beside it: two lanes swap half of 16 columns,
+// so that each has neighbours to write. They begin at `first_column`.
+template <int WORDS>
+__device__ __forceinline__ Four swap_halves(const unsigned int (&row)[WORDS], int n) {
+  const bool second = ptx::lane_index() % 2 != 0;
+  const unsigned int got = ptx::shuffle_xor(second ? row[n] : row[n + 1], 1);
+  return Four{{second ? got : row[n], second ? row[n + 1] : got}};
+}
+__device__ __forceinline__ int first_column() {
+  return ptx::lane_index() % 2 * 8 + ptx::lane_index() % 4 / 2 * 4;
+}
+
+// Rounds a result, times a factor each row, to words of the storage type.
+template <int COLUMNS>
+__device__ __forceinline__ void narrow_rows(const float (&result)[2][COLUMNS],
+                                            const float (&factor)[2],
+                                            unsigned int (&words)[2][COLUMNS / 2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      words[r][n / 2] = number::narrow_pair(result[r][n] * factor[r], result[r][n + 1] * factor[r]);
+    }
+  }
+}
+
+// Waits until the boxes that the warp has begun to write were read.
+__device__ __forceinline__ void wait_boxes() {
+  if (ptx::lane_index() == 0) ptx::wait_stores_read();
+  __syncwarp();  // the warp's place, which was read
+}
+
+// Begins to write a thread's words of a result of WIDTH columns to an array: by boxes of 16 rows of
+// a warp, from shared memory that is its own, with lines of 64 columns LINE_BYTES apart. The words
+// are those from column `column` on, but lines before `begin` are another one's. `first` is the
+// warp's first row; what lies beyond the array is passed over.
+template <int WIDTH, int LINE_BYTES, int WORDS>
+__device__ __forceinline__ void begin_boxes(const unsigned int (&words)[2][WORDS],
+                                            unsigned int own_address, const ptx::TensorMap& to,
+                                            const warpgroup::Head& head, int first, int column = 0,
+                                            int begin = 0) {
+  constexpr int LINE_WORDS = warpgroup::LINE_COLUMNS / 8;
+  const int lane = ptx::lane_index();
+  const unsigned int row_address = own_address + lane % 16 * warpgroup::LINE_BYTES;
+#pragma unroll
+  for (int n = 0; n < WORDS; n += 2) {
+    if (column + n / LINE_WORDS * warpgroup::LINE_COLUMNS < begin) continue;
+    const unsigned int from[4] = {words[0][n], words[1][n], words[0][n + 1], words[1][n + 1]};
+    const int piece = (n % LINE_WORDS + lane / 16) ^ lane % 8;
+    ptx::stmatrix_x4(row_address + n / LINE_WORDS * LINE_BYTES + 16 * piece, from);
+  }
+  ptx::publish_shared();
+  __syncwarp();  // what all lanes have written
+  if (lane == 0) {
+#pragma unroll
+    for (int n = 0; n < WORDS; n += LINE_WORDS) {
+      const int from = column + n / LINE_WORDS * warpgroup::LINE_COLUMNS;
+      if (from < begin || from >= WIDTH) continue;
+      ptx::begin_box_store(to, own_address + n / LINE_WORDS * LINE_BYTES, from, first, head.head,
+                            head.slow, head.slower);
+    }
+    ptx::commit_stores();
+  }
+}
+
+// Writes a thread's words of a result of WIDTH columns to an array. The block's row 0 lies at
+// `offset`; `valid` rows exist.
+template <int WIDTH, int WORDS>
+__device__ __forceinline__ void store_rows(unsigned int (&words)[2][WORDS], const Operand& to,
+                                           long long offset, int valid) {
+  storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset;
+  const int first_row = fragment::warp_row() + fragment::lane_row();
+  if (WIDTH % 4 == 0 && to.col == 1 && to.row % 4 == 0 &&
+      reinterpret_cast<unsigned long long>(data) % sizeof(Four) == 0) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      storage_t* const row_gmem = data + (first_row + 8 * r) * to.row + first_column();
+#pragma unroll
+      for (int n = 0; n < WORDS; n += 2) {
+        const Four four = swap_halves(words[r], n);
+        if (first_row + 8 * r < valid && 8 * n + first_column() < WIDTH) {
+          *reinterpret_cast<Four*>(row_gmem + 8 * n) = four;
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int first = first_column(); first < 8 * WORDS + first_column(); first += 16) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Four four = swap_halves(words[r], 0);
+      storage_t* const row_gmem = data + (first_row + 8 * r) * to.row;
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        if (first_row + 8 * r < valid && first + x < WIDTH) {
+          row_gmem[(first + x) * to.col] = static_cast<storage_t>(four.word[x / 2] >> x % 2 * 16);
+        }
+      }
+    }
+    fragment::rotate<2>(words);
+  }
+}
+
+}  // namespace warpgroup_rows
