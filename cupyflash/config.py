@@ -214,7 +214,7 @@ def backward(
     return name, simt(name, problem, target, slope, blocks)
 
 
-def adds_dq(
+def atomic_dq(
     problem: Problem, target: Target, deterministic: bool, plan: Plan | None = None
 ) -> bool:
     """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks."""

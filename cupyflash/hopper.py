@@ -20,7 +20,7 @@ from .tiles import Tiles
 SHORTEST = 512  # queries, and keys: for fewer the smaller tiles of forward_sm80 are not slower
 # initcheck of CUDA's compute-sanitizer does not see that boxes are written to memory, and calls a
 # read of it one of what was never written. For such tools results leave otherwise.
-STORES_NO_BOXES = os.environ.get("CUPYFLASH_STORES_NO_BOXES") == "1"
+NO_TMA_STORE = os.environ.get("CUPYFLASH_NO_TMA_STORE") == "1"
 MOST_PADDING = 1.25  # times the products that forward_sm80 or backward_sm80_dkdv computes
 
 _MAPS_BYTES = 7 * tensor_maps.BYTES  # of q, k, v, do, dk and dv, and what aligns them
@@ -123,20 +123,20 @@ def grid(call: Call, jobs: int, facts: Target) -> int:
     return jobs if call.problem.packed else min(jobs, facts.multiprocessors)
 
 
-def stores_boxes(call: Call, out: Array, lead: Lead, tiles: Tiles) -> bool:
+def tma_store(call: Call, out: Array, lead: Lead, tiles: Tiles) -> bool:
     """Whether forward_sm90 writes results by boxes, which pass through shared memory.
 
     Not those of packed sequences: a box may reach into the next one's rows.
     """
     problem = call.problem
     has_room = tensor_tiles.results_have_room(tiles, problem.d, problem.d_v)
-    if STORES_NO_BOXES or problem.packed or not has_room:
+    if NO_TMA_STORE or problem.packed or not has_room:
         return False
     return _uncopied({"out": out}, lead) is None
 
 
 def maps(
-    call: Call, out: Array, lead: Lead, block_kv: int, stores_boxes: bool
+    call: Call, out: Array, lead: Lead, block_kv: int, tma_store: bool
 ) -> tuple[TensorMap, ...]:
     """Return the maps of q, k and v for a call without an obstacle, and where boxes are stored out.
 
@@ -145,10 +145,10 @@ def maps(
     arrays: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v, "out": out}
     # a warpgroup's queries; a tile's keys; a warp's rows
     rows = {"q": 64, "k": block_kv, "v": block_kv, "out": 16}
-    if not stores_boxes:
+    if not tma_store:
         del arrays["out"]
     made = _maps(call, arrays, lead, rows)
-    return made if stores_boxes else (*made, made[0])
+    return made if tma_store else (*made, made[0])
 
 
 def bias_obstacle(problem: Problem) -> str | None:
@@ -179,10 +179,10 @@ def backward_obstacle(call: Call, do: Array, lead: Lead, size: int) -> str | Non
 def stores_gradients(call: Call, dk: Array, dv: Array, lead: Lead) -> bool:
     """Whether backward_sm90_dkdv writes dk and dv by boxes.
 
-    Not those of packed sequences, as in `stores_boxes`, and not what is to be summed on.
+    Not those of packed sequences, as in `tma_store`, and not what is to be summed on.
     """
     problem = call.problem
-    if STORES_NO_BOXES or problem.packed:
+    if NO_TMA_STORE or problem.packed:
         return False
     if dk.dtype != problem.dtype or dv.dtype != problem.dtype:
         return False

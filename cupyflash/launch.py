@@ -94,7 +94,7 @@ class Prepared:
         In order.
     scratch : tuple of (str, int, Laid)
         As in the recipe, with the bytes that each takes.
-    all_zero, adds_dq : bool
+    all_zero, atomic_dq : bool
         As in the recipe.
     """
 
@@ -102,7 +102,7 @@ class Prepared:
     launches: tuple[Ready, ...]
     scratch: tuple[tuple[str, int, Laid], ...]
     all_zero: bool = False
-    adds_dq: bool = False
+    atomic_dq: bool = False
 
     def forward(self, addresses: Mapping[str, int]) -> None:
         """Launch a forward; the device must be the current one."""
@@ -127,9 +127,9 @@ class Prepared:
                 begin += _rounded(size)
             made.append((name, part, memory))
             addresses[name] = memory.ptr
-            if name == "dq_sum":
+            if name == "dq_accum":
                 memory.memset_async(0, size)
-        if self.adds_dq and "dq_sum" not in addresses:
+        if self.atomic_dq and "dq_accum" not in addresses:
             target.fill(gradients.dq, 0)
         stream = self.queue.pointer()
         for launch in self.launches:
@@ -161,7 +161,7 @@ class Served(NamedTuple):
 def _prepared(made: Recipe, device: int) -> Prepared:
     launches = tuple(Ready(each, device) for each in made.launches)
     scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
-    return Prepared(driver.queue(device), launches, scratch, made.all_zero, made.adds_dq)
+    return Prepared(driver.queue(device), launches, scratch, made.all_zero, made.atomic_dq)
 
 
 def _rounded(size: int) -> int:
@@ -297,7 +297,7 @@ def backward_addresses(
 
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
-    parts = scratch_of(call, config.adds_dq(call.problem, target.of(_device(call)), False))
+    parts = scratch_of(call, config.atomic_dq(call.problem, target.of(_device(call)), False))
     if call.sink is not None:  # whose gradient may have to be computed there
         parts["dsink"] = Laid(call.sink.shape, call.sink.dtype)
     return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())

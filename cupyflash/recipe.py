@@ -88,7 +88,7 @@ class Recipe:
     scratch: Mapping[str, Laid] = field(default_factory=dict)
     tables: tuple[Any, ...] = ()
     all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
-    adds_dq: bool = False  # launches add to dq_sum or, without one, to dq; it is 0 before
+    atomic_dq: bool = False  # launches add to dq_accum or, without one, to dq; it is 0 before
 
 
 class _Writer:
@@ -159,11 +159,11 @@ class _Writer:
         tiles: Tiles,
         of_keys: bool,
         own: tuple[int, ...],
-        adds_dq: bool = False,
+        atomic_dq: bool = False,
     ) -> None:
         """Add a kernel whose blocks own rows of queries, or of keys, of one head each.
 
-        `own` are the lengths of the leading axes that its result has; `adds_dq` is as in
+        `own` are the lengths of the leading axes that its result has; `atomic_dq` is as in
         `Specialisation`.
         """
         problem, functions = self.call.problem, self.generated.functions
@@ -176,7 +176,7 @@ class _Writer:
         else:
             blocks = -(-self.told["len_k" if of_keys else "len_q"] // rows)
             grid = blocks * heads * math.prod(own)
-        self.over_tiles(kernel, tiles, grid, functions, adds_dq, blocks=blocks, own_size=own)
+        self.over_tiles(kernel, tiles, grid, functions, atomic_dq, blocks=blocks, own_size=own)
 
     def over_tiles(
         self,
@@ -184,7 +184,7 @@ class _Writer:
         tiles: Tiles,
         grid: int,
         functions: Functions,
-        adds_dq: bool = False,
+        atomic_dq: bool = False,
         **told: Any,
     ) -> None:
         """Add a kernel that works on tiles of scores; `told` goes before what all are told."""
@@ -199,7 +199,7 @@ class _Writer:
             dropout=problem.dropout > 0,
             count_tiles="tiles_visited" in self.named,
             functions=functions,
-            adds_dq=adds_dq,
+            atomic_dq=atomic_dq,
         )
         self._add(special, grid, self.told | told, self.named)
 
@@ -306,12 +306,12 @@ def forward(
     writer.over_rows(kernel, tiles, False, writer.lead.sizes)
     launches = tuple(writer.launches)
     if kernel == "forward_sm90":
-        boxes = hopper.stores_boxes(call, out, writer.lead, tiles)
+        boxes = hopper.tma_store(call, out, writer.lead, tiles)
         maps = hopper.maps(call, out, writer.lead, tiles.block_kv, boxes)
         launches = tuple(
             replace(
                 launch,
-                special=replace(launch.special, stores_boxes=boxes),
+                special=replace(launch.special, tma_store=boxes),
                 maps=maps,
                 grid=hopper.grid(call, launch.grid, facts),
             )
@@ -341,8 +341,8 @@ def backward(
     if not problem.batch or not problem.heads:
         return Recipe(all_zero=True)
     dq, dk, dv, dbias, dsink = gradients
-    adds_dq = config.adds_dq(problem, facts, deterministic, plan)
-    scratch = scratch_of(call, adds_dq)
+    atomic_dq = config.atomic_dq(problem, facts, deterministic, plan)
+    scratch = scratch_of(call, atomic_dq)
     if dsink is not None and not dsink.flags.c_contiguous:
         scratch["dsink"] = Laid(dsink.shape, dsink.dtype)
     made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
@@ -351,8 +351,8 @@ def backward(
     arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
     if dlse is not None:
         arrays["dlse"] = (dlse, 2)
-    if "dq_sum" in scratch:
-        arrays["dq_sum"] = (scratch["dq_sum"], 3)
+    if "dq_accum" in scratch:
+        arrays["dq_accum"] = (scratch["dq_accum"], 3)
     if dbias is not None:
         dbias = dbias[(None,) * (3 - dbias.ndim)]
         arrays["dbias"] = (dbias, 3)
@@ -376,28 +376,28 @@ def backward(
     slope = writer.generated.functions.has_slope
     obstacle = hopper.backward_obstacle(call, do, lead, _size(writer.generated.functions))
     by_keys, tiles = config.backward("dkdv", problem, facts, slope, plan, obstacle)
-    if "dq_sum" in scratch:  # how far apart a thread's numbers lie
+    if "dq_accum" in scratch:  # how far apart a thread's numbers lie
         apart = 1 if by_keys == "backward_sm90_dkdv" else LANES
-        writer.told["dq_sum"] = writer.told["dq_sum"]._replace(col=apart)
-    writer.over_rows(by_keys, tiles, True, own, adds_dq)
+        writer.told["dq_accum"] = writer.told["dq_accum"]._replace(col=apart)
+    writer.over_rows(by_keys, tiles, True, own, atomic_dq)
     if by_keys == "backward_sm90_dkdv":
-        stores_boxes = hopper.stores_gradients(call, made_dk, made_dv, lead)
-        boxes = {"dk": made_dk, "dv": made_dv} if stores_boxes else {}
+        tma_store = hopper.stores_gradients(call, made_dk, made_dv, lead)
+        boxes = {"dk": made_dk, "dv": made_dv} if tma_store else {}
         launch = writer.launches[-1]
         writer.launches[-1] = replace(
             launch,
-            special=replace(launch.special, stores_boxes=stores_boxes),
+            special=replace(launch.special, tma_store=tma_store),
             maps=hopper.backward_maps(call, do, boxes, lead, tiles.block_q),
         )
     own = lead.sizes if problem.packed else lead.own("dq")
-    if "dq_sum" in scratch:
+    if "dq_accum" in scratch:
         _rows_of_sums(writer, own)
-    elif not adds_dq:
+    elif not atomic_dq:
         kernel, tiles = config.backward("dq", problem, facts, slope, plan)
         writer.over_rows(kernel, tiles, False, own)
     if dbias is not None:
         _bias_gradient(writer, dbias)
-    return Recipe(tuple(writer.launches), scratch, writer.generated.arrays, adds_dq=adds_dq)
+    return Recipe(tuple(writer.launches), scratch, writer.generated.arrays, atomic_dq=atomic_dq)
 
 
 def _rows_of_sums(writer: _Writer, own: tuple[int, ...]) -> None:

@@ -43,11 +43,11 @@ class Laid(NamedTuple):
         return tuple(math.prod(self.shape[axis + 1 :]) * self.itemsize for axis in range(self.ndim))
 
 
-def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
+def scratch_of(call: Call, atomic_dq: bool) -> dict[str, Laid]:
     """Return what the backward keeps beside its results: delta, one number per query.
 
     Where k and v are broadcast over different axes, also their gradients before they are summed;
-    with `adds_dq` the sums of dq, unless dq has the accumulator's type.
+    with `atomic_dq` the sums of dq, unless dq has the accumulator's type.
     """
     problem = call.problem
     lead = () if problem.packed else problem.lead
@@ -56,11 +56,11 @@ def scratch_of(call: Call, adds_dq: bool) -> dict[str, Laid]:
     if shared is not None:
         for name, array in (("dk", call.k), ("dv", call.v)):
             scratch[name] = Laid((*shared, *array.shape[-3:]), problem.accumulator)
-    if adds_dq and problem.dtype != problem.accumulator:
+    if atomic_dq and problem.dtype != problem.accumulator:
         *lead_q, rows, columns = call.q.shape
         groups = rows // GROUP_ROWS + problem.batch if problem.packed else -(-rows // GROUP_ROWS)
         sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT
-        scratch["dq_sum"] = Laid((*lead_q, *sizes), problem.accumulator)
+        scratch["dq_accum"] = Laid((*lead_q, *sizes), problem.accumulator)
     return scratch
 
 

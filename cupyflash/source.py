@@ -46,7 +46,7 @@ class Specialisation:
         Head sizes; 0 where the kernel has no use for them.
     tiles : Tiles
         Tile, threads and shared memory of a block.
-    packed, dropout, count_tiles, adds_dq, stores_boxes : bool
+    packed, dropout, count_tiles, atomic_dq, tma_store : bool
         Whether sequences are packed, pairs dropped, tiles counted, whether the kernel that computes
         dk and dv adds its share of dq to memory, too, and whether results are copied to memory by
         boxes.
@@ -63,8 +63,8 @@ class Specialisation:
     dropout: bool = False
     count_tiles: bool = False
     functions: Functions = NONE
-    adds_dq: bool = False
-    stores_boxes: bool = False
+    atomic_dq: bool = False
+    tma_store: bool = False
 
     @property
     def architecture(self) -> str | None:
@@ -81,8 +81,8 @@ class Specialisation:
             "score": has.has_score,
             "dropout": self.dropout,
             "count": self.count_tiles,
-            "dq": self.adds_dq,
-            "boxes": self.stores_boxes,
+            "dq": self.atomic_dq,
+            "boxes": self.tma_store,
         }
         sizes = {"d": self.d, "dv": self.d_v}
         blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
@@ -126,8 +126,8 @@ def prelude(special: Specialisation) -> str:
             "HAS_DROPOUT": special.dropout,
             "PACKED": special.packed,
             "COUNT_TILES": special.count_tiles,
-            "ADDS_DQ": special.adds_dq,
-            "STORES_BOXES": special.stores_boxes,
+            "ATOMIC_DQ": special.atomic_dq,
+            "TMA_STORE": special.tma_store,
             "EACH_LANE_ARRIVES": EACH_LANE_ARRIVES,
         },
     }

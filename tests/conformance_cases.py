@@ -324,15 +324,15 @@ CASES = [
         _reciprocals,
     ),
     Case(
-        "begin_copy finish_copies",
+        "begin_copy cp_async_wait_all",
         """
           for (int n = 0; n < 2; ++n) {
             for (int k = 0; k < 4; ++k) smem[2 * t + n].x[k] = in[10];
           }
           __syncthreads();  // what was there before is written
-          ptx::begin_copy(smem + 2 * t, in, in[8]);
-          ptx::begin_copy(smem + 2 * t + 1, in + 4, in[9]);
-          ptx::finish_copies();
+          ptx::cp_async(smem + 2 * t, in, in[8]);
+          ptx::cp_async(smem + 2 * t + 1, in + 4, in[9]);
+          ptx::cp_async_wait_all();
           __syncthreads();  // others see the copies
           const int from = (t + 37) % THREADS;
           for (int k = 0; k < 8; ++k) out[k] = smem[2 * from + k / 4].x[k % 4];
@@ -341,22 +341,22 @@ CASES = [
         _copied,
     ),
     Case(
-        "begin_part_copy commit_copies wait_copies",
+        "cp_async_partial cp_async_commit cp_async_wait",
         """
           for (int n = 0; n < 2; ++n) {
             for (int k = 0; k < 4; ++k) smem[2 * t + n].x[k] = in[10];
           }
           __syncthreads();  // what was there before is written
           const unsigned int to = ptx::shared_address(smem + 2 * t);
-          ptx::begin_part_copy(to, in, in[8]);
-          ptx::commit_copies();
-          ptx::begin_part_copy(to + 16, in + 4, in[9]);
-          ptx::commit_copies();
+          ptx::cp_async_partial(to, in, in[8]);
+          ptx::cp_async_commit();
+          ptx::cp_async_partial(to + 16, in + 4, in[9]);
+          ptx::cp_async_commit();
           const int from = (t + 37) % THREADS;
-          ptx::wait_copies<1>();
+          ptx::cp_async_wait<1>();
           __syncthreads();  // others see the first copies
           for (int k = 0; k < 4; ++k) out[k] = smem[2 * from].x[k];
-          ptx::wait_copies<0>();
+          ptx::cp_async_wait<0>();
           __syncthreads();  // and the second
           for (int k = 0; k < 4; ++k) out[4 + k] = smem[2 * from + 1].x[k];
         """,
@@ -379,16 +379,16 @@ CASES = [
         "add",
         """
           for (int k = 0; k < 4; ++k) out[k] = in[k];
-          ptx::add(out + 1, in[4]);
+          ptx::red_add(out + 1, in[4]);
         """,
         lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
         lambda x: x[:, :4] + x[:, [7, 4, 7, 7]] * np.array([0, 1, 0, 0], np.float32),
     ),
     Case(
-        "add_four",
+        "red_add_v4",
         """
           for (int k = 0; k < 4; ++k) out[k] = in[k];
-          ptx::add_four(out, in[4], in[5], in[6], in[7]);
+          ptx::red_add_v4(out, in[4], in[5], in[6], in[7]);
         """,
         lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 8)).astype(np.float32),
         lambda x: x[:, :4] + x[:, 4:],
@@ -397,7 +397,7 @@ CASES = [
         "add",
         """
           out[0] = in[0];
-          ptx::add(out, in[1]);
+          ptx::red_add(out, in[1]);
         """,
         lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 2)),
         lambda x: x[:, :1] + x[:, 1:],

@@ -41,18 +41,18 @@ def _voted(conditions: Array, threads: int) -> Array:
 # -- barriers -------------------------------------------------------------------------------------
 
 PHASES = Case(
-    "init_barrier publish_barriers arrive try_wait",
+    "mbarrier_init fence_mbarrier_init arrive mbarrier_try_wait",
     """
       const unsigned int barrier = ptx::shared_address(smem + THREADS);
       if (t == 0) {
-        ptx::init_barrier(barrier, THREADS);
-        ptx::publish_barriers();
+        ptx::mbarrier_init(barrier, THREADS);
+        ptx::fence_mbarrier_init();
       }
       __syncthreads();  // the barrier
       for (int n = 0; n < 4; ++n) {
         smem[t].x[n] = in[n];
-        ptx::arrive(barrier);
-        while (!ptx::try_wait(barrier, n % 2)) {
+        ptx::mbarrier_arrive(barrier);
+        while (!ptx::mbarrier_try_wait(barrier, n % 2)) {
         }
         out[n] = smem[(t + 37) % THREADS].x[n];
       }
@@ -62,28 +62,28 @@ PHASES = Case(
     since=HOPPER,
 )
 NUMBERED = Case(
-    "meet_at arrive_at",
+    "named_barrier_sync named_barrier_arrive",
     """
       if (t < 64) {
         smem[t].x[0] = in[0];
-        ptx::arrive_at(1, THREADS);
-        ptx::meet_at(2, THREADS);
+        ptx::named_barrier_arrive(1, THREADS);
+        ptx::named_barrier_sync(2, THREADS);
         out[0] = smem[t + 64].x[0];
       } else {
-        ptx::meet_at(1, THREADS);
+        ptx::named_barrier_sync(1, THREADS);
         out[0] = smem[t - 64].x[0];
         smem[t].x[0] = in[0];
-        ptx::arrive_at(2, THREADS);
+        ptx::named_barrier_arrive(2, THREADS);
       }
     """,
     lambda: _any_words(1, 3),
     lambda given: _turned(given, 64),
 )
 VOTES = Case(
-    "any_at",
+    "named_barrier_or",
     """
       for (int n = 0; n < 4; ++n) {
-        out[n] = ptx::any_at(1 + t / 64, 64, in[n] % 64 == 0);
+        out[n] = ptx::named_barrier_or(1 + t / 64, 64, in[n] % 64 == 0);
       }
     """,
     lambda: _any_words(4, 4),
@@ -111,20 +111,20 @@ def _boxed(given: Array) -> Array:
 
 
 COPY = Case(
-    "begin_box_copy arrive_expecting",
+    "tma_load mbarrier_arrive_expect_tx",
     ALIGNED
     + """
       const unsigned int barrier = begin + 8192;
       if (t == 0) {
-        ptx::init_barrier(barrier, 1);
-        ptx::publish_barriers();
+        ptx::mbarrier_init(barrier, 1);
+        ptx::fence_mbarrier_init();
       }
       __syncthreads();  // the barrier
       if (t == 0) {
-        ptx::arrive_expecting(barrier, 8192);
-        ptx::begin_box_copy(begin, map, barrier, 0, 20, 1, 0, blockIdx.x);
+        ptx::mbarrier_arrive_expect_tx(barrier, 8192);
+        ptx::tma_load(begin, map, barrier, 0, 20, 1, 0, blockIdx.x);
       }
-      while (!ptx::try_wait(barrier, 0)) {
+      while (!ptx::mbarrier_try_wait(barrier, 0)) {
       }
       for (int k = 0; k < 16; ++k) out[k] = words[16 * t + k];
     """,
@@ -150,7 +150,7 @@ def _stored(given: Array) -> Array:
 
 
 STORE = Case(
-    "begin_box_store commit_stores wait_stores_read",
+    "tma_store tma_store_commit tma_store_wait_read",
     ALIGNED
     + """
       for (int k = 0; k < 16; ++k) {
@@ -158,12 +158,12 @@ STORE = Case(
         const int row = t / 2, word = t % 2 * 16 + k;
         if (row < 20 || row >= 50 || word >= 20) out[k] = in[0];
       }
-      ptx::publish_shared();
+      ptx::fence_proxy_async();
       __syncthreads();  // the box
       if (t == 0) {
-        ptx::begin_box_store(map, begin, 0, 20, 0, 0, blockIdx.x);
-        ptx::commit_stores();
-        ptx::wait_stores_read();
+        ptx::tma_store(map, begin, 0, 20, 0, 0, blockIdx.x);
+        ptx::tma_store_commit();
+        ptx::tma_store_wait_read();
       }
     """,
     lambda: _any_words(16, 2),
@@ -176,11 +176,11 @@ STORE = Case(
 # -- registers ------------------------------------------------------------------------------------
 
 REGISTERS = Case(
-    "shed_registers take_registers",
+    "setmaxnreg_dec setmaxnreg_inc",
     """
-      ptx::shed_registers<40>();
+      ptx::setmaxnreg_dec<40>();
       const unsigned int sum = in[0] + in[1];
-      ptx::take_registers<64>();
+      ptx::setmaxnreg_inc<64>();
       out[0] = sum * in[1];
     """,
     lambda: _any_words(2, 2),
@@ -280,9 +280,9 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
       for (int x = 0; x < COLUMNS / 2; ++x) {{
         d[x / (COLUMNS / 4)][x % (COLUMNS / 4)] = __uint_as_float(in[4 + COLUMNS / 16 + x]);
       }}
-      ptx::publish_shared();
+      ptx::fence_proxy_async();
       __syncthreads();  // the operands
-      ptx::fence_products();
+      ptx::wgmma_fence();
       """
         + (
             """
@@ -297,9 +297,9 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
       """
         ).replace("TYPE", name)
         + """
-      ptx::commit_products();
-      ptx::wait_products<0>();
-      ptx::take_product(d);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::fence_accumulator(d);
       for (int x = 0; x < COLUMNS / 2; ++x) out[x] = d[x / (COLUMNS / 4)][x % (COLUMNS / 4)];
     """
     )
@@ -365,15 +365,15 @@ def product_of_floats(columns: int, whole: bool) -> Case:
       for (int x = 0; x < COLUMNS / 2; ++x) {
         d[x / (COLUMNS / 4)][x % (COLUMNS / 4)] = __uint_as_float(in[4 + COLUMNS / 16 + x]);
       }
-      ptx::publish_shared();
+      ptx::fence_proxy_async();
       __syncthreads();  // the right operand
-      ptx::fence_products();
+      ptx::wgmma_fence();
       const unsigned int a[4] = {in[0], in[1], in[2], in[3]};
       const unsigned long long b = 1ull << 62 | 64ull << 32 | (begin + 8192 + 64) / 16;
       ptx::wgmma_rs_tf32(d, a, b, blockIdx.x % 2 == 0);
-      ptx::commit_products();
-      ptx::wait_products<0>();
-      ptx::take_product(d);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::fence_accumulator(d);
       for (int x = 0; x < COLUMNS / 2; ++x) out[x] = d[x / (COLUMNS / 4)][x % (COLUMNS / 4)];
     """
     )
@@ -422,7 +422,7 @@ def product_of_floats(columns: int, whole: bool) -> Case:
     )
 
 
-_AROUND = "publish_shared fence_products commit_products wait_products take_product"
+_AROUND = "fence_proxy_async wgmma_fence wgmma_commit wgmma_wait fence_accumulator"
 WIDTHS = {
     "ss": (32, 64, 80, 112, 128, 176), "st": (64, 128), "tt": (64, 128), "rs": (64, 128, 192, 256)
 }  # fmt: skip

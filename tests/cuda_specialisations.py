@@ -205,8 +205,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         packed=case.packed,
         dropout=problem.dropout > 0 and tiles.block_q > 0,
         functions=functions,
-        stores_boxes=not case.packed and _has_room_for_boxes(case, problem, tiles),
-        adds_dq=not case.packed
+        tma_store=not case.packed and _has_room_for_boxes(case, problem, tiles),
+        atomic_dq=not case.packed
         and (case.kernel, case.dtype.itemsize)
         in (
             ("backward_sm80_dkdv", 2),

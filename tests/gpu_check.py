@@ -89,7 +89,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
 # written is what tests with poisoned memory see.
 SEEN_BY = {
     "racecheck": {"CUPYFLASH_EACH_LANE_ARRIVES": "1"},
-    "initcheck": {"CUPYFLASH_STORES_NO_BOXES": "1"},
+    "initcheck": {"CUPYFLASH_NO_TMA_STORE": "1"},
 }
 
 

@@ -145,7 +145,7 @@ def compared(kernels: Sequence[tuple[str, int, int]], device: str = "gpu") -> li
                 raise SystemExit(f"{use.name} did not run, which explain names for {problem}")
             _, read, written = left.pop(0)
             # What was made zero before is written by another.
-            zeroed = use.once.reads.get("dq_sum", 0) if use.name.endswith("dkdv") else 0
+            zeroed = use.once.reads.get("dq_accum", 0) if use.name.endswith("dkdv") else 0
             wanted = sum(use.once.reads.values()), sum(use.once.writes.values()) - zeroed
             rows.append(Row(problem, use.name, *wanted, read, written))
     # CuPy's kernels of standard attention: as many for each shape.

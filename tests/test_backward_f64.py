@@ -117,7 +117,7 @@ def kernels(q, arch, deterministic, plan=None):
     made = recipe.backward(
         call, target, q, q, lse, None, Gradients(q, q, q), plan, deterministic=deterministic
     )
-    return [x.special.kernel.removeprefix("backward_") for x in made.launches], made.adds_dq
+    return [x.special.kernel.removeprefix("backward_") for x in made.launches], made.atomic_dq
 
 
 def test_which_kernels_are_launched():

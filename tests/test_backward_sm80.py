@@ -205,19 +205,19 @@ def test_which_kernels_are_launched():
     q = np.zeros((2, 24, 64), HALF)
     names, made = kernels(q, "sm_80", False)
     assert names == ["backward_delta", "backward_sm80_dkdv", "backward_dq_rows"]
-    assert made.adds_dq
+    assert made.atomic_dq
     assert made.launches[1].special.name.endswith("__dq__q128_kv128")
-    assert made.scratch["dq_sum"].nbytes == 4 * q.size
+    assert made.scratch["dq_accum"].nbytes == 4 * q.size
     names, made = kernels(q, "sm_80", True)
     assert names == ["backward_delta", "backward_sm80_dkdv", "backward_sm80_dq"]
-    assert "dq_sum" not in made.scratch
+    assert "dq_accum" not in made.scratch
     portable = ["backward_delta", "backward_simt_dkdv", "backward_simt_dq"]
     assert kernels(q, "sm_75", False)[0] == portable
     for dtype, adds in ((np.float32, True), (np.float64, False)):
         wide = q.astype(dtype)
         names, made = kernels(wide, "sm_75", False)
         assert names == (portable[:2] if adds else portable)
-        assert made.adds_dq == adds
+        assert made.atomic_dq == adds
         assert "dq" not in made.scratch  # blocks add to dq itself
         assert kernels(wide, "sm_75", True)[0] == portable
     assert kernels(np.zeros((2, 24, 257), HALF), "sm_80", False)[0] == portable

@@ -323,10 +323,10 @@ def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
 
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 ORDERS = re.compile(
-    r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
-    r"warpgroup::release(?:_of_warp)?\([^;]*;|"
-    r"ptx::(?:wait_products<[^>]*>|fence_products|commit_products|publish_barriers|meet_at|"
-    r"publish_shared|arrive_expecting|arrive|wait_stores_read)\([^;]*;|__sync(?:threads|warp)\(\);"
+    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
+    r"warpgroup::arrive_warpgroup(?:_of_warp)?\([^;]*;|"
+    r"ptx::(?:wgmma_wait<[^>]*>|wgmma_fence|wgmma_commit|fence_mbarrier_init|named_barrier_sync|"
+    r"fence_proxy_async|mbarrier_arrive_expect_tx|arrive|tma_store_wait_read)\([^;]*;|__sync(?:threads|warp)\(\);"
 )
 
 STATEMENTS = [
@@ -407,7 +407,7 @@ def test_which_kernels_are_launched():
     names = ["backward_delta", "backward_sm90_dkdv", "backward_dq_rows"]
     assert [x.kernel for x in special] == names
     assert special[1].architecture == "sm_90a"
-    assert special[1].adds_dq
+    assert special[1].atomic_dq
     names = ["backward_delta", "backward_sm90_dkdv", "backward_sm80_dq"]
     assert [x.special.kernel for x in launches(deterministic=True)] == names
     everything = {"mask": masks.causal(), "score_mod": scores.softcap(3.0), "dropout": 0.1,
@@ -417,7 +417,7 @@ def test_which_kernels_are_launched():
         made = launches(d=d)[1]
         assert [x.name for x in made.maps] == ["q", "k", "v", "d_out", "dk", "dv"]
         assert [x.rows for x in made.maps] == [64] * 4 + [16] * 2
-        assert made.special.stores_boxes
+        assert made.special.tma_store
         assert made.special.tiles.block_kv == (128 if d <= 128 else 64)
     gap = np.zeros((2, 512, 68), HALF)[..., :64]
     for other in ({"arch": "sm_80"}, {"arch": "sm_100"}, {"lacks": "NVRTC"}, {"length": 511},
@@ -435,7 +435,7 @@ def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
     dk, dv = np.zeros((2, *k.shape[:-1], 68), HALF)
     dk, dv = (dk[..., :64], np.zeros_like(q)) if what == "apart" else (np.zeros_like(k), q.copy())
     if what == "tools":
-        monkeypatch.setattr(hopper, "STORES_NO_BOXES", True)
+        monkeypatch.setattr(hopper, "NO_TMA_STORE", True)
     if what == "packed":
         q, k, dk, dv = q[0], k[0], dk[0], dv[0]
         call = validate.varlen_call(q, k, q, [0, 512], [0, 512], True)
@@ -445,7 +445,7 @@ def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
     lse, made = np.zeros(q.shape[:-1], np.float32), Gradients(q.copy(), dk, dv)
     launch = recipe.backward(call, gpu, q, q, lse, None, made).launches[1]
     assert launch.special.kernel == "backward_sm90_dkdv"
-    assert launch.special.stores_boxes == stores
+    assert launch.special.tma_store == stores
     assert [x.name for x in launch.maps[4:]] == (["dk", "dv"] if stores else ["q", "k"])
 
 
@@ -454,7 +454,7 @@ def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
 def test_boxes_bring_the_same_bits(d, d_v, monkeypatch):
     arrays = draw(BRAIN, (2, 70, d), (1, 150, d), (1, 150, d_v), (2, 70, d_v))
     by_boxes, _ = run(*arrays, deterministic=True)
-    monkeypatch.setattr(hopper, "STORES_NO_BOXES", True)
+    monkeypatch.setattr(hopper, "NO_TMA_STORE", True)
     row_by_row, _ = run(*arrays, deterministic=True)
     assert all(same_bits(x, y) for x, y in zip(by_boxes, row_by_row, strict=True))
 
@@ -463,7 +463,7 @@ def test_dq_sums_say_how_they_lie():
     for arch, apart in (("sm_90", 1), ("sm_80", 32)):
         for launch in launches(arch)[1:]:
             layout = params.params(0, 0, 0)
-            column = layout.place("dq_sum") + 8 * (len(params.OPERAND) + params.MAX_LEAD - 2)
+            column = layout.place("dq_accum") + 8 * (len(params.OPERAND) + params.MAX_LEAD - 2)
             assert int.from_bytes(launch.template[column : column + 8], "little") == apart
 
 

@@ -115,45 +115,45 @@ FAULTS = {
         (9, r"reads global memory that thread 8 of block 0 has written"),
     ),
     "a copy that is read before it is finished": (
-        "if (t == 3) {\narch::begin_copy(smem, p.out, true);\n"
-        "static_cast<int*>(p.out)[60] = smem[2];\narch::finish_copies();\n}",
+        "if (t == 3) {\nptx::begin_copy(smem, p.out, true);\n"
+        "static_cast<int*>(p.out)[60] = smem[2];\nptx::cp_async_wait_all();\n}",
         (3, r"reads byte 8 of shared memory, which a copy of thread 3 has not finished .*be.cu:3"),
     ),
     "a copy that others read without a barrier": (
-        "if (t == 3) {\narch::begin_copy(smem, p.out, true);\narch::finish_copies();\n}\n"
+        "if (t == 3) {\nptx::begin_copy(smem, p.out, true);\nptx::cp_async_wait_all();\n}\n"
         "if (t > 31) static_cast<int*>(p.out)[t] = smem[2];\n",
         (32, r"reads byte 8 of shared memory, which thread 3 has written with no barrier since"),
     ),
     "a copy to where others still read": (
         "smem[t] = 0;\n__syncthreads();\nif (t == 9) static_cast<int*>(p.out)[t] = smem[2];\n"
-        "if (t == 33) {\narch::begin_copy(smem, p.out, false);\narch::finish_copies();\n}",
+        "if (t == 33) {\nptx::begin_copy(smem, p.out, false);\nptx::cp_async_wait_all();\n}",
         (33, r"writes byte 8 of shared memory, which thread 9 has read .*probe.cu:5"),
     ),
     "a copy beside shared memory": (
-        "if (t == 5) ptx::begin_copy(smem + 64, p.out, false);",
+        "if (t == 5) ptx::cp_async(smem + 64, p.out, false);",
         (5, r"writes 16 bytes at byte 256 of 256 of shared memory"),
     ),
     "a copy to where no vector begins": (
-        "if (t == 5) ptx::begin_copy(smem + 2, p.out, false);",
+        "if (t == 5) ptx::cp_async(smem + 2, p.out, false);",
         (5, r"copies 16 bytes where no vector begins"),
     ),
     "a copy from where no vector begins": (
-        "if (t == 5) ptx::begin_copy(smem, static_cast<int*>(p.out) + 1, true);",
+        "if (t == 5) ptx::cp_async(smem, static_cast<int*>(p.out) + 1, true);",
         (5, r"copies 16 bytes where no vector begins"),
     ),
     "a copy that nobody waits for": (
-        "if (t == 5) ptx::begin_copy(smem, p.out, true);",
+        "if (t == 5) ptx::cp_async(smem, p.out, true);",
         (5, r"ended before its copies were finished"),
     ),
     "a copy that is in the last group, which is not waited for": (
-        "if (t == 5) {\narch::begin_copy(smem, p.out, true);\narch::commit_copies();\n"
-        "ptx::wait_copies<1>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n"
-        "ptx::wait_copies<0>();\n}",
+        "if (t == 5) {\nptx::begin_copy(smem, p.out, true);\nptx::cp_async_commit();\n"
+        "ptx::cp_async_wait<1>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n"
+        "ptx::cp_async_wait<0>();\n}",
         (5, r"reads byte 0 of shared memory, which a copy of thread 5 has not finished .*cu:5"),
     ),
     "a copy that is in no group": (
-        "if (t == 5) {\narch::commit_copies();\narch::begin_copy(smem, p.out, true);\n"
-        "ptx::wait_copies<0>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n}",
+        "if (t == 5) {\nptx::cp_async_commit();\nptx::begin_copy(smem, p.out, true);\n"
+        "ptx::cp_async_wait<0>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n}",
         (5, r"reads byte 0 of shared memory, which a copy of thread 5 has not finished .*cu:5"),
     ),
     "a matrix's row that no barrier orders after a write": (
@@ -161,7 +161,7 @@ FAULTS = {
         (32, r"reads byte 0 of shared memory, which thread 0 has written with no barrier since"),
     ),
     "a matrix's row that begins between 16 bytes": (
-        "unsigned int to[4];\narch::ldmatrix_x4(to, 8 * t + 8);",
+        "unsigned int to[4];\nptx::ldmatrix_x4(to, 8 * t + 8);",
         (0, r"gives ldmatrix_x4 \(probe.cu:2\) the address 8, which is no multiple of 16"),
     ),
     "a matrix instruction that lanes do not reach": (
@@ -175,7 +175,7 @@ FAULTS = {
 @pytest.mark.parametrize("what", FAULTS)
 def test_faults_are_reported(what):
     body, (thread, text) = FAULTS[what]
-    probe = Probe(body, headers=("ptx/copy.cuh", "ptx/matrix.cuh"))
+    probe = Probe(body, headers=("ptx/cp_async.cuh", "ptx/mma.cuh"))
     out = np.zeros(64, np.int32)
     with pytest.raises(Fault) as caught:
         probe.run(out, blocks=3)

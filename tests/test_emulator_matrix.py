@@ -21,21 +21,21 @@ def test_groups_of_copies(schedule):
     body = """
       const int* const from = static_cast<const int*>(p.in);
       const unsigned int place = 16 * (t / 4);
-      if (t % 4 == 0) ptx::begin_part_copy(place, from + t, 2 * (t / 4) % 18);
-      ptx::commit_copies();
-      if (t % 4 == 0) ptx::begin_part_copy(256 + place, from + t, 16);
-      ptx::commit_copies();
-      ptx::wait_copies<1>();
+      if (t % 4 == 0) ptx::cp_async_partial(place, from + t, 2 * (t / 4) % 18);
+      ptx::cp_async_commit();
+      if (t % 4 == 0) ptx::cp_async_partial(256 + place, from + t, 16);
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<1>();
       __syncthreads();
       const int first = smem[t ^ 5];
-      ptx::wait_copies<0>();
+      ptx::cp_async_wait<0>();
       __syncthreads();
       static_cast<int*>(p.out)[t] = first;
       static_cast<int*>(p.out)[64 + t] = smem[64 + (t ^ 5)];
     """
     given = np.random.default_rng(0).integers(1, 2**31, 64).astype(np.int32)
     out = np.zeros(128, np.int32)
-    probe = Probe(body, elements=128, headers=("ptx/copy.cuh",))
+    probe = Probe(body, elements=128, headers=("ptx/cp_async.cuh",))
     probe.run(out, given, schedule=schedule)
     parts = given.view(np.uint8).reshape(16, 16).copy()
     for row, part in enumerate(parts):
@@ -57,7 +57,7 @@ def test_matrices_from_shared_memory(schedule, transposed):
     """
     name = "ldmatrix_x4_trans" if transposed else "ldmatrix_x4"
     rows = np.random.default_rng(0).integers(0, 2**16, (32, 8)).astype(np.uint16)
-    probe = Probe(body % name, elements=128, headers=("ptx/matrix.cuh",))
+    probe = Probe(body % name, elements=128, headers=("ptx/mma.cuh",))
     out = probe.run(np.zeros((64, 4), np.uint32), rows, schedule=schedule)
     matrices = rows[(5 * np.arange(32) + 3) % 32].reshape(4, 8, 8)
     if transposed:
@@ -78,7 +78,7 @@ def test_matrices_to_shared_memory(schedule):
       for (int n = t; n < 128; n += 32) static_cast<int*>(p.out)[n] = smem[n];
     """
     given = np.random.default_rng(0).integers(0, 2**32, (32, 4)).astype(np.uint32)
-    probe = Probe(body, threads=32, elements=128, headers=("ptx/matrix.cuh",))
+    probe = Probe(body, threads=32, elements=128, headers=("ptx/mma.cuh",))
     out = probe.run(np.zeros((32, 4), np.uint32), given, schedule=schedule)
     rows = given.reshape(8, 4, 4).transpose(2, 0, 1).reshape(32, 4)
     np.testing.assert_array_equal(out[(5 * np.arange(32) + 3) % 32], rows)
@@ -105,7 +105,7 @@ def product(a, b, c, name, schedule=FORWARD):
     for n in range(2):
         k = column + 8 * n
         given[:, 4 + n] = b[k, row] | b[k + 1, row].astype(np.uint32) << 16
-    probe = Probe(body, threads=32, headers=("ptx/matrix.cuh",))
+    probe = Probe(body, threads=32, headers=("ptx/mma.cuh",))
     found = probe.run(np.zeros((32, 4), np.float32), given, schedule=schedule)
     out = np.zeros((16, 8), np.float32)
     for n in range(4):

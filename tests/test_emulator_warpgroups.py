@@ -17,7 +17,7 @@ from cupyflash.target import address
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
-BARRIER = ("ptx/barrier.cuh", "ptx/matrix.cuh")
+BARRIER = ("ptx/barrier.cuh", "ptx/mma.cuh")
 SCHEDULES = (FORWARD, REVERSE, randomly(0), randomly(1))
 SS, RS = product("ss", "f16", 80, True), product("rs", "bf16", 64, True)
 
@@ -45,29 +45,36 @@ def run_changed(case, old, new, schedules=SCHEDULES):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("ptx::arrive(8);", "no barrier is at 8"),
-        ("ptx::try_wait(64, 0);", "no barrier is at 64"),
-        ("if (t == 0) ptx::init_barrier(4, 1);", "address 4, 1 arrivals"),
-        ("if (t == 0) ptx::init_barrier(8, 0);", "address 8, 0 arrivals"),
+        ("ptx::mbarrier_arrive(8);", "no barrier is at 8"),
+        ("ptx::mbarrier_try_wait(64, 0);", "no barrier is at 64"),
+        ("if (t == 0) ptx::mbarrier_init(4, 1);", "address 4, 1 arrivals"),
+        ("if (t == 0) ptx::mbarrier_init(8, 0);", "address 8, 0 arrivals"),
         (
-            "if (t == 0) ptx::init_barrier(8, 1);\n__syncthreads();\narch::try_wait(8, 0);",
-            r"deadlock: threads 0-127 wait at try_wait \(probe.cu:3\)",
+            "if (t == 0) ptx::mbarrier_init(8, 1);\n__syncthreads();\n"
+            "ptx::mbarrier_try_wait(8, 0);",
+            r"deadlock: threads 0-127 wait at mbarrier_try_wait \(probe.cu:3\)",
         ),
         (
-            "if (t == 0) ptx::init_barrier(8, 200);\narch::arrive(8);",
+            "if (t == 0) ptx::mbarrier_init(8, 200);\nptx::mbarrier_arrive(8);",
             "which thread 0 has written with no barrier since",
         ),
         (
-            "if (t == 0) {\narch::init_barrier(8, 2);\nfor (int n = 0; n < 3; ++n) "
-            "ptx::arrive_expecting(8, 16);\n}",
+            "if (t == 0) {\nptx::mbarrier_init(8, 2);\nfor (int n = 0; n < 3; ++n) "
+            "ptx::mbarrier_arrive_expect_tx(8, 16);\n}",
             "once more than barrier 8 counts",
         ),
-        ("ptx::meet_at(16, 128);", "barrier 16, 128 threads"),
-        ("ptx::meet_at(1, 100);", "barrier 1, 100 threads"),
-        ("ptx::meet_at(1, t < 32 ? 128 : 64);", "barrier 1 is one of 128 threads, not 64"),
-        ("ptx::meet_at(1, 256);", r"deadlock: threads 0-127 wait at meet_at \(probe.cu:1\)"),
+        ("ptx::named_barrier_sync(16, 128);", "barrier 16, 128 threads"),
+        ("ptx::named_barrier_sync(1, 100);", "barrier 1, 100 threads"),
         (
-            "smem[t].x[0] = t;\narch::arrive_at(1, 128);\nsmem[t ^ 1].x[0] = 0;",
+            "ptx::named_barrier_sync(1, t < 32 ? 128 : 64);",
+            "barrier 1 is one of 128 threads, not 64",
+        ),
+        (
+            "ptx::named_barrier_sync(1, 256);",
+            r"deadlock: threads 0-127 wait at named_barrier_sync \(probe.cu:1\)",
+        ),
+        (
+            "smem[t].x[0] = t;\nptx::named_barrier_arrive(1, 128);\nsmem[t ^ 1].x[0] = 0;",
             "has written with no barrier since",
         ),
     ],
@@ -80,17 +87,27 @@ def test_barriers(body, words):
 @pytest.mark.parametrize(
     ("case", "old", "new", "words"),
     [
-        (PHASES, "ptx::arrive(barrier);", "if (t) ptx::arrive(barrier);", "deadlock"),
         (
             PHASES,
-            "while (!ptx::try_wait(barrier, n % 2)) {\n        }",
+            "ptx::mbarrier_arrive(barrier);",
+            "if (t) ptx::mbarrier_arrive(barrier);",
+            "deadlock",
+        ),
+        (
+            PHASES,
+            "while (!ptx::mbarrier_try_wait(barrier, n % 2)) {\n        }",
             "",
             "no barrier since|no thread has written|once more than",
         ),
-        (COPY, "ptx::publish_barriers();", "", "was not published"),
-        (COPY, "begin_box_copy(begin,", "begin_box_copy(begin + 64,", "eight rows do not begin"),
-        (COPY, "ptx::arrive_expecting(barrier, 8192);", "ptx::arrive(barrier);", "has not fini"),
-        (COPY, "ptx::arrive_expecting(barrier, 8192);", "", "deadlock"),
+        (COPY, "ptx::fence_mbarrier_init();", "", "was not published"),
+        (COPY, "tma_load(begin,", "tma_load(begin + 64,", "eight rows do not begin"),
+        (
+            COPY,
+            "ptx::mbarrier_arrive_expect_tx(barrier, 8192);",
+            "ptx::mbarrier_arrive(barrier);",
+            "has not fini",
+        ),
+        (COPY, "ptx::mbarrier_arrive_expect_tx(barrier, 8192);", "", "deadlock"),
         (COPY, "(barrier, 8192)", "(barrier, 8200)", "deadlock"),
         (
             COPY,
@@ -100,44 +117,44 @@ def test_barriers(body, words):
         ),
         (
             COPY,
-            "while (!ptx::try_wait(barrier, 0)) {\n      }",
+            "while (!ptx::mbarrier_try_wait(barrier, 0)) {\n      }",
             "__syncthreads();",
             "a copy of thread 0 has not finished",
         ),
-        (STORE, "ptx::publish_shared();", "", "has not published"),
+        (STORE, "ptx::fence_proxy_async();", "", "has not published"),
         (STORE, "__syncthreads();  // the box", "", "no barrier since|no thread has written"),
-        (STORE, "ptx::wait_stores_read();", "", "ended before its copies had read"),
-        (STORE, "ptx::commit_stores();", "", "ended before its copies had read"),
-        (STORE, "begin_box_store(map, begin,", "begin_box_store(map, begin + 64,", "do not begin"),
+        (STORE, "ptx::tma_store_wait_read();", "", "ended before its copies had read"),
+        (STORE, "ptx::tma_store_commit();", "", "ended before its copies had read"),
+        (STORE, "tma_store(map, begin,", "tma_store(map, begin + 64,", "do not begin"),
         (
             STORE,
-            "ptx::wait_stores_read();",
-            "words[0] ^= 1;\narch::publish_shared();\narch::wait_stores_read();",
+            "ptx::tma_store_wait_read();",
+            "words[0] ^= 1;\nptx::fence_proxy_async();\nptx::tma_store_wait_read();",
             "was written to meanwhile",
         ),
-        (SS, "ptx::publish_shared();", "", "has not published"),
+        (SS, "ptx::fence_proxy_async();", "", "has not published"),
         (SS, "__syncthreads();  // the operands", "", "no barrier since|no thread has written"),
-        (SS, "ptx::fence_products();", "", "no fence is behind"),
-        (SS, "ptx::wait_products<0>();", "", "ended before its products were finished"),
-        (SS, "ptx::commit_products();", "", "ended before its products were finished"),
+        (SS, "ptx::wgmma_fence();", "", "no fence is behind"),
+        (SS, "ptx::wgmma_wait<0>();", "", "ended before its products were finished"),
+        (SS, "ptx::wgmma_commit();", "", "ended before its products were finished"),
         (
             RS,
-            "ptx::wait_products<0>();",
-            "d[1][3] += 1;\narch::wait_products<0>();",
+            "ptx::wgmma_wait<0>();",
+            "d[1][3] += 1;\nptx::wgmma_wait<0>();",
             "touched a result before it waited",
         ),
         (RS, "1ull << 62 |", "2ull << 62 |", "without the swizzle of 128 bytes"),
         (
             RS,
-            "ptx::wait_products<0>();",
-            "if (t < 96) ptx::wait_products<0>();",
+            "ptx::wgmma_wait<0>();",
+            "if (t < 96) ptx::wgmma_wait<0>();",
             "ended|deadlock",
         ),
-        (RS, "ptx::commit_products();", "if (t) ptx::commit_products();", "other products than"),
+        (RS, "ptx::wgmma_commit();", "if (t) ptx::wgmma_commit();", "other products than"),
         (
             SS,
-            "ptx::wait_products<0>();",
-            "words[t] = 0;\narch::wait_products<0>();",
+            "ptx::wgmma_wait<0>();",
+            "words[t] = 0;\nptx::wgmma_wait<0>();",
             "has read with no barrier since|has not published|no barrier since",
         ),
     ],

@@ -254,11 +254,11 @@ def test_gradients_by_hand():
     assert dkdv.most.reads == {
         "k": 256 * columns * item, "v": 256 * columns * item,
         "q": passed * columns * item, "do": passed * columns * item,
-        "lse": passed * wide, "delta": passed * wide, "dq_sum": passed * columns * wide,
+        "lse": passed * wide, "delta": passed * wide, "dq_accum": passed * columns * wide,
     }  # fmt: skip
     assert dkdv.most.writes == {
         "dk": 256 * columns * item, "dv": 256 * columns * item,
-        "dq_sum": (passed + 256) * columns * wide,  # and 0 before
+        "dq_accum": (passed + 256) * columns * wide,  # and 0 before
     }  # fmt: skip
     assert rows.once.total == 256 * columns * (wide + item)
     assert dkdv.flops == 2 * 3 * 128 * 128 * 5 * 64

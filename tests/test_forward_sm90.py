@@ -150,7 +150,7 @@ def test_maps_are_those_of_the_arrays():
     (launch,) = recipe.forward(call, hopper_gpu, out, None).launches
     assert launch.special.kernel == "forward_sm90"
     assert launch.special.architecture == "sm_90a"
-    assert launch.special.stores_boxes
+    assert launch.special.tma_store
     assert [made.name for made in launch.maps] == ["q", "k", "v", "out"]
     shapes = [(64, 600, 4, 2, 3), (64, 512, 2, 2, 1), (56, 512, 2, 2, 3), (56, 600, 4, 2, 3)]
     assert [made.shape for made in launch.maps] == shapes
@@ -189,7 +189,7 @@ def test_when_results_are_stored_by_boxes(d_v, columns, len_k, packed, stores):
         call = validate.call(q, k, v)
     (launch,) = recipe.forward(call, target_of("sm_90"), out, None).launches
     assert launch.special.kernel == "forward_sm90"
-    assert launch.special.stores_boxes == stores
+    assert launch.special.tma_store == stores
     assert launch.special.name.endswith("boxes__q192_kv128") == (stores and d == 64)
     assert [made.name for made in launch.maps] == ["q", "k", "v", "out" if stores else "q"]
 
@@ -197,9 +197,9 @@ def test_when_results_are_stored_by_boxes(d_v, columns, len_k, packed, stores):
 def test_for_some_tools_no_boxes_are_stored(monkeypatch):
     call, out = call_of(), np.zeros((2, 512, 64), np.float16)
     (launch,) = recipe.forward(call, target_of("sm_90"), out, None).launches
-    monkeypatch.setattr(hopper, "STORES_NO_BOXES", True)
+    monkeypatch.setattr(hopper, "NO_TMA_STORE", True)
     (other,) = recipe.forward(call, target_of("sm_90"), out, None).launches
-    assert (launch.special.stores_boxes, other.special.stores_boxes) == (True, False)
+    assert (launch.special.tma_store, other.special.tma_store) == (True, False)
     assert launch.special.kernel == other.special.kernel == "forward_sm90"
 
 

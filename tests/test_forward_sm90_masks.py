@@ -233,10 +233,10 @@ STORES = re.compile(r"void (?:wait|begin)_boxes.*?\n}\n", re.DOTALL)  # of ROWS,
 TEXT = (FOLDER / KERNEL).read_text() + "".join(STORES.findall((FOLDER / ROWS).read_text()))
 # What orders accesses. The turns only say who is first.
 ORDERS = re.compile(
-    r"warpgroup::wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::release(?:_of_warp)?\([^;]*;|"
-    r"ptx::(?:wait_products<\d>|fence_products|commit_products|publish_barriers|arrive_expecting|"
-    r"publish_shared|arrive|commit_stores|wait_stores_read)\([^;]*;(?!  // again)|"
-    r"ptx::meet_at\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
+    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::arrive_warpgroup(?:_of_warp)?\([^;]*;|"
+    r"ptx::(?:wgmma_wait<\d>|wgmma_fence|wgmma_commit|fence_mbarrier_init|mbarrier_arrive_expect_tx|"
+    r"fence_proxy_async|arrive|tma_store_commit|tma_store_wait_read)\([^;]*;(?!  // again)|"
+    r"ptx::named_barrier_sync\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
 )
 
 
@@ -252,11 +252,11 @@ def each_may_be_missing(name):
 
     if name == KERNEL:
         text = ORDERS.sub(may_be_missing, text).replace("missing !=", "p.seed !=")
-        text = text.replace("wait_boxes(", "wait_boxes(p.seed")
-        return text.replace("begin_boxes<D_V, BOX_BYTES>(", "begin_boxes<D_V, BOX_BYTES>(p.seed, ")
+        text = text.replace("tma_store_wait(", "tma_store_wait(p.seed")
+        return text.replace("tma_store_rows<D_V, BOX_BYTES>(", "tma_store_rows<D_V, BOX_BYTES>(p.seed, ")
     text = STORES.sub(lambda match: ORDERS.sub(may_be_missing, match[0]), text)
-    text = text.replace("void wait_boxes(", "void wait_boxes(unsigned long long missing")
-    return text.replace("void begin_boxes(", "void begin_boxes(unsigned long long missing, ")
+    text = text.replace("void tma_store_wait(", "void tma_store_wait(unsigned long long missing")
+    return text.replace("void tma_store_rows(", "void tma_store_rows(unsigned long long missing, ")
 
 
 def run_often(missing):

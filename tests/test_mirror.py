@@ -144,7 +144,7 @@ ONLY_CUDA = {
         ),
         "the output of tensor cores goes through shared memory": "store_rows put_rows copy_out",
         "that of warpgroups waits in registers, as words, or passes through shared memory": (
-            "narrow_rows swap_halves first_column begin_boxes wait_boxes"
+            "narrow_rows swap_halves first_column tma_store_rows tma_store_wait"
         ),
         "pieces of 16 x 8 x 8, and what wide elements are split into": (
             "part multiply_across multiply_piece"
@@ -156,7 +156,7 @@ ONLY_CUDA = {
         "what tensor cores make NaN of, computed again": "any_nan multiply_nan fits",
         "an operand read transposed, or one by one": "multiply_add_transposed element",
         "results of several blocks": "add_fragments add_fragments_nonfinite clear_pair",
-        "warpgroups and the barriers between them": "index wait release release_of_warp",
+        "warpgroups and the barriers between them": "index wait release arrive_warp",
         "rows of queries, a tile of each warpgroup": "begin_queries",
         "what of a piece is not finite": "zero_times",
         "tiles that are copied by boxes, and described for products": "begin_tile describe whole",
@@ -212,7 +212,7 @@ ONLY_CUDA = {
         "boxes of keys, and of packed arrays": (
             "begin_keys clear_rows clear_keys clear_missing_keys"
         ),
-        "results by way of shared memory": "begin_boxes",
+        "results by way of shared memory": "tma_store_rows",
     },
     "common/lookup.cuh": {
         "the address of an element, and both extremes of a range at once": (

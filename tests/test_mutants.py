@@ -38,9 +38,9 @@ CHANGES = {
         "void f() { a = 1; ; const int n = 3; return; }",
         "void f() { a = 1; g(2); const int n = 3; ; }",
     }),
-    "barrier": ("void f() { __syncthreads(); x = ptx::barrier_or(y); ptx::finish_copies(); }", {
-        "void f() { ; x = ptx::barrier_or(y); ptx::finish_copies(); }",
-        "void f() { __syncthreads(); x = (y); ptx::finish_copies(); }",
+    "barrier": ("void f() { __syncthreads(); x = ptx::barrier_or(y); ptx::cp_async_wait_all(); }", {
+        "void f() { ; x = ptx::barrier_or(y); ptx::cp_async_wait_all(); }",
+        "void f() { __syncthreads(); x = (y); ptx::cp_async_wait_all(); }",
         "void f() { __syncthreads(); x = ptx::barrier_or(y); ; }",
     }),
     "shuffle": ("a = ptx::shuffle_xor(b[1], lanes);", {"a = (b[1]);"}),

@@ -248,7 +248,7 @@ def _use(
 ) -> KernelUse:
     """Count everything of one kernel."""
     problem, tiles = call.problem, work.tiles
-    once, most = sizes.moved(work.part, work.adds_dq, found)
+    once, most = sizes.moved(work.part, work.atomic_dq, found)
     taken: Registers | None = None
     held = None
     if work.special is not None and tiles is not None and compile:
@@ -262,7 +262,7 @@ def _use(
     pairs = 0 if found is None else _computed_pairs(found, work)
     return KernelUse(
         name=work.name,
-        computes=COMPUTES[work.part] + (", and sums of dq" if work.adds_dq else ""),
+        computes=COMPUTES[work.part] + (", and sums of dq" if work.atomic_dq else ""),
         blocks=work.blocks,
         block_q=work.block_q,
         block_kv=work.block_kv,
@@ -273,7 +273,7 @@ def _use(
         occupancy=held,
         tiles=None if found is None else found.tiles,
         visited_pairs=0 if found is None else found.visited_pairs,
-        flops=traffic.flops(work.part, work.adds_dq, pairs, problem.d, problem.d_v),
+        flops=traffic.flops(work.part, work.atomic_dq, pairs, problem.d, problem.d_v),
         once=once,
         most=most,
         in_cache=_in_cache(call, where, work, sizes),
@@ -317,7 +317,7 @@ def _in_cache(call: Call, where: Place, work: Work, sizes: traffic.Sizes) -> boo
     heads = -(-min(at_a_time, work.blocks) // blocks_of_head)
     if not of_keys:  # query heads share a head of keys
         heads = -(-heads * call.problem.heads_kv // call.problem.heads)
-    return heads * sizes.passing(work.part, work.adds_dq) <= where.device.l2
+    return heads * sizes.passing(work.part, work.atomic_dq) <= where.device.l2
 
 
 def _figure(call: Call, found: Survey, title: str) -> Figure:

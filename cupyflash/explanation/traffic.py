@@ -65,14 +65,14 @@ class Sizes:
         more = {"o": self.o, "do": self.o, "lse": self.row}
         return Bytes(inputs | more, {"dq": self.q, "dk": self.k, "dv": self.v})
 
-    def moved(self, part: str, adds_dq: bool, found: Survey | None) -> tuple[Bytes, Bytes]:
+    def moved(self, part: str, atomic_dq: bool, found: Survey | None) -> tuple[Bytes, Bytes]:
         """Return what a kernel moves once, and at most.
 
         Parameters
         ----------
         part : str
             One of `works.PARTS`.
-        adds_dq : bool
+        atomic_dq : bool
             Whether it adds its share of dq to memory.
         found : Survey or None
             The tiles that it visits.
@@ -82,7 +82,7 @@ class Sizes:
             rows = made({"o": self.o, "do": self.o}, {"delta": self.row})
             return rows, rows
         if part == "dq_rows":
-            rows = made({"dq_sum": sums}, {"dq": self.q})
+            rows = made({"dq_accum": sums}, {"dq": self.q})
             return rows, rows
         assert found is not None
         d, d_v = self.problem.d, self.problem.d_v
@@ -100,10 +100,10 @@ class Sizes:
             }
             once = {"q": self.q, "do": self.o} | statistics
             once = {name: min(n, pass_by[name]) for name, n in once.items()}
-            name = "dq_sum" if self.item < self.wide else "dq"
+            name = "dq_accum" if self.item < self.wide else "dq"
             # Sums are 0 before; each visit of a tile reads and writes its rows.
-            added = queries * self.sum_row if adds_dq else 0
-            zeroed = sums if adds_dq else 0
+            added = queries * self.sum_row if atomic_dq else 0
+            zeroed = sums if atomic_dq else 0
             return (
                 made(mine | once | {name: zeroed}, results | {name: 2 * zeroed}),
                 made(mine | pass_by | {name: added}, results | {name: zeroed + added}),
@@ -116,24 +116,24 @@ class Sizes:
         once = self.seen(found)
         return made(mine | once, results), made(mine | again, results)
 
-    def passing(self, part: str, adds_dq: bool) -> int:
+    def passing(self, part: str, atomic_dq: bool) -> int:
         """Return the bytes of one head that all of its blocks read, one after the other."""
         d, d_v = self.problem.d, self.problem.d_v
         if part == "dkdv":
-            row = (d + d_v) * self.item + 2 * self.wide + (self.sum_row if adds_dq else 0)
+            row = (d + d_v) * self.item + 2 * self.wide + (self.sum_row if atomic_dq else 0)
             group = self.problem.heads // self.problem.heads_kv
             return row * int(self.problem.len_q) * group
         return (d + d_v) * self.item * int(self.problem.len_k)
 
 
-def flops(part: str, adds_dq: bool, pairs: int, d: int, d_v: int) -> int:
+def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
     """Return the floating-point operations of a kernel's products over so many pairs.
 
     Two of a forward, S and P v; five of a backward in one kernel, S, dP, dv, dk and dq; of two
     kernels each computes S and dP.
     """
     if part == "dkdv":
-        return 2 * pairs * ((3 if adds_dq else 2) * d + 2 * d_v)
+        return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":
         return 2 * pairs * (2 * d + d_v)
     if part in ("delta", "dq_rows"):

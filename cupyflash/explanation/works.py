@@ -28,7 +28,7 @@ class Work:
     tiles: Tiles | None  # None: of the CPU
     block_q: int
     block_kv: int
-    adds_dq: bool
+    atomic_dq: bool
     special: Specialisation | None
 
     @property
@@ -103,7 +103,7 @@ def on_gpu(
             launch.special.tiles,
             launch.special.tiles.block_q if launch.special.tiles.block_kv else 0,
             launch.special.tiles.block_kv,
-            launch.special.adds_dq,
+            launch.special.atomic_dq,
             launch.special,
         )
         for launch in made.launches
@@ -125,7 +125,7 @@ def _why_backward(work: Work, where: Place, dtype: str, accumulator: str) -> str
         if "_simt_" in work.name
         else f"multiplies {dtype} by tensor cores, and sums in {accumulator}"
     )
-    computes = "dk, dv and, in any order, dq" if work.adds_dq else "dk and dv"
+    computes = "dk, dv and, in any order, dq" if work.atomic_dq else "dk and dv"
     return (
         f"{facts.name} {how}; one kernel computes {computes}; {tiles.block_q} x "
         f"{tiles.block_kv} tiles take {tiles.shared_memory} bytes of its {facts.shared_memory} of "

@@ -8,7 +8,7 @@
 // Grid: blocks of BLOCK_Q rows of all places and heads, as backward_simt_dq's. own_size = the
 // lengths of dq's leading axes. Shared memory: none.
 #include "../common/params.cuh"
-#include "../ptx/copy.cuh"
+#include "../ptx/cp_async.cuh"
 #include "../common/layout.cuh"
 
 namespace {
@@ -29,9 +29,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, false);
   if (work.idle) return;
   const long long i0 = work.block * BLOCK_Q, length = work.entry.len_q;
-  const float* const sums = reinterpret_cast<const float*>(p.dq_sum.data) +
-                            layout::grouped_offset(p.dq_sum, work.entry, work.head) +
-                            i0 * p.dq_sum.row;
+  const float* const sums = reinterpret_cast<const float*>(p.dq_accum.data) +
+                            layout::grouped_offset(p.dq_accum, work.entry, work.head) +
+                            i0 * p.dq_accum.row;
   storage_t* const rows = reinterpret_cast<storage_t*>(p.dq.data) +
                           layout::offset(p.dq, work.entry, work.head, false) + i0 * p.dq.row;
   const float scale = static_cast<float>(p.scale);
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (i0 + row >= length) continue;
     // A group's units follow each other, and then comes the next group. Four lanes have a row, and
     // the numbers of each are neighbours or lie a warp's apart.
-    const bool neighbours = p.dq_sum.col == 1;
+    const bool neighbours = p.dq_accum.col == 1;
     const float* const sum = sums + n / GROUP * 128 + n % GROUP * (neighbours ? 16 : 4);
     float value[16];
 #pragma unroll

@@ -1,6 +1,6 @@
 // Rows of arrays, between global and shared memory: the twin of reference/memory.py.
 #pragma once
-#include "../ptx/copy.cuh"
+#include "../ptx/cp_async.cuh"
 #include "layout.cuh"
 
 namespace memory {
@@ -76,8 +76,8 @@ __device__ __forceinline__ void begin_rows(accum_t* tile_smem, const Rows& from,
 #pragma unroll 8
       for (int step = 0; step < Share::STEPS; ++step) {
         if (!own.has(step)) break;
-        ptx::begin_copy(target_smem + step * Share::AT_ONCE * STRIDE, source,
-                         inside && own.row + step * Share::AT_ONCE < valid);
+        ptx::cp_async(target_smem + step * Share::AT_ONCE * STRIDE, source,
+                      inside && own.row + step * Share::AT_ONCE < valid);
         source += Share::AT_ONCE * from.row;
       }
     }
@@ -115,7 +115,7 @@ __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from
     if (from.vectors) {
       using Share = Shares<ROWS, COLUMNS>;
       const Share own;
-      ptx::finish_copies();
+      ptx::cp_async_wait_all();
       if constexpr (CHECK || sizeof(storage_t) < sizeof(accum_t)) {
 #pragma unroll
         for (int c = 0; c < COLUMNS; c += Share::APART) {

@@ -2,23 +2,45 @@
 #pragma once
 #include "../ptx/convert.cuh"
 
-template <int>
-struct StorageType {
-  using stored = unsigned short;  // float16 or bfloat16, as bits
+// One specialisation an element type, numbered as in cupyflash/source.py. A number without one does
+// not compile.
+template <int CODE>
+struct Element {
+  static_assert(CODE < 0, "STORAGE is no element type: give it a specialisation of Element");
+};
+template <>
+struct Element<0> {               // float16
+  using stored = unsigned short;  // bits
   using accumulated = float;
 };
 template <>
-struct StorageType<2> {
+struct Element<1> {               // bfloat16
+  using stored = unsigned short;  // bits
+  using accumulated = float;
+};
+template <>
+struct Element<2> {  // float32
   using stored = float;
   using accumulated = float;
 };
 template <>
-struct StorageType<3> {
+struct Element<3> {  // float64
   using stored = double;
   using accumulated = double;
 };
-using storage_t = StorageType<STORAGE>::stored;
-using accum_t = StorageType<STORAGE>::accumulated;
+using storage_t = Element<STORAGE>::stored;
+using accum_t = Element<STORAGE>::accumulated;
+
+constexpr bool IS_FLOAT16 = STORAGE == 0, IS_BFLOAT16 = STORAGE == 1;
+constexpr bool IS_FLOAT32 = STORAGE == 2, IS_FLOAT64 = STORAGE == 3;
+constexpr bool IS_16_BIT = sizeof(storage_t) == 2;
+
+// Stands in the last else of every choice by element type, so that a new type does not compile
+// until somebody says what it does there.
+template <int CODE = STORAGE>
+__device__ __forceinline__ void unknown_element() {
+  static_assert(CODE < 0, "this function does not know the element type STORAGE");
+}
 
 // Elements in 16 bytes: the widest access to memory.
 constexpr int VECTOR = 16 / sizeof(accum_t);
@@ -77,9 +99,7 @@ __device__ __forceinline__ float largest_like(float) { return largest_float(); }
 __device__ __forceinline__ double largest_like(double) { return 0x1.fffffffffffffp1023; }
 __device__ __forceinline__ accum_t largest() { return largest_like(accum_t()); }
 
-__device__ __forceinline__ unsigned short to_half(float value) {
-  return ptx::float_to_half(value);
-}
+__device__ __forceinline__ unsigned short to_half(float value) { return ptx::float_to_half(value); }
 __device__ __forceinline__ unsigned short to_half(double value) {
   return ptx::double_to_half(value);
 }

@@ -50,7 +50,7 @@ struct Params {
   // Sums of dq in float32 that many blocks add to, in groups of 8 rows: (lead..., H, rows, columns
   // in whole units of 16); col is how far apart a thread's numbers lie, 32 or 1.
   // sm80/fragment_product.cuh and sm90/warpgroup_gradient.cuh say how they lie.
-  Operand dq_sum;
+  Operand dq_accum;
 
   const char* sink;            // (Hq,) contiguous, or null
   char* dsink;                 // (Hq,) contiguous

@@ -7,27 +7,27 @@
 
 namespace ptx {
 
-__device__ __forceinline__ void init_barrier(unsigned int barrier, int arrivals) {
+__device__ __forceinline__ void mbarrier_init(unsigned int barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 // Makes initialised barriers known to the copies that will complete them.
-__device__ __forceinline__ void publish_barriers() {
+__device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void arrive(unsigned int barrier) {
+__device__ __forceinline__ void mbarrier_arrive(unsigned int barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrives, and says that the phase is not over before so many more bytes were copied.
-__device__ __forceinline__ void arrive_expecting(unsigned int barrier, int bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned int barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
 // Whether the phase of a parity is over; it may wait a while before it says no.
-__device__ __forceinline__ bool try_wait(unsigned int barrier, int parity) {
+__device__ __forceinline__ bool mbarrier_try_wait(unsigned int barrier, int parity) {
   unsigned int over;
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -41,12 +41,12 @@ __device__ __forceinline__ bool try_wait(unsigned int barrier, int parity) {
 
 // Waits at one of 16 barriers until so many threads have come, those that only arrive included.
 // Whole warps call this and the next two.
-__device__ __forceinline__ void meet_at(int number, int threads) {
+__device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // The same, and tells every one of these threads whether the condition holds for any of them.
-__device__ __forceinline__ bool any_at(int number, int threads, bool condition) {
+__device__ __forceinline__ bool named_barrier_or(int number, int threads, bool condition) {
   unsigned int any;
   asm volatile(
       "{\n.reg .pred p, q;\n"
@@ -60,13 +60,13 @@ __device__ __forceinline__ bool any_at(int number, int threads, bool condition) 
 }
 
 // Comes to such a barrier, and goes on.
-__device__ __forceinline__ void arrive_at(int number, int threads) {
+__device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // Makes what this thread wrote to shared memory known to matrix instructions and copies that read
 // it by themselves.
-__device__ __forceinline__ void publish_shared() {
+__device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 

@@ -12,7 +12,7 @@
 
 namespace ptx {
 
-using Described = unsigned long long;
+using SmemDesc = unsigned long long;
 
 // The registers of a result, as the text of an instruction names them.
 #define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -57,24 +57,24 @@ using Described = unsigned long long;
   "." TYPE " {" NAMES "}, {" A "}, " B ", p, 1, 1, 1;\n}"
 
 // Orders the products that follow behind what this warp did to registers before.
-__device__ __forceinline__ void fence_products() {
+__device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
 // Makes a group of the products since the last one.
-__device__ __forceinline__ void commit_products() {
+__device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // Waits for the warpgroup's groups but the last `PENDING`.
 template <int PENDING>
-__device__ __forceinline__ void wait_products() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
 // No instruction: the compiler learns that a result changed while it was waited for.
 template <int COLUMNS>
-__device__ __forceinline__ void take_product(float (&d)[2][COLUMNS]) {
+__device__ __forceinline__ void fence_accumulator(float (&d)[2][COLUMNS]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -83,125 +83,106 @@ __device__ __forceinline__ void take_product(float (&d)[2][COLUMNS]) {
 }
 
 // d = a b^T, or d += where `add`.
-__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][8], Described a, Described b, bool add) {
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n32k16", "f16", WGMMA_NAMES_16, "%16", "%17", "%18")
                : WGMMA_16(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][16], Described a, Described b,
-                                             bool add) {
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][20], Described a, Described b,
-                                             bool add) {
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][20], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n80k16", "f16", WGMMA_NAMES_40, "%40", "%41", "%42")
                : WGMMA_32(0), WGMMA_4(16), WGMMA_4(18)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][28], Described a, Described b,
-                                             bool add) {
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][28], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n112k16", "f16", WGMMA_NAMES_56, "%56", "%57", "%58")
                : WGMMA_32(0), WGMMA_16(16), WGMMA_4(24), WGMMA_4(26)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][32], Described a, Described b,
-                                             bool add) {
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n128k16", "f16", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][44], Described a, Described b,
-                                             bool add) {
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[2][44], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n176k16", "f16", WGMMA_NAMES_88, "%88", "%89", "%90")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32), WGMMA_4(40), WGMMA_4(42)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][8], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n32k16", "bf16", WGMMA_NAMES_16, "%16", "%17", "%18")
                : WGMMA_16(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][16], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][20], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][20], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n80k16", "bf16", WGMMA_NAMES_40, "%40", "%41", "%42")
                : WGMMA_32(0), WGMMA_4(16), WGMMA_4(18)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][28], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][28], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n112k16", "bf16", WGMMA_NAMES_56, "%56", "%57", "%58")
                : WGMMA_32(0), WGMMA_16(16), WGMMA_4(24), WGMMA_4(26)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][32], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][44], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_ss_bf16(float (&d)[2][44], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_SS("m64n176k16", "bf16", WGMMA_NAMES_88, "%88", "%89", "%90")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_16(32), WGMMA_4(40), WGMMA_4(42)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
 // d = a b, or d += where `add`.
-__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][16], Described a, Described b,
-                                             bool add) {
+__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_ST("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][32], Described a, Described b,
-                                             bool add) {
+__device__ __forceinline__ void wgmma_st_f16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_ST("m64n128k16", "f16", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][16], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_ST("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][32], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_st_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_ST("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
 // d = a^T b, or d += where `add`.
-__device__ __forceinline__ void wgmma_tt_f16(float (&d)[2][16], Described a, Described b,
-                                             bool add) {
+__device__ __forceinline__ void wgmma_tt_f16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_TT("m64n64k16", "f16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][16], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_TT("m64n64k16", "bf16", WGMMA_NAMES_32, "%32", "%33", "%34")
                : WGMMA_32(0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_tt_f16(float (&d)[2][32], Described a, Described b,
-                                             bool add) {
+__device__ __forceinline__ void wgmma_tt_f16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_TT("m64n128k16", "f16", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][32], Described a, Described b,
-                                              bool add) {
+__device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add) {
   asm volatile(WGMMA_TT("m64n128k16", "bf16", WGMMA_NAMES_64, "%64", "%65", "%66")
                : WGMMA_32(0), WGMMA_32(16)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
@@ -210,13 +191,13 @@ __device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][32], Described a, De
 // d = a b^T, or d += where `add`, 8 deep in float32: of a and b the last 13 bits are passed over. A
 // lane has of a rows lane / 4 and 8 more, columns lane % 4 and 4 more.
 __device__ __forceinline__ void wgmma_rs_tf32(float (&d)[2][16], const unsigned int (&a)[4],
-                                              Described b, bool add) {
+                                              SmemDesc b, bool add) {
   asm volatile(WGMMA_RD("m64n64k8", "tf32", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")
                : WGMMA_32(0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 __device__ __forceinline__ void wgmma_rs_tf32(float (&d)[2][32], const unsigned int (&a)[4],
-                                              Described b, bool add) {
+                                              SmemDesc b, bool add) {
   asm volatile(WGMMA_RD("m64n128k8", "tf32", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68", "%69")
                : WGMMA_32(0), WGMMA_32(16)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
@@ -224,49 +205,49 @@ __device__ __forceinline__ void wgmma_rs_tf32(float (&d)[2][32], const unsigned 
 
 // d += a b.
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4],
-                                             Described b) {
+                                             SmemDesc b) {
   asm volatile(WGMMA_RS("m64n64k16", "f16", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36")
                : WGMMA_32(0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][32], const unsigned int (&a)[4],
-                                             Described b) {
+                                             SmemDesc b) {
   asm volatile(WGMMA_RS("m64n128k16", "f16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
                : WGMMA_32(0), WGMMA_32(16)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4],
-                                             Described b) {
+                                             SmemDesc b) {
   asm volatile(WGMMA_RS("m64n192k16", "f16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4],
-                                             Described b) {
+                                             SmemDesc b) {
   asm volatile(WGMMA_RS("m64n256k16", "f16", WGMMA_NAMES_128, "%128, %129, %130, %131", "%132")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4],
-                                              Described b) {
+                                              SmemDesc b) {
   asm volatile(WGMMA_RS("m64n64k16", "bf16", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36")
                : WGMMA_32(0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4],
-                                              Described b) {
+                                              SmemDesc b) {
   asm volatile(WGMMA_RS("m64n128k16", "bf16", WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
                : WGMMA_32(0), WGMMA_32(16)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4],
-                                              Described b) {
+                                              SmemDesc b) {
   asm volatile(WGMMA_RS("m64n192k16", "bf16", WGMMA_NAMES_96, "%96, %97, %98, %99", "%100")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4],
-                                              Described b) {
+                                              SmemDesc b) {
   asm volatile(WGMMA_RS("m64n256k16", "bf16", WGMMA_NAMES_128, "%128, %129, %130, %131", "%132")
                : WGMMA_32(0), WGMMA_32(16), WGMMA_32(32), WGMMA_32(48)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));

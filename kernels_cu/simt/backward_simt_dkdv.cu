@@ -5,7 +5,7 @@
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
 //
-// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
+// Where it ATOMIC_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
 // is 0 before. Blocks do so in any order. (Algorithm 2 as it is written.)
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
@@ -32,7 +32,7 @@ constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_Q, D, D),
                                       matmul::buffer_elements(BLOCK_Q, D_V, D_V));
 constexpr int ROWS_Q = matmul::rows_at_once(BLOCK_Q / ROW_THREADS, COLUMNS_K);
 constexpr int PART_Q = ROWS_Q * ROW_THREADS;  // queries of a part of dq
-constexpr bool CHECKS_KEYS = ADDS_DQ && MAY_MASK;
+constexpr bool CHECKS_KEYS = ATOMIC_DQ && MAY_MASK;
 constexpr int UNROLL = 2;  // as far as registers go
 
 // What a block knows of the head whose queries pass by. It lies in shared memory, because registers
@@ -49,7 +49,7 @@ constexpr int SHARED_ELEMENTS = BLOCK_KV * (K_STRIDE + V_STRIDE) + TILES * TILE 
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_KV, "BLOCK_KV, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_Q && BLOCK_KV % 4 == 0, "BLOCK_Q");
-static_assert(!ADDS_DQ || BLOCK_Q % PART_Q == 0, "BLOCK_Q, ADDS_DQ");
+static_assert(!ATOMIC_DQ || BLOCK_Q % PART_Q == 0, "BLOCK_Q, ATOMIC_DQ");
 static_assert(SHARED_BYTES == SHARED_ELEMENTS * sizeof(accum_t), "SHARED_BYTES");
 
 }  // namespace
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
         if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
         matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tile_smem, q, i0, ni, stage);
-        if constexpr (ADDS_DQ) {
+        if constexpr (ATOMIC_DQ) {
 #pragma unroll 1
           for (int i = 0; i < ni; i += PART_Q) {
             accum_t dq[ROWS_Q][COLUMNS_K];

@@ -1,6 +1,6 @@
 // Writing a block of results from registers to global memory.
 #pragma once
-#include "../ptx/add.cuh"
+#include "../ptx/red.cuh"
 #include "../common/matmul.cuh"
 
 namespace epilogue {
@@ -61,9 +61,9 @@ __device__ __forceinline__ void add_rows(const accum_t (&result)[ROWS][COLUMNS],
 #pragma unroll
           for (int n = 0; n < COLUMNS; n += RUN) {
             if (WIDTH % (RUN * COLUMN_THREADS) == 0 || matmul::result_column<WIDTH>(n) < WIDTH) {
-              ptx::add_four(target + n * COLUMN_THREADS, result[r][n] * factor,
-                             result[r][n + 1] * factor, result[r][n + 2] * factor,
-                             result[r][n + 3] * factor);
+              ptx::red_add_v4(target + n * COLUMN_THREADS, result[r][n] * factor,
+                              result[r][n + 1] * factor, result[r][n + 2] * factor,
+                              result[r][n + 3] * factor);
             }
           }
         }
@@ -79,7 +79,7 @@ __device__ __forceinline__ void add_rows(const accum_t (&result)[ROWS][COLUMNS],
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         const int column = matmul::result_column<WIDTH>(n);
-        if (column < WIDTH) ptx::add(target + column * to.col, result[r][n] * factor);
+        if (column < WIDTH) ptx::red_add(target + column * to.col, result[r][n] * factor);
       }
     }
   }

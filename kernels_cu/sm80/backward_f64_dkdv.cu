@@ -4,7 +4,7 @@
 // FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
-// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
+// Where it ATOMIC_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
 // is 0 before: in any order of the blocks.
 //
 // A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   matmul::clear(dv);
 
   bool finite_keys = true;  // of those that this thread copied
-  if constexpr (ADDS_DQ && MAY_MASK) {
-    ptx::finish_copies();
+  if constexpr (ATOMIC_DQ && MAY_MASK) {
+    ptx::cp_async_wait_all();
     finite_keys = fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem);
   }
 
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         ++visited;
 
         numbers.store(lse_smem, lse_smem + BLOCK_Q);
-        ptx::finish_copies();
+        ptx::cp_async_wait_all();
         // The tile, which other threads copied, with lse and delta, and P and dS, which were read.
         __syncthreads();
         const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_Q>(
@@ -183,9 +183,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         bool seen = false;
         // P and dS, which other threads wrote.
         if (MAY_MASK && masked) {
-          seen = ptx::barrier_or(!(finite_keys &&
-                                    fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
-                                    fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem)));
+          seen =
+              ptx::barrier_or(!(finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
+                                fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem)));
         } else {
           __syncthreads();  // the same
         }
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           __syncthreads();  // the tile, which was read
           begin(next);
         }
-        if constexpr (ADDS_DQ) {
+        if constexpr (ATOMIC_DQ) {
           const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
           const ShareQ share_q(warp % DQ_SHARERS);
           double dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return reinterpret_cast<double*>(to.data) + layout::offset(to, entry, h_kv, true) +
            (head_smem->j0 + sum_key) * to.row;
   };
-  ptx::finish_copies();
+  ptx::cp_async_wait_all();
   fragment_f64::store_rows<false>(dk, share_k, p.dk, rows_of(p.dk), nj - sum_key, p.scale);
   fragment_f64::store_rows<false>(dv, share_v, p.dv, rows_of(p.dv), nj - sum_key,
                                   HAS_DROPOUT ? p.keep_scale : 1.0);

@@ -122,14 +122,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const double* const own_lse_smem = lse_smem + corner.row;
       ++visited;
 
-      ptx::finish_copies();
+      ptx::cp_async_wait_all();
       // The values, which other threads copied, and the keys and dS before, which were read.
       __syncthreads();
       fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, passing_smem->k, now.first, now.rows);
       double dp[ROWS][COLUMNS];
       fragment_f64::multiply<D_V, UNROLL_SCORES>(dp, do_smem + warp_query * DO_BYTES,
                                                  v_smem + warp_key * DO_BYTES);
-      ptx::finish_copies();
+      ptx::cp_async_wait_all();
       bool seen = false;
       // The keys, which other threads copied, and the values, which were read.
       if (MAY_MASK && masked) {
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   // 7 scale and store
-  ptx::finish_copies();
+  ptx::cp_async_wait_all();
   double* const rows_gmem = reinterpret_cast<double*>(p.dq.data) +
                             layout::offset(p.dq, passing_smem->entry, h, false) +
                             (i0 + sum_query) * p.dq.row;

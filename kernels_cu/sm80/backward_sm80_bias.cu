@@ -77,10 +77,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if (now.rows > 0) {
     begin_scores(known_smem->passing[slot]);
     numbers.store(known_smem->lse[slot], known_smem->delta[slot]);
-    ptx::commit_copies();
+    ptx::cp_async_commit();
     begin_gradients(known_smem->passing[slot]);
   }
-  ptx::commit_copies();
+  ptx::cp_async_commit();
 #pragma unroll 1
   while (now.rows > 0) {
     const Passing &passing = known_smem->passing[slot], &coming = known_smem->passing[1 - slot];
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (masked) {
       fragment_gradient::ask_mask<false, COLUMNS>(p, box, passing.tile_class, corner, allowed);
     }
-    ptx::wait_copies<1>();
+    ptx::cp_async_wait<1>();
     __syncthreads();  // queries, keys, lse and delta, which other threads brought
     // 2 scores
     float s[ROWS][COLUMNS];
@@ -103,10 +103,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                           k_smem + warp_key * Q_BYTES);
     __syncthreads();  // queries and keys, which were read; what is known of the next tile
     if (next.rows > 0) begin_scores(coming);
-    ptx::commit_copies();
+    ptx::cp_async_commit();
     const bool hides = fragment_bias::weigh(p, given, scale, box, masked, allowed, s, corner,
                                             known_smem->lse[slot] + corner.row, [] {});
-    ptx::wait_copies<1>();
+    ptx::cp_async_wait<1>();
     __syncthreads();  // do and values, which other threads brought
     float dp[ROWS][COLUMNS];
     fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_query * DO_BYTES,
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (next.rows > 0) numbers.store(known_smem->lse[1 - slot], known_smem->delta[1 - slot]);
     __syncthreads();  // do and values, which were read
     if (next.rows > 0) begin_gradients(coming);
-    ptx::commit_copies();
+    ptx::cp_async_commit();
     const fragment_gradient::OfQueries<false, ROWS, COLUMNS> delta(known_smem->delta[slot] +
                                                                    corner.row);
     fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);

@@ -4,8 +4,8 @@
 // FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
-// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of dq
-// that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
+// Where it ATOMIC_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of
+// dq that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
 // them.
 //
 // Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
@@ -65,7 +65,7 @@ struct Head {
   memory::Rows q, d_out;
   memory::Numbers lse, delta;
   fragment_tile::Classes classes;
-  float* dq_sum;  // row 0
+  float* dq_accum;  // row 0
   long long h;
   long long j0;  // the first key
 };
@@ -131,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   fragment_gradient::Unit unit;
 
   bool finite_keys = true;  // of those that this thread copied
-  if constexpr (ADDS_DQ && MAY_MASK) {
-    ptx::finish_copies();
+  if constexpr (ATOMIC_DQ && MAY_MASK) {
+    ptx::cp_async_wait_all();
     finite_keys = fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem);
   }
 
@@ -145,16 +145,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (threadIdx.x == 0) {
         const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
-        *head_smem = Head{
-            entry,
-            memory::rows(p.q, entry, h, false),
-            memory::rows(p.d_out, entry, h, false),
-            memory::numbers(p.lse, entry, h),
-            memory::numbers(p.delta, entry, h),
-            {},
-            reinterpret_cast<float*>(p.dq_sum.data) + layout::grouped_offset(p.dq_sum, entry, h),
-            h,
-            head_smem->j0};
+        *head_smem = Head{entry,
+                          memory::rows(p.q, entry, h, false),
+                          memory::rows(p.d_out, entry, h, false),
+                          memory::numbers(p.lse, entry, h),
+                          memory::numbers(p.delta, entry, h),
+                          {},
+                          reinterpret_cast<float*>(p.dq_accum.data) +
+                              layout::grouped_offset(p.dq_accum, entry, h),
+                          h,
+                          head_smem->j0};
       }
       __syncthreads();  // what is known of this one
       fragment_gradient::RowNumbers numbers;
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
         ++visited;
 
-        ptx::finish_copies();
+        ptx::cp_async_wait_all();
         const auto finite_tile = [&] {
           return finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                  fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
@@ -292,10 +292,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const char* const p_rows = p_smem + warp_key * P_BYTES;
         const char* const ds_rows = ds_smem + warp_key * P_BYTES;
         const auto sum_gmem = [&] {
-          return head_smem->dq_sum + first_of(now) * fragment::whole_columns(D);
+          return head_smem->dq_accum + first_of(now) * fragment::whole_columns(D);
         };
         if (careful) {
-          if constexpr (ADDS_DQ) {
+          if constexpr (ATOMIC_DQ) {
             fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
                 ds_smem, p_smem, k_smem, sum_gmem(), rows_of(now), unit.inverse());
           }
@@ -330,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                           sum_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
                                           rows_of(now) - first, step, steps);
         };
-        if constexpr (HELD || !ADDS_DQ) {
+        if constexpr (HELD || !ATOMIC_DQ) {
           constexpr int AT_ONCE = HELD ? 1 : UNROLL;
           const auto nothing = [](int) {};
           if (!HELD || careful) {
@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, AT_ONCE>(dk, ds_rows, q_smem,
                                                                          share_k, nothing);
           }
-          if constexpr (ADDS_DQ) {
+          if constexpr (ATOMIC_DQ) {
 #pragma unroll
             for (int part = 0; part < DQ_PARTS; ++part) {
               multiply_dq(part);
@@ -374,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   // 7 scale and store
-  ptx::finish_copies();
+  ptx::cp_async_wait_all();
   __syncthreads();  // the keys and values, in whose place the results go
   matmul::scale(dk, unit.inverse());
   fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,

@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const char* const v_smem = k_smem + BLOCK_KV * Q_BYTES;
       ++visited;
 
-      ptx::finish_copies();
+      ptx::cp_async_wait_all();
       bool careful = false;
       // The tile, which other threads copied, and the stage before, which was read.
       if (HAS_SCORE || (HAS_MASK && masked)) {
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   // 7 scale and store
-  ptx::finish_copies();
+  ptx::cp_async_wait_all();
   __syncthreads();  // the queries, in whose place the result goes
   matmul::scale(dq, unit.inverse());
   fragment_product::store_rows<BLOCK_Q>(dq, share, warp_row, p.dq,

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
                                             ni);
-  ptx::commit_copies();
+  ptx::cp_async_commit();
   if (threadIdx.x == 0) known_smem->entry = work.entry;
   __syncthreads();  // what is known
   const auto describe = [&](long long j0, int nj) {
@@ -85,18 +85,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (tile.rows > 0) {
       fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(place(ahead), k, tile.first, tile.rows);
     }
-    ptx::commit_copies();
+    ptx::cp_async_commit();
   };
   const auto begin_values = [&](const fragment_tile::Next& tile, int ahead) {
     if (tile.rows > 0) {
       fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(place(ahead), v, tile.first, tile.rows);
     }
-    ptx::commit_copies();
+    ptx::cp_async_commit();
   };
   begin_keys(now, 0);
   if constexpr (SLOTS == 3) begin_values(now, 1);
   fragment::Left<D, HOLD_Q> q(q_smem + fragment::warp_row() * Q_BYTES);
-  ptx::wait_copies<SLOTS - 1>();
+  ptx::cp_async_wait<SLOTS - 1>();
   if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
   if constexpr (HOLD_Q) {
     __syncthreads();  // the queries, which other threads copied
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     ++visited;
 
-    ptx::wait_copies<SLOTS - 2>();
+    ptx::cp_async_wait<SLOTS - 2>();
     __syncthreads();  // the keys, which other threads copied, and the place before, which was read
     if constexpr (SLOTS == 2) begin_values(now, 1);
     fragment::word_t weights[ROWS][COLUMNS / fragment::PER_WORD];
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         p, known_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
     if constexpr (SLOTS == 3) begin_keys(next, 2);
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
-    ptx::wait_copies<SLOTS - 2>();
+    ptx::cp_async_wait<SLOTS - 2>();
     bool careful = false;
     // The values, which other threads copied, and the place before, which was read.
     if (fragment::LIMITED || HAS_SCORE || (MAY_MASK && masked)) {
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   for (int r = 0; r < ROWS; ++r)
     weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
   if (visited == 0) {
-    ptx::wait_copies<0>();
+    ptx::cp_async_wait<0>();
     __syncthreads();  // the queries, which other threads copied to where the output goes
   }
   char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
@@ -192,8 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   __syncwarp();  // the warp's rows, which its lanes wrote
   fragment::copy_out<D_V>(
       p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
-      fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE,
-      out_smem);
+      fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE, out_smem);
   // 9 store lse
   const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll

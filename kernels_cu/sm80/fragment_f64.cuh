@@ -9,7 +9,7 @@
 // Of a piece of 8 columns of a result whose right operand lies across the sum, a lane has columns t
 // and 4 + (t ^ 2): so four lanes write 32 neighbouring bytes at a time.
 #pragma once
-#include "../ptx/add.cuh"
+#include "../ptx/red.cuh"
 #include "fragment_rows.cuh"
 
 namespace fragment_f64 {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply_piece(double (&c)[ROWS][COLUMNS], const
 #pragma unroll
   for (int m = 0; m < M; ++m) {
     ptx::mma_m16n8k8_f64(c[2 * m][n], c[2 * m][n + 1], c[2 * m + 1][n], c[2 * m + 1][n + 1], a[m],
-                          b0, b1);
+                         b0, b1);
   }
 }
 
@@ -235,7 +235,7 @@ __device__ __forceinline__ void store_rows(const double (&result)[ROWS][COLUMNS]
       }
       double* const place_gmem = row_gmem + column * to.col;
       if constexpr (ADDS) {
-        ptx::add(place_gmem, result[r][n] * factor);
+        ptx::red_add(place_gmem, result[r][n] * factor);
       } else {
         *place_gmem = result[r][n] * factor;
       }

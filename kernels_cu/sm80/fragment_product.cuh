@@ -1,7 +1,7 @@
 // Products of fragments whose operands both lie in shared memory, and results that warps share by
 // columns: the twin of reference/microkernel.py and reference/accumulate.py for the backward.
 #pragma once
-#include "../ptx/add.cuh"
+#include "../ptx/red.cuh"
 #include "fragment.cuh"
 
 namespace fragment_product {
@@ -238,7 +238,7 @@ __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMN
     for (int n = 0; n < COLUMNS; ++n) {
       if ((r * COLUMNS + n) * steps / (ROWS * COLUMNS) != step) continue;
       if ((steps == 1 || 8 * r < valid) && share.has(n / 4)) {
-        ptx::add(lane_gmem + r * GROUP_SIZE<WIDTH> + 32 * n, result[r][n]);
+        ptx::red_add(lane_gmem + r * GROUP_SIZE<WIDTH> + 32 * n, result[r][n]);
       }
     }
   }
@@ -265,7 +265,7 @@ __device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem, cons
     }
     const int at = row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + column / 8 % 2 * 64 +
                    column % 2 * 32 + row % 8 * 4 + column % 8 / 2;
-    if (sum != 0.0f) ptx::add(to_gmem + at, sum * factor);
+    if (sum != 0.0f) ptx::red_add(to_gmem + at, sum * factor);
   }
 }
 

@@ -9,7 +9,7 @@
 // In shared memory a row takes whole lines of 128 bytes, and its 16-byte piece c lies at
 // c ^ swizzle(row): what a warp reads at a time falls on all banks.
 #pragma once
-#include "../ptx/matrix.cuh"
+#include "../ptx/mma.cuh"
 #include "../common/tile.cuh"
 
 namespace fragment {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& 
     for (int step = 0; step < Share::STEPS; ++step) {
       const int row = own.row + step * Share::AT_ONCE;
       if (own.has(step)) {
-        ptx::begin_part_copy(tile_address + place<ROW_BYTES>(row, own.piece), source,
+        ptx::cp_async_partial(tile_address + place<ROW_BYTES>(row, own.piece), source,
                               row < valid ? bytes : 0);
       }
       source += Share::AT_ONCE * from.row;

@@ -58,7 +58,7 @@ __device__ __forceinline__ void mma(int term, float& c0, float& c1, float& c2, f
 #pragma unroll
   for (int x = 0; x < 4; ++x) left[x] = term == 0 ? a[x].small : a[x].large;
   ptx::mma_m16n8k8_tf32(c0, c1, c2, c3, left, term == 1 ? b0.small : b0.large,
-                         term == 1 ? b1.small : b1.large);
+                        term == 1 ? b1.small : b1.large);
 }
 
 __device__ __forceinline__ storage_t element_of(const char* tile_smem) {

@@ -29,7 +29,8 @@ struct alignas(1024) Swizzled {
 };
 
 static_assert(STORAGE < 2, "16-bit types");
-static_assert(BLOCK_Q == THREADS / warpgroup::THREADS_OF * warpgroup::ROWS_OF, "BLOCK_Q, THREADS");
+static_assert(BLOCK_Q == THREADS / warpgroup::WARPGROUP_SIZE * warpgroup::WARPGROUP_ROWS,
+              "BLOCK_Q, THREADS");
 static_assert(SHARED_BYTES == TILE_BYTES + sizeof(Known), "SHARED_BYTES");
 
 }  // namespace
@@ -47,14 +48,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   __syncthreads();  // which tile of the bias it is
   const fragment_bias::Tiles tiles(p, *known_smem);
   const int warp_query = threadIdx.x / ptx::WARP_SIZE * 16;
-  const int own_query = warpgroup::index() * warpgroup::ROWS_OF;
+  const int own_query = warpgroup::index() * warpgroup::WARPGROUP_ROWS;
   const fragment_gradient::Corner corner(warp_query, 0);
-  const warpgroup::Described q =
-      warpgroup::describe(ptx::shared_address(q_smem) + own_query * Q_BYTES, 0);
-  const warpgroup::Described k = warpgroup::describe(ptx::shared_address(k_smem), 0);
-  const warpgroup::Described d_out =
-      warpgroup::describe(ptx::shared_address(do_smem) + own_query * DO_BYTES, 0);
-  const warpgroup::Described v = warpgroup::describe(ptx::shared_address(v_smem), 0);
+  const warpgroup::SmemDesc q =
+      warpgroup::make_smem_desc(ptx::shared_address(q_smem) + own_query * Q_BYTES, 0);
+  const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(k_smem), 0);
+  const warpgroup::SmemDesc d_out =
+      warpgroup::make_smem_desc(ptx::shared_address(do_smem) + own_query * DO_BYTES, 0);
+  const warpgroup::SmemDesc v = warpgroup::make_smem_desc(ptx::shared_address(v_smem), 0);
   fragment_gradient::RowNumbers numbers;
   const auto begin_scores = [&](const Passing& next) {
     warpgroup_rows::begin_queries<D>(q_smem, next.rows[0], next.at.i0, next.at.ni);
@@ -76,21 +77,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if (now.rows > 0) {
     begin_scores(known_smem->passing[slot]);
     numbers.store(known_smem->lse[slot], known_smem->delta[slot]);
-    ptx::commit_copies();
+    ptx::cp_async_commit();
     begin_gradients(known_smem->passing[slot]);
   }
-  ptx::commit_copies();
+  ptx::cp_async_commit();
 #pragma unroll 1
   while (now.rows > 0) {
     const Passing &passing = known_smem->passing[slot], &coming = known_smem->passing[1 - slot];
-    ptx::wait_copies<1>();
-    ptx::publish_shared();
+    ptx::cp_async_wait<1>();
+    ptx::fence_proxy_async();
     __syncthreads();  // queries, keys, lse and delta, which other threads brought
     // 2 scores
     float s[ROWS][COLUMNS], dp[ROWS][COLUMNS];
-    ptx::fence_products();
+    ptx::wgmma_fence();
     warpgroup::multiply<D, BLOCK_KV>(s, q, k);
-    ptx::commit_products();
+    ptx::wgmma_commit();
     const fragment_tile::Next next = tiles.next_from(now.first + 1);
     tiles.tell(next, 1 - slot);
     const TileBox box = passing.at.box();
@@ -101,27 +102,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (masked) {
       fragment_gradient::ask_mask<false, COLUMNS>(p, box, passing.tile_class, corner, allowed);
     }
-    ptx::wait_products<0>();
-    ptx::take_product(s);
+    ptx::wgmma_wait<0>();
+    ptx::fence_accumulator(s);
     __syncthreads();  // queries and keys, which were read; what is known of the next tile
     if (next.rows > 0) begin_scores(coming);
-    ptx::commit_copies();
+    ptx::cp_async_commit();
     const auto begin_dp = [&] {
-      ptx::wait_copies<1>();
-      ptx::publish_shared();
+      ptx::cp_async_wait<1>();
+      ptx::fence_proxy_async();
       __syncthreads();  // do and values, which other threads brought
-      ptx::fence_products();
+      ptx::wgmma_fence();
       warpgroup::multiply<D_V, BLOCK_KV>(dp, d_out, v);
-      ptx::commit_products();
+      ptx::wgmma_commit();
     };
     const bool hides = fragment_bias::weigh(p, given, scale, box, masked, allowed, s, corner,
                                             known_smem->lse[slot] + corner.row, begin_dp);
-    ptx::wait_products<0>();
-    ptx::take_product(dp);
+    ptx::wgmma_wait<0>();
+    ptx::fence_accumulator(dp);
     if (next.rows > 0) numbers.store(known_smem->lse[1 - slot], known_smem->delta[1 - slot]);
     __syncthreads();  // do and values, which were read
     if (next.rows > 0) begin_gradients(coming);
-    ptx::commit_copies();
+    ptx::cp_async_commit();
     const fragment_gradient::OfQueries<false, ROWS, COLUMNS> delta(known_smem->delta[slot] +
                                                                    corner.row);
     fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);

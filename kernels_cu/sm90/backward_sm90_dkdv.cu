@@ -4,8 +4,8 @@
 // FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
 // in that order. Nothing is written by two blocks, so the result does not depend on their order.
-// Where it ADDS_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of dq
-// that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
+// Where it ATOMIC_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of
+// dq that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
 // them.
 //
 // The last warpgroup of a block copies: one thread begins to copy boxes of queries and do, and a
@@ -19,7 +19,7 @@
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: the keys, the
 // values, the stages of queries, of do, of dS and P, what a block knows. BLOCK_KV is 128, or 64 for
 // wide heads, BLOCK_Q 64. Behind the parameters come the maps of q, k, v, do and, where
-// STORES_BOXES, dk and dv.
+// TMA_STORE, dk and dv.
 #include "../common/params.cuh"
 #include "warpgroup_gradient.cuh"
 #include "warpgroup_unit.cuh"
@@ -30,8 +30,8 @@ using warpgroup_gradient::OwnLines;
 using warpgroup_gradient::SHARES_KEYS;
 using namespace warpgroup_passing;
 
-constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::THREADS_OF;
-constexpr int KEY_TILES = BLOCK_KV / warpgroup::ROWS_OF;
+constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::WARPGROUP_SIZE;
+constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
 constexpr int QUERIES =
     SHARES_KEYS ? BLOCK_Q / CONSUMERS : BLOCK_Q;  // whose scores a warpgroup has
 constexpr int COLUMNS = QUERIES / 4;
@@ -39,17 +39,17 @@ constexpr int AT_ONCE = 8;  // columns of scores that generated code weighs toge
 constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
 
 // A tile of 64 rows has lines of 64 columns, so many bytes apart.
-constexpr int LINE_BYTES = 64 * warpgroup::LINE_BYTES;
+constexpr int SLAB_ROW_BYTES = 64 * warpgroup::SLAB_ROW_BYTES;
 // Of 64 keys and their values, of a tile's queries and do, and of dS or P.
-constexpr int K_BYTES = warpgroup::ROWS_OF * K_ROW_BYTES;
-constexpr int V_BYTES = warpgroup::ROWS_OF * V_ROW_BYTES;
+constexpr int K_BYTES = warpgroup::WARPGROUP_ROWS * K_ROW_BYTES;
+constexpr int V_BYTES = warpgroup::WARPGROUP_ROWS * V_ROW_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * K_ROW_BYTES, DO_BYTES = BLOCK_Q * V_ROW_BYTES;
-constexpr int DS_BYTES = BLOCK_KV * warpgroup::LINE_BYTES;
+constexpr int DS_BYTES = BLOCK_KV * warpgroup::SLAB_ROW_BYTES;
 // Of dq a warpgroup has its share, or a line; a single line is one's of every other tile.
 constexpr bool TAKES_TURNS = !SHARES_KEYS && OwnLines<D>::LINES == 1;
 // Whether a tile's dS is multiplied during the next one, by one warpgroup; slower for narrow heads.
 constexpr bool DEFERS_DQ =
-    ADDS_DQ && !SHARES_KEYS && !TAKES_TURNS && !HAS_SCORE && !(HAS_MASK && HAS_DROPOUT);
+    ATOMIC_DQ && !SHARES_KEYS && !TAKES_TURNS && !HAS_SCORE && !(HAS_MASK && HAS_DROPOUT);
 // Whether each warp has a unit of its own for dS in float16, after the first one of all: then
 // nobody waits to hear of another's.
 constexpr bool OWN_UNITS = STORAGE == 0 && DEFERS_DQ;
@@ -62,7 +62,7 @@ constexpr bool TWO_STEPS = HAS_EDGES && !HAS_SCORE && !DEFERS_DQ;
 // Where warpgroups share keys there are places of P, too; where dq may be deferred, a copy of keys.
 constexpr int DS_PLACES = STAGES, P_PLACES = SHARES_KEYS ? STAGES : 0;
 constexpr int FINITE_K_BYTES = SHARES_KEYS || TAKES_TURNS ? 0 : KEY_TILES * K_BYTES;
-constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::LINE_COLUMNS / 4;
+constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::SLAB_COLUMNS / 4;
 
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 
@@ -72,7 +72,7 @@ struct alignas(1024) Swizzled {
 
 static_assert(STORAGE < 2, "16-bit types");
 static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
-static_assert(!STORES_BOXES || !PACKED, "STORES_BOXES");
+static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
 static_assert(SHARES_KEYS || (KEY_TILES == CONSUMERS && OwnLines<D>::LINES <= CONSUMERS),
               "BLOCK_KV");
 static_assert(SHARED_BYTES == KEY_TILES * (K_BYTES + V_BYTES) + STAGES * (Q_BYTES + DO_BYTES) +
@@ -110,10 +110,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if (threadIdx.x == 0) tell_block(p, work, *known_smem);
   if (threadIdx.x == ptx::WARP_SIZE) known_smem->init_barriers();
   if (threadIdx.x == CONSUMER_THREADS) {  // by itself, as soon as may be
-    ptx::init_barrier(held, 1);
-    ptx::publish_barriers();
-    ptx::arrive_expecting(held, KEY_TILES * (K_BYTES + V_BYTES));
-    const warpgroup::Head k(p.k, work.entry, work.head), v(p.v, work.entry, work.head);
+    ptx::mbarrier_init(held, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(held, KEY_TILES * (K_BYTES + V_BYTES));
+    const warpgroup::TmaHead k(p.k, work.entry, work.head), v(p.v, work.entry, work.head);
     const long long first = work.entry.start_k + work.block * BLOCK_KV;
     warpgroup_gradient::begin_keys<D>(k_address, k_map, k, first, held);
     warpgroup_gradient::begin_keys<D_V>(v_address, v_map, v, first, held);
@@ -121,33 +121,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   __syncthreads();  // what is known, and the barriers
 
   if (warpgroup::index() == CONSUMERS) {
-    ptx::shed_registers<24>();
+    ptx::setmaxnreg_dec<24>();
     const int warp = threadIdx.x / ptx::WARP_SIZE % 4;
     if (warp == 0 && ptx::lane_index() == 0) {
       each_tile(*known_smem, [&](const Span& span, int tile, unsigned int n) {
         const long long first = span.entry.start_q + first_of(tile);
         const int stage = stage_of(n);
         wait_for_place(*known_smem, n);
-        ptx::arrive_expecting(full(queries, n), Q_BYTES);
-        warpgroup::begin_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
-                                          full(queries, n));
-        ptx::arrive_expecting(full_d_out(*known_smem, n), DO_BYTES);
-        warpgroup::begin_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
-                                            first, full_d_out(*known_smem, n));
+        ptx::mbarrier_arrive_expect_tx(full(queries, n), Q_BYTES);
+        warpgroup::tma_load_tile<BLOCK_Q, D>(q_address + stage * Q_BYTES, q_map, span.q, first,
+                                             full(queries, n));
+        ptx::mbarrier_arrive_expect_tx(full_d_out(*known_smem, n), DO_BYTES);
+        warpgroup::tma_load_tile<BLOCK_Q, D_V>(do_address + stage * DO_BYTES, do_map, span.d_out,
+                                               first, full_d_out(*known_smem, n));
       });
     }
     if (warp == 1) bring_numbers(*known_smem);
     return;
   }
 
-  ptx::take_registers<240>();
+  ptx::setmaxnreg_inc<240>();
   const int own = warpgroup::index();
   const int warp = threadIdx.x / ptx::WARP_SIZE;
   const fragment_gradient::Corner corner(SHARES_KEYS ? 16 * (warp % 4) : 16 * warp,
                                          SHARES_KEYS ? own * QUERIES : 0);
   const int key_tile = SHARES_KEYS ? 0 : own;
-  const warpgroup::Described k = warpgroup::describe(k_address + key_tile * K_BYTES, 0);
-  const warpgroup::Described v = warpgroup::describe(v_address + key_tile * V_BYTES, 0);
+  const warpgroup::SmemDesc k = warpgroup::make_smem_desc(k_address + key_tile * K_BYTES, 0);
+  const warpgroup::SmemDesc v = warpgroup::make_smem_desc(v_address + key_tile * V_BYTES, 0);
   const int words_at = warpgroup_gradient::place_of_words(corner);
   const OwnLines<D> share_k(own);
   const OwnLines<D_V> share_v(own);
@@ -164,21 +164,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   bool spoilt_keys = false;
 
   const auto lines_of = [](unsigned int tile_address, int line) {
-    return warpgroup::describe(tile_address + line * LINE_BYTES, LINE_BYTES);
+    return warpgroup::make_smem_desc(tile_address + line * SLAB_ROW_BYTES, SLAB_ROW_BYTES);
   };
   const auto describe_ds = [&](int stage) {
-    return warpgroup::describe(ptx::shared_address(ds_smem + stage * DS_BYTES), 0);
+    return warpgroup::make_smem_desc(ptx::shared_address(ds_smem + stage * DS_BYTES), 0);
   };
-  const auto begin_dq = [&](float (&dq)[2][COLUMNS_Q], warpgroup::Described ds, int line) {
+  const auto begin_dq = [&](float (&dq)[2][COLUMNS_Q], warpgroup::SmemDesc ds, int line) {
     warpgroup::multiply_transposed<BLOCK_KV>(dq, ds, lines_of(finite_k, line), K_BYTES);
-    ptx::commit_products();
+    ptx::wgmma_commit();
   };
   // Where dq is deferred: the tile before, whose part of it is to be added, if there is one.
   float* deferred_gmem = nullptr;
   int deferred_rows = 0;
   const auto add_deferred = [&](int first_line, int end_line, bool together) {
     const unsigned int n = tile_number - 1;
-    warpgroup::wait(full(d_scores, n), parity_of(n));
+    warpgroup::mbarrier_wait(full(d_scores, n), parity_of(n));
     const int stage = stage_of(n);
     if constexpr (OWN_UNITS) {
       unit.agreed =
@@ -187,26 +187,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
     for (int line = first_line; line < end_line; ++line) {
       float dq[2][COLUMNS_Q];
-      ptx::fence_products();
+      ptx::wgmma_fence();
       begin_dq(dq, describe_ds(stage), line);
-      ptx::wait_products<0>();
-      ptx::take_product(dq);
+      ptx::wgmma_wait<0>();
+      ptx::fence_accumulator(dq);
       if constexpr (OWN_UNITS) matmul::scale(dq, fragment_gradient::Unit{unit.agreed}.inverse());
       // Before sums are added: the other one may be waiting already.
-      if (line + 1 == end_line && stage_of(n) == own) warpgroup::release(empty(d_scores, n));
-      warpgroup_gradient::add_rows(dq, deferred_gmem, line * warpgroup::LINE_COLUMNS, 0,
+      if (line + 1 == end_line && stage_of(n) == own)
+        warpgroup::arrive_warpgroup(empty(d_scores, n));
+      warpgroup_gradient::add_rows(dq, deferred_gmem, line * warpgroup::SLAB_COLUMNS, 0,
                                    deferred_rows);
     }
   };
 
   tell(p, *known_smem, 0);
-  warpgroup::wait(held, 0);
+  warpgroup::mbarrier_wait(held, 0);
   const float c = known_smem->c;
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
   if (PACKED && known_smem->nj < BLOCK_KV) {
     warpgroup_gradient::clear_missing_keys(k_smem, v_smem, known_smem->nj);
   }
-  if constexpr (ADDS_DQ && MAY_MASK) {
+  if constexpr (ATOMIC_DQ && MAY_MASK) {
     spoilt_keys = warpgroup_gradient::are_keys_spoilt(k_smem);
     if (DEFERS_DQ && spoilt_keys) {
       warpgroup_gradient::copy_finite_keys(k_smem, finite_k_smem);
@@ -216,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
   for (unsigned int n = 0; n < known_smem->spans; ++n) {
     tell(p, *known_smem, n + 1);
-    warpgroup::wait(full(told, n), parity_of(n));
+    warpgroup::mbarrier_wait(full(told, n), parity_of(n));
     const Span& span = known_smem->span[stage_of(n)];
     const Given given = tile::given_of(p, span.box_of(0, known_smem->j0, known_smem->nj));
     // From this tile on rows are missing, or keys of all tiles.
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       char* const own_do_smem = do_smem + stage * DO_BYTES;
       const unsigned int q_stage = q_address + stage * Q_BYTES;
       const unsigned int do_stage = do_address + stage * DO_BYTES;
-      const int own_rows = SHARES_KEYS ? own * QUERIES * warpgroup::LINE_BYTES : 0;
+      const int own_rows = SHARES_KEYS ? own * QUERIES * warpgroup::SLAB_ROW_BYTES : 0;
       const float* const lse_smem = known_smem->lse[stage] + corner.column;
       warpgroup_gradient::Numbers<COLUMNS> lse;
       float s[2][COLUMNS], dp[2][COLUMNS];
@@ -256,42 +257,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const auto begin_dp = [&] {
         constexpr int STEPS = fragment::whole_columns(D_V) / 16;
         constexpr int EACH = (COLUMNS + STEPS - 1) / STEPS;  // columns of scores beside a step
-        warpgroup::wait(full_d_out(*known_smem, stage), parity);
-        if constexpr (HAS_SCORE || MIXES_DP) ptx::fence_products();
-        const warpgroup::Described d_out = warpgroup::describe(do_stage + own_rows, 0);
+        warpgroup::mbarrier_wait(full_d_out(*known_smem, stage), parity);
+        if constexpr (HAS_SCORE || MIXES_DP) ptx::wgmma_fence();
+        const warpgroup::SmemDesc d_out = warpgroup::make_smem_desc(do_stage + own_rows, 0);
         warpgroup::multiply<D_V, BLOCK_Q>(dp, v, d_out, [&](int n) {
           if (!MIXES_DP) return;
           warpgroup_gradient::exponentiate(s, lse, c, n * EACH, (n + 1) * EACH);
         });
-        ptx::commit_products();
+        ptx::wgmma_commit();
       };
 
       // 2 scores
-      warpgroup::wait(full(queries, stage), parity);
+      warpgroup::mbarrier_wait(full(queries, stage), parity);
       if (PACKED && ni < BLOCK_Q) {
-        warpgroup::wait(full_d_out(*known_smem, stage), parity);
+        warpgroup::mbarrier_wait(full_d_out(*known_smem, stage), parity);
         warpgroup_gradient::clear_rows<BLOCK_Q, D>(own_q_smem, ni);
         warpgroup_gradient::clear_rows<BLOCK_Q, D_V>(own_do_smem, ni);
-        ptx::publish_shared();
-        ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the queries that exist, and no others
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync(TOGETHER,
+                                CONSUMER_THREADS);  // the queries that exist, and no others
       }
       bool careful = false;  // of values that are not finite, and pairs that take no part
       const auto look = [&] {
         if (!NUMBERS_TELL || !masked || known_smem->doubtful[stage] == 0) return;
-        warpgroup::wait(full_d_out(*known_smem, stage), parity);
+        warpgroup::mbarrier_wait(full_d_out(*known_smem, stage), parity);
         careful = warpgroup_gradient::is_spoilt(own_q_smem, own_do_smem);
       };
       if constexpr (DEFERS_DQ) look();
-      ptx::fence_products();
-      warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::describe(q_stage + own_rows, 0));
-      ptx::commit_products();
+      ptx::wgmma_fence();
+      warpgroup::multiply<D, BLOCK_Q>(s, k, warpgroup::make_smem_desc(q_stage + own_rows, 0));
+      ptx::wgmma_commit();
       if (!ASKS_FIRST && masked) ask();
       if constexpr (!HAS_SCORE) {
         lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
         if constexpr (!MIXES_DP) begin_dp();
       }
-      ptx::wait_products<HAS_SCORE || MIXES_DP ? 0 : 1>();
-      ptx::take_product(s);
+      ptx::wgmma_wait<HAS_SCORE || MIXES_DP ? 0 : 1>();
+      ptx::fence_accumulator(s);
       if (VOTES && may_hide) nonfinite = !warpgroup_gradient::all_finite(s);
       // 3 score mod
       // 4 mask
@@ -318,15 +320,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if constexpr (!DEFERS_DQ) look();
       const auto delta =
           warpgroup_gradient::delta_from<COLUMNS>(known_smem->delta[stage] + corner.column);
-      ptx::wait_products<0>();
-      ptx::take_product(dp);
+      ptx::wgmma_wait<0>();
+      ptx::fence_accumulator(dp);
       if (VOTES && may_hide && !warpgroup_gradient::all_finite(dp)) nonfinite = true;
       warpgroup_gradient::score_gradients(p, hides, s, dp, delta, kept);
       if constexpr (!WEIGHS_AT_ONCE) warpgroup_gradient::narrow_kept(s, kept, weights);
       char* const own_ds_smem = ds_smem + stage * DS_BYTES;
       // P: where warpgroups share keys, or for what is not finite in place of dS.
       char* const p_smem = own_ds_smem + (SHARES_KEYS ? DS_PLACES * DS_BYTES : 0);
-      constexpr bool STORES_DS = ADDS_DQ || SHARES_KEYS;
+      constexpr bool STORES_DS = ATOMIC_DQ || SHARES_KEYS;
       const auto store = [&] {
         if (OWN_UNITS && unit.is_first()) {  // every warp's
           unit.widen(warpgroup_unit::largest_of_tile(known_smem->largest[stage], dp), dk);
@@ -349,15 +351,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // whose dS says as much.
       const auto take_nonfinite = [&] {
         warpgroup_gradient::add_nonfinite(dv, corner.row, p_smem,
-                                          own_do_smem + share_v.line * LINE_BYTES);
-        ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // do, read as it came
+                                          own_do_smem + share_v.line * SLAB_ROW_BYTES);
+        ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // do, read as it came
         warpgroup_gradient::clear_nonfinite(own_q_smem, Q_BYTES);
         warpgroup_gradient::clear_nonfinite(own_do_smem, DO_BYTES);
-        ptx::publish_shared();
-        ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // both, now finite
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // both, now finite
       };
       // Two tiles ago it was multiplied for dq.
-      if constexpr (DEFERS_DQ) warpgroup::wait(empty(d_scores, tile_number), parity ^ 1);
+      if constexpr (DEFERS_DQ) warpgroup::mbarrier_wait(empty(d_scores, tile_number), parity ^ 1);
       if (MASKS && !SHARES_KEYS && may_hide) {
         if constexpr (VOTES) careful = any_thread(nonfinite);
         if (careful) {
@@ -370,10 +372,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 6 accumulate dv and dk
       const auto begin_dk = [&] {
         warpgroup::multiply_add<QUERIES>(dk, ds, lines_of(q_stage, share_k.line));
-        ptx::commit_products();
+        ptx::wgmma_commit();
       };
       const auto begin_dv = [&] {
-        ptx::fence_products();
+        ptx::wgmma_fence();
         warpgroup::multiply_add<QUERIES>(dv, weights, lines_of(do_stage, share_v.line));
         if constexpr (BEGINS_DK) begin_dk();
       };
@@ -383,42 +385,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if constexpr (DV_FIRST) begin_dv();
       store();
       if constexpr (!SHARES_KEYS && !DV_FIRST) begin_dv();
-      if constexpr (STORES_DS) ptx::publish_shared();
+      if constexpr (STORES_DS) ptx::fence_proxy_async();
       const bool votes = VOTES && SHARES_KEYS && may_hide;
       if (votes) careful = any_thread(nonfinite);
       if constexpr (STORAGE == 0 && !OWN_UNITS) {
         if (any_thread(!warpgroup_gradient::all_finite(ds))) {  // too large for their unit, or NaN
           unit.widen(warpgroup_unit::largest_of_tile(known_smem->largest[stage], dp), dk);
           store();
-          if constexpr (STORES_DS) ptx::publish_shared();
-          ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // dS in its new unit
+          if constexpr (STORES_DS) ptx::fence_proxy_async();
+          ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // dS in its new unit
         }
       } else if constexpr (DEFERS_DQ) {
-        warpgroup::release_of_warp(full(d_scores, tile_number));
+        warpgroup::arrive_warp(full(d_scores, tile_number));
       } else if (STORES_DS && !votes) {
-        ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // P and dS
+        ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // P and dS
       }
       if (MASKS && SHARES_KEYS && careful) take_nonfinite();
       const bool clears_keys = MASKS && !DEFERS_DQ && spoilt_keys;
       if (clears_keys) warpgroup_gradient::clear_keys_for_a_while(k_smem);
-      float* const sum_gmem = span.dq_sum + first_of(tile) * fragment::whole_columns(D);
+      float* const sum_gmem = span.dq_accum + first_of(tile) * fragment::whole_columns(D);
       float dq[2][COLUMNS_Q];
       const int line = SHARES_KEYS ? share_k.line : TAKES_TURNS ? 0 : own;
-      const warpgroup::Described ds_described = describe_ds(stage);
+      const warpgroup::SmemDesc ds_described = describe_ds(stage);
       const auto add_dq = [&] {
-        ptx::take_product(dq);
+        ptx::fence_accumulator(dq);
         if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
-        warpgroup_gradient::add_rows(dq, sum_gmem, line * warpgroup::LINE_COLUMNS, share_k.begin,
+        warpgroup_gradient::add_rows(dq, sum_gmem, line * warpgroup::SLAB_COLUMNS, share_k.begin,
                                      ni);
       };
-      if constexpr (!DEFERS_DQ) ptx::fence_products();
-      if constexpr (ADDS_DQ && !TAKES_TURNS && !DEFERS_DQ) begin_dq(dq, ds_described, line);
+      if constexpr (!DEFERS_DQ) ptx::wgmma_fence();
+      if constexpr (ATOMIC_DQ && !TAKES_TURNS && !DEFERS_DQ) begin_dq(dq, ds_described, line);
       if constexpr (SHARES_KEYS) {
-        const warpgroup::Described p_described =
-            warpgroup::describe(ptx::shared_address(p_smem), 0);
+        const warpgroup::SmemDesc p_described =
+            warpgroup::make_smem_desc(ptx::shared_address(p_smem), 0);
         warpgroup::multiply_add<BLOCK_Q>(dv, p_described, lines_of(do_stage, share_v.line));
         warpgroup::multiply_add<BLOCK_Q>(dk, ds_described, lines_of(q_stage, share_k.line));
-        ptx::commit_products();
+        ptx::wgmma_commit();
       } else if constexpr (!BEGINS_DK) {
         begin_dk();
       }
@@ -426,19 +428,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (deferred_gmem != nullptr && stage != own) add_deferred(0, OwnLines<D>::LINES, false);
         deferred_gmem = sum_gmem;
         deferred_rows = ni;
-      } else if constexpr (ADDS_DQ && !TAKES_TURNS) {
-        ptx::wait_products<1>();
+      } else if constexpr (ATOMIC_DQ && !TAKES_TURNS) {
+        ptx::wgmma_wait<1>();
         add_dq();
-      } else if (ADDS_DQ && stage == own) {
+      } else if (ATOMIC_DQ && stage == own) {
         begin_dq(dq, ds_described, line);
-        ptx::wait_products<0>();
+        ptx::wgmma_wait<0>();
         add_dq();
       }
-      ptx::wait_products<0>();
-      ptx::take_product(dv);
-      ptx::take_product(dk);
+      ptx::wgmma_wait<0>();
+      ptx::fence_accumulator(dv);
+      ptx::fence_accumulator(dk);
       if (clears_keys) warpgroup_gradient::restore_keys(p, *known_smem, k_smem);
-      warpgroup::release(empty(queries, stage));
+      warpgroup::arrive_warpgroup(empty(queries, stage));
     };
     // Of FULL tiles in a row the last one: before it, what comes next is known.
     int last = HAS_MASK ? -1 : span.end - 1;
@@ -459,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         step(tile, warpgroup::Bool<true>());
       }
     }
-    ptx::arrive(empty(told, n));
+    ptx::mbarrier_arrive(empty(told, n));
   }
 
   if (DEFERS_DQ && deferred_gmem != nullptr) add_deferred(own, own + 1, true);
@@ -469,25 +471,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int h_kv = known_smem->h_kv, nj = known_smem->nj;
   const long long j0 = known_smem->j0;
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
-  if constexpr (STORES_BOXES) {
+  if constexpr (TMA_STORE) {
     // In place of the warp's own values, which nobody else reads, and then of its own keys; or of
     // both after they were read, where warpgroups share them.
-    const long long first = j0 + key_tile * warpgroup::ROWS_OF;
-    if constexpr (SHARES_KEYS) ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values
-    warpgroup_gradient::begin_boxes<D_V>(dv, share_v, keep_scale, v_address + key_tile * V_BYTES,
-                                         dv_map, warpgroup::Head(p.dv, entry, h_kv), first);
-    if constexpr (!SHARES_KEYS) ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys
-    warpgroup_gradient::begin_boxes<D>(dk, share_k, static_cast<float>(p.scale),
-                                       k_address + key_tile * K_BYTES, dk_map,
-                                       warpgroup::Head(p.dk, entry, h_kv), first);
-    if (ptx::lane_index() == 0) ptx::wait_stores_read();
+    const long long first = j0 + key_tile * warpgroup::WARPGROUP_ROWS;
+    if constexpr (SHARES_KEYS)
+      ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the keys and values
+    warpgroup_gradient::tma_store_rows<D_V>(dv, share_v, keep_scale, v_address + key_tile * V_BYTES,
+                                            dv_map, warpgroup::TmaHead(p.dv, entry, h_kv), first);
+    if constexpr (!SHARES_KEYS) ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the keys
+    warpgroup_gradient::tma_store_rows<D>(dk, share_k, static_cast<float>(p.scale),
+                                          k_address + key_tile * K_BYTES, dk_map,
+                                          warpgroup::TmaHead(p.dk, entry, h_kv), first);
+    if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
   } else {
     const warpgroup_gradient::ResultRows<D> dk_rows(p.dk, p.kind_dk, entry, h_kv, j0, nj, k_smem);
     const warpgroup_gradient::ResultRows<D_V> dv_rows(p.dv, p.kind_dv, entry, h_kv, j0, nj, v_smem);
-    ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values, in whose place results go
+    ptx::named_barrier_sync(TOGETHER,
+                            CONSUMER_THREADS);  // the keys and values, in whose place results go
     dk_rows.put(dk, corner.row, share_k, static_cast<float>(p.scale));
     dv_rows.put(dv, corner.row, share_v, keep_scale);
-    ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the results, which other threads wrote
+    ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the results, which other threads wrote
     dk_rows.copy_out();
     dv_rows.copy_out();
   }

@@ -22,7 +22,7 @@
 // = lead_size; packed: heads * blocks. Shared memory: the queries; keys, values; the results, if
 // there is room; what a block knows. BLOCK_Q is 64 times the warpgroups that compute, BLOCK_KV one
 // of the widths in ptx/wgmma.cuh. Behind the parameters come the maps of q, k, v and, where
-// STORES_BOXES, out.
+// TMA_STORE, out.
 #include "../common/params.cuh"
 #include "../ptx/reciprocal.cuh"
 #include "../sm80/fragment_softmax.cuh"
@@ -36,10 +36,10 @@ namespace {
 constexpr int COLUMNS = BLOCK_KV / 4;
 constexpr int ASKED = MAY_MASK ? COLUMNS : 2;  // columns for which the mask is asked
 constexpr int AT_ONCE = fragment_tile::columns_at_once(COLUMNS);
-constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::LINE_COLUMNS) / 4;
+constexpr int COLUMNS_V = matmul::round_up(D_V, warpgroup::SLAB_COLUMNS) / 4;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
-constexpr int CONSUMERS = BLOCK_Q / warpgroup::ROWS_OF;
-constexpr int HELD_BYTES = warpgroup::ROWS_OF * Q_BYTES;  // a warpgroup's queries
+constexpr int CONSUMERS = BLOCK_Q / warpgroup::WARPGROUP_ROWS;
+constexpr int HELD_BYTES = warpgroup::WARPGROUP_ROWS * Q_BYTES;  // a warpgroup's queries
 constexpr int KEYS_BYTES = BLOCK_KV * Q_BYTES, VALUES_BYTES = BLOCK_KV * V_BYTES;
 // Places of keys, and of values, and of queries: small ones leave room for more, unless what a
 // score reads is to lie in the cache that shared memory takes its room from.
@@ -54,9 +54,9 @@ constexpr bool SKIPS = HAS_EDGES && !HAS_RANGE && !HAS_SCORE;
 constexpr bool RESCALES_ALWAYS = D_V <= 64 && CONSUMERS == 2;
 // Whether a tile may have keys that take no part, and yet are there: their values may be anything.
 constexpr bool LOOKS = MAY_MASK || PACKED;
-constexpr int LOOKING = LOOKS ? 2 : 0;                        // warps, of the warpgroup that copies
-constexpr int LOOKERS = LOOKING * warpgroup::OF_WARP;         // arrivals
-constexpr int COMPUTING = CONSUMERS * warpgroup::THREADS_OF;  // threads
+constexpr int LOOKING = LOOKS ? 2 : 0;  // warps, of the warpgroup that copies
+constexpr int LOOKERS = LOOKING * warpgroup::ARRIVALS_OF_WARP;    // arrivals
+constexpr int COMPUTING = CONSUMERS * warpgroup::WARPGROUP_SIZE;  // threads
 // Registers of a thread that copies and of one that computes: as many in all as at the start, or
 // some wait for them for ever.
 constexpr int KEPT = CONSUMERS == 2 ? 40 : 32, TAKEN = CONSUMERS == 2 ? 232 : 160;
@@ -81,7 +81,7 @@ struct Known {
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 constexpr int RESULTS_BYTES = BLOCK_Q * V_BYTES;
-constexpr int BOX_BYTES = fragment::WARP_ROWS * warpgroup::LINE_BYTES;
+constexpr int BOX_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES;
 constexpr int LEAST_BYTES =
     Q_PLACES * CONSUMERS * HELD_BYTES + STAGES * (KEYS_BYTES + VALUES_BYTES) + KNOWN_BYTES;
 
@@ -90,12 +90,12 @@ struct alignas(1024) Swizzled {
 };
 
 static_assert(STORAGE < 2, "16-bit types");
-static_assert(THREADS == (CONSUMERS + 1) * warpgroup::THREADS_OF && fragment::WARP_ROWS == 16,
+static_assert(THREADS == (CONSUMERS + 1) * warpgroup::WARPGROUP_SIZE && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
 static_assert(KEPT + CONSUMERS * TAKEN <= 65536 / THREADS / 8 * 8 * (CONSUMERS + 1), "registers");
 static_assert(SHARED_BYTES == LEAST_BYTES + RESULTS_BYTES ||
-                  (SHARED_BYTES == LEAST_BYTES && !STORES_BOXES),
+                  (SHARED_BYTES == LEAST_BYTES && !TMA_STORE),
               "SHARED_BYTES");
 
 __device__ __forceinline__ int stage_of(int n) { return n % STAGES; }
@@ -117,15 +117,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const values_smem = keys_smem + STAGES * KEYS_BYTES;
   char* const results_smem = values_smem + STAGES * VALUES_BYTES;
   Known* const known_smem =
-      reinterpret_cast<Known*>(results_smem + (STORES_BOXES ? RESULTS_BYTES : 0));
+      reinterpret_cast<Known*>(results_smem + (TMA_STORE ? RESULTS_BYTES : 0));
   const unsigned int q_address = ptx::shared_address(q_smem);
   const unsigned int keys_address = ptx::shared_address(keys_smem);
   const unsigned int values_address = ptx::shared_address(values_smem);
   Passing &keys = known_smem->keys, &values = known_smem->values;
   const auto full = [](Passing& of, int n) { return ptx::shared_address(&of.full[stage_of(n)]); };
-  const auto empty = [](Passing& of, int n) {
-    return ptx::shared_address(&of.empty[stage_of(n)]);
-  };
+  const auto empty = [](Passing& of, int n) { return ptx::shared_address(&of.empty[stage_of(n)]); };
   const auto looked_at = [known_smem](int n) {
     return ptx::shared_address(&known_smem->looked_at[stage_of(n)]);
   };
@@ -147,125 +145,125 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
-      ptx::init_barrier(full(keys, n), 1);
-      ptx::init_barrier(full(values, n), 1);
-      ptx::init_barrier(empty(keys, n), CONSUMERS * warpgroup::OF_WARPGROUP);
-      ptx::init_barrier(empty(values, n), CONSUMERS * warpgroup::OF_WARPGROUP + LOOKERS);
-      if constexpr (LOOKS) ptx::init_barrier(looked_at(n), LOOKERS);
+      ptx::mbarrier_init(full(keys, n), 1);
+      ptx::mbarrier_init(full(values, n), 1);
+      ptx::mbarrier_init(empty(keys, n), CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP);
+      ptx::mbarrier_init(empty(values, n), CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP + LOOKERS);
+      if constexpr (LOOKS) ptx::mbarrier_init(looked_at(n), LOOKERS);
     }
 #pragma unroll
     for (int n = 0; n < Q_PLACES * CONSUMERS; ++n) {
-      ptx::init_barrier(queries_full(n), 1);
-      ptx::init_barrier(queries_empty(n), warpgroup::OF_WARPGROUP);
+      ptx::mbarrier_init(queries_full(n), 1);
+      ptx::mbarrier_init(queries_empty(n), warpgroup::ARRIVALS_OF_WARPGROUP);
     }
 #pragma unroll
     for (int j = 0; j < JOBS; ++j) {
-      ptx::init_barrier(told(j), 1);
-      ptx::init_barrier(done(j), COMPUTING / ptx::WARP_SIZE * warpgroup::OF_WARP + 1 + LOOKERS);
+      ptx::mbarrier_init(told(j), 1);
+      ptx::mbarrier_init(done(j),
+                         COMPUTING / ptx::WARP_SIZE * warpgroup::ARRIVALS_OF_WARP + 1 + LOOKERS);
     }
-    ptx::publish_barriers();
+    ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers
 
   if (warpgroup::index() == CONSUMERS) {
-    ptx::shed_registers<KEPT>();
-    const int warp = threadIdx.x % warpgroup::THREADS_OF / ptx::WARP_SIZE;
+    ptx::setmaxnreg_dec<KEPT>();
+    const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
     if (warp == 1) {
       warpgroup_work::Rounds& rounds = known_smem->rounds;
       if (ptx::lane_index() == 0) rounds = warpgroup_work::Rounds(p);
       __syncwarp();  // the rounds
 #pragma unroll 1
       for (int j = 0; j < rounds.count; ++j) {
-        warpgroup::wait(done(j), parity_of_job(j) ^ 1);
+        warpgroup::mbarrier_wait(done(j), parity_of_job(j) ^ 1);
         warpgroup_work::describe(p, rounds, j, known_smem->jobs[j % JOBS]);
-        if (ptx::lane_index() == 0) ptx::arrive(told(j));
+        if (ptx::lane_index() == 0) ptx::mbarrier_arrive(told(j));
       }
       return;
     }
     if (warp > 1) {
       if (!LOOKS) return;
-      const int own = threadIdx.x % warpgroup::THREADS_OF - 2 * ptx::WARP_SIZE;
+      const int own = threadIdx.x % warpgroup::WARPGROUP_SIZE - 2 * ptx::WARP_SIZE;
       int n = 0, looked = 0;
 #pragma unroll 1
       for (int j = 0; has_job(j); ++j) {
-        warpgroup::wait(told(j), parity_of_job(j));
+        warpgroup::mbarrier_wait(told(j), parity_of_job(j));
         const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
 #pragma unroll 1
         for (int now = job.last_tile(); now >= 0; ++n, now = job.tile_before(now)) {
-          warpgroup::wait(full(values, n), parity_of(n));
+          warpgroup::mbarrier_wait(full(values, n), parity_of(n));
           if (HAS_SCORE || job.is_masked(now)) {
-            const bool finite =
-                warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * ptx::WARP_SIZE>(
-                    values_smem + stage_of(n) * VALUES_BYTES, own);
+            const bool finite = warpgroup_rows::finite_rows<VALUES_BYTES, LOOKING * ptx::WARP_SIZE>(
+                values_smem + stage_of(n) * VALUES_BYTES, own);
             const bool some = ptx::any_lane(!finite);
             if (ptx::lane_index() == 0) {
               known_smem->nonfinite[stage_of(looked)][warp - 2] = some ? 1 : 0;
             }
-            warpgroup::release_of_warp(looked_at(looked));
+            warpgroup::arrive_warp(looked_at(looked));
             ++looked;
           }
-          warpgroup::release_of_warp(empty(values, n));
+          warpgroup::arrive_warp(empty(values, n));
         }
-        warpgroup::release_of_warp(done(j));
+        warpgroup::arrive_warp(done(j));
       }
       return;
     }
-    if (threadIdx.x % warpgroup::THREADS_OF != 0) return;
+    if (threadIdx.x % warpgroup::WARPGROUP_SIZE != 0) return;
     int n = 0, times = 0;  // that queries were copied
 #pragma unroll 1
     for (int j = 0; has_job(j); ++j) {
-      warpgroup::wait(told(j), parity_of_job(j));
+      warpgroup::mbarrier_wait(told(j), parity_of_job(j));
       const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
       const int last = job.last_tile();
 #pragma unroll 1
       for (int now = last; now >= 0; ++n, now = job.tile_before(now)) {
         const int first = job.first_k + now * BLOCK_KV;
-        warpgroup::wait(empty(keys, n), parity_of(n) ^ 1);
-        ptx::arrive_expecting(full(keys, n), KEYS_BYTES);
-        warpgroup::begin_tile<BLOCK_KV, D>(keys_address + stage_of(n) * KEYS_BYTES, k_map, job.k,
-                                           first, full(keys, n));
+        warpgroup::mbarrier_wait(empty(keys, n), parity_of(n) ^ 1);
+        ptx::mbarrier_arrive_expect_tx(full(keys, n), KEYS_BYTES);
+        warpgroup::tma_load_tile<BLOCK_KV, D>(keys_address + stage_of(n) * KEYS_BYTES, k_map, job.k,
+                                              first, full(keys, n));
         if (now == last) {
           // 1 load q
 #pragma unroll 1
           for (int x = 0; x < CONSUMERS; ++x) {
             const int to = q_place_of(times) + x;
-            warpgroup::wait(queries_empty(to), q_parity_of(times) ^ 1);
-            ptx::arrive_expecting(queries_full(to), warpgroup::ROWS_OF * Q_BYTES);
-            warpgroup::begin_tile<warpgroup::ROWS_OF, D>(q_address + to * HELD_BYTES, q_map, job.q,
-                                                         job.first_q + x * warpgroup::ROWS_OF,
-                                                         queries_full(to));
+            warpgroup::mbarrier_wait(queries_empty(to), q_parity_of(times) ^ 1);
+            ptx::mbarrier_arrive_expect_tx(queries_full(to), warpgroup::WARPGROUP_ROWS * Q_BYTES);
+            warpgroup::tma_load_tile<warpgroup::WARPGROUP_ROWS, D>(
+                q_address + to * HELD_BYTES, q_map, job.q,
+                job.first_q + x * warpgroup::WARPGROUP_ROWS, queries_full(to));
           }
           ++times;
         }
-        warpgroup::wait(empty(values, n), parity_of(n) ^ 1);
-        ptx::arrive_expecting(full(values, n), VALUES_BYTES);
-        warpgroup::begin_tile<BLOCK_KV, D_V>(values_address + stage_of(n) * VALUES_BYTES, v_map,
-                                             job.v, first, full(values, n));
+        warpgroup::mbarrier_wait(empty(values, n), parity_of(n) ^ 1);
+        ptx::mbarrier_arrive_expect_tx(full(values, n), VALUES_BYTES);
+        warpgroup::tma_load_tile<BLOCK_KV, D_V>(values_address + stage_of(n) * VALUES_BYTES, v_map,
+                                                job.v, first, full(values, n));
       }
-      ptx::arrive(done(j));
+      ptx::mbarrier_arrive(done(j));
     }
     return;
   }
 
-  ptx::take_registers<TAKEN>();
+  ptx::setmaxnreg_inc<TAKEN>();
   const int own = warpgroup::index();
   const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
   // Logits are `unit` times a score; the sign of a negative scale goes to the queries, and so does
   // a scale of 0, lest it meets a score of -inf.
   const float unit = HAS_SCORE ? 1.0f : fabs(scale);
   const float c = unit == 0 ? 1.0f : fmin(unit * tile::LOG2_E, number::largest_float());
-  const warpgroup::Described q = warpgroup::describe(q_address, 0);
-  const warpgroup::Described k = warpgroup::describe(keys_address, 0);
-  const warpgroup::Described v =
-      warpgroup::describe(values_address, BLOCK_KV * warpgroup::LINE_BYTES);
+  const warpgroup::SmemDesc q = warpgroup::make_smem_desc(q_address, 0);
+  const warpgroup::SmemDesc k = warpgroup::make_smem_desc(keys_address, 0);
+  const warpgroup::SmemDesc v =
+      warpgroup::make_smem_desc(values_address, BLOCK_KV * warpgroup::SLAB_ROW_BYTES);
   const unsigned int results_address =  // the warp's own
       ptx::shared_address(results_smem) + ptx::shuffle(fragment::warp_row(), 0) * V_BYTES;
   const int next = own + 1 < CONSUMERS ? own + 1 : 0;
   // Turns are barriers 1 and on: whose it is, and who had the one before. Then come those of one
   // warpgroup, and one of all that compute.
-  constexpr int BOTH = 2 * warpgroup::THREADS_OF;
+  constexpr int BOTH = 2 * warpgroup::WARPGROUP_SIZE;
   constexpr int OWN = 1 + CONSUMERS, ALL = OWN + CONSUMERS;
-  if (next == 0) ptx::arrive_at(1, BOTH);
+  if (next == 0) ptx::named_barrier_arrive(1, BOTH);
 
   int steps = 0, looked = 0, times = 0;  // tiles, those that were looked at, and queries that came
   float m[2], l[2], acc[2][COLUMNS_V];
@@ -273,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   bool more_jobs = true;
 #pragma unroll 1
   for (int j = 0; more_jobs; ++j) {
-    warpgroup::wait(told(j), parity_of_job(j));
+    warpgroup::mbarrier_wait(told(j), parity_of_job(j));
     const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
     // The code of the next tile, and of FULL ones in a row the first. A shuffle tells the compiler
     // that lanes agree, without which it puts products in a row.
@@ -294,11 +292,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const auto begin_scores = [&](int n) {
       warpgroup::multiply<D, BLOCK_KV>(s, q + place * (HELD_BYTES / 16),
                                        k + stage_of(n) * (KEYS_BYTES / 16));
-      ptx::commit_products();
+      ptx::wgmma_commit();
     };
     const auto begin_output = [&](int n) {
       warpgroup::multiply_add<BLOCK_KV>(acc, weights, v + stage_of(n) * (VALUES_BYTES / 16));
-      ptx::commit_products();
+      ptx::wgmma_commit();
     };
     // Whether the warp has a pair that takes part.
     const auto find_pairs = [&](int tile, bool masked) {
@@ -327,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     };
     // Adds what is not finite of a tile with pairs that take no part, and makes it 0.
     const auto take_nonfinite = [&](int n, int tile) {
-      warpgroup::wait(looked_at(looked), parity_of(looked));  // which is after they came
+      warpgroup::mbarrier_wait(looked_at(looked), parity_of(looked));  // which is after they came
       const unsigned int (&found)[2] = known_smem->nonfinite[stage_of(looked)];
       ++looked;
       if ((found[0] | found[1]) == 0) return;
@@ -339,10 +337,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         return fragment_tile::Pairs::key_of(column) < keys;
       };
       warpgroup_rows::add_nonfinite(acc, weights, tile_smem, takes_part);
-      ptx::meet_at(ALL, COMPUTING);  // the values, which are read as they came
+      ptx::named_barrier_sync(ALL, COMPUTING);  // the values, which are read as they came
       warpgroup_rows::clear_nonfinite<VALUES_BYTES, COMPUTING>(tile_smem, threadIdx.x);
-      ptx::publish_shared();
-      ptx::meet_at(ALL, COMPUTING);  // the values, now finite
+      ptx::fence_proxy_async();
+      ptx::named_barrier_sync(ALL, COMPUTING);  // the values, now finite
     };
     const auto find_max = [&] {
       return fragment_softmax::row_max<!RESCALES_ALWAYS>(s, m, m_new, c);
@@ -351,13 +349,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
     const bool has_tiles = !HAS_MASK && !PACKED || following >= 0;
     if (has_tiles) {
-      warpgroup::wait(queries_full(place), q_parity_of(times));
+      warpgroup::mbarrier_wait(queries_full(place), q_parity_of(times));
       ++times;
       if (!HAS_SCORE && !(scale > 0)) {
-        warpgroup_rows::turn_rows<warpgroup::ROWS_OF * Q_BYTES, warpgroup::THREADS_OF>(
-            q_smem + place * HELD_BYTES, threadIdx.x % warpgroup::THREADS_OF, scale);
-        ptx::publish_shared();
-        ptx::meet_at(OWN + own, warpgroup::THREADS_OF);  // the warpgroup's queries, now turned
+        warpgroup_rows::turn_rows<warpgroup::WARPGROUP_ROWS * Q_BYTES, warpgroup::WARPGROUP_SIZE>(
+            q_smem + place * HELD_BYTES, threadIdx.x % warpgroup::WARPGROUP_SIZE, scale);
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync(OWN + own,
+                                warpgroup::WARPGROUP_SIZE);  // the warpgroup's queries, now turned
       }
     }
     // Where a mask has edges, PARTIAL tiles are begun here, each after the end of what was before.
@@ -365,8 +364,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
     while (more) {
       // 2 scores
-      warpgroup::wait(full(keys, steps), parity_of(steps));
-      ptx::fence_products();
+      warpgroup::mbarrier_wait(full(keys, steps), parity_of(steps));
+      ptx::wgmma_fence();
       begin_scores(steps);
       const int now = following / 2;
       const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
@@ -379,10 +378,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const bool sees = find_pairs(now, masked) || !SKIPS;
       bool takes_part[2] = {true, true};
       if (HALVES && masked) fragment_tile::find_halves<COLUMNS>(allowed, takes_part);
-      ptx::wait_products<0>();
-      ptx::take_product(s);
-      warpgroup::release(empty(keys, steps));
-      if (following < 0) warpgroup::release(queries_empty(place));
+      ptx::wgmma_wait<0>();
+      ptx::fence_accumulator(s);
+      warpgroup::arrive_warpgroup(empty(keys, steps));
+      if (following < 0) warpgroup::arrive_warpgroup(queries_empty(place));
       if (sees) {
         // 3 score mod
         // 4 mask
@@ -411,43 +410,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const int n = steps;
         const int now = following / 2;
         const bool masked = !HAS_EDGES && MAY_MASK && following % 2 != 0;
-        warpgroup::wait(full(keys, n), parity_of(n));
-        ptx::meet_at(1 + own, BOTH);  // this warpgroup's turn to begin products
-        ptx::fence_products();
+        warpgroup::mbarrier_wait(full(keys, n), parity_of(n));
+        ptx::named_barrier_sync(1 + own, BOTH);  // this warpgroup's turn to begin products
+        ptx::wgmma_fence();
         begin_scores(n);
         // 7 accumulate p v
-        warpgroup::wait(full(values, n - 1), parity_of(n - 1));
-        ptx::fence_products();  // again: the compiler sees a branch behind the first
+        warpgroup::mbarrier_wait(full(values, n - 1), parity_of(n - 1));
+        ptx::wgmma_fence();  // again: the compiler sees a branch behind the first
         begin_output(n - 1);
-        ptx::arrive_at(1 + next, BOTH);  // the next one's turn
+        ptx::named_barrier_arrive(1 + next, BOTH);  // the next one's turn
         if (HAS_EDGES && now > run) {
           following -= 2;
         } else {
           go_on(now);
         }
         find_pairs(now, masked);
-        ptx::wait_products<1>();
-        ptx::take_product(s);
-        warpgroup::release(empty(keys, n));
-        if (following < 0) warpgroup::release(queries_empty(place));
+        ptx::wgmma_wait<1>();
+        ptx::fence_accumulator(s);
+        warpgroup::arrive_warpgroup(empty(keys, n));
+        if (following < 0) warpgroup::arrive_warpgroup(queries_empty(place));
         const bool hides = change_scores(now, masked, warpgroup::Bool<false>());
         const bool grew = find_max() || RESCALES_ALWAYS;
         if (grew) fragment_softmax::raise_max(m, m_new, l, alpha, c);
         fragment_softmax::exponentiate(s, m, l, c, hides);
         if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, job.box_of(now), s);
-        ptx::wait_products<0>();
-        ptx::take_product(acc);
-        warpgroup::release(empty(values, n - 1));
+        ptx::wgmma_wait<0>();
+        ptx::fence_accumulator(acc);
+        warpgroup::arrive_warpgroup(empty(values, n - 1));
         fragment::narrow(s, weights);
         if (grew) fragment_softmax::scale_rows(acc, alpha);
         if (HAS_SCORE || (LOOKS && masked)) take_nonfinite(n, now);
       }
-      warpgroup::wait(full(values, steps - 1), parity_of(steps - 1));
-      ptx::fence_products();
+      warpgroup::mbarrier_wait(full(values, steps - 1), parity_of(steps - 1));
+      ptx::wgmma_fence();
       begin_output(steps - 1);
-      ptx::wait_products<0>();
-      ptx::take_product(acc);
-      warpgroup::release(empty(values, steps - 1));
+      ptx::wgmma_wait<0>();
+      ptx::fence_accumulator(acc);
+      warpgroup::arrive_warpgroup(empty(values, steps - 1));
       more = HAS_EDGES && following >= 0;
     }
 
@@ -466,11 +465,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     unsigned int out[2][COLUMNS_V / 2];
     warpgroup_rows::narrow_rows(acc, weight, out);
     more_jobs = has_job(j + 1);  // asked where registers are free, and before it must be known
-    if constexpr (STORES_BOXES) {
+    if constexpr (TMA_STORE) {
       if (job.rows > 0) {
-        warpgroup_rows::wait_boxes();
-        warpgroup_rows::begin_boxes<D_V, BOX_BYTES>(out, results_address, out_map, job.out,
-                                                    job.first_q + fragment::warp_row());
+        warpgroup_rows::tma_store_wait();
+        warpgroup_rows::tma_store_rows<D_V, BOX_BYTES>(out, results_address, out_map, job.out,
+                                                       job.first_q + fragment::warp_row());
       }
     } else {
       warpgroup_rows::store_rows<D_V>(
@@ -491,8 +490,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     fragment_softmax::init_state(m, l, acc);
     tile::count_tiles(p, steps - before);
-    warpgroup::release_of_warp(done(j));
+    warpgroup::arrive_warp(done(j));
   }
-  if (own == 0) ptx::meet_at(1, BOTH);  // the turn that nobody takes
-  if (STORES_BOXES && ptx::lane_index() == 0) ptx::wait_stores_read();
+  if (own == 0) ptx::named_barrier_sync(1, BOTH);  // the turn that nobody takes
+  if (TMA_STORE && ptx::lane_index() == 0) ptx::tma_store_wait_read();
 }

@@ -42,7 +42,8 @@ struct Known {
   unsigned int spoilt[fragment::WARPS];  // whether a warp brought values that cannot be split
 };
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
-constexpr int ARRIVALS = fragment::WARPS * warpgroup::OF_WARP;  // at each of these barriers
+constexpr int ARRIVALS =
+    fragment::WARPS * warpgroup::ARRIVALS_OF_WARP;  // at each of these barriers
 
 struct alignas(1024) Swizzled {
   char x[1024];
@@ -50,14 +51,15 @@ struct alignas(1024) Swizzled {
 
 // Comes to a barrier that counts warps.
 __device__ __forceinline__ void arrive(unsigned long long& barrier) {
-  warpgroup::release_of_warp(ptx::shared_address(&barrier));
+  warpgroup::arrive_warp(ptx::shared_address(&barrier));
 }
 __device__ __forceinline__ void wait(unsigned long long& barrier, int parity) {
-  warpgroup::wait(ptx::shared_address(&barrier), parity);
+  warpgroup::mbarrier_wait(ptx::shared_address(&barrier), parity);
 }
 
 static_assert(STORAGE == 2, "float32");
-static_assert(fragment::WARP_ROWS == 16 && BLOCK_Q % warpgroup::ROWS_OF == 0, "BLOCK_Q, THREADS");
+static_assert(fragment::WARP_ROWS == 16 && BLOCK_Q % warpgroup::WARPGROUP_ROWS == 0,
+              "BLOCK_Q, THREADS");
 static_assert(SHARED_BYTES == HELD_BYTES + 2 * (Keys::BYTES + Values::BYTES) + KNOWN_BYTES,
               "SHARED_BYTES");
 
@@ -88,15 +90,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
                                             ni);
-  ptx::commit_copies();
+  ptx::cp_async_commit();
   Passing &keys_passing = known_smem->keys, &values_passing = known_smem->values;
   if (threadIdx.x == 0) {
     known_smem->entry = work.entry;
-    ptx::init_barrier(ptx::shared_address(&keys_passing.full), ARRIVALS);
-    ptx::init_barrier(ptx::shared_address(&keys_passing.empty), ARRIVALS);
-    ptx::init_barrier(ptx::shared_address(&values_passing.full), ARRIVALS);
-    ptx::init_barrier(ptx::shared_address(&values_passing.empty), ARRIVALS);
-    ptx::publish_barriers();
+    ptx::mbarrier_init(ptx::shared_address(&keys_passing.full), ARRIVALS);
+    ptx::mbarrier_init(ptx::shared_address(&keys_passing.empty), ARRIVALS);
+    ptx::mbarrier_init(ptx::shared_address(&values_passing.full), ARRIVALS);
+    ptx::mbarrier_init(ptx::shared_address(&values_passing.empty), ARRIVALS);
+    ptx::fence_mbarrier_init();
   }
   __syncthreads();  // what is known, and the barriers
   const auto describe = [&](long long j0, int nj) {
@@ -116,14 +118,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   for (int u = 0; u < Values::UNITS; ++u) {
     if (now.rows > 0) Values::load(passing[u], u, v, now.first, now.rows);
   }
-  ptx::wait_copies<0>();
+  ptx::cp_async_wait<0>();
   if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
   const char* const own_q_smem = q_smem + fragment::warp_row() * Q_BYTES;
-  const warpgroup::Described keys = warpgroup::describe(ptx::shared_address(keys_smem), 0);
-  const warpgroup::Described values = warpgroup::describe(ptx::shared_address(values_smem), 0);
+  const warpgroup::SmemDesc keys = warpgroup::make_smem_desc(ptx::shared_address(keys_smem), 0);
+  const warpgroup::SmemDesc values = warpgroup::make_smem_desc(ptx::shared_address(values_smem), 0);
   float m[2], l[2], acc[2][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
-  ptx::publish_shared();
+  ptx::fence_proxy_async();
   arrive(keys_passing.full);
   __syncthreads();  // the queries, which other threads brought
   Scores q(own_q_smem);
@@ -153,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (ptx::lane_index() == 0) {
         known_smem->spoilt[threadIdx.x / ptx::WARP_SIZE] = some ? 1 : 0;
       }
-      ptx::publish_shared();
+      ptx::fence_proxy_async();
       arrive(values_passing.full);
       if (next.rows == 0) return;
 #pragma unroll
@@ -169,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     bool hides = masked;
     if constexpr (HAS_SCORE) {
       hides = ptx::any_lane(fragment_tile::change_scores<true, AT_ONCE>(p, tile::given_of(p, box),
-                                                                         box, s, scale)) ||
+                                                                        box, s, scale)) ||
               masked;
     }
     // 4 mask
@@ -192,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (spoilt != 0) {
       warpgroup_split::add_nonfinite<D_V>(acc, weights, v, now.first, now.rows);
       warpgroup_split::clear_nonfinite<Values::BYTES>(values_smem);
-      ptx::publish_shared();
+      ptx::fence_proxy_async();
       __syncthreads();  // the values, now finite
     }
     warpgroup_split::multiply_add<D_V>(acc, weights, values, [&](int part) {
@@ -200,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       wait(keys_passing.empty, parity);
 #pragma unroll
       for (int u = 0; u < Keys::UNITS; ++u) Keys::store(passing[u], u, keys_smem);
-      ptx::publish_shared();
+      ptx::fence_proxy_async();
       arrive(keys_passing.full);
 #pragma unroll
       for (int u = 0; u < Values::UNITS; ++u) {
@@ -226,8 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   __syncwarp();  // the warp's rows, which its lanes wrote
   fragment::copy_out<D_V>(
       p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
-      fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE,
-      out_smem);
+      fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE, out_smem);
   // 9 store lse
   const memory::Numbers lse = memory::numbers(p.lse, entry, h);
 #pragma unroll

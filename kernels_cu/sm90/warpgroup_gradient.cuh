@@ -16,13 +16,13 @@ using warpgroup_passing::TOGETHER;
 // Begins to copy the block's keys or values from row `first` on, in tiles of 64, by one thread.
 template <int WIDTH>
 __device__ __forceinline__ void begin_keys(unsigned int to, const ptx::TensorMap& map,
-                                           const warpgroup::Head& head, long long first,
+                                           const warpgroup::TmaHead& head, long long first,
                                            unsigned int barrier) {
-  constexpr int ROWS = warpgroup::ROWS_OF;
+  constexpr int ROWS = warpgroup::WARPGROUP_ROWS;
 #pragma unroll
   for (int n = 0; n < BLOCK_KV; n += ROWS) {
-    warpgroup::begin_tile<ROWS, WIDTH>(to + n * fragment::row_bytes(WIDTH), map, head, first + n,
-                                       barrier);
+    warpgroup::tma_load_tile<ROWS, WIDTH>(to + n * fragment::row_bytes(WIDTH), map, head, first + n,
+                                          barrier);
   }
 }
 
@@ -30,21 +30,21 @@ __device__ __forceinline__ void begin_keys(unsigned int to, const ptx::TensorMap
 
 // Warpgroups have 64 keys each, and all columns of their dk and dv; or wide heads' 64 keys
 // together, half of a tile's queries, and half of the columns.
-constexpr bool SHARES_KEYS = BLOCK_KV == warpgroup::ROWS_OF;
+constexpr bool SHARES_KEYS = BLOCK_KV == warpgroup::WARPGROUP_ROWS;
 
 // A warpgroup's columns, by lines of 64. Of an odd number the one between belongs to the first
 // warpgroup, and the other one computes it, too.
 template <int WIDTH>
 struct OwnLines {
-  static constexpr int LINES = fragment::row_bytes(WIDTH) / warpgroup::LINE_BYTES;
+  static constexpr int LINES = fragment::row_bytes(WIDTH) / warpgroup::SLAB_ROW_BYTES;
   static constexpr int EACH = SHARES_KEYS ? (LINES + 1) / 2 : LINES;
-  static constexpr int COLUMNS = EACH * warpgroup::LINE_COLUMNS / 4;  // of a thread
+  static constexpr int COLUMNS = EACH * warpgroup::SLAB_COLUMNS / 4;  // of a thread
   int line, first, begin;  // the first line and its first column, and that which is its own
 
   __device__ __forceinline__ explicit OwnLines(int own)
       : line(SHARES_KEYS && own > 0 ? LINES - EACH : 0),
-        first(line * warpgroup::LINE_COLUMNS),
-        begin(SHARES_KEYS ? own * EACH * warpgroup::LINE_COLUMNS : 0) {}
+        first(line * warpgroup::SLAB_COLUMNS),
+        begin(SHARES_KEYS ? own * EACH * warpgroup::SLAB_COLUMNS : 0) {}
 };
 
 // -- probabilities --------------------------------------------------------------------------------
@@ -160,8 +160,8 @@ __device__ __forceinline__ void narrow_kept(const float (&p)[2][COLUMNS],
 // keys. Matrices are 8 x 8, two of the warp's keys by two of its queries.
 __device__ __forceinline__ int place_of_words(const fragment_gradient::Corner& corner) {
   const int lane = ptx::lane_index();
-  return fragment::place<warpgroup::LINE_BYTES>(corner.row - fragment::lane_row() + lane % 16,
-                                                corner.column / 8 + lane / 16);
+  return fragment::place<warpgroup::SLAB_ROW_BYTES>(corner.row - fragment::lane_row() + lane % 16,
+                                                    corner.column / 8 + lane / 16);
 }
 
 // Writes a thread's words, from its first key and query on, to the tile, which begins at a multiple
@@ -190,7 +190,7 @@ __device__ __forceinline__ int place_of_sum(int row, int column) {
 template <int COLUMNS>
 __device__ __forceinline__ void add_rows(const float (&dq)[2][COLUMNS], float* to_gmem, int column,
                                          int begin, int valid) {
-  const int row = threadIdx.x % warpgroup::THREADS_OF / ptx::WARP_SIZE * 16;
+  const int row = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE * 16;
   float* const lane_gmem = to_gmem + place_of_sum(row, column) + 4 * ptx::lane_index();
 #pragma unroll
   for (int n = 0; n < COLUMNS; n += 4) {
@@ -199,8 +199,8 @@ __device__ __forceinline__ void add_rows(const float (&dq)[2][COLUMNS], float* t
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (row + 8 * r >= valid) break;
-      ptx::add_four(lane_gmem + r * fragment_product::GROUP_SIZE<D> + n / 4 * 128, dq[r][n],
-                     dq[r][n + 1], dq[r][n + 2], dq[r][n + 3]);
+      ptx::red_add_v4(lane_gmem + r * fragment_product::GROUP_SIZE<D> + n / 4 * 128, dq[r][n],
+                      dq[r][n + 1], dq[r][n + 2], dq[r][n + 3]);
     }
   }
 }
@@ -234,9 +234,9 @@ __device__ __forceinline__ bool all_finite(const unsigned int (&x)[2][WORDS]) {
 // An element of a tile of ROWS rows.
 template <int ROWS>
 __device__ __forceinline__ storage_t& element(char* tile_smem, int row, int column) {
-  const int at =
-      column / warpgroup::LINE_COLUMNS * ROWS * warpgroup::LINE_BYTES +
-      fragment::place<warpgroup::LINE_BYTES>(row, column % warpgroup::LINE_COLUMNS / STORED_VECTOR);
+  const int at = column / warpgroup::SLAB_COLUMNS * ROWS * warpgroup::SLAB_ROW_BYTES +
+                 fragment::place<warpgroup::SLAB_ROW_BYTES>(
+                     row, column % warpgroup::SLAB_COLUMNS / STORED_VECTOR);
   return reinterpret_cast<storage_t*>(tile_smem + at)[column % STORED_VECTOR];
 }
 
@@ -301,13 +301,13 @@ __device__ __forceinline__ void copy_finite_keys(const char* k_smem, char* to_sm
 // Makes the keys finite, when all threads that compute have read them, and as they came.
 __device__ __forceinline__ void clear_keys_for_a_while(char* k_smem) {
   clear_nonfinite(k_smem, BLOCK_KV * fragment::row_bytes(D));
-  ptx::publish_shared();
-  ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, now finite
+  ptx::fence_proxy_async();
+  ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the keys, now finite
 }
 __device__ __forceinline__ void restore_keys(const Params& p, const warpgroup_passing::Known& known,
                                              char* k_smem) {
-  constexpr int ROWS = warpgroup::ROWS_OF;
-  ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
+  constexpr int ROWS = warpgroup::WARPGROUP_ROWS;
+  ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
   const memory::Rows from = memory::rows(p.k, known.entry, known.h_kv, true);
   const long long first = known.j0;
   const int valid = known.nj;
@@ -317,19 +317,19 @@ __device__ __forceinline__ void restore_keys(const Params& p, const warpgroup_pa
     element<ROWS>(k_smem + row / ROWS * (ROWS * fragment::row_bytes(D)), row % ROWS, column) =
         row < valid ? from.data[(first + row) * from.row + column * from.col] : storage_t(0);
   }
-  ptx::publish_shared();
-  ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys as they came
+  ptx::fence_proxy_async();
+  ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the keys as they came
 }
 
 // Makes 0 of rows from row `valid` on, by all threads that compute: in a packed array boxes bring
 // those of the next sequence.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void clear_rows(char* tile_smem, int valid) {
-  constexpr int SLAB = ROWS * warpgroup::LINE_BYTES;
-  constexpr int SLABS = fragment::row_bytes(WIDTH) / warpgroup::LINE_BYTES;
+  constexpr int SLAB = ROWS * warpgroup::SLAB_ROW_BYTES;
+  constexpr int SLABS = fragment::row_bytes(WIDTH) / warpgroup::SLAB_ROW_BYTES;
 #pragma unroll 1
   for (int n = threadIdx.x; n < SLABS * SLAB / 4; n += CONSUMER_THREADS) {
-    if (n * 4 % SLAB / warpgroup::LINE_BYTES >= valid) {
+    if (n * 4 % SLAB / warpgroup::SLAB_ROW_BYTES >= valid) {
       reinterpret_cast<unsigned int*>(tile_smem)[n] = 0;
     }
   }
@@ -338,10 +338,10 @@ __device__ __forceinline__ void clear_rows(char* tile_smem, int valid) {
 // The same of the block's keys or values, in tiles of 64, of which `valid` exist.
 template <int WIDTH>
 __device__ __forceinline__ void clear_keys(char* tiles_smem, int valid) {
-  constexpr int TILE_BYTES = warpgroup::ROWS_OF * fragment::row_bytes(WIDTH);
-  for (int n = 0; n < BLOCK_KV / warpgroup::ROWS_OF; ++n) {
-    clear_rows<warpgroup::ROWS_OF, WIDTH>(tiles_smem + n * TILE_BYTES,
-                                          valid - n * warpgroup::ROWS_OF);
+  constexpr int TILE_BYTES = warpgroup::WARPGROUP_ROWS * fragment::row_bytes(WIDTH);
+  for (int n = 0; n < BLOCK_KV / warpgroup::WARPGROUP_ROWS; ++n) {
+    clear_rows<warpgroup::WARPGROUP_ROWS, WIDTH>(tiles_smem + n * TILE_BYTES,
+                                                 valid - n * warpgroup::WARPGROUP_ROWS);
   }
 }
 
@@ -349,8 +349,9 @@ __device__ __forceinline__ void clear_keys(char* tiles_smem, int valid) {
 __device__ __forceinline__ void clear_missing_keys(char* k_smem, char* v_smem, int valid) {
   clear_keys<D>(k_smem, valid);
   clear_keys<D_V>(v_smem, valid);
-  ptx::publish_shared();
-  ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the keys and values that exist, and no others
+  ptx::fence_proxy_async();
+  ptx::named_barrier_sync(TOGETHER,
+                          CONSUMER_THREADS);  // the keys and values that exist, and no others
 }
 
 // -- results --------------------------------------------------------------------------------------
@@ -409,18 +410,18 @@ struct ResultRows {
 // Begins to write the warp's 16 keys of a result of WIDTH columns, times a factor, by boxes, from
 // its rows of a tile of 64 in shared memory, the first of which is `first`.
 template <int WIDTH, int COLUMNS>
-__device__ __forceinline__ void begin_boxes(const float (&result)[2][COLUMNS],
-                                            const OwnLines<WIDTH>& share, float factor,
-                                            unsigned int tile_address, const ptx::TensorMap& to,
-                                            const warpgroup::Head& head, long long first) {
-  constexpr int LINE_BYTES = warpgroup::ROWS_OF * warpgroup::LINE_BYTES;
+__device__ __forceinline__ void tma_store_rows(const float (&result)[2][COLUMNS],
+                                               const OwnLines<WIDTH>& share, float factor,
+                                               unsigned int tile_address, const ptx::TensorMap& to,
+                                               const warpgroup::TmaHead& head, long long first) {
+  constexpr int SLAB_ROW_BYTES = warpgroup::WARPGROUP_ROWS * warpgroup::SLAB_ROW_BYTES;
   const int warp = ptx::shuffle(threadIdx.x / ptx::WARP_SIZE % 4, 0);
   const int row = warp * fragment::WARP_ROWS;
   const float factors[2] = {factor, factor};
   unsigned int words[2][COLUMNS / 2];
   warpgroup_rows::narrow_rows(result, factors, words);
-  warpgroup_rows::begin_boxes<WIDTH, LINE_BYTES>(
-      words, tile_address + share.line * LINE_BYTES + row * warpgroup::LINE_BYTES, to, head,
+  warpgroup_rows::tma_store_rows<WIDTH, SLAB_ROW_BYTES>(
+      words, tile_address + share.line * SLAB_ROW_BYTES + row * warpgroup::SLAB_ROW_BYTES, to, head,
       static_cast<int>(first) + row, share.first, share.begin);
 }
 

@@ -7,7 +7,7 @@
 
 namespace warpgroup_passing {
 
-constexpr int CONSUMER_THREADS = THREADS - warpgroup::THREADS_OF;  // those that compute
+constexpr int CONSUMER_THREADS = THREADS - warpgroup::WARPGROUP_SIZE;  // those that compute
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
 constexpr int STAGES = 2;  // of heads, and of tiles
 __device__ __forceinline__ int stage_of(unsigned int n) { return n % STAGES; }
@@ -30,8 +30,8 @@ struct Span {
   layout::Entry entry;
   long long h;
   memory::Numbers lse, delta;
-  float* dq_sum;  // row 0
-  warpgroup::Head q, d_out;
+  float* dq_accum;  // row 0
+  warpgroup::TmaHead q, d_out;
   int first, end, whole;              // places among the head's; from `whole` on rows are missing
   unsigned int some[CONSUMER_WARPS];  // bit n of word w: tile first + 32 w + n is not EMPTY
   unsigned int full[CONSUMER_WARPS];
@@ -168,7 +168,7 @@ struct Known {
   // Makes all barriers but that of the keys and values.
   __device__ __forceinline__ void init_barriers() {
     const auto init = [](unsigned long long& barrier, int arrivals) {
-      ptx::init_barrier(ptx::shared_address(&barrier), arrivals);
+      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
     };
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
@@ -176,11 +176,12 @@ struct Known {
       init(told.empty[n], CONSUMER_THREADS + 1 + ptx::WARP_SIZE);
       init(queries.full[n], 1 + ptx::WARP_SIZE);
       init(full_d_out[n], 1);
-      init(queries.empty[n], CONSUMER_THREADS / warpgroup::THREADS_OF * warpgroup::OF_WARPGROUP);
-      init(d_scores.full[n], CONSUMER_WARPS * warpgroup::OF_WARP);
-      init(d_scores.empty[n], warpgroup::OF_WARPGROUP);
+      init(queries.empty[n],
+           CONSUMER_THREADS / warpgroup::WARPGROUP_SIZE * warpgroup::ARRIVALS_OF_WARPGROUP);
+      init(d_scores.full[n], CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP);
+      init(d_scores.empty[n], warpgroup::ARRIVALS_OF_WARPGROUP);
     }
-    ptx::publish_barriers();
+    ptx::fence_mbarrier_init();
   }
 };
 
@@ -193,7 +194,7 @@ constexpr int TOGETHER = 1;  // the barrier of all that compute
 // Whether a condition holds for any thread that computes; and what was written to shared memory
 // before has been written. The vote tells the compiler that lanes agree.
 __device__ __forceinline__ bool any_thread(bool condition) {
-  return ptx::any_lane(ptx::any_at(TOGETHER, CONSUMER_THREADS, condition));
+  return ptx::any_lane(ptx::named_barrier_or(TOGETHER, CONSUMER_THREADS, condition));
 }
 
 // Tells what a block is to work on, by one thread.
@@ -214,32 +215,32 @@ __device__ __forceinline__ void tell_block(const Params& p, const layout::Work& 
 // Tells of span n, if there is one: all threads that compute, together.
 __device__ __forceinline__ void tell(const Params& p, Known& known, unsigned int n) {
   if (n >= known.spans) return;
-  warpgroup::wait(empty(known.told, n), parity_of(n) ^ 1);
+  warpgroup::mbarrier_wait(empty(known.told, n), parity_of(n) ^ 1);
   Span& span = known.span[stage_of(n)];
   if (threadIdx.x == 0) {
     const unsigned int number = n / known.spans_each, first = n % known.spans_each * Span::MOST;
     const long long h = static_cast<long long>(known.h_kv) * p.group + number % p.group;
     const layout::Entry entry = layout::shared_entry(p, known.entry, number / p.group);
     const int end = first + Span::MOST < known.tiles ? first + Span::MOST : known.tiles;
-    span =
-        Span{entry,
-             h,
-             memory::numbers(p.lse, entry, h),
-             memory::numbers(p.delta, entry, h),
-             reinterpret_cast<float*>(p.dq_sum.data) + layout::grouped_offset(p.dq_sum, entry, h),
-             warpgroup::Head(p.q, entry, h),
-             warpgroup::Head(p.d_out, entry, h),
-             static_cast<int>(first),
-             HAS_MASK ? end : known.tiles,
-             static_cast<int>(entry.len_q / BLOCK_Q),
-             {},
-             {}};
+    span = Span{
+        entry,
+        h,
+        memory::numbers(p.lse, entry, h),
+        memory::numbers(p.delta, entry, h),
+        reinterpret_cast<float*>(p.dq_accum.data) + layout::grouped_offset(p.dq_accum, entry, h),
+        warpgroup::TmaHead(p.q, entry, h),
+        warpgroup::TmaHead(p.d_out, entry, h),
+        static_cast<int>(first),
+        HAS_MASK ? end : known.tiles,
+        static_cast<int>(entry.len_q / BLOCK_Q),
+        {},
+        {}};
   }
   if constexpr (HAS_MASK) {
-    ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // what is known of the head
+    ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // what is known of the head
     span.classify(p, known.j0, known.nj);
   }
-  ptx::arrive(full(known.told, n));
+  ptx::mbarrier_arrive(full(known.told, n));
 }
 
 // Visits every tile that is not EMPTY, each of which has a number, for those who copy.
@@ -248,20 +249,20 @@ __device__ __forceinline__ void each_tile(Known& known, const Visit& visit) {
   unsigned int tile_number = 0;
 #pragma unroll 1
   for (unsigned int n = 0; n < known.spans; ++n) {
-    warpgroup::wait(full(known.told, n), parity_of(n));
+    warpgroup::mbarrier_wait(full(known.told, n), parity_of(n));
     const Span& span = known.span[stage_of(n)];
 #pragma unroll 1
     for (int tile = span.next_tile(span.first); tile != NO_TILE;
          tile = span.next_tile(place_of(tile) + 1), ++tile_number) {
       visit(span, tile, tile_number);
     }
-    ptx::arrive(empty(known.told, n));
+    ptx::mbarrier_arrive(empty(known.told, n));
   }
 }
 
 // Waits until the place of tile n was read.
 __device__ __forceinline__ void wait_for_place(Known& known, unsigned int n) {
-  warpgroup::wait(empty(known.queries, n), parity_of(n) ^ 1);
+  warpgroup::mbarrier_wait(empty(known.queries, n), parity_of(n) ^ 1);
 }
 
 // Brings lse and delta of every tile, by the lanes of a warp.
@@ -275,7 +276,7 @@ __device__ __forceinline__ void bring_numbers(Known& known) {
       const bool doubtful = known.has_sink || !numbers.are_finite();
       if (ptx::lane_index() == 0) known.doubtful[stage_of(n)] = doubtful ? 1 : 0;
     }
-    ptx::arrive(full(known.queries, n));
+    ptx::mbarrier_arrive(full(known.queries, n));
   });
 }
 

@@ -13,10 +13,10 @@ template <int ROWS, int WIDTH, int COLUMN = 0>
 __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& from,
                                            long long first, int valid) {
   constexpr int LEFT = WIDTH - COLUMN;
-  constexpr int OWN = LEFT < warpgroup::LINE_COLUMNS ? LEFT : warpgroup::LINE_COLUMNS;
+  constexpr int OWN = LEFT < warpgroup::SLAB_COLUMNS ? LEFT : warpgroup::SLAB_COLUMNS;
   const memory::Rows line{from.data + COLUMN * from.col, from.row, from.col, from.vectors};
-  fragment::begin_rows<ROWS, OWN, warpgroup::LINE_BYTES>(
-      tile_smem + COLUMN / warpgroup::LINE_COLUMNS * ROWS * warpgroup::LINE_BYTES, line, first,
+  fragment::begin_rows<ROWS, OWN, warpgroup::SLAB_ROW_BYTES>(
+      tile_smem + COLUMN / warpgroup::SLAB_COLUMNS * ROWS * warpgroup::SLAB_ROW_BYTES, line, first,
       valid);
   if constexpr (LEFT > OWN) begin_rows<ROWS, WIDTH, COLUMN + OWN>(tile_smem, from, first, valid);
 }
@@ -26,9 +26,9 @@ template <int WIDTH>
 __device__ __forceinline__ void begin_queries(char* tile_smem, const memory::Rows& from,
                                               long long first, int valid) {
 #pragma unroll
-  for (int row = 0; row < BLOCK_Q; row += warpgroup::ROWS_OF) {
-    begin_rows<warpgroup::ROWS_OF, WIDTH>(tile_smem + row * fragment::row_bytes(WIDTH), from,
-                                          first + row, valid - row);
+  for (int row = 0; row < BLOCK_Q; row += warpgroup::WARPGROUP_ROWS) {
+    begin_rows<warpgroup::WARPGROUP_ROWS, WIDTH>(tile_smem + row * fragment::row_bytes(WIDTH), from,
+                                                 first + row, valid - row);
   }
 }
 
@@ -100,10 +100,10 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned i
         weight[r] = static_cast<storage_t>(got);
         seen[r] = got >= 0x10000u;
       }
-      const char* const row_smem = tile_smem + (8 * k + x) * warpgroup::LINE_BYTES;
+      const char* const row_smem = tile_smem + (8 * k + x) * warpgroup::SLAB_ROW_BYTES;
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        const int slab = n / 16 * (8 * DEPTH * warpgroup::LINE_BYTES), piece = n / 2 % 8 ^ x;
+        const int slab = n / 16 * (8 * DEPTH * warpgroup::SLAB_ROW_BYTES), piece = n / 2 % 8 ^ x;
         const int at = slab + piece * 16 + 2 * (fragment::lane_column() + n % 2);
         const float value = number::widen(*reinterpret_cast<const storage_t*>(row_smem + at));
 #pragma unroll
@@ -148,41 +148,41 @@ __device__ __forceinline__ void narrow_rows(const float (&result)[2][COLUMNS],
 }
 
 // Waits until the boxes that the warp has begun to write were read.
-__device__ __forceinline__ void wait_boxes() {
-  if (ptx::lane_index() == 0) ptx::wait_stores_read();
+__device__ __forceinline__ void tma_store_wait() {
+  if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
   __syncwarp();  // the warp's place, which was read
 }
 
 // Begins to write a thread's words of a result of WIDTH columns to an array: by boxes of 16 rows of
-// a warp, from shared memory that is its own, with lines of 64 columns LINE_BYTES apart. The words
-// are those from column `column` on, but lines before `begin` are another one's. `first` is the
-// warp's first row; what lies beyond the array is passed over.
-template <int WIDTH, int LINE_BYTES, int WORDS>
-__device__ __forceinline__ void begin_boxes(const unsigned int (&words)[2][WORDS],
-                                            unsigned int own_address, const ptx::TensorMap& to,
-                                            const warpgroup::Head& head, int first, int column = 0,
-                                            int begin = 0) {
-  constexpr int LINE_WORDS = warpgroup::LINE_COLUMNS / 8;
+// a warp, from shared memory that is its own, with lines of 64 columns SLAB_ROW_BYTES apart. The
+// words are those from column `column` on, but lines before `begin` are another one's. `first` is
+// the warp's first row; what lies beyond the array is passed over.
+template <int WIDTH, int SLAB_ROW_BYTES, int WORDS>
+__device__ __forceinline__ void tma_store_rows(const unsigned int (&words)[2][WORDS],
+                                               unsigned int own_address, const ptx::TensorMap& to,
+                                               const warpgroup::TmaHead& head, int first,
+                                               int column = 0, int begin = 0) {
+  constexpr int LINE_WORDS = warpgroup::SLAB_COLUMNS / 8;
   const int lane = ptx::lane_index();
-  const unsigned int row_address = own_address + lane % 16 * warpgroup::LINE_BYTES;
+  const unsigned int row_address = own_address + lane % 16 * warpgroup::SLAB_ROW_BYTES;
 #pragma unroll
   for (int n = 0; n < WORDS; n += 2) {
-    if (column + n / LINE_WORDS * warpgroup::LINE_COLUMNS < begin) continue;
+    if (column + n / LINE_WORDS * warpgroup::SLAB_COLUMNS < begin) continue;
     const unsigned int from[4] = {words[0][n], words[1][n], words[0][n + 1], words[1][n + 1]};
     const int piece = (n % LINE_WORDS + lane / 16) ^ lane % 8;
-    ptx::stmatrix_x4(row_address + n / LINE_WORDS * LINE_BYTES + 16 * piece, from);
+    ptx::stmatrix_x4(row_address + n / LINE_WORDS * SLAB_ROW_BYTES + 16 * piece, from);
   }
-  ptx::publish_shared();
+  ptx::fence_proxy_async();
   __syncwarp();  // what all lanes have written
   if (lane == 0) {
 #pragma unroll
     for (int n = 0; n < WORDS; n += LINE_WORDS) {
-      const int from = column + n / LINE_WORDS * warpgroup::LINE_COLUMNS;
+      const int from = column + n / LINE_WORDS * warpgroup::SLAB_COLUMNS;
       if (from < begin || from >= WIDTH) continue;
-      ptx::begin_box_store(to, own_address + n / LINE_WORDS * LINE_BYTES, from, first, head.head,
-                            head.slow, head.slower);
+      ptx::tma_store(to, own_address + n / LINE_WORDS * SLAB_ROW_BYTES, from, first, head.head,
+                     head.slow, head.slower);
     }
-    ptx::commit_stores();
+    ptx::tma_store_commit();
   }
 }
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ void put_unit(const float (&x)[8], char* line_smem, i
 // write to all banks.
 template <int ROWS, int WIDTH>
 struct Keys {
-  static constexpr int SLAB_BYTES = ROWS * warpgroup::LINE_BYTES;
+  static constexpr int SLAB_BYTES = ROWS * warpgroup::SLAB_ROW_BYTES;
   static constexpr int BYTES = ROWS * fragment::row_bytes(WIDTH);  // of large parts
   static constexpr int UNITS = BYTES / 32 / THREADS;
   static constexpr int IN_SLAB = 4 * ROWS / THREADS;  // of a thread's units
@@ -91,7 +91,7 @@ struct Keys {
   __device__ __forceinline__ static void store(const float (&from)[8], int unit, char* tile_smem) {
     float unused = 0;
     const int piece = (2 * (threadIdx.x % 4) ^ row(0) % 8) << 4;
-    put_unit(from, tile_smem + unit / IN_SLAB * SLAB_BYTES + row(unit) * warpgroup::LINE_BYTES,
+    put_unit(from, tile_smem + unit / IN_SLAB * SLAB_BYTES + row(unit) * warpgroup::SLAB_ROW_BYTES,
              piece, BYTES, unused);
   }
 };
@@ -100,7 +100,7 @@ struct Keys {
 template <int ROWS, int WIDTH>
 struct Values {
   static constexpr int COLUMNS = columns_of(WIDTH);
-  static constexpr int SLAB_BYTES = COLUMNS * warpgroup::LINE_BYTES;
+  static constexpr int SLAB_BYTES = COLUMNS * warpgroup::SLAB_ROW_BYTES;
   static constexpr int BYTES = ROWS / SLAB * SLAB_BYTES;  // of large parts
   static constexpr int UNITS = BYTES / 32 / THREADS;
   static constexpr int TOGETHER = THREADS / COLUMNS;  // of the four units in a line
@@ -123,7 +123,8 @@ struct Values {
   __device__ __forceinline__ static void store(const float (&from)[8], int unit, char* tile_smem,
                                                float& spoilt) {
     const int piece = (2 * (threadIdx.x / COLUMNS) ^ column() % 8) << 4;
-    put_unit(from, tile_smem + unit * TOGETHER / 4 * SLAB_BYTES + column() * warpgroup::LINE_BYTES,
+    put_unit(from,
+             tile_smem + unit * TOGETHER / 4 * SLAB_BYTES + column() * warpgroup::SLAB_ROW_BYTES,
              piece ^ unit * TOGETHER % 4 * 32, BYTES, spoilt);
   }
 };
@@ -131,8 +132,8 @@ struct Values {
 // -- products -------------------------------------------------------------------------------------
 
 // Step `step` of 8 numbers of a tile's rows.
-__device__ __forceinline__ warpgroup::Described at_step(warpgroup::Described tile, int slab_bytes,
-                                                        int step) {
+__device__ __forceinline__ warpgroup::SmemDesc at_step(warpgroup::SmemDesc tile, int slab_bytes,
+                                                       int step) {
   return tile + (step / 4 * slab_bytes + step % 4 * 32) / 16;
 }
 
@@ -179,8 +180,8 @@ struct Scores {
   __device__ __forceinline__ static void begin_step(float (&c)[2][COLUMNS],
                                                     float (&small)[2][COLUMNS],
                                                     const unsigned int (&left)[2][4],
-                                                    warpgroup::Described b, int step) {
-    const warpgroup::Described large = at_step(b, KEYS * warpgroup::LINE_BYTES, step);
+                                                    warpgroup::SmemDesc b, int step) {
+    const warpgroup::SmemDesc large = at_step(b, KEYS * warpgroup::SLAB_ROW_BYTES, step);
     ptx::wgmma_rs_tf32(small, left[1], warpgroup::whole(large), step > 0);
     ptx::wgmma_rs_tf32(small, left[0], warpgroup::whole(large + KEYS * BYTES / 16), true);
     ptx::wgmma_rs_tf32(c, left[0], warpgroup::whole(large), step > 0);
@@ -188,34 +189,34 @@ struct Scores {
 
   // c = the rows times b^T. When half of it was begun, comes what is to be done between.
   template <int COLUMNS, class Between>
-  __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], warpgroup::Described b,
+  __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], warpgroup::SmemDesc b,
                                            const Between& between) const {
     float small[2][COLUMNS];
     if constexpr (HELD) {
-      ptx::fence_products();
+      ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < DEPTH; ++step) begin_step(c, small, held[step], b, step);
-      ptx::commit_products();
+      ptx::wgmma_commit();
       between();
     } else {
 #pragma unroll
       for (int n = 0; n < STEPS; ++n) {
-        if (n >= 2) ptx::wait_products<1>();  // whose left operand was where this one's is to be
+        if (n >= 2) ptx::wgmma_wait<1>();  // whose left operand was where this one's is to be
         unsigned int left[STEPS_HELD][2][4];
 #pragma unroll
         for (int x = 0; x < STEPS_HELD; ++x) load(left[x], n * STEPS_HELD + x);
-        ptx::fence_products();
+        ptx::wgmma_fence();
 #pragma unroll
         for (int x = 0; x < STEPS_HELD; ++x) {
           begin_step(c, small, left[x], b, n * STEPS_HELD + x);
         }
-        ptx::commit_products();
+        ptx::wgmma_commit();
         if (n == STEPS / 2) between();
       }
     }
-    ptx::wait_products<0>();
-    ptx::take_product(small);
-    ptx::take_product(c);
+    ptx::wgmma_wait<0>();
+    ptx::fence_accumulator(small);
+    ptx::fence_accumulator(c);
     matmul::add(c, small);
   }
 };
@@ -255,28 +256,28 @@ struct Weights {
 // begun comes what is to be done between.
 template <int WIDTH, int COLUMNS, int COLUMNS_V, class Between>
 __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS_V], const Weights<COLUMNS>& a,
-                                             warpgroup::Described b, const Between& between) {
+                                             warpgroup::SmemDesc b, const Between& between) {
   using Tile = Values<4 * COLUMNS, WIDTH>;
 #pragma unroll
   for (int part = 0; part < COLUMNS_V / 16; ++part) {
     float sums[2][16];
-    const warpgroup::Described own = b + part * (AT_ONCE * warpgroup::LINE_BYTES / 16);
-    ptx::fence_products();
+    const warpgroup::SmemDesc own = b + part * (AT_ONCE * warpgroup::SLAB_ROW_BYTES / 16);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int term = 0; term < 3; ++term) {
 #pragma unroll
       for (int k = 0; k < COLUMNS; k += 2) {
         const unsigned int (&from)[2][COLUMNS] = term == 0 ? a.small : a.large;
         const unsigned int left[4] = {from[0][k], from[1][k], from[0][k + 1], from[1][k + 1]};
-        const warpgroup::Described right =
+        const warpgroup::SmemDesc right =
             at_step(own, Tile::SLAB_BYTES, k / 2) + (term == 1 ? Tile::BYTES / 16 : 0);
         ptx::wgmma_rs_tf32(sums, left, warpgroup::whole(right), term > 0 || k > 0);
       }
     }
-    ptx::commit_products();
+    ptx::wgmma_commit();
     between(part);
-    ptx::wait_products<0>();
-    ptx::take_product(sums);
+    ptx::wgmma_wait<0>();
+    ptx::fence_accumulator(sums);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll

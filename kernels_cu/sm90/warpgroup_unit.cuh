@@ -15,7 +15,7 @@ __device__ __forceinline__ float largest_of_tile(float (&largest_smem)[CONSUMER_
                                                  const float (&ds)[2][COLUMNS]) {
   const float own = fragment_gradient::largest_finite(ds);
   if (ptx::lane_index() == 0) largest_smem[threadIdx.x / ptx::WARP_SIZE] = own;
-  ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // the warps' largest
+  ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the warps' largest
   float largest = 0;
 #pragma unroll
   for (int n = 0; n < CONSUMER_WARPS; ++n) largest = fmax(largest, largest_smem[n]);
@@ -67,20 +67,20 @@ __device__ __forceinline__ float unify(const float (&factors_smem)[CONSUMER_WARP
   }
   if (!together || warpgroup::index() == 0) {
 #pragma unroll 1
-    for (int n = threadIdx.x % warpgroup::THREADS_OF; n < BLOCK_KV * warpgroup::LINE_BYTES / 4;
-         n += warpgroup::THREADS_OF) {
-      const int row = n / (warpgroup::LINE_BYTES / 4);
+    for (int n = threadIdx.x % warpgroup::WARPGROUP_SIZE;
+         n < BLOCK_KV * warpgroup::SLAB_ROW_BYTES / 4; n += warpgroup::WARPGROUP_SIZE) {
+      const int row = n / (warpgroup::SLAB_ROW_BYTES / 4);
       const float ratio = least * fragment_gradient::Unit{factors_smem[row / 16]}.inverse();
       unsigned int& word = reinterpret_cast<unsigned int*>(ds_smem)[n];
       word = number::narrow_pair(number::widen(static_cast<storage_t>(word)) * ratio,
                                  number::widen(static_cast<storage_t>(word >> 16)) * ratio);
     }
-    ptx::publish_shared();
+    ptx::fence_proxy_async();
   }
   if (together) {
-    ptx::meet_at(TOGETHER, CONSUMER_THREADS);  // dS in one unit
+    ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // dS in one unit
   } else {  // one at a time: the other one first stores dS in the place of this tile
-    ptx::meet_at(TOGETHER + 1, warpgroup::THREADS_OF);  // the same
+    ptx::named_barrier_sync(TOGETHER + 1, warpgroup::WARPGROUP_SIZE);  // the same
   }
   return least;
 }

@@ -13,7 +13,7 @@ struct Job {
   long long first;  // query
   int rows;         // of queries that exist
   // For copies: where its heads and the first rows of queries and keys are.
-  warpgroup::Head q, k, v, out;
+  warpgroup::TmaHead q, k, v, out;
   int first_q, first_k;
   warpgroup_tile::TileClasses classes;
   // The codes of its first tile and of the one after that; where one is FULL and a mask has edges,
@@ -110,10 +110,10 @@ __device__ __forceinline__ void describe(const Params& p, const Rounds& rounds, 
     job_smem.first = first;
     job_smem.rows = rows;
     const long long h_kv = layout::divide(work.head, p.group).quotient;
-    job_smem.q = warpgroup::Head(p.q, work.entry, work.head);
-    job_smem.k = warpgroup::Head(p.k, work.entry, h_kv);
-    job_smem.v = warpgroup::Head(p.v, work.entry, h_kv);
-    job_smem.out = warpgroup::Head(p.out, work.entry, work.head);
+    job_smem.q = warpgroup::TmaHead(p.q, work.entry, work.head);
+    job_smem.k = warpgroup::TmaHead(p.k, work.entry, h_kv);
+    job_smem.v = warpgroup::TmaHead(p.v, work.entry, h_kv);
+    job_smem.out = warpgroup::TmaHead(p.out, work.entry, work.head);
     job_smem.first_q = static_cast<int>(work.entry.start_q + first);
     job_smem.first_k = static_cast<int>(work.entry.start_k);
   }

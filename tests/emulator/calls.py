@@ -302,7 +302,7 @@ class Emulator:
 
 
 def encode(made: TensorMap, address: int) -> bytes:
-    """Return a map as warpgroups.cpp and the twin of ptx/tensor_copy.cuh read it."""
+    """Return a map as warpgroups.cpp and the twin of ptx/tma.cuh read it."""
     words = (address, *made.shape, *made.strides, made.rows)
     return struct.pack("=16Q", *words, *(0,) * (16 - len(words)))
 

@@ -452,9 +452,9 @@ void begin_copy(void* to, const void* from, unsigned int bytes, unsigned int wan
   if (turns::at_once()) me.copies.back().land();
 }
 
-void commit_copies() { ++fibers[current].groups; }
+void cp_async_commit() { ++fibers[current].groups; }
 
-void wait_copies(unsigned int pending) {
+void cp_async_wait(unsigned int pending) {
   Fiber& me = fibers[current];
   const auto waited = [&](const Copy& copy) { return copy.group + pending < me.groups; };
   const auto rest = std::stable_partition(me.copies.begin(), me.copies.end(), waited);
@@ -466,9 +466,9 @@ void wait_copies(unsigned int pending) {
   me.copies.erase(me.copies.begin(), rest);
 }
 
-void finish_copies() {
-  commit_copies();
-  wait_copies(0);
+void cp_async_wait_all() {
+  cp_async_commit();
+  cp_async_wait(0);
 }
 
 }  // namespace emulator

@@ -56,13 +56,13 @@ unsigned int vote(const char* what, Where where, unsigned int mask, bool conditi
 void begin_copy(void* to, const void* from, unsigned int bytes, unsigned int wanted);
 
 // Makes a group of the copies that this thread began since the last one.
-void commit_copies();
+void cp_async_commit();
 
 // Waits for this thread's groups of copies but the last `pending`.
-void wait_copies(unsigned int pending);
+void cp_async_wait(unsigned int pending);
 
 // Waits for all copies that this thread began.
-void finish_copies();
+void cp_async_wait_all();
 
 // The 16 bytes of shared memory at an address: a row of a matrix.
 const unsigned int* matrix_row(const char* what, Where where, unsigned int address);
@@ -91,31 +91,31 @@ void multiply_doubles(const char* what, Where where, double (&c)[2], double a, d
 // -- what GPUs of compute capability 9.0 have: warpgroups.cpp -------------------------------------
 
 // Barriers in shared memory. What arrives expects `bytes` more, if any, to be copied.
-void init_barrier(const char* what, Where where, unsigned int address, int arrivals);
-void publish_barriers();
+void mbarrier_init(const char* what, Where where, unsigned int address, int arrivals);
+void fence_mbarrier_init();
 void arrive(const char* what, Where where, unsigned int address, int bytes);
 void wait_phase(const char* what, Where where, unsigned int address, int parity);
 
 // Barriers with a number: counts the running thread in, and waits for the others where `stays`.
-void meet_at(const char* what, Where where, int number, int threads, bool stays);
+void named_barrier_sync(const char* what, Where where, int number, int threads, bool stays);
 
 // Such a barrier at which all wait, and vote: whether the condition holds for any of them.
-bool any_at(const char* what, Where where, int number, int threads, bool condition);
+bool named_barrier_or(const char* what, Where where, int number, int threads, bool condition);
 
 // What this thread wrote to shared memory is what matrix instructions of a warpgroup find there.
-void publish_shared();
+void fence_proxy_async();
 
 // Begins to copy a box of 16-bit elements, 64 columns wide, with pieces of 16 bytes at c ^ (r % 8).
 // It lands at once or when nobody can go on without it, as the schedule says.
-void begin_box_copy(const char* what, Where where, unsigned int to, const unsigned long long* map,
-                    unsigned int barrier, const int (&first)[5]);
+void tma_load(const char* what, Where where, unsigned int to, const unsigned long long* map,
+              unsigned int barrier, const int (&first)[5]);
 
 // Begins to copy a box to an array: stores.cpp. It is read at once, or when the thread that began
 // it waits for its groups, as the schedule says.
-void begin_box_store(const char* what, Where where, const unsigned long long* map,
-                     unsigned int from, const int (&first)[5]);
-void commit_stores();
-void wait_stores_read(const char* what, Where where);
+void tma_store(const char* what, Where where, const unsigned long long* map, unsigned int from,
+               const int (&first)[5]);
+void tma_store_commit();
+void tma_store_wait_read(const char* what, Where where);
 
 // d += a b, or d = without `add`, of 64 rows and `columns` columns, of which the running thread has
 // 2 by `columns` / 4. A left operand is described, or `a` is this thread's part of it; a described
@@ -128,9 +128,9 @@ void begin_product(const char* what, Where where, float* d, int columns, const u
 // The same of float32, 8 deep, with a in registers and b of rows that are as deep as the product.
 void begin_product_of_floats(const char* what, Where where, float* d, int columns,
                              const unsigned int* a, unsigned long long b_described, bool add);
-void fence_products();
-void commit_products();
-void wait_products(const char* what, Where where, unsigned int pending);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(const char* what, Where where, unsigned int pending);
 
 // Adds to memory in one step, whatever other threads do.
 unsigned long long add_at_once(unsigned long long* place, unsigned long long value);

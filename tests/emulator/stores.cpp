@@ -47,8 +47,8 @@ void land(const char* what, Where where, const Store& store) {
 
 }  // namespace
 
-void begin_box_store(const char* what, Where where, const unsigned long long* words,
-                     unsigned int from, const int (&first)[5]) {
+void tma_store(const char* what, Where where, const unsigned long long* words, unsigned int from,
+               const int (&first)[5]) {
   Store store = {{}, from, {}, {}, false};
   std::memcpy(&store.map, words, sizeof(store.map));
   std::memcpy(store.first, first, sizeof(store.first));
@@ -65,11 +65,11 @@ void begin_box_store(const char* what, Where where, const unsigned long long* wo
   stores_of[current()].push_back(std::move(store));
 }
 
-void commit_stores() {
+void tma_store_commit() {
   for (Store& store : stores_of[current()]) store.committed = true;
 }
 
-void wait_stores_read(const char* what, Where where) {
+void tma_store_wait_read(const char* what, Where where) {
   std::vector<Store> left;
   for (Store& store : stores_of[current()]) {
     if (!store.committed) {

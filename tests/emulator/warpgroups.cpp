@@ -129,10 +129,10 @@ double cut_number(unsigned int bits) {
 
 // An operand of 16-bit elements in shared memory: rows and columns as they lie there. A float32
 // takes two columns.
-struct Described {
+struct SmemDesc {
   unsigned int start, slab, eight_rows;
 
-  Described(const char* what, Where where, unsigned long long bits)
+  SmemDesc(const char* what, Where where, unsigned long long bits)
       : start((bits & 0x3fff) << 4),
         slab((bits >> 16 & 0x3fff) << 4),
         eight_rows((bits >> 32 & 0x3fff) << 4) {
@@ -165,14 +165,14 @@ struct Described {
 
 void read_operands(const char* what, Where where, const Product& product) {
   const auto n = static_cast<unsigned int>(product.columns);
-  const Described b(what, where, product.b_described);
+  const SmemDesc b(what, where, product.b_described);
   if (!product.floats && (product.in_registers || product.wide != NONE_WIDE)) {
     b.read(16, n);
   } else {
     b.read(n, 16);
   }
   if (product.in_registers) return;
-  const Described a(what, where, product.a_described);
+  const SmemDesc a(what, where, product.a_described);
   if (product.wide == BOTH_WIDE) {
     a.read(16, 64);
   } else {
@@ -211,7 +211,7 @@ void add_product(int first, std::size_t number, const std::vector<double>& left,
 
 void compute_floats(const char* what, Where where, int first, std::size_t number) {
   const Product& one = issuers[first].products[number];
-  const Described b(what, where, one.b_described);
+  const SmemDesc b(what, where, one.b_described);
   const auto columns = static_cast<unsigned int>(one.columns);
   std::vector<double> right(8 * columns), left(64 * 8);
   for (unsigned int k = 0; k < 8; ++k) {
@@ -231,7 +231,7 @@ void compute_floats(const char* what, Where where, int first, std::size_t number
 void compute(const char* what, Where where, int first, std::size_t number) {
   const Product& one = issuers[first].products[number];
   if (one.floats) return compute_floats(what, where, first, number);
-  const Described b(what, where, one.b_described);
+  const SmemDesc b(what, where, one.b_described);
   const auto columns = static_cast<unsigned int>(one.columns);
   std::vector<double> right(16 * columns), left(64 * 16);
   for (unsigned int k = 0; k < 16; ++k) {
@@ -249,7 +249,7 @@ void compute(const char* what, Where where, int first, std::size_t number) {
       if (one.in_registers) {
         left[r * 16 + k] = widened(own.a[x / 2], x % 2, one.brain);
       } else {
-        const Described a(what, where, one.a_described);
+        const SmemDesc a(what, where, one.a_described);
         left[r * 16 + k] =
             one.wide == BOTH_WIDE ? a.element(k, r, one.brain) : a.element(r, k, one.brain);
       }
@@ -305,7 +305,7 @@ void finish_products(const char* what, Where where, unsigned int pending) {
 
 }  // namespace
 
-void init_barrier(const char* what, Where where, unsigned int address, int arrivals) {
+void mbarrier_init(const char* what, Where where, unsigned int address, int arrivals) {
   if (address % 8 || arrivals < 1) wrong(what, where, "address %u, %d arrivals", address, arrivals);
   const unsigned long long unknown = 0;
   races::access(shared_at(address), sizeof(unknown), true);
@@ -314,7 +314,7 @@ void init_barrier(const char* what, Where where, unsigned int address, int arriv
   barriers[address].arrivals = barriers[address].missing = arrivals;
 }
 
-void publish_barriers() {
+void fence_mbarrier_init() {
   for (auto& each : barriers) each.second.published = true;
 }
 
@@ -372,18 +372,18 @@ bool come_to(const char* what, Where where, int number, int threads, bool stays,
 
 }  // namespace
 
-void meet_at(const char* what, Where where, int number, int threads, bool stays) {
+void named_barrier_sync(const char* what, Where where, int number, int threads, bool stays) {
   come_to(what, where, number, threads, stays, false, false);
 }
 
-bool any_at(const char* what, Where where, int number, int threads, bool condition) {
+bool named_barrier_or(const char* what, Where where, int number, int threads, bool condition) {
   return come_to(what, where, number, threads, true, true, condition);
 }
 
-void publish_shared() { races::publish(); }
+void fence_proxy_async() { races::publish(); }
 
-void begin_box_copy(const char* what, Where where, unsigned int to, const unsigned long long* words,
-                    unsigned int barrier, const int (&first)[5]) {
+void tma_load(const char* what, Where where, unsigned int to, const unsigned long long* words,
+              unsigned int barrier, const int (&first)[5]) {
   Map map;
   std::memcpy(&map, words, sizeof(map));
   if (!barrier_at(what, where, barrier).published) {
@@ -436,11 +436,11 @@ void begin_product_of_floats(const char* what, Where where, float* d, int column
   begin(what, where, made, a);
 }
 
-void fence_products() { issuers[current()].fenced = true; }
+void wgmma_fence() { issuers[current()].fenced = true; }
 
-void commit_products() { ++issuers[current()].groups; }
+void wgmma_commit() { ++issuers[current()].groups; }
 
-void wait_products(const char* what, Where where, unsigned int pending) {
+void wgmma_wait(const char* what, Where where, unsigned int pending) {
   turns::meet_warpgroup(what, where, [&] { finish_products(what, where, pending); });
 }
 

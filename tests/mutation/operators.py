@@ -252,7 +252,7 @@ def _statements(text: str, all_: list[Token]) -> Iterator[Change]:
         if not assigns and all_[last - 1].text != ")":
             continue
         start, end = token.start, all_[last - 1].end
-        waits = re.fullmatch(r"(?:\w+::)?(?:__syncthreads|finish_copies)\(\)", text[start:end])
+        waits = re.fullmatch(r"(?:\w+::)?(?:__syncthreads|cp_async_wait_all)\(\)", text[start:end])
         yield "barrier" if waits else "deletion", start, end, ""
 
 

@@ -126,9 +126,9 @@ class Run:
                 raise Noticed(f"{self.name}: writes beside {name}")
             if name not in writes and name != "workspace":
                 raise Noticed(f"{self.name}: another {name}")
-        if step.special.adds_dq:
+        if step.special.atomic_dq:
             writes = (*writes, "dq")
-        if step.special.adds_dq or step.special.kernel == "backward_delta":
+        if step.special.atomic_dq or step.special.kernel == "backward_delta":
             for other in self.steps[number + 1 :]:
                 machines(other).launch(other.grid, bytearray(other.packed), self.schedule)
         _add_up(self.sums)

@@ -3,133 +3,133 @@
 
 namespace ptx {
 
-using Described = unsigned long long;
+using SmemDesc = unsigned long long;
 
-inline void fence_products() { emulator::fence_products(); }
+inline void wgmma_fence() { emulator::wgmma_fence(); }
 
-inline void commit_products() { emulator::commit_products(); }
+inline void wgmma_commit() { emulator::wgmma_commit(); }
 
 template <int PENDING>
-inline void wait_products(EMULATOR_WHERE) {
-  emulator::wait_products("wait_products", {file, line}, PENDING);
+inline void wgmma_wait(EMULATOR_WHERE) {
+  emulator::wgmma_wait("wgmma_wait", {file, line}, PENDING);
 }
 
 template <int COLUMNS>
-inline void take_product(float (&)[2][COLUMNS]) {}
+inline void fence_accumulator(float (&)[2][COLUMNS]) {}
 
-inline void wgmma_ss_f16(float (&d)[2][8], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_f16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 32, nullptr, a, b, add, false);
 }
-inline void wgmma_ss_f16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_f16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 64, nullptr, a, b, add, false);
 }
-inline void wgmma_ss_f16(float (&d)[2][20], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_f16(float (&d)[2][20], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 80, nullptr, a, b, add, false);
 }
-inline void wgmma_ss_f16(float (&d)[2][28], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_f16(float (&d)[2][28], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 112, nullptr, a, b, add, false);
 }
-inline void wgmma_ss_f16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_f16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 128, nullptr, a, b, add, false);
 }
-inline void wgmma_ss_f16(float (&d)[2][44], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_f16(float (&d)[2][44], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_f16", {file, line}, d[0], 176, nullptr, a, b, add, false);
 }
-inline void wgmma_ss_bf16(float (&d)[2][8], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_bf16(float (&d)[2][8], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 32, nullptr, a, b, add, true);
 }
-inline void wgmma_ss_bf16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true);
 }
-inline void wgmma_ss_bf16(float (&d)[2][20], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_bf16(float (&d)[2][20], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 80, nullptr, a, b, add, true);
 }
-inline void wgmma_ss_bf16(float (&d)[2][28], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_bf16(float (&d)[2][28], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 112, nullptr, a, b, add, true);
 }
-inline void wgmma_ss_bf16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 128, nullptr, a, b, add, true);
 }
-inline void wgmma_ss_bf16(float (&d)[2][44], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_ss_bf16(float (&d)[2][44], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_ss_bf16", {file, line}, d[0], 176, nullptr, a, b, add, true);
 }
 
-inline void wgmma_st_f16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_st_f16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_st_f16", {file, line}, d[0], 64, nullptr, a, b, add, false,
                           emulator::RIGHT_WIDE);
 }
-inline void wgmma_st_f16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_st_f16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_st_f16", {file, line}, d[0], 128, nullptr, a, b, add, false,
                           emulator::RIGHT_WIDE);
 }
-inline void wgmma_st_bf16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_st_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true,
                           emulator::RIGHT_WIDE);
 }
-inline void wgmma_st_bf16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_st_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_st_bf16", {file, line}, d[0], 128, nullptr, a, b, add, true,
                           emulator::RIGHT_WIDE);
 }
 
-inline void wgmma_tt_f16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_tt_f16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_tt_f16", {file, line}, d[0], 64, nullptr, a, b, add, false,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_tt_bf16(float (&d)[2][16], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_tt_bf16(float (&d)[2][16], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_tt_bf16", {file, line}, d[0], 64, nullptr, a, b, add, true,
                           emulator::BOTH_WIDE);
 }
 
-inline void wgmma_tt_f16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_tt_f16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_tt_f16", {file, line}, d[0], 128, nullptr, a, b, add, false,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_tt_bf16(float (&d)[2][32], Described a, Described b, bool add, EMULATOR_WHERE) {
+inline void wgmma_tt_bf16(float (&d)[2][32], SmemDesc a, SmemDesc b, bool add, EMULATOR_WHERE) {
   emulator::begin_product("wgmma_tt_bf16", {file, line}, d[0], 128, nullptr, a, b, add, true,
                           emulator::BOTH_WIDE);
 }
 
-inline void wgmma_rs_tf32(float (&d)[2][16], const unsigned int (&a)[4], Described b, bool add,
+inline void wgmma_rs_tf32(float (&d)[2][16], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
   emulator::begin_product_of_floats("wgmma_rs_tf32", {file, line}, d[0], 64, a, b, add);
 }
-inline void wgmma_rs_tf32(float (&d)[2][32], const unsigned int (&a)[4], Described b, bool add,
+inline void wgmma_rs_tf32(float (&d)[2][32], const unsigned int (&a)[4], SmemDesc b, bool add,
                           EMULATOR_WHERE) {
   emulator::begin_product_of_floats("wgmma_rs_tf32", {file, line}, d[0], 128, a, b, add);
 }
 
-inline void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4], Described b,
+inline void wgmma_rs_f16(float (&d)[2][16], const unsigned int (&a)[4], SmemDesc b,
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 64, a, 0, b, true, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][32], const unsigned int (&a)[4], Described b,
+inline void wgmma_rs_f16(float (&d)[2][32], const unsigned int (&a)[4], SmemDesc b,
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 128, a, 0, b, true, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4], Described b,
+inline void wgmma_rs_f16(float (&d)[2][48], const unsigned int (&a)[4], SmemDesc b,
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 192, a, 0, b, true, false);
 }
-inline void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4], Described b,
+inline void wgmma_rs_f16(float (&d)[2][64], const unsigned int (&a)[4], SmemDesc b,
                          EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_f16", {file, line}, d[0], 256, a, 0, b, true, false);
 }
-inline void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4], Described b,
+inline void wgmma_rs_bf16(float (&d)[2][16], const unsigned int (&a)[4], SmemDesc b,
                           EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 64, a, 0, b, true,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4], Described b,
+inline void wgmma_rs_bf16(float (&d)[2][32], const unsigned int (&a)[4], SmemDesc b,
                           EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 128, a, 0, b, true,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4], Described b,
+inline void wgmma_rs_bf16(float (&d)[2][48], const unsigned int (&a)[4], SmemDesc b,
                           EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 192, a, 0, b, true,
                           emulator::BOTH_WIDE);
 }
-inline void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4], Described b,
+inline void wgmma_rs_bf16(float (&d)[2][64], const unsigned int (&a)[4], SmemDesc b,
                           EMULATOR_WHERE) {
   emulator::begin_product("wgmma_rs_bf16", {file, line}, d[0], 256, a, 0, b, true,
                           emulator::BOTH_WIDE);

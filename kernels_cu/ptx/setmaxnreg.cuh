@@ -6,14 +6,14 @@ namespace ptx {
 
 // Keeps so many, and gives the others back to the block.
 template <int REGISTERS>
-__device__ __forceinline__ void shed_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256, "what there is");
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 // Waits until there are so many.
 template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256, "what there is");
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }

@@ -4,28 +4,28 @@
 
 namespace ptx {
 
-__device__ __forceinline__ void add(float* to_gmem, float x) {
+__device__ __forceinline__ void red_add(float* to_gmem, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(to_gmem)), "f"(x)
                : "memory");
 }
 
-__device__ __forceinline__ void add(double* to_gmem, double x) {
+__device__ __forceinline__ void red_add(double* to_gmem, double x) {
   asm volatile("red.global.add.f64 [%0], %1;" ::"l"(__cvta_generic_to_global(to_gmem)), "d"(x)
                : "memory");
 }
 
 // Adds to four neighbours, the first of which begins on a 16-byte boundary.
-__device__ __forceinline__ void add_four(float* to_gmem, float x, float y, float z, float w) {
+__device__ __forceinline__ void red_add_v4(float* to_gmem, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to_gmem)),
       "f"(x), "f"(y), "f"(z), "f"(w)
       : "memory");
 #else
-  add(to_gmem, x);
-  add(to_gmem + 1, y);
-  add(to_gmem + 2, z);
-  add(to_gmem + 3, w);
+  red_add(to_gmem, x);
+  red_add(to_gmem + 1, y);
+  red_add(to_gmem + 2, z);
+  red_add(to_gmem + 3, w);
 #endif
 }
 

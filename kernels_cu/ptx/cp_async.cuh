@@ -10,7 +10,7 @@ struct alignas(16) Bytes16 {
 };
 
 // Begins to copy 16 bytes, or to write 16 zero bytes where not `wanted`.
-__device__ __forceinline__ void begin_copy(void* to_smem, const void* from_gmem, bool wanted) {
+__device__ __forceinline__ void cp_async(void* to_smem, const void* from_gmem, bool wanted) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
       "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"l"(__cvta_generic_to_shared(to_smem)),
@@ -23,8 +23,8 @@ __device__ __forceinline__ void begin_copy(void* to_smem, const void* from_gmem,
 
 // Begins to copy the first `bytes` of 16 bytes to a place of shared memory, and to write zeros
 // behind them. Since compute capability 8.0.
-__device__ __forceinline__ void begin_part_copy(unsigned int address, const void* from_gmem,
-                                                int bytes) {
+__device__ __forceinline__ void cp_async_partial(unsigned int address, const void* from_gmem,
+                                                 int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address),
                "l"(__cvta_generic_to_global(from_gmem)), "r"(bytes)
                : "memory");
@@ -38,18 +38,18 @@ __device__ __forceinline__ void store(void* to_gmem, const Bytes16& bytes) {
 }
 
 // Makes a group of the copies that this thread began since the last one.
-__device__ __forceinline__ void commit_copies() {
+__device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // Waits for this thread's groups of copies but the last `PENDING`.
 template <int PENDING>
-__device__ __forceinline__ void wait_copies() {
+__device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // Waits for the copies that this thread began. Other threads see them after a barrier.
-__device__ __forceinline__ void finish_copies() {
+__device__ __forceinline__ void cp_async_wait_all() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

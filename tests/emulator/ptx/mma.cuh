@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/matrix.cuh in C++: lanes bring their operands to a meeting.
+// The twin of kernels_cu/ptx/mma.cuh in C++: lanes bring their operands to a meeting.
 #pragma once
 
 namespace ptx {
