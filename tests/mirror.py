@@ -14,7 +14,8 @@ CUDA = ROOT / "kernels_cu"
 HARDWARE = ("simt", "sm80", "f64", "sm90", "tf32")  # suffixes of kernels for one kind of hardware
 
 _DEFINITION = re.compile(
-    r"^(?:__device__|extern \"C\" __global__) [^;{}()]*?"
+    r"^ *(?:template <[^;{}()]*> )?(?:static |inline |__\w+__ )*?"
+    r"(?:__device__|extern \"C\" __global__) [^;{}()]*?"
     r"(?:__launch_bounds__\([^()]*\)\s*)?(?P<name>\w+)\(",
     re.MULTILINE,
 )
@@ -29,6 +30,11 @@ class Step(NamedTuple):
     words: str
 
 
+class Call(NamedTuple):
+    name: str
+    space: str = ""  # CUDA: what stands before ::
+
+
 @dataclass
 class Function:
     """A function: its steps and calls, in the order of the text."""
@@ -36,7 +42,7 @@ class Function:
     name: str
     file: str
     space: str = ""  # CUDA: its namespace
-    events: list[Step | str] = field(default_factory=list)
+    events: list[Step | Call] = field(default_factory=list)
 
     @property
     def steps(self) -> list[Step]:
@@ -80,7 +86,7 @@ def cuda_functions(path: str) -> list[Function]:
     found = []
     for match in _DEFINITION.finditer(text):
         end = _closing(text, match.end() - 1)
-        body = re.compile(r"\s*\{").match(text, end)
+        body = re.compile(r"(?: const)?\s*\{").match(text, end)
         if body is None:
             continue  # a declaration
         last = _closing(text, body.end() - 1)
@@ -102,14 +108,17 @@ def _closing(text: str, opening: int) -> int:
     raise AssertionError(f"{text[opening : opening + 60]!r} does not end")
 
 
-def _in_order(text: str, first: int, last: int) -> list[Step | str]:
+def _in_order(text: str, first: int, last: int) -> list[Step | Call]:
     body = text[first:last]
-    events: list[tuple[int, Step | str]] = [
+    events: list[tuple[int, Step | Call]] = [
         (match.start(), Step(int(match["number"]), match["words"]))
         for match in _STEP.finditer(body)
     ]
     code = re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), body)
-    events += [(match.start("name"), match["name"]) for match in _CALL.finditer(code)]
+    events += [
+        (match.start("name"), Call(match["name"], match["space"] or ""))
+        for match in _CALL.finditer(code)
+    ]
     return [event for _, event in sorted(events, key=lambda each: each[0])]
 
 
@@ -122,13 +131,13 @@ def python_functions(path: str) -> list[Function]:
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None
             made = Function(node.name, path)
-            events: list[tuple[int, int, Step | str]] = [
+            events: list[tuple[int, int, Step | Call]] = [
                 (number, 0, step)
                 for number in range(node.lineno, node.end_lineno + 1)
                 for step in all_steps(lines[number - 1])
             ]
             events += [
-                (child.lineno, child.col_offset + 1, child.func.id)
+                (child.lineno, child.col_offset + 1, Call(child.func.id))
                 for child in ast.walk(node)
                 if isinstance(child, ast.Call) and isinstance(child.func, ast.Name)
             ]
@@ -144,7 +153,26 @@ def python_functions(path: str) -> list[Function]:
     return found
 
 
-def expanded(function: Function, known: dict[str, Function]) -> list[Step]:
+def called(caller: Function, call: Call, functions: list[Function]) -> list[Function]:
+    """Return the functions that a call may mean, overloads among them.
+
+    Those of the caller's own file come first, so that two kernels may both have a `producer`.
+    Kernels do not include each other, so those of another `.cu` file are never meant.
+    """
+    named = [each for each in functions if each.name == call.name]
+    if call.space:
+        inside = [each for each in named if each.space == call.space]
+        if inside:
+            return inside
+    own = [each for each in named if each.file == caller.file]
+    others = [each for each in named if not each.file.endswith(".cu")]
+    found = own or others
+    files = {each.file for each in found if each.steps}
+    assert len(files) <= 1, f"{call.name} in {caller.file} may be that of any of {sorted(files)}"
+    return found
+
+
+def expanded(function: Function, functions: list[Function]) -> list[Step]:
     """Return a function's steps with those of what it calls at the place of the call.
 
     A step counts where it stands first: one that a caller announces and the called function repeats
@@ -152,12 +180,15 @@ def expanded(function: Function, known: dict[str, Function]) -> list[Step]:
     """
     found: dict[Step, None] = {}
 
-    def walk(function: Function, above: tuple[str, ...]) -> None:
+    def walk(function: Function, above: tuple[tuple[str, str], ...]) -> None:
+        above = (*above, (function.file, function.name))
         for event in function.events:
             if isinstance(event, Step):
                 found.setdefault(event)
-            elif event in known and event not in above:
-                walk(known[event], (*above, event))
+                continue
+            for each in called(function, event, functions):
+                if (each.file, each.name) not in above:
+                    walk(each, above)
 
-    walk(function, (function.name,))
+    walk(function, ())
     return list(found)

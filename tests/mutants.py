@@ -8,16 +8,22 @@ memory whose surroundings nobody may touch. A mutant is
 - equivalent, where its compiled code is that of the original (not counted);
 - killed, where a result is wrong, the emulator reports a fault, or the process ends;
 - timeout, where it does not end: killed as well;
-- survived, where nothing notices. tests/data/surviving_mutants.txt says why those are right.
+- survived, where nothing notices.
+
+A survivor is a gap in the problems, or it is right. tests/data/mutation_gaps.toml lists the gaps
+by hand, tests/data/mutation_baseline.txt the others; tests/mutation/survivors.py describes both.
 
     python tests/mutants.py                              every mutant: hours of one core
-    python tests/mutants.py --only "common/tile*"    those of some files
+    python tests/mutants.py --only "common/tile*"        those of some files
     python tests/mutants.py --sample 200 --seed 1        some of them
     python tests/mutants.py --changed main               those of lines changed since then
     python tests/mutants.py --json found.json --jobs 4   all numbers, on four cores
     python tests/mutants.py --resume log.jsonl           goes on where it was stopped
+    python tests/mutants.py --only "any/*" --write-baseline    writes what it found out
 
-The exit status is 1 where one survived that the list does not name.
+With --write-baseline the survivors that are no gap are added to the baseline, and mutants that were
+killed or exist no longer are dropped from it. The exit status is 1 where one survived that neither
+file names, and no baseline was written.
 """
 
 from __future__ import annotations
@@ -38,22 +44,31 @@ from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from mutation import generators, operators
+from mutation import generators, operators, survivors
+from mutation.keys import Keys
 from mutation.operators import Mutant
 from mutation.workers import Outcome, outcomes
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "kernels_cu"
-JUSTIFIED = ROOT / "tests" / "data" / "surviving_mutants.txt"
-COLUMNS = ("made", "invalid", "equivalent", "killed", "timeout", "survived", "listed")
+COLUMNS = ("made", "invalid", "equivalent", "killed", "timeout", "survived", "known")
+
+
+def sources() -> list[Path]:
+    """Return the CUDA files that are changed.
+
+    Neither the instructions of ptx/, which have twins on the emulator, nor the parameters, which
+    the host writes and a test holds to cupyflash/params.py.
+    """
+    paths = KERNELS.rglob("*.cu*")
+    return sorted(x for x in paths if x.parent.name != "ptx" and x.name != "params.cuh")
 
 
 def kernel_mutants() -> list[Mutant]:
     """Return every mutant of the CUDA sources, file by file."""
-    paths = sorted(path for path in KERNELS.rglob("*.cu*") if path.parent.name != "ptx")
     return [
         mutant
-        for path in paths
+        for path in sources()
         for mutant in operators.mutants(path.relative_to(KERNELS).as_posix(), path.read_text())
     ]
 
@@ -85,55 +100,40 @@ def changed_lines(since: str) -> dict[str, set[int]]:
     return found
 
 
-def justified() -> dict[str, str]:
-    """Return the mutants that may survive, each with the reason."""
-    found: dict[str, str] = {}
-    reason = ""
-    for line in JUSTIFIED.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") or not line.strip():
-            continue
-        if line.startswith("    "):
-            found[line.strip()] = reason
-        else:
-            reason = line.strip()
+def keys_of(wanted: Iterable[Mutant]) -> dict[Mutant, str]:
+    """Return the keys of mutants, by which the gaps and the baseline name them."""
+    files: dict[str, Keys] = {}
+    found = {}
+    for mutant in wanted:
+        if mutant.file not in files:
+            files[mutant.file] = Keys(mutant.file, text_of(mutant.file))
+        found[mutant] = files[mutant.file](mutant)
     return found
-
-
-def key_of(mutant: Mutant, text: str) -> str:
-    """Return how the list names a mutant: by its line's text, so that lines may move."""
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    line = lines[mutant.line - 1]
-    same = lines[: mutant.line].count(line)
-    which = f" ({same})" if same > 1 else ""
-    before, after = (" ".join(x.split()) for x in (mutant.before, mutant.after))
-    column = mutant.start - text.rfind("\n", 0, mutant.start)
-    nth = text.splitlines()[mutant.line - 1][: column - 1].count(before.split("\n")[0])
-    return f"{mutant.file} | {line}{which} | {before} #{nth + 1} -> {after or '(nothing)'}"
 
 
 def table(results: Iterable[tuple[Mutant, Outcome]]) -> str:
     """Return the numbers of each file as a table.
 
     The score is the share of mutants that died, of those whose code differs; the second one also
-    leaves out those that the list says nobody can notice.
+    leaves out those of the baseline that somebody has looked at.
     """
-    reasons = justified()
-    texts: dict[str, str] = {}
+    results = list(results)
+    right = {key for key, x in survivors.read_baseline().items() if x.category != "unread"}
+    keys = keys_of(mutant for mutant, _ in results)
     counts: dict[str, Counter[str]] = {}
     for mutant, outcome in results:
-        text = texts.setdefault(mutant.file, text_of(mutant.file))
-        listed = outcome.status == "survived" and key_of(mutant, text) in reasons
+        known = outcome.status == "survived" and keys[mutant] in right
         for name in (mutant.file, "all"):
             counts.setdefault(name, Counter()).update({"made": 1, outcome.status: 1})
-            counts[name]["listed"] += listed
-    rows = [f"{'file':32}" + "".join(f"{name:>11}" for name in (*COLUMNS, "score", "but listed"))]
+            counts[name]["known"] += known
+    rows = [f"{'file':32}" + "".join(f"{name:>11}" for name in (*COLUMNS, "score", "but known"))]
     for name in sorted(counts, key=lambda name: (name == "all", name)):
         count = counts[name]
         dead = count["killed"] + count["timeout"]
         judged = dead + count["survived"]
         scores = [
             f"{100 * dead / of:10.1f}%" if of else f"{'-':>11}"
-            for of in (judged, judged - count["listed"])
+            for of in (judged, judged - count["known"])
         ]
         rows.append(f"{name:32}" + "".join(f"{count[x]:11}" for x in COLUMNS) + "".join(scores))
     return "\n".join(rows)
@@ -169,7 +169,7 @@ def run(wanted: list[Mutant], arguments: argparse.Namespace) -> list[tuple[Mutan
     from mutation.trial import Bench  # compiles every kernel
 
     texts = {x.file: text_of(x.file) for x in wanted}
-    names = {x: f"{key_of(x, texts[x.file])} @{x.start}" for x in wanted}
+    names = {x: f"{x.file} {key} @{x.start} {x.after}" for x, key in keys_of(wanted).items()}
     known = read_log(arguments.resume)
     results = [(x, known[names[x]]) for x in wanted if names[x] in known]
     left = [x for x in wanted if names[x] not in known]
@@ -197,6 +197,17 @@ def run(wanted: list[Mutant], arguments: argparse.Namespace) -> list[tuple[Mutan
     return results
 
 
+def write_baseline(tried: list[survivors.Tried]) -> None:
+    """Bring the baseline up to date with what a run found out, and say how many it has."""
+    before = survivors.read_baseline()
+    gaps = {key for gap in survivors.read_gaps() for key in gap.mutants}
+    existing = set(keys_of(every_mutant()).values())
+    after = survivors.updated(before, gaps, tried, existing)
+    survivors.write_baseline(after)
+    added, dropped = len(after.keys() - before.keys()), len(before.keys() - after.keys())
+    print(f"the baseline has {len(after)} mutants: {added} more, {dropped} less")
+
+
 def main() -> int:
     """Run what the command line asks for; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -211,6 +222,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where all numbers are written")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after this")
     parser.add_argument("--resume", type=Path, help="a log, which is read and continued")
+    parser.add_argument(
+        "--write-baseline", action="store_true", help="add survivors, drop those killed or gone"
+    )
     parser.add_argument("--verbose", action="store_true", help="say what became of each")
     arguments = parser.parse_args()
     wanted = chosen(arguments)
@@ -218,14 +232,17 @@ def main() -> int:
     print(table(results))
     if len(results) < len(wanted):
         print(f"{len(wanted) - len(results)} were not tried: there was no time left")
-    reasons = justified()
-    texts = {x.file: text_of(x.file) for x, _ in results}
-    survivors = [x for x, outcome in results if outcome.status == "survived"]
-    unknown = [x for x in survivors if key_of(x, texts[x.file]) not in reasons]
+    keys = keys_of(x for x, _ in results)
+    excused = survivors.excused()
+    unknown = [
+        x for x, outcome in results if outcome.status == "survived" and keys[x] not in excused
+    ]
     for mutant in unknown:
-        print(
-            f"survived without a reason: {mutant.shown()}\n    {key_of(mutant, texts[mutant.file])}"
-        )
+        print(f"survived, and is not known: {keys[mutant]} {mutant.shown()}")
+    if arguments.write_baseline:
+        tried = [survivors.Tried(keys[x], x.operator, outcome.status) for x, outcome in results]
+        write_baseline(tried)
+        unknown = []
     if arguments.json is not None:
         rows = [x._asdict() | outcome._asdict() for x, outcome in results]
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -253,7 +253,8 @@ def each_may_be_missing(name):
     if name == KERNEL:
         text = ORDERS.sub(may_be_missing, text).replace("missing !=", "p.seed !=")
         text = text.replace("tma_store_wait(", "tma_store_wait(p.seed")
-        return text.replace("tma_store_rows<D_V, BOX_BYTES>(", "tma_store_rows<D_V, BOX_BYTES>(p.seed, ")
+        call = "tma_store_rows<D_V, BOX_BYTES>("
+        return text.replace(call, f"{call}p.seed, ")
     text = STORES.sub(lambda match: ORDERS.sub(may_be_missing, match[0]), text)
     text = text.replace("void tma_store_wait(", "void tma_store_wait(unsigned long long missing")
     return text.replace("void tma_store_rows(", "void tma_store_rows(unsigned long long missing, ")

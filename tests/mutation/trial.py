@@ -337,9 +337,17 @@ class Bench:
     files : set of str or None
         Whose mutants are to be tried: problems whose kernels have none of them are left out, and
         all but the code generators where it is empty. None for all files.
+    cases : list of Case or None
+        The problems. None for all of them.
     """
 
-    def __init__(self, folder: Path, jobs: int = 1, files: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        jobs: int = 1,
+        files: set[str] | None = None,
+        cases: list[Case] | None = None,
+    ) -> None:
         self.folder = folder
         if files is not None and not files:
             return
@@ -351,7 +359,7 @@ class Bench:
         def wanted(step: Step) -> bool:
             return has_some(step.text, step.special)
 
-        found = (_run_of(case, wanted) for case in problems())
+        found = (_run_of(case, wanted) for case in (problems() if cases is None else cases))
         self.runs = [run for run in found if run is not None]
         self.runs += [_run_of_parts(x) for x in parts()]
         self.groups: list[Group] = []
