@@ -8,12 +8,12 @@ struct alignas(16) Bytes16 {
 };
 
 inline void cp_async(void* to_smem, const void* from_gmem, bool wanted) {
-  emulator::cp_async(to_smem, from_gmem, 16, wanted ? 16 : 0);
+  emulator::begin_copy(to_smem, from_gmem, 16, wanted ? 16 : 0);
 }
 
 inline void cp_async_partial(unsigned int address, const void* from_gmem, int bytes) {
   void* const to = static_cast<char*>(emulator::shared_memory()) + address;
-  emulator::cp_async(to, from_gmem, 16, static_cast<unsigned int>(bytes));
+  emulator::begin_copy(to, from_gmem, 16, static_cast<unsigned int>(bytes));
 }
 
 inline void store(void* to_gmem, const Bytes16& bytes) {
