@@ -20,7 +20,7 @@ from .api import (
     workspace_size,
 )
 from .errors import ArgumentError, ArgumentTypeError, TraceError
-from .problem import Gradients, Plan
+from .problem.call import Gradients, Plan
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 if TYPE_CHECKING:

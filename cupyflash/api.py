@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, calls, dispatch, validate
+from . import dispatch, execute
+from .arrays import interop
 from .expr.nodes import LookupTable, array_type
-from .problem import Array, Gradients, Plan
+from .problem import validate
+from .problem.call import Array, Gradients, Plan
 
 
 def attention(
@@ -98,8 +100,10 @@ def attention(
     >>> attention(x, x, x, mask=masks.causal()).shape
     (2, 4, 100, 32)
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown)
-    return calls.forward(calls.Request(q, k, v, options), return_lse, out, lse_out)
+    options = execute.options(
+        mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown
+    )
+    return execute.forward(execute.Request(q, k, v, options), return_lse, out, lse_out)
 
 
 def attention_backward(
@@ -163,9 +167,11 @@ def attention_backward(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown)
-    request = calls.Request(q, k, v, options)
-    return calls.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
+    options = execute.options(
+        mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown
+    )
+    request = execute.Request(q, k, v, options)
+    return execute.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
 
 def attention_vjp(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
@@ -208,7 +214,7 @@ def attention_vjp(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options
     >>> vjp(np.ones_like(out)).dv[0, :, 0]
     array([1., 1., 1., 1., 1., 1., 1., 1.], dtype=float32)
     """
-    return calls.vjp_of(calls.Request(q, k, v, calls.options(**options)), return_lse)
+    return execute.vjp_of(execute.Request(q, k, v, execute.options(**options)), return_lse)
 
 
 def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
@@ -267,7 +273,7 @@ def plan(
     ArgumentError, ArgumentTypeError
         As in `attention`.
     """
-    return dispatch.plan(calls.dense_or_packed(q, k, v, offsets_q, offsets_k, options))
+    return dispatch.plan(execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options))
 
 
 def workspace_size(
@@ -294,7 +300,7 @@ def workspace_size(
     ArgumentError, ArgumentTypeError
         As in `attention`.
     """
-    return dispatch.workspace_size(calls.dense_or_packed(q, k, v, offsets_q, offsets_k, options))
+    return dispatch.workspace_size(execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options))
 
 
 def lookup(array: Any) -> LookupTable:
@@ -324,6 +330,6 @@ def lookup(array: Any) -> LookupTable:
     >>> masks.mask(lambda b, h, i, j: document[i] == document[j])
     <mask (lookup(<(4,)>)[i] == lookup(<(4,)>)[j])>
     """
-    held = np.asarray(array) if isinstance(array, (list, tuple)) else arrays.array(array, "lookup")
+    held = np.asarray(array) if isinstance(array, (list, tuple)) else interop.array(array, "lookup")
     array_type(held)
     return LookupTable(held)

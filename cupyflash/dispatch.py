@@ -6,16 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from . import config, hopper, launch, rows_of_heads, target
-from .launch import Served
-from .problem import Array, Call, Gradients, Plan
-from .trees import Trees, trees
+from .arrays import cuda_device, device_arrays
+from .gpu import launch
+from .gpu.kernels import config, hopper
+from .gpu.launch import Served
+from .problem import pack_gqa
+from .problem.bound_exprs import Trees, trees
+from .problem.call import Array, Call, Gradients, Plan
 
 
 def _programs(call: Call) -> tuple[Any, Trees]:
     """Lower a call's mask and score changes; the trees keep the arrays that programs read alive."""
-    from cupyflash.reference.layout import Programs
-    from cupyflash.reference.program import empty_program
+    from cupyflash.reference.cpu.layout import Programs
+    from cupyflash.reference.cpu.program import empty_program
 
     from .expr.lower import lower
 
@@ -28,12 +31,12 @@ def plan(call: Call) -> Plan:
     """Return which kernel serves a call, with which tiles."""
     if call.device is None:
         return config.choose(call.problem)
-    return plan_on(call, target.of(call.device))
+    return plan_on(call, cuda_device.of(call.device))
 
 
-def plan_on(call: Call, facts: target.Target) -> Plan:
+def plan_on(call: Call, facts: cuda_device.Target) -> Plan:
     """Return which kernel would serve a call on a GPU that need not be there."""
-    call, _ = rows_of_heads.joined(call)
+    call, _ = pack_gqa.joined(call)
     return config.choose(call.problem, facts, hopper.obstacle(call), hopper.besides(call))
 
 
@@ -41,7 +44,7 @@ def forward(call: Call, out: Array, lse: Array | None, plan: Plan | None = None)
     """Compute `out` and `lse`, which may be None on a GPU."""
     if call.device is not None:
         return launch.forward(call, out, lse, plan)
-    from cupyflash.reference import launch as cpu
+    from cupyflash.reference.cpu import launch as cpu
 
     assert lse is not None
     plan = plan or config.choose(call.problem)
@@ -77,7 +80,7 @@ def backward(
     if call.device is not None:
         arrays = do, out, lse, dlse, gradients, workspace
         return launch.backward(call, *arrays, plan, deterministic=deterministic)
-    from cupyflash.reference import launch as cpu
+    from cupyflash.reference.cpu import launch as cpu
 
     plan = plan or config.choose(call.problem)
     programs, held = _programs(call)
@@ -105,7 +108,7 @@ def workspace_size(call: Call) -> int:
     """Return the bytes of scratch that the call's backward needs."""
     if call.device is not None:
         return launch.workspace_size(call)
-    from cupyflash.reference import launch as cpu
+    from cupyflash.reference.cpu import launch as cpu
 
     return cpu.backward_scratch_size(call.problem, config.choose(call.problem).block_q)
 
@@ -113,13 +116,13 @@ def workspace_size(call: Call) -> int:
 def combine(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Combine several (out, lse)."""
     first_out, first_lse = parts[0]
-    out, device = empty_like(first_out), target.device_of(first_out)
+    out, device = empty_like(first_out), device_arrays.device_of(first_out)
     if device is not None:
-        with target.current(device):
-            lse: Array = target.empty(first_lse.shape, first_lse.dtype)
+        with cuda_device.current(device):
+            lse: Array = device_arrays.empty(first_lse.shape, first_lse.dtype)
         launch.combine(parts, out, lse)
         return out, lse
-    from cupyflash.reference import launch as cpu
+    from cupyflash.reference.cpu import launch as cpu
 
     lse = np.empty(first_lse.shape, first_lse.dtype)
     cpu.combine(parts, out, lse)
@@ -128,8 +131,8 @@ def combine(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
 
 def empty_like(array: Array) -> Array:
     """Return an uninitialised array of the same kind, shape, dtype and memory order."""
-    if target.is_device_array(array):
-        made: Array = target.empty_like(array, array.shape)
+    if device_arrays.is_device_array(array):
+        made: Array = device_arrays.empty_like(array, array.shape)
         return made
     return np.empty_like(array, subok=False)
 
@@ -146,10 +149,10 @@ def empty_output(
     shape = (*lead, *q.shape[-3:-1], problem.d_v)
     if call.device is not None:
         if out is None:
-            out = target.empty_like(q, shape)
+            out = device_arrays.empty_like(q, shape)
         if lse is None and want_lse:
-            with target.current(call.device):
-                lse = target.empty(shape[:-1], problem.accumulator)
+            with cuda_device.current(call.device):
+                lse = device_arrays.empty(shape[:-1], problem.accumulator)
         return out, lse
     if not problem.packed:
         q = np.broadcast_to(q, (*lead, *q.shape[-3:]))

@@ -16,9 +16,16 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from . import arrays
+from .arrays import interop
 from .errors import ArgumentError, ArgumentTypeError, TraceError
-from .expr.bind import Alignment, Axis, Dense, Sizes, aligned, bind
+from .expr.bind import (
+    Alignment,
+    Axis,
+    Dense,
+    Sizes,
+    aligned,
+    bind,
+)
 from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, len_k, len_q
 from .expr.nodes import Expr, LookupTable, as_expr
@@ -201,7 +208,7 @@ def number_or_per_batch(value: Any, argument: str) -> Expr:
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
     if hasattr(value, "__dlpack__"):
-        value = arrays.array(value, argument)
+        value = interop.array(value, argument)
     if not hasattr(value, "dtype") or np.dtype(value.dtype).kind not in "iu":
         kind = getattr(value, "dtype", type(value).__name__)
         raise ArgumentTypeError(
@@ -466,4 +473,4 @@ def as_array(value: Any, argument: str) -> Any:
         return value.array
     if isinstance(value, (list, tuple)):
         return np.asarray(value)
-    return arrays.array(value, argument)
+    return interop.array(value, argument)

@@ -17,7 +17,14 @@ from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.bind import Alignment, Axis, aligned, bind
 from .expr.derivative import derivative
 from .expr.evaluate import evaluate
-from .expr.functions import POSITIONS, SCORE, clip, len_k, len_q, tanh
+from .expr.functions import (
+    POSITIONS,
+    SCORE,
+    clip,
+    len_k,
+    len_q,
+    tanh,
+)
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
 from .expr.structure import Structure, structure

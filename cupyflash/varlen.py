@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import calls
-from .problem import Gradients
+from . import execute
+from .problem.call import Gradients
 
 
 def attention_varlen(
@@ -66,9 +66,11 @@ def attention_varlen(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 1.
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown)
-    request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
-    return calls.forward(request, return_lse, out, lse_out)
+    options = execute.options(
+        mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown
+    )
+    request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    return execute.forward(request, return_lse, out, lse_out)
 
 
 def attention_varlen_backward(
@@ -125,9 +127,11 @@ def attention_varlen_backward(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
-    options = calls.options(mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown)
-    request = calls.Request(q, k, v, options, (offsets_q, offsets_k), check)
-    return calls.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
+    options = execute.options(
+        mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown
+    )
+    request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    return execute.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
 
 def attention_varlen_vjp(
@@ -170,6 +174,6 @@ def attention_varlen_vjp(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithms 1 and 2.
     """
-    named = calls.options(**options)
-    request = calls.Request(q, k, v, named, (offsets_q, offsets_k), check)
-    return calls.vjp_of(request, return_lse)
+    named = execute.options(**options)
+    request = execute.Request(q, k, v, named, (offsets_q, offsets_k), check)
+    return execute.vjp_of(request, return_lse)

@@ -118,7 +118,7 @@ common = {"deadline": None, "suppress_health_check": slow_is_fine, "print_blob":
 settings.register_profile("dev", max_examples=25, **common)
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **common)
 settings.register_profile("nightly", max_examples=2000, **common)
-# sanitizer: a few, for tools that make a GPU many times slower (tests/gpu_check.py).
+# sanitizer: a few, for tools that make a GPU many times slower (tests/tools/gpu_check.py).
 settings.register_profile(
     "sanitizer",
     max_examples=4,

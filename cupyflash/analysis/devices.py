@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from .. import target
+from ..arrays import cuda_device
 from ..errors import ArgumentError
 from .traffic import itemsize
 
@@ -231,7 +231,7 @@ def device(name: str | None = None) -> Device:
             return (exact or begun)[0]
         raise ArgumentError(f"device={name!r}: nothing is known of it; {known}")
     try:
-        here = target.here().name
+        here = cuda_device.here().name
     except Exception as error:
         raise ArgumentError(f"there is no device at hand ({error}): name one; {known}") from error
     for each in DEVICES.values():

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import api, masks, scores
-from ..measure import Gpu, Meter, Work
-from ..standard import standard_backward, standard_forward
 from ..testing.options import float_type
 from .cases import CAP, CHANGES_SCORES, Case, hidden
+from .measure import Gpu, Meter, Work
+from .standard import standard_backward, standard_forward
 
 Array = Any  # of the meter's array module
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..measure import Gpu, Meter, Work
 from .cases import Case
 from .contenders import Contender, Inputs, RefusalError, draw
+from .measure import Gpu, Meter, Work
 from .results import MEASURED, REFUSED, WRONG, Result, Row
 
 # How far a result may be from the first contender's, as a share of its norm. This finds wrong

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from ..measure import Gpu, Meter, Work
 from .cases import CAP, CHANGES_SCORES, Case, hidden
 from .contenders import (
     Contender,
@@ -27,6 +26,7 @@ from .contenders import (
     document_ids,
     needs_memory,
 )
+from .measure import Gpu, Meter, Work
 
 Tensor = Any
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

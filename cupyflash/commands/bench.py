@@ -12,13 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import info
 from ..errors import ArgumentError
+from . import info
 from .demo import choose_device, number_of_threads
 from .text import COLUMNS, megabytes, verdict, whole_number, wrapped
 
 if TYPE_CHECKING:
-    from ..bench import Case, Contender, Report, Result, Row, Suite
+    from ..bench import (
+        Case,
+        Contender,
+        Report,
+        Result,
+        Row,
+        Suite,
+    )
 
 SUITE_NAMES = ("quick", "article", "peers", "variants", "decode")
 PASS_NAMES = ("forward", "backward")
@@ -41,8 +48,8 @@ def require(*libraries: str) -> None:
 
 def conditions(kind: str, with_torch: bool) -> tuple[str, dict[str, str], str]:
     """Return the device, the versions and the method, in words."""
+    from ..bench.measure import Gpu
     from ..bench.torch_peers import find
-    from ..measure import Gpu
 
     torch = find()[0] if with_torch else None
     versions = {"cupyflash": str(importlib.import_module("cupyflash").__version__)}
@@ -137,7 +144,8 @@ def progress_bar(total: int) -> Iterator[Callable[[Case, str], None]]:
 
 def measured(options: argparse.Namespace) -> tuple[Report, str]:
     """Run what the options ask for; return what was found, and in words what ended it early."""
-    from .. import bench, measure
+    from .. import bench
+    from ..bench import measure
 
     kind, choice = choose_device(options.device)
     if options.device is None:

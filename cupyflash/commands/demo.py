@@ -9,11 +9,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .. import info
-from .text import COLUMNS, megabytes, milliseconds, span, table, verdict, whole_number, wrapped
+from . import info
+from .text import (
+    COLUMNS,
+    megabytes,
+    milliseconds,
+    span,
+    table,
+    verdict,
+    whole_number,
+    wrapped,
+)
 
 if TYPE_CHECKING:
-    from ..demo import Checked, Comparison
+    from ..bench.demo import Checked, Comparison
 
 DTYPES = ("float32", "float16", "float64")
 CPU_RUNS, GPU_RUNS = 5, 20  # of a median, at most
@@ -76,8 +85,8 @@ def demo(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(textwrap.fill(f"error: {error}", COLUMNS), file=sys.stderr)
         return 1
-    from .. import demo as work
-    from .. import measure
+    from ..bench import demo as work
+    from ..bench import measure
 
     dtype, repeat, runs = options.dtype, options.repeat, options.runs
     if kind == "cpu":
@@ -142,7 +151,7 @@ def demo(options: argparse.Namespace) -> int:
 
 def number_of_threads() -> int:
     """Threads of a call on NumPy arrays; a ValueError says what is wrong with the setting."""
-    from ..reference import threads
+    from ..reference.cpu import threads
 
     return threads.num_threads()
 

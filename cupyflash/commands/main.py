@@ -6,8 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from .. import info
-from . import bench, demo, explain, verify
+from . import bench, demo, explain, info, verify
 from .text import wrapped
 
 

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import api, target, tensor_tiles, varlen
+from .. import api, varlen
+from ..arrays import cuda_device
+from ..gpu.kernels import tensor_tiles
 from .text import whole_number
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ def precision_of(device: str) -> Callable[[Any], Precision]:
     from ..testing import Precision
 
     def precision(dtype: Any) -> Precision:
-        cores = device == "gpu" and tensor_tiles.multiplies(dtype, None, target.here().capability)
+        cores = device == "gpu" and tensor_tiles.multiplies(
+            dtype, None, cuda_device.here().capability
+        )
         return Precision.of(dtype, tensor_cores=cores)
 
     return precision

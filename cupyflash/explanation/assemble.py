@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import rows_of_heads, validate
 from ..analysis import Device
-from ..arrays import FLOATS
+from ..arrays.device_arrays import is_device_array
+from ..arrays.interop import FLOATS
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import in_host_memory
 from ..expr.evaluate import host
@@ -17,12 +17,12 @@ from ..figures.mask import MOST_CELLS, Figure, tiles_svg, words_of
 from ..figures.survey import Survey, survey
 from ..figures.terminal import MOST_CELLS as MOST_SIGNS
 from ..figures.terminal import picture
+from ..gpu.kernels.tiles import Tiles
 from ..masks import Mask
-from ..problem import Call
+from ..problem import pack_gqa, validate
+from ..problem.bound_exprs import trees
+from ..problem.call import Call
 from ..scores import Score
-from ..target import is_device_array
-from ..tiles import Tiles
-from ..trees import trees
 from . import traffic
 from .occupancy import LIMITS, occupancy
 from .places import Place, place
@@ -108,7 +108,7 @@ def explain(
     call = _call(q_shape, k_shape, v_shape, dtype, mask, score, precision)
     shapes = call.q.shape, call.k.shape, call.v.shape
     if where.target is not None and not backward:
-        call, _ = rows_of_heads.joined(call)
+        call, _ = pack_gqa.joined(call)
     problem = call.problem
     if where.target is None:
         reason, works, scratch = on_cpu(call, backward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..tiles import REGISTERS, Tiles
+from ..gpu.kernels.tiles import REGISTERS, Tiles
 from .results import Occupancy
 
 WARP = 32

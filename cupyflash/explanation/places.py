@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import analysis, target
+from .. import analysis
 from ..analysis import DEVICES, Device
+from ..arrays import cuda_device
+from ..arrays.cuda_device import Target
 from ..errors import ArgumentError, ArgumentTypeError
-from ..target import Target
 from .occupancy import LIMITS
 
 
@@ -53,7 +54,7 @@ def place(device: Device | str | None) -> Place:
         return Place(None, None, "CPU")
     if name in (None, "gpu"):
         try:
-            return _at_hand(target.here())
+            return _at_hand(cuda_device.here())
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             if name is None:

@@ -6,11 +6,11 @@ import functools
 import re
 from typing import Any
 
-from ..source import Specialisation, source
+from ..gpu.source import Specialisation, source
 from .results import Registers
 
 REMEDY = "pip install cuda-bindings nvidia-cuda-nvrtc"
-# CuPy's own, beside those of cupyflash/compile.py, and the assembler's notes.
+# CuPy's own, beside those of cupyflash/gpu/jit.py, and the assembler's notes.
 OPTIONS = ("-std=c++17", "-ftz=true", "--ptxas-options=-v")
 
 

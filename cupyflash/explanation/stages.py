@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .. import tensor_tiles
-from ..source import STORAGE, Specialisation
+from ..gpu.kernels import tensor_tiles
+from ..gpu.source import STORAGE, Specialisation
 
 ITEMSIZE = dict(zip(STORAGE, (2, 2, 4, 8), strict=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import analysis
 from ..analysis import Device
 from ..analysis.roofline import Roofline, limits
-from ..problem import Call
+from ..problem.call import Call
 from .places import Place
 from .results import Bytes, KernelUse, Standard
 

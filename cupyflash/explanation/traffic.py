@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 
 from ..figures.survey import Survey
-from ..problem import Call
-from ..scratch import UNIT
+from ..gpu.workspace import UNIT
+from ..problem.call import Call
 from .results import Bytes
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import config, dispatch, recipe
-from ..problem import Call, Gradients
-from ..scratch import Laid
-from ..source import Specialisation
-from ..tiles import Tiles
+from .. import dispatch
+from ..gpu import recipe
+from ..gpu.kernels import config
+from ..gpu.kernels.tiles import Tiles
+from ..gpu.source import Specialisation
+from ..gpu.workspace import Laid
+from ..problem.call import Call, Gradients
 from .places import Place
 
 PARTS = ("dq_rows", "dkdv", "dq", "delta", "forward")  # by which names of kernels end, or begin

@@ -13,12 +13,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..arrays.device_arrays import is_device_array
 from ..errors import ArgumentError
-from ..target import is_device_array
 from .evaluate import evaluate_exactly, host
 from .functions import POSITIONS
 from .interval import EVERYTHING, Bounds, bounds
-from .nodes import Expr, array_type, as_expr, lookup_node, rebuild, symbol, walk
+from .nodes import (
+    Expr,
+    array_type,
+    as_expr,
+    lookup_node,
+    rebuild,
+    symbol,
+    walk,
+)
 
 _B = POSITIONS[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import target
+from ..arrays import device_arrays
 from .nodes import Expr, walk
 
 # The ends between which a proof takes an int64 array in device memory to lie: it is not read.
@@ -143,7 +143,7 @@ def _exact(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_type: 
     if node.op == "to_float":
         return np.int64(args[0]).astype(float_type)  # one rounding, unlike that of a Python integer
     if node.op in ("lookup", "range_minimum", "range_maximum"):
-        if target.is_device_array(node.value[0]):
+        if device_arrays.is_device_array(node.value[0]):
             return _end_of_type(node, float_type)
         array = np.asarray(node.value[0])
         if node.op == "lookup":
@@ -161,7 +161,11 @@ def _exact(node: Expr, args: list[Any], symbols: Mapping[str, Any], float_type: 
 
 def host(array: Any) -> np.ndarray[Any, Any]:
     """Return an array in host memory: itself, or a copy."""
-    return target.read_back(array) if target.is_device_array(array) else np.asarray(array)
+    return (
+        device_arrays.read_back(array)
+        if device_arrays.is_device_array(array)
+        else np.asarray(array)
+    )
 
 
 def _end_of_type(node: Expr, float_type: Any) -> Any:

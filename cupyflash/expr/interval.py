@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from .. import target
+from ..arrays import device_arrays
 from .nodes import Expr, as_expr, operation, symbol, walk
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -102,7 +102,7 @@ def _nan_unless_finite(result: Bounds, ends: list[Bounds]) -> Bounds:
 def _lookup(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
     array, proven = node.value
     # What holds for every tile is told in host memory, where no element of the device is known.
-    known = tuple(varying) == TILE or not target.is_device_array(array)
+    known = tuple(varying) == TILE or not device_arrays.is_device_array(array)
     if known and all(low is high for low, high in ends):
         exact = Expr("lookup", tuple(low for low, _ in ends), node.type, (array, proven))
         return exact, exact

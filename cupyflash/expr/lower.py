@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash.reference.program import OPCODES, SYMBOLS, TABLE_WORDS, Program, describe_table
+from cupyflash.reference.cpu.program import OPCODES, SYMBOLS, TABLE_WORDS, Program, describe_table
 
 from .nodes import Expr, walk
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cupyflash.reference import naive, naive_formulas
+from cupyflash.reference.spec import naive, naive_formulas
 
 from .precision import Precision, Rounding
 from .rounding import Terms, backward_errors, forward_errors, total

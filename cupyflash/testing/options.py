@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyflash import masks, scores
-from cupyflash.expr import absolute, clip, maximum, minimum, tanh, where
+from cupyflash.expr import (
+    absolute,
+    clip,
+    maximum,
+    minimum,
+    tanh,
+    where,
+)
 from cupyflash.expr.nodes import LookupTable
 
 from .placement import Placed, random_layout

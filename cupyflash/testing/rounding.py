@@ -70,7 +70,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from cupyflash.reference.naive import Backward, Forward
+    from cupyflash.reference.spec.naive import Backward, Forward
 
     from .precision import Precision, Rounding
 

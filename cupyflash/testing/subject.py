@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cupyflash.problem import Gradients
+from cupyflash.problem.call import Gradients
 
 from .bound import (
     BackwardBound,

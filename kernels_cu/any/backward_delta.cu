@@ -1,5 +1,5 @@
 // delta = rowsum(do * out) - dlse, before the backward kernels: the twin of
-// reference/backward_delta.py, whose gradient of the sink is in backward_sink.cu.
+// reference/cpu/backward_delta.py, whose gradient of the sink is in backward_sink.cu.
 //
 // FlashAttention-2 (Dao 2023), Algorithm 2, line 4. 8 lanes or more read a row, 16 bytes each where
 // it lies so.

@@ -1,5 +1,5 @@
 // The gradient of the sink, after backward_delta: the twin of `backward_sink` in
-// reference/backward_delta.py.
+// reference/cpu/backward_delta.py.
 //
 // dsink[h] is the sum over the batch and the queries of p_sink * (dlse - rowsum(do * out)), that is
 // of -p_sink * delta. One block sums a head's rows in a fixed order.

@@ -1,4 +1,4 @@
-// Join attention over disjoint sets of keys: the twin of reference/combine.py.
+// Join attention over disjoint sets of keys: the twin of reference/cpu/combine.py.
 //
 // Given (out, lse) of each set, the result is what one call over all keys gives:
 // lse = log sum exp(lse_n) and out = sum exp(lse_n - lse) out_n. A set that saw nothing

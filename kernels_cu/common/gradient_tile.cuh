@@ -1,5 +1,5 @@
 // One tile of the backward: scores recomputed, probabilities, and the gradient of the scores. The
-// twin of reference/gradient_tile.py.
+// twin of reference/cpu/gradient_tile.py.
 //
 // Every backward kernel goes through here, so that dq, dk, dv and dbias see the same dS.
 // FlashAttention-2 (Dao 2023), Algorithm 2, lines 11-15, with score changes, masks and dropout.

@@ -1,5 +1,5 @@
 // Which part of a problem a block works on, and where its rows lie: the twin of
-// reference/layout.py.
+// reference/cpu/layout.py.
 #pragma once
 #include "number.cuh"
 

@@ -1,5 +1,5 @@
 // Arrays that masks and scores read, and the arithmetic of their expressions that C++ does not
-// have: the twin of the reading and integer steps of reference/program.py.
+// have: the twin of the reading and integer steps of reference/cpu/program.py.
 #pragma once
 #include "../ptx/multiply.cuh"
 #include "../ptx/warp.cuh"

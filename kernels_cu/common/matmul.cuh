@@ -1,5 +1,5 @@
 // Products of tiles in shared memory, accumulated in registers: the twin of
-// reference/microkernel.py and reference/accumulate.py.
+// reference/cpu/microkernel.py and reference/cpu/accumulate.py.
 //
 // The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns the elements of
 // a result at rows row_thread + ROW_THREADS * r: neighbouring rows in neighbouring threads, so that

@@ -1,4 +1,4 @@
-// Rows of arrays, between global and shared memory: the twin of reference/memory.py.
+// Rows of arrays, between global and shared memory: the twin of reference/cpu/memory.py.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "layout.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 #include "../ptx/convert.cuh"
 
-// One specialisation an element type, numbered as in cupyflash/source.py. A number without one does
+// One specialisation an element type, numbered as in cupyflash/gpu/source.py. A number without one does
 // not compile.
 template <int CODE>
 struct Element {

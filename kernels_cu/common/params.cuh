@@ -1,6 +1,6 @@
 // What a kernel is told at run time: one struct for all kernels of attention, one for combine.
 //
-// cupyflash/params.py holds the same layout as a NumPy structured type, field by field in this
+// cupyflash/gpu/params.py holds the same layout as a NumPy structured type, field by field in this
 // order. Every field is 8 bytes wide or part of a pair of ints, so there is no padding but what is
 // named. Sizes in capitals come from the prelude that is put before a kernel's source.
 #pragma once
@@ -9,7 +9,7 @@ constexpr int MAX_LEAD = 4;    // leading axes, after neighbours that can be joi
 constexpr int MAX_AXES = 8;    // axes of a look-up
 constexpr int MAX_PARTS = 16;  // operands of one launch of combine
 
-// Element kinds of look-ups, sinks and outputs, numbered as KINDS in reference/program.py.
+// Element kinds of look-ups, sinks and outputs, numbered as KINDS in reference/cpu/program.py.
 constexpr int KIND_BOOL = 0, KIND_INT8 = 1, KIND_INT16 = 2, KIND_INT32 = 3, KIND_INT64 = 4;
 constexpr int KIND_UINT8 = 5, KIND_UINT16 = 6, KIND_UINT32 = 7;
 constexpr int KIND_FLOAT16 = 8, KIND_BFLOAT16 = 9, KIND_FLOAT32 = 10, KIND_FLOAT64 = 11;

@@ -1,4 +1,4 @@
-// Philox4x32-10, the counter-based generator behind dropout: the twin of reference/philox.py.
+// Philox4x32-10, the counter-based generator behind dropout: the twin of reference/cpu/philox.py.
 //
 // Whether a pair (query i, key j) of head h in batch b is kept is a function of
 // (seed, b * Hq + h, i, j) alone, so the forward and the backward, the CPU and the GPU and every

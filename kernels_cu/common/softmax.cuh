@@ -1,5 +1,5 @@
 // The online softmax on one tile: row maximum m, row sum l, and the rescaling that joins tiles. The
-// twin of reference/softmax.py.
+// twin of reference/cpu/softmax.py.
 //
 // The threads of one row of the thread grid share its rows: each holds the same m, and a partial l
 // of its own columns, which `row_sum` joins at the end. Milakov & Gimelshein 2018, Algorithm 3;

@@ -1,5 +1,5 @@
 // What happens to a tile of scores before the softmax: class, score changes, mask, dropout. The
-// twin of reference/tile.py.
+// twin of reference/cpu/tile.py.
 //
 // A thread keeps its scores in registers while it multiplies. To change them it writes them to its
 // own cells of the tile in shared memory and walks over these in a loop, so that generated code

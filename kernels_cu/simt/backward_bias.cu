@@ -1,5 +1,5 @@
 // The gradient of a bias, summed over the axes along which it was broadcast: the twin of
-// reference/backward_bias.py.
+// reference/cpu/backward_bias.py.
 //
 // One block per tile of the bias, as the bias is stored: it loops over the batch entries, heads and
 // blocks that were given this tile, in that order, and recomputes their dS.

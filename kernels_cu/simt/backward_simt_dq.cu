@@ -1,5 +1,5 @@
 // Tiled attention, backward, gradient of the queries on any GPU: the twin of `backward_dq` in
-// reference/backward.py.
+// reference/cpu/backward.py.
 //
 // FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries stays, the
 // keys pass by, and dq needs no atomic addition. The sum runs over the batch entries that share the

@@ -1,4 +1,4 @@
-// Tiled attention, forward, on any GPU: the twin of reference/forward.py.
+// Tiled attention, forward, on any GPU: the twin of reference/cpu/forward.py.
 //
 // FlashAttention-2 (Dao 2023), Algorithm 1: one block of queries stays, blocks of keys and values
 // pass by, and the output is divided by the row sum once, at the end. Every product is a scalar

@@ -1,5 +1,5 @@
 // Tiled attention, backward, gradients of keys and values in float64 by the tensor cores of compute
-// capability 8.0 and later: the twin of `backward_dkdv` in reference/backward.py.
+// capability 8.0 and later: the twin of `backward_dkdv` in reference/cpu/backward.py.
 //
 // FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
 // The sum runs over the batch entries that share the keys, the group's heads and the query blocks,

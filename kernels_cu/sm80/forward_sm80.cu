@@ -1,5 +1,5 @@
 // Tiled attention, forward, by the tensor cores of compute capability 8.0 and
-// later: the twin of reference/forward.py.
+// later: the twin of reference/cpu/forward.py.
 //
 // FlashAttention-2 (Dao 2023), Algorithm 1: one block of queries stays, blocks of keys and values
 // pass by, and the output is divided by the row sum once, at the end. Products are accumulated in

@@ -1,5 +1,5 @@
 // Products of tiles of 16-bit elements by warps in pieces of 16 x 8 x 16: the twin of
-// reference/microkernel.py and reference/accumulate.py for tensor cores.
+// reference/cpu/microkernel.py and reference/cpu/accumulate.py for tensor cores.
 //
 // What a product leaves in registers is the left operand of the next one as it lies: weights never
 // go through memory.

@@ -1,5 +1,5 @@
 // Products of tiles of float64 in shared memory by warps in pieces of 16 x 8 x 8: the twin of
-// reference/microkernel.py and reference/accumulate.py for tensor cores.
+// reference/cpu/microkernel.py and reference/cpu/accumulate.py for tensor cores.
 //
 // The instruction takes its operands from neighbouring registers, so every element is read by
 // itself, to where it is needed: of 8 elements of a sum a lane with t = lane % 4 reads numbers t

@@ -1,5 +1,5 @@
 // One tile of the backward in float64 where it lies in fragments: fragment_gradient.cuh without
-// roundings. The twin of reference/gradient_tile.py for tensor cores.
+// roundings. The twin of reference/cpu/gradient_tile.py for tensor cores.
 #pragma once
 #include "fragment_gradient.cuh"
 #include "../common/power.cuh"

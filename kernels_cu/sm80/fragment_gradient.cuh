@@ -1,5 +1,5 @@
 // One tile of the backward where it lies in fragments: scores recomputed, probabilities, and the
-// gradient of the scores. The twin of reference/gradient_tile.py for tensor cores.
+// gradient of the scores. The twin of reference/cpu/gradient_tile.py for tensor cores.
 //
 // A tile's rows are keys or queries, whichever are the rows of the block's results. What a warp has
 // of it is as fragment.cuh says, from the thread's element (0, 0) on, its corner.

@@ -1,5 +1,5 @@
 // Products of fragments whose operands both lie in shared memory, and results that warps share by
-// columns: the twin of reference/microkernel.py and reference/accumulate.py for the backward.
+// columns: the twin of reference/cpu/microkernel.py and reference/cpu/accumulate.py for the backward.
 #pragma once
 #include "../ptx/red.cuh"
 #include "fragment.cuh"

@@ -1,4 +1,4 @@
-// The online softmax on fragments of scores: the twin of reference/softmax.py for tensor cores.
+// The online softmax on fragments of scores: the twin of reference/cpu/softmax.py for tensor cores.
 //
 // Scores stay as the product left them, and logits are `unit` times a score: so the maximum is one
 // of scores, and 2^x takes one multiply-add before it. The four lanes of a row hold the same m, and

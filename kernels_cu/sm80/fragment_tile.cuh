@@ -1,5 +1,5 @@
 // What happens to a tile of scores before the softmax where they lie in fragments: the twin of
-// reference/tile.py for tensor cores.
+// reference/cpu/tile.py for tensor cores.
 #pragma once
 #include "fragment_rows.cuh"
 

@@ -1,5 +1,5 @@
 // Products of tiles of 4- and 8-byte elements by warps in pieces of 16 x 8 x 8: the twin of
-// reference/microkernel.py and reference/accumulate.py for tensor cores.
+// reference/cpu/microkernel.py and reference/cpu/accumulate.py for tensor cores.
 //
 // float64 is multiplied as it is. A float32 is the sum of two numbers of 11 bits, which tensor
 // cores multiply, and a bit that is cut off; of the product of two such sums the smallest of four

@@ -1,5 +1,5 @@
 // Tiled attention, forward, in 16-bit types by the tensor cores of compute capability 9.0: the twin
-// of reference/forward.py.
+// of reference/cpu/forward.py.
 //
 // The last warpgroup of a block copies, by one thread, and tells what comes next, by one warp; the
 // others compute: each has 64 queries of the block. Keys and values of one tile after the other,

@@ -1,5 +1,5 @@
 // Tiled attention, forward, in float32 by the tensor cores of compute capability 9.0, as three
-// products of split numbers: the twin of reference/forward.py.
+// products of split numbers: the twin of reference/cpu/forward.py.
 //
 // A warpgroup has 64 of the block's queries. All threads bring keys and values from global memory
 // to registers, and from there, split, to one place each in shared memory: values while the tensor

@@ -1,5 +1,5 @@
 // Products of tiles by the four warps of a warpgroup together, and how tiles get to them: the twin
-// of reference/microkernel.py and reference/accumulate.py for the tensor cores of compute
+// of reference/cpu/microkernel.py and reference/cpu/accumulate.py for the tensor cores of compute
 // capability 9.0.
 //
 // A tile in shared memory is one slab of 64 columns after the other, each of as many rows of 128

@@ -1,5 +1,5 @@
 // Rows in shared memory that a product reads by itself, and what has to be done to them before: the
-// twin of reference/accumulate.py where values are not finite.
+// twin of reference/cpu/accumulate.py where values are not finite.
 #pragma once
 #include "../ptx/pair.cuh"
 #include "../sm80/fragment.cuh"

@@ -1,5 +1,5 @@
 // What a block with warpgroups works on, one block of queries after the other: the twin of
-// reference/layout.py, where those who copy are told in shared memory of what comes next.
+// reference/cpu/layout.py, where those who copy are told in shared memory of what comes next.
 #pragma once
 #include "warpgroup.cuh"
 #include "warpgroup_tile.cuh"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import philox
+from ..cpu import philox
 from .hbm import Array
 
 

@@ -1,4 +1,4 @@
-"""FlashAttention-2, forward: Dao 2023, Algorithm 1, as `reference/forward.py` runs it.
+"""FlashAttention-2, forward: Dao 2023, Algorithm 1, as `reference/cpu/forward.py` runs it.
 
 Queries are in the outer loop, so that O, l and m never leave the chip and each block of queries is
 work of its own; O is divided by l once, at the end; the log-sum-exp stands for l and m. (The paper
@@ -17,10 +17,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..launch import forward as run_kernel
-from ..layout import Programs
-from ..program import SYMBOLS, TABLE_WORDS, Op, Program, empty_program
-from .blocks import Dropout, blocks, default_scale, dropout_of, mask_of, size_of
+from ..cpu.launch import forward as run_kernel
+from ..cpu.layout import Programs
+from ..cpu.program import SYMBOLS, TABLE_WORDS, Op, Program, empty_program
+from .blocks import (
+    Dropout,
+    blocks,
+    default_scale,
+    dropout_of,
+    mask_of,
+    size_of,
+)
 from .causal_tiles import seen
 from .hbm import Array, Memory
 
@@ -112,7 +119,7 @@ def causal_programs(offset: int) -> Programs:
 def kernel(
     q: Array, k: Array, v: Array, scale: float, offset: int | None, drop: Dropout, tiles: Any
 ) -> Forward:
-    """Run `reference/forward.py` on one head."""
+    """Run `reference/cpu/forward.py` on one head."""
     if min(tiles) < 1:
         raise ValueError(f"a block has at least one row, not {min(tiles)}")
     problem = OneHead(

@@ -3,7 +3,7 @@
 For few queries and many keys there are too few blocks of queries to fill a device. So (1) keys and
 values are cut into parts, views without a copy; (2) FlashAttention runs on every part at once, and
 leaves O and the log-sum-exp of each; (3) a second kernel puts them together. Steps 2 and 3 are the
-package's own kernels, `reference/forward.py` and `reference/combine.py`.
+package's own kernels, `reference/cpu/forward.py` and `reference/cpu/combine.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..launch import combine as run_combine
+from ..cpu.launch import combine as run_combine
 from .blocks import Dropout, blocks, default_scale, mask_of
 from .causal_tiles import seen
 from .flash_attention_2 import kernel, walk

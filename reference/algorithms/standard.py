@@ -11,7 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .blocks import blocks, check, default_scale, divide, dropout_of, exponentials, mask_of, size_of
+from .blocks import (
+    blocks,
+    check,
+    default_scale,
+    divide,
+    dropout_of,
+    exponentials,
+    mask_of,
+    size_of,
+)
 from .hbm import Array, Memory
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cupyflash import source
-from cupyflash.source import Specialisation
+from cupyflash.gpu import source
+from cupyflash.gpu.source import Specialisation
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = ("runtime.cpp", "races.cpp", "matrices.cpp", "warpgroups.cpp", "stores.cpp")

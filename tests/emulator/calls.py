@@ -17,12 +17,14 @@ from unittest import mock
 
 import numpy as np
 
-from cupyflash import config, driver, f64_tiles, hopper, launch, target, tensor_tiles
-from cupyflash.problem import Array, Call, Gradients, Problem
-from cupyflash.recipe import Launch
-from cupyflash.source import Specialisation
-from cupyflash.tensor_maps import TensorMap
-from cupyflash.tiles import KERNELS, Shape, Tiles, fit
+from cupyflash.arrays import cuda_device, device_arrays
+from cupyflash.gpu import driver, launch
+from cupyflash.gpu.kernels import config, f64_tiles, hopper, tensor_tiles
+from cupyflash.gpu.kernels.tiles import KERNELS, Shape, Tiles, fit
+from cupyflash.gpu.recipe import Launch
+from cupyflash.gpu.source import Specialisation
+from cupyflash.gpu.tma import TensorMap
+from cupyflash.problem.call import Array, Call, Gradients, Problem
 
 from . import build
 from .machine import FORWARD, Schedule, machine
@@ -282,11 +284,14 @@ class Emulator:
             # The emulator's arrays are small.
             mock.patch.multiple(hopper, SHORTEST=1, MOST_PADDING=float("inf")),
             mock.patch.multiple(
-                target,
+                cuda_device,
                 of=lambda _: SimpleNamespace(multiprocessors=self.blocks.multiprocessors),
-                device_of=lambda _: 0,
                 current=lambda _: contextlib.nullcontext(),
                 is_capturing=lambda: False,
+            ),
+            mock.patch.multiple(
+                device_arrays,
+                device_of=lambda _: 0,
                 empty=_poisoned,
                 memory=lambda size: Memory(_poisoned((size,), np.uint8)),
                 memory_of=lambda array, begin: Memory(array[begin:]),

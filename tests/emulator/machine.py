@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cupyflash.source import Specialisation
+from cupyflash.gpu.source import Specialisation
 
 from . import build
 

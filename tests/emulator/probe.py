@@ -6,8 +6,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from cupyflash import source
-from cupyflash.target import address
+from cupyflash.arrays.device_arrays import address
+from cupyflash.gpu import source
 
 from . import build
 from .machine import FORWARD, Machine, Schedule

@@ -10,7 +10,7 @@ from harness import backward_ratios, call_of, forward_ratios
 from placement import Layout, Placed, random_layout
 from strategies import Problem
 
-from cupyflash.problem import Array, Call, Gradients
+from cupyflash.problem.call import Array, Call, Gradients
 from cupyflash.testing import Precision
 from cupyflash.testing import copies as memory
 from cupyflash.testing.copies import Copies

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import masks, scores, validate
-from cupyflash.problem import Gradients
+from cupyflash import masks, scores
+from cupyflash.problem import validate
+from cupyflash.problem.call import Gradients
 
 from . import build
 from .calls import Blocks, Emulator

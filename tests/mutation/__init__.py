@@ -1,1 +1,1 @@
-"""Mutation testing of the CUDA sources: see tests/mutants.py."""
+"""Mutation testing of the CUDA sources: see tests/tools/mutants.py."""

@@ -18,7 +18,7 @@ from emulator import build
 from emulator.machine import Machine
 from expressions import by_numpy, exactly, tile_symbols
 
-from cupyflash import lookup, operands, params, source
+from cupyflash import lookup
 from cupyflash.expr import (
     absolute,
     clip,
@@ -38,10 +38,11 @@ from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import POSITIONS, SCORE
 from cupyflash.expr.interval import PARTIAL, tile_class
 from cupyflash.expr.nodes import Expr, convert
+from cupyflash.gpu import params, source, strides
+from cupyflash.gpu.kernels.tiles import Tiles
+from cupyflash.gpu.source import Specialisation
 from cupyflash.masks import flat_sizes
-from cupyflash.reference.naive import Sizes
-from cupyflash.source import Specialisation
-from cupyflash.tiles import Tiles
+from cupyflash.reference.spec.naive import Sizes
 
 Array = np.ndarray[Any, Any]
 Read = Callable[[str], str]
@@ -246,7 +247,7 @@ class _Generated(Check):
                 "ints": each.ints,
                 "floats": each.floats,
                 "tables": [
-                    operands.table(x)._replace(data=x.__array_interface__["data"][0])
+                    strides.table(x)._replace(data=x.__array_interface__["data"][0])
                     for x in each.arrays
                 ],
             })

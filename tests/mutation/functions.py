@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from emulator.machine import Machine
 
-from cupyflash.reference import philox
+from cupyflash.reference.cpu import philox
 
 from .expressions import Check, Read, _text
 

@@ -19,7 +19,7 @@ from emulator import build
 
 from cupyflash import lookup, masks
 from cupyflash.errors import ArgumentError
-from cupyflash.expr import (
+from cupyflash.expr import (  # fmt: skip
     absolute,
     cuda,
     exp,
@@ -30,7 +30,7 @@ from cupyflash.expr import (
     maximum,
     tanh,
     where,
-)  # fmt: skip
+)
 from cupyflash.expr.bind import bind
 from cupyflash.expr.derivative import derivative
 from cupyflash.expr.functions import POSITIONS, SCORE

@@ -17,7 +17,7 @@ from strategies import Problem
 
 from cupyflash import lookup, masks, scores
 from cupyflash.expr import tanh, where
-from cupyflash.reference import philox
+from cupyflash.reference.cpu import philox
 from cupyflash.testing import FAMILIES
 
 Array = np.ndarray[Any, Any]

@@ -3,8 +3,8 @@
 tests/data/mutation_gaps.toml is written by hand. Each of its entries is a change that makes a
 kernel wrong, or may, and that nothing notices; it says why, and what would close it.
 
-tests/data/mutation_baseline.txt is written by `tests/mutants.py --write-baseline`. Each of its
-lines is a key of tests/mutation/keys.py, the operator, and a category:
+tests/data/mutation_baseline.txt is written by `tests/tools/mutants.py --write-baseline`. Each of
+its lines is a key of tests/mutation/keys.py, the operator, and a category:
 
 - equivalent: the mutant computes the same;
 - slower: it computes the same in another time, or in another order;
@@ -29,8 +29,8 @@ BASELINE = DATA / "mutation_baseline.txt"
 CATEGORIES = ("equivalent", "slower", "bound", "elsewhere", "unread")
 
 _HEAD = """\
-# Mutants that survive and are no gap: key, operator, category. Written by
-# `python tests/mutants.py --write-baseline`; tests/mutation/survivors.py says what the words mean.
+# Mutants that survive and are no gap: key, operator, category. tests/mutation/survivors.py says
+# what words mean; `python tests/tools/mutants.py --write-baseline` writes this file.
 """
 
 

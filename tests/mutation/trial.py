@@ -26,10 +26,12 @@ from emulator.machine import FORWARD, Fault, Machine, Schedule
 from harness import GRADIENTS, bound_backward, bound_forward, call_of
 from placement import Layout, Placed
 
-from cupyflash import hopper, launch, target
+from cupyflash.arrays import device_arrays
 from cupyflash.expr.cuda import generate
-from cupyflash.problem import Gradients
-from cupyflash.source import Specialisation
+from cupyflash.gpu import launch
+from cupyflash.gpu.kernels import hopper
+from cupyflash.gpu.source import Specialisation
+from cupyflash.problem.call import Gradients
 from cupyflash.testing import rho
 
 from . import generators
@@ -166,7 +168,7 @@ def _near(values: Array, known: Array) -> bool:
 
 def _add_up(sums: list[tuple[Array, Array]]) -> None:
     """Write the sums that follow a backward's launches."""
-    copied = mock.patch.object(target, "convert", lambda x, to: np.copyto(to, x, "unsafe"))
+    copied = mock.patch.object(device_arrays, "convert", lambda x, to: np.copyto(to, x, "unsafe"))
     with copied:
         for gradient, computed in sums:
             launch._sum_to(gradient, computed)
@@ -193,7 +195,7 @@ def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]
     with (
         emulator._answering(ready),
         mock.patch.object(hopper, "SHORTEST", 1),  # problems are small
-        mock.patch.object(target, "to_device", to_device),
+        mock.patch.object(device_arrays, "to_device", to_device),
         mock.patch.object(launch, "_sum_to", lambda *pair: sums.append(pair)),
     ):
         work()

@@ -17,7 +17,16 @@ types of results, inputs that must not change, and guards of NaN around every ar
 
 from __future__ import annotations
 
-from . import calls, dropout, forward, gradients, keys, nonfinite, packed, symmetry
+from . import (
+    calls,
+    dropout,
+    forward,
+    gradients,
+    keys,
+    nonfinite,
+    packed,
+    symmetry,
+)
 from .base import Property
 
 NOT_APPLICABLE = {

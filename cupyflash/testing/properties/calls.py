@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyflash.problem import Gradients
+from cupyflash.problem.call import Gradients
 
 from ..copies import Copies
 from ..placement import Layout, Placed, random_layout, same_bits

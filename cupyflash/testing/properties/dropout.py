@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyflash.reference import philox
+from cupyflash.reference.cpu import philox
 
 from ..placement import same_bits
 from ..subject import expect

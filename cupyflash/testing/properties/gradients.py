@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyflash import masks, scores
-from cupyflash.problem import Gradients
+from cupyflash.problem.call import Gradients
 
 from ..subject import expect
-from .base import Array, a_property, allowed_by, default_scale, per_head, some_mask, wide
+from .base import (
+    Array,
+    a_property,
+    allowed_by,
+    default_scale,
+    per_head,
+    some_mask,
+    wide,
+)
 
 if TYPE_CHECKING:
     from ..bound import BackwardBound

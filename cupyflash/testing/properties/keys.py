@@ -15,7 +15,14 @@ import numpy as np
 from cupyflash import masks
 
 from ..subject import Rows, expect
-from .base import a_property, cut_rows, default_scale, per_head, some_mask, wide
+from .base import (
+    a_property,
+    cut_rows,
+    default_scale,
+    per_head,
+    some_mask,
+    wide,
+)
 
 if TYPE_CHECKING:
     from ..bound import ForwardBound

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyflash import masks, scores
-from cupyflash.problem import Gradients
+from cupyflash.problem.call import Gradients
 
 from ..cases import problem
 from ..subject import Rows, expect

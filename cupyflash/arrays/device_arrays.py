@@ -1,0 +1,175 @@
+"""The few things that only CuPy can say of its arrays or do with them.
+
+CuPy is imported when one of these functions is called, and `is_device_array` does not even then:
+an object is a CuPy array only where CuPy has been imported already.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .cuda_device import current
+
+
+def is_device_array(value: Any) -> bool:
+    """Whether a value is a CuPy array."""
+    kind = type(value)
+    if kind in _kinds:
+        return True
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(value, getattr(cupy, "ndarray", ())):
+        return False
+    _kinds.add(kind)
+    return True
+
+
+_kinds: set[type] = set()  # types of CuPy arrays that were seen
+
+
+def device_of(array: Any) -> int | None:
+    """Return the number of the device on which an array lives; None for host memory."""
+    return int(array.device.id) if is_device_array(array) else None
+
+
+def address(array: Any) -> int:
+    """Return where an array's first element lies, in whichever memory."""
+    return int(array.data.ptr if is_device_array(array) else array.ctypes.data)
+
+
+def from_dlpack(value: Any) -> Any:
+    """Return a CuPy array that shares the memory of another library's array."""
+    import cupy
+
+    return cupy.from_dlpack(value)
+
+
+def read_back(array: Any) -> np.ndarray[Any, Any]:
+    """Copy an array to host memory, and wait for it."""
+    with array.device:
+        return np.asarray(array.get())
+
+
+class Form:
+    """Shape, dtype and memory order of an array that is to be made.
+
+    Parameters
+    ----------
+    array : array
+        One like it, without gaps.
+    """
+
+    __slots__ = ("_alloc", "_dtype", "_nbytes", "_ndarray", "_shape", "_strides")
+
+    def __init__(self, array: Any) -> None:
+        import cupy
+
+        self._ndarray, self._alloc = cupy.ndarray, cupy.cuda.alloc
+        self._shape, self._dtype, self._nbytes = array.shape, array.dtype, array.nbytes
+        steps = np.cumprod([array.itemsize, *array.shape[:0:-1]])[::-1]
+        self._strides = None if array.strides == tuple(steps.tolist()) else array.strides
+
+    def empty(self) -> Any:
+        """Return such an array, uninitialised, on the current device."""
+        try:
+            if self._strides is None:
+                return self._ndarray(self._shape, self._dtype)  # what cupy.empty calls
+            memory = self._alloc(self._nbytes)
+            return self._ndarray(self._shape, self._dtype, memory, self._strides)
+        except _out_of_memory() as error:
+            _add_note(error, self._shape, self._dtype)
+            raise
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return an uninitialised array in C order, on the current device."""
+    import cupy
+
+    try:
+        return cupy.ndarray(shape, dtype)
+    except _out_of_memory() as error:
+        _add_note(error, shape, dtype)
+        raise
+
+
+def memory(size: int) -> Any:
+    """Return so many bytes of the current device's memory, as CuPy's arrays have them."""
+    import cupy
+
+    try:
+        return cupy.cuda.alloc(size)
+    except _out_of_memory() as error:
+        _add_note(error, (size,), np.uint8)
+        raise
+
+
+def memory_of(array: Any, begin: int) -> Any:
+    """Return the memory of a contiguous array, from one of its bytes on."""
+    return array.data + begin
+
+
+def view(shape: tuple[int, ...], dtype: Any, memory: Any) -> Any:
+    """Return an array in C order of memory that is there already."""
+    import cupy
+
+    return cupy.ndarray(shape, dtype, memory)
+
+
+def _out_of_memory() -> type[Exception]:
+    import cupy
+
+    kind: type[Exception] = cupy.cuda.memory.OutOfMemoryError
+    return kind
+
+
+def _add_note(error: Exception, shape: tuple[int, ...], dtype: Any) -> None:
+    what = f"an array of shape {tuple(shape)}, dtype {np.dtype(dtype)}"
+    error.add_note(f"while cupyflash asked for {what}; every array of the call is as it was")
+
+
+def _slowest_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    # Of two equal strides, that of an axis of length 1 belongs to the faster axis.
+    return sorted(range(len(shape)), key=lambda axis: (-strides[axis], shape[axis] == 1))
+
+
+def fill(array: Any, value: float) -> None:
+    """Write one number to every element."""
+    with array.device:
+        array.fill(value)
+
+
+@functools.cache
+def _converter() -> Any:
+    import cupy
+
+    return cupy.ElementwiseKernel("T x", "U y", "y = x", "cupyflash_convert")
+
+
+def convert(array: Any, to: Any) -> None:
+    """Write the elements of an array, rounded, to another one on the current device."""
+    _converter()(array, to)  # in half the host's time of an assignment
+
+
+def empty_like(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return an uninitialised array of a shape, with the axes in memory as those of an array.
+
+    `shape` may have more leading axes; they, and axes along which the array repeats itself, lie
+    farthest apart.
+    """
+    missing = len(shape) - array.ndim
+    strides = [*(0,) * missing, *(abs(stride) for stride in array.strides)]
+    order = _slowest_first(shape, [stride or 2**63 for stride in strides])
+    with current(int(array.device.id)):
+        made = empty(tuple(shape[axis] for axis in order), array.dtype)
+    return made.transpose([order.index(axis) for axis in range(len(shape))])
+
+
+def to_device(array: Any, dtype: Any) -> Any:
+    """Return a contiguous copy of an array, of either memory, in the current device's memory."""
+    import cupy
+
+    return cupy.ascontiguousarray(cupy.asarray(array), dtype)

@@ -1,0 +1,294 @@
+"""Arrays as users pass them: NumPy's, or other libraries' by DLPack; and what memory they share."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from .device_arrays import address, device_of, from_dlpack, is_device_array
+
+Array = np.ndarray[Any, Any]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def array(value: Any, name: str) -> Array:
+    """Return an argument as a NumPy or CuPy array that shares its memory.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If it is no array, or lives where this version has no kernels.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{name}: a masked array came; wanted a plain array: pass its .data, and what to leave "
+            "out as mask= (True = attend)."
+        )
+    if isinstance(value, np.matrix):
+        raise ArgumentTypeError(
+            f"{name}: a numpy.matrix came; wanted a NumPy array: np.asarray of it."
+        )
+    if isinstance(value, np.ndarray):
+        return value
+    if is_device_array(value):
+        return _of_device(value, name)
+    if not hasattr(value, "__dlpack__"):
+        came = type(value).__name__
+        if isinstance(value, np.generic):
+            came = f"a scalar of {came}"
+        raise ArgumentTypeError(
+            f"{name}: {came} came; wanted a NumPy array, or an array that exports "
+            "DLPack. Convert it with np.asarray."
+        )
+    try:
+        kind = int(value.__dlpack_device__()[0])
+    except _DLPACK_FAILURES as error:
+        raise _refused(value, name, error) from None
+    if kind in _DLPACK_DEVICE:
+        return _of_device(_device_from_dlpack(value, name), name)
+    if kind not in (1, 3):  # kDLCPU, kDLCUDAHost
+        raise ArgumentTypeError(
+            f"{name}: {type(value).__name__} in device memory came (DLPack device type {kind}); "
+            "wanted arrays in host memory, or of an NVIDIA GPU. Copy it to the CPU first."
+        )
+    try:
+        return np.from_dlpack(value)
+    except _DLPACK_FAILURES:
+        return _bfloat16_from_dlpack(value, name)
+
+
+_DLPACK_DEVICE = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+def of_device(**named: Any) -> list[Any]:
+    """Return arrays of other libraries in device memory as CuPy's, and anything else as it is."""
+    values = list(named.values())
+    if isinstance(values[0], np.ndarray) or is_device_array(values[0]):
+        return values  # then the others are such arrays too, or wrong
+    for n, (name, value) in enumerate(named.items()):
+        device = getattr(value, "__dlpack_device__", None)
+        if device is not None and not isinstance(value, np.ndarray):
+            try:
+                if int(device()[0]) in _DLPACK_DEVICE:
+                    values[n] = array(value, name)
+            except _DLPACK_FAILURES:
+                pass  # is refused where it is read
+    return values
+
+
+def _of_device(value: Any, name: str) -> Array:
+    """Return a CuPy array whose elements kernels can read."""
+    steps = [stride for stride, size in zip(value.strides, value.shape, strict=True) if size > 1]
+    if value.size and any(x % value.itemsize for x in (address(value), *steps)):
+        raise ArgumentError(
+            f"{name}: an array came whose elements do not lie at multiples of their size (address "
+            f"{address(value):#x}, strides {value.strides}); wanted an aligned one, such as a copy."
+        )
+    result: Array = value
+    return result
+
+
+def _device_from_dlpack(value: Any, name: str) -> Any:
+    try:
+        return from_dlpack(value)
+    except (ImportError, *_DLPACK_FAILURES) as error:
+        raise ArgumentTypeError(
+            f"{name}: {type(value).__name__} in device memory came (DLPack device type 2), which "
+            f"CuPy could not take ({error}); wanted a CuPy array, or one in host memory. Install "
+            "CuPy, pip install 'cupyflash[cuda12]' or 'cupyflash[cuda13]', or copy it to the CPU."
+        ) from None
+
+
+def one_home(named: dict[str, Any]) -> int | None:
+    """Return the device on which all arrays of a call live; None for host memory.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If they live in different places.
+    """
+    homes = {name: device_of(x) for name, x in named.items()}
+    first = next(iter(homes))
+    for name, home in homes.items():
+        if home != homes[first]:
+            remedy = "cupy.asarray" if home is None else "cupy.asnumpy"
+            if home is not None and homes[first] is not None:
+                remedy = f"cupy.asarray, with device {homes[first]} current,"
+            raise ArgumentTypeError(
+                f"{name}: an array in {_place(home)} came, and {first} is in "
+                f"{_place(homes[first])}; wanted every array of a call in one place. Move one: "
+                f"{remedy} makes a copy."
+            )
+    return homes[first]
+
+
+def _place(home: int | None) -> str:
+    return "host memory" if home is None else f"the memory of GPU {home}"
+
+
+_DLPACK_FAILURES = (BufferError, RuntimeError, TypeError, ValueError)
+
+
+def _refused(value: Any, name: str, reason: object) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"{name}: {type(value).__name__} came, which could not be taken by DLPack ({reason}); "
+        "wanted float16, bfloat16, float32 or float64 in host memory. Convert it, or pass a NumPy "
+        "array."
+    )
+
+
+class _Reexport:
+    """A DLPack exporter of one capsule, for NumPy, which knows no bfloat16."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
+    """Take a bfloat16 array by telling NumPy that its elements are 16-bit integers."""
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    try:
+        capsule = value.__dlpack__()
+        tensor = get_pointer(capsule, b"dltensor")
+    except _DLPACK_FAILURES as error:
+        raise _refused(value, name, error) from None
+    # DLTensor: data pointer (8 bytes), device (8), ndim (4), then dtype: code, bits, lanes.
+    code_and_bits = (ctypes.c_uint8 * 2).from_address(tensor + 20)
+    code, bits = code_and_bits
+    bfloat, unsigned = 4, 1  # DLDataTypeCode
+    if (code, bits) != (bfloat, 16):
+        raise _refused(value, name, f"NumPy knows no {bits}-bit elements of type code {code}")
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ArgumentTypeError(
+            f"{name}: bfloat16 came; wanted the package ml_dtypes for it: pip install ml_dtypes."
+        ) from None
+    code_and_bits[0] = unsigned
+    try:
+        integers = np.from_dlpack(_Reexport(capsule))
+    except _DLPACK_FAILURES as error:
+        raise _refused(value, name, error) from None
+    code_and_bits[0] = bfloat  # the exporter's struct, which lives as long as `integers`
+    return integers.view(ml_dtypes.bfloat16)
+
+
+def floats(value: Any, name: str) -> Array:
+    """Return an argument as an array of one of the four float dtypes."""
+    result = array(value, name)
+    if result.dtype.name not in FLOATS or not result.dtype.isnative:
+        raise ArgumentTypeError(
+            f"{name}: dtype {result.dtype} came; wanted float16, bfloat16 (ml_dtypes), float32 or "
+            "float64 in native byte order. Convert it with .astype(...)."
+        )
+    return result
+
+
+def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[str, Array]) -> None:
+    """Check arrays that a call is to write: kind, shape, dtype, and that no element is shared.
+
+    `targets` maps a name to (array, wanted shape, wanted dtype).
+    """
+    for name, (target, shape, dtype) in targets.items():
+        on_device = is_device_array(target)
+        plain = isinstance(target, np.ndarray) and not isinstance(
+            target, (np.ma.MaskedArray, np.matrix)
+        )
+        if not plain and not on_device:
+            raise ArgumentTypeError(
+                f"{name}: {type(target).__name__} came; wanted a NumPy array to write to (one that "
+                "shares the memory of another library's array is made by np.from_dlpack)."
+            )
+        if target.shape != shape or target.dtype != dtype:
+            raise ArgumentError(
+                f"{name}: shape {target.shape}, dtype {target.dtype} came; wanted {shape}, "
+                f"{dtype}, as np.empty({shape}, {dtype.name}) makes."
+            )
+        if on_device:
+            _of_device(target, name)
+        elif not target.flags.writeable:
+            raise ArgumentError(
+                f"{name}: a read-only array came; wanted one that can be written, such as a copy."
+            )
+        if repeats_an_address(target):
+            raise ArgumentError(
+                f"{name}: several of its elements share one address (strides {target.strides}, a "
+                "broadcast view?); wanted an array with an address per element, as np.empty makes."
+            )
+    if targets:
+        one_home(inputs | {name: held for name, (held, _, _) in targets.items()})
+    names = list(targets)
+    for place, name in enumerate(names):
+        others = {other: targets[other][0] for other in names[:place]} | inputs
+        for other, held in others.items():
+            if share_memory(targets[name][0], held):
+                raise ArgumentError(
+                    f"{name} and {other} share memory; wanted an output that overlaps no input and "
+                    "no other output. Pass a fresh array, or none."
+                )
+
+
+def share_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays share an element. What cannot be decided soon counts as shared."""
+    a, b = _shadow(a), _shadow(b)
+    if not np.may_share_memory(a, b):
+        return False
+    try:
+        # NumPy's stubs know two of the values that max_work may have.
+        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    """Says where the elements of an array lie, without reading one."""
+
+    def __init__(self, x: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address(x), True),
+            "shape": x.shape,
+            "strides": x.strides,
+            "typestr": f"|V{x.itemsize}",
+        }
+
+
+def _shadow(x: Any) -> Array:
+    """Return an array whose addresses are those of a CuPy array; its elements cannot be read."""
+    if not is_device_array(x):
+        result: Array = x
+        return result
+    return np.asarray(_Addresses(x)) if x.size else np.empty(x.shape, x.dtype)
+
+
+def repeats_an_address(x: Array) -> bool:
+    """Whether two elements of an array lie at one address (or cannot soon be told apart)."""
+    if not x.size:
+        return False
+    reach = x.itemsize
+    for stride, length in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride < reach:
+            break
+        reach += stride * (length - 1)
+    else:
+        return False
+    if x.size > 100_000 or not all(x.strides[axis] for axis in range(x.ndim) if x.shape[axis] > 1):
+        return True
+    places = np.zeros(x.shape, np.int64)
+    for axis, (stride, length) in enumerate(zip(x.strides, x.shape, strict=True)):
+        places += (np.arange(length) * stride).reshape((-1,) + (1,) * (x.ndim - axis - 1))
+    sorted_places = np.sort(places, axis=None)
+    return bool((np.diff(sorted_places) < x.itemsize).any())

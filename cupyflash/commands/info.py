@@ -1,0 +1,293 @@
+"""What `cupyflash info` says: versions, devices and which kernels serve them, cache folders.
+
+Nothing here fails: what cannot be found out is said in words, with the remedy. Nothing here prints:
+the command does.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..arrays.cuda_device import OLDEST_CAPABILITY
+from ..gpu.kernels import f64_tiles, tensor_tiles
+from ..gpu.kernels.tiles import KERNELS
+
+Line = tuple[str, str]  # label and text
+
+INSTALL = "pip install 'cupyflash[cuda12]' for CUDA 12 or pip install 'cupyflash[cuda13]' for 13"
+
+
+def installed(distribution: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    """Name of the CPU, as far as the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def lines(version: str) -> list[Line]:
+    """Return everything that `cupyflash info` shows, for a version of the package."""
+    return [
+        ("cupyflash", version),
+        ("Python", f"{platform.python_version()} ({sys.executable})"),
+        ("NumPy", np.__version__),
+        ("Numba", installed("numba") or "not installed"),
+        ("ml_dtypes", installed("ml_dtypes") or "not installed; bfloat16 arrays need it"),
+        ("", ""),
+        *cpu_lines(),
+        ("", ""),
+        *gpu_lines(),
+    ]
+
+
+def cpu_lines() -> list[Line]:
+    """Say what serves NumPy arrays."""
+    from ..reference.cpu import jit, threads
+
+    with warnings.catch_warnings():  # said below in words of its own
+        warnings.simplefilter("ignore")
+        writable = jit.cache_is_writable()
+    how = os.environ.get("CUPYFLASH_NUM_THREADS")
+    how = f"CUPYFLASH_NUM_THREADS={how}" if how else "CUPYFLASH_NUM_THREADS sets it"
+    try:
+        number_of_threads = f"{threads.num_threads()} ({how})"
+    except ValueError as error:  # a wrong setting is what somebody may be looking for here
+        number_of_threads = str(error)
+    return [
+        ("CPU", f"{processor()}, {usable_cores()} usable cores"),
+        ("kernels", "tiled, compiled by Numba when first used"),
+        ("threads", number_of_threads),
+        ("CPU cache", str(jit.cache_folder())),
+        (
+            "",
+            "writable (CUPYFLASH_CACHE_DIR sets it)"
+            if writable
+            else "NOT writable: every process compiles the CPU kernels again; set "
+            "CUPYFLASH_CACHE_DIR to a folder of yours that is",
+        ),
+    ]
+
+
+def _words(error: Exception) -> str:
+    """What an error says, in one short line."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return textwrap.shorten(text, 100, placeholder=" ...")
+
+
+def _ask(question: Callable[[], Any]) -> tuple[Any, str]:
+    """Return an answer and no words, or None and in words why there is none."""
+    try:
+        return question(), ""
+    except Exception as error:  # noqa: BLE001 (drivers and loaders fail in many ways; all are told)
+        return None, _words(error)
+
+
+def find_cupy() -> tuple[Any, str]:
+    """Return CuPy and no words, or None and in words what is missing and what to do."""
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            return None, f"not installed; for NVIDIA GPUs: {INSTALL}"
+        return None, f"cannot be imported ({_words(error)}); install it anew: {INSTALL}"
+    except OSError as error:  # CuPy makes its cache folder when it is imported
+        remedy = "set CUPY_CACHE_DIR to a folder of yours that is writable"
+        return None, f"cannot be imported ({_words(error)}); {remedy}"
+    except Exception as error:  # noqa: BLE001 (whatever is broken, the remedy is the same)
+        return None, f"cannot be imported ({_words(error)}); install it anew: {INSTALL}"
+    return cupy, ""
+
+
+def _version(number: int) -> str:
+    """CUDA's versions are numbers: 13020 is 13.2."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _extra(cupy: Any) -> str:
+    """Command that completes the CuPy that is installed."""
+    number, _ = _ask(cupy.cuda.runtime.runtimeGetVersion)
+    major = (number or 0) // 1000
+    return f"pip install 'cupyflash[cuda{major}]'" if major in (12, 13) else INSTALL
+
+
+def cuda(cupy: Any) -> str:
+    """Say the versions of the driver and of CuPy's runtime, and whether they go together."""
+    runtime, why = _ask(cupy.cuda.runtime.runtimeGetVersion)
+    has = f"runtime {_version(runtime)} (CuPy's)" if runtime else f"runtime unknown ({why})"
+    driver, why = _ask(cupy.cuda.runtime.driverGetVersion)
+    if driver is None:
+        return f"driver unknown ({why}); {has}"
+    if driver == 0:
+        return f"no driver: install NVIDIA's, nvidia-smi then shows the GPUs; {has}"
+    text = f"driver for CUDA up to {_version(driver)}; {has}"
+    if runtime and driver // 1000 < runtime // 1000:
+        text += (
+            f"; the driver is too old: update it, or pip install 'cupyflash[cuda{driver // 1000}]'"
+        )
+    return text
+
+
+def nvrtc(cupy: Any) -> tuple[str, str]:
+    """Return the version of the run-time compiler and no words, or nothing and what to do."""
+    version, why = _ask(cupy.cuda.nvrtc.getVersion)
+    if version is None:
+        return "", f"not found, so no GPU kernel can be compiled: {_extra(cupy)} ({why})"
+    return ".".join(str(number) for number in version), ""
+
+
+def count(cupy: Any) -> tuple[int, str]:
+    """Return how many devices there are and no words, or 0 and why."""
+    number, why = _ask(cupy.cuda.runtime.getDeviceCount)
+    if number:
+        return int(number), ""
+    if _ask(cupy.cuda.runtime.driverGetVersion)[0] == 0:
+        return 0, "there is no NVIDIA driver"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible!r} may hide them"
+    return 0, f"CuPy finds no usable NVIDIA GPU ({why or 'it counts 0'}){hidden}"
+
+
+def served(capability: tuple[int, int]) -> str:
+    """Say which kernels serve a device, and why."""
+    if capability < OLDEST_CAPABILITY:
+        major, minor = OLDEST_CAPABILITY
+        return (
+            f"NOT supported: kernels need compute capability {major}.{minor} (Turing) or newer; "
+            "NumPy arrays run on the CPU"
+        )
+    names = [name for name in KERNELS if "_simt" in name]
+    said = f"served by the portable kernels {', '.join(names[:-1])} and {names[-1]}, in every dtype"
+    oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
+    if capability < tensor_tiles.OLDEST_CAPABILITY:
+        return f"{said}; tensor cores are used from compute capability {oldest} on"
+    is_hopper = capability == tensor_tiles.HOPPER
+    hopper = ("forward_sm90", "backward_sm90_dkdv") if is_hopper else ()
+    split = max(tensor_tiles.SPLIT_HOPPER)
+    there = f" (up to {split} by forward_sm90_tf32)" if is_hopper else ""
+    half, single, double = map(tensor_tiles.largest_head, ("float16", "float32", "float64"))
+    return (
+        f"{said}; float16 and bfloat16 with heads up to {half} by the tensor "
+        f"cores of {', '.join(('forward_sm80', *hopper, *tensor_tiles.BACKWARD))}; the first also "
+        f"float64 with heads up to {double}, and float32 up to {single}{there} where "
+        'precision="tf32x3"; '
+        f"gradients of float64 with heads up to {f64_tiles.LARGEST_HEAD} by "
+        f"{' and '.join(f64_tiles.BACKWARD)}"
+    )
+
+
+def device_lines(cupy: Any, number: int) -> list[Line]:
+    """Say what one device is, and which kernels serve it."""
+    label = f"GPU {number}"
+    facts, why = _ask(lambda: cupy.cuda.runtime.getDeviceProperties(number))
+    if facts is None:
+        return [(label, f"tells nothing about itself ({why})")]
+    capability = int(facts["major"]), int(facts["minor"])
+    return [
+        (
+            label,
+            f"{facts['name'].decode()}, compute capability {capability[0]}.{capability[1]}, "
+            f"{facts['totalGlobalMem'] / 2**30:.0f} GiB, {facts['multiProcessorCount']} "
+            f"multiprocessors, {facts['sharedMemPerBlockOptin'] // 1024} KiB of shared memory per "
+            "block",
+        ),
+        ("", served(capability)),
+    ]
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether files can be made in a folder, or in the one where it would be made."""
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
+            return True
+    except OSError:
+        return False
+
+
+def gpu_cache_lines() -> list[Line]:
+    """Say where CuPy keeps compiled kernels."""
+    if os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0"):
+        return [("GPU cache", "in memory only, by CUPY_CACHE_IN_MEMORY: every process compiles")]
+    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111 (as CuPy does: no error without a home)
+    if _can_write(Path(folder)):
+        return [("GPU cache", folder), ("", "writable (CUPY_CACHE_DIR sets it)")]
+    return [
+        ("GPU cache", folder),
+        ("", "NOT writable: CuPy fails when it compiles; set CUPY_CACHE_DIR to a folder of yours"),
+    ]
+
+
+def gpu_lines() -> list[Line]:
+    """Say what serves CuPy arrays."""
+    cupy, why = find_cupy()
+    if cupy is None:
+        return [("CuPy", why), ("GPU", "none without CuPy; NumPy arrays run on the CPU")]
+    version, missing = nvrtc(cupy)
+    number, none = count(cupy)
+    found = [
+        ("CuPy", str(cupy.__version__)),
+        ("CUDA", cuda(cupy)),
+        ("NVRTC", f"{version}, compiles the GPU kernels when first used" if version else missing),
+        *gpu_cache_lines(),
+    ]
+    if not number:
+        found.append(("GPU", f"none: {none}"))
+    for device in range(number):
+        found += device_lines(cupy, device)
+    return found
+
+
+def gpu_obstacle() -> str:
+    """Say why the demo cannot run on the current GPU, and what to do; nothing where it can."""
+    cupy, why = find_cupy()
+    if cupy is None:
+        return f"CuPy is {why}" if why.startswith("not ") else f"CuPy {why}"
+    number, why = count(cupy)
+    if not number:
+        return why
+    facts, why = _ask(lambda: cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice()))
+    if facts is None:
+        return f"the GPU tells nothing about itself ({why})"
+    capability = int(facts["major"]), int(facts["minor"])
+    if capability < OLDEST_CAPABILITY:
+        return f"{facts['name'].decode()} is {served(capability)}"
+    version, why = nvrtc(cupy)
+    if not version:
+        return f"NVRTC is {why}"
+    _, why = _ask(lambda: cupy.ones((2, 2), np.float32) @ cupy.ones((2, 2), np.float32))
+    if why:
+        major = version.partition(".")[0]
+        return (
+            f"CuPy cannot multiply matrices, as standard attention does ({why}); where cuBLAS is "
+            f"missing: pip install 'cuda-toolkit[cublas]=={major}.*'"
+        )
+    return ""

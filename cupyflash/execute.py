@@ -1,0 +1,240 @@
+"""The steps of a call: check what it writes, allocate what is missing, run, return the results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from . import dispatch
+from .arrays import interop
+from .arrays.device_arrays import is_device_array
+from .errors import ArgumentError, ArgumentTypeError
+from .gpu import launch_cache
+from .problem import validate
+from .problem.call import Array, Call, Gradients
+
+Vjp = Callable[..., Gradients]
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+def options(
+    mask: Any = None,
+    score_mod: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    scale: Any = None,
+    dropout: Any = 0.0,
+    seed: Any = None,
+    precision: Any = None,
+    **unknown: Any,
+) -> dict[str, Any]:
+    """Return all options of a call as keywords, unknown ones behind them."""
+    return {
+        "mask": mask,
+        "score_mod": score_mod,
+        "bias": bias,
+        "sink": sink,
+        "scale": scale,
+        "dropout": dropout,
+        "seed": seed,
+        "precision": precision,
+        **unknown,
+    }
+
+
+class Request:
+    """A call as it came. It is validated when that is needed, and then once.
+
+    Parameters
+    ----------
+    q, k, v : Any
+        As users pass them.
+    options : mapping
+        As `options` returns them.
+    offsets : tuple, optional
+        Of packed arrays.
+    check : bool
+        Whether offsets in device memory are read back.
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        options: Mapping[str, Any],
+        offsets: tuple[Any, Any] | None = None,
+        check: Any = True,
+    ) -> None:
+        if not is_device_array(q):
+            q, k, v = interop.of_device(q=q, k=k, v=v)
+        self._q, self._k, self._v = q, k, v
+        self._options = options
+        self._offsets, self._check = offsets, check
+
+    @functools.cached_property
+    def call(self) -> Call:
+        """The validated call."""
+        qkv = self._q, self._k, self._v
+        if self._offsets is None:
+            return validate.call(*qkv, **self._options)
+        return validate.varlen_call(*qkv, *self._offsets, self._check, **self._options)
+
+    def signature(
+        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
+    ) -> launch_cache.Signature | None:
+        """Return what tells the call from others, if it is one that is recognised."""
+        named = {"q": self._q, "k": self._k, "v": self._v, **read}
+        if self._offsets is not None:
+            if self._check is not False:
+                return None  # what its offsets hold is read every time
+            named["offsets_q"], named["offsets_k"] = self._offsets
+        return launch_cache.signature(kind, named, self._options, written)
+
+
+def dense_or_packed(
+    q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, keywords: dict[str, Any]
+) -> Call:
+    """Validate a call on dense arrays, or with offsets one on packed arrays."""
+    if (offsets_q is None) != (offsets_k is None):
+        raise ArgumentError("offsets_q and offsets_k belong together; one came without the other.")
+    offsets = None if offsets_q is None else (offsets_q, offsets_k)
+    return Request(q, k, v, options(**keywords), offsets).call
+
+
+def _check_flag(value: Any, name: str) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{name}: {value!r} came; wanted True or False.")
+
+
+def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes that users see of out and lse."""
+    problem = call.problem
+    rows = call.q.shape[-2]
+    lse = (rows,) if call.matrices else (problem.heads, rows)
+    if not problem.packed and not call.matrices:
+        lse = (*problem.lead, *lse)
+    return (*lse, problem.d_v), lse
+
+
+def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
+    """Compute a call, into the arrays given or into new ones."""
+    if return_lse is not False:
+        _check_flag(return_lse, "return_lse")
+    want_lse = return_lse or lse_out is not None
+    kind = "forward" if want_lse else "forward without lse"
+    written = _NOTHING if out is None and lse_out is None else {"out": out, "lse": lse_out}
+    seen = request.signature(kind, _NOTHING, written)
+    if seen is not None and (known := launch_cache.find(seen)) is not None:
+        made = launch_cache.forward(known, seen.addresses, out, lse_out)
+        return made if return_lse else made[0]
+    call = request.call
+    out_shape, lse_shape = _shapes(call)
+    wanted = {
+        "out": (out, out_shape, call.problem.dtype),
+        "lse_out": (lse_out, lse_shape, call.problem.accumulator),
+    }
+    named = {name: entry for name, entry in wanted.items() if entry[0] is not None}
+    interop.outputs(named, validate.read_arrays(call))
+    given = [x if x is None or not call.matrices else x[None] for x in (out, lse_out)]
+    out_full, lse_full = dispatch.empty_output(call, given[0], given[1], want_lse)
+    served = dispatch.forward(call, out_full, lse_full)
+    if call.matrices:
+        out_full, lse_full = out_full[0], None if lse_full is None else lse_full[0]
+    if seen is not None:
+        launch_cache.keep(seen, served, (out_full, lse_full))
+    result = out_full if out is None else out
+    lse = lse_full if lse_out is None else lse_out
+    return (result, lse) if return_lse else result
+
+
+def backward(
+    request: Request,
+    do: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    deterministic: bool,
+    grads_out: Any,
+    workspace: Any,
+) -> Gradients:
+    """Compute the gradients of a call, into the arrays given or into new ones."""
+    _check_flag(deterministic, "deterministic")
+    if not is_device_array(do):
+        do, out, lse, dlse = interop.of_device(do=do, out=out, lse=lse, dlse=dlse)
+    seen = None
+    if type(grads_out) in (tuple, list) and 3 <= len(grads_out) <= len(Gradients._fields):
+        grads_out = Gradients(*grads_out)
+    if grads_out is None or type(grads_out) is Gradients:
+        read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
+        written = _NOTHING
+        if grads_out is not None or workspace is not None:
+            given = {} if grads_out is None else grads_out._asdict()
+            written = {**given, "workspace": workspace}
+        kind = "deterministic backward" if deterministic else "backward"
+        seen = request.signature(kind, read, written)
+    if seen is not None and (known := launch_cache.find(seen)) is not None:
+        done = launch_cache.backward(known, seen.addresses, grads_out, workspace)
+        if done is not None:
+            return done
+    call = request.call
+    out_shape, lse_shape = _shapes(call)
+    problem = call.problem
+    rows = {
+        "do": validate.given(do, "do", out_shape, problem.dtype),
+        "out": validate.given(out, "out", out_shape, problem.dtype),
+        "lse": validate.given(lse, "lse", lse_shape, problem.accumulator),
+    }
+    if dlse is not None:
+        rows["dlse"] = validate.given(dlse, "dlse", lse_shape, problem.accumulator)
+    inputs = validate.read_arrays(call) | rows
+    owners = (call.q, call.k, call.v, call.bias, call.sink)
+    targets = validate.gradients(grads_out, call, inputs)
+    named = {f"grads_out.{name}": x for name, x in targets._asdict().items() if x is not None}
+    needed = dispatch.workspace_size(call) if workspace is not None else 0
+    scratch = validate.workspace(workspace, needed, inputs | named)
+    interop.one_home(inputs)
+    if call.matrices:
+        rows = {name: array[None] for name, array in rows.items()}
+    made: list[Array | None] = []
+    results: list[Array | None] = []
+    for owner, target, matrix in zip(
+        owners, targets, (*call.were_matrices, False, False), strict=True
+    ):
+        if owner is None:
+            made.append(None)
+            results.append(None)
+            continue
+        full = dispatch.empty_like(owner) if target is None else target
+        if target is not None and matrix:
+            full = target[None]
+        made.append(full)
+        results.append(target if target is not None else full[0] if matrix else full)
+    served = dispatch.backward(
+        call,
+        rows["do"],
+        rows["out"],
+        rows["lse"],
+        rows.get("dlse"),
+        Gradients(*made),
+        scratch,
+        deterministic=bool(deterministic),
+    )
+    if seen is not None:
+        launch_cache.keep(seen, served, results)
+    return Gradients(*results)
+
+
+def vjp_of(request: Request, return_lse: bool) -> Any:
+    """Compute a call, and return it with the function that computes its gradients."""
+    _check_flag(return_lse, "return_lse")
+    out, lse = forward(request, True, None, None)
+
+    def vjp(do: Any, dlse: Any = None) -> Gradients:
+        return backward(request, do, out, lse, dlse, False, None, None)
+
+    return (out, lse, vjp) if return_lse else (out, vjp)

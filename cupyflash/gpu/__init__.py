@@ -1,0 +1,1 @@
+"""Calls on CuPy arrays: which kernels, with which parameters, and how they are launched."""

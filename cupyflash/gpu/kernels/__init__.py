@@ -1,0 +1,1 @@
+"""Which kernel serves a call on a GPU, and with which tiles."""

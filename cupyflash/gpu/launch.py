@@ -1,0 +1,350 @@
+"""Runs recipes on a GPU: compiles their kernels, gives them addresses, launches them in order.
+
+Everything happens on the current stream of the arrays' device, and nothing waits for it. Memory
+beyond the results is what `workspace_size` says. With ``CUPYFLASH_DEBUG=1`` every launch is waited
+for, so that an error names its kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import cuda_device, device_arrays
+from ..errors import ArgumentError
+from ..problem.call import Array, Call, Gradients, Plan
+from . import driver, recipe, tma
+from . import jit as compiler
+from .kernels import config
+from .params import MAX_PARTS
+from .recipe import Launch, Recipe
+from .workspace import Laid, scratch_of
+
+WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
+ALIGNMENT = 256  # bytes, of the parts of a workspace
+
+Addresses = dict[str, int]
+
+
+class Ready:
+    """A launch whose kernel is compiled; it lacks addresses only."""
+
+    def __init__(self, launch: Launch, device: int) -> None:
+        special = launch.special
+        self._kernel = compiler.kernel(special, device)
+        self._function = driver.function(self._kernel, device)
+        self._launch = driver.queue(device).launch
+        self._grid, self._threads = launch.grid, special.tiles.threads
+        self._shared_memory = special.tiles.shared_memory
+        self._template = launch.template
+        self._slots = tuple((offset // 8, name) for offset, name in launch.slots)
+        first = driver.words_of(launch.template)
+        self._maps = tuple(
+            (
+                slice(first + n * driver.MAP_WORDS, first + (n + 1) * driver.MAP_WORDS),
+                made.name,
+                tma.Encoded(made),
+            )
+            for n, made in enumerate(launch.maps)
+        )
+        self._unused: list[driver.Buffer] = []  # one per thread that ever launched with others
+        self.name = special.name
+
+    def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
+        """Launch on the current device's current stream.
+
+        `stream` is what `driver.Queue.pointer` says of it.
+        """
+        try:
+            buffer = self._unused.pop()
+        except IndexError:
+            buffer = driver.buffer(self._template, len(self._maps))
+        words, arguments, pointers = buffer
+        for place, name in self._slots:
+            words[place] = addresses[name]
+        for places, name, encoded in self._maps:
+            words[places] = encoded.words(addresses[name])
+        grid, threads, shared_memory = self._grid, self._threads, self._shared_memory
+        try:
+            if stream is None:
+                self._kernel((grid,), (threads,), arguments, shared_mem=shared_memory)
+            else:
+                self._launch(
+                    self._function, grid, 1, 1, threads, 1, 1, shared_memory, stream, pointers, 0
+                )
+            if WAIT_AFTER_LAUNCH:
+                cuda_device.synchronize()
+        except Exception as error:
+            error.add_note(f"while running the kernel {self.name}")
+            raise
+        self._unused.append(buffer)  # a launch has copied its parameters when it returns
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe that can be launched again and again, by any thread; it keeps no array alive.
+
+    Attributes
+    ----------
+    queue : Queue
+        Where.
+    launches : tuple of Ready
+        In order.
+    scratch : tuple of (str, int, Laid)
+        As in the recipe, with the bytes that each takes.
+    all_zero, atomic_dq : bool
+        As in the recipe.
+    """
+
+    queue: driver.Queue
+    launches: tuple[Ready, ...]
+    scratch: tuple[tuple[str, int, Laid], ...]
+    all_zero: bool = False
+    atomic_dq: bool = False
+
+    def forward(self, addresses: Mapping[str, int]) -> None:
+        """Launch a forward; the device must be the current one."""
+        stream = self.queue.pointer()
+        for launch in self.launches:
+            launch.start(addresses, stream)
+
+    def backward(self, addresses: Addresses, gradients: Gradients, workspace: Array | None) -> None:
+        """Launch a backward; the device must be the current one. `addresses` may grow."""
+        if self.all_zero:
+            for gradient in gradients:
+                if gradient is not None:
+                    device_arrays.fill(gradient, 0)
+            return
+        begin = 0 if workspace is None else -device_arrays.address(workspace) % ALIGNMENT
+        made = []
+        for name, size, part in self.scratch:
+            if workspace is None:
+                memory = device_arrays.memory(size)
+            else:
+                memory = device_arrays.memory_of(workspace, begin)
+                begin += _rounded(size)
+            made.append((name, part, memory))
+            addresses[name] = memory.ptr
+            if name == "dq_accum":
+                memory.memset_async(0, size)
+        if self.atomic_dq and "dq_accum" not in addresses:
+            device_arrays.fill(gradients.dq, 0)
+        stream = self.queue.pointer()
+        for launch in self.launches:
+            launch.start(addresses, stream)
+        for name, part, memory in made:
+            if name in gradients._fields:
+                computed = device_arrays.view(part.shape, part.dtype, memory)
+                _sum_to(getattr(gradients, name), computed)
+
+
+class Served(NamedTuple):
+    """What is left of a call that was computed.
+
+    Attributes
+    ----------
+    visited : int
+        On the CPU, how many tiles were not EMPTY.
+    prepared : Prepared or None
+        On a GPU, what can be launched again, unless arrays had to be copied first.
+    tables : tuple of array
+        What its kernels look up.
+    """
+
+    visited: int = 0
+    prepared: Prepared | None = None
+    tables: tuple[Any, ...] = ()
+
+
+def _prepared(made: Recipe, device: int) -> Prepared:
+    launches = tuple(Ready(each, device) for each in made.launches)
+    scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
+    return Prepared(driver.queue(device), launches, scratch, made.all_zero, made.atomic_dq)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _sum_to(gradient: Array, computed: Array) -> None:
+    """Write the sum of `computed` over the axes along which `gradient` was broadcast to it."""
+    if computed.shape != gradient.shape:
+        shape = (1,) * (computed.ndim - gradient.ndim) + gradient.shape
+        for axis in range(computed.ndim):
+            if shape[axis] != computed.shape[axis]:
+                along = computed.swapaxes(0, axis)
+                for n in range(1, along.shape[0]):
+                    along[0] += along[n]  # in place, in a fixed order
+                computed = along[:1].swapaxes(0, axis)
+        computed = computed.reshape(gradient.shape)
+    device_arrays.convert(computed, gradient)
+
+
+def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
+    """Return the addresses of what a call reads, and the copies that had to be made for it."""
+    problem, copies = call.problem, []
+    addresses = {name: device_arrays.address(getattr(call, name)) for name in ("q", "k", "v")}
+    if device_arrays.is_device_array(problem.seed):
+        addresses["seed_gmem"] = device_arrays.address(problem.seed)
+    else:
+        addresses["seed"] = problem.seed
+    for n, table in enumerate(made.tables):
+        addresses[f"table {n}"] = device_arrays.address(table)
+    wanted: list[tuple[str, Array, Any]] = []
+    if call.offsets is not None:
+        for name, offsets in zip(("offsets_q", "offsets_k"), call.offsets, strict=True):
+            wanted.append((name, offsets, np.dtype(np.int64)))
+    if call.sink is not None:
+        wanted.append(("sink", call.sink, call.sink.dtype))
+    for name, array, dtype in wanted:
+        held = array
+        if (
+            not device_arrays.is_device_array(array)
+            or array.dtype != dtype
+            or not _contiguous(array)
+        ):
+            held = _copy(array, name, dtype)
+            copies.append(held)
+        addresses[name] = device_arrays.address(held)
+    return addresses, copies
+
+
+def _contiguous(array: Array) -> bool:
+    return bool(array.flags.c_contiguous)
+
+
+def _copy(array: Array, name: str, dtype: Any) -> Array:
+    """Return a contiguous copy in the current device's memory."""
+    if cuda_device.is_capturing():
+        place = "device" if device_arrays.is_device_array(array) else "host"
+        raise ArgumentError(
+            f"{name}: {array.dtype} with strides {array.strides} in {place} memory came while a "
+            f"CUDA graph is being captured; wanted contiguous {dtype} in device memory, "
+            "which is read in place at every replay."
+        )
+    copy: Array = device_arrays.to_device(array, dtype)
+    return copy
+
+
+def forward(
+    call: Call,
+    out: Array,
+    lse: Array | None,
+    plan: Plan | None = None,
+    visited: Array | None = None,
+) -> Served:
+    """Write out and, unless it is None, lse.
+
+    A `plan` gives other tiles than the table's. `visited`, one uint64 in device memory, grows by
+    the number of tiles that were not EMPTY.
+    """
+    device = _device(call)
+    with cuda_device.current(device):
+        made = recipe.forward(call, cuda_device.of(device), out, lse, plan, visited is not None)
+        prepared = _prepared(made, device)
+        addresses, copies = _read_in_place(call, made)
+        addresses["out"] = device_arrays.address(out)
+        if lse is not None:
+            addresses["lse"] = device_arrays.address(lse)
+        if visited is not None:
+            addresses["tiles_visited"] = device_arrays.address(visited)
+        prepared.forward(addresses)
+    return Served(prepared=None if copies else prepared, tables=made.tables)
+
+
+def backward(
+    call: Call,
+    do: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradients: Gradients,
+    workspace: Array | None,
+    plan: Plan | None = None,
+    visited: Array | None = None,
+    deterministic: bool = False,
+) -> Served:
+    """Write every gradient; `plan` and `visited` are as in `forward`.
+
+    Unless `deterministic`, dq may be the sum of what blocks add in any order.
+    """
+    device = _device(call)
+    with cuda_device.current(device):
+        if workspace is None and cuda_device.is_capturing():
+            raise ArgumentError(
+                "workspace: None came while a CUDA graph is being captured; wanted "
+                f"cupy.empty({workspace_size(call)}, cupy.uint8). Memory of CuPy's pool would "
+                "serve others before the graph is replayed."
+            )
+        facts = cuda_device.of(device)
+        arrays = (do, out, lse, dlse, gradients)
+        counts = visited is not None
+        made = recipe.backward(call, facts, *arrays, plan, counts, deterministic)
+        prepared = _prepared(made, device)
+        addresses, copies = _read_in_place(call, made)
+        addresses |= backward_addresses(do, out, lse, dlse, gradients)
+        if visited is not None:
+            addresses["tiles_visited"] = device_arrays.address(visited)
+        prepared.backward(addresses, gradients, workspace)
+    return Served(prepared=None if copies else prepared, tables=made.tables)
+
+
+def backward_addresses(
+    do: Array, out: Array, lse: Array, dlse: Array | None, gradients: Gradients
+) -> Addresses:
+    """Return the addresses of what only a backward reads and writes, as its kernels name them."""
+    arrays = {"d_out": do, "out": out, "lse": lse, "dlse": dlse, **gradients._asdict()}
+    return {
+        name: device_arrays.address(array) for name, array in arrays.items() if array is not None
+    }
+
+
+def workspace_size(call: Call) -> int:
+    """Return the bytes of workspace that `backward` needs, deterministic or not."""
+    parts = scratch_of(call, config.atomic_dq(call.problem, cuda_device.of(_device(call)), False))
+    if call.sink is not None:  # whose gradient may have to be computed there
+        parts["dsink"] = Laid(call.sink.shape, call.sink.dtype)
+    return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())
+
+
+def _device(call: Call) -> int:
+    assert call.device is not None
+    return call.device
+
+
+def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
+    """Write the combination of several (out, lse)."""
+    if not lse.size:
+        return
+    device = device_arrays.device_of(out)
+    assert device is not None
+    left = list(parts)
+    with cuda_device.current(device):
+        while len(left) > MAX_PARTS:
+            # Intermediate results keep the accumulator's type.
+            if cuda_device.is_capturing():
+                raise ArgumentError(
+                    f"combine: {len(parts)} parts came while a CUDA graph is being captured; "
+                    f"wanted at most {MAX_PARTS}. Combine them in groups."
+                )
+            wide = tuple(device_arrays.empty(x.shape, lse.dtype) for x in (out, lse))
+            _combine(left[:MAX_PARTS], wide[0], wide[1], device, out.dtype.name)
+            left[:MAX_PARTS] = [(wide[0], wide[1])]
+        _combine(left, out, lse, device, out.dtype.name)
+
+
+def _combine(
+    parts: list[tuple[Array, Array]], out: Array, lse: Array, device: int, dtype: str
+) -> None:
+    addresses = {"out": device_arrays.address(out), "lse": device_arrays.address(lse)}
+    for n, (part_out, part_lse) in enumerate(parts):
+        addresses |= {
+            f"out {n}": device_arrays.address(part_out),
+            f"lse {n}": device_arrays.address(part_lse),
+        }
+    launch = Ready(recipe.combine(parts, out, lse, dtype), device)
+    launch.start(addresses, driver.queue(device).pointer())

@@ -1,0 +1,343 @@
+"""Calls on a GPU that look like one before: recognised, and launched again without being checked.
+
+A call's signature is all that checks, proofs and the choice of kernels depend on: shapes, strides,
+dtypes, alignments and places of its arrays, the structure and the numbers of its mask and score
+changes, and every other number. Of equal signatures only addresses (and an integer seed) differ.
+Signatures hold no array, and what was longest unused is forgotten.
+
+This is the host's whole work for most calls. It reads every attribute of an array once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import cuda_device, device_arrays
+from ..arrays.device_arrays import Form
+from ..masks import Mask
+from ..problem.call import Gradients
+from ..scores import Score
+from .launch import Addresses, Prepared, Served
+
+MOST = 512  # signatures that are remembered
+
+
+class Entry:
+    """What is kept of a call.
+
+    Attributes
+    ----------
+    prepared : Prepared
+        Its launches.
+    forms : tuple of (Form or None)
+        Of its results.
+    tables : tuple of (str, str)
+        Names of arrays that its kernels look up: theirs, and the signature's.
+    pairs : tuple of Pair
+        What may not overlap.
+    used : int
+        Larger for those that were used later.
+    """
+
+    __slots__ = ("forms", "pairs", "prepared", "tables", "used")
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        forms: tuple[Form | None, ...],
+        tables: tuple[tuple[str, str], ...],
+        pairs: tuple[Pair, ...],
+    ) -> None:
+        self.prepared, self.forms, self.tables, self.pairs = prepared, forms, tables, pairs
+        self.used = next(_clock)
+
+
+class Pair(NamedTuple):
+    """An array that is written, and another one.
+
+    Attributes
+    ----------
+    written, other : str
+        Their names.
+    low, high : int
+        Between these distances of their first elements, in bytes, their memory overlaps.
+    checked : frozenset of int
+        Such distances at which they are known to share no element, as columns of one array.
+    """
+
+    written: str
+    other: str
+    low: int
+    high: int
+    checked: frozenset[int]
+
+
+class _UnlikeError(Exception):
+    """An argument that is not to be recognised: the call is checked, and says what is wrong."""
+
+
+class Signature:
+    """A call's key, and what stands apart from it: its arrays and the integer seed.
+
+    Attributes
+    ----------
+    key : hashable
+        Equal for calls that differ in addresses only.
+    addresses : dict
+        As kernels name them, without those of tables.
+    arrays : dict
+        By the same names.
+    read : list of array
+        What masks, score changes and the bias read.
+    written : list of str
+        Names of arrays that are written.
+    """
+
+    __slots__ = ("_kind", "_parts", "addresses", "arrays", "key", "read", "written")
+
+    def __init__(self, call: str, q: Any) -> None:
+        self._kind = type(q)
+        self._parts: list[Any] = [call]
+        self.arrays: dict[str, Any] = {}
+        self.addresses: Addresses = {"seed": 0}
+        self.read: Sequence[Any] = ()
+        self.written: Sequence[str] = ()
+        self.key: Hashable = None
+
+    def take_arrays(self, named: Mapping[str, Any]) -> None:
+        """Take arrays, or None, by the names that kernels have for them."""
+        kind, parts, arrays, addresses = self._kind, self._parts, self.arrays, self.addresses
+        for name, array in named.items():
+            if array is None:
+                parts.append(None)
+                continue
+            if not isinstance(array, kind):
+                raise _UnlikeError
+            data = array.data
+            addresses[name] = place = data.ptr
+            parts += (array.dtype, array.shape, array.strides, data.device_id, place & 15)
+            arrays[name] = array
+
+    def take_outputs(self, named: Mapping[str, Any]) -> None:
+        """Take arrays to write to, or None."""
+        self.take_arrays(named)
+        self.written = [name for name, array in named.items() if array is not None]
+
+    def take_options(self, options: Mapping[str, Any]) -> None:
+        """Take the options of a call, all that `calls.options` knows and no other."""
+        if len(options) != _NUMBER_OF_OPTIONS:
+            raise _UnlikeError
+        mask, score_mod, bias, sink, scale, dropout, seed, precision = options.values()
+        if precision is not None and type(precision) is not str:
+            raise _UnlikeError
+        if sink is not None:
+            self.take_arrays({"sink": sink})
+        self._parts.append((
+            None if mask is None else self._expression(mask),
+            None if score_mod is None else self._expression(score_mod),
+            None if bias is None else self._expression(bias),
+            sink is None,
+            scale if scale is None else _number(scale),
+            # 0.0 and -0.0 are one probability, other types than float have other checks
+            dropout if type(dropout) is float else _number(dropout),
+            True if seed is None else self._seed(seed),
+            precision,
+        ))  # fmt: skip
+
+    def _expression(self, made: Any) -> Hashable:
+        """Take a mask, score changes, or an array that stands for them, and what they read."""
+        if isinstance(made, (Mask, Score)):
+            structure, read = made.structure
+            return type(made), structure, *map(self._place, read)
+        if isinstance(made, (list, tuple)):
+            return tuple(map(self._expression, made))
+        return self._place(made)
+
+    def _place(self, array: Any) -> int:
+        for place, known in enumerate(self.read):
+            if known is array:
+                return place
+        if array is None:
+            raise _UnlikeError
+        self.take_arrays({f"read {len(self.read)}": array})
+        self.read = [*self.read, array]
+        return len(self.read) - 1
+
+    def _seed(self, value: Any) -> Hashable:
+        """Take a seed: a number is not part of the key."""
+        if type(value) is int and 0 <= value < 2**64:
+            self.addresses["seed"] = value
+            return False
+        if not device_arrays.is_device_array(value):
+            raise _UnlikeError
+        self.take_arrays({"seed_gmem": value})
+        return "array"
+
+    def close(self) -> None:
+        """Make the key of what was taken."""
+        self.key = tuple(self._parts)
+
+
+_NUMBER_OF_OPTIONS = 8
+
+
+def _number(value: Any) -> Hashable:
+    """Return what tells a number from others, also from equal ones: 0.0 and -0.0, 1 and True."""
+    if type(value) is float and value:
+        return value
+    if isinstance(value, (bool, int, float, np.generic)):
+        return repr(value)
+    raise _UnlikeError
+
+
+def signature(
+    kind: str,
+    read: Mapping[str, Any],
+    options: Mapping[str, Any],
+    written: Mapping[str, Any],
+) -> Signature | None:
+    """Return the signature of a call, or None of one that is checked every time.
+
+    Parameters
+    ----------
+    kind : str
+        Which function.
+    read, written : mapping of str to (array or None)
+        Arrays by the names that kernels have for them.
+    options : mapping
+        The options of `attention`, in the order of `calls.options`.
+    """
+    q = read["q"]
+    if not device_arrays.is_device_array(q):
+        return None
+    seen = Signature(kind, q)
+    try:
+        seen.take_arrays(read)
+        seen.take_options(options)
+        if written:
+            seen.take_outputs(written)
+    except _UnlikeError:
+        return None
+    seen.close()
+    return seen
+
+
+_lock = threading.Lock()  # of writers; to look up takes none
+_entries: dict[Hashable, Entry] = {}
+_clock = itertools.count()
+
+
+def find(seen: Signature) -> Entry | None:
+    """Return what is kept of calls like this one, and note the addresses that its kernels want."""
+    entry = _entries.get(seen.key)
+    if entry is None:
+        return None
+    addresses = seen.addresses
+    for written, other, low, high, checked in entry.pairs:
+        if low < addresses[other] - addresses[written] < high and (
+            addresses[other] - addresses[written] not in checked
+        ):
+            return None
+    for name, place in entry.tables:
+        addresses[name] = addresses[place]
+    entry.used = next(_clock)
+    return entry
+
+
+def forward(entry: Entry, addresses: Addresses, out: Any, lse: Any) -> tuple[Any, Any]:
+    """Compute a call that is kept, into the arrays given or into new ones."""
+    prepared = entry.prepared
+    if not prepared.queue.is_here():
+        with cuda_device.current(prepared.queue.device):
+            return forward(entry, addresses, out, lse)
+    out_form, lse_form = entry.forms
+    if out is None and out_form is not None:
+        out = out_form.empty()
+        addresses["out"] = out.data.ptr
+    if lse is None and lse_form is not None:
+        lse = lse_form.empty()
+        addresses["lse"] = lse.data.ptr
+    prepared.forward(addresses)
+    return out, lse
+
+
+def backward(
+    entry: Entry, addresses: Addresses, grads_out: Gradients | None, workspace: Any
+) -> Gradients | None:
+    """Compute the gradients of a call that is kept; None where it must be checked again."""
+    prepared = entry.prepared
+    if not prepared.queue.is_here():
+        with cuda_device.current(prepared.queue.device):
+            return backward(entry, addresses, grads_out, workspace)
+    if workspace is None and prepared.queue.current_stream().is_capturing():
+        return None  # which is an error, and is said there
+    made = [None] * len(entry.forms) if grads_out is None else list(grads_out)
+    for n, form in enumerate(entry.forms):
+        if form is not None and made[n] is None:
+            made[n] = array = form.empty()
+            addresses[_GRADIENTS[n]] = array.data.ptr
+    gradients = Gradients(*made)
+    prepared.backward(addresses, gradients, workspace)
+    return gradients
+
+
+_GRADIENTS = Gradients._fields
+
+
+def keep(seen: Signature, served: Served, results: Sequence[Any]) -> None:
+    """Keep a call that was checked and launched, with the results that it had."""
+    if served.prepared is None:
+        return
+    tables = []
+    for n, table in enumerate(served.tables):
+        found = [place for place, array in enumerate(seen.read) if array is table]
+        if not found:
+            return  # a copy, made for this call
+        tables.append((f"table {n}", f"read {found[0]}"))
+    forms = tuple(None if x is None else Form(x) for x in results)
+    with _lock:
+        before = _entries.get(seen.key)
+        pairs = _pairs(seen, () if before is None else before.pairs)
+        _entries[seen.key] = Entry(served.prepared, forms, tuple(tables), pairs)
+        while len(_entries) > MOST:
+            del _entries[min(_entries, key=lambda key: _entries[key].used)]
+
+
+def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:
+    """Return every array that is written, with every other one, as a checked call has them.
+
+    `before` are those of a call with the same key, whose distances were checked too.
+    """
+    pairs: list[Pair] = []
+    others = [name for name in seen.arrays if name not in seen.written]
+    for written in seen.written:
+        low, high = _reach(seen.arrays[written])
+        for other in others:
+            other_low, other_high = _reach(seen.arrays[other])
+            least, most = low - other_high, high - other_low
+            distance = seen.addresses[other] - seen.addresses[written]
+            checked = {distance} if least < distance < most else set()
+            if before and len(before[len(pairs)].checked) < MOST:
+                checked |= before[len(pairs)].checked
+            pairs.append(Pair(written, other, least, most, frozenset(checked)))
+        others.append(written)
+    return tuple(pairs)
+
+
+def _reach(array: Any) -> tuple[int, int]:
+    """Return where an array's memory begins and ends, in bytes from its first element."""
+    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    if not array.size:
+        return 0, 0
+    low = sum(min(step, 0) for step in steps)
+    return low, low + sum(map(abs, steps)) + array.itemsize
+
+
+def kept() -> int:
+    """Return how many calls are kept."""
+    return len(_entries)

@@ -1,0 +1,200 @@
+"""What a kernel is told at run time: the twin of kernels_cu/common/params.cuh, field by field."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MAX_LEAD = 4  # leading axes of a launch
+MAX_AXES = 8  # axes of a look-up
+MAX_PARTS = 16  # operands of one launch of combine
+MAX_BYTES = 4096  # parameters that every driver takes
+
+# Element kinds, as KINDS in reference/cpu/program.py.
+KINDS = {
+    name: number
+    for number, name in enumerate(
+        "bool int8 int16 int32 int64 uint8 uint16 uint32 float16 bfloat16 float32 float64".split()
+    )
+}
+
+
+class Operand(NamedTuple):
+    """An array (lead..., head, row, column) in place; strides count its elements."""
+
+    data: int = 0
+    lead: tuple[int, ...] = (0,) * MAX_LEAD
+    head: int = 0
+    row: int = 0
+    col: int = 0
+
+
+class Table(NamedTuple):
+    """An array that masks and scores read; strides count bytes."""
+
+    data: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+OPERAND = [
+    ("data", "Q", 1),
+    ("lead", "q", MAX_LEAD),
+    ("head", "q", 1),
+    ("row", "q", 1),
+    ("col", "q", 1),
+]
+TABLE = [
+    ("data", "Q", 1),
+    ("shape", "q", MAX_AXES), ("strides", "q", MAX_AXES),
+]  # fmt: skip
+
+# (name, type, count): a letter of `struct`, or the fields of a struct.
+Fields = list[tuple[str, Any, int]]
+_FIXED: Fields = [
+    *(
+        (name, OPERAND, 1)
+        for name in "q k v out d_out dq dk dv dbias lse dlse delta dq_accum".split()
+    ),
+    *((name, "Q", 1) for name in "sink dsink offsets_q offsets_k seed_gmem tiles_visited".split()),
+    ("batch", "q", 1),
+    ("lead_size", "q", MAX_LEAD),
+    ("own_size", "q", MAX_LEAD),
+    *(
+        (name, "q", 1)
+        for name in "len_q len_k total_q total_k bias_len_q bias_len_k blocks".split()
+    ),
+    ("seed", "Q", 1),
+    ("drop_below", "Q", 1),
+    ("keep_scale", "d", 1),
+    ("scale", "d", 1),
+    *((name, "i", 1) for name in "heads heads_kv group bias_heads".split()),
+    *((f"kind_{name}", "i", 1) for name in "sink dsink dq dk dv dbias".split()),
+]
+_COMBINE: Fields = [
+    ("outs", OPERAND, MAX_PARTS),
+    ("lses", OPERAND, MAX_PARTS),
+    ("out", OPERAND, 1),
+    ("lse", OPERAND, 1),
+    ("lead_size", "q", MAX_LEAD),
+    *((name, "q", 1) for name in "rows columns heads".split()),
+    ("kinds", "i", MAX_PARTS),
+    ("kind_out", "i", 1),
+    ("parts", "i", 1),
+]
+
+
+class Layout:
+    """The fields of one struct: their NumPy type, and a packer for its bytes."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = fields
+        self.dtype = _dtype(fields)
+        self._fields: Mapping[str, Any] = self.dtype.fields or {}
+        self._struct = struct.Struct("=" + _format(fields))
+        self.size = self._struct.size
+        # For every field: its name, whether it has several entries, whether those are structs, and
+        # the numbers of a field that nothing is said of.
+        self._rows = [
+            (name, count > 1 or _is_array(name), not isinstance(kind, str), (0,) * _width([field]))
+            for field in fields
+            for name, kind, count in [field]
+        ]
+        self._names = frozenset(name for name, _, _ in fields)
+
+    def place(self, name: str) -> int:
+        """Return the offset of a number or an address: a field's, or its entry's, as in "table 3".
+
+        Raises
+        ------
+        KeyError
+            If there is no such field.
+        """
+        field, _, entry = name.partition(" ")
+        kind, offset = self._fields[f"{field}s" if entry else field][:2]
+        return int(offset + int(entry or 0) * kind.base.itemsize)
+
+    def pack(self, values: Mapping[str, Any]) -> bytes:
+        """Return the bytes of the struct. What `values` does not name is zero.
+
+        Raises
+        ------
+        KeyError
+            If a name is no field.
+        ValueError
+            If a field gets more entries than it has.
+        """
+        if not values.keys() <= self._names:
+            raise KeyError(f"no field {sorted(values.keys() - self._names)}")
+        numbers: list[Any] = []
+        for name, several, structs, zeros in self._rows:
+            value = values.get(name)
+            if value is None:
+                numbers += zeros
+                continue
+            start = len(numbers)
+            if structs:
+                for entry in value if several else (value,):
+                    numbers += _numbers(entry)
+            elif several:
+                numbers += value
+            else:
+                numbers.append(value)
+            missing = len(zeros) - len(numbers) + start
+            if missing < 0:
+                raise ValueError(f"{name}: {len(value)} entries came, which are too many")
+            numbers += zeros[:missing]
+        return self._struct.pack(*numbers)
+
+
+@functools.lru_cache(maxsize=256)
+def params(ints: int, floats: int, tables: int) -> Layout:
+    """Return the layout of `Params` for so many constants and tables."""
+    return Layout([
+        *_FIXED,
+        ("ints", "q", max(ints, 1)),
+        ("floats", "d", max(floats, 1)),
+        ("tables", TABLE, max(tables, 1)),
+    ])  # fmt: skip
+
+
+@functools.cache
+def combine() -> Layout:
+    """Return the layout of `CombineParams`."""
+    return Layout(_COMBINE)
+
+
+def _dtype(fields: Fields) -> np.dtype[Any]:
+    parts = []
+    for name, kind, count in fields:
+        own = np.dtype(kind) if isinstance(kind, str) else _dtype(kind)
+        parts.append((name, own) if count == 1 and not _is_array(name) else (name, own, (count,)))
+    return np.dtype(parts)
+
+
+def _is_array(name: str) -> bool:
+    return name in ("ints", "floats", "tables")
+
+
+def _format(fields: Fields) -> str:
+    return "".join(
+        (kind if isinstance(kind, str) else _format(kind)) * count for _, kind, count in fields
+    )
+
+
+def _width(fields: Fields) -> int:
+    """Return how many numbers a struct holds."""
+    return sum(
+        count if isinstance(kind, str) else count * _width(kind) for _, kind, count in fields
+    )
+
+
+def _numbers(entry: Any) -> tuple[Any, ...]:
+    """Return the numbers of an operand or a table, in the order of its fields."""
+    if isinstance(entry, Operand):
+        return (entry.data, *entry.lead, entry.head, entry.row, entry.col)
+    return (entry.data, *entry.shape, *entry.strides)

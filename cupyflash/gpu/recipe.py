@@ -1,0 +1,475 @@
+"""The launches that make up a call on a GPU, as data: kernels, grids, parameters.
+
+A recipe is a function of shapes, strides, numbers and a device's facts; addresses are filled in
+later. Nothing here touches CuPy or an array's elements.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays.cuda_device import MAX_GRID, Target
+from ..errors import ArgumentError
+from ..expr import width
+from ..expr.cuda import Functions, generate
+from ..expr.key_range import key_range
+from ..expr.nodes import walk
+from ..problem import pack_gqa
+from ..problem.bound_exprs import Trees, trees
+from ..problem.call import Array, Call, Gradients, Plan, Problem
+from . import params, strides
+from .kernels import config, hopper
+from .kernels.tiles import Tiles
+from .params import KINDS
+from .source import Specialisation
+from .strides import Lead, lead_of
+from .tma import TensorMap
+from .workspace import Laid, scratch_of
+
+ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
+RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
+SINK_THREADS = 512
+LANES = 32  # a warp's, between whose numbers of a sum of dq lie others
+_ADDRESS = struct.Struct("=Q")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel's launch.
+
+    Attributes
+    ----------
+    special : Specialisation
+        The kernel.
+    grid : int
+        Blocks.
+    template : bytes
+        Its parameters, with 0 for what `slots` names.
+    slots : tuple of (int, str)
+        Byte offset, and whose address (or for "seed" the number itself) belongs there.
+    maps : tuple of TensorMap
+        Arrays whose boxes it copies; their encoded maps follow the parameters.
+    """
+
+    special: Specialisation
+    grid: int
+    template: bytes
+    slots: tuple[tuple[int, str], ...]
+    maps: tuple[TensorMap, ...] = ()
+
+    def packed(self, addresses: Mapping[str, int]) -> bytearray:
+        """Return the parameters with every address in its place."""
+        packed = bytearray(self.template)
+        for offset, name in self.slots:
+            _ADDRESS.pack_into(packed, offset, addresses[name])
+        return packed
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a call launches, in order.
+
+    Attributes
+    ----------
+    launches : tuple of Launch
+        None of them is empty.
+    scratch : dict of str to Laid
+        Memory that the launches need beside the call's arrays. What has a gradient's name is
+        computed there first, and then summed over the axes along which its input was broadcast.
+    tables : tuple of array
+        Looked-up arrays; number n goes by the name ``table n``.
+    """
+
+    launches: tuple[Launch, ...] = ()
+    scratch: Mapping[str, Laid] = field(default_factory=dict)
+    tables: tuple[Any, ...] = ()
+    all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
+    atomic_dq: bool = False  # launches add to dq_accum or, without one, to dq; it is 0 before
+
+
+class _Writer:
+    """Writes the launches of one call: its expressions, and what all its kernels are told.
+
+    `arrays` maps a field's name to an array and its trailing axes: H, L, D or, without D, 2.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        facts: Target,
+        arrays: Mapping[str, tuple[Any, int]],
+        slope: bool,
+        plan: Plan | None,
+        count_tiles: bool,
+    ) -> None:
+        made = trees(call)
+        self.call, self.facts, self.plan = call, facts, plan
+        self.generated = generate(
+            made.allowed,
+            made.classes,
+            made.changed,
+            made.slope if slope else None,
+            None if made.allowed is None else key_range(made.allowed, call.problem),
+            short=_is_short(call, made),
+        )
+        self.lead = _lead(call.problem, arrays)
+        self.launches: list[Launch] = []
+        _check_size(self.generated.functions)
+        problem = call.problem
+        drop_below = round(problem.dropout * 2.0**32)
+        self.told: dict[str, Any] = {
+            "batch": problem.batch,
+            "lead_size": self.lead.sizes,
+            "own_size": self.lead.sizes,
+            "len_q": int(np.max(problem.len_q, initial=0)),
+            "len_k": int(np.max(problem.len_k, initial=0)),
+            "total_q": call.q.shape[-2],
+            "total_k": call.k.shape[-2],
+            "heads": problem.heads,
+            "heads_kv": problem.heads_kv,
+            "group": problem.heads // problem.heads_kv if problem.heads_kv else 1,
+            "scale": problem.scale,
+            "drop_below": drop_below,
+            "keep_scale": 1.0 / (1.0 - drop_below / 2.0**32),
+            "ints": self.generated.ints,
+            "floats": self.generated.floats,
+            "tables": [strides.table(x) for x in self.generated.arrays],
+            **{
+                name: strides.operand(array, self.lead.strides[name], axes == 3)
+                for name, (array, axes) in arrays.items()
+            },
+        }
+        self.named = [*arrays, "seed" if isinstance(problem.seed, int) else "seed_gmem"]
+        self.named += [f"table {n}" for n in range(len(self.generated.arrays))]
+        if count_tiles:
+            self.named.append("tiles_visited")
+        if call.offsets is not None:
+            self.named += ["offsets_q", "offsets_k"]
+        if call.sink is not None:
+            self.named.append("sink")
+            self.told["kind_sink"] = KINDS[call.sink.dtype.name]
+
+    def over_rows(
+        self,
+        kernel: str,
+        tiles: Tiles,
+        of_keys: bool,
+        own: tuple[int, ...],
+        atomic_dq: bool = False,
+    ) -> None:
+        """Add a kernel whose blocks own rows of queries, or of keys, of one head each.
+
+        `own` are the lengths of the leading axes that its result has; `atomic_dq` is as in
+        `Specialisation`.
+        """
+        problem, functions = self.call.problem, self.generated.functions
+        heads = problem.heads_kv if of_keys else problem.heads
+        rows = tiles.block_kv if of_keys else tiles.block_q
+        if problem.packed:
+            total = self.told["total_k" if of_keys else "total_q"]
+            blocks = total // rows + problem.batch if total else 0
+            grid = blocks * heads
+        else:
+            blocks = -(-self.told["len_k" if of_keys else "len_q"] // rows)
+            grid = blocks * heads * math.prod(own)
+        self.over_tiles(kernel, tiles, grid, functions, atomic_dq, blocks=blocks, own_size=own)
+
+    def over_tiles(
+        self,
+        kernel: str,
+        tiles: Tiles,
+        grid: int,
+        functions: Functions,
+        atomic_dq: bool = False,
+        **told: Any,
+    ) -> None:
+        """Add a kernel that works on tiles of scores; `told` goes before what all are told."""
+        problem = self.call.problem
+        special = Specialisation(
+            kernel=kernel,
+            dtype=problem.dtype.name,
+            d=problem.d,
+            d_v=problem.d_v,
+            tiles=tiles,
+            packed=problem.packed,
+            dropout=problem.dropout > 0,
+            count_tiles="tiles_visited" in self.named,
+            functions=functions,
+            atomic_dq=atomic_dq,
+        )
+        self._add(special, grid, self.told | told, self.named)
+
+    def over_results(
+        self,
+        kernel: str,
+        tiles: Tiles,
+        grid: int,
+        named: tuple[str, ...] = (),
+        d: int = 0,
+        **told: Any,
+    ) -> None:
+        """Add a kernel that works on rows of results, and has no use for masks and scores."""
+        problem = self.call.problem
+        special = Specialisation(
+            kernel, problem.dtype.name, d, 0 if d else problem.d_v, tiles, packed=problem.packed
+        )
+        nothing = {"ints": (), "floats": (), "tables": ()}
+        own = [name for name in self.named if not name.startswith("table ")]
+        self._add(special, grid, self.told | nothing | told, [*own, *named])
+
+    def _add(
+        self, special: Specialisation, grid: int, told: Mapping[str, Any], named: list[str]
+    ) -> None:
+        has = special.functions
+        layout = params.params(has.num_ints, has.num_floats, has.num_tables)
+        if grid:
+            slots = tuple((layout.place(name), name) for name in named)
+            self.launches.append(_launch(special, grid, layout.pack(told), slots))
+
+
+def _launch(
+    special: Specialisation, grid: int, template: bytes, slots: tuple[tuple[int, str], ...]
+) -> Launch:
+    if grid > MAX_GRID:
+        raise ArgumentError(
+            f"q: batch, heads and lengths make {grid} blocks of {special.kernel}; wanted at most "
+            f"{MAX_GRID}. Split the batch over several calls."
+        )
+    return Launch(special, grid, template, slots)
+
+
+def _is_short(call: Call, made: Trees) -> bool:
+    """Whether 32 bits hold a call's positions, lengths, heads and entries, and tables' strides."""
+    problem = call.problem
+    sizes = problem.batch, problem.heads, call.q.shape[-2], call.k.shape[-2]
+    strides = [
+        abs(stride)
+        for root in (made.allowed, made.changed)
+        for node in (walk(root) if root is not None else ())
+        if node.op == "lookup"
+        for stride in node.value[0].strides
+    ]
+    return max(sizes) <= width.LIMIT and max(strides, default=0) < 2**31
+
+
+def _size(has: Functions) -> int:
+    """Return the bytes of parameters of a kernel with such functions."""
+    return params.params(has.num_ints, has.num_floats, has.num_tables).size
+
+
+def _check_size(has: Functions) -> None:
+    size = _size(has)
+    if size > params.MAX_BYTES:
+        raise ArgumentError(
+            f"mask, score_mod: {has.num_tables} arrays and {has.num_ints + has.num_floats} numbers "
+            f"came, which make {size} bytes of parameters; wanted at most {params.MAX_BYTES}. Join "
+            "arrays into one with another axis, or compute numbers before they enter."
+        )
+
+
+def _lead(problem: Problem, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
+    if not problem.packed:
+        return lead_of(problem.lead, arrays)
+    # Offsets tell where a sequence lies, and arrays have no leading axes.
+    sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
+    return Lead(sizes, dict.fromkeys(arrays, (0,) * params.MAX_LEAD))
+
+
+def forward(
+    call: Call,
+    facts: Target,
+    out: Array,
+    lse: Array | None,
+    plan: Plan | None = None,
+    count_tiles: bool = False,
+) -> Recipe:
+    """Return the recipe of out and, unless it is None, lse.
+
+    A `plan` gives other tiles than the table's. Counting tiles needs kernels of their own, which
+    add the number of those that were not EMPTY to the uint64 at ``tiles_visited``.
+    """
+    rows = Laid(out.shape[:-1], call.problem.accumulator) if lse is None else lse
+    if not math.prod(rows.shape):
+        return Recipe()
+    call, (out, rows) = pack_gqa.joined(call, (out, 3), (rows, 2))
+    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    arrays |= {"out": (out, 3), "lse": (rows, 2)}
+    writer = _Writer(call, facts, arrays, False, plan, count_tiles)
+    if lse is None:
+        writer.named.remove("lse")
+    obstacle = hopper.obstacle(call, writer.lead)
+    kernel, tiles = config.forward(call.problem, facts, plan, obstacle, hopper.besides(call))
+    writer.over_rows(kernel, tiles, False, writer.lead.sizes)
+    launches = tuple(writer.launches)
+    if kernel == "forward_sm90":
+        boxes = hopper.tma_store(call, out, writer.lead, tiles)
+        maps = hopper.maps(call, out, writer.lead, tiles.block_kv, boxes)
+        launches = tuple(
+            replace(
+                launch,
+                special=replace(launch.special, tma_store=boxes),
+                maps=maps,
+                grid=hopper.grid(call, launch.grid, facts),
+            )
+            for launch in launches
+        )
+    return Recipe(launches, {}, writer.generated.arrays)
+
+
+def backward(
+    call: Call,
+    facts: Target,
+    do: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradients: Gradients,
+    plan: Plan | None = None,
+    count_tiles: bool = False,
+    deterministic: bool = False,
+) -> Recipe:
+    """Return the recipe of every gradient; `plan` and `count_tiles` as in `forward`.
+
+    Unless it has to be `deterministic`, one kernel may compute dk, dv and dq, which its blocks add
+    to memory in any order: five products of tiles instead of seven.
+    """
+    problem = call.problem
+    if not problem.batch or not problem.heads:
+        return Recipe(all_zero=True)
+    dq, dk, dv, dbias, dsink = gradients
+    atomic_dq = config.atomic_dq(problem, facts, deterministic, plan)
+    scratch = scratch_of(call, atomic_dq)
+    if dsink is not None and not dsink.flags.c_contiguous:
+        scratch["dsink"] = Laid(dsink.shape, dsink.dtype)
+    made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
+    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}
+    arrays |= {"d_out": (do, 3), "dq": (dq, 3), "dk": (made_dk, 3), "dv": (made_dv, 3)}
+    if dlse is not None:
+        arrays["dlse"] = (dlse, 2)
+    if "dq_accum" in scratch:
+        arrays["dq_accum"] = (scratch["dq_accum"], 3)
+    if dbias is not None:
+        dbias = dbias[(None,) * (3 - dbias.ndim)]
+        arrays["dbias"] = (dbias, 3)
+    writer = _Writer(call, facts, arrays, True, plan, count_tiles)
+    writer.told |= {
+        "kind_dq": KINDS[dq.dtype.name],
+        "kind_dk": KINDS[made_dk.dtype.name],
+        "kind_dv": KINDS[made_dv.dtype.name],
+    }
+    lead = writer.lead
+    rows = writer.told["total_q" if problem.packed else "len_q"]
+    blocks = -(-rows // RESULTS.block_q)
+    heads = problem.heads * (1 if problem.packed else problem.batch)
+    writer.over_results("backward_delta", RESULTS, blocks * heads, blocks=blocks)
+    if dsink is not None:
+        shared = SINK_THREADS * problem.accumulator.itemsize
+        tiles = Tiles(block_q=0, block_kv=0, threads=SINK_THREADS, shared_memory=shared)
+        kind = KINDS[dsink.dtype.name]
+        writer.over_results("backward_sink", tiles, problem.heads, ("dsink",), kind_dsink=kind)
+    own = lead.sizes if problem.packed else lead.own("dk", "dv")
+    slope = writer.generated.functions.has_slope
+    obstacle = hopper.backward_obstacle(call, do, lead, _size(writer.generated.functions))
+    by_keys, tiles = config.backward("dkdv", problem, facts, slope, plan, obstacle)
+    if "dq_accum" in scratch:  # how far apart a thread's numbers lie
+        apart = 1 if by_keys == "backward_sm90_dkdv" else LANES
+        writer.told["dq_accum"] = writer.told["dq_accum"]._replace(col=apart)
+    writer.over_rows(by_keys, tiles, True, own, atomic_dq)
+    if by_keys == "backward_sm90_dkdv":
+        tma_store = hopper.stores_gradients(call, made_dk, made_dv, lead)
+        boxes = {"dk": made_dk, "dv": made_dv} if tma_store else {}
+        launch = writer.launches[-1]
+        writer.launches[-1] = replace(
+            launch,
+            special=replace(launch.special, tma_store=tma_store),
+            maps=hopper.backward_maps(call, do, boxes, lead, tiles.block_q),
+        )
+    own = lead.sizes if problem.packed else lead.own("dq")
+    if "dq_accum" in scratch:
+        _rows_of_sums(writer, own)
+    elif not atomic_dq:
+        kernel, tiles = config.backward("dq", problem, facts, slope, plan)
+        writer.over_rows(kernel, tiles, False, own)
+    if dbias is not None:
+        _bias_gradient(writer, dbias)
+    return Recipe(tuple(writer.launches), scratch, writer.generated.arrays, atomic_dq=atomic_dq)
+
+
+def _rows_of_sums(writer: _Writer, own: tuple[int, ...]) -> None:
+    """Add the kernel that makes rows of dq out of sums; `own` are its leading axes' lengths."""
+    problem = writer.call.problem
+    if problem.packed:
+        blocks = writer.told["total_q"] // RESULTS.block_q + problem.batch
+        grid = blocks * problem.heads
+    else:
+        blocks = -(-writer.told["len_q"] // RESULTS.block_q)
+        grid = blocks * problem.heads * math.prod(own)
+    told = {"blocks": blocks, "own_size": own}
+    writer.over_results("backward_dq_rows", RESULTS, grid, d=problem.d, **told)
+
+
+def _bias_gradient(writer: _Writer, dbias: Array) -> None:
+    problem = writer.call.problem
+    functions = replace(writer.generated.functions, has_slope=False)
+    obstacle = hopper.bias_obstacle(problem)
+    kernel, tiles = config.backward("bias", problem, writer.facts, False, writer.plan, obstacle)
+    heads, len_q, len_k = dbias.shape[-3:]
+    told: dict[str, Any] = {}
+    if problem.packed:
+        shared = dbias.ndim == 3 or dbias.shape[0] == 1 != problem.batch
+        own = (*(1,) * (params.MAX_LEAD - 1), 1 if shared else problem.batch)
+        step = 0 if shared else dbias.strides[0] // dbias.itemsize
+        lead = (*(0,) * (params.MAX_LEAD - 1), step)
+        told["dbias"] = strides.operand(dbias, lead)
+    else:
+        own = writer.lead.own("dbias")
+    blocks = -(-len_q // tiles.block_q) * -(-len_k // tiles.block_kv)
+    writer.over_tiles(
+        kernel,
+        tiles,
+        blocks * heads * math.prod(own),
+        functions,
+        own_size=own,
+        bias_heads=heads,
+        bias_len_q=len_q,
+        bias_len_k=len_k,
+        kind_dbias=KINDS[dbias.dtype.name],
+        **told,
+    )
+
+
+def combine(parts: list[tuple[Array, Array]], out: Any, lse: Any, dtype: str) -> Launch:
+    """Return the launch that combines at most `MAX_PARTS` (out, lse) of a storage type."""
+
+    def whole(array: Any, axes: int) -> Array:
+        view: Array = array[(None,) * (axes - array.ndim)]
+        return view
+
+    outs, lses = [whole(o, 3) for o, _ in parts], [whole(x, 2) for _, x in parts]
+    out, lse = whole(out, 3), whole(lse, 2)
+    named = {f"out {n}": (x, 3) for n, x in enumerate(outs)}
+    named |= {f"lse {n}": (x, 2) for n, x in enumerate(lses)}
+    lead = lead_of(out.shape[:-3], named | {"out": (out, 3), "lse": (lse, 2)})
+    template = params.combine().pack({
+        "outs": [strides.operand(x, lead.strides[f"out {n}"]) for n, x in enumerate(outs)],
+        "lses": [strides.operand(x, lead.strides[f"lse {n}"], False) for n, x in enumerate(lses)],
+        "out": strides.operand(out, lead.strides["out"]),
+        "lse": strides.operand(lse, lead.strides["lse"], False),
+        "lead_size": lead.sizes,
+        "rows": out.shape[-2],
+        "columns": out.shape[-1],
+        "heads": out.shape[-3],
+        "kinds": [KINDS[x.dtype.name] for x in outs],
+        "kind_out": KINDS[out.dtype.name],
+        "parts": len(parts),
+    })  # fmt: skip
+    slots = tuple((params.combine().place(name), name) for name in (*named, "out", "lse"))
+    special = Specialisation("combine", dtype, 0, 0, ROWS)
+    return _launch(special, -(-lse.size // (ROWS.threads // 32)), template, slots)

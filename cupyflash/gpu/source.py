@@ -1,0 +1,183 @@
+"""One string of CUDA C++ per kernel: a prelude, the kernel's file with its includes, expressions.
+
+Quoted includes are put in place of themselves, once each: the compiler needs no include path, and
+the disk cache, whose key is the text, sees every change.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import posixpath
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from ..expr.cuda import Functions
+from .kernels.tiles import Tiles
+
+# Storage types, numbered as kernels know them.
+STORAGE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+# racecheck of CUDA's compute-sanitizer does not follow the order between lanes that meet and the
+# one of them that arrives at a barrier in shared memory for all. For such tools each arrives.
+EACH_LANE_ARRIVES = os.environ.get("CUPYFLASH_EACH_LANE_ARRIVES") == "1"
+_SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+_VOCABULARY = ("common/expression.cuh",)  # what generated code calls
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*\n', re.MULTILINE)
+_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
+
+
+NONE = Functions()  # of a call without mask and score changes
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """What a kernel is compiled for; everything else it is told at run time.
+
+    Attributes
+    ----------
+    kernel : str
+        Stem of the kernel's file in `kernels_cu`.
+    dtype : str
+        Name of the storage type.
+    d, d_v : int
+        Head sizes; 0 where the kernel has no use for them.
+    tiles : Tiles
+        Tile, threads and shared memory of a block.
+    packed, dropout, count_tiles, atomic_dq, tma_store : bool
+        Whether sequences are packed, pairs dropped, tiles counted, whether the kernel that computes
+        dk and dv adds its share of dq to memory, too, and whether results are copied to memory by
+        boxes.
+    functions : Functions
+        Those of the call's expressions.
+    """
+
+    kernel: str
+    dtype: str
+    d: int
+    d_v: int
+    tiles: Tiles
+    packed: bool = False
+    dropout: bool = False
+    count_tiles: bool = False
+    functions: Functions = NONE
+    atomic_dq: bool = False
+    tma_store: bool = False
+
+    @property
+    def architecture(self) -> str | None:
+        """What the kernel is compiled for, where it is not the device at hand."""
+        return "sm_90a" if "sm90" in self.kernel else None
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol, as a profiler shows it."""
+        has = self.functions
+        flags = {
+            "packed": self.packed,
+            "mask": has.has_mask,
+            "score": has.has_score,
+            "dropout": self.dropout,
+            "count": self.count_tiles,
+            "dq": self.atomic_dq,
+            "boxes": self.tma_store,
+        }
+        sizes = {"d": self.d, "dv": self.d_v}
+        blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
+        parts = [
+            self.kernel,
+            "_".join([_SHORT[self.dtype], *(f"{name}{n}" for name, n in sizes.items() if n)]),
+            "_".join(name for name, on in flags.items() if on),
+            "_".join(f"{name}{n}" for name, n in blocks.items() if n),
+        ]
+        return "__".join(part for part in parts if part)
+
+
+def prelude(special: Specialisation) -> str:
+    """Return the compile-time values that a kernel's source begins with."""
+    has = special.functions
+    values: dict[str, dict[str, Any]] = {
+        "int": {
+            "STORAGE": STORAGE[special.dtype],
+            "D": special.d,
+            "D_V": special.d_v,
+            "BLOCK_Q": special.tiles.block_q,
+            "BLOCK_KV": special.tiles.block_kv,
+            "THREADS": special.tiles.threads,
+            "SHARED_BYTES": special.tiles.shared_memory,
+            "RESIDENT_BLOCKS": special.tiles.resident_blocks,
+            # An array has one element at least.
+            "NUM_INTS": max(has.num_ints, 1),
+            "NUM_FLOATS": max(has.num_floats, 1),
+            "NUM_TABLES": max(has.num_tables, 1),
+            "NUM_GIVEN": max(has.num_given, 1),
+            "MASK_STEPS": has.mask_steps,
+            "SCORE_STEPS": has.score_steps,
+        },
+        "bool": {
+            "HAS_SCORE": has.has_score,
+            "HAS_SLOPE": has.has_slope,
+            "SCORE_READS": has.score_reads,
+            "HAS_MASK": has.has_mask,
+            "HAS_RANGE": has.has_range,
+            "HAS_EDGES": has.has_edges,
+            "HAS_DROPOUT": special.dropout,
+            "PACKED": special.packed,
+            "COUNT_TILES": special.count_tiles,
+            "ATOMIC_DQ": special.atomic_dq,
+            "TMA_STORE": special.tma_store,
+            "EACH_LANE_ARRIVES": EACH_LANE_ARRIVES,
+        },
+    }
+    lines = [
+        f"constexpr {kind} {name} = {str(value).lower()};"
+        for kind, group in values.items()
+        for name, value in group.items()
+    ]
+    lines.append(f"#define KERNEL_NAME {special.name}")
+    return "\n".join(lines) + "\n"
+
+
+def source(special: Specialisation) -> str:
+    """Return the whole text of a kernel, which includes nothing."""
+    paths = (path_of(special.kernel), *(_VOCABULARY if special.functions.source else ()))
+    return prelude(special) + flatten(paths) + special.functions.source
+
+
+@functools.cache
+def path_of(kernel: str) -> str:
+    """Return where a kernel's file lies in `kernels_cu`."""
+    folders = (x for x in files("cupyflash.kernels_cu").iterdir() if x.is_dir())
+    (folder,) = (x.name for x in folders if x.joinpath(f"{kernel}.cu").is_file())
+    return f"{folder}/{kernel}.cu"
+
+
+def read(path: str) -> str:
+    """Return a file of `kernels_cu`."""
+    return files("cupyflash.kernels_cu").joinpath(path).read_text(encoding="utf-8")
+
+
+@functools.cache
+def flatten(paths: tuple[str, ...]) -> str:
+    """Return files of `kernels_cu`, with every include replaced by that file, once each."""
+    return flatten_with(paths, read)
+
+
+def flatten_with(paths: tuple[str, ...], read: Callable[[str], str]) -> str:
+    """Return what `flatten` does, of files that `read` returns."""
+    seen: set[str] = set()
+
+    def flat(path: str) -> str:
+        if path in seen:
+            return ""
+        seen.add(path)
+        folder = posixpath.dirname(path)
+
+        def included(match: re.Match[str]) -> str:
+            return flat(posixpath.normpath(posixpath.join(folder, match[1])))
+
+        return f"// {path}\n" + _INCLUDE.sub(included, _ONCE.sub("", read(path))) + "\n"
+
+    return "".join(flat(path) for path in paths)

@@ -1,0 +1,102 @@
+"""How the arrays of a launch lie in memory: strides in elements, and few leading axes.
+
+Pure functions of shapes and strides: nothing here touches CuPy or an array's elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import ArgumentError
+from .params import MAX_AXES, MAX_LEAD, Operand, Table
+
+Strides = tuple[int, ...]
+
+
+class Lead(NamedTuple):
+    """The leading axes of a launch, after neighbours that can be joined were joined.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        `MAX_LEAD` lengths, the slowest axis first; unused ones are 1.
+    strides : dict of str to tuple of int
+        Of every array, in elements; 0 along broadcast axes.
+    """
+
+    sizes: tuple[int, ...]
+    strides: dict[str, Strides]
+
+    def own(self, *names: str) -> tuple[int, ...]:
+        """Return the sizes, with 1 along the axes to which every array named was broadcast."""
+        return tuple(
+            size if any(self.strides[name][axis] for name in names) else 1
+            for axis, size in enumerate(self.sizes)
+        )
+
+
+def lead_of(lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]]) -> Lead:
+    """Broadcast the leading axes of arrays to `lead`, and join neighbours that all arrays allow.
+
+    Parameters
+    ----------
+    lead : tuple of int
+        The broadcast leading axes.
+    arrays : mapping of str to (array, int)
+        Every array of the launch, and how many axes follow its leading ones.
+
+    Raises
+    ------
+    ArgumentError
+        If more than `MAX_LEAD` axes remain.
+    """
+    names = list(arrays)
+    strides = [_broadcast(*arrays[name], len(lead)) for name in names]
+    joined: list[tuple[int, list[int]]] = []  # fastest axis first
+    for axis in reversed(range(len(lead))):
+        size, own = lead[axis], [each[axis] for each in strides]
+        if size == 1:
+            continue
+        if joined:
+            inner, steps = joined[-1]
+            if all(mine == step * inner for mine, step in zip(own, steps, strict=True)):
+                joined[-1] = size * inner, steps
+                continue
+        joined.append((size, own))
+    if len(joined) > MAX_LEAD:
+        sizes = tuple(size for size, _ in reversed(joined))
+        raise ArgumentError(
+            f"q, k, v: leading axes {lead} came, of which {len(joined)} stay apart, {sizes}, when "
+            f"neighbours are joined; wanted at most {MAX_LEAD}. Make the arrays contiguous."
+        )
+    joined += [(1, [0] * len(names))] * (MAX_LEAD - len(joined))
+    return Lead(
+        tuple(size for size, _ in reversed(joined)),
+        {name: tuple(own[n] for _, own in reversed(joined)) for n, name in enumerate(names)},
+    )
+
+
+def _broadcast(array: Any, trailing: int, axes: int) -> list[int]:
+    own = array.ndim - trailing
+    steps = [
+        0 if size == 1 else stride // array.itemsize
+        for size, stride in zip(array.shape[:own], array.strides[:own], strict=True)
+    ]
+    return [0] * (axes - own) + steps
+
+
+def operand(array: Any, lead: Strides = (0,) * MAX_LEAD, columns: bool = True) -> Operand:
+    """Return how an array (..., H, L, D), or without `columns` (..., H, L), lies in memory."""
+    steps = [stride // array.itemsize for stride in array.strides[-3 if columns else -2 :]]
+    return Operand(0, lead, steps[0], steps[1], steps[2] if columns else 0)
+
+
+def table(array: Any) -> Table:
+    """Return how a looked-up array lies in memory."""
+    padding = (0,) * (MAX_AXES - array.ndim)
+    return Table(
+        data=0,
+        shape=(*array.shape, *padding),
+        strides=(*array.strides, *padding),
+    )

@@ -1,0 +1,54 @@
+"""The expressions of a call, given its shape: what its mask and score changes compute, and more."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..expr.bind import Alignment, Axis, aligned, bind
+from ..expr.derivative import derivative
+from ..expr.functions import POSITIONS, SCORE, where
+from ..expr.interval import tile_class
+from ..expr.nodes import Expr, convert
+from .call import Call
+from .pack_gqa import apart, of_rows
+
+_B, _H, _I, _J = POSITIONS
+
+
+class Trees(NamedTuple):
+    """Bound expressions; None for what a call does not have.
+
+    Attributes
+    ----------
+    changed : Expr
+        The score after the score changes and the bias.
+    slope : Expr
+        The derivative of the score changes, without the bias, by the score.
+    allowed : Expr
+        Whether a pair takes part.
+    classes : Expr
+        EMPTY, PARTIAL or FULL of a tile.
+    """
+
+    changed: Expr | None
+    slope: Expr | None
+    allowed: Expr | None
+    classes: Expr | None
+
+
+def trees(call: Call) -> Trees:
+    """Return the expressions of a call. They hold the arrays that they read."""
+    changed, slope, allowed, classes = SCORE, None, None, None
+    sizes = apart(call.problem)
+    if call.score_mod is not None:
+        changed = of_rows(bind(call.score_mod.expr, sizes), call.problem)
+        slope = convert(derivative(changed), "float")
+    if call.bias is not None:
+        axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
+        bias = of_rows(bind(aligned(Alignment(call.bias, "bias", axes)), sizes), call.problem)
+        hidden = float("-inf")
+        changed = where(bias == hidden, hidden, changed + bias)  # hides even a NaN score
+    if call.mask is not None:
+        allowed = of_rows(bind(call.mask.expr, sizes), call.problem)
+        classes = tile_class(allowed)
+    return Trees(None if changed is SCORE else changed, slope, allowed, classes)

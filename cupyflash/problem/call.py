@@ -1,0 +1,118 @@
+"""The frozen description of one call, and what calls return."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..masks import Mask
+from ..scores import Score
+
+Array = np.ndarray[Any, Any]
+
+# 16-bit floats are computed in float32; every other dtype in itself.
+ACCUMULATORS: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.float32),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+
+class Gradients(NamedTuple):
+    """Gradients, each with the shape and dtype of what it belongs to.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+        Summed over the axes along which q, k or v was broadcast, and over the query heads that
+        share a key-value head.
+    dbias, dsink : array or None
+        None where the call had no bias or no sink.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsink: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Sizes, types and numbers of a call, without its arrays.
+
+    Lengths and starts are numbers, or in variable-length calls arrays over the sequences.
+    """
+
+    lead: tuple[int, ...]
+    heads: int
+    heads_kv: int
+    len_q: Any
+    len_k: Any
+    start_q: Any
+    start_k: Any
+    packed: bool
+    d: int
+    d_v: int
+    dtype: np.dtype[Any]
+    scale: float = 1.0
+    dropout: float = 0.0
+    seed: Any = 0  # a number, or a 0-d array of uint64 in device memory
+    precision: str | None = None  # "tf32x3": float32 may be multiplied by tensor cores
+    heads_in_rows: int = 1  # query heads whose queries are those of one: see rows_of_heads
+
+    @property
+    def accumulator(self) -> np.dtype[Any]:
+        """The dtype of scores, sums, LSE and every intermediate result."""
+        return ACCUMULATORS[self.dtype.name]
+
+    @property
+    def batch(self) -> int:
+        """Number of batch entries or sequences."""
+        return math.prod(self.lead)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A validated call: its problem, its operands as (..., H, L, D), and its options."""
+
+    problem: Problem
+    q: Array
+    k: Array
+    v: Array
+    mask: Mask | None
+    score_mod: Score | None
+    bias: Array | None
+    sink: Array | None
+    were_matrices: tuple[bool, bool, bool]  # q, k, v came as two-dimensional arrays, one head
+    offsets: tuple[Any, Any] | None = None  # of packed arrays, as they came
+    device: int | None = None  # where every array of the call lives; None: in host memory
+
+    @property
+    def matrices(self) -> bool:
+        """Whether every operand came as a matrix, so that the output is one."""
+        return all(self.were_matrices)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which kernel serves a problem, with which tiles, and why.
+
+    Attributes
+    ----------
+    kernel : str
+        Name of the kernel.
+    block_q, block_kv : int
+        Queries and keys of a tile.
+    reason : str
+        Why this kernel and these tiles.
+    """
+
+    kernel: str
+    block_q: int
+    block_kv: int
+    reason: str

@@ -1,0 +1,84 @@
+"""Checks of what only calls on a GPU have: offsets and seeds in device memory, graph capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..arrays import cuda_device, device_arrays
+from ..arrays.interop import one_home
+from ..errors import ArgumentError, ArgumentTypeError
+from ..expr.nodes import Expr, walk
+from .call import Array
+
+
+def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> Array | None:
+    """Return offsets in host memory, or None for such as are not to be read.
+
+    Raises
+    ------
+    ArgumentError
+        If they are to be read while a graph is being captured.
+    """
+    if not device_arrays.is_device_array(value):
+        return value
+    device = one_home({"q": q, name: value})
+    if not check:
+        return None
+    assert device is not None
+    with cuda_device.current(device):
+        if cuda_device.is_capturing():
+            raise ArgumentError(
+                f"check: True came while a CUDA graph is being captured, and {name} would have to "
+                "be read back; wanted check=False, which trusts the offsets and holds them in "
+                "range."
+            )
+    return device_arrays.read_back(value)
+
+
+def unread(total: int, longest: int) -> tuple[Array, Array]:
+    """Return lengths and starts that stand for those of sequences whose offsets are not read.
+
+    Their extremes are those that the sequences' may have.
+    """
+    return np.array([0, longest]), np.array([0, max(total - longest, 0)])
+
+
+def longest(size: str, total: int, aligned: Iterable[Array], exprs: Iterable[Expr]) -> int:
+    """Return the longest sequence that arrays made for queries or keys serve; at most `total`.
+
+    Parameters
+    ----------
+    size : {"len_q", "len_k"}
+        Queries or keys.
+    total : int
+        Packed rows.
+    aligned : iterable of array
+        Arrays (..., Lq, Lk): bias and mask.
+    exprs : iterable of Expr
+        Mask and score changes.
+    """
+    axis = -2 if size == "len_q" else -1
+    lengths: list[int] = [x.shape[axis] for x in aligned if x.ndim >= -axis]
+    for expr in exprs:
+        for node in walk(expr):
+            if node.op != "aligned" or node.value.packed:
+                continue
+            axes, shape = node.value.axes, node.value.array.shape
+            for own, length in zip(reversed(axes), reversed(shape), strict=False):
+                base, _, divisor = own.size.partition("/")
+                if base == size and length != 1:
+                    lengths.append(length * int(divisor or 1))
+    return min([total, *(length for length in lengths if length != 1)])
+
+
+def seed(value: Any) -> Any:
+    """Return a seed in device memory: a 0-d array of uint64, which kernels read."""
+    if value.ndim or value.dtype != np.uint64:
+        raise ArgumentTypeError(
+            f"seed: shape {value.shape}, dtype {value.dtype} came; wanted an integer, or a 0-d "
+            "array of uint64."
+        )
+    return value

@@ -1,0 +1,107 @@
+"""Query heads that share a key head, as rows of one head: few queries then fill a tile together.
+
+One tile of scores serves a whole group, and its keys and values are read once. It is the same call
+with fewer heads and more queries: views of the same memory, and for the mask and the score changes
+what head and query a row is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..expr.functions import POSITIONS
+from ..expr.nodes import Expr, as_expr, rebuild
+from .call import Call, Problem
+
+MOST_QUERIES = 64  # of a head: with more, its own tiles are at least half full
+
+_, _H, _I, _ = POSITIONS
+
+
+def obstacle(call: Call) -> str | None:
+    """Return in words why heads of a call cannot be rows of one, or None."""
+    problem = call.problem
+    if problem.heads == problem.heads_kv:
+        return "no heads share keys"
+    if problem.packed:
+        return "sequences are packed"
+    if not 0 < problem.len_q <= MOST_QUERIES:
+        return f"there are {problem.len_q} queries"
+    if call.sink is not None or problem.dropout > 0:
+        return "sinks and dropout are those of a head"
+    # What a score becomes is computed for every pair, and to divide by a length takes long.
+    if problem.len_q > 1 and (call.score_mod is not None or call.bias is not None):
+        return "scores change"
+    return None if _joins(call.q, 3) else "rows of heads do not follow each other"
+
+
+def _joins(array: Any, axes: int) -> bool:
+    """Whether the rows of all heads of an array (..., H, L) or (..., H, L, D) are equally far."""
+    heads, rows = array.shape[-axes:][:2]
+    apart, step = array.strides[-axes:][:2]
+    return bool(rows == 1 or heads == 1 or apart == rows * step)
+
+
+def joined(call: Call, *written: tuple[Any, int]) -> tuple[Call, tuple[Any, ...]]:
+    """Return a call with the heads of a group as rows of one, and with it what it writes.
+
+    Parameters
+    ----------
+    call : Call
+        A call.
+    written : tuple of (array, int)
+        What it writes, and how many axes follow the leading ones: H, L, D or, without D, 2.
+
+    Returns
+    -------
+    Call, tuple of array
+        The same as came where there is an obstacle.
+    """
+    arrays = tuple(array for array, _ in written)
+    if obstacle(call) is not None or not all(_joins(*each) for each in written):
+        return call, arrays
+    problem = call.problem
+    group = problem.heads // problem.heads_kv
+
+    def view(array: Any, axes: int) -> Any:
+        own = len(array.shape) - axes
+        heads, rows = array.shape[own : own + 2]
+        shape = (*array.shape[:own], heads // group, group * rows, *array.shape[own + 2 :])
+        return array.reshape(shape)
+
+    rows = replace(
+        problem,
+        heads=problem.heads_kv,
+        len_q=group * problem.len_q,
+        heads_in_rows=group,
+    )
+    return (
+        replace(call, problem=rows, q=view(call.q, 3)),
+        tuple(view(*each) for each in written),
+    )
+
+
+def apart(problem: Problem) -> Problem:
+    """Return the problem whose heads are rows of this one, as its mask and scores know it."""
+    group = problem.heads_in_rows
+    if group == 1:
+        return problem
+    return replace(
+        problem, heads=group * problem.heads, len_q=problem.len_q // group, heads_in_rows=1
+    )
+
+
+def of_rows(root: Expr, problem: Problem) -> Expr:
+    """Return an expression of heads and queries for rows that are queries of several heads."""
+    group = problem.heads_in_rows
+    if group == 1:
+        return root
+    length = as_expr(problem.len_q // group)
+    single = problem.len_q == group
+    symbols = {
+        "h": _H * group + (_I if single else _I // length),
+        "i": as_expr(0) if single else _I % length,
+        "len_q": length,
+    }
+    return rebuild(root, lambda node: symbols.get(node.value) if node.op == "symbol" else None)

@@ -1,0 +1,95 @@
+"""The numbers and words among a call's options, checked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..arrays.device_arrays import is_device_array
+from ..errors import ArgumentError, ArgumentTypeError
+from . import device_args
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, (bool, np.bool_)) or not isinstance(
+        value, (int, float, np.integer, np.floating)
+    ):
+        raise ArgumentTypeError(
+            f"{name}: {type(value).__name__} came; wanted a number, an int or a float."
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name}: an integer beyond every float came; wanted less.") from None
+
+
+def scale(value: Any, d: int, accumulator: np.dtype[Any]) -> float:
+    """Return the factor of q k."""
+    if value is None:
+        return 1.0 / math.sqrt(d)
+    factor = _number(value, "scale")
+    if not abs(factor) <= float(np.finfo(accumulator).max):
+        raise ArgumentError(
+            f"scale: {factor} came; wanted a finite number within the range of {accumulator}, or "
+            "None for 1 / sqrt(D)."
+        )
+    return factor
+
+
+def dropout(value: Any, its_seed: Any) -> float:
+    """Return the probability of dropping a pair."""
+    p = _number(value, "dropout")
+    if not 0 <= p < 1:
+        raise ArgumentError(f"dropout: {p} came; wanted a probability, 0 or more and less than 1.")
+    if round(p * 2**32) == 2**32:
+        raise ArgumentError(
+            f"dropout: {p!r} came, which rounds to 1 in 32 bits; wanted less than 1 - 2**-33."
+        )
+    if p and its_seed is None:
+        raise ArgumentError(
+            f"dropout: {p} came without a seed; pass seed=number. The same seed gives the same "
+            "dropped pairs, in the backward too."
+        )
+    return p
+
+
+def seed(value: Any) -> Any:
+    """Return the key of the generator, a number or an array in device memory."""
+    if value is None:
+        return 0
+    if is_device_array(value):
+        return device_args.seed(value)
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ArgumentTypeError(
+            f"seed: {type(value).__name__} came; wanted an integer, or a 0-d uint64 array."
+        )
+    if not 0 <= int(value) < 2**64:
+        raise ArgumentError(
+            f"seed: {value} came; wanted 0 to 2**64 - 1, for instance seed % 2**64."
+        )
+    return int(value)
+
+
+def precision(value: Any, dtype: np.dtype[Any]) -> str | None:
+    """Return how float32 may be multiplied, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ArgumentTypeError(
+            f'precision: {type(value).__name__} came; wanted "tf32x3", or None for full {dtype}.'
+        )
+    if value != "tf32x3":
+        raise ArgumentError(
+            f'precision: {value!r} came; wanted "tf32x3", or None for full {dtype}.'
+        )
+    if dtype != np.float32:
+        raise ArgumentError(
+            f'precision: "tf32x3" came with arrays of {dtype}; wanted float32 arrays, or None.'
+        )
+    return value

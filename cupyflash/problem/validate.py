@@ -1,0 +1,434 @@
+"""What users pass, turned into a `Call`, or into an error that names the remedy.
+
+Nothing is computed and nothing is written here: a call that is refused leaves every array as it
+was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays.device_arrays import is_device_array
+from ..arrays.interop import array, floats, one_home, outputs
+from ..errors import ArgumentError, ArgumentTypeError
+from ..expr.nodes import Expr, LookupTable, walk
+from ..masks import Mask, dense
+from ..scores import Score, chain
+from . import device_args, scalars
+from .call import ACCUMULATORS, Array, Call, Gradients, Problem
+
+MAX_HEAD_SIZE = 512
+
+
+def _same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
+    if len({x.dtype for x in arrays.values()}) > 1:
+        came = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
+        raise ArgumentTypeError(f"{came} came; wanted one dtype. Convert with .astype(...).")
+    common: np.dtype[Any] = next(iter(arrays.values())).dtype
+    return common
+
+
+def _head_sizes(q: Array, k: Array, v: Array) -> tuple[int, int]:
+    d, d_v = q.shape[-1], v.shape[-1]
+    if k.shape[-1] != d:
+        raise ArgumentError(
+            f"k: shape {k.shape} came with q of shape {q.shape}; their last axes (the head size D) "
+            f"must be equal, {k.shape[-1]} is not {d}."
+        )
+    for name, size in (("q", d), ("v", d_v)):
+        if not 1 <= size <= MAX_HEAD_SIZE:
+            raise ArgumentError(
+                f"{name}: its last axis (the head size) has length {size}; wanted 1 to "
+                f"{MAX_HEAD_SIZE}."
+            )
+    if k.shape[-2] != v.shape[-2]:
+        raise ArgumentError(
+            f"v: shape {v.shape} came with k of shape {k.shape}; there is one value per key, so "
+            f"their axes before last (Lk) must be equal, {v.shape[-2]} is not {k.shape[-2]}."
+        )
+    return d, d_v
+
+
+def _heads(q: Array, k: Array, v: Array) -> tuple[int, int]:
+    heads, heads_kv = q.shape[-3], k.shape[-3]
+    if v.shape[-3] != heads_kv:
+        raise ArgumentError(
+            f"v: shape {v.shape} came with k of shape {k.shape}; they have the same heads, "
+            f"so their axes third from the end must be equal, {v.shape[-3]} is not {heads_kv}."
+        )
+    if heads != heads_kv and (not heads_kv or heads % heads_kv or not heads):
+        raise ArgumentError(
+            f"q: shape {q.shape} came with k of shape {k.shape}, {heads} query heads for "
+            f"{heads_kv} key-value heads; wanted a multiple of them (grouped-query attention). The "
+            "head axis is the third from the end: arrays of shape (B, L, H, D) are passed as "
+            "x.swapaxes(-3, -2)."
+        )
+    return heads, heads_kv
+
+
+def call(q: Any, k: Any, v: Any, **options: Any) -> Call:
+    """Validate a call on dense arrays."""
+    operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
+    dtype = _same_dtype(operands)
+    for name, x in operands.items():
+        if x.ndim < 2:
+            raise ArgumentError(
+                f"{name}: shape {x.shape} came; wanted (..., H, L, D), or (L, D) for one head."
+            )
+    matrices = tuple(x.ndim == 2 for x in operands.values())
+    q, k, v = (x[None] if x.ndim == 2 else x for x in operands.values())
+    d, d_v = _head_sizes(q, k, v)
+    heads, heads_kv = _heads(q, k, v)
+    try:
+        lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except ValueError:
+        raise ArgumentError(
+            f"q, k and v came with leading axes {q.shape[:-3]}, {k.shape[:-3]} and {v.shape[:-3]}, "
+            "which do not broadcast; wanted equal lengths, or 1."
+        ) from None
+    problem = Problem(
+        lead=lead,
+        heads=heads,
+        heads_kv=heads_kv,
+        len_q=q.shape[-2],
+        len_k=k.shape[-2],
+        start_q=0,
+        start_k=0,
+        packed=False,
+        d=d,
+        d_v=d_v,
+        dtype=dtype,
+    )
+    return _with_options(problem, q, k, v, matrices, **options)
+
+
+def varlen_call(
+    q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, check: bool, **options: Any
+) -> Call:
+    """Validate a call on packed arrays. Offsets in host memory are always checked."""
+    if not isinstance(check, (bool, np.bool_)):
+        raise ArgumentTypeError(f"check: {check!r} came; wanted True or False.")
+    operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
+    dtype = _same_dtype(operands)
+    for name, x in operands.items():
+        if x.ndim != 3:
+            raise ArgumentError(
+                f"{name}: shape {x.shape} came; wanted packed sequences, (H, total, D)."
+            )
+    q, k, v = operands.values()
+    d, d_v = _head_sizes(q, k, v)
+    heads, heads_kv = _heads(q, k, v)
+    named = {"offsets_q": offsets_q, "offsets_k": offsets_k}
+    held = {name: _offsets_array(value, name) for name, value in named.items()}
+    ends: dict[str, Any] = {}
+    for size, packed in (("q", q), ("k", k)):
+        name, total = f"offsets_{size}", packed.shape[1]
+        read = device_args.offsets_to_check(held[name], name, q, bool(check))
+        if read is None:
+            longest = device_args.longest(f"len_{size}", total, *_position_arrays(options))
+            ends[f"len_{size}"], ends[f"start_{size}"] = device_args.unread(total, longest)
+        else:
+            bounds = _checked_offsets(read, name, total)
+            ends[f"len_{size}"], ends[f"start_{size}"] = np.diff(bounds), bounds[:-1]
+    if held["offsets_q"].size != held["offsets_k"].size:
+        raise ArgumentError(
+            f"offsets_k: {held['offsets_k'].size - 1} sequences came, and "
+            f"{held['offsets_q'].size - 1} in offsets_q; wanted as many."
+        )
+    problem = Problem(
+        lead=(held["offsets_q"].size - 1,),
+        heads=heads,
+        heads_kv=heads_kv,
+        **ends,
+        packed=True,
+        d=d,
+        d_v=d_v,
+        dtype=dtype,
+    )
+    made = _with_options(problem, q, k, v, (False,) * 3, **options)
+    return replace(made, offsets=(held["offsets_q"], held["offsets_k"]))
+
+
+def _position_arrays(options: dict[str, Any]) -> tuple[list[Array], list[Expr]]:
+    """Return the arrays (..., Lq, Lk) and the expressions among the options of a call."""
+    bias, mask = options.get("bias"), options.get("mask")
+    made = (mask, chain(options.get("score_mod")))
+    return (
+        [x for x in (bias, mask) if x is not None and hasattr(x, "shape")],
+        [x.expr for x in made if isinstance(x, (Mask, Score))],
+    )
+
+
+def _offsets_array(value: Any, name: str) -> Array:
+    wanted = "one axis of integers, one more than there are sequences, from 0 to the packed length"
+    if isinstance(value, (list, tuple)):
+        try:
+            value = np.asarray(value)
+        except ValueError:
+            raise ArgumentTypeError(
+                f"{name}: a {type(value).__name__} that makes no array came; wanted {wanted}."
+            ) from None
+    offsets = array(value, name)
+    if offsets.dtype.kind not in "iu" or offsets.ndim != 1 or not offsets.size:
+        raise ArgumentTypeError(
+            f"{name}: shape {offsets.shape}, dtype {offsets.dtype} came; wanted {wanted}."
+        )
+    return offsets
+
+
+def _checked_offsets(offsets: Array, name: str, total: int) -> Array:
+    bad = np.flatnonzero(offsets[1:] < offsets[:-1])  # their difference may leave 64 bits
+    if bad.size:
+        n = int(bad[0])
+        raise ArgumentError(
+            f"{name}: entry {n + 1} is {offsets[n + 1]}, smaller than {offsets[n]} before it; "
+            "wanted offsets that never decrease."
+        )
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise ArgumentError(
+            f"{name}: runs from {offsets[0]} to {offsets[-1]}; wanted 0 to {total}, the packed "
+            "array's length."
+        )
+    return offsets.astype(np.int64)
+
+
+_OPTIONS = (
+    "the options are mask, score_mod, bias, sink, scale, dropout, seed, precision; beside them "
+    "attention takes return_lse, out, lse_out, and attention_backward dlse, deterministic, "
+    "grads_out, workspace"
+)
+_OTHER_NAMES = {  # of other libraries, or of other functions of this one
+    "alibi_slopes": "say score_mod=scores.alibi(slopes)",
+    "attention_mask": "say mask=array (bool), or bias=array (added to the scores)",
+    "attn_bias": "say bias=array",
+    "attn_mask": "say mask=array (bool), or bias=array (added to the scores)",
+    "causal": "say mask=masks.causal()",
+    "dropout_p": "say dropout=p, seed=number",
+    "enable_gqa": "leave it out: grouped-query attention is read from the shapes",
+    "is_causal": "say mask=masks.causal()",
+    "key_padding_mask": "say mask=masks.lengths(k_lengths)",
+    "lse_out": "attention and attention_varlen take it",
+    "out": "attention and attention_varlen take it",
+    "return_lse": "attention, attention_vjp and their varlen forms take it",
+    "sm_scale": "say scale=number",
+    "softcap": "say score_mod=scores.softcap(c)",
+    "softmax_scale": "say scale=number",
+    "window_size": "say mask=masks.window(left, right)",
+}
+
+
+def _with_options(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    matrices: tuple[bool, ...],
+    *,
+    mask: Any = None,
+    score_mod: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    scale: Any = None,
+    dropout: Any = 0.0,
+    seed: Any = None,
+    precision: Any = None,
+    **unknown: Any,
+) -> Call:
+    if unknown:
+        name = next(iter(unknown))
+        remedy = _OTHER_NAMES.get(name, _OPTIONS)
+        raise ArgumentTypeError(f"{name}: no argument of this function; {remedy}.")
+    problem = replace(
+        problem,
+        scale=scalars.scale(scale, problem.d, problem.accumulator),
+        dropout=scalars.dropout(dropout, seed),
+        seed=scalars.seed(seed),
+        precision=scalars.precision(precision, problem.dtype),
+    )
+    made = Call(
+        problem,
+        q,
+        k,
+        v,
+        mask=_mask(mask),
+        score_mod=chain(score_mod),
+        bias=None if bias is None else _bias(bias, problem),
+        sink=None if sink is None else _sink(sink, problem),
+        were_matrices=(matrices[0], matrices[1], matrices[2]),
+    )
+    return replace(made, device=one_home(read_arrays(made)))
+
+
+def _mask(value: Any) -> Mask | None:
+    if value is None:
+        return None
+    result: Mask
+    if isinstance(value, Mask):
+        result = value
+    else:
+        if callable(value) or isinstance(value, (Expr, LookupTable, str, bool, list, tuple, Score)):
+            raise ArgumentTypeError(
+                f"mask: {type(value).__name__} came; wanted a mask of cupyflash.masks or a boolean "
+                "array. Call a constructor, masks.causal(); wrap a function of your own, "
+                "masks.mask(function); make an array of a list, np.asarray(list)."
+            )
+        result = dense(array(value, "mask"))
+    return result
+
+
+def _bias(value: Any, problem: Problem) -> Array:
+    bias = floats(value, "bias")
+    wanted = (*problem.lead, problem.heads, *_longest(problem))
+    shape = (1,) * (len(wanted) - bias.ndim) + bias.shape
+    if len(shape) != len(wanted) or any(
+        own not in (1, want) for own, want in zip(shape, wanted, strict=True)
+    ):
+        raise ArgumentError(
+            f"bias: shape {bias.shape} came; wanted one that broadcasts to {wanted} (leading axes, "
+            "Hq, Lq, Lk)."
+        )
+    return bias
+
+
+def _longest(problem: Problem) -> tuple[int, int]:
+    return tuple(  # type: ignore[return-value]
+        int(np.max(lengths, initial=0)) for lengths in (problem.len_q, problem.len_k)
+    )
+
+
+def _sink(value: Any, problem: Problem) -> Array:
+    sink = floats(value, "sink")
+    if sink.shape != (problem.heads,):
+        raise ArgumentError(
+            f"sink: shape {sink.shape} came; wanted ({problem.heads},), one logit per query head."
+        )
+    return sink
+
+
+def read_arrays(request: Call) -> dict[str, Array]:
+    """Return every array that a call reads, by name."""
+    named = {"q": request.q, "k": request.k, "v": request.v}
+    options = {"bias": request.bias, "sink": request.sink}
+    named |= {name: option for name, option in options.items() if option is not None}
+    if is_device_array(request.problem.seed):
+        named["seed"] = request.problem.seed
+    for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
+        nodes = walk(made.expr) if made is not None else ()
+        looked_up = [x for node in nodes for x in _looked_up(node)]
+        named |= {f"array {n} of {name}": x for n, x in enumerate(looked_up)}
+    return named
+
+
+def _looked_up(node: Expr) -> tuple[Any, ...]:
+    """Return the array that a node reads, if it reads one."""
+    if node.op == "lookup":
+        return (node.value[0],)
+    return (node.value.array,) if node.op == "aligned" else ()
+
+
+_ORIGINS = {
+    "do": "the shape and dtype of out",
+    "dlse": "the shape and dtype of lse",
+    "out": "the out that the forward returned, for the same q, k, v",
+    "lse": "the lse that the forward returned (return_lse=True), for the same q, k, v",
+}
+
+
+def given(value: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an input whose shape and dtype follow from the others (do, out, lse, dlse)."""
+    result = array(value, name)
+    if result.shape != shape or result.dtype != dtype:
+        raise ArgumentError(
+            f"{name}: shape {result.shape}, dtype {result.dtype} came; wanted {shape}, {dtype}"
+            f"{', ' + _ORIGINS[name] if name in _ORIGINS else ''}."
+        )
+    return result
+
+
+def gradients(value: Any, request: Call, inputs: dict[str, Array]) -> Gradients:
+    """Check ``grads_out``: None, or arrays (or None) for dq, dk, dv, dbias, dsink in this order."""
+    if value is None:
+        return Gradients(None, None, None)
+    if not isinstance(value, (tuple, list)) or not 3 <= len(value) <= 5:
+        came = type(value).__name__
+        if isinstance(value, (tuple, list)):
+            came += f" of length {len(value)}"
+        raise ArgumentTypeError(
+            f"grads_out: {came} came; wanted Gradients, or a tuple of arrays (or None) for dq, dk, "
+            "dv[, dbias[, dsink]]."
+        )
+    result = Gradients(*value)
+    owners = (request.q, request.k, request.v, request.bias, request.sink)
+    matrices = (*request.were_matrices, False, False)
+    targets = {}
+    for name, target, owner, matrix in zip(result._fields, result, owners, matrices, strict=True):
+        if target is None:
+            continue
+        if owner is None:
+            raise ArgumentError(
+                f"grads_out.{name}: an array came, but the call has no {name[1:]}; pass None."
+            )
+        targets[f"grads_out.{name}"] = (
+            target,
+            owner.shape[1:] if matrix else owner.shape,
+            owner.dtype,
+        )
+    outputs(targets, inputs)
+    return result
+
+
+def parts(value: Any) -> list[tuple[Array, Array]]:
+    """Check the (out, lse) pairs that `combine` joins."""
+    if not isinstance(value, (list, tuple)) or not value:
+        came = type(value).__name__
+        if isinstance(value, (list, tuple)):
+            came = f"an empty {came}"
+        raise ArgumentTypeError(f"combine: {came} came; wanted a non-empty list of (out, lse).")
+    pairs: list[tuple[Array, Array]] = []
+    for n, pair in enumerate(value):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ArgumentTypeError(
+                f"combine: entry {n} is {type(pair).__name__}; wanted a pair (out, lse)."
+            )
+        out = floats(pair[0], f"combine: out of entry {n}")
+        if out.ndim < 1:
+            raise ArgumentError(f"combine: out of entry {n} has no axis; wanted (..., Lq, Dv).")
+        first = pairs[0][0] if pairs else out
+        if out.shape != first.shape or out.dtype != first.dtype:
+            raise ArgumentError(
+                f"combine: out of entry {n} has shape {out.shape}, dtype {out.dtype}; wanted "
+                f"{first.shape}, {first.dtype}, as entry 0."
+            )
+        accumulator = ACCUMULATORS[out.dtype.name]
+        pairs.append(
+            (out, given(pair[1], f"combine: lse of entry {n}", out.shape[:-1], accumulator))
+        )
+    names = ("out", "lse")
+    one_home({f"{names[x]} of entry {n}": pairs[n][x] for n in range(len(pairs)) for x in (0, 1)})
+    return pairs
+
+
+def workspace(value: Any, size: int, inputs: dict[str, Array]) -> Array | None:
+    """Check a workspace: bytes, enough of them, apart from every other array."""
+    if value is None:
+        return None
+    is_array = isinstance(value, np.ndarray) or is_device_array(value)
+    if not is_array or value.dtype != np.uint8 or value.ndim != 1 or not value.flags.c_contiguous:
+        came = type(value).__name__
+        if is_array:
+            came = f"shape {value.shape}, dtype {value.dtype}, strides {value.strides}"
+        raise ArgumentTypeError(
+            f"workspace: {came} came; wanted a contiguous one-dimensional array of uint8, "
+            f"np.empty({size}, np.uint8)."
+        )
+    if value.size < size:
+        raise ArgumentError(
+            f"workspace: {value.size} bytes came; this call wants {size}, as workspace_size says: "
+            f"np.empty({size}, np.uint8)."
+        )
+    outputs({"workspace": (value, value.shape, value.dtype)}, inputs)
+    result: Array = value
+    return result

@@ -1,0 +1,346 @@
+"""One call on the CPU: scratch, work items, and the kernels in their order.
+
+Memory grows with L, never with L squared. Programs arrive lowered; they hold addresses, so the
+caller keeps their arrays alive.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from .backward import backward_dkdv, backward_dq, transpose_blocks
+from .backward_bias import backward_bias
+from .backward_delta import backward_delta
+from .combine import combine as combine_kernel
+from .forward import forward as forward_kernel
+from .jit import address
+from .layout import (
+    Array,
+    Layout,
+    Problem,
+    Programs,
+    Scratch,
+    finish,
+)
+from .memory import Rows
+from .threads import parallel
+from .tile import Changes, Shape
+
+
+def _like(layout: Layout) -> Array:
+    return np.empty(0, layout.problem.accumulator)
+
+
+def _sinks(layout: Layout, sink: Array | None) -> Array:
+    heads = layout.problem.heads
+    if sink is None:
+        return np.full(heads, -np.inf, layout.problem.accumulator)
+    return np.ascontiguousarray(sink.astype(layout.problem.accumulator))
+
+
+def forward(
+    problem: Problem,
+    programs: Programs,
+    q: Array,
+    k: Array,
+    v: Array,
+    sink: Array | None,
+    out: Array,
+    lse: Array,
+    block_q: int,
+    block_kv: int,
+) -> int:
+    """Write out and lse; return how many tiles were visited (not EMPTY)."""
+    layout, scratch = Layout(problem, block_q, block_kv), Scratch()
+    q_read = layout.operand(q, scratch, whole_vectors=False)
+    k_read = layout.operand(k, scratch, whole_vectors=False)
+    v_read = layout.operand(v, scratch, whole_vectors=True)
+    out_made = layout.result(out, scratch)
+    lse_made = layout.result(lse[..., None], scratch)
+    q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
+    k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
+    careful = layout.careful(programs, [(v_read, v_rows, layout.len_k)])
+    changes = Changes(programs.score, programs.slope, programs.mask, programs.tile, careful)
+    sinks = _sinks(layout, sink)
+    work = layout.blocks(layout.len_q, block_q, last_first=True)
+    visited = np.zeros(len(work) * problem.heads, np.int64)
+    parallel(
+        lambda first, last: forward_kernel(
+            first,
+            last,
+            work,
+            layout.shape,
+            changes,
+            q_rows,
+            k_rows,
+            v_rows,
+            sinks,
+            out_rows,
+            lse_rows,
+            visited,
+        ),
+        visited.size,
+    )
+    finish(out, out_made)
+    finish(lse[..., None], lse_made)
+    return int(visited.sum())
+
+
+def backward(
+    problem: Problem,
+    programs: Programs,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    sink: Array | None,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    dbias: Array | None,
+    dsink: Array | None,
+    block_q: int,
+    block_kv: int,
+    workspace: Array | None,
+) -> int:
+    """Write every gradient; return how many tiles `backward_dkdv` visited."""
+    layout, scratch = Layout(problem, block_q, block_kv), Scratch(workspace)
+    if not layout.batch:  # what was broadcast to no batch entry at all still has a gradient
+        for gradient in (dq, dk, dv, dbias, dsink):
+            if gradient is not None:
+                gradient[...] = 0
+        return 0
+    accumulator, heads = problem.accumulator, problem.heads
+    like, shape = _like(layout), layout.shape
+    q_read, do_read, k_read = (layout.operand(x, scratch, whole_vectors=True) for x in (q, do, k))
+    v_read, out_read = (layout.operand(x, scratch, whole_vectors=False) for x in (v, out))
+    lse_read = layout.operand(lse[..., None], scratch, whole_vectors=False)
+    if dlse is None:
+        dlse = np.broadcast_to(np.zeros((), accumulator), lse.shape)
+    dlse_read = layout.operand(dlse[..., None], scratch, whole_vectors=False)
+    delta = scratch.empty((*lse.shape, 1), accumulator)
+    q_rows, do_rows, out_rows, lse_rows, dlse_rows, delta_rows = (
+        layout.rows(x) for x in (q_read, do_read, out_read, lse_read, dlse_read, delta)
+    )
+    k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
+
+    sinks = _sinks(layout, sink)
+    dsinks = np.zeros(layout.batch * heads, accumulator)
+    parallel(
+        lambda first, last: backward_delta(
+            first, last, shape, do_rows, out_rows, dlse_rows, lse_rows, sinks, delta_rows, dsinks
+        ),
+        dsinks.size,
+    )
+    if dsink is not None:
+        dsink[...] = dsinks.reshape(layout.batch, heads).sum(axis=0, dtype=accumulator)
+
+    work = layout.blocks(layout.len_q, block_q, last_first=True)
+    qt_memory, qt = layout.panels(problem.d, scratch)
+    dot_memory, dot = layout.panels(problem.d_v, scratch)
+    for transposed in ((q_rows, problem.d, qt), (do_rows, problem.d_v, dot)):
+        parallel(
+            partial(_transpose, work, shape, like, *transposed),
+            len(work) * heads,
+        )
+    careful = layout.careful(
+        programs,
+        [
+            (q_read, q_rows, layout.len_q),
+            (do_read, do_rows, layout.len_q),
+            (k_read, k_rows, layout.len_k),
+        ],
+    )
+    changes = Changes(programs.score, programs.slope, programs.mask, programs.tile, careful)
+
+    kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
+    if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):
+        # k and v were broadcast over different axes: compute over their common ones, then sum.
+        dk_made = scratch.empty((*kv_lead, *dk.shape[-3:]), accumulator)
+        dv_made = scratch.empty((*kv_lead, *dv.shape[-3:]), accumulator)
+    else:
+        dk_made, dv_made = layout.result(dk, scratch), layout.result(dv, scratch)
+    dq_made = layout.result(dq, scratch)
+    dk_rows, dv_rows = layout.rows(dk_made, keys=True), layout.rows(dv_made, keys=True)
+    kv_work, members = layout.shared_blocks(kv_lead, layout.len_k, block_kv, last_first=False)
+    visited = np.zeros(len(kv_work) * problem.heads_kv, np.int64)
+    parallel(
+        lambda first, last: backward_dkdv(
+            first,
+            last,
+            kv_work,
+            members,
+            shape,
+            changes,
+            q_rows,
+            k_rows,
+            v_rows,
+            do_rows,
+            lse_rows,
+            delta_rows,
+            qt,
+            dot,
+            dk_rows,
+            dv_rows,
+            visited,
+            like,
+        ),
+        visited.size,
+    )
+    dq_rows = layout.rows(dq_made)
+    q_work, q_members = layout.shared_blocks(
+        q.shape[:-3] if not problem.packed else (), layout.len_q, block_q, last_first=True
+    )
+    visited_q = np.zeros(len(q_work) * heads, np.int64)
+    parallel(
+        lambda first, last: backward_dq(
+            first,
+            last,
+            q_work,
+            q_members,
+            shape,
+            changes,
+            k_rows,
+            v_rows,
+            q_rows,
+            do_rows,
+            lse_rows,
+            delta_rows,
+            dq_rows,
+            visited_q,
+            like,
+        ),
+        visited_q.size,
+    )
+    if dbias is not None:
+        _bias_gradient(layout, changes, k_rows, v_rows, lse_rows, delta_rows, qt, dot, dbias)
+    finish(dq, dq_made)
+    finish(dk, _summed_to(dk_made, dk.shape))
+    finish(dv, _summed_to(dv_made, dv.shape))
+    del qt_memory, dot_memory  # alive until here: kernels know their addresses only
+    return int(visited.sum())
+
+
+def _transpose(
+    work: Array,
+    shape: Shape,
+    like: Array,
+    rows: Rows,
+    depth: int,
+    panels: Rows,
+    first: int,
+    last: int,
+) -> None:
+    transpose_blocks(first, last, work, shape, rows, depth, panels, like)
+
+
+def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:
+    """Sum an array over the axes along which `shape` was broadcast to it."""
+    if array.shape == shape:
+        return array
+    extra = array.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(
+        axis + extra
+        for axis, (own, want) in enumerate(zip(array.shape[extra:], shape, strict=True))
+        if own != want
+    )
+    total: Array = array.sum(axis=axes, dtype=array.dtype, keepdims=True).reshape(shape)
+    return total
+
+
+def _bias_gradient(
+    layout: Layout,
+    changes: Changes,
+    k: Rows,
+    v: Rows,
+    lse: Rows,
+    delta: Rows,
+    qt: Rows,
+    dot: Rows,
+    dbias: Array,
+) -> None:
+    problem = layout.problem
+    shape = (1,) * (3 - dbias.ndim) + dbias.shape
+    lead, (heads, queries, keys) = shape[:-3], shape[-3:]
+    groups, members, starts = layout.groups(lead)
+    if problem.packed:
+        shared = not lead or lead == (1,)
+        groups = 1 if shared else layout.batch
+        starts = np.arange(groups, dtype=np.int64)
+        members = np.arange(layout.batch, dtype=np.int64)
+    computed = np.zeros((groups, heads, queries, keys), problem.accumulator)
+    ends = np.append(starts[1:], layout.batch)
+    q_blocks, kv_blocks = -(-queries // layout.block_q), -(-keys // layout.block_kv)
+    entry, head, q_block, kv_block = (
+        axis.reshape(-1) for axis in np.indices((groups, heads, q_blocks, kv_blocks))
+    )
+    work = np.stack([starts[entry], ends[entry], entry, head, q_block, kv_block], axis=1)
+    work = np.ascontiguousarray(work, np.int64)
+    if groups:
+        parallel(
+            lambda first, last: backward_bias(
+                first,
+                last,
+                work,
+                members,
+                layout.shape,
+                changes,
+                k,
+                v,
+                lse,
+                delta,
+                qt,
+                dot,
+                computed,
+            ),
+            len(work),
+        )
+    finish(dbias, computed.reshape(dbias.shape))
+
+
+def backward_scratch_size(problem: Problem, block_q: int) -> int:
+    """Return the bytes of workspace that any `backward` of this problem needs at most."""
+    layout = Layout(problem, block_q, block_q)
+    itemsize, lanes, heads = layout.itemsize, layout.lanes, problem.heads
+
+    def whole(columns: int) -> int:
+        return -(-columns // lanes) * lanes
+
+    rows_q = heads * int(layout.len_q.sum())
+    rows_k = problem.heads_kv * int(layout.len_k.sum())
+    blocks = heads * int((-(-layout.len_q // block_q)).sum())
+    wide, wide_v = whole(problem.d), whole(problem.d_v)
+    elements = [
+        *(rows_q * wide,) * 2,  # q, dq
+        *(rows_q * wide_v,) * 2,  # do, out
+        *(rows_k * wide, rows_k * wide_v) * 2,  # k, v, dk, dv
+        *(rows_q * lanes,) * 3,  # lse, dlse, delta
+        blocks * whole(block_q) * problem.d,
+        blocks * whole(block_q) * problem.d_v,
+    ]
+    return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)
+
+
+def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
+    """Write the combination of several (out, lse) to `out` and `lse`."""
+    accumulator = lse.dtype
+    columns = out.shape[-1]
+    shape = (*lse.shape, columns)
+    outs = [np.ascontiguousarray(np.broadcast_to(o, shape), accumulator) for o, _ in parts]
+    lses = [np.ascontiguousarray(np.broadcast_to(x, lse.shape), accumulator) for _, x in parts]
+    result, result_lse = np.empty((lse.size, columns), accumulator), np.empty(lse.size, accumulator)
+    out_places = np.array([address(o) for o in outs], np.int64)
+    lse_places = np.array([address(x) for x in lses], np.int64)
+    parallel(
+        lambda first, last: combine_kernel(
+            first, last, out_places, lse_places, columns, accumulator.itemsize, result, result_lse
+        ),
+        lse.size,
+    )
+    out[...] = result.reshape(shape).astype(out.dtype)
+    lse[...] = result_lse.reshape(lse.shape)

@@ -1,0 +1,1 @@
+"""The specification: attention by its formulas, which every kernel is compared with."""

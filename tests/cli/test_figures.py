@@ -1,0 +1,266 @@
+"""Drawings of masks, and the tiles that they count: those that the kernels visit."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+from expressions import bound_or_none, class_by_machine, expressions, problems, tile_symbols, tiles
+from harness import attend
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupyflash import ArgumentError, ArgumentTypeError, figures, lookup, masks
+from cupyflash.explanation import assemble
+from cupyflash.expr.bind import Dense, bind
+from cupyflash.expr.interval import EMPTY, FULL, PARTIAL, tile_class
+from cupyflash.expr.nodes import as_expr, symbol
+from cupyflash.expr.tile_classes import RANGE_LIMIT, tile_classes
+from cupyflash.figures import survey as module
+from cupyflash.figures.survey import survey
+from cupyflash.figures.svg import PAINT, ticks
+from cupyflash.figures.terminal import ascii_only
+from cupyflash.reference.cpu import program
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = np.repeat(np.arange(4), [30, 50, 8, 112])
+RANDOM = np.random.default_rng(0).random((3, 40, 50)) < 0.4
+MASKS = {
+    "none": None,
+    "causal": masks.causal(),
+    "window": masks.window(20, 3),
+    "prefix": masks.prefix(11) | masks.causal(),
+    "dilated": masks.dilated(3),
+    "by entry": masks.lengths([20, 37]) & masks.causal(),
+    "by head": masks.mask(lambda b, h, i, j: (h == 1) & (i > j) | (j < 7)),
+    "dense": masks.dense(np.random.default_rng(1).random((3, 41, 37)) < 0.02),
+    "nothing": masks.mask(lambda b, h, i, j: i < 0),
+}
+
+# -- classes --------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_classes_are_those_of_the_kernels_on_the_cpu(data):
+    sizes = data.draw(problems())
+    bound = bound_or_none(data.draw(expressions("bool")), sizes)
+    if bound is None:
+        return
+    where_ = data.draw(tiles(sizes))
+    classes = tile_class(bound)
+    _, numbers = tile_symbols(sizes, where_)
+    found = tile_classes(classes, numbers, "cpu")
+    assert int(found) == class_by_machine(classes, sizes, where_)
+
+
+def test_ranges_are_as_long_as_the_kernels_look():
+    text = (ROOT / "kernels_cu" / "common" / "lookup.cuh").read_text()
+    assert RANGE_LIMIT["cpu"] == program.RANGE_LIMIT
+    assert RANGE_LIMIT["gpu"] == int(re.search(r"RANGE_LIMIT = (\d+)", text)[1])
+
+
+def test_bounds_stop_at_the_ends_on_a_gpu_alone():
+    numbers = np.arange(5000)
+    far = lookup(numbers)  # a range of which no kernel looks at: its ends are those of 64 bits
+    bound = bind(masks.mask(lambda b, h, i, j: far[i] - 7 < j).expr, Dense((1,), 1, 5000, 5000))
+    corners = {"i_low": 0, "i_high": 4999, "j_low": 0, "j_high": 4999}
+    for machine in ("cpu", "gpu"):
+        assert tile_classes(tile_class(bound), corners, machine) == PARTIAL
+    low, high = -(2**63), 2**63 - 1
+    cases = [
+        (symbol("i_low") + symbol("j_low"), lambda a, b: a + b),
+        (symbol("i_low") - symbol("j_low"), lambda a, b: a - b),
+        (symbol("i_low") * symbol("j_low"), lambda a, b: a * b),
+        (-symbol("i_low") + as_expr(0) * symbol("j_low"), lambda a, b: -a),
+        (abs(symbol("i_low")) + as_expr(0) * symbol("j_low"), lambda a, b: abs(a)),
+    ]
+    a, b = np.array([[low, high, -1, 2**40, 3]]), np.array([[low], [high], [-1], [2**40], [-5]])
+    for tree, exact in cases:
+        found = tile_classes(tree, {"i_low": a, "j_low": b}, "gpu")
+        for x, y, value in np.broadcast(a, b, np.broadcast_to(found, (5, 5))):
+            assert value == min(max(exact(int(x), int(y)), low), high), (tree, x, y)
+
+
+# -- surveys --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2**18])
+@pytest.mark.parametrize("name", MASKS)
+def test_everything_counted_is_there(name, at_a_time, monkeypatch):
+    monkeypatch.setattr(module, "TILES_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(module, "PAIRS_AT_A_TIME", 60)
+    sizes, block_q, block_kv = Dense((2,), 3, 41, 37), 8, 5
+    mask = MASKS[name]
+    bound = None if mask is None else bind(mask.expr, sizes)
+    found = survey(bound, sizes, block_q, block_kv, most_cells=[(3, 8), (99, 99)], at=(1, 2))
+    pairs = np.ones((2, 3, 41, 37), bool) if mask is None else mask.to_array(2, 3, 41, 37)
+    assert found.pairs == pairs.sum()
+    counts, visited, keys, queries = [0, 0, 0], 0, 0, 0
+    classes = np.zeros((2, 3, 6, 8), int)
+    for b, h, i, j in np.ndindex(classes.shape):
+        tile = pairs[b, h, i * 8 : i * 8 + 8, j * 5 : j * 5 + 5]
+        kind = FULL if tile.all() else PARTIAL if tile.any() else EMPTY
+        classes[b, h, i, j] = kind
+        counts[kind] += 1
+        if kind != EMPTY:
+            visited += tile.size
+            keys, queries = keys + tile.shape[1], queries + tile.shape[0]
+    assert found.tiles == tuple(counts)
+    assert (found.visited_pairs, found.visited_keys, found.visited_queries) == (
+        visited, keys, queries,
+    )  # fmt: skip
+    seen = (classes != EMPTY).any(axis=2)
+    assert found.touched_keys == 5 * seen.sum() - 3 * seen[..., -1].sum()
+    assert found.by_head == (name in ("by head", "dense"))
+    coarse, fine = found.grids
+    np.testing.assert_array_equal(fine.classes, classes[1, 2])
+    assert (coarse.down, coarse.across, coarse.tiles.shape) == (2, 1, (3, 8, 3))
+    for row in range(3):
+        both = classes[1, 2, 2 * row : 2 * row + 2]
+        alike = [column[0] if (column == column[0]).all() else PARTIAL for column in both.T]
+        np.testing.assert_array_equal(coarse.classes[row], alike)
+
+
+def test_pairs_that_are_too_many_are_not_counted(monkeypatch):
+    monkeypatch.setattr(module, "MOST_PAIRS", 100)
+    sizes = Dense((1,), 1, 41, 37)
+    assert survey(masks.causal().expr, sizes, 8, 5).pairs is None
+    assert survey(None, sizes, 8, 5).pairs == 41 * 37
+
+
+def test_tiles_are_those_that_the_kernels_visit():
+    q = np.zeros((1, 200, 8), np.float32)
+    array = np.zeros((200, 200), bool)
+    array[:70, :40] = array[:, 190] = True
+    mask, sizes = masks.dense(array), Dense((), 1, 200, 200)
+    bound = bind(mask.expr, sizes)
+    cpu, gpu = (survey(bound, sizes, 64, 32, machine=machine).tiles for machine in ("cpu", "gpu"))
+    assert cpu.visited == attend(q, q, q, (64, 32), mask=mask).visited == 8
+    # On a GPU 64 x 32 elements are too many to look at: of 4 x 7 tiles, those of the last 8 rows
+    # and the last 8 columns alone may be EMPTY.
+    assert gpu == (9, 19, 0)
+    assert survey(bound, sizes, 64, 32, machine="exact").tiles == cpu
+    drawn, theirs = (
+        figures.mask_tiles(mask, 200, block_q=64, block_kv=32, machine=machine).svg
+        for machine in ("exact", "gpu")
+    )
+    assert "EMPTY 20 (skipped)" in drawn
+    assert "EMPTY 9 (skipped)" in theirs
+
+
+# -- SVG ------------------------------------------------------------------------------------------
+
+BOX = re.compile(r"M[\d.]+ [\d.]+h([\d.]+)v([\d.]+)h-[\d.]+z")
+
+
+def areas(text: str) -> dict[str, float]:
+    """Area of the cells of each paint, as a share of the whole matrix."""
+    root = ET.fromstring(text)
+    found = {}
+    for path in root.iter("{http://www.w3.org/2000/svg}path"):
+        boxes = BOX.findall(path.get("d"))
+        if boxes:
+            paint = f'fill="{path.get("fill")}"'
+            if path.get("fill-opacity"):
+                paint += f' fill-opacity="{path.get("fill-opacity")}"'
+            found[paint] = sum(float(w) * float(h) for w, h in boxes)
+    total = sum(found.values())
+    return {paint: area / total for paint, area in found.items()}
+
+
+def test_the_area_of_a_colour_is_its_part_of_the_pairs():
+    made = figures.mask_pairs(masks.causal(), 24, 40, block_q=8, block_kv=8)
+    found = areas(made.svg)
+    # Tiles: 3 x 5, of which 3 on the diagonal are PARTIAL, with 36 of 64 pairs each, 3 are EMPTY.
+    assert found[PAINT[FULL]] == pytest.approx(9 / 15, abs=1e-3)
+    assert found[PAINT[PARTIAL]] == pytest.approx(3 * 36 / 960, abs=1e-3)
+    assert found[PAINT[EMPTY]] == pytest.approx(3 / 15, abs=1e-3)
+    assert "684 of 960 pairs attend" in made.svg
+    plain = areas(figures.mask_pairs(masks.causal(), 24, 40).svg)
+    assert plain[PAINT[FULL]] == pytest.approx(684 / 960, abs=1e-3)
+    # The last tile of 100 keys is smaller than the others, and so it is drawn.
+    tiled = areas(figures.mask_tiles(masks.prefix(64), 64, 100).svg)
+    assert tiled[PAINT[FULL]] == pytest.approx(0.64, abs=1e-3)
+    assert tiled[PAINT[EMPTY]] == pytest.approx(0.36, abs=1e-3)
+
+
+def test_large_matrices_stay_small_documents(tmp_path):
+    made = figures.mask_tiles(masks.causal(), 131072, block_q=128, block_kv=64)
+    assert len(made.svg) < 20_000
+    assert "a cell stands for 11 x 22 tiles" in made.svg
+    assert "EMPTY 1,047,552 (skipped)" in made.svg
+    assert max(map(len, made.text.splitlines())) <= 100
+    made.save(tmp_path / "causal.svg")
+    assert (tmp_path / "causal.svg").read_text(encoding="utf-8") == made._repr_svg_()
+
+
+def test_ticks_end_at_the_length():
+    assert ticks(4096) == [0, 1024, 2048, 3072, 4096]
+    assert ticks(300) == [0, 128, 300]
+    assert ticks(1) == [0, 1]
+
+
+# -- masks draw themselves ------------------------------------------------------------------------
+
+DRAWN = {
+    "causal": (masks.causal(), "32 queries, 32 keys"),
+    "window": (masks.window(1024, 0), "2,048 queries, 2,048 keys"),
+    "documents": (masks.segments(DOCUMENTS) & masks.causal(), "200 queries, 200 keys"),
+    "dense": (masks.dense(RANDOM), "40 queries, 50 keys"),
+    "blocks": (masks.blocks(np.eye(8, dtype=bool), 64, 32), "512 queries, 256 keys"),
+    "lengths": (masks.lengths([20, 30]), "32 queries, 32 keys"),
+    "lookup": (masks.mask(lambda b, h, i, j: lookup(DOCUMENTS)[i] == 2), "200 queries, 200 keys"),
+    "half": (masks.mask(lambda b, h, i, j: lookup(DOCUMENTS[:20])[i + 0] > j), "16 queries, 16"),
+    "a long title & signs": (
+        masks.mask(lambda b, h, i, j: (i < j) & (j < i + 4000) | (j == 3) & (i != j)),
+        "8,192 queries, 8,192 keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_mask_draws_itself(name):
+    mask, words = DRAWN[name]
+    text = mask._repr_svg_()
+    ET.fromstring(text)
+    assert f"an example: {words}" in text
+
+
+def test_a_mask_that_fits_no_size_is_not_drawn():
+    mask = masks.mask(lambda b, h, i, j: lookup(np.arange(4))[i - 1] == j)
+    assert mask._repr_svg_() is None  # a notebook shows its words
+
+
+def test_pictures_in_a_terminal():
+    made = figures.mask_tiles(masks.window(70, 0) | masks.prefix(1), 256)
+    lines = str(made).splitlines()
+    assert [re.split("[│]", line)[1] for line in lines[2:6]] == [
+        "▒▒······", "▒▒▒▒····", "▒▒▒▒▒▒··", "▒▒▒▒▒▒▒▒",
+    ]  # fmt: skip
+    assert ascii_only(str(made)).isascii()
+    assert "#" not in ascii_only(lines[3])
+    assert "one pair of a query and a key" in figures.mask_pairs(masks.causal(), 8).text
+
+
+def test_the_examples_of_docstrings():
+    for each in (figures.mask, assemble):
+        tried = doctest.testmod(each)
+        assert tried.attempted > 1
+        assert not tried.failed
+
+
+def test_errors():
+    with pytest.raises(ArgumentTypeError, match="mask: ndarray came; wanted a mask of cupyflash"):
+        figures.mask_tiles(np.ones((3, 3), bool), 3)
+    with pytest.raises(ArgumentError, match="len_q: 0 came; wanted an integer of 1 or more"):
+        figures.mask_tiles(None, 0)
+    with pytest.raises(ArgumentError, match=r"at most 256 .*figures\.mask_tiles draws any number"):
+        figures.mask_pairs(masks.causal(), 257)
+    with pytest.raises(ArgumentError, match="machine: 'tpu' came; wanted one of cpu, gpu, exact"):
+        figures.mask_tiles(None, 8, machine="tpu")
+    with pytest.raises(ArgumentError, match=r"at: \(1, 0\) came; wanted a batch entry below 1"):
+        figures.mask_pairs(masks.causal(), 8, at=(1, 0))

@@ -1,0 +1,395 @@
+"""The compiled kernels on disk: announced once, found again, never stale, never in the way.
+
+A kernel that compiles in half a second stands for all: that of `combine`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import attention_varlen_vjp, attention_vjp, lookup, masks, scores
+from cupyflash.reference.cpu import jit, launch
+
+PACKAGE = Path(cupyflash.__file__).parent
+REFERENCE = Path(jit.__file__).parent
+ANNOUNCEMENT = "cupyflash: compiling its CPU kernels, once for this machine (some seconds) ..."
+NOT_KEPT = "RuntimeWarning: cupyflash cannot keep its compiled CPU kernels in"
+
+# Prints how many functions of the package were compiled, after a call whose result it checks.
+CALL = """
+import sys
+import numpy as np
+from numba.core import event
+import cupyflash
+
+class Count(event.Listener):
+    compiled = 0
+
+    def on_start(self, what):
+        Count.compiled += what.data["dispatcher"].__module__.startswith("cupyflash")
+
+    def on_end(self, what):
+        pass
+
+event.register("numba:compile", Count())
+
+def call(dtype=np.float32):
+    out, lse = np.ones((3, 2), dtype), np.zeros(3, dtype)
+    out, lse = cupyflash.combine([(out, lse), (3 * out, lse)])
+    assert out.dtype == lse.dtype == dtype
+    assert np.allclose(out, 2) and np.allclose(lse, np.log(2))
+"""
+ONCE = CALL + "call()\nprint(Count.compiled)\n"
+
+
+class Run(NamedTuple):
+    said: str
+    warned: str
+    compiled: int
+
+    @property
+    def announced(self) -> int:
+        return self.warned.count(ANNOUNCEMENT)
+
+
+def run(program: str, folder: Path, **environment: str | None) -> Run:
+    """Run a program in a process of its own; None takes a variable out of its environment."""
+    full = os.environ | environment
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={name: value for name, value in full.items() if value is not None},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.strip()
+    return Run(said, done.stderr.strip(), int(said.split()[-1]))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A cache folder with one kernel, and what was seen as it was made."""
+    folder = tmp_path_factory.mktemp("cache") / "not" / "yet"
+    first = run(ONCE, folder.parent.parent, CUPYFLASH_CACHE_DIR=str(folder))
+    return folder, first
+
+
+@pytest.fixture
+def cache(filled, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(filled[0], tmp_path / "cache"))
+
+
+def test_the_first_call_says_once_that_it_compiles(filled):
+    folder, first = filled
+    assert first.warned == ANNOUNCEMENT
+    assert first.compiled >= 1
+    (kernel,) = files(folder)
+    assert kernel.name.startswith("combine.combine-")
+    if os.name == "posix":
+        assert folder.stat().st_mode & 0o077 == 0  # machine code belongs to one user
+        assert kernel.stat().st_mode & 0o077 == 0
+
+
+def test_the_second_process_compiles_nothing_and_is_silent(filled):
+    folder, _ = filled
+    before = [(path, path.stat().st_mtime_ns) for path in files(folder)]
+    again = run(ONCE, folder, CUPYFLASH_CACHE_DIR=str(folder))
+    assert again.compiled == 0
+    assert again.warned == ""
+    assert [(path, path.stat().st_mtime_ns) for path in files(folder)] == before
+
+
+def test_importing_compiles_and_writes_nothing(tmp_path):
+    program = """
+        import sys
+        import cupyflash, cupyflash.reference.cpu.launch
+        print(sum(len(f.signatures) for m in list(sys.modules.values())
+                  if getattr(m, "__name__", "").startswith("cupyflash.")
+                  for f in vars(m).values() if hasattr(f, "py_func")))
+    """
+    assert run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(tmp_path / "cache")).compiled == 0
+    assert files(tmp_path) == []
+
+
+def test_another_dtype_is_announced_once_too(cache, tmp_path):
+    program = CALL + "call()\ncall(np.float64)\ncall()\ncall(np.float64)\nprint(Count.compiled)\n"
+    mixed = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
+    assert mixed.warned == ANNOUNCEMENT
+    assert len(files(cache)) == 2
+    again = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
+    assert (again.compiled, again.warned) == (0, "")
+
+
+def test_other_packages_kernels_are_not_announced(tmp_path):
+    program = """
+        import cupyflash.reference.cpu.jit, numba
+        numba.njit(lambda a: a + 1)(1)
+        print(0)
+    """
+    assert run(program, tmp_path).warned == ""
+
+
+def test_a_closed_stderr_is_no_obstacle(tmp_path):
+    program = CALL + "import os\nsys.stderr.close()\ncall()\nprint(Count.compiled)\n"
+    assert run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(tmp_path)).compiled >= 1
+
+
+def test_one_compilation_serves_every_problem_of_a_dtype():
+    """Batch, strides, masks, scores and dropout are values: a new one must not compile anything."""
+
+    def call(x: np.ndarray, **options: Any) -> None:
+        out, vjp = attention_vjp(x, x, x, **options)
+        vjp(out)
+
+    x = np.ones((2, 7, 8), np.float32)
+    kernels = [value for value in vars(launch).values() if hasattr(value, "signatures")]
+    assert len(kernels) >= 7
+    call(x, bias=np.zeros((1, 7), np.float32), mask=masks.causal())
+    before = [len(kernel.signatures) for kernel in kernels]
+    x = np.ones((3, 4, 9, 10), np.float32)
+    for array in (x, x[:0], x[:1], x[:, :, ::2], x.astype(np.float16), x[0, 0]):
+        call(array)
+    table = np.arange(4, dtype=np.int8)
+    table.flags.writeable = False
+    read = lookup(table)
+    call(x, mask=masks.lengths(np.array([1, 2, 3])) | masks.window(2, 2), dropout=0.5, seed=3)
+    call(x, mask=masks.mask(lambda b, h, i, j: read[h] == i), sink=np.ones(4))
+    call(x, score_mod=[scores.alibi(np.ones(4)), scores.softcap(2.0)], bias=np.ones((9, 1)))
+    out, vjp = attention_varlen_vjp(x[0], x[0], x[0], [0, 2, 9], [0, 9, 9])
+    vjp(out)
+    assert [len(kernel.signatures) for kernel in kernels] == before
+
+
+# Where the folder is
+
+
+def test_the_folder(monkeypatch, tmp_path):
+    for name in ("CUPYFLASH_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if os.name == "posix":
+        assert jit.cache_folder() == tmp_path / ".cache" / "cupyflash"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert jit.cache_folder() == tmp_path / "xdg" / "cupyflash"
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "own"))
+    assert jit.cache_folder() == tmp_path / "own"
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "")
+    assert jit.cache_folder() == tmp_path / "xdg" / "cupyflash"
+
+
+def test_xdg_cache_home_is_honoured(filled, tmp_path):
+    shutil.copytree(filled[0], tmp_path / "xdg" / "cupyflash")
+    found = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=None, XDG_CACHE_HOME=str(tmp_path / "xdg"))
+    assert (found.compiled, found.warned) == (0, "")
+
+
+# Where nothing can be written: below a regular file (a mode would not stop the administrator)
+
+TWICE = CALL + "call()\ncall(np.float64)\ncall()\nprint(Count.compiled)\n"
+
+
+def check_unwritable(seen: Run, folder: str, compiled: int = 2) -> None:
+    assert seen.compiled >= compiled  # both dtypes
+    assert seen.announced == 1
+    assert seen.warned.count(NOT_KEPT) == 1
+    assert seen.warned.count("Warning") == 1
+    assert folder in seen.warned
+    assert "CUPYFLASH_CACHE_DIR" in seen.warned
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "cache")
+    check_unwritable(run(TWICE, tmp_path, CUPYFLASH_CACHE_DIR=folder), folder)
+    assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="HOME names the home of POSIX systems")
+def test_a_home_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    variables = {"CUPYFLASH_CACHE_DIR": None, "XDG_CACHE_HOME": None, "LOCALAPPDATA": None}
+    home = str(tmp_path / "file")
+    check_unwritable(run(TWICE, tmp_path, HOME=home, **variables), home)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="users without a home are POSIX's")
+def test_a_user_without_a_home(tmp_path):
+    variables = ("CUPYFLASH_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME")
+    program = """
+        import pwd
+
+        def nobody(uid):
+            raise KeyError(uid)
+
+        pwd.getpwuid = nobody
+    """
+    seen = run(textwrap.dedent(program) + TWICE, tmp_path, **dict.fromkeys(variables))
+    check_unwritable(seen, os.devnull)
+    assert files(tmp_path) == []
+
+
+def test_a_full_disk(tmp_path):
+    program = """
+        import errno, pathlib
+
+        def full(self, target):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        pathlib.Path.replace = full
+    """
+    folder = tmp_path / "cache"
+    seen = run(textwrap.dedent(program) + TWICE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
+    check_unwritable(seen, "No space left on device")
+    assert files(folder) == []  # nothing half written is left
+
+
+def test_the_warning_can_be_an_error_and_the_next_call_works(tmp_path):
+    (tmp_path / "file").write_text("")
+    program = CALL + (
+        "import warnings\nwarnings.simplefilter('error')\n"
+        "try:\n    call()\nexcept RuntimeWarning:\n    call()\n    print(Count.compiled)\n"
+    )
+    folder = str(tmp_path / "file" / "cache")
+    assert run(program, tmp_path, CUPYFLASH_CACHE_DIR=folder).compiled >= 1
+
+
+def test_a_folder_that_can_only_be_read_is_read(cache, tmp_path):
+    program = """
+        import errno, tempfile
+
+        def read_only(*arguments, **keywords):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        tempfile.mkstemp = read_only
+    """
+    program = textwrap.dedent(program)
+    seen = run(program + ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
+    assert (seen.compiled, seen.warned) == (0, "")
+    check_unwritable(
+        run(program + TWICE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache)), str(cache), compiled=1
+    )
+
+
+# Damage, and many processes
+
+
+def test_a_damaged_file_is_compiled_again(filled, tmp_path):
+    (kernel,) = files(filled[0])
+    good = kernel.read_bytes()
+    middle = len(good) // 2
+    ways = {
+        "cut short": good[:middle],
+        "a bit of the machine code": good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :],
+        "empty": b"",
+    }
+
+    def check(how: str) -> None:
+        folder = tmp_path / how.replace(" ", "-")
+        folder.mkdir()
+        (folder / kernel.name).write_bytes(ways[how])
+        seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
+        assert seen.compiled >= 1, how
+        assert seen.warned == ANNOUNCEMENT, how
+        (mended,) = files(folder)
+        assert mended.name == kernel.name, how
+        assert len(mended.read_bytes()) == len(good), how
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(check, ways))
+    # What was compiled again is found again.
+    again = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(tmp_path / "cut-short"))
+    assert (again.compiled, again.warned) == (0, "")
+
+
+def test_a_folder_in_the_place_of_a_file(cache, tmp_path):
+    (kernel,) = files(cache)
+    kernel.unlink()
+    kernel.mkdir()
+    seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
+    assert seen.compiled >= 1
+    assert seen.warned.count(NOT_KEPT) == 1
+
+
+def test_processes_that_fill_a_folder_at_once(tmp_path):
+    """Two dtypes in two orders: no process may get the other dtype's machine code."""
+    folder = tmp_path / "cache"
+    both = CALL + "for dtype in {}: call(dtype)\nprint(Count.compiled)\n"
+    orders = ["(np.float32, np.float64)", "(np.float64, np.float32)"]
+    with ThreadPoolExecutor(2) as pool:
+        seen = list(
+            pool.map(
+                lambda order: run(both.format(order), tmp_path, CUPYFLASH_CACHE_DIR=str(folder)),
+                orders,
+            )
+        )
+    assert all(one.warned in (ANNOUNCEMENT, "") for one in seen)
+    assert len(files(folder)) == 2
+    again = run(both.format(orders[0]), tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
+    assert (again.compiled, again.warned) == (0, "")
+
+
+# Never stale
+
+
+def test_any_change_of_the_kernels_texts_counts(filled, cache, tmp_path):
+    """Also of a file that the cached kernel does not use: nobody has to know which does."""
+    site = tmp_path / "site"
+    shutil.copytree(PACKAGE, site / "cupyflash", ignore=shutil.ignore_patterns("__pycache__"))
+    # In an editable install this part of the package lies elsewhere.
+    copied = site / "cupyflash" / "reference"
+    if not copied.exists():
+        shutil.copytree(REFERENCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REFERENCE.parent / "kernels_cu", site / "cupyflash" / "kernels_cu")
+    environment = {"CUPYFLASH_CACHE_DIR": str(cache), "PYTHONPATH": str(site)}
+    where = "import cupyflash.reference.cpu.jit as jit\nprint(jit.__file__)\n"
+    same = run(where + ONCE, tmp_path, **environment)
+    assert str(site) in same.said
+    assert same.compiled == 0  # the folder of the package does not count, its texts do
+    changed = copied / "softmax.py"
+    text = changed.read_text()
+    changed.write_text(text + "# A comment.\n")
+    assert run(ONCE, tmp_path, **environment).compiled >= 1
+    assert run(ONCE, tmp_path, **environment).compiled == 0
+    changed.write_text(text)
+    assert run(ONCE, tmp_path, **environment).compiled == 0  # the first kernel is still there
+    assert len(files(cache)) == 2
+
+
+def test_a_change_while_a_process_runs_leaves_no_stale_kernel(tmp_path):
+    """Kernels are kept under the texts that were imported, not under those of a later moment."""
+    site = tmp_path / "site"
+    shutil.copytree(REFERENCE, site / "twins", ignore=shutil.ignore_patterns("__pycache__"))
+    program = """
+        import pathlib, sys
+        import numpy as np
+        from twins import jit, launch
+        text = pathlib.Path(jit.__file__).parent / "softmax.py"
+        if sys.argv[1:] == [] and {change}:
+            text.write_text(text.read_text() + "# A comment.\\n")
+        out, lse = np.ones((3, 2)), np.zeros(3)
+        launch.combine([(out, lse)], out, lse)
+        print(len(launch.combine_kernel.stats.cache_misses))
+    """
+    environment = {"CUPYFLASH_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(site)}
+    assert run(program.format(change=True), tmp_path, **environment).compiled == 1
+    assert run(program.format(change=False), tmp_path, **environment).compiled == 1
+    assert run(program.format(change=False), tmp_path, **environment).compiled == 0

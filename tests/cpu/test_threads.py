@@ -1,0 +1,444 @@
+"""Threads and processes: the same bits whoever computes them, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from placement import same_bits
+
+from cupyflash import attention, attention_varlen_vjp, attention_vjp, masks, scores
+from cupyflash.reference.cpu import threads
+
+PATIENCE = 120  # seconds, after which something that should have ended has not
+CAN_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+@pytest.fixture
+def set_threads(monkeypatch):
+    return lambda number: monkeypatch.setenv("CUPYFLASH_NUM_THREADS", str(number))
+
+
+def in_time(function: Any) -> Any:
+    """Return what a function returns, or fail where it does not return."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert results, "it failed, or it has not returned"
+    return results[0]
+
+
+# Handing out work
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.parametrize("items", [0, 1, 2, 7, 100, 1000])
+def test_every_item_is_computed_once(set_threads, number, items):
+    set_threads(number)
+    done, sizes = np.zeros(items, int), []
+
+    def run(first: int, last: int) -> None:
+        assert first < last
+        sizes.append(last - first)
+        done[first:last] += 1
+
+    threads.parallel(run, items)
+    assert (done == 1).all()
+    if number > 1 and items > number:
+        assert len(sizes) >= min(items, 16 * number)  # small chunks, so that all end together
+        assert max(sizes) == max(1, items // (16 * number))
+
+
+def test_the_caller_and_its_helpers_work_at_once(set_threads):
+    set_threads(3)
+    together = threading.Barrier(3, timeout=PATIENCE)
+    workers = set()
+
+    def run(first: int, last: int) -> None:
+        if first < 3:
+            together.wait()  # passes only if three threads are here
+        workers.add(threading.get_ident())
+
+    threads.parallel(run, 3)
+    assert len(workers) == 3
+    assert threading.get_ident() in workers
+
+
+def test_a_busy_pool_keeps_nobody_waiting(set_threads):
+    set_threads(2)
+    release, busy = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        busy.set()
+        assert release.wait(PATIENCE)
+
+    pool = threads._shared_pool(1)
+    occupied = [pool.submit(occupy) for _ in range(pool._max_workers)]
+    assert busy.wait(PATIENCE)
+    try:
+        done: list[int] = []
+        in_time(
+            lambda: threads.parallel(lambda first, last: done.extend(range(first, last)), 40) or 1
+        )
+        assert sorted(done) == list(range(40))  # all by the caller
+    finally:
+        release.set()
+        for future in occupied:
+            future.result(PATIENCE)
+
+
+def test_a_late_helper_finds_nothing_to_do(set_threads):
+    """A kernel that ran after its caller has returned would write to memory that is not its own."""
+    set_threads(2)
+    release = threading.Event()
+    pool = threads._shared_pool(1)
+    occupied = [pool.submit(release.wait, PATIENCE) for _ in range(pool._max_workers)]
+    calls: list[str] = []
+
+    def run(first: int, last: int) -> None:
+        calls.append(threading.current_thread().name)
+        raise ValueError("the first chunk fails, so that others are left")
+
+    with pytest.raises(ValueError, match="the first chunk fails"):
+        threads.parallel(run, 64)
+    release.set()
+    for future in occupied:
+        assert future.result(PATIENCE)
+    pool.submit(int).result(PATIENCE)  # the helper was in the queue before this
+    assert calls == [threading.current_thread().name]
+
+
+def test_calls_within_calls(set_threads):
+    set_threads(4)
+    done = np.zeros((8, 8), int)
+
+    def outer(first: int, last: int) -> None:
+        for row in range(first, last):
+
+            def inner(begin: int, end: int, row: int = row) -> None:
+                done[row, begin:end] += 1
+
+            threads.parallel(inner, 8)
+
+    in_time(lambda: threads.parallel(outer, 8) or 1)
+    assert (done == 1).all()
+
+
+def test_without_new_threads_the_caller_does_the_work(set_threads, monkeypatch):
+    set_threads(4)
+
+    class NoThreads(ThreadPoolExecutor):
+        def submit(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "_pool", NoThreads(4))
+    done: list[int] = []
+    threads.parallel(lambda first, last: done.extend(range(first, last)), 50)
+    assert done == list(range(50))
+
+
+def test_the_pool_grows(set_threads, monkeypatch):
+    monkeypatch.setattr(threads, "_pool", None)
+    for number in (2, 5, 3):
+        set_threads(number)
+        together = threading.Barrier(number, timeout=PATIENCE)
+        threads.parallel(lambda first, last, wait=together.wait: wait(), number)
+    assert threads._pool._max_workers == 4
+
+
+# Exceptions
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_an_exception_comes_out_once_all_have_stopped(set_threads, number):
+    set_threads(number)
+    running, left = itertools.count(), []
+
+    def run(first: int, last: int) -> None:
+        n = next(running)
+        if n == 0:
+            raise Broken("chunk 0")
+        time.sleep(0.02)
+        left.append(n)
+
+    with pytest.raises(Broken, match="chunk 0"):
+        threads.parallel(run, 10_000)
+    begun = next(running)
+    assert len(left) == begun - 1  # those that had begun have ended
+    assert begun <= number  # and no other was begun
+    time.sleep(0.05)
+    assert next(running) == begun + 1
+
+
+def test_an_exception_of_a_helper_comes_out(set_threads):
+    set_threads(2)
+    caller, failed = threading.get_ident(), threading.Event()
+
+    def run(first: int, last: int) -> None:
+        if threading.get_ident() != caller:
+            failed.set()
+            raise Broken("in a helper")
+        assert failed.wait(PATIENCE)
+
+    with pytest.raises(Broken, match="in a helper"):
+        threads.parallel(run, 100)
+    done: list[int] = []
+    threads.parallel(lambda first, last: done.append(first), 4)  # the pool still works
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends itself a signal, as Ctrl-C does")
+def test_ctrl_c_waits_for_the_helpers(tmp_path):
+    """Pressed twice: the second must not leave helpers behind that write to freed memory."""
+    program = """
+        import os, signal, threading, time
+        from cupyflash.reference import threads
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+        main, ended = threading.get_ident(), []
+        both, pressed = threading.Barrier(3), threading.Event()
+
+        def interrupt():
+            both.wait()
+            for _ in range(2):
+                time.sleep(0.3)
+                signal.pthread_kill(main, signal.SIGINT)
+            pressed.set()
+
+        def run(first, last):
+            both.wait()
+            if threading.get_ident() == main:
+                time.sleep(60)
+            pressed.wait()
+            time.sleep(0.3)
+            ended.append(first)
+
+        threading.Thread(target=interrupt).start()
+        try:
+            threads.parallel(run, 1000)
+        except KeyboardInterrupt:
+            print("ended", len(ended))
+    """
+    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "ended 1"
+
+
+# CUPYFLASH_NUM_THREADS
+
+
+@pytest.mark.parametrize("text", ["3", " 3 ", "03"])
+def test_the_number_of_threads(set_threads, text):
+    set_threads(text)
+    assert threads.num_threads() == 3
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_by_default_one_per_cpu(set_threads, monkeypatch, text):
+    set_threads(text)
+    expected = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert threads.num_threads() == expected
+    monkeypatch.delenv("CUPYFLASH_NUM_THREADS")
+    assert threads.num_threads() == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "1e1", "²", "0x2"])
+def test_a_wrong_number_of_threads(set_threads, text):
+    set_threads(text)
+    x = np.ones((1, 3, 4), np.float32)
+    out = np.full_like(x, 5)
+    with pytest.raises(ValueError, match="CUPYFLASH_NUM_THREADS is ") as caught:
+        attention(x, x, x, out=out)
+    assert repr(text) in str(caught.value)
+    assert "1 or more" in str(caught.value)
+    assert "unset" in str(caught.value)
+    assert (out == 5).all()
+
+
+# The same bits
+
+
+def calls() -> list[Any]:
+    """Return calls, each a function that returns its results, different in shapes and dtypes."""
+
+    def filled(*shape: int, dtype: Any) -> np.ndarray:
+        return np.random.default_rng(shape).standard_normal(shape).astype(dtype)
+
+    def dense(dtype: Any, len_q: int, len_k: int, **options: Any) -> Any:
+        q, k = filled(2, 4, len_q, 24, dtype=dtype), filled(2, 2, len_k, 24, dtype=dtype)
+        v = filled(1, 2, len_k, 17, dtype=dtype)
+
+        def run() -> Any:
+            out, lse, vjp = attention_vjp(q, k, v, return_lse=True, **options)
+            return out, lse, *(x for x in vjp(out, lse) if x is not None)
+
+        return run
+
+    def packed(dtype: Any) -> Any:
+        x, offsets = filled(3, 400, 8, dtype=dtype), [0, 5, 5, 300, 400]
+
+        def run() -> Any:
+            out, vjp = attention_varlen_vjp(x, x, x, offsets, offsets, mask=masks.causal())
+            return out, *vjp(out)[:3]
+
+        return run
+
+    f16, b16, f32, f64 = np.float16, ml_dtypes.bfloat16, np.float32, np.float64
+    window = masks.window(40, 3)
+    return [
+        dense(f32, 300, 290),
+        dense(f64, 129, 257, mask=masks.causal()),
+        dense(f16, 64, 400, dropout=0.3, seed=7, mask=window),
+        dense(b16, 257, 65, score_mod=scores.softcap(3.0)),
+        dense(f32, 200, 200, bias=filled(200, 200, dtype=f16), sink=filled(4, dtype=f64)),
+        dense(f64, 1, 700, score_mod=scores.alibi(filled(4, dtype=f32))),
+        packed(f32),
+        packed(b16),
+    ]
+
+
+def equal(mine: Any, theirs: Any) -> bool:
+    return len(mine) == len(theirs) and all(map(same_bits, mine, theirs))
+
+
+def test_eight_threads_at_once(set_threads):
+    set_threads(1)
+    work = calls()
+    serial = [run() for run in work]
+    set_threads(3)
+    barrier = threading.Barrier(8, timeout=PATIENCE)
+
+    def thread(number: int) -> bool:
+        barrier.wait()
+        turns = [(number + turn) % len(work) for turn in range(len(work))]
+        return all(equal(work[n](), serial[n]) for _ in range(3) for n in turns)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(thread, range(8), timeout=PATIENCE))
+
+
+@pytest.mark.parametrize("number", [2, 3, 7, 16])
+def test_results_do_not_depend_on_the_threads(set_threads, number):
+    for run in calls():
+        set_threads(1)
+        alone = run()
+        set_threads(number)
+        assert equal(run(), alone)
+
+
+# Processes
+
+
+def output_of(program: str, folder: Any, **environment: str) -> str:
+    """Run a program from a file (as spawning needs it) and return what it prints."""
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env=os.environ | environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+WORK = """
+import multiprocessing, os, sys, threading
+import numpy as np
+import cupyflash
+from cupyflash.reference import threads
+x = np.random.default_rng(0).standard_normal((2, 3, 200, 16)).astype(np.float32)
+
+def work(_=None):
+    out, vjp = cupyflash.attention_vjp(x, x, x)
+    return out.tobytes() + vjp(out).dq.tobytes()
+"""
+
+
+@CAN_FORK
+def test_fork_after_use(tmp_path):
+    program = WORK + textwrap.dedent("""
+        expected = work()
+        assert threads._pool is not None
+        child = os.fork()
+        if not child:
+            # Its own threads do the work: the parent's are not here.
+            fresh = threads._pool is None
+            grandchild = os.fork() if work() == expected else -1
+            if not grandchild:
+                os._exit(0 if work() == expected and fresh else 3)
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert work() == expected
+        print("equal")
+    """)
+    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "equal"
+
+
+@CAN_FORK
+def test_fork_while_other_threads_call_and_compile(tmp_path):
+    """A child must not inherit a lock that a thread of its parent holds: it would wait for ever."""
+    program = WORK + textwrap.dedent("""
+        from numba import njit
+        expected, stop = work(), threading.Event()
+
+        def busy(task):
+            while not stop.is_set():
+                task()
+
+        tasks = [work, work, lambda: njit(lambda a: a + 1)(1)]  # the last compiles every time
+        others = [threading.Thread(target=busy, args=(task,)) for task in tasks]
+        for thread in others:
+            thread.start()
+        codes = []
+        for _ in range(8):
+            child = os.fork()
+            if not child:
+                os._exit(0 if work() == expected and njit(lambda a: a + 2)(1) == 3 else 3)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        stop.set()
+        for thread in others:
+            thread.join()
+        print(codes)
+    """)
+    environment = {"CUPYFLASH_NUM_THREADS": "2", "PYTHONWARNINGS": "ignore::DeprecationWarning"}
+    assert output_of(program, tmp_path, **environment) == str([0] * 8)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_multiprocessing(tmp_path, method):
+    if method == "fork" and not hasattr(os, "fork"):
+        pytest.skip("this system has no fork")
+    program = WORK + textwrap.dedent(f"""
+        if __name__ == "__main__":
+            expected = work()
+            with multiprocessing.get_context("{method}").Pool(2) as pool:
+                print(pool.map(work, range(4)) == [expected] * 4)
+    """)
+    environment = {"CUPYFLASH_NUM_THREADS": "2", "PYTHONWARNINGS": "ignore::DeprecationWarning"}
+    assert output_of(program, tmp_path, **environment) == "True"
+
+
+def test_a_call_while_the_interpreter_ends(tmp_path):
+    program = WORK + textwrap.dedent("""
+        import atexit
+        expected = work()
+        atexit.register(lambda: print(work() == expected))
+    """)
+    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "True"

@@ -1,0 +1,490 @@
+"""The backward by warpgroups, on the CPU: what is particular to it, and when it is chosen."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_specialisations import SHARED_MEMORY, capability
+from emulator import build
+from emulator.calls import Blocks, Emulator
+from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from harness import attend
+from placement import same_bits
+
+import cupyflash.kernels_cu
+from cupyflash import masks, scores
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.expr import len_q, log
+from cupyflash.gpu import params, recipe, source, strides
+from cupyflash.gpu.kernels import config, hopper, tensor_tiles
+from cupyflash.problem import validate
+from cupyflash.problem.call import Gradients
+from cupyflash.testing import Precision, backward_bound, rho
+
+emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+HALF, BRAIN = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+
+
+def draw(dtype, *shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def run(q, k, v, do, deterministic=False, schedule=REVERSE, read=build.read, **options):
+    """Compute dq, dk and dv on the emulator, into memory that holds NaN, and count tiles."""
+    saved = attend(q, k, v, **options)
+    call = validate.call(q, k, v, **options)
+    made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
+    emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
+    visited = np.zeros(1, np.uint64)
+    emulator.backward(call, do, saved.out, saved.lse, None, made, visited=visited)
+    return made[:3], int(visited[0])
+
+
+def run_packed(
+    q, k, v, do, offsets_q, offsets_k, deterministic, schedule, read=build.read, **options
+):
+    """The same of packed sequences, without the count."""
+    out, lse = np.zeros_like(do), np.zeros(do.shape[:-1], np.float32)
+    ends = zip(*(itertools.pairwise(x) for x in (offsets_q, offsets_k)), strict=True)
+    for (i, i_end), (j, j_end) in ends:
+        if i < i_end and j < j_end:
+            saved = attend(q[:, i:i_end], k[:, j:j_end], v[:, j:j_end], **options)
+            out[:, i:i_end], lse[:, i:i_end] = saved.out, saved.lse
+    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, True, **options)
+    made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
+    emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
+    emulator.backward(call, do, out, lse, None, made)
+    return made
+
+
+def worst(q, k, v, do, made, **options):
+    precision = Precision.of(q.dtype, tensor_cores=True)
+    bound = backward_bound(do, q, k, v, precision=precision, block_kv=64, **options)
+    return max(rho(x, *b).value for x, b in zip(made, bound[:3], strict=True))
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+BIAS = draw(np.float32, (70, 150))[0]
+# Heads, shared heads, queries, keys, D, Dv, options, and how many tiles have pairs.
+PROBLEMS = {
+    "edges": (1, 1, 64, 128, 64, 64, {}, 1),
+    "more": (2, 1, 65, 129, 128, 128, {}, 8),
+    "less": (1, 1, 127, 1, 40, 104, {}, 2),
+    "causal": (1, 1, 200, 260, 64, 128, {"mask": masks.causal()}, 8),
+    "window": (2, 2, 200, 200, 128, 72, {"mask": masks.window(9, 2)}, 12),
+    "scores": (1, 1, 70, 150, 128, 128, {"bias": BIAS, "score_mod": scores.softcap(3.0)}, 4),
+    "dropout": (2, 1, 70, 150, 16, 16, {"dropout": 0.3, "seed": 7, "scale": -0.3}, 8),
+    "wide": (1, 1, 70, 130, 256, 256, {}, 6),
+    "odd": (1, 1, 130, 65, 192, 136, {"mask": masks.causal()}, 3),
+    "everything": (
+        2, 1, 70, 150, 128, 128,
+        {"mask": masks.causal(), "bias": BIAS, "dropout": 0.2, "seed": 3, "score_mod":
+         scores.softcap(3.0), "sink": np.array([0.5, -1], np.float32)}, 8,
+    ),
+    # Weights between the steps of a product that are fewer than columns; dq deferred over heads.
+    "mixed": (1, 1, 130, 70, 64, 40, {}, 3),
+    "deferred": (2, 1, 330, 200, 96, 128, {"dropout": 0.1, "seed": 5}, 24),
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_are_within_the_bound(name, dtype):
+    heads, heads_kv, len_q, len_k, d, d_v, options, tiles = PROBLEMS[name]
+    shapes = (heads, len_q, d), (heads_kv, len_k, d), (heads_kv, len_k, d_v), (heads, len_q, d_v)
+    q, k, v, do = draw(dtype, *shapes)
+    made, visited = run(q, k, v, do, **options)
+    assert worst(q, k, v, do, made, **options) <= 1
+    assert visited == tiles
+
+
+@emulated
+@pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_warps_have_units_of_their_own(d, order):
+    # None in the first tile, and then from tile to tile 2^8 times larger or smaller; from warp to
+    # warp 2^5 times: each soon has a unit of its own, unless warps share keys.
+    q, k, v, do = draw(np.float32, (2, 300, d), *[(1, 140, d)] * 2, (2, 300, d))
+    tiles, warps = np.arange(300) // 64, np.arange(140) // 16
+    do *= np.where(tiles > 0, 2.0 ** (8 * order * (tiles - 2.5)), 0)[:, None]
+    v *= 2.0 ** (5 * (warps % 3))[:, None]
+    q, k, v, do = (x.astype(HALF) for x in (q, k, v, do))
+    for deterministic in (False, True):
+        with np.errstate(over="ignore"):
+            made, _ = run(q, k, v, do, deterministic)
+        assert worst(q, k, v, do, made) <= 1
+
+
+@emulated
+def test_the_first_unit_is_of_dk_alone():
+    # The first tile's queries see one key, and of do one column is not 0, so that their dS is 0
+    # exactly, but dv is not.
+    q, k, v, do = draw(HALF, *[(1, 130, 128)] * 4)
+    do[..., 1:] = 0
+    one_key = masks.mask(lambda b, h, i, j: (i >= 64) | (j == 0))
+    made, _ = run(q, k, v, do, mask=one_key)
+    assert worst(q, k, v, do, made, mask=one_key) <= 1
+
+
+@emulated
+def test_shared_queries_and_keys_in_any_place():
+    # Sequences before heads, do with gaps, keys and values of other batch entries.
+    q, k, v, do = draw(
+        HALF, (2, 30, 2, 64), (2, 1, 40, 64), (2, 2, 1, 40, 64), (2, 2, 30, 2, 72), seed=1
+    )
+    q, do = q.swapaxes(1, 2), do.swapaxes(2, 3)[..., :64]
+    k = k[:, None]
+    results = [run(q, k, v, do, each, randomly(1))[0] for each in (False, True)]
+    for made in results:
+        assert worst(q, k, v, do, made) <= 1
+    for ours, others in zip(*(x[1:] for x in results), strict=True):
+        assert same_bits(ours, others)
+
+
+@emulated
+@pytest.mark.parametrize(("dtype", "deterministic"), [(HALF, False), (BRAIN, True)], ids=str)
+def test_packed_sequences(dtype, deterministic):
+    # What follows a sequence is the next one's, and not finite.
+    offsets = np.array([[0, 70, 70, 110, 170], [0, 150, 160, 160, 290]])
+    mask = masks.causal()
+    q, k, v, do = draw(dtype, (2, 170, 72), (1, 290, 72), (1, 290, 64), (2, 170, 64), seed=2)
+    q[:, 110:], k[:, 160:], v[:, 160:], do[:, 110:] = np.nan, np.inf, np.nan, np.inf
+    made = run_packed(q, k, v, do, *offsets, deterministic, randomly(1), mask=mask)
+    ends = zip(*(itertools.pairwise(x) for x in offsets), strict=True)
+    for (i, i_end), (j, j_end) in itertools.islice(ends, 3):
+        rows, keys = slice(i, i_end), slice(j, j_end)
+        own = q[:, rows], k[:, keys], v[:, keys]
+        found = made.dq[:, rows], made.dk[:, keys], made.dv[:, keys]
+        if all(x.size for x in own):
+            assert worst(*own, do[:, rows], found, mask=mask) <= 1
+        else:
+            assert not any(x.any() for x in found)
+
+
+@emulated
+@pytest.mark.parametrize("cap", [None, 3.0], ids=["slope 1", "any slope"])
+def test_scores_of_queries_that_do_not_exist_are_nobodys(cap):
+    # Behind the last query it is the logarithm of what is negative, and NaN.
+    late = scores.score(lambda s, b, h, i, j: s + log(len_q - i) * 0.1)
+    options = {"score_mod": late if cap is None else [scores.softcap(cap), late]}
+    q, k, v, do = draw(BRAIN, (1, 70, 64), (1, 128, 64), (1, 128, 64), (1, 70, 64))
+    made, _ = run(q, k, v, do, **options)
+    assert worst(q, k, v, do, made, **options) <= 1
+
+
+@emulated
+def test_more_tiles_than_are_classified_at_once():
+    # Of 260 tiles of queries the first and the last three see keys.
+    length = 16600
+    q, k, v, do = draw(HALF, (1, length, 8), (1, 40, 8), (1, 40, 8), (1, length, 8))
+    options = {"mask": masks.mask(lambda b, h, i, j: (i < 3) | (i > length - 150 + j))}
+    made, visited = run(q, k, v, do, **options)
+    assert worst(q, k, v, do, made, **options) <= 1
+    assert visited == 4
+
+
+@emulated
+def test_more_full_tiles_than_are_classified_at_once():
+    length = 16600
+    q, k, v, do = draw(HALF, (1, length, 8), (1, 40, 8), (1, 40, 8), (1, length, 8))
+    options = {"mask": masks.mask(lambda b, h, i, j: i != 16590)}
+    made, visited = run(q, k, v, do, **options)
+    assert worst(q, k, v, do, made, **options) <= 1
+    assert visited == 260
+
+
+@emulated
+@pytest.mark.parametrize("d", [8, 136])
+def test_full_tiles_in_a_row(d):
+    # Tiles 30 to 66 of 64 queries, then an EMPTY one, two more, and one of five queries.
+    length = 64 * 70 + 5
+    q, k, v, do = draw(BRAIN, (1, length, d), (1, 128, d), (1, 128, d), (1, length, d))
+    seen = masks.mask(lambda b, h, i, j: (i >= 64 * 30) & ((i < 64 * 67) | (i >= 64 * 68)))
+    for mask in (seen, seen & masks.causal(offset=-64 * 32)):
+        made, visited = run(q, k, v, do, mask=mask)
+        assert worst(q, k, v, do, made, mask=mask) <= 1
+        keys = 128 if d == 8 else 64  # of a block
+        tiles = mask.to_array(1, 1, length, 128)[0, 0].reshape(length, 128 // keys, keys)
+        some = tiles[: 64 * 70].reshape(70, 64, 128 // keys, keys).any(axis=(1, 3))
+        assert visited == some.sum() + tiles[64 * 70 :].any(axis=(0, 2)).sum()
+
+
+# -- dS in float16, and what is not finite --------------------------------------------------------
+
+
+@emulated
+@pytest.mark.parametrize(("deterministic", "order"), [(False, 1), (True, 1), (False, -1)])
+def test_ds_of_any_size(deterministic, order):
+    q, k, v, do = draw(HALF, (2, 256, 16), (1, 96, 16), (1, 96, 16), (2, 256, 16), seed=1)
+    steps = 2.0 ** (8 * np.arange(-2, 2))[::order]
+    do *= np.repeat(steps, 64)[:, None].astype(HALF)
+    k *= np.repeat(2.0 ** np.arange(-8, 4, 4), 32)[:, None].astype(HALF)
+    v *= HALF.type(200)
+    with np.errstate(over="ignore"):
+        made, _ = run(q, k, v, do, deterministic)
+    assert worst(q, k, v, do, made) <= 1
+
+
+SINK = np.array([0.5], np.float32)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "d", "sink"),
+    [
+        (HALF, False, 72, None),
+        (BRAIN, False, 104, None),
+        (BRAIN, False, 104, SINK),
+        (BRAIN, False, 192, None),
+        (BRAIN, True, 72, SINK),
+        (HALF, True, 192, None),
+    ],
+    ids=str,
+)
+def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d, sink):
+    q, k, v, do = draw(dtype, *[(1, 130, d)] * 4)
+    mask = masks.mask(lambda b, h, i, j: (j <= i) & (i != 50) & (j != 3))
+    results = []
+    for bad in (0, np.nan, np.inf):
+        q[:, 50], do[:, 50], k[:, 3], v[:, 3] = bad, bad, bad, bad
+        results.append(run(q, k, v, do, deterministic, mask=mask, sink=sink)[0])
+    for first, *others in zip(*results, strict=True):
+        assert np.isfinite(first.astype(np.float32)).all()
+        assert all(same_bits(first, x) for x in others)
+
+
+@emulated
+@pytest.mark.parametrize("sink", [None, SINK], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_do_that_is_not_finite_where_the_output_is_0(d, sink):
+    q, k, do = draw(BRAIN, *[(1, 130, d)] * 3)
+    do[:, 40, 5] = np.nan
+    made, _ = run(q, k, np.zeros_like(k), do, mask=masks.causal(), sink=sink)
+    for name, x in zip(("dq", "dk", "dv"), made, strict=True):
+        spoilt = np.isnan(x[0].astype(np.float32)).any(axis=1)
+        assert list(np.flatnonzero(spoilt)) == ([40] if name == "dq" else list(range(41)))
+
+
+@emulated
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("kind", ["in order", "deferred", "changed"])
+def test_what_is_not_finite_spoils_what_sees_it(kind, where):
+    dtype, d = (BRAIN, 128) if kind == "deferred" else (HALF, 256 if where in ("k", "do") else 64)
+    more = {"score_mod": scores.softcap(30.0)} if kind == "changed" else {}
+    arrays = dict(zip(("q", "k", "v", "do"), draw(dtype, *[(1, 130, d)] * 4), strict=True))
+    arrays[where][0, 40, 5] = np.nan
+    made, _ = run(*arrays.values(), mask=masks.causal(), **more)
+    spoilt = {name: np.isnan(x[0]) for name, x in zip(("dq", "dk", "dv"), made, strict=True)}
+    if where in ("q", "do"):  # query 40 and the keys that it sees
+        assert spoilt["dq"][40].all()
+        assert spoilt["dq"].sum() == d
+        assert spoilt["dk"][:41].all()
+        assert not spoilt["dk"][41:].any()
+        seen = spoilt["dv"][:41] if where == "q" else spoilt["dv"][:41, 5]
+        assert seen.all()
+        assert spoilt["dv"].sum() == seen.size
+    else:  # the queries that see key 40, and what they see
+        assert spoilt["dq"][40:].all()
+        assert not spoilt["dq"][:40].any()
+        assert spoilt["dk"].all()
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("dtype", "d", "d_v"), [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136)], ids=str
+)
+def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
+    q, k, v, do = draw(dtype, (1, 200, d), (1, 130, d), (1, 130, d_v), (1, 200, d_v))
+    q[..., 5] = -abs(q[..., 5]) - 1
+    k[:, 60, 5] = np.inf
+    own, _ = run(q, k, v, do, mask=masks.causal())
+    unseen, _ = run(q, k, v, do, mask=masks.causal() & masks.mask(lambda b, h, i, j: j != 60))
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in own)
+    assert all(same_bits(x, y) for x, y in zip(own, unseen, strict=True))
+
+
+# -- the kernel's own waits -----------------------------------------------------------------------
+
+FOLDER = Path(cupyflash.kernels_cu.__file__).parent
+ORDERS = re.compile(
+    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
+    r"warpgroup::arrive_warpgroup(?:_of_warp)?\([^;]*;|"
+    r"ptx::(?:wgmma_wait<[^>]*>|wgmma_fence|wgmma_commit|fence_mbarrier_init|named_barrier_sync|"
+    r"fence_proxy_async|mbarrier_arrive_expect_tx|arrive|tma_store_wait_read)\([^;]*;|__sync(?:threads|warp)\(\);"
+)
+
+STATEMENTS = [
+    (name, number)
+    for name in (
+        "sm90/backward_sm90_dkdv.cu",
+        "sm90/warpgroup_passing.cuh",
+        "sm90/warpgroup_gradient.cuh",
+        "sm90/warpgroup_unit.cuh",
+    )
+    for number in range(len(ORDERS.findall((FOLDER / name).read_text())))
+]
+
+
+def everything(read, schedule):
+    """Run what meets every wait: dS that outgrows its warp's unit, masks, and values not finite."""
+    q, k, v, do = draw(HALF, (4, 200, 128), *[(1, 140, 128)] * 2, (4, 200, 128))
+    do[:, :64] *= HALF.type(2.0**-9)
+    do[-1, 192:] *= HALF.type(2.0**11)  # in the last tile of all, too
+    options = {"schedule": schedule, "read": read}
+    units = 2.0 ** (5 * (np.arange(140) // 16 % 3))
+    run(q, k, v * units[:, None].astype(HALF), do, **options)
+    do[:, 150], k[:, 3] = np.inf, np.nan
+    changed = {"score_mod": scores.softcap(30.0)}
+    for dtype, d, deterministic, more in (
+        (HALF, 64, False, {}), (BRAIN, 192, False, changed), (BRAIN, 64, True, {}),
+        (BRAIN, 128, False, {}),
+    ):  # fmt: skip
+        arrays = (np.tile(x, 2)[..., :d].astype(dtype) for x in (q, k, v, do))
+        run(*arrays, deterministic, mask=masks.causal(), **options, **more)
+    run(*(x.astype(BRAIN) for x in (q, k, v, np.clip(do, -1, 1))), **options)
+    arrays = (x[..., :64].astype(BRAIN) for x in (q, k, v))
+    run_packed(*arrays, do[..., :64].astype(BRAIN), [0, 70, 200], [0, 30, 140], False, **options)
+
+
+@emulated
+@pytest.mark.parametrize(("file", "number"), STATEMENTS[1::9])
+def test_what_orders_may_not_be_missing(file, number):
+    def read(name):
+        text = build.read(name)
+        if name != file:
+            return text
+        match = list(ORDERS.finditer(text))[number]
+        return f"{text[: match.start()]};{text[match.end() :]}"
+
+    def run_often():
+        for schedule in (FORWARD, REVERSE, *map(randomly, range(3))):
+            everything(read, schedule)
+
+    with pytest.raises(Fault):
+        run_often()
+
+
+@emulated
+def test_each_thread_may_say_that_it_has_read(monkeypatch):
+    arrays = draw(HALF, *[(1, 200, 64)] * 4)
+    one, _ = run(*arrays, True, mask=masks.causal())
+    monkeypatch.setattr(source, "EACH_LANE_ARRIVES", True)
+    each, _ = run(*arrays, True, mask=masks.causal())
+    assert all(same_bits(x, y) for x, y in zip(one, each, strict=True))
+
+
+# -- when it is chosen ----------------------------------------------------------------------------
+
+
+def launches(arch="sm_90", d=64, length=512, deterministic=False, lacks="", do=None, **options):
+    q = np.zeros((2, length, d), HALF)
+    call = validate.call(q, q, q, **options)
+    gpu = Target(0, arch, capability(arch), 132, SHARED_MEMORY[arch], lacks=lacks)
+    made = Gradients(q, q, q)
+    lse = np.zeros(q.shape[:-1], np.float32)
+    do = q if do is None else do
+    return recipe.backward(call, gpu, do, q, lse, None, made, deterministic=deterministic).launches
+
+
+def test_which_kernels_are_launched():
+    special = [x.special for x in launches()]
+    names = ["backward_delta", "backward_sm90_dkdv", "backward_dq_rows"]
+    assert [x.kernel for x in special] == names
+    assert special[1].architecture == "sm_90a"
+    assert special[1].atomic_dq
+    names = ["backward_delta", "backward_sm90_dkdv", "backward_sm80_dq"]
+    assert [x.special.kernel for x in launches(deterministic=True)] == names
+    everything = {"mask": masks.causal(), "score_mod": scores.softcap(3.0), "dropout": 0.1,
+                  "seed": 1}  # fmt: skip
+    assert launches(**everything)[1].special.kernel == "backward_sm90_dkdv"
+    for d in (48, 64, 96, 128, 192, 256):
+        made = launches(d=d)[1]
+        assert [x.name for x in made.maps] == ["q", "k", "v", "d_out", "dk", "dv"]
+        assert [x.rows for x in made.maps] == [64] * 4 + [16] * 2
+        assert made.special.tma_store
+        assert made.special.tiles.block_kv == (128 if d <= 128 else 64)
+    gap = np.zeros((2, 512, 68), HALF)[..., :64]
+    for other in ({"arch": "sm_80"}, {"arch": "sm_100"}, {"lacks": "NVRTC"}, {"length": 511},
+                  {"d": 60}, {"d": 20}, {"d": 136}, {"do": gap}):  # fmt: skip
+        assert launches(**other)[1].special.kernel == "backward_sm80_dkdv"
+
+
+@pytest.mark.parametrize(
+    ("what", "stores"),
+    [("plain", True), ("apart", False), ("shared", False), ("packed", False), ("tools", False)],
+)
+def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
+    q = np.zeros((2, 2, 512, 64), HALF)
+    k = q[:1] if what == "shared" else q  # by v's leading axis, so that dk is summed on
+    dk, dv = np.zeros((2, *k.shape[:-1], 68), HALF)
+    dk, dv = (dk[..., :64], np.zeros_like(q)) if what == "apart" else (np.zeros_like(k), q.copy())
+    if what == "tools":
+        monkeypatch.setattr(hopper, "NO_TMA_STORE", True)
+    if what == "packed":
+        q, k, dk, dv = q[0], k[0], dk[0], dv[0]
+        call = validate.varlen_call(q, k, q, [0, 512], [0, 512], True)
+    else:
+        call = validate.call(q, k, q)
+    gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    lse, made = np.zeros(q.shape[:-1], np.float32), Gradients(q.copy(), dk, dv)
+    launch = recipe.backward(call, gpu, q, q, lse, None, made).launches[1]
+    assert launch.special.kernel == "backward_sm90_dkdv"
+    assert launch.special.tma_store == stores
+    assert [x.name for x in launch.maps[4:]] == (["dk", "dv"] if stores else ["q", "k"])
+
+
+@emulated
+@pytest.mark.parametrize(("d", "d_v"), [(64, 104), (192, 136)])
+def test_boxes_bring_the_same_bits(d, d_v, monkeypatch):
+    arrays = draw(BRAIN, (2, 70, d), (1, 150, d), (1, 150, d_v), (2, 70, d_v))
+    by_boxes, _ = run(*arrays, deterministic=True)
+    monkeypatch.setattr(hopper, "NO_TMA_STORE", True)
+    row_by_row, _ = run(*arrays, deterministic=True)
+    assert all(same_bits(x, y) for x, y in zip(by_boxes, row_by_row, strict=True))
+
+
+def test_dq_sums_say_how_they_lie():
+    for arch, apart in (("sm_90", 1), ("sm_80", 32)):
+        for launch in launches(arch)[1:]:
+            layout = params.params(0, 0, 0)
+            column = layout.place("dq_accum") + 8 * (len(params.OPERAND) + params.MAX_LEAD - 2)
+            assert int.from_bytes(launch.template[column : column + 8], "little") == apart
+
+
+@pytest.mark.parametrize(
+    ("shape", "do", "size", "words"),
+    [
+        ((512, 64), {}, 2000, None),
+        ((511, 64), {}, 2000, "512 queries and keys or more"),
+        ((512, 20), {}, 2000, "columns by 64, which 20 and 20 are too far from"),
+        ((512, 64), {"shape": (512, 68)}, 2000, "of do, rows do not begin at multiples of 16"),
+        ((512, 64), {}, 3800, "too many arrays or numbers"),
+    ],
+)
+def test_what_it_cannot_serve(shape, do, size, words):
+    q = np.zeros((2, *shape), HALF)
+    do = np.zeros((2, *do.get("shape", shape)), HALF)[..., : shape[1]]
+    call = validate.call(q, q, q)
+    arrays = {"q": q, "k": q, "v": q, "d_out": do}
+    lead = strides.lead_of((), {name: (x, 3) for name, x in arrays.items()})
+    found = hopper.backward_obstacle(call, do, lead, size)
+    assert found is None if words is None else words in found
+
+
+def test_its_tiles_fit():
+    for d in range(1, tensor_tiles.largest_head(HALF) + 1):
+        for d_v in (1, d, 256):
+            tiles = tensor_tiles.fit_backward_hopper(d, d_v)
+            assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
+    problem = validate.call(*[np.zeros((1, 64), HALF)] * 3).problem
+    gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    assert config.backward("dkdv", problem, gpu, False)[0] == "backward_sm80_dkdv"
+    assert config.backward("dq", problem, gpu, False, None, None)[0] == "backward_sm80_dq"

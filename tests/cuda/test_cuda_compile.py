@@ -1,0 +1,204 @@
+"""Every kernel compiles for every GPU, by NVRTC, without a GPU; and takes what the table says."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from cuda_specialisations import OPTIONS, SHARED_MEMORY, capability, cases, runs_on, specialisation
+from cuda_table import ARCHS, Resources, key_of, measure, nvrtc_version, read
+
+from cupyflash import ArgumentError
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.gpu.kernels import config, f64_tiles, tensor_tiles, tiles
+from cupyflash.problem import validate
+
+CASES = cases()
+MADE_WITH, TABLE = read()
+REMEDY = "run `python tests/tools/cuda_table.py` and look at what git shows of tests/data"
+
+ELSEWHERE = 2  # times as many are admitted with another compiler or architecture
+# The most bytes that a thread of a kernel spills in the table: at the tiles that are chosen a
+# block's results fill its registers, and with smaller tiles it would read more.
+SPILLS = {
+    "forward_sm80": 216,
+    "forward_sm90": 160,
+    "forward_sm90_tf32": 136,
+    "backward_sm80_dkdv": 116,
+    "backward_sm80_dq": 4,
+    "backward_sm80_bias": 20,
+    "backward_f64_dkdv": 216,
+}
+
+
+def fits(arch: str, found: Resources) -> None:
+    # Registers are handed out to a warp by 256, 8 for each thread.
+    assert -(-found.registers // 8) * 8 * found.threads <= 65536
+    assert found.shared_memory <= SHARED_MEMORY[arch]
+    # A thread's local memory is for what was spilled, not for arrays.
+    assert found.stack <= 512
+
+
+# -- the table, without a compiler ----------------------------------------------------------------
+
+
+def test_few_cases_cover_much():
+    assert len(CASES) <= 150
+    for kernel in tiles.KERNELS:
+        own = [case for case in CASES if case.kernel == kernel]
+        assert len({case.dtype for case in own}) == 4
+        assert {case.packed for case in own} == {False, True}
+        assert len({case.sizes for case in own}) == 6
+    own = [case for case in CASES if case.kernel == "forward_sm90"]
+    assert {tensor_tiles.fit_hopper(*case.sizes).block_kv for case in own} == {128, 176, 112, 80}
+    for itemsize in (2, 4, 8):
+        own = [
+            case
+            for case in CASES
+            if case.kernel == "forward_sm80" and case.dtype.itemsize == itemsize
+        ]
+        assert {case.options for case in own} == set(OPTIONS)
+        assert {case.packed for case in own} == {False, True}
+        assert len({case.sizes for case in own}) == (4 if itemsize == 8 else 6)
+    for kernel in f64_tiles.BACKWARD:
+        own = [case for case in CASES if case.kernel == kernel]
+        assert {case.options for case in own} == set(OPTIONS)
+        assert {case.packed for case in own} == {False, True}
+
+
+def test_the_table_has_every_case():
+    wanted = [key_of(case, arch) for case in CASES for arch in ARCHS if runs_on(case, arch)]
+    assert len(wanted) == len(set(wanted))
+    assert list(TABLE) == wanted, REMEDY
+
+
+def test_the_table_has_the_tiles_that_are_chosen():
+    for case in CASES:
+        for arch in (x for x in ARCHS if runs_on(case, x)):
+            chosen, found = specialisation(case, arch).tiles, TABLE[key_of(case, arch)]
+            block = (chosen.block_q, chosen.block_kv, chosen.threads, chosen.shared_memory)
+            assert block == found[:4], f"{key_of(case, arch)}: {REMEDY}"
+
+
+def test_what_the_table_says_fits():
+    for key, found in TABLE.items():
+        fits(key.arch, found)
+
+
+def test_spills_are_those_that_are_admitted():
+    most: dict[str, int] = {}
+    for key, found in TABLE.items():
+        if found.spill_stores:
+            taken = -(-found.registers // 8) * 8  # they are handed out by eight
+            assert taken >= min(255, 65536 // found.threads // 8 * 8), "held back for no reason"
+            most[key.kernel] = max(most.get(key.kernel, 0), found.spill_stores)
+    assert most == SPILLS
+
+
+# -- with NVRTC -----------------------------------------------------------------------------------
+
+
+def wanted() -> list[tuple[int, str]]:
+    """Numbers of cases and architectures; CUPYFLASH_TEST_ARCHS=all compiles all for all.
+
+    Unless some are chosen, compute capabilities 8.0 and 12.0, which have the same kernels, get
+    every other case each: nearly all have one of them, and 9.0 has all.
+    """
+    chosen = os.environ.get("CUPYFLASH_TEST_ARCHS", "")
+    archs = list(SHARED_MEMORY) if chosen == "all" else chosen.split(",") if chosen else ARCHS
+    every = [(n, arch) for arch in archs for n, case in enumerate(CASES) if runs_on(case, arch)]
+    skipped = () if chosen else ((0, "sm_80"), (1, "sm_120"))
+    return [(n, arch) for n, arch in every if (n % 2, arch) not in skipped]
+
+
+def name(value: object) -> str:
+    if not isinstance(value, int):
+        return str(value)
+    kernel, dtype, (d, d_v), options, packed = CASES[value]
+    return f"{kernel}-{dtype}-{d}x{d_v}-{options}" + "-packed" * packed
+
+
+@pytest.fixture(scope="module")
+def measured(request, nvrtc):
+    """What the kernels of the selected tests take, compiled a few at a time."""
+    jobs = [
+        (item.callspec.params["number"], item.callspec.params["arch"])
+        for item in request.session.items
+        if item.function is test_it_compiles_to_what_the_table_says
+    ]
+    pool = ThreadPoolExecutor(os.cpu_count())
+    made: dict[tuple[int, str], Future[Resources]] = {
+        (number, arch): pool.submit(measure, CASES[number], arch) for number, arch in jobs
+    }
+    yield made
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("number", "arch"), wanted(), ids=name)
+def test_it_compiles_to_what_the_table_says(measured, number, arch):
+    found, key = measured[number, arch].result(), key_of(CASES[number], arch)
+    fits(arch, found)
+    if key in TABLE and nvrtc_version() == MADE_WITH:
+        assert found == TABLE[key], REMEDY
+        return
+    # Another compiler, or an architecture that is not in the table: the same limits.
+    assert found.spill_stores <= ELSEWHERE * SPILLS.get(key.kernel, 0), found
+
+
+def test_the_table_was_made_with_this_compiler(measured):
+    if nvrtc_version() == MADE_WITH:
+        return
+    said = (
+        f"tests/data/cuda_resources.csv was made with NVRTC {MADE_WITH} and this is "
+        f"{nvrtc_version()}: kernels were held to its limits, not to its numbers"
+    )
+    if os.environ.get("CI"):
+        pytest.fail(f'{said}; the extra "test" of pyproject.toml decides the version')
+    pytest.skip(said)
+
+
+# -- the choice of tiles --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_every_head_size_has_tiles(arch, dtype):
+    target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
+    for d in (1, 3, 16, 17, 64, 65, 128, 129, 192, 256, 257, 320, 400, 511, 512):
+        for d_v in (1, d, 512):
+            q, v = np.zeros((1, d), dtype), np.zeros((1, d_v), dtype)
+            for options in ({}, {"dropout": 0.5, "seed": 1}):
+                problem = validate.call(q, q, v, **options).problem
+                for kernel in tiles.KERNELS:
+                    chosen = config.simt(kernel, problem, target, slope=True)
+                    assert chosen.shared_memory <= SHARED_MEMORY[arch]
+                kernel, chosen = config.forward(problem, target)
+                assert chosen.shared_memory <= SHARED_MEMORY[arch]
+                most = {np.float16: 256, np.float32: 0, np.float64: 128}[dtype]
+                tensor = max(d, d_v) <= most and arch != "sm_75"
+                assert kernel == ("forward_sm80" if tensor else "forward_simt")
+
+
+def test_too_little_shared_memory_is_an_error():
+    target = Target(0, "a small GPU", (7, 5), 1, 8192)
+    q = np.zeros((1, 512), np.float64)
+    with pytest.raises(ArgumentError, match="8192 bytes"):
+        config.choose(validate.call(q, q, q).problem, target)
+
+
+def test_a_gpu_that_is_too_old_is_an_error():
+    target = Target(0, "an old GPU", (7, 0), 80, 98304)
+    q = np.zeros((1, 64), np.float32)
+    with pytest.raises(ArgumentError, match=r"7\.0; wanted a GPU of 7\.5"):
+        config.choose(validate.call(q, q, q).problem, target)
+
+
+def test_the_choice_never_reads_the_batch_or_the_lengths():
+    target = Target(0, "a GPU", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    plans = {
+        config.choose(validate.call(*[np.zeros(shape, np.float32)] * 3).problem, target)
+        for shape in [(1, 1, 64), (7, 2, 300, 64), (0, 3, 64)]
+    }
+    assert len(plans) == 1

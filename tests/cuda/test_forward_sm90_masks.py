@@ -1,0 +1,310 @@
+"""The forward by warpgroups, on the CPU: pairs and tiles that take no part; who waits for whom."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulator import build
+from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from harness import attend
+from placement import same_bits
+from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
+
+import cupyflash.kernels_cu
+from cupyflash import masks, scores
+from cupyflash.gpu import source
+from cupyflash.gpu.kernels import hopper, tensor_tiles
+
+MASKS = {
+    "causal": masks.causal(),
+    "first keys": masks.causal(offset=-130),  # and queries that see none
+    "window": masks.window(120, 20),
+    "documents": masks.segments(np.arange(400) // 110),
+    "no range": masks.mask(lambda b, h, i, j: (i + j) % 3 > 0),
+    "both ends": masks.mask(lambda b, h, i, j: (j < 3) | (j > 280 + i)),
+    "no key": masks.mask(lambda b, h, i, j: j < 0),
+    "every key": masks.causal(400),
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(monkeypatch, name):
+    rows = ["masks", "masks of short rows"][list(MASKS).index(name) % 2]
+    if rows == "masks":
+        monkeypatch.setattr(tensor_tiles, "SHORT_ROWS", 0)
+    dtype, mask = TYPES[len(name) % 2], MASKS[name]
+    q, k, v = draw(dtype, (1, 2, 400, 64), *[(1, 1, 400, 64)] * 2)
+    sink = np.array([-np.inf, 0.5], np.float32)
+    out, lse, visited = run(q, k, v, randomly(1), mask=mask, sink=sink)
+    within_the_bound(q, k, v, out, lse, mask=mask, sink=sink)
+    tiles = tensor_tiles.FORWARD_HOPPER[rows][64]
+    assert visited == attend(q, k, v, tiles=tiles, mask=mask).visited
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [((40, 72), "causal"), ((128, 128), "no range"), ((192, 136), "causal"), ((64, 256), "causal")],
+    ids=str,
+)
+def test_masks_of_other_heads(sizes, name):
+    d, d_v = sizes
+    q, k, v = draw(TYPES[0], (2, 140, d), (2, 300, d), (2, 300, d_v))
+    out, lse, visited = run(q, k, v, mask=MASKS[name])
+    within_the_bound(q, k, v, out, lse, mask=MASKS[name])
+    block = tensor_tiles.fit_hopper(d, d_v, "masks")
+    tiles = block.block_q, block.block_kv
+    assert visited == attend(q, k, v, tiles=tiles, mask=MASKS[name]).visited
+
+
+@emulated
+def test_lengths_of_a_batch_one_of_them_zero():
+    lengths = masks.lengths(np.array([0, 1, 128, 129, 300]))
+    q, k, v = draw(TYPES[1], (5, 1, 20, 64), *[(1, 1, 300, 64)] * 2)
+    out, lse, visited = run(q, k, v, mask=lengths)
+    within_the_bound(q, k, v, out, lse, mask=lengths)
+    assert visited == 0 + 1 + 1 + 2 + 3
+
+
+@emulated
+@pytest.mark.parametrize("name", ["causal", "both ends", "window"])
+def test_neighbouring_tiles_share_a_class_where_there_are_many(monkeypatch, name):
+    groups, few = tensor_tiles.TILE_GROUPS, 32
+
+    def read(path):
+        return build.read(path).replace(f"GROUPS = {groups};", f"GROUPS = {few};")
+
+    less = tensor_tiles.JOBS * (groups - few) // 4
+    monkeypatch.setattr(tensor_tiles, "KNOWN_BYTES", tensor_tiles.KNOWN_BYTES - less)
+    length = 70 * 128 + 5  # a class for every 4 tiles
+    (q,) = draw(TYPES[0], (1, 30, 64))
+    k, v = draw(TYPES[0], *[(1, length, 64)] * 2, seed=1)
+    mask = {
+        "causal": masks.causal(2000),
+        "both ends": masks.mask(lambda b, h, i, j: (j < 3) | (j > 7200 + i)),
+        "window": masks.window(900, 0, offset=6000),
+    }[name]
+    out, lse, visited = run(q, k, v, read=read, mask=mask)
+    within_the_bound(q, k, v, out, lse, mask=mask)
+    # 4 tiles are 512 keys: 0 to 2030; 0 and from 7201 on; 5100 to 6030.
+    assert visited == {"causal": 16, "both ends": 4 + 15, "window": 12}[name]
+
+
+@emulated
+def test_tiles_that_lie_far_apart():
+    (q,) = draw(TYPES[0], (1, 30, 64))
+    k, v = draw(TYPES[0], *[(1, 80 * 128 - 3, 64)] * 2, seed=1)
+    mask = masks.mask(lambda b, h, i, j: (j % 2560 == 300) | (j == 10235) | (j == 8191))
+    out, lse, visited = run(q, k, v, mask=mask)
+    within_the_bound(q, k, v, out, lse, mask=mask)
+    assert visited == attend(q, k, v, tiles=(192, 128), mask=mask).visited == 6
+
+
+# -- keys that take no part -----------------------------------------------------------------------
+
+
+@emulated
+@pytest.mark.parametrize(("value", "d"), [(np.nan, 64), (-np.inf, 64), (np.inf, 256)], ids=str)
+def test_a_value_reaches_only_the_rows_that_see_it(value, d):
+    dtype = TYPES[d // 256]
+    q, k, v = draw(dtype, *[(1, 300, d)] * 3)
+    options = {"mask": masks.causal()}
+    plain, lse, _ = run(q, k, v, **options)
+    v[0, 150, d - 5] = value
+    other, other_lse, _ = run(q, k, v, **options)
+    assert same_bits(lse, other_lse)
+    elsewhere = np.ones(plain.shape, bool)
+    elsewhere[0, 150:, d - 5] = False
+    assert same_bits(plain[elsewhere], other[elsewhere])
+    seen = other[0, 150:, d - 5].astype(np.float32)
+    assert (np.isnan(seen) if np.isnan(value) else seen == value).all()
+
+
+@emulated
+@EACH_TYPE
+def test_a_key_or_a_query_reaches_only_its_rows(dtype):
+    q, k, v = draw(dtype, *[(1, 300, 64)] * 3)
+    plain, lse, _ = run(q, k, v, mask=masks.causal())
+    k[0, 150, 3], q[0, 7, 2] = np.nan, np.inf
+    other, other_lse, _ = run(q, k, v, mask=masks.causal())
+    rest = np.arange(150) != 7
+    assert same_bits(plain[:, :150][:, rest], other[:, :150][:, rest])
+    assert same_bits(lse[:, :150][:, rest], other_lse[:, :150][:, rest])
+    assert np.isnan(other[:, 150:].astype(np.float32)).all()
+
+
+@emulated
+def test_no_bit_of_a_masked_call_depends_on_the_schedule():
+    q, k, v = draw(TYPES[0], (2, 300, 64), *[(1, 520, 64)] * 2)
+    v[0, ::50] = np.inf
+    first, first_lse, _ = run(q, k, v, FORWARD, mask=MASKS["window"])
+    for schedule in (REVERSE, randomly(1), randomly(2)):
+        out, lse, _ = run(q, k, v, schedule, mask=MASKS["window"])
+        assert same_bits(first, out)
+        assert same_bits(first_lse, lse)
+
+
+# -- packed sequences -----------------------------------------------------------------------------
+
+ENDS_Q, ENDS_K = np.array([0, 1, 1, 200, 340, 420]), np.array([0, 129, 130, 130, 390, 518])
+PACKED = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "window": {"mask": masks.window(40, 3), "dropout": 0.2, "seed": 5, "scale": -0.1},
+    "alibi": {"score_mod": scores.alibi(np.array([0.5, 0.03], np.float32))},
+}
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("name", "d"), [("plain", 64), ("causal", 136), ("window", 136), ("alibi", 64)]
+)
+def test_packed_sequences(name, d):
+    dtype, options = TYPES[d // 136], PACKED[name]
+    q, k, v = draw(dtype, (2, 420, d), *[(1, 518, d)] * 2)
+    offsets = ENDS_Q, ENDS_K
+    out, lse, _ = run(q, k, v, randomly(1), offsets=offsets, **options)
+    within_the_bound(q, k, v, out, lse, offsets, **options)
+
+
+@emulated
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_packed_neighbours_change_no_bit(name):
+    dtype = TYPES[len(name) % 2]
+    q, k, v = draw(dtype, (2, 420, 64), *[(1, 518, 64)] * 2)
+    offsets, options = (ENDS_Q, ENDS_K), PACKED[name]
+    plain, lse, _ = run(q, k, v, offsets=offsets, **options)
+    own_q, own_k = slice(*ENDS_Q[3:5]), slice(*ENDS_K[3:5])
+    for x, own in ((q, own_q), (k, own_k), (v, own_k)):
+        others = np.ones(x.shape[1], bool)
+        others[own] = False
+        x[:, others] = np.array([np.nan, np.inf, -np.inf], dtype)[np.arange(others.sum()) % 3][
+            :, None
+        ]
+    other, other_lse, _ = run(q, k, v, offsets=offsets, **options)
+    assert same_bits(plain[:, own_q], other[:, own_q])
+    assert same_bits(lse[:, own_q], other_lse[:, own_q])
+    # Alone, it has the same bits.
+    alone = (np.array([0, x.stop - x.start]) for x in (own_q, own_k))
+    only, only_lse, _ = run(q[:, own_q], k[:, own_k], v[:, own_k], offsets=alone, **options)
+    assert same_bits(only, other[:, own_q])
+    assert same_bits(only_lse, other_lse[:, own_q])
+
+
+@emulated
+@pytest.mark.parametrize("last", [4224, 5000], ids=["long", "longer"])
+def test_full_tiles_in_a_row(last):
+    # More of them than a word has bits, with EMPTY ones between, or a PARTIAL one at an edge.
+    q, k, v = draw(TYPES[0], (1, 70, 8), *[(1, 5000, 8)] * 2)
+    seen = [
+        masks.causal(last - 5000),
+        masks.mask(lambda b, h, i, j: (j < 512) | (j >= 640)) & masks.causal(last - 5000),
+        masks.mask(lambda b, h, i, j: (j >= 384) & ((j < 4096) | (j >= 4360))),
+        masks.mask(lambda b, h, i, j: j >= 4864),
+    ]
+    for mask in seen:
+        out, lse, visited = run(q, k, v, randomly(1), mask=mask)
+        within_the_bound(q, k, v, out, lse, mask=mask)
+        tiles = mask.to_array(1, 1, 70, 5000)[0, 0].any(axis=0)
+        assert visited == tiles[:4992].reshape(39, 128).any(axis=1).sum() + tiles[4992:].any()
+
+
+@emulated
+def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
+    # Some of a packed array's blocks have no queries.
+    q, k, v = draw(TYPES[0], (2, 420, 64), *[(1, 518, 64)] * 2)
+    options = {"offsets": (ENDS_Q, ENDS_K), "mask": masks.causal()}
+    each = run(q, k, v, **options)
+    monkeypatch.setattr(hopper, "grid", lambda call, jobs, facts: 2)
+    dealt = run(q, k, v, **options)
+    assert same_bits(each[0], dealt[0])
+    assert same_bits(each[1], dealt[1])
+    assert each[2] == dealt[2]
+
+
+# -- the kernel's own waits -----------------------------------------------------------------------
+
+KERNEL, ROWS = "sm90/forward_sm90.cu", "sm90/warpgroup_rows.cuh"
+FOLDER = Path(cupyflash.kernels_cu.__file__).parent
+STORES = re.compile(r"void (?:wait|begin)_boxes.*?\n}\n", re.DOTALL)  # of ROWS, what is called
+TEXT = (FOLDER / KERNEL).read_text() + "".join(STORES.findall((FOLDER / ROWS).read_text()))
+# What orders accesses. The turns only say who is first.
+ORDERS = re.compile(
+    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::arrive_warpgroup(?:_of_warp)?\([^;]*;|"
+    r"ptx::(?:wgmma_wait<\d>|wgmma_fence|wgmma_commit|fence_mbarrier_init|mbarrier_arrive_expect_tx|"
+    r"fence_proxy_async|arrive|tma_store_commit|tma_store_wait_read)\([^;]*;(?!  // again)|"
+    r"ptx::named_barrier_sync\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
+)
+
+
+def each_may_be_missing(name):
+    """Return a file with statement n of the kernel's passed over where the seed is n."""
+    text = build.read(name)
+    if name not in (KERNEL, ROWS):
+        return text
+    numbers = itertools.count(0 if name == KERNEL else len(ORDERS.findall(build.read(KERNEL))))
+
+    def may_be_missing(match):
+        return f"if (missing != {next(numbers)}) {match[0]}"
+
+    if name == KERNEL:
+        text = ORDERS.sub(may_be_missing, text).replace("missing !=", "p.seed !=")
+        text = text.replace("tma_store_wait(", "tma_store_wait(p.seed")
+        call = "tma_store_rows<D_V, BOX_BYTES>("
+        return text.replace(call, f"{call}p.seed, ")
+    text = STORES.sub(lambda match: ORDERS.sub(may_be_missing, match[0]), text)
+    text = text.replace("void tma_store_wait(", "void tma_store_wait(unsigned long long missing")
+    return text.replace("void tma_store_rows(", "void tma_store_rows(unsigned long long missing, ")
+
+
+def run_often(missing):
+    # Jobs of 8 tiles, two of none, of 2 and 1, of none, and four of 1; more places, and less.
+    lengths = masks.lengths(np.array([900, 0, 0, 140, 1, 0, 1, 1, 1, 1]))
+    options = {"mask": masks.causal(offset=830) & lengths, "scale": -0.1, "seed": missing}
+    for d in (64, 72):
+        q, k, v = draw(TYPES[0], (10, 1, 70, d), *[(1, 900, d)] * 2)
+        v[0, 50::40] = np.nan
+        for schedule in (FORWARD, REVERSE, *map(randomly, range(4))):
+            run(q, k, v, schedule, read=each_may_be_missing, multiprocessors=1, **options)
+
+
+@emulated
+@pytest.mark.parametrize("number", range(len(ORDERS.findall(TEXT))))
+def test_nothing_that_orders_may_be_missing(number):
+    with pytest.raises(Fault):
+        run_often(number)
+
+
+@emulated
+def test_nothing_is_missing():
+    run_often(len(ORDERS.findall(TEXT)))
+
+
+@emulated
+def test_lanes_meet_before_one_arrives_for_all(monkeypatch):
+    def read(name):
+        text = build.read(name)
+        if name == "sm90/warpgroup.cuh":
+            assert "__syncwarp();" in text
+            text = text.replace("__syncwarp();", "")
+        return text
+
+    def results(read=build.read):
+        options = {"mask": masks.causal(), "multiprocessors": 1, "read": read}
+        return [
+            x
+            for dtype in (TYPES[0], np.dtype(np.float32))
+            for x in run(*draw(dtype, *[(4, 200, 64)] * 3), randomly(2), **options)
+        ]
+
+    with pytest.raises(Fault):
+        results(read)
+    one = results()
+    monkeypatch.setattr(source, "EACH_LANE_ARRIVES", True)
+    each = results(read)  # without a warp's barrier: it is for the one lane alone
+    assert all(np.array_equal(x, y) for x, y in zip(one, each, strict=True))

@@ -1,0 +1,193 @@
+"""Generated CUDA code, compiled for the CPU, against NumPy's evaluation of the same trees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuda_on_cpu import Compiled
+from expressions import (
+    arrays,
+    bound_or_none,
+    by_numpy,
+    exactly,
+    expressions,
+    problems,
+    tile_symbols,
+    tiles,
+)
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from cupyflash import lookup
+from cupyflash.errors import ArgumentError
+from cupyflash.expr import (
+    absolute,
+    clip,
+    exp,
+    floor,
+    len_k,
+    len_q,
+    log,
+    maximum,
+    tanh,
+    where,
+)
+from cupyflash.expr.bind import bind
+from cupyflash.expr.cuda import generate
+from cupyflash.expr.derivative import derivative
+from cupyflash.expr.functions import POSITIONS, SCORE
+from cupyflash.expr.interval import EMPTY, FULL, PARTIAL, tile_class
+from cupyflash.expr.nodes import convert
+from cupyflash.expr.tile_classes import tile_classes
+from cupyflash.masks import flat_sizes
+from cupyflash.reference.spec.naive import Sizes
+
+# An example is a batch of expressions: the compiler runs once for all of them.
+BATCH = 25
+# Shrinking would run it hundreds of times; the message names the one expression that is wrong.
+batches = settings(
+    max_examples=8,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+
+
+@st.composite
+def bound_expressions(draw, kind, score=False, functions=True):
+    """A bound expression, its problem and one of its tiles; None where there is no proof."""
+    sizes = draw(problems())
+    root = bound_or_none(draw(expressions(kind, 3, score, functions)), sizes)
+    return None if root is None else (root, sizes, draw(tiles(sizes)))
+
+
+@pytest.fixture
+def compiled(tmp_path_factory):
+    def compile_all(made, double=False, scores=False):
+        folder = tmp_path_factory.mktemp("expressions")
+        return Compiled(made, double, folder, scores)
+
+    return compile_all
+
+
+@batches
+@given(st.lists(bound_expressions("bool", functions=False), min_size=BATCH, max_size=BATCH))
+def test_masks_are_numpys(compiled, drawn):
+    cases = [case for case in drawn if case is not None]
+    assume(cases)
+    classes = [tile_class(root) for root, _, _ in cases]
+    pairs = enumerate(zip(cases, classes, strict=True))
+    code = compiled([generate(case[0], bound, short=n % 2 == 0) for n, (case, bound) in pairs])
+    for n, ((root, sizes, where_), bound) in enumerate(zip(cases, classes, strict=True)):
+        symbols, corners = tile_symbols(sizes, where_)
+        wanted = by_numpy(root, sizes, where_)
+        np.testing.assert_array_equal(code.mask(n, symbols, wanted.shape), wanted, str(root))
+        found = code.tile_class(n, corners)
+        assert found in (EMPTY, PARTIAL, FULL)
+        assert found != EMPTY or not wanted.any(), root
+        assert found != FULL or wanted.all(), root
+        assert found == exactly(bound, sizes, where_), root
+        assert found == tile_classes(bound, corners, "gpu"), root
+
+
+@batches
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+@given(st.lists(bound_expressions("float", score=True), min_size=BATCH, max_size=BATCH))
+def test_scores_and_slopes_are_numpys(compiled, double, drawn):
+    cases = [case for case in drawn if case is not None]
+    assume(cases)
+    kind = np.float64 if double else np.float32
+    trees = [(root, convert(derivative(root), "float")) for root, _, _ in cases]
+    made = [
+        generate(changed=root, slope=slope, short=n % 2 == 0)
+        for n, (root, slope) in enumerate(trees)
+    ]
+    code = compiled(made, double, scores=True)
+    rng = np.random.default_rng(0)
+    for n, (roots, (_, sizes, where_)) in enumerate(zip(trees, cases, strict=True)):
+        symbols, _ = tile_symbols(sizes, where_)
+        score = rng.standard_normal((where_[3], where_[5])).astype(kind)
+        for found, root in zip(code.score(n, symbols, score), roots, strict=True):
+            wanted = by_numpy(root, sizes, where_, score, kind)
+            assert_same_numbers(found, wanted, root)
+
+
+def assert_same_numbers(found, wanted, root):
+    """Equal, but for the last bits of exp, log and tanh, and what they lead to."""
+    if not any(name in str(root) for name in ("exp(", "log(", "tanh(")):
+        np.testing.assert_array_equal(found, wanted, str(root))
+
+
+# -- by hand --------------------------------------------------------------------------------------
+
+B, H, I, J = POSITIONS
+SIZES = Sizes((2,), 2, 40, 50)
+TILE = (1, 1, 3, 20, 7, 30)
+TABLE = np.array([[3, -1, 4], [1, -5, 9]], np.int8)[:, ::-1]
+REALS = np.array([0.5, -2.0, np.nan, np.inf], np.float16)
+
+MASKS = {
+    "causal": I + len_k - len_q >= J,
+    "python's division": (I - J) // 7 - (J - I) % -5 > 1,
+    "look-ups": lookup(TABLE)[B % 2, clip(J - I, 0, 2)] * 3 > I - 20,
+    "reals": lookup(REALS)[I % 4] * 0.1 + J * 0.3 < 4.0,
+    "floor": floor(I / 3.0) == J // 3,
+    "NaN": maximum(lookup(REALS)[J % 4], 0.25) >= 0.5,
+    "constants": where(J > 3, True, False) ^ (I == 4),
+}
+
+
+either = pytest.mark.parametrize("short", [False, True], ids=["64 bits", "32 bits"])
+
+
+@either
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_by_hand(compiled, name, short):
+    root = bind(MASKS[name], flat_sizes(SIZES))
+    code = compiled([generate(root, tile_class(root), short=short)])
+    symbols, _ = tile_symbols(SIZES, TILE)
+    wanted = by_numpy(root, SIZES, TILE)
+    np.testing.assert_array_equal(code.mask(0, symbols, wanted.shape), wanted)
+
+
+SCORES = {
+    "softcap": 3.0 * tanh(SCORE / 3.0),
+    "alibi": SCORE - 0.25 * absolute(I + len_k - len_q - J),
+    "all": where(SCORE > 0.5, exp(-SCORE), log(maximum(SCORE * SCORE, 0.125))),
+    "hidden": where(J % 3 == 0, float("-inf"), SCORE),
+}
+
+
+@either
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_by_hand(compiled, name, kind, short):
+    root = bind(SCORES[name], flat_sizes(SIZES))
+    slope = convert(derivative(root), "float")
+    made = generate(changed=root, slope=slope, short=short)
+    code = compiled([made], kind == np.float64, scores=True)
+    symbols, _ = tile_symbols(SIZES, TILE)
+    score = np.random.default_rng(1).standard_normal((TILE[3], TILE[5])).astype(kind)
+    for found, tree in zip(code.score(0, symbols, score), (root, slope), strict=True):
+        wanted = by_numpy(tree, SIZES, TILE, score, kind)
+        np.testing.assert_allclose(found, wanted, rtol=8 * np.finfo(kind).eps)
+
+
+@given(data=st.data())
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+def test_ranges_of_large_arrays_are_not_looked_at(compiled, data):
+    array = data.draw(arrays("int"))
+    wide = np.resize(array, 4000)
+    root = bind(lookup(wide)[(I * 100 + J) % 4000] > J - 9, flat_sizes(SIZES))
+    code = compiled([generate(root, tile_class(root))])
+    symbols, corners = tile_symbols(SIZES, TILE)
+    wanted = by_numpy(root, SIZES, TILE)
+    np.testing.assert_array_equal(code.mask(0, symbols, wanted.shape), wanted)
+    assert code.tile_class(0, corners) == PARTIAL
+    assert tile_classes(tile_class(root), corners, "gpu") == PARTIAL
+
+
+def test_an_array_with_too_many_axes_is_an_error():
+    many = np.zeros((1,) * 9, np.int32)
+    root = bind(lookup(many)[(0,) * 9] > J, flat_sizes(SIZES))
+    with pytest.raises(ArgumentError, match="at most 8"):
+        generate(root)

@@ -1,0 +1,227 @@
+"""Calls on CuPy arrays that look like one before: recognised, right, and no array kept alive."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
+from cupyflash.gpu import launch_cache
+from cupyflash.problem import validate
+from cupyflash.reference.spec import naive
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def cupy(gpu):
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Make every check an error: what runs now was recognised."""
+
+    def forbid():
+        def refuse(*_, **__):
+            raise AssertionError("the call was checked again")
+
+        monkeypatch.setattr(validate, "call", refuse)
+        monkeypatch.setattr(validate, "varlen_call", refuse)
+
+    return forbid
+
+
+def draw(cupy, shape=(2, 4, 40, 16), count=3, seed=0):
+    rng = np.random.default_rng(seed)
+    return [cupy.asarray(rng.standard_normal(shape, dtype=np.float32)) for _ in range(count)]
+
+
+def close(found, wanted, tolerance=2e-5):
+    np.testing.assert_allclose(found.get(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def options_of(cupy, seed):
+    """Every kind of option; of other seeds with other numbers in the arrays."""
+    rng = np.random.default_rng(seed)
+    slopes = cupy.asarray(rng.random(4, dtype=np.float32))
+    segments = cupy.asarray(np.sort(rng.integers(0, 3, 40)))
+    limit = lookup(cupy.asarray(rng.integers(5, 40, 2)))
+    return {
+        "mask": masks.causal() & masks.segments(segments)
+        | masks.mask(lambda b, h, i, j: j < limit[b]),
+        "score_mod": [scores.alibi(slopes), scores.softcap(3.0)],
+        "bias": cupy.asarray(rng.standard_normal((4, 1, 40), dtype=np.float32)),
+        "sink": cupy.asarray(rng.standard_normal(4, dtype=np.float32)),
+        "scale": 0.5,
+        "dropout": 0.25,
+        "seed": seed,
+    }
+
+
+def on_host(options):
+    """The same options with the arrays in host memory."""
+    from cupyflash.expr.nodes import rebuild
+
+    host = dict(options)
+    for name in ("bias", "sink"):
+        host[name] = options[name].get()
+
+    def moved(node):
+        if node.op == "lookup":
+            return type(node)(node.op, node.args, node.type, (node.value[0].get(), node.value[1]))
+        if node.op == "aligned":
+            import dataclasses
+
+            alignment = dataclasses.replace(node.value, array=node.value.array.get())
+            return type(node)(node.op, node.args, node.type, alignment)
+        return None
+
+    host["mask"] = masks.Mask(rebuild(options["mask"].expr, moved))
+    host["score_mod"] = [scores.Score(rebuild(x.expr, moved)) for x in options["score_mod"]]
+    return host
+
+
+def test_other_arrays_and_seeds_are_not_checked_again(cupy, unchecked):
+    first = draw(cupy, seed=1)
+    out, vjp = cupyflash.attention_vjp(*first, **options_of(cupy, 1))
+    vjp(out)
+    wanted = {}
+    for seed in (2, 3):
+        host = [x.get() for x in draw(cupy, seed=seed)]
+        options = on_host(options_of(cupy, seed))
+        wanted[seed] = (
+            naive.attention(*host, **options),
+            naive.attention_backward(np.ones_like(host[0]), *host, **options),
+        )
+    unchecked()
+    for seed, (forward, backward) in wanted.items():
+        arrays = draw(cupy, seed=seed)
+        out, lse, vjp = cupyflash.attention_vjp(*arrays, return_lse=True, **options_of(cupy, seed))
+        close(out, forward.out)
+        close(lse, forward.lse)
+        for found, expected in zip(vjp(cupy.ones_like(out)), backward, strict=False):
+            close(found, expected, 1e-4)
+
+
+def test_packed_sequences_are_recognised_when_offsets_are_not_read(cupy, unchecked):
+    q, k, v = draw(cupy, (4, 40, 16))
+    offsets = cupy.asarray(np.array([0, 3, 3, 40]))
+    cupyflash.attention_varlen(q, k, v, offsets, offsets, check=False)
+    other = cupy.asarray(np.array([0, 20, 31, 40]))
+    host = [x.get() for x in (q, k, v, other, other)]
+    wanted = naive.attention_varlen(*host).out
+    unchecked()
+    close(cupyflash.attention_varlen(q, k, v, other, other, check=False), wanted)
+    with pytest.raises(AssertionError, match="checked again"):
+        cupyflash.attention_varlen(q, k, v, other, other)
+
+
+def test_arrays_of_torch_are_recognised(cupy, unchecked):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.as_tensor(x.get(), device="cuda") for x in draw(cupy))
+    wanted = cupyflash.attention(q, k, v)
+    unchecked()
+    assert (cupyflash.attention(q, k, v) == wanted).all()
+
+
+NUMBERS = [
+    {"mask": masks.causal(), "scale": 0.5},
+    {"mask": masks.causal(5), "scale": 0.5},
+    {"mask": masks.causal(), "scale": 0.25},
+    {"mask": masks.causal(), "scale": -0.5},
+    {"mask": masks.causal(), "scale": 1},
+    {"mask": masks.causal(), "scale": 0},
+    {"mask": masks.causal(), "scale": np.float64(0.5)},
+    {"mask": masks.window(3, 4), "scale": 0.5},
+    {"score_mod": scores.softcap(1.0)},
+    {"score_mod": scores.softcap(9.0)},
+    {"dropout": 0.5, "seed": 1},
+    {"dropout": 0.5, "seed": 2**64 - 1},
+    {"dropout": 0.25, "seed": 1},
+]
+
+
+def test_numbers_are_told_apart(cupy):
+    arrays = draw(cupy)
+    host = [x.get() for x in arrays]
+    for _ in range(2):
+        for options in NUMBERS:
+            close(cupyflash.attention(*arrays, **options), naive.attention(*host, **options).out)
+
+
+def test_what_is_wrong_stays_wrong(cupy):
+    q, k, v = draw(cupy)
+    for _ in range(2):
+        cupyflash.attention(q, k, v, scale=1.0)
+        for error, wrong in (
+            (ArgumentTypeError, {"scale": True}),
+            (ArgumentError, {"scale": float("nan")}),
+            (ArgumentError, {"out": q}),
+            (ArgumentError, {"out": k[:1]}),
+            (ArgumentTypeError, {"causal": True}),
+            (ArgumentTypeError, {"return_lse": 1}),
+            (ArgumentError, {"dropout": 0.5}),
+            (ArgumentError, {"dropout": 0.5, "seed": 2**64}),
+            (ArgumentTypeError, {"mask": k[0, 0] > 0}),
+        ):
+            with pytest.raises((error, ArgumentError)):
+                cupyflash.attention(q, k, v, **wrong)
+
+
+def test_overlapping_outputs_are_refused_after_others_were_taken(cupy):
+    q, k, v = draw(cupy)
+    memory = cupy.zeros(3 * q.size, np.float32)
+    outs = [memory[n * 10 : n * 10 + q.size].reshape(q.shape) for n in range(3)]
+    for out in outs:
+        cupyflash.attention(q, k, v, out=out)
+    inside = memory[q.size :][: q.size].reshape(q.shape)
+    inside[...] = q
+    cupyflash.attention(inside, k, v, out=memory[: q.size].reshape(q.shape))
+    with pytest.raises(ArgumentError, match="share memory"):
+        cupyflash.attention(inside, k, v, out=memory[4 : 4 + q.size].reshape(q.shape))
+    # Interleaved views share no element, and are taken again and again.
+    packed = cupy.zeros((*q.shape[:-1], 3, 16), np.float32)
+    views = [packed[..., n, :] for n in range(3)]
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    alone = cupyflash.attention_backward(out, q, k, v, out, lse)
+    for _ in range(2):
+        packed[...] = 0
+        made = cupyflash.Gradients(*views)
+        cupyflash.attention_backward(out, q, k, v, out, lse, grads_out=made)
+        for ours, wanted in zip(views, alone, strict=False):
+            assert (ours == wanted).all()
+
+
+def test_no_array_is_kept_alive(cupy):
+    pool = cupy.get_default_memory_pool()
+    q, k, v = draw(cupy)
+    before = pool.used_bytes()
+    out, vjp = cupyflash.attention_vjp(q, k, v, **options_of(cupy, 7))
+    gradients = vjp(out)
+    assert pool.used_bytes() > before
+    del out, vjp, gradients
+    assert pool.used_bytes() == before
+
+
+def test_few_calls_are_kept(cupy, monkeypatch):
+    monkeypatch.setattr(launch_cache, "MOST", 20)
+    q, k, v = draw(cupy, (1, 1, 4, 16))
+    for n in range(60):
+        cupyflash.attention(q, k, v, scale=1.0 + n)
+    assert launch_cache.kept() <= 20
+
+
+def test_results_have_the_same_memory_order(cupy):
+    for shape, axes in (((2, 40, 4, 16), (0, 2, 1, 3)), ((1, 40, 1, 16), (0, 2, 1, 3))):
+        arrays = [x.transpose(axes) for x in draw(cupy, shape)]
+        first, again = (cupyflash.attention(*arrays) for _ in range(2))
+        assert first.strides == arrays[0].strides
+        assert again.strides == first.strides
+        assert (first == again).all()
+        out, vjp = cupyflash.attention_vjp(*arrays)
+        for a, b in zip(vjp(out)[:3], vjp(out)[:3], strict=True):
+            assert a.strides == b.strides

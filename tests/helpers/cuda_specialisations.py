@@ -1,0 +1,219 @@
+"""A covering set of specialisations, for tests that compile kernels without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cupyflash import lookup, masks, scores
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.expr import tanh
+from cupyflash.expr.cuda import generate
+from cupyflash.expr.key_range import key_range
+from cupyflash.gpu.kernels import config, f64_tiles, hopper, tensor_tiles
+from cupyflash.gpu.kernels.tiles import KERNELS, Tiles
+from cupyflash.gpu.recipe import RESULTS, ROWS
+from cupyflash.gpu.source import NONE, Specialisation
+from cupyflash.problem import validate
+from cupyflash.problem.bound_exprs import trees
+from cupyflash.problem.call import Problem
+
+# Bytes of shared memory that a block may have.
+SHARED_MEMORY = {
+    "sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_87": 166912, "sm_89": 101376,
+    "sm_90": 232448, "sm_100": 232448, "sm_103": 232448, "sm_110": 232448, "sm_120": 101376,
+    "sm_121": 101376,
+}  # fmt: skip
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+IDS = np.zeros(24, np.int32)
+SLOPES = np.ones(4, np.float32)
+BIAS = np.zeros((4, 24, 24), np.float16)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "segments": {"mask": masks.segments(IDS) & masks.window(4, 0)},
+    "softcap": {"score_mod": scores.softcap(30.0)},
+    "alibi": {"mask": masks.causal(), "score_mod": scores.alibi(SLOPES)},
+    "bias": {"bias": BIAS, "dropout": 0.1, "seed": 1},
+    "everything": {
+        "mask": masks.causal(),
+        "bias": BIAS,
+        "dropout": 0.1,
+        "seed": 1,
+        "score_mod": scores.score(
+            lambda s, b, h, i, j: 2.0 * tanh(s) - lookup(SLOPES)[h] * abs(i - j)
+        ),
+    },
+}
+
+
+# Of backward_sm90_dkdv: sizes, options, and whether packed.
+HOPPER_GRADIENTS: list[tuple[tuple[int, int], str, bool]] = [
+    ((128, 128), "plain", False),
+    ((64, 64), "causal", False),
+    ((96, 104), "everything", True),
+    ((256, 256), "segments", False),
+    ((128, 128), "causal", False),
+    ((192, 128), "alibi", True),
+]
+
+
+class Case(NamedTuple):
+    kernel: str
+    dtype: Any
+    sizes: tuple[int, int]
+    options: str
+    packed: bool
+
+
+def cases() -> list[Case]:
+    """Every kernel with every dtype, head size, option and layout: pairs, not products."""
+    dtypes = [np.dtype(np.float32), BFLOAT16, np.dtype(np.float16), np.dtype(np.float64)]
+    sizes = [(64, 64), (128, 128), (256, 256), (512, 512), (40, 72), (1, 3)]
+    found = []
+    for k, kernel in enumerate(KERNELS):
+        # Steps without a common factor meet every pair soon.
+        for n in range(12):
+            options = list(OPTIONS)[(n + k) % len(OPTIONS)]
+            if kernel == "backward_bias" and "bias" not in OPTIONS[options]:
+                options = "bias" if n % 2 else "everything"
+            dtype = dtypes[(n + n // 4) % 4]
+            found.append(Case(kernel, dtype, sizes[(n + k) % 6], options, bool((n // 3) % 2)))
+    # Tensor cores: the types, sizes and options that have tiles or code of their own.
+    tensor_sizes = [(64, 64), (128, 128), (256, 256), (40, 72), (1, 3), (192, 128)]
+    for n in range(14):
+        dtype, options = dtypes[1 + n % 2], list(OPTIONS)[n % 7]
+        kernels = ["forward_sm80", list(tensor_tiles.BACKWARD)[n // 7]]
+        more = tensor_sizes[n % 6], options, bool(n // 3 % 2)
+        found += [Case(kernel, dtype, *more) for kernel in kernels]
+    for n, own in enumerate([(64, 64), (256, 256), (40, 72), (128, 128)]):
+        options = list(OPTIONS)[5 + n % 2]
+        found.append(Case("backward_sm80_bias", dtypes[1 + n % 2], own, options, n == 2))
+        found.append(Case("backward_sm90_bias", dtypes[2 - n % 2], own, options, n == 1))
+    for n, own in enumerate([(64, 64), (128, 128), (256, 256), (192, 192), (96, 104)]):
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, "plain", False))
+    for n, (own, options) in enumerate([
+        ((64, 64), "causal"), ((128, 128), "alibi"), ((256, 256), "causal"),
+        ((64, 64), "everything"), ((192, 192), "bias"), ((96, 104), "segments"),
+        ((64, 64), "segments"),
+    ]):  # fmt: skip
+        found.append(Case("forward_sm90", dtypes[1 + n % 2], own, options, n in (4, 5)))
+    for n, (own, options, packed) in enumerate(HOPPER_GRADIENTS):
+        found.append(Case("backward_sm90_dkdv", dtypes[1 + n % 2], own, options, packed))
+    # float64, and float32 in three products.
+    wide_sizes = {8: [(64, 64), (128, 128), (40, 72), (1, 3)], 4: tensor_sizes}
+    for n in range(14):
+        dtype, options = dtypes[3 * (n % 2)], list(OPTIONS)[n // 2]
+        own = wide_sizes[dtype.itemsize]
+        found.append(Case("forward_sm80", dtype, own[n // 2 % len(own)], options, n % 3 == 2))
+    for n, (own, options) in enumerate([
+        ((64, 64), "plain"), ((128, 128), "causal"), ((40, 72), "everything"),
+        ((128, 128), "plain"), ((1, 3), "bias"), ((64, 64), "segments"),
+    ]):  # fmt: skip
+        found.append(Case("forward_sm90_tf32", dtypes[0], own, options, n % 3 == 2))
+    f64_sizes = [(64, 64), (128, 128), (40, 72), (1, 3)]
+    for n in range(14):
+        kernel, options = list(f64_tiles.BACKWARD)[n % 2], list(OPTIONS)[n // 2]
+        found.append(Case(kernel, dtypes[3], f64_sizes[n // 2 % 4], options, n % 3 == 2))
+    for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
+        found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
+    for n, size in enumerate(((64, 64), (40, 72))):
+        found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))
+    return found
+
+
+def capability(arch: str) -> tuple[int, int]:
+    """sm_120 -> (12, 0)."""
+    return int(arch[3:-1]), int(arch[-1])
+
+
+def runs_on(case: Case, arch: str) -> bool:
+    """Whether there is such a kernel for a GPU, and tiles for these sizes."""
+    if "sm90" in case.kernel:
+        return capability(arch) == tensor_tiles.HOPPER
+    if case.kernel in f64_tiles.BACKWARD:
+        has = capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
+        return has and f64_tiles.fit(case.kernel, *case.sizes, SHARED_MEMORY[arch]) is not None
+    tensor = "sm80" in case.kernel or case.kernel == "backward_dq_rows"
+    return not tensor or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
+
+
+def _has_room_for_boxes(case: Case, problem: Problem, tiles: Tiles) -> bool:
+    if case.kernel == "forward_sm90":
+        return tensor_tiles.results_have_room(tiles, problem.d, problem.d_v)
+    return case.kernel == "backward_sm90_dkdv"
+
+
+def specialisation(case: Case, arch: str) -> Specialisation:
+    """Return what a case is compiled for on a GPU."""
+    cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
+    options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
+    q = np.zeros((4, 24, case.sizes[0]), case.dtype)
+    v = np.zeros((4, 24, case.sizes[1]), case.dtype)
+    if case.packed:
+        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, **options)
+    else:
+        call = validate.call(q, q, v, **options)
+    problem, made = call.problem, trees(call)
+    keys = None if made.allowed is None else key_range(made.allowed, problem)
+    forwards = ("forward_sm80", "forward_sm90", "forward_sm90_tf32")
+    slope = None if case.kernel in ("forward_simt", *forwards) else made.slope
+    parts = made.allowed, made.classes, made.changed, slope, keys
+    functions = generate(*parts, short=True).functions
+    if case.kernel.endswith("_bias"):
+        functions = dataclasses.replace(functions, has_slope=False)
+    target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
+    if case.kernel == "forward_sm80" and cores:
+        target = dataclasses.replace(target, lacks="another compiler, for a test")
+    if case.kernel in forwards:
+        obstacle = None if case.kernel == "forward_sm90" else "for a test"
+        besides = hopper.besides(call)
+        # Some have the tiles of longer rows, all others those of short ones.
+        if case.options == "causal":
+            besides = "masks"
+        elif case.options == "plain" and case.sizes != (96, 104):
+            besides = "nothing"
+        kernel, tiles = config.forward(problem, target, None, obstacle, besides)
+        assert kernel == case.kernel
+    elif case.kernel in (
+        *tensor_tiles.BACKWARD,
+        *f64_tiles.BACKWARD,
+        "backward_sm90_dkdv",
+        "backward_sm90_bias",
+    ):
+        part = case.kernel.rpartition("_")[2]
+        obstacle = None if "sm90" in case.kernel else "for a test"
+        slope = functions.has_slope
+        kernel, tiles = config.backward(part, problem, target, slope, obstacle=obstacle)
+        assert kernel == case.kernel
+    elif case.kernel in KERNELS:
+        tiles = config.simt(case.kernel, problem, target, functions.has_slope)
+    else:
+        of_blocks = RESULTS if case.kernel.startswith("backward") else ROWS
+        shared = 512 * problem.accumulator.itemsize
+        tiles = Tiles(0, 0, 512, shared) if case.kernel == "backward_sink" else of_blocks
+        functions = NONE
+    of_results = functions is NONE and case.kernel != "backward_dq_rows"
+    return Specialisation(
+        case.kernel,
+        problem.dtype.name,
+        0 if of_results else problem.d,
+        0 if case.kernel == "backward_dq_rows" else problem.d_v,
+        tiles,
+        packed=case.packed,
+        dropout=problem.dropout > 0 and tiles.block_q > 0,
+        functions=functions,
+        tma_store=not case.packed and _has_room_for_boxes(case, problem, tiles),
+        atomic_dq=not case.packed
+        and (case.kernel, case.dtype.itemsize)
+        in (
+            ("backward_sm80_dkdv", 2),
+            ("backward_sm90_dkdv", 2),
+            ("backward_f64_dkdv", 8),
+            ("backward_simt_dkdv", 4),
+        ),
+    )

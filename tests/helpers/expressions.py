@@ -1,0 +1,137 @@
+"""The register machine run on expressions: shared by the tests of `expr`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cupyflash.errors import ArgumentError
+from cupyflash.expr.bind import bind
+from cupyflash.expr.evaluate import evaluate, evaluate_exactly
+from cupyflash.expr.lower import lower
+from cupyflash.masks import flat_sizes, position_symbols
+from cupyflash.reference.cpu import program, tile
+from cupyflash.reference.cpu.jit import kernel
+from cupyflash.reference.spec.naive import Sizes
+
+
+@st.composite
+def problems(draw):
+    """Sizes of small problems, of one length or packed."""
+    heads = draw(st.integers(1, 2))
+    if draw(st.booleans()):
+        lead = draw(st.sampled_from([(), (1,), (2,), (2, 2)]))
+        return Sizes(lead, heads, draw(st.integers(1, 12)), draw(st.integers(1, 12)))
+    n = draw(st.integers(1, 3))
+    len_q, len_k = (
+        np.array(draw(st.lists(st.integers(1, 9), min_size=n, max_size=n)), np.int64)
+        for _ in range(2)
+    )
+    return Sizes((n,), heads, len_q, len_k, np.cumsum(len_q) - len_q, np.cumsum(len_k) - len_k)
+
+
+def of_batch(sizes, b):
+    """The sizes of batch entry b, as numbers."""
+    return {
+        name: int(np.broadcast_to(getattr(sizes, name), int(np.prod(sizes.lead)))[b])
+        for name in ("len_q", "len_k", "start_q", "start_k")
+    }
+
+
+@st.composite
+def tiles(draw, sizes):
+    """A tile (b, h, i0, ni, j0, nj) of a problem."""
+    b = draw(st.integers(0, int(np.prod(sizes.lead)) - 1))
+    one = of_batch(sizes, b)
+    corner = [b, draw(st.integers(0, sizes.heads - 1))]
+    for length in (one["len_q"], one["len_k"]):
+        first = draw(st.integers(0, length - 1))
+        corner += [first, draw(st.integers(1, length - first))]
+    return tuple(corner)
+
+
+def bound_or_none(expr, sizes):
+    """The bound expression, or None where `bind` finds no proof that it is safe."""
+    try:
+        return bind(expr, flat_sizes(sizes))
+    except ArgumentError:
+        return None
+
+
+# -- the readers, over one tile -------------------------------------------------------------------
+
+
+def tile_symbols(sizes, where_):
+    """The symbols of a tile for NumPy: positions (ni, nj), and its corners."""
+    b, h, i0, ni, j0, nj = where_
+    i, j = np.ix_(np.arange(i0, i0 + ni), np.arange(j0, j0 + nj))
+    numbers = SimpleNamespace(**of_batch(sizes, b))
+    corners = {"i_low": i0, "i_high": i0 + ni - 1, "j_low": j0, "j_high": j0 + nj - 1}
+    return position_symbols(b, h, i, j, numbers), of_batch(sizes, b) | {"b": b, "h": h} | corners
+
+
+def by_numpy(bound, sizes, where_, score=None, float_type=np.float32):
+    """The value over a tile, (ni, nj)."""
+    symbols, _ = tile_symbols(sizes, where_)
+    value = evaluate(bound, symbols | {"score": score}, float_type)
+    return np.broadcast_to(value, (where_[3], where_[5]))
+
+
+def exactly(root, sizes, where_, float_type=np.float32):
+    """The value of a bound or a tile class, which knows a tile's corners."""
+    return evaluate_exactly(root, tile_symbols(sizes, where_)[1], {}, float_type)
+
+
+@kernel
+def run_mask(mask, symbols, i0, ni, nj, lanes, s):
+    ri, rf = tile.make_registers(mask, lanes, s)
+    tile.apply_mask(mask, symbols, i0, ni, nj, lanes, s, ri, rf)
+
+
+@kernel
+def run_score(score, symbols, i0, ni, nj, lanes, s, changed):
+    ri, rf = tile.make_registers(score, lanes, s)
+    tile.apply_score(score, symbols, i0, ni, nj, lanes, s, changed, ri, rf)
+
+
+@kernel
+def run_class(classes, symbols, like):
+    ri, rf = tile.make_registers(classes, 1, like)
+    return tile.classify_tile(classes, symbols, ri, rf)
+
+
+def machine_symbols(sizes, where_):
+    _, numbers = tile_symbols(sizes, where_)
+    return np.array([numbers.get(name, 0) for name in program.SYMBOLS], np.int64)
+
+
+def mask_by_machine(bound, sizes, where_):
+    """The mask over a tile, (ni, nj), by the CPU kernels' register machine."""
+    _, _, i0, ni, _, nj = where_
+    lanes = ni + 3
+    s = np.ones(nj * lanes, np.float32)
+    run_mask(lower(bound), machine_symbols(sizes, where_), i0, ni, nj, lanes, s)
+    s = s.reshape(nj, lanes)
+    assert (s[:, ni:] == 1).all()  # lanes beyond the tile stay as they were
+    assert np.isin(s, (1, -np.inf)).all()
+    return (s[:, :ni] == 1).T
+
+
+def score_by_machine(bound, sizes, where_, score):
+    """The changed scores over a tile, (ni, nj), in the type of `score`."""
+    _, _, i0, ni, _, nj = where_
+    lanes = ni + 2
+    s = np.zeros((nj, lanes), score.dtype)
+    s[:, :ni] = score.T
+    changed = np.zeros(nj * lanes, score.dtype)
+    run_score(
+        lower(bound), machine_symbols(sizes, where_), i0, ni, nj, lanes, s.reshape(-1), changed
+    )
+    return changed.reshape(nj, lanes)[:, :ni].T
+
+
+def class_by_machine(classes, sizes, where_):
+    """EMPTY, PARTIAL or FULL of a tile."""
+    return run_class(lower(classes), machine_symbols(sizes, where_), np.empty(0, np.float32))

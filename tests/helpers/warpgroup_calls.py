@@ -1,0 +1,78 @@
+"""Calls that `forward_sm90` or, of float32, `forward_sm90_tf32` computes on the emulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulator import build
+from emulator.calls import Blocks, Emulator
+from emulator.machine import REVERSE
+
+from cupyflash.gpu.kernels.tiles import Tiles
+from cupyflash.problem import validate
+from cupyflash.problem.call import Problem
+from cupyflash.testing import Precision, forward_bound, forward_bound_varlen, rho
+
+emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
+
+
+@dataclass(frozen=True)
+class Warpgroups(Blocks):
+    """Calls go to `forward_sm90`, of float32 to `forward_sm90_tf32`, or nowhere."""
+
+    hopper: bool = True
+
+    def forward(
+        self, problem: Problem, obstacle: str | None = "unknown", besides: str = "nothing"
+    ) -> tuple[str, Tiles]:
+        """Return the kernel of the forward, and its tiles."""
+        kernel, tiles = super().forward(problem, obstacle, besides)
+        wanted = "forward_sm90_tf32" if problem.dtype == np.float32 else "forward_sm90"
+        assert kernel == wanted, obstacle
+        return kernel, tiles
+
+
+def draw(dtype, *shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def precision_of(dtype):
+    return "tf32x3" if dtype == np.float32 else None
+
+
+def run(
+    q, k, v, schedule=REVERSE, out=None, read=build.read, offsets=None, multiprocessors=2, **options
+):
+    """Compute out and lse on the emulator, into memory that holds NaN."""
+    options |= {"precision": precision_of(q.dtype)}
+    if offsets is None:
+        call = validate.call(q, k, v, **options)
+    else:
+        call = validate.varlen_call(q, k, v, *offsets, True, **options)
+    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    if out is None:
+        out = np.empty((*lead, *q.shape[-3:-1], v.shape[-1]), q.dtype)
+    out[...] = np.nan
+    lse = np.full(out.shape[:-1], np.nan, np.float32)
+    visited = np.zeros(1, np.uint64)
+    Emulator(Warpgroups(multiprocessors=multiprocessors), schedule, read=read).forward(
+        call, out, lse, visited
+    )
+    return out, lse, int(visited[0])
+
+
+def within_the_bound(q, k, v, out, lse, offsets=None, **options):
+    precision = Precision.of(q.dtype, tensor_cores=True, precision=precision_of(q.dtype))
+    options |= {"precision": precision, "block_kv": 64}
+    if offsets is None:
+        bound = forward_bound(q, k, v, **options)
+    else:
+        bound = forward_bound_varlen(q, k, v, *offsets, **options)
+    assert rho(out, *bound.out).value <= 1
+    assert rho(lse, *bound.lse).value <= 1

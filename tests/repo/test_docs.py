@@ -1,0 +1,105 @@
+"""The site of docs/: it builds without a warning, its links lead somewhere, every name is there."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+from documents import PAGES, ROOT
+
+MODULES = [f"cupyflash.{x}" for x in "masks scores expr figures analysis bench testing".split()]
+BUILDERS = ("sphinx", "furo", "myst_parser", "numpydoc", "matplotlib")
+REMEDY = 'the site is built by what pip install ".[docs]" brings'
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    missing = [name for name in BUILDERS if importlib.util.find_spec(name) is None]
+    if missing and not os.environ.get("CI"):
+        pytest.skip(f"{REMEDY}: {', '.join(missing)} is not there")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    command += ["-d", str(folder / "trees"), str(ROOT / "docs"), str(folder / "html")]
+    # Away from the checkout, whose top folder has a part of the package only.
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{REMEDY}"
+    return folder / "html"
+
+
+class Page(HTMLParser):
+    """A page's links and the places that links can lead to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.places = {""}
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.places.add(named.get("id") or "")
+        for name in ("href", "src", "xlink:href"):
+            if named.get(name):
+                self.links.append(str(named[name]))
+
+
+def test_links_lead_somewhere(site):
+    pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
+    assert len(pages) > len(PAGES)
+    for path, page in pages.items():
+        for link in page.links:
+            if re.match(r"[a-z]+:|//", link):
+                continue
+            file, place = urldefrag(link)
+            file = file.partition("?")[0]
+            target = (path.parent / unquote(file)).resolve() if file else path
+            assert target.is_file(), f"{path.relative_to(site)} links to {link}"
+            if target in pages:
+                known = pages[target].places
+                assert unquote(place) in known, f"{path.relative_to(site)} links to {link}"
+
+
+def test_every_public_name_is_there(site):
+    content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    documented = {line.split(" ")[0] for line in zlib.decompress(content).decode().splitlines()}
+    for module in ("cupyflash", *MODULES):
+        for name in importlib.import_module(module).__all__:
+            assert f"{module}.{name}" in documented, f"{module}.{name} is not in docs/reference"
+
+
+def test_no_formula_and_no_drawing_is_lost(site):
+    """Pictures are in the pages as SVG, in the page's colours and with a text for the blind."""
+    found = "".join((site / page[5:-3]).with_suffix(".html").read_text() for page in PAGES)
+    figures = list((ROOT / "docs" / "drawings").glob("[!_]*.py"))
+    assert figures
+    assert len(figures) == found.count('<div class="drawing-picture">')
+    assert "#010203" not in found
+
+
+def test_pictures_of_the_readme_are_those_that_are_drawn(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    readme = (ROOT / "README.md").read_text()
+    for name, svg in importlib.import_module("pictures").pictures().items():
+        drawn = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
+        assert drawn == svg, f"docs/pictures/{name} is old: python docs/pictures.py"
+        assert f"(docs/pictures/{name})" in readme
+
+
+def test_examples_in_docstrings():
+    """Those that the site shows; tests/kit/test_verify.py has those of cupyflash.testing."""
+    names = {"cupyflash", *MODULES} - {"cupyflash.testing"}
+    public = [(importlib.import_module(name), name) for name in names]
+    homes = {getattr(getattr(m, x), "__module__", name) for m, name in public for x in m.__all__}
+    found = [doctest.testmod(importlib.import_module(name)) for name in sorted(homes)]
+    assert sum(each.attempted for each in found) > 20
+    assert not sum(each.failed for each in found)

@@ -1,0 +1,92 @@
+"""Rules that hold for every file: its length, and what it must not say."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ["cupyflash", "reference", "kernels_cu", "tests", "examples", "docs"]
+MAX_LINES = 500
+TEXT = {
+    ".py",
+    ".cu",
+    ".cuh",
+    ".md",
+    ".rst",
+    ".css",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".cfg",
+    ".txt",
+    ".sh",
+    "",
+}
+NOT_OURS = {"LICENSE", ".git"}  # the latter is a file in a worktree
+SKIPPED_FOLDERS = {".git", ".venv", "venv", "build", "dist", "__pycache__"}
+
+
+def files() -> list[Path]:
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in SKIPPED_FOLDERS and not name.endswith(("_cache", ".egg-info"))
+        )
+        found += [Path(folder, name).relative_to(ROOT) for name in sorted(names)]
+    return [path for path in found if path.suffix in TEXT and path.name not in NOT_OURS]
+
+
+FILES = [path for path in files() if path.parts[0] != ".hypothesis"]
+SOURCES = [
+    path for path in FILES if path.parts[0] in CODE and path.suffix in {".py", ".cu", ".cuh"}
+]
+
+FORBIDDEN = {
+    # Written so that this file does not match itself.
+    "unfinished work": re.compile(r"\b(?:TO[D]O|FIX[M]E|X{3}|HA[C]K)\b|Not[I]mplementedError"),
+    "a path of one machine": re.compile(r"(?<![\w.])/(?:home|root|Users|work|mnt|tmp|opt)/\w"),
+    "a conflict marker": re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE),
+    "a test that cannot fail": re.compile(r"\bassert True\b"),
+    "a tab or a carriage return": re.compile(r"[\t\r]"),
+    "trailing space": re.compile(r"[ \t]+$", re.MULTILINE),
+}
+SILENCED = re.compile(r"#\s*(?:type:\s*ignore|noqa)(?P<codes>\[[\w\-, ]+\]|:\s*[A-Z]+\d+)?")
+
+
+def test_there_is_something_to_check():
+    assert {path.parts[0] for path in SOURCES} >= {"cupyflash", "reference", "kernels_cu", "tests"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_files_are_short(path):
+    lines = (ROOT / path).read_text().count("\n")
+    assert lines <= MAX_LINES, f"{path} has {lines} lines: split it by job"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_files_say_nothing_forbidden(path):
+    text = (ROOT / path).read_text()
+    for what, pattern in FORBIDDEN.items():
+        match = pattern.search(text)
+        if match:
+            line = text.count("\n", 0, match.start()) + 1
+            raise AssertionError(f"{path}:{line} has {what}: {match.group()!r}")
+    assert not text or text.endswith("\n"), f"{path} does not end with a newline"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_silenced_checks_name_their_rule(path):
+    for match in SILENCED.finditer((ROOT / path).read_text()):
+        assert match["codes"], f"{path}: {match.group()!r} silences everything"
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.suffix == ".py"], ids=str)
+def test_modules_say_what_they_are(path):
+    text = (ROOT / path).read_text()
+    assert text.startswith(('"""', 'r"""', "#!")), f"{path} has no docstring"

@@ -1,0 +1,245 @@
+"""Who may import whom, read from the sources by `ast`."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Folders and modules of `cupyflash`, lowest first: each imports from lower rows only. `__init__` and
+# `__main__` may import all of them.
+ORDER = [
+    ["errors"],
+    ["arrays"],
+    ["analysis"],
+    ["expr"],
+    ["figures"],
+    ["masks"],
+    ["scores"],
+    ["problem"],
+    ["gpu"],
+    ["dispatch"],
+    ["execute", "explanation"],
+    ["api", "varlen"],
+    ["testing"],
+    ["bench"],
+    ["commands"],
+]
+# The same inside of folders whose modules depend on each other one way, too. Modules of the other
+# folders may import each other.
+INSIDE = {
+    "arrays": [["cuda_device"], ["device_arrays"], ["interop"]],
+    "problem": [
+        ["call"],
+        ["pack_gqa"],
+        ["bound_exprs"],
+        ["device_args"],
+        ["scalars"],
+        ["validate"],
+    ],
+    "gpu": [
+        ["driver", "params"],
+        ["strides", "tma"],
+        ["kernels"],
+        ["source", "workspace"],
+        ["jit", "recipe"],
+        ["launch"],
+        ["launch_cache"],
+    ],
+}
+# The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
+# them: who calls them, who writes the programs they run, who checks them, who reports on them.
+USERS_OF_REFERENCE = [
+    "cupyflash.dispatch",
+    "cupyflash.expr.lower",
+    "cupyflash.testing",
+    "cupyflash.commands",
+]
+# Imported when first needed, never by `import cupyflash`.
+LAZY = {"numba", "llvmlite", "cupy", "cupyx", "cuda", "hypothesis", "typer", "rich", "ml_dtypes"}
+LAZY |= {"matplotlib", "torch"}
+REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_names)
+
+# CuPy stays behind these, and even they import it only when one of their functions is called.
+USERS_OF_CUPY = [
+    "cupyflash.arrays.cuda_device",
+    "cupyflash.arrays.device_arrays",
+    "cupyflash.gpu.driver",
+    "cupyflash.gpu.jit",
+    "cupyflash.gpu.tma",
+    "cupyflash.explanation.registers",
+    "cupyflash.bench.measure",
+    "cupyflash.commands.info",
+    "cupyflash.testing.copies",
+]
+# The one module that imports hypothesis; no module that is imported by itself imports it.
+USER_OF_HYPOTHESIS = "cupyflash.testing.hypothesis_needed"
+
+LEVEL = {name: level for level, row in enumerate(ORDER) for name in row}
+LEVEL_INSIDE = {
+    f"{folder}.{name}": level
+    for folder, rows in INSIDE.items()
+    for level, row in enumerate(rows)
+    for name in row
+}
+
+
+class Import(NamedTuple):
+    target: str  # absolute dotted name; for `from a import b` both a.b and a are possible targets
+    line: int
+    at_import: bool  # executed when the module is imported
+
+
+def modules(folder: str, package: str) -> dict[str, Path]:
+    """Dotted name -> file of every module of a package that lies in `folder`."""
+    found = {}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT / folder).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        found[".".join((package, *parts))] = path
+    return found
+
+
+PACKAGE = modules("cupyflash", "cupyflash")
+REFERENCE = modules("reference", "cupyflash.reference")
+ALL = PACKAGE | REFERENCE | modules("kernels_cu", "cupyflash.kernels_cu")
+
+
+def for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(node: ast.AST, at_import: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    for child in ast.iter_child_nodes(node):
+        inside = at_import and not (
+            isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            or for_types_only(child)
+        )
+        yield child, at_import
+        yield from walk(child, inside)
+
+
+def imports(name: str, path: Path) -> list[Import]:
+    """Every import of a module, wherever it stands, with relative ones resolved."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = []
+    for node, at_import in walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found += [Import(alias.name, node.lineno, at_import) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                dotted = ".".join((*base, alias.name))
+                target = dotted if dotted in ALL else ".".join(base)
+                found.append(Import(target, node.lineno, at_import))
+    return found
+
+
+def row_of(module: str) -> str:
+    """`cupyflash.expr.nodes` -> `expr`; the package itself -> the empty string."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def part_of(module: str) -> str:
+    """`cupyflash.gpu.kernels.tiles` -> `gpu.kernels`."""
+    return ".".join(module.split(".")[1:3])
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_the_table_names_existing_modules():
+    rows = {row_of(name) for name in PACKAGE} - {"", "__main__"}
+    assert rows - set(LEVEL) == set(), "modules without a row in ORDER"
+    assert set(LEVEL) - rows == set(), "rows in ORDER without a module"
+    parts = {
+        part_of(name) for name in PACKAGE if row_of(name) in INSIDE and part_of(name) not in INSIDE
+    }
+    assert parts == set(LEVEL_INSIDE)
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_cupyflash_imports_one_way(name):
+    mine = row_of(name)
+    if mine in ("", "__main__"):
+        return
+    for target, line, _ in imports(name, PACKAGE[name]):
+        if not within(target, "cupyflash"):
+            continue
+        where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
+        theirs = row_of(target)
+        if within(target, "cupyflash.reference"):
+            assert any(within(name, user) for user in USERS_OF_REFERENCE), where
+        elif within(target, "cupyflash.kernels_cu"):
+            raise AssertionError(where + ": the CUDA sources are data")
+        elif theirs != mine:
+            # "" is `from cupyflash import x`: the top, which imports everything.
+            assert theirs, where + ": import the module that defines it"
+            assert LEVEL[theirs] < LEVEL[mine], where
+        elif mine in INSIDE and part_of(target) != part_of(name):
+            assert LEVEL_INSIDE[part_of(target)] < LEVEL_INSIDE[part_of(name)], where
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_cupy_stays_behind_few_modules(name):
+    if any(within(name, user) for user in USERS_OF_CUPY):
+        return
+    for target, line, _ in imports(name, PACKAGE[name]):
+        where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
+        assert target.partition(".")[0] not in {"cupy", "cupyx", "cuda"}, where
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_heavy_packages_are_imported_when_needed(name):
+    for target, line, at_import in imports(name, PACKAGE[name]):
+        where = f"{PACKAGE[name].relative_to(ROOT)}:{line} imports {target}"
+        if at_import and (name, target) != (USER_OF_HYPOTHESIS, "hypothesis"):
+            assert target.partition(".")[0] not in LAZY, where
+
+
+def test_importing_cupyflash_does_not_reach_reference():
+    # A module may import `reference`, hence Numba, if it is itself imported only when needed.
+    paths = {"cupyflash": "cupyflash"}
+    ahead = ["cupyflash"]
+    while ahead:
+        name = ahead.pop()
+        for target, _, at_import in imports(name, ALL[name]):
+            if not (at_import and target in ALL):
+                continue
+            parts = target.split(".")
+            for end in range(1, len(parts) + 1):  # importing a.b.c imports a and a.b first
+                module = ".".join(parts[:end])
+                if module not in paths:
+                    paths[module] = f"{paths[name]} -> {module}"
+                    ahead.append(module)
+    assert [path for name, path in paths.items() if within(name, "cupyflash.reference")] == []
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_reference_knows_nothing_of_cupyflash(name):
+    for target, line, _ in imports(name, REFERENCE[name]):
+        where = f"{REFERENCE[name].relative_to(ROOT)}:{line} imports {target}"
+        if within(target, "cupyflash"):
+            # Only through a relative import of a sibling: `from . import philox`.
+            assert within(target, "cupyflash.reference"), where
+        else:
+            assert target.partition(".")[0] in REFERENCE_MAY_IMPORT, where
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_reference_imports_siblings_relatively(name):
+    for node in ast.walk(ast.parse(REFERENCE[name].read_text())):
+        if isinstance(node, ast.Import):
+            assert not any(within(alias.name, "cupyflash") for alias in node.names)
+            assert not any(within(alias.name, "reference") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert not within(node.module or "", "cupyflash")
+            assert not within(node.module or "", "reference")

@@ -1,0 +1,150 @@
+"""What is in the wheel and in the sdist, and that the wheel's content works by itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAPPING = {
+    "cupyflash": "cupyflash",
+    "reference": "cupyflash/reference",
+    "kernels_cu": "cupyflash/kernels_cu",
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and an sdist, built offline from a copy of the sources."""
+    folder = tmp_path_factory.mktemp("build")
+    sources = folder / "sources"
+    sources.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources / name)
+    for name in MAPPING:
+        shutil.copytree(
+            ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
+        )
+    # Without --wheel and --sdist the wheel is built from the sdist: so the sdist is complete.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), "."]
+    done = subprocess.run(command, cwd=sources, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> set[str]:
+    (path,) = built.glob("*.whl")
+    return set(zipfile.ZipFile(path).namelist())
+
+
+@pytest.fixture(scope="module")
+def sdist(built: Path) -> set[str]:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        return {member.name.partition("/")[2] for member in archive if member.isfile()}
+
+
+def shipped() -> dict[str, str]:
+    """Every file that the package needs: its place in the checkout -> its place in the wheel."""
+    found = {}
+    for folder, package in MAPPING.items():
+        for path in (ROOT / folder).rglob("*"):
+            data = (
+                path.suffix in {".py", ".cu", ".cuh"}
+                or path.name == "py.typed"
+                or path.parent == ROOT / "cupyflash" / "data"
+            )
+            if path.is_file() and data and "__pycache__" not in path.parts:
+                inside = path.relative_to(ROOT / folder).as_posix()
+                found[f"{folder}/{inside}"] = f"{package}/{inside}"
+    return found
+
+
+def test_every_file_is_in_the_wheel(wheel):
+    assert set(shipped().values()) - wheel == set()
+
+
+def test_the_data_and_the_cuda_sources_are_in_the_wheel(wheel):
+    assert "cupyflash/py.typed" in wheel
+    assert "cupyflash/data/demo.npz" in wheel
+    assert "cupyflash/kernels_cu/common/philox.cuh" in wheel
+    assert "cupyflash/kernels_cu/README.md" in wheel
+    assert "cupyflash/reference/algorithms/README.md" in wheel
+
+
+def test_every_file_is_in_the_sdist(sdist):
+    wanted = {*shipped(), "pyproject.toml", "README.md", "LICENSE"}
+    assert wanted - sdist == set()
+
+
+def test_only_cupyflash_is_at_the_top_of_the_wheel(wheel):
+    tops = {name.partition("/")[0] for name in wheel}
+    info = {top for top in tops if top.endswith(".dist-info")}
+    assert len(info) == 1
+    assert tops - info == {"cupyflash"}
+
+
+def test_no_tests_and_no_caches_are_shipped(wheel):
+    for name in wheel:
+        assert "__pycache__" not in name
+        assert not name.startswith(("tests/", "cupyflash/tests/"))
+
+
+def test_the_metadata(built, wheel):
+    (path,) = built.glob("*.whl")
+    (name,) = (name for name in wheel if name.endswith(".dist-info/METADATA"))
+    metadata = zipfile.ZipFile(path).read(name).decode()
+    header = metadata.partition("\n\n")[0].splitlines()
+    import cupyflash
+
+    assert f"Version: {cupyflash.__version__}" in header
+    assert "Requires-Python: >=3.11" in header
+    hard = [
+        line.partition(": ")[2]
+        for line in header
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    ]
+    assert sorted(line.partition("<")[0].partition(">")[0] for line in hard) == ["numba", "numpy"]
+
+
+def test_the_wheel_works_away_from_the_checkout(built, tmp_path):
+    (path,) = built.glob("*.whl")
+    zipfile.ZipFile(path).extractall(tmp_path / "site")
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path / "site")!r})
+from pathlib import Path
+import numpy as np
+import cupyflash, cupyflash.kernels_cu, cupyflash.reference.spec.naive
+for module in (cupyflash, cupyflash.kernels_cu, cupyflash.reference.spec.naive):
+    assert Path(module.__file__).is_relative_to({str(tmp_path / "site")!r}), module.__file__
+q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4))
+out = cupyflash.reference.spec.naive.attention(q, k, v).out
+assert out.shape == q.shape
+from cupyflash.reference.algorithms import flash_attention
+assert np.allclose(flash_attention.forward(q[0], k[0], v[0]).o, out[0])
+assert cupyflash.analysis.causal_tiles(1024, 1024, 32, 32).visited == 528
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_extras_are_those_documented():
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert set(extras) == {
+        "cuda12", "cuda13", "bf16", "bench", "docs", "examples", "verify", "test", "dev",
+    }  # fmt: skip
+    readme = (ROOT / "README.md").read_text()
+    for extra in extras:
+        assert f"`{extra}`" in readme, f"README.md does not name the extra {extra}"

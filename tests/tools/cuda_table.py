@@ -1,0 +1,149 @@
+"""What the compiled kernels take of a GPU: the table in tests/data/cuda_resources.csv.
+
+Registers, stack, spilled bytes and shared memory of the covering set of specialisations, as NVRTC
+reports them; no GPU is needed. tests/cuda/test_cuda_compile.py holds the table true.
+
+    python tests/tools/cuda_table.py                write it anew: look at what git shows of it
+    python tests/tools/cuda_table.py --archs all    print it for all, and write nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import io
+import os
+import re
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "helpers"))
+
+from cuda_specialisations import SHARED_MEMORY, Case, cases, runs_on, specialisation
+
+from cupyflash.gpu import source
+
+TABLE = Path(__file__).parents[1] / "data" / "cuda_resources.csv"
+ARCHS = ("sm_75", "sm_80", "sm_90", "sm_120")  # of the table
+
+
+class Key(NamedTuple):
+    """A specialisation on an architecture."""
+
+    kernel: str
+    dtype: str
+    d: int
+    d_v: int
+    options: str
+    packed: bool
+    arch: str
+
+
+class Resources(NamedTuple):
+    """What a kernel takes; of registers, stack and spills, what a thread does."""
+
+    block_q: int
+    block_kv: int
+    threads: int
+    shared_memory: int
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+
+class CannotCompile(Exception):
+    """NVRTC is missing or cannot be used."""
+
+
+def key_of(case: Case, arch: str) -> Key:
+    return Key(case.kernel, case.dtype.name, *case.sizes, case.options, case.packed, arch)
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    """Return "major.minor" of NVRTC, once it has compiled something."""
+    try:
+        from cuda.bindings import nvrtc
+
+        log = compiled('extern "C" __global__ void nothing() {}', "sm_90")
+    except Exception as error:
+        raise CannotCompile(f"{type(error).__name__}: {error}") from error
+    assert "'nothing'" in log
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def compiled(text: str, arch: str) -> str:
+    """Compile a source with CuPy's options, and return what the assembler says of it."""
+    from cuda import core
+
+    options = core.ProgramOptions(std="c++17", arch=arch, ftz=True, ptxas_options="-v")
+    log = io.StringIO()
+    core.Program(text, "c++", options).compile("cubin", logs=log)
+    return log.getvalue()
+
+
+def measure(case: Case, arch: str) -> Resources:
+    """Compile a case, and return what it takes."""
+    special = specialisation(case, arch)
+    log = compiled(source.source(special), special.architecture or arch)
+    assert "C75" not in log, log  # products that the assembler runs one by one
+    assert f"'{special.name}'" in log, log
+    (registers,) = re.findall(r"Used (\d+) registers", log)
+    (stack,) = re.findall(r"(\d+) bytes stack frame", log)
+    (stores,) = re.findall(r"(\d+) bytes spill stores", log)
+    (loads,) = re.findall(r"(\d+) bytes spill loads", log)
+    tiles = special.tiles
+    return Resources(
+        tiles.block_q, tiles.block_kv, tiles.threads, tiles.shared_memory,
+        int(registers), int(stack), int(stores), int(loads),
+    )  # fmt: skip
+
+
+def read() -> tuple[str, dict[Key, Resources]]:
+    """Return the table, and the version of NVRTC that it was made with."""
+    first, *lines = TABLE.read_text().splitlines()
+    rows = {}
+    for row in csv.DictReader(lines):
+        words = [row[name] for name in Key._fields]
+        key = Key(*words[:2], int(words[2]), int(words[3]), words[4], words[5] == "True", words[6])
+        assert key not in rows, key
+        rows[key] = Resources(*(int(row[name]) for name in Resources._fields))
+    return first.removeprefix("# NVRTC "), rows
+
+
+def write(rows: Iterable[tuple[Key, Resources]], file: io.TextIOBase) -> None:
+    print(f"# NVRTC {nvrtc_version()}", file=file)
+    table = csv.writer(file, lineterminator="\n")
+    table.writerow(Key._fields + Resources._fields)
+    table.writerows(key + resources for key, resources in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the table of tests/data/cuda_resources.csv.")
+    parser.add_argument(
+        "--archs", help="print the table for these instead: sm_86,sm_89 or so, or all"
+    )
+    chosen = parser.parse_args().archs
+    archs = ARCHS if chosen is None else SHARED_MEMORY if chosen == "all" else chosen.split(",")
+    jobs = [(case, arch) for case in cases() for arch in archs if runs_on(case, arch)]
+    nvrtc_version()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = pool.map(lambda job: (key_of(*job), measure(*job)), jobs)
+        rows = list(made)
+    text = io.StringIO()
+    write(rows, text)
+    if chosen is None:
+        TABLE.write_text(text.getvalue())
+        print(f"{len(rows)} rows in {TABLE}", file=sys.stderr)
+    else:
+        print(text.getvalue(), end="")
+
+
+if __name__ == "__main__":
+    main()
