@@ -207,7 +207,7 @@ def test_ctrl_c_waits_for_the_helpers(tmp_path):
     """Pressed twice: the second must not leave helpers behind that write to freed memory."""
     program = """
         import os, signal, threading, time
-        from cupyflash.reference import threads
+        from cupyflash.reference.cpu import threads
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
         main, ended = threading.get_ident(), []
         both, pressed = threading.Barrier(3), threading.Event()
@@ -362,7 +362,7 @@ WORK = """
 import multiprocessing, os, sys, threading
 import numpy as np
 import cupyflash
-from cupyflash.reference import threads
+from cupyflash.reference.cpu import threads
 x = np.random.default_rng(0).standard_normal((2, 3, 200, 16)).astype(np.float32)
 
 def work(_=None):

@@ -1,6 +1,6 @@
 """The launches of a call, on the emulator: the one module that knows how the package launches.
 
-`cupyflash.launch` runs as it is, on NumPy arrays: only what it asks of CuPy is answered here, and
+`cupyflash.gpu.launch` runs as it is, on NumPy arrays: only what it asks of CuPy is answered here, and
 the tiles are the emulator's, small ones.
 """
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from placement import Layout, Placed, same_bits
 
-import cupyflash
 from cupyflash import (
     ArgumentError,
     Gradients,
@@ -26,6 +25,8 @@ from cupyflash import (
     workspace_size,
 )
 from cupyflash.arrays.interop import repeats_an_address, share_memory
+from cupyflash.gpu.kernels import config
+from cupyflash.problem import validate
 
 F32 = np.float32
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -350,8 +351,8 @@ def test_a_plan_does_not_hang_on_the_batch():
 
     for d in (1, 64, 128, 129, 512):
         x = filled(2, 4, 3, d)
-        problem = cupyflash.validate.call(x, x, x).problem
-        assert cupyflash.config.choose(NoBatch(problem)) == plan(x, x, x)
+        problem = validate.call(x, x, x).problem
+        assert config.choose(NoBatch(problem)) == plan(x, x, x)
         assert plan(x, x, x) == plan(x[:0], x[:0], x[:0]) == plan(x[0], x[0], x[0])
         assert plan(x, x, x) == plan(*(x[0],) * 3, offsets_q=[0, 1, 3], offsets_k=[0, 3, 3])
 

@@ -324,7 +324,7 @@ CASES = [
         _reciprocals,
     ),
     Case(
-        "begin_copy cp_async_wait_all",
+        "cp_async cp_async_wait_all",
         """
           for (int n = 0; n < 2; ++n) {
             for (int k = 0; k < 4; ++k) smem[2 * t + n].x[k] = in[10];
@@ -376,7 +376,7 @@ CASES = [
         lambda x: np.ascontiguousarray(x[:, [1, 0, 3, 2]]),
     ),
     Case(
-        "add",
+        "red_add",
         """
           for (int k = 0; k < 4; ++k) out[k] = in[k];
           ptx::red_add(out + 1, in[4]);
@@ -394,7 +394,7 @@ CASES = [
         lambda x: x[:, :4] + x[:, 4:],
     ),
     Case(
-        "add",
+        "red_add",
         """
           out[0] = in[0];
           ptx::red_add(out, in[1]);

@@ -41,7 +41,7 @@ def _voted(conditions: Array, threads: int) -> Array:
 # -- barriers -------------------------------------------------------------------------------------
 
 PHASES = Case(
-    "mbarrier_init fence_mbarrier_init arrive mbarrier_try_wait",
+    "mbarrier_init fence_mbarrier_init mbarrier_arrive mbarrier_try_wait",
     """
       const unsigned int barrier = ptx::shared_address(smem + THREADS);
       if (t == 0) {

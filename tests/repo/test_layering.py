@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Folders and modules of `cupyflash`, lowest first: each imports from lower rows only. `__init__` and
-# `__main__` may import all of them.
+# Folders and modules of `cupyflash`, lowest first: each imports from lower rows only. `__init__`
+# and `__main__` may import all of them.
 ORDER = [
     ["errors"],
     ["arrays"],
