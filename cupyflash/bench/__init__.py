@@ -2,7 +2,8 @@
 
 `cupyflash bench` is this on the command line; from Python::
 
-    from cupyflash import bench, measure
+    from cupyflash import bench
+    from cupyflash.bench import measure
 
     suite = bench.SUITES["cpu"]["quick"]
     for case in suite.cases():

@@ -1,7 +1,7 @@
 """The launches of a call, on the emulator: the one module that knows how the package launches.
 
-`cupyflash.gpu.launch` runs as it is, on NumPy arrays: only what it asks of CuPy is answered here, and
-the tiles are the emulator's, small ones.
+`cupyflash.gpu.launch` runs as it is, on NumPy arrays: only what it asks of CuPy is answered here,
+and the tiles are the emulator's, small ones.
 """
 
 from __future__ import annotations

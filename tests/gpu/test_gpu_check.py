@@ -21,7 +21,7 @@ def test_what_the_sanitizers_watch_exists():
     assert named
     for word in named:
         file, _, function = word.partition("::")
-        assert f"def {function}(" in (gpu_check.TESTS / file).read_text()
+        assert f"def {function}(" in (gpu_check.TESTS / "gpu" / file).read_text()
 
 
 def test_the_processes_share_out_every_test():

@@ -163,7 +163,7 @@ def sanitizers(minutes: float) -> list[list[Task]]:
     )
     alone, watched = [], []
     for what, (first, *others) in WATCHED.items():
-        arguments = [f"tests/{x}" if x.startswith("test_") else x for x in (first, *others)]
+        arguments = [f"tests/gpu/{x}" if x.startswith("test_") else x for x in (first, *others)]
         command = pytest(*arguments)
         # On other GPUs, those for Hopper are skipped.
         done = r"\d+ (passed|skipped)" if what.startswith("Hopper") else r"\d+ passed"
