@@ -357,14 +357,15 @@ def test_any_change_of_the_kernels_texts_counts(filled, cache, tmp_path):
     # In an editable install this part of the package lies elsewhere.
     copied = site / "cupyflash" / "reference"
     if not copied.exists():
-        shutil.copytree(REFERENCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(REFERENCE.parent / "kernels_cu", site / "cupyflash" / "kernels_cu")
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REFERENCE.parent, copied, ignore=ignore)
+        shutil.copytree(REFERENCE.parents[1] / "kernels_cu", site / "cupyflash" / "kernels_cu")
     environment = {"CUPYFLASH_CACHE_DIR": str(cache), "PYTHONPATH": str(site)}
     where = "import cupyflash.reference.cpu.jit as jit\nprint(jit.__file__)\n"
     same = run(where + ONCE, tmp_path, **environment)
     assert str(site) in same.said
     assert same.compiled == 0  # the folder of the package does not count, its texts do
-    changed = copied / "softmax.py"
+    changed = copied / "cpu" / "softmax.py"
     text = changed.read_text()
     changed.write_text(text + "# A comment.\n")
     assert run(ONCE, tmp_path, **environment).compiled >= 1
