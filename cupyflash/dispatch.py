@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from . import cpu_tiles
 from .arrays import cuda_device, device_arrays
 from .gpu import launch
-from .gpu.kernels import config, hopper
+from .gpu.kernels import registry
+from .gpu.kernels.spec import Request
 from .gpu.launch import Served
 from .problem import pack_gqa
 from .problem.bound_exprs import Trees, trees
@@ -30,14 +32,14 @@ def _programs(call: Call) -> tuple[Any, Trees]:
 def plan(call: Call) -> Plan:
     """Return which kernel serves a call, with which tiles."""
     if call.device is None:
-        return config.choose(call.problem)
+        return cpu_tiles.choose(call.problem)
     return plan_on(call, cuda_device.of(call.device))
 
 
 def plan_on(call: Call, facts: cuda_device.Target) -> Plan:
     """Return which kernel would serve a call on a GPU that need not be there."""
     call, _ = pack_gqa.joined(call)
-    return config.choose(call.problem, facts, hopper.obstacle(call), hopper.besides(call))
+    return registry.plan(Request.of(call, facts))
 
 
 def forward(call: Call, out: Array, lse: Array | None, plan: Plan | None = None) -> Served:
@@ -47,7 +49,7 @@ def forward(call: Call, out: Array, lse: Array | None, plan: Plan | None = None)
     from cupyflash.reference.cpu import launch as cpu
 
     assert lse is not None
-    plan = plan or config.choose(call.problem)
+    plan = plan or cpu_tiles.choose(call.problem)
     programs, held = _programs(call)
     visited = cpu.forward(
         call.problem,
@@ -82,7 +84,7 @@ def backward(
         return launch.backward(call, *arrays, plan, deterministic=deterministic)
     from cupyflash.reference.cpu import launch as cpu
 
-    plan = plan or config.choose(call.problem)
+    plan = plan or cpu_tiles.choose(call.problem)
     programs, held = _programs(call)
     visited = cpu.backward(
         call.problem,
@@ -110,7 +112,7 @@ def workspace_size(call: Call) -> int:
         return launch.workspace_size(call)
     from cupyflash.reference.cpu import launch as cpu
 
-    return cpu.backward_scratch_size(call.problem, config.choose(call.problem).block_q)
+    return cpu.backward_scratch_size(call.problem, cpu_tiles.choose(call.problem).block_q)
 
 
 def combine(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..api import attention, attention_vjp
 from ..arrays import cuda_device, device_arrays
-from ..gpu.kernels import tensor_tiles
+from ..gpu.kernels import registry
 from ..masks import causal as causal_mask
 from ..testing import Precision, backward_bound, forward_bound, rho
 from .measure import Meter
@@ -185,7 +185,7 @@ def check(inputs: Inputs, every: int = 1) -> list[Checked]:
     q, k, v, do = (array[::every] for array in inputs)
     host = [_on_host(array) for array in (q, k, v)]
     device = device_arrays.device_of(q)
-    cores = device is not None and tensor_tiles.multiplies(
+    cores = device is not None and registry.multiplies(
         q.dtype, None, cuda_device.of(device).capability
     )
     options: dict[str, Any] = {"precision": Precision.of(q.dtype, tensor_cores=cores)}

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays.cuda_device import OLDEST_CAPABILITY
-from ..gpu.kernels import f64_tiles, tensor_tiles
-from ..gpu.kernels.tiles import KERNELS
+from ..gpu.kernels.registry import SPECS
+from ..gpu.kernels.spec import KernelSpec
 
 Line = tuple[str, str]  # label and text
 
@@ -179,29 +179,51 @@ def count(cupy: Any) -> tuple[int, str]:
 def served(capability: tuple[int, int]) -> str:
     """Say which kernels serve a device, and why."""
     if capability < OLDEST_CAPABILITY:
-        major, minor = OLDEST_CAPABILITY
         return (
-            f"NOT supported: kernels need compute capability {major}.{minor} (Turing) or newer; "
-            "NumPy arrays run on the CPU"
+            f"NOT supported: kernels need compute capability {_dotted(OLDEST_CAPABILITY)} (Turing) "
+            "or newer; NumPy arrays run on the CPU"
         )
-    names = [name for name in KERNELS if "_simt" in name]
-    said = f"served by the portable kernels {', '.join(names[:-1])} and {names[-1]}, in every dtype"
-    oldest = ".".join(map(str, tensor_tiles.OLDEST_CAPABILITY))
-    if capability < tensor_tiles.OLDEST_CAPABILITY:
-        return f"{said}; tensor cores are used from compute capability {oldest} on"
-    is_hopper = capability == tensor_tiles.HOPPER
-    hopper = ("forward_sm90", "backward_sm90_dkdv") if is_hopper else ()
-    split = max(tensor_tiles.SPLIT_HOPPER)
-    there = f" (up to {split} by forward_sm90_tf32)" if is_hopper else ""
-    half, single, double = map(tensor_tiles.largest_head, ("float16", "float32", "float64"))
-    return (
-        f"{said}; float16 and bfloat16 with heads up to {half} by the tensor "
-        f"cores of {', '.join(('forward_sm80', *hopper, *tensor_tiles.BACKWARD))}; the first also "
-        f"float64 with heads up to {double}, and float32 up to {single}{there} where "
-        'precision="tf32x3"; '
-        f"gradients of float64 with heads up to {f64_tiles.LARGEST_HEAD} by "
-        f"{' and '.join(f64_tiles.BACKWARD)}"
-    )
+    portable = [spec.name for spec in SPECS.values() if spec.chooses_tiles]
+    said = f"served by the portable kernels {_listed(portable)}, in every dtype"
+    cores = [spec for spec in SPECS.values() if spec.tensor_cores]
+    there = [
+        spec
+        for spec in cores
+        if (spec.capability <= capability if spec.architecture is None
+            else spec.capability == capability)
+    ]  # fmt: skip
+    if not there:
+        oldest = min(spec.capability for spec in cores)
+        return f"{said}; tensor cores are used from compute capability {_dotted(oldest)} on"
+    # Kernels by what they serve: types, the largest head, the precision that is asked for.
+    groups: dict[tuple[str, int, str | None], list[str]] = {}
+    for spec in there:
+        for largest, precision, dtypes in _types(spec):
+            groups.setdefault((_listed(dtypes), largest, precision), []).append(spec.name)
+    parts = [
+        f"{dtypes} with heads up to {largest}"
+        + ("" if precision is None else f' where precision="{precision}"')
+        + f" ({', '.join(names)})"
+        for (dtypes, largest, precision), names in groups.items()
+    ]
+    return f"{said}; tensor cores multiply {'; '.join(parts)}"
+
+
+def _types(spec: KernelSpec) -> list[tuple[int, str | None, list[str]]]:
+    """Return the types that a kernel serves, by largest head and the precision they need."""
+    groups: dict[tuple[int, str | None], list[str]] = {}
+    for dtype, largest in spec.heads.items():
+        groups.setdefault((largest, spec.precisions.get(dtype)), []).append(dtype)
+    return [(*key, dtypes) for key, dtypes in groups.items()]
+
+
+def _listed(names: list[str]) -> str:
+    """Return names as a sentence has them: "a, b and c"."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def device_lines(cupy: Any, number: int) -> list[Line]:

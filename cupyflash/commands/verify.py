@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import api, varlen
 from ..arrays import cuda_device
-from ..gpu.kernels import tensor_tiles
+from ..gpu.kernels import registry
 from .text import whole_number
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def precision_of(device: str) -> Callable[[Any], Precision]:
     from ..testing import Precision
 
     def precision(dtype: Any) -> Precision:
-        cores = device == "gpu" and tensor_tiles.multiplies(
+        cores = device == "gpu" and registry.multiplies(
             dtype, None, cuda_device.here().capability
         )
         return Precision.of(dtype, tensor_cores=cores)

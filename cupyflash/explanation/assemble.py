@@ -17,7 +17,7 @@ from ..figures.mask import MOST_CELLS, Figure, tiles_svg, words_of
 from ..figures.survey import Survey, survey
 from ..figures.terminal import MOST_CELLS as MOST_SIGNS
 from ..figures.terminal import picture
-from ..gpu.kernels.tiles import Tiles
+from ..gpu.kernels.spec import Tiles
 from ..masks import Mask
 from ..problem import pack_gqa, validate
 from ..problem.bound_exprs import trees
@@ -28,18 +28,10 @@ from .occupancy import LIMITS, occupancy
 from .places import Place, place
 from .registers import UnknownError, registers
 from .results import Explanation, KernelUse, Occupancy, Registers
-from .stages import stages
 from .times import flops_of, rooflines, standard
 from .works import Work, fake_array, on_cpu, on_gpu
 
 GRIDS = MOST_CELLS, MOST_SIGNS  # of the drawing, and of the picture in a terminal
-COMPUTES = {
-    "forward": "out and log-sum-exp",
-    "delta": "delta = rowsum(do * out)",
-    "dkdv": "dk and dv",
-    "dq": "dq",
-    "dq_rows": "dq out of its sums",
-}
 
 
 def explain(
@@ -99,8 +91,8 @@ def explain(
     >>> from cupyflash import masks
     >>> made = cupyflash.explain((2, 16, 4096, 128), mask=masks.causal(), device="A100-80GB",
     ...                          compile=False)
-    >>> made.main.name, made.main.block_q, made.main.block_kv
-    ('forward_sm80', 128, 64)
+    >>> made.main.computes, made.main.block_q, made.main.block_kv
+    ('out and log-sum-exp', 128, 64)
     >>> made.main.tiles
     TileCount(empty=31744, partial=2048, full=31744)
     """
@@ -140,7 +132,8 @@ def explain(
             "visited tiles are counted as FLOPs"
         )
     flops = flops_of(pairs, problem.d, problem.d_v, backward)
-    best, theirs = rooflines(where, call, kernels, flops, least, unknown)
+    cores = [work.tensor_cores for work in works]
+    best, theirs = rooflines(where, call, kernels, cores, flops, least, unknown)
     results = sizes.q + sizes.k + sizes.v if backward else sizes.o + sizes.row
     title = f"{words_of(call.mask, 44)}, {problem.dtype}, {kernels[works.index(main)].name}"
     return Explanation(
@@ -262,12 +255,12 @@ def _use(
     pairs = 0 if found is None else _computed_pairs(found, work)
     return KernelUse(
         name=work.name,
-        computes=COMPUTES[work.part] + (", and sums of dq" if work.atomic_dq else ""),
+        computes=work.computes + (", and sums of dq" if work.atomic_dq else ""),
         blocks=work.blocks,
         block_q=work.block_q,
         block_kv=work.block_kv,
         warps=None if tiles is None else tiles.threads // 32,
-        stages=None if work.special is None else stages(work.special),
+        stages=None if tiles is None else tiles.stages,
         shared_memory=None if tiles is None else tiles.shared_memory,
         registers=taken,
         occupancy=held,

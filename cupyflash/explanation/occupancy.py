@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..gpu.kernels.tiles import REGISTERS, Tiles
+from ..gpu.kernels.simt import REGISTERS
+from ..gpu.kernels.spec import Tiles
 from .results import Occupancy
 
 WARP = 32

@@ -38,11 +38,15 @@ def rooflines(
     where: Place,
     call: Call,
     kernels: tuple[KernelUse, ...],
+    tensor_cores: list[bool],
     flops: int,
     least: Bytes,
     unknown: list[str],
 ) -> tuple[Roofline | None, Roofline | None]:
-    """Return the rooflines of the problem and of its kernels; tell why where one is not known."""
+    """Return the rooflines of the problem and of its kernels; tell why where one is not known.
+
+    `tensor_cores` says which kernels multiply by them.
+    """
     device, dtype = where.device, call.problem.dtype.name
     if device is None:
         words = where.words.partition(",")[0]
@@ -54,8 +58,7 @@ def rooflines(
         return None, None
     best = limits(flops, least.total, _best_peak(device, call), device.bandwidth)
     each = []
-    for kernel in kernels:
-        cores = "_simt" not in kernel.name
+    for kernel, cores in zip(kernels, tensor_cores, strict=True):
         peak = _peak(device, dtype, cores, call.problem.precision)
         if peak is None:
             unknown.append(f"time: no peak of {device.name} for {dtype} on tensor cores is known")

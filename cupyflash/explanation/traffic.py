@@ -71,7 +71,7 @@ class Sizes:
         Parameters
         ----------
         part : str
-            One of `works.PARTS`.
+            What the kernel computes: a part as specs name it.
         atomic_dq : bool
             Whether it adds its share of dq to memory.
         found : Survey or None

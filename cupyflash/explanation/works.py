@@ -8,16 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from .. import dispatch
+from .. import cpu_tiles, dispatch
 from ..gpu import recipe
-from ..gpu.kernels import config
-from ..gpu.kernels.tiles import Tiles
+from ..gpu.kernels.spec import KernelSpec, Tiles
 from ..gpu.source import Specialisation
 from ..gpu.workspace import Laid
-from ..problem.call import Call, Gradients
+from ..problem.call import Call, Gradients, Problem
 from .places import Place
 
-PARTS = ("dq_rows", "dkdv", "dq", "delta", "forward")  # by which names of kernels end, or begin
+# What the kernels of the CPU compute: their part, and the same in words.
+CPU_COMPUTES = {
+    "forward": "out and log-sum-exp",
+    "delta": "delta = rowsum(do * out)",
+    "dkdv": "dk and dv",
+    "dq": "dq",
+}
 ALIGNMENT = 256  # bytes, of arrays as a GPU's memory is given out
 
 
@@ -26,20 +31,32 @@ class Work:
     """A kernel of the call, before anything is counted."""
 
     name: str
+    part: str
+    computes: str
     blocks: int
-    tiles: Tiles | None  # None: of the CPU
-    block_q: int
-    block_kv: int
-    atomic_dq: bool
-    special: Specialisation | None
+    block_q: int = 0
+    block_kv: int = 0
+    special: Specialisation | None = None  # None: of the CPU
 
     @property
-    def part(self) -> str:
-        """Which of `PARTS` the kernel computes."""
-        found = [part for part in PARTS if self.name.endswith(part) or f"{part}_" in self.name]
-        if not found:
-            raise LookupError(f"{self.name}: what it reads and writes is not told in {__name__}")
-        return found[0]
+    def spec(self) -> KernelSpec | None:
+        """The kernel's spec, on a GPU."""
+        return None if self.special is None else self.special.spec
+
+    @property
+    def tiles(self) -> Tiles | None:
+        """The kernel's configuration, on a GPU."""
+        return None if self.special is None else self.special.tiles
+
+    @property
+    def atomic_dq(self) -> bool:
+        """Whether it adds its share of dq to memory."""
+        return self.special is not None and self.special.atomic_dq
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether it multiplies by them."""
+        return self.spec is not None and self.spec.tensor_cores
 
 
 def fake_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -54,7 +71,7 @@ def fake_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
     """Return the reason, the kernels, and the bytes of scratch of a call on NumPy arrays."""
     problem = call.problem
-    plan = config.choose(problem)
+    plan = cpu_tiles.choose(problem)
     blocks = {
         size: -(-int(length) // block) * problem.batch
         for size, length, block in (
@@ -68,15 +85,17 @@ def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
         out, inputs = queries * problem.d_v, [call.q.size, call.k.size, call.v.size]
         copies = 4 * (2 if backward else 1) * (out + sum(inputs))
         copies += 2 * (max(inputs) if backward else out)
-    tiles = plan.block_q, plan.block_kv, False, None
+    tiles = plan.block_q, plan.block_kv
     if not backward:
         rows = blocks["q"] * problem.heads
-        return plan.reason, [Work(plan.kernel, rows, None, *tiles)], copies
+        work = Work(plan.kernel, "forward", CPU_COMPUTES["forward"], rows, *tiles)
+        return plan.reason, [work], copies
     of_q, of_k = blocks["q"] * problem.heads, blocks["k"] * problem.heads_kv
+    delta = problem.batch * problem.heads, 0, 0
+    sizes_of = {"delta": delta, "dkdv": (of_k, *tiles), "dq": (of_q, *tiles)}
     works = [
-        Work("reference.backward_delta", problem.batch * problem.heads, None, 0, 0, False, None),
-        Work("reference.backward_dkdv", of_k, None, *tiles),
-        Work("reference.backward_dq", of_q, None, *tiles),
+        Work(f"reference.backward_{part}", part, CPU_COMPUTES[part], *sizes)
+        for part, sizes in sizes_of.items()
     ]
     # Delta, and queries and do transposed.
     numbers = queries * (1 + problem.d + problem.d_v)
@@ -101,35 +120,31 @@ def on_gpu(
     works = [
         Work(
             launch.special.kernel,
+            launch.special.spec.part,
+            launch.special.spec.computes,
             launch.grid,
-            launch.special.tiles,
             launch.special.tiles.block_q if launch.special.tiles.block_kv else 0,
             launch.special.tiles.block_kv,
-            launch.special.atomic_dq,
             launch.special,
         )
         for launch in made.launches
     ]
     if backward:
         main = next(work for work in works if work.block_kv)
-        reason = _why_backward(main, where, problem.dtype.name, problem.accumulator.name)
+        reason = _why_backward(main, where, problem)
     else:
         reason = dispatch.plan_on(call, facts).reason
     return reason, works, sum(laid.nbytes for laid in made.scratch.values())
 
 
-def _why_backward(work: Work, where: Place, dtype: str, accumulator: str) -> str:
-    facts, tiles = where.target, work.tiles
+def _why_backward(work: Work, where: Place, problem: Problem) -> str:
+    facts, tiles, spec = where.target, work.tiles, work.spec
     assert facts is not None
     assert tiles is not None
-    how = (
-        f"runs the portable kernel in {accumulator}"
-        if "_simt_" in work.name
-        else f"multiplies {dtype} by tensor cores, and sums in {accumulator}"
-    )
+    assert spec is not None
     computes = "dk, dv and, in any order, dq" if work.atomic_dq else "dk and dv"
     return (
-        f"{facts.name} {how}; one kernel computes {computes}; {tiles.block_q} x "
+        f"{facts.name} {spec.how(problem)}; one kernel computes {computes}; {tiles.block_q} x "
         f"{tiles.block_kv} tiles take {tiles.shared_memory} bytes of its {facts.shared_memory} of "
         "shared memory"
     )

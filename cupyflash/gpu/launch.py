@@ -19,7 +19,8 @@ from ..errors import ArgumentError
 from ..problem.call import Array, Call, Gradients, Plan
 from . import driver, recipe, tma
 from . import jit as compiler
-from .kernels import config
+from .kernels import registry
+from .kernels.spec import Request
 from .params import MAX_PARTS
 from .recipe import Launch, Recipe
 from .workspace import Laid, scratch_of
@@ -305,7 +306,8 @@ def backward_addresses(
 
 def workspace_size(call: Call) -> int:
     """Return the bytes of workspace that `backward` needs, deterministic or not."""
-    parts = scratch_of(call, config.atomic_dq(call.problem, cuda_device.of(_device(call)), False))
+    request = Request(call.problem, cuda_device.of(_device(call)))
+    parts = scratch_of(call, registry.adds_dq(request, deterministic=False))
     if call.sink is not None:  # whose gradient may have to be computed there
         parts["dsink"] = Laid(call.sink.shape, call.sink.dtype)
     return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())

@@ -24,18 +24,15 @@ from ..problem import pack_gqa
 from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Array, Call, Gradients, Plan, Problem
 from . import params, strides
-from .kernels import config, hopper
-from .kernels.tiles import Tiles
+from .kernels import any as all_hardware
+from .kernels import registry
+from .kernels.spec import Extent, Request, TmaUse
 from .params import KINDS
-from .source import Specialisation
+from .source import NONE, Specialisation
 from .strides import Lead, lead_of
 from .tma import TensorMap
 from .workspace import Laid, scratch_of
 
-ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
-RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
-SINK_THREADS = 512
-LANES = 32  # a warp's, between whose numbers of a sum of dq lie others
 _ADDRESS = struct.Struct("=Q")
 
 
@@ -54,7 +51,7 @@ class Launch:
     slots : tuple of (int, str)
         Byte offset, and whose address (or for "seed" the number itself) belongs there.
     maps : tuple of TensorMap
-        Arrays whose boxes it copies; their encoded maps follow the parameters.
+        Of arrays that it copies by TMA; encoded they follow the parameters.
     """
 
     special: Specialisation
@@ -109,7 +106,9 @@ class _Writer:
         count_tiles: bool,
     ) -> None:
         made = trees(call)
-        self.call, self.facts, self.plan = call, facts, plan
+        self.call, self.facts = call, facts
+        self.arrays = {name: array for name, (array, _) in arrays.items()}
+        self.blocks = None if plan is None else (plan.block_q, plan.block_kv)
         self.generated = generate(
             made.allowed,
             made.classes,
@@ -146,7 +145,8 @@ class _Writer:
             },
         }
         self.named = [*arrays, "seed" if isinstance(problem.seed, int) else "seed_gmem"]
-        self.named += [f"table {n}" for n in range(len(self.generated.arrays))]
+        self.tables = [f"table {n}" for n in range(len(self.generated.arrays))]
+        self.named += self.tables
         if count_tiles:
             self.named.append("tiles_visited")
         if call.offsets is not None:
@@ -155,93 +155,85 @@ class _Writer:
             self.named.append("sink")
             self.told["kind_sink"] = KINDS[call.sink.dtype.name]
 
-    def over_rows(
+    def add(
         self,
-        kernel: str,
-        tiles: Tiles,
-        of_keys: bool,
-        own: tuple[int, ...],
-        atomic_dq: bool = False,
+        part: str,
+        extent: Extent,
+        fields: Mapping[str, Any] | None = None,
+        named: tuple[str, ...] = (),
+        adds_dq: bool = False,
     ) -> None:
-        """Add a kernel whose blocks own rows of queries, or of keys, of one head each.
+        """Add the kernel that serves a part of the call.
 
-        `own` are the lengths of the leading axes that its result has; `atomic_dq` is as in
-        `Specialisation`.
+        `fields` of its parameters go before those of all kernels, and `named` addresses behind
+        them; `adds_dq` says whether it adds its share of dq to memory.
         """
-        problem, functions = self.call.problem, self.generated.functions
-        heads = problem.heads_kv if of_keys else problem.heads
-        rows = tiles.block_kv if of_keys else tiles.block_q
-        if problem.packed:
-            total = self.told["total_k" if of_keys else "total_q"]
-            blocks = total // rows + problem.batch if total else 0
-            grid = blocks * heads
-        else:
-            blocks = -(-self.told["len_k" if of_keys else "len_q"] // rows)
-            grid = blocks * heads * math.prod(own)
-        self.over_tiles(kernel, tiles, grid, functions, atomic_dq, blocks=blocks, own_size=own)
-
-    def over_tiles(
-        self,
-        kernel: str,
-        tiles: Tiles,
-        grid: int,
-        functions: Functions,
-        atomic_dq: bool = False,
-        **told: Any,
-    ) -> None:
-        """Add a kernel that works on tiles of scores; `told` goes before what all are told."""
         problem = self.call.problem
+        functions = self.generated.functions
+        request = Request(
+            problem,
+            self.facts,
+            self.call,
+            self.arrays,
+            self.lead,
+            slope=functions.has_slope,
+            params_bytes=_size(functions),
+            blocks=self.blocks,
+        )
+        spec, tiles, _ = registry.select(part, request)
+        grid = spec.grid(extent, tiles)
+        tma = TmaUse() if spec.tma is None else spec.tma(request, tiles)
+        if adds_dq and "dq_accum" in self.told:  # who reads the sums is told, too
+            sums = self.told["dq_accum"]
+            self.told["dq_accum"] = sums._replace(col=spec.dq_accum_step)
+        told = self.told | {"blocks": grid.blocks}
+        addresses = [*self.named, *named]
+        if spec.scores:
+            functions = replace(functions, has_slope=functions.has_slope and spec.slope)
+        else:
+            functions = NONE
+            told |= {"ints": (), "floats": (), "tables": ()}
+            addresses = [name for name in addresses if name not in self.tables]
         special = Specialisation(
-            kernel=kernel,
+            spec=spec,
             dtype=problem.dtype.name,
-            d=problem.d,
-            d_v=problem.d_v,
+            d=problem.d if "d" in spec.sizes else 0,
+            d_v=problem.d_v if "d_v" in spec.sizes else 0,
             tiles=tiles,
             packed=problem.packed,
-            dropout=problem.dropout > 0,
-            count_tiles="tiles_visited" in self.named,
+            dropout=spec.scores and problem.dropout > 0,
+            count_tiles=spec.scores and "tiles_visited" in self.named,
             functions=functions,
-            atomic_dq=atomic_dq,
+            atomic_dq=adds_dq,
+            tma_store=tma.stores,
         )
-        self._add(special, grid, self.told | told, self.named)
+        _check_grid(spec.name, grid.work_tiles)
+        if grid.size:
+            layout = params.params(
+                functions.num_ints, functions.num_floats, functions.num_tables
+            )
+            slots = tuple((layout.place(name), name) for name in addresses)
+            template = layout.pack({**told, **(fields or {})})
+            self.launches.append(Launch(special, grid.size, template, slots, tma.maps))
 
-    def over_results(
-        self,
-        kernel: str,
-        tiles: Tiles,
-        grid: int,
-        named: tuple[str, ...] = (),
-        d: int = 0,
-        **told: Any,
-    ) -> None:
-        """Add a kernel that works on rows of results, and has no use for masks and scores."""
+    def extent(self, entries: tuple[int, ...], of_keys: bool = False) -> Extent:
+        """Return the extent of a launch whose result has leading axes of these lengths."""
         problem = self.call.problem
-        special = Specialisation(
-            kernel, problem.dtype.name, d, 0 if d else problem.d_v, tiles, packed=problem.packed
-        )
-        nothing = {"ints": (), "floats": (), "tables": ()}
-        own = [name for name in self.named if not name.startswith("table ")]
-        self._add(special, grid, self.told | nothing | told, [*own, *named])
-
-    def _add(
-        self, special: Specialisation, grid: int, told: Mapping[str, Any], named: list[str]
-    ) -> None:
-        has = special.functions
-        layout = params.params(has.num_ints, has.num_floats, has.num_tables)
-        if grid:
-            slots = tuple((layout.place(name), name) for name in named)
-            self.launches.append(_launch(special, grid, layout.pack(told), slots))
+        heads = problem.heads_kv if of_keys else problem.heads
+        sms = self.facts.multiprocessors
+        if problem.packed:
+            totals = self.told["total_q"], self.told["total_k"]
+            return Extent(*totals, heads, 1, problem.batch, sms)
+        lengths = self.told["len_q"], self.told["len_k"]
+        return Extent(*lengths, heads, math.prod(entries), 0, sms)
 
 
-def _launch(
-    special: Specialisation, grid: int, template: bytes, slots: tuple[tuple[int, str], ...]
-) -> Launch:
-    if grid > MAX_GRID:
+def _check_grid(kernel: str, blocks: int) -> None:
+    if blocks > MAX_GRID:
         raise ArgumentError(
-            f"q: batch, heads and lengths make {grid} blocks of {special.kernel}; wanted at most "
+            f"q: batch, heads and lengths make {blocks} blocks of {kernel}; wanted at most "
             f"{MAX_GRID}. Split the batch over several calls."
         )
-    return Launch(special, grid, template, slots)
 
 
 def _is_short(call: Call, made: Trees) -> bool:
@@ -303,23 +295,8 @@ def forward(
     writer = _Writer(call, facts, arrays, False, plan, count_tiles)
     if lse is None:
         writer.named.remove("lse")
-    obstacle = hopper.obstacle(call, writer.lead)
-    kernel, tiles = config.forward(call.problem, facts, plan, obstacle, hopper.besides(call))
-    writer.over_rows(kernel, tiles, False, writer.lead.sizes)
-    launches = tuple(writer.launches)
-    if kernel == "forward_sm90":
-        boxes = hopper.tma_store(call, out, writer.lead, tiles)
-        maps = hopper.maps(call, out, writer.lead, tiles.block_kv, boxes)
-        launches = tuple(
-            replace(
-                launch,
-                special=replace(launch.special, tma_store=boxes),
-                maps=maps,
-                grid=hopper.grid(call, launch.grid, facts),
-            )
-            for launch in launches
-        )
-    return Recipe(launches, {}, writer.generated.arrays)
+    writer.add("forward", writer.extent(writer.lead.sizes))
+    return Recipe(tuple(writer.launches), {}, writer.generated.arrays)
 
 
 def backward(
@@ -343,7 +320,8 @@ def backward(
     if not problem.batch or not problem.heads:
         return Recipe(all_zero=True)
     dq, dk, dv, dbias, dsink = gradients
-    atomic_dq = config.atomic_dq(problem, facts, deterministic, plan)
+    blocks = None if plan is None else (plan.block_q, plan.block_kv)
+    atomic_dq = registry.adds_dq(Request(problem, facts, blocks=blocks), deterministic)
     scratch = scratch_of(call, atomic_dq)
     if dsink is not None and not dsink.flags.c_contiguous:
         scratch["dsink"] = Laid(dsink.shape, dsink.dtype)
@@ -365,61 +343,24 @@ def backward(
         "kind_dv": KINDS[made_dv.dtype.name],
     }
     lead = writer.lead
-    rows = writer.told["total_q" if problem.packed else "len_q"]
-    blocks = -(-rows // RESULTS.block_q)
-    heads = problem.heads * (1 if problem.packed else problem.batch)
-    writer.over_results("backward_delta", RESULTS, blocks * heads, blocks=blocks)
+    writer.add("delta", writer.extent(lead.sizes))
     if dsink is not None:
-        shared = SINK_THREADS * problem.accumulator.itemsize
-        tiles = Tiles(block_q=0, block_kv=0, threads=SINK_THREADS, shared_memory=shared)
-        kind = KINDS[dsink.dtype.name]
-        writer.over_results("backward_sink", tiles, problem.heads, ("dsink",), kind_dsink=kind)
+        kind = {"kind_dsink": KINDS[dsink.dtype.name]}
+        writer.add("sink", writer.extent(lead.sizes), kind, ("dsink",))
     own = lead.sizes if problem.packed else lead.own("dk", "dv")
-    slope = writer.generated.functions.has_slope
-    obstacle = hopper.backward_obstacle(call, do, lead, _size(writer.generated.functions))
-    by_keys, tiles = config.backward("dkdv", problem, facts, slope, plan, obstacle)
-    if "dq_accum" in scratch:  # how far apart a thread's numbers lie
-        apart = 1 if by_keys == "backward_sm90_dkdv" else LANES
-        writer.told["dq_accum"] = writer.told["dq_accum"]._replace(col=apart)
-    writer.over_rows(by_keys, tiles, True, own, atomic_dq)
-    if by_keys == "backward_sm90_dkdv":
-        tma_store = hopper.stores_gradients(call, made_dk, made_dv, lead)
-        boxes = {"dk": made_dk, "dv": made_dv} if tma_store else {}
-        launch = writer.launches[-1]
-        writer.launches[-1] = replace(
-            launch,
-            special=replace(launch.special, tma_store=tma_store),
-            maps=hopper.backward_maps(call, do, boxes, lead, tiles.block_q),
-        )
+    writer.add("dkdv", writer.extent(own, of_keys=True), {"own_size": own}, adds_dq=atomic_dq)
     own = lead.sizes if problem.packed else lead.own("dq")
     if "dq_accum" in scratch:
-        _rows_of_sums(writer, own)
+        writer.add("dq_rows", writer.extent(own), {"own_size": own})
     elif not atomic_dq:
-        kernel, tiles = config.backward("dq", problem, facts, slope, plan)
-        writer.over_rows(kernel, tiles, False, own)
+        writer.add("dq", writer.extent(own), {"own_size": own})
     if dbias is not None:
         _bias_gradient(writer, dbias)
     return Recipe(tuple(writer.launches), scratch, writer.generated.arrays, atomic_dq=atomic_dq)
 
 
-def _rows_of_sums(writer: _Writer, own: tuple[int, ...]) -> None:
-    """Add the kernel that makes rows of dq out of sums; `own` are its leading axes' lengths."""
-    problem = writer.call.problem
-    if problem.packed:
-        blocks = writer.told["total_q"] // RESULTS.block_q + problem.batch
-        grid = blocks * problem.heads
-    else:
-        blocks = -(-writer.told["len_q"] // RESULTS.block_q)
-        grid = blocks * problem.heads * math.prod(own)
-    told = {"blocks": blocks, "own_size": own}
-    writer.over_results("backward_dq_rows", RESULTS, grid, d=problem.d, **told)
-
-
 def _bias_gradient(writer: _Writer, dbias: Array) -> None:
     problem = writer.call.problem
-    functions = replace(writer.generated.functions, has_slope=False)
-    obstacle = hopper.bias_obstacle(problem)
-    kernel, tiles = config.backward("bias", problem, writer.facts, False, writer.plan, obstacle)
     heads, len_q, len_k = dbias.shape[-3:]
     told: dict[str, Any] = {}
     if problem.packed:
@@ -430,19 +371,14 @@ def _bias_gradient(writer: _Writer, dbias: Array) -> None:
         told["dbias"] = strides.operand(dbias, lead)
     else:
         own = writer.lead.own("dbias")
-    blocks = -(-len_q // tiles.block_q) * -(-len_k // tiles.block_kv)
-    writer.over_tiles(
-        kernel,
-        tiles,
-        blocks * heads * math.prod(own),
-        functions,
-        own_size=own,
-        bias_heads=heads,
-        bias_len_q=len_q,
-        bias_len_k=len_k,
-        kind_dbias=KINDS[dbias.dtype.name],
-        **told,
-    )
+    fields: dict[str, Any] = {
+        "own_size": own,
+        "bias_heads": heads,
+        "bias_len_q": len_q,
+        "bias_len_k": len_k,
+        "kind_dbias": KINDS[dbias.dtype.name],
+    }
+    writer.add("bias", Extent(len_q, len_k, heads, math.prod(own)), fields | told)
 
 
 def combine(parts: list[tuple[Array, Array]], out: Any, lse: Any, dtype: str) -> Launch:
@@ -471,5 +407,7 @@ def combine(parts: list[tuple[Array, Array]], out: Any, lse: Any, dtype: str) ->
         "parts": len(parts),
     })  # fmt: skip
     slots = tuple((params.combine().place(name), name) for name in (*named, "out", "lse"))
-    special = Specialisation("combine", dtype, 0, 0, ROWS)
-    return _launch(special, -(-lse.size // (ROWS.threads // 32)), template, slots)
+    spec, tiles = all_hardware.COMBINE, all_hardware.ROWS
+    grid = spec.grid(Extent(lse.size, 0, 1), tiles)
+    _check_grid(spec.name, grid.work_tiles)
+    return Launch(Specialisation(spec, dtype, 0, 0, tiles), grid.size, template, slots)

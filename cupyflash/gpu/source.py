@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..expr.cuda import Functions
-from .kernels.tiles import Tiles
+from .kernels.spec import KernelSpec, Tiles
 
 # Storage types, numbered as kernels know them.
 STORAGE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
@@ -38,8 +38,8 @@ class Specialisation:
 
     Attributes
     ----------
-    kernel : str
-        Stem of the kernel's file in `kernels_cu`.
+    spec : KernelSpec
+        The kernel.
     dtype : str
         Name of the storage type.
     d, d_v : int
@@ -48,13 +48,12 @@ class Specialisation:
         Tile, threads and shared memory of a block.
     packed, dropout, count_tiles, atomic_dq, tma_store : bool
         Whether sequences are packed, pairs dropped, tiles counted, whether the kernel that computes
-        dk and dv adds its share of dq to memory, too, and whether results are copied to memory by
-        boxes.
+        dk and dv adds its share of dq to memory, too, and whether results leave by TMA.
     functions : Functions
         Those of the call's expressions.
     """
 
-    kernel: str
+    spec: KernelSpec
     dtype: str
     d: int
     d_v: int
@@ -67,9 +66,9 @@ class Specialisation:
     tma_store: bool = False
 
     @property
-    def architecture(self) -> str | None:
-        """What the kernel is compiled for, where it is not the device at hand."""
-        return "sm_90a" if "sm90" in self.kernel else None
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return self.spec.name
 
     @property
     def name(self) -> str:
@@ -142,16 +141,8 @@ def prelude(special: Specialisation) -> str:
 
 def source(special: Specialisation) -> str:
     """Return the whole text of a kernel, which includes nothing."""
-    paths = (path_of(special.kernel), *(_VOCABULARY if special.functions.source else ()))
+    paths = (special.spec.source, *(_VOCABULARY if special.functions.source else ()))
     return prelude(special) + flatten(paths) + special.functions.source
-
-
-@functools.cache
-def path_of(kernel: str) -> str:
-    """Return where a kernel's file lies in `kernels_cu`."""
-    folders = (x for x in files("cupyflash.kernels_cu").iterdir() if x.is_dir())
-    (folder,) = (x.name for x in folders if x.joinpath(f"{kernel}.cu").is_file())
-    return f"{folder}/{kernel}.cu"
 
 
 def read(path: str) -> str:

@@ -1,4 +1,4 @@
-"""How arrays lie in memory, as a GPU's copies of boxes are told: tensor maps.
+"""How arrays lie in memory, as TMA is told: tensor maps.
 
 A map is data, a function of shapes and strides; `encode` makes of it and an address what a kernel
 takes, 128 bytes that the driver writes.
@@ -14,7 +14,7 @@ import numpy as np
 from .params import MAX_LEAD, Operand
 
 AXES = 5  # the most that a map has: columns, rows, heads and two leading ones
-LINE = 64  # columns of a box: elements of 16 bits in 128 bytes
+LINE = 64  # columns of a TMA tile: elements of 16 bits in 128 bytes
 BYTES = 128  # of an encoded map
 _ALIGNMENT = 16  # bytes, of addresses and strides
 _LONGEST, _FARTHEST = 2**31, 2**40  # an axis, whose coordinates have 32 bits; a stride in bytes
@@ -23,7 +23,7 @@ _KEPT = 64  # addresses of an array
 
 
 class TensorMap(NamedTuple):
-    """An array whose boxes are copied; what lies outside of it counts as 0.
+    """An array that TMA copies; what lies outside of it counts as 0.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class TensorMap(NamedTuple):
         Of `AXES` axes, the fastest first; strides in bytes, without that of the fastest. An axis
         along which the array repeats itself has length 1.
     rows : int
-        Of a box, which is `LINE` columns wide.
+        Of a TMA tile, which is `LINE` columns wide.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TensorMap(NamedTuple):
 
 
 def obstacle(operand: Operand, address: int, sizes: tuple[int, ...]) -> str | None:
-    """Return in words why an array's boxes cannot be copied, or None.
+    """Return in words why TMA cannot copy an array, or None.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def obstacle(operand: Operand, address: int, sizes: tuple[int, ...]) -> str | No
 
 
 def of(name: str, dtype: str, operand: Operand, sizes: tuple[int, ...], rows: int) -> TensorMap:
-    """Return the map of an array for which there is no obstacle; `rows` are those of a box."""
+    """Return the map of an array for which there is no obstacle; `rows` are those of a TMA tile."""
     lengths = sizes[:1:-1]
     steps = _steps(operand, sizes)
     moves = (operand.row, operand.head, *operand.lead[:1:-1])

@@ -1,4 +1,4 @@
-"""Tiles of the portable kernels: what fits into a block's shared memory and registers.
+"""The portable kernels: their tiles, what these take of shared memory and registers, their specs.
 
 The formulas are those of kernels_cu/common/matmul.cuh; every kernel asserts that it and this
 module agree on the bytes.
@@ -6,32 +6,15 @@ module agree on the bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from . import grid
+from .spec import KernelSpec, Request, Tiles
 
-@dataclass(frozen=True)
-class Tiles:
-    """Tiles of one kernel, and the memory they take.
-
-    Attributes
-    ----------
-    block_q, block_kv : int
-        Queries and keys of a tile.
-    threads : int
-        Threads of a block.
-    shared_memory : int
-        Bytes of shared memory of a block.
-    resident_blocks : int
-        Blocks that a multiprocessor has registers for at a time: the compiler gives a thread no
-        more than its share.
-    """
-
-    block_q: int
-    block_kv: int
-    threads: int
-    shared_memory: int
-    resident_blocks: int = 1
+LARGEST_HEAD = 512
+STAGES = 2  # the two buffers of `Shape.stage`
 
 
 @dataclass(frozen=True)
@@ -102,7 +85,7 @@ class Shape:
         return 2 * max(chunk, step * self.padded_columns(wide))
 
 
-HEAD_BYTES = 128  # of what backward_simt_dkdv.cu knows of the head that passes by
+HEAD_BYTES = 128  # of what backward_simt_dkdv.cu knows of the head whose queries are streamed
 
 
 def _ceil(x: int, y: int) -> int:
@@ -185,11 +168,12 @@ SMALLER: tuple[tuple[int, int, int, int], ...] = (
 # with few it needs no more than FEW_REGISTERS in all, so that more blocks run at a time.
 MOST_NUMBERS, FEW_NUMBERS = 160, 64
 MOST_REGISTERS, FEW_REGISTERS = 255, 168
-REGISTERS = 65536  # of a multiprocessor
-FEWEST_THREADS = 256  # that a multiprocessor needs, in one block or several, to be busy
-RESERVED = 1024  # bytes of a multiprocessor's shared memory that every block takes beside its own
+REGISTERS = 65536  # of an SM
+FEWEST_THREADS = 256  # that an SM needs, in one block or several, to be busy
+RESERVED = 1024  # bytes of an SM's shared memory that every block takes beside its own
 
 
+@functools.lru_cache(maxsize=1024)
 def fit(
     kernel: str,
     itemsize: int,
@@ -222,6 +206,7 @@ def fit(
     if blocks is not None:
         rows, columns = reversed(blocks) if keys_are_rows else blocks
         candidates = ((rows, columns, 256, 512), (rows, columns, 128, 512))
+    stages = None if elements is backward_bias else STAGES  # it has chunks of both operands
     found = []
     for rows, columns, threads, largest in candidates:
         shape = Shape(itemsize, stored, d, d_v, threads)
@@ -235,6 +220,62 @@ def fit(
             continue
         registers = FEW_REGISTERS if numbers <= FEW_NUMBERS else MOST_REGISTERS
         room = (limit + RESERVED) // (shared + RESERVED), REGISTERS // (threads * registers)
-        found.append(Tiles(block_q, block_kv, threads, shared, min(room)))
+        found.append(Tiles(block_q, block_kv, threads, shared, min(room), stages))
     busy = (x for x in found if x.resident_blocks * x.threads >= FEWEST_THREADS)
     return next(busy, found[0] if found else None)
+
+
+def _configure(kernel: str, slope: bool, request: Request) -> Tiles | None:
+    """Return the tiles of a kernel; `slope` says whether it keeps derivatives of scores."""
+    problem = request.problem
+    spare = int(slope and request.slope) + int(problem.dropout > 0)
+    sizes = (problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v)
+    return fit(kernel, *sizes, spare, request.device.shared_memory, request.blocks)
+
+
+_HEADS = dict.fromkeys(("float16", "bfloat16", "float32", "float64"), LARGEST_HEAD)
+_METHOD = "runs the portable kernel in {accumulator}"
+
+FORWARD = KernelSpec(
+    source="simt/forward_simt.cu",
+    part="forward",
+    computes="out and log-sum-exp",
+    method=_METHOD,
+    heads=_HEADS,
+    chooses_tiles=True,
+    configure=functools.partial(_configure, "forward_simt", False),
+    grid=grid.by_queries,
+)
+DKDV = KernelSpec(
+    source="simt/backward_simt_dkdv.cu",
+    part="dkdv",
+    computes="dk and dv",
+    method=_METHOD,
+    heads=_HEADS,
+    chooses_tiles=True,
+    configure=functools.partial(_configure, "backward_simt_dkdv", True),
+    grid=grid.by_keys,
+    slope=True,
+    atomic_dq=("float32",),
+)
+DQ = KernelSpec(
+    source="simt/backward_simt_dq.cu",
+    part="dq",
+    computes="dq",
+    method=_METHOD,
+    heads=_HEADS,
+    chooses_tiles=True,
+    configure=functools.partial(_configure, "backward_simt_dq", True),
+    grid=grid.by_queries,
+    slope=True,
+)
+BIAS = KernelSpec(
+    source="simt/backward_bias.cu",
+    part="bias",
+    computes="dbias",
+    method=_METHOD,
+    heads=_HEADS,
+    chooses_tiles=True,
+    configure=functools.partial(_configure, "backward_bias", False),
+    grid=grid.by_tiles,
+)

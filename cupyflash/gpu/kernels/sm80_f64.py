@@ -1,4 +1,4 @@
-"""Tiles of the kernels that multiply float64 by tensor cores in the backward.
+"""The kernels that multiply float64 by tensor cores in the backward: their tiles and specs.
 
 The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it and
 this module agree on the bytes.
@@ -6,16 +6,17 @@ this module agree on the bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
-from ...problem.call import Problem
-from .tensor_tiles import OLDEST_CAPABILITY
-from .tiles import Tiles
+from . import grid
+from .spec import KernelSpec, Request, Tiles, at_head, row_bytes
 
 LARGEST_HEAD = 128
+STAGES = 1  # there is room for one tile of the streamed operand
 
 # Largest head -> what fits, the best first: queries and keys of a tile, and warps. A warp's results
-# take most of the registers that a thread may have, so a block has a multiprocessor for itself.
+# take most of the registers that a thread may have, so a block has an SM for itself.
 BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
     "backward_f64_dkdv": {
         64: ((32, 128, 8), (32, 64, 4), (32, 32, 4)),
@@ -28,31 +29,20 @@ BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
 }
 
 
-def serves(problem: Problem, capability: tuple[int, int]) -> bool:
-    """Whether these kernels can compute a problem on such a device, if its memory is enough."""
-    fits = max(problem.d, problem.d_v) <= LARGEST_HEAD
-    return fits and problem.dtype.itemsize == 8 and capability >= OLDEST_CAPABILITY
-
-
-def row_bytes(width: int) -> int:
-    """Bytes of a row in shared memory: whole lines."""
-    return -(-width // 16) * 128
-
-
 def _operands(block_q: int, block_kv: int, d: int, d_v: int) -> int:
     """Bytes of queries, keys, values and do, and of lse and delta."""
-    return (block_q + block_kv) * (row_bytes(d) + row_bytes(d_v)) + 16 * block_q
+    return (block_q + block_kv) * (row_bytes(d, 8) + row_bytes(d_v, 8)) + 16 * block_q
 
 
 def backward_f64_dkdv(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
     """Bytes of backward_f64_dkdv.cu: operands, P, dS, and what is known of the head."""
-    tiles = 2 * block_kv * row_bytes(block_q)
+    tiles = 2 * block_kv * row_bytes(block_q, 8)
     return _operands(block_q, block_kv, d, d_v) + tiles + 8 * warps + HEAD_BYTES
 
 
 def backward_f64_dq(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
     """Bytes of backward_f64_dq.cu: operands, dS, and what is known of the entry."""
-    tile = block_q * row_bytes(block_kv)
+    tile = block_q * row_bytes(block_kv, 8)
     return _operands(block_q, block_kv, d, d_v) + tile + 8 * warps + PASSING_BYTES
 
 
@@ -75,10 +65,43 @@ def fit(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
     limit : int
         Bytes of shared memory that a block may have.
     """
-    table = BACKWARD[kernel]
-    largest = next(most for most in table if max(d, d_v) <= most)
-    for block_q, block_kv, warps in table[largest]:
+    for block_q, block_kv, warps in at_head(BACKWARD[kernel], d, d_v):
         shared = _BYTES[kernel](block_q, block_kv, warps, d, d_v)
         if shared <= limit:
-            return Tiles(block_q, block_kv, 32 * warps, shared)
+            return Tiles(block_q, block_kv, 32 * warps, shared, stages=STAGES)
     return None
+
+
+def _configure(kernel: str, request: Request) -> Tiles | None:
+    problem = request.problem
+    return fit(kernel, problem.d, problem.d_v, request.device.shared_memory)
+
+
+_METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
+_HEADS = {"float64": LARGEST_HEAD}
+
+DKDV = KernelSpec(
+    source="sm80/backward_f64_dkdv.cu",
+    part="dkdv",
+    computes="dk and dv",
+    method=_METHOD,
+    heads=_HEADS,
+    capability=(8, 0),
+    tensor_cores=True,
+    configure=functools.partial(_configure, "backward_f64_dkdv"),
+    grid=grid.by_keys,
+    slope=True,
+    atomic_dq=("float64",),
+)
+DQ = KernelSpec(
+    source="sm80/backward_f64_dq.cu",
+    part="dq",
+    computes="dq",
+    method=_METHOD,
+    heads=_HEADS,
+    capability=(8, 0),
+    tensor_cores=True,
+    configure=functools.partial(_configure, "backward_f64_dq"),
+    grid=grid.by_queries,
+    slope=True,
+)

@@ -1,0 +1,67 @@
+"""The kernels that are the same for all hardware, and work on rows of results: their specs."""
+
+from __future__ import annotations
+
+from . import grid
+from .sm80 import CAPABILITY, HALVES
+from .simt import LARGEST_HEAD
+from .spec import KernelSpec, Request, Tiles
+
+ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
+RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
+SINK_THREADS = 512
+_METHOD = "sums in {accumulator}"
+_HEADS = dict.fromkeys(("float16", "bfloat16", "float32", "float64"), LARGEST_HEAD)
+
+
+def _configure_sink(request: Request) -> Tiles | None:
+    shared = SINK_THREADS * request.problem.accumulator.itemsize
+    return Tiles(block_q=0, block_kv=0, threads=SINK_THREADS, shared_memory=shared)
+
+
+DELTA = KernelSpec(
+    source="any/backward_delta.cu",
+    part="delta",
+    computes="delta = rowsum(do * out)",
+    method=_METHOD,
+    heads=_HEADS,
+    configure=lambda request: RESULTS,
+    grid=grid.by_results,
+    scores=False,
+    sizes=("d_v",),
+)
+SINK = KernelSpec(
+    source="any/backward_sink.cu",
+    part="sink",
+    computes="dsink",
+    method=_METHOD,
+    heads=_HEADS,
+    configure=_configure_sink,
+    grid=grid.by_heads,
+    scores=False,
+    sizes=("d_v",),
+)
+DQ_ROWS = KernelSpec(
+    source="any/backward_dq_rows.cu",
+    part="dq_rows",
+    computes="dq out of its sums",
+    method=_METHOD,
+    heads=dict.fromkeys(HALVES, LARGEST_HEAD),
+    capability=CAPABILITY,
+    condition="sums of dq were added to memory",
+    configure=lambda request: RESULTS,
+    grid=grid.by_queries,
+    scores=False,
+    sizes=("d",),
+)
+COMBINE = KernelSpec(
+    source="any/combine.cu",
+    part="combine",
+    computes="out and log-sum-exp of several",
+    method=_METHOD,
+    heads=_HEADS,
+    configure=lambda request: ROWS,
+    grid=grid.by_warps,
+    scores=False,
+    sizes=(),
+)

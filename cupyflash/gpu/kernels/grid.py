@@ -1,0 +1,61 @@
+"""Grids: how many blocks a launch has, by what a block owns."""
+
+from __future__ import annotations
+
+from .spec import Extent, Grid, Tiles
+
+
+def by_queries(extent: Extent, tiles: Tiles) -> Grid:
+    """A block for each tile of queries of a head."""
+    return _by_rows(extent.queries, tiles.block_q, extent)
+
+
+def by_keys(extent: Extent, tiles: Tiles) -> Grid:
+    """A block for each tile of keys of a head."""
+    return _by_rows(extent.keys, tiles.block_kv, extent)
+
+
+def by_tiles(extent: Extent, tiles: Tiles) -> Grid:
+    """A block for each tile of scores of a head."""
+    of_head = -(-extent.queries // tiles.block_q) * -(-extent.keys // tiles.block_kv)
+    return _plain(of_head * extent.heads * extent.entries, 0)
+
+
+def by_results(extent: Extent, tiles: Tiles) -> Grid:
+    """A block for `block_q` rows, whichever sequences they belong to."""
+    blocks = -(-extent.queries // tiles.block_q)
+    return _plain(blocks * extent.heads * extent.entries, blocks)
+
+
+def by_heads(extent: Extent, tiles: Tiles) -> Grid:
+    """A block for each head."""
+    return _plain(extent.heads, 0)
+
+
+def by_warps(extent: Extent, tiles: Tiles) -> Grid:
+    """A warp for each row."""
+    return _plain(-(-extent.queries // (tiles.threads // 32)), 0)
+
+
+def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
+    """Tiles of queries, which as many blocks share as there are SMs.
+
+    Tiles are dealt out beforehand, and a block prepares its next one. Those of packed sequences may
+    differ in any way: each has a block, and goes to whichever SM is free.
+    """
+    grid = by_queries(extent, tiles)
+    if extent.sequences:
+        return grid
+    return grid._replace(size=min(grid.size, extent.multiprocessors))
+
+
+def _by_rows(rows: int, block: int, extent: Extent) -> Grid:
+    if extent.sequences:  # each may end within a block
+        blocks = rows // block + extent.sequences if rows else 0
+    else:
+        blocks = -(-rows // block)
+    return _plain(blocks * extent.heads * extent.entries, blocks)
+
+
+def _plain(work_tiles: int, blocks: int) -> Grid:
+    return Grid(work_tiles, blocks, work_tiles)

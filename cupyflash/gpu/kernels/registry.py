@@ -1,0 +1,155 @@
+"""Which kernel serves a part of a call on a GPU: for each part the first spec that does.
+
+The choice never depends on the batch size, so that a result does not depend on the batch it is
+computed in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.cuda_device import OLDEST_CAPABILITY
+from ...errors import ArgumentError
+from ...problem.call import Plan
+from . import any as all_hardware
+from . import simt, sm80, sm80_f64, sm90
+from .spec import KernelSpec, Request, Tiles
+
+# Part of a call -> its kernels, the best first.
+KERNELS: dict[str, tuple[KernelSpec, ...]] = {
+    "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
+    "delta": (all_hardware.DELTA,),
+    "sink": (all_hardware.SINK,),
+    "dkdv": (sm90.DKDV, sm80.DKDV, sm80_f64.DKDV, simt.DKDV),
+    "dq": (sm80.DQ, sm80_f64.DQ, simt.DQ),
+    "dq_rows": (all_hardware.DQ_ROWS,),
+    "bias": (sm90.BIAS, sm80.BIAS, simt.BIAS),
+    "combine": (all_hardware.COMBINE,),
+}
+SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}
+
+
+class Choice(NamedTuple):
+    """The kernel that serves a part of a call.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        The kernel.
+    tiles : Tiles
+        Its configuration.
+    passed_over : tuple of (KernelSpec, str)
+        Better kernels for such a type on such a device, and why they do not serve.
+    """
+
+    spec: KernelSpec
+    tiles: Tiles
+    passed_over: tuple[tuple[KernelSpec, str], ...] = ()
+
+
+def select(part: str, request: Request) -> Choice:
+    """Return the kernel that serves a part of a call.
+
+    Raises
+    ------
+    ArgumentError
+        If the device is too old, has too little shared memory for these head sizes, or cannot have
+        the precision that is asked for.
+    """
+    problem, device = request.problem, request.device
+    _check_precision(request)
+    if device.capability < OLDEST_CAPABILITY:
+        wanted, came = (".".join(map(str, x)) for x in (OLDEST_CAPABILITY, device.capability))
+        raise ArgumentError(
+            f"q: an array on {device.name} came, of compute capability {came}; wanted a GPU of "
+            f"{wanted} (Turing) or newer. NumPy arrays, as cupy.asnumpy makes, run on the CPU."
+        )
+    passed_over: list[tuple[KernelSpec, str]] = []
+    for spec in KERNELS[part]:
+        if not spec.is_for(problem, device):
+            continue
+        why = spec.serves(request)
+        if why is None:
+            tiles = spec.configure(request)
+            if tiles is not None:
+                return Choice(spec, tiles, tuple(passed_over))
+            why = f"its tiles take more than {device.shared_memory} bytes of shared memory"
+        passed_over.append((spec, why))
+    raise ArgumentError(
+        f"q, v: head sizes {problem.d} and {problem.d_v} of {problem.dtype} came; "
+        f"{KERNELS[part][-1].name} needs more than the {device.shared_memory} bytes of shared "
+        f"memory of {device.name} for them. Wanted smaller heads or elements."
+    )
+
+
+def plan(request: Request) -> Plan:
+    """Return the kernel and tiles of a forward, and why it is these."""
+    problem, device = request.problem, request.device
+    choice = select("forward", request)
+    major, minor = device.capability
+    why = f"{device.name} (compute capability {major}.{minor}) {choice.spec.how(problem)}"
+    if choice.passed_over:
+        other, reason = choice.passed_over[-1]
+        why += f"; not by {other.name}, because {reason}"
+    if problem.heads_in_rows > 1:
+        why += f"; the {problem.heads_in_rows} heads that share keys are rows of one"
+    block_q, block_kv = choice.tiles.block_q, choice.tiles.block_kv
+    return Plan(
+        kernel=choice.spec.name,
+        block_q=block_q,
+        block_kv=block_kv,
+        reason=f"{why}; {block_q} x {block_kv} tiles take {choice.tiles.shared_memory} bytes of "
+        f"its {device.shared_memory} of shared memory",
+    )
+
+
+def adds_dq(request: Request, deterministic: bool) -> bool:
+    """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks.
+
+    A request without arrays is enough: a kernel that depends on them adds dq for the same types as
+    the one that serves without.
+    """
+    if deterministic:
+        return False
+    return request.problem.dtype.name in select("dkdv", request).spec.atomic_dq
+
+
+def multiplies(dtype: Any, precision: str | None, capability: tuple[int, int]) -> bool:
+    """Whether tensor cores of a device compute a forward of some heads of a type."""
+    name = np.dtype(dtype).name
+    return any(
+        spec.tensor_cores
+        and name in spec.heads
+        and spec.precisions.get(name) in (None, precision)
+        and spec.capability <= capability
+        for spec in KERNELS["forward"]
+        if spec.architecture is None
+    )
+
+
+def _check_precision(request: Request) -> None:
+    """Refuse a precision that a device cannot have."""
+    problem, device = request.problem, request.device
+    if problem.precision is None:
+        return
+    # The last kernel that knows it is for most devices and heads.
+    spec = next(
+        spec
+        for spec in reversed(KERNELS["forward"])
+        if problem.precision in spec.precisions.values()
+    )
+    if device.capability < spec.capability:
+        oldest, came = (".".join(map(str, x)) for x in (spec.capability, device.capability))
+        raise ArgumentError(
+            f'precision: "{problem.precision}" came with arrays on {device.name}, of compute '
+            f"capability {came}; it needs {oldest}. Leave it out: without it any GPU computes in "
+            "float32."
+        )
+    largest = spec.heads[problem.dtype.name]
+    if max(problem.d, problem.d_v) > largest:
+        raise ArgumentError(
+            f'precision: "{problem.precision}" came with head sizes {problem.d} and '
+            f"{problem.d_v}; it serves heads up to {largest}. Leave it out for larger ones."
+        )

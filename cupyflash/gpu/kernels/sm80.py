@@ -1,0 +1,201 @@
+"""The kernels for tensor cores since compute capability 8.0: tiles, shared memory, specs.
+
+The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it and
+this module agree on the bytes. `sm80_f64` has the backward of float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from . import grid
+from .spec import KernelSpec, Request, Tiles, at_head, row_bytes
+
+CAPABILITY = (8, 0)  # the oldest with matrix instructions for these types
+LANES = 32  # of a warp: between the numbers that one adds to `dq_accum` lie those of the others
+
+# Bytes of an element -> largest head -> what fits, the best first: queries and keys of a tile,
+# warps, stages that keys and values pass through, and blocks that share an SM's registers.
+FORWARD_TILES: dict[int, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
+    2: {
+        64: ((128, 128, 4, 2, 2),),
+        128: ((128, 64, 4, 2, 2),),
+        256: ((64, 64, 4, 2, 2), (64, 32, 4, 2, 1)),
+    },
+    4: {
+        64: ((128, 32, 4, 2, 2),),
+        128: ((128, 64, 8, 2, 1), (128, 32, 8, 2, 1)),
+        256: ((128, 32, 8, 2, 1), (128, 16, 8, 2, 1), (64, 16, 4, 2, 1)),
+    },
+    8: {
+        64: ((128, 64, 8, 2, 1), (128, 32, 8, 2, 1)),
+        128: ((128, 32, 8, 2, 1), (128, 16, 8, 2, 1), (64, 16, 4, 2, 1)),
+    },
+}
+# Kernel -> largest head -> the same; stages of the operand that is streamed.
+BACKWARD_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
+    "backward_sm80_dkdv": {
+        64: (
+            (64, 128, 4, 2, 2),
+            (128, 128, 8, 2, 1),
+            (64, 128, 8, 2, 1),
+            (64, 64, 4, 2, 1),
+        ),
+        128: ((64, 128, 8, 2, 1), (32, 64, 4, 2, 1)),
+        256: ((64, 64, 8, 2, 1), (64, 64, 8, 1, 1), (32, 32, 4, 1, 1)),
+    },
+    "backward_sm80_dq": {
+        64: ((128, 64, 4, 2, 2),),
+        128: ((128, 32, 4, 2, 2), (64, 32, 4, 2, 2)),
+        256: ((128, 32, 8, 2, 1), (64, 32, 4, 2, 1), (64, 16, 4, 1, 1)),
+    },
+    "backward_sm80_bias": {
+        128: ((128, 64, 4, 1, 2),),
+        256: ((64, 64, 4, 1, 1), (64, 32, 4, 1, 1)),
+    },
+}
+RESERVED = 1024  # bytes of an SM's shared memory that every block takes beside its own
+# What a block keeps of the batch entry and the head whose operand is streamed; with barriers.
+ENTRY_BYTES, HEAD_BYTES, STREAM_BYTES, BIAS_BYTES = 72, 192, 136, 648
+
+
+def forward_bytes(
+    block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int, itemsize: int
+) -> int:
+    """Bytes of forward_sm80.cu: queries or the output, the stages, and little."""
+    rows = block_q + stages * block_kv
+    return rows * row_bytes(max(d, d_v), itemsize) + ENTRY_BYTES + 8 * warps
+
+
+def dkdv_bytes(block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int) -> int:
+    """Bytes of backward_sm80_dkdv.cu: keys, values, P, dS, stages, lse and delta, and little."""
+    columns = row_bytes(d) + row_bytes(d_v)
+    held = block_kv * (columns + 2 * row_bytes(block_q)) + 8 * block_q + 12 * warps + HEAD_BYTES
+    return held + stages * block_q * columns
+
+
+def dq_bytes(block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int) -> int:
+    """Bytes of backward_sm80_dq.cu: queries, do, lse and delta, stages."""
+    columns = row_bytes(d) + row_bytes(d_v)
+    held = block_q * (columns + 8) + 8 * warps + STREAM_BYTES
+    return held + stages * block_kv * columns
+
+
+def bias_bytes(block_q: int, block_kv: int, warps: int, stages: int, d: int, d_v: int) -> int:
+    """Bytes of backward_sm80_bias.cu: operands of one tile, lse and delta of two, and little."""
+    columns = row_bytes(d) + row_bytes(d_v)
+    return stages * (block_q + block_kv) * columns + bias_storage_bytes(block_q, warps)
+
+
+def bias_storage_bytes(block_q: int, warps: int) -> int:
+    """Bytes of what a block of fragment_bias.cuh keeps beside operands."""
+    return 16 * block_q + 8 * warps + BIAS_BYTES
+
+
+BACKWARD_BYTES: dict[str, Callable[[int, int, int, int, int, int], int]] = {
+    "backward_sm80_dkdv": dkdv_bytes,
+    "backward_sm80_dq": dq_bytes,
+    "backward_sm80_bias": bias_bytes,
+}
+
+
+def fit_forward(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None:
+    """Return the best tiles of forward_sm80.cu that fit into `limit` bytes, or None.
+
+    Parameters
+    ----------
+    d, d_v : int
+        Head sizes, for which there are tiles.
+    limit : int
+        Bytes of shared memory that a block may have.
+    itemsize : int
+        Bytes of an element.
+    """
+    for block_q, block_kv, warps, stages, resident in at_head(FORWARD_TILES[itemsize], d, d_v):
+        shared = forward_bytes(block_q, block_kv, warps, stages, d, d_v, itemsize)
+        if shared <= limit:
+            return Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
+    return None
+
+
+def fit_backward(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
+    """Return the best tiles of a kernel of the backward, as `fit_forward` does.
+
+    Those whose blocks find room beside each other come first.
+    """
+    fitting = []
+    for block_q, block_kv, warps, stages, resident in at_head(BACKWARD_TILES[kernel], d, d_v):
+        shared = BACKWARD_BYTES[kernel](block_q, block_kv, warps, stages, d, d_v)
+        tiles = Tiles(block_q, block_kv, 32 * warps, shared, resident, stages)
+        if (shared + RESERVED) * resident <= limit + RESERVED:
+            return tiles
+        if shared <= limit:
+            fitting.append(tiles)
+    return fitting[0] if fitting else None
+
+
+def _configure_forward(request: Request) -> Tiles | None:
+    problem = request.problem
+    limit = request.device.shared_memory
+    return fit_forward(problem.d, problem.d_v, limit, problem.dtype.itemsize)
+
+
+def _configure_backward(kernel: str, request: Request) -> Tiles | None:
+    problem = request.problem
+    return fit_backward(kernel, problem.d, problem.d_v, request.device.shared_memory)
+
+
+_METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
+HALVES = ("float16", "bfloat16")
+_HEADS = dict.fromkeys(HALVES, 256)
+
+FORWARD = KernelSpec(
+    source="sm80/forward_sm80.cu",
+    part="forward",
+    computes="out and log-sum-exp",
+    method=_METHOD,
+    heads=_HEADS | {"float32": 256, "float64": 128},
+    precisions={"float32": "tf32x3"},
+    capability=CAPABILITY,
+    tensor_cores=True,
+    configure=_configure_forward,
+    grid=grid.by_queries,
+)
+DKDV = KernelSpec(
+    source="sm80/backward_sm80_dkdv.cu",
+    part="dkdv",
+    computes="dk and dv",
+    method=_METHOD,
+    heads=_HEADS,
+    capability=CAPABILITY,
+    tensor_cores=True,
+    configure=functools.partial(_configure_backward, "backward_sm80_dkdv"),
+    grid=grid.by_keys,
+    slope=True,
+    atomic_dq=HALVES,
+    dq_accum_step=LANES,
+)
+DQ = KernelSpec(
+    source="sm80/backward_sm80_dq.cu",
+    part="dq",
+    computes="dq",
+    method=_METHOD,
+    heads=_HEADS,
+    capability=CAPABILITY,
+    tensor_cores=True,
+    configure=functools.partial(_configure_backward, "backward_sm80_dq"),
+    grid=grid.by_queries,
+    slope=True,
+)
+BIAS = KernelSpec(
+    source="sm80/backward_sm80_bias.cu",
+    part="bias",
+    computes="dbias",
+    method=_METHOD,
+    heads=_HEADS,
+    capability=CAPABILITY,
+    tensor_cores=True,
+    configure=functools.partial(_configure_backward, "backward_sm80_bias"),
+    grid=grid.by_tiles,
+)

@@ -1,0 +1,299 @@
+"""What the package knows of a CUDA kernel: one `KernelSpec` each.
+
+`plan`, `explain`, `info` and launches read specs and nothing else. A spec is data and pure
+functions of a `Request`: of shapes, strides, and where arrays begin within 16 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from ...arrays.cuda_device import OLDEST_CAPABILITY, Target
+from ...problem.call import Array, Call, Problem
+from .. import strides
+from ..params import Operand
+from ..strides import Lead
+from ..tma import TensorMap
+
+Entry = TypeVar("Entry")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A kernel's configuration: the tiles of a block, and the memory they take.
+
+    Attributes
+    ----------
+    block_q, block_kv : int
+        Queries and keys of a tile.
+    threads : int
+        Threads of a block.
+    shared_memory : int
+        Bytes of shared memory of a block.
+    resident_blocks : int
+        Blocks that an SM has registers for at a time: the compiler gives a thread no more than its
+        share.
+    stages : int or None
+        Stages of shared memory that the streamed operand passes through; None where nothing is
+        streamed.
+    """
+
+    block_q: int
+    block_kv: int
+    threads: int
+    shared_memory: int
+    resident_blocks: int = 1
+    stages: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A part of a call that wants a kernel.
+
+    Attributes
+    ----------
+    problem : Problem
+        Types and sizes.
+    device : Target
+        The device.
+    call : Call, optional
+        The call. Without it nothing is known of its arrays, and a kernel that depends on them does
+        not serve.
+    arrays : mapping of str to array
+        The arrays of the launch beside q, k and v, as kernels name them.
+    lead : Lead, optional
+        The leading axes of the launch; without it those of q, k and v alone.
+    slope : bool
+        Whether scores are changed, so that a backward kernel keeps their derivatives.
+    params_bytes : int
+        Bytes of a kernel's parameters.
+    blocks : tuple of int, optional
+        Queries and keys of a tile, where a user's plan gives them.
+    """
+
+    problem: Problem
+    device: Target
+    call: Call | None = None
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    lead: Lead | None = None
+    slope: bool = False
+    params_bytes: int = 0
+    blocks: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, call: Call, device: Target) -> Request:
+        """Return the request of a call before anything is known of what it writes."""
+        return cls(call.problem, device, call)
+
+    def array(self, name: str) -> Array:
+        """Return an array by the name that kernels have for it."""
+        found: Array = getattr(self.call, name) if name in "qkv" else self.arrays[name]
+        return found
+
+    @functools.cached_property
+    def _lead(self) -> Lead:
+        if self.lead is not None:
+            return self.lead
+        arrays = {name: (self.array(name), 3) for name in "qkv"}
+        return strides.lead_of(self.problem.lead, arrays)
+
+    def operand(self, name: str) -> Operand:
+        """Return the strides of an array (..., H, L, D)."""
+        return strides.operand(self.array(name), self._lead.strides[name])
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """Return the lengths of an array's leading axes (those of the launch), heads, rows, columns."""
+        return (*self._lead.sizes, *self.array(name).shape[-3:])
+
+
+class Extent(NamedTuple):
+    """How much a launch covers.
+
+    Attributes
+    ----------
+    queries, keys : int
+        Of the longest entry; of packed sequences, all together.
+    heads : int
+        Heads of the rows that blocks own: of keys where they own keys.
+    entries : int
+        Of the leading axes that the result has; 1 where sequences are packed.
+    sequences : int
+        How many are packed, or 0.
+    multiprocessors : int
+        SMs of the device.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    entries: int = 1
+    sequences: int = 0
+    multiprocessors: int = 0
+
+
+class Grid(NamedTuple):
+    """A launch's blocks.
+
+    Attributes
+    ----------
+    work_tiles : int
+        Pieces of work.
+    blocks : int
+        What kernels are told as ``blocks``: pieces of one head.
+    size : int
+        Blocks that are launched: as many as there are pieces, unless blocks share them.
+    """
+
+    work_tiles: int
+    blocks: int
+    size: int
+
+
+class TmaUse(NamedTuple):
+    """What a launch of a kernel with TMA operands gets.
+
+    Attributes
+    ----------
+    maps : tuple of TensorMap
+        One for each operand, in the kernel's order.
+    stores : bool
+        Whether results leave by TMA, too.
+    """
+
+    maps: tuple[TensorMap, ...] = ()
+    stores: bool = False
+
+
+def never(request: Request) -> None:
+    """Say that nothing of a call speaks against a kernel."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KernelSpec:
+    """One kernel.
+
+    Attributes
+    ----------
+    source : str
+        Its file in `kernels_cu`. The stem is its name, and how its symbols begin.
+    part : str
+        Which part of a call it computes: a key of `registry.KERNELS`.
+    computes : str
+        The same in words.
+    method : str
+        How it computes, in words that follow a device's name; {dtype}, {accumulator} and {products}
+        stand for what depends on the type.
+    heads : mapping of str to int
+        Storage types that it serves -> the largest head.
+    capability : tuple of int
+        The oldest compute capability; with an `architecture` the only one.
+    configure : function
+        Returns its configuration, or None where no tiles fit the device.
+    grid : function
+        Returns its grid.
+    architecture : str or None
+        What it is compiled for, where that is not the device at hand.
+    tensor_cores : bool
+        Whether it multiplies by them.
+    precisions : mapping of str to str
+        Storage types that it serves only with this ``precision=``.
+    condition : str
+        What `obstacle` asks, in words for a table.
+    obstacle : function
+        Returns None, or in words why it does not serve a request whose type, heads and device it is
+        for.
+    chooses_tiles : bool
+        Whether it takes other tiles than its own, where a plan gives them.
+    tma : function, optional
+        Returns its TMA operands.
+    scores : bool
+        Whether it evaluates masks and scores.
+    slope : bool
+        Whether it evaluates the derivatives of scores.
+    sizes : tuple of str
+        The head sizes it is compiled for.
+    atomic_dq : tuple of str
+        Storage types for which it can also add its share of dq to memory.
+    dq_accum_step : int
+        Distance in `dq_accum` of the numbers that one thread adds.
+    """
+
+    source: str
+    part: str
+    computes: str
+    method: str
+    heads: Mapping[str, int]
+    configure: Callable[[Request], Tiles | None]
+    grid: Callable[[Extent, Tiles], Grid]
+    capability: tuple[int, int] = OLDEST_CAPABILITY
+    architecture: str | None = None
+    tensor_cores: bool = False
+    precisions: Mapping[str, str] = field(default_factory=dict)
+    condition: str = ""
+    obstacle: Callable[[Request], str | None] = never
+    chooses_tiles: bool = False
+    tma: Callable[[Request, Tiles], TmaUse] | None = None
+    scores: bool = True
+    slope: bool = False
+    sizes: tuple[str, ...] = ("d", "d_v")
+    atomic_dq: tuple[str, ...] = ()
+    dq_accum_step: int = 1
+
+    def __repr__(self) -> str:
+        return f"<KernelSpec {self.name}>"
+
+    @property
+    def name(self) -> str:
+        """The stem of its file."""
+        return posixpath.splitext(posixpath.basename(self.source))[0]
+
+    def is_for(self, problem: Problem, device: Target) -> bool:
+        """Whether it is one for such types, and built for such a device at all.
+
+        Where it is not, nobody asks why it does not serve.
+        """
+        dtype = problem.dtype.name
+        if self.architecture is not None and device.capability != self.capability:
+            return False
+        wanted = self.precisions.get(dtype)
+        return dtype in self.heads and wanted in (None, problem.precision)
+
+    def serves(self, request: Request) -> str | None:
+        """Return None, or in words why it does not serve a request that it is one for."""
+        problem, device = request.problem, request.device
+        if self.scores and request.blocks is not None and not self.chooses_tiles:
+            return "its tiles are not to be chosen"
+        if device.capability < self.capability:
+            return f"it needs compute capability {self.capability[0]}.{self.capability[1]}"
+        if self.architecture is not None and device.lacks:
+            return device.lacks
+        largest = self.heads[problem.dtype.name]
+        if max(problem.d, problem.d_v) > largest:
+            return (
+                f"head sizes {problem.d} and {problem.d_v} are beyond its {largest} in "
+                f"{problem.dtype}"
+            )
+        return self.obstacle(request)
+
+    def how(self, problem: Problem) -> str:
+        """Return in words how it computes, to follow a device's name."""
+        split = problem.dtype.name in self.precisions
+        return self.method.format(
+            dtype=problem.dtype,
+            accumulator=problem.accumulator,
+            products=", as three products each" if split else "",
+        )
+
+
+def at_head(table: Mapping[int, Entry], d: int, d_v: int) -> Entry:
+    """Return the entry of a table for these heads: that of the least head that is as large."""
+    return next(entry for largest, entry in table.items() if max(d, d_v) <= largest)
+
+
+def row_bytes(width: int, itemsize: int = 2) -> int:
+    """Bytes of a row in shared memory: whole lines of 128."""
+    return -(-width * itemsize // 128) * 128
