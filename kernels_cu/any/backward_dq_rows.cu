@@ -15,7 +15,7 @@ namespace {
 
 constexpr int GROUP = layout::GROUP_ROWS;
 constexpr int UNITS = (D + 15) / 16;
-static_assert(STORAGE < 2, "16-bit types");
+static_assert(IS_16_BIT, "16-bit types");
 static_assert(BLOCK_Q % GROUP == 0, "BLOCK_Q");
 
 struct alignas(16) Floats {

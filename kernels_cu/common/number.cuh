@@ -12,28 +12,32 @@ template <>
 struct Element<0> {               // float16
   using stored = unsigned short;  // bits
   using accumulated = float;
+  static constexpr int KIND = KIND_FLOAT16;
 };
 template <>
 struct Element<1> {               // bfloat16
   using stored = unsigned short;  // bits
   using accumulated = float;
+  static constexpr int KIND = KIND_BFLOAT16;
 };
 template <>
 struct Element<2> {  // float32
   using stored = float;
   using accumulated = float;
+  static constexpr int KIND = KIND_FLOAT32;
 };
 template <>
 struct Element<3> {  // float64
   using stored = double;
   using accumulated = double;
+  static constexpr int KIND = KIND_FLOAT64;
 };
 using storage_t = Element<STORAGE>::stored;
 using accum_t = Element<STORAGE>::accumulated;
 
 constexpr bool IS_FLOAT16 = STORAGE == 0, IS_BFLOAT16 = STORAGE == 1;
 constexpr bool IS_FLOAT32 = STORAGE == 2, IS_FLOAT64 = STORAGE == 3;
-constexpr bool IS_16_BIT = sizeof(storage_t) == 2;
+constexpr bool IS_16_BIT = IS_FLOAT16 || IS_BFLOAT16;
 
 // Stands in the last else of every choice by element type, so that a new type does not compile
 // until somebody says what it does there.
@@ -77,12 +81,14 @@ __device__ __forceinline__ unsigned short double_to_bfloat(double value) {
 }
 
 __device__ __forceinline__ accum_t widen(storage_t stored) {
-  if constexpr (STORAGE == 0) {
+  if constexpr (IS_FLOAT16) {
     return ptx::half_to_float(stored);
-  } else if constexpr (STORAGE == 1) {
+  } else if constexpr (IS_BFLOAT16) {
     return bfloat_to_float(stored);
-  } else {
+  } else if constexpr (IS_FLOAT32 || IS_FLOAT64) {
     return stored;
+  } else {
+    unknown_element();
   }
 }
 
@@ -109,17 +115,28 @@ __device__ __forceinline__ unsigned short to_bfloat(double value) {
 }
 
 // Rounds a value to the storage type, or keeps it in the accumulator's.
-__device__ __forceinline__ void narrow(accum_t value, unsigned short* to) {
-  *to = STORAGE == 0 ? to_half(value) : to_bfloat(value);
+template <typename T>
+__device__ __forceinline__ void narrow(accum_t value, T* to) {
+  if constexpr (sizeof(T) == sizeof(accum_t)) {
+    *to = value;
+  } else if constexpr (IS_FLOAT16) {
+    *to = to_half(value);
+  } else if constexpr (IS_BFLOAT16) {
+    *to = to_bfloat(value);
+  } else {
+    unknown_element<STORAGE + 0 * sizeof(T)>();
+  }
 }
-__device__ __forceinline__ void narrow(accum_t value, accum_t* to) { *to = value; }
 
 // Rounds two numbers to a 16-bit storage type; the first is in the lower half.
+template <int CODE = STORAGE>
 __device__ __forceinline__ unsigned int narrow_pair(float low, float high) {
-  if constexpr (STORAGE == 0) {
+  if constexpr (IS_FLOAT16) {
     return ptx::floats_to_halves(low, high);
-  } else {
+  } else if constexpr (IS_BFLOAT16) {
     return ptx::floats_to_bfloats(low, high);
+  } else {
+    unknown_element<CODE>();
   }
 }
 
@@ -149,6 +166,6 @@ __device__ __forceinline__ T load(const char* data, int kind, long long index) {
   return static_cast<T>(reinterpret_cast<const double*>(data)[index]);
 }
 
-constexpr int STORAGE_KIND = KIND_FLOAT16 + STORAGE;
+constexpr int STORAGE_KIND = Element<STORAGE>::KIND;
 
 }  // namespace number

@@ -61,7 +61,7 @@ constexpr int ALL_BYTES = (BLOCK_KV + BLOCK_Q) * (K_BYTES + V_BYTES) + 2 * TILE_
                           2 * BLOCK_Q * static_cast<int>(sizeof(double)) +
                           static_cast<int>(sizeof(Head));
 
-static_assert(STORAGE == 3, "float64");
+static_assert(IS_FLOAT64, "float64");
 static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
 static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");

@@ -50,7 +50,7 @@ constexpr int ALL_BYTES = (BLOCK_Q + BLOCK_KV) * (Q_BYTES + DO_BYTES) +
                           BLOCK_Q * (DS_BYTES + 2 * static_cast<int>(sizeof(double))) +
                           static_cast<int>(sizeof(Passing));
 
-static_assert(STORAGE == 3, "float64");
+static_assert(IS_FLOAT64, "float64");
 static_assert(SHARERS * BLOCK_Q == WARPS * WARP_QUERIES, "BLOCK_Q, THREADS");
 static_assert(WARP_KEYS % 8 == 0 && SHARERS * WARP_KEYS == BLOCK_KV, "BLOCK_KV, THREADS");
 static_assert(SUM_SHARERS * BLOCK_Q == WARPS * SUM_QUERIES, "BLOCK_Q, THREADS");

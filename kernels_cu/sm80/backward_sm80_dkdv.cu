@@ -27,6 +27,7 @@
 namespace {
 
 using fragment::WARPS;
+using fragment_gradient::SCALES_DS;
 
 // Keys of a warp: 32, if that leaves every warp 16 queries of a tile or more.
 constexpr bool WIDE =
@@ -83,7 +84,7 @@ constexpr int HELD_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 *
 constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES);
 constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 
-static_assert(STORAGE < 2, "16-bit types");
+static_assert(IS_16_BIT, "16-bit types");
 static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
 static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
@@ -243,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             fragment_gradient::narrow(s, unit.factor, ds);
             fragment_gradient::store_words<P_BYTES>(ds, corner, ds_smem);
           };
-          if constexpr (STORAGE == 0) {
+          if constexpr (SCALES_DS) {
             if constexpr (!HELD) store();
             const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
             // The numbers below, which were read; P and dS, which other threads wrote.
@@ -281,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
         if constexpr (HELD) {
           __syncthreads();  // dS, which other threads wrote
-        } else if constexpr (STORAGE == 1) {
+        } else if constexpr (!SCALES_DS) {
           if (may_hide) {
             careful = ptx::barrier_or(careful);  // P and dS, which other threads wrote
           } else {
@@ -321,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
                 dq, ds_smem, first, k_smem, share);
           }
-          if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
+          if constexpr (SCALES_DS) matmul::scale(dq, unit.inverse());
         };
         const auto add_dq = [&](int part, int step, int steps) {
           const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);

@@ -37,7 +37,7 @@ constexpr int HELD_BYTES = BLOCK_Q * (Q_BYTES + DO_BYTES + 8) + static_cast<int>
 constexpr int STAGE_BYTES = BLOCK_KV * (Q_BYTES + DO_BYTES);
 constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 
-static_assert(STORAGE < 2, "16-bit types");
+static_assert(IS_16_BIT, "16-bit types");
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
 static_assert(SHARED_BYTES == HELD_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                                      corner.row);
       fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
       // 6 accumulate dq
-      if constexpr (STORAGE == 0) {
+      if constexpr (fragment_gradient::SCALES_DS) {
         if (ptx::any_lane(fragment_gradient::largest_of(s) > unit.largest)) {
           const float largest = fragment_gradient::largest_finite(s);
           if (largest > unit.largest) unit.widen(largest, dq);

@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::cp_async_wait<SLOTS - 2>();
     bool careful = false;
     // The values, which other threads copied, and the place before, which was read.
-    if (fragment::LIMITED || HAS_SCORE || (MAY_MASK && masked)) {
+    if (fragment::Mma::SPLIT_CAN_FAIL || HAS_SCORE || (MAY_MASK && masked)) {
       careful = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(place(0)));
     } else {
       __syncthreads();  // the same

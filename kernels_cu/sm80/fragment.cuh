@@ -38,12 +38,15 @@ __device__ __forceinline__ LaneRow<ROW_BYTES> right_rows(const char* tile_smem) 
   return {tile_smem, lane / 16 * 8 + lane % 8, lane / 8 % 2};
 }
 
+template <int CODE = STORAGE>
 __device__ __forceinline__ void mma(float& c0, float& c1, float& c2, float& c3,
                                     const unsigned int (&a)[4], unsigned int b0, unsigned int b1) {
-  if constexpr (STORAGE == 0) {
+  if constexpr (IS_FLOAT16) {
     ptx::mma_m16n8k16_f16(c0, c1, c2, c3, a, b0, b1);
-  } else {
+  } else if constexpr (IS_BFLOAT16) {
     ptx::mma_m16n8k16_bf16(c0, c1, c2, c3, a, b0, b1);
+  } else {
+    unknown_element<CODE>();
   }
 }
 

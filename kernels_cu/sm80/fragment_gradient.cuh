@@ -411,9 +411,10 @@ __device__ __forceinline__ void score_gradients(
 // dS is multiplied by a power of two before it is rounded to float16, so that it neither overflows
 // nor vanishes. The largest one comes to 2^7 at least, and nothing to 2^16; sums are in the same
 // unit, and follow when it changes.
+constexpr bool SCALES_DS = fragment::Mma::SCALES_DS;
 struct Unit {
   float factor = 1.0f;
-  float largest = STORAGE == 0 ? 0.0f : number::infinity();  // that may come before it changes
+  float largest = SCALES_DS ? 0.0f : number::infinity();  // that may come before it changes
 
   // The factor for numbers up to `x`. Its inverse is a normal number, too.
   __device__ __forceinline__ static float factor_for(float x) {

@@ -19,7 +19,65 @@ constexpr int WARPS = THREADS / ptx::WARP_SIZE;
 constexpr int M_TILES = matmul::larger(1, BLOCK_Q / (16 * WARPS));
 constexpr int WARP_ROWS = 16 * M_TILES;
 
-constexpr bool WIDE = STORAGE >= 2;      // elements of 4 or 8 bytes
+// A number that tensor cores multiply in two parts of 11 bits.
+struct Split {
+  unsigned int large, small;
+};
+
+// What products by tensor cores need to know of an element type, one specialisation for each.
+//
+// WIDE: elements of 4 or 8 bytes, which fragment_wide.cuh multiplies.
+// `part`: what an instruction takes of a wide element, in TERMS products of two parts.
+// SPLIT_CAN_FAIL: there are numbers that cannot be taken apart: infinities, and float32 from 2^127
+// on, which may round to one.
+// LAGS: the softmax keeps a row's maximum as long as no weight exceeds 2^8 (fragment_softmax.cuh).
+// SCALES_DS: dS needs a factor, or it would overflow or vanish (fragment_gradient.cuh).
+// EXPONENTS, LAST, SIGNS: the exponents, their last bits and the signs in a word of a row. All ones
+// of an exponent tell NaN or infinity, and carry into the sign by LAST. Numbers of float32 from
+// 2^127 on do so, too. Of the words of an element only that with number UPPER has an exponent.
+template <int CODE>
+struct MmaElement {
+  static_assert(CODE < 0, "STORAGE is no element type of tensor cores: specialise MmaElement");
+};
+template <>
+struct MmaElement<0> {  // float16
+  using part = Split;   // unused, as the next two
+  static constexpr int TERMS = 1;
+  static constexpr bool SPLIT_CAN_FAIL = false;
+  static constexpr bool WIDE = false, LAGS = true, SCALES_DS = true;
+  static constexpr unsigned int EXPONENTS = 0x7c007c00u, LAST = 0x04000400u, SIGNS = 0x80008000u;
+  static constexpr int UPPER = 0;
+};
+template <>
+struct MmaElement<1> {  // bfloat16
+  using part = Split;   // unused, as the next two
+  static constexpr int TERMS = 1;
+  static constexpr bool SPLIT_CAN_FAIL = false;
+  static constexpr bool WIDE = false, LAGS = true, SCALES_DS = false;
+  static constexpr unsigned int EXPONENTS = 0x7f807f80u, LAST = 0x00800080u, SIGNS = 0x80008000u;
+  static constexpr int UPPER = 0;
+};
+template <>
+struct MmaElement<2> {  // float32
+  using part = Split;
+  static constexpr int TERMS = 3;  // of four: the smallest is left out
+  static constexpr bool SPLIT_CAN_FAIL = true;
+  static constexpr bool WIDE = true, LAGS = false, SCALES_DS = false;
+  static constexpr unsigned int EXPONENTS = 0x7f800000u, LAST = 0x01000000u, SIGNS = 0x80000000u;
+  static constexpr int UPPER = 0;
+};
+template <>
+struct MmaElement<3> {  // float64
+  using part = double;
+  static constexpr int TERMS = 1;
+  static constexpr bool SPLIT_CAN_FAIL = false;
+  static constexpr bool WIDE = true, LAGS = false, SCALES_DS = false;
+  static constexpr unsigned int EXPONENTS = 0x7ff00000u, LAST = 0x00100000u, SIGNS = 0x80000000u;
+  static constexpr int UPPER = 1;
+};
+using Mma = MmaElement<STORAGE>;
+
+constexpr bool WIDE = Mma::WIDE;
 constexpr int LINE = 8 * STORED_VECTOR;  // elements in 128 bytes
 
 // Which functions serve the storage type, where arguments do not tell.
@@ -133,18 +191,9 @@ __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& 
   }
 }
 
-// The exponents in a word; all ones tell NaN or infinity, and carry into the sign by LAST. Numbers
-// of float32 from 2^127 on do so, too: fragment_wide.cuh says why.
-constexpr unsigned int EXPONENTS = STORAGE == 0   ? 0x7c007c00u
-                                   : STORAGE == 1 ? 0x7f807f80u
-                                   : STORAGE == 2 ? 0x7f800000u
-                                                  : 0x7ff00000u;
-constexpr unsigned int LAST = STORAGE == 0   ? 0x04000400u
-                              : STORAGE == 1 ? 0x00800080u
-                              : STORAGE == 2 ? 0x01000000u
-                                             : 0x00100000u;
-constexpr unsigned int SIGNS = WIDE ? 0x80000000u : 0x80008000u;
-constexpr int UPPER = STORAGE == 3 ? 1 : 0;  // only every other word has an exponent
+constexpr unsigned int EXPONENTS = Mma::EXPONENTS, LAST = Mma::LAST;
+constexpr unsigned int SIGNS = Mma::SIGNS;
+constexpr int UPPER = Mma::UPPER;
 
 // Changes the sign of what this thread copied.
 template <int ROWS, int WIDTH, int ROW_BYTES>

@@ -36,7 +36,7 @@ __device__ __forceinline__ void init_state(accum_t (&m)[ROWS], accum_t (&l)[ROWS
 
 // m_new = max(m, row maxima of the tile), or m where it LAGS and stays; NaN is passed over. Whether
 // any of the warp's rows grew. `c` is unit * log2 e.
-template <bool LAGS = (STORAGE < 2), int ROWS, int COLUMNS>
+template <bool LAGS = fragment::Mma::LAGS, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
                                         accum_t (&m_new)[ROWS], accum_t c) {
   bool grew = false;

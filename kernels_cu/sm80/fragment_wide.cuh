@@ -19,23 +19,8 @@ namespace fragment {
 
 // -- elements -------------------------------------------------------------------------------------
 
-struct Split {
-  unsigned int large, small;
-};
-template <int>
-struct PartOf {
-  using type = Split;
-};
-template <>
-struct PartOf<3> {
-  using type = double;
-};
-using part_t = PartOf<STORAGE>::type;
-constexpr int TERMS = STORAGE == 3 ? 1 : 3;  // of a product of two parts
-
-// Whether there are numbers that cannot be taken apart: infinities, and float32 from 2^127 on,
-// which may round to one.
-constexpr bool LIMITED = STORAGE == 2;
+using part_t = Mma::part;
+constexpr int TERMS = Mma::TERMS;  // of a product of two parts
 
 __device__ Split part(unsigned short);  // of 16-bit types: never called
 __device__ __forceinline__ double part(double x) { return x; }
@@ -258,7 +243,7 @@ __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS],
                                          const Left<WIDTH, false, true>& a, const char* b_smem) {
   constexpr int UNROLL = TERMS > 1 ? 1 : 2;  // as far as registers go
   multiply_rows<UNROLL, WIDTH, M_TILES>(c, a, b_smem);
-  if constexpr (LIMITED) {
+  if constexpr (Mma::SPLIT_CAN_FAIL) {
     if (any_nan(c)) multiply_nan<WIDTH>(c, a.begin_smem, b_smem);
   }
 }
