@@ -26,7 +26,7 @@ struct alignas(16) Floats {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ Params p) {
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, false);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, false);
   if (work.idle) return;
   const long long i0 = work.block * BLOCK_Q, length = work.entry.len_q;
   const float* const sums = reinterpret_cast<const float*>(p.dq_accum.data) +

@@ -6,12 +6,12 @@
 namespace bias_tile {
 
 // A bias is broadcast along axes of length 1. Of its tiles a block has one, as the bias is stored.
-struct Own {
+struct BiasTile {
   layout::Entry first;  // of the entries that were given the tile
   long long head, q_block, kv_block;
   bool one_head, one_query, one_key;
 
-  __device__ __forceinline__ explicit Own(const Params& p)
+  __device__ __forceinline__ explicit BiasTile(const Params& p)
       : one_head(p.bias_heads == 1), one_query(p.bias_len_q == 1), one_key(p.bias_len_k == 1) {
     const layout::Quotient of_keys =
         layout::divide(blockIdx.x, (p.bias_len_k + BLOCK_KV - 1) / BLOCK_KV);
@@ -28,7 +28,7 @@ struct Own {
 // Writes rows of a tile whose every key exists, 16 bytes at a time. Returns whether that is
 // possible.
 template <int STRIDE>
-__device__ __forceinline__ bool store_vectors(const Params& p, const Own& own, long long base,
+__device__ __forceinline__ bool store_vectors(const Params& p, const BiasTile& own, long long base,
                                               const accum_t* sums_smem) {
   constexpr int PIECES = BLOCK_KV / STORED_VECTOR;
   const long long i0 = own.q_block * BLOCK_Q, j0 = own.kv_block * BLOCK_KV;
@@ -58,7 +58,7 @@ __device__ __forceinline__ bool store_vectors(const Params& p, const Own& own, l
 // Writes the tile's gradient, whose rows in shared memory are STRIDE numbers apart: sums of its
 // rows where it has one query, and of its columns where it has one key.
 template <int STRIDE>
-__device__ __forceinline__ void store(const Params& p, const Own& own, const accum_t* sums_smem) {
+__device__ __forceinline__ void store(const Params& p, const BiasTile& own, const accum_t* sums_smem) {
   const long long base = layout::lead_offset(p.dbias, own.first) + own.head * p.dbias.head;
   if constexpr (STRIDE % VECTOR == 0) {
     if (store_vectors<STRIDE>(p, own, base, sums_smem)) return;

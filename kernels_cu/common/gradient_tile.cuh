@@ -22,8 +22,8 @@ struct Scratch {
 
 // Loads lse and delta of the tile's queries. An empty row gets lse = inf, so that its p is 0; so do
 // the rows beyond the last. Barriers before and after are the caller's.
-__device__ __forceinline__ void load_row_numbers(const memory::Numbers& lse,
-                                                 const memory::Numbers& delta, long long i0, int ni,
+__device__ __forceinline__ void load_row_statistics(const memory::RowStatistic& lse,
+                                                 const memory::RowStatistic& delta, long long i0, int ni,
                                                  const Scratch& scratch) {
   for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
     accum_t row_lse = number::infinity(), row_delta = 0;
@@ -56,14 +56,14 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
   // 3 score mod
   // 4 mask
   tile::apply_score_and_mask<KEYS_ARE_ROWS, STRIDE>(p, box, tile_class, s, scratch.tile_smem,
-                                                    HAS_SLOPE ? scratch.slope_smem : nullptr);
+                                                    HAS_DSCORE ? scratch.slope_smem : nullptr);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       const accum_t lse = scratch.lse_smem[query_of<KEYS_ARE_ROWS>(r, n)];
       const accum_t weight = softmax::exponential(at_most_zero(s[r][n] - lse));
-      s[r][n] = s[r][n] == -number::infinity() ? matmul::no_part() : weight;
+      s[r][n] = s[r][n] == -number::infinity() ? matmul::masked_weight() : weight;
     }
   }
   tile::store_cells<STRIDE>(s, scratch.tile_smem);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void score_gradients(const Params& p, accum_t (&ds)[R
       }
       accum_t gradient = weight * (dp - delta);
       gradient = gradient == accum_t(0) ? accum_t(0) : gradient;  // never -0.0 by chance
-      ds[r][n] = matmul::takes_part(weight) ? gradient : weight;
+      ds[r][n] = matmul::is_unmasked(weight) ? gradient : weight;
       scratch.tile_smem[place] = ds[r][n];
     }
   }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void score_gradients(const Params& p, accum_t (&ds)[R
 
 // Makes dS the gradient of the scores before they were changed; what is 0 stays 0.
 template <int STRIDE, int ROWS, int COLUMNS>
-__device__ __forceinline__ void apply_slope(const Scratch& scratch) {
+__device__ __forceinline__ void apply_dscore(const Scratch& scratch) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll

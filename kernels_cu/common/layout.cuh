@@ -16,7 +16,7 @@ struct Entry {
 };
 
 // What a block is given: an output's entry, head and block of rows.
-struct Work {
+struct WorkTile {
   Entry entry;
   long long head;
   long long block;
@@ -124,9 +124,9 @@ __device__ __forceinline__ long long sequence_of(const Params& p, const long lon
 
 // The work of a thread block among `heads` heads. Blocks of rows come last first where
 // `last_first`: under a causal mask the last queries see most keys.
-__device__ __forceinline__ Work work_of(const Params& p, long long number, int heads, bool of_keys,
+__device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long number, int heads, bool of_keys,
                                         int block, bool last_first) {
-  Work work;
+  WorkTile work;
   const Quotient of_blocks = divide(number, p.blocks);
   const long long slot = last_first ? p.blocks - 1 - of_blocks.remainder : of_blocks.remainder;
   const Quotient of_heads = divide(of_blocks.quotient, heads);
@@ -149,7 +149,7 @@ __device__ __forceinline__ Work work_of(const Params& p, long long number, int h
 // Another number for a block of rows, so that of `heads` heads `most` take turns: the first blocks
 // of these heads, then the second ones. Under a causal mask the last ones are short, and all of a
 // GPU is busy to the end.
-__device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number,
+__device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsigned int number,
                                                      unsigned int heads, unsigned int most) {
   if constexpr (!PACKED) {
 #pragma unroll
@@ -165,7 +165,7 @@ __device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned i
 }
 
 // As many heads as have the blocks that a GPU works on at a time.
-__device__ __forceinline__ unsigned int heads_at_a_time(const Params& p) {
+__device__ __forceinline__ unsigned int heads_in_flight(const Params& p) {
   constexpr unsigned int BLOCKS = 256;
   const unsigned int blocks = static_cast<unsigned int>(p.blocks);
   return blocks < BLOCKS ? BLOCKS / blocks : 1;
@@ -173,11 +173,11 @@ __device__ __forceinline__ unsigned int heads_at_a_time(const Params& p) {
 
 // Another number for a block of keys. While blocks add to sums of dq, the second-level cache has to
 // hold those of all heads that are worked on: of few ones, and without a mask one after the other.
-__device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number) {
+__device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsigned int number) {
   constexpr unsigned int MOST_HEADS = 16;
   if (!HAS_MASK) return number;
-  const unsigned int heads = static_cast<unsigned int>(p.heads_kv), most = heads_at_a_time(p);
-  return taking_turns(p, number, heads, most < MOST_HEADS ? most : MOST_HEADS);
+  const unsigned int heads = static_cast<unsigned int>(p.heads_kv), most = heads_in_flight(p);
+  return interleave_heads(p, number, heads, most < MOST_HEADS ? most : MOST_HEADS);
 }
 
 // Elements between the start of an array and an entry's place along the leading axes.

@@ -131,11 +131,11 @@ __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accu
 
 // A pair that takes no part has weight -0.0, which no other pair has: multiplied it adds nothing,
 // and where the other factor is not finite it can be told from a weight that is merely 0.
-__device__ __forceinline__ accum_t no_part() { return -accum_t(0); }
-__device__ __forceinline__ bool takes_part(float weight) {
+__device__ __forceinline__ accum_t masked_weight() { return -accum_t(0); }
+__device__ __forceinline__ bool is_unmasked(float weight) {
   return __float_as_uint(weight) != 0x80000000u;
 }
-__device__ __forceinline__ bool takes_part(double weight) {
+__device__ __forceinline__ bool is_unmasked(double weight) {
   return __double_as_longlong(weight) != -0x7fffffffffffffffLL - 1;
 }
 
@@ -182,7 +182,7 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const 
 
 // The same where b holds NaN or infinity: pairs that take no part are left out.
 template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
+__device__ __forceinline__ void multiply_add_unmasked(accum_t (&c)[ROWS][COLUMNS],
                                                   const accum_t* a_smem, const accum_t* b_smem) {
   a_smem += row_thread() * A_STRIDE;
 #pragma unroll 1
@@ -195,7 +195,7 @@ __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
       const accum_t b = b_smem[k * padded_columns(WIDTH) + result_column<WIDTH>(n)];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        if (takes_part(a[r])) c[r][n] += a[r] * b;
+        if (is_unmasked(a[r])) c[r][n] += a[r] * b;
       }
     }
   }
@@ -260,7 +260,7 @@ __device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
 
 // The same where b holds NaN or infinity: pairs that take no part are left out.
 template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLUMNS],
+__device__ __forceinline__ void multiply_transposed_unmasked(accum_t (&c)[ROWS][COLUMNS],
                                                          const accum_t* a_smem,
                                                          const accum_t* b_smem) {
 #pragma unroll 1
@@ -271,7 +271,7 @@ __device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLU
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const accum_t weight = a_smem[k * A_STRIDE + result_row<ROWS>(r)];
-        if (takes_part(weight)) c[r][n] += weight * b;
+        if (is_unmasked(weight)) c[r][n] += weight * b;
       }
     }
   }
@@ -380,7 +380,7 @@ __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const ac
                                                       valid - k - STEP, 0);
     }
     if (careful) {
-      multiply_add_seen<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+      multiply_add_unmasked<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
     } else {
       multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
     }

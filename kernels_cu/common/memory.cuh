@@ -105,7 +105,7 @@ __device__ __forceinline__ bool finish_vector(accum_t* target_smem) {
   return finite;
 }
 
-// Finishes what `begin_rows` began: the tile holds numbers of the accumulator's type. Returns
+// Finishes what `begin_rows` began: the tile holds row_statistic of the accumulator's type. Returns
 // whether all that this thread copied is finite (true without CHECK).
 template <int ROWS, int COLUMNS, int STRIDE, int WIDTH, bool CHECK>
 __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from, long long first,
@@ -155,14 +155,14 @@ __device__ __forceinline__ bool load_rows(accum_t* tile_smem, const Rows& from, 
 }
 
 // One number per row (lse, delta) of the accumulator's type.
-struct Numbers {
+struct RowStatistic {
   accum_t* data;
   long long row;
 };
 
-__device__ __forceinline__ Numbers numbers(const Operand& operand, const layout::Entry& entry,
+__device__ __forceinline__ RowStatistic row_statistic(const Operand& operand, const layout::Entry& entry,
                                            long long head) {
-  return Numbers{
+  return RowStatistic{
       reinterpret_cast<accum_t*>(operand.data) + layout::offset(operand, entry, head, false),
       operand.row};
 }

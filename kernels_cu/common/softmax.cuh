@@ -73,7 +73,7 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
     for (int n = 0; n < COLUMNS; ++n) {
       const bool masked = MAY_MASK && s[r][n] == -number::infinity();
       const accum_t p = exponential(s[r][n] - safe);
-      s[r][n] = masked ? matmul::no_part() : p;
+      s[r][n] = masked ? matmul::masked_weight() : p;
       l[r] += p;
     }
   }

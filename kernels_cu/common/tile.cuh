@@ -27,8 +27,8 @@ struct KeyRange {
 };
 
 // What changes scores and is the same for all pairs of a head.
-struct Given {
-  accum_t x[NUM_GIVEN];
+struct HeadConstants {
+  accum_t x[NUM_HEAD_CONSTANTS];
 };
 
 constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
@@ -38,10 +38,10 @@ constexpr bool MAY_MASK = HAS_MASK || HAS_SCORE;
 __device__ bool mask_allows(const Params& p, const Site& at);
 __device__ KeyRange mask_range(const Params& p, const Site& at);
 __device__ int tile_class(const Params& p, const TileBox& at);
-__device__ Given score_given(const Params& p, const Site& at);
-__device__ accum_t score_changed(const Params& p, const Given& given, accum_t score,
+__device__ HeadConstants score_head_constants(const Params& p, const Site& at);
+__device__ accum_t score_mod(const Params& p, const HeadConstants& given, accum_t score,
                                  const Site& at);
-__device__ accum_t score_slope(const Params& p, const Given& given, accum_t score, const Site& at);
+__device__ accum_t score_mod_derivative(const Params& p, const HeadConstants& given, accum_t score, const Site& at);
 
 namespace tile {
 
@@ -75,13 +75,13 @@ __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box
 
 // What is given for a head, whose every tile will do. A shuffle keeps the compiler from finding it
 // again where it is used. All lanes of the warp call it together.
-__device__ __forceinline__ Given given_of(const Params& p, const TileBox& box) {
-  Given given{};
+__device__ __forceinline__ HeadConstants head_constants_of(const Params& p, const TileBox& box) {
+  HeadConstants given{};
   if constexpr (HAS_SCORE) {
-    given = score_given(p, Site{box.b, box.h, box.i_low, box.j_low, box.len_q, box.len_k,
+    given = score_head_constants(p, Site{box.b, box.h, box.i_low, box.j_low, box.len_q, box.len_k,
                                 box.start_q, box.start_k});
 #pragma unroll
-    for (int n = 0; n < NUM_GIVEN; ++n) given.x[n] = ptx::shuffle(given.x[n], 0);
+    for (int n = 0; n < NUM_HEAD_CONSTANTS; ++n) given.x[n] = ptx::shuffle(given.x[n], 0);
   }
   return given;
 }
@@ -119,10 +119,10 @@ __device__ __forceinline__ void load_cells(accum_t (&s)[ROWS][COLUMNS], const ac
 __device__ __forceinline__ accum_t change(const Params& p, const Site& at, bool masked,
                                           accum_t score, accum_t* slope) {
   // 3 score mod
-  if constexpr (HAS_SLOPE) {
-    if (slope != nullptr) *slope = score_slope(p, score_given(p, at), score, at);
+  if constexpr (HAS_DSCORE) {
+    if (slope != nullptr) *slope = score_mod_derivative(p, score_head_constants(p, at), score, at);
   }
-  if constexpr (HAS_SCORE) score = score_changed(p, score_given(p, at), score, at);
+  if constexpr (HAS_SCORE) score = score_mod(p, score_head_constants(p, at), score, at);
   // 4 mask
   if constexpr (HAS_MASK) {
     if (masked && !mask_allows(p, at)) score = -number::infinity();
@@ -137,7 +137,7 @@ template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_score_and_mask(const Params& p, const TileBox& box,
                                                      int tile_class, accum_t (&s)[ROWS][COLUMNS],
                                                      accum_t* tile_smem, accum_t* slope_smem) {
-  if (!HAS_SCORE && !HAS_SLOPE && tile_class == FULL && is_whole(box)) return;
+  if (!HAS_SCORE && !HAS_DSCORE && tile_class == FULL && is_whole(box)) return;
   store_cells<STRIDE>(s, tile_smem);
 #pragma unroll 1
   for (int n = 0; n < ROWS * COLUMNS; ++n) {
@@ -186,7 +186,7 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
       const int place = KEYS_ARE_ROWS ? j * STRIDE + i : i * STRIDE + j;
       const accum_t weight = tile_smem[place];
       const accum_t kept = drawn.word[x] < p.drop_below ? weight * accum_t(0) : weight * keep_scale;
-      to_smem[place] = matmul::takes_part(weight) ? kept : weight;
+      to_smem[place] = matmul::is_unmasked(weight) ? kept : weight;
     }
   }
 }

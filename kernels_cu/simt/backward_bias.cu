@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const gradient_tile::Scratch scratch{tile_smem, tile_smem + (TILES - 1) * TILE, nullptr, lse_smem,
                                        lse_smem + BLOCK_Q};
 
-  const bias_tile::Own own(p);
+  const bias_tile::BiasTile own(p);
   accum_t total[ROWS][COLUMNS];
   matmul::clear(total);
 
@@ -61,8 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       for (long long i0 = own.one_query ? 0 : own.q_block * BLOCK_Q; i0 < i_end; i0 += BLOCK_Q) {
         const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
         __syncthreads();  // lse and delta, which may still be read
-        gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
-                                        memory::numbers(p.delta, entry, h), i0, ni, scratch);
+        gradient_tile::load_row_statistics(memory::row_statistic(p.lse, entry, h),
+                                        memory::row_statistic(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
         for (long long j0 = own.one_key ? 0 : own.kv_block * BLOCK_KV; j0 < j_end; j0 += BLOCK_KV) {
           const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);

@@ -27,7 +27,7 @@ constexpr int K_STRIDE = matmul::odd_stride(matmul::held_columns(D));
 constexpr int V_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
 constexpr int STRIDE = matmul::odd_stride(BLOCK_Q);
 constexpr int TILE = BLOCK_KV * STRIDE;
-constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
+constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_DSCORE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_Q, D, D),
                                       matmul::buffer_elements(BLOCK_Q, D_V, D_V));
 constexpr int ROWS_Q = matmul::rows_at_once(BLOCK_Q / ROW_THREADS, COLUMNS_K);
@@ -39,7 +39,7 @@ constexpr int UNROLL = 2;  // as far as registers go
 // hold the sums.
 struct Head {
   layout::Entry entry;
-  memory::Numbers lse, delta;
+  memory::RowStatistic lse, delta;
   long long dq;  // offset of row 0
   long long h;
   long long j0;  // the first key
@@ -64,13 +64,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
   const gradient_tile::Scratch scratch{tile_smem, HAS_DROPOUT ? tile_smem + TILE : tile_smem,
-                                       HAS_SLOPE ? last_smem : nullptr, lse_smem,
+                                       HAS_DSCORE ? last_smem : nullptr, lse_smem,
                                        lse_smem + BLOCK_Q};
 
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -99,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
         *head_smem = Head{entry,
-                          memory::numbers(p.lse, entry, h),
-                          memory::numbers(p.delta, entry, h),
+                          memory::row_statistic(p.lse, entry, h),
+                          memory::row_statistic(p.delta, entry, h),
                           layout::offset(p.dq, entry, h, false),
                           h,
                           head_smem->j0};
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (tile_class == EMPTY) continue;
         ++visited;
         // The lse and delta of the tile before were read before the barriers of `accumulate`.
-        gradient_tile::load_row_numbers(head_smem->lse, head_smem->delta, i0, ni, scratch);
+        gradient_tile::load_row_statistics(head_smem->lse, head_smem->delta, i0, ni, scratch);
 
         // 2 scores
         accum_t s[ROWS][COLUMNS];
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                            stage);
         matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL>(s, v_smem, d_out, i0, ni, stage);
         gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
-        if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
+        if constexpr (HAS_DSCORE) gradient_tile::apply_dscore<STRIDE, ROWS, COLUMNS>(scratch);
         matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tile_smem, q, i0, ni, stage);
         if constexpr (ATOMIC_DQ) {
 #pragma unroll 1
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             if (finite_keys) {
               matmul::multiply_transposed<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem, k_smem);
             } else {
-              matmul::multiply_transposed_seen<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem,
+              matmul::multiply_transposed_unmasked<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem,
                                                                                     k_smem);
             }
             epilogue::add_rows<D>(dq, p.dq, head_smem->dq, i0 + i, ni - i,

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const stage_smem = p_smem + BLOCK_Q * P_STRIDE;
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const layout::Entry& entry = work.entry;
   const long long h = work.head, h_kv = h / p.group;
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   epilogue::store_as<D_V, storage_t>(acc, p.out, layout::offset(p.out, entry, h, false), i0, ni,
                                      inverse);
   // 9 store lse
-  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
+  const memory::RowStatistic lse = memory::row_statistic(p.lse, entry, h);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = matmul::row_thread() + ROW_THREADS * r;

@@ -206,7 +206,7 @@ __device__ __forceinline__ void add_nonfinite(double (&c)[ROWS][COLUMNS], const 
       for (int r = 0; r < ROWS; ++r) {
         const int at = first + 8 * r + fragment::lane_row();
         const int row = TRANSPOSED ? k : at, along = TRANSPOSED ? at : k;
-        const bool seen = matmul::takes_part(element<A_BYTES>(seen_smem, row, along));
+        const bool seen = matmul::is_unmasked(element<A_BYTES>(seen_smem, row, along));
         if (seen) c[r][n] += element<A_BYTES>(a_smem, row, along) * value;
       }
     }

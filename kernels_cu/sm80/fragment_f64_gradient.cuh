@@ -86,11 +86,11 @@ __device__ __forceinline__ void recompute_probabilities(
         double own = probability(score, lse);
         weight[x] = own;
         if (HAS_DROPOUT && (kept[r] >> (column + x) & 1) == 0) weight[x] *= 0.0;
-        if constexpr (HAS_SLOPE) {
+        if constexpr (HAS_DSCORE) {
           const double changed = own * slope;
           own = own == 0.0 || changed == 0.0 ? 0.0 : changed;  // never -0.0 by chance
         }
-        if (score == -number::infinity()) own = weight[x] = matmul::no_part();
+        if (score == -number::infinity()) own = weight[x] = matmul::masked_weight();
         s[r][x] = own;
       }
       if constexpr (KEYS_ARE_ROWS) {
@@ -118,10 +118,10 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
       if constexpr (HAS_DROPOUT) change *= (kept[r] >> n & 1) != 0 ? keep_scale : 0.0;
       change -= delta_smem[query_of<KEYS_ARE_ROWS>(r, n)];
       double gradient = s[r][n] * change;
-      if (HAS_SLOPE && change == 0.0) gradient = 0.0;
+      if (HAS_DSCORE && change == 0.0) gradient = 0.0;
       if (masked) {
         gradient = gradient == 0.0 ? 0.0 : gradient;  // never -0.0 by chance
-        if (!matmul::takes_part(s[r][n])) gradient = matmul::no_part();
+        if (!matmul::is_unmasked(s[r][n])) gradient = matmul::masked_weight();
       }
       s[r][n] = gradient;
     }

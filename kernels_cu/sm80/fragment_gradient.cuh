@@ -28,12 +28,12 @@ __device__ __forceinline__ int query_of(int r, int n) {
 
 // Those of a tile's queries on their way to shared memory, one or a few in each thread. An empty
 // row gets lse = inf, so that its p is 0; so do the rows beyond the last.
-struct RowNumbers {
+struct RowStatistics {
   static constexpr int EACH = (BLOCK_Q + THREADS - 1) / THREADS;
   accum_t lse[EACH], delta[EACH];
 
-  __device__ __forceinline__ void load(const memory::Numbers& from_lse,
-                                       const memory::Numbers& from_delta, long long i0, int ni) {
+  __device__ __forceinline__ void load(const memory::RowStatistic& from_lse,
+                                       const memory::RowStatistic& from_delta, long long i0, int ni) {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int i = threadIdx.x + n * THREADS;
@@ -75,10 +75,10 @@ __device__ __forceinline__ void transpose(unsigned int (&x)[4], int own, int ste
   }
 }
 
-// Which of a thread's pairs dropout keeps: bit n of word r tells of element (r, n). One draw serves
+// Which of a thread's pairs dropout keeps: bit n of word r tells of element (r, n). One draw_dropout serves
 // four keys of a query, which four lanes hold where keys are rows, and else two.
 template <bool KEYS_ARE_ROWS, int COLUMNS, int ROWS>
-__device__ __forceinline__ void draw(const Params& p, const TileBox& box, const Corner& corner,
+__device__ __forceinline__ void draw_dropout(const Params& p, const TileBox& box, const Corner& corner,
                                      unsigned int (&kept)[ROWS]) {
   static_assert(COLUMNS <= 32, "a bit for each column");
   const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
@@ -123,12 +123,12 @@ __device__ __forceinline__ void draw(const Params& p, const TileBox& box, const 
 
 // lse or delta of the queries of a thread's elements, in registers.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
-struct OfQueries {
+struct PerQuery {
   float x[KEYS_ARE_ROWS ? COLUMNS : ROWS];
 
-  OfQueries() = default;
+  PerQuery() = default;
   // `from_smem` is that of the corner's query.
-  __device__ __forceinline__ explicit OfQueries(const float* from_smem) {
+  __device__ __forceinline__ explicit PerQuery(const float* from_smem) {
 #pragma unroll
     for (int n = 0; n < (KEYS_ARE_ROWS ? COLUMNS : ROWS); ++n) {
       x[n] = from_smem[KEYS_ARE_ROWS ? query_of<true>(0, n) : query_of<false>(n, 0)];
@@ -160,7 +160,7 @@ __device__ __forceinline__ void store_words(const unsigned int (&words)[ROWS][WO
 // Which of a thread's pairs exist and take part: bit n of word r tells of element (r, n). Generated
 // code stands here for AT_ONCE columns.
 template <bool KEYS_ARE_ROWS, int COLUMNS, int AT_ONCE = 1, int ROWS>
-__device__ __forceinline__ void ask_mask(const Params& p, const TileBox& box, int tile_class,
+__device__ __forceinline__ void evaluate_mask(const Params& p, const TileBox& box, int tile_class,
                                          const Corner& corner, unsigned int (&allowed)[ROWS]) {
   static_assert(COLUMNS <= 32, "a bit for each column");
   const int i_last = static_cast<int>(box.i_high - box.i_low);
@@ -197,7 +197,7 @@ __device__ __forceinline__ void ask_mask(const Params& p, const TileBox& box, in
 // that is not allowed has the weight that says so.
 template <bool MASKED, bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
-                                             const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS>& lse,
+                                             const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS>& lse,
                                              float c, const unsigned int (&allowed)[ROWS]) {
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
@@ -205,7 +205,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
     for (int r = 0; r < ROWS; ++r) {
       const float offset = lse.of(r, n) * tile::LOG2_E;
       const float x = ptx::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -offset)));
-      s[r][n] = !MASKED || (allowed[r] >> n & 1) != 0 ? x : matmul::no_part();
+      s[r][n] = !MASKED || (allowed[r] >> n & 1) != 0 ? x : matmul::masked_weight();
     }
   }
 }
@@ -238,7 +238,7 @@ __device__ __forceinline__ Site site_of(const TileBox& box, const Corner& corner
 // Makes products q k into changed logits; generated code stands here for all of a thread's pairs.
 // Returns whether any may be -inf.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool change_scores(const Params& p, const Given& given, float scale,
+__device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConstants& given, float scale,
                                               const TileBox& box, float (&s)[ROWS][COLUMNS],
                                               const Corner& corner) {
   float sum[ROWS] = {};  // of logits: not finite if one of them is not
@@ -247,7 +247,7 @@ __device__ __forceinline__ bool change_scores(const Params& p, const Given& give
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const Site at = site_of<KEYS_ARE_ROWS>(box, corner, r, 0, 8 * (n / 2) + n % 2);
-      s[r][n] = score_changed(p, given, s[r][n] * scale, at);
+      s[r][n] = score_mod(p, given, s[r][n] * scale, at);
       sum[r] += s[r][n];
     }
   }
@@ -259,7 +259,7 @@ __device__ __forceinline__ bool change_scores(const Params& p, const Given& give
 
 // Of pairs that are `allowed`, or else of all, finds those whose logit is not -inf.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void find_hidden(const float (&s)[ROWS][COLUMNS], bool masked,
+__device__ __forceinline__ void mask_infinite(const float (&s)[ROWS][COLUMNS], bool masked,
                                             unsigned int (&allowed)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -276,8 +276,8 @@ __device__ __forceinline__ void find_hidden(const float (&s)[ROWS][COLUMNS], boo
 // code stands here for STEP columns, which all columns pass, so many at a time. Returns whether any
 // pair takes no part; the rest is as told below.
 template <bool KEYS_ARE_ROWS, int BYTES, int STEP = 2, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool recompute_changed(
-    const Params& p, const Given& given, float scale, const TileBox& box, bool masked,
+__device__ __forceinline__ bool recompute_modified(
+    const Params& p, const HeadConstants& given, float scale, const TileBox& box, bool masked,
     const unsigned int (&allowed)[ROWS], float (&s)[ROWS][COLUMNS], const Corner& corner,
     const float* lse_smem, const unsigned int (&kept)[ROWS],
     unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
@@ -293,16 +293,16 @@ __device__ __forceinline__ bool recompute_changed(
         for (int x = 0; x < 2; ++x) {
           const Site at = site_of<KEYS_ARE_ROWS>(box, corner, r, column, 4 * n + x);
           const float score = s[r][n + x] * scale;
-          float changed = score_changed(p, given, score, at);
+          float changed = score_mod(p, given, score, at);
           if (masked && (allowed[r] >> (column + n + x) & 1) == 0) changed = -number::infinity();
           const float offset = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + n + x)] * tile::LOG2_E;
           const bool seen = changed != -number::infinity();
           hides = hides || !seen;
           float own = ptx::exp2(gradient_tile::at_most_zero(fma(changed, tile::LOG2_E, -offset)));
-          own = weight[x] = seen ? own : matmul::no_part();
+          own = weight[x] = seen ? own : matmul::masked_weight();
           if (HAS_DROPOUT && (kept[r] >> (column + n + x) & 1) == 0) weight[x] *= 0.0f;
-          if constexpr (HAS_SLOPE) {
-            const float sloping = own * score_slope(p, given, score, at);
+          if constexpr (HAS_DSCORE) {
+            const float sloping = own * score_mod_derivative(p, given, score, at);
             // What is 0 is so whatever the derivative; and never -0.0 by chance.
             if (own != 0.0f) own = sloping == 0.0f ? 0.0f : sloping;
           }
@@ -336,14 +336,14 @@ __device__ __forceinline__ bool recompute_probabilities(
     const Corner& corner, const float* lse_smem, const unsigned int (&kept)[ROWS],
     unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
   unsigned int allowed[ROWS];
-  if (masked) ask_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, allowed);
+  if (masked) evaluate_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, allowed);
   if constexpr (HAS_SCORE) {
-    const bool hides = recompute_changed<KEYS_ARE_ROWS, BYTES>(
-        p, tile::given_of(p, box), static_cast<float>(p.scale), box, masked, allowed, s, corner,
+    const bool hides = recompute_modified<KEYS_ARE_ROWS, BYTES>(
+        p, tile::head_constants_of(p, box), static_cast<float>(p.scale), box, masked, allowed, s, corner,
         lse_smem, kept, weights, tile_smem);
     return masked || hides;
   }
-  const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
+  const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
   const float c = static_cast<float>(p.scale) * tile::LOG2_E;
   if (masked) {
     exponentiate<true>(s, lse, c, allowed);
@@ -374,7 +374,7 @@ __device__ __forceinline__ bool recompute_probabilities(
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void score_gradients(
     const Params& p, bool masked, const float (&s)[ROWS][COLUMNS], const float (&dp)[ROWS][COLUMNS],
-    const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS>& delta, const unsigned int (&kept)[ROWS],
+    const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS>& delta, const unsigned int (&kept)[ROWS],
     float (&ds)[ROWS][COLUMNS]) {
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
   const auto change = [&](int r, int n) {
@@ -388,7 +388,7 @@ __device__ __forceinline__ void score_gradients(
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         const float own = change(r, n);
-        ds[r][n] = HAS_SLOPE && own == 0.0f ? 0.0f : s[r][n] * own;
+        ds[r][n] = HAS_DSCORE && own == 0.0f ? 0.0f : s[r][n] * own;
       }
     }
     return;
@@ -399,9 +399,9 @@ __device__ __forceinline__ void score_gradients(
     for (int n = 0; n < COLUMNS; ++n) {
       const float own = change(r, n);
       float gradient = s[r][n] * own;
-      if (HAS_SLOPE && own == 0.0f) gradient = 0.0f;
+      if (HAS_DSCORE && own == 0.0f) gradient = 0.0f;
       gradient = gradient == 0.0f ? 0.0f : gradient;  // never -0.0 by chance
-      ds[r][n] = matmul::takes_part(s[r][n]) ? gradient : matmul::no_part();
+      ds[r][n] = matmul::is_unmasked(s[r][n]) ? gradient : matmul::masked_weight();
     }
   }
 }
@@ -412,7 +412,7 @@ __device__ __forceinline__ void score_gradients(
 // nor vanishes. The largest one comes to 2^7 at least, and nothing to 2^16; sums are in the same
 // unit, and follow when it changes.
 constexpr bool SCALES_DS = fragment::Mma::SCALES_DS;
-struct Unit {
+struct DsScale {
   float factor = 1.0f;
   float largest = SCALES_DS ? 0.0f : number::infinity();  // that may come before it changes
 
@@ -428,7 +428,7 @@ struct Unit {
 
   // Takes numbers up to `x` in, and brings sums to the new unit.
   template <int ROWS, int COLUMNS>
-  __device__ __forceinline__ void widen(float x, float (&sums)[ROWS][COLUMNS]) {
+  __device__ __forceinline__ void rescale(float x, float (&sums)[ROWS][COLUMNS]) {
     const float made = factor_for(x);
     if (x == 0.0f || (largest > 0.0f && made >= factor)) return;
     if (largest > 0.0f) matmul::scale(sums, made * inverse());

@@ -127,7 +127,7 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
       for (int n = 0; n < COLUMNS; ++n) {
         const bool seen = s[r][n] != -number::infinity();
         const accum_t p = power::exp2(fma(s[r][n], c, -offset[r]));
-        s[r][n] = seen ? p : matmul::no_part();
+        s[r][n] = seen ? p : matmul::masked_weight();
         l[r] += s[r][n];
       }
     }

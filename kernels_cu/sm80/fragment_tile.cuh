@@ -7,7 +7,7 @@ namespace fragment_tile {
 
 // A tile that is not EMPTY: the first of the rows that pass by, and how many of them exist. Without
 // one there are none.
-struct Next {
+struct Tile {
   long long first;
   int rows;
   int tile_class;
@@ -23,11 +23,11 @@ struct Classes {
 // the box of a tile from its first row and their number. Every thread finds the class of one tile,
 // when the tiles before are done. All threads of the block call this together, from row 0 on.
 template <int BLOCK, class Describe>
-__device__ __forceinline__ Next next_tile(const Params& p, Classes& classes_smem, long long first,
+__device__ __forceinline__ Tile next_tile(const Params& p, Classes& classes_smem, long long first,
                                           long long length, const Describe& describe) {
 #pragma unroll 1
   while (first < length) {
-    if constexpr (!HAS_MASK) return Next{first, tile::rows_from(first, length, BLOCK), FULL};
+    if constexpr (!HAS_MASK) return Tile{first, tile::rows_from(first, length, BLOCK), FULL};
     const int n = static_cast<int>(static_cast<unsigned long long>(first) / BLOCK % THREADS);
     if (n == 0) {
       __syncthreads();  // the classes before, which were read
@@ -52,9 +52,9 @@ __device__ __forceinline__ Next next_tile(const Params& p, Classes& classes_smem
     const int skipped = __ffs(static_cast<int>(some)) - 1;
     const bool full = (classes_smem.full[n / 32] >> (n % 32 + skipped) & 1) != 0;
     first += skipped * BLOCK;
-    return Next{first, tile::rows_from(first, length, BLOCK), full ? FULL : PARTIAL};
+    return Tile{first, tile::rows_from(first, length, BLOCK), full ? FULL : PARTIAL};
   }
-  return Next{first, 0, EMPTY};
+  return Tile{first, 0, EMPTY};
 }
 
 // Where a thread's pairs lie: of element (r, n) the query is `i` + 8 r, the key `j` + that of
@@ -104,7 +104,7 @@ __device__ __forceinline__ int distance(long long position, long long first) {
 // branch, lest rows wait for each other; else generated code stands here for AT_ONCE columns.
 // Returns whether any pair of the warp takes part.
 template <int COLUMNS, int AT_ONCE = 1, int ROWS>
-__device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, int tile_class,
+__device__ __forceinline__ bool evaluate_mask(const Params& p, const TileBox& box, int tile_class,
                                            unsigned int (&allowed)[ROWS]) {
   static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
   const Pairs pairs(box);
@@ -149,9 +149,9 @@ __device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, 
 }
 
 // Whether the warp has a pair that takes part in each half of a tile's columns; `allowed` is as
-// find_pairs has made it for two rows.
+// evaluate_mask has made it for two rows.
 template <int COLUMNS>
-__device__ __forceinline__ void find_halves(const unsigned int (&allowed)[2],
+__device__ __forceinline__ void find_active_halves(const unsigned int (&allowed)[2],
                                             bool (&takes_part)[2]) {
   const unsigned int any = allowed[0] | allowed[1];
   takes_part[0] = ptx::any_lane((any & ((1u << COLUMNS / 2) - 1)) != 0);
@@ -160,7 +160,7 @@ __device__ __forceinline__ void find_halves(const unsigned int (&allowed)[2],
 
 // Gives pairs that take no part the score -inf.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void hide_pairs(accum_t (&s)[ROWS][COLUMNS],
+__device__ __forceinline__ void apply_mask(accum_t (&s)[ROWS][COLUMNS],
                                            const unsigned int (&allowed)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void hide_pairs(accum_t (&s)[ROWS][COLUMNS],
 
 // Gives keys that do not exist the score -inf: of the tile's there are so many.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int keys) {
+__device__ __forceinline__ void mask_missing_keys(accum_t (&s)[ROWS][COLUMNS], int keys) {
   const int columns = keys - fragment::lane_column();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -185,13 +185,13 @@ __device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int key
 }
 
 // Columns for which warpgroups ask a mask together: what it reads of all is on its way at a time.
-constexpr int ASKED_AT_ONCE = MASK_STEPS <= 16 ? 32 : 2;
+constexpr int MASK_COLUMNS_AT_ONCE = MASK_STEPS <= 16 ? 32 : 2;
 
 // Columns of scores that warpgroups' generated code changes together, of so many: all, unless it is
 // long.
-constexpr bool IS_LONG = SCORE_STEPS > 32;
+constexpr bool IS_LONG_SCORE_MOD = SCORE_STEPS > 32;
 __device__ constexpr int columns_at_once(int columns) {
-  if (!IS_LONG) return columns;
+  if (!IS_LONG_SCORE_MOD) return columns;
   return columns % 8 == 0 ? 8 : 4;
 }
 
@@ -200,7 +200,7 @@ __device__ constexpr int columns_at_once(int columns) {
 // Generated code stands here for STEP columns, which all columns pass, so many at a time. Returns
 // whether any may be -inf.
 template <bool KEYS_END, int STEP = 2, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool change_scores(const Params& p, const Given& given,
+__device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConstants& given,
                                               const TileBox& box, accum_t (&s)[ROWS][COLUMNS],
                                               accum_t scale) {
   const Pairs pairs(box);
@@ -216,7 +216,7 @@ __device__ __forceinline__ bool change_scores(const Params& p, const Given& give
         Site at = SCORE_READS ? pairs.nearest<KEYS_END>(box, r, column + n)
                               : pairs.site(box, r, column + n);
         at.step_j = Pairs::key_of(n);  // without the column, where it is not known
-        s[r][n] = score_changed(p, given, s[r][n] * scale, at);
+        s[r][n] = score_mod(p, given, s[r][n] * scale, at);
         sum[r] += s[r][n];
       }
     }
@@ -256,7 +256,7 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           accum_t& weight = s[r + x][n];
-          if (word[x] < p.drop_below && matmul::takes_part(weight)) weight *= accum_t(0);
+          if (word[x] < p.drop_below && matmul::is_unmasked(weight)) weight *= accum_t(0);
         }
       }
     }

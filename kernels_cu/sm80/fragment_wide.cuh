@@ -351,7 +351,7 @@ __device__ __forceinline__ void add_nonfinite(accum_t (&c)[ROWS][COLUMNS],
       const accum_t value = element_of(b_smem + place_of<row_bytes(WIDTH)>(k, column_of(n)));
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        if (!fits(value) && matmul::takes_part(weight[r])) c[r][0] += weight[r] * value;
+        if (!fits(value) && matmul::is_unmasked(weight[r])) c[r][0] += weight[r] * value;
       }
       rotate<1>(c);
     }

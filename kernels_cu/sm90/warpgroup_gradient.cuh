@@ -51,7 +51,7 @@ struct OwnLines {
 
 // lse or delta of a thread's queries.
 template <int COLUMNS>
-using Numbers = fragment_gradient::OfQueries<true, 2, COLUMNS>;
+using Numbers = fragment_gradient::PerQuery<true, 2, COLUMNS>;
 
 // Those from `first` on, which have been loaded or come from the first one's place.
 template <int AT_ONCE, int COLUMNS>
@@ -99,7 +99,7 @@ __device__ __forceinline__ void hide_pairs(float (&p)[2][COLUMNS],
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if ((allowed[r] >> n & 1) == 0) p[r][n] = matmul::no_part();
+      if ((allowed[r] >> n & 1) == 0) p[r][n] = matmul::masked_weight();
     }
   }
 }

@@ -334,7 +334,7 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS_V], Weights<
       const unsigned int small = ptx::shuffle(k % 2 == 0 ? a.small[r][0] : a.small[r][1], lane);
       weight[r] = __uint_as_float(large) + __uint_as_float(small);
       // The large part of a NaN may be any number.
-      seen[r] = matmul::takes_part(__uint_as_float(large)) || weight[r] != weight[r];
+      seen[r] = matmul::is_unmasked(__uint_as_float(large)) || weight[r] != weight[r];
     }
 #pragma unroll 1
     for (int n = 0; n < COLUMNS_V; ++n) {
