@@ -1,9 +1,9 @@
-// Element types: how they are stored, and the accumulator's type in which everything is computed.
+// Element types: how they are stored, and the accumulator's type, in which everything is computed.
 #pragma once
 #include "../ptx/convert.cuh"
 
-// One specialisation an element type, numbered as in cupyflash/gpu/source.py. A number without one does
-// not compile.
+// The element trait: one specialisation for each type, numbered as in cupyflash/gpu/source.py. A
+// STORAGE without one does not compile.
 template <int CODE>
 struct Element {
   static_assert(CODE < 0, "STORAGE is no element type: give it a specialisation of Element");
@@ -40,13 +40,13 @@ constexpr bool IS_FLOAT32 = STORAGE == 2, IS_FLOAT64 = STORAGE == 3;
 constexpr bool IS_16_BIT = IS_FLOAT16 || IS_BFLOAT16;
 
 // Stands in the last else of every choice by element type, so that a new type does not compile
-// until somebody says what it does there.
+// until that choice names it.
 template <int CODE = STORAGE>
 __device__ __forceinline__ void unknown_element() {
   static_assert(CODE < 0, "this function does not know the element type STORAGE");
 }
 
-// Elements in 16 bytes: the widest access to memory.
+// Elements in 16 bytes, the widest access to memory.
 constexpr int VECTOR = 16 / sizeof(accum_t);
 constexpr int STORED_VECTOR = 16 / sizeof(storage_t);
 
@@ -66,14 +66,14 @@ __device__ __forceinline__ float bfloat_to_float(unsigned short bits) {
   return bits_to_float(static_cast<unsigned int>(bits) << 16);
 }
 
-// Rounds to nearest even. A NaN stays one: its payload might round to infinity.
+// Rounds to nearest even. A NaN stays NaN: rounding its payload might give infinity.
 __device__ __forceinline__ unsigned short float_to_bfloat(float value) {
   const unsigned int bits = __float_as_uint(value);
   const unsigned int rounded = bits + 0x7fffu + (bits >> 16 & 1u);
   return static_cast<unsigned short>((value != value ? bits | 0x400000u : rounded) >> 16);
 }
 
-// By way of float, rounded to odd so that the second rounding sees what the first left out.
+// Rounds to float first, to odd, so that the second rounding sees what the first one dropped.
 __device__ __forceinline__ unsigned short double_to_bfloat(double value) {
   const float toward_zero = __double2float_rz(value);
   const bool inexact = static_cast<double>(toward_zero) != value && value == value;
@@ -100,7 +100,7 @@ __device__ __forceinline__ accum_t infinity() {
 
 __device__ __forceinline__ float largest_float() { return bits_to_float(0x7f7fffffu); }
 
-// The largest number of a type.
+// The largest finite number of a type.
 __device__ __forceinline__ float largest_like(float) { return largest_float(); }
 __device__ __forceinline__ double largest_like(double) { return 0x1.fffffffffffffp1023; }
 __device__ __forceinline__ accum_t largest() { return largest_like(accum_t()); }
@@ -128,7 +128,7 @@ __device__ __forceinline__ void narrow(accum_t value, T* to) {
   }
 }
 
-// Rounds two numbers to a 16-bit storage type; the first is in the lower half.
+// Rounds two numbers to a 16-bit storage type and packs them, the first in the lower half.
 template <int CODE = STORAGE>
 __device__ __forceinline__ unsigned int narrow_pair(float low, float high) {
   if constexpr (IS_FLOAT16) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ unsigned int narrow_pair(float low, float high) {
   }
 }
 
-// Rounds a value to one of the four float kinds and writes it at `index`.
+// Rounds a value to one of the four floating kinds and stores it at `index`.
 __device__ __forceinline__ void store(char* data, int kind, long long index, accum_t value) {
   if (kind == KIND_FLOAT16) {
     reinterpret_cast<unsigned short*>(data)[index] = to_half(value);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void store(char* data, int kind, long long index, acc
   }
 }
 
-// Reads element `index` of one of the four float kinds.
+// Loads element `index` of one of the four floating kinds.
 template <typename T>
 __device__ __forceinline__ T load(const char* data, int kind, long long index) {
   if (kind == KIND_FLOAT16) {

@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if constexpr (CHECKS_KEYS) {
         finite_keys = !ptx::barrier_or(!finite_keys);
       } else {
-        __syncthreads();  // the same
+        __syncthreads();  // as above
       }
       const memory::Rows q = memory::rows(p.q, head_smem->entry, head_smem->h, false);
       const memory::Rows d_out = memory::rows(p.d_out, head_smem->entry, head_smem->h, false);

@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
               ptx::barrier_or(!(finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                                 fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem)));
         } else {
-          __syncthreads();  // the same
+          __syncthreads();  // as above
         }
         // 6 accumulate dv and dk
         if (seen) {

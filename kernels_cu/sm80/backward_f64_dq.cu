@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (MAY_MASK && masked) {
         seen = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
       } else {
-        __syncthreads();  // the same
+        __syncthreads();  // as above
       }
       const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
           p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);

@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (HELD && may_hide) {
           careful = ptx::barrier_or(!finite_tile());
         } else {
-          __syncthreads();  // the same
+          __syncthreads();  // as above
         }
         const int next = next_from(now / 4 + 1);
         if (STAGES == 2 && next != NO_TILE) begin(next, 1 - stage);
@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           if (may_hide) {
             careful = ptx::barrier_or(careful);  // P and dS, which other threads wrote
           } else {
-            __syncthreads();  // the same
+            __syncthreads();  // as above
           }
         }
         // The same of what is not in registers, and dq.

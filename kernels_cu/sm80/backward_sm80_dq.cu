@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (HAS_SCORE || (HAS_MASK && masked)) {
         careful = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
       } else {
-        __syncthreads();  // the same
+        __syncthreads();  // as above
       }
       const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
           p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);

@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (fragment::Mma::SPLIT_CAN_FAIL || HAS_SCORE || (MAY_MASK && masked)) {
       careful = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(place(0)));
     } else {
-      __syncthreads();  // the same
+      __syncthreads();  // as above
     }
     if constexpr (SLOTS == 3) {
       begin_values(next, 2);

@@ -80,7 +80,7 @@ __device__ __forceinline__ void recompute_probabilities(
                       box.start_k};
         double slope = 1.0, score = -number::infinity();
         if (row <= rows && place <= columns) {
-          score = tile::change(p, at, tile_class == PARTIAL, s[r][x] * scale, &slope);
+          score = tile::modify_score(p, at, tile_class == PARTIAL, s[r][x] * scale, &slope);
         }
         const double lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + x)];
         double own = probability(score, lse);
