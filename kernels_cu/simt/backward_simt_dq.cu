@@ -1,13 +1,13 @@
 // Tiled attention, backward, gradient of the queries on any GPU: the twin of `backward_dq` in
 // reference/cpu/backward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries stays, the
-// keys pass by, and dq needs no atomic addition. The sum runs over the batch entries that share the
-// queries and the key blocks, in that order.
+// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries is resident,
+// the keys and values are streamed, and dq needs no atomic additions. The sum runs over the batch
+// entries that share the queries and the blocks of keys, in that order.
 //
 // Grid: prod(own_size) * heads * blocks; packed: heads * blocks.
-// Shared memory: the queries, the output's gradients, the tile (and one for slopes), the stage, lse
-// and delta. BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of COLUMN_THREADS and 4.
+// Shared memory: the queries, do, the tile (and one each for dropout and the score mod's derivative),
+// the stage, lse and delta. BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of COLUMN_THREADS and 4.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
 #include "../common/gradient_tile.cuh"
@@ -26,7 +26,7 @@ constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_KV, D, D),
                                       matmul::buffer_elements(BLOCK_KV, D_V, D));
 constexpr int SHARED_ELEMENTS =
     BLOCK_Q * (Q_STRIDE + DO_STRIDE) + TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q;
-constexpr int UNROLL = 4;  // as far as registers go
+constexpr int UNROLL = 4;  // limited by registers
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const layout::Entry entry = layout::shared_entry(p, work.entry, member);
     const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
     const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
-    __syncthreads();  // do, lse and delta of the entry before, which may still be written or read
+    __syncthreads();  // do, lse and delta of the previous entry, which other threads may still use
     memory::load_rows<BLOCK_Q, matmul::whole_columns(D_V), DO_STRIDE, D_V>(
         do_smem, memory::rows(p.d_out, entry, h, false), i0, ni);
     gradient_tile::load_row_statistics(memory::row_statistic(p.lse, entry, h),
