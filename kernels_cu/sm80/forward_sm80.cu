@@ -34,7 +34,7 @@ struct Known {
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES - KNOWN_BYTES) / SLOT_BYTES;
 // Whether registers have room for the queries of a warp's rows.
-constexpr bool HOLD_Q =
+constexpr bool Q_IN_REGISTERS =
     !fragment::WIDE && ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
 
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
@@ -95,12 +95,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   };
   begin_keys(now, 0);
   if constexpr (SLOTS == 3) begin_values(now, 1);
-  fragment::Left<D, HOLD_Q> q(q_smem + fragment::warp_row() * Q_BYTES);
+  fragment::Left<D, Q_IN_REGISTERS> q(q_smem + fragment::warp_row() * Q_BYTES);
   ptx::cp_async_wait<SLOTS - 1>();
   if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
-  if constexpr (HOLD_Q) {
+  if constexpr (Q_IN_REGISTERS) {
     __syncthreads();  // the queries, which other threads copied
-    q.hold();
+    q.load_registers();
   }
   accum_t m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
