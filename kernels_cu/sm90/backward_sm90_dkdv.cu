@@ -104,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Passing &told = known_smem->told, &queries = known_smem->queries;
   Passing& d_scores = known_smem->d_scores;
 
-  const layout::Work work =
-      layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work =
+      layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   if (threadIdx.x == 0) tell_block(p, work, *known_smem);
   if (threadIdx.x == ptx::WARP_SIZE) known_smem->init_barriers();
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       begin_dq(dq, describe_ds(stage), line);
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(dq);
-      if constexpr (OWN_UNITS) matmul::scale(dq, fragment_gradient::Unit{unit.agreed}.inverse());
+      if constexpr (OWN_UNITS) matmul::scale(dq, fragment_gradient::DsScale{unit.agreed}.inverse());
       // Before sums are added: the other one may be waiting already.
       if (line + 1 == end_line && stage_of(n) == own)
         warpgroup::arrive_warpgroup(empty(d_scores, n));
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     tell(p, *known_smem, n + 1);
     warpgroup::mbarrier_wait(full(told, n), parity_of(n));
     const Span& span = known_smem->span[stage_of(n)];
-    const Given given = tile::given_of(p, span.box_of(0, known_smem->j0, known_smem->nj));
+    const HeadConstants given = tile::head_constants_of(p, span.box_of(0, known_smem->j0, known_smem->nj));
     // From this tile on rows are missing, or keys of all tiles.
     const int whole = known_smem->nj < BLOCK_KV ? 0 : span.whole;
     const auto step = [&](int tile, auto may_hide_pairs) {
@@ -248,9 +248,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       bool nonfinite = false;
       // What is dropped is drawn first, while few registers are in use.
       const auto box = [&] { return span.box_of(tile, known_smem->j0, known_smem->nj); };
-      if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box(), corner, kept);
+      if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<true, COLUMNS>(p, box(), corner, kept);
       const auto ask = [&] {
-        fragment_gradient::ask_mask<true, COLUMNS, fragment_tile::ASKED_AT_ONCE>(
+        fragment_gradient::evaluate_mask<true, COLUMNS, fragment_tile::MASK_COLUMNS_AT_ONCE>(
             p, box(), tile_class, corner, allowed);
       };
       if (ASKS_FIRST && masked) ask();
@@ -300,16 +300,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 5 probabilities and the gradient of the output's weights
       bool hides = masked;
       if constexpr (WEIGHS_AT_ONCE) {
-        const bool hidden = fragment_gradient::recompute_changed<true, 0, AT_ONCE>(
+        const bool hidden = fragment_gradient::recompute_modified<true, 0, AT_ONCE>(
             p, given, scale, box(), masked, allowed, s, corner, lse_smem, kept, weights, nullptr);
         hides = ptx::any_lane(hidden) || masked;
         begin_dp();
       } else {
         if constexpr (HAS_SCORE) {
           hides = ptx::any_lane(
-                      fragment_gradient::change_scores<true>(p, given, scale, box(), s, corner)) ||
+                      fragment_gradient::apply_score_mod<true>(p, given, scale, box(), s, corner)) ||
                   masked;
-          if (hides) fragment_gradient::find_hidden(s, masked, allowed);
+          if (hides) fragment_gradient::mask_infinite(s, masked, allowed);
           lse = warpgroup_gradient::Numbers<COLUMNS>(lse_smem);
         }
         if constexpr (MIXES_DP) begin_dp();
@@ -331,14 +331,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       constexpr bool STORES_DS = ATOMIC_DQ || SHARES_KEYS;
       const auto store = [&] {
         if (OWN_UNITS && unit.is_first()) {  // every warp's
-          unit.widen(warpgroup_unit::largest_of_tile(known_smem->largest[stage], dp), dk);
+          unit.rescale(warpgroup_unit::largest_of_tile(known_smem->largest[stage], dp), dk);
         } else if constexpr (OWN_UNITS) {
           unit.agree(dk);
         }
         fragment_gradient::narrow(dp, unit.factor, ds);
         if constexpr (OWN_UNITS) {  // too large for the warp's unit, or NaN
           if (ptx::any_lane(!warpgroup_gradient::all_finite(ds))) {
-            unit.widen(fragment_gradient::largest_finite(dp), dk);
+            unit.rescale(fragment_gradient::largest_finite(dp), dk);
             fragment_gradient::narrow(dp, unit.factor, ds);
           }
           if (ptx::lane_index() == 0) known_smem->factors[stage][warp] = unit.factor;
@@ -390,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (votes) careful = any_thread(nonfinite);
       if constexpr (STORAGE == 0 && !OWN_UNITS) {
         if (any_thread(!warpgroup_gradient::all_finite(ds))) {  // too large for their unit, or NaN
-          unit.widen(warpgroup_unit::largest_of_tile(known_smem->largest[stage], dp), dk);
+          unit.rescale(warpgroup_unit::largest_of_tile(known_smem->largest[stage], dp), dk);
           store();
           if constexpr (STORES_DS) ptx::fence_proxy_async();
           ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // dS in its new unit

@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     };
     // The place of its queries.
     const int place = own + (Q_PLACES == 1 ? 0 : ptx::shuffle(q_place_of(times), 0));
-    const Given given = tile::given_of(p, job.box_of(0));
+    const HeadConstants given = tile::head_constants_of(p, job.box_of(0));
 
     float m_new[2], alpha[2], s[2][COLUMNS];
     unsigned int weights[2][COLUMNS / 2], allowed[2];
@@ -301,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // Whether the warp has a pair that takes part.
     const auto find_pairs = [&](int tile, bool masked) {
       if (MAY_MASK && masked) {
-        return fragment_tile::find_pairs<ASKED, fragment_tile::ASKED_AT_ONCE>(
+        return fragment_tile::evaluate_mask<ASKED, fragment_tile::MASK_COLUMNS_AT_ONCE>(
             p, job.box_of(tile), HAS_RANGE ? PARTIAL : warpgroup_tile::class_of(job.classes, tile),
             allowed);
       }
@@ -312,14 +312,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const auto change_scores = [&](int tile, bool masked, auto keys_end) {
       bool hides = false;
       if constexpr (HAS_SCORE) {
-        const bool hidden = fragment_tile::change_scores<decltype(keys_end)::value, AT_ONCE>(
+        const bool hidden = fragment_tile::apply_score_mod<decltype(keys_end)::value, AT_ONCE>(
             p, given, job.box_of(tile), s, scale);
         hides = ptx::any_lane(hidden) || masked;
       }
       if constexpr (MAY_MASK) {
-        if (masked) fragment_tile::hide_pairs(s, allowed);
+        if (masked) fragment_tile::apply_mask(s, allowed);
       } else {
-        if (masked) fragment_tile::hide_beyond(s, job.rows_in(tile));
+        if (masked) fragment_tile::mask_missing_keys(s, job.rows_in(tile));
       }
       return hides;
     };
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       const bool sees = find_pairs(now, masked) || !SKIPS;
       bool takes_part[2] = {true, true};
-      if (HALVES && masked) fragment_tile::find_halves<COLUMNS>(allowed, takes_part);
+      if (HALVES && masked) fragment_tile::find_active_halves<COLUMNS>(allowed, takes_part);
       ptx::wgmma_wait<0>();
       ptx::fence_accumulator(s);
       warpgroup::arrive_warpgroup(empty(keys, steps));
@@ -478,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     // 9 store lse
     if (p.lse.data != nullptr) {
-      const memory::Numbers to = memory::numbers(p.lse, job.entry, job.head);
+      const memory::RowStatistic to = memory::row_statistic(p.lse, job.entry, job.head);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = fragment::warp_row() + 8 * r + fragment::lane_row();

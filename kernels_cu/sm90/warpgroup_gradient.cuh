@@ -51,7 +51,7 @@ struct OwnLines {
 
 // lse or delta of a thread's queries.
 template <int COLUMNS>
-using Numbers = fragment_gradient::OfQueries<true, 2, COLUMNS>;
+using Numbers = fragment_gradient::PerQuery<true, 2, COLUMNS>;
 
 // Those from `first` on, which have been loaded or come from the first one's place.
 template <int AT_ONCE, int COLUMNS>
@@ -99,7 +99,7 @@ __device__ __forceinline__ void hide_pairs(float (&p)[2][COLUMNS],
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if ((allowed[r] >> n & 1) == 0) p[r][n] = matmul::no_part();
+      if ((allowed[r] >> n & 1) == 0) p[r][n] = matmul::masked_weight();
     }
   }
 }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void narrow_kept(const float (&p)[2][COLUMNS],
 // keys. Matrices are 8 x 8, two of the warp's keys by two of its queries.
 __device__ __forceinline__ int place_of_words(const fragment_gradient::Corner& corner) {
   const int lane = ptx::lane_index();
-  return fragment::place<warpgroup::SLAB_ROW_BYTES>(corner.row - fragment::lane_row() + lane % 16,
+  return fragment::swizzled_offset<warpgroup::SLAB_ROW_BYTES>(corner.row - fragment::lane_row() + lane % 16,
                                                     corner.column / 8 + lane / 16);
 }
 
@@ -235,7 +235,7 @@ __device__ __forceinline__ bool all_finite(const unsigned int (&x)[2][WORDS]) {
 template <int ROWS>
 __device__ __forceinline__ storage_t& element(char* tile_smem, int row, int column) {
   const int at = column / warpgroup::SLAB_COLUMNS * ROWS * warpgroup::SLAB_ROW_BYTES +
-                 fragment::place<warpgroup::SLAB_ROW_BYTES>(
+                 fragment::swizzled_offset<warpgroup::SLAB_ROW_BYTES>(
                      row, column % warpgroup::SLAB_COLUMNS / STORED_VECTOR);
   return reinterpret_cast<storage_t*>(tile_smem + at)[column % STORED_VECTOR];
 }
@@ -388,7 +388,7 @@ struct ResultRows {
         const float low = result[r][n] * factor, high = result[r][n + 1] * factor;
         if (column < share.begin) continue;
         if (!wide) {
-          const int at = fragment::place<fragment::row_bytes(WIDTH)>(row, column / 8);
+          const int at = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, column / 8);
           *reinterpret_cast<unsigned int*>(smem + at + 2 * fragment::lane_column()) =
               number::narrow_pair(low, high);
           continue;

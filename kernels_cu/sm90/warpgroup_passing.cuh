@@ -29,7 +29,7 @@ struct Span {
   static constexpr int MOST = CONSUMER_THREADS;
   layout::Entry entry;
   long long h;
-  memory::Numbers lse, delta;
+  memory::RowStatistic lse, delta;
   float* dq_accum;  // row 0
   warpgroup::TmaHead q, d_out;
   int first, end, whole;              // places among the head's; from `whole` on rows are missing
@@ -89,7 +89,7 @@ struct Span {
 
 // Whether a score is changed and becomes its weight in one go, pair by pair: where its derivative
 // is needed, too, or generated code is long.
-constexpr bool WEIGHS_AT_ONCE = HAS_SCORE && (HAS_SLOPE || fragment_tile::IS_LONG);
+constexpr bool WEIGHS_AT_ONCE = HAS_SCORE && (HAS_DSCORE || fragment_tile::IS_LONG_SCORE_MOD);
 
 // lse and delta of a tile's queries on their way to shared memory, by the lanes of a warp. An empty
 // row gets lse = inf, so that its p is 0; so do the rows beyond the last. Where all scores are
@@ -198,7 +198,7 @@ __device__ __forceinline__ bool any_thread(bool condition) {
 }
 
 // Tells what a block is to work on, by one thread.
-__device__ __forceinline__ void tell_block(const Params& p, const layout::Work& work,
+__device__ __forceinline__ void tell_block(const Params& p, const layout::WorkTile& work,
                                            Known& known) {
   const unsigned int tiles = static_cast<unsigned int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
   known.entry = work.entry;
@@ -225,8 +225,8 @@ __device__ __forceinline__ void tell(const Params& p, Known& known, unsigned int
     span = Span{
         entry,
         h,
-        memory::numbers(p.lse, entry, h),
-        memory::numbers(p.delta, entry, h),
+        memory::row_statistic(p.lse, entry, h),
+        memory::row_statistic(p.delta, entry, h),
         reinterpret_cast<float*>(p.dq_accum.data) + layout::grouped_offset(p.dq_accum, entry, h),
         warpgroup::TmaHead(p.q, entry, h),
         warpgroup::TmaHead(p.d_out, entry, h),

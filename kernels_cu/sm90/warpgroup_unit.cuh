@@ -24,21 +24,21 @@ __device__ __forceinline__ float largest_of_tile(float (&largest_smem)[CONSUMER_
 
 // What a warp multiplies dS by in float16, as large as it can be at first.
 struct WarpUnit {
-  float factor = STORAGE == 0 ? fragment_gradient::Unit::factor_for(0.0f) : 1.0f;
+  float factor = STORAGE == 0 ? fragment_gradient::DsScale::factor_for(0.0f) : 1.0f;
   float agreed = factor;  // the least of the warps' factors, when last they differed
 
   __device__ __forceinline__ bool is_first() const {
-    return factor == fragment_gradient::Unit::factor_for(0.0f);
+    return factor == fragment_gradient::DsScale::factor_for(0.0f);
   }
   __device__ __forceinline__ float inverse() const {
-    return fragment_gradient::Unit{factor}.inverse();
+    return fragment_gradient::DsScale{factor}.inverse();
   }
 
   // Takes numbers up to `x` in, and brings sums to the new unit.
   template <int COLUMNS>
   __device__ __forceinline__ void widen(float x, float (&sums)[2][COLUMNS]) {
-    fragment_gradient::Unit unit{factor, 32768.0f * inverse()};
-    unit.widen(x, sums);
+    fragment_gradient::DsScale unit{factor, 32768.0f * inverse()};
+    unit.rescale(x, sums);
     factor = unit.factor;
   }
 
@@ -70,7 +70,7 @@ __device__ __forceinline__ float unify(const float (&factors_smem)[CONSUMER_WARP
     for (int n = threadIdx.x % warpgroup::WARPGROUP_SIZE;
          n < BLOCK_KV * warpgroup::SLAB_ROW_BYTES / 4; n += warpgroup::WARPGROUP_SIZE) {
       const int row = n / (warpgroup::SLAB_ROW_BYTES / 4);
-      const float ratio = least * fragment_gradient::Unit{factors_smem[row / 16]}.inverse();
+      const float ratio = least * fragment_gradient::DsScale{factors_smem[row / 16]}.inverse();
       unsigned int& word = reinterpret_cast<unsigned int*>(ds_smem)[n];
       word = number::narrow_pair(number::widen(static_cast<storage_t>(word)) * ratio,
                                  number::widen(static_cast<storage_t>(word >> 16)) * ratio);

@@ -91,7 +91,7 @@ struct Rounds {
       return (first + number % taking) * blocks + number / taking;
     }
     const unsigned int number = round * gridDim.x + blockIdx.x;
-    return HAS_MASK ? layout::taking_turns(p, number, p.heads, layout::heads_at_a_time(p)) : number;
+    return HAS_MASK ? layout::interleave_heads(p, number, p.heads, layout::heads_in_flight(p)) : number;
   }
 };
 
@@ -99,8 +99,8 @@ struct Rounds {
 __device__ __forceinline__ void describe(const Params& p, const Rounds& rounds, unsigned int round,
                                          Job& job_smem) {
   const unsigned int number = rounds.number_in(p, round), jobs = rounds.heads * rounds.blocks;
-  const layout::Work work =
-      layout::work_of(p, number < jobs ? number : jobs - 1, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work =
+      layout::work_tile_of(p, number < jobs ? number : jobs - 1, p.heads, false, BLOCK_Q, true);
   const bool idle = work.idle || number == jobs;
   const long long first = work.block * BLOCK_Q;
   const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, BLOCK_Q);
