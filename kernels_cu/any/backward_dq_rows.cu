@@ -1,6 +1,6 @@
 // dq out of the sums that backward_sm80_dkdv or backward_sm90_dkdv adds up in global memory: rows
 // of the storage type, times the scale. fragment_product::add_fragments says how the sums lie, and
-// of the latter warpgroup_gradient::place_of_sum.
+// of the latter warpgroup_gradient::dq_accum_offset.
 //
 // A thread has 16 columns of a row at a time; neighbours have the 8 rows of a group, then the next
 // columns.
