@@ -334,6 +334,7 @@ STATEMENTS = [
     (name, number)
     for name in (
         "sm90/backward_sm90_dkdv.cu",
+        "sm90/backward_consumer.cuh",
         "sm90/backward_pipeline.cuh",
         "sm90/warpgroup_gradient.cuh",
         "sm90/ds_scale.cuh",

@@ -13,9 +13,19 @@ constexpr int CONSUMER_THREADS = THREADS - warpgroup::WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
 constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::WARPGROUP_SIZE;
 
+// Whether the consumers share 64 keys, as those of wide heads do: each has half of a tile's queries
+// and half of the columns of dk, dv and dq. Else each has 64 keys and all columns of dk and dv.
+constexpr bool SHARE_KEYS = BLOCK_KV == warpgroup::WARPGROUP_ROWS;
+// Whether a tile's dq has one slab of columns, which one consumer computes, and the other one the
+// next tile's. Else each has a share of them.
+constexpr bool ALTERNATE_DQ = !SHARE_KEYS && fragment::row_bytes(D) == warpgroup::SLAB_ROW_BYTES;
+// Whether a tile's dq is computed during the next tile, by one consumer; slower for narrow heads.
+constexpr bool DEFER_DQ =
+    ATOMIC_DQ && !SHARE_KEYS && !ALTERNATE_DQ && !HAS_SCORE && !(HAS_MASK && HAS_DROPOUT);
+
 // -- pipelines ------------------------------------------------------------------------------------
 
-constexpr int STAGES = 2;  // of tiles of queries, and of spans
+constexpr int STAGES = 2;  // of tiles of queries, of dS and of spans
 
 // The stage of element n of a pipeline, and the phase in which its barriers are then.
 struct PipelineState {
@@ -121,7 +131,23 @@ struct Span {
 
 // -- shared storage -------------------------------------------------------------------------------
 
+// Bytes of tiles: of 64 keys and values, of a tile's q and do, and of its dS or P.
+constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
+constexpr int K_BYTES = warpgroup::WARPGROUP_ROWS * fragment::row_bytes(D);
+constexpr int V_BYTES = warpgroup::WARPGROUP_ROWS * fragment::row_bytes(D_V);
+constexpr int Q_BYTES = BLOCK_Q * fragment::row_bytes(D);
+constexpr int DO_BYTES = BLOCK_Q * fragment::row_bytes(D_V);
+constexpr int DS_BYTES = BLOCK_KV * warpgroup::SLAB_ROW_BYTES;
+static_assert(BLOCK_Q == warpgroup::SLAB_COLUMNS, "dS has one slab of columns");
+
 struct SharedStorage {
+  // Tiles, each of which begins at a multiple of 1024 bytes. Of the keys, where the consumers do
+  // not share them or alternate, there is a copy with 0 for what is not finite; P is there only
+  // where they share keys.
+  char k[SHARE_KEYS || ALTERNATE_DQ ? 1 : 2][KEY_TILES * K_BYTES];
+  char v[KEY_TILES * V_BYTES];
+  char q[STAGES][Q_BYTES], d_out[STAGES][DO_BYTES];
+  char ds[SHARE_KEYS ? 2 : 1][STAGES][DS_BYTES];  // dS, and P
   // The block's keys.
   layout::Entry entry;
   long long j0;  // the first key

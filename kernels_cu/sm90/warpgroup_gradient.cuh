@@ -14,6 +14,7 @@ namespace warpgroup_gradient {
 using backward_pipeline::any_consumer;
 using backward_pipeline::CONSUMER_THREADS;
 using backward_pipeline::consumers_sync;
+using backward_pipeline::SHARE_KEYS;
 
 // Issues the TMA loads of the block's keys or values from row `first` on, in tiles of 64, by one
 // thread.
@@ -30,10 +31,6 @@ __device__ __forceinline__ void tma_load_keys(unsigned int to, const ptx::Tensor
 }
 
 // -- who computes what ----------------------------------------------------------------------------
-
-// Whether the consumers share 64 keys, as those of wide heads do: each has half of a tile's queries
-// and half of the columns of dk, dv and dq. Else each has 64 keys and all columns of dk and dv.
-constexpr bool SHARE_KEYS = BLOCK_KV == warpgroup::WARPGROUP_ROWS;
 
 // A consumer's columns, in slabs of 64. Of an odd number of slabs both compute the middle one,
 // which the first one adds and stores.
