@@ -28,7 +28,7 @@
 #include "../sm80/fragment_softmax.cuh"
 #include "../sm80/fragment_tile.cuh"
 #include "warpgroup.cuh"
-#include "warpgroup_work.cuh"
+#include "tile_scheduler.cuh"
 #include "warpgroup_rows.cuh"
 
 namespace {
@@ -67,8 +67,8 @@ struct Passing {
 };
 // What a block knows lies in shared memory, because registers hold the sums.
 struct Known {
-  warpgroup_work::Job jobs[JOBS];
-  warpgroup_work::Rounds rounds;
+  tile_scheduler::WorkTile jobs[JOBS];
+  tile_scheduler::TileScheduler scheduler;
   Passing keys, values;
   // Of each place of each warpgroup's queries: they have come, and have been read.
   unsigned long long queries_full[3 * Q_PLACES], queries_empty[3 * Q_PLACES];
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return ptx::shared_address(&known_smem->done[j % JOBS]);
   };
   // Every block has a first job, and how many it has is told with that: until then nobody waits.
-  const auto has_job = [known_smem](int j) { return j == 0 || j < known_smem->rounds.count; };
+  const auto has_job = [known_smem](int j) { return j == 0 || j < known_smem->scheduler.rounds; };
 
   if (threadIdx.x == 0) {
 #pragma unroll
@@ -170,13 +170,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::setmaxnreg_dec<KEPT>();
     const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
     if (warp == 1) {
-      warpgroup_work::Rounds& rounds = known_smem->rounds;
-      if (ptx::lane_index() == 0) rounds = warpgroup_work::Rounds(p);
+      tile_scheduler::TileScheduler& scheduler = known_smem->scheduler;
+      if (ptx::lane_index() == 0) scheduler = tile_scheduler::TileScheduler(p);
       __syncwarp();  // the rounds
 #pragma unroll 1
-      for (int j = 0; j < rounds.count; ++j) {
+      for (int j = 0; j < scheduler.rounds; ++j) {
         warpgroup::mbarrier_wait(done(j), parity_of_job(j) ^ 1);
-        warpgroup_work::describe(p, rounds, j, known_smem->jobs[j % JOBS]);
+        tile_scheduler::publish_work_tile(p, scheduler, j, known_smem->jobs[j % JOBS]);
         if (ptx::lane_index() == 0) ptx::mbarrier_arrive(told(j));
       }
       return;
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
       for (int j = 0; has_job(j); ++j) {
         warpgroup::mbarrier_wait(told(j), parity_of_job(j));
-        const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
+        const tile_scheduler::WorkTile& job = known_smem->jobs[j % JOBS];
 #pragma unroll 1
         for (int now = job.last_tile(); now >= 0; ++n, now = job.tile_before(now)) {
           warpgroup::mbarrier_wait(full(values, n), parity_of(n));
@@ -213,11 +213,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
     for (int j = 0; has_job(j); ++j) {
       warpgroup::mbarrier_wait(told(j), parity_of_job(j));
-      const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
+      const tile_scheduler::WorkTile& job = known_smem->jobs[j % JOBS];
       const int last = job.last_tile();
 #pragma unroll 1
       for (int now = last; now >= 0; ++n, now = job.tile_before(now)) {
-        const int first = job.first_k + now * BLOCK_KV;
+        const int first = job.first_row_k + now * BLOCK_KV;
         warpgroup::mbarrier_wait(empty(keys, n), parity_of(n) ^ 1);
         ptx::mbarrier_arrive_expect_tx(full(keys, n), KEYS_BYTES);
         warpgroup::tma_load_tile<BLOCK_KV, D>(keys_address + stage_of(n) * KEYS_BYTES, k_map, job.k,
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             ptx::mbarrier_arrive_expect_tx(queries_full(to), warpgroup::WARPGROUP_ROWS * Q_BYTES);
             warpgroup::tma_load_tile<warpgroup::WARPGROUP_ROWS, D>(
                 q_address + to * HELD_BYTES, q_map, job.q,
-                job.first_q + x * warpgroup::WARPGROUP_ROWS, queries_full(to));
+                job.first_row_q + x * warpgroup::WARPGROUP_ROWS, queries_full(to));
           }
           ++times;
         }
@@ -272,10 +272,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
   for (int j = 0; more_jobs; ++j) {
     warpgroup::mbarrier_wait(told(j), parity_of_job(j));
-    const warpgroup_work::Job& job = known_smem->jobs[j % JOBS];
+    const tile_scheduler::WorkTile& job = known_smem->jobs[j % JOBS];
     // The code of the next tile, and of FULL ones in a row the first. A shuffle tells the compiler
     // that lanes agree, without which it puts products in a row.
-    int following = ptx::shuffle(job.begin, 0), run = ptx::shuffle(job.run, 0);
+    int following = ptx::shuffle(job.first_code, 0), run = ptx::shuffle(job.first_run, 0);
     const auto go_on = [&](int below) {
       following = job.code_of(job.tile_before(below));
       if constexpr (HAS_MASK) following = ptx::shuffle(following, 0);
@@ -370,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const int now = following / 2;
       const bool masked = HAS_MASK ? following % 2 != 0 : job.is_masked(now);
       if (HAS_MASK && steps == before) {
-        following = ptx::shuffle(job.second, 0);
+        following = ptx::shuffle(job.second_code, 0);
         if constexpr (HAS_EDGES) run = ptx::shuffle(job.second_run, 0);
       } else {
         go_on(now);
@@ -469,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (job.rows > 0) {
         warpgroup_rows::tma_store_wait();
         warpgroup_rows::tma_store_rows<D_V, BOX_BYTES>(out, results_address, out_map, job.out,
-                                                       job.first_q + fragment::warp_row());
+                                                       job.first_row_q + fragment::warp_row());
       }
     } else {
       warpgroup_rows::store_rows<D_V>(
