@@ -39,7 +39,7 @@ struct WarpScale {
   template <int COLUMNS>
   __device__ __forceinline__ void rescale(float x, float (&sums)[2][COLUMNS]) {
     Scale scale{factor, 32768.0f * inverse()};
-    scale.widen(x, sums);
+    scale.rescale(x, sums);
     factor = scale.factor;
   }
 
