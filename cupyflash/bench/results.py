@@ -148,7 +148,7 @@ class Report:
                 raise ArgumentError(f"its kind is {content['kind']!r}, neither cpu nor gpu")
             content["rows"] = tuple(_row(row) for row in content["rows"])
             return cls(**content)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ArgumentError(f"this is not what --json writes: {error}") from error
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ..files import check_writable, replacing, write_text
 from . import info
 from .demo import choose_device, number_of_threads
 from .text import COLUMNS, megabytes, verdict, whole_number, wrapped
@@ -203,7 +204,9 @@ def show(report: Report) -> None:
 
     from ..bench.results import unit
 
-    console = Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
+    # What a file says is no markup.
+    width = None if sys.stdout.isatty() else COLUMNS
+    console = Console(width=width, highlight=False, markup=False)
     decodes = all(row.case.decodes for row in report.rows)
     first = report.rows[0].results[0].contender
     several = len({row.case.dtype for row in report.rows}) > 1
@@ -277,8 +280,8 @@ def check_files(options: argparse.Namespace) -> None:
     from ..bench import plot
 
     for name, file in (("--json", options.json), ("--plot", options.plot)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ArgumentError(f"{name}: there is no folder {file.parent}")
+        if file is not None:
+            check_writable(file, name)
     if options.plot is not None:
         plot.check_suffix(options.plot)
     if options.picture and options.plot is None:
@@ -306,13 +309,13 @@ def bench(options: argparse.Namespace) -> int:
             raise ArgumentError(ended or "the file holds no results")
         show(report)
         if options.json is not None:
-            options.json.write_text(report.to_json() + "\n", encoding="utf-8")
+            write_text(options.json, report.to_json() + "\n")
         if options.plot is not None:
             from ..bench import plot
 
-            plot.draw(
-                report, options.plot, baseline(report, options.against), options.picture or ()
-            )
+            over = baseline(report, options.against)
+            with replacing(options.plot) as file:
+                plot.draw(report, file, over, options.picture or ())
     except (ImportError, ValueError, OSError) as error:
         print(textwrap.fill(f"error: {error}", COLUMNS), file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from ..analysis.roofline import Roofline
 from ..explanation import Bytes, Explanation, KernelUse
 from ..explanation import explain as explained
 from ..figures.terminal import ascii_only
+from ..files import check_writable, write_text
 from .text import table, whole_number, wrapped
 from .words import MASKS, read, score_words
 
@@ -68,6 +69,9 @@ def explain(options: argparse.Namespace) -> int:
     q, k, v = shapes(options)
     heads = q[-3] if len(q) > 2 else 1
     try:
+        for option, file in (("--svg", options.svg), ("--json", options.json)):
+            if file is not None:
+                check_writable(file, option)
         mask = None if options.mask is None else read(options.mask, "--mask", MASKS)
         score = None
         if options.score is not None:
@@ -95,7 +99,7 @@ def explain(options: argparse.Namespace) -> int:
     for file, content in ((options.svg, made.figure.svg), (options.json, made.to_json() + "\n")):
         if file is not None:
             try:
-                file.write_text(content, encoding="utf-8")
+                write_text(file, content)
             except OSError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 2

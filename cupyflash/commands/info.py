@@ -75,7 +75,7 @@ def cpu_lines() -> list[Line]:
 
     with warnings.catch_warnings():  # said below in words of its own
         warnings.simplefilter("ignore")
-        writable = jit.cache_is_writable()
+        obstacle = jit.cache_obstacle()
     how = os.environ.get("CUPYFLASH_NUM_THREADS")
     how = f"CUPYFLASH_NUM_THREADS={how}" if how else "CUPYFLASH_NUM_THREADS sets it"
     try:
@@ -90,9 +90,9 @@ def cpu_lines() -> list[Line]:
         (
             "",
             "writable (CUPYFLASH_CACHE_DIR sets it)"
-            if writable
-            else "NOT writable: every process compiles the CPU kernels again; set "
-            "CUPYFLASH_CACHE_DIR to a folder of yours that is",
+            if not obstacle
+            else f"NOT used ({obstacle}): every process compiles the CPU kernels again; set "
+            "CUPYFLASH_CACHE_DIR to a folder of yours that only you can write to",
         ),
     ]
 

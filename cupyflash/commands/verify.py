@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import api, varlen
 from ..arrays import cuda_device
+from ..files import check_writable, write_text
 from ..gpu.kernels import registry
 from .text import whole_number
 
@@ -99,6 +100,8 @@ def verify(options: argparse.Namespace) -> int:
     options.examples = options.examples or EXAMPLES[options.device]
     progress = Progress()
     try:
+        if options.json is not None:
+            check_writable(options.json, "--json")
         report = _run(options, progress)
     except (ImportError, ValueError, RuntimeError) as error:
         progress.close()
@@ -112,7 +115,7 @@ def verify(options: argparse.Namespace) -> int:
             print(f"  {again(options, result.name)}")
     if options.json is not None:
         try:
-            options.json.write_text(report.to_json() + "\n", encoding="utf-8")
+            write_text(options.json, report.to_json() + "\n")
         except OSError as error:
             print(f"error: --json: {error}", file=sys.stderr)
             return 2

@@ -69,8 +69,8 @@ def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any
     wanted = f"wanted {', '.join(words)}, with arguments in parentheses, or module:name"
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        raise ArgumentError(f"{option}: {text!r} came; {wanted}.") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ArgumentError(f"{option}: {shortened(text)!r} came; {wanted}.") from None
 
     def made(node: ast.expr) -> Any:
         if isinstance(node, ast.BinOp) and type(node.op) in _JOINS:
@@ -88,7 +88,18 @@ def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any
         except (ValueError, TypeError) as error:
             raise ArgumentError(f"{option}: {ast.unparse(node)!r}: {error}") from None
 
-    return made(tree)
+    try:
+        return made(tree)
+    except RecursionError:
+        raise ArgumentError(
+            f"{option}: {shortened(text)!r} came, which is nested too deep; join fewer words, or name "
+            "an object of a module by module:name."
+        ) from None
+
+
+def shortened(text: str) -> str:
+    """Return a text that fits into a message."""
+    return text if len(text) <= 80 else f"{text[:60]} ... {text[-15:]}"
 
 
 def _imported(text: str, option: str) -> Any:

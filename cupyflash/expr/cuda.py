@@ -219,7 +219,7 @@ def generate(
         parts.append(_function("int tile_class", "TileBox", classes, body))
     if keys is not None:
         parts.append(_range_function(keys, parameters))
-    scores = {"score_changed": changed, "score_slope": slope}
+    scores = {"score_mod": changed, "score_mod_derivative": slope}
     roots = {name: root for name, root in scores.items() if root is not None}
     found = (node for root in roots.values() for node in _given(root, parameters))
     given = list(dict.fromkeys(found))
@@ -270,7 +270,7 @@ def _lines(body: _Body) -> str:
 def _score_function(name: str, root: Expr, body: _Body) -> str:
     result = body.write(root)
     return (
-        f"__device__ __forceinline__ accum_t {name}(const Params& p, const Given& given,\n"
+        f"__device__ __forceinline__ accum_t {name}(const Params& p, const HeadConstants& given,\n"
         f"    accum_t score, const Site& at) {{\n"
         f"  // {body.text[root]}\n{_lines(body)}  return {result};\n}}\n"
     )
@@ -283,8 +283,8 @@ def _given_function(given: list[Expr], parameters: _Parameters, short: bool) -> 
     results = ", ".join(body.write(node) for node in given)
     comment = "".join(f"  // {n}: {body.text[node]}\n" for n, node in enumerate(given))
     return (
-        "__device__ __forceinline__ Given score_given(const Params& p, const Site& at) {\n"
-        f"{comment}{_lines(body)}  return Given{{{{{results}}}}};\n}}\n"
+        "__device__ __forceinline__ HeadConstants score_head_constants(const Params& p, const Site& at) {\n"
+        f"{comment}{_lines(body)}  return HeadConstants{{{{{results}}}}};\n}}\n"
     )
 
 

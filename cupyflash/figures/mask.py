@@ -16,6 +16,7 @@ from ..expr.evaluate import evaluate
 from ..expr.interval import EMPTY, FULL, PARTIAL
 from ..expr.nodes import Expr
 from ..expr.tile_classes import RANGE_LIMIT
+from ..files import write_text
 from . import svg, terminal
 from .survey import Grid, survey, symbols_of
 
@@ -61,7 +62,7 @@ class Figure:
         path : str or path-like
             Its name.
         """
-        Path(path).write_text(self.svg, encoding="utf-8")
+        write_text(path, self.svg)
 
 
 def _condition(mask: Any, sizes: Dense) -> Expr | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from cupyflash import api
 
+from ..files import write_text
 from .options import FLOATS, float_type
 from .properties import Property
 from .subject import Subject
@@ -109,7 +110,7 @@ def main() -> int:
         for alarm in row["alarms"]:
             print(f"  {alarm}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(found, indent=1) + "\n")
     return int(any(row["alarms"] for row in found.values()))
 
 

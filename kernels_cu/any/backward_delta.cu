@@ -1,8 +1,8 @@
 // delta = rowsum(do * out) - dlse, before the backward kernels: the twin of
 // reference/cpu/backward_delta.py, whose gradient of the sink is in backward_sink.cu.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2, line 4. 8 lanes or more read a row, 16 bytes each where
-// it lies so.
+// FlashAttention-2 (Dao 2023), Algorithm 2, line 4. 8, 16 or 32 lanes read a row, 16 bytes each if
+// strides and alignment allow it.
 //
 // Grid: blocks of BLOCK_Q rows of all entries and heads; packed: of total_q rows of all heads.
 // own_size = lead_size. Shared memory: none.
@@ -13,18 +13,18 @@
 namespace {
 
 constexpr int PIECES = (D_V + STORED_VECTOR - 1) / STORED_VECTOR;
-constexpr int LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // of a row
+constexpr int LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that share a row
 constexpr int AT_ONCE = THREADS / LANES;
-// Rows that a lane reads before it adds up the first of them. With more, fewer blocks find room.
+// Rows that a lane loads before it adds the first of them. More would cost occupancy.
 constexpr int AHEAD = 2;
 static_assert(BLOCK_Q % (AT_ONCE * AHEAD) == 0, "BLOCK_Q");
 
-// A block's rows of an array; neighbouring elements of one are `step` apart.
-struct Lying {
+// A block's rows of an array in global memory; neighbouring elements of a row are `step` apart.
+struct GlobalRows {
   const storage_t* data;
   long long row, step;
 
-  __device__ __forceinline__ Lying(const Operand& operand, long long from)
+  __device__ __forceinline__ GlobalRows(const Operand& operand, long long from)
       : data(reinterpret_cast<const storage_t*>(operand.data) + from),
         row(operand.row),
         step(operand.col) {}
@@ -34,42 +34,42 @@ struct Lying {
     return D_V % STORED_VECTOR == 0 && aligned && step == 1 && row % STORED_VECTOR == 0;
   }
   template <bool VECTORS>
-  __device__ __forceinline__ StoredVector piece(int number, int of) const {
-    const storage_t* const own = data + number * row;
-    if constexpr (VECTORS) return reinterpret_cast<const StoredVector*>(own)[of];
-    StoredVector made;
+  __device__ __forceinline__ StoredVector piece(int number, int index) const {
+    const storage_t* const row_gmem = data + number * row;
+    if constexpr (VECTORS) return reinterpret_cast<const StoredVector*>(row_gmem)[index];
+    StoredVector loaded;
 #pragma unroll
     for (int x = 0; x < STORED_VECTOR; ++x) {
-      const int d = of * STORED_VECTOR + x;
-      made.x[x] = d < D_V ? own[d * step] : storage_t(0);
+      const int d = index * STORED_VECTOR + x;
+      loaded.x[x] = d < D_V ? row_gmem[d * step] : storage_t(0);
     }
-    return made;
+    return loaded;
   }
 };
 
-// A lane's share of the sums over AHEAD rows from row `first` on, or over the last that exists. The
-// order of a sum does not depend on how rows lie. Where there is a sink, outputs of 0 are left out:
-// an empty row has no part in the sink's gradient, whatever its do holds.
+// A lane's partial sums of AHEAD rows from row `first` on, or of the last that exists. The order of a
+// sum does not depend on strides. If there is a sink, outputs of 0 are skipped: an empty row has no
+// part in the sink's gradient, whatever its do holds.
 template <bool VECTORS>
-__device__ __forceinline__ void sum_rows(accum_t (&value)[AHEAD], const Lying& out,
-                                         const Lying& d_out, int first, int valid, bool skips) {
+__device__ __forceinline__ void sum_rows(accum_t (&value)[AHEAD], const GlobalRows& out,
+                                         const GlobalRows& d_out, int first, int valid, bool skip_zero_outputs) {
 #pragma unroll
   for (int n = 0; n < AHEAD; ++n) value[n] = 0;
 #pragma unroll 1
-  for (int of = threadIdx.x % LANES; of < PIECES; of += LANES) {
+  for (int index = threadIdx.x % LANES; index < PIECES; index += LANES) {
     StoredVector a[AHEAD], b[AHEAD];
 #pragma unroll
     for (int n = 0; n < AHEAD; ++n) {
       const int row = first + n * AT_ONCE, last = valid - 1;
-      a[n] = out.piece<VECTORS>(row < last ? row : last, of);
-      b[n] = d_out.piece<VECTORS>(row < last ? row : last, of);
+      a[n] = out.piece<VECTORS>(row < last ? row : last, index);
+      b[n] = d_out.piece<VECTORS>(row < last ? row : last, index);
     }
 #pragma unroll
     for (int n = 0; n < AHEAD; ++n) {
 #pragma unroll
       for (int x = 0; x < STORED_VECTOR; ++x) {
         const accum_t element = number::widen(a[n].x[x]), gradient = number::widen(b[n].x[x]);
-        if (!skips || element != accum_t(0)) value[n] += element * gradient;
+        if (!skip_zero_outputs || element != accum_t(0)) value[n] += element * gradient;
       }
     }
   }
@@ -80,26 +80,26 @@ __device__ __forceinline__ void sum_rows(accum_t (&value)[AHEAD], const Lying& o
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   const long long length = PACKED ? p.total_q : p.len_q;
-  const long long number = blockIdx.x / p.blocks;
-  const long long h = number % p.heads;
+  const long long head_of_batch = blockIdx.x / p.blocks;
+  const long long h = head_of_batch % p.heads;
   const long long i0 = blockIdx.x % p.blocks * BLOCK_Q;
-  layout::Entry entry = {};  // of a packed array: all rows are counted from the first
-  if constexpr (!PACKED) entry = layout::first_entry(p, number / p.heads);
-  const Lying out(p.out, layout::offset(p.out, entry, h, false) + i0 * p.out.row);
-  const Lying d_out(p.d_out, layout::offset(p.d_out, entry, h, false) + i0 * p.d_out.row);
+  layout::Entry entry = {};  // packed: rows are counted from the first of all sequences
+  if constexpr (!PACKED) entry = layout::first_entry(p, head_of_batch / p.heads);
+  const GlobalRows out(p.out, layout::offset(p.out, entry, h, false) + i0 * p.out.row);
+  const GlobalRows d_out(p.d_out, layout::offset(p.d_out, entry, h, false) + i0 * p.d_out.row);
   const accum_t* const dlse = reinterpret_cast<const accum_t*>(p.dlse.data) +
                               layout::offset(p.dlse, entry, h, false) + i0 * p.dlse.row;
   accum_t* const delta = reinterpret_cast<accum_t*>(p.delta.data) +
                          layout::offset(p.delta, entry, h, false) + i0 * p.delta.row;
   const int valid = length - i0 < BLOCK_Q ? static_cast<int>(length - i0) : BLOCK_Q;
-  const bool vectors = out.by_vectors() && d_out.by_vectors(), skips = p.sink != nullptr;
+  const bool vectors = out.by_vectors() && d_out.by_vectors(), skip_zero_outputs = p.sink != nullptr;
 #pragma unroll 1
   for (int first = threadIdx.x / LANES; first < BLOCK_Q; first += AT_ONCE * AHEAD) {
     accum_t value[AHEAD];
     if (vectors) {
-      sum_rows<true>(value, out, d_out, first, valid, skips);
+      sum_rows<true>(value, out, d_out, first, valid, skip_zero_outputs);
     } else {
-      sum_rows<false>(value, out, d_out, first, valid, skips);
+      sum_rows<false>(value, out, d_out, first, valid, skip_zero_outputs);
     }
 #pragma unroll
     for (int n = 0; n < AHEAD; ++n) {

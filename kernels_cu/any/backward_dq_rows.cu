@@ -1,11 +1,12 @@
-// dq out of the sums that backward_sm80_dkdv or backward_sm90_dkdv adds up in global memory: rows
-// of the storage type, times the scale. fragment_product::add_fragments says how the sums lie, and
-// of the latter warpgroup_gradient::place_of_sum.
+// The postprocessing of dq: rounds the float32 sums that backward_sm80_dkdv or backward_sm90_dkdv
+// accumulated in global memory, times the scale, to rows of the storage type. The layout of the sums
+// is that of fragment_product::add_fragments (p.dq_accum.col is 32) or of warpgroup_gradient.cuh's
+// atomic additions (it is 1).
 //
-// A thread has 16 columns of a row at a time; neighbours have the 8 rows of a group, then the next
-// columns.
+// A thread converts 16 columns of a row at a time. Neighbouring threads have the 8 rows of a group,
+// then the next 16 columns.
 //
-// Grid: blocks of BLOCK_Q rows of all places and heads, as backward_simt_dq's. own_size = the
+// Grid: blocks of BLOCK_Q rows of all entries and heads, as of backward_simt_dq. own_size: the
 // lengths of dq's leading axes. Shared memory: none.
 #include "../common/params.cuh"
 #include "../ptx/cp_async.cuh"
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int GROUP = layout::GROUP_ROWS;
 constexpr int UNITS = (D + 15) / 16;
-static_assert(STORAGE < 2, "16-bit types");
+static_assert(IS_16_BIT, "16-bit types");
 static_assert(BLOCK_Q % GROUP == 0, "BLOCK_Q");
 
 struct alignas(16) Floats {
@@ -26,7 +27,7 @@ struct alignas(16) Floats {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ Params p) {
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, false);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, false);
   if (work.idle) return;
   const long long i0 = work.block * BLOCK_Q, length = work.entry.len_q;
   const float* const sums = reinterpret_cast<const float*>(p.dq_accum.data) +
@@ -39,21 +40,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int n = threadIdx.x; n < BLOCK_Q * UNITS; n += THREADS) {
     const int unit = n / GROUP % UNITS, row = n / (GROUP * UNITS) * GROUP + n % GROUP;
     if (i0 + row >= length) continue;
-    // A group's units follow each other, and then comes the next group. Four lanes have a row, and
-    // the numbers of each are neighbours or lie a warp's apart.
-    const bool neighbours = p.dq_accum.col == 1;
-    const float* const sum = sums + n / GROUP * 128 + n % GROUP * (neighbours ? 16 : 4);
+    // The units of 16 columns of a group follow each other, then comes the next group. Four lanes
+    // accumulated a row, four numbers each, which are adjacent or 32 apart.
+    const bool adjacent = p.dq_accum.col == 1;
+    const float* const sum = sums + n / GROUP * 128 + n % GROUP * (adjacent ? 16 : 4);
     float value[16];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const Floats four = *reinterpret_cast<const Floats*>(sum + m * (neighbours ? 4 : 32));
+      const Floats four = *reinterpret_cast<const Floats*>(sum + m * (adjacent ? 4 : 32));
 #pragma unroll
       for (int x = 0; x < 4; ++x) value[4 * m + x] = four.x[x];
     }
-    // Element x of four m is number x of lane m, or number m of lane x.
-    const auto column = [&](int place) {
-      const int of_lane = place % 8 / 2, number = place / 8 * 2 + place % 2;
-      return neighbours ? value[4 * of_lane + number] : value[4 * number + of_lane];
+    // Value x of vector m is number x of lane m where a lane's numbers are adjacent, else number m of
+    // lane x.
+    const auto column = [&](int column_of_unit) {
+      const int lane = column_of_unit % 8 / 2, number = column_of_unit / 8 * 2 + column_of_unit % 2;
+      return adjacent ? value[4 * lane + number] : value[4 * number + lane];
     };
     storage_t* const to = rows + row * p.dq.row + 16 * unit * p.dq.col;
     const bool vectors = p.dq.col == 1 && reinterpret_cast<unsigned long long>(to) % 16 == 0;

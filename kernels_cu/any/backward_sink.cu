@@ -1,8 +1,8 @@
 // The gradient of the sink, after backward_delta: the twin of `backward_sink` in
 // reference/cpu/backward_delta.py.
 //
-// dsink[h] is the sum over the batch and the queries of p_sink * (dlse - rowsum(do * out)), that is
-// of -p_sink * delta. One block sums a head's rows in a fixed order.
+// dsink[h] is the sum over batch and queries of p_sink * (dlse - rowsum(do * out)), which is
+// -p_sink * delta. One block sums a head's rows in a fixed order.
 //
 // Grid: heads. THREADS is a power of two. own_size = lead_size. Shared memory: THREADS numbers.
 #include "../common/params.cuh"
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const accum_t sink = number::load<accum_t>(p.sink, p.kind_sink, h);
   const accum_t* const lse = reinterpret_cast<const accum_t*>(p.lse.data);
   const accum_t* const delta = reinterpret_cast<const accum_t*>(p.delta.data);
-  layout::Entry entry = {};  // of a packed array: all rows are counted from the first
+  layout::Entry entry = {};  // packed: rows are counted from the first of all sequences
   const long long first = PACKED ? layout::clamp(p.offsets_q[0], 0, p.total_q) : 0;
   const long long last =
       PACKED ? layout::clamp(p.offsets_q[p.batch], 0, p.total_q) : p.batch * p.len_q;
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   sums_smem[threadIdx.x] = total;
 #pragma unroll 1
   for (int step = THREADS / 2; step > 0; step /= 2) {
-    __syncthreads();  // the sums, which other threads wrote
+    __syncthreads();  // the partial sums, written by other threads
     if (static_cast<int>(threadIdx.x) < step)
       sums_smem[threadIdx.x] += sums_smem[threadIdx.x + step];
   }

@@ -1,8 +1,8 @@
-// Join attention over disjoint sets of keys: the twin of reference/cpu/combine.py.
+// Combines attention over disjoint sets of keys: the twin of reference/cpu/combine.py.
 //
-// Given (out, lse) of each set, the result is what one call over all keys gives:
-// lse = log sum exp(lse_n) and out = sum exp(lse_n - lse) out_n. A set that saw nothing
-// (lse = -inf) takes no part, so (0, -inf) is the unit. A warp works on one row.
+// From (out, lse) of each set follows the result of one call over all keys:
+// lse = log sum exp(lse_n) and out = sum exp(lse_n - lse) out_n. A set without keys has lse = -inf
+// and is skipped, so (0, -inf) is the neutral element. A warp computes a row.
 //
 // Grid: the rows of all entries and heads, THREADS / 32 to a block. Shared memory: none.
 #include "../common/params.cuh"
@@ -11,9 +11,9 @@
 
 namespace {
 
-constexpr int COLUMNS = 4;  // that a thread sums at a time
+constexpr int COLUMNS = 4;  // of a thread, at a time
 
-// A row's place in the arrays of a call.
+// A row's indices in the arrays of a call.
 struct Row {
   long long lead[MAX_LEAD];
   long long head;
@@ -31,7 +31,7 @@ __device__ __forceinline__ accum_t lse_of(const Operand& operand, const Row& row
   return reinterpret_cast<const accum_t*>(operand.data)[offset(operand, row)];
 }
 
-// exp(lse - m), exactly 1 for the largest, 0 for a set that saw nothing.
+// exp(lse - m): exactly 1 for the largest lse, 0 for a set without keys.
 __device__ __forceinline__ accum_t weight(accum_t lse, accum_t m) {
   if (lse == -number::infinity()) return 0;
   return lse == m ? accum_t(1) : exp(lse - m);
@@ -43,18 +43,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ CombineParams p) {
   constexpr int WARPS = THREADS / ptx::WARP_SIZE;
   const int lane = ptx::lane_index();
-  long long place = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;
+  long long index = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;
   Row row;
-  row.i = place % p.rows;
-  place /= p.rows;
-  row.head = place % p.heads;
-  place /= p.heads;
+  row.i = index % p.rows;
+  index /= p.rows;
+  row.head = index % p.heads;
+  index /= p.heads;
 #pragma unroll
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
-    row.lead[axis] = place % p.lead_size[axis];
-    place /= p.lead_size[axis];
+    row.lead[axis] = index % p.lead_size[axis];
+    index /= p.lead_size[axis];
   }
-  if (place > 0) return;
+  if (index > 0) return;
 
   accum_t m = -number::infinity();
 #pragma unroll 1
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int n = 0; n < p.parts; ++n) {
       const Operand& part = p.outs[n];
       const accum_t value = lse_of(p.lses[n], row);
-      if (value == -number::infinity()) continue;  // whatever its output holds
+      if (value == -number::infinity()) continue;  // its output may be anything
       const accum_t factor = weight(value, m);
       const long long source = offset(part, row);
 #pragma unroll

@@ -1,4 +1,5 @@
-// What the generated code of masks and scores calls beyond lookup.cuh: see cupyflash/expr/cuda.py.
+// Arithmetic that generated code of masks and scores calls, beyond lookup.cuh: see
+// cupyflash/expr/cuda.py.
 #pragma once
 #include "../ptx/exp2.cuh"
 #include "../ptx/reciprocal.cuh"
@@ -14,13 +15,12 @@ __device__ __forceinline__ T not_a_number() {
   return static_cast<T>(number::bits_to_float(0x7fc00000u));
 }
 
-// A product that is rounded before anything is added to it, as NumPy's is.
+// A product that is not fused with an addition, as in NumPy.
 __device__ __forceinline__ float multiply_rounded(float x, float y) { return __fmul_rn(x, y); }
 __device__ __forceinline__ double multiply_rounded(double x, double y) { return __dmul_rn(x, y); }
 
-// Without a branch, since many stand side by side. Near 0 a polynomial, the best one of its degree
-// in relative error; beyond, 1 - 2 / (e^2x + 1). With roundings either is off by 7 units in float32
-// at most.
+// Branch-free, because many calls are unrolled side by side. Near 0 a minimax polynomial in relative
+// error; further out, 1 - 2 / (e^2x + 1). Either is within 7 units in the last place of float32.
 __device__ __forceinline__ float tanh_of(float x) {
   constexpr float EDGE = 0.65f, TWO_LOG2_E = 2.8853900817779268f;
   constexpr float COEFFICIENTS[] = {0x1.e43210p-7f, -0x1.a734a4p-5f, 0x1.106ea0p-3f,
@@ -35,26 +35,26 @@ __device__ __forceinline__ float tanh_of(float x) {
 }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 
-// Sums and products of the bounds of integers. A bound beyond 64 bits is no bound at all, so they
-// stop at the ends; what they bound does not leave 64 bits.
+// Sums and products of bounds of integers saturate: a bound outside 64 bits bounds nothing, since
+// what is bounded has 64 bits.
 __device__ __forceinline__ long long saturating_add(long long x, long long y) {
   const long long sum = static_cast<long long>(static_cast<unsigned long long>(x) +
                                                static_cast<unsigned long long>(y));
-  const bool left = ((x ^ sum) & (y ^ sum)) < 0;  // the sum's sign is neither operand's
-  return left ? (x < 0 ? SMALLEST_INT : LARGEST_INT) : sum;
+  const bool overflows = ((x ^ sum) & (y ^ sum)) < 0;  // the sum has neither operand's sign
+  return overflows ? (x < 0 ? SMALLEST_INT : LARGEST_INT) : sum;
 }
 
 __device__ __forceinline__ long long saturating_subtract(long long x, long long y) {
   const long long difference = static_cast<long long>(static_cast<unsigned long long>(x) -
                                                       static_cast<unsigned long long>(y));
-  const bool left = ((x ^ y) & (x ^ difference)) < 0;
-  return left ? (x < 0 ? SMALLEST_INT : LARGEST_INT) : difference;
+  const bool overflows = ((x ^ y) & (x ^ difference)) < 0;
+  return overflows ? (x < 0 ? SMALLEST_INT : LARGEST_INT) : difference;
 }
 
 __device__ __forceinline__ long long saturating_multiply(long long x, long long y) {
   const long long low = static_cast<long long>(static_cast<unsigned long long>(x) *
                                                static_cast<unsigned long long>(y));
   const long long high = __mul64hi(x, y);
-  const bool left = high != (low < 0 ? -1 : 0);  // the upper half is not the lower one's sign
-  return left ? ((x < 0) != (y < 0) ? SMALLEST_INT : LARGEST_INT) : low;
+  const bool overflows = high != (low < 0 ? -1 : 0);  // the upper half is not a sign extension
+  return overflows ? ((x < 0) != (y < 0) ? SMALLEST_INT : LARGEST_INT) : low;
 }

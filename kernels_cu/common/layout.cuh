@@ -1,26 +1,26 @@
-// Which part of a problem a block works on, and where its rows lie: the twin of
-// reference/cpu/layout.py.
+// Which block of which head and batch entry a thread block computes, and the offsets of its rows in
+// global memory: the twin of reference/cpu/layout.py.
 #pragma once
 #include "number.cuh"
 
 namespace layout {
 
-// One entry of the batch; in packed arrays one sequence.
+// A batch entry; in packed arrays, a sequence.
 struct Entry {
   long long b;               // flat index over the broadcast leading axes
-  long long lead[MAX_LEAD];  // its place along each of them
+  long long lead[MAX_LEAD];  // its index along each of them
   long long len_q;
   long long len_k;
   long long start_q;  // first packed row; 0 otherwise
   long long start_k;
 };
 
-// What a block is given: an output's entry, head and block of rows.
-struct Work {
+// The part of an output that a thread block computes: a block of rows of one head of one entry.
+struct WorkTile {
   Entry entry;
   long long head;
   long long block;
-  bool idle;  // a packed array's last block of a sequence may not exist
+  bool idle;  // packed: block numbers are an upper bound, so this one may not exist
 };
 
 __device__ __forceinline__ long long clamp(long long x, long long low, long long high) {
@@ -31,19 +31,19 @@ struct Quotient {
   long long quotient, remainder;
 };
 
-// Divides numbers that are not negative: almost always they have 32 bits, which is far cheaper.
-__device__ __forceinline__ Quotient divide(long long number, long long by) {
-  if (by == 1) return Quotient{number, 0};
-  if ((number | by) >> 32 == 0) {
+// Division of non-negative numbers. Most fit in 32 bits, where division is far cheaper.
+__device__ __forceinline__ Quotient divide(long long number, long long divisor) {
+  if (divisor == 1) return Quotient{number, 0};
+  if ((number | divisor) >> 32 == 0) {
     const unsigned int small = static_cast<unsigned int>(number);
-    const unsigned int small_by = static_cast<unsigned int>(by);
-    return Quotient{small / small_by, small % small_by};
+    const unsigned int small_divisor = static_cast<unsigned int>(divisor);
+    return Quotient{small / small_divisor, small % small_divisor};
   }
-  return Quotient{number / by, number % by};
+  return Quotient{number / divisor, number % divisor};
 }
 
-// Completes an entry whose place along the leading axes is known. Offsets may be unchecked: what
-// they say is held inside the arrays.
+// Fills in an entry whose indices along the leading axes are set. Packed offsets come from the
+// device unchecked, so they are clamped to the arrays.
 __device__ __forceinline__ void complete(const Params& p, Entry& entry) {
   entry.b = 0;
 #pragma unroll
@@ -65,7 +65,8 @@ __device__ __forceinline__ void complete(const Params& p, Entry& entry) {
   }
 }
 
-// The first of the entries that share place number `place` of the launch's output.
+// The output of a launch may be broadcast along leading axes (own_size 1), so that several batch
+// entries share one slice of it. This is the first entry that shares slice `place`.
 __device__ __forceinline__ Entry first_entry(const Params& p, long long place) {
   Entry entry;
 #pragma unroll
@@ -81,7 +82,7 @@ __device__ __forceinline__ Entry first_entry(const Params& p, long long place) {
   return entry;
 }
 
-// How many entries share each place of the launch's output.
+// How many batch entries share each slice of the output.
 __device__ __forceinline__ long long entries_sharing(const Params& p) {
   long long count = 1;
 #pragma unroll
@@ -91,7 +92,7 @@ __device__ __forceinline__ long long entries_sharing(const Params& p) {
   return count;
 }
 
-// Entry `number` of those that share the place of `first`, in the order of b.
+// Entry `number` of those that share a slice with `first`, in the order of b.
 __device__ __forceinline__ Entry shared_entry(const Params& p, const Entry& first,
                                               long long number) {
   Entry entry = first;
@@ -106,7 +107,7 @@ __device__ __forceinline__ Entry shared_entry(const Params& p, const Entry& firs
   return entry;
 }
 
-// The sequence in whose share of the block numbers `slot` falls. Sequence b owns the numbers from
+// The packed sequence to which block number `slot` belongs. Sequence b has the numbers from
 // offsets[b] / block + b on: at least as many as it has blocks, and total / block + batch in all.
 __device__ __forceinline__ long long sequence_of(const Params& p, const long long* offsets,
                                                  long long total, int block, long long slot) {
@@ -122,15 +123,15 @@ __device__ __forceinline__ long long sequence_of(const Params& p, const long lon
   return low;
 }
 
-// The work of a thread block among `heads` heads. Blocks of rows come last first where
-// `last_first`: under a causal mask the last queries see most keys.
-__device__ __forceinline__ Work work_of(const Params& p, long long number, int heads, bool of_keys,
+// The work tile of thread block `number`, for an output of `heads` heads. With `last_first`, blocks
+// of rows are assigned in descending order: under a causal mask the last queries see most keys.
+__device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long number, int heads, bool of_keys,
                                         int block, bool last_first) {
-  Work work;
-  const Quotient of_blocks = divide(number, p.blocks);
-  const long long slot = last_first ? p.blocks - 1 - of_blocks.remainder : of_blocks.remainder;
-  const Quotient of_heads = divide(of_blocks.quotient, heads);
-  work.head = of_heads.remainder;
+  WorkTile work;
+  const Quotient by_block = divide(number, p.blocks);
+  const long long slot = last_first ? p.blocks - 1 - by_block.remainder : by_block.remainder;
+  const Quotient by_head = divide(by_block.quotient, heads);
+  work.head = by_head.remainder;
   if constexpr (PACKED) {
     const long long* offsets = of_keys ? p.offsets_k : p.offsets_q;
     const long long total = of_keys ? p.total_k : p.total_q;
@@ -138,7 +139,7 @@ __device__ __forceinline__ Work work_of(const Params& p, long long number, int h
     work.entry = first_entry(p, b);
     work.block = slot - (clamp(offsets[b], 0, total) / block + b);
   } else {
-    work.entry = first_entry(p, of_heads.quotient);
+    work.entry = first_entry(p, by_head.quotient);
     work.block = slot;
   }
   const long long length = of_keys ? work.entry.len_k : work.entry.len_q;
@@ -146,10 +147,11 @@ __device__ __forceinline__ Work work_of(const Params& p, long long number, int h
   return work;
 }
 
-// Another number for a block of rows, so that of `heads` heads `most` take turns: the first blocks
-// of these heads, then the second ones. Under a causal mask the last ones are short, and all of a
-// GPU is busy to the end.
-__device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number,
+// Head-interleaved order: permutes block numbers so that groups of `most` heads are interleaved,
+// first all their first blocks of rows, then all their second ones. Under a causal mask the work of
+// a head falls from its first block of keys to its last, so the long blocks start first and no SM is
+// idle at the end.
+__device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsigned int number,
                                                      unsigned int heads, unsigned int most) {
   if constexpr (!PACKED) {
 #pragma unroll
@@ -159,28 +161,28 @@ __device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned i
   }
   const unsigned int blocks = static_cast<unsigned int>(p.blocks);
   const unsigned int first = number / (blocks * most) * most;
-  const unsigned int taking = heads - first < most ? heads - first : most;
-  const unsigned int turn = number - first * blocks;
-  return (first + turn % taking) * blocks + turn / taking;
+  const unsigned int interleaved = heads - first < most ? heads - first : most;
+  const unsigned int rank = number - first * blocks;
+  return (first + rank % interleaved) * blocks + rank / interleaved;
 }
 
-// As many heads as have the blocks that a GPU works on at a time.
-__device__ __forceinline__ unsigned int heads_at_a_time(const Params& p) {
+// How many heads fill a GPU with their blocks.
+__device__ __forceinline__ unsigned int heads_in_flight(const Params& p) {
   constexpr unsigned int BLOCKS = 256;
   const unsigned int blocks = static_cast<unsigned int>(p.blocks);
   return blocks < BLOCKS ? BLOCKS / blocks : 1;
 }
 
-// Another number for a block of keys. While blocks add to sums of dq, the second-level cache has to
-// hold those of all heads that are worked on: of few ones, and without a mask one after the other.
-__device__ __forceinline__ unsigned int taking_turns(const Params& p, unsigned int number) {
+// Head-interleaved order for blocks of keys. Blocks add to dq in global memory, and the sums of all
+// heads in flight should stay in L2: so at most 16 heads are interleaved, and without a mask none.
+__device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsigned int number) {
   constexpr unsigned int MOST_HEADS = 16;
   if (!HAS_MASK) return number;
-  const unsigned int heads = static_cast<unsigned int>(p.heads_kv), most = heads_at_a_time(p);
-  return taking_turns(p, number, heads, most < MOST_HEADS ? most : MOST_HEADS);
+  const unsigned int heads = static_cast<unsigned int>(p.heads_kv), most = heads_in_flight(p);
+  return interleave_heads(p, number, heads, most < MOST_HEADS ? most : MOST_HEADS);
 }
 
-// Elements between the start of an array and an entry's place along the leading axes.
+// Elements between the start of an array and an entry's slice of the leading axes.
 __device__ __forceinline__ long long lead_offset(const Operand& operand, const Entry& entry) {
   long long elements = 0;
 #pragma unroll
@@ -200,11 +202,11 @@ __device__ __forceinline__ long long offset(const Operand& operand, const Entry&
   return elements;
 }
 
-// Rows of sums that several blocks add to lie in groups; in a packed array every sequence begins
-// with a group of its own.
+// The float32 sums of dq are stored in groups of 8 rows; in a packed array every sequence begins
+// with a new group.
 constexpr int GROUP_ROWS = 8;
 
-// `offset` of such sums, to the group of row 0.
+// `offset` for those sums: elements to the group of row 0.
 __device__ __forceinline__ long long grouped_offset(const Operand& operand, const Entry& entry,
                                                     long long head) {
   long long elements = head * operand.head;

@@ -1,15 +1,15 @@
-// Products of tiles in shared memory, accumulated in registers: the twin of
-// reference/cpu/microkernel.py and reference/cpu/accumulate.py.
+// Products of tiles by scalar instructions, operands in shared memory, results in registers: the twin
+// of reference/cpu/microkernel.py and reference/cpu/accumulate.py.
 //
-// The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns the elements of
-// a result at rows row_thread + ROW_THREADS * r: neighbouring rows in neighbouring threads, so that
-// the 16-byte reads of one warp fall on different banks. It reads whole vectors along the
-// contraction, which is contiguous in both operands of `multiply`.
+// The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns the elements of a
+// result at rows row_thread + ROW_THREADS * r: neighbouring threads own neighbouring rows, so that
+// the 16-byte reads of a warp fall on different banks. Reads are vectors along the contraction, which
+// is contiguous in both operands of `multiply`.
 #pragma once
 #include "../ptx/warp.cuh"
 #include "memory.cuh"
 
-// A row of the thread grid lies in one warp, so that a row's maximum needs no shared memory.
+// A row of the thread grid lies in one warp, so that row maxima need no shared memory.
 constexpr int COLUMN_THREADS = (D > D_V ? D : D_V) > 256 ? 32 : 16;
 constexpr int ROW_THREADS = THREADS / COLUMN_THREADS;
 constexpr int ROWS_PER_WARP = ptx::WARP_SIZE / COLUMN_THREADS;
@@ -19,8 +19,8 @@ namespace matmul {
 __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
 __device__ constexpr int round_up(int x, int step) { return (x + step - 1) / step * step; }
 
-// Columns of an operand that `multiply` holds in shared memory at a time, and how many chunks of
-// them there are. A chunk is at most 128 bytes wide.
+// `multiply` streams its operands through shared memory in chunks of columns of at most 128 bytes:
+// their number, and the columns of one.
 constexpr int CHUNK_LIMIT = 128 / static_cast<int>(sizeof(accum_t));
 __device__ constexpr int chunks(int width) { return (width + CHUNK_LIMIT - 1) / CHUNK_LIMIT; }
 __device__ constexpr int chunk_columns(int width) {
@@ -28,17 +28,17 @@ __device__ constexpr int chunk_columns(int width) {
   return round_up((width + chunks(width) - 1) / chunks(width), whole);
 }
 
-// The width of an operand that is whole in shared memory: all chunks.
+// Columns in shared memory of an operand that is resident there: all chunks.
 __device__ constexpr int whole_columns(int width) { return chunks(width) * chunk_columns(width); }
 
-// The distance of rows that are read a vector at a time: an odd number of vectors, so that the rows
-// of eight threads begin on different banks.
+// The row stride of a tile that is read by vectors: an odd number of vectors, so that the rows of
+// eight threads begin on different banks.
 __device__ constexpr int odd_stride(int columns) {
   return round_up(columns, VECTOR) + (round_up(columns, VECTOR) / VECTOR % 2 == 0 ? VECTOR : 0);
 }
 
-// Columns of a result that a thread owns next to each other: as many as a vector holds, unless
-// fewer leave less of the thread grid without work.
+// Adjacent columns of a result that a thread owns: a vector of them, or fewer where that leaves fewer
+// threads without work.
 __device__ constexpr int run_of(int width) {
   int best = VECTOR;
   for (int run = VECTOR; run > 0; run /= 2) {
@@ -48,17 +48,18 @@ __device__ constexpr int run_of(int width) {
   return best;
 }
 
-// Columns of a result, with those that exist for the thread grid only.
+// Columns of a result, padded to whole rows of the thread grid.
 __device__ constexpr int padded_columns(int width) {
   return round_up(width, COLUMN_THREADS * run_of(width));
 }
 
-// The width of an operand that is whole in shared memory and also the right factor of a product.
+// Columns in shared memory of an operand that is resident there and also the right factor of a
+// product.
 __device__ constexpr int held_columns(int width) {
   return larger(whole_columns(width), padded_columns(width));
 }
 
-// Rows of the second operand of `accumulate` that fit into `elements` of shared memory at a time.
+// Rows of the streamed operand of `accumulate` that fit into `elements` of shared memory.
 __device__ constexpr int stage_rows(int rows, int width, int elements) {
   while (rows > VECTOR && rows % (2 * VECTOR) == 0 && rows * padded_columns(width) > elements) {
     rows /= 2;
@@ -74,11 +75,11 @@ __device__ constexpr int buffer_elements(int rows, int width, int wide) {
   return larger(chunk, whole);
 }
 
-// Where rows of global memory pass through shared memory: while the block multiplies what is in one
+// The double buffer through which operands are streamed: while the block multiplies what is in one
 // buffer, the next rows are copied to the other.
 //
-// Whoever begins a product finds the next buffer free: the product before ended in the other one,
-// and had a barrier after this one was read.
+// A product may fill the next buffer at once: the product before it ended in the other buffer, and
+// passed a barrier after it had read this one.
 template <int BUFFER>
 struct Stage {
   accum_t* stage_smem;
@@ -90,9 +91,9 @@ struct Stage {
   }
 };
 
-// Neighbouring lanes share a column thread and every other lane a row thread: 16-byte reads are
-// served half a warp at a time, in one go where lanes next to each other, or next but one, read the
-// same place.
+// Adjacent lanes share a column thread, every other lane a row thread: 16-byte reads are served half
+// a warp at a time, in one transaction if lanes next to each other, or next but one, read the same
+// address.
 __device__ __forceinline__ int row_thread() {
   return threadIdx.x / ptx::WARP_SIZE * ROWS_PER_WARP + threadIdx.x % ROWS_PER_WARP;
 }
@@ -100,8 +101,8 @@ __device__ __forceinline__ int column_thread() {
   return threadIdx.x % ptx::WARP_SIZE / ROWS_PER_WARP;
 }
 
-// c += a b^T for tiles of `DEPTH` columns. The thread's columns of c are column_thread +
-// COLUMN_THREADS * n. UNROLL vectors of each row are in sight at a time.
+// c += a b^T for tiles of DEPTH columns. The thread's columns of c are column_thread +
+// COLUMN_THREADS * n. UNROLL vectors of each row are in flight.
 template <int DEPTH, int A_STRIDE, int B_STRIDE, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                          const accum_t* b_smem) {
@@ -129,25 +130,25 @@ __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], const accu
   }
 }
 
-// A pair that takes no part has weight -0.0, which no other pair has: multiplied it adds nothing,
-// and where the other factor is not finite it can be told from a weight that is merely 0.
-__device__ __forceinline__ accum_t no_part() { return -accum_t(0); }
-__device__ __forceinline__ bool takes_part(float weight) {
+// The weight of a masked pair is -0.0, which no other pair has. It adds nothing to a product; where
+// the other factor is NaN or infinite, it tells masked pairs from weights that are merely 0.
+__device__ __forceinline__ accum_t masked_weight() { return -accum_t(0); }
+__device__ __forceinline__ bool is_unmasked(float weight) {
   return __float_as_uint(weight) != 0x80000000u;
 }
-__device__ __forceinline__ bool takes_part(double weight) {
+__device__ __forceinline__ bool is_unmasked(double weight) {
   return __double_as_longlong(weight) != -0x7fffffffffffffffLL - 1;
 }
 
-// Column `n` of a thread's columns in a result of `WIDTH` columns.
+// Column `n` of a thread's columns in a result of WIDTH columns.
 template <int WIDTH>
 __device__ __forceinline__ int result_column(int n) {
   constexpr int RUN = run_of(WIDTH);
   return (n / RUN * COLUMN_THREADS + column_thread()) * RUN + n % RUN;
 }
 
-// c += a b for `DEPTH` columns of a and rows of b. The thread's columns of c are those of
-// `result_column`.
+// c += a b for DEPTH columns of a and rows of b. The thread's columns of c are those of
+// result_column.
 template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                              const accum_t* b_smem) {
@@ -180,9 +181,9 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const 
   }
 }
 
-// The same where b holds NaN or infinity: pairs that take no part are left out.
+// The same if b has non-finite elements: masked pairs are skipped.
 template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
+__device__ __forceinline__ void multiply_add_unmasked(accum_t (&c)[ROWS][COLUMNS],
                                                   const accum_t* a_smem, const accum_t* b_smem) {
   a_smem += row_thread() * A_STRIDE;
 #pragma unroll 1
@@ -195,35 +196,35 @@ __device__ __forceinline__ void multiply_add_seen(accum_t (&c)[ROWS][COLUMNS],
       const accum_t b = b_smem[k * padded_columns(WIDTH) + result_column<WIDTH>(n)];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        if (takes_part(a[r])) c[r][n] += a[r] * b;
+        if (is_unmasked(a[r])) c[r][n] += a[r] * b;
       }
     }
   }
 }
 
-// Rows of a result by `multiply_transposed` that a thread owns next to each other.
+// Adjacent rows of a result of multiply_transposed that a thread owns.
 __device__ constexpr int row_run(int rows) {
   int run = VECTOR;
   while (rows % run != 0) run /= 2;
   return run;
 }
 
-// So many of a thread's rows of such a result are computed at a time: sums leave it few registers.
+// How many of a thread's rows of that result are computed at a time, limited by registers.
 __device__ constexpr int rows_at_once(int rows, int columns) {
   while (rows % 2 == 0 && rows * columns > 32) rows /= 2;
   return rows;
 }
 
-// Row `r` of a thread's ROWS rows of such a result.
+// Row `r` of a thread's ROWS rows of that result.
 template <int ROWS>
 __device__ __forceinline__ int result_row(int r) {
   constexpr int RUN = row_run(ROWS);
   return (r / RUN * ROW_THREADS + row_thread()) * RUN + r % RUN;
 }
 
-// c += a^T b for `DEPTH` rows of a and b. The thread's rows of c are those of `result_row`, its
-// columns those of `result_column`. A walk over c turns back at the end of a row or column, so that
-// every multiply-add needs a new element of one factor only.
+// c += a^T b for DEPTH rows of a and b. The thread's rows of c are those of result_row, its columns
+// those of result_column. The elements of c are visited back and forth, so that every multiply-add
+// needs a new element of one factor only.
 template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
                                                     const accum_t* a_smem, const accum_t* b_smem) {
@@ -250,17 +251,17 @@ __device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
 #pragma unroll
     for (int step = 0; step < ROWS * COLUMNS; ++step) {
       const bool by_rows = COLUMNS < ROWS;
-      const int line = step / (by_rows ? COLUMNS : ROWS), on = step % (by_rows ? COLUMNS : ROWS);
-      const int turned = line % 2 == 0 ? on : (by_rows ? COLUMNS : ROWS) - 1 - on;
-      const int r = by_rows ? line : turned, n = by_rows ? turned : line;
+      const int outer = step / (by_rows ? COLUMNS : ROWS), inner = step % (by_rows ? COLUMNS : ROWS);
+      const int back_and_forth = outer % 2 == 0 ? inner : (by_rows ? COLUMNS : ROWS) - 1 - inner;
+      const int r = by_rows ? outer : back_and_forth, n = by_rows ? back_and_forth : outer;
       c[r][n] += a[r / RUN_A].x[r % RUN_A] * b[n / RUN_B].x[n % RUN_B];
     }
   }
 }
 
-// The same where b holds NaN or infinity: pairs that take no part are left out.
+// The same if b has non-finite elements: masked pairs are skipped.
 template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLUMNS],
+__device__ __forceinline__ void multiply_transposed_unmasked(accum_t (&c)[ROWS][COLUMNS],
                                                          const accum_t* a_smem,
                                                          const accum_t* b_smem) {
 #pragma unroll 1
@@ -271,7 +272,7 @@ __device__ __forceinline__ void multiply_transposed_seen(accum_t (&c)[ROWS][COLU
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const accum_t weight = a_smem[k * A_STRIDE + result_row<ROWS>(r)];
-        if (takes_part(weight)) c[r][n] += weight * b;
+        if (is_unmasked(weight)) c[r][n] += weight * b;
       }
     }
   }
@@ -305,8 +306,8 @@ __device__ __forceinline__ void scale(accum_t (&c)[ROWS][COLUMNS], accum_t facto
   }
 }
 
-// c = a b^T, where a lies whole in shared memory, its rows A_STRIDE apart, and B_ROWS rows of b, of
-// which `valid` exist from `first` on, pass through the stage a chunk of columns at a time.
+// c = a b^T. a is resident in shared memory, its rows A_STRIDE apart; B_ROWS rows of b, of which
+// `valid` exist from `first` on, are streamed through the stage by chunks of columns.
 template <int B_ROWS, int WIDTH, int A_STRIDE, int UNROLL, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                               const memory::Rows& b, long long first, int valid,
@@ -320,8 +321,8 @@ __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const
   for (int column = 0; column < WIDTH; column += CHUNK) {
     const accum_t* const filled_smem = chunk_smem;
     memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(chunk_smem, b, first, valid, column);
-    __syncthreads();  // the chunk, now filled, and the other buffer, which was read; before the
-                      // first chunk also the rows of a, which other threads wrote
+    __syncthreads();  // the chunk, filled by all threads, and the other buffer, read by all; before
+                      // the first chunk also the rows of a, written by other threads
     if (column + CHUNK < WIDTH) {
       chunk_smem = stage.next();
       memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(chunk_smem, b, first, valid, column + CHUNK);
@@ -330,7 +331,7 @@ __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS], const
   }
 }
 
-// c = a b^T, where the rows of both pass through shared memory, a chunk of columns at a time.
+// c = a b^T. Both operands are streamed through shared memory by chunks of columns.
 template <int A_ROWS, int B_ROWS, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const memory::Rows& a,
                                               long long first_a, int valid_a, const memory::Rows& b,
@@ -341,18 +342,18 @@ __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const
   clear(c);
 #pragma unroll 1
   for (int column = 0; column < WIDTH; column += CHUNK) {
-    __syncthreads();  // both chunks, which may still be read
+    __syncthreads();  // both chunks, which other threads may still read
     memory::begin_rows<A_ROWS, CHUNK, STRIDE, WIDTH>(a_smem, a, first_a, valid_a, column);
     memory::begin_rows<B_ROWS, CHUNK, STRIDE, WIDTH>(b_smem, b, first_b, valid_b, column);
     memory::finish_rows<A_ROWS, CHUNK, STRIDE, WIDTH, false>(a_smem, a, first_a, valid_a, column);
     memory::finish_rows<B_ROWS, CHUNK, STRIDE, WIDTH, false>(b_smem, b, first_b, valid_b, column);
-    __syncthreads();  // both chunks, now filled
+    __syncthreads();  // both chunks, filled by all threads
     multiply<CHUNK, STRIDE, STRIDE, 2>(c, a_smem, b_smem);
   }
 }
 
-// c += a b, where the tile a of weights lies in shared memory and B_ROWS rows of b, of which
-// `valid` exist from `first` on, pass through the stage a few at a time.
+// c += a b. The tile a of weights is in shared memory; B_ROWS rows of b, of which `valid` exist from
+// `first` on, are streamed through the stage, a few rows at a time.
 template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                            const memory::Rows& b, long long first, int valid,
@@ -366,21 +367,21 @@ __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const ac
     const accum_t* const filled_smem = rows_smem;
     const bool finite = memory::finish_rows<STEP, STRIDE, STRIDE, WIDTH, MAY_MASK>(
         rows_smem, b, first + k, valid - k, 0);
-    bool careful = false;
-    // The rows, now filled, and the other buffer, which was read; before the first rows also the
-    // tile of weights, which other threads wrote.
+    bool has_nonfinite = false;
+    // Protects the rows, filled by all threads, and the other buffer, read by all; before the first
+    // rows also the tile of weights, written by other threads.
     if constexpr (MAY_MASK) {
-      careful = ptx::barrier_or(!finite);
+      has_nonfinite = ptx::barrier_or(!finite);
     } else {
-      __syncthreads();  // the same
+      __syncthreads();  // as above
     }
     if (k + STEP < B_ROWS && k + STEP < valid) {
       rows_smem = stage.next();
       memory::begin_rows<STEP, STRIDE, STRIDE, WIDTH>(rows_smem, b, first + k + STEP,
                                                       valid - k - STEP, 0);
     }
-    if (careful) {
-      multiply_add_seen<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
+    if (has_nonfinite) {
+      multiply_add_unmasked<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
     } else {
       multiply_add<STEP, A_STRIDE, WIDTH>(c, a_smem + k, filled_smem);
     }

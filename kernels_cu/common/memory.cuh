@@ -1,16 +1,16 @@
-// Rows of arrays, between global and shared memory: the twin of reference/cpu/memory.py.
+// Copies of rows between global and shared memory: the twin of reference/cpu/memory.py.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "layout.cuh"
 
 namespace memory {
 
-// The rows of one head of one entry.
+// The rows of one head of one batch entry in global memory.
 struct Rows {
   const storage_t* data;  // row 0
   long long row;
   long long col;
-  bool vectors;  // every row begins on a 16-byte boundary and is contiguous
+  bool vectors;  // 16-byte copies are possible: rows are contiguous and 16-byte aligned
 };
 
 __device__ __forceinline__ Rows rows(const Operand& operand, const layout::Entry& entry,
@@ -22,10 +22,10 @@ __device__ __forceinline__ Rows rows(const Operand& operand, const layout::Entry
   return Rows{data, operand.row, operand.col, vectors};
 }
 
-// How the block's threads share ROWS rows of COLUMNS elements that are copied 16 bytes at a time:
-// LANES threads work on a row, AT_ONCE rows are worked on together.
+// How the block's threads divide ROWS rows of COLUMNS elements among them for 16-byte copies: LANES
+// threads copy a row, AT_ONCE rows are copied at a time.
 template <int ROWS, int COLUMNS>
-struct Shares {
+struct RowShare {
   static constexpr int PER_ROW = COLUMNS / STORED_VECTOR;
   static constexpr int LANES = PER_ROW < THREADS ? PER_ROW : THREADS;
   static constexpr int AT_ONCE = THREADS / LANES;
@@ -34,10 +34,10 @@ struct Shares {
   int row = threadIdx.x / LANES;
   int column = threadIdx.x % LANES * STORED_VECTOR;
 
-  // The thread's columns of a row lie so far apart; the last ones may be beyond the row's end.
-  static constexpr int APART = LANES * STORED_VECTOR;
+  // Distance between a thread's columns of a row; the last ones may lie beyond the row's end.
+  static constexpr int COLUMN_STEP = LANES * STORED_VECTOR;
   __device__ __forceinline__ static bool in_row(int place) {
-    return COLUMNS % APART == 0 || place < COLUMNS;
+    return COLUMNS % COLUMN_STEP == 0 || place < COLUMNS;
   }
 
   __device__ __forceinline__ bool has(int step) const {
@@ -46,46 +46,46 @@ struct Shares {
   }
 };
 
-// Whether rows of COLUMNS elements, of an array that is WIDTH columns wide, are copied 16 bytes at
-// a time where they lie so that it is possible.
+// Whether 16-byte copies are possible for COLUMNS columns of an array that is WIDTH columns wide, as
+// far as sizes tell; Rows::vectors adds what strides and addresses tell.
 template <int COLUMNS, int WIDTH>
 constexpr bool BY_VECTORS = COLUMNS % STORED_VECTOR == 0 && WIDTH % STORED_VECTOR == 0;
 
-// Begins to copy rows `first` to `first + valid` and columns from `column` on to a tile of shared
-// memory whose rows are STRIDE elements apart. What lies outside the array, which is WIDTH columns
-// wide, becomes 0. The block works together: each thread calls `finish_rows` with the same
-// arguments, and then comes a barrier.
+// Starts the asynchronous copy of rows `first` to `first + valid`, from `column` on, to a tile in
+// shared memory whose rows are STRIDE elements apart. Elements outside the array, which is WIDTH
+// columns wide, become 0. All threads of the block call it, then finish_rows with the same
+// arguments, and then meet at a barrier.
 //
-// Until it is finished, a vector of elements that are stored narrower than the accumulator's type
-// lies at the beginning of the place that it will take. What cannot be copied by vectors is left to
-// `finish_rows`.
+// Between the two calls, a 16-byte vector of a storage type narrower than the accumulator's lies at
+// the beginning of the space that its widened elements will take. Rows that cannot be copied 16
+// bytes at a time are left to finish_rows.
 template <int ROWS, int COLUMNS, int STRIDE, int WIDTH>
 __device__ __forceinline__ void begin_rows(accum_t* tile_smem, const Rows& from, long long first,
                                            int valid, int column) {
   if constexpr (BY_VECTORS<COLUMNS, WIDTH>) {
     if (!from.vectors) return;
-    using Share = Shares<ROWS, COLUMNS>;
-    const Share own;
+    using Share = RowShare<ROWS, COLUMNS>;
+    const Share share;
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c += Share::APART) {
-      const int place = c + own.column;
+    for (int c = 0; c < COLUMNS; c += Share::COLUMN_STEP) {
+      const int place = c + share.column;
       if (!Share::in_row(place)) break;
       const bool inside = column + place < WIDTH;
-      const storage_t* source = from.data + (first + own.row) * from.row + column + place;
-      accum_t* const target_smem = tile_smem + own.row * STRIDE + place;
+      const storage_t* source = from.data + (first + share.row) * from.row + column + place;
+      accum_t* const target_smem = tile_smem + share.row * STRIDE + place;
 #pragma unroll 8
       for (int step = 0; step < Share::STEPS; ++step) {
-        if (!own.has(step)) break;
+        if (!share.has(step)) break;
         ptx::cp_async(target_smem + step * Share::AT_ONCE * STRIDE, source,
-                      inside && own.row + step * Share::AT_ONCE < valid);
+                      inside && share.row + step * Share::AT_ONCE < valid);
         source += Share::AT_ONCE * from.row;
       }
     }
   }
 }
 
-// Widens the elements of 16 stored bytes where they lie. Returns whether they are finite (true
-// without CHECK).
+// Widens a 16-byte vector of stored elements in place. Returns whether all are finite (true without
+// CHECK).
 template <bool CHECK>
 __device__ __forceinline__ bool finish_vector(accum_t* target_smem) {
   const StoredVector stored = *reinterpret_cast<const StoredVector*>(target_smem);
@@ -105,25 +105,25 @@ __device__ __forceinline__ bool finish_vector(accum_t* target_smem) {
   return finite;
 }
 
-// Finishes what `begin_rows` began: the tile holds numbers of the accumulator's type. Returns
-// whether all that this thread copied is finite (true without CHECK).
+// Completes begin_rows: the tile then holds elements of the accumulator's type. Returns whether all
+// that this thread copied is finite (true without CHECK).
 template <int ROWS, int COLUMNS, int STRIDE, int WIDTH, bool CHECK>
 __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from, long long first,
                                             int valid, int column) {
   bool finite = true;
   if constexpr (BY_VECTORS<COLUMNS, WIDTH>) {
     if (from.vectors) {
-      using Share = Shares<ROWS, COLUMNS>;
-      const Share own;
+      using Share = RowShare<ROWS, COLUMNS>;
+      const Share share;
       ptx::cp_async_wait_all();
       if constexpr (CHECK || sizeof(storage_t) < sizeof(accum_t)) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c += Share::APART) {
-          if (!Share::in_row(c + own.column)) break;
-          accum_t* const target_smem = tile_smem + own.row * STRIDE + c + own.column;
+        for (int c = 0; c < COLUMNS; c += Share::COLUMN_STEP) {
+          if (!Share::in_row(c + share.column)) break;
+          accum_t* const target_smem = tile_smem + share.row * STRIDE + c + share.column;
 #pragma unroll 2
           for (int step = 0; step < Share::STEPS; ++step) {
-            if (!own.has(step)) break;
+            if (!share.has(step)) break;
             finite = finish_vector<CHECK>(target_smem + step * Share::AT_ONCE * STRIDE) && finite;
           }
         }
@@ -146,7 +146,7 @@ __device__ __forceinline__ bool finish_rows(accum_t* tile_smem, const Rows& from
   return finite;
 }
 
-// Copies rows as `begin_rows` and `finish_rows` do.
+// begin_rows and finish_rows in one.
 template <int ROWS, int COLUMNS, int STRIDE, int WIDTH, bool CHECK = false>
 __device__ __forceinline__ bool load_rows(accum_t* tile_smem, const Rows& from, long long first,
                                           int valid) {
@@ -154,15 +154,15 @@ __device__ __forceinline__ bool load_rows(accum_t* tile_smem, const Rows& from, 
   return finish_rows<ROWS, COLUMNS, STRIDE, WIDTH, CHECK>(tile_smem, from, first, valid, 0);
 }
 
-// One number per row (lse, delta) of the accumulator's type.
-struct Numbers {
+// A statistic of every query's row (lse, delta), in the accumulator's type.
+struct RowStatistic {
   accum_t* data;
   long long row;
 };
 
-__device__ __forceinline__ Numbers numbers(const Operand& operand, const layout::Entry& entry,
+__device__ __forceinline__ RowStatistic row_statistic(const Operand& operand, const layout::Entry& entry,
                                            long long head) {
-  return Numbers{
+  return RowStatistic{
       reinterpret_cast<accum_t*>(operand.data) + layout::offset(operand, entry, head, false),
       operand.row};
 }

@@ -1,20 +1,20 @@
-// What a kernel is told at run time: one struct for all kernels of attention, one for combine.
+// The kernels' parameters: one struct for all kernels of attention, one for combine.
 //
 // cupyflash/gpu/params.py holds the same layout as a NumPy structured type, field by field in this
-// order. Every field is 8 bytes wide or part of a pair of ints, so there is no padding but what is
-// named. Sizes in capitals come from the prelude that is put before a kernel's source.
+// order. Every field is 8 bytes wide or one of a pair of ints, so there is no unnamed padding.
+// Sizes in capitals come from the prelude that is put before a kernel's source.
 #pragma once
 
-constexpr int MAX_LEAD = 4;    // leading axes, after neighbours that can be joined were joined
-constexpr int MAX_AXES = 8;    // axes of a look-up
+constexpr int MAX_LEAD = 4;    // leading axes, after adjacent ones were merged where possible
+constexpr int MAX_AXES = 8;    // axes of a look-up table
 constexpr int MAX_PARTS = 16;  // operands of one launch of combine
 
-// Element kinds of look-ups, sinks and outputs, numbered as KINDS in reference/cpu/program.py.
+// Element kinds of look-up tables, sinks and outputs, numbered as KINDS in reference/cpu/program.py.
 constexpr int KIND_BOOL = 0, KIND_INT8 = 1, KIND_INT16 = 2, KIND_INT32 = 3, KIND_INT64 = 4;
 constexpr int KIND_UINT8 = 5, KIND_UINT16 = 6, KIND_UINT32 = 7;
 constexpr int KIND_FLOAT16 = 8, KIND_BFLOAT16 = 9, KIND_FLOAT32 = 10, KIND_FLOAT64 = 11;
 
-// An array (lead..., head, row, column), in place. Strides count its own elements, and are 0 along
+// An array (lead..., head, row, column), read in place. Strides count its elements, and are 0 along
 // broadcast axes. A packed array has no leading axes: sequence b begins at row offsets[b].
 struct Operand {
   char* data;
@@ -42,37 +42,37 @@ struct Params {
   Operand dk;
   Operand dv;
   Operand dbias;
-  // (lead..., H, Lq) of the accumulator's type; col is unused. No dlse, or lse not asked for: data
-  // is null.
+  // (lead..., H, Lq) of the accumulator's type; col is unused. data is null where there is no dlse,
+  // or where lse is not wanted.
   Operand lse;
   Operand dlse;
   Operand delta;
-  // Sums of dq in float32 that many blocks add to, in groups of 8 rows: (lead..., H, rows, columns
-  // in whole units of 16); col is how far apart a thread's numbers lie, 32 or 1.
-  // sm80/fragment_product.cuh and sm90/warpgroup_gradient.cuh say how they lie.
+  // float32 sums of dq that several blocks add to, in groups of 8 rows: (lead..., H, rows, columns
+  // in units of 16). col is the distance of a thread's elements, 32 or 1: the layouts are those of
+  // sm80/fragment_product.cuh and sm90/warpgroup_gradient.cuh.
   Operand dq_accum;
 
   const char* sink;            // (Hq,) contiguous, or null
   char* dsink;                 // (Hq,) contiguous
   const long long* offsets_q;  // packed: (batch + 1,) on the device; else null
   const long long* offsets_k;
-  const unsigned long long* seed_gmem;  // where the seed lies on the device; null: `seed` below
-  unsigned long long* tiles_visited;    // of a build with COUNT_TILES: grows by 1 per tile
+  const unsigned long long* seed_gmem;  // the seed on the device; null: `seed` below
+  unsigned long long* tiles_visited;    // a counter, in builds with COUNT_TILES
 
   long long batch;                // product of lead_size; packed: the number of sequences
   long long lead_size[MAX_LEAD];  // broadcast leading axes, first slowest; unused ones are 1
-  // The leading axes as the launch's gradient has them: lead_size, or 1 where its input was
-  // broadcast. A block sums over the entries that share its place. (Of the forward: lead_size.)
+  // The leading axes of the launch's gradient: lead_size, or 1 where its input was broadcast. A
+  // block sums over the entries that share its slice. (In the forward: lead_size.)
   long long own_size[MAX_LEAD];
-  long long len_q;  // packed: the longest that may come
+  long long len_q;  // packed: the longest sequence that may come
   long long len_k;
-  long long total_q;  // packed: rows in all; dense: len_q
+  long long total_q;  // packed: all rows; dense: len_q
   long long total_k;
-  long long bias_len_q;  // dbias's own lengths: 1 where the bias was broadcast
+  long long bias_len_q;  // lengths of dbias: 1 where the bias was broadcast
   long long bias_len_k;
-  long long blocks;               // query or key blocks of one head (of one batch entry, if dense)
-  unsigned long long seed;        // of the dropout
-  unsigned long long drop_below;  // a pair is dropped where its random word is smaller
+  long long blocks;               // query or key blocks of a head (of a batch entry, if dense)
+  unsigned long long seed;        // of dropout
+  unsigned long long drop_below;  // a pair is dropped if its random word is smaller
   double keep_scale;              // 1 / (1 - dropout)
   double scale;                   // factor of q k
 
@@ -82,7 +82,7 @@ struct Params {
   int bias_heads;  // heads of dbias: heads or 1
   int kind_sink;
   int kind_dsink;
-  int kind_dq;  // element kind of dq: the storage type or the accumulator's, for the host to sum on
+  int kind_dq;  // element kind of dq: the storage type, or the accumulator's if the host sums it
   int kind_dk;
   int kind_dv;
   int kind_dbias;

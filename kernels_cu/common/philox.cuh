@@ -10,8 +10,8 @@
 //     keep    = word >= round(p * 2^32)
 //
 // J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2,
-// 3", SC 2011, section 3.3. No header is included, neither CUDA's nor the standard library's, so
-// NVRTC needs no include path and g++ compiles the same text.
+// 3", SC 2011, section 3.3. The file includes nothing, so that NVRTC needs no include path and g++
+// compiles the same text.
 #pragma once
 
 namespace philox {
@@ -36,7 +36,7 @@ __device__ __forceinline__ Key split_seed(unsigned long long seed) {
   return Key{{static_cast<unsigned int>(seed), static_cast<unsigned int>(seed >> 32)}};
 }
 
-// Ten Philox rounds. The products are written as 32 x 32 -> 64 bits: one wide multiply each.
+// Ten Philox rounds. The products are 32 x 32 -> 64 bits: one wide multiply each.
 __device__ __forceinline__ Words philox4x32(Words counter, Key key) {
   unsigned int c0 = counter.word[0];
   unsigned int c1 = counter.word[1];
@@ -58,8 +58,8 @@ __device__ __forceinline__ Words philox4x32(Words counter, Key key) {
   return Words{{c0, c1, c2, c3}};
 }
 
-// The words of query i and the four keys 4 * group to 4 * group + 3, in order: a kernel draws once
-// for the four. b_h is b * Hq + h.
+// The random words of query i and keys 4 * group to 4 * group + 3, in order: a kernel draws once for
+// four keys. b_h is b * Hq + h.
 __device__ __forceinline__ Words words(Key key, unsigned int group, unsigned int i,
                                        unsigned long long b_h) {
   const unsigned int b_h_low = static_cast<unsigned int>(b_h);
@@ -67,8 +67,8 @@ __device__ __forceinline__ Words words(Key key, unsigned int group, unsigned int
   return philox4x32(Words{{group, i, b_h_low, b_h_high}}, key);
 }
 
-// Whether the pair (i, j) survives. threshold is round(p * 2^32): 64 bits wide, because a p within
-// 2^-33 of 1 rounds to 2^32, which drops every word.
+// Whether dropout keeps the pair (i, j). threshold is round(p * 2^32), in 64 bits because a p within
+// 2^-33 of 1 rounds to 2^32, which drops every pair.
 __device__ __forceinline__ bool keep(Key key, unsigned long long threshold, unsigned long long b_h,
                                      unsigned int i, unsigned long long j) {
   const Words drawn = words(key, static_cast<unsigned int>(j >> 2), i, b_h);

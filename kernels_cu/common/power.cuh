@@ -1,4 +1,4 @@
-// 2^x in the accumulator's types, for x of at most a little more than 0.
+// 2^x in the accumulator's types, for x <= 0 or slightly above.
 #pragma once
 #include "../ptx/exp2.cuh"
 
@@ -6,9 +6,9 @@ namespace power {
 
 __device__ __forceinline__ float exp2(float x) { return ptx::exp2(x); }
 
-// x = n + f with a whole n and |f| <= 1/2, and 2^f is a polynomial of degree 10, the best one in
-// relative error: 2^-52 without roundings, 2^-51 with them. Results below 2^-1022 are 0. There is
-// no branch, and NaN remains.
+// x = n + f with an integer n and |f| <= 1/2; 2^f is the minimax polynomial of degree 10 in relative
+// error: 2^-52 exactly, 2^-51 with roundings. Results below 2^-1022 flush to 0. It has no branch, and
+// NaN stays NaN.
 __device__ __forceinline__ double exp2(double x) {
   constexpr double COEFFICIENTS[] = {0x1.e398f94be91efp-28,
                                      0x1.b6740ee6dbadep-24,
@@ -21,7 +21,7 @@ __device__ __forceinline__ double exp2(double x) {
                                      0x1.ebfbdff82c3b9p-3,
                                      0x1.62e42fefa3a17p-1,
                                      1.0};
-  constexpr double WHOLE = 0x1.8p52;  // the last bits of x + WHOLE are those of n
+  constexpr double WHOLE = 0x1.8p52;  // rounds to an integer: the low bits of x + WHOLE are n
   const double shifted = x + WHOLE;
   const double f = x - (shifted - WHOLE);
   double y = COEFFICIENTS[0];

@@ -1,8 +1,8 @@
-// The online softmax on one tile: row maximum m, row sum l, and the rescaling that joins tiles. The
-// twin of reference/cpu/softmax.py.
+// The online softmax on one tile: row maximum m, row sum l, and the rescaling between tiles. The twin
+// of reference/cpu/softmax.py.
 //
-// The threads of one row of the thread grid share its rows: each holds the same m, and a partial l
-// of its own columns, which `row_sum` joins at the end. Milakov & Gimelshein 2018, Algorithm 3;
+// The threads of one row of the thread grid share its rows: each holds the same m and a partial l of
+// its own columns, which `row_sum` reduces at the end. Milakov & Gimelshein 2018, Algorithm 3;
 // FlashAttention-2 (Dao 2023), Algorithm 1, lines 8-10.
 #pragma once
 #include "../ptx/exp2.cuh"
@@ -14,20 +14,20 @@ namespace softmax {
 __device__ __forceinline__ float exponential(float x) { return ptx::exp2(x * tile::LOG2_E); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
-// Begins with nothing seen, or with the sink: one key of that logit and value 0.
+// The initial state: no key, or the sink, which is one key of that logit with value 0.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void init_state(accum_t (&m)[ROWS], accum_t (&l)[ROWS],
                                            accum_t (&acc)[ROWS][COLUMNS], accum_t sink) {
-  const bool counts = sink != -number::infinity() && matmul::column_thread() == 0;
+  const bool has_sink = sink != -number::infinity() && matmul::column_thread() == 0;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     m[r] = sink;
-    l[r] = counts ? accum_t(1) : accum_t(0);
+    l[r] = has_sink ? accum_t(1) : accum_t(0);
   }
   matmul::clear(acc);
 }
 
-// m_new = max(m, row maxima of the tile); NaN is passed over. Whether any of the thread's rows
+// m_new = max(m, row maxima of the tile), ignoring NaN. Returns whether any of the thread's rows
 // grew.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
   return grew;
 }
 
-// Brings l and the accumulated output from the old maxima to the new ones.
+// Rescales l and the accumulated output from the old maxima to the new ones.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_new)[ROWS],
                                         accum_t (&l)[ROWS], accum_t (&acc)[ROWS][COLUMNS]) {
@@ -61,8 +61,8 @@ __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_ne
   }
 }
 
-// Makes s into p = exp(s - m); l grows by its row sums. A masked score (-inf) becomes the weight of
-// a pair that takes no part.
+// s becomes p = exp(s - m), and l grows by its row sums. A score of -inf becomes the weight of a
+// masked pair.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
                                              accum_t (&l)[ROWS]) {
@@ -73,13 +73,13 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
     for (int n = 0; n < COLUMNS; ++n) {
       const bool masked = MAY_MASK && s[r][n] == -number::infinity();
       const accum_t p = exponential(s[r][n] - safe);
-      s[r][n] = masked ? matmul::no_part() : p;
+      s[r][n] = masked ? matmul::masked_weight() : p;
       l[r] += p;
     }
   }
 }
 
-// Joins the partial sums of the threads that share rows; all of them get the whole.
+// Reduces the partial sums over the threads that share rows; all of them get the result.
 template <int ROWS>
 __device__ __forceinline__ void row_sum(accum_t (&l)[ROWS]) {
 #pragma unroll

@@ -1,47 +1,47 @@
-// What happens to a tile of scores before the softmax: class, score changes, mask, dropout. The
+// A tile of scores before the softmax: its class, score mods, masks, dropout. The
 // twin of reference/cpu/tile.py.
 //
-// A thread keeps its scores in registers while it multiplies. To change them it writes them to its
-// own cells of the tile in shared memory and walks over these in a loop, so that generated code
-// stands in a kernel once and not once per register.
+// A thread's scores are in registers for the products. To modify them the thread writes them to its
+// own cells of the tile in shared memory and loops over these, so that generated code is
+// instantiated once and not once per register.
 #pragma once
 #include "lookup.cuh"
 #include "matmul.cuh"
 #include "philox.cuh"
 
-// One pair of a query and a key. Of i and j, so much is known to the compiler, and may differ from
-// the thread's other pairs: for `distance` of cupyflash/expr/distance.py.
+// A pair of a query and a key. step_i and step_j are the parts of i and j that the compiler knows,
+// for `distance` of cupyflash/expr/distance.py.
 struct Site {
   long long b, h, i, j, len_q, len_k, start_q, start_k;
   int step_i = 0, step_j = 0;
 };
 
-// A tile of pairs: i_low to i_high and j_low to j_high, both ends within.
+// The bounds of a tile of pairs: i_low to i_high and j_low to j_high, inclusive.
 struct TileBox {
   long long b, h, i_low, i_high, j_low, j_high, len_q, len_k, start_q, start_k;
 };
 
-// The first and the last key that a query sees, where it sees all between them.
+// The first and the last key of a query whose mask is a contiguous range of keys.
 struct KeyRange {
   long long low, high;
 };
 
-// What changes scores and is the same for all pairs of a head.
-struct Given {
-  accum_t x[NUM_GIVEN];
+// Values that score mods use and that are the same for all pairs of a head.
+struct HeadConstants {
+  accum_t x[NUM_HEAD_CONSTANTS];
 };
 
 constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
 constexpr bool MAY_MASK = HAS_MASK || HAS_SCORE;
 
-// Generated from the expressions of masks and scores; each is defined where its flag is set.
+// Generated from the expressions of masks and scores; each is defined if its flag is set.
 __device__ bool mask_allows(const Params& p, const Site& at);
 __device__ KeyRange mask_range(const Params& p, const Site& at);
 __device__ int tile_class(const Params& p, const TileBox& at);
-__device__ Given score_given(const Params& p, const Site& at);
-__device__ accum_t score_changed(const Params& p, const Given& given, accum_t score,
+__device__ HeadConstants score_head_constants(const Params& p, const Site& at);
+__device__ accum_t score_mod(const Params& p, const HeadConstants& constants, accum_t score,
                                  const Site& at);
-__device__ accum_t score_slope(const Params& p, const Given& given, accum_t score, const Site& at);
+__device__ accum_t score_mod_derivative(const Params& p, const HeadConstants& constants, accum_t score, const Site& at);
 
 namespace tile {
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ int smaller(long long x, int limit) {
 
 __device__ __forceinline__ int smaller(int x, int limit) { return x < limit ? x : limit; }
 
-// Rows that exist in a block that begins at `first`.
+// Rows that exist in a block of rows that begins at `first`.
 __device__ __forceinline__ int rows_from(long long first, long long length, int block) {
   return smaller(length - first, block);
 }
@@ -64,7 +64,7 @@ __device__ __forceinline__ TileBox describe_tile(const layout::Entry& entry, lon
                  j0 + nj - 1, entry.len_q, entry.len_k, entry.start_q, entry.start_k};
 }
 
-// EMPTY, PARTIAL or FULL. All threads of the block get the same answer, and call this together.
+// EMPTY, PARTIAL or FULL. All threads of the block call it together and get the same answer.
 __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box) {
   if constexpr (HAS_MASK) {
     return tile_class(p, box);
@@ -73,24 +73,24 @@ __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box
   }
 }
 
-// What is given for a head, whose every tile will do. A shuffle keeps the compiler from finding it
-// again where it is used. All lanes of the warp call it together.
-__device__ __forceinline__ Given given_of(const Params& p, const TileBox& box) {
-  Given given{};
+// The constants of a head, computed from any of its tiles. The shuffle keeps the compiler from
+// recomputing them at every use. All lanes of the warp call it together.
+__device__ __forceinline__ HeadConstants head_constants_of(const Params& p, const TileBox& box) {
+  HeadConstants constants{};
   if constexpr (HAS_SCORE) {
-    given = score_given(p, Site{box.b, box.h, box.i_low, box.j_low, box.len_q, box.len_k,
+    constants = score_head_constants(p, Site{box.b, box.h, box.i_low, box.j_low, box.len_q, box.len_k,
                                 box.start_q, box.start_k});
 #pragma unroll
-    for (int n = 0; n < NUM_GIVEN; ++n) given.x[n] = ptx::shuffle(given.x[n], 0);
+    for (int n = 0; n < NUM_HEAD_CONSTANTS; ++n) constants.x[n] = ptx::shuffle(constants.x[n], 0);
   }
-  return given;
+  return constants;
 }
 
 __device__ __forceinline__ bool is_whole(const TileBox& box) {
   return box.i_high - box.i_low + 1 == BLOCK_Q && box.j_high - box.j_low + 1 == BLOCK_KV;
 }
 
-// The place of a thread's element (r, n) in a tile whose rows are STRIDE elements apart.
+// The offset of a thread's element (r, n) in a tile whose rows are STRIDE elements apart.
 template <int STRIDE>
 __device__ __forceinline__ int cell(int r, int n) {
   return (matmul::row_thread() + ROW_THREADS * r) * STRIDE + matmul::column_thread() +
@@ -115,14 +115,14 @@ __device__ __forceinline__ void load_cells(accum_t (&s)[ROWS][COLUMNS], const ac
   }
 }
 
-// The score of one pair after the score changes and the mask; -inf for one that takes no part.
-__device__ __forceinline__ accum_t change(const Params& p, const Site& at, bool masked,
-                                          accum_t score, accum_t* slope) {
+// The score of one pair after score mod and mask, -inf if it is masked; its derivative in *dscore.
+__device__ __forceinline__ accum_t modify_score(const Params& p, const Site& at, bool masked,
+                                          accum_t score, accum_t* dscore) {
   // 3 score mod
-  if constexpr (HAS_SLOPE) {
-    if (slope != nullptr) *slope = score_slope(p, score_given(p, at), score, at);
+  if constexpr (HAS_DSCORE) {
+    if (dscore != nullptr) *dscore = score_mod_derivative(p, score_head_constants(p, at), score, at);
   }
-  if constexpr (HAS_SCORE) score = score_changed(p, score_given(p, at), score, at);
+  if constexpr (HAS_SCORE) score = score_mod(p, score_head_constants(p, at), score, at);
   // 4 mask
   if constexpr (HAS_MASK) {
     if (masked && !mask_allows(p, at)) score = -number::infinity();
@@ -130,20 +130,20 @@ __device__ __forceinline__ accum_t change(const Params& p, const Site& at, bool 
   return score;
 }
 
-// Changes and masks a thread's scores. Pairs beyond the end of the queries or keys get -inf. The
-// tile in shared memory and, where it is given, the one of slopes are the thread's to write at its
-// own cells.
+// Applies score mod and mask to a thread's scores. Pairs beyond the last query or key get -inf.
+// tile_smem is scratch memory for the thread's cells; dscore_smem, if not null, receives the
+// derivatives there.
 template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_score_and_mask(const Params& p, const TileBox& box,
                                                      int tile_class, accum_t (&s)[ROWS][COLUMNS],
-                                                     accum_t* tile_smem, accum_t* slope_smem) {
-  if (!HAS_SCORE && !HAS_SLOPE && tile_class == FULL && is_whole(box)) return;
+                                                     accum_t* tile_smem, accum_t* dscore_smem) {
+  if (!HAS_SCORE && !HAS_DSCORE && tile_class == FULL && is_whole(box)) return;
   store_cells<STRIDE>(s, tile_smem);
 #pragma unroll 1
   for (int n = 0; n < ROWS * COLUMNS; ++n) {
     const int row = matmul::row_thread() + ROW_THREADS * (n / COLUMNS);
     const int column = matmul::column_thread() + COLUMN_THREADS * (n % COLUMNS);
-    const int place = row * STRIDE + column;
+    const int offset = row * STRIDE + column;
     const Site at{box.b,
                   box.h,
                   box.i_low + (KEYS_ARE_ROWS ? column : row),
@@ -154,17 +154,17 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
                   box.start_k};
     accum_t score = -number::infinity();
     if (at.i <= box.i_high && at.j <= box.j_high) {
-      score = change(p, at, tile_class == PARTIAL, tile_smem[place],
-                     slope_smem == nullptr ? nullptr : slope_smem + place);
+      score = modify_score(p, at, tile_class == PARTIAL, tile_smem[offset],
+                     dscore_smem == nullptr ? nullptr : dscore_smem + offset);
     }
-    tile_smem[place] = score;
+    tile_smem[offset] = score;
   }
   load_cells<STRIDE>(s, tile_smem);
 }
 
-// Writes the weights of a tile after dropout to `to_smem`, which may be the tile itself: 0 where a
-// pair is dropped, else divided by the probability of being kept. One draw serves four keys, so
-// threads work on cells of others: barriers before and after are the caller's.
+// Applies dropout to a tile of weights and writes the result to `to_smem`, which may be the tile
+// itself: 0 for a dropped pair, else the weight divided by the probability of being kept. One draw
+// serves four keys, so threads work on cells of others: the caller synchronises before and after.
 template <bool KEYS_ARE_ROWS, int STRIDE>
 __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& box,
                                               const accum_t* tile_smem, accum_t* to_smem) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
   const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
 #pragma unroll 1
   for (int n = threadIdx.x; n < BLOCK_Q * BLOCK_KV / 4; n += THREADS) {
-    // Neighbouring threads take neighbouring cells.
+    // Neighbouring threads work on neighbouring cells.
     const int i = KEYS_ARE_ROWS ? n % BLOCK_Q : n / (BLOCK_KV / 4);
     const int group = KEYS_ARE_ROWS ? n / BLOCK_Q : n % (BLOCK_KV / 4);
     const philox::Words drawn = philox::words(key, static_cast<unsigned int>(box.j_low / 4 + group),
@@ -183,15 +183,15 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int j = 4 * group + x;
-      const int place = KEYS_ARE_ROWS ? j * STRIDE + i : i * STRIDE + j;
-      const accum_t weight = tile_smem[place];
+      const int offset = KEYS_ARE_ROWS ? j * STRIDE + i : i * STRIDE + j;
+      const accum_t weight = tile_smem[offset];
       const accum_t kept = drawn.word[x] < p.drop_below ? weight * accum_t(0) : weight * keep_scale;
-      to_smem[place] = matmul::takes_part(weight) ? kept : weight;
+      to_smem[offset] = matmul::is_unmasked(weight) ? kept : weight;
     }
   }
 }
 
-// Tells the debug build's counter how many tiles a block visited.
+// Adds to the debug build's counter of tiles that were visited.
 __device__ __forceinline__ void count_tiles(const Params& p, unsigned long long visited) {
   if constexpr (COUNT_TILES) {
     if (threadIdx.x == 0) atomicAdd(p.tiles_visited, visited);

@@ -1,13 +1,13 @@
-// The gradient of a bias, summed over the axes along which it was broadcast: the twin of
-// reference/cpu/backward_bias.py.
+// The gradient of a bias on any GPU, summed over the axes along which the bias was broadcast: the twin
+// of reference/cpu/backward_bias.py.
 //
-// One block per tile of the bias, as the bias is stored: it loops over the batch entries, heads and
-// blocks that were given this tile, in that order, and recomputes their dS.
+// One block per tile of the bias, as the bias is stored. It loops over the batch entries, heads and
+// blocks that share the tile, in that order, recomputes their dS, and accumulates it in registers.
 //
 // Grid: prod(own_size) * bias_heads * ceil(bias_len_q / BLOCK_Q) * ceil(bias_len_k / BLOCK_KV);
 // packed: own_size[0] is the bias's first axis, 1 or the number of sequences.
-// Shared memory: chunks of the rows of both operands, the tile (and one for dropout), lse and
-// delta. BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of COLUMN_THREADS and 4.
+// Shared memory: chunks of rows of both operands, the tile (and one for dropout), lse and delta.
+// BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of COLUMN_THREADS and 4.
 #include "../common/params.cuh"
 #include "../common/bias_tile.cuh"
 
@@ -38,33 +38,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const gradient_tile::Scratch scratch{tile_smem, tile_smem + (TILES - 1) * TILE, nullptr, lse_smem,
                                        lse_smem + BLOCK_Q};
 
-  const bias_tile::Own own(p);
+  const bias_tile::BiasTile tile_of_bias(p);
   accum_t total[ROWS][COLUMNS];
   matmul::clear(total);
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
   for (long long member = 0; member < members; ++member) {
-    const layout::Entry entry = layout::shared_entry(p, own.first, member);
-    const long long i_limit = own.one_query ? entry.len_q : (own.q_block + 1) * BLOCK_Q;
-    const long long j_limit = own.one_key ? entry.len_k : (own.kv_block + 1) * BLOCK_KV;
+    const layout::Entry entry = layout::shared_entry(p, tile_of_bias.first, member);
+    const long long i_limit = tile_of_bias.one_query ? entry.len_q : (tile_of_bias.q_block + 1) * BLOCK_Q;
+    const long long j_limit = tile_of_bias.one_key ? entry.len_k : (tile_of_bias.kv_block + 1) * BLOCK_KV;
     const long long i_end = i_limit < entry.len_q ? i_limit : entry.len_q;
     const long long j_end = j_limit < entry.len_k ? j_limit : entry.len_k;
 #pragma unroll 1
-    for (long long h = own.one_head ? 0 : own.head; h < (own.one_head ? p.heads : own.head + 1);
+    for (long long h = tile_of_bias.one_head ? 0 : tile_of_bias.head; h < (tile_of_bias.one_head ? p.heads : tile_of_bias.head + 1);
          ++h) {
       const memory::Rows q = memory::rows(p.q, entry, h, false);
       const memory::Rows d_out = memory::rows(p.d_out, entry, h, false);
       const memory::Rows k = memory::rows(p.k, entry, h / p.group, true);
       const memory::Rows v = memory::rows(p.v, entry, h / p.group, true);
 #pragma unroll 1
-      for (long long i0 = own.one_query ? 0 : own.q_block * BLOCK_Q; i0 < i_end; i0 += BLOCK_Q) {
+      for (long long i0 = tile_of_bias.one_query ? 0 : tile_of_bias.q_block * BLOCK_Q; i0 < i_end; i0 += BLOCK_Q) {
         const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
-        __syncthreads();  // lse and delta, which may still be read
-        gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
-                                        memory::numbers(p.delta, entry, h), i0, ni, scratch);
+        __syncthreads();  // lse and delta of the previous queries, which other threads may still read
+        gradient_tile::load_row_statistics(memory::row_statistic(p.lse, entry, h),
+                                        memory::row_statistic(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
-        for (long long j0 = own.one_key ? 0 : own.kv_block * BLOCK_KV; j0 < j_end; j0 += BLOCK_KV) {
+        for (long long j0 = tile_of_bias.one_key ? 0 : tile_of_bias.kv_block * BLOCK_KV; j0 < j_end; j0 += BLOCK_KV) {
           const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
           const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
           const int tile_class = tile::classify_tile(p, box);
@@ -88,6 +88,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   }
 
   tile::store_cells<STRIDE>(total, tile_smem);
-  __syncthreads();  // the tile, which other threads wrote
-  bias_tile::store<STRIDE>(p, own, tile_smem);
+  __syncthreads();  // the tile, written by other threads
+  bias_tile::store<STRIDE>(p, tile_of_bias, tile_smem);
 }

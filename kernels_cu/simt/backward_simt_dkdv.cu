@@ -1,17 +1,18 @@
 // Tiled attention, backward, gradients of keys and values on any GPU: the twin of `backward_dkdv`
 // in reference/cpu/backward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
-// The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
-// in that order. Nothing is written by two blocks, so the result does not depend on their order.
+// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values is resident, the queries are
+// streamed. The sum runs over the batch entries that share the keys, the heads of the group and the
+// blocks of queries, in that order. No two blocks write the same element, so the result does not
+// depend on the order in which blocks run.
 //
-// Where it ATOMIC_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
-// is 0 before. Blocks do so in any order. (Algorithm 2 as it is written.)
+// With ATOMIC_DQ the kernel also multiplies dS and the keys, as Algorithm 2 does, and adds the product
+// to dq, which is 0 at first, by atomic additions. Their order is that in which blocks run.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
-// Shared memory: the keys, the values, the tile (and one each for dropout and for slopes), the
-// stage, lse and delta, and what is known of the head. BLOCK_KV is a multiple of ROW_THREADS and 4,
-// BLOCK_Q of COLUMN_THREADS.
+// Shared memory: the keys, the values, the tile (and one each for dropout and the score mod's
+// derivative), the stage, lse and delta, the current head. BLOCK_KV is a multiple of ROW_THREADS and
+// 4, BLOCK_Q of COLUMN_THREADS.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
 #include "../common/gradient_tile.cuh"
@@ -27,20 +28,19 @@ constexpr int K_STRIDE = matmul::odd_stride(matmul::held_columns(D));
 constexpr int V_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
 constexpr int STRIDE = matmul::odd_stride(BLOCK_Q);
 constexpr int TILE = BLOCK_KV * STRIDE;
-constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
+constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_DSCORE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_Q, D, D),
                                       matmul::buffer_elements(BLOCK_Q, D_V, D_V));
 constexpr int ROWS_Q = matmul::rows_at_once(BLOCK_Q / ROW_THREADS, COLUMNS_K);
-constexpr int PART_Q = ROWS_Q * ROW_THREADS;  // queries of a part of dq
+constexpr int PART_Q = ROWS_Q * ROW_THREADS;  // queries whose dq is computed at a time
 constexpr bool CHECKS_KEYS = ATOMIC_DQ && MAY_MASK;
-constexpr int UNROLL = 2;  // as far as registers go
+constexpr int UNROLL = 2;  // limited by registers
 
-// What a block knows of the head whose queries pass by. It lies in shared memory, because registers
-// hold the sums.
+// The head whose queries are streamed. It is in shared memory because the sums fill the registers.
 struct Head {
   layout::Entry entry;
-  memory::Numbers lse, delta;
-  long long dq;  // offset of row 0
+  memory::RowStatistic lse, delta;
+  long long dq;  // offset of dq's row 0
   long long h;
   long long j0;  // the first key
 };
@@ -64,13 +64,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
   const gradient_tile::Scratch scratch{tile_smem, HAS_DROPOUT ? tile_smem + TILE : tile_smem,
-                                       HAS_SLOPE ? last_smem : nullptr, lse_smem,
+                                       HAS_DSCORE ? last_smem : nullptr, lse_smem,
                                        lse_smem + BLOCK_Q};
 
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -94,22 +94,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   for (int member = 0; member < members; ++member) {
 #pragma unroll 1
     for (int n = 0; n < p.group; ++n) {
-      __syncthreads();  // what was known of the head before, which was read
+      __syncthreads();  // the previous head, which other threads may still read
       if (threadIdx.x == 0) {
         const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
         *head_smem = Head{entry,
-                          memory::numbers(p.lse, entry, h),
-                          memory::numbers(p.delta, entry, h),
+                          memory::row_statistic(p.lse, entry, h),
+                          memory::row_statistic(p.delta, entry, h),
                           layout::offset(p.dq, entry, h, false),
                           h,
                           head_smem->j0};
       }
-      // What is known of this one; and whether all keys are finite.
+      // Protects the new head, and tells all threads whether all keys are finite.
       if constexpr (CHECKS_KEYS) {
         finite_keys = !ptx::barrier_or(!finite_keys);
       } else {
-        __syncthreads();  // the same
+        __syncthreads();  // as above
       }
       const memory::Rows q = memory::rows(p.q, head_smem->entry, head_smem->h, false);
       const memory::Rows d_out = memory::rows(p.d_out, head_smem->entry, head_smem->h, false);
@@ -121,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const int tile_class = tile::classify_tile(p, box);
         if (tile_class == EMPTY) continue;
         ++visited;
-        // The lse and delta of the tile before were read before the barriers of `accumulate`.
-        gradient_tile::load_row_numbers(head_smem->lse, head_smem->delta, i0, ni, scratch);
+        // Other threads read the previous lse and delta before the barriers of `accumulate`.
+        gradient_tile::load_row_statistics(head_smem->lse, head_smem->delta, i0, ni, scratch);
 
         // 2 scores
         accum_t s[ROWS][COLUMNS];
@@ -132,12 +132,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // 5 probabilities and the gradient of the output's weights
         gradient_tile::probabilities<true, STRIDE>(p, box, tile_class, s, scratch);
         // 6 accumulate dv and dk
-        // dv comes first, because dS will take the place of p.
+        // dv comes first, because dS takes the place of p.
         matmul::accumulate<BLOCK_Q, D_V, STRIDE, MAY_MASK>(dv, scratch.dropped_smem, d_out, i0, ni,
                                                            stage);
         matmul::multiply_rows<BLOCK_Q, D_V, V_STRIDE, UNROLL>(s, v_smem, d_out, i0, ni, stage);
         gradient_tile::score_gradients<true, STRIDE>(p, s, scratch);
-        if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
+        if constexpr (HAS_DSCORE) gradient_tile::apply_dscore<STRIDE, ROWS, COLUMNS>(scratch);
         matmul::accumulate<BLOCK_Q, D, STRIDE, MAY_MASK>(dk, scratch.tile_smem, q, i0, ni, stage);
         if constexpr (ATOMIC_DQ) {
 #pragma unroll 1
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             if (finite_keys) {
               matmul::multiply_transposed<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem, k_smem);
             } else {
-              matmul::multiply_transposed_seen<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem,
+              matmul::multiply_transposed_unmasked<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem,
                                                                                     k_smem);
             }
             epilogue::add_rows<D>(dq, p.dq, head_smem->dq, i0 + i, ni - i,

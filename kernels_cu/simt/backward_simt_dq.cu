@@ -1,13 +1,13 @@
 // Tiled attention, backward, gradient of the queries on any GPU: the twin of `backward_dq` in
 // reference/cpu/backward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries stays, the
-// keys pass by, and dq needs no atomic addition. The sum runs over the batch entries that share the
-// queries and the key blocks, in that order.
+// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries is resident,
+// the keys and values are streamed, and dq needs no atomic additions. The sum runs over the batch
+// entries that share the queries and the blocks of keys, in that order.
 //
 // Grid: prod(own_size) * heads * blocks; packed: heads * blocks.
-// Shared memory: the queries, the output's gradients, the tile (and one for slopes), the stage, lse
-// and delta. BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of COLUMN_THREADS and 4.
+// Shared memory: the queries, do, the tile (and one each for dropout and the score mod's derivative),
+// the stage, lse and delta. BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of COLUMN_THREADS and 4.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
 #include "../common/gradient_tile.cuh"
@@ -21,12 +21,12 @@ constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
 constexpr int DO_STRIDE = matmul::odd_stride(matmul::whole_columns(D_V));
 constexpr int STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int TILE = BLOCK_Q * STRIDE;
-constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_SLOPE ? 1 : 0);
+constexpr int TILES = 1 + (HAS_DROPOUT ? 1 : 0) + (HAS_DSCORE ? 1 : 0);
 constexpr int BUFFER = matmul::larger(matmul::buffer_elements(BLOCK_KV, D, D),
                                       matmul::buffer_elements(BLOCK_KV, D_V, D));
 constexpr int SHARED_ELEMENTS =
     BLOCK_Q * (Q_STRIDE + DO_STRIDE) + TILES * TILE + 2 * BUFFER + 2 * BLOCK_Q;
-constexpr int UNROLL = 4;  // as far as registers go
+constexpr int UNROLL = 4;  // limited by registers
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -44,11 +44,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const last_smem = tile_smem + (TILES - 1) * TILE;
   accum_t* const lse_smem = tile_smem + TILES * TILE;
   const gradient_tile::Scratch scratch{tile_smem, HAS_DROPOUT ? tile_smem + TILE : tile_smem,
-                                       HAS_SLOPE ? last_smem : nullptr, lse_smem,
+                                       HAS_DSCORE ? last_smem : nullptr, lse_smem,
                                        lse_smem + BLOCK_Q};
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const long long h = work.head, h_kv = h / p.group;
   const long long i0 = work.block * BLOCK_Q;
@@ -67,11 +67,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const layout::Entry entry = layout::shared_entry(p, work.entry, member);
     const memory::Rows k = memory::rows(p.k, entry, h_kv, true);
     const memory::Rows v = memory::rows(p.v, entry, h_kv, true);
-    __syncthreads();  // do, lse and delta of the entry before, which may still be written or read
+    __syncthreads();  // do, lse and delta of the previous entry, which other threads may still use
     memory::load_rows<BLOCK_Q, matmul::whole_columns(D_V), DO_STRIDE, D_V>(
         do_smem, memory::rows(p.d_out, entry, h, false), i0, ni);
-    gradient_tile::load_row_numbers(memory::numbers(p.lse, entry, h),
-                                    memory::numbers(p.delta, entry, h), i0, ni, scratch);
+    gradient_tile::load_row_statistics(memory::row_statistic(p.lse, entry, h),
+                                    memory::row_statistic(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
     for (long long j0 = 0; j0 < entry.len_k; j0 += BLOCK_KV) {
       const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       matmul::multiply_rows<BLOCK_KV, D_V, DO_STRIDE, UNROLL>(s, do_smem, v, j0, nj, stage);
       gradient_tile::score_gradients<false, STRIDE>(p, s, scratch);
       // 6 accumulate dq
-      if constexpr (HAS_SLOPE) gradient_tile::apply_slope<STRIDE, ROWS, COLUMNS>(scratch);
+      if constexpr (HAS_DSCORE) gradient_tile::apply_dscore<STRIDE, ROWS, COLUMNS>(scratch);
       matmul::accumulate<BLOCK_KV, D, STRIDE, MAY_MASK>(dq, scratch.tile_smem, k, j0, nj, stage);
     }
   }

@@ -1,12 +1,12 @@
-// Writing a block of results from registers to global memory.
+// The epilogue of SIMT kernels: a block of results from registers to global memory.
 #pragma once
 #include "../ptx/red.cuh"
 #include "../common/matmul.cuh"
 
 namespace epilogue {
 
-// Writes a thread's rows of a result of WIDTH columns, times `factor`, as elements of type T. Row 0
-// of the block is row `first` of the entry's head; `valid` rows exist.
+// Stores a thread's part of a result of WIDTH columns, its rows times `factor`, as elements of type
+// T. Row 0 of the block is row `first` of the entry's head; `valid` rows exist.
 template <int WIDTH, typename T, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_as(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
                                          long long offset, long long first, int valid,
@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_as(const accum_t (&result)[ROWS][COLUMNS],
   }
 }
 
-// The same, as elements of the storage type or, where `wide`, of the accumulator's.
+// store_as the storage type or, if `wide`, the accumulator's.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS],
                                            const Operand& to, bool wide, long long offset,
@@ -43,8 +43,8 @@ __device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS
   store_as<WIDTH, storage_t>(result, to, offset, first, valid, factors);
 }
 
-// Adds a thread's part of a result by `matmul::multiply_transposed`, times `factor`, to numbers of
-// the accumulator's type, to which other blocks add, too. The arguments are those of `store_as`.
+// Adds a thread's part of a result of matmul::multiply_transposed, times `factor`, to an array of the
+// accumulator's type, atomically because other blocks do, too. The arguments are those of store_as.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_rows(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
                                          long long offset, long long first, int valid,

@@ -1,7 +1,7 @@
 // Tiled attention, forward, on any GPU: the twin of reference/cpu/forward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 1: one block of queries stays, blocks of keys and values
-// pass by, and the output is divided by the row sum once, at the end. Every product is a scalar
+// FlashAttention-2 (Dao 2023), Algorithm 1: a block of queries is resident, blocks of keys and values
+// are streamed, and the output is divided by the row sum once, at the end. Every product is a scalar
 // multiply-add in the accumulator's type.
 //
 // Grid: prod(own_size) * heads * blocks, with own_size = lead_size; packed: heads * blocks.
@@ -20,7 +20,7 @@ constexpr int Q_STRIDE = matmul::odd_stride(matmul::whole_columns(D));
 constexpr int P_STRIDE = matmul::odd_stride(BLOCK_KV);
 constexpr int BUFFER = matmul::buffer_elements(BLOCK_KV, D, D_V);
 constexpr int SHARED_ELEMENTS = BLOCK_Q * Q_STRIDE + BLOCK_Q * P_STRIDE + 2 * BUFFER;
-constexpr int UNROLL = 1;  // as far as registers go
+constexpr int UNROLL = 1;  // limited by registers
 
 static_assert(THREADS % 32 == 0 && ROWS * ROW_THREADS == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(COLUMNS * COLUMN_THREADS == BLOCK_KV && BLOCK_KV % 4 == 0, "BLOCK_KV");
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   accum_t* const stage_smem = p_smem + BLOCK_Q * P_STRIDE;
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const layout::Entry& entry = work.entry;
   const long long h = work.head, h_kv = h / p.group;
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     tile::store_cells<P_STRIDE>(s, p_smem);
     // 7 accumulate p v
     if constexpr (HAS_DROPOUT) {
-      __syncthreads();  // the weights, which other threads wrote
+      __syncthreads();  // the weights, written by other threads
       tile::apply_dropout<false, P_STRIDE>(p, box, p_smem, p_smem);
     }
     matmul::accumulate<BLOCK_KV, D_V, P_STRIDE, MAY_MASK>(acc, p_smem, v, j0, nj, stage);
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   epilogue::store_as<D_V, storage_t>(acc, p.out, layout::offset(p.out, entry, h, false), i0, ni,
                                      inverse);
   // 9 store lse
-  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
+  const memory::RowStatistic lse = memory::row_statistic(p.lse, entry, h);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = matmul::row_thread() + ROW_THREADS * r;

@@ -47,7 +47,7 @@ constexpr int UNROLL_SCORES = 16, UNROLL_SUMS = 2, UNROLL_DQ = 1;
 struct Head {
   layout::Entry entry;
   memory::Rows q, d_out;
-  memory::Numbers lse, delta;
+  memory::RowStatistic lse, delta;
   fragment_tile::Classes classes;
   double* dq;  // row 0
   long long h;
@@ -61,7 +61,7 @@ constexpr int ALL_BYTES = (BLOCK_KV + BLOCK_Q) * (K_BYTES + V_BYTES) + 2 * TILE_
                           2 * BLOCK_Q * static_cast<int>(sizeof(double)) +
                           static_cast<int>(sizeof(Head));
 
-static_assert(STORAGE == 3, "float64");
+static_assert(IS_FLOAT64, "float64");
 static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
 static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   double* const lse_smem = reinterpret_cast<double*>(do_smem + BLOCK_Q * V_BYTES);
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
 
-  const layout::Work work =
-      layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work =
+      layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -127,16 +127,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             Head{entry,
                  memory::rows(p.q, entry, h, false),
                  memory::rows(p.d_out, entry, h, false),
-                 memory::numbers(p.lse, entry, h),
-                 memory::numbers(p.delta, entry, h),
+                 memory::row_statistic(p.lse, entry, h),
+                 memory::row_statistic(p.delta, entry, h),
                  {},
                  reinterpret_cast<double*>(p.dq.data) + layout::offset(p.dq, entry, h, false),
                  h,
                  head_smem->j0};
       }
       __syncthreads();  // what is known of this one
-      fragment_gradient::RowNumbers numbers;
-      const auto begin = [&](const fragment_tile::Next& tile) {
+      fragment_gradient::RowStatistics numbers;
+      const auto begin = [&](const fragment_tile::Tile& tile) {
         fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.first, tile.rows);
         fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(do_smem, head_smem->d_out, tile.first,
                                                     tile.rows);
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const auto describe = [&](long long i0, int ni) {
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
       };
-      fragment_tile::Next now = fragment_tile::next_tile<BLOCK_Q>(p, head_smem->classes, 0,
+      fragment_tile::Tile now = fragment_tile::next_tile<BLOCK_Q>(p, head_smem->classes, 0,
                                                                   head_smem->entry.len_q, describe);
       if (now.rows == 0) continue;
       begin(now);
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         ptx::cp_async_wait_all();
         // The tile, which other threads copied, with lse and delta, and P and dS, which were read.
         __syncthreads();
-        const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_Q>(
+        const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_Q>(
             p, head_smem->classes, now.first + BLOCK_Q, head_smem->entry.len_q, describe);
 
         // 2 scores
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                  q_smem + warp_query * K_BYTES);
         const TileBox box = describe(now.first, now.rows);
         unsigned int kept[ROWS];
-        if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+        if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<true, COLUMNS>(p, box, corner, kept);
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
               ptx::barrier_or(!(finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                                 fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem)));
         } else {
-          __syncthreads();  // the same
+          __syncthreads();  // as above
         }
         // 6 accumulate dv and dk
         if (seen) {

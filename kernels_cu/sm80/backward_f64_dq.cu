@@ -50,7 +50,7 @@ constexpr int ALL_BYTES = (BLOCK_Q + BLOCK_KV) * (Q_BYTES + DO_BYTES) +
                           BLOCK_Q * (DS_BYTES + 2 * static_cast<int>(sizeof(double))) +
                           static_cast<int>(sizeof(Passing));
 
-static_assert(STORAGE == 3, "float64");
+static_assert(IS_FLOAT64, "float64");
 static_assert(SHARERS * BLOCK_Q == WARPS * WARP_QUERIES, "BLOCK_Q, THREADS");
 static_assert(WARP_KEYS % 8 == 0 && SHARERS * WARP_KEYS == BLOCK_KV, "BLOCK_KV, THREADS");
 static_assert(SUM_SHARERS * BLOCK_Q == WARPS * SUM_QUERIES, "BLOCK_Q, THREADS");
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   double* const lse_smem = reinterpret_cast<double*>(v_smem + BLOCK_KV * DO_BYTES);
   Passing* const passing_smem = reinterpret_cast<Passing*>(lse_smem + 2 * BLOCK_Q);
 
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const long long h = work.head, h_kv = layout::divide(h, p.group).quotient;
   const long long i0 = work.block * BLOCK_Q;
@@ -100,20 +100,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     __syncthreads();  // what is known of this one
     const layout::Entry& entry = passing_smem->entry;
-    const auto begin_values = [&](const fragment_tile::Next& tile) {
+    const auto begin_values = [&](const fragment_tile::Tile& tile) {
       fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(v_smem, passing_smem->v, tile.first, tile.rows);
     };
     const auto describe = [&](long long j0, int nj) {
       return tile::describe_tile(entry, h, i0, ni, j0, nj);
     };
-    fragment_tile::Next now =
+    fragment_tile::Tile now =
         fragment_tile::next_tile<BLOCK_KV>(p, passing_smem->classes, 0, entry.len_k, describe);
     if (now.rows == 0) continue;
     fragment::begin_rows<BLOCK_Q, D_V, DO_BYTES>(do_smem, memory::rows(p.d_out, entry, h, false),
                                                  i0, ni);
     begin_values(now);
-    fragment_gradient::RowNumbers numbers;
-    numbers.load(memory::numbers(p.lse, entry, h), memory::numbers(p.delta, entry, h), i0, ni);
+    fragment_gradient::RowStatistics numbers;
+    numbers.load(memory::row_statistic(p.lse, entry, h), memory::row_statistic(p.delta, entry, h), i0, ni);
     numbers.store(lse_smem, lse_smem + BLOCK_Q);
 #pragma unroll 1
     while (now.rows > 0) {
@@ -135,13 +135,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (MAY_MASK && masked) {
         seen = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
       } else {
-        __syncthreads();  // the same
+        __syncthreads();  // as above
       }
-      const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_KV>(
+      const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
           p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
       if (next.rows > 0) begin_values(next);
       unsigned int kept[ROWS];
-      if constexpr (HAS_DROPOUT) fragment_gradient::draw<false, COLUMNS>(p, box, corner, kept);
+      if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
 
       // 2 scores
       double s[ROWS][COLUMNS];

@@ -50,13 +50,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const v_smem = do_smem + BLOCK_Q * DO_BYTES;
   Known* const known_smem = reinterpret_cast<Known*>(v_smem + BLOCK_KV * DO_BYTES);
 
-  if (threadIdx.x == 0) known_smem->own = bias_tile::Own(p);
+  if (threadIdx.x == 0) known_smem->own = bias_tile::BiasTile(p);
   __syncthreads();  // which tile of the bias it is
   const fragment_bias::Tiles tiles(p, *known_smem);
   const int warp = threadIdx.x / ptx::WARP_SIZE;
   const int warp_query = warp / SHARERS * WARP_QUERIES, warp_key = warp % SHARERS * WARP_KEYS;
   const fragment_gradient::Corner corner(warp_query, warp_key);
-  fragment_gradient::RowNumbers numbers;
+  fragment_gradient::RowStatistics numbers;
   const auto begin_scores = [&](const Passing& next) {
     fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, next.rows[0], next.at.i0, next.at.ni);
     fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, next.rows[1], next.at.j0, next.at.nj);
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   float total[ROWS][COLUMNS];
   matmul::clear(total);
   int slot = 0;
-  fragment_tile::Next now = tiles.next_from(0);
+  fragment_tile::Tile now = tiles.next_from(0);
   tiles.tell(now, slot);
   __syncthreads();  // what is known of the tile
   if (now.rows > 0) {
@@ -84,16 +84,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
   while (now.rows > 0) {
     const Passing &passing = known_smem->passing[slot], &coming = known_smem->passing[1 - slot];
-    const fragment_tile::Next next = tiles.next_from(now.first + 1);
+    const fragment_tile::Tile next = tiles.next_from(now.first + 1);
     tiles.tell(next, 1 - slot);
     // What hangs on places only comes first, while few registers are in use.
     const TileBox box = passing.at.box();
     const bool masked = passing.masked();
-    const Given given = tile::given_of(p, box);
+    const HeadConstants given = tile::head_constants_of(p, box);
     unsigned int kept[ROWS], allowed[ROWS];
-    if constexpr (HAS_DROPOUT) fragment_gradient::draw<false, COLUMNS>(p, box, corner, kept);
+    if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
     if (masked) {
-      fragment_gradient::ask_mask<false, COLUMNS>(p, box, passing.tile_class, corner, allowed);
+      fragment_gradient::evaluate_mask<false, COLUMNS>(p, box, passing.tile_class, corner, allowed);
     }
     ptx::cp_async_wait<1>();
     __syncthreads();  // queries, keys, lse and delta, which other threads brought
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     __syncthreads();  // do and values, which were read
     if (next.rows > 0) begin_gradients(coming);
     ptx::cp_async_commit();
-    const fragment_gradient::OfQueries<false, ROWS, COLUMNS> delta(known_smem->delta[slot] +
+    const fragment_gradient::PerQuery<false, ROWS, COLUMNS> delta(known_smem->delta[slot] +
                                                                    corner.row);
     fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
     // 6 accumulate dbias

@@ -27,6 +27,7 @@
 namespace {
 
 using fragment::WARPS;
+using fragment_gradient::SCALES_DS;
 
 // Keys of a warp: 32, if that leaves every warp 16 queries of a tile or more.
 constexpr bool WIDE =
@@ -63,7 +64,7 @@ __device__ __forceinline__ long long first_of(int tile) {
 struct Head {
   layout::Entry entry;
   memory::Rows q, d_out;
-  memory::Numbers lse, delta;
+  memory::RowStatistic lse, delta;
   fragment_tile::Classes classes;
   float* dq_accum;  // row 0
   long long h;
@@ -83,7 +84,7 @@ constexpr int HELD_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 *
 constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES);
 constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 
-static_assert(STORAGE < 2, "16-bit types");
+static_assert(IS_16_BIT, "16-bit types");
 static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
 static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
@@ -104,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
-  const layout::Work work =
-      layout::work_of(p, layout::taking_turns(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work =
+      layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   float dk[ROWS][ShareK::COLUMNS], dv[ROWS][ShareV::COLUMNS];
   matmul::clear(dk);
   matmul::clear(dv);
-  fragment_gradient::Unit unit;
+  fragment_gradient::DsScale unit;
 
   bool finite_keys = true;  // of those that this thread copied
   if constexpr (ATOMIC_DQ && MAY_MASK) {
@@ -148,8 +149,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         *head_smem = Head{entry,
                           memory::rows(p.q, entry, h, false),
                           memory::rows(p.d_out, entry, h, false),
-                          memory::numbers(p.lse, entry, h),
-                          memory::numbers(p.delta, entry, h),
+                          memory::row_statistic(p.lse, entry, h),
+                          memory::row_statistic(p.delta, entry, h),
                           {},
                           reinterpret_cast<float*>(p.dq_accum.data) +
                               layout::grouped_offset(p.dq_accum, entry, h),
@@ -157,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                           head_smem->j0};
       }
       __syncthreads();  // what is known of this one
-      fragment_gradient::RowNumbers numbers;
+      fragment_gradient::RowStatistics numbers;
       const int tiles = static_cast<int>((head_smem->entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
       const auto rows_of = [&](int tile) {
         return tile / 4 + 1 < tiles ? BLOCK_Q
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       };
       const auto next_from = [&](int number) {
         if constexpr (!HAS_MASK) return number < tiles ? 4 * number + FULL : NO_TILE;
-        const fragment_tile::Next found = fragment_tile::next_tile<BLOCK_Q>(
+        const fragment_tile::Tile found = fragment_tile::next_tile<BLOCK_Q>(
             p, head_smem->classes, first_of(4 * number), head_smem->entry.len_q, describe);
         const int place = static_cast<int>(found.first / BLOCK_Q);
         return found.rows > 0 ? 4 * place + found.tile_class : NO_TILE;
@@ -207,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         if (HELD && may_hide) {
           careful = ptx::barrier_or(!finite_tile());
         } else {
-          __syncthreads();  // the same
+          __syncthreads();  // as above
         }
         const int next = next_from(now / 4 + 1);
         if (STAGES == 2 && next != NO_TILE) begin(next, 1 - stage);
@@ -224,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                 q_smem + query * K_BYTES);
           const TileBox box = describe(first_of(now), rows_of(now));
           unsigned int kept[ROWS];
-          if constexpr (HAS_DROPOUT) fragment_gradient::draw<true, COLUMNS>(p, box, corner, kept);
+          if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<true, COLUMNS>(p, box, corner, kept);
           // 3 score mod
           // 4 mask
           // 5 probabilities and the gradient of the output's weights
@@ -236,14 +237,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           float dp[ROWS][COLUMNS];
           fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
                                                   do_smem + query * V_BYTES);
-          const fragment_gradient::OfQueries<true, ROWS, COLUMNS> delta(own_lse_smem + BLOCK_Q);
+          const fragment_gradient::PerQuery<true, ROWS, COLUMNS> delta(own_lse_smem + BLOCK_Q);
           fragment_gradient::score_gradients<true>(p, hides, s, dp, delta, kept, s);
           if constexpr (!HELD) careful = may_hide && !finite_tile();
           const auto store = [&] {
             fragment_gradient::narrow(s, unit.factor, ds);
             fragment_gradient::store_words<P_BYTES>(ds, corner, ds_smem);
           };
-          if constexpr (STORAGE == 0) {
+          if constexpr (SCALES_DS) {
             if constexpr (!HELD) store();
             const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
             // The numbers below, which were read; P and dS, which other threads wrote.
@@ -256,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll
               for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
               const float before = unit.inverse();
-              if (largest > unit.largest) unit.widen(largest, dk);
+              if (largest > unit.largest) unit.rescale(largest, dk);
               for (int n = 0; n < part; ++n) {
                 const fragment_gradient::Corner other(warp_key, warp_query + n * PART_QUERIES);
                 fragment_gradient::scale_words<P_BYTES, ROWS, COLUMNS / 2>(
@@ -281,11 +282,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
         if constexpr (HELD) {
           __syncthreads();  // dS, which other threads wrote
-        } else if constexpr (STORAGE == 1) {
+        } else if constexpr (!SCALES_DS) {
           if (may_hide) {
             careful = ptx::barrier_or(careful);  // P and dS, which other threads wrote
           } else {
-            __syncthreads();  // the same
+            __syncthreads();  // as above
           }
         }
         // The same of what is not in registers, and dq.
@@ -321,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
                 dq, ds_smem, first, k_smem, share);
           }
-          if constexpr (STORAGE == 0) matmul::scale(dq, unit.inverse());
+          if constexpr (SCALES_DS) matmul::scale(dq, unit.inverse());
         };
         const auto add_dq = [&](int part, int step, int steps) {
           const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);

@@ -37,7 +37,7 @@ constexpr int HELD_BYTES = BLOCK_Q * (Q_BYTES + DO_BYTES + 8) + static_cast<int>
 constexpr int STAGE_BYTES = BLOCK_KV * (Q_BYTES + DO_BYTES);
 constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
 
-static_assert(STORAGE < 2, "16-bit types");
+static_assert(IS_16_BIT, "16-bit types");
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
 static_assert(SHARED_BYTES == HELD_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
   Passing* const passing_smem = reinterpret_cast<Passing*>(lse_smem + 2 * BLOCK_Q);
 
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const long long h = work.head, h_kv = h / p.group;
   const long long i0 = work.block * BLOCK_Q;
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                             ni);
   float dq[ROWS][ShareQ::COLUMNS];
   matmul::clear(dq);
-  fragment_gradient::Unit unit;
+  fragment_gradient::DsScale unit;
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     __syncthreads();  // what is known of this one
     const layout::Entry& entry = passing_smem->entry;
-    const auto begin = [&](const fragment_tile::Next& tile, int stage) {
+    const auto begin = [&](const fragment_tile::Tile& tile, int stage) {
       char* const k_smem = stages_smem + stage * STAGE_BYTES;
       fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, passing_smem->k, tile.first, tile.rows);
       fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(k_smem + BLOCK_KV * Q_BYTES, passing_smem->v,
@@ -92,14 +92,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const auto describe = [&](long long j0, int nj) {
       return tile::describe_tile(entry, h, i0, ni, j0, nj);
     };
-    fragment_tile::Next now =
+    fragment_tile::Tile now =
         fragment_tile::next_tile<BLOCK_KV>(p, passing_smem->classes, 0, entry.len_k, describe);
     if (now.rows == 0) continue;
     fragment::begin_rows<BLOCK_Q, D_V, DO_BYTES>(do_smem, memory::rows(p.d_out, entry, h, false),
                                                  i0, ni);
     begin(now, 0);
-    fragment_gradient::RowNumbers numbers;
-    numbers.load(memory::numbers(p.lse, entry, h), memory::numbers(p.delta, entry, h), i0, ni);
+    fragment_gradient::RowStatistics numbers;
+    numbers.load(memory::row_statistic(p.lse, entry, h), memory::row_statistic(p.delta, entry, h), i0, ni);
     numbers.store(lse_smem, lse_smem + BLOCK_Q);
     int stage = 0;
 #pragma unroll 1
@@ -116,13 +116,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       if (HAS_SCORE || (HAS_MASK && masked)) {
         careful = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
       } else {
-        __syncthreads();  // the same
+        __syncthreads();  // as above
       }
-      const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_KV>(
+      const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
           p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
       if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
       unsigned int kept[ROWS];
-      if constexpr (HAS_DROPOUT) fragment_gradient::draw<false, COLUMNS>(p, box, corner, kept);
+      if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
 
       // 2 scores
       float s[ROWS][COLUMNS];
@@ -135,14 +135,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, ds, nullptr);
       float dp[ROWS][COLUMNS];
       fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
-      const fragment_gradient::OfQueries<false, ROWS, COLUMNS> delta(lse_smem + BLOCK_Q +
+      const fragment_gradient::PerQuery<false, ROWS, COLUMNS> delta(lse_smem + BLOCK_Q +
                                                                      corner.row);
       fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
       // 6 accumulate dq
-      if constexpr (STORAGE == 0) {
+      if constexpr (fragment_gradient::SCALES_DS) {
         if (ptx::any_lane(fragment_gradient::largest_of(s) > unit.largest)) {
           const float largest = fragment_gradient::largest_finite(s);
-          if (largest > unit.largest) unit.widen(largest, dq);
+          if (largest > unit.largest) unit.rescale(largest, dq);
         }
       }
       fragment_gradient::narrow(s, unit.factor, ds);

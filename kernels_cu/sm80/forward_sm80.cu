@@ -34,7 +34,7 @@ struct Known {
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
 constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES - KNOWN_BYTES) / SLOT_BYTES;
 // Whether registers have room for the queries of a warp's rows.
-constexpr bool HOLD_Q =
+constexpr bool Q_IN_REGISTERS =
     !fragment::WIDE && ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
 
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const ring_smem = q_smem + HELD_BYTES;
   Known* const known_smem = reinterpret_cast<Known*>(ring_smem + SLOTS * SLOT_BYTES);
 
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const layout::Entry& entry = known_smem->entry;
   const long long h = work.head, h_kv = layout::divide(h, p.group).quotient;
@@ -74,20 +74,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const auto describe = [&](long long j0, int nj) {
     return tile::describe_tile(entry, h, i0, ni, j0, nj);
   };
-  fragment_tile::Next now =
+  fragment_tile::Tile now =
       fragment_tile::next_tile<BLOCK_KV>(p, known_smem->classes, 0, entry.len_k, describe);
   int slot = 0;  // of the ring, where the next product's operand lies
   const auto place = [&](int ahead) {
     const int n = slot + ahead;
     return ring_smem + (n < SLOTS ? n : n - SLOTS) * SLOT_BYTES;
   };
-  const auto begin_keys = [&](const fragment_tile::Next& tile, int ahead) {
+  const auto begin_keys = [&](const fragment_tile::Tile& tile, int ahead) {
     if (tile.rows > 0) {
       fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(place(ahead), k, tile.first, tile.rows);
     }
     ptx::cp_async_commit();
   };
-  const auto begin_values = [&](const fragment_tile::Next& tile, int ahead) {
+  const auto begin_values = [&](const fragment_tile::Tile& tile, int ahead) {
     if (tile.rows > 0) {
       fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(place(ahead), v, tile.first, tile.rows);
     }
@@ -95,12 +95,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   };
   begin_keys(now, 0);
   if constexpr (SLOTS == 3) begin_values(now, 1);
-  fragment::Left<D, HOLD_Q> q(q_smem + fragment::warp_row() * Q_BYTES);
+  fragment::Left<D, Q_IN_REGISTERS> q(q_smem + fragment::warp_row() * Q_BYTES);
   ptx::cp_async_wait<SLOTS - 1>();
   if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
-  if constexpr (HOLD_Q) {
+  if constexpr (Q_IN_REGISTERS) {
     __syncthreads();  // the queries, which other threads copied
-    q.hold();
+    q.load_registers();
   }
   accum_t m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
   fragment_softmax::init_state(m, l, acc);
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     unsigned int allowed[ROWS];
     bool sees = true;  // whether a query of the warp sees a key
     if (MAY_MASK && masked) {
-      sees = fragment_tile::find_pairs<COLUMNS>(p, box, now.tile_class, allowed);
+      sees = fragment_tile::evaluate_mask<COLUMNS>(p, box, now.tile_class, allowed);
     }
     ++visited;
 
@@ -128,12 +128,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       bool hides = masked;
       if constexpr (HAS_SCORE) {
         hides = ptx::any_lane(
-                    fragment_tile::change_scores<true>(p, tile::given_of(p, box), box, s, scale)) ||
+                    fragment_tile::apply_score_mod<true>(p, tile::head_constants_of(p, box), box, s, scale)) ||
                 masked;
       }
       // 4 mask
-      if (MAY_MASK && masked) fragment_tile::hide_pairs(s, allowed);
-      if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, now.rows);
+      if (MAY_MASK && masked) fragment_tile::apply_mask(s, allowed);
+      if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, now.rows);
       // 5 row max
       accum_t m_new[ROWS];
       if (fragment_softmax::row_max(s, m, m_new, c)) {
@@ -145,17 +145,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       fragment::narrow(s, weights);
     }
     // 7 accumulate p v
-    const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_KV>(
+    const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
         p, known_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
     if constexpr (SLOTS == 3) begin_keys(next, 2);
     slot = slot + 1 < SLOTS ? slot + 1 : 0;
     ptx::cp_async_wait<SLOTS - 2>();
     bool careful = false;
     // The values, which other threads copied, and the place before, which was read.
-    if (fragment::LIMITED || HAS_SCORE || (MAY_MASK && masked)) {
+    if (fragment::Mma::SPLIT_CAN_FAIL || HAS_SCORE || (MAY_MASK && masked)) {
       careful = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(place(0)));
     } else {
-      __syncthreads();  // the same
+      __syncthreads();  // as above
     }
     if constexpr (SLOTS == 3) {
       begin_values(next, 2);
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
       fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE, out_smem);
   // 9 store lse
-  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
+  const memory::RowStatistic lse = memory::row_statistic(p.lse, entry, h);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = fragment::warp_row() + 8 * r + fragment::lane_row();

@@ -1,17 +1,20 @@
-// Products of tiles of 16-bit elements by warps in pieces of 16 x 8 x 16: the twin of
+// Products of tiles of 16-bit elements by warps, by mma.m16n8k16 and ldmatrix: the twin of
 // reference/cpu/microkernel.py and reference/cpu/accumulate.py for tensor cores.
 //
-// What a product leaves in registers is the left operand of the next one as it lies: weights never
-// go through memory.
+// The result of a product in registers has the layout of a left operand, so weights go from one
+// product to the next without shared memory.
 #pragma once
 #include "fragment_rows.cuh"
 
 namespace fragment {
 
+// The bits of -0.0, the weight of a masked pair, in either 16-bit type.
+constexpr unsigned short MASKED = 0x8000;
+
 // -- products -------------------------------------------------------------------------------------
 
-// Where a lane's row of the matrices that one instruction loads lies. `row` is the lane's row of
-// the first 16, `half` which 8 of the first 16 columns.
+// The row that a lane addresses for ldmatrix. `row` is its row among the first 16, `half` selects the
+// first or the second 8 of 16 columns.
 template <int ROW_BYTES>
 struct LaneRow {
   unsigned int address;
@@ -20,14 +23,14 @@ struct LaneRow {
   __device__ __forceinline__ LaneRow(const char* tile_smem, int row, int half)
       : address(ptx::shared_address(tile_smem) + row * ROW_BYTES), begin((half ^ row % 8) << 4) {}
 
-  // Columns 16 `step` and on of the rows that are `rows`, a multiple of 8, further.
+  // The address for columns 16 `step` and on, `rows` rows further, a multiple of 8.
   __device__ __forceinline__ unsigned int at(int rows, int step) const {
     return address + (begin ^ step % 4 * 32) + step / 4 * 128 + rows * ROW_BYTES;
   }
 };
 
-// The lanes' rows of a left operand, whose first row is the warp's, and of a right operand that is
-// used as it lies (keys and columns) or transposed (columns and keys).
+// The lanes' rows of a left operand, which begins at the warp's first row, and of a right operand,
+// for ldmatrix without (keys x columns) and with transposition (columns x keys).
 template <int ROW_BYTES>
 __device__ __forceinline__ LaneRow<ROW_BYTES> left_rows(const char* rows_smem) {
   return {rows_smem, ptx::lane_index() % 16, ptx::lane_index() / 16};
@@ -38,16 +41,19 @@ __device__ __forceinline__ LaneRow<ROW_BYTES> right_rows(const char* tile_smem) 
   return {tile_smem, lane / 16 * 8 + lane % 8, lane / 8 % 2};
 }
 
+template <int CODE = STORAGE>
 __device__ __forceinline__ void mma(float& c0, float& c1, float& c2, float& c3,
                                     const unsigned int (&a)[4], unsigned int b0, unsigned int b1) {
-  if constexpr (STORAGE == 0) {
+  if constexpr (IS_FLOAT16) {
     ptx::mma_m16n8k16_f16(c0, c1, c2, c3, a, b0, b1);
-  } else {
+  } else if constexpr (IS_BFLOAT16) {
     ptx::mma_m16n8k16_bf16(c0, c1, c2, c3, a, b0, b1);
+  } else {
+    unknown_element<CODE>();
   }
 }
 
-// c += a b for 16 columns of c from `n` / 2 * 8 on.
+// c += a b for 16 columns of c, from element n of a thread's row on.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_step(float (&c)[ROWS][COLUMNS], int m, int n,
                                               const unsigned int (&a)[4],
@@ -56,46 +62,46 @@ __device__ __forceinline__ void multiply_step(float (&c)[ROWS][COLUMNS], int m, 
   mma(c[2 * m][n + 2], c[2 * m][n + 3], c[2 * m + 1][n + 2], c[2 * m + 1][n + 3], a, b[2], b[3]);
 }
 
-template <int WIDTH, bool HELD>
-struct Left<WIDTH, HELD, false> {
+template <int WIDTH, bool IN_REGISTERS>
+struct Left<WIDTH, IN_REGISTERS, false> {
   static constexpr int STEPS = whole_columns(WIDTH) / 16;
   LaneRow<row_bytes(WIDTH)> rows;
-  unsigned int held[HELD ? STEPS : 1][M_TILES][4];
+  unsigned int registers[IN_REGISTERS ? STEPS : 1][M_TILES][4];
 
   __device__ __forceinline__ Left(const char* rows_smem)
       : rows(left_rows<row_bytes(WIDTH)>(rows_smem)) {}
 
-  // Loads 16 columns, or takes them from where they are held.
+  // Loads 16 columns of the operand from shared memory or registers.
   __device__ __forceinline__ void load(unsigned int (&to)[M_TILES][4], int step) const {
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {
-      if constexpr (HELD) {
+      if constexpr (IN_REGISTERS) {
 #pragma unroll
-        for (int x = 0; x < 4; ++x) to[m][x] = held[step][m][x];
+        for (int x = 0; x < 4; ++x) to[m][x] = registers[step][m][x];
       } else {
         ptx::ldmatrix_x4(to[m], rows.at(16 * m, step));
       }
     }
   }
-  __device__ __forceinline__ void hold() {
-    static_assert(HELD, "where registers have room");
+  __device__ __forceinline__ void load_registers() {
+    static_assert(IN_REGISTERS, "an operand in registers");
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
-      for (int m = 0; m < M_TILES; ++m) ptx::ldmatrix_x4(held[step][m], rows.at(16 * m, step));
+      for (int m = 0; m < M_TILES; ++m) ptx::ldmatrix_x4(registers[step][m], rows.at(16 * m, step));
     }
   }
 };
 
 // c = a b^T.
-template <int WIDTH, bool HELD, int ROWS, int COLUMNS>
+template <int WIDTH, bool IN_REGISTERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
-                                         const Left<WIDTH, HELD, false>& a, const char* b_smem) {
+                                         const Left<WIDTH, IN_REGISTERS, false>& a, const char* b_smem) {
   constexpr int BYTES = row_bytes(WIDTH);
   const LaneRow<BYTES> rows = right_rows<BYTES>(b_smem);
   matmul::clear(c);
 #pragma unroll
-  for (int step = 0; step < Left<WIDTH, HELD, false>::STEPS; ++step) {
+  for (int step = 0; step < Left<WIDTH, IN_REGISTERS, false>::STEPS; ++step) {
     unsigned int left[M_TILES][4];
     a.load(left, step);
 #pragma unroll
@@ -108,7 +114,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
   }
 }
 
-// Rounds weights to the storage type: neighbouring columns share a word.
+// Rounds weights to the storage type, two adjacent columns to a word.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void narrow(const float (&p)[ROWS][COLUMNS],
                                        unsigned int (&to)[ROWS][COLUMNS / 2]) {
@@ -141,9 +147,9 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS],
   }
 }
 
-// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part:
-// the product leaves them to this. Every thread takes the weights of its rows from the lane that
-// has them.
+// c += a b for the non-finite elements of b alone, skipping masked pairs; the main product then runs
+// with zeros in their place. Every thread fetches the weights of its rows from the lane that holds
+// them.
 template <int WIDTH, int ROWS, int DEPTH, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
                                               unsigned int (&a)[ROWS][DEPTH], const char* b_smem) {
@@ -159,12 +165,12 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
       }
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        const int at = place<row_bytes(WIDTH)>(8 * k + x, n / 2) + 2 * (lane_column() + n % 2);
+        const int at = swizzled_offset<row_bytes(WIDTH)>(8 * k + x, n / 2) + 2 * (lane_column() + n % 2);
         const float value = number::widen(*reinterpret_cast<const storage_t*>(b_smem + at));
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-          const bool seen = weight[r] != 0x8000;
-          if (seen && !number::is_finite(value)) c[r][n] += number::widen(weight[r]) * value;
+          const bool unmasked = weight[r] != MASKED;
+          if (unmasked && !number::is_finite(value)) c[r][n] += number::widen(weight[r]) * value;
         }
       }
     }
@@ -174,8 +180,8 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes a warp's rows of a result of WIDTH columns, times a factor each, to shared memory that is
-// the warp's own.
+// Writes a warp's rows of a result of WIDTH columns, each times a factor, to shared memory that only
+// this warp uses.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void put_rows(Narrow, const float (&result)[ROWS][COLUMNS],
                                          const float (&factor)[ROWS], char* rows_smem) {
@@ -186,7 +192,7 @@ __device__ __forceinline__ void put_rows(Narrow, const float (&result)[ROWS][COL
     for (int n = 0; n < COLUMNS; n += 2) {
       const unsigned int pair =
           number::narrow_pair(result[r][n] * factor[r], result[r][n + 1] * factor[r]);
-      const int at = place<BYTES>(8 * r + lane_row(), n / 2) + 2 * lane_column();
+      const int at = swizzled_offset<BYTES>(8 * r + lane_row(), n / 2) + 2 * lane_column();
       *reinterpret_cast<unsigned int*>(rows_smem + at) = pair;
     }
   }

@@ -26,7 +26,7 @@ struct Passing {
   Place at;
   int tile_class;
   memory::Rows rows[4];  // of q, k, do and v
-  memory::Numbers lse, delta;
+  memory::RowStatistic lse, delta;
 
   __device__ __forceinline__ bool masked() const {
     return tile_class == PARTIAL || at.nj < BLOCK_KV || at.ni < BLOCK_Q;
@@ -34,7 +34,7 @@ struct Passing {
 };
 
 struct Known {
-  bias_tile::Own own;
+  bias_tile::BiasTile own;
   Passing passing[2];  // now, and next
   fragment_tile::Classes classes;
   float lse[2][BLOCK_Q], delta[2][BLOCK_Q];
@@ -56,7 +56,7 @@ struct Tiles {
         end(layout::entries_sharing(p) * heads * blocks_q * blocks_k) {}
 
   __device__ __forceinline__ Place place_of(long long number) const {
-    const bias_tile::Own& own = known_smem.own;
+    const bias_tile::BiasTile& own = known_smem.own;
     const layout::Quotient of_keys = layout::divide(number, blocks_k);
     const layout::Quotient of_queries = layout::divide(of_keys.quotient, blocks_q);
     const layout::Quotient of_heads = layout::divide(of_queries.quotient, heads);
@@ -73,9 +73,9 @@ struct Tiles {
   }
 
   // The first tile from `number` on that exists and is not EMPTY.
-  __device__ __forceinline__ fragment_tile::Next next_from(long long number) const {
+  __device__ __forceinline__ fragment_tile::Tile next_from(long long number) const {
     const auto describe = [&](long long own, int) { return place_of(own).box(); };
-    fragment_tile::Next found{};
+    fragment_tile::Tile found{};
 #pragma unroll 1
     do {
       found = fragment_tile::next_tile<1>(p, known_smem.classes, number, end, describe);
@@ -89,7 +89,7 @@ struct Tiles {
 
   // Tells of a tile that was found, if it was, a lane of each operand; what reads it comes behind a
   // barrier.
-  __device__ __forceinline__ void tell(const fragment_tile::Next& found, int slot) const {
+  __device__ __forceinline__ void tell(const fragment_tile::Tile& found, int slot) const {
     const int lane = threadIdx.x;
     if (lane > 4 || found.rows == 0) return;
     Passing& passing = known_smem.passing[slot];
@@ -97,8 +97,8 @@ struct Tiles {
     if (lane == 4) {
       passing.at = at;
       passing.tile_class = found.tile_class;
-      passing.lse = memory::numbers(p.lse, at.entry, at.h);
-      passing.delta = memory::numbers(p.delta, at.entry, at.h);
+      passing.lse = memory::row_statistic(p.lse, at.entry, at.h);
+      passing.delta = memory::row_statistic(p.delta, at.entry, at.h);
       return;
     }
     const bool of_keys = lane % 2 != 0;
@@ -112,27 +112,27 @@ struct Tiles {
 // says so. Generated code stands here for all of its pairs, unless that is long. `between` comes
 // where fewest registers are in use. Returns whether any pair takes no part.
 template <int ROWS, int COLUMNS, class Between>
-__device__ __forceinline__ bool weigh(const Params& p, const Given& given, float scale,
+__device__ __forceinline__ bool weigh(const Params& p, const HeadConstants& given, float scale,
                                       const TileBox& box, bool masked,
                                       unsigned int (&allowed)[ROWS], float (&s)[ROWS][COLUMNS],
                                       const fragment_gradient::Corner& corner,
                                       const float* lse_smem, const Between& between) {
   // 3 score mod
-  if constexpr (fragment_tile::IS_LONG) {
+  if constexpr (fragment_tile::IS_LONG_SCORE_MOD) {
     between();
     unsigned int kept[ROWS] = {}, weights[ROWS][COLUMNS / 2];
-    return fragment_gradient::recompute_changed<false, 0, 4>(p, given, scale, box, masked, allowed,
+    return fragment_gradient::recompute_modified<false, 0, 4>(p, given, scale, box, masked, allowed,
                                                              s, corner, lse_smem, kept, weights,
                                                              nullptr) ||
            masked;
   } else {
     const bool hides =
-        fragment_gradient::change_scores<false>(p, given, scale, box, s, corner) || masked;
+        fragment_gradient::apply_score_mod<false>(p, given, scale, box, s, corner) || masked;
     // 4 mask
-    if (hides) fragment_gradient::find_hidden(s, masked, allowed);
+    if (hides) fragment_gradient::mask_infinite(s, masked, allowed);
     between();
     // 5 probabilities and the gradient of the output's weights
-    const fragment_gradient::OfQueries<false, ROWS, COLUMNS> lse(lse_smem);
+    const fragment_gradient::PerQuery<false, ROWS, COLUMNS> lse(lse_smem);
     if (hides) {
       fragment_gradient::exponentiate<true>(s, lse, tile::LOG2_E, allowed);
     } else {

@@ -1,5 +1,5 @@
-// One tile of the backward in float64 where it lies in fragments: fragment_gradient.cuh without
-// roundings. The twin of reference/cpu/gradient_tile.py for tensor cores.
+// One tile of the backward in float64, in fragments: fragment_gradient.cuh without roundings. The twin
+// of reference/cpu/gradient_tile.py for tensor cores.
 #pragma once
 #include "fragment_gradient.cuh"
 #include "../common/power.cuh"
@@ -14,25 +14,23 @@ __device__ __forceinline__ double probability(double score, double lse) {
   return power::exp2(gradient_tile::at_most_zero(score - lse) * LOG2_E);
 }
 
-// Writes neighbouring columns n and n + 1 of a tile's row r.
+// Writes adjacent columns n and n + 1 of a thread's row r to a tile whose rows are BYTES apart.
 template <int BYTES>
 __device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner, int r, int n,
                                            double low, double high) {
   struct alignas(16) Pair {
     double low, high;
   };
-  const int at = fragment::place<BYTES>(corner.row + 8 * r, (corner.column + 4 * n) / 2);
+  const int at = fragment::swizzled_offset<BYTES>(corner.row + 8 * r, (corner.column + 4 * n) / 2);
   *reinterpret_cast<Pair*>(tile_smem + at) = Pair{low, high};
 }
 
-// Makes products q k into probabilities; where scores are changed, into probabilities times the
-// derivative of the change. A pair that takes no part has the weight that says so. Where keys are
-// rows, the probabilities after dropout go to the tile in shared memory, whose rows are BYTES
-// apart; what survives is divided by the probability of that at the end. `lse_smem` is that of the
-// corner's query.
+// Products q k become probabilities; with a score mod, probabilities times its derivative. A masked
+// pair gets the weight of one. If keys are rows, the tile in shared memory, whose rows are BYTES apart,
+// receives the probabilities after dropout; the division by the probability of keeping is left to the
+// epilogue. `lse_smem` is that of the corner's query.
 //
-// Where generated code may be long it stands here for two columns, which every pair of columns
-// passes.
+// Masks and score mods are instantiated for two columns, through which all columns rotate.
 template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
 __device__ __forceinline__ void recompute_probabilities(
     const Params& p, const TileBox& box, int tile_class, bool masked, double (&s)[ROWS][COLUMNS],
@@ -69,29 +67,30 @@ __device__ __forceinline__ void recompute_probabilities(
       double weight[2];
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        const int row = corner.row + 8 * r, place = corner.column + 4 * column + x;
+        const int row = corner.row + 8 * r, tile_column = corner.column + 4 * column + x;
         const Site at{box.b,
                       box.h,
-                      box.i_low + (KEYS_ARE_ROWS ? place : row),
-                      box.j_low + (KEYS_ARE_ROWS ? row : place),
+                      box.i_low + (KEYS_ARE_ROWS ? tile_column : row),
+                      box.j_low + (KEYS_ARE_ROWS ? row : tile_column),
                       box.len_q,
                       box.len_k,
                       box.start_q,
                       box.start_k};
-        double slope = 1.0, score = -number::infinity();
-        if (row <= rows && place <= columns) {
-          score = tile::change(p, at, tile_class == PARTIAL, s[r][x] * scale, &slope);
+        double dscore = 1.0, score = -number::infinity();
+        if (row <= rows && tile_column <= columns) {
+          score = tile::modify_score(p, at, tile_class == PARTIAL, s[r][x] * scale, &dscore);
         }
         const double lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + x)];
-        double own = probability(score, lse);
-        weight[x] = own;
+        double p_dscore = probability(score, lse);
+        weight[x] = p_dscore;
         if (HAS_DROPOUT && (kept[r] >> (column + x) & 1) == 0) weight[x] *= 0.0;
-        if constexpr (HAS_SLOPE) {
-          const double changed = own * slope;
-          own = own == 0.0 || changed == 0.0 ? 0.0 : changed;  // never -0.0 by chance
+        if constexpr (HAS_DSCORE) {
+          const double product = p_dscore * dscore;
+          // +0.0: -0.0 means masked
+          p_dscore = p_dscore == 0.0 || product == 0.0 ? 0.0 : product;
         }
-        if (score == -number::infinity()) own = weight[x] = matmul::no_part();
-        s[r][x] = own;
+        if (score == -number::infinity()) p_dscore = weight[x] = matmul::masked_weight();
+        s[r][x] = p_dscore;
       }
       if constexpr (KEYS_ARE_ROWS) {
         store_pair<BYTES>(tile_smem, corner, r, column, weight[0], weight[1]);
@@ -101,8 +100,8 @@ __device__ __forceinline__ void recompute_probabilities(
   }
 }
 
-// Makes p into dS = p (dP - delta), for products dP = do v; where scores are changed, the gradient
-// of the scores before. What is 0 stays 0. `delta_smem` is that of the corner's query.
+// p becomes dS = p (dP - delta), for products dP = do v; with a score mod, times its derivative, which
+// s contains. What is 0 stays 0. `delta_smem` is that of the corner's query.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
                                                 double (&s)[ROWS][COLUMNS],
@@ -114,21 +113,21 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      double change = dp[r][n];
-      if constexpr (HAS_DROPOUT) change *= (kept[r] >> n & 1) != 0 ? keep_scale : 0.0;
-      change -= delta_smem[query_of<KEYS_ARE_ROWS>(r, n)];
-      double gradient = s[r][n] * change;
-      if (HAS_SLOPE && change == 0.0) gradient = 0.0;
+      double dp_minus_delta = dp[r][n];
+      if constexpr (HAS_DROPOUT) dp_minus_delta *= (kept[r] >> n & 1) != 0 ? keep_scale : 0.0;
+      dp_minus_delta -= delta_smem[query_of<KEYS_ARE_ROWS>(r, n)];
+      double gradient = s[r][n] * dp_minus_delta;
+      if (HAS_DSCORE && dp_minus_delta == 0.0) gradient = 0.0;
       if (masked) {
-        gradient = gradient == 0.0 ? 0.0 : gradient;  // never -0.0 by chance
-        if (!matmul::takes_part(s[r][n])) gradient = matmul::no_part();
+        gradient = gradient == 0.0 ? 0.0 : gradient;  // +0.0: -0.0 means masked
+        if (!matmul::is_unmasked(s[r][n])) gradient = matmul::masked_weight();
       }
       s[r][n] = gradient;
     }
   }
 }
 
-// Writes a warp's part of dS to the tile in shared memory.
+// Writes a thread's elements of dS to the tile in shared memory.
 template <int BYTES, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_tile(const double (&ds)[ROWS][COLUMNS], const Corner& corner,
                                            char* tile_smem) {

@@ -1,8 +1,8 @@
-// One tile of the backward where it lies in fragments: scores recomputed, probabilities, and the
-// gradient of the scores. The twin of reference/cpu/gradient_tile.py for tensor cores.
+// One tile of the backward in fragments: recomputed scores, probabilities, and the gradient of the
+// scores. The twin of reference/cpu/gradient_tile.py for tensor cores.
 //
-// A tile's rows are keys or queries, whichever are the rows of the block's results. What a warp has
-// of it is as fragment.cuh says, from the thread's element (0, 0) on, its corner.
+// A tile's rows are keys or queries, as are the rows of the block's results. A thread holds the
+// elements that fragment_rows.cuh describes, counted from its element (0, 0), its corner.
 #pragma once
 #include "fragment.cuh"
 #include "fragment_tile.cuh"
@@ -10,7 +10,7 @@
 
 namespace fragment_gradient {
 
-// Where a thread's element (0, 0) lies in the tile.
+// The row and column of a thread's element (0, 0) in the tile.
 struct Corner {
   int row, column;
 
@@ -18,7 +18,7 @@ struct Corner {
       : row(warp_row + fragment::lane_row()), column(warp_column + fragment::lane_column()) {}
 };
 
-// How far from the corner's query that of element (r, n) lies.
+// The distance of the query of element (r, n) from that of the corner.
 template <bool KEYS_ARE_ROWS>
 __device__ __forceinline__ int query_of(int r, int n) {
   return KEYS_ARE_ROWS ? 8 * (n / 2) + n % 2 : 8 * r;
@@ -26,14 +26,14 @@ __device__ __forceinline__ int query_of(int r, int n) {
 
 // -- lse and delta --------------------------------------------------------------------------------
 
-// Those of a tile's queries on their way to shared memory, one or a few in each thread. An empty
-// row gets lse = inf, so that its p is 0; so do the rows beyond the last.
-struct RowNumbers {
+// lse and delta of a tile's queries on the way to shared memory, EACH of them in a thread. Empty and
+// missing rows get lse = inf, which makes p = 0.
+struct RowStatistics {
   static constexpr int EACH = (BLOCK_Q + THREADS - 1) / THREADS;
   accum_t lse[EACH], delta[EACH];
 
-  __device__ __forceinline__ void load(const memory::Numbers& from_lse,
-                                       const memory::Numbers& from_delta, long long i0, int ni) {
+  __device__ __forceinline__ void load(const memory::RowStatistic& from_lse,
+                                       const memory::RowStatistic& from_delta, long long i0, int ni) {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int i = threadIdx.x + n * THREADS;
@@ -59,35 +59,35 @@ struct RowNumbers {
 
 // -- dropout --------------------------------------------------------------------------------------
 
-// Of a 4 x 4 matrix whose rows four lanes hold, gives each its column: they are `step`, 2 `step`
-// and 3 `step` lanes from each other, and `own` of four.
-__device__ __forceinline__ void transpose(unsigned int (&x)[4], int own, int step) {
+// Transposes a 4 x 4 matrix whose rows are held by four lanes, `step` lanes apart from each other. The
+// lane holds row `index`, and gets that column.
+__device__ __forceinline__ void transpose(unsigned int (&x)[4], int index, int step) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (own & bit) != 0;
+    const bool upper = (index & bit) != 0;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (n & bit) continue;
-      const unsigned int got = ptx::shuffle_xor(upper ? x[n] : x[n + bit], step * bit);
-      x[n] = upper ? got : x[n];
-      x[n + bit] = upper ? x[n + bit] : got;
+      const unsigned int received = ptx::shuffle_xor(upper ? x[n] : x[n + bit], step * bit);
+      x[n] = upper ? received : x[n];
+      x[n + bit] = upper ? x[n + bit] : received;
     }
   }
 }
 
-// Which of a thread's pairs dropout keeps: bit n of word r tells of element (r, n). One draw serves
-// four keys of a query, which four lanes hold where keys are rows, and else two.
+// Which pairs dropout keeps: bit n of kept[r] is that of element (r, n). One draw serves four keys of a
+// query, which four lanes hold if keys are rows, and else two.
 template <bool KEYS_ARE_ROWS, int COLUMNS, int ROWS>
-__device__ __forceinline__ void draw(const Params& p, const TileBox& box, const Corner& corner,
+__device__ __forceinline__ void draw_dropout(const Params& p, const TileBox& box, const Corner& corner,
                                      unsigned int (&kept)[ROWS]) {
   static_assert(COLUMNS <= 32, "a bit for each column");
   const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
   const philox::Key key = philox::split_seed(seed);
   const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
   constexpr int STEP = KEYS_ARE_ROWS ? 4 : 2;
-  const int own = KEYS_ARE_ROWS ? ptx::lane_index() / 4 % 4 : ptx::lane_index() % 2;
+  const int index = KEYS_ARE_ROWS ? ptx::lane_index() / 4 % 4 : ptx::lane_index() % 2;
   const long long i =
-      box.i_low + (KEYS_ARE_ROWS ? corner.column + 8 * (own / 2) + own % 2 : corner.row + 8 * own);
+      box.i_low + (KEYS_ARE_ROWS ? corner.column + 8 * (index / 2) + index % 2 : corner.row + 8 * index);
   const long long j = box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) kept[r] = 0;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void draw(const Params& p, const TileBox& box, const 
           key, static_cast<unsigned int>((j + (KEYS_ARE_ROWS ? 8 * r : 4 * column)) / 4),
           static_cast<unsigned int>(i + (KEYS_ARE_ROWS ? 4 * column : 8 * r)), b_h);
       if constexpr (KEYS_ARE_ROWS) {
-        transpose(drawn.word, own, 4);
+        transpose(drawn.word, index, 4);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           kept[r] |= (drawn.word[n] >= p.drop_below ? 1u : 0u) << (column + n);
@@ -108,11 +108,11 @@ __device__ __forceinline__ void draw(const Params& p, const TileBox& box, const 
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           // The first lane holds keys 0 and 1 of four, the second 2 and 3.
-          const unsigned int given = own != 0 ? drawn.word[n] : drawn.word[2 + n];
-          const unsigned int held = own != 0 ? drawn.word[2 + n] : drawn.word[n];
-          const unsigned int got = ptx::shuffle_xor(given, 1);
-          kept[r] |= ((own != 0 ? got : held) >= p.drop_below ? 1u : 0u) << (column + n);
-          kept[r + 1] |= ((own != 0 ? held : got) >= p.drop_below ? 1u : 0u) << (column + n);
+          const unsigned int sent = index != 0 ? drawn.word[n] : drawn.word[2 + n];
+          const unsigned int held = index != 0 ? drawn.word[2 + n] : drawn.word[n];
+          const unsigned int received = ptx::shuffle_xor(sent, 1);
+          kept[r] |= ((index != 0 ? received : held) >= p.drop_below ? 1u : 0u) << (column + n);
+          kept[r + 1] |= ((index != 0 ? held : received) >= p.drop_below ? 1u : 0u) << (column + n);
         }
       }
     }
@@ -123,12 +123,12 @@ __device__ __forceinline__ void draw(const Params& p, const TileBox& box, const 
 
 // lse or delta of the queries of a thread's elements, in registers.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
-struct OfQueries {
+struct PerQuery {
   float x[KEYS_ARE_ROWS ? COLUMNS : ROWS];
 
-  OfQueries() = default;
+  PerQuery() = default;
   // `from_smem` is that of the corner's query.
-  __device__ __forceinline__ explicit OfQueries(const float* from_smem) {
+  __device__ __forceinline__ explicit PerQuery(const float* from_smem) {
 #pragma unroll
     for (int n = 0; n < (KEYS_ARE_ROWS ? COLUMNS : ROWS); ++n) {
       x[n] = from_smem[KEYS_ARE_ROWS ? query_of<true>(0, n) : query_of<false>(n, 0)];
@@ -137,16 +137,16 @@ struct OfQueries {
   __device__ __forceinline__ float of(int r, int n) const { return x[KEYS_ARE_ROWS ? n : r]; }
 };
 
-// Writes a thread's word n of row r, two neighbouring columns in the storage type, to a tile whose
-// rows are BYTES apart.
+// Writes word n of a thread's row r, two adjacent columns in the storage type, to a tile whose rows are
+// BYTES apart.
 template <int BYTES>
 __device__ __forceinline__ void store_word(unsigned int word, const Corner& corner, int r, int n,
                                            char* tile_smem) {
-  const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
+  const int at = fragment::swizzled_offset<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
   *reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column()) = word;
 }
 
-// The same of all words.
+// store_word of all of a thread's words.
 template <int BYTES, int ROWS, int WORDS>
 __device__ __forceinline__ void store_words(const unsigned int (&words)[ROWS][WORDS],
                                             const Corner& corner, char* tile_smem) {
@@ -157,11 +157,11 @@ __device__ __forceinline__ void store_words(const unsigned int (&words)[ROWS][WO
   }
 }
 
-// Which of a thread's pairs exist and take part: bit n of word r tells of element (r, n). Generated
-// code stands here for AT_ONCE columns.
+// Evaluates the mask: bit n of mask[r] is set if the pair of element (r, n) exists and is not masked.
+// mask_allows is instantiated for AT_ONCE columns.
 template <bool KEYS_ARE_ROWS, int COLUMNS, int AT_ONCE = 1, int ROWS>
-__device__ __forceinline__ void ask_mask(const Params& p, const TileBox& box, int tile_class,
-                                         const Corner& corner, unsigned int (&allowed)[ROWS]) {
+__device__ __forceinline__ void evaluate_mask(const Params& p, const TileBox& box, int tile_class,
+                                         const Corner& corner, unsigned int (&mask)[ROWS]) {
   static_assert(COLUMNS <= 32, "a bit for each column");
   const int i_last = static_cast<int>(box.i_high - box.i_low);
   const int j_last = static_cast<int>(box.j_high - box.j_low);
@@ -169,64 +169,63 @@ __device__ __forceinline__ void ask_mask(const Params& p, const TileBox& box, in
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const bool exists = corner.row + 8 * r <= rows;
-    allowed[r] = exists ? fragment_tile::columns_to(columns - corner.column) : 0;
+    mask[r] = exists ? fragment_tile::columns_to(columns - corner.column) : 0;
   }
   if constexpr (HAS_MASK) {
     if (tile_class != PARTIAL) return;
 #pragma unroll AT_ONCE
     for (int n = 0; n < COLUMNS; ++n) {
-      const int place = tile::smaller(corner.column + 8 * (n / 2) + n % 2, columns);
+      const int tile_column = tile::smaller(corner.column + 8 * (n / 2) + n % 2, columns);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int row = tile::smaller(corner.row + 8 * r, rows);
         const Site at{box.b,
                       box.h,
-                      box.i_low + (KEYS_ARE_ROWS ? place : row),
-                      box.j_low + (KEYS_ARE_ROWS ? row : place),
+                      box.i_low + (KEYS_ARE_ROWS ? tile_column : row),
+                      box.j_low + (KEYS_ARE_ROWS ? row : tile_column),
                       box.len_q,
                       box.len_k,
                       box.start_q,
                       box.start_k};
-        if (!mask_allows(p, at)) allowed[r] &= ~(1u << n);
+        if (!mask_allows(p, at)) mask[r] &= ~(1u << n);
       }
     }
   }
 }
 
-// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. Where `MASKED`, a pair
-// that is not allowed has the weight that says so.
+// Products q k become probabilities, 2^(c s - lse log2 e), at most 1. If MASKED, a masked pair gets the
+// weight of one.
 template <bool MASKED, bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
-                                             const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS>& lse,
-                                             float c, const unsigned int (&allowed)[ROWS]) {
+                                             const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS>& lse,
+                                             float c, const unsigned int (&mask)[ROWS]) {
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const float offset = lse.of(r, n) * tile::LOG2_E;
       const float x = ptx::exp2(gradient_tile::at_most_zero(fma(s[r][n], c, -offset)));
-      s[r][n] = !MASKED || (allowed[r] >> n & 1) != 0 ? x : matmul::no_part();
+      s[r][n] = !MASKED || (mask[r] >> n & 1) != 0 ? x : matmul::masked_weight();
     }
   }
 }
 
-// The site of a thread's element of row r, `step` columns and as many queries or keys from column
-// `column` on; or where changed scores read arrays, of the last query and key of the tile before
-// it.
+// The site of a thread's element in row r, `step` columns after column `column`. If the score mod
+// reads tables, it is clamped to the tile's last query and key. Site::step_i and step_j know `step`.
 template <bool KEYS_ARE_ROWS>
 __device__ __forceinline__ Site site_of(const TileBox& box, const Corner& corner, int r, int column,
                                         int step) {
   const int i_last = static_cast<int>(box.i_high - box.i_low);
   const int j_last = static_cast<int>(box.j_high - box.j_low);
-  int row = corner.row + 8 * r, place = corner.column + 4 * column + step;
+  int row = corner.row + 8 * r, tile_column = corner.column + 4 * column + step;
   if constexpr (SCORE_READS) {
     row = tile::smaller(row, KEYS_ARE_ROWS ? j_last : i_last);
-    place = tile::smaller(place, KEYS_ARE_ROWS ? i_last : j_last);
+    tile_column = tile::smaller(tile_column, KEYS_ARE_ROWS ? i_last : j_last);
   }
   return Site{box.b,
               box.h,
-              box.i_low + (KEYS_ARE_ROWS ? place : row),
-              box.j_low + (KEYS_ARE_ROWS ? row : place),
+              box.i_low + (KEYS_ARE_ROWS ? tile_column : row),
+              box.j_low + (KEYS_ARE_ROWS ? row : tile_column),
               box.len_q,
               box.len_k,
               box.start_q,
@@ -235,19 +234,19 @@ __device__ __forceinline__ Site site_of(const TileBox& box, const Corner& corner
               KEYS_ARE_ROWS ? 8 * r : step};
 }
 
-// Makes products q k into changed logits; generated code stands here for all of a thread's pairs.
-// Returns whether any may be -inf.
+// Products q k become logits: scale, then score mod, instantiated for all of a thread's pairs. Returns
+// whether any may be -inf.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool change_scores(const Params& p, const Given& given, float scale,
+__device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConstants& constants, float scale,
                                               const TileBox& box, float (&s)[ROWS][COLUMNS],
                                               const Corner& corner) {
-  float sum[ROWS] = {};  // of logits: not finite if one of them is not
+  float sum[ROWS] = {};  // of logits, not finite if one of them is not
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const Site at = site_of<KEYS_ARE_ROWS>(box, corner, r, 0, 8 * (n / 2) + n % 2);
-      s[r][n] = score_changed(p, given, s[r][n] * scale, at);
+      s[r][n] = score_mod(p, constants, s[r][n] * scale, at);
       sum[r] += s[r][n];
     }
   }
@@ -257,31 +256,30 @@ __device__ __forceinline__ bool change_scores(const Params& p, const Given& give
   return !finite;
 }
 
-// Of pairs that are `allowed`, or else of all, finds those whose logit is not -inf.
+// Clears the mask bits of logits of -inf. Unless `masked`, the mask is all ones at first.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void find_hidden(const float (&s)[ROWS][COLUMNS], bool masked,
-                                            unsigned int (&allowed)[ROWS]) {
+__device__ __forceinline__ void mask_infinite(const float (&s)[ROWS][COLUMNS], bool masked,
+                                            unsigned int (&mask)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    if (!masked) allowed[r] = 0xffffffffu;
+    if (!masked) mask[r] = 0xffffffffu;
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if (s[r][n] == -number::infinity()) allowed[r] &= ~(1u << n);
+      if (s[r][n] == -number::infinity()) mask[r] &= ~(1u << n);
     }
   }
 }
 
-// Where scores are changed: makes products q k into probabilities times the derivative of the
-// change. What is read for pairs that do not exist is of the last query or key that does. Generated
-// code stands here for STEP columns, which all columns pass, so many at a time. Returns whether any
-// pair takes no part; the rest is as told below.
+// recompute_probabilities with a score mod: products q k become probabilities times the derivative of
+// the score mod. Table look-ups for pairs that do not exist are clamped. The score mod is instantiated
+// for STEP columns, through which all columns rotate. Returns whether any pair is masked.
 template <bool KEYS_ARE_ROWS, int BYTES, int STEP = 2, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool recompute_changed(
-    const Params& p, const Given& given, float scale, const TileBox& box, bool masked,
-    const unsigned int (&allowed)[ROWS], float (&s)[ROWS][COLUMNS], const Corner& corner,
+__device__ __forceinline__ bool recompute_modified(
+    const Params& p, const HeadConstants& constants, float scale, const TileBox& box, bool masked,
+    const unsigned int (&mask)[ROWS], float (&s)[ROWS][COLUMNS], const Corner& corner,
     const float* lse_smem, const unsigned int (&kept)[ROWS],
     unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
-  bool hides = false;
+  bool has_masked = false;
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += STEP) {
 #pragma unroll
@@ -293,20 +291,20 @@ __device__ __forceinline__ bool recompute_changed(
         for (int x = 0; x < 2; ++x) {
           const Site at = site_of<KEYS_ARE_ROWS>(box, corner, r, column, 4 * n + x);
           const float score = s[r][n + x] * scale;
-          float changed = score_changed(p, given, score, at);
-          if (masked && (allowed[r] >> (column + n + x) & 1) == 0) changed = -number::infinity();
+          float logit = score_mod(p, constants, score, at);
+          if (masked && (mask[r] >> (column + n + x) & 1) == 0) logit = -number::infinity();
           const float offset = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + n + x)] * tile::LOG2_E;
-          const bool seen = changed != -number::infinity();
-          hides = hides || !seen;
-          float own = ptx::exp2(gradient_tile::at_most_zero(fma(changed, tile::LOG2_E, -offset)));
-          own = weight[x] = seen ? own : matmul::no_part();
+          const bool unmasked = logit != -number::infinity();
+          has_masked = has_masked || !unmasked;
+          float probability = ptx::exp2(gradient_tile::at_most_zero(fma(logit, tile::LOG2_E, -offset)));
+          probability = weight[x] = unmasked ? probability : matmul::masked_weight();
           if (HAS_DROPOUT && (kept[r] >> (column + n + x) & 1) == 0) weight[x] *= 0.0f;
-          if constexpr (HAS_SLOPE) {
-            const float sloping = own * score_slope(p, given, score, at);
-            // What is 0 is so whatever the derivative; and never -0.0 by chance.
-            if (own != 0.0f) own = sloping == 0.0f ? 0.0f : sloping;
+          if constexpr (HAS_DSCORE) {
+            const float product = probability * score_mod_derivative(p, constants, score, at);
+            // 0 if the probability is, whatever the derivative; +0.0, because -0.0 means masked.
+            if (probability != 0.0f) probability = product == 0.0f ? 0.0f : product;
           }
-          s[r][n + x] = own;
+          s[r][n + x] = probability;
         }
         const unsigned int word = number::narrow_pair(weight[0], weight[1]);
         if constexpr (KEYS_ARE_ROWS && BYTES > 0) {
@@ -321,34 +319,33 @@ __device__ __forceinline__ bool recompute_changed(
       if constexpr (KEYS_ARE_ROWS && BYTES == 0) fragment::rotate<STEP / 2>(weights);
     }
   }
-  return hides;
+  return has_masked;
 }
 
-// Makes products q k into probabilities; where scores are changed, into probabilities times the
-// derivative of the change. A pair that takes no part has the weight that says so. Returns whether
-// there may be one.
-// Where keys are rows, the weights are the probabilities after dropout in the storage type, and go
-// to a tile in shared memory instead if its rows are BYTES apart; what survives is divided by the
-// probability of that at the end. `lse_smem` is that of the corner's query.
+// Products q k become probabilities; with a score mod, probabilities times its derivative. A masked
+// pair gets the weight of one. Returns whether there may be one. If keys are rows, `weights` receives
+// the probabilities after dropout in the storage type, or if BYTES > 0 the tile in shared memory does,
+// its rows BYTES apart; the division by the probability of keeping is left to the epilogue. `lse_smem`
+// is that of the corner's query.
 template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool recompute_probabilities(
     const Params& p, const TileBox& box, int tile_class, bool masked, float (&s)[ROWS][COLUMNS],
     const Corner& corner, const float* lse_smem, const unsigned int (&kept)[ROWS],
     unsigned int (&weights)[ROWS][COLUMNS / 2], char* tile_smem) {
-  unsigned int allowed[ROWS];
-  if (masked) ask_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, allowed);
+  unsigned int mask[ROWS];
+  if (masked) evaluate_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, mask);
   if constexpr (HAS_SCORE) {
-    const bool hides = recompute_changed<KEYS_ARE_ROWS, BYTES>(
-        p, tile::given_of(p, box), static_cast<float>(p.scale), box, masked, allowed, s, corner,
+    const bool has_masked = recompute_modified<KEYS_ARE_ROWS, BYTES>(
+        p, tile::head_constants_of(p, box), static_cast<float>(p.scale), box, masked, mask, s, corner,
         lse_smem, kept, weights, tile_smem);
-    return masked || hides;
+    return masked || has_masked;
   }
-  const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
+  const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
   const float c = static_cast<float>(p.scale) * tile::LOG2_E;
   if (masked) {
-    exponentiate<true>(s, lse, c, allowed);
+    exponentiate<true>(s, lse, c, mask);
   } else {
-    exponentiate<false>(s, lse, c, allowed);
+    exponentiate<false>(s, lse, c, mask);
   }
   if constexpr (KEYS_ARE_ROWS) {
 #pragma unroll
@@ -369,15 +366,15 @@ __device__ __forceinline__ bool recompute_probabilities(
   return masked;
 }
 
-// dS = p (dP - delta), for products dP = do v, in place of either; where scores are changed, the
-// gradient of the scores before. What is 0 stays 0.
+// dS = p (dP - delta), for products dP = do v, in tile_column of either; with a score mod, times its
+// derivative, which s contains. What is 0 stays 0.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void score_gradients(
     const Params& p, bool masked, const float (&s)[ROWS][COLUMNS], const float (&dp)[ROWS][COLUMNS],
-    const OfQueries<KEYS_ARE_ROWS, ROWS, COLUMNS>& delta, const unsigned int (&kept)[ROWS],
+    const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS>& delta, const unsigned int (&kept)[ROWS],
     float (&ds)[ROWS][COLUMNS]) {
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
-  const auto change = [&](int r, int n) {
+  const auto centred = [&](int r, int n) {
     float x = dp[r][n];
     if constexpr (HAS_DROPOUT) x *= (kept[r] >> n & 1) != 0 ? keep_scale : 0.0f;
     return x - delta.of(r, n);
@@ -387,8 +384,8 @@ __device__ __forceinline__ void score_gradients(
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        const float own = change(r, n);
-        ds[r][n] = HAS_SLOPE && own == 0.0f ? 0.0f : s[r][n] * own;
+        const float dp_minus_delta = centred(r, n);
+        ds[r][n] = HAS_DSCORE && dp_minus_delta == 0.0f ? 0.0f : s[r][n] * dp_minus_delta;
       }
     }
     return;
@@ -397,25 +394,26 @@ __device__ __forceinline__ void score_gradients(
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      const float own = change(r, n);
-      float gradient = s[r][n] * own;
-      if (HAS_SLOPE && own == 0.0f) gradient = 0.0f;
-      gradient = gradient == 0.0f ? 0.0f : gradient;  // never -0.0 by chance
-      ds[r][n] = matmul::takes_part(s[r][n]) ? gradient : matmul::no_part();
+      const float dp_minus_delta = centred(r, n);
+      float gradient = s[r][n] * dp_minus_delta;
+      if (HAS_DSCORE && dp_minus_delta == 0.0f) gradient = 0.0f;
+      gradient = gradient == 0.0f ? 0.0f : gradient;  // +0.0: -0.0 means masked
+      ds[r][n] = matmul::is_unmasked(s[r][n]) ? gradient : matmul::masked_weight();
     }
   }
 }
 
 // -- dS in 16 bits --------------------------------------------------------------------------------
 
-// dS is multiplied by a power of two before it is rounded to float16, so that it neither overflows
-// nor vanishes. The largest one comes to 2^7 at least, and nothing to 2^16; sums are in the same
-// unit, and follow when it changes.
-struct Unit {
+// dS is multiplied by a power of two before it is rounded to float16, so that it neither overflows nor
+// vanishes: the largest |dS| becomes at least 2^7, and none reaches 2^16. The sums have the same scale
+// and are rescaled when it changes.
+constexpr bool SCALES_DS = fragment::Mma::SCALES_DS;
+struct DsScale {
   float factor = 1.0f;
-  float largest = STORAGE == 0 ? 0.0f : number::infinity();  // that may come before it changes
+  float largest = SCALES_DS ? 0.0f : number::infinity();  // the largest |dS| it is small enough for
 
-  // The factor for numbers up to `x`. Its inverse is a normal number, too.
+  // The factor for |dS| up to `x`. Its inverse is a normal number, too.
   __device__ __forceinline__ static float factor_for(float x) {
     const int exponent = static_cast<int>(__float_as_uint(x) >> 23);
     const int field = 261 - exponent;
@@ -425,18 +423,18 @@ struct Unit {
     return number::bits_to_float((254u << 23) - __float_as_uint(factor));
   }
 
-  // Takes numbers up to `x` in, and brings sums to the new unit.
+  // Lowers the factor for |dS| up to `x`, and rescales the sums.
   template <int ROWS, int COLUMNS>
-  __device__ __forceinline__ void widen(float x, float (&sums)[ROWS][COLUMNS]) {
-    const float made = factor_for(x);
-    if (x == 0.0f || (largest > 0.0f && made >= factor)) return;
-    if (largest > 0.0f) matmul::scale(sums, made * inverse());
-    factor = made;
+  __device__ __forceinline__ void rescale(float x, float (&sums)[ROWS][COLUMNS]) {
+    const float smaller = factor_for(x);
+    if (x == 0.0f || (largest > 0.0f && smaller >= factor)) return;
+    if (largest > 0.0f) matmul::scale(sums, smaller * inverse());
+    factor = smaller;
     largest = 32768.0f * inverse();
   }
 };
 
-// The largest of a thread's magnitudes; NaN is passed over.
+// The largest magnitude of a thread's elements, ignoring NaN.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ float largest_of(const float (&x)[ROWS][COLUMNS]) {
   float largest = 0;
@@ -448,7 +446,7 @@ __device__ __forceinline__ float largest_of(const float (&x)[ROWS][COLUMNS]) {
   return largest;
 }
 
-// The largest finite magnitude of a warp.
+// The largest finite magnitude of a warp's elements.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS]) {
   float largest = 0;
@@ -480,14 +478,14 @@ __device__ __forceinline__ void narrow(const float (&ds)[ROWS][COLUMNS], float f
   }
 }
 
-// Brings float16 that a thread wrote by `store_words` to another unit, a power of two smaller.
+// Multiplies float16 dS that a thread wrote by store_words by `factor`, a power of two of at most 1.
 template <int BYTES, int ROWS, int WORDS>
 __device__ __forceinline__ void scale_words(const Corner& corner, float factor, char* tile_smem) {
 #pragma unroll 1
   for (int n = 0; n < WORDS; ++n) {
 #pragma unroll 1
     for (int r = 0; r < ROWS; ++r) {
-      const int at = fragment::place<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
+      const int at = fragment::swizzled_offset<BYTES>(corner.row + 8 * r, corner.column / 8 + n);
       auto* const word =
           reinterpret_cast<unsigned int*>(tile_smem + at + 2 * fragment::lane_column());
       const auto low = static_cast<storage_t>(*word), high = static_cast<storage_t>(*word >> 16);

@@ -1,4 +1,4 @@
-// Products of fragments whose operands both lie in shared memory, and results that warps share by
+// Products of 16-bit operands that are both in shared memory, with results that warps share by
 // columns: the twin of reference/cpu/microkernel.py and reference/cpu/accumulate.py for the backward.
 #pragma once
 #include "../ptx/red.cuh"
@@ -6,32 +6,32 @@
 
 namespace fragment_product {
 
-// 16 columns of a result make a unit. Warps that share rows own neighbouring units; where a row's
-// units are fewer, the last warps have nothing to do. Lines of 128 bytes are 4 units, and a warp's
-// share begins where `at` of fragment::LaneRow can count from.
+// A warp's share of the columns of a result, in units of 16 columns. Warps that share rows own adjacent
+// units; if a row has too few units, the last warps are idle. A line of 128 bytes is 4 units; a share
+// begins where the swizzled addresses of fragment::LaneRow can.
 template <int WIDTH, int SHARERS>
 struct Share {
   static constexpr int UNITS = fragment::whole_columns(WIDTH) / 16;
   static constexpr int EVEN = (UNITS + SHARERS - 1) / SHARERS;
   static constexpr int EACH = EVEN <= 2 || SHARERS == 1 ? EVEN : matmul::round_up(EVEN, 4);
   static constexpr int COLUMNS = 4 * EACH;  // of a thread
-  int first;                                // unit
+  int first;                                // the warp's first unit
 
   __device__ __forceinline__ explicit Share(int sharer) : first(sharer * EACH) {}
-  // Part x of so many.
+  // Part x of `parts` of the share.
   __device__ __forceinline__ Share part(int x, int parts) const {
-    Share made = *this;
-    made.first += x * EACH / parts;
-    return made;
+    Share share = *this;
+    share.first += x * EACH / parts;
+    return share;
   }
-  // Whether unit x of the warp's exists.
+  // Whether unit x of the share exists.
   __device__ __forceinline__ bool has(int x) const {
     return SHARERS * EACH == UNITS || first + x < UNITS;
   }
 };
 
-// c = a b^T for rows that begin at a_smem and b_smem. UNROLL steps of 16 columns are in sight at a
-// time, as in the products below.
+// c = a b^T for rows that begin at a_smem and b_smem. UNROLL steps of 16 columns are in flight, as in
+// the products below.
 template <int WIDTH, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* a_smem,
                                          const char* b_smem) {
@@ -55,8 +55,7 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* 
 }
 
 // c += a b for rows of DEPTH weights that begin at a_smem, A_BYTES apart, and DEPTH rows of b. The
-// columns of c are the warp's share. After each of DEPTH / 16 steps comes what is to be done
-// between.
+// columns of c are the warp's share. `between` is called after each of DEPTH / 16 steps.
 template <int WIDTH, int DEPTH, int A_BYTES, int UNROLL, int SHARERS, int ROWS, int COLUMNS,
           class Between>
 __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const char* a_smem,
@@ -87,11 +86,11 @@ __device__ __forceinline__ storage_t element(const char* row_smem) {
   return *reinterpret_cast<const storage_t*>(row_smem);
 }
 
-// c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
-// which `seen_smem` tells: the product leaves them to this.
+// c += a b for the non-finite elements of b alone, skipping masked pairs, which have the weight of one
+// in `weights_smem`; the main product then runs with zeros in their place.
 template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const char* a_smem,
-                                              const char* seen_smem, const char* b_smem,
+                                              const char* weights_smem, const char* b_smem,
                                               const Share<WIDTH, SHARERS>& share) {
 #pragma unroll 1
   for (int x = 0; x < COLUMNS / 4; ++x) {
@@ -101,14 +100,14 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const c
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const int column = 16 * (share.first + x) + 8 * (n / 2) + fragment::lane_column() + n % 2;
-        const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8);
+        const int at = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(k, column / 8);
         const float value = number::widen(element(b_smem + at + column % 8 * 2));
         if (number::is_finite(value)) continue;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-          const int pair = fragment::place<A_BYTES>(8 * r + row, k / 8) + k % 8 * 2;
-          const bool seen = element(seen_smem + pair) != 0x8000;
-          if (seen) c[r][n] += number::widen(element(a_smem + pair)) * value;
+          const int pair = fragment::swizzled_offset<A_BYTES>(8 * r + row, k / 8) + k % 8 * 2;
+          const bool unmasked = element(weights_smem + pair) != fragment::MASKED;
+          if (unmasked) c[r][n] += number::widen(element(a_smem + pair)) * value;
         }
       }
     }
@@ -116,7 +115,7 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const c
   }
 }
 
-// Makes 0 of elements that are not finite.
+// Sets non-finite elements to 0.
 __device__ __forceinline__ void clear_pair(unsigned int& pair) {
   const unsigned int carried = (pair & fragment::EXPONENTS) + fragment::LAST;
   if (carried & 0x8000u) pair &= 0xffff0000u;
@@ -159,10 +158,10 @@ __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes the block's result of WIDTH columns, times a factor, as elements of the storage type by
-// way of shared memory, or where `wide` as the accumulator's. Row 0 of the block is row `first` of
-// the entry's head; `valid` rows exist. The warp's rows begin at `warp_row`. The shared memory may
-// be written when this is called, and afterwards.
+// Stores the block's result of WIDTH columns, times a factor: as elements of the storage type by way
+// of shared memory, or if `wide` as the accumulator's. Row 0 of the block is row `first` of the entry's
+// head; `valid` rows exist. The warp's rows begin at `warp_row`. No thread may still use rows_smem
+// when this is called.
 template <int BLOCK_ROWS, int WIDTH, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
                                            const Share<WIDTH, SHARERS>& share, int warp_row,
@@ -190,12 +189,12 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const int row = warp_row + 8 * r + fragment::lane_row();
-      const int at = fragment::place<BYTES>(row, 2 * share.first + n / 2);
+      const int at = fragment::swizzled_offset<BYTES>(row, 2 * share.first + n / 2);
       *reinterpret_cast<unsigned int*>(rows_smem + at + 2 * fragment::lane_column()) =
           number::narrow_pair(result[r][n], result[r][n + 1]);
     }
   }
-  __syncthreads();  // the result, which other threads wrote
+  __syncthreads();  // the result, written by all warps
   storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset + first * to.row;
   const bool vectors = to.col == 1 && to.row % STORED_VECTOR == 0 &&
                        reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
@@ -205,7 +204,7 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
     const int row = n / PIECES, piece = n % PIECES;
     if (row >= valid) break;
     const auto stored =
-        *reinterpret_cast<const StoredVector*>(rows_smem + fragment::place<BYTES>(row, piece));
+        *reinterpret_cast<const StoredVector*>(rows_smem + fragment::swizzled_offset<BYTES>(row, piece));
     storage_t* const target = data + row * to.row + 8 * piece * to.col;
     if (vectors && 8 * piece + 8 <= WIDTH) {
       *reinterpret_cast<StoredVector*>(target) = stored;
@@ -218,14 +217,15 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
   }
 }
 
-// Sums that blocks add to lie as warps have them, so that the lanes' numbers are neighbours: 16
-// columns of a group of 8 rows are 128 numbers, and element n of a thread's four stands at 32 n +
-// its lane. A group's units of 16 columns follow each other, and then comes the next group.
+// The layout of the float32 sums of dq that blocks add to: that of the fragments, so that 32 lanes add
+// to 32 adjacent numbers. 16 columns of a group of 8 rows are 128 numbers, and element n of a thread's
+// four is number 32 n + lane. The units of 16 columns of a group follow each other, then comes the
+// next group.
 template <int WIDTH>
 constexpr int GROUP_SIZE = 8 * fragment::whole_columns(WIDTH);
 
-// Adds part `step` of `steps` of a warp's share of a result of WIDTH columns to such sums. The
-// first group is the warp's own; `valid` rows exist from there on.
+// Atomically adds part `step` of `steps` of a warp's share of a result of WIDTH columns to those sums.
+// to_gmem is the group of the warp's first row; `valid` rows exist from there on.
 template <int WIDTH, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMNS],
                                               const Share<WIDTH, SHARERS>& share, float* to_gmem,
@@ -244,11 +244,11 @@ __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMN
   }
 }
 
-// Adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows of b,
-// times a factor, where b holds NaN or infinity: pairs that take no part, which `seen_smem` tells,
-// are left out. Each thread adds numbers one by one.
+// Atomically adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows of
+// b, times a factor, for the non-finite elements of b alone, skipping masked pairs, which have the
+// weight of one in `weights_smem`. Each thread adds numbers one by one.
 template <int WIDTH, int DEPTH, int A_BYTES>
-__device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem, const char* seen_smem,
+__device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem, const char* weights_smem,
                                                         const char* b_smem, float* to_gmem,
                                                         int valid, float factor) {
 #pragma unroll 1
@@ -257,10 +257,10 @@ __device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem, cons
     float sum = 0;
 #pragma unroll 1
     for (int k = 0; k < DEPTH; ++k) {
-      const int pair = fragment::place<A_BYTES>(k, row / 8) + row % 8 * 2;
-      const int at = fragment::place<fragment::row_bytes(WIDTH)>(k, column / 8) + column % 8 * 2;
+      const int pair = fragment::swizzled_offset<A_BYTES>(k, row / 8) + row % 8 * 2;
+      const int at = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(k, column / 8) + column % 8 * 2;
       const float value = number::widen(element(b_smem + at));
-      if (number::is_finite(value) || element(seen_smem + pair) == 0x8000) continue;
+      if (number::is_finite(value) || element(weights_smem + pair) == fragment::MASKED) continue;
       sum += number::widen(element(a_smem + pair)) * value;
     }
     const int at = row / 8 * GROUP_SIZE<WIDTH> + column / 16 * 128 + column / 8 % 2 * 64 +

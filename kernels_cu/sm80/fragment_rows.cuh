@@ -1,13 +1,13 @@
-// Tiles of fragments: what a thread of a warp has of them, and their rows in shared memory. What is
-// here serves every type; products of 16-bit types are in fragment.cuh, those of 4- and 8-byte ones
-// in fragment_wide.cuh.
+// Tiles as fragments of tensor cores: which elements a thread holds in registers, and how rows are
+// stored in shared memory. This file serves every type; products of 16-bit types are in fragment.cuh,
+// those of 4- and 8-byte types in fragment_wide.cuh.
 //
-// A warp owns 16 M_TILES neighbouring rows of a result. Of a result c[ROWS][COLUMNS], ROWS =
-// 2 M_TILES, a thread's element (r, n) lies at row 8 r + lane / 4 of the warp's rows and column
+// A warp owns 16 M_TILES adjacent rows of a result. Of a result c[ROWS][COLUMNS], ROWS = 2 M_TILES, a
+// thread's element (r, n) is in row 8 r + lane / 4 of the warp's rows and in column
 // 8 (n / 2) + 2 (lane % 4) + n % 2.
 //
-// In shared memory a row takes whole lines of 128 bytes, and its 16-byte piece c lies at
-// c ^ swizzle(row): what a warp reads at a time falls on all banks.
+// In shared memory a row is padded to lines of 128 bytes and swizzled: its 16-byte piece c is stored
+// at c ^ swizzle(row), so that the rows that a warp reads at a time fall on all banks.
 #pragma once
 #include "../ptx/mma.cuh"
 #include "../common/tile.cuh"
@@ -15,20 +15,78 @@
 namespace fragment {
 
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
-// Of kernels whose blocks own queries; others say their warps' rows themselves.
+// For kernels whose blocks own queries; the others compute their warps' rows themselves.
 constexpr int M_TILES = matmul::larger(1, BLOCK_Q / (16 * WARPS));
 constexpr int WARP_ROWS = 16 * M_TILES;
 
-constexpr bool WIDE = STORAGE >= 2;      // elements of 4 or 8 bytes
+// A float32 as the sum of two numbers of 11 bits, for products in tf32.
+struct Split {
+  unsigned int large, small;
+};
+
+// The element trait of tensor cores: one specialisation for each type.
+//
+// WIDE: elements of 4 or 8 bytes, whose products are in fragment_wide.cuh.
+// part, TERMS: what an instruction multiplies of a wide element, and how many products of parts make
+// a product of elements.
+// SPLIT_CAN_FAIL: infinities, and float32 from 2^127 on, cannot be split into parts.
+// LAGS: the softmax keeps a row's maximum as long as no weight exceeds 2^8 (fragment_softmax.cuh).
+// SCALES_DS: dS is scaled, or it would overflow or vanish (fragment_gradient.cuh).
+// EXPONENTS, LAST, SIGNS: bits of a 32-bit word of a row: exponents, their lowest bits, signs. For NaN
+// and infinity, whose exponent is all ones, exponent + LAST carries into the sign; for float32, whose
+// LAST is twice that, also for numbers from 2^127 on. UPPER: which word of an element has the exponent.
+template <int CODE>
+struct MmaElement {
+  static_assert(CODE < 0, "STORAGE is no element type of tensor cores: specialise MmaElement");
+};
+template <>
+struct MmaElement<0> {  // float16
+  using part = Split;   // unused, as are TERMS and SPLIT_CAN_FAIL
+  static constexpr int TERMS = 1;
+  static constexpr bool SPLIT_CAN_FAIL = false;
+  static constexpr bool WIDE = false, LAGS = true, SCALES_DS = true;
+  static constexpr unsigned int EXPONENTS = 0x7c007c00u, LAST = 0x04000400u, SIGNS = 0x80008000u;
+  static constexpr int UPPER = 0;
+};
+template <>
+struct MmaElement<1> {  // bfloat16
+  using part = Split;   // unused, as are TERMS and SPLIT_CAN_FAIL
+  static constexpr int TERMS = 1;
+  static constexpr bool SPLIT_CAN_FAIL = false;
+  static constexpr bool WIDE = false, LAGS = true, SCALES_DS = false;
+  static constexpr unsigned int EXPONENTS = 0x7f807f80u, LAST = 0x00800080u, SIGNS = 0x80008000u;
+  static constexpr int UPPER = 0;
+};
+template <>
+struct MmaElement<2> {  // float32
+  using part = Split;
+  static constexpr int TERMS = 3;  // of 4: the product of the two small parts is dropped
+  static constexpr bool SPLIT_CAN_FAIL = true;
+  static constexpr bool WIDE = true, LAGS = false, SCALES_DS = false;
+  static constexpr unsigned int EXPONENTS = 0x7f800000u, LAST = 0x01000000u, SIGNS = 0x80000000u;
+  static constexpr int UPPER = 0;
+};
+template <>
+struct MmaElement<3> {  // float64
+  using part = double;
+  static constexpr int TERMS = 1;
+  static constexpr bool SPLIT_CAN_FAIL = false;
+  static constexpr bool WIDE = true, LAGS = false, SCALES_DS = false;
+  static constexpr unsigned int EXPONENTS = 0x7ff00000u, LAST = 0x00100000u, SIGNS = 0x80000000u;
+  static constexpr int UPPER = 1;
+};
+using Mma = MmaElement<STORAGE>;
+
+constexpr bool WIDE = Mma::WIDE;
 constexpr int LINE = 8 * STORED_VECTOR;  // elements in 128 bytes
 
-// Which functions serve the storage type, where arguments do not tell.
+// Selects the overload for the storage type where the other arguments do not.
 struct Narrow {};
 struct Wide {};
 template <bool>
 struct KindOf {
   using type = Narrow;
-  using word = unsigned int;  // of weights, two in each
+  using word = unsigned int;  // two weights
 };
 template <>
 struct KindOf<true> {
@@ -39,14 +97,14 @@ using Kind = KindOf<WIDE>::type;
 using word_t = KindOf<WIDE>::word;
 constexpr int PER_WORD = WIDE ? 1 : 2;
 
-// The left operand of all products of a warp's rows: kept in registers, or loaded for each.
-template <int WIDTH, bool HELD, bool IS_WIDE = WIDE>
+// The left operand of all products of a warp's rows, resident in registers or reloaded for each.
+template <int WIDTH, bool IN_REGISTERS, bool IS_WIDE = WIDE>
 struct Left;
 
 __device__ constexpr int row_bytes(int width) {
   return matmul::round_up(width, LINE) * static_cast<int>(sizeof(storage_t));
 }
-// Columns that take part in products: beyond the array's they are 0.
+// Columns that products read: those beyond the array's width are 0.
 __device__ constexpr int whole_columns(int width) {
   return matmul::round_up(width, WIDE ? LINE : 16);
 }
@@ -55,27 +113,27 @@ __device__ __forceinline__ int lane_row() { return ptx::lane_index() / 4; }
 __device__ __forceinline__ int lane_column() { return 2 * (ptx::lane_index() % 4); }
 __device__ __forceinline__ int warp_row() { return threadIdx.x / ptx::WARP_SIZE * WARP_ROWS; }
 
-// Wide elements are read by 8 lanes at a time: two neighbouring rows and four neighbouring pieces,
-// or four rows, every other one, and two pieces.
+// Wide elements are read by 8 lanes at a time: two adjacent rows and four adjacent pieces, or four
+// rows, every other one, and two pieces.
 __device__ __forceinline__ int swizzle(int row) { return WIDE ? row % 8 ^ row % 2 * 4 : row % 8; }
 
-// Bytes between the beginning of a tile and a 16-byte piece of a row.
+// Bytes from the beginning of a tile to a 16-byte piece of a row.
 template <int ROW_BYTES>
-__device__ __forceinline__ int place(int row, int piece) {
+__device__ __forceinline__ int swizzled_offset(int row, int piece) {
   return row * ROW_BYTES + ((piece ^ swizzle(row)) << 4);
 }
 
 // -- rows between global and shared memory --------------------------------------------------------
 
-// Threads that work on a row of so many pieces: a power of two.
+// How many threads copy a row of `pieces` pieces: a power of two.
 __device__ constexpr int lanes_for(int pieces) {
   int lanes = 2;
   while (lanes < pieces) lanes *= 2;
   return lanes;
 }
 
-// How the block's threads share the 16-byte pieces of ROWS rows. Where a row's pieces are fewer
-// than its threads, some have nothing to do.
+// How the block's threads divide the 16-byte pieces of ROWS rows among them. If a row has fewer pieces
+// than threads, some threads are idle.
 template <int ROWS, int WIDTH>
 struct Pieces {
   static constexpr int PER_ROW = whole_columns(WIDTH) / STORED_VECTOR;
@@ -93,25 +151,25 @@ struct Pieces {
   }
 };
 
-// Begins to copy rows `first` to `first + valid` of an array that is WIDTH columns wide. What lies
-// outside of it becomes 0. Rows that cannot be copied by vectors are there at once.
+// Starts the asynchronous copy of rows `first` to `first + valid` of an array that is WIDTH columns
+// wide; elements outside of it become 0. Rows that do not allow 16-byte copies are copied at once.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& from,
                                            long long first, int valid) {
   using Share = Pieces<ROWS, WIDTH>;
-  const Share own;
-  const int left = WIDTH - STORED_VECTOR * own.piece;
+  const Share share;
+  const int left = WIDTH - STORED_VECTOR * share.piece;
   const int columns = left < STORED_VECTOR ? left : STORED_VECTOR;
   const storage_t* source =
-      from.data + (first + own.row) * from.row + STORED_VECTOR * own.piece * from.col;
+      from.data + (first + share.row) * from.row + STORED_VECTOR * share.piece * from.col;
   if (from.vectors) {
     const unsigned int tile_address = ptx::shared_address(tile_smem);
     const int bytes = columns < 0 ? 0 : static_cast<int>(sizeof(storage_t)) * columns;
 #pragma unroll
     for (int step = 0; step < Share::STEPS; ++step) {
-      const int row = own.row + step * Share::AT_ONCE;
-      if (own.has(step)) {
-        ptx::cp_async_partial(tile_address + place<ROW_BYTES>(row, own.piece), source,
+      const int row = share.row + step * Share::AT_ONCE;
+      if (share.has(step)) {
+        ptx::cp_async_partial(tile_address + swizzled_offset<ROW_BYTES>(row, share.piece), source,
                               row < valid ? bytes : 0);
       }
       source += Share::AT_ONCE * from.row;
@@ -120,10 +178,10 @@ __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& 
   }
 #pragma unroll 1
   for (int step = 0; step < Share::STEPS; ++step) {
-    const int row = own.row + step * Share::AT_ONCE;
-    if (own.has(step)) {
+    const int row = share.row + step * Share::AT_ONCE;
+    if (share.has(step)) {
       auto* const piece =
-          reinterpret_cast<storage_t*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+          reinterpret_cast<storage_t*>(tile_smem + swizzled_offset<ROW_BYTES>(row, share.piece));
 #pragma unroll 1
       for (int x = 0; x < STORED_VECTOR; ++x) {
         piece[x] = row < valid && x < columns ? source[x * from.col] : storage_t(0);
@@ -133,64 +191,55 @@ __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& 
   }
 }
 
-// The exponents in a word; all ones tell NaN or infinity, and carry into the sign by LAST. Numbers
-// of float32 from 2^127 on do so, too: fragment_wide.cuh says why.
-constexpr unsigned int EXPONENTS = STORAGE == 0   ? 0x7c007c00u
-                                   : STORAGE == 1 ? 0x7f807f80u
-                                   : STORAGE == 2 ? 0x7f800000u
-                                                  : 0x7ff00000u;
-constexpr unsigned int LAST = STORAGE == 0   ? 0x04000400u
-                              : STORAGE == 1 ? 0x00800080u
-                              : STORAGE == 2 ? 0x01000000u
-                                             : 0x00100000u;
-constexpr unsigned int SIGNS = WIDE ? 0x80000000u : 0x80008000u;
-constexpr int UPPER = STORAGE == 3 ? 1 : 0;  // only every other word has an exponent
+constexpr unsigned int EXPONENTS = Mma::EXPONENTS, LAST = Mma::LAST;
+constexpr unsigned int SIGNS = Mma::SIGNS;
+constexpr int UPPER = Mma::UPPER;
 
-// Changes the sign of what this thread copied.
+// Negates the elements that this thread copied.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ void negate_rows(char* tile_smem) {
   using Share = Pieces<ROWS, WIDTH>;
-  const Share own;
+  const Share share;
 #pragma unroll 1
   for (int step = 0; step < Share::STEPS; ++step) {
-    if (!own.has(step)) continue;
-    const int row = own.row + step * Share::AT_ONCE;
+    if (!share.has(step)) continue;
+    const int row = share.row + step * Share::AT_ONCE;
     auto* const piece =
-        reinterpret_cast<ptx::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+        reinterpret_cast<ptx::Bytes16*>(tile_smem + swizzled_offset<ROW_BYTES>(row, share.piece));
 #pragma unroll
     for (int x = UPPER; x < 4; x += 1 + UPPER) piece->x[x] ^= SIGNS;
   }
 }
 
-// Whether all that this thread copied is finite.
+// Whether all elements that this thread copied are finite.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
   using Share = Pieces<ROWS, WIDTH>;
-  const Share own;
+  const Share share;
   unsigned int carried = 0;
 #pragma unroll 4
   for (int step = 0; step < Share::STEPS; ++step) {
-    if (!own.has(step)) continue;
-    const int row = own.row + step * Share::AT_ONCE;
+    if (!share.has(step)) continue;
+    const int row = share.row + step * Share::AT_ONCE;
     const auto piece =
-        *reinterpret_cast<const ptx::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+        *reinterpret_cast<const ptx::Bytes16*>(tile_smem + swizzled_offset<ROW_BYTES>(row, share.piece));
 #pragma unroll
     for (int x = UPPER; x < 4; x += 1 + UPPER) carried |= (piece.x[x] & EXPONENTS) + LAST;
   }
   return (carried & SIGNS) == 0;
 }
 
-// Makes 0 of what this thread copied that is not finite, in the same sense.
+// Sets to 0 the elements that this thread copied and that finite_rows does not count as finite.
 template <int ROWS, int WIDTH, int ROW_BYTES>
 __device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
   using Share = Pieces<ROWS, WIDTH>;
-  const Share own;
+  const Share share;
 #pragma unroll 1
   for (int step = 0; step < Share::STEPS; ++step) {
-    if (!own.has(step)) continue;
-    const int row = own.row + step * Share::AT_ONCE;
+    if (!share.has(step)) continue;
+    const int row = share.row + step * Share::AT_ONCE;
     auto* const piece =
-        reinterpret_cast<ptx::Bytes16*>(tile_smem + place<ROW_BYTES>(row, own.piece));
+        reinterpret_cast<ptx::Bytes16*>(tile_smem + swizzled_offset<ROW_BYTES>(row, share.piece));
 #pragma unroll
     for (int x = UPPER; x < 4; x += 1 + UPPER) {
       const unsigned int carried = (piece->x[x] & EXPONENTS) + LAST;
@@ -204,8 +253,8 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
   }
 }
 
-// Moves the first STEP columns behind the last: a loop works on the first ones, so that its body
-// stands in the kernel once and no register is chosen at run time.
+// Rotates columns to the left by STEP. A loop that works on the first STEP columns and rotates keeps
+// its body in the kernel once, without registers that are indexed at run time.
 template <int STEP, typename T, int ROWS, int COLUMNS>
 __device__ __forceinline__ void rotate(T (&c)[ROWS][COLUMNS]) {
   static_assert(COLUMNS % STEP == 0, "whole steps");
@@ -222,21 +271,21 @@ __device__ __forceinline__ void rotate(T (&c)[ROWS][COLUMNS]) {
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes rows of a result of WIDTH columns that lie in shared memory, by threads `own` of
-// `together`. Row 0 lies at `offset`; `valid` of `rows` rows exist.
+// Stores rows of a result of WIDTH columns from shared memory to global memory, by thread `thread` of
+// `threads`. Row 0 goes to `offset`; `valid` of `rows` rows exist.
 template <int WIDTH>
 __device__ __forceinline__ void copy_out(const Operand& to, long long offset, int rows, int valid,
-                                         int own, int together, const char* rows_smem) {
+                                         int thread, int threads, const char* rows_smem) {
   storage_t* const data = reinterpret_cast<storage_t*>(to.data) + offset;
   const bool vectors = to.col == 1 && to.row % STORED_VECTOR == 0 &&
                        reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
   constexpr int PIECES = (WIDTH + STORED_VECTOR - 1) / STORED_VECTOR;
 #pragma unroll 1
-  for (int n = own; n < rows * PIECES; n += together) {
+  for (int n = thread; n < rows * PIECES; n += threads) {
     const int row = n / PIECES, piece = n % PIECES;
     if (row >= valid) break;
     const auto stored =
-        *reinterpret_cast<const StoredVector*>(rows_smem + place<row_bytes(WIDTH)>(row, piece));
+        *reinterpret_cast<const StoredVector*>(rows_smem + swizzled_offset<row_bytes(WIDTH)>(row, piece));
     storage_t* const target = data + row * to.row + STORED_VECTOR * piece * to.col;
     if (vectors && STORED_VECTOR * (piece + 1) <= WIDTH) {
       *reinterpret_cast<StoredVector*>(target) = stored;

@@ -1,8 +1,8 @@
 // The online softmax on fragments of scores: the twin of reference/cpu/softmax.py for tensor cores.
 //
-// Scores stay as the product left them, and logits are `unit` times a score: so the maximum is one
-// of scores, and 2^x takes one multiply-add before it. The four lanes of a row hold the same m, and
-// a partial l of their own columns, which `row_sum` joins at the end.
+// Scores stay as the product left them; logits are `logit_scale` times a score. So m is a maximum of
+// scores, and 2^x needs one multiply-add before it. The four lanes of a row hold the same m and a
+// partial l of their own columns, which row_sum reduces at the end.
 #pragma once
 #include "fragment_rows.cuh"
 #include "../common/power.cuh"
@@ -12,15 +12,15 @@ namespace fragment_softmax {
 
 constexpr accum_t LOG2_E = static_cast<accum_t>(1.4426950408889634);
 
-// The larger number, or the first where the second is NaN. The first is none.
+// The larger number, or x if y is NaN. x is not NaN.
 __device__ __forceinline__ float larger(float x, float y) { return fmax(x, y); }
 __device__ __forceinline__ double larger(double x, double y) { return y > x ? y : x; }
 
-// A maximum that lags stays where it is as long as no weight exceeds 2^LAG, so that sums are seldom
-// rescaled. Weights of 16 bits lose none of them; in wider types log(l) would lose some of m's.
+// With a lagging maximum, m stays as long as no weight exceeds 2^LAG, so that sums are rarely
+// rescaled. 16-bit weights lose no precision by it; in wider types log(l) would cancel bits of m.
 constexpr accum_t LAG = 8;
 
-// Where |m * c| is larger, the rounding of m * c would show in s * c - m * c.
+// Above this |m * c|, its rounding error is visible in s * c - m * c, so (s - m) * c is used.
 constexpr accum_t LARGEST_OFFSET = 1048576;
 
 template <int ROWS, int COLUMNS>
@@ -34,9 +34,9 @@ __device__ __forceinline__ void init_state(accum_t (&m)[ROWS], accum_t (&l)[ROWS
   matmul::clear(acc);
 }
 
-// m_new = max(m, row maxima of the tile), or m where it LAGS and stays; NaN is passed over. Whether
-// any of the warp's rows grew. `c` is unit * log2 e.
-template <bool LAGS = (STORAGE < 2), int ROWS, int COLUMNS>
+// m_new = max(m, row maxima of the tile), ignoring NaN, or m if it LAGS and may stay. Returns whether
+// the maximum of any of the warp's rows moved. `c` is logit_scale * log2 e.
+template <bool LAGS = fragment::Mma::LAGS, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
                                         accum_t (&m_new)[ROWS], accum_t c) {
   bool grew = false;
@@ -49,8 +49,8 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
       m_new[r] = larger(m_new[r], ptx::shuffle_xor(m_new[r], lanes));
     }
-    // Row by row, so that no bit of a row depends on its neighbours. The first maximum of a row
-    // does not stay, also where c is 0.
+    // Decided for each row by itself, so that no bit of a row depends on its neighbours. The first
+    // maximum of a row always moves, even if c is 0.
     const bool stays = LAGS ? (m_new[r] - m[r]) * c <= LAG : m_new[r] == m[r];
     if (stays) m_new[r] = m[r];
     grew = grew || !stays;
@@ -58,7 +58,7 @@ __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const
   return ptx::any_lane(grew);
 }
 
-// Brings l from the old maxima to the new ones; what is accumulated is to be multiplied by `alpha`.
+// Rescales l from the old maxima to the new ones; the output must be multiplied by `alpha`.
 template <int ROWS>
 __device__ __forceinline__ void raise_max(accum_t (&m)[ROWS], const accum_t (&m_new)[ROWS],
                                           accum_t (&l)[ROWS], accum_t (&alpha)[ROWS], accum_t c) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void scale_rows(accum_t (&acc)[ROWS][COLUMNS],
   }
 }
 
-// Brings l and the accumulated output from the old maxima to the new ones.
+// Rescales l and the accumulated output from the old maxima to the new ones.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_new)[ROWS],
                                         accum_t (&l)[ROWS], accum_t (&acc)[ROWS][COLUMNS],
@@ -91,7 +91,8 @@ __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_ne
   scale_rows(acc, alpha);
 }
 
-// offset = m c, or 0 without a maximum. Whether its rounding would show in any of the warp's rows.
+// offset = m c, or 0 if there is no maximum. Returns whether its rounding error is visible in any of
+// the warp's rows.
 template <int ROWS>
 __device__ __forceinline__ bool find_offset(const accum_t (&m)[ROWS], accum_t c,
                                             accum_t (&offset)[ROWS]) {
@@ -104,8 +105,8 @@ __device__ __forceinline__ bool find_offset(const accum_t (&m)[ROWS], accum_t c,
   return ptx::any_lane(large);
 }
 
-// Makes s into p = 2^((s - m) c); l grows by its row sums. Where `masked`, a score of -inf becomes
-// the weight of a pair that takes no part.
+// s becomes p = 2^((s - m) c), and l grows by its row sums. With `masked`, a score of -inf becomes the
+// weight of a masked pair.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
                                              accum_t (&l)[ROWS], accum_t c, bool masked) {
@@ -113,11 +114,11 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
   if (find_offset(m, c, offset)) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      // Row by row, so that no bit of a row depends on its neighbours.
-      const bool own = !(fabs(offset[r]) <= LARGEST_OFFSET);
+      // Decided for each row by itself, so that no bit of a row depends on its neighbours.
+      const bool inexact = !(fabs(offset[r]) <= LARGEST_OFFSET);
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) s[r][n] -= own ? m[r] : accum_t(0);
-      if (own) offset[r] = 0;
+      for (int n = 0; n < COLUMNS; ++n) s[r][n] -= inexact ? m[r] : accum_t(0);
+      if (inexact) offset[r] = 0;
     }
   }
   if (masked) {
@@ -125,9 +126,9 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        const bool seen = s[r][n] != -number::infinity();
+        const bool unmasked = s[r][n] != -number::infinity();
         const accum_t p = power::exp2(fma(s[r][n], c, -offset[r]));
-        s[r][n] = seen ? p : matmul::no_part();
+        s[r][n] = unmasked ? p : matmul::masked_weight();
         l[r] += s[r][n];
       }
     }
@@ -143,12 +144,12 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
   }
 }
 
-// The same by halves of the columns: the weights of one in which the warp has no pair that takes
-// part are 0, without being computed.
+// exponentiate for each half of the columns: a half in which all of the warp's pairs are masked gets
+// weights of 0 without computing them.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void exponentiate_halves(accum_t (&s)[ROWS][COLUMNS],
                                                     const accum_t (&m)[ROWS], accum_t (&l)[ROWS],
-                                                    accum_t c, const bool (&takes_part)[2]) {
+                                                    accum_t c, const bool (&is_active)[2]) {
   accum_t offset[ROWS];
   const bool large = find_offset(m, c, offset);
 #pragma unroll
@@ -156,27 +157,27 @@ __device__ __forceinline__ void exponentiate_halves(accum_t (&s)[ROWS][COLUMNS],
     const int begin = half * COLUMNS / 2, end = begin + COLUMNS / 2;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      if (!takes_part[half]) {
+      if (!is_active[half]) {
 #pragma unroll
         for (int n = begin; n < end; ++n) s[r][n] = 0;
         continue;
       }
-      const bool own = !(fabs(offset[r]) <= LARGEST_OFFSET);
-      const accum_t left = own ? accum_t(0) : offset[r];
+      const bool inexact = !(fabs(offset[r]) <= LARGEST_OFFSET);
+      const accum_t rest = inexact ? accum_t(0) : offset[r];
       if (large) {
 #pragma unroll
-        for (int n = begin; n < end; ++n) s[r][n] -= own ? m[r] : accum_t(0);
+        for (int n = begin; n < end; ++n) s[r][n] -= inexact ? m[r] : accum_t(0);
       }
 #pragma unroll
       for (int n = begin; n < end; ++n) {
-        s[r][n] = power::exp2(fma(s[r][n], c, -left));
+        s[r][n] = power::exp2(fma(s[r][n], c, -rest));
         l[r] += s[r][n];
       }
     }
   }
 }
 
-// Joins the partial sums of the lanes that share rows; all of them get the whole.
+// Reduces the partial sums over the lanes that share rows; all of them get the result.
 template <int ROWS>
 __device__ __forceinline__ void row_sum(accum_t (&l)[ROWS]) {
 #pragma unroll
@@ -186,14 +187,14 @@ __device__ __forceinline__ void row_sum(accum_t (&l)[ROWS]) {
   }
 }
 
-// Makes the maxima into logits, and adds one key of logit `sink` and value 0: `weight` is what is
-// left of the accumulated output.
+// Turns the maxima into logits and adds the sink, a key of logit `sink` with value 0; the accumulated
+// output must be multiplied by `weight`.
 template <int ROWS>
 __device__ __forceinline__ void join_sink(accum_t (&m)[ROWS], accum_t (&l)[ROWS],
-                                          accum_t (&weight)[ROWS], accum_t unit, accum_t sink) {
+                                          accum_t (&weight)[ROWS], accum_t logit_scale, accum_t sink) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    if (m[r] != -number::infinity()) m[r] *= unit;
+    if (m[r] != -number::infinity()) m[r] *= logit_scale;
     weight[r] = 1;
     if (sink != -number::infinity()) {
       const accum_t top = m[r] > sink ? m[r] : sink;

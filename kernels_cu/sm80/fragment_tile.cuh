@@ -1,48 +1,48 @@
-// What happens to a tile of scores before the softmax where they lie in fragments: the twin of
-// reference/cpu/tile.py for tensor cores.
+// A tile of scores before the softmax, in fragments: its class, score mods, masks, dropout. The twin
+// of reference/cpu/tile.py for tensor cores.
 #pragma once
 #include "fragment_rows.cuh"
 
 namespace fragment_tile {
 
-// A tile that is not EMPTY: the first of the rows that pass by, and how many of them exist. Without
-// one there are none.
-struct Next {
+// A tile of the streamed operand that is not EMPTY: its first row, and how many of its rows exist. 0
+// rows: there is no further tile.
+struct Tile {
   long long first;
   int rows;
   int tile_class;
 };
 
-// The classes of THREADS tiles, found together: bit n of word w tells of tile 32 w + n.
+// The classes of THREADS tiles: bit n of word w is that of tile 32 w + n.
 struct Classes {
   unsigned int some[fragment::WARPS];  // not EMPTY
   unsigned int full[fragment::WARPS];
 };
 
-// The next tile of BLOCK rows from row `first` on, of `length`, that is not EMPTY; `describe` makes
-// the box of a tile from its first row and their number. Every thread finds the class of one tile,
-// when the tiles before are done. All threads of the block call this together, from row 0 on.
+// The next tile of BLOCK rows, from row `first` on, of `length`, that is not EMPTY. `describe` returns
+// the bounds of a tile from its first row and number of rows. The classes of THREADS tiles are found
+// at a time, one by each thread. All threads of the block call this together, from row 0 on.
 template <int BLOCK, class Describe>
-__device__ __forceinline__ Next next_tile(const Params& p, Classes& classes_smem, long long first,
+__device__ __forceinline__ Tile next_tile(const Params& p, Classes& classes_smem, long long first,
                                           long long length, const Describe& describe) {
 #pragma unroll 1
   while (first < length) {
-    if constexpr (!HAS_MASK) return Next{first, tile::rows_from(first, length, BLOCK), FULL};
+    if constexpr (!HAS_MASK) return Tile{first, tile::rows_from(first, length, BLOCK), FULL};
     const int n = static_cast<int>(static_cast<unsigned long long>(first) / BLOCK % THREADS);
     if (n == 0) {
-      __syncthreads();  // the classes before, which were read
-      // Beyond the last tile, the last one's class: all lanes ask together.
-      const long long last = (length - 1) / BLOCK * BLOCK, place = first + threadIdx.x * BLOCK;
-      const long long own = place < last ? place : last;
-      int tile_class = tile::classify_tile(p, describe(own, tile::rows_from(own, length, BLOCK)));
-      if (place > last) tile_class = EMPTY;
+      __syncthreads();  // the previous classes, which other threads may still read
+      // Beyond the last tile, threads classify the last one, because all lanes must take part.
+      const long long last = (length - 1) / BLOCK * BLOCK, start = first + threadIdx.x * BLOCK;
+      const long long classified = start < last ? start : last;
+      int tile_class = tile::classify_tile(p, describe(classified, tile::rows_from(classified, length, BLOCK)));
+      if (start > last) tile_class = EMPTY;
       const unsigned int some = ptx::ballot(tile_class != EMPTY);
       const unsigned int full = ptx::ballot(tile_class == FULL);
       if (ptx::lane_index() == 0) {
         classes_smem.some[threadIdx.x / ptx::WARP_SIZE] = some;
         classes_smem.full[threadIdx.x / ptx::WARP_SIZE] = full;
       }
-      __syncthreads();  // the classes, which other threads found
+      __syncthreads();  // the classes, written by all warps
     }
     const unsigned int some = classes_smem.some[n / 32] >> n % 32;
     if (some == 0) {
@@ -52,13 +52,13 @@ __device__ __forceinline__ Next next_tile(const Params& p, Classes& classes_smem
     const int skipped = __ffs(static_cast<int>(some)) - 1;
     const bool full = (classes_smem.full[n / 32] >> (n % 32 + skipped) & 1) != 0;
     first += skipped * BLOCK;
-    return Next{first, tile::rows_from(first, length, BLOCK), full ? FULL : PARTIAL};
+    return Tile{first, tile::rows_from(first, length, BLOCK), full ? FULL : PARTIAL};
   }
-  return Next{first, 0, EMPTY};
+  return Tile{first, 0, EMPTY};
 }
 
-// Where a thread's pairs lie: of element (r, n) the query is `i` + 8 r, the key `j` + that of
-// column n. So many rows and columns are left from there that exist.
+// The pairs of a thread: element (r, n) is query `i` + 8 r and key `j` + key_of(n). rows and columns
+// count the queries and keys after the first that exist.
 struct Pairs {
   long long i, j;
   int rows, columns;
@@ -76,7 +76,7 @@ struct Pairs {
     return Site{box.b,     box.h,       i + 8 * r,   j + key_of(n), box.len_q,
                 box.len_k, box.start_q, box.start_k, 8 * r,         key_of(n)};
   }
-  // The same, or that of the last query before it that exists; and where KEYS_END of the last key.
+  // That site, clamped to the last query that exists and, with KEYS_END, to the last key.
   template <bool KEYS_END = true>
   __device__ __forceinline__ Site nearest(const TileBox& box, int r, int n) const {
     Site at = site(box, r, n);
@@ -86,29 +86,29 @@ struct Pairs {
   }
 };
 
-// The bits of a thread's columns up to key `last`, counted from its first.
+// The mask bits of a thread's columns up to key `last`, counted from its first.
 __device__ __forceinline__ unsigned int columns_to(int last) {
   const int highest = (last >> 3) * 2 + tile::smaller(last & 7, 1);
   return last < 0 ? 0 : (2u << highest) - 1;
 }
 
-// How far `position` lies behind `first`, which is not negative; -1 or BLOCK_KV where it lies
-// before or beyond a tile.
+// The distance of `position` from `first`, which is not negative; -1 if it lies before, BLOCK_KV if it
+// lies beyond the tile.
 __device__ __forceinline__ int distance(long long position, long long first) {
   if (position < first) return -1;
   return position - first < BLOCK_KV ? static_cast<int>(position - first) : BLOCK_KV;
 }
 
-// Which of a thread's pairs take part: bit n of word r tells of element (r, n). They exist, and the
-// mask allows them. Where that is a range of keys, the mask is asked once for a row, without a
-// branch, lest rows wait for each other; else generated code stands here for AT_ONCE columns.
-// Returns whether any pair of the warp takes part.
+// Evaluates the mask: bit n of mask[r] is set if the pair of element (r, n) exists and is not masked.
+// If the mask is a range of keys, the range is computed once a row, without a branch, so that rows
+// overlap; else mask_allows is instantiated for AT_ONCE columns. Returns whether any pair of the warp
+// is unmasked.
 template <int COLUMNS, int AT_ONCE = 1, int ROWS>
-__device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, int tile_class,
-                                           unsigned int (&allowed)[ROWS]) {
+__device__ __forceinline__ bool evaluate_mask(const Params& p, const TileBox& box, int tile_class,
+                                           unsigned int (&mask)[ROWS]) {
   static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
   const Pairs pairs(box);
-  int low[ROWS], high[ROWS];  // keys, counted from the thread's first
+  int low[ROWS], high[ROWS];  // keys, relative to the thread's first
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     low[r] = 0;
@@ -121,7 +121,7 @@ __device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, 
         const KeyRange seen = mask_range(p, pairs.nearest<false>(box, r, 0));
         const int last = distance(seen.high, box.j_low) - fragment::lane_column();
         high[r] = tile::smaller(last, high[r]);
-        // Most ranges have no lower end, and the compiler knows.
+        // Most ranges have no lower end, and the compiler can tell.
         if (seen.low != SMALLEST_INT) {
           low[r] = distance(seen.low, box.j_low) - fragment::lane_column();
         }
@@ -129,51 +129,51 @@ __device__ __forceinline__ bool find_pairs(const Params& p, const TileBox& box, 
     }
   }
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) allowed[r] = columns_to(high[r]) & ~columns_to(low[r] - 1);
+  for (int r = 0; r < ROWS; ++r) mask[r] = columns_to(high[r]) & ~columns_to(low[r] - 1);
   if constexpr (HAS_MASK && !HAS_RANGE) {
     if (tile_class == PARTIAL) {
 #pragma unroll AT_ONCE
       for (int n = 0; n < COLUMNS; ++n) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-          // What does not hang on the key is read before the loop, because every pass needs it.
-          if (!mask_allows(p, pairs.nearest(box, r, n))) allowed[r] &= ~(1u << n);
+          // The compiler hoists what does not depend on the key out of the loop.
+          if (!mask_allows(p, pairs.nearest(box, r, n))) mask[r] &= ~(1u << n);
         }
       }
     }
   }
   unsigned int any = 0;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) any |= allowed[r];
+  for (int r = 0; r < ROWS; ++r) any |= mask[r];
   return ptx::any_lane(any != 0);
 }
 
-// Whether the warp has a pair that takes part in each half of a tile's columns; `allowed` is as
-// find_pairs has made it for two rows.
+// For each half of a tile's columns, whether the warp has an unmasked pair there, from the mask bits
+// of two rows.
 template <int COLUMNS>
-__device__ __forceinline__ void find_halves(const unsigned int (&allowed)[2],
+__device__ __forceinline__ void find_active_halves(const unsigned int (&mask)[2],
                                             bool (&takes_part)[2]) {
-  const unsigned int any = allowed[0] | allowed[1];
+  const unsigned int any = mask[0] | mask[1];
   takes_part[0] = ptx::any_lane((any & ((1u << COLUMNS / 2) - 1)) != 0);
   takes_part[1] = ptx::any_lane(any >> COLUMNS / 2 != 0);
 }
 
-// Gives pairs that take no part the score -inf.
+// Sets the scores of masked pairs to -inf.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void hide_pairs(accum_t (&s)[ROWS][COLUMNS],
-                                           const unsigned int (&allowed)[ROWS]) {
+__device__ __forceinline__ void apply_mask(accum_t (&s)[ROWS][COLUMNS],
+                                           const unsigned int (&mask)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if ((allowed[r] >> n & 1) == 0) s[r][n] = -number::infinity();
+      if ((mask[r] >> n & 1) == 0) s[r][n] = -number::infinity();
     }
   }
 }
 
-// Gives keys that do not exist the score -inf: of the tile's there are so many.
+// Sets the scores of keys that do not exist to -inf, in a tile of `keys` keys.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int keys) {
+__device__ __forceinline__ void mask_missing_keys(accum_t (&s)[ROWS][COLUMNS], int keys) {
   const int columns = keys - fragment::lane_column();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -184,27 +184,26 @@ __device__ __forceinline__ void hide_beyond(accum_t (&s)[ROWS][COLUMNS], int key
   }
 }
 
-// Columns for which warpgroups ask a mask together: what it reads of all is on its way at a time.
-constexpr int ASKED_AT_ONCE = MASK_STEPS <= 16 ? 32 : 2;
+// Columns for which warpgroups evaluate a mask at a time, so that their loads overlap.
+constexpr int MASK_COLUMNS_AT_ONCE = MASK_STEPS <= 16 ? 32 : 2;
 
-// Columns of scores that warpgroups' generated code changes together, of so many: all, unless it is
-// long.
-constexpr bool IS_LONG = SCORE_STEPS > 32;
+// Columns whose score mod warpgroups instantiate at a time: all, unless its code is long.
+constexpr bool IS_LONG_SCORE_MOD = SCORE_STEPS > 32;
 __device__ constexpr int columns_at_once(int columns) {
-  if (!IS_LONG) return columns;
+  if (!IS_LONG_SCORE_MOD) return columns;
   return columns % 8 == 0 ? 8 : 4;
 }
 
-// Makes a thread's scores into changed logits. Of pairs that do not exist they may be anything;
-// what is read for them is of the last query that does, and where KEYS_END of the last key.
-// Generated code stands here for STEP columns, which all columns pass, so many at a time. Returns
-// whether any may be -inf.
+// Turns a thread's scores into logits: scale, then score mod. The results of pairs that do not exist
+// are arbitrary; table look-ups for them are clamped to the last query and, with KEYS_END, the last
+// key. The score mod is instantiated for STEP columns, through which all columns rotate. Returns
+// whether any logit may be -inf.
 template <bool KEYS_END, int STEP = 2, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool change_scores(const Params& p, const Given& given,
+__device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConstants& constants,
                                               const TileBox& box, accum_t (&s)[ROWS][COLUMNS],
                                               accum_t scale) {
   const Pairs pairs(box);
-  accum_t sum[ROWS];  // of logits: not finite if one of them is not
+  accum_t sum[ROWS];  // of logits, not finite if one of them is not
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) sum[r] = 0;
 #pragma unroll 1
@@ -215,8 +214,8 @@ __device__ __forceinline__ bool change_scores(const Params& p, const Given& give
       for (int n = 0; n < STEP; ++n) {
         Site at = SCORE_READS ? pairs.nearest<KEYS_END>(box, r, column + n)
                               : pairs.site(box, r, column + n);
-        at.step_j = Pairs::key_of(n);  // without the column, where it is not known
-        s[r][n] = score_changed(p, given, s[r][n] * scale, at);
+        at.step_j = Pairs::key_of(n);  // `column` is no compile-time constant
+        s[r][n] = score_mod(p, constants, s[r][n] * scale, at);
         sum[r] += s[r][n];
       }
     }
@@ -228,9 +227,9 @@ __device__ __forceinline__ bool change_scores(const Params& p, const Given& give
   return !finite;
 }
 
-// Drops weights: a pair that is dropped gets the weight 0, and what survives is divided by the
-// probability of that at the end. One draw serves four keys of a row, which two lanes hold: of two
-// rows, each of the lanes draws for one.
+// Applies dropout: the weight of a dropped pair becomes 0. The division by the probability of keeping
+// is left to the epilogue. One draw serves four keys of a row, which two lanes hold: of two rows, each
+// of the two lanes draws for one.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& box,
                                               accum_t (&s)[ROWS][COLUMNS]) {
@@ -249,14 +248,14 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         // The first lane holds keys 0 and 1 of four, the second 2 and 3.
-        const unsigned int given = second ? drawn.word[n] : drawn.word[2 + n];
+        const unsigned int sent = second ? drawn.word[n] : drawn.word[2 + n];
         const unsigned int kept = second ? drawn.word[2 + n] : drawn.word[n];
-        const unsigned int got = ptx::shuffle_xor(given, 1);
-        const unsigned int word[2] = {second ? got : kept, second ? kept : got};
+        const unsigned int received = ptx::shuffle_xor(sent, 1);
+        const unsigned int word[2] = {second ? received : kept, second ? kept : received};
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           accum_t& weight = s[r + x][n];
-          if (word[x] < p.drop_below && matmul::takes_part(weight)) weight *= accum_t(0);
+          if (word[x] < p.drop_below && matmul::is_unmasked(weight)) weight *= accum_t(0);
         }
       }
     }

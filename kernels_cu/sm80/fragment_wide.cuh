@@ -1,17 +1,17 @@
-// Products of tiles of 4- and 8-byte elements by warps in pieces of 16 x 8 x 8: the twin of
+// Products of tiles of 4- and 8-byte elements by warps, by mma.m16n8k8: the twin of
 // reference/cpu/microkernel.py and reference/cpu/accumulate.py for tensor cores.
 //
-// float64 is multiplied as it is. A float32 is the sum of two numbers of 11 bits, which tensor
-// cores multiply, and a bit that is cut off; of the product of two such sums the smallest of four
-// terms is left out: its error is at most 2^-21 of it.
+// float64 is multiplied as it is. A float32 is split into two numbers of 11 bits, which tf32 holds, and
+// a last bit that is cut off. Of the four products of two split numbers the smallest is dropped: a
+// relative error of at most 2^-21.
 //
-// Of 8 neighbouring elements of a sum, a lane with t = lane % 4 brings numbers 2 t and 2 t + 1
-// where the instruction counts t and t + 4: any order will do if both operands have it. So what a
-// product leaves in registers is the left operand of the next one as it lies. Of a row that lies
-// along the sum a lane reads 16 bytes, which last for one or two pieces. Across it, it reads 16
-// bytes of two rows, and they make one column in each of several pieces: so a thread has 2
-// STORED_VECTOR neighbouring columns of a line of the result, columns 8 STORED_VECTOR (n / N) + N
-// (lane % 4) + n % N of it for N = 2 STORED_VECTOR.
+// ldmatrix moves 16-bit elements only, so lanes load 16 bytes of a row. Of 8 elements along the
+// contraction a lane with t = lane % 4 supplies elements 2 t and 2 t + 1 where the instruction expects
+// t and t + 4: any order will do if both operands have it, and with this one the result of a product
+// has the layout of a left operand. A K-major operand (rows along the contraction) needs one 16-byte
+// load for one or two instructions. Of an MN-major one a lane loads 16 bytes of two rows, which give
+// one column to each of several instructions: so a thread has 2 STORED_VECTOR adjacent columns of a
+// line of the result, for N = 2 STORED_VECTOR columns 8 STORED_VECTOR (n / N) + N (lane % 4) + n % N.
 #pragma once
 #include "fragment_rows.cuh"
 
@@ -19,35 +19,20 @@ namespace fragment {
 
 // -- elements -------------------------------------------------------------------------------------
 
-struct Split {
-  unsigned int large, small;
-};
-template <int>
-struct PartOf {
-  using type = Split;
-};
-template <>
-struct PartOf<3> {
-  using type = double;
-};
-using part_t = PartOf<STORAGE>::type;
-constexpr int TERMS = STORAGE == 3 ? 1 : 3;  // of a product of two parts
+using part_t = Mma::part;
+constexpr int TERMS = Mma::TERMS;  // products of parts that make a product of elements
 
-// Whether there are numbers that cannot be taken apart: infinities, and float32 from 2^127 on,
-// which may round to one.
-constexpr bool LIMITED = STORAGE == 2;
-
-__device__ Split part(unsigned short);  // of 16-bit types: never called
+__device__ Split part(unsigned short);  // for 16-bit types, never called
 __device__ __forceinline__ double part(double x) { return x; }
 
-// The larger number is rounded to 11 bits, which leaves 12 to the smaller one. Of that the
-// instruction cuts off what it does not multiply. NaN remains in the smaller one.
+// The large part is rounded to 11 bits, which leaves 12 to the small one; the instruction ignores the
+// last of these. The small part of NaN is NaN.
 __device__ __forceinline__ Split part(float x) {
   const unsigned int large = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
   return Split{large, __float_as_uint(x - __uint_as_float(large))};
 }
 
-// c += term number `term` of a b, the smaller ones first.
+// c += term number `term` of a b; the smaller terms come first.
 __device__ __forceinline__ void mma(int, double& c0, double& c1, double& c2, double& c3,
                                     const double (&a)[4], double b0, double b1) {
   ptx::mma_m16n8k8_f64(c0, c1, c2, c3, a, b0, b1);
@@ -65,64 +50,64 @@ __device__ __forceinline__ storage_t element_of(const char* tile_smem) {
   return *reinterpret_cast<const storage_t*>(tile_smem);
 }
 
-// Bytes between the beginning of a tile and an element.
+// Bytes from the beginning of a tile to an element.
 template <int ROW_BYTES>
-__device__ __forceinline__ int place_of(int row, int column) {
-  return place<ROW_BYTES>(row, column / STORED_VECTOR) +
+__device__ __forceinline__ int element_offset(int row, int column) {
+  return swizzled_offset<ROW_BYTES>(row, column / STORED_VECTOR) +
          column % STORED_VECTOR * static_cast<int>(sizeof(storage_t));
 }
 
 // -- operands -------------------------------------------------------------------------------------
 
-constexpr int STEP = 4 * STORED_VECTOR;  // elements of a row that four lanes read at a time
-constexpr int PIECES = STEP / 8;         // of the sum, that they last for
+constexpr int STEP = 4 * STORED_VECTOR;  // elements of a row that four lanes load at a time
+constexpr int PIECES = STEP / 8;         // instructions that these suffice for
 
-// The lane's row of 8, along the sum.
+// A K-major operand: the lane's row of 8.
 template <int ROW_BYTES>
-struct AlongRow {
+struct KMajorRow {
   const char* row_smem;
   int piece;
 
-  __device__ __forceinline__ explicit AlongRow(const char* rows_smem)
+  __device__ __forceinline__ explicit KMajorRow(const char* rows_smem)
       : row_smem(rows_smem + lane_row() * ROW_BYTES),
         piece((ptx::lane_index() % 4 ^ swizzle(lane_row())) << 4) {}
 
-  // Step `step` of the row that is `rows`, a multiple of 8, further.
+  // Step `step` of the row that is `rows` further, a multiple of 8.
   __device__ __forceinline__ StoredVector at(int rows, int step) const {
     return *reinterpret_cast<const StoredVector*>(row_smem + rows * ROW_BYTES + step / 2 * 128 +
                                                   (piece ^ step % 2 * 64));
   }
 };
 
-// The lane's two rows of 8, across the sum.
+// An MN-major operand: the lane's two rows of 8.
 template <int ROW_BYTES>
-struct AcrossRows {
+struct MnMajorRows {
   const char* row_smem;
   int piece;
 
-  __device__ __forceinline__ explicit AcrossRows(const char* tile_smem)
+  __device__ __forceinline__ explicit MnMajorRows(const char* tile_smem)
       : row_smem(tile_smem + lane_column() * ROW_BYTES),
         piece((lane_row() ^ swizzle(lane_column())) << 4) {}
 
-  // Line `line` of the first or second row of those that are `rows`, a multiple of 8, further.
+  // Line `line` of the first or second row, `rows` rows further, a multiple of 8.
   __device__ __forceinline__ StoredVector at(int rows, int second, int line) const {
-    const int own = second ? piece ^ (swizzle(1) << 4) : piece;
+    const int swizzled = second ? piece ^ (swizzle(1) << 4) : piece;
     return *reinterpret_cast<const StoredVector*>(row_smem + (rows + second) * ROW_BYTES +
-                                                  line * 128 + own);
+                                                  line * 128 + swizzled);
   }
 };
 
-// Rows that begin at rows_smem, as the left operand of products along them, 16 M at a time.
+// Rows that begin at rows_smem, as the K-major left operand of products, 16 M rows at a time.
 template <int WIDTH, int M>
 struct LeftRows {
   static constexpr int STEPS = whole_columns(WIDTH) / STEP;
   const char* begin_smem;
-  AlongRow<row_bytes(WIDTH)> rows;
+  KMajorRow<row_bytes(WIDTH)> rows;
 
   __device__ __forceinline__ explicit LeftRows(const char* rows_smem)
       : begin_smem(rows_smem), rows(rows_smem) {}
 
-  // Loads a step.
+  // Loads and splits a step.
   __device__ __forceinline__ void load(part_t (&to)[M][PIECES][4], int step) const {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
@@ -138,14 +123,14 @@ struct LeftRows {
 template <int WIDTH>
 struct Left<WIDTH, false, true> : LeftRows<WIDTH, M_TILES> {
   using LeftRows<WIDTH, M_TILES>::LeftRows;
-  __device__ __forceinline__ void hold() {}  // nothing: they would take too many registers
+  __device__ __forceinline__ void load_registers() {}  // nothing: registers are too few
 };
 
 // -- products -------------------------------------------------------------------------------------
 
-// Products of up to 16 numbers of a sum, in as many as TILES pieces of 8 columns of c. Tensor cores
-// cut off the last bits of a float32 sum: only of such a short one, which is then added with
-// rounding. Columns n and n + `apart` of a thread's belong to a piece.
+// The products of up to 16 elements of the contraction, for up to TILES tiles of 8 columns of c.
+// Tensor cores truncate the float32 sums they accumulate: so they form these short sums only, which
+// are then added to c with rounding. A thread's columns n and n + `distance` belong to a tile.
 template <int TILES, int M>
 struct Sums {
   static constexpr bool SHORT = TERMS > 1;
@@ -153,35 +138,35 @@ struct Sums {
 
   template <int ROWS, int COLUMNS>
   __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS], int m, int tile, int n,
-                                           int apart, int term, const part_t (&a)[4],
+                                           int distance, int term, const part_t (&a)[4],
                                            const part_t& b0, const part_t& b1) {
     if constexpr (SHORT) {
       accum_t(&to)[4] = part[tile][m];
       mma(term, to[0], to[1], to[2], to[3], a, b0, b1);
     } else {
       accum_t *const low = c[2 * m] + n, *const high = c[2 * m + 1] + n;
-      mma(term, low[0], low[apart], high[0], high[apart], a, b0, b1);
+      mma(term, low[0], low[distance], high[0], high[distance], a, b0, b1);
     }
   }
   template <int ROWS, int COLUMNS>
-  __device__ __forceinline__ void add(accum_t (&c)[ROWS][COLUMNS], int tile, int n, int apart) {
+  __device__ __forceinline__ void add(accum_t (&c)[ROWS][COLUMNS], int tile, int n, int distance) {
     if constexpr (SHORT) {
 #pragma unroll
       for (int r = 0; r < 2 * M; ++r) {
         c[r][n] += part[tile][r / 2][r % 2 * 2];
-        c[r][n + apart] += part[tile][r / 2][r % 2 * 2 + 1];
+        c[r][n + distance] += part[tile][r / 2][r % 2 * 2 + 1];
       }
     }
   }
 };
 
-// c = a b^T. UNROLL steps are in sight at a time.
+// c = a b^T. UNROLL steps are in flight.
 template <int UNROLL, int WIDTH, int M, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS],
                                               const LeftRows<WIDTH, M>& a, const char* b_smem) {
-  // Pieces of 8 columns.
+  // Tiles of 8 columns.
   constexpr int AT_ONCE = TERMS > 1 && M > 1 || COLUMNS % 8 != 0 ? 2 : 4;
-  const AlongRow<row_bytes(WIDTH)> rows(b_smem);
+  const KMajorRow<row_bytes(WIDTH)> rows(b_smem);
   matmul::clear(c);
 #pragma unroll UNROLL
   for (int step = 0; step < LeftRows<WIDTH, M>::STEPS; ++step) {
@@ -217,7 +202,7 @@ __device__ __forceinline__ void multiply_rows(accum_t (&c)[ROWS][COLUMNS],
   }
 }
 
-// Whether a number of the warp's is NaN.
+// Whether any element of the warp's part of c is NaN.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ bool any_nan(const accum_t (&c)[ROWS][COLUMNS]) {
   accum_t sum = 0;
@@ -229,8 +214,8 @@ __device__ __forceinline__ bool any_nan(const accum_t (&c)[ROWS][COLUMNS]) {
   return ptx::any_lane(sum != sum);
 }
 
-// Computes those elements of c = a b^T again that are NaN, from one number after the other: what is
-// infinite, or too large to be split, has made NaN of them.
+// Recomputes those elements of c = a b^T that are NaN, one by one: operands that are infinite, or too
+// large to be split, made them NaN.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_nan(accum_t (&c)[ROWS][COLUMNS], const char* a_smem,
                                              const char* b_smem) {
@@ -243,8 +228,8 @@ __device__ __forceinline__ void multiply_nan(accum_t (&c)[ROWS][COLUMNS], const 
       accum_t sum = 0;
 #pragma unroll 1
       for (int k = 0; k < WIDTH; ++k) {
-        sum += element_of(a_smem + place_of<row_bytes(WIDTH)>(8 * r + lane_row(), k)) *
-               element_of(b_smem + place_of<row_bytes(WIDTH)>(column, k));
+        sum += element_of(a_smem + element_offset<row_bytes(WIDTH)>(8 * r + lane_row(), k)) *
+               element_of(b_smem + element_offset<row_bytes(WIDTH)>(column, k));
       }
       c[r][0] = sum;
     }
@@ -256,14 +241,14 @@ __device__ __forceinline__ void multiply_nan(accum_t (&c)[ROWS][COLUMNS], const 
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(accum_t (&c)[ROWS][COLUMNS],
                                          const Left<WIDTH, false, true>& a, const char* b_smem) {
-  constexpr int UNROLL = TERMS > 1 ? 1 : 2;  // as far as registers go
+  constexpr int UNROLL = TERMS > 1 ? 1 : 2;  // limited by registers
   multiply_rows<UNROLL, WIDTH, M_TILES>(c, a, b_smem);
-  if constexpr (LIMITED) {
+  if constexpr (Mma::SPLIT_CAN_FAIL) {
     if (any_nan(c)) multiply_nan<WIDTH>(c, a.begin_smem, b_smem);
   }
 }
 
-// Weights are multiplied as they are.
+// Weights are not rounded.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void narrow(const accum_t (&p)[ROWS][COLUMNS],
                                        accum_t (&to)[ROWS][COLUMNS]) {
@@ -274,19 +259,19 @@ __device__ __forceinline__ void narrow(const accum_t (&p)[ROWS][COLUMNS],
   }
 }
 
-// All lines of a result exist.
+// A share that has all lines of a result.
 struct Whole {
   __device__ __forceinline__ bool has(int) const { return true; }
 };
 
-// c += a b for 8 rows of b from `row` on, of which a has the parts, and LINES lines of columns.
+// c += a b for 8 rows of b from `row` on, LINES lines of columns, and the parts of a in registers.
 template <int LINES, int BYTES, int M, int ROWS, int COLUMNS, class Lines = Whole>
-__device__ __forceinline__ void multiply_across(accum_t (&c)[ROWS][COLUMNS],
+__device__ __forceinline__ void multiply_mn_major(accum_t (&c)[ROWS][COLUMNS],
                                                 const part_t (&a)[M][4],
-                                                const AcrossRows<BYTES>& rows, int row,
+                                                const MnMajorRows<BYTES>& rows, int row,
                                                 const Lines& share = Whole()) {
   constexpr int V = STORED_VECTOR;
-  constexpr int AT_ONCE = TERMS > 1 && M > 1 ? V / 2 : V;  // pieces of 8 columns
+  constexpr int AT_ONCE = TERMS > 1 && M > 1 ? V / 2 : V;  // tiles of 8 columns
 #pragma unroll
   for (int line = 0; line < LINES; ++line) {
     if (!share.has(line)) break;
@@ -317,13 +302,13 @@ __device__ __forceinline__ void multiply_across(accum_t (&c)[ROWS][COLUMNS],
   }
 }
 
-// c += a b for weights a and rows b of WIDTH columns. Each 8 weights come to the front in turn.
+// c += a b for weights a and rows b of WIDTH columns. The weights rotate, 8 for each step.
 template <int WIDTH, int ROWS, int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], accum_t (&a)[ROWS][DEPTH],
                                              const char* b_smem) {
-  // More short sums at a time would not fit into registers.
+  // Unrolling would need more registers for short sums than there are.
   constexpr int UNROLL = TERMS > 1 ? 1 : DEPTH / 2;
-  const AcrossRows<row_bytes(WIDTH)> rows(b_smem);
+  const MnMajorRows<row_bytes(WIDTH)> rows(b_smem);
 #pragma unroll UNROLL
   for (int k = 0; k < DEPTH; k += 2) {
     part_t left[ROWS / 2][4];
@@ -332,24 +317,24 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], accum_
       left[r / 2][r % 2] = part(a[r][0]);
       left[r / 2][r % 2 + 2] = part(a[r][1]);
     }
-    multiply_across<whole_columns(WIDTH) / LINE>(c, left, rows, 4 * k);
+    multiply_mn_major<whole_columns(WIDTH) / LINE>(c, left, rows, 4 * k);
     rotate<2>(a);
   }
 }
 
-// Column of a result whose thread's columns lie as at the top, for its element n.
+// Column of a thread's element n in a result of an MN-major operand.
 __device__ __forceinline__ int column_of(int n) {
   constexpr int N = 2 * STORED_VECTOR;
   return n / N * LINE + N * (ptx::lane_index() % 4) + n % N;
 }
 
-// Whether a number takes part in products by tensor cores.
+// Whether tensor cores can multiply a number.
 __device__ __forceinline__ bool fits(float x) { return fabs(x) < 0x1p127f; }
 __device__ __forceinline__ bool fits(double x) { return number::is_finite(x); }
 
-// c += a b for those elements of b only that do not fit, without pairs that take no part: the
-// product leaves them to this. Every thread takes the weights of its rows from the lane that has
-// them.
+// c += a b for those elements of b alone that do not fit, skipping masked pairs; the main product then
+// runs with zeros in their place. Every thread fetches the weights of its rows from the lane that
+// holds them.
 template <int WIDTH, int ROWS, int DEPTH, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(accum_t (&c)[ROWS][COLUMNS],
                                               accum_t (&a)[ROWS][DEPTH], const char* b_smem) {
@@ -363,10 +348,10 @@ __device__ __forceinline__ void add_nonfinite(accum_t (&c)[ROWS][COLUMNS],
     }
 #pragma unroll 1
     for (int n = 0; n < COLUMNS; ++n) {
-      const accum_t value = element_of(b_smem + place_of<row_bytes(WIDTH)>(k, column_of(n)));
+      const accum_t value = element_of(b_smem + element_offset<row_bytes(WIDTH)>(k, column_of(n)));
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        if (!fits(value) && matmul::takes_part(weight[r])) c[r][0] += weight[r] * value;
+        if (!fits(value) && matmul::is_unmasked(weight[r])) c[r][0] += weight[r] * value;
       }
       rotate<1>(c);
     }
@@ -376,8 +361,8 @@ __device__ __forceinline__ void add_nonfinite(accum_t (&c)[ROWS][COLUMNS],
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes a warp's rows of a result of WIDTH columns, times a factor each, to shared memory that is
-// the warp's own.
+// Writes a warp's rows of a result of WIDTH columns, each times a factor, to shared memory that only
+// this warp uses.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void put_rows(Wide, const accum_t (&result)[ROWS][COLUMNS],
                                          const accum_t (&factor)[ROWS], char* rows_smem) {
@@ -390,7 +375,7 @@ __device__ __forceinline__ void put_rows(Wide, const accum_t (&result)[ROWS][COL
       for (int x = 0; x < STORED_VECTOR; ++x) {
         piece.x[x] = static_cast<storage_t>(result[r][n + x] * factor[r]);
       }
-      const int at = place<row_bytes(WIDTH)>(8 * r + lane_row(), column_of(n) / STORED_VECTOR);
+      const int at = swizzled_offset<row_bytes(WIDTH)>(8 * r + lane_row(), column_of(n) / STORED_VECTOR);
       *reinterpret_cast<StoredVector*>(rows_smem + at) = piece;
     }
   }

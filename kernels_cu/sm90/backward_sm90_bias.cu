@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const v_smem = do_smem + BLOCK_Q * DO_BYTES;
   Known* const known_smem = reinterpret_cast<Known*>(q_smem + TILE_BYTES);
 
-  if (threadIdx.x == 0) known_smem->own = bias_tile::Own(p);
+  if (threadIdx.x == 0) known_smem->own = bias_tile::BiasTile(p);
   __syncthreads();  // which tile of the bias it is
   const fragment_bias::Tiles tiles(p, *known_smem);
   const int warp_query = threadIdx.x / ptx::WARP_SIZE * 16;
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const warpgroup::SmemDesc d_out =
       warpgroup::make_smem_desc(ptx::shared_address(do_smem) + own_query * DO_BYTES, 0);
   const warpgroup::SmemDesc v = warpgroup::make_smem_desc(ptx::shared_address(v_smem), 0);
-  fragment_gradient::RowNumbers numbers;
+  fragment_gradient::RowStatistics numbers;
   const auto begin_scores = [&](const Passing& next) {
     warpgroup_rows::begin_queries<D>(q_smem, next.rows[0], next.at.i0, next.at.ni);
     warpgroup_rows::begin_rows<BLOCK_KV, D>(k_smem, next.rows[1], next.at.j0, next.at.nj);
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   float total[ROWS][COLUMNS];
   matmul::clear(total);
   int slot = 0;
-  fragment_tile::Next now = tiles.next_from(0);
+  fragment_tile::Tile now = tiles.next_from(0);
   tiles.tell(now, slot);
   __syncthreads();  // what is known of the tile
   if (now.rows > 0) {
@@ -92,15 +92,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::wgmma_fence();
     warpgroup::multiply<D, BLOCK_KV>(s, q, k);
     ptx::wgmma_commit();
-    const fragment_tile::Next next = tiles.next_from(now.first + 1);
+    const fragment_tile::Tile next = tiles.next_from(now.first + 1);
     tiles.tell(next, 1 - slot);
     const TileBox box = passing.at.box();
     const bool masked = passing.masked();
-    const Given given = tile::given_of(p, box);
+    const HeadConstants given = tile::head_constants_of(p, box);
     unsigned int kept[ROWS], allowed[ROWS];
-    if constexpr (HAS_DROPOUT) fragment_gradient::draw<false, COLUMNS>(p, box, corner, kept);
+    if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
     if (masked) {
-      fragment_gradient::ask_mask<false, COLUMNS>(p, box, passing.tile_class, corner, allowed);
+      fragment_gradient::evaluate_mask<false, COLUMNS>(p, box, passing.tile_class, corner, allowed);
     }
     ptx::wgmma_wait<0>();
     ptx::fence_accumulator(s);
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     __syncthreads();  // do and values, which were read
     if (next.rows > 0) begin_gradients(coming);
     ptx::cp_async_commit();
-    const fragment_gradient::OfQueries<false, ROWS, COLUMNS> delta(known_smem->delta[slot] +
+    const fragment_gradient::PerQuery<false, ROWS, COLUMNS> delta(known_smem->delta[slot] +
                                                                    corner.row);
     fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
     // 6 accumulate dbias

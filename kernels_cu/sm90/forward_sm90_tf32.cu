@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const values_smem = keys_smem + 2 * Keys::BYTES;
   Known* const known_smem = reinterpret_cast<Known*>(values_smem + 2 * Values::BYTES);
 
-  const layout::Work work = layout::work_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
   const layout::Entry& entry = known_smem->entry;
   const long long h = work.head, h_kv = layout::divide(h, p.group).quotient;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const auto describe = [&](long long j0, int nj) {
     return tile::describe_tile(entry, h, i0, ni, j0, nj);
   };
-  fragment_tile::Next now =
+  fragment_tile::Tile now =
       fragment_tile::next_tile<BLOCK_KV>(p, known_smem->classes, 0, entry.len_k, describe);
   float passing[UNITS][8];  // of keys or values, on their way
 #pragma unroll
@@ -137,11 +137,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const bool masked = now.tile_class == PARTIAL || now.rows < BLOCK_KV;
     unsigned int allowed[2];
     if (MAY_MASK && masked) {
-      fragment_tile::find_pairs<COLUMNS>(p, box, now.tile_class, allowed);
+      fragment_tile::evaluate_mask<COLUMNS>(p, box, now.tile_class, allowed);
     }
     const int parity = visited % 2;
     ++visited;
-    const fragment_tile::Next next = fragment_tile::next_tile<BLOCK_KV>(
+    const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
         p, known_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
     // 2 scores
     float s[2][COLUMNS];
@@ -170,13 +170,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 3 score mod
     bool hides = masked;
     if constexpr (HAS_SCORE) {
-      hides = ptx::any_lane(fragment_tile::change_scores<true, AT_ONCE>(p, tile::given_of(p, box),
+      hides = ptx::any_lane(fragment_tile::apply_score_mod<true, AT_ONCE>(p, tile::head_constants_of(p, box),
                                                                         box, s, scale)) ||
               masked;
     }
     // 4 mask
-    if (MAY_MASK && masked) fragment_tile::hide_pairs(s, allowed);
-    if (!MAY_MASK && masked) fragment_tile::hide_beyond(s, now.rows);
+    if (MAY_MASK && masked) fragment_tile::apply_mask(s, allowed);
+    if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, now.rows);
     // 5 row max
     float m_new[2];
     if (fragment_softmax::row_max(s, m, m_new, c)) {
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
       fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE, out_smem);
   // 9 store lse
-  const memory::Numbers lse = memory::numbers(p.lse, entry, h);
+  const memory::RowStatistic lse = memory::row_statistic(p.lse, entry, h);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = fragment::warp_row() + 8 * r + fragment::lane_row();

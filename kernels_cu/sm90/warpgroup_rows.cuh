@@ -225,4 +225,20 @@ __device__ __forceinline__ void store_rows(unsigned int (&words)[2][WORDS], cons
   }
 }
 
+// Writes lse = m + log(l) of a thread's two rows, where the call asks for it. The first query of
+// the block's `valid` ones is `first` of the head.
+__device__ __forceinline__ void store_lse(const Params& p, const layout::Entry& entry,
+                                          long long head, long long first, int valid,
+                                          const float (&m)[2], const float (&l)[2]) {
+  if (p.lse.data == nullptr) return;
+  const memory::RowStatistic to = memory::row_statistic(p.lse, entry, head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+    if (ptx::lane_index() % 4 == 0 && row < valid) {
+      to.data[(first + row) * to.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+    }
+  }
+}
+
 }  // namespace warpgroup_rows

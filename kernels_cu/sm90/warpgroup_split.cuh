@@ -304,7 +304,7 @@ __device__ __forceinline__ void multiply_nan(float (&c)[2][COLUMNS], const char*
 #pragma unroll 1
       for (int k = 0; k < WIDTH; ++k) {
         const int at =
-            fragment::place_of<fragment::row_bytes(WIDTH)>(8 * r + fragment::lane_row(), k);
+            fragment::element_offset<fragment::row_bytes(WIDTH)>(8 * r + fragment::lane_row(), k);
         sum += *reinterpret_cast<const float*>(a_smem + at) * row_gmem[k * b.col];
       }
       c[r][0] = sum;
@@ -334,7 +334,7 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS_V], Weights<
       const unsigned int small = ptx::shuffle(k % 2 == 0 ? a.small[r][0] : a.small[r][1], lane);
       weight[r] = __uint_as_float(large) + __uint_as_float(small);
       // The large part of a NaN may be any number.
-      seen[r] = matmul::takes_part(__uint_as_float(large)) || weight[r] != weight[r];
+      seen[r] = matmul::is_unmasked(__uint_as_float(large)) || weight[r] != weight[r];
     }
 #pragma unroll 1
     for (int n = 0; n < COLUMNS_V; ++n) {
@@ -379,7 +379,7 @@ __device__ __forceinline__ void put_rows(const float (&result)[2][COLUMNS],
     for (int n = 0; n < COLUMNS; n += 2) {
       const int row = 8 * r + fragment::lane_row(), column = 4 * n + fragment::lane_column();
       if (4 * n >= fragment::whole_columns(WIDTH)) break;
-      const int at = fragment::place_of<fragment::row_bytes(WIDTH)>(row, column);
+      const int at = fragment::element_offset<fragment::row_bytes(WIDTH)>(row, column);
       *reinterpret_cast<Pair*>(rows_smem + at) =
           Pair{result[r][n] * factor[r], result[r][n + 1] * factor[r]};
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .accumulate import accumulate, padded
-from .gradient_tile import apply_slope, gradient_tile, load_row_numbers, make_scratch
+from .gradient_tile import apply_dscore, gradient_tile, load_row_statistics, make_scratch
 from .jit import kernel
 from .memory import load_transposed, row_address, store
 from .tile import EMPTY, classify_tile, describe_tile
@@ -94,7 +94,7 @@ def backward_dkdv(
                     if tile_class == EMPTY:
                         continue
                     count += 1
-                    load_row_numbers(shape, lse, delta, b, h, i0, ni, lanes, scratch)
+                    load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch)
                     q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
                     do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
                     gradient_tile(
@@ -133,7 +133,7 @@ def backward_dkdv(
                         scratch.seen,
                     )
                     if changes.slope.code.shape[0]:
-                        apply_slope(scratch, ni, nj, lanes)
+                        apply_dscore(scratch, ni, nj, lanes)
                     accumulate(
                         one,
                         scratch.ds,
@@ -193,7 +193,7 @@ def backward_dq(
         for b in members[place[0] : place[1]]:
             h_kv = h // shape.group
             load_transposed(do, b, h, i0, ni, lanes, shape.d_v, itemsize, do_panel)
-            load_row_numbers(shape, lse, delta, b, h, i0, ni, lanes, scratch)
+            load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch)
             for j0 in range(0, shape.len_k[b], shape.block_kv):
                 nj = min(shape.block_kv, shape.len_k[b] - j0)
                 describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
@@ -222,7 +222,7 @@ def backward_dq(
                 )
                 # 6 accumulate dq
                 if changes.slope.code.shape[0]:
-                    apply_slope(scratch, ni, nj, lanes)
+                    apply_dscore(scratch, ni, nj, lanes)
                 accumulate(
                     one,
                     scratch.ds,

@@ -7,7 +7,7 @@ and blocks that were given this tile, in that order, and recomputes their dS.
 from __future__ import annotations
 
 from .accumulate import padded
-from .gradient_tile import gradient_tile, load_row_numbers, make_scratch
+from .gradient_tile import gradient_tile, load_row_statistics, make_scratch
 from .jit import kernel
 from .memory import row_address
 from .tile import EMPTY, classify_tile, describe_tile
@@ -41,7 +41,7 @@ def backward_bias(first, last, work, members, shape, changes, k, v, lse, delta, 
                 for i0 in range(0 if one_query else q_block * shape.block_q, i_end, shape.block_q):
                     ni = min(shape.block_q, shape.len_q[b] - i0)
                     lanes = padded(ni, vector)
-                    load_row_numbers(shape, lse, delta, b, h, i0, ni, lanes, scratch)
+                    load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch)
                     q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
                     do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
                     j_start = 0 if one_key else kv_block * shape.block_kv

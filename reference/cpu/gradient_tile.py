@@ -78,7 +78,7 @@ def make_scratch(shape, changes, like):
 
 
 @helper
-def load_row_numbers(shape, lse, delta, b, h, i0, ni, lanes, scratch):
+def load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch):
     """Load lse and delta of the tile's queries. An empty row gets lse = inf, so that its p is 0."""
     one = scratch.lse.dtype.type(1)
     for i in range(ni):
@@ -152,7 +152,7 @@ def at_most_zero(x):
 
 
 @helper
-def apply_slope(scratch, ni, nj, lanes):
+def apply_dscore(scratch, ni, nj, lanes):
     """Make ds the gradient of the scores before they were changed; masked pairs stay 0."""
     zero = scratch.ds.dtype.type(0)
     for j in range(nj):

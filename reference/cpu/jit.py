@@ -8,13 +8,16 @@ the text of every file of this package: a change in a helper never leaves a stal
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import pickle
+import secrets
+import stat
 import sys
-import tempfile
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
@@ -51,15 +54,120 @@ def cache_folder() -> Path:
         return Path(os.devnull) / "cupyflash"
 
 
-def cache_is_writable() -> bool:
-    """Whether kernels can be kept in `cache_folder`, which is made if it is not there."""
-    folder = cache_folder()
+def cache_obstacle() -> str:
+    """Return in words why kernels cannot be kept in `cache_folder`; nothing where they can.
+
+    The folder is made if it is not there.
+    """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+        with _opened_folder(make=True) as folder:
+            os.close(_new_file(folder, _temporary("probe"), delete=True))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+class _UntrustedError(PermissionError):
+    """A folder or file that somebody else could have written: its code is not run."""
+
+    def __init__(self, what: str, found: os.stat_result) -> None:
+        whose = "another user" if found.st_uid != os.geteuid() else "others who may write to it"
+        remedy = "chmod go-w" if found.st_uid == os.geteuid() else "choose another one"
+        super().__init__(
+            errno.EPERM, f"the {what} belongs to {whose}, and what it holds is run; {remedy}"
+        )
+
+
+_POSIX = os.name == "posix"
+_MOST_BYTES = 2**28  # of a file with one kernel
+_TEMPORARY, _OLD = ".tmp", 24 * 3600  # ending of files that are being written; seconds
+
+
+@contextlib.contextmanager
+def _opened_folder(make: bool = False) -> Iterator[int | None]:
+    """Open `cache_folder`, which must be the user's and writable by nobody else.
+
+    Yields its descriptor: whatever happens to its path afterwards, files are looked for in the
+    folder that was looked at. On Windows, where there are none, yields None.
+    """
+    path = cache_folder()
+    if make:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _POSIX:
+        yield None
+        return
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise _UntrustedError("folder", found)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _in_folder(folder: int | None, name: str) -> str:
+    return name if folder is not None else str(cache_folder() / name)
+
+
+def _new_file(folder: int | None, name: str, delete: bool = False) -> int:
+    """Create a file that only the user can read and write, and return its descriptor."""
+    path = _in_folder(folder, name)
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    handle = os.open(path, flags, 0o600, dir_fd=folder)
+    if delete:
+        os.unlink(path, dir_fd=folder)  # noqa: PTH108 (in an open folder, not by a path)
+    return handle
+
+
+def _temporary(name: str) -> str:
+    return f"{name}-{os.getpid()}-{secrets.token_hex(8)}{_TEMPORARY}"
+
+
+def _read_file(folder: int | None, name: str) -> bytes:
+    """Return a regular file's bytes; raises OSError for anything else."""
+    flags = os.O_RDONLY
+    if _POSIX:  # a FIFO must not be waited for
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    else:
+        flags |= getattr(os, "O_BINARY", 0)
+    handle = os.open(_in_folder(folder, name), flags, dir_fd=folder)
+    with open(handle, "rb") as file:  # noqa: PTH123 (a handle, not a path)
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            raise OSError(errno.EINVAL, "no file with a kernel")
+        if _POSIX and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
+            raise _UntrustedError("file", found)
+        return file.read(_MOST_BYTES + 1)
+
+
+def _write_file(folder: int | None, name: str, content: bytes) -> None:
+    """Write a file beside its place, and put it there when it is whole."""
+    temporary = _temporary(name)
+    handle = _new_file(folder, temporary)
+    try:
+        with open(handle, "wb") as file:  # noqa: PTH123
+            file.write(content)
+        os.replace(  # noqa: PTH105
+            _in_folder(folder, temporary),
+            _in_folder(folder, name),
+            src_dir_fd=folder,
+            dst_dir_fd=folder,
+        )
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(_in_folder(folder, temporary), dir_fd=folder)  # noqa: PTH108
+        raise
+
+
+def _sweep(folder: int | None) -> None:
+    """Remove what processes left behind that were killed while they wrote."""
+    for name in os.listdir(cache_folder() if folder is None else folder):  # noqa: PTH208
+        if name.endswith(_TEMPORARY):
+            path = _in_folder(folder, name)
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(path, dir_fd=folder).st_mtime > _OLD:  # noqa: PTH116
+                    os.unlink(path, dir_fd=folder)  # noqa: PTH108
 
 
 def _source_stamp() -> bytes:
@@ -73,12 +181,20 @@ def _source_stamp() -> bytes:
 _STAMP = _source_stamp()
 
 
+# What changes the code that Numba makes, beside its arguments and the CPU.
+_CODE_FLAGS = (
+    "OPT", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "DISABLE_INTEL_SVML", "ENABLE_AVX",
+    "LLVM_REFPRUNE_FLAGS", "LLVM_REFPRUNE_PASS", "LOOP_VECTORIZE", "SLP_VECTORIZE",
+)  # fmt: skip
+
+
 class _KernelCache:
     """Where Numba looks for a kernel's machine code, and leaves it: one file per signature.
 
     A file's name hangs on all that its code hangs on, and it begins with a digest of the rest.
     Processes that fill a folder at once therefore cannot mix up signatures (those that share an
-    index file, as in Numba's own cache, can), and a damaged file counts as none.
+    index file, as in Numba's own cache, can), and a damaged file counts as none. A file is code: it
+    is read only where it and its folder belong to the user and nobody else may write to them.
     """
 
     warned = False  # in this process
@@ -93,44 +209,47 @@ class _KernelCache:
     def cache_path(self) -> str:
         return str(cache_folder())
 
-    def _path(self, sig: Any, codegen: Any) -> Path:
+    def _file(self, sig: Any, codegen: Any) -> str:
         versions = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)
-        key = repr((versions, _STAMP, self._name, self._text, sig, codegen.magic_tuple()))
-        return cache_folder() / f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
+        flags = [(name, getattr(numba.config, name, None)) for name in _CODE_FLAGS]
+        key = repr((versions, flags, _STAMP, self._name, self._text, sig, codegen.magic_tuple()))
+        return f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
         try:
-            stored = self._path(sig, target_context.codegen()).read_bytes()
+            with _opened_folder() as folder:
+                stored = _read_file(folder, self._file(sig, target_context.codegen()))
+        except _UntrustedError as error:
+            self._warn(error)
+            return None
         except OSError:
             return None
         size = hashlib.sha256().digest_size
         if hashlib.sha256(stored[size:]).digest() != stored[:size]:
             return None
-        return CompileResult._rebuild(target_context, *pickle.loads(stored[size:]))
+        try:
+            return CompileResult._rebuild(target_context, *pickle.loads(stored[size:]))
+        except Exception:  # noqa: BLE001 (whatever it holds, it is no kernel: compile it anew)
+            return None
 
     def save_overload(self, sig: Any, compiled: Any) -> None:
         if compiled.lifted or compiled.library.has_dynamic_globals:
             return  # the code holds addresses of this process
         code = dumps(compiled._reduce())
-        path = self._path(sig, compiled.codegen)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=f"{self._name}-", dir=path.parent)
-            try:
-                with open(handle, "wb") as file:  # noqa: PTH123 (a handle, not a path)
-                    file.write(hashlib.sha256(code).digest() + code)
-                Path(temporary).replace(path)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+            with _opened_folder(make=True) as folder:
+                _sweep(folder)
+                content = hashlib.sha256(code).digest() + code
+                _write_file(folder, self._file(sig, compiled.codegen), content)
         except OSError as error:
-            self._warn(path.parent, error)
+            self._warn(error)
 
-    def _warn(self, folder: Path, error: OSError) -> None:
+    def _warn(self, error: OSError) -> None:
         if not _KernelCache.warned:
             _KernelCache.warned = True
             warnings.warn(
-                f"cupyflash cannot keep its compiled CPU kernels in {folder} "
+                f"cupyflash cannot keep its compiled CPU kernels in {cache_folder()} "
                 f"({error.strerror or error}): every process will compile them again. Set "
                 "CUPYFLASH_CACHE_DIR to a folder of yours that is writable.",
                 RuntimeWarning,

@@ -82,6 +82,7 @@ def forward(
             visited,
         ),
         visited.size,
+        (programs, q_read, k_read, v_read, out_made, lse_made),
     )
     finish(out, out_made)
     finish(lse[..., None], lse_made)
@@ -124,6 +125,7 @@ def backward(
         dlse = np.broadcast_to(np.zeros((), accumulator), lse.shape)
     dlse_read = layout.operand(dlse[..., None], scratch, whole_vectors=False)
     delta = scratch.empty((*lse.shape, 1), accumulator)
+    read = (programs, q_read, do_read, k_read, v_read, out_read, lse_read, dlse_read, delta)
     q_rows, do_rows, out_rows, lse_rows, dlse_rows, delta_rows = (
         layout.rows(x) for x in (q_read, do_read, out_read, lse_read, dlse_read, delta)
     )
@@ -136,6 +138,7 @@ def backward(
             first, last, shape, do_rows, out_rows, dlse_rows, lse_rows, sinks, delta_rows, dsinks
         ),
         dsinks.size,
+        read,
     )
     if dsink is not None:
         dsink[...] = dsinks.reshape(layout.batch, heads).sum(axis=0, dtype=accumulator)
@@ -147,6 +150,7 @@ def backward(
         parallel(
             partial(_transpose, work, shape, like, *transposed),
             len(work) * heads,
+            (read, qt_memory, dot_memory),
         )
     careful = layout.careful(
         programs,
@@ -191,6 +195,7 @@ def backward(
             like,
         ),
         visited.size,
+        (read, qt_memory, dot_memory, dk_made, dv_made),
     )
     dq_rows = layout.rows(dq_made)
     q_work, q_members = layout.shared_blocks(
@@ -216,13 +221,14 @@ def backward(
             like,
         ),
         visited_q.size,
+        (read, dq_made),
     )
     if dbias is not None:
-        _bias_gradient(layout, changes, k_rows, v_rows, lse_rows, delta_rows, qt, dot, dbias)
+        rows = k_rows, v_rows, lse_rows, delta_rows, qt, dot
+        _bias_gradient(layout, changes, *rows, dbias, (read, qt_memory, dot_memory))
     finish(dq, dq_made)
     finish(dk, _summed_to(dk_made, dk.shape))
     finish(dv, _summed_to(dv_made, dv.shape))
-    del qt_memory, dot_memory  # alive until here: kernels know their addresses only
     return int(visited.sum())
 
 
@@ -263,6 +269,7 @@ def _bias_gradient(
     qt: Rows,
     dot: Rows,
     dbias: Array,
+    arrays: object,
 ) -> None:
     problem = layout.problem
     shape = (1,) * (3 - dbias.ndim) + dbias.shape
@@ -299,6 +306,7 @@ def _bias_gradient(
                 computed,
             ),
             len(work),
+            arrays,
         )
     finish(dbias, computed.reshape(dbias.shape))
 
@@ -341,6 +349,7 @@ def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
             first, last, out_places, lse_places, columns, accumulator.itemsize, result, result_lse
         ),
         lse.size,
+        (outs, lses),
     )
     out[...] = result.reshape(shape).astype(out.dtype)
     lse[...] = result_lse.reshape(lse.shape)

@@ -93,6 +93,7 @@ class Programs:
     slope: Program
     mask: Program
     tile: Program
+    tables: object = None  # holds the arrays that programs read by their addresses
 
     @property
     def may_mask(self) -> bool:
@@ -262,7 +263,8 @@ class Layout:
             return False
         for array, rows, lengths in arrays:
             found = np.zeros(self.batch * array.shape[-3], self.problem.accumulator)
-            parallel(partial(self._count_nonfinite, array, rows, lengths, found), found.size)
+            count = partial(self._count_nonfinite, array, rows, lengths, found)
+            parallel(count, found.size, array)
             if found.any():
                 return True
         return False

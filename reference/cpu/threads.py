@@ -7,9 +7,9 @@ Every item is computed the same way whoever computes it: results do not depend o
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,24 +48,48 @@ def _shared_pool(workers: int) -> ThreadPoolExecutor:
         return _pool
 
 
-class _Job:
-    """One call's chunks: helpers take them until none is left, or one has failed."""
+_SHORT, _LONG = 0.02, 0.1  # seconds that a chunk should take: between chunks Ctrl-C is heard
 
-    def __init__(self, run: Callable[[int, int], None], items: int, chunk: int) -> None:
-        self._run, self._items, self._chunk = run, items, chunk
-        self._starts = itertools.count(0, chunk)
+
+class _Job:
+    """One call's items: threads take them in chunks until none is left, or one chunk has failed.
+
+    A kernel knows addresses only, so the job holds the arrays that they belong to. A helper holds
+    the job: however its caller leaves, what it writes to is there.
+    """
+
+    def __init__(
+        self, run: Callable[[int, int], None], items: int, most: int, arrays: object
+    ) -> None:
+        self._run, self._items, self._most, self._arrays = run, items, most, arrays
+        self._next = 0
+        self._taking = threading.Lock()
         self._changed = threading.Condition()
         self._helpers = 0  # helpers at work
         self._closed = False
         self._error: BaseException | None = None
 
+    def _take(self, chunk: int) -> tuple[int, int]:
+        with self._taking:
+            first = self._next
+            self._next = last = min(first + chunk, self._items)
+        return first, last
+
     def work(self) -> None:
         """Compute chunks; keep an exception for `finish`."""
+        chunk = 1
         try:
-            for first in self._starts:
-                if first >= self._items or self._error is not None:
+            while self._error is None:
+                first, last = self._take(chunk)
+                if first == last:
                     return
-                self._run(first, min(first + self._chunk, self._items))
+                begin = time.perf_counter()
+                self._run(first, last)
+                seconds = time.perf_counter() - begin
+                if seconds > _LONG:
+                    chunk = max(1, chunk // 2)
+                elif seconds < _SHORT:
+                    chunk = min(2 * chunk, self._most)
         except BaseException as error:  # noqa: BLE001 (`finish` raises it)
             self._error = self._error or error
 
@@ -98,19 +122,31 @@ class _Job:
             error = None  # it holds this frame
 
 
-def parallel(run: Callable[[int, int], None], items: int) -> None:
+def parallel(run: Callable[[int, int], None], items: int, arrays: object = None) -> None:
     """Call ``run(first, last)`` over all of ``range(items)``, in chunks, on several threads.
 
     The caller works too, so that callers that share the pool never wait for each other's turn. An
     exception of any chunk is raised here, once all threads have stopped; chunks that nobody has
-    begun are then left out.
+    begun are then left out. Chunks are short, so that Ctrl-C is heard soon.
+
+    Parameters
+    ----------
+    run : callable
+        Computes the items from `first` to `last`, without the latter.
+    items : int
+        How many there are.
+    arrays : object
+        Whatever holds the arrays whose addresses `run` knows. They stay alive as long as any thread
+        computes.
     """
     workers = min(num_threads(), items)
-    if workers <= 1:
-        if items:
-            run(0, items)
+    if not items:
         return
-    job = _Job(run, items, chunk=max(1, items // (workers * 16)))
+    job = _Job(run, items, max(1, items // (workers * 16)), arrays)
+    if workers == 1:
+        job.work()
+        job.finish()
+        return
     try:
         # Where no thread can be had (a limit, or the interpreter is ending) fewer do the work.
         with contextlib.suppress(RuntimeError):

@@ -191,7 +191,8 @@ MEASURED = """
 import sys
 import numpy as np
 import cupyflash
-from cupyflash import masks, measure
+from cupyflash import masks
+from cupyflash.bench import measure
 
 dtype, backward = sys.argv[1], sys.argv[2] == "True"
 mask = masks.window(64, 0)

@@ -27,7 +27,8 @@ def test_a_table_and_a_line_for_each_property(capsys):
     assert status == 0
     assert "all 2 properties passed" in out
     assert out.startswith("cpu: float16, bfloat16, float32, float64; 4 examples")
-    assert err.splitlines() == ["1/2  keys_permuted: passed", "2/2  exact_mean: passed"]
+    lines = [line for line in err.splitlines() if not line.startswith("cupyflash: compiling")]
+    assert lines == ["1/2  keys_permuted: passed", "2/2  exact_mean: passed"]
 
 
 def test_json(capsys, tmp_path):

@@ -249,12 +249,12 @@ def test_a_user_without_a_home(tmp_path):
 
 def test_a_full_disk(tmp_path):
     program = """
-        import errno, pathlib
+        import errno, os
 
-        def full(self, target):
+        def full(*arguments, **keywords):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        pathlib.Path.replace = full
+        os.replace = full
     """
     folder = tmp_path / "cache"
     seen = run(textwrap.dedent(program) + TWICE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
@@ -274,12 +274,16 @@ def test_the_warning_can_be_an_error_and_the_next_call_works(tmp_path):
 
 def test_a_folder_that_can_only_be_read_is_read(cache, tmp_path):
     program = """
-        import errno, tempfile
+        import errno, os
 
-        def read_only(*arguments, **keywords):
-            raise OSError(errno.EROFS, "Read-only file system")
+        opened = os.open
 
-        tempfile.mkstemp = read_only
+        def read_only(path, flags, *arguments, **keywords):
+            if flags & os.O_CREAT:
+                raise OSError(errno.EROFS, "Read-only file system")
+            return opened(path, flags, *arguments, **keywords)
+
+        os.open = read_only
     """
     program = textwrap.dedent(program)
     seen = run(program + ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))

@@ -202,40 +202,6 @@ def test_an_exception_of_a_helper_comes_out(set_threads):
     assert sorted(done) == [0, 1, 2, 3]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends itself a signal, as Ctrl-C does")
-def test_ctrl_c_waits_for_the_helpers(tmp_path):
-    """Pressed twice: the second must not leave helpers behind that write to freed memory."""
-    program = """
-        import os, signal, threading, time
-        from cupyflash.reference.cpu import threads
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-        main, ended = threading.get_ident(), []
-        both, pressed = threading.Barrier(3), threading.Event()
-
-        def interrupt():
-            both.wait()
-            for _ in range(2):
-                time.sleep(0.3)
-                signal.pthread_kill(main, signal.SIGINT)
-            pressed.set()
-
-        def run(first, last):
-            both.wait()
-            if threading.get_ident() == main:
-                time.sleep(60)
-            pressed.wait()
-            time.sleep(0.3)
-            ended.append(first)
-
-        threading.Thread(target=interrupt).start()
-        try:
-            threads.parallel(run, 1000)
-        except KeyboardInterrupt:
-            print("ended", len(ended))
-    """
-    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "ended 1"
-
-
 # CUPYFLASH_NUM_THREADS
 
 

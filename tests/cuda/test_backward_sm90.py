@@ -315,19 +315,21 @@ def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
 
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 ORDERS = re.compile(
-    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
-    r"warpgroup::arrive_warpgroup(?:_of_warp)?\([^;]*;|"
+    r"(?:\w+(?:\.|->))*wait_(?:do_)?(?:full|empty)\([^(){};]*\);|consumers_sync\(\);|"
+    r"warpgroup::(?:mbarrier_wait|arrive_warp(?:group)?)\([^{};]*\);|"
     r"ptx::(?:wgmma_wait<[^>]*>|wgmma_fence|wgmma_commit|fence_mbarrier_init|named_barrier_sync|"
-    r"fence_proxy_async|mbarrier_arrive_expect_tx|arrive|tma_store_wait_read)\([^;]*;|__sync(?:threads|warp)\(\);"
+    r"fence_proxy_async|mbarrier_arrive(?:_expect_tx)?|tma_store_wait_read)\([^{};]*\);|"
+    r"__sync(?:threads|warp)\(\);"
 )
 
 STATEMENTS = [
     (name, number)
     for name in (
         "sm90/backward_sm90_dkdv.cu",
-        "sm90/warpgroup_passing.cuh",
+        "sm90/backward_consumer.cuh",
+        "sm90/backward_pipeline.cuh",
         "sm90/warpgroup_gradient.cuh",
-        "sm90/warpgroup_unit.cuh",
+        "sm90/ds_scale.cuh",
     )
     for number in range(len(ORDERS.findall((FOLDER / name).read_text())))
 ]

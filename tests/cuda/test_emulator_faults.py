@@ -117,18 +117,18 @@ FAULTS = {
         (9, r"reads global memory that thread 8 of block 0 has written"),
     ),
     "a copy that is read before it is finished": (
-        "if (t == 3) {\nptx::begin_copy(smem, p.out, true);\n"
+        "if (t == 3) {\nptx::cp_async(smem, p.out, true);\n"
         "static_cast<int*>(p.out)[60] = smem[2];\nptx::cp_async_wait_all();\n}",
         (3, r"reads byte 8 of shared memory, which a copy of thread 3 has not finished .*be.cu:3"),
     ),
     "a copy that others read without a barrier": (
-        "if (t == 3) {\nptx::begin_copy(smem, p.out, true);\nptx::cp_async_wait_all();\n}\n"
+        "if (t == 3) {\nptx::cp_async(smem, p.out, true);\nptx::cp_async_wait_all();\n}\n"
         "if (t > 31) static_cast<int*>(p.out)[t] = smem[2];\n",
         (32, r"reads byte 8 of shared memory, which thread 3 has written with no barrier since"),
     ),
     "a copy to where others still read": (
         "smem[t] = 0;\n__syncthreads();\nif (t == 9) static_cast<int*>(p.out)[t] = smem[2];\n"
-        "if (t == 33) {\nptx::begin_copy(smem, p.out, false);\nptx::cp_async_wait_all();\n}",
+        "if (t == 33) {\nptx::cp_async(smem, p.out, false);\nptx::cp_async_wait_all();\n}",
         (33, r"writes byte 8 of shared memory, which thread 9 has read .*probe.cu:5"),
     ),
     "a copy beside shared memory": (
@@ -148,13 +148,13 @@ FAULTS = {
         (5, r"ended before its copies were finished"),
     ),
     "a copy that is in the last group, which is not waited for": (
-        "if (t == 5) {\nptx::begin_copy(smem, p.out, true);\nptx::cp_async_commit();\n"
+        "if (t == 5) {\nptx::cp_async(smem, p.out, true);\nptx::cp_async_commit();\n"
         "ptx::cp_async_wait<1>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n"
         "ptx::cp_async_wait<0>();\n}",
         (5, r"reads byte 0 of shared memory, which a copy of thread 5 has not finished .*cu:5"),
     ),
     "a copy that is in no group": (
-        "if (t == 5) {\nptx::cp_async_commit();\nptx::begin_copy(smem, p.out, true);\n"
+        "if (t == 5) {\nptx::cp_async_commit();\nptx::cp_async(smem, p.out, true);\n"
         "ptx::cp_async_wait<0>();\nstatic_cast<int*>(p.out)[60] = smem[0];\n}",
         (5, r"reads byte 0 of shared memory, which a copy of thread 5 has not finished .*cu:5"),
     ),

@@ -78,8 +78,8 @@ SCORE_CALLS = """
 extern "C" void score_{n}(const void* p, const Site* at, long long count, const accum_t* in,
                           accum_t* changed, accum_t* slope) {{
   for (long long x = 0; x < count; ++x) {{
-    changed[x] = n{n}::score_changed(
-        *static_cast<const Params*>(p), n{n}::score_given(*static_cast<const Params*>(p), at[x]),
+    changed[x] = n{n}::score_mod(
+        *static_cast<const Params*>(p), n{n}::score_head_constants(*static_cast<const Params*>(p), at[x]),
         in[x], at[x]);
     slope[x] = {slope};
   }}
@@ -93,7 +93,7 @@ def _structs() -> str:
     """The declarations of Site and TileBox, as the kernels have them."""
     text = source.flatten(("common/tile.cuh",))
     return "".join(
-        match[0] for name in ("Site", "TileBox", "Given")
+        match[0] for name in ("Site", "TileBox", "HeadConstants")
         for match in re.finditer(rf"^struct {name} \{{.*?^\}};\n", text, re.MULTILINE | re.DOTALL)
     )  # fmt: skip
 
@@ -121,12 +121,12 @@ class Compiled:
             for name, size in zip(names, self.sizes, strict=True)
         )
         given = max(1, *(each.functions.num_given for each in made))
-        text += f"constexpr int NUM_GIVEN = {given};\n"
+        text += f"constexpr int NUM_HEAD_CONSTANTS = {given};\n"
         headers = ("common/params.cuh", "common/expression.cuh")
         text += source.flatten_with(headers, _read_for_cpu) + _structs()
         read = (
-            "n{n}::score_slope(*static_cast<const Params*>(p), "
-            "n{n}::score_given(*static_cast<const Params*>(p), at[x]), in[x], at[x])"
+            "n{n}::score_mod_derivative(*static_cast<const Params*>(p), "
+            "n{n}::score_head_constants(*static_cast<const Params*>(p), at[x]), in[x], at[x])"
         )
         for n, each in enumerate(made):
             slope = read.format(n=n) if each.functions.has_slope else "1"

@@ -209,8 +209,8 @@ _SCORE = """
   if (blockIdx.x == {n}) {{
     for (int n = t; n < {sites}; n += THREADS) {{
       const accum_t score = scores[n];
-      const Given given = n{n}::score_given(c.params[{n}], sites[n]);
-      changed[{n} * {sites} + n] = n{n}::score_changed(c.params[{n}], given, score, sites[n]);
+      const HeadConstants given = n{n}::score_head_constants(c.params[{n}], sites[n]);
+      changed[{n} * {sites} + n] = n{n}::score_mod(c.params[{n}], given, score, sites[n]);
       slopes[{n} * {sites} + n] = {slope};
     }}
   }}
@@ -351,7 +351,7 @@ class ScoreCheck(_Generated):
             "  accum_t* const slopes = reinterpret_cast<accum_t*>(c.more);\n"
         )
         for n, each in enumerate(self.made):
-            read_slope = f"n{n}::score_slope(c.params[{n}], given, score, sites[n])"
+            read_slope = f"n{n}::score_mod_derivative(c.params[{n}], given, score, sites[n])"
             slope = read_slope if each.functions.has_slope else "1"
             body += _SCORE.format(n=n, sites=len(self.sites), slope=slope)
         rest = self.functions() + _KERNEL.format(body=body)

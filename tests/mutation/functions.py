@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     to[7] = not_a_number<double>();
     to[8] = not_a_number<float>();
     to[9] = number::is_finite(static_cast<accum_t>(x));
-    to[10] = matmul::takes_part(u) + 2 * matmul::takes_part(x);
-    to[11] = matmul::takes_part(-u) + 2 * matmul::takes_part(-x);
+    to[10] = matmul::is_unmasked(u) + 2 * matmul::is_unmasked(x);
+    to[11] = matmul::is_unmasked(-u) + 2 * matmul::is_unmasked(-x);
     c.whole[5 * {pairs} + 2 * n] = floor_to_int(x);
     c.whole[5 * {pairs} + 2 * n + 1] = floor_to_int(u);
   }}

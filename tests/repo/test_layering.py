@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # and `__main__` may import all of them.
 ORDER = [
     ["errors"],
+    ["files"],
     ["arrays"],
     ["analysis"],
     ["expr"],

@@ -1,0 +1,71 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import ArgumentError
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Give a path beside a file to write to; when that is done, it takes the file's place.
+
+    After an error the file is as it was. What is no regular file, such as /dev/stdout, is written
+    to directly.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file. If it is a link, the file that it leads to is replaced.
+    """
+    wanted = Path(path)
+    if wanted.exists() and not wanted.is_file():
+        yield wanted
+        return
+    wanted = wanted.resolve()
+    beside = wanted.with_name(f".{wanted.stem}-{secrets.token_hex(4)}{wanted.suffix}")
+    try:
+        yield beside
+        if wanted.exists():
+            beside.chmod(wanted.stat().st_mode & 0o777)
+        beside.replace(wanted)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file, in UTF-8; after an error the old file is as it was."""
+    with replacing(path) as file:
+        file.write_text(text, encoding="utf-8")
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise an error that names an option if a file could not be written later.
+
+    Raises
+    ------
+    ArgumentError
+        The path is a folder, its folder is missing, or nothing may be written there.
+    """
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ArgumentError(f"{option}: there is no folder {path.parent}; make it first.")
+    if path.is_dir():
+        raise ArgumentError(f"{option}: {path} is a folder; name a file.")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ArgumentError(f"{option}: {path} may not be written; choose another file.")
+    if path.exists() and not path.is_file():
+        return
+    probe = folder / f".{path.name}-{secrets.token_hex(4)}"
+    try:
+        probe.touch()
+    except OSError as error:
+        raise ArgumentError(
+            f"{option}: {path} cannot be written ({error.strerror or error}); choose another folder."
+        ) from error
+    probe.unlink(missing_ok=True)

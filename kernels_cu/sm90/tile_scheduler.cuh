@@ -1,0 +1,176 @@
+// The persistent tile scheduler of forward_sm90.cu: which work tiles a block computes, and in which
+// order. A work tile is a block of queries of one head. The scheduler warp publishes each in shared
+// memory for the producer and the consumers. The twin of reference/cpu/layout.py.
+#pragma once
+#include "warpgroup.cuh"
+#include "warpgroup_tile.cuh"
+
+namespace tile_scheduler {
+
+// What producer and consumers need to know of a block of queries of one head. Without rows there is
+// nothing to compute.
+struct WorkTile {
+  layout::Entry entry;
+  long long head;
+  long long first;  // query
+  int rows;         // of queries that exist
+  // For TMA: the heads of the arrays, and the tensor maps' rows of the first query and key.
+  warpgroup::TmaHead q, k, v, out;
+  int first_row_q, first_row_k;
+  // The tiles of keys, and the codes of the first two that are not EMPTY, which are the last ones.
+  // Where such a tile is FULL and the mask has edges, its run begins at the lowest of the FULL
+  // tiles that adjoin it.
+  warpgroup_tile::TileClasses classes;
+  int first_code, first_run, second_code, second_run;
+
+  __device__ __forceinline__ int rows_in(int tile) const {
+    return tile::rows_from(static_cast<long long>(tile) * BLOCK_KV, entry.len_k, BLOCK_KV);
+  }
+  // Whether a tile may have masked pairs, or keys beyond the last one.
+  __device__ __forceinline__ bool is_masked(int tile) const {
+    return warpgroup_tile::class_of(classes, tile) == PARTIAL || tile >= classes.whole;
+  }
+  // The code of a tile: twice its index, and 1 more where the mask may hide pairs of it. -1: none.
+  __device__ __forceinline__ int code_of(int tile) const {
+    return tile < 0 ? -1 : 2 * tile + (HAS_MASK && is_masked(tile) ? 1 : 0);
+  }
+  __device__ __forceinline__ int run_from(int tile) const {
+    return HAS_EDGES && tile >= 0 ? warpgroup_tile::first_of_full(classes, tile) : 0;
+  }
+  __device__ __forceinline__ TileBox box_of(long long j0, int nj) const {
+    return tile::describe_tile(entry, head, first, rows, j0, nj);
+  }
+  __device__ __forceinline__ TileBox box_of(int tile) const {
+    return box_of(static_cast<long long>(tile) * BLOCK_KV, rows_in(tile));
+  }
+  // The last tile below `tile` that is not EMPTY, or -1.
+  __device__ __forceinline__ int tile_before(int tile) const {
+    return warpgroup_tile::tile_before(classes, tile);
+  }
+  __device__ __forceinline__ int last_tile() const { return tile_before(classes.tiles); }
+};
+
+// The tiles of keys of a work tile that are not EMPTY, the last one first. Shuffles tell the
+// compiler that lanes agree; without them it serialises the products.
+struct TileWalk {
+  const WorkTile& work;
+  int code;  // of the next tile; -1: none
+  int run;   // where that is FULL and the mask has edges, the first tile of its run
+
+  __device__ __forceinline__ explicit TileWalk(const WorkTile& work)
+      : work(work), code(ptx::shuffle(work.first_code, 0)), run(ptx::shuffle(work.first_run, 0)) {}
+
+  __device__ __forceinline__ bool has_next() const { return code >= 0; }
+  __device__ __forceinline__ int next() const { return code / 2; }
+  __device__ __forceinline__ bool next_has_mask() const { return code % 2 != 0; }
+
+  // Goes on from the first tile to the second, whose code is known.
+  __device__ __forceinline__ void advance_to_second() {
+    code = ptx::shuffle(work.second_code, 0);
+    if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
+  }
+  // Goes on from `tile` to the one before.
+  __device__ __forceinline__ void advance(int tile) {
+    code = work.code_of(work.tile_before(tile));
+    if constexpr (HAS_MASK) code = ptx::shuffle(code, 0);
+    if (HAS_EDGES && code >= 0 && code % 2 == 0) run = ptx::shuffle(work.run_from(code / 2), 0);
+  }
+  // The same from a tile in the loop over FULL ones, where most are inside of a run.
+  __device__ __forceinline__ void advance_in_run(int tile) {
+    if (HAS_EDGES && tile > run) {
+      code -= 2;
+    } else {
+      advance(tile);
+    }
+  }
+};
+
+// Deals the launch's work tiles to its blocks, in rounds of one tile a block.
+//
+// Under a mask the work tiles of a head differ in length, so heads are interleaved: a group of
+// heads is dealt together, the last queries first, which may see most keys. A group is all heads;
+// or where queries see ranges of keys, which are often long, as many heads as fill a few rounds, so
+// that their keys and values stay in L2. Every other round is dealt in reverse, and the first block
+// is another one from time to time, lest the same blocks get long tiles again.
+//
+// Of packed arrays, and without a mask, block b has tiles b, b + gridDim.x, and so on.
+struct TileScheduler {
+  static constexpr bool INTERLEAVE_HEADS = HAS_MASK && !PACKED;
+  unsigned int heads, blocks;
+  unsigned int group_heads, group_rounds;  // of a group of heads that is dealt together
+  int rounds;
+
+  __device__ __forceinline__ explicit TileScheduler(const Params& p)
+      : heads(static_cast<unsigned int>(p.heads)), blocks(static_cast<unsigned int>(p.blocks)) {
+    if constexpr (!PACKED) {
+#pragma unroll
+      for (int axis = 0; axis < MAX_LEAD; ++axis) {
+        heads *= static_cast<unsigned int>(p.own_size[axis]);
+      }
+    }
+    if constexpr (INTERLEAVE_HEADS) {
+      const unsigned int few = D > 128 || blocks < 8 ? 2 : 4, most = few * gridDim.x / blocks;
+      group_heads = most >= heads || !HAS_RANGE ? heads : most > 0 ? most : 1;
+      group_rounds = (group_heads * blocks + gridDim.x - 1) / gridDim.x;
+      rounds = static_cast<int>((heads + group_heads - 1) / group_heads * group_rounds);
+    } else {
+      rounds = static_cast<int>((heads * blocks - blockIdx.x + gridDim.x - 1) / gridDim.x);
+    }
+  }
+
+  // The index of the block's work tile in a round, or one beyond the last where it has none.
+  __device__ __forceinline__ unsigned int tile_index(const Params& p, unsigned int round) const {
+    if constexpr (INTERLEAVE_HEADS) {
+      const unsigned int group = round / group_rounds, first_head = group * group_heads;
+      const unsigned int heads_here =
+          heads - first_head < group_heads ? heads - first_head : group_heads;
+      const bool forward = (round % group_rounds + group) % 2 == 0;
+      const unsigned int shift = (HAS_RANGE ? group : round / 2) * (gridDim.x * 5 / 8 | 1);
+      const unsigned int shifted = (blockIdx.x + shift) % gridDim.x;
+      const unsigned int position = forward ? shifted : gridDim.x - 1 - shifted;
+      const unsigned int n = round % group_rounds * gridDim.x + position;
+      if (n >= heads_here * blocks) return heads * blocks;
+      return (first_head + n % heads_here) * blocks + n / heads_here;
+    }
+    const unsigned int n = round * gridDim.x + blockIdx.x;
+    return HAS_MASK ? layout::interleave_heads(p, n, p.heads, layout::heads_in_flight(p)) : n;
+  }
+};
+
+// Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
+// makes it visible.
+__device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
+                                                  unsigned int round, WorkTile& work_smem) {
+  const unsigned int index = scheduler.tile_index(p, round);
+  const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
+  const layout::WorkTile work = layout::work_tile_of(p, index < work_tiles ? index : work_tiles - 1, p.heads,
+                                            false, BLOCK_Q, true);
+  const bool idle = work.idle || index == work_tiles;
+  const long long first = work.block * BLOCK_Q;
+  const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, BLOCK_Q);
+  if (ptx::lane_index() == 0) {
+    work_smem.entry = work.entry;
+    work_smem.head = work.head;
+    work_smem.first = first;
+    work_smem.rows = rows;
+    const long long h_kv = layout::divide(work.head, p.group).quotient;
+    work_smem.q = warpgroup::TmaHead(p.q, work.entry, work.head);
+    work_smem.k = warpgroup::TmaHead(p.k, work.entry, h_kv);
+    work_smem.v = warpgroup::TmaHead(p.v, work.entry, h_kv);
+    work_smem.out = warpgroup::TmaHead(p.out, work.entry, work.head);
+    work_smem.first_row_q = static_cast<int>(work.entry.start_q + first);
+    work_smem.first_row_k = static_cast<int>(work.entry.start_k);
+  }
+  __syncwarp();  // the work tile, but for the classes of its tiles
+  warpgroup_tile::find_classes(p, work_smem.classes, idle ? 0 : work_smem.entry.len_k,
+                               [&](long long j0, int nj) { return work_smem.box_of(j0, nj); });
+  if (ptx::lane_index() == 0) {
+    const int last = work_smem.last_tile(), second = last < 0 ? -1 : work_smem.tile_before(last);
+    work_smem.first_code = work_smem.code_of(last);
+    work_smem.first_run = work_smem.run_from(last);
+    work_smem.second_code = work_smem.code_of(second);
+    work_smem.second_run = work_smem.run_from(second);
+  }
+}
+
+}  // namespace tile_scheduler

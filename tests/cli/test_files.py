@@ -1,0 +1,106 @@
+"""What commands write: whole or not at all, and refused before anything is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from test_cli import run
+
+from cupyflash import ArgumentError, files
+from cupyflash.bench.results import Report
+from cupyflash.commands import words
+
+
+def test_a_file_is_replaced_when_it_is_whole(tmp_path):
+    file = tmp_path / "report.json"
+    file.write_text("old")
+    file.chmod(0o640)
+    files.write_text(file, "new")
+    assert file.read_text() == "new"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+def test_an_error_leaves_the_old_file(tmp_path):
+    file = tmp_path / "report.svg"
+    file.write_text("old")
+    with pytest.raises(RuntimeError, match="half"), files.replacing(file) as beside:
+        assert beside.suffix == ".svg"  # by which some choose the format
+        beside.write_text("new, but hal")
+        raise RuntimeError("half")
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["report.svg"]
+
+
+def test_a_link_is_followed(tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("old")
+    link.symlink_to(file)
+    files.write_text(link, "new")
+    assert link.is_symlink()
+    assert file.read_text() == "new"
+
+
+@pytest.mark.skipif(not Path("/dev/null").exists(), reason="this system has no /dev/null")
+def test_what_is_no_file_is_written_to():
+    files.check_writable(Path("/dev/null"), "--json")
+    files.write_text("/dev/null", "text")
+    assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.parametrize("name", [".", "none/file", "file/below"])
+def test_what_cannot_be_written_is_said_first(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match="--json: "):
+        files.check_writable(tmp_path / name, "--json")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "--device", "cpu", "--shape", "1,1,4,4", "--runs", "1", "--json"),
+        ("explain", "1,1,64,16", "--json"),
+        ("explain", "1,1,64,16", "--svg"),
+        ("verify", "--device", "cpu", "--json"),
+    ],
+)
+def test_commands_refuse_a_file_before_they_begin(tmp_path, arguments):
+    done = run(tmp_path, *arguments, str(tmp_path / "none" / "file"))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert f"{arguments[-1]}: there is no folder" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_deep_json_is_no_report():
+    deep = "[" * 100_000 + "]" * 100_000
+    with pytest.raises(ArgumentError, match="not what --json writes"):
+        Report.from_json(deep)
+
+
+def test_names_in_a_file_are_no_markup(tmp_path):
+    file = tmp_path / "report.json"
+    made = run(
+        tmp_path,
+        *("bench", "--device", "cpu", "--shape", "1,1,4,4", "--runs", "1", "--only", "standard"),
+        *("--json", str(file)),
+    )
+    assert made.returncode == 0, made.stderr
+    text = file.read_text().replace('"standard"', '"[/red]"')
+    json.loads(text)
+    file.write_text(text)
+    shown = run(tmp_path, "bench", "--load", str(file))
+    assert shown.returncode == 0, shown.stderr
+    assert "[/red]" in shown.stdout
+
+
+@pytest.mark.parametrize("text", ["~" * 3000 + "causal", "(" * 3000 + "causal" + ")" * 3000])
+def test_words_nested_deep_are_an_error(text):
+    with pytest.raises(ArgumentError, match="--mask: ") as caught:
+        words.read(text, "--mask", words.MASKS)
+    assert len(str(caught.value)) < 400
