@@ -60,9 +60,7 @@ def precision_of(device: str) -> Callable[[Any], Precision]:
     from ..testing import Precision
 
     def precision(dtype: Any) -> Precision:
-        cores = device == "gpu" and registry.multiplies(
-            dtype, None, cuda_device.here().capability
-        )
+        cores = device == "gpu" and registry.multiplies(dtype, None, cuda_device.here().capability)
         return Precision.of(dtype, tensor_cores=cores)
 
     return precision

@@ -209,9 +209,7 @@ class _Writer:
         )
         _check_grid(spec.name, grid.work_tiles)
         if grid.size:
-            layout = params.params(
-                functions.num_ints, functions.num_floats, functions.num_tables
-            )
+            layout = params.params(functions.num_ints, functions.num_floats, functions.num_tables)
             slots = tuple((layout.place(name), name) for name in addresses)
             template = layout.pack({**told, **(fields or {})})
             self.launches.append(Launch(special, grid.size, template, slots, tma.maps))

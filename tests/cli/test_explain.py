@@ -23,10 +23,9 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.commands.main import main
 from cupyflash.explanation.occupancy import LIMITS, occupancy
 from cupyflash.explanation.registers import UnknownError, registers
-from cupyflash.explanation.stages import stages
 from cupyflash.gpu import driver, launch_cache, tma
 from cupyflash.gpu import jit as compiler
-from cupyflash.gpu.kernels.tiles import Tiles
+from cupyflash.gpu.kernels.spec import Tiles
 
 SHAPE = (2, 4, 1000, 64)
 
@@ -286,7 +285,7 @@ def test_stages_of_every_kernel():
             if runs_on(case, arch):
                 special = specialisation(case, arch)
                 on_tiles = special.tiles.block_kv and special.kernel != "backward_bias"
-                assert not on_tiles or stages(special) in (1, 2, 3, 4), (case, arch)
+                assert not on_tiles or special.tiles.stages in (1, 2, 3, 4), (case, arch)
 
 
 @pytest.mark.parametrize(

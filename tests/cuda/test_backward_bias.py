@@ -14,7 +14,8 @@ from cupyflash import lookup, masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import tanh
 from cupyflash.gpu import recipe
-from cupyflash.gpu.kernels import config, tensor_tiles
+from cupyflash.gpu.kernels import registry, sm80, sm90
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients, Plan
 from cupyflash.testing import Precision, backward_bound, rho
@@ -195,12 +196,13 @@ def test_which_kernel_is_launched():
 
 
 @pytest.mark.parametrize("d", [1, 17, 64, 65, 128, 129, 192, 193, 256])
-def test_hopper_has_tiles_for_every_head(d):
+def test_hopper_has_tiles_for_every_head(monkeypatch, d):
+    monkeypatch.setattr(sm90, "SHORTEST", 1)
     gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
     for d_v in (1, d, 256):
         problem = validate.call(*(np.zeros((1, n), HALF) for n in (d, d, d_v))).problem
-        name, tiles = config.backward("bias", problem, gpu, False, obstacle=None)
-        assert name == "backward_sm90_bias"
+        spec, tiles, _ = registry.select("bias", Request(problem, gpu))
+        assert spec.name == "backward_sm90_bias"
         blocks = tiles.resident_blocks
-        whole = gpu.shared_memory + tensor_tiles.RESERVED
-        assert blocks * (tiles.shared_memory + tensor_tiles.RESERVED) <= whole
+        whole = gpu.shared_memory + sm80.RESERVED
+        assert blocks * (tiles.shared_memory + sm80.RESERVED) <= whole

@@ -13,7 +13,8 @@ from placement import same_bits
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import recipe
-from cupyflash.gpu.kernels import config, f64_tiles
+from cupyflash.gpu.kernels import registry, sm80_f64
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients, Plan
 from cupyflash.testing import Precision, backward_bound, rho
@@ -138,12 +139,12 @@ def test_which_kernels_are_launched():
 @pytest.mark.parametrize("part", ["dkdv", "dq"])
 def test_tiles_fit(arch, part):
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
-    largest = f64_tiles.LARGEST_HEAD if target.shared_memory > 101376 else 64
+    largest = sm80_f64.LARGEST_HEAD if target.shared_memory > 101376 else 64
     for d in (1, 17, 64, 65, 128, 129):
         for d_v in (1, d, 128):
             problem = validate.call(*(np.zeros((1, n)) for n in (d, d, d_v))).problem
-            kernel, tiles = config.backward(part, problem, target, False)
+            spec, tiles, _ = registry.select(part, Request(problem, target))
             assert tiles.shared_memory <= target.shared_memory
             served = max(d, d_v) <= largest
-            assert kernel in (f"backward_f64_{part}", f"backward_simt_{part}")
-            assert kernel == f"backward_f64_{part}" or not served
+            assert spec.name in (f"backward_f64_{part}", f"backward_simt_{part}")
+            assert spec.name == f"backward_f64_{part}" or not served

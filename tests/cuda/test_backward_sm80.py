@@ -14,8 +14,9 @@ from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import len_q, log
 from cupyflash.gpu import recipe
-from cupyflash.gpu.kernels import config, tensor_tiles
-from cupyflash.gpu.kernels.tiles import REGISTERS
+from cupyflash.gpu.kernels import registry, sm80
+from cupyflash.gpu.kernels.simt import REGISTERS
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients, Plan
 from cupyflash.testing import Precision, backward_bound, rho
@@ -235,13 +236,13 @@ def test_every_gpu_has_tiles_for_every_head(arch, part):
     for d in (1, 17, 64, 65, 128, 129, 256):
         for d_v in (1, d, 256):
             problem = validate.call(*(np.zeros((1, n), HALF) for n in (d, d, d_v))).problem
-            kernel, tiles = config.backward(part, problem, target, False)
-            assert kernel == f"backward_sm80_{part}"
+            spec, tiles, _ = registry.select(part, Request(problem, target))
+            assert spec.name == f"backward_sm80_{part}"
             assert tiles.shared_memory <= target.shared_memory
 
 
 def test_blocks_that_share_a_multiprocessor_have_registers():
-    for table in tensor_tiles.BACKWARD.values():
+    for table in sm80.BACKWARD_TILES.values():
         for rows in table.values():
             for _, _, warps, _, resident in rows:
                 assert 32 * warps * resident * 128 <= REGISTERS

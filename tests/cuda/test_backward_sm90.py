@@ -21,7 +21,8 @@ from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import len_q, log
 from cupyflash.gpu import params, recipe, source, strides
-from cupyflash.gpu.kernels import config, hopper, tensor_tiles
+from cupyflash.gpu.kernels import registry, sm90, tma_operands
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
 from cupyflash.testing import Precision, backward_bound, rho
@@ -400,7 +401,7 @@ def test_which_kernels_are_launched():
     special = [x.special for x in launches()]
     names = ["backward_delta", "backward_sm90_dkdv", "backward_dq_rows"]
     assert [x.kernel for x in special] == names
-    assert special[1].architecture == "sm_90a"
+    assert special[1].spec.architecture == "sm_90a"
     assert special[1].atomic_dq
     names = ["backward_delta", "backward_sm90_dkdv", "backward_sm80_dq"]
     assert [x.special.kernel for x in launches(deterministic=True)] == names
@@ -429,7 +430,7 @@ def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
     dk, dv = np.zeros((2, *k.shape[:-1], 68), HALF)
     dk, dv = (dk[..., :64], np.zeros_like(q)) if what == "apart" else (np.zeros_like(k), q.copy())
     if what == "tools":
-        monkeypatch.setattr(hopper, "NO_TMA_STORE", True)
+        monkeypatch.setattr(tma_operands, "NO_TMA_STORE", True)
     if what == "packed":
         q, k, dk, dv = q[0], k[0], dk[0], dv[0]
         call = validate.varlen_call(q, k, q, [0, 512], [0, 512], True)
@@ -448,7 +449,7 @@ def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
 def test_boxes_bring_the_same_bits(d, d_v, monkeypatch):
     arrays = draw(BRAIN, (2, 70, d), (1, 150, d), (1, 150, d_v), (2, 70, d_v))
     by_boxes, _ = run(*arrays, deterministic=True)
-    monkeypatch.setattr(hopper, "NO_TMA_STORE", True)
+    monkeypatch.setattr(tma_operands, "NO_TMA_STORE", True)
     row_by_row, _ = run(*arrays, deterministic=True)
     assert all(same_bits(x, y) for x, y in zip(by_boxes, row_by_row, strict=True))
 
@@ -477,16 +478,19 @@ def test_what_it_cannot_serve(shape, do, size, words):
     call = validate.call(q, q, q)
     arrays = {"q": q, "k": q, "v": q, "d_out": do}
     lead = strides.lead_of((), {name: (x, 3) for name, x in arrays.items()})
-    found = hopper.backward_obstacle(call, do, lead, size)
+    gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
+    request = Request(call.problem, gpu, call, arrays, lead, params_bytes=size)
+    found = sm90.DKDV.serves(request)
     assert found is None if words is None else words in found
 
 
 def test_its_tiles_fit():
-    for d in range(1, tensor_tiles.largest_head(HALF) + 1):
+    for d in range(1, sm90.DKDV.heads["float16"] + 1):
         for d_v in (1, d, 256):
-            tiles = tensor_tiles.fit_backward_hopper(d, d_v)
+            tiles = sm90.fit_dkdv(d, d_v)
             assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
     problem = validate.call(*[np.zeros((1, 64), HALF)] * 3).problem
     gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
-    assert config.backward("dkdv", problem, gpu, False)[0] == "backward_sm80_dkdv"
-    assert config.backward("dq", problem, gpu, False, None, None)[0] == "backward_sm80_dq"
+    for part in ("dkdv", "dq"):
+        choice = registry.select(part, Request(problem, gpu))
+        assert choice.spec.name == f"backward_sm80_{part}"

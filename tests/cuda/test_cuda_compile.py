@@ -12,7 +12,8 @@ from cuda_table import ARCHS, Resources, key_of, measure, nvrtc_version, read
 
 from cupyflash import ArgumentError
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu.kernels import config, f64_tiles, tensor_tiles, tiles
+from cupyflash.gpu.kernels import registry, simt, sm80_f64, sm90
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 
 CASES = cases()
@@ -46,13 +47,13 @@ def fits(arch: str, found: Resources) -> None:
 
 def test_few_cases_cover_much():
     assert len(CASES) <= 150
-    for kernel in tiles.KERNELS:
+    for kernel in simt.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4
         assert {case.packed for case in own} == {False, True}
         assert len({case.sizes for case in own}) == 6
     own = [case for case in CASES if case.kernel == "forward_sm90"]
-    assert {tensor_tiles.fit_hopper(*case.sizes).block_kv for case in own} == {128, 176, 112, 80}
+    assert {sm90.fit_forward(*case.sizes).block_kv for case in own} == {128, 176, 112, 80}
     for itemsize in (2, 4, 8):
         own = [
             case
@@ -62,7 +63,7 @@ def test_few_cases_cover_much():
         assert {case.options for case in own} == set(OPTIONS)
         assert {case.packed for case in own} == {False, True}
         assert len({case.sizes for case in own}) == (4 if itemsize == 8 else 6)
-    for kernel in f64_tiles.BACKWARD:
+    for kernel in sm80_f64.BACKWARD_TILES:
         own = [case for case in CASES if case.kernel == kernel]
         assert {case.options for case in own} == set(OPTIONS)
         assert {case.packed for case in own} == {False, True}
@@ -171,34 +172,36 @@ def test_every_head_size_has_tiles(arch, dtype):
             q, v = np.zeros((1, d), dtype), np.zeros((1, d_v), dtype)
             for options in ({}, {"dropout": 0.5, "seed": 1}):
                 problem = validate.call(q, q, v, **options).problem
-                for kernel in tiles.KERNELS:
-                    chosen = config.simt(kernel, problem, target, slope=True)
+                for kernel in simt.KERNELS:
+                    spec = registry.SPECS[kernel]
+                    chosen = spec.configure(Request(problem, target, slope=True))
+                    assert chosen is not None
                     assert chosen.shared_memory <= SHARED_MEMORY[arch]
-                kernel, chosen = config.forward(problem, target)
+                spec, chosen, _ = registry.select("forward", Request(problem, target))
                 assert chosen.shared_memory <= SHARED_MEMORY[arch]
                 most = {np.float16: 256, np.float32: 0, np.float64: 128}[dtype]
                 tensor = max(d, d_v) <= most and arch != "sm_75"
-                assert kernel == ("forward_sm80" if tensor else "forward_simt")
+                assert spec.name == ("forward_sm80" if tensor else "forward_simt")
 
 
 def test_too_little_shared_memory_is_an_error():
     target = Target(0, "a small GPU", (7, 5), 1, 8192)
     q = np.zeros((1, 512), np.float64)
     with pytest.raises(ArgumentError, match="8192 bytes"):
-        config.choose(validate.call(q, q, q).problem, target)
+        registry.plan(Request(validate.call(q, q, q).problem, target))
 
 
 def test_a_gpu_that_is_too_old_is_an_error():
     target = Target(0, "an old GPU", (7, 0), 80, 98304)
     q = np.zeros((1, 64), np.float32)
     with pytest.raises(ArgumentError, match=r"7\.0; wanted a GPU of 7\.5"):
-        config.choose(validate.call(q, q, q).problem, target)
+        registry.plan(Request(validate.call(q, q, q).problem, target))
 
 
 def test_the_choice_never_reads_the_batch_or_the_lengths():
     target = Target(0, "a GPU", (9, 0), 132, SHARED_MEMORY["sm_90"])
     plans = {
-        config.choose(validate.call(*[np.zeros(shape, np.float32)] * 3).problem, target)
+        registry.plan(Request(validate.call(*[np.zeros(shape, np.float32)] * 3).problem, target))
         for shape in [(1, 1, 64), (7, 2, 300, 64), (0, 3, 64)]
     }
     assert len(plans) == 1

@@ -17,7 +17,8 @@ import cupyflash.kernels_cu
 from cupyflash import lookup, masks, scores
 from cupyflash.expr.cuda import generate
 from cupyflash.gpu import params, source, strides
-from cupyflash.gpu.kernels import tiles
+from cupyflash.gpu.kernels.registry import SPECS
+from cupyflash.gpu.kernels.spec import Tiles
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.reference.cpu import program
@@ -30,9 +31,9 @@ def special(kernel, call, **more):
     made = trees(call)
     functions = generate(made.allowed, made.classes, made.changed, made.slope).functions
     problem = call.problem
-    own = tiles.Tiles(64, 64, 256, 0)
+    own = Tiles(64, 64, 256, 0)
     return source.Specialisation(
-        kernel,
+        SPECS[kernel],
         problem.dtype.name,
         problem.d,
         problem.d_v,

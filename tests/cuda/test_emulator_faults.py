@@ -360,7 +360,7 @@ def test_no_barrier_of_the_sources_may_be_missing(path, number):
 
     def has_it(special):
         # Deltas are what other kernels compute with.
-        included = source.flatten((source.path_of(special.kernel),))
+        included = source.flatten((special.spec.source,))
         return special.kernel == "backward_delta" or f"// {path}\n" in included
 
     with pytest.raises(Fault, match=r"no barrier since|no thread has written|has not fini"):

@@ -16,10 +16,10 @@ from placement import same_bits
 
 from cupyflash import ArgumentError, masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu.kernels import config, tensor_tiles
-from cupyflash.gpu.kernels.tiles import REGISTERS
+from cupyflash.gpu.kernels import registry, sm80
+from cupyflash.gpu.kernels.simt import REGISTERS
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
-from cupyflash.problem.call import Plan
 from cupyflash.reference.cpu import philox
 from cupyflash.testing import Precision, forward_bound, rho
 
@@ -209,7 +209,7 @@ def test_dropped_pairs_are_those_of_the_twin(dtype):
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256), (1, 200), (96, 40)], ids=str)
 def test_the_tiles_that_gpus_get(dtype, arch, sizes):
     d, d_v = sizes
-    most = tensor_tiles.largest_head(dtype)
+    most = sm80.FORWARD.heads[np.dtype(dtype).name]
     d, d_v = min(d, most), min(d_v, most)
     q, k, v = draw(dtype, (2, 135, d), (1, 150, d), (1, 150, d_v))
     chosen = Chosen(shared_memory=SHARED_MEMORY[arch])
@@ -234,29 +234,47 @@ def target_of(arch):
     [
         ("sm_80", np.float16, 256, 1, "tensor cores"),
         ("sm_120", ml_dtypes.bfloat16, 3, 256, "tensor cores"),
-        ("sm_75", np.float16, 64, 64, "forward_sm80 needs 8.0"),
-        ("sm_90", np.float16, 64, 257, "64 and 257 are beyond the 256"),
+        (
+            "sm_75",
+            np.float16,
+            64,
+            64,
+            "forward_sm80, because it needs compute capability 8.0",
+        ),
+        ("sm_90", np.float16, 64, 257, "64 and 257 are beyond its 256 in float16"),
         ("sm_90", np.float32, 64, 64, "portable kernel in float32"),
         ("sm_86", np.float64, 128, 1, "float64 by tensor cores, and sums in float64"),
-        ("sm_75", np.float64, 64, 64, "forward_sm80 needs 8.0"),
-        ("sm_90", np.float64, 64, 129, "64 and 129 are beyond the 128 of forward_sm80 in float64"),
+        (
+            "sm_75",
+            np.float64,
+            64,
+            64,
+            "forward_sm80, because it needs compute capability 8.0",
+        ),
+        (
+            "sm_90",
+            np.float64,
+            64,
+            129,
+            "head sizes 64 and 129 are beyond its 128 in float64",
+        ),
     ],
 )
 def test_the_plan_says_why(arch, dtype, d, d_v, words):
-    plan = config.choose(problem_of(dtype, d, d_v), target_of(arch))
+    plan = registry.plan(Request(problem_of(dtype, d, d_v), target_of(arch)))
     assert plan.kernel == ("forward_sm80" if "tensor cores" in words else "forward_simt")
     assert words in plan.reason
 
 
 def test_a_precision_is_asked_for():
     split = dataclasses.replace(problem_of(F32, 256, 1), precision="tf32x3")
-    plan = config.choose(split, target_of("sm_80"))
+    plan = registry.plan(Request(split, target_of("sm_80")))
     assert plan.kernel == "forward_sm80"
     assert "as three products each" in plan.reason
     # The gradients' kernels for tensor cores do not have it: they compute in float32.
     for part in ("dkdv", "dq"):
-        kernel, _ = config.backward(part, split, target_of("sm_80"), False)
-        assert kernel == f"backward_simt_{part}"
+        choice = registry.select(part, Request(split, target_of("sm_80")))
+        assert choice.spec.name == f"backward_simt_{part}"
 
 
 @pytest.mark.parametrize(
@@ -265,27 +283,25 @@ def test_a_precision_is_asked_for():
 )
 def test_a_precision_that_cannot_be_had_is_an_error(arch, d, words):
     split = dataclasses.replace(problem_of(F32, 64, d), precision="tf32x3")
-    calls = [lambda: config.choose(split, target_of(arch))]
-    calls += [lambda: config.backward("dq", split, target_of(arch), False)]
-    for call in calls:
+    for part in ("forward", "dq"):
         with pytest.raises(ArgumentError, match=words):
-            call()
+            registry.select(part, Request(split, target_of(arch)))
 
 
 def test_a_plan_of_ones_own_is_taken():
-    plan = Plan("forward_simt", 32, 32, "for a test")
-    kernel, tiles = config.forward(problem_of(np.float16, 64, 64), target_of("sm_90"), plan)
-    assert (kernel, tiles.block_q, tiles.block_kv) == ("forward_simt", 32, 32)
+    request = Request(problem_of(np.float16, 64, 64), target_of("sm_90"), blocks=(32, 32))
+    spec, tiles, _ = registry.select("forward", request)
+    assert (spec.name, tiles.block_q, tiles.block_kv) == ("forward_simt", 32, 32)
 
 
 @pytest.mark.parametrize("arch", [x for x in SHARED_MEMORY if x != "sm_75"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_tiles_fit(arch, dtype):
     itemsize = np.dtype(dtype).itemsize
-    most = tensor_tiles.largest_head(dtype)
+    most = sm80.FORWARD.heads[np.dtype(dtype).name]
     for d in range(1, most + 1, 5):
         for d_v in (1, d, most):
-            tiles = tensor_tiles.fit(d, d_v, SHARED_MEMORY[arch], itemsize)
+            tiles = sm80.fit_forward(d, d_v, SHARED_MEMORY[arch], itemsize)
             assert tiles is not None
             assert tiles.resident_blocks * tiles.threads * 128 <= REGISTERS
             rows = tiles.block_q * 32 // tiles.threads
@@ -295,4 +311,7 @@ def test_tiles_fit(arch, dtype):
 
 def test_too_little_shared_memory_leaves_the_portable_kernel():
     small = dataclasses.replace(target_of("sm_80"), shared_memory=40000)
-    assert config.forward(problem_of(np.float16, 256, 256), small)[0] == "forward_simt"
+    choice = registry.select("forward", Request(problem_of(np.float16, 256, 256), small))
+    assert choice.spec.name == "forward_simt"
+    other, why = choice.passed_over[-1]
+    assert (other.name, "40000 bytes of shared memory" in why) == ("forward_sm80", True)

@@ -19,7 +19,8 @@ from cupyflash import masks, scores
 from cupyflash.arrays import cuda_device
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import recipe, tma
-from cupyflash.gpu.kernels import config, hopper, tensor_tiles
+from cupyflash.gpu.kernels import registry, sm90, tma_operands
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.gpu.strides import Operand
 from cupyflash.problem import validate
 
@@ -31,7 +32,7 @@ from cupyflash.problem import validate
 @pytest.mark.parametrize("heads", [64, 128, 192, 256])
 @pytest.mark.parametrize("edge", [-1, 0, 1], ids=["less", "whole", "more"])
 def test_sizes_at_the_edges_of_tiles(dtype, heads, edge):
-    block_q, block_kv = tensor_tiles.FORWARD_HOPPER["nothing of few keys"][heads]
+    block_q, block_kv = sm90.FORWARD_TILES["plain, few keys"][heads]
     q, k, v = draw(dtype, (1, block_q + edge, heads), *[(1, 2 * block_kv + edge, heads)] * 2)
     out, lse, visited = run(q, k, v)
     within_the_bound(q, k, v, out, lse)
@@ -143,7 +144,7 @@ def test_maps_are_those_of_the_arrays():
     hopper_gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
     (launch,) = recipe.forward(call, hopper_gpu, out, None).launches
     assert launch.special.kernel == "forward_sm90"
-    assert launch.special.architecture == "sm_90a"
+    assert launch.special.spec.architecture == "sm_90a"
     assert launch.special.tma_store
     assert [made.name for made in launch.maps] == ["q", "k", "v", "out"]
     shapes = [(64, 600, 4, 2, 3), (64, 512, 2, 2, 1), (56, 512, 2, 2, 3), (56, 600, 4, 2, 3)]
@@ -191,7 +192,7 @@ def test_when_results_are_stored_by_boxes(d_v, columns, len_k, packed, stores):
 def test_for_some_tools_no_boxes_are_stored(monkeypatch):
     call, out = call_of(), np.zeros((2, 512, 64), np.float16)
     (launch,) = recipe.forward(call, target_of("sm_90"), out, None).launches
-    monkeypatch.setattr(hopper, "NO_TMA_STORE", True)
+    monkeypatch.setattr(tma_operands, "NO_TMA_STORE", True)
     (other,) = recipe.forward(call, target_of("sm_90"), out, None).launches
     assert (launch.special.tma_store, other.special.tma_store) == (True, False)
     assert launch.special.kernel == other.special.kernel == "forward_sm90"
@@ -239,7 +240,7 @@ def call_of(d=64, d_v=None, len_q=512, len_k=512, dtype=np.float16, **options):
 
 
 def plan_of(call, gpu):
-    return config.choose(call.problem, gpu, hopper.obstacle(call), hopper.besides(call))
+    return registry.plan(Request.of(call, gpu))
 
 
 @pytest.mark.parametrize("d", [48, 64, 96, 128, 160, 192, 256])
@@ -357,15 +358,15 @@ def test_packed_sequences_of_any_length(offsets):
 
 
 def test_its_tiles_fit():
-    for d in range(1, tensor_tiles.largest_head(np.float16) + 1):
-        for d_v, besides in itertools.product((1, d, 256), tensor_tiles.FORWARD_HOPPER):
-            tiles = tensor_tiles.fit_hopper(d, d_v, besides)
+    for d in range(1, sm90.FORWARD.heads["float16"] + 1):
+        for d_v, registers in itertools.product((1, d, 256), sm90.FORWARD_TILES):
+            tiles = sm90.fit_forward(d, d_v, registers)
             assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
             assert tiles.threads == 2 * tiles.block_q + 128
 
 
 def test_another_plan_is_taken():
-    call = call_of()
-    plan = dataclasses.replace(plan_of(call, target_of("sm_90")), block_q=32, block_kv=32)
-    kernel, _ = config.forward(call.problem, target_of("sm_90"), plan, None)
-    assert kernel == "forward_simt"
+    request = Request.of(call_of(), target_of("sm_90"))
+    assert registry.select("forward", request).spec is sm90.FORWARD
+    choice = registry.select("forward", dataclasses.replace(request, blocks=(32, 32)))
+    assert choice.spec.name == "forward_simt"

@@ -15,7 +15,7 @@ from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bo
 
 from cupyflash import masks, scores
 from cupyflash.gpu import source
-from cupyflash.gpu.kernels import hopper, tensor_tiles
+from cupyflash.gpu.kernels import grid, sm90
 
 MASKS = {
     "causal": masks.causal(),
@@ -32,15 +32,15 @@ MASKS = {
 @emulated
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(monkeypatch, name):
-    rows = ["masks", "masks of short rows"][list(MASKS).index(name) % 2]
+    rows = ["masks", "masks, few queries"][list(MASKS).index(name) % 2]
     if rows == "masks":
-        monkeypatch.setattr(tensor_tiles, "SHORT_ROWS", 0)
+        monkeypatch.setattr(sm90, "FEW_QUERIES", 0)
     dtype, mask = TYPES[len(name) % 2], MASKS[name]
     q, k, v = draw(dtype, (1, 2, 400, 64), *[(1, 1, 400, 64)] * 2)
     sink = np.array([-np.inf, 0.5], np.float32)
     out, lse, visited = run(q, k, v, randomly(1), mask=mask, sink=sink)
     within_the_bound(q, k, v, out, lse, mask=mask, sink=sink)
-    tiles = tensor_tiles.FORWARD_HOPPER[rows][64]
+    tiles = sm90.FORWARD_TILES[rows][64]
     assert visited == attend(q, k, v, tiles=tiles, mask=mask).visited
 
 
@@ -55,7 +55,7 @@ def test_masks_of_other_heads(sizes, name):
     q, k, v = draw(TYPES[0], (2, 140, d), (2, 300, d), (2, 300, d_v))
     out, lse, visited = run(q, k, v, mask=MASKS[name])
     within_the_bound(q, k, v, out, lse, mask=MASKS[name])
-    block = tensor_tiles.fit_hopper(d, d_v, "masks")
+    block = sm90.fit_forward(d, d_v, "masks")
     tiles = block.block_q, block.block_kv
     assert visited == attend(q, k, v, tiles=tiles, mask=MASKS[name]).visited
 
@@ -72,13 +72,13 @@ def test_lengths_of_a_batch_one_of_them_zero():
 @emulated
 @pytest.mark.parametrize("name", ["causal", "both ends", "window"])
 def test_neighbouring_tiles_share_a_class_where_there_are_many(monkeypatch, name):
-    groups, few = tensor_tiles.TILE_GROUPS, 32
+    groups, few = sm90.TILE_GROUPS, 32
 
     def read(path):
         return build.read(path).replace(f"GROUPS = {groups};", f"GROUPS = {few};")
 
-    less = tensor_tiles.JOBS * (groups - few) // 4
-    monkeypatch.setattr(tensor_tiles, "KNOWN_BYTES", tensor_tiles.KNOWN_BYTES - less)
+    less = sm90.WORK_STAGES * (groups - few) // 4
+    monkeypatch.setattr(sm90, "SCHEDULER_BYTES", sm90.SCHEDULER_BYTES - less)
     length = 70 * 128 + 5  # a class for every 4 tiles
     (q,) = draw(TYPES[0], (1, 30, 64))
     k, v = draw(TYPES[0], *[(1, length, 64)] * 2, seed=1)
@@ -218,7 +218,8 @@ def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
     q, k, v = draw(TYPES[0], (2, 420, 64), *[(1, 518, 64)] * 2)
     options = {"offsets": (ENDS_Q, ENDS_K), "mask": masks.causal()}
     each = run(q, k, v, **options)
-    monkeypatch.setattr(hopper, "grid", lambda call, jobs, facts: 2)
+    by_queries = grid.by_queries
+    monkeypatch.setattr(grid, "by_queries", lambda *x: by_queries(*x)._replace(size=2))
     dealt = run(q, k, v, **options)
     assert same_bits(each[0], dealt[0])
     assert same_bits(each[1], dealt[1])

@@ -14,7 +14,8 @@ from warpgroup_calls import draw, emulated, run, within_the_bound
 
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
-from cupyflash.gpu.kernels import config
+from cupyflash.gpu.kernels import registry
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.reference.cpu import philox
 
@@ -133,7 +134,7 @@ def test_dropped_pairs_are_those_of_the_twin_in_any_schedule():
     ("d", "lacks", "kernel", "words"),
     [
         (128, "", "forward_sm90_tf32", "warpgroups, as three products each"),
-        (129, "", "forward_sm80", "not by forward_sm90_tf32, because it serves heads up to 128"),
+        (129, "", "forward_sm80", "not by forward_sm90_tf32, because head sizes 129 and 129"),
         (64, "it is old", "forward_sm80", "not by forward_sm90_tf32, because it is old"),
     ],
 )
@@ -141,6 +142,6 @@ def test_the_plan_says_why(d, lacks, kernel, words):
     q = np.zeros((1, d), F32)
     problem = dataclasses.replace(validate.call(q, q, q).problem, precision="tf32x3")
     target = Target(0, "a GPU", (9, 0), 1, SHARED_MEMORY["sm_90"], lacks=lacks)
-    plan = config.choose(problem, target)
+    plan = registry.plan(Request(problem, target))
     assert plan.kernel == kernel
     assert words in plan.reason

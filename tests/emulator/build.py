@@ -78,7 +78,7 @@ def text(special: Specialisation, read: Callable[[str], str] = read) -> str:
     `read` returns the files of `kernels_cu`; a test may change them.
     """
     generated = special.functions.source
-    paths = (source.path_of(special.kernel), *(source._VOCABULARY if generated else ()))
+    paths = (special.spec.source, *(source._VOCABULARY if generated else ()))
     flat = source.flatten_with(paths, lambda path: _with_lines(read(path), path))
     flush = "true" if special.dtype != "float64" else "false"
     prelude = source.prelude(special) + f"#define FLUSH_SUBNORMALS {flush}\n"

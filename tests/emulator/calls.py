@@ -19,8 +19,9 @@ import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.gpu import driver, launch
-from cupyflash.gpu.kernels import config, f64_tiles, hopper, tensor_tiles
-from cupyflash.gpu.kernels.tiles import KERNELS, Shape, Tiles, fit
+from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
+from cupyflash.gpu.kernels.registry import Choice
+from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.recipe import Launch
 from cupyflash.gpu.source import Specialisation
 from cupyflash.gpu.tma import TensorMap
@@ -45,41 +46,40 @@ class Blocks:
     hopper: bool = False  # whether they are those of compute capability 9.0
     multiprocessors: int = 2
 
-    def forward(
-        self, problem: Problem, obstacle: str | None = "unknown", besides: str = "nothing"
-    ) -> tuple[str, Tiles]:
-        """Return the kernel of the forward, and its tiles."""
-        if self.hopper and tensor_tiles.serves(problem, tensor_tiles.HOPPER):
-            if problem.dtype.itemsize == 4:
-                tiles = tensor_tiles.fit_split(problem.d, problem.d_v)
-                assert tiles is not None, "a larger head than the kernel is for"
-                return "forward_sm90_tf32", tiles
-            if not obstacle:
-                return "forward_sm90", tensor_tiles.fit_hopper(problem.d, problem.d_v, besides)
-        if self.tensor and tensor_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY):
-            return "forward_sm80", self.tensor_tiles(problem)
-        return "forward_simt", self.tiles("forward_simt", problem, False)
-
-    def backward(
-        self, part: str, problem: Problem, slope: bool, obstacle: str | None = "unknown"
-    ) -> tuple[str, Tiles]:
-        """Return the kernel of a part of the backward, and its tiles."""
-        hopper = self.hopper and tensor_tiles.serves_backward(problem, tensor_tiles.HOPPER)
-        fit_hopper = tensor_tiles.FIT_BACKWARD_HOPPER.get(part)
-        if hopper and fit_hopper is not None and not obstacle:
-            return f"backward_sm90_{part}", fit_hopper(problem.d, problem.d_v)
-        if self.tensor and tensor_tiles.serves_backward(problem, tensor_tiles.OLDEST_CAPABILITY):
-            kernel = f"backward_sm80_{part}"
-            return kernel, self.gradient_tiles(kernel, problem)
-        of_bias = part == "bias"
-        wide = self.tensor and f64_tiles.serves(problem, tensor_tiles.OLDEST_CAPABILITY)
-        if wide and not of_bias:
-            kernel = f"backward_f64_{part}"
-            tiles = self.f64_tiles(kernel, problem)
+    def choose(self, part: str, request: Request) -> Choice:
+        """Return the kernel of a part of a call, and its tiles, as `registry.select`."""
+        problem = request.problem
+        for spec in registry.KERNELS[part]:
+            dtype = problem.dtype.name
+            if dtype not in spec.heads or not self._has(spec):
+                continue
+            if spec.precisions.get(dtype) not in (None, problem.precision):
+                continue
+            if max(problem.d, problem.d_v) > spec.heads[dtype] or spec.obstacle(request):
+                continue
+            tiles = self.tiles_of(spec, request)
             if tiles is not None:
-                return kernel, tiles
-        kernel = "backward_bias" if of_bias else f"backward_simt_{part}"
-        return kernel, self.tiles(kernel, problem, slope)
+                return Choice(spec, tiles)
+        raise AssertionError(f"nothing serves {part} of {problem}")
+
+    def _has(self, spec: KernelSpec) -> bool:
+        """Whether the GPU has what a kernel multiplies by."""
+        if spec.architecture is not None:
+            return self.hopper
+        return self.tensor or not spec.tensor_cores
+
+    def tiles_of(self, spec: KernelSpec, request: Request) -> Tiles | None:
+        """Return tiles of a kernel; those of Hopper, and of rows of results, are as on a GPU."""
+        if spec.architecture is not None or not spec.scores:
+            return spec.configure(request)
+        problem = request.problem
+        if spec is sm80.FORWARD:
+            return self.tensor_tiles(problem)
+        if spec.name in sm80.BACKWARD_BYTES:
+            return self.gradient_tiles(spec.name, problem)
+        if spec.name in sm80_f64.BACKWARD_BYTES:
+            return self.f64_tiles(spec.name, problem)
+        return self.tiles(spec.name, problem, spec.slope and request.slope)
 
     def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: rows as warps own them, one or two stages."""
@@ -97,7 +97,7 @@ class Blocks:
         if kernel == "backward_sm80_bias":
             stages = 1
         sizes = block_q, block_kv, warps, stages, problem.d, problem.d_v
-        shared = getattr(tensor_tiles, kernel)(*sizes)
+        shared = sm80.BACKWARD_BYTES[kernel](*sizes)
         return Tiles(block_q, block_kv, self.threads, shared)
 
     def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
@@ -109,7 +109,8 @@ class Blocks:
             block_kv = max(block_kv, 8 * -(-16 * warps // block_q))
         else:
             block_q = max(block_q, 16 * -(-16 * warps // block_kv))
-        shared = getattr(f64_tiles, kernel)(block_q, block_kv, warps, problem.d, problem.d_v)
+        sizes = block_q, block_kv, warps, problem.d, problem.d_v
+        shared = sm80_f64.BACKWARD_BYTES[kernel](*sizes)
         return Tiles(block_q, block_kv, threads, shared)
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
@@ -121,16 +122,16 @@ class Blocks:
         rows = 32 * warps if self.block_q >= 32 * warps else 16 * warps
         slots = 2 + (self.block_q + self.block_kv + problem.d) // 16 % 2
         sizes = rows, self.block_kv, warps, slots, problem.d, problem.d_v
-        shared = tensor_tiles.shared_memory(*sizes, itemsize)
+        shared = sm80.forward_bytes(*sizes, itemsize)
         return Tiles(rows, self.block_kv, threads, shared)
 
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles of a portable kernel; heads beyond 256 need tiles of 32 by 32."""
         sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
-        shape = Shape(*sizes, self.threads)
+        shape = simt.Shape(*sizes, self.threads)
         least = shape.column_threads
         rows, columns = max(self.block_q, least), max(self.block_kv, least)
-        elements, _, _ = KERNELS[kernel]
+        elements, _, _ = simt.KERNELS[kernel]
         spare = int(slope) + int(problem.dropout > 0)
         shared = elements(shape, rows, columns, spare) * shape.itemsize
         return Tiles(rows, columns, self.threads, shared)
@@ -147,25 +148,25 @@ class Chosen(Blocks):
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles that the package's table gives a kernel."""
         sizes = problem.accumulator.itemsize, problem.dtype.itemsize, problem.d, problem.d_v
-        chosen = fit(kernel, *sizes, int(slope) + int(problem.dropout > 0), self.shared_memory)
+        chosen = simt.fit(kernel, *sizes, int(slope) + int(problem.dropout > 0), self.shared_memory)
         assert chosen is not None
         return chosen
 
     def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
         """Return the tiles that the package's table gives the backward for tensor cores."""
         limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
-        chosen = tensor_tiles.fit_backward(kernel, problem.d, problem.d_v, limit)
+        chosen = sm80.fit_backward(kernel, problem.d, problem.d_v, limit)
         assert chosen is not None
         return chosen
 
     def f64_tiles(self, kernel: str, problem: Problem) -> Tiles | None:
         """Return the tiles that the package's table gives the backward in float64, if any."""
-        return f64_tiles.fit(kernel, problem.d, problem.d_v, self.shared_memory)
+        return sm80_f64.fit(kernel, problem.d, problem.d_v, self.shared_memory)
 
     def tensor_tiles(self, problem: Problem) -> Tiles:
         """Return the tiles that the package's table gives the forward for tensor cores."""
         limit = max(self.shared_memory, LEAST_WITH_TENSOR_CORES)
-        chosen = tensor_tiles.fit(problem.d, problem.d_v, limit, problem.dtype.itemsize)
+        chosen = sm80.fit_forward(problem.d, problem.d_v, limit, problem.dtype.itemsize)
         assert chosen is not None
         return chosen
 
@@ -259,30 +260,12 @@ class Emulator:
     def _answering(self, ready: Callable[[Launch, int], Any]) -> Iterator[None]:
         """Answer what launches ask of CuPy, and take the launches."""
 
-        def tiles(kernel: str, problem: Problem, _: Any, slope: bool, __: Any) -> Tiles:
-            return self.blocks.tiles(kernel, problem, slope)
-
-        def forward(problem: Problem, _: Any, __: Any, obstacle: str | None, besides: str) -> Any:
-            return self.blocks.forward(problem, obstacle, besides)
-
-        def backward(
-            part: str,
-            problem: Problem,
-            _: Any,
-            slope: bool,
-            __: Any,
-            obstacle: str | None = "unknown",
-        ) -> Any:
-            return self.blocks.backward(part, problem, slope, obstacle)
-
         with (
             mock.patch.object(launch, "Ready", ready),
             mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
-            mock.patch.object(config, "simt", tiles),
-            mock.patch.object(config, "forward", forward),
-            mock.patch.object(config, "backward", backward),
+            mock.patch.object(registry, "select", self.blocks.choose),
             # The emulator's arrays are small.
-            mock.patch.multiple(hopper, SHORTEST=1, MOST_PADDING=float("inf")),
+            mock.patch.multiple(sm90, SHORTEST=1, MOST_PADDING=float("inf")),
             mock.patch.multiple(
                 cuda_device,
                 of=lambda _: SimpleNamespace(multiprocessors=self.blocks.multiprocessors),

@@ -19,13 +19,13 @@ from cupyflash import (
     attention_backward,
     attention_varlen,
     attention_vjp,
+    cpu_tiles,
     masks,
     plan,
     scores,
     workspace_size,
 )
 from cupyflash.arrays.interop import repeats_an_address, share_memory
-from cupyflash.gpu.kernels import config
 from cupyflash.problem import validate
 
 F32 = np.float32
@@ -352,7 +352,7 @@ def test_a_plan_does_not_hang_on_the_batch():
     for d in (1, 64, 128, 129, 512):
         x = filled(2, 4, 3, d)
         problem = validate.call(x, x, x).problem
-        assert config.choose(NoBatch(problem)) == plan(x, x, x)
+        assert cpu_tiles.choose(NoBatch(problem)) == plan(x, x, x)
         assert plan(x, x, x) == plan(x[:0], x[:0], x[:0]) == plan(x[0], x[0], x[0])
         assert plan(x, x, x) == plan(*(x[0],) * 3, offsets_q=[0, 1, 3], offsets_k=[0, 3, 3])
 

@@ -113,7 +113,7 @@ def test_rows_of_warpgroups(monkeypatch):
     q, k, v = draw(BRAIN, 40, heads=32, keys=600, d_v=64)
     options = {"mask": masks.causal()}
     for shortest, kernel in ((512, "forward_sm90"), (2000, "forward_sm80")):
-        monkeypatch.setattr("cupyflash.gpu.kernels.hopper.SHORTEST", shortest)
+        monkeypatch.setattr("cupyflash.gpu.kernels.sm90.SHORTEST", shortest)
         plan = dispatch.plan_on(validate.call(q, k, v, **options), H200)
         assert plan.kernel == kernel
         assert "the 16 heads that share keys are rows of one" in plan.reason

@@ -12,8 +12,7 @@ from gpu_calls import precision_of
 
 import cupyflash
 from cupyflash import masks, scores
-from cupyflash.gpu import recipe
-from cupyflash.gpu.kernels import config
+from cupyflash.gpu.kernels import registry
 from cupyflash.testing import backward_bound, forward_bound, forward_bound_varlen, rho
 
 pytestmark = pytest.mark.gpu
@@ -233,19 +232,21 @@ GRADIENT_SIZES = [(64, 64), (128, 128), (96, 72), (64, 128), (40, 40), (256, 256
 def gradients(cupy, q, k, v, do, deterministic=False, **options):
     """Return dq, dk and dv, which backward_sm90_dkdv has to compute."""
     chosen = []
-    backward = config.backward
+    select = registry.select
 
-    def noted(*arguments):
-        chosen.append(backward(*arguments))
-        return chosen[-1]
+    def noted(part, request):
+        choice = select(part, request)
+        if part == "dkdv":
+            chosen.append(choice.spec.name)
+        return choice
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe.config, "backward", noted)
+        patch.setattr(registry, "select", noted)
         out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
         made = cupyflash.attention_backward(
             do, q, k, v, out, lse, deterministic=deterministic, **options
         )
-    assert not chosen or "backward_sm90_dkdv" in [kernel for kernel, _ in chosen]
+    assert not chosen or "backward_sm90_dkdv" in chosen
     return made[:3]
 
 

@@ -13,9 +13,9 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.key_range import key_range
-from cupyflash.gpu.kernels import config, f64_tiles, hopper, tensor_tiles
-from cupyflash.gpu.kernels.tiles import KERNELS, Tiles
-from cupyflash.gpu.recipe import RESULTS, ROWS
+from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
+from cupyflash.gpu.kernels.registry import SPECS
+from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.source import NONE, Specialisation
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
@@ -75,7 +75,7 @@ def cases() -> list[Case]:
     dtypes = [np.dtype(np.float32), BFLOAT16, np.dtype(np.float16), np.dtype(np.float64)]
     sizes = [(64, 64), (128, 128), (256, 256), (512, 512), (40, 72), (1, 3)]
     found = []
-    for k, kernel in enumerate(KERNELS):
+    for k, kernel in enumerate(simt.KERNELS):
         # Steps without a common factor meet every pair soon.
         for n in range(12):
             options = list(OPTIONS)[(n + k) % len(OPTIONS)]
@@ -87,7 +87,7 @@ def cases() -> list[Case]:
     tensor_sizes = [(64, 64), (128, 128), (256, 256), (40, 72), (1, 3), (192, 128)]
     for n in range(14):
         dtype, options = dtypes[1 + n % 2], list(OPTIONS)[n % 7]
-        kernels = ["forward_sm80", list(tensor_tiles.BACKWARD)[n // 7]]
+        kernels = ["forward_sm80", list(sm80.BACKWARD_TILES)[n // 7]]
         more = tensor_sizes[n % 6], options, bool(n // 3 % 2)
         found += [Case(kernel, dtype, *more) for kernel in kernels]
     for n, own in enumerate([(64, 64), (256, 256), (40, 72), (128, 128)]):
@@ -117,7 +117,7 @@ def cases() -> list[Case]:
         found.append(Case("forward_sm90_tf32", dtypes[0], own, options, n % 3 == 2))
     f64_sizes = [(64, 64), (128, 128), (40, 72), (1, 3)]
     for n in range(14):
-        kernel, options = list(f64_tiles.BACKWARD)[n % 2], list(OPTIONS)[n // 2]
+        kernel, options = list(sm80_f64.BACKWARD_TILES)[n % 2], list(OPTIONS)[n // 2]
         found.append(Case(kernel, dtypes[3], f64_sizes[n // 2 % 4], options, n % 3 == 2))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
@@ -131,21 +131,46 @@ def capability(arch: str) -> tuple[int, int]:
     return int(arch[3:-1]), int(arch[-1])
 
 
+def target_of(arch: str, lacks: str = "") -> Target:
+    """Return a GPU that is nowhere."""
+    return Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch], lacks)
+
+
 def runs_on(case: Case, arch: str) -> bool:
     """Whether there is such a kernel for a GPU, and tiles for these sizes."""
-    if "sm90" in case.kernel:
-        return capability(arch) == tensor_tiles.HOPPER
-    if case.kernel in f64_tiles.BACKWARD:
-        has = capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
-        return has and f64_tiles.fit(case.kernel, *case.sizes, SHARED_MEMORY[arch]) is not None
-    tensor = "sm80" in case.kernel or case.kernel == "backward_dq_rows"
-    return not tensor or capability(arch) >= tensor_tiles.OLDEST_CAPABILITY
+    spec = SPECS[case.kernel]
+    if spec.architecture is not None:
+        return capability(arch) == spec.capability
+    if case.kernel in sm80_f64.BACKWARD_TILES:
+        has = capability(arch) >= spec.capability
+        return has and sm80_f64.fit(case.kernel, *case.sizes, SHARED_MEMORY[arch]) is not None
+    return capability(arch) >= spec.capability
 
 
-def _has_room_for_boxes(case: Case, problem: Problem, tiles: Tiles) -> bool:
-    if case.kernel == "forward_sm90":
-        return tensor_tiles.results_have_room(tiles, problem.d, problem.d_v)
-    return case.kernel == "backward_sm90_dkdv"
+def _tma_stores(spec: KernelSpec, problem: Problem, tiles: Tiles) -> bool:
+    if spec is sm90.FORWARD:
+        return sm90.results_have_room(tiles, problem.d, problem.d_v)
+    return spec.tma is not None
+
+
+def _tiles(spec: KernelSpec, case: Case, request: Request, arch: str) -> Tiles:
+    """Return the configuration of a kernel whose better ones do not serve, for a test."""
+    if spec is sm90.FORWARD:
+        assert request.call is not None
+        registers = sm90.register_class(request.call)
+        # Some have the tiles of longer rows, all others those of short ones.
+        if case.options == "causal":
+            registers = "masks"
+        elif case.options == "plain" and case.sizes != (96, 104):
+            registers = "plain"
+        return sm90.fit_forward(*case.sizes, registers)
+    tiles = spec.configure(request)
+    assert tiles is not None
+    if spec.tensor_cores and spec.architecture is None:
+        bare = Request(request.problem, target_of(arch, "another compiler, for a test"))
+        chosen = registry.select(spec.part, dataclasses.replace(bare, slope=request.slope))
+        assert (chosen.spec, chosen.tiles) == (spec, tiles)
+    return tiles
 
 
 def specialisation(case: Case, arch: str) -> Specialisation:
@@ -158,62 +183,25 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, **options)
     else:
         call = validate.call(q, q, v, **options)
-    problem, made = call.problem, trees(call)
+    spec, problem, made = SPECS[case.kernel], call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
-    forwards = ("forward_sm80", "forward_sm90", "forward_sm90_tf32")
-    slope = None if case.kernel in ("forward_simt", *forwards) else made.slope
+    slope = made.slope if spec.part != "forward" else None
     parts = made.allowed, made.classes, made.changed, slope, keys
-    functions = generate(*parts, short=True).functions
-    if case.kernel.endswith("_bias"):
+    functions = generate(*parts, short=True).functions if spec.scores else NONE
+    if not spec.slope:
         functions = dataclasses.replace(functions, has_slope=False)
-    target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])
-    if case.kernel == "forward_sm80" and cores:
-        target = dataclasses.replace(target, lacks="another compiler, for a test")
-    if case.kernel in forwards:
-        obstacle = None if case.kernel == "forward_sm90" else "for a test"
-        besides = hopper.besides(call)
-        # Some have the tiles of longer rows, all others those of short ones.
-        if case.options == "causal":
-            besides = "masks"
-        elif case.options == "plain" and case.sizes != (96, 104):
-            besides = "nothing"
-        kernel, tiles = config.forward(problem, target, None, obstacle, besides)
-        assert kernel == case.kernel
-    elif case.kernel in (
-        *tensor_tiles.BACKWARD,
-        *f64_tiles.BACKWARD,
-        "backward_sm90_dkdv",
-        "backward_sm90_bias",
-    ):
-        part = case.kernel.rpartition("_")[2]
-        obstacle = None if "sm90" in case.kernel else "for a test"
-        slope = functions.has_slope
-        kernel, tiles = config.backward(part, problem, target, slope, obstacle=obstacle)
-        assert kernel == case.kernel
-    elif case.kernel in KERNELS:
-        tiles = config.simt(case.kernel, problem, target, functions.has_slope)
-    else:
-        of_blocks = RESULTS if case.kernel.startswith("backward") else ROWS
-        shared = 512 * problem.accumulator.itemsize
-        tiles = Tiles(0, 0, 512, shared) if case.kernel == "backward_sink" else of_blocks
-        functions = NONE
-    of_results = functions is NONE and case.kernel != "backward_dq_rows"
+    request = Request(problem, target_of(arch), call, slope=functions.has_slope)
+    assert spec.is_for(problem, request.device)
+    tiles = _tiles(spec, case, request, arch)
     return Specialisation(
-        case.kernel,
+        spec,
         problem.dtype.name,
-        0 if of_results else problem.d,
-        0 if case.kernel == "backward_dq_rows" else problem.d_v,
+        problem.d if "d" in spec.sizes else 0,
+        problem.d_v if "d_v" in spec.sizes else 0,
         tiles,
         packed=case.packed,
-        dropout=problem.dropout > 0 and tiles.block_q > 0,
+        dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
-        tma_store=not case.packed and _has_room_for_boxes(case, problem, tiles),
-        atomic_dq=not case.packed
-        and (case.kernel, case.dtype.itemsize)
-        in (
-            ("backward_sm80_dkdv", 2),
-            ("backward_sm90_dkdv", 2),
-            ("backward_f64_dkdv", 8),
-            ("backward_simt_dkdv", 4),
-        ),
+        tma_store=not case.packed and _tma_stores(spec, problem, tiles),
+        atomic_dq=not case.packed and problem.dtype.name in spec.atomic_dq,
     )

@@ -10,8 +10,7 @@ from unittest import mock
 import numpy as np
 
 import cupyflash
-from cupyflash import dispatch
-from cupyflash.gpu.kernels import config
+from cupyflash import cpu_tiles, dispatch
 from cupyflash.problem import validate
 from cupyflash.problem.call import Call, Gradients, Plan
 from cupyflash.reference.cpu import launch
@@ -47,12 +46,12 @@ def plan_of(block_q: int, block_kv: int) -> Plan:
 @contextmanager
 def small_tiles(problem: Problem) -> Iterator[Subject]:
     """The package's public functions on the CPU, with the tiles that a problem says, to judge."""
-    choose = config.choose
+    choose = cpu_tiles.choose
 
-    def chosen(of: Any, *target: Any) -> Plan:
-        return choose(of, *target) if problem.tiles is None else plan_of(*problem.tiles)
+    def chosen(of: Any) -> Plan:
+        return choose(of) if problem.tiles is None else plan_of(*problem.tiles)
 
-    with mock.patch.object(config, "choose", chosen):
+    with mock.patch.object(cpu_tiles, "choose", chosen):
         yield Subject(
             cupyflash.attention,
             cupyflash.attention_backward,
@@ -64,7 +63,9 @@ def small_tiles(problem: Problem) -> Iterator[Subject]:
 
 
 def block_kv(problem: Problem) -> int:
-    return problem.tiles[1] if problem.tiles else config.choose(call_of(problem).problem).block_kv
+    return (
+        problem.tiles[1] if problem.tiles else cpu_tiles.choose(call_of(problem).problem).block_kv
+    )
 
 
 def _target(problem: Problem, rng: np.random.Generator, shape: Any, dtype: Any) -> Placed:
@@ -109,7 +110,7 @@ def run_backward(problem: Problem, out: Array, lse: Array) -> Gradients:
     owners += [problem.options.get("bias"), problem.options.get("sink")]
     made = [None if x is None else _target(problem, rng, x.shape, x.dtype) for x in owners]
     views = [None if x is None else x.view for x in made]
-    block_q = problem.tiles[0] if problem.tiles else config.choose(call.problem).block_q
+    block_q = problem.tiles[0] if problem.tiles else cpu_tiles.choose(call.problem).block_q
     scratch = None
     if problem.workspace:
         size = launch.backward_scratch_size(call.problem, block_q)

@@ -11,9 +11,9 @@ from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import REVERSE
 
-from cupyflash.gpu.kernels.tiles import Tiles
+from cupyflash.gpu.kernels.registry import Choice
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
-from cupyflash.problem.call import Problem
 from cupyflash.testing import Precision, forward_bound, forward_bound_varlen, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -27,14 +27,12 @@ class Warpgroups(Blocks):
 
     hopper: bool = True
 
-    def forward(
-        self, problem: Problem, obstacle: str | None = "unknown", besides: str = "nothing"
-    ) -> tuple[str, Tiles]:
+    def choose(self, part: str, request: Request) -> Choice:
         """Return the kernel of the forward, and its tiles."""
-        kernel, tiles = super().forward(problem, obstacle, besides)
-        wanted = "forward_sm90_tf32" if problem.dtype == np.float32 else "forward_sm90"
-        assert kernel == wanted, obstacle
-        return kernel, tiles
+        choice = super().choose(part, request)
+        wanted = "forward_sm90_tf32" if request.problem.dtype == np.float32 else "forward_sm90"
+        assert choice.spec.name == wanted
+        return choice
 
 
 def draw(dtype, *shapes, seed=0):

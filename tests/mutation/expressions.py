@@ -39,7 +39,8 @@ from cupyflash.expr.functions import POSITIONS, SCORE
 from cupyflash.expr.interval import PARTIAL, tile_class
 from cupyflash.expr.nodes import Expr, convert
 from cupyflash.gpu import params, source, strides
-from cupyflash.gpu.kernels.tiles import Tiles
+from cupyflash.gpu.kernels.simt import FORWARD
+from cupyflash.gpu.kernels.spec import Tiles
 from cupyflash.gpu.source import Specialisation
 from cupyflash.masks import flat_sizes
 from cupyflash.reference.spec.naive import Sizes
@@ -174,7 +175,7 @@ def _text(
 ) -> str:
     has = dict.fromkeys(("has_mask", "has_score", "has_slope"), True)
     functions = Functions("", *sizes, **has, num_given=num_given)
-    special = Specialisation("expressions", dtype, 8, 8, tiles_of(), functions=functions)
+    special = Specialisation(FORWARD, dtype, 8, 8, tiles_of(), functions=functions)
     prelude = source.prelude(special) + "#define FLUSH_SUBNORMALS false\n"
     flat = source.flatten_with(HEADERS, lambda path: build._with_lines(read(path), path))
     return build.complete(f'{prelude}{flat}#line 1 "check.cu"\n{rest}')

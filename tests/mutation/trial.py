@@ -29,7 +29,7 @@ from placement import Layout, Placed
 from cupyflash.arrays import device_arrays
 from cupyflash.expr.cuda import generate
 from cupyflash.gpu import launch
-from cupyflash.gpu.kernels import hopper
+from cupyflash.gpu.kernels import sm90
 from cupyflash.gpu.source import Specialisation
 from cupyflash.problem.call import Gradients
 from cupyflash.testing import rho
@@ -194,7 +194,7 @@ def _recorded(emulator: Emulator, copies: GuardedCopies, work: Callable[[], Any]
 
     with (
         emulator._answering(ready),
-        mock.patch.object(hopper, "SHORTEST", 1),  # problems are small
+        mock.patch.object(sm90, "SHORTEST", 1),  # problems are small
         mock.patch.object(device_arrays, "to_device", to_device),
         mock.patch.object(launch, "_sum_to", lambda *pair: sums.append(pair)),
     ):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import grid
-from .sm80 import CAPABILITY, HALVES
 from .simt import LARGEST_HEAD
+from .sm80 import CAPABILITY, HALVES
 from .spec import KernelSpec, Request, Tiles
 
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row

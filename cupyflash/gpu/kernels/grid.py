@@ -27,7 +27,7 @@ def by_results(extent: Extent, tiles: Tiles) -> Grid:
     return _plain(blocks * extent.heads * extent.entries, blocks)
 
 
-def by_heads(extent: Extent, tiles: Tiles) -> Grid:
+def by_heads(extent: Extent, _: Tiles) -> Grid:
     """A block for each head."""
     return _plain(extent.heads, 0)
 

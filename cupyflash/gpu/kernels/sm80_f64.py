@@ -17,7 +17,7 @@ STAGES = 1  # there is room for one tile of the streamed operand
 
 # Largest head -> what fits, the best first: queries and keys of a tile, and warps. A warp's results
 # take most of the registers that a thread may have, so a block has an SM for itself.
-BACKWARD: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
+BACKWARD_TILES: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
     "backward_f64_dkdv": {
         64: ((32, 128, 8), (32, 64, 4), (32, 32, 4)),
         128: ((32, 64, 8), (32, 32, 4)),
@@ -34,22 +34,22 @@ def _operands(block_q: int, block_kv: int, d: int, d_v: int) -> int:
     return (block_q + block_kv) * (row_bytes(d, 8) + row_bytes(d_v, 8)) + 16 * block_q
 
 
-def backward_f64_dkdv(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
+def dkdv_bytes(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
     """Bytes of backward_f64_dkdv.cu: operands, P, dS, and what is known of the head."""
     tiles = 2 * block_kv * row_bytes(block_q, 8)
     return _operands(block_q, block_kv, d, d_v) + tiles + 8 * warps + HEAD_BYTES
 
 
-def backward_f64_dq(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
+def dq_bytes(block_q: int, block_kv: int, warps: int, d: int, d_v: int) -> int:
     """Bytes of backward_f64_dq.cu: operands, dS, and what is known of the entry."""
     tile = block_q * row_bytes(block_kv, 8)
-    return _operands(block_q, block_kv, d, d_v) + tile + 8 * warps + PASSING_BYTES
+    return _operands(block_q, block_kv, d, d_v) + tile + 8 * warps + STREAM_BYTES
 
 
-HEAD_BYTES, PASSING_BYTES = 192, 136  # without 8 for each warp
-_BYTES: dict[str, Callable[[int, int, int, int, int], int]] = {
-    "backward_f64_dkdv": backward_f64_dkdv,
-    "backward_f64_dq": backward_f64_dq,
+HEAD_BYTES, STREAM_BYTES = 192, 136  # without 8 for each warp
+BACKWARD_BYTES: dict[str, Callable[[int, int, int, int, int], int]] = {
+    "backward_f64_dkdv": dkdv_bytes,
+    "backward_f64_dq": dq_bytes,
 }
 
 
@@ -65,8 +65,8 @@ def fit(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
     limit : int
         Bytes of shared memory that a block may have.
     """
-    for block_q, block_kv, warps in at_head(BACKWARD[kernel], d, d_v):
-        shared = _BYTES[kernel](block_q, block_kv, warps, d, d_v)
+    for block_q, block_kv, warps in at_head(BACKWARD_TILES[kernel], d, d_v):
+        shared = BACKWARD_BYTES[kernel](block_q, block_kv, warps, d, d_v)
         if shared <= limit:
             return Tiles(block_q, block_kv, 32 * warps, shared, stages=STAGES)
     return None

@@ -38,11 +38,11 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
 }
 SMALL_HEAD = 64  # columns of q, k and v, of which tiles leave room for more stages
 FEW_QUERIES, FEW_KEYS = 1024, 4096
-WORK_TILES, CHECKERS = 3, 2  # published at a time; warps that check whether values are finite
+WORK_STAGES, CHECKER_WARPS = 3, 2  # work tiles at a time; warps of the finite check
 TILE_GROUPS = 2048  # that have a class each
 _WORK_TILE_BYTES = ENTRY_BYTES + 104 + 2 * TILE_GROUPS // 8
-SHARED_STORAGE_BYTES = (_WORK_TILE_BYTES + 16) * WORK_TILES + 24
-STAGE_BYTES = 40 + 4 * CHECKERS  # barriers of a stage of keys and values; as many of one of queries
+SCHEDULER_BYTES = (_WORK_TILE_BYTES + 16) * WORK_STAGES + 24  # work tiles, with barriers
+STAGE_BYTES = 40 + 4 * CHECKER_WARPS  # barriers of a stage of k and v; as many of one of q
 
 
 def register_class(call: Call) -> str:
@@ -67,7 +67,7 @@ def _forward_bytes(block_q: int, block_kv: int, d: int, d_v: int, room: bool) ->
     q, v = row_bytes(d), row_bytes(d_v)
     stages, queries = forward_stages(d, d_v, room)
     held = queries * block_q * q + stages * block_kv * (q + v)
-    return held + SHARED_STORAGE_BYTES + STAGE_BYTES * (stages + queries)
+    return held + SCHEDULER_BYTES + STAGE_BYTES * (stages + queries)
 
 
 def forward_tiles(block_q: int, block_kv: int, d: int, d_v: int, room: bool) -> Tiles:

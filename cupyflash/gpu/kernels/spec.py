@@ -106,7 +106,7 @@ class Request:
         return strides.operand(self.array(name), self._lead.strides[name])
 
     def sizes(self, name: str) -> tuple[int, ...]:
-        """Return the lengths of an array's leading axes (those of the launch), heads, rows, columns."""
+        """Return an array's lengths: the launch's leading axes, heads, rows and columns."""
         return (*self._lead.sizes, *self.array(name).shape[-3:])
 
 
