@@ -107,8 +107,10 @@ def test_several_devices(said):
     assert "Tesla T4, compute capability 7.5, 15 GiB" in lines["GPU 1"]
     for name in ("GPU 0", "GPU 1"):
         assert "served by" in lines[name]
-    assert "heads up to 256 by the tensor cores of forward_sm80, forward_sm90," in lines["GPU 0"]
-    assert "float64 with heads up to 128, and float32 up to 256 (up to 128 by" in lines["GPU 0"]
+    cores = "tensor cores multiply float16 and bfloat16 with heads up to 256 (forward_sm90, forward"
+    assert cores in lines["GPU 0"]
+    assert 'to 128 where precision="tf32x3" (forward_sm90_tf32); float32 with' in lines["GPU 0"]
+    assert "float64 with heads up to 128 (forward_sm80, backward_f64_dkdv" in lines["GPU 0"]
     assert "tensor cores are used from compute capability 8.0 on" in lines["GPU 1"]
     assert "NOT supported" in lines["GPU 2"]
     assert "7.5 (Turing)" in lines["GPU 2"]
@@ -118,10 +120,12 @@ def test_several_devices(said):
 
 def test_the_kernels_it_names_exist():
     sources = Path(cupyflash.kernels_cu.__file__).parent
-    named = re.findall(r"\w+_simt\w*", info.served((7, 5)))
-    assert sorted(named) == sorted(path.stem for path in sources.rglob("*_simt*.cu"))
-    named = re.findall(r"\w+_sm80\w*", info.served((8, 0)))
-    assert sorted(named) == sorted(path.stem for path in sources.rglob("*_sm80*.cu"))
+    for capability, folders in ((7, 5), ["simt"]), ((8, 0), ["simt", "sm80"]), (
+        (9, 0), ["simt", "sm80", "sm90"],
+    ):  # fmt: skip
+        named = re.findall(r"\b(?:forward|backward)_\w+", info.served(capability))
+        stems = {path.stem for folder in folders for path in (sources / folder).glob("*.cu")}
+        assert set(named) == stems
 
 
 def test_without_a_driver(said):

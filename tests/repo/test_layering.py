@@ -24,7 +24,7 @@ ORDER = [
     ["masks"],
     ["scores"],
     ["problem"],
-    ["gpu"],
+    ["gpu", "cpu_tiles"],
     ["dispatch"],
     ["execute", "explanation"],
     ["api", "varlen"],
@@ -149,7 +149,7 @@ def row_of(module: str) -> str:
 
 
 def part_of(module: str) -> str:
-    """`cupyflash.gpu.kernels.tiles` -> `gpu.kernels`."""
+    """`cupyflash.gpu.kernels.spec` -> `gpu.kernels`."""
     return ".".join(module.split(".")[1:3])
 
 
