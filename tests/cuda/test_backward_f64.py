@@ -15,6 +15,7 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import recipe
 from cupyflash.gpu.kernels import config, f64_tiles
 from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 from cupyflash.problem.call import Gradients, Plan
 from cupyflash.testing import Precision, backward_bound, rho
 
@@ -30,7 +31,7 @@ def draw(*shapes, seed=0):
 def run(q, k, v, do, deterministic, blocks, schedule=REVERSE, **options):
     """Compute dq, dk and dv on the emulator, into memory that holds NaN."""
     emulator = Emulator(blocks, schedule, deterministic=deterministic)
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, Options(**options))
     out, lse = np.empty((*q.shape[:-1], v.shape[-1])), np.empty(q.shape[:-1])
     emulator.forward(call, out, lse)
     made = Gradients(*(np.full(x.shape, np.nan) for x in (q, k, v)))

@@ -14,6 +14,7 @@ from cupyflash import ArgumentError
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu.kernels import config, f64_tiles, tensor_tiles, tiles
 from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 
 CASES = cases()
 MADE_WITH, TABLE = read()
@@ -170,7 +171,7 @@ def test_every_head_size_has_tiles(arch, dtype):
         for d_v in (1, d, 512):
             q, v = np.zeros((1, d), dtype), np.zeros((1, d_v), dtype)
             for options in ({}, {"dropout": 0.5, "seed": 1}):
-                problem = validate.call(q, q, v, **options).problem
+                problem = validate.call(q, q, v, Options(**options)).problem
                 for kernel in tiles.KERNELS:
                     chosen = config.simt(kernel, problem, target, slope=True)
                     assert chosen.shared_memory <= SHARED_MEMORY[arch]

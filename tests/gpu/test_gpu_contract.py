@@ -343,6 +343,7 @@ def test_an_error_of_a_kernel_names_it(cupy):
 import cupy
 import cupyflash
 from cupyflash import masks
+from cupyflash.problem.options import Options
 
 x = cupy.ones((1, 64, 16), cupy.float32)
 gone = cupy.ndarray(64, cupy.int64, cupy.cuda.MemoryPointer(
@@ -382,7 +383,7 @@ def test_causal_visits_528_of_1024_tiles(cupy):
     from cupyflash.problem.call import Plan
 
     q = cupy.ones((1, 1024, 16), np.float32)
-    call = validate.call(q, q, q, mask=masks.causal())
+    call = validate.call(q, q, q, Options(mask=masks.causal()))
     visited = cupy.zeros(1, np.uint64)
     plan = Plan("forward_simt", 32, 32, "for a test")
     out, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], np.float32)

@@ -18,6 +18,7 @@ from cupyflash.gpu.kernels.tiles import KERNELS, Tiles
 from cupyflash.gpu.recipe import RESULTS, ROWS
 from cupyflash.gpu.source import NONE, Specialisation
 from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Problem
 
@@ -155,9 +156,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     q = np.zeros((4, 24, case.sizes[0]), case.dtype)
     v = np.zeros((4, 24, case.sizes[1]), case.dtype)
     if case.packed:
-        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, **options)
+        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, Options(**options))
     else:
-        call = validate.call(q, q, v, **options)
+        call = validate.call(q, q, v, Options(**options))
     problem, made = call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
     forwards = ("forward_sm80", "forward_sm90", "forward_sm90_tf32")

@@ -13,6 +13,7 @@ from emulator.machine import REVERSE
 
 from cupyflash.gpu.kernels.tiles import Tiles
 from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 from cupyflash.problem.call import Problem
 from cupyflash.testing import Precision, forward_bound, forward_bound_varlen, rho
 
@@ -52,9 +53,9 @@ def run(
     """Compute out and lse on the emulator, into memory that holds NaN."""
     options |= {"precision": precision_of(q.dtype)}
     if offsets is None:
-        call = validate.call(q, k, v, **options)
+        call = validate.call(q, k, v, Options(**options))
     else:
-        call = validate.varlen_call(q, k, v, *offsets, True, **options)
+        call = validate.varlen_call(q, k, v, *offsets, True, Options(**options))
     lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     if out is None:
         out = np.empty((*lead, *q.shape[-3:-1], v.shape[-1]), q.dtype)
