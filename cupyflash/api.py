@@ -12,25 +12,28 @@ from .arrays import interop
 from .expr.nodes import LookupTable, array_type
 from .problem import validate
 from .problem.call import Array, Gradients, Plan
+from .problem.keywords import explained
+from .problem.options import Options
+from .scores import Score
 
 
+@explained
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
     mask: Any = None,
-    score_mod: Any = None,
+    score_mod: Score | Sequence[Score] | None = None,
     bias: Any = None,
     sink: Any = None,
-    scale: Any = None,
+    scale: float | None = None,
     dropout: float = 0.0,
     seed: Any = None,
     precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse_out: Any = None,
-    **unknown: Any,
 ) -> Any:
     """Compute exact attention, softmax(scale q kᵀ) v, without storing the scores.
 
@@ -100,12 +103,20 @@ def attention(
     >>> attention(x, x, x, mask=masks.causal()).shape
     (2, 4, 100, 32)
     """
-    options = execute.options(
-        mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
     )
     return execute.forward(execute.Request(q, k, v, options), return_lse, out, lse_out)
 
 
+@explained
 def attention_backward(
     do: Any,
     q: Any,
@@ -119,14 +130,13 @@ def attention_backward(
     grads_out: Any = None,
     workspace: Any = None,
     mask: Any = None,
-    score_mod: Any = None,
+    score_mod: Score | Sequence[Score] | None = None,
     bias: Any = None,
     sink: Any = None,
-    scale: Any = None,
+    scale: float | None = None,
     dropout: float = 0.0,
     seed: Any = None,
     precision: str | None = None,
-    **unknown: Any,
 ) -> Gradients:
     """Compute the gradients of `attention` from its output and LSE.
 
@@ -167,24 +177,46 @@ def attention_backward(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
-    options = execute.options(
-        mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
     )
     request = execute.Request(q, k, v, options)
     return execute.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
 
-def attention_vjp(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
+@explained
+def attention_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: Any = None,
+    sink: Any = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    precision: str | None = None,
+    return_lse: bool = False,
+) -> Any:
     """Compute attention, and return it with a function that computes its gradients.
 
     Parameters
     ----------
     q, k, v : array
         As in `attention`.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention`.
     return_lse : bool
         Return (out, lse, vjp) instead of (out, vjp).
-    **options
-        The options of `attention` but out and lse_out.
 
     Returns
     -------
@@ -214,7 +246,17 @@ def attention_vjp(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options
     >>> vjp(np.ones_like(out)).dv[0, :, 0]
     array([1., 1., 1., 1., 1., 1., 1., 1.], dtype=float32)
     """
-    return execute.vjp_of(execute.Request(q, k, v, execute.options(**options)), return_lse)
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
+    )
+    return execute.vjp_of(execute.Request(q, k, v, options), return_lse)
 
 
 def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
@@ -249,8 +291,22 @@ def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
     return dispatch.combine(pairs)
 
 
+@explained
 def plan(
-    q: Any, k: Any, v: Any, *, offsets_q: Any = None, offsets_k: Any = None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    offsets_q: Any = None,
+    offsets_k: Any = None,
+    mask: Any = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: Any = None,
+    sink: Any = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    precision: str | None = None,
 ) -> Plan:
     """Say which kernel would serve a call, with which tiles, and why; nothing is computed.
 
@@ -260,8 +316,8 @@ def plan(
         As in `attention`, or in `attention_varlen` with the offsets.
     offsets_q, offsets_k : array of int, optional
         As in `attention_varlen`.
-    **options
-        The options of `attention`.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention`.
 
     Returns
     -------
@@ -273,11 +329,35 @@ def plan(
     ArgumentError, ArgumentTypeError
         As in `attention`.
     """
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
+    )
     return dispatch.plan(execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options))
 
 
+@explained
 def workspace_size(
-    q: Any, k: Any, v: Any, *, offsets_q: Any = None, offsets_k: Any = None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    offsets_q: Any = None,
+    offsets_k: Any = None,
+    mask: Any = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: Any = None,
+    sink: Any = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    precision: str | None = None,
 ) -> int:
     """Return how many bytes of workspace `attention_backward` needs at most; linear in Lq and Lk.
 
@@ -287,8 +367,8 @@ def workspace_size(
         As in `attention`, or in `attention_varlen` with the offsets.
     offsets_q, offsets_k : array of int, optional
         As in `attention_varlen`.
-    **options
-        The options of `attention`.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention`.
 
     Returns
     -------
@@ -300,6 +380,16 @@ def workspace_size(
     ArgumentError, ArgumentTypeError
         As in `attention`.
     """
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
+    )
     return dispatch.workspace_size(execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options))
 
 

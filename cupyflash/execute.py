@@ -15,35 +15,11 @@ from .errors import ArgumentError, ArgumentTypeError
 from .gpu import launch_cache
 from .problem import validate
 from .problem.call import Array, Call, Gradients
+from .problem.options import Options
 
 Vjp = Callable[..., Gradients]
 
 _NOTHING: Mapping[str, Any] = {}
-
-
-def options(
-    mask: Any = None,
-    score_mod: Any = None,
-    bias: Any = None,
-    sink: Any = None,
-    scale: Any = None,
-    dropout: Any = 0.0,
-    seed: Any = None,
-    precision: Any = None,
-    **unknown: Any,
-) -> dict[str, Any]:
-    """Return all options of a call as keywords, unknown ones behind them."""
-    return {
-        "mask": mask,
-        "score_mod": score_mod,
-        "bias": bias,
-        "sink": sink,
-        "scale": scale,
-        "dropout": dropout,
-        "seed": seed,
-        "precision": precision,
-        **unknown,
-    }
 
 
 class Request:
@@ -53,8 +29,8 @@ class Request:
     ----------
     q, k, v : Any
         As users pass them.
-    options : mapping
-        As `options` returns them.
+    options : Options
+        The same of them.
     offsets : tuple, optional
         Of packed arrays.
     check : bool
@@ -66,7 +42,7 @@ class Request:
         q: Any,
         k: Any,
         v: Any,
-        options: Mapping[str, Any],
+        options: Options,
         offsets: tuple[Any, Any] | None = None,
         check: Any = True,
     ) -> None:
@@ -81,8 +57,8 @@ class Request:
         """The validated call."""
         qkv = self._q, self._k, self._v
         if self._offsets is None:
-            return validate.call(*qkv, **self._options)
-        return validate.varlen_call(*qkv, *self._offsets, self._check, **self._options)
+            return validate.call(*qkv, self._options)
+        return validate.varlen_call(*qkv, *self._offsets, self._check, self._options)
 
     def signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
@@ -97,13 +73,13 @@ class Request:
 
 
 def dense_or_packed(
-    q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, keywords: dict[str, Any]
+    q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, options: Options
 ) -> Call:
     """Validate a call on dense arrays, or with offsets one on packed arrays."""
     if (offsets_q is None) != (offsets_k is None):
         raise ArgumentError("offsets_q and offsets_k belong together; one came without the other.")
     offsets = None if offsets_q is None else (offsets_q, offsets_k)
-    return Request(q, k, v, options(**keywords), offsets).call
+    return Request(q, k, v, options, offsets).call
 
 
 def _check_flag(value: Any, name: str) -> None:

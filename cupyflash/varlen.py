@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from . import execute
 from .problem.call import Gradients
+from .problem.keywords import explained
+from .problem.options import Options
+from .scores import Score
 
 
+@explained
 def attention_varlen(
     q: Any,
     k: Any,
@@ -17,17 +22,16 @@ def attention_varlen(
     *,
     check: bool = True,
     mask: Any = None,
-    score_mod: Any = None,
+    score_mod: Score | Sequence[Score] | None = None,
     bias: Any = None,
     sink: Any = None,
-    scale: Any = None,
+    scale: float | None = None,
     dropout: float = 0.0,
     seed: Any = None,
     precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse_out: Any = None,
-    **unknown: Any,
 ) -> Any:
     """Compute attention within each of several sequences that lie one after the other.
 
@@ -66,13 +70,21 @@ def attention_varlen(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 1.
     """
-    options = execute.options(
-        mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
     )
     request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
     return execute.forward(request, return_lse, out, lse_out)
 
 
+@explained
 def attention_varlen_backward(
     do: Any,
     q: Any,
@@ -89,14 +101,13 @@ def attention_varlen_backward(
     grads_out: Any = None,
     workspace: Any = None,
     mask: Any = None,
-    score_mod: Any = None,
+    score_mod: Score | Sequence[Score] | None = None,
     bias: Any = None,
     sink: Any = None,
-    scale: Any = None,
+    scale: float | None = None,
     dropout: float = 0.0,
     seed: Any = None,
     precision: str | None = None,
-    **unknown: Any,
 ) -> Gradients:
     """Compute the gradients of `attention_varlen`.
 
@@ -127,13 +138,21 @@ def attention_varlen_backward(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
     """
-    options = execute.options(
-        mask, score_mod, bias, sink, scale, dropout, seed, precision, **unknown
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
     )
     request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
     return execute.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
 
+@explained
 def attention_varlen_vjp(
     q: Any,
     k: Any,
@@ -142,8 +161,15 @@ def attention_varlen_vjp(
     offsets_k: Any,
     *,
     check: bool = True,
+    mask: Any = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: Any = None,
+    sink: Any = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    precision: str | None = None,
     return_lse: bool = False,
-    **options: Any,
 ) -> Any:
     """Compute `attention_varlen`, and return it with a function that computes its gradients.
 
@@ -151,10 +177,10 @@ def attention_varlen_vjp(
     ----------
     q, k, v, offsets_q, offsets_k, check
         As in `attention_varlen`.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention_varlen`.
     return_lse : bool
         Return (out, lse, vjp) instead of (out, vjp).
-    **options
-        The options of `attention_varlen` but out and lse_out.
 
     Returns
     -------
@@ -174,6 +200,15 @@ def attention_varlen_vjp(
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithms 1 and 2.
     """
-    named = execute.options(**options)
-    request = execute.Request(q, k, v, named, (offsets_q, offsets_k), check)
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
+    )
+    request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
     return execute.vjp_of(request, return_lse)

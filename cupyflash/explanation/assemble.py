@@ -22,6 +22,7 @@ from ..masks import Mask
 from ..problem import pack_gqa, validate
 from ..problem.bound_exprs import trees
 from ..problem.call import Call
+from ..problem.options import Options
 from ..scores import Score
 from . import traffic
 from .occupancy import LIMITS, occupancy
@@ -196,9 +197,10 @@ def _call(
     k = q if k_shape is None else _shape(k_shape, "k_shape")
     v = k if v_shape is None else _shape(v_shape, "v_shape")
     kind = _dtype(dtype)
-    arrays = (fake_array(shape, kind) for shape in (q, k, v))
-    options = {"mask": _in_host_memory(mask), "score_mod": _in_host_memory(score)}
-    return validate.call(*arrays, **options, precision=precision)
+    options = Options(
+        mask=_in_host_memory(mask), score_mod=_in_host_memory(score), precision=precision
+    )
+    return validate.call(fake_array(q, kind), fake_array(k, kind), fake_array(v, kind), options)
 
 
 def _in_host_memory(value: Any) -> Any:

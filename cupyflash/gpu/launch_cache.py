@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..arrays import cuda_device, device_arrays
 from ..arrays.device_arrays import Form
 from ..masks import Mask
 from ..problem.call import Gradients
+from ..problem.options import Options
 from ..scores import Score
 from .launch import Addresses, Prepared, Served
 
@@ -128,26 +129,14 @@ class Signature:
         self.take_arrays(named)
         self.written = [name for name, array in named.items() if array is not None]
 
-    def take_options(self, options: Mapping[str, Any]) -> None:
-        """Take the options of a call, all that `calls.options` knows and no other."""
-        if len(options) != _NUMBER_OF_OPTIONS:
-            raise _UnlikeError
-        mask, score_mod, bias, sink, scale, dropout, seed, precision = options.values()
-        if precision is not None and type(precision) is not str:
-            raise _UnlikeError
-        if sink is not None:
-            self.take_arrays({"sink": sink})
-        self._parts.append((
-            None if mask is None else self._expression(mask),
-            None if score_mod is None else self._expression(score_mod),
-            None if bias is None else self._expression(bias),
-            sink is None,
-            scale if scale is None else _number(scale),
-            # 0.0 and -0.0 are one probability, other types than float have other checks
-            dropout if type(dropout) is float else _number(dropout),
-            True if seed is None else self._seed(seed),
-            precision,
-        ))  # fmt: skip
+    def take_options(self, options: Options) -> None:
+        """Take every field of the options of a call."""
+        self._parts.append(
+            tuple([
+                value if value is None else _TAKE[name](self, value)
+                for name, value in vars(options).items()
+            ])
+        )  # fmt: skip
 
     def _expression(self, made: Any) -> Hashable:
         """Take a mask, score changes, or an array that stands for them, and what they read."""
@@ -157,6 +146,27 @@ class Signature:
         if isinstance(made, (list, tuple)):
             return tuple(map(self._expression, made))
         return self._place(made)
+
+    def _sink(self, value: Any) -> Hashable:
+        self.take_arrays({"sink": value})
+        return "array"
+
+    def _number(self, value: Any) -> Hashable:
+        """Take what tells a number from others, also from equal ones: 0.0 and -0.0, 1 and True."""
+        if type(value) is float and value:
+            return value
+        if isinstance(value, (bool, int, float, np.generic)):
+            return repr(value)
+        raise _UnlikeError
+
+    def _probability(self, value: Any) -> Hashable:
+        # 0.0 and -0.0 are one probability, other types than float have other checks
+        return value if type(value) is float else self._number(value)
+
+    def _word(self, value: Any) -> Hashable:
+        if type(value) is not str:
+            raise _UnlikeError
+        return value
 
     def _place(self, array: Any) -> int:
         for place, known in enumerate(self.read):
@@ -183,22 +193,23 @@ class Signature:
         self.key = tuple(self._parts)
 
 
-_NUMBER_OF_OPTIONS = 8
-
-
-def _number(value: Any) -> Hashable:
-    """Return what tells a number from others, also from equal ones: 0.0 and -0.0, 1 and True."""
-    if type(value) is float and value:
-        return value
-    if isinstance(value, (bool, int, float, np.generic)):
-        return repr(value)
-    raise _UnlikeError
+# Field of `Options` -> what a signature takes of it. None of any field says nothing of it.
+_TAKE: dict[str, Callable[[Signature, Any], Hashable]] = {
+    "mask": Signature._expression,
+    "score_mod": Signature._expression,
+    "bias": Signature._expression,
+    "sink": Signature._sink,
+    "scale": Signature._number,
+    "dropout": Signature._probability,
+    "seed": Signature._seed,
+    "precision": Signature._word,
+}
 
 
 def signature(
     kind: str,
     read: Mapping[str, Any],
-    options: Mapping[str, Any],
+    options: Options,
     written: Mapping[str, Any],
 ) -> Signature | None:
     """Return the signature of a call, or None of one that is checked every time.
@@ -209,8 +220,8 @@ def signature(
         Which function.
     read, written : mapping of str to (array or None)
         Arrays by the names that kernels have for them.
-    options : mapping
-        The options of `attention`, in the order of `calls.options`.
+    options : Options
+        The options of the call.
     """
     q = read["q"]
     if not device_arrays.is_device_array(q):

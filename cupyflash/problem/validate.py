@@ -6,7 +6,8 @@ was.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..masks import Mask, dense
 from ..scores import Score, chain
 from . import device_args, scalars
 from .call import ACCUMULATORS, Array, Call, Gradients, Problem
+from .options import DEFAULTS, NAMES, Options
 
 MAX_HEAD_SIZE = 512
 
@@ -69,7 +71,7 @@ def _heads(q: Array, k: Array, v: Array) -> tuple[int, int]:
     return heads, heads_kv
 
 
-def call(q: Any, k: Any, v: Any, **options: Any) -> Call:
+def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS) -> Call:
     """Validate a call on dense arrays."""
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
     dtype = _same_dtype(operands)
@@ -78,8 +80,9 @@ def call(q: Any, k: Any, v: Any, **options: Any) -> Call:
             raise ArgumentError(
                 f"{name}: shape {x.shape} came; wanted (..., H, L, D), or (L, D) for one head."
             )
-    matrices = tuple(x.ndim == 2 for x in operands.values())
-    q, k, v = (x[None] if x.ndim == 2 else x for x in operands.values())
+    q, k, v = operands.values()
+    matrices = (q.ndim == 2, k.ndim == 2, v.ndim == 2)
+    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     d, d_v = _head_sizes(q, k, v)
     heads, heads_kv = _heads(q, k, v)
     try:
@@ -102,11 +105,17 @@ def call(q: Any, k: Any, v: Any, **options: Any) -> Call:
         d_v=d_v,
         dtype=dtype,
     )
-    return _with_options(problem, q, k, v, matrices, **options)
+    return _with_options(problem, q, k, v, matrices, options)
 
 
 def varlen_call(
-    q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, check: bool, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    offsets_q: Any,
+    offsets_k: Any,
+    check: bool,
+    options: Options = DEFAULTS,
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked."""
     if not isinstance(check, (bool, np.bool_)):
@@ -148,17 +157,16 @@ def varlen_call(
         d_v=d_v,
         dtype=dtype,
     )
-    made = _with_options(problem, q, k, v, (False,) * 3, **options)
-    return replace(made, offsets=(held["offsets_q"], held["offsets_k"]))
+    call = _with_options(problem, q, k, v, (False, False, False), options)
+    return replace(call, offsets=(held["offsets_q"], held["offsets_k"]))
 
 
-def _position_arrays(options: dict[str, Any]) -> tuple[list[Array], list[Expr]]:
+def _position_arrays(options: Options) -> tuple[list[Array], list[Expr]]:
     """Return the arrays (..., Lq, Lk) and the expressions among the options of a call."""
-    bias, mask = options.get("bias"), options.get("mask")
-    made = (mask, chain(options.get("score_mod")))
+    arrays, expressions = (options.bias, options.mask), (options.mask, chain(options.score_mod))
     return (
-        [x for x in (bias, mask) if x is not None and hasattr(x, "shape")],
-        [x.expr for x in made if isinstance(x, (Mask, Score))],
+        [x for x in arrays if x is not None and hasattr(x, "shape")],
+        [x.expr for x in expressions if isinstance(x, (Mask, Score))],
     )
 
 
@@ -195,29 +203,18 @@ def _checked_offsets(offsets: Array, name: str, total: int) -> Array:
     return offsets.astype(np.int64)
 
 
-_OPTIONS = (
-    "the options are mask, score_mod, bias, sink, scale, dropout, seed, precision; beside them "
-    "attention takes return_lse, out, lse_out, and attention_backward dlse, deterministic, "
-    "grads_out, workspace"
-)
-_OTHER_NAMES = {  # of other libraries, or of other functions of this one
-    "alibi_slopes": "say score_mod=scores.alibi(slopes)",
-    "attention_mask": "say mask=array (bool), or bias=array (added to the scores)",
-    "attn_bias": "say bias=array",
-    "attn_mask": "say mask=array (bool), or bias=array (added to the scores)",
-    "causal": "say mask=masks.causal()",
-    "dropout_p": "say dropout=p, seed=number",
-    "enable_gqa": "leave it out: grouped-query attention is read from the shapes",
-    "is_causal": "say mask=masks.causal()",
-    "key_padding_mask": "say mask=masks.lengths(k_lengths)",
-    "lse_out": "attention and attention_varlen take it",
-    "out": "attention and attention_varlen take it",
-    "return_lse": "attention, attention_vjp and their varlen forms take it",
-    "sm_scale": "say scale=number",
-    "softcap": "say score_mod=scores.softcap(c)",
-    "softmax_scale": "say scale=number",
-    "window_size": "say mask=masks.window(left, right)",
+# Field of `Options` -> its check, of all options and the problem that has none yet.
+_CHECKS: dict[str, Callable[[Options, Problem], Any]] = {
+    "mask": lambda options, _: _mask(options.mask),
+    "score_mod": lambda options, _: chain(options.score_mod),
+    "bias": lambda options, problem: _bias(options.bias, problem),
+    "sink": lambda options, problem: _sink(options.sink, problem),
+    "scale": lambda options, problem: scalars.scale(options.scale, problem.d, problem.accumulator),
+    "dropout": lambda options, _: scalars.dropout(options.dropout, options.seed),
+    "seed": lambda options, _: scalars.seed(options.seed),
+    "precision": lambda options, problem: scalars.precision(options.precision, problem.dtype),
 }
+_OF_PROBLEM = {field.name for field in fields(Problem)}
 
 
 def _with_options(
@@ -225,41 +222,15 @@ def _with_options(
     q: Array,
     k: Array,
     v: Array,
-    matrices: tuple[bool, ...],
-    *,
-    mask: Any = None,
-    score_mod: Any = None,
-    bias: Any = None,
-    sink: Any = None,
-    scale: Any = None,
-    dropout: Any = 0.0,
-    seed: Any = None,
-    precision: Any = None,
-    **unknown: Any,
+    matrices: tuple[bool, bool, bool],
+    options: Options,
 ) -> Call:
-    if unknown:
-        name = next(iter(unknown))
-        remedy = _OTHER_NAMES.get(name, _OPTIONS)
-        raise ArgumentTypeError(f"{name}: no argument of this function; {remedy}.")
-    problem = replace(
-        problem,
-        scale=scalars.scale(scale, problem.d, problem.accumulator),
-        dropout=scalars.dropout(dropout, seed),
-        seed=scalars.seed(seed),
-        precision=scalars.precision(precision, problem.dtype),
-    )
-    made = Call(
-        problem,
-        q,
-        k,
-        v,
-        mask=_mask(mask),
-        score_mod=chain(score_mod),
-        bias=None if bias is None else _bias(bias, problem),
-        sink=None if sink is None else _sink(sink, problem),
-        were_matrices=(matrices[0], matrices[1], matrices[2]),
-    )
-    return replace(made, device=one_home(read_arrays(made)))
+    """Check every option, and put it where the problem or the call has it."""
+    checked = {name: _CHECKS[name](options, problem) for name in NAMES}
+    of_problem = {name: checked.pop(name) for name in NAMES if name in _OF_PROBLEM}
+    problem = replace(problem, **of_problem)
+    call = Call(problem, q, k, v, **checked, were_matrices=matrices)
+    return replace(call, device=one_home(read_arrays(call)))
 
 
 def _mask(value: Any) -> Mask | None:
@@ -279,7 +250,9 @@ def _mask(value: Any) -> Mask | None:
     return result
 
 
-def _bias(value: Any, problem: Problem) -> Array:
+def _bias(value: Any, problem: Problem) -> Array | None:
+    if value is None:
+        return None
     bias = floats(value, "bias")
     wanted = (*problem.lead, problem.heads, *_longest(problem))
     shape = (1,) * (len(wanted) - bias.ndim) + bias.shape
@@ -299,7 +272,9 @@ def _longest(problem: Problem) -> tuple[int, int]:
     )
 
 
-def _sink(value: Any, problem: Problem) -> Array:
+def _sink(value: Any, problem: Problem) -> Array | None:
+    if value is None:
+        return None
     sink = floats(value, "sink")
     if sink.shape != (problem.heads,):
         raise ArgumentError(

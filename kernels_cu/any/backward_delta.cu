@@ -47,12 +47,13 @@ struct GlobalRows {
   }
 };
 
-// A lane's partial sums of AHEAD rows from row `first` on, or of the last that exists. The order of a
-// sum does not depend on strides. If there is a sink, outputs of 0 are skipped: an empty row has no
-// part in the sink's gradient, whatever its do holds.
+// A lane's partial sums of AHEAD rows from row `first` on, or of the last that exists. The order of
+// a sum does not depend on strides. If there is a sink, outputs of 0 are skipped: an empty row has
+// no part in the sink's gradient, whatever its do holds.
 template <bool VECTORS>
 __device__ __forceinline__ void sum_rows(accum_t (&value)[AHEAD], const GlobalRows& out,
-                                         const GlobalRows& d_out, int first, int valid, bool skip_zero_outputs) {
+                                         const GlobalRows& d_out, int first, int valid,
+                                         bool skip_zero_outputs) {
 #pragma unroll
   for (int n = 0; n < AHEAD; ++n) value[n] = 0;
 #pragma unroll 1
@@ -92,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   accum_t* const delta = reinterpret_cast<accum_t*>(p.delta.data) +
                          layout::offset(p.delta, entry, h, false) + i0 * p.delta.row;
   const int valid = length - i0 < BLOCK_Q ? static_cast<int>(length - i0) : BLOCK_Q;
-  const bool vectors = out.by_vectors() && d_out.by_vectors(), skip_zero_outputs = p.sink != nullptr;
+  const bool vectors = out.by_vectors() && d_out.by_vectors(),
+             skip_zero_outputs = p.sink != nullptr;
 #pragma unroll 1
   for (int first = threadIdx.x / LANES; first < BLOCK_Q; first += AT_ONCE * AHEAD) {
     accum_t value[AHEAD];

@@ -1,7 +1,7 @@
 // The postprocessing of dq: rounds the float32 sums that backward_sm80_dkdv or backward_sm90_dkdv
-// accumulated in global memory, times the scale, to rows of the storage type. The layout of the sums
-// is that of fragment_product::add_fragments (p.dq_accum.col is 32) or of warpgroup_gradient.cuh's
-// atomic additions (it is 1).
+// accumulated in global memory, times the scale, to rows of the storage type. The layout of the
+// sums is that of fragment_product::add_fragments (p.dq_accum.col is 32) or of
+// warpgroup_gradient.cuh's atomic additions (it is 1).
 //
 // A thread converts 16 columns of a row at a time. Neighbouring threads have the 8 rows of a group,
 // then the next 16 columns.
@@ -51,8 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
       for (int x = 0; x < 4; ++x) value[4 * m + x] = four.x[x];
     }
-    // Value x of vector m is number x of lane m where a lane's numbers are adjacent, else number m of
-    // lane x.
+    // Value x of vector m is number x of lane m where a lane's numbers are adjacent, else number m
+    // of lane x.
     const auto column = [&](int column_of_unit) {
       const int lane = column_of_unit % 8 / 2, number = column_of_unit / 8 * 2 + column_of_unit % 2;
       return adjacent ? value[4 * lane + number] : value[4 * number + lane];

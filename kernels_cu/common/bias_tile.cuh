@@ -28,8 +28,8 @@ struct BiasTile {
 // Stores the tile 16 bytes at a time, if the array's layout allows that and all of the tile's keys
 // exist. Returns whether it did.
 template <int STRIDE>
-__device__ __forceinline__ bool store_vectors(const Params& p, const BiasTile& tile_of_bias, long long base,
-                                              const accum_t* sums_smem) {
+__device__ __forceinline__ bool store_vectors(const Params& p, const BiasTile& tile_of_bias,
+                                              long long base, const accum_t* sums_smem) {
   constexpr int PIECES = BLOCK_KV / STORED_VECTOR;
   const long long i0 = tile_of_bias.q_block * BLOCK_Q, j0 = tile_of_bias.kv_block * BLOCK_KV;
   storage_t* const data = reinterpret_cast<storage_t*>(p.dbias.data) + base + i0 * p.dbias.row + j0;
@@ -55,15 +55,18 @@ __device__ __forceinline__ bool store_vectors(const Params& p, const BiasTile& t
   return true;
 }
 
-// Stores the tile's gradient, whose rows in shared memory are STRIDE elements apart. Rows are summed
-// if the bias has one query, columns if it has one key.
+// Stores the tile's gradient, whose rows in shared memory are STRIDE elements apart. Rows are
+// summed if the bias has one query, columns if it has one key.
 template <int STRIDE>
-__device__ __forceinline__ void store(const Params& p, const BiasTile& tile_of_bias, const accum_t* sums_smem) {
-  const long long base = layout::lead_offset(p.dbias, tile_of_bias.first) + tile_of_bias.head * p.dbias.head;
+__device__ __forceinline__ void store(const Params& p, const BiasTile& tile_of_bias,
+                                      const accum_t* sums_smem) {
+  const long long base =
+      layout::lead_offset(p.dbias, tile_of_bias.first) + tile_of_bias.head * p.dbias.head;
   if constexpr (STRIDE % VECTOR == 0) {
     if (store_vectors<STRIDE>(p, tile_of_bias, base, sums_smem)) return;
   }
-  const int rows = tile_of_bias.one_query ? 1 : BLOCK_Q, columns = tile_of_bias.one_key ? 1 : BLOCK_KV;
+  const int rows = tile_of_bias.one_query ? 1 : BLOCK_Q,
+            columns = tile_of_bias.one_key ? 1 : BLOCK_KV;
 #pragma unroll 1
   for (int n = threadIdx.x; n < rows * columns; n += THREADS) {
     const int row = n / columns, column = n % columns;

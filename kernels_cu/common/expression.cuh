@@ -19,8 +19,9 @@ __device__ __forceinline__ T not_a_number() {
 __device__ __forceinline__ float multiply_rounded(float x, float y) { return __fmul_rn(x, y); }
 __device__ __forceinline__ double multiply_rounded(double x, double y) { return __dmul_rn(x, y); }
 
-// Branch-free, because many calls are unrolled side by side. Near 0 a minimax polynomial in relative
-// error; further out, 1 - 2 / (e^2x + 1). Either is within 7 units in the last place of float32.
+// Branch-free, because many calls are unrolled side by side. Near 0 a minimax polynomial in
+// relative error; further out, 1 - 2 / (e^2x + 1). Either is within 7 units in the last place of
+// float32.
 __device__ __forceinline__ float tanh_of(float x) {
   constexpr float EDGE = 0.65f, TWO_LOG2_E = 2.8853900817779268f;
   constexpr float COEFFICIENTS[] = {0x1.e43210p-7f, -0x1.a734a4p-5f, 0x1.106ea0p-3f,

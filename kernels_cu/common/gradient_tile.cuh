@@ -23,8 +23,8 @@ struct Scratch {
 // Loads lse and delta of the tile's queries. Empty and missing rows get lse = inf, which makes
 // p = 0. The caller synchronises before and after.
 __device__ __forceinline__ void load_row_statistics(const memory::RowStatistic& lse,
-                                                 const memory::RowStatistic& delta, long long i0, int ni,
-                                                 const Scratch& scratch) {
+                                                    const memory::RowStatistic& delta, long long i0,
+                                                    int ni, const Scratch& scratch) {
   for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
     accum_t row_lse = number::infinity(), row_delta = 0;
     if (i < ni) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void probabilities(const Params& p, const TileBox& bo
   }
 }
 
-// Turns a thread's products do v into dS = p * (dP - delta), the gradient of the modified scores, at
-// the thread's cells of the tile.
+// Turns a thread's products do v into dS = p * (dP - delta), the gradient of the modified scores,
+// at the thread's cells of the tile.
 template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void score_gradients(const Params& p, accum_t (&ds)[ROWS][COLUMNS],
                                                 const Scratch& scratch) {

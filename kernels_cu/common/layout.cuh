@@ -125,8 +125,8 @@ __device__ __forceinline__ long long sequence_of(const Params& p, const long lon
 
 // The work tile of thread block `number`, for an output of `heads` heads. With `last_first`, blocks
 // of rows are assigned in descending order: under a causal mask the last queries see most keys.
-__device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long number, int heads, bool of_keys,
-                                        int block, bool last_first) {
+__device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long number, int heads,
+                                                 bool of_keys, int block, bool last_first) {
   WorkTile work;
   const Quotient by_block = divide(number, p.blocks);
   const long long slot = last_first ? p.blocks - 1 - by_block.remainder : by_block.remainder;
@@ -149,10 +149,10 @@ __device__ __forceinline__ WorkTile work_tile_of(const Params& p, long long numb
 
 // Head-interleaved order: permutes block numbers so that groups of `most` heads are interleaved,
 // first all their first blocks of rows, then all their second ones. Under a causal mask the work of
-// a head falls from its first block of keys to its last, so the long blocks start first and no SM is
-// idle at the end.
+// a head falls from its first block of keys to its last, so the long blocks start first and no SM
+// is idle at the end.
 __device__ __forceinline__ unsigned int interleave_heads(const Params& p, unsigned int number,
-                                                     unsigned int heads, unsigned int most) {
+                                                         unsigned int heads, unsigned int most) {
   if constexpr (!PACKED) {
 #pragma unroll
     for (int axis = 0; axis < MAX_LEAD; ++axis) {

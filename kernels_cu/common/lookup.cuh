@@ -130,7 +130,7 @@ __device__ __forceinline__ void extend(IntEnds& extremes, long long value) {
 // `first` on, a few loads at a time.
 template <int KIND, typename Wide>
 __device__ __forceinline__ void extend_by_vectors(const char* row, int length, int first, int step,
-                                            Wide& low, Wide& high) {
+                                                  Wide& low, Wide& high) {
   using T = typename Integer<KIND>::type;
   constexpr int EACH = 16 / sizeof(T), AT_ONCE = 4;
   struct alignas(16) Vector16 {
@@ -160,11 +160,12 @@ __device__ __forceinline__ void extend_by_vectors(const char* row, int length, i
 
 // The extremes of each lane's row, given by address and length, at least 1. Three cases: all lanes
 // have the same row (often a tile's queries, for many tiles of keys) and share the work; rows are
-// aligned, and each lane reads its own, 16 bytes at a time; or groups of 8 lanes read the row of one
-// lane after the other together, so that neighbouring lanes load neighbouring elements. All lanes of
-// the warp call it together.
+// aligned, and each lane reads its own, 16 bytes at a time; or groups of 8 lanes read the row of
+// one lane after the other together, so that neighbouring lanes load neighbouring elements. All
+// lanes of the warp call it together.
 template <int KIND>
-__device__ __forceinline__ IntEnds row_extremes(const char* lane_row, int lane_length, long long stride) {
+__device__ __forceinline__ IntEnds row_extremes(const char* lane_row, int lane_length,
+                                                long long stride) {
   using T = typename Integer<KIND>::type;
   using Wide = decltype(T() + T());
   constexpr Wide LEAST = Wide(-1) < Wide(0) ? Wide(1) << (8 * sizeof(Wide) - 1) : Wide(0);
@@ -182,7 +183,8 @@ __device__ __forceinline__ IntEnds row_extremes(const char* lane_row, int lane_l
   for (int n = 0; n < (same || by_vectors ? 1 : TOGETHER); ++n) {
     Wide low = ~LEAST, high = LEAST;
     if (by_vectors) {
-      extend_by_vectors<KIND>(lane_row, lane_length, same ? lane - group : 0, same ? TOGETHER : 1, low, high);
+      extend_by_vectors<KIND>(lane_row, lane_length, same ? lane - group : 0, same ? TOGETHER : 1,
+                              low, high);
     } else {
       const auto* const row = reinterpret_cast<const char*>(ptx::shuffle(address, group + n));
       const int length = ptx::shuffle(lane_length, group + n);
@@ -192,7 +194,8 @@ __device__ __forceinline__ IntEnds row_extremes(const char* lane_row, int lane_l
 #pragma unroll
         for (int x = 0; x < AT_ONCE; ++x) {
           const int at = from + x * TOGETHER;
-          loaded[x] = static_cast<Wide>(load_as_int<KIND>(row + (at < length ? at : from) * stride));
+          loaded[x] =
+              static_cast<Wide>(load_as_int<KIND>(row + (at < length ? at : from) * stride));
         }
 #pragma unroll
         for (int x = 0; x < AT_ONCE; ++x) {
@@ -261,7 +264,8 @@ __device__ __forceinline__ FloatEnds<T> float_extremes(const Table& table, const
 
 }  // namespace lookup
 
-// Called by generated code. Indices come one per axis; of a range all first ones, then all last ones.
+// Called by generated code. Indices come one per axis; of a range all first ones, then all last
+// ones.
 
 template <int KIND, typename... Index>
 __device__ __forceinline__ long long lookup_int(const Table& table, Index... index) {

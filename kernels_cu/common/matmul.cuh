@@ -1,10 +1,10 @@
-// Products of tiles by scalar instructions, operands in shared memory, results in registers: the twin
-// of reference/cpu/microkernel.py and reference/cpu/accumulate.py.
+// Products of tiles by scalar instructions, operands in shared memory, results in registers: the
+// twin of reference/cpu/microkernel.py and reference/cpu/accumulate.py.
 //
-// The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns the elements of a
-// result at rows row_thread + ROW_THREADS * r: neighbouring threads own neighbouring rows, so that
-// the 16-byte reads of a warp fall on different banks. Reads are vectors along the contraction, which
-// is contiguous in both operands of `multiply`.
+// The threads of a block form a grid of ROW_THREADS x COLUMN_THREADS. A thread owns the elements of
+// a result at rows row_thread + ROW_THREADS * r: neighbouring threads own neighbouring rows, so
+// that the 16-byte reads of a warp fall on different banks. Reads are vectors along the
+// contraction, which is contiguous in both operands of `multiply`.
 #pragma once
 #include "../ptx/warp.cuh"
 #include "memory.cuh"
@@ -37,8 +37,8 @@ __device__ constexpr int odd_stride(int columns) {
   return round_up(columns, VECTOR) + (round_up(columns, VECTOR) / VECTOR % 2 == 0 ? VECTOR : 0);
 }
 
-// Adjacent columns of a result that a thread owns: a vector of them, or fewer where that leaves fewer
-// threads without work.
+// Adjacent columns of a result that a thread owns: a vector of them, or fewer where that leaves
+// fewer threads without work.
 __device__ constexpr int run_of(int width) {
   int best = VECTOR;
   for (int run = VECTOR; run > 0; run /= 2) {
@@ -91,9 +91,9 @@ struct Stage {
   }
 };
 
-// Adjacent lanes share a column thread, every other lane a row thread: 16-byte reads are served half
-// a warp at a time, in one transaction if lanes next to each other, or next but one, read the same
-// address.
+// Adjacent lanes share a column thread, every other lane a row thread: 16-byte reads are served
+// half a warp at a time, in one transaction if lanes next to each other, or next but one, read the
+// same address.
 __device__ __forceinline__ int row_thread() {
   return threadIdx.x / ptx::WARP_SIZE * ROWS_PER_WARP + threadIdx.x % ROWS_PER_WARP;
 }
@@ -184,7 +184,8 @@ __device__ __forceinline__ void multiply_add(accum_t (&c)[ROWS][COLUMNS], const 
 // The same if b has non-finite elements: masked pairs are skipped.
 template <int DEPTH, int A_STRIDE, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_add_unmasked(accum_t (&c)[ROWS][COLUMNS],
-                                                  const accum_t* a_smem, const accum_t* b_smem) {
+                                                      const accum_t* a_smem,
+                                                      const accum_t* b_smem) {
   a_smem += row_thread() * A_STRIDE;
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
@@ -251,7 +252,8 @@ __device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
 #pragma unroll
     for (int step = 0; step < ROWS * COLUMNS; ++step) {
       const bool by_rows = COLUMNS < ROWS;
-      const int outer = step / (by_rows ? COLUMNS : ROWS), inner = step % (by_rows ? COLUMNS : ROWS);
+      const int outer = step / (by_rows ? COLUMNS : ROWS),
+                inner = step % (by_rows ? COLUMNS : ROWS);
       const int back_and_forth = outer % 2 == 0 ? inner : (by_rows ? COLUMNS : ROWS) - 1 - inner;
       const int r = by_rows ? outer : back_and_forth, n = by_rows ? back_and_forth : outer;
       c[r][n] += a[r / RUN_A].x[r % RUN_A] * b[n / RUN_B].x[n % RUN_B];
@@ -262,8 +264,8 @@ __device__ __forceinline__ void multiply_transposed(accum_t (&c)[ROWS][COLUMNS],
 // The same if b has non-finite elements: masked pairs are skipped.
 template <int DEPTH, int A_STRIDE, int B_STRIDE, int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_transposed_unmasked(accum_t (&c)[ROWS][COLUMNS],
-                                                         const accum_t* a_smem,
-                                                         const accum_t* b_smem) {
+                                                             const accum_t* a_smem,
+                                                             const accum_t* b_smem) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
 #pragma unroll
@@ -352,8 +354,8 @@ __device__ __forceinline__ void multiply_both(accum_t (&c)[ROWS][COLUMNS], const
   }
 }
 
-// c += a b. The tile a of weights is in shared memory; B_ROWS rows of b, of which `valid` exist from
-// `first` on, are streamed through the stage, a few rows at a time.
+// c += a b. The tile a of weights is in shared memory; B_ROWS rows of b, of which `valid` exist
+// from `first` on, are streamed through the stage, a few rows at a time.
 template <int B_ROWS, int WIDTH, int A_STRIDE, bool MAY_MASK, int ROWS, int COLUMNS, int BUFFER>
 __device__ __forceinline__ void accumulate(accum_t (&c)[ROWS][COLUMNS], const accum_t* a_smem,
                                            const memory::Rows& b, long long first, int valid,

@@ -46,8 +46,8 @@ struct RowShare {
   }
 };
 
-// Whether 16-byte copies are possible for COLUMNS columns of an array that is WIDTH columns wide, as
-// far as sizes tell; Rows::vectors adds what strides and addresses tell.
+// Whether 16-byte copies are possible for COLUMNS columns of an array that is WIDTH columns wide,
+// as far as sizes tell; Rows::vectors adds what strides and addresses tell.
 template <int COLUMNS, int WIDTH>
 constexpr bool BY_VECTORS = COLUMNS % STORED_VECTOR == 0 && WIDTH % STORED_VECTOR == 0;
 
@@ -160,8 +160,8 @@ struct RowStatistic {
   long long row;
 };
 
-__device__ __forceinline__ RowStatistic row_statistic(const Operand& operand, const layout::Entry& entry,
-                                           long long head) {
+__device__ __forceinline__ RowStatistic row_statistic(const Operand& operand,
+                                                      const layout::Entry& entry, long long head) {
   return RowStatistic{
       reinterpret_cast<accum_t*>(operand.data) + layout::offset(operand, entry, head, false),
       operand.row};

@@ -9,7 +9,8 @@ constexpr int MAX_LEAD = 4;    // leading axes, after adjacent ones were merged 
 constexpr int MAX_AXES = 8;    // axes of a look-up table
 constexpr int MAX_PARTS = 16;  // operands of one launch of combine
 
-// Element kinds of look-up tables, sinks and outputs, numbered as KINDS in reference/cpu/program.py.
+// Element kinds of look-up tables, sinks and outputs, numbered as KINDS in
+// reference/cpu/program.py.
 constexpr int KIND_BOOL = 0, KIND_INT8 = 1, KIND_INT16 = 2, KIND_INT32 = 3, KIND_INT64 = 4;
 constexpr int KIND_UINT8 = 5, KIND_UINT16 = 6, KIND_UINT32 = 7;
 constexpr int KIND_FLOAT16 = 8, KIND_BFLOAT16 = 9, KIND_FLOAT32 = 10, KIND_FLOAT64 = 11;

@@ -58,8 +58,8 @@ __device__ __forceinline__ Words philox4x32(Words counter, Key key) {
   return Words{{c0, c1, c2, c3}};
 }
 
-// The random words of query i and keys 4 * group to 4 * group + 3, in order: a kernel draws once for
-// four keys. b_h is b * Hq + h.
+// The random words of query i and keys 4 * group to 4 * group + 3, in order: a kernel draws once
+// for four keys. b_h is b * Hq + h.
 __device__ __forceinline__ Words words(Key key, unsigned int group, unsigned int i,
                                        unsigned long long b_h) {
   const unsigned int b_h_low = static_cast<unsigned int>(b_h);
@@ -67,8 +67,8 @@ __device__ __forceinline__ Words words(Key key, unsigned int group, unsigned int
   return philox4x32(Words{{group, i, b_h_low, b_h_high}}, key);
 }
 
-// Whether dropout keeps the pair (i, j). threshold is round(p * 2^32), in 64 bits because a p within
-// 2^-33 of 1 rounds to 2^32, which drops every pair.
+// Whether dropout keeps the pair (i, j). threshold is round(p * 2^32), in 64 bits because a p
+// within 2^-33 of 1 rounds to 2^32, which drops every pair.
 __device__ __forceinline__ bool keep(Key key, unsigned long long threshold, unsigned long long b_h,
                                      unsigned int i, unsigned long long j) {
   const Words drawn = words(key, static_cast<unsigned int>(j >> 2), i, b_h);

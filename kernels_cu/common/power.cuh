@@ -6,9 +6,9 @@ namespace power {
 
 __device__ __forceinline__ float exp2(float x) { return ptx::exp2(x); }
 
-// x = n + f with an integer n and |f| <= 1/2; 2^f is the minimax polynomial of degree 10 in relative
-// error: 2^-52 exactly, 2^-51 with roundings. Results below 2^-1022 flush to 0. It has no branch, and
-// NaN stays NaN.
+// x = n + f with an integer n and |f| <= 1/2; 2^f is the minimax polynomial of degree 10 in
+// relative error: 2^-52 exactly, 2^-51 with roundings. Results below 2^-1022 flush to 0. It has no
+// branch, and NaN stays NaN.
 __device__ __forceinline__ double exp2(double x) {
   constexpr double COEFFICIENTS[] = {0x1.e398f94be91efp-28,
                                      0x1.b6740ee6dbadep-24,

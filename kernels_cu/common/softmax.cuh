@@ -1,8 +1,8 @@
-// The online softmax on one tile: row maximum m, row sum l, and the rescaling between tiles. The twin
-// of reference/cpu/softmax.py.
+// The online softmax on one tile: row maximum m, row sum l, and the rescaling between tiles. The
+// twin of reference/cpu/softmax.py.
 //
-// The threads of one row of the thread grid share its rows: each holds the same m and a partial l of
-// its own columns, which `row_sum` reduces at the end. Milakov & Gimelshein 2018, Algorithm 3;
+// The threads of one row of the thread grid share its rows: each holds the same m and a partial l
+// of its own columns, which `row_sum` reduces at the end. Milakov & Gimelshein 2018, Algorithm 3;
 // FlashAttention-2 (Dao 2023), Algorithm 1, lines 8-10.
 #pragma once
 #include "../ptx/exp2.cuh"

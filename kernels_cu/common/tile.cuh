@@ -40,8 +40,9 @@ __device__ KeyRange mask_range(const Params& p, const Site& at);
 __device__ int tile_class(const Params& p, const TileBox& at);
 __device__ HeadConstants score_head_constants(const Params& p, const Site& at);
 __device__ accum_t score_mod(const Params& p, const HeadConstants& constants, accum_t score,
-                                 const Site& at);
-__device__ accum_t score_mod_derivative(const Params& p, const HeadConstants& constants, accum_t score, const Site& at);
+                             const Site& at);
+__device__ accum_t score_mod_derivative(const Params& p, const HeadConstants& constants,
+                                        accum_t score, const Site& at);
 
 namespace tile {
 
@@ -78,8 +79,8 @@ __device__ __forceinline__ int classify_tile(const Params& p, const TileBox& box
 __device__ __forceinline__ HeadConstants head_constants_of(const Params& p, const TileBox& box) {
   HeadConstants constants{};
   if constexpr (HAS_SCORE) {
-    constants = score_head_constants(p, Site{box.b, box.h, box.i_low, box.j_low, box.len_q, box.len_k,
-                                box.start_q, box.start_k});
+    constants = score_head_constants(p, Site{box.b, box.h, box.i_low, box.j_low, box.len_q,
+                                             box.len_k, box.start_q, box.start_k});
 #pragma unroll
     for (int n = 0; n < NUM_HEAD_CONSTANTS; ++n) constants.x[n] = ptx::shuffle(constants.x[n], 0);
   }
@@ -117,10 +118,11 @@ __device__ __forceinline__ void load_cells(accum_t (&s)[ROWS][COLUMNS], const ac
 
 // The score of one pair after score mod and mask, -inf if it is masked; its derivative in *dscore.
 __device__ __forceinline__ accum_t modify_score(const Params& p, const Site& at, bool masked,
-                                          accum_t score, accum_t* dscore) {
+                                                accum_t score, accum_t* dscore) {
   // 3 score mod
   if constexpr (HAS_DSCORE) {
-    if (dscore != nullptr) *dscore = score_mod_derivative(p, score_head_constants(p, at), score, at);
+    if (dscore != nullptr)
+      *dscore = score_mod_derivative(p, score_head_constants(p, at), score, at);
   }
   if constexpr (HAS_SCORE) score = score_mod(p, score_head_constants(p, at), score, at);
   // 4 mask
@@ -155,7 +157,7 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
     accum_t score = -number::infinity();
     if (at.i <= box.i_high && at.j <= box.j_high) {
       score = modify_score(p, at, tile_class == PARTIAL, tile_smem[offset],
-                     dscore_smem == nullptr ? nullptr : dscore_smem + offset);
+                           dscore_smem == nullptr ? nullptr : dscore_smem + offset);
     }
     tile_smem[offset] = score;
   }

@@ -1,5 +1,5 @@
-// The gradient of a bias on any GPU, summed over the axes along which the bias was broadcast: the twin
-// of reference/cpu/backward_bias.py.
+// The gradient of a bias on any GPU, summed over the axes along which the bias was broadcast: the
+// twin of reference/cpu/backward_bias.py.
 //
 // One block per tile of the bias, as the bias is stored. It loops over the batch entries, heads and
 // blocks that share the tile, in that order, recomputes their dS, and accumulates it in registers.
@@ -46,25 +46,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
   for (long long member = 0; member < members; ++member) {
     const layout::Entry entry = layout::shared_entry(p, tile_of_bias.first, member);
-    const long long i_limit = tile_of_bias.one_query ? entry.len_q : (tile_of_bias.q_block + 1) * BLOCK_Q;
-    const long long j_limit = tile_of_bias.one_key ? entry.len_k : (tile_of_bias.kv_block + 1) * BLOCK_KV;
+    const long long i_limit =
+        tile_of_bias.one_query ? entry.len_q : (tile_of_bias.q_block + 1) * BLOCK_Q;
+    const long long j_limit =
+        tile_of_bias.one_key ? entry.len_k : (tile_of_bias.kv_block + 1) * BLOCK_KV;
     const long long i_end = i_limit < entry.len_q ? i_limit : entry.len_q;
     const long long j_end = j_limit < entry.len_k ? j_limit : entry.len_k;
 #pragma unroll 1
-    for (long long h = tile_of_bias.one_head ? 0 : tile_of_bias.head; h < (tile_of_bias.one_head ? p.heads : tile_of_bias.head + 1);
-         ++h) {
+    for (long long h = tile_of_bias.one_head ? 0 : tile_of_bias.head;
+         h < (tile_of_bias.one_head ? p.heads : tile_of_bias.head + 1); ++h) {
       const memory::Rows q = memory::rows(p.q, entry, h, false);
       const memory::Rows d_out = memory::rows(p.d_out, entry, h, false);
       const memory::Rows k = memory::rows(p.k, entry, h / p.group, true);
       const memory::Rows v = memory::rows(p.v, entry, h / p.group, true);
 #pragma unroll 1
-      for (long long i0 = tile_of_bias.one_query ? 0 : tile_of_bias.q_block * BLOCK_Q; i0 < i_end; i0 += BLOCK_Q) {
+      for (long long i0 = tile_of_bias.one_query ? 0 : tile_of_bias.q_block * BLOCK_Q; i0 < i_end;
+           i0 += BLOCK_Q) {
         const int ni = tile::rows_from(i0, entry.len_q, BLOCK_Q);
-        __syncthreads();  // lse and delta of the previous queries, which other threads may still read
+        __syncthreads();  // lse and delta of the previous queries, which other threads may still
+                          // read
         gradient_tile::load_row_statistics(memory::row_statistic(p.lse, entry, h),
-                                        memory::row_statistic(p.delta, entry, h), i0, ni, scratch);
+                                           memory::row_statistic(p.delta, entry, h), i0, ni,
+                                           scratch);
 #pragma unroll 1
-        for (long long j0 = tile_of_bias.one_key ? 0 : tile_of_bias.kv_block * BLOCK_KV; j0 < j_end; j0 += BLOCK_KV) {
+        for (long long j0 = tile_of_bias.one_key ? 0 : tile_of_bias.kv_block * BLOCK_KV; j0 < j_end;
+             j0 += BLOCK_KV) {
           const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);
           const TileBox box = tile::describe_tile(entry, h, i0, ni, j0, nj);
           const int tile_class = tile::classify_tile(p, box);

@@ -6,13 +6,13 @@
 // blocks of queries, in that order. No two blocks write the same element, so the result does not
 // depend on the order in which blocks run.
 //
-// With ATOMIC_DQ the kernel also multiplies dS and the keys, as Algorithm 2 does, and adds the product
-// to dq, which is 0 at first, by atomic additions. Their order is that in which blocks run.
+// With ATOMIC_DQ the kernel also multiplies dS and the keys, as Algorithm 2 does, and adds the
+// product to dq, which is 0 at first, by atomic additions. Their order is that in which blocks run.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
 // Shared memory: the keys, the values, the tile (and one each for dropout and the score mod's
-// derivative), the stage, lse and delta, the current head. BLOCK_KV is a multiple of ROW_THREADS and
-// 4, BLOCK_Q of COLUMN_THREADS.
+// derivative), the stage, lse and delta, the current head. BLOCK_KV is a multiple of ROW_THREADS
+// and 4, BLOCK_Q of COLUMN_THREADS.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
 #include "../common/gradient_tile.cuh"
@@ -70,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
 
   matmul::Stage<BUFFER> stage{stage_smem};
-  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work =
+      layout::work_tile_of(p, blockIdx.x, p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
               matmul::multiply_transposed<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem, k_smem);
             } else {
               matmul::multiply_transposed_unmasked<BLOCK_KV, STRIDE, K_STRIDE, WIDTH_K>(dq, ds_smem,
-                                                                                    k_smem);
+                                                                                        k_smem);
             }
             epilogue::add_rows<D>(dq, p.dq, head_smem->dq, i0 + i, ni - i,
                                   static_cast<accum_t>(p.scale));

@@ -1,13 +1,14 @@
 // Tiled attention, backward, gradient of the queries on any GPU: the twin of `backward_dq` in
 // reference/cpu/backward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries is resident,
-// the keys and values are streamed, and dq needs no atomic additions. The sum runs over the batch
-// entries that share the queries and the blocks of keys, in that order.
+// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries is
+// resident, the keys and values are streamed, and dq needs no atomic additions. The sum runs over
+// the batch entries that share the queries and the blocks of keys, in that order.
 //
 // Grid: prod(own_size) * heads * blocks; packed: heads * blocks.
-// Shared memory: the queries, do, the tile (and one each for dropout and the score mod's derivative),
-// the stage, lse and delta. BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of COLUMN_THREADS and 4.
+// Shared memory: the queries, do, the tile (and one each for dropout and the score mod's
+// derivative), the stage, lse and delta. BLOCK_Q is a multiple of ROW_THREADS, BLOCK_KV of
+// COLUMN_THREADS and 4.
 #include "../common/params.cuh"
 #include "epilogue.cuh"
 #include "../common/gradient_tile.cuh"
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     memory::load_rows<BLOCK_Q, matmul::whole_columns(D_V), DO_STRIDE, D_V>(
         do_smem, memory::rows(p.d_out, entry, h, false), i0, ni);
     gradient_tile::load_row_statistics(memory::row_statistic(p.lse, entry, h),
-                                    memory::row_statistic(p.delta, entry, h), i0, ni, scratch);
+                                       memory::row_statistic(p.delta, entry, h), i0, ni, scratch);
 #pragma unroll 1
     for (long long j0 = 0; j0 < entry.len_k; j0 += BLOCK_KV) {
       const int nj = tile::rows_from(j0, entry.len_k, BLOCK_KV);

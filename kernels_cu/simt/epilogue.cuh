@@ -43,8 +43,9 @@ __device__ __forceinline__ void store_rows(const accum_t (&result)[ROWS][COLUMNS
   store_as<WIDTH, storage_t>(result, to, offset, first, valid, factors);
 }
 
-// Adds a thread's part of a result of matmul::multiply_transposed, times `factor`, to an array of the
-// accumulator's type, atomically because other blocks do, too. The arguments are those of store_as.
+// Adds a thread's part of a result of matmul::multiply_transposed, times `factor`, to an array of
+// the accumulator's type, atomically because other blocks do, too. The arguments are those of
+// store_as.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_rows(const accum_t (&result)[ROWS][COLUMNS], const Operand& to,
                                          long long offset, long long first, int valid,

@@ -1,8 +1,8 @@
 // Tiled attention, forward, on any GPU: the twin of reference/cpu/forward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 1: a block of queries is resident, blocks of keys and values
-// are streamed, and the output is divided by the row sum once, at the end. Every product is a scalar
-// multiply-add in the accumulator's type.
+// FlashAttention-2 (Dao 2023), Algorithm 1: a block of queries is resident, blocks of keys and
+// values are streamed, and the output is divided by the row sum once, at the end. Every product is
+// a scalar multiply-add in the accumulator's type.
 //
 // Grid: prod(own_size) * heads * blocks, with own_size = lead_size; packed: heads * blocks.
 // Shared memory: the queries, a tile of weights, the stage. BLOCK_Q is a multiple of ROW_THREADS,

@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   double* const lse_smem = reinterpret_cast<double*>(do_smem + BLOCK_Q * V_BYTES);
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
 
-  const layout::WorkTile work =
-      layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work = layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x),
+                                                     p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -168,7 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                  q_smem + warp_query * K_BYTES);
         const TileBox box = describe(now.first, now.rows);
         unsigned int kept[ROWS];
-        if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<true, COLUMNS>(p, box, corner, kept);
+        if constexpr (HAS_DROPOUT)
+          fragment_gradient::draw_dropout<true, COLUMNS>(p, box, corner, kept);
         // 3 score mod
         // 4 mask
         // 5 probabilities and the gradient of the output's weights

@@ -113,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                  i0, ni);
     begin_values(now);
     fragment_gradient::RowStatistics numbers;
-    numbers.load(memory::row_statistic(p.lse, entry, h), memory::row_statistic(p.delta, entry, h), i0, ni);
+    numbers.load(memory::row_statistic(p.lse, entry, h), memory::row_statistic(p.delta, entry, h),
+                 i0, ni);
     numbers.store(lse_smem, lse_smem + BLOCK_Q);
 #pragma unroll 1
     while (now.rows > 0) {
@@ -141,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
       if (next.rows > 0) begin_values(next);
       unsigned int kept[ROWS];
-      if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
+      if constexpr (HAS_DROPOUT)
+        fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
 
       // 2 scores
       double s[ROWS][COLUMNS];

@@ -91,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     const bool masked = passing.masked();
     const HeadConstants given = tile::head_constants_of(p, box);
     unsigned int kept[ROWS], allowed[ROWS];
-    if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
+    if constexpr (HAS_DROPOUT)
+      fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
     if (masked) {
       fragment_gradient::evaluate_mask<false, COLUMNS>(p, box, passing.tile_class, corner, allowed);
     }
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (next.rows > 0) begin_gradients(coming);
     ptx::cp_async_commit();
     const fragment_gradient::PerQuery<false, ROWS, COLUMNS> delta(known_smem->delta[slot] +
-                                                                   corner.row);
+                                                                  corner.row);
     fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
     // 6 accumulate dbias
     matmul::add(total, s);

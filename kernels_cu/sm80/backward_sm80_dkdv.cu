@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   Head* const head_smem = reinterpret_cast<Head*>(lse_smem + 2 * BLOCK_Q);
   float* const largest_smem = reinterpret_cast<float*>(head_smem + 1);
 
-  const layout::WorkTile work =
-      layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work = layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x),
+                                                     p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   const int h_kv = static_cast<int>(work.head);
   const long long j0 = work.block * BLOCK_KV;
@@ -225,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                 q_smem + query * K_BYTES);
           const TileBox box = describe(first_of(now), rows_of(now));
           unsigned int kept[ROWS];
-          if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<true, COLUMNS>(p, box, corner, kept);
+          if constexpr (HAS_DROPOUT)
+            fragment_gradient::draw_dropout<true, COLUMNS>(p, box, corner, kept);
           // 3 score mod
           // 4 mask
           // 5 probabilities and the gradient of the output's weights

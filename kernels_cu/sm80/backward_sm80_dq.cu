@@ -99,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                                                  i0, ni);
     begin(now, 0);
     fragment_gradient::RowStatistics numbers;
-    numbers.load(memory::row_statistic(p.lse, entry, h), memory::row_statistic(p.delta, entry, h), i0, ni);
+    numbers.load(memory::row_statistic(p.lse, entry, h), memory::row_statistic(p.delta, entry, h),
+                 i0, ni);
     numbers.store(lse_smem, lse_smem + BLOCK_Q);
     int stage = 0;
 #pragma unroll 1
@@ -122,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
       if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
       unsigned int kept[ROWS];
-      if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
+      if constexpr (HAS_DROPOUT)
+        fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
 
       // 2 scores
       float s[ROWS][COLUMNS];
@@ -136,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       float dp[ROWS][COLUMNS];
       fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
       const fragment_gradient::PerQuery<false, ROWS, COLUMNS> delta(lse_smem + BLOCK_Q +
-                                                                     corner.row);
+                                                                    corner.row);
       fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
       // 6 accumulate dq
       if constexpr (fragment_gradient::SCALES_DS) {

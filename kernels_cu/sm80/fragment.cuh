@@ -13,8 +13,8 @@ constexpr unsigned short MASKED = 0x8000;
 
 // -- products -------------------------------------------------------------------------------------
 
-// The row that a lane addresses for ldmatrix. `row` is its row among the first 16, `half` selects the
-// first or the second 8 of 16 columns.
+// The row that a lane addresses for ldmatrix. `row` is its row among the first 16, `half` selects
+// the first or the second 8 of 16 columns.
 template <int ROW_BYTES>
 struct LaneRow {
   unsigned int address;
@@ -96,7 +96,8 @@ struct Left<WIDTH, IN_REGISTERS, false> {
 // c = a b^T.
 template <int WIDTH, bool IN_REGISTERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
-                                         const Left<WIDTH, IN_REGISTERS, false>& a, const char* b_smem) {
+                                         const Left<WIDTH, IN_REGISTERS, false>& a,
+                                         const char* b_smem) {
   constexpr int BYTES = row_bytes(WIDTH);
   const LaneRow<BYTES> rows = right_rows<BYTES>(b_smem);
   matmul::clear(c);
@@ -147,9 +148,9 @@ __device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS],
   }
 }
 
-// c += a b for the non-finite elements of b alone, skipping masked pairs; the main product then runs
-// with zeros in their place. Every thread fetches the weights of its rows from the lane that holds
-// them.
+// c += a b for the non-finite elements of b alone, skipping masked pairs; the main product then
+// runs with zeros in their place. Every thread fetches the weights of its rows from the lane that
+// holds them.
 template <int WIDTH, int ROWS, int DEPTH, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
                                               unsigned int (&a)[ROWS][DEPTH], const char* b_smem) {
@@ -165,7 +166,8 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
       }
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        const int at = swizzled_offset<row_bytes(WIDTH)>(8 * k + x, n / 2) + 2 * (lane_column() + n % 2);
+        const int at =
+            swizzled_offset<row_bytes(WIDTH)>(8 * k + x, n / 2) + 2 * (lane_column() + n % 2);
         const float value = number::widen(*reinterpret_cast<const storage_t*>(b_smem + at));
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -180,8 +182,8 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS],
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes a warp's rows of a result of WIDTH columns, each times a factor, to shared memory that only
-// this warp uses.
+// Writes a warp's rows of a result of WIDTH columns, each times a factor, to shared memory that
+// only this warp uses.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void put_rows(Narrow, const float (&result)[ROWS][COLUMNS],
                                          const float (&factor)[ROWS], char* rows_smem) {

@@ -122,8 +122,8 @@ __device__ __forceinline__ bool weigh(const Params& p, const HeadConstants& give
     between();
     unsigned int kept[ROWS] = {}, weights[ROWS][COLUMNS / 2];
     return fragment_gradient::recompute_modified<false, 0, 4>(p, given, scale, box, masked, allowed,
-                                                             s, corner, lse_smem, kept, weights,
-                                                             nullptr) ||
+                                                              s, corner, lse_smem, kept, weights,
+                                                              nullptr) ||
            masked;
   } else {
     const bool hides =

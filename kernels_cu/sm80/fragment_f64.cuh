@@ -1,13 +1,13 @@
 // Products of tiles of float64 in shared memory by warps, by mma.m16n8k8: the twin of
 // reference/cpu/microkernel.py and reference/cpu/accumulate.py for the backward in float64.
 //
-// The instruction takes its operands from adjacent registers, in an order that no 16 bytes of memory
-// have, so every element is loaded by itself: of 8 elements along the contraction a lane with
-// t = lane % 4 loads numbers t and t + 4. Half a warp loads four rows and four columns of each at a
-// time, which fall on all banks.
+// The instruction takes its operands from adjacent registers, in an order that no 16 bytes of
+// memory have, so every element is loaded by itself: of 8 elements along the contraction a lane
+// with t = lane % 4 loads numbers t and t + 4. Half a warp loads four rows and four columns of each
+// at a time, which fall on all banks.
 //
-// Of 8 columns of a result whose right operand is MN-major, a lane has columns t and 4 + (t ^ 2): so
-// four lanes store 32 adjacent bytes at a time.
+// Of 8 columns of a result whose right operand is MN-major, a lane has columns t and 4 + (t ^ 2):
+// so four lanes store 32 adjacent bytes at a time.
 #pragma once
 #include "../ptx/red.cuh"
 #include "fragment_rows.cuh"
@@ -38,8 +38,8 @@ struct KMajor {
   }
 };
 
-// An MN-major operand, whose columns lie along the contraction: one column of 8, from columns 8 `first`
-// on. `eight` below may be 0 and more if `first` is even, else 0 only.
+// An MN-major operand, whose columns lie along the contraction: one column of 8, from columns 8
+// `first` on. `eight` below may be 0 and more if `first` is even, else 0 only.
 template <int BYTES>
 struct MnMajor {
   const char* row_smem;
@@ -52,7 +52,8 @@ struct MnMajor {
   // The first or second number of the 8 rows from `row` on, in columns 8 `eight` and on.
   __device__ __forceinline__ double at(int row, int eight, int second) const {
     return *reinterpret_cast<const double*>(row_smem + (row + 4 * second) * BYTES +
-                                            eight / 2 * 128 + (swizzled ^ (eight % 2 ^ second) * 64));
+                                            eight / 2 * 128 +
+                                            (swizzled ^ (eight % 2 ^ second) * 64));
   }
 };
 
@@ -74,15 +75,15 @@ __device__ __forceinline__ void multiply_piece(double (&c)[ROWS][COLUMNS], const
   }
 }
 
-// How many of `rows` rows of a result a warp owns: 32 if sharing by columns then costs no more loads
-// for each product than 16 do. The result has `pieces` pieces of 8 columns.
+// How many of `rows` rows of a result a warp owns: 32 if sharing by columns then costs no more
+// loads for each product than 16 do. The result has `pieces` pieces of 8 columns.
 __device__ constexpr int warp_rows(int rows, int pieces) {
   const bool tall = rows % 32 == 0 && rows * pieces > 32 * fragment::WARPS;
   return tall || rows > 16 * fragment::WARPS ? 32 : 16;
 }
 
-// A warp's share of the columns of a result, in units of 8 columns. Warps that share rows swizzled adjacent
-// units; if a row has too few units, the last warps are idle.
+// A warp's share of the columns of a result, in units of 8 columns. Warps that share rows swizzled
+// adjacent units; if a row has too few units, the last warps are idle.
 template <int WIDTH, int SHARERS>
 struct Share {
   static constexpr int UNITS = (WIDTH + 7) / 8;
@@ -98,8 +99,8 @@ struct Share {
   }
 };
 
-// c = a b^T for rows that begin at a_smem and b_smem; the columns of c are those of fragment_rows.cuh.
-// UNROLL steps of 8 columns are in flight, as in the products below.
+// c = a b^T for rows that begin at a_smem and b_smem; the columns of c are those of
+// fragment_rows.cuh. UNROLL steps of 8 columns are in flight, as in the products below.
 template <int WIDTH, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(double (&c)[ROWS][COLUMNS], const char* a_smem,
                                          const char* b_smem) {
@@ -186,12 +187,13 @@ __device__ __forceinline__ double element(const char* tile_smem, int row, int co
   return *reinterpret_cast<const double*>(tile_smem + at);
 }
 
-// c += a b for the non-finite elements of b alone, skipping masked pairs, which have the weight of one
-// in `weights_smem`; the main product then runs with ONLY_FINITE. If TRANSPOSED, the rows of c are
-// columns of a from `first` on, else rows of a.
+// c += a b for the non-finite elements of b alone, skipping masked pairs, which have the weight of
+// one in `weights_smem`; the main product then runs with ONLY_FINITE. If TRANSPOSED, the rows of c
+// are columns of a from `first` on, else rows of a.
 template <int WIDTH, int DEPTH, int A_BYTES, bool TRANSPOSED, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(double (&c)[ROWS][COLUMNS], const char* a_smem,
-                                              const char* weights_smem, int first, const char* b_smem,
+                                              const char* weights_smem, int first,
+                                              const char* b_smem,
                                               const Share<WIDTH, SHARERS>& share) {
 #pragma unroll 1
   for (int k = 0; k < DEPTH; ++k) {
@@ -215,8 +217,8 @@ __device__ __forceinline__ void add_nonfinite(double (&c)[ROWS][COLUMNS], const 
 // -- results --------------------------------------------------------------------------------------
 
 // Stores a warp's share of a result of WIDTH columns, times a factor, or if ATOMIC adds it, because
-// other blocks add to the same rows. The warp's first row is at `rows_gmem`; `valid` rows exist from
-// there on.
+// other blocks add to the same rows. The warp's first row is at `rows_gmem`; `valid` rows exist
+// from there on.
 template <bool ATOMIC, int WIDTH, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const double (&result)[ROWS][COLUMNS],
                                            const Share<WIDTH, SHARERS>& share, const Operand& to,

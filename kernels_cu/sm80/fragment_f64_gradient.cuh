@@ -1,5 +1,5 @@
-// One tile of the backward in float64, in fragments: fragment_gradient.cuh without roundings. The twin
-// of reference/cpu/gradient_tile.py for tensor cores.
+// One tile of the backward in float64, in fragments: fragment_gradient.cuh without roundings. The
+// twin of reference/cpu/gradient_tile.py for tensor cores.
 #pragma once
 #include "fragment_gradient.cuh"
 #include "../common/power.cuh"
@@ -26,9 +26,9 @@ __device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner
 }
 
 // Products q k become probabilities; with a score mod, probabilities times its derivative. A masked
-// pair gets the weight of one. If keys are rows, the tile in shared memory, whose rows are BYTES apart,
-// receives the probabilities after dropout; the division by the probability of keeping is left to the
-// epilogue. `lse_smem` is that of the corner's query.
+// pair gets the weight of one. If keys are rows, the tile in shared memory, whose rows are BYTES
+// apart, receives the probabilities after dropout; the division by the probability of keeping is
+// left to the epilogue. `lse_smem` is that of the corner's query.
 //
 // Masks and score mods are instantiated for two columns, through which all columns rotate.
 template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
@@ -100,8 +100,8 @@ __device__ __forceinline__ void recompute_probabilities(
   }
 }
 
-// p becomes dS = p (dP - delta), for products dP = do v; with a score mod, times its derivative, which
-// s contains. What is 0 stays 0. `delta_smem` is that of the corner's query.
+// p becomes dS = p (dP - delta), for products dP = do v; with a score mod, times its derivative,
+// which s contains. What is 0 stays 0. `delta_smem` is that of the corner's query.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
                                                 double (&s)[ROWS][COLUMNS],

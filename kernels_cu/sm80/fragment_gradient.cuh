@@ -26,14 +26,15 @@ __device__ __forceinline__ int query_of(int r, int n) {
 
 // -- lse and delta --------------------------------------------------------------------------------
 
-// lse and delta of a tile's queries on the way to shared memory, EACH of them in a thread. Empty and
-// missing rows get lse = inf, which makes p = 0.
+// lse and delta of a tile's queries on the way to shared memory, EACH of them in a thread. Empty
+// and missing rows get lse = inf, which makes p = 0.
 struct RowStatistics {
   static constexpr int EACH = (BLOCK_Q + THREADS - 1) / THREADS;
   accum_t lse[EACH], delta[EACH];
 
   __device__ __forceinline__ void load(const memory::RowStatistic& from_lse,
-                                       const memory::RowStatistic& from_delta, long long i0, int ni) {
+                                       const memory::RowStatistic& from_delta, long long i0,
+                                       int ni) {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
       const int i = threadIdx.x + n * THREADS;
@@ -59,8 +60,8 @@ struct RowStatistics {
 
 // -- dropout --------------------------------------------------------------------------------------
 
-// Transposes a 4 x 4 matrix whose rows are held by four lanes, `step` lanes apart from each other. The
-// lane holds row `index`, and gets that column.
+// Transposes a 4 x 4 matrix whose rows are held by four lanes, `step` lanes apart from each other.
+// The lane holds row `index`, and gets that column.
 __device__ __forceinline__ void transpose(unsigned int (&x)[4], int index, int step) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {
@@ -75,19 +76,19 @@ __device__ __forceinline__ void transpose(unsigned int (&x)[4], int index, int s
   }
 }
 
-// Which pairs dropout keeps: bit n of kept[r] is that of element (r, n). One draw serves four keys of a
-// query, which four lanes hold if keys are rows, and else two.
+// Which pairs dropout keeps: bit n of kept[r] is that of element (r, n). One draw serves four keys
+// of a query, which four lanes hold if keys are rows, and else two.
 template <bool KEYS_ARE_ROWS, int COLUMNS, int ROWS>
-__device__ __forceinline__ void draw_dropout(const Params& p, const TileBox& box, const Corner& corner,
-                                     unsigned int (&kept)[ROWS]) {
+__device__ __forceinline__ void draw_dropout(const Params& p, const TileBox& box,
+                                             const Corner& corner, unsigned int (&kept)[ROWS]) {
   static_assert(COLUMNS <= 32, "a bit for each column");
   const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
   const philox::Key key = philox::split_seed(seed);
   const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
   constexpr int STEP = KEYS_ARE_ROWS ? 4 : 2;
   const int index = KEYS_ARE_ROWS ? ptx::lane_index() / 4 % 4 : ptx::lane_index() % 2;
-  const long long i =
-      box.i_low + (KEYS_ARE_ROWS ? corner.column + 8 * (index / 2) + index % 2 : corner.row + 8 * index);
+  const long long i = box.i_low + (KEYS_ARE_ROWS ? corner.column + 8 * (index / 2) + index % 2
+                                                 : corner.row + 8 * index);
   const long long j = box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) kept[r] = 0;
@@ -137,8 +138,8 @@ struct PerQuery {
   __device__ __forceinline__ float of(int r, int n) const { return x[KEYS_ARE_ROWS ? n : r]; }
 };
 
-// Writes word n of a thread's row r, two adjacent columns in the storage type, to a tile whose rows are
-// BYTES apart.
+// Writes word n of a thread's row r, two adjacent columns in the storage type, to a tile whose rows
+// are BYTES apart.
 template <int BYTES>
 __device__ __forceinline__ void store_word(unsigned int word, const Corner& corner, int r, int n,
                                            char* tile_smem) {
@@ -157,11 +158,11 @@ __device__ __forceinline__ void store_words(const unsigned int (&words)[ROWS][WO
   }
 }
 
-// Evaluates the mask: bit n of mask[r] is set if the pair of element (r, n) exists and is not masked.
-// mask_allows is instantiated for AT_ONCE columns.
+// Evaluates the mask: bit n of mask[r] is set if the pair of element (r, n) exists and is not
+// masked. mask_allows is instantiated for AT_ONCE columns.
 template <bool KEYS_ARE_ROWS, int COLUMNS, int AT_ONCE = 1, int ROWS>
 __device__ __forceinline__ void evaluate_mask(const Params& p, const TileBox& box, int tile_class,
-                                         const Corner& corner, unsigned int (&mask)[ROWS]) {
+                                              const Corner& corner, unsigned int (&mask)[ROWS]) {
   static_assert(COLUMNS <= 32, "a bit for each column");
   const int i_last = static_cast<int>(box.i_high - box.i_low);
   const int j_last = static_cast<int>(box.j_high - box.j_low);
@@ -193,8 +194,8 @@ __device__ __forceinline__ void evaluate_mask(const Params& p, const TileBox& bo
   }
 }
 
-// Products q k become probabilities, 2^(c s - lse log2 e), at most 1. If MASKED, a masked pair gets the
-// weight of one.
+// Products q k become probabilities, 2^(c s - lse log2 e), at most 1. If MASKED, a masked pair gets
+// the weight of one.
 template <bool MASKED, bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
                                              const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS>& lse,
@@ -211,7 +212,8 @@ __device__ __forceinline__ void exponentiate(float (&s)[ROWS][COLUMNS],
 }
 
 // The site of a thread's element in row r, `step` columns after column `column`. If the score mod
-// reads tables, it is clamped to the tile's last query and key. Site::step_i and step_j know `step`.
+// reads tables, it is clamped to the tile's last query and key. Site::step_i and step_j know
+// `step`.
 template <bool KEYS_ARE_ROWS>
 __device__ __forceinline__ Site site_of(const TileBox& box, const Corner& corner, int r, int column,
                                         int step) {
@@ -234,12 +236,12 @@ __device__ __forceinline__ Site site_of(const TileBox& box, const Corner& corner
               KEYS_ARE_ROWS ? 8 * r : step};
 }
 
-// Products q k become logits: scale, then score mod, instantiated for all of a thread's pairs. Returns
-// whether any may be -inf.
+// Products q k become logits: scale, then score mod, instantiated for all of a thread's pairs.
+// Returns whether any may be -inf.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConstants& constants, float scale,
-                                              const TileBox& box, float (&s)[ROWS][COLUMNS],
-                                              const Corner& corner) {
+__device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConstants& constants,
+                                                float scale, const TileBox& box,
+                                                float (&s)[ROWS][COLUMNS], const Corner& corner) {
   float sum[ROWS] = {};  // of logits, not finite if one of them is not
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
@@ -259,7 +261,7 @@ __device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConst
 // Clears the mask bits of logits of -inf. Unless `masked`, the mask is all ones at first.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void mask_infinite(const float (&s)[ROWS][COLUMNS], bool masked,
-                                            unsigned int (&mask)[ROWS]) {
+                                              unsigned int (&mask)[ROWS]) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     if (!masked) mask[r] = 0xffffffffu;
@@ -270,9 +272,10 @@ __device__ __forceinline__ void mask_infinite(const float (&s)[ROWS][COLUMNS], b
   }
 }
 
-// recompute_probabilities with a score mod: products q k become probabilities times the derivative of
-// the score mod. Table look-ups for pairs that do not exist are clamped. The score mod is instantiated
-// for STEP columns, through which all columns rotate. Returns whether any pair is masked.
+// recompute_probabilities with a score mod: products q k become probabilities times the derivative
+// of the score mod. Table look-ups for pairs that do not exist are clamped. The score mod is
+// instantiated for STEP columns, through which all columns rotate. Returns whether any pair is
+// masked.
 template <bool KEYS_ARE_ROWS, int BYTES, int STEP = 2, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool recompute_modified(
     const Params& p, const HeadConstants& constants, float scale, const TileBox& box, bool masked,
@@ -296,12 +299,14 @@ __device__ __forceinline__ bool recompute_modified(
           const float offset = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + n + x)] * tile::LOG2_E;
           const bool unmasked = logit != -number::infinity();
           has_masked = has_masked || !unmasked;
-          float probability = ptx::exp2(gradient_tile::at_most_zero(fma(logit, tile::LOG2_E, -offset)));
+          float probability =
+              ptx::exp2(gradient_tile::at_most_zero(fma(logit, tile::LOG2_E, -offset)));
           probability = weight[x] = unmasked ? probability : matmul::masked_weight();
           if (HAS_DROPOUT && (kept[r] >> (column + n + x) & 1) == 0) weight[x] *= 0.0f;
           if constexpr (HAS_DSCORE) {
             const float product = probability * score_mod_derivative(p, constants, score, at);
-            // 0 if the probability is, whatever the derivative; +0.0, because -0.0 means masked.
+            // It is 0 if the probability is, whatever the derivative; +0.0, because -0.0 means
+            // masked.
             if (probability != 0.0f) probability = product == 0.0f ? 0.0f : product;
           }
           s[r][n + x] = probability;
@@ -323,10 +328,10 @@ __device__ __forceinline__ bool recompute_modified(
 }
 
 // Products q k become probabilities; with a score mod, probabilities times its derivative. A masked
-// pair gets the weight of one. Returns whether there may be one. If keys are rows, `weights` receives
-// the probabilities after dropout in the storage type, or if BYTES > 0 the tile in shared memory does,
-// its rows BYTES apart; the division by the probability of keeping is left to the epilogue. `lse_smem`
-// is that of the corner's query.
+// pair gets the weight of one. Returns whether there may be one. If keys are rows, `weights`
+// receives the probabilities after dropout in the storage type, or if BYTES > 0 the tile in shared
+// memory does, its rows BYTES apart; the division by the probability of keeping is left to the
+// epilogue. `lse_smem` is that of the corner's query.
 template <bool KEYS_ARE_ROWS, int BYTES, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool recompute_probabilities(
     const Params& p, const TileBox& box, int tile_class, bool masked, float (&s)[ROWS][COLUMNS],
@@ -336,8 +341,8 @@ __device__ __forceinline__ bool recompute_probabilities(
   if (masked) evaluate_mask<KEYS_ARE_ROWS, COLUMNS>(p, box, tile_class, corner, mask);
   if constexpr (HAS_SCORE) {
     const bool has_masked = recompute_modified<KEYS_ARE_ROWS, BYTES>(
-        p, tile::head_constants_of(p, box), static_cast<float>(p.scale), box, masked, mask, s, corner,
-        lse_smem, kept, weights, tile_smem);
+        p, tile::head_constants_of(p, box), static_cast<float>(p.scale), box, masked, mask, s,
+        corner, lse_smem, kept, weights, tile_smem);
     return masked || has_masked;
   }
   const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS> lse(lse_smem);
@@ -366,13 +371,15 @@ __device__ __forceinline__ bool recompute_probabilities(
   return masked;
 }
 
-// dS = p (dP - delta), for products dP = do v, in tile_column of either; with a score mod, times its
-// derivative, which s contains. What is 0 stays 0.
+// dS = p (dP - delta), for products dP = do v, in tile_column of either; with a score mod, times
+// its derivative, which s contains. What is 0 stays 0.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
-__device__ __forceinline__ void score_gradients(
-    const Params& p, bool masked, const float (&s)[ROWS][COLUMNS], const float (&dp)[ROWS][COLUMNS],
-    const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS>& delta, const unsigned int (&kept)[ROWS],
-    float (&ds)[ROWS][COLUMNS]) {
+__device__ __forceinline__ void score_gradients(const Params& p, bool masked,
+                                                const float (&s)[ROWS][COLUMNS],
+                                                const float (&dp)[ROWS][COLUMNS],
+                                                const PerQuery<KEYS_ARE_ROWS, ROWS, COLUMNS>& delta,
+                                                const unsigned int (&kept)[ROWS],
+                                                float (&ds)[ROWS][COLUMNS]) {
   const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
   const auto centred = [&](int r, int n) {
     float x = dp[r][n];
@@ -405,9 +412,9 @@ __device__ __forceinline__ void score_gradients(
 
 // -- dS in 16 bits --------------------------------------------------------------------------------
 
-// dS is multiplied by a power of two before it is rounded to float16, so that it neither overflows nor
-// vanishes: the largest |dS| becomes at least 2^7, and none reaches 2^16. The sums have the same scale
-// and are rescaled when it changes.
+// dS is multiplied by a power of two before it is rounded to float16, so that it neither overflows
+// nor vanishes: the largest |dS| becomes at least 2^7, and none reaches 2^16. The sums have the
+// same scale and are rescaled when it changes.
 constexpr bool SCALES_DS = fragment::Mma::SCALES_DS;
 struct DsScale {
   float factor = 1.0f;
@@ -478,7 +485,8 @@ __device__ __forceinline__ void narrow(const float (&ds)[ROWS][COLUMNS], float f
   }
 }
 
-// Multiplies float16 dS that a thread wrote by store_words by `factor`, a power of two of at most 1.
+// Multiplies float16 dS that a thread wrote by store_words by `factor`, a power of two of at
+// most 1.
 template <int BYTES, int ROWS, int WORDS>
 __device__ __forceinline__ void scale_words(const Corner& corner, float factor, char* tile_smem) {
 #pragma unroll 1

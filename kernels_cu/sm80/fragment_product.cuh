@@ -1,14 +1,15 @@
 // Products of 16-bit operands that are both in shared memory, with results that warps share by
-// columns: the twin of reference/cpu/microkernel.py and reference/cpu/accumulate.py for the backward.
+// columns: the twin of reference/cpu/microkernel.py and reference/cpu/accumulate.py for the
+// backward.
 #pragma once
 #include "../ptx/red.cuh"
 #include "fragment.cuh"
 
 namespace fragment_product {
 
-// A warp's share of the columns of a result, in units of 16 columns. Warps that share rows own adjacent
-// units; if a row has too few units, the last warps are idle. A line of 128 bytes is 4 units; a share
-// begins where the swizzled addresses of fragment::LaneRow can.
+// A warp's share of the columns of a result, in units of 16 columns. Warps that share rows own
+// adjacent units; if a row has too few units, the last warps are idle. A line of 128 bytes is 4
+// units; a share begins where the swizzled addresses of fragment::LaneRow can.
 template <int WIDTH, int SHARERS>
 struct Share {
   static constexpr int UNITS = fragment::whole_columns(WIDTH) / 16;
@@ -30,8 +31,8 @@ struct Share {
   }
 };
 
-// c = a b^T for rows that begin at a_smem and b_smem. UNROLL steps of 16 columns are in flight, as in
-// the products below.
+// c = a b^T for rows that begin at a_smem and b_smem. UNROLL steps of 16 columns are in flight, as
+// in the products below.
 template <int WIDTH, int UNROLL, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS], const char* a_smem,
                                          const char* b_smem) {
@@ -86,8 +87,8 @@ __device__ __forceinline__ storage_t element(const char* row_smem) {
   return *reinterpret_cast<const storage_t*>(row_smem);
 }
 
-// c += a b for the non-finite elements of b alone, skipping masked pairs, which have the weight of one
-// in `weights_smem`; the main product then runs with zeros in their place.
+// c += a b for the non-finite elements of b alone, skipping masked pairs, which have the weight of
+// one in `weights_smem`; the main product then runs with zeros in their place.
 template <int WIDTH, int DEPTH, int A_BYTES, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(float (&c)[ROWS][COLUMNS], const char* a_smem,
                                               const char* weights_smem, const char* b_smem,
@@ -158,10 +159,10 @@ __device__ __forceinline__ void multiply_add_transposed(float (&c)[ROWS][COLUMNS
 
 // -- results --------------------------------------------------------------------------------------
 
-// Stores the block's result of WIDTH columns, times a factor: as elements of the storage type by way
-// of shared memory, or if `wide` as the accumulator's. Row 0 of the block is row `first` of the entry's
-// head; `valid` rows exist. The warp's rows begin at `warp_row`. No thread may still use rows_smem
-// when this is called.
+// Stores the block's result of WIDTH columns, times a factor: as elements of the storage type by
+// way of shared memory, or if `wide` as the accumulator's. Row 0 of the block is row `first` of the
+// entry's head; `valid` rows exist. The warp's rows begin at `warp_row`. No thread may still use
+// rows_smem when this is called.
 template <int BLOCK_ROWS, int WIDTH, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
                                            const Share<WIDTH, SHARERS>& share, int warp_row,
@@ -203,8 +204,8 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
   for (int n = threadIdx.x; n < BLOCK_ROWS * PIECES; n += THREADS) {
     const int row = n / PIECES, piece = n % PIECES;
     if (row >= valid) break;
-    const auto stored =
-        *reinterpret_cast<const StoredVector*>(rows_smem + fragment::swizzled_offset<BYTES>(row, piece));
+    const auto stored = *reinterpret_cast<const StoredVector*>(
+        rows_smem + fragment::swizzled_offset<BYTES>(row, piece));
     storage_t* const target = data + row * to.row + 8 * piece * to.col;
     if (vectors && 8 * piece + 8 <= WIDTH) {
       *reinterpret_cast<StoredVector*>(target) = stored;
@@ -217,15 +218,15 @@ __device__ __forceinline__ void store_rows(float (&result)[ROWS][COLUMNS],
   }
 }
 
-// The layout of the float32 sums of dq that blocks add to: that of the fragments, so that 32 lanes add
-// to 32 adjacent numbers. 16 columns of a group of 8 rows are 128 numbers, and element n of a thread's
-// four is number 32 n + lane. The units of 16 columns of a group follow each other, then comes the
-// next group.
+// The layout of the float32 sums of dq that blocks add to: that of the fragments, so that 32 lanes
+// add to 32 adjacent numbers. 16 columns of a group of 8 rows are 128 numbers, and element n of a
+// thread's four is number 32 n + lane. The units of 16 columns of a group follow each other, then
+// comes the next group.
 template <int WIDTH>
 constexpr int GROUP_SIZE = 8 * fragment::whole_columns(WIDTH);
 
-// Atomically adds part `step` of `steps` of a warp's share of a result of WIDTH columns to those sums.
-// to_gmem is the group of the warp's first row; `valid` rows exist from there on.
+// Atomically adds part `step` of `steps` of a warp's share of a result of WIDTH columns to those
+// sums. to_gmem is the group of the warp's first row; `valid` rows exist from there on.
 template <int WIDTH, int SHARERS, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMNS],
                                               const Share<WIDTH, SHARERS>& share, float* to_gmem,
@@ -244,11 +245,12 @@ __device__ __forceinline__ void add_fragments(const float (&result)[ROWS][COLUMN
   }
 }
 
-// Atomically adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows of
-// b, times a factor, for the non-finite elements of b alone, skipping masked pairs, which have the
-// weight of one in `weights_smem`. Each thread adds numbers one by one.
+// Atomically adds the block's product a^T b of DEPTH rows of weights, A_BYTES apart, and DEPTH rows
+// of b, times a factor, for the non-finite elements of b alone, skipping masked pairs, which have
+// the weight of one in `weights_smem`. Each thread adds numbers one by one.
 template <int WIDTH, int DEPTH, int A_BYTES>
-__device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem, const char* weights_smem,
+__device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem,
+                                                        const char* weights_smem,
                                                         const char* b_smem, float* to_gmem,
                                                         int valid, float factor) {
 #pragma unroll 1
@@ -258,7 +260,8 @@ __device__ __forceinline__ void add_fragments_nonfinite(const char* a_smem, cons
 #pragma unroll 1
     for (int k = 0; k < DEPTH; ++k) {
       const int pair = fragment::swizzled_offset<A_BYTES>(k, row / 8) + row % 8 * 2;
-      const int at = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(k, column / 8) + column % 8 * 2;
+      const int at =
+          fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(k, column / 8) + column % 8 * 2;
       const float value = number::widen(element(b_smem + at));
       if (number::is_finite(value) || element(weights_smem + pair) == fragment::MASKED) continue;
       sum += number::widen(element(a_smem + pair)) * value;

@@ -1,13 +1,13 @@
 // Tiles as fragments of tensor cores: which elements a thread holds in registers, and how rows are
-// stored in shared memory. This file serves every type; products of 16-bit types are in fragment.cuh,
-// those of 4- and 8-byte types in fragment_wide.cuh.
+// stored in shared memory. This file serves every type; products of 16-bit types are in
+// fragment.cuh, those of 4- and 8-byte types in fragment_wide.cuh.
 //
-// A warp owns 16 M_TILES adjacent rows of a result. Of a result c[ROWS][COLUMNS], ROWS = 2 M_TILES, a
-// thread's element (r, n) is in row 8 r + lane / 4 of the warp's rows and in column
-// 8 (n / 2) + 2 (lane % 4) + n % 2.
+// A warp owns 16 M_TILES adjacent rows of a result. Of a result c[ROWS][COLUMNS], ROWS = 2 M_TILES,
+// a thread's element (r, n) is in row 8 r + lane / 4 of the warp's rows and in column 8 (n / 2) + 2
+// (lane % 4) + n % 2.
 //
-// In shared memory a row is padded to lines of 128 bytes and swizzled: its 16-byte piece c is stored
-// at c ^ swizzle(row), so that the rows that a warp reads at a time fall on all banks.
+// In shared memory a row is padded to lines of 128 bytes and swizzled: its 16-byte piece c is
+// stored at c ^ swizzle(row), so that the rows that a warp reads at a time fall on all banks.
 #pragma once
 #include "../ptx/mma.cuh"
 #include "../common/tile.cuh"
@@ -27,14 +27,14 @@ struct Split {
 // The element trait of tensor cores: one specialisation for each type.
 //
 // WIDE: elements of 4 or 8 bytes, whose products are in fragment_wide.cuh.
-// part, TERMS: what an instruction multiplies of a wide element, and how many products of parts make
-// a product of elements.
-// SPLIT_CAN_FAIL: infinities, and float32 from 2^127 on, cannot be split into parts.
-// LAGS: the softmax keeps a row's maximum as long as no weight exceeds 2^8 (fragment_softmax.cuh).
-// SCALES_DS: dS is scaled, or it would overflow or vanish (fragment_gradient.cuh).
-// EXPONENTS, LAST, SIGNS: bits of a 32-bit word of a row: exponents, their lowest bits, signs. For NaN
-// and infinity, whose exponent is all ones, exponent + LAST carries into the sign; for float32, whose
-// LAST is twice that, also for numbers from 2^127 on. UPPER: which word of an element has the exponent.
+// part, TERMS: what an instruction multiplies of a wide element, and how many products of parts
+// make a product of elements. SPLIT_CAN_FAIL: infinities, and float32 from 2^127 on, cannot be
+// split into parts. LAGS: the softmax keeps a row's maximum as long as no weight exceeds 2^8
+// (fragment_softmax.cuh). SCALES_DS: dS is scaled, or it would overflow or vanish
+// (fragment_gradient.cuh). EXPONENTS, LAST, SIGNS: bits of a 32-bit word of a row: exponents, their
+// lowest bits, signs. For NaN and infinity, whose exponent is all ones, exponent + LAST carries
+// into the sign; for float32, whose LAST is twice that, also for numbers from 2^127 on. UPPER:
+// which word of an element has the exponent.
 template <int CODE>
 struct MmaElement {
   static_assert(CODE < 0, "STORAGE is no element type of tensor cores: specialise MmaElement");
@@ -132,8 +132,8 @@ __device__ constexpr int lanes_for(int pieces) {
   return lanes;
 }
 
-// How the block's threads divide the 16-byte pieces of ROWS rows among them. If a row has fewer pieces
-// than threads, some threads are idle.
+// How the block's threads divide the 16-byte pieces of ROWS rows among them. If a row has fewer
+// pieces than threads, some threads are idle.
 template <int ROWS, int WIDTH>
 struct Pieces {
   static constexpr int PER_ROW = whole_columns(WIDTH) / STORED_VECTOR;
@@ -221,8 +221,8 @@ __device__ __forceinline__ bool finite_rows(const char* tile_smem) {
   for (int step = 0; step < Share::STEPS; ++step) {
     if (!share.has(step)) continue;
     const int row = share.row + step * Share::AT_ONCE;
-    const auto piece =
-        *reinterpret_cast<const ptx::Bytes16*>(tile_smem + swizzled_offset<ROW_BYTES>(row, share.piece));
+    const auto piece = *reinterpret_cast<const ptx::Bytes16*>(
+        tile_smem + swizzled_offset<ROW_BYTES>(row, share.piece));
 #pragma unroll
     for (int x = UPPER; x < 4; x += 1 + UPPER) carried |= (piece.x[x] & EXPONENTS) + LAST;
   }
@@ -253,8 +253,8 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
   }
 }
 
-// Rotates columns to the left by STEP. A loop that works on the first STEP columns and rotates keeps
-// its body in the kernel once, without registers that are indexed at run time.
+// Rotates columns to the left by STEP. A loop that works on the first STEP columns and rotates
+// keeps its body in the kernel once, without registers that are indexed at run time.
 template <int STEP, typename T, int ROWS, int COLUMNS>
 __device__ __forceinline__ void rotate(T (&c)[ROWS][COLUMNS]) {
   static_assert(COLUMNS % STEP == 0, "whole steps");
@@ -271,8 +271,8 @@ __device__ __forceinline__ void rotate(T (&c)[ROWS][COLUMNS]) {
 
 // -- results --------------------------------------------------------------------------------------
 
-// Stores rows of a result of WIDTH columns from shared memory to global memory, by thread `thread` of
-// `threads`. Row 0 goes to `offset`; `valid` of `rows` rows exist.
+// Stores rows of a result of WIDTH columns from shared memory to global memory, by thread `thread`
+// of `threads`. Row 0 goes to `offset`; `valid` of `rows` rows exist.
 template <int WIDTH>
 __device__ __forceinline__ void copy_out(const Operand& to, long long offset, int rows, int valid,
                                          int thread, int threads, const char* rows_smem) {
@@ -284,8 +284,8 @@ __device__ __forceinline__ void copy_out(const Operand& to, long long offset, in
   for (int n = thread; n < rows * PIECES; n += threads) {
     const int row = n / PIECES, piece = n % PIECES;
     if (row >= valid) break;
-    const auto stored =
-        *reinterpret_cast<const StoredVector*>(rows_smem + swizzled_offset<row_bytes(WIDTH)>(row, piece));
+    const auto stored = *reinterpret_cast<const StoredVector*>(
+        rows_smem + swizzled_offset<row_bytes(WIDTH)>(row, piece));
     storage_t* const target = data + row * to.row + STORED_VECTOR * piece * to.col;
     if (vectors && STORED_VECTOR * (piece + 1) <= WIDTH) {
       *reinterpret_cast<StoredVector*>(target) = stored;

@@ -1,8 +1,8 @@
 // The online softmax on fragments of scores: the twin of reference/cpu/softmax.py for tensor cores.
 //
-// Scores stay as the product left them; logits are `logit_scale` times a score. So m is a maximum of
-// scores, and 2^x needs one multiply-add before it. The four lanes of a row hold the same m and a
-// partial l of their own columns, which row_sum reduces at the end.
+// Scores stay as the product left them; logits are `logit_scale` times a score. So m is a maximum
+// of scores, and 2^x needs one multiply-add before it. The four lanes of a row hold the same m and
+// a partial l of their own columns, which row_sum reduces at the end.
 #pragma once
 #include "fragment_rows.cuh"
 #include "../common/power.cuh"
@@ -34,8 +34,8 @@ __device__ __forceinline__ void init_state(accum_t (&m)[ROWS], accum_t (&l)[ROWS
   matmul::clear(acc);
 }
 
-// m_new = max(m, row maxima of the tile), ignoring NaN, or m if it LAGS and may stay. Returns whether
-// the maximum of any of the warp's rows moved. `c` is logit_scale * log2 e.
+// m_new = max(m, row maxima of the tile), ignoring NaN, or m if it LAGS and may stay. Returns
+// whether the maximum of any of the warp's rows moved. `c` is logit_scale * log2 e.
 template <bool LAGS = fragment::Mma::LAGS, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool row_max(const accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
                                         accum_t (&m_new)[ROWS], accum_t c) {
@@ -91,8 +91,8 @@ __device__ __forceinline__ void rescale(accum_t (&m)[ROWS], const accum_t (&m_ne
   scale_rows(acc, alpha);
 }
 
-// offset = m c, or 0 if there is no maximum. Returns whether its rounding error is visible in any of
-// the warp's rows.
+// offset = m c, or 0 if there is no maximum. Returns whether its rounding error is visible in any
+// of the warp's rows.
 template <int ROWS>
 __device__ __forceinline__ bool find_offset(const accum_t (&m)[ROWS], accum_t c,
                                             accum_t (&offset)[ROWS]) {
@@ -105,8 +105,8 @@ __device__ __forceinline__ bool find_offset(const accum_t (&m)[ROWS], accum_t c,
   return ptx::any_lane(large);
 }
 
-// s becomes p = 2^((s - m) c), and l grows by its row sums. With `masked`, a score of -inf becomes the
-// weight of a masked pair.
+// s becomes p = 2^((s - m) c), and l grows by its row sums. With `masked`, a score of -inf becomes
+// the weight of a masked pair.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const accum_t (&m)[ROWS],
                                              accum_t (&l)[ROWS], accum_t c, bool masked) {
@@ -144,8 +144,8 @@ __device__ __forceinline__ void exponentiate(accum_t (&s)[ROWS][COLUMNS], const 
   }
 }
 
-// exponentiate for each half of the columns: a half in which all of the warp's pairs are masked gets
-// weights of 0 without computing them.
+// exponentiate for each half of the columns: a half in which all of the warp's pairs are masked
+// gets weights of 0 without computing them.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void exponentiate_halves(accum_t (&s)[ROWS][COLUMNS],
                                                     const accum_t (&m)[ROWS], accum_t (&l)[ROWS],
@@ -187,11 +187,12 @@ __device__ __forceinline__ void row_sum(accum_t (&l)[ROWS]) {
   }
 }
 
-// Turns the maxima into logits and adds the sink, a key of logit `sink` with value 0; the accumulated
-// output must be multiplied by `weight`.
+// Turns the maxima into logits and adds the sink, a key of logit `sink` with value 0; the
+// accumulated output must be multiplied by `weight`.
 template <int ROWS>
 __device__ __forceinline__ void join_sink(accum_t (&m)[ROWS], accum_t (&l)[ROWS],
-                                          accum_t (&weight)[ROWS], accum_t logit_scale, accum_t sink) {
+                                          accum_t (&weight)[ROWS], accum_t logit_scale,
+                                          accum_t sink) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     if (m[r] != -number::infinity()) m[r] *= logit_scale;

@@ -1,12 +1,12 @@
-// A tile of scores before the softmax, in fragments: its class, score mods, masks, dropout. The twin
-// of reference/cpu/tile.py for tensor cores.
+// A tile of scores before the softmax, in fragments: its class, score mods, masks, dropout. The
+// twin of reference/cpu/tile.py for tensor cores.
 #pragma once
 #include "fragment_rows.cuh"
 
 namespace fragment_tile {
 
-// A tile of the streamed operand that is not EMPTY: its first row, and how many of its rows exist. 0
-// rows: there is no further tile.
+// A tile of the streamed operand that is not EMPTY: its first row, and how many of its rows exist.
+// 0 rows: there is no further tile.
 struct Tile {
   long long first;
   int rows;
@@ -19,9 +19,10 @@ struct Classes {
   unsigned int full[fragment::WARPS];
 };
 
-// The next tile of BLOCK rows, from row `first` on, of `length`, that is not EMPTY. `describe` returns
-// the bounds of a tile from its first row and number of rows. The classes of THREADS tiles are found
-// at a time, one by each thread. All threads of the block call this together, from row 0 on.
+// The next tile of BLOCK rows, from row `first` on, of `length`, that is not EMPTY. `describe`
+// returns the bounds of a tile from its first row and number of rows. The classes of THREADS tiles
+// are found at a time, one by each thread. All threads of the block call this together, from row 0
+// on.
 template <int BLOCK, class Describe>
 __device__ __forceinline__ Tile next_tile(const Params& p, Classes& classes_smem, long long first,
                                           long long length, const Describe& describe) {
@@ -34,7 +35,8 @@ __device__ __forceinline__ Tile next_tile(const Params& p, Classes& classes_smem
       // Beyond the last tile, threads classify the last one, because all lanes must take part.
       const long long last = (length - 1) / BLOCK * BLOCK, start = first + threadIdx.x * BLOCK;
       const long long classified = start < last ? start : last;
-      int tile_class = tile::classify_tile(p, describe(classified, tile::rows_from(classified, length, BLOCK)));
+      int tile_class =
+          tile::classify_tile(p, describe(classified, tile::rows_from(classified, length, BLOCK)));
       if (start > last) tile_class = EMPTY;
       const unsigned int some = ptx::ballot(tile_class != EMPTY);
       const unsigned int full = ptx::ballot(tile_class == FULL);
@@ -57,8 +59,8 @@ __device__ __forceinline__ Tile next_tile(const Params& p, Classes& classes_smem
   return Tile{first, 0, EMPTY};
 }
 
-// The pairs of a thread: element (r, n) is query `i` + 8 r and key `j` + key_of(n). rows and columns
-// count the queries and keys after the first that exist.
+// The pairs of a thread: element (r, n) is query `i` + 8 r and key `j` + key_of(n). rows and
+// columns count the queries and keys after the first that exist.
 struct Pairs {
   long long i, j;
   int rows, columns;
@@ -92,20 +94,20 @@ __device__ __forceinline__ unsigned int columns_to(int last) {
   return last < 0 ? 0 : (2u << highest) - 1;
 }
 
-// The distance of `position` from `first`, which is not negative; -1 if it lies before, BLOCK_KV if it
-// lies beyond the tile.
+// The distance of `position` from `first`, which is not negative; -1 if it lies before, BLOCK_KV if
+// it lies beyond the tile.
 __device__ __forceinline__ int distance(long long position, long long first) {
   if (position < first) return -1;
   return position - first < BLOCK_KV ? static_cast<int>(position - first) : BLOCK_KV;
 }
 
-// Evaluates the mask: bit n of mask[r] is set if the pair of element (r, n) exists and is not masked.
-// If the mask is a range of keys, the range is computed once a row, without a branch, so that rows
-// overlap; else mask_allows is instantiated for AT_ONCE columns. Returns whether any pair of the warp
-// is unmasked.
+// Evaluates the mask: bit n of mask[r] is set if the pair of element (r, n) exists and is not
+// masked. If the mask is a range of keys, the range is computed once a row, without a branch, so
+// that rows overlap; else mask_allows is instantiated for AT_ONCE columns. Returns whether any pair
+// of the warp is unmasked.
 template <int COLUMNS, int AT_ONCE = 1, int ROWS>
 __device__ __forceinline__ bool evaluate_mask(const Params& p, const TileBox& box, int tile_class,
-                                           unsigned int (&mask)[ROWS]) {
+                                              unsigned int (&mask)[ROWS]) {
   static_assert(COLUMNS <= 32, "a row's answers are bits of a word");
   const Pairs pairs(box);
   int low[ROWS], high[ROWS];  // keys, relative to the thread's first
@@ -148,11 +150,11 @@ __device__ __forceinline__ bool evaluate_mask(const Params& p, const TileBox& bo
   return ptx::any_lane(any != 0);
 }
 
-// For each half of a tile's columns, whether the warp has an unmasked pair there, from the mask bits
-// of two rows.
+// For each half of a tile's columns, whether the warp has an unmasked pair there, from the mask
+// bits of two rows.
 template <int COLUMNS>
 __device__ __forceinline__ void find_active_halves(const unsigned int (&mask)[2],
-                                            bool (&takes_part)[2]) {
+                                                   bool (&takes_part)[2]) {
   const unsigned int any = mask[0] | mask[1];
   takes_part[0] = ptx::any_lane((any & ((1u << COLUMNS / 2) - 1)) != 0);
   takes_part[1] = ptx::any_lane(any >> COLUMNS / 2 != 0);
@@ -194,14 +196,14 @@ __device__ constexpr int columns_at_once(int columns) {
   return columns % 8 == 0 ? 8 : 4;
 }
 
-// Turns a thread's scores into logits: scale, then score mod. The results of pairs that do not exist
-// are arbitrary; table look-ups for them are clamped to the last query and, with KEYS_END, the last
-// key. The score mod is instantiated for STEP columns, through which all columns rotate. Returns
-// whether any logit may be -inf.
+// Turns a thread's scores into logits: scale, then score mod. The results of pairs that do not
+// exist are arbitrary; table look-ups for them are clamped to the last query and, with KEYS_END,
+// the last key. The score mod is instantiated for STEP columns, through which all columns rotate.
+// Returns whether any logit may be -inf.
 template <bool KEYS_END, int STEP = 2, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConstants& constants,
-                                              const TileBox& box, accum_t (&s)[ROWS][COLUMNS],
-                                              accum_t scale) {
+                                                const TileBox& box, accum_t (&s)[ROWS][COLUMNS],
+                                                accum_t scale) {
   const Pairs pairs(box);
   accum_t sum[ROWS];  // of logits, not finite if one of them is not
 #pragma unroll
@@ -227,9 +229,9 @@ __device__ __forceinline__ bool apply_score_mod(const Params& p, const HeadConst
   return !finite;
 }
 
-// Applies dropout: the weight of a dropped pair becomes 0. The division by the probability of keeping
-// is left to the epilogue. One draw serves four keys of a row, which two lanes hold: of two rows, each
-// of the two lanes draws for one.
+// Applies dropout: the weight of a dropped pair becomes 0. The division by the probability of
+// keeping is left to the epilogue. One draw serves four keys of a row, which two lanes hold: of two
+// rows, each of the two lanes draws for one.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& box,
                                               accum_t (&s)[ROWS][COLUMNS]) {

@@ -1,17 +1,18 @@
 // Products of tiles of 4- and 8-byte elements by warps, by mma.m16n8k8: the twin of
 // reference/cpu/microkernel.py and reference/cpu/accumulate.py for tensor cores.
 //
-// float64 is multiplied as it is. A float32 is split into two numbers of 11 bits, which tf32 holds, and
-// a last bit that is cut off. Of the four products of two split numbers the smallest is dropped: a
-// relative error of at most 2^-21.
+// float64 is multiplied as it is. A float32 is split into two numbers of 11 bits, which tf32 holds,
+// and a last bit that is cut off. Of the four products of two split numbers the smallest is
+// dropped: a relative error of at most 2^-21.
 //
 // ldmatrix moves 16-bit elements only, so lanes load 16 bytes of a row. Of 8 elements along the
-// contraction a lane with t = lane % 4 supplies elements 2 t and 2 t + 1 where the instruction expects
-// t and t + 4: any order will do if both operands have it, and with this one the result of a product
-// has the layout of a left operand. A K-major operand (rows along the contraction) needs one 16-byte
-// load for one or two instructions. Of an MN-major one a lane loads 16 bytes of two rows, which give
-// one column to each of several instructions: so a thread has 2 STORED_VECTOR adjacent columns of a
-// line of the result, for N = 2 STORED_VECTOR columns 8 STORED_VECTOR (n / N) + N (lane % 4) + n % N.
+// contraction a lane with t = lane % 4 supplies elements 2 t and 2 t + 1 where the instruction
+// expects t and t + 4: any order will do if both operands have it, and with this one the result of
+// a product has the layout of a left operand. A K-major operand (rows along the contraction) needs
+// one 16-byte load for one or two instructions. Of an MN-major one a lane loads 16 bytes of two
+// rows, which give one column to each of several instructions: so a thread has 2 STORED_VECTOR
+// adjacent columns of a line of the result, for N = 2 STORED_VECTOR columns 8 STORED_VECTOR (n / N)
+// + N (lane % 4) + n % N.
 #pragma once
 #include "fragment_rows.cuh"
 
@@ -25,8 +26,8 @@ constexpr int TERMS = Mma::TERMS;  // products of parts that make a product of e
 __device__ Split part(unsigned short);  // for 16-bit types, never called
 __device__ __forceinline__ double part(double x) { return x; }
 
-// The large part is rounded to 11 bits, which leaves 12 to the small one; the instruction ignores the
-// last of these. The small part of NaN is NaN.
+// The large part is rounded to 11 bits, which leaves 12 to the small one; the instruction ignores
+// the last of these. The small part of NaN is NaN.
 __device__ __forceinline__ Split part(float x) {
   const unsigned int large = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
   return Split{large, __float_as_uint(x - __uint_as_float(large))};
@@ -214,8 +215,8 @@ __device__ __forceinline__ bool any_nan(const accum_t (&c)[ROWS][COLUMNS]) {
   return ptx::any_lane(sum != sum);
 }
 
-// Recomputes those elements of c = a b^T that are NaN, one by one: operands that are infinite, or too
-// large to be split, made them NaN.
+// Recomputes those elements of c = a b^T that are NaN, one by one: operands that are infinite, or
+// too large to be split, made them NaN.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void multiply_nan(accum_t (&c)[ROWS][COLUMNS], const char* a_smem,
                                              const char* b_smem) {
@@ -267,9 +268,9 @@ struct Whole {
 // c += a b for 8 rows of b from `row` on, LINES lines of columns, and the parts of a in registers.
 template <int LINES, int BYTES, int M, int ROWS, int COLUMNS, class Lines = Whole>
 __device__ __forceinline__ void multiply_mn_major(accum_t (&c)[ROWS][COLUMNS],
-                                                const part_t (&a)[M][4],
-                                                const MnMajorRows<BYTES>& rows, int row,
-                                                const Lines& share = Whole()) {
+                                                  const part_t (&a)[M][4],
+                                                  const MnMajorRows<BYTES>& rows, int row,
+                                                  const Lines& share = Whole()) {
   constexpr int V = STORED_VECTOR;
   constexpr int AT_ONCE = TERMS > 1 && M > 1 ? V / 2 : V;  // tiles of 8 columns
 #pragma unroll
@@ -332,9 +333,9 @@ __device__ __forceinline__ int column_of(int n) {
 __device__ __forceinline__ bool fits(float x) { return fabs(x) < 0x1p127f; }
 __device__ __forceinline__ bool fits(double x) { return number::is_finite(x); }
 
-// c += a b for those elements of b alone that do not fit, skipping masked pairs; the main product then
-// runs with zeros in their place. Every thread fetches the weights of its rows from the lane that
-// holds them.
+// c += a b for those elements of b alone that do not fit, skipping masked pairs; the main product
+// then runs with zeros in their place. Every thread fetches the weights of its rows from the lane
+// that holds them.
 template <int WIDTH, int ROWS, int DEPTH, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(accum_t (&c)[ROWS][COLUMNS],
                                               accum_t (&a)[ROWS][DEPTH], const char* b_smem) {
@@ -361,8 +362,8 @@ __device__ __forceinline__ void add_nonfinite(accum_t (&c)[ROWS][COLUMNS],
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes a warp's rows of a result of WIDTH columns, each times a factor, to shared memory that only
-// this warp uses.
+// Writes a warp's rows of a result of WIDTH columns, each times a factor, to shared memory that
+// only this warp uses.
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void put_rows(Wide, const accum_t (&result)[ROWS][COLUMNS],
                                          const accum_t (&factor)[ROWS], char* rows_smem) {
@@ -375,7 +376,8 @@ __device__ __forceinline__ void put_rows(Wide, const accum_t (&result)[ROWS][COL
       for (int x = 0; x < STORED_VECTOR; ++x) {
         piece.x[x] = static_cast<storage_t>(result[r][n + x] * factor[r]);
       }
-      const int at = swizzled_offset<row_bytes(WIDTH)>(8 * r + lane_row(), column_of(n) / STORED_VECTOR);
+      const int at =
+          swizzled_offset<row_bytes(WIDTH)>(8 * r + lane_row(), column_of(n) / STORED_VECTOR);
       *reinterpret_cast<StoredVector*>(rows_smem + at) = piece;
     }
   }

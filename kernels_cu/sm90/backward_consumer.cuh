@@ -260,7 +260,8 @@ struct Step : TileRegisters {
     const Params& p = consumer.p;
     const fragment_gradient::Corner& corner = consumer.corner;
     // What is dropped is drawn first, while few registers are in use.
-    if constexpr (HAS_DROPOUT) fragment_gradient::draw_dropout<true, COLUMNS>(p, box(), corner, kept);
+    if constexpr (HAS_DROPOUT)
+      fragment_gradient::draw_dropout<true, COLUMNS>(p, box(), corner, kept);
     if (MASK_FIRST && masked) ask_mask();
     // 2 scores
     storage.q_pipeline.wait_full(state);
@@ -287,7 +288,7 @@ struct Step : TileRegisters {
     } else {
       if constexpr (HAS_SCORE) {
         hides = ptx::any_lane(fragment_gradient::apply_score_mod<true>(p, given, consumer.scale,
-                                                                     box(), s, corner)) ||
+                                                                       box(), s, corner)) ||
                 masked;
         if (hides) fragment_gradient::mask_infinite(s, masked, allowed);
         lse = warpgroup_gradient::QueryStatistics<COLUMNS>(lse_smem);
@@ -476,8 +477,8 @@ struct Step : TileRegisters {
 };
 
 template <bool MAY_HIDE>
-__device__ __forceinline__ void run_step(Consumer& consumer, const Span& span, const HeadConstants& given,
-                                         int tile, int whole) {
+__device__ __forceinline__ void run_step(Consumer& consumer, const Span& span,
+                                         const HeadConstants& given, int tile, int whole) {
   float s[2][COLUMNS], dp[2][COLUMNS];
   unsigned int p_words[2][COLUMNS / 2], ds_words[2][COLUMNS / 2], allowed[2], kept[2];
   warpgroup_gradient::QueryStatistics<COLUMNS> lse;

@@ -77,7 +77,8 @@ __device__ __forceinline__ void run_span(Consumer& consumer, unsigned int n) {
   const PipelineState state(n);
   storage.span_pipeline.wait_full(state);
   const Span& span = storage.span[state.index];
-  const HeadConstants given = tile::head_constants_of(consumer.p, span.box_of(0, storage.j0, storage.nj));
+  const HeadConstants given =
+      tile::head_constants_of(consumer.p, span.box_of(0, storage.j0, storage.nj));
   // From this tile on queries are missing, or keys of all tiles.
   const int whole = storage.nj < BLOCK_KV ? 0 : span.whole;
   // The last one of a run of FULL tiles: up to it the next tile is known without a look at bits.
@@ -179,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
                 const __grid_constant__ ptx::TensorMap dv_map) {
   extern __shared__ Swizzled shared_smem[];
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared_smem[0].x);
-  const layout::WorkTile work =
-      layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x), p.heads_kv, true, BLOCK_KV, false);
+  const layout::WorkTile work = layout::work_tile_of(p, layout::interleave_heads(p, blockIdx.x),
+                                                     p.heads_kv, true, BLOCK_KV, false);
   if (work.idle) return;
   if (threadIdx.x == 0) publish_block(p, work, storage);
   if (threadIdx.x == ptx::WARP_SIZE) storage.init_barriers();

@@ -170,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 3 score mod
     bool hides = masked;
     if constexpr (HAS_SCORE) {
-      hides = ptx::any_lane(fragment_tile::apply_score_mod<true, AT_ONCE>(p, tile::head_constants_of(p, box),
-                                                                        box, s, scale)) ||
+      hides = ptx::any_lane(fragment_tile::apply_score_mod<true, AT_ONCE>(
+                  p, tile::head_constants_of(p, box), box, s, scale)) ||
               masked;
     }
     // 4 mask

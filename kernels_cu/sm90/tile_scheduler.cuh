@@ -50,41 +50,6 @@ struct WorkTile {
   __device__ __forceinline__ int last_tile() const { return tile_before(classes.tiles); }
 };
 
-// The tiles of keys of a work tile that are not EMPTY, the last one first. Shuffles tell the
-// compiler that lanes agree; without them it serialises the products.
-struct TileWalk {
-  const WorkTile& work;
-  int code;  // of the next tile; -1: none
-  int run;   // where that is FULL and the mask has edges, the first tile of its run
-
-  __device__ __forceinline__ explicit TileWalk(const WorkTile& work)
-      : work(work), code(ptx::shuffle(work.first_code, 0)), run(ptx::shuffle(work.first_run, 0)) {}
-
-  __device__ __forceinline__ bool has_next() const { return code >= 0; }
-  __device__ __forceinline__ int next() const { return code / 2; }
-  __device__ __forceinline__ bool next_has_mask() const { return code % 2 != 0; }
-
-  // Goes on from the first tile to the second, whose code is known.
-  __device__ __forceinline__ void advance_to_second() {
-    code = ptx::shuffle(work.second_code, 0);
-    if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
-  }
-  // Goes on from `tile` to the one before.
-  __device__ __forceinline__ void advance(int tile) {
-    code = work.code_of(work.tile_before(tile));
-    if constexpr (HAS_MASK) code = ptx::shuffle(code, 0);
-    if (HAS_EDGES && code >= 0 && code % 2 == 0) run = ptx::shuffle(work.run_from(code / 2), 0);
-  }
-  // The same from a tile in the loop over FULL ones, where most are inside of a run.
-  __device__ __forceinline__ void advance_in_run(int tile) {
-    if (HAS_EDGES && tile > run) {
-      code -= 2;
-    } else {
-      advance(tile);
-    }
-  }
-};
-
 // Deals the launch's work tiles to its blocks, in rounds of one tile a block.
 //
 // Under a mask the work tiles of a head differ in length, so heads are interleaved: a group of
@@ -143,8 +108,8 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
                                                   unsigned int round, WorkTile& work_smem) {
   const unsigned int index = scheduler.tile_index(p, round);
   const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
-  const layout::WorkTile work = layout::work_tile_of(p, index < work_tiles ? index : work_tiles - 1, p.heads,
-                                            false, BLOCK_Q, true);
+  const layout::WorkTile work = layout::work_tile_of(p, index < work_tiles ? index : work_tiles - 1,
+                                                     p.heads, false, BLOCK_Q, true);
   const bool idle = work.idle || index == work_tiles;
   const long long first = work.block * BLOCK_Q;
   const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, BLOCK_Q);

@@ -52,42 +52,6 @@ __device__ __forceinline__ void arrive_warpgroup(unsigned int barrier) {
   if (EACH_LANE_ARRIVES || threadIdx.x % WARPGROUP_SIZE == 0) ptx::mbarrier_arrive(barrier);
 }
 
-// -- pipelines ------------------------------------------------------------------------------------
-
-// The mbarriers of a ring of STAGES stages in shared memory, through which one role hands data to
-// others. Use n of the ring is of stage n % STAGES. The stage is full when all of its data has
-// come, and empty when all who read it have done so.
-template <int STAGES>
-struct Pipeline {
-  unsigned long long full[STAGES], empty[STAGES];
-
-  __device__ __forceinline__ static int stage_of(int n) { return n % STAGES; }
-  __device__ __forceinline__ static int phase_of(int n) { return n / STAGES % 2; }
-
-  __device__ __forceinline__ unsigned int full_barrier(int n) const {
-    return ptx::shared_address(&full[stage_of(n)]);
-  }
-  __device__ __forceinline__ unsigned int empty_barrier(int n) const {
-    return ptx::shared_address(&empty[stage_of(n)]);
-  }
-  __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) {
-#pragma unroll
-    for (int n = 0; n < STAGES; ++n) {
-      ptx::mbarrier_init(full_barrier(n), full_arrivals);
-      ptx::mbarrier_init(empty_barrier(n), empty_arrivals);
-    }
-  }
-  // Waits until the data of use n has come.
-  __device__ __forceinline__ void wait_full(int n) const {
-    mbarrier_wait(full_barrier(n), phase_of(n));
-  }
-  // Waits until use n may overwrite the stage. The first use of a stage need not wait: the phase
-  // before a barrier's first one counts as over.
-  __device__ __forceinline__ void wait_empty(int n) const {
-    mbarrier_wait(empty_barrier(n), phase_of(n) ^ 1);
-  }
-};
-
 // -- tiles to shared memory -----------------------------------------------------------------------
 
 // One head of an array, as its map has it: where an array repeats itself, the map has one place.

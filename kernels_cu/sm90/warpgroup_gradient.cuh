@@ -163,8 +163,8 @@ __device__ __forceinline__ void narrow_kept(const float (&p)[2][COLUMNS],
 // queries.
 __device__ __forceinline__ int stmatrix_offset(const fragment_gradient::Corner& corner) {
   const int lane = ptx::lane_index();
-  return fragment::swizzled_offset<warpgroup::SLAB_ROW_BYTES>(corner.row - fragment::lane_row() + lane % 16,
-                                                    corner.column / 8 + lane / 16);
+  return fragment::swizzled_offset<warpgroup::SLAB_ROW_BYTES>(
+      corner.row - fragment::lane_row() + lane % 16, corner.column / 8 + lane / 16);
 }
 
 // Stores a thread's words of P or dS, from its corner on. The tile begins at a multiple of 1024

@@ -1,6 +1,6 @@
 // Products of float32 tiles by the four warps of a warpgroup together, as three products of split
-// numbers: the twin of reference/cpu/microkernel.py and reference/cpu/accumulate.py for the tensor cores of
-// compute capability 9.0.
+// numbers: the twin of reference/cpu/microkernel.py and reference/cpu/accumulate.py for the tensor
+// cores of compute capability 9.0.
 //
 // fragment_wide.cuh says how a number is split. Rows that pass by are split once a block, on their
 // way through registers to shared memory: a tile there is one of large parts, and behind it one of

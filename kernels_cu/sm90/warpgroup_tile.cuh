@@ -1,5 +1,5 @@
-// Which tiles a block with warpgroups works on: the twin of reference/cpu/tile.py, where those who copy
-// and those who compute walk over the same tiles, each by itself, the last one first.
+// Which tiles a block with warpgroups works on: the twin of reference/cpu/tile.py, where those who
+// copy and those who compute walk over the same tiles, each by itself, the last one first.
 //
 // Classes of all tiles of a row are found before the first is copied. Where there are too many,
 // neighbours are classified together: a power of two of them.

@@ -18,6 +18,7 @@ from cupyflash.gpu.kernels import registry, sm80, sm90
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients, Plan
+from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, backward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -72,7 +73,7 @@ def test_sums_over_what_was_broadcast(name):
     k, v = draw((2, 2, 72, 24), (2, 2, 72, 40), seed=1)
     (bias,) = draw(SHAPES[name], seed=2)
     options = {"bias": bias, "mask": masks.causal(offset=3) if number % 2 else None}
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, Options(**options))
     wanted = bound(call, do, **options)
     made = [run(call, do, blocks) for blocks in (TILES[number % 4], HOPPER)]
     assert max(rho(x, *wanted).value for x in made) <= 1
@@ -89,7 +90,7 @@ def test_packed_sequences(blocks, shared):
     k, v = draw((3, 150, 16), (3, 150, 24), dtype=BFLOAT16, seed=1)
     (bias,) = draw((1 if shared else 3, 3, 73, 75), dtype=BFLOAT16, seed=2)
     options = {"mask": masks.window(20, 5)}
-    call = validate.varlen_call(q, k, v, *offsets, True, bias=bias, **options)
+    call = validate.varlen_call(q, k, v, *offsets, True, Options(bias=bias, **options))
     made = run(call, do, blocks).astype(np.longdouble)
     total = np.zeros(bias.shape, np.longdouble)
     room = np.zeros(bias.shape, np.longdouble)
@@ -100,7 +101,7 @@ def test_packed_sequences(blocks, shared):
             continue
         place = 0 if shared else b
         own = bias[place, :, :n, :m]
-        one = validate.call(q[:, rows], k[:, keys], v[:, keys], bias=own, **options)
+        one = validate.call(q[:, rows], k[:, keys], v[:, keys], Options(bias=own, **options))
         wanted = bound(one, do[:, rows], bias=own, **options)
         total[place, :, :n, :m] += wanted.exact
         room[place, :, :n, :m] += wanted.bound
@@ -129,7 +130,7 @@ def test_what_else_takes_part(blocks, case):
     if case == "no columns together":
         k, v, bias = k[..., ::-1], v[:, ::-1], bias[..., ::-1]
         options["bias"] = bias
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, Options(**options))
     assert rho(run(call, do, blocks), *bound(call, do, **options)).value <= 1
 
 
@@ -139,12 +140,12 @@ def test_hidden_pairs_hide_what_is_not_finite(blocks):
     q, do, k, v = draw((1, 40, 16), (1, 40, 16), (1, 72, 16), (1, 72, 16))
     (bias,) = draw((1, 40, 72), seed=2)
     bias[0, :, 70] = -np.inf
-    clean = validate.call(q, k, v, bias=bias, mask=masks.window(8, 2))
+    clean = validate.call(q, k, v, Options(bias=bias, mask=masks.window(8, 2)))
     wanted = run(clean, do, blocks)
     # In no query's window, or hidden by the bias from all that see it.
     k[:, :20], v[:, :20] = np.nan, np.inf
     k[:, 70] = np.nan
-    made = run(validate.call(q, k, v, bias=bias, mask=masks.window(8, 2)), do, blocks)
+    made = run(validate.call(q, k, v, Options(bias=bias, mask=masks.window(8, 2))), do, blocks)
     assert same_bits(made, wanted)
     assert wanted[:, :, 24:70].any()
     assert not wanted[:, :, :24].any()
@@ -156,12 +157,12 @@ def test_hidden_pairs_hide_what_is_not_finite(blocks):
 def test_no_order_of_threads_changes_a_bit(blocks):
     q, do, k, v = draw((3, 2, 40, 16), (3, 2, 40, 16), (3, 2, 72, 16), (3, 2, 72, 16))
     (bias,) = draw((2, 40, 72), seed=2)
-    call = validate.call(q, k, v, bias=bias, mask=masks.causal())
+    call = validate.call(q, k, v, Options(bias=bias, mask=masks.causal()))
     made = [run(call, do, blocks, order) for order in (FORWARD, REVERSE, randomly(3))]
     assert same_bits(made[0], made[1])
     assert same_bits(made[0], made[2])
     alone = [
-        run(validate.call(q[n], k[n], v[n], bias=bias, mask=masks.causal()), do[n], blocks)
+        run(validate.call(q[n], k[n], v[n], Options(bias=bias, mask=masks.causal())), do[n], blocks)
         for n in range(3)
     ]
     total = np.sum(np.array(alone, np.float64), axis=0)
@@ -174,7 +175,7 @@ def test_no_order_of_threads_changes_a_bit(blocks):
 def kernel(arch, length, plan=None, dtype=HALF, d=64, lacks=""):
     """Return the last kernel of a backward with a bias, and the bytes that it may have."""
     q = np.zeros((2, length, d), dtype)
-    call = validate.call(q, q, q, bias=np.zeros((length, length), dtype))
+    call = validate.call(q, q, q, Options(bias=np.zeros((length, length), dtype)))
     gpu = Target(0, arch, capability(arch), 132, SHARED_MEMORY[arch], lacks)
     lse = np.zeros(q.shape[:-1], call.problem.accumulator)
     grads = Gradients(q, q, q, call.bias)

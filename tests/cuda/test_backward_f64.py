@@ -17,6 +17,7 @@ from cupyflash.gpu.kernels import registry, sm80_f64
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients, Plan
+from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, backward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -31,7 +32,7 @@ def draw(*shapes, seed=0):
 def run(q, k, v, do, deterministic, blocks, schedule=REVERSE, **options):
     """Compute dq, dk and dv on the emulator, into memory that holds NaN."""
     emulator = Emulator(blocks, schedule, deterministic=deterministic)
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, Options(**options))
     out, lse = np.empty((*q.shape[:-1], v.shape[-1])), np.empty(q.shape[:-1])
     emulator.forward(call, out, lse)
     made = Gradients(*(np.full(x.shape, np.nan) for x in (q, k, v)))

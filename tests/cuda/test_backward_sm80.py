@@ -19,6 +19,7 @@ from cupyflash.gpu.kernels.simt import REGISTERS
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients, Plan
+from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, backward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -37,7 +38,7 @@ def draw(*shapes, seed=0):
 def run(q, k, v, do, deterministic, blocks=BLOCKS, schedule=REVERSE, **options):
     """Compute dq, dk and dv on the emulator, into memory that holds NaN."""
     emulator = Emulator(blocks, schedule, deterministic=deterministic)
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, Options(**options))
     out, lse = np.empty((*q.shape[:-1], v.shape[-1]), q.dtype), np.empty(q.shape[:-1], np.float32)
     emulator.forward(call, out, lse)
     made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
@@ -181,7 +182,7 @@ def test_shared_queries_and_keys():
     for deterministic in (False, True):
         options = {"mask": masks.window(9, 2), "score_mod": scores.softcap(3.0)}
         emulator = Emulator(BLOCKS, randomly(1), deterministic=deterministic)
-        call = validate.call(q, k, v, **options)
+        call = validate.call(q, k, v, Options(**options))
         out, lse = np.empty((3, 2, 40, 16), HALF), np.empty((3, 2, 40), np.float32)
         emulator.forward(call, out, lse)
         made = Gradients(*(np.full(x.shape, np.nan, HALF) for x in (q, k, v)))
@@ -195,7 +196,7 @@ def test_shared_queries_and_keys():
 
 def kernels(q, arch, deterministic, plan=None, **options):
     """Return the names of the kernels of a backward on a GPU."""
-    call = validate.call(q, q, q, **options)
+    call = validate.call(q, q, q, Options(**options))
     gradients = Gradients(q, q, q)
     lse = np.zeros(q.shape[:-1], call.problem.accumulator)
     target = Target(0, arch, capability(arch), 1, SHARED_MEMORY[arch])

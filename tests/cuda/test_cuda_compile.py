@@ -15,6 +15,7 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu.kernels import registry, simt, sm80_f64, sm90
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 
 CASES = cases()
 MADE_WITH, TABLE = read()
@@ -171,7 +172,7 @@ def test_every_head_size_has_tiles(arch, dtype):
         for d_v in (1, d, 512):
             q, v = np.zeros((1, d), dtype), np.zeros((1, d_v), dtype)
             for options in ({}, {"dropout": 0.5, "seed": 1}):
-                problem = validate.call(q, q, v, **options).problem
+                problem = validate.call(q, q, v, Options(**options)).problem
                 for kernel in simt.KERNELS:
                     spec = registry.SPECS[kernel]
                     chosen = spec.configure(Request(problem, target, slope=True))

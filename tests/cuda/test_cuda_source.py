@@ -21,6 +21,7 @@ from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import Tiles
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import program
 
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
@@ -48,7 +49,7 @@ def special(kernel, call, **more):
 def call(lead=(2,), heads=4, len_q=16, len_k=24, d=8, dtype=np.float32, **options):
     q = np.zeros((*lead, heads, len_q, d), dtype)
     k = np.zeros((*lead, heads, len_k, d), dtype)
-    return validate.call(q, k, k, **options)
+    return validate.call(q, k, k, Options(**options))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

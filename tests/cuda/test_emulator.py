@@ -29,6 +29,7 @@ from strategies import BFLOAT16, DTYPES, MASKS, SCORES, Problem, Sizes, problems
 from cupyflash import masks, scores
 from cupyflash.problem import pack_gqa, validate
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import philox
 from cupyflash.testing import rho
 
@@ -154,7 +155,7 @@ def test_dropped_pairs_are_those_of_the_twin():
     size, seed, p = 40, 2**63 + 12345, 0.37
     q = np.zeros((2, 3, size, 8), np.float32)
     v = np.broadcast_to(np.eye(size, dtype=np.float32), (2, 3, size, size))
-    call = validate.call(q, q, v, dropout=p, seed=seed)
+    call = validate.call(q, q, v, Options(dropout=p, seed=seed))
     out, lse = np.empty((2, 3, size, size), np.float32), np.empty((2, 3, size), np.float32)
     Emulator().forward(call, out, lse)
     b_h = np.arange(6).reshape(2, 3, 1, 1)

@@ -19,6 +19,7 @@ from cupyflash import masks
 from cupyflash.gpu import source
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
@@ -252,7 +253,7 @@ def _everything(emulator):
         return rng.standard_normal(shape).astype(np.float32)
 
     def run(q, k, do, bias=None, sink=None, **options):
-        call = validate.call(q, k, k, bias=bias, sink=sink, **options)
+        call = validate.call(q, k, k, Options(bias=bias, sink=sink, **options))
         out, lse = draw(*do.shape), draw(*do.shape[:-1])
         emulator.forward(call, out, lse)
         for each in (emulator, dataclasses.replace(emulator, deterministic=True)):
@@ -272,7 +273,7 @@ def _everything(emulator):
     def run_half(d, last, **options):
         q, k, v = (draw(2, 1, n, d).astype(np.float16) for n in (40, 33, 33))
         v[:, :, 20] = last
-        call = validate.call(q, k, v, **options)
+        call = validate.call(q, k, v, Options(**options))
         out, lse = np.empty_like(q), draw(2, 1, 40)
         emulator.forward(call, out, lse)
         out = np.nan_to_num(out, posinf=0)
@@ -290,7 +291,7 @@ def _everything(emulator):
             draw(*shape).astype(dtype)
             for shape in ((2, 40, d), *[(2, 1, 33, d)] * 2, (2, 2, 40, d))
         )
-        call = validate.call(q, k, v, **options)
+        call = validate.call(q, k, v, Options(**options))
         out, lse = np.empty_like(do), draw(2, 2, 40).astype(call.problem.accumulator)
         emulator.forward(call, out, lse)
         k[:, :, 20], do[:, :, 30] = last, last
@@ -305,7 +306,7 @@ def _everything(emulator):
             for shape in ((2, 40), (1, 33), (1, 33), (2, 40))
         )
         bias = draw(2, 40, 33).astype(np.float16)
-        call = validate.call(q, k, v, bias=bias)
+        call = validate.call(q, k, v, Options(bias=bias))
         out, lse = np.zeros_like(q), np.zeros((2, 2, 40), np.float32)
         made = (np.empty_like(x) for x in (q, k, v, bias))
         emulator.backward(call, do, out, lse, None, Gradients(*made, None))
@@ -313,7 +314,7 @@ def _everything(emulator):
     # More tiles than are classified at once, the first ones EMPTY. Before the others: one small
     # kernel shows what they do not.
     q, k = draw(1, 40, 8).astype(np.float16), draw(1, 1100, 8).astype(np.float16)
-    call = validate.call(q, k, k, mask=masks.mask(lambda b, h, i, j: j >= 1060))
+    call = validate.call(q, k, k, Options(mask=masks.mask(lambda b, h, i, j: j >= 1060)))
     emulator.forward(call, np.empty_like(q), draw(1, 40))
 
     for order in "CF":
@@ -343,10 +344,10 @@ def _everything(emulator):
     # Rows of the output are longer than those of the queries, whose place they take.
     q, k, v = draw(1, 70, 72), draw(1, 200, 72), draw(1, 200, 128)
     v[:, 20] = np.inf
-    call = validate.call(q, k, v, mask=masks.causal(), precision="tf32x3")
+    call = validate.call(q, k, v, Options(mask=masks.causal(), precision="tf32x3"))
     warpgroups.forward(call, draw(1, 70, 128), draw(1, 70))
     q = draw(1, 40, 64)  # which registers hold
-    warpgroups.forward(validate.call(q, q, q, precision="tf32x3"), draw(1, 40, 64), draw(1, 40))
+    warpgroups.forward(validate.call(q, q, q, Options(precision="tf32x3")), draw(1, 40, 64), draw(1, 40))
 
 
 @pytest.mark.parametrize(("path", "number"), _barriers())

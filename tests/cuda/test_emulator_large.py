@@ -16,6 +16,7 @@ from strategies import DTYPES
 from cupyflash import masks
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
@@ -48,7 +49,7 @@ class Sparse:
 def run(q, k, v, do, make, emulator):
     """Return out, lse and the gradients of arrays that `make` lays out."""
     q, k, v, do = (make(x) for x in (q, k, v, do))
-    call = validate.call(q, k, v, mask=masks.causal())
+    call = validate.call(q, k, v, Options(mask=masks.causal()))
     out = make(np.full(do.shape, np.nan, do.dtype))
     lse = make(np.full(do.shape[:-1], np.nan, call.problem.accumulator))
     emulator.forward(call, out, lse)

@@ -20,6 +20,7 @@ from cupyflash.gpu.kernels import registry, sm80
 from cupyflash.gpu.kernels.simt import REGISTERS
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import philox
 from cupyflash.testing import Precision, forward_bound, rho
 
@@ -42,7 +43,7 @@ def precision_of(dtype):
 
 def run(q, k, v, blocks=BLOCKS, schedule=REVERSE, **options):
     """Compute out and lse on the emulator, into memory that holds NaN."""
-    call = validate.call(q, k, v, precision=precision_of(q.dtype), **options)
+    call = validate.call(q, k, v, Options(precision=precision_of(q.dtype), **options))
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
     lse = np.full(q.shape[:-1], np.nan, call.problem.accumulator)
     visited = np.zeros(1, np.uint64)

@@ -23,6 +23,7 @@ from cupyflash.gpu.kernels import registry, sm90, tma_operands
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.gpu.strides import Operand
 from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 
 # -- numbers --------------------------------------------------------------------------------------
 
@@ -236,7 +237,7 @@ def call_of(d=64, d_v=None, len_q=512, len_k=512, dtype=np.float16, **options):
     q, k, v = (
         np.zeros((2, n, size), dtype) for n, size in ((len_q, d), (len_k, d), (len_k, d_v or d))
     )
-    return validate.call(q, k, v, **options)
+    return validate.call(q, k, v, Options(**options))
 
 
 def plan_of(call, gpu):
@@ -291,7 +292,7 @@ def test_tiles_of_short_rows_that_are_masked():
     assert block_q(1025, mask=mask) == block_q(1024) == 192
     # A sequence's result does not depend on others that are packed with it.
     q = np.zeros((8, 600, 64), np.float16)
-    packed = validate.varlen_call(q, q, q, [0, 600], [0, 600], True, mask=mask)
+    packed = validate.varlen_call(q, q, q, [0, 600], [0, 600], True, Options(mask=mask))
     assert plan_of(packed, target_of("sm_90")).block_q == 192
 
 

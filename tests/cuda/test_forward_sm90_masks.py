@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from harness import attend
 from placement import same_bits
 from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
 
+import cupyflash.kernels_cu
 from cupyflash import masks, scores
 from cupyflash.gpu import source
 from cupyflash.gpu.kernels import grid, sm90
@@ -228,52 +230,37 @@ def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
 
 # -- the kernel's own waits -----------------------------------------------------------------------
 
-KERNEL, STORAGE, ROWS = (
-    "sm90/forward_sm90.cu", "sm90/forward_storage.cuh", "sm90/warpgroup_rows.cuh",
-)  # fmt: skip
+KERNEL, ROWS = "sm90/forward_sm90.cu", "sm90/warpgroup_rows.cuh"
+FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 STORES = re.compile(r"void tma_store_(?:wait|rows)\(.*?\n}\n", re.DOTALL)  # of ROWS, what is called
-# What orders accesses. The ping-pong barriers only say who is first.
+TEXT = (FOLDER / KERNEL).read_text() + "".join(STORES.findall((FOLDER / ROWS).read_text()))
+# What orders accesses. The turns only say who is first.
 ORDERS = re.compile(
-    r"\b[\w.]+\.wait_(?:full|empty)\([^;]*;|"
-    r"warpgroup::(?:mbarrier_wait|arrive_warp|arrive_warpgroup)\([^;]*;|"
-    r"ptx::(?:wgmma_wait<\d>|wgmma_fence|wgmma_commit|fence_mbarrier_init|mbarrier_arrive|"
-    r"mbarrier_arrive_expect_tx|fence_proxy_async|tma_store_commit|tma_store_wait_read)"
-    r"\([^;]*;(?!  // again)|"
+    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::(?:arrive_warp|arrive_warpgroup)\([^;]*;|"
+    r"ptx::(?:wgmma_wait<\d>|wgmma_fence|wgmma_commit|fence_mbarrier_init|mbarrier_arrive_expect_tx|"
+    r"fence_proxy_async|mbarrier_arrive|tma_store_commit|tma_store_wait_read)\([^;]*;(?!  // again)|"
     r"ptx::named_barrier_sync\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
 )
-
-
-def statements(name):
-    """Return what orders accesses in a file, as far as the kernel runs it."""
-    text = build.read(name)
-    if name == ROWS:
-        text = "".join(STORES.findall(text))
-    return ORDERS.findall(text)
-
-
-FILES = (KERNEL, STORAGE, ROWS)
-COUNT = sum(len(statements(name)) for name in FILES)
 
 
 def each_may_be_missing(name):
     """Return a file with statement n of the kernel's passed over where the seed is n."""
     text = build.read(name)
-    if name == "common/params.cuh":  # which all others include
-        return f"{text}\nstatic unsigned long long missing;\n"
-    if name not in FILES:
+    if name not in (KERNEL, ROWS):
         return text
-    before = FILES[: FILES.index(name)]
-    numbers = itertools.count(sum(len(statements(each)) for each in before))
+    numbers = itertools.count(0 if name == KERNEL else len(ORDERS.findall(build.read(KERNEL))))
 
     def may_be_missing(match):
         return f"if (missing != {next(numbers)}) {match[0]}"
 
-    if name == ROWS:
-        return STORES.sub(lambda match: ORDERS.sub(may_be_missing, match[0]), text)
-    text = ORDERS.sub(may_be_missing, text)
-    begin = "extern __shared__ Aligned shared_smem[];"
-    assert (begin in text) == (name == KERNEL)
-    return text.replace(begin, f"{begin}\nmissing = p.seed;")
+    if name == KERNEL:
+        text = ORDERS.sub(may_be_missing, text).replace("missing !=", "p.seed !=")
+        text = text.replace("tma_store_wait(", "tma_store_wait(p.seed")
+        call = "tma_store_rows<D_V, BOX_BYTES>("
+        return text.replace(call, f"{call}p.seed, ")
+    text = STORES.sub(lambda match: ORDERS.sub(may_be_missing, match[0]), text)
+    text = text.replace("void tma_store_wait(", "void tma_store_wait(unsigned long long missing")
+    return text.replace("void tma_store_rows(", "void tma_store_rows(unsigned long long missing, ")
 
 
 def run_often(missing):
@@ -288,7 +275,7 @@ def run_often(missing):
 
 
 @emulated
-@pytest.mark.parametrize("number", range(COUNT))
+@pytest.mark.parametrize("number", range(len(ORDERS.findall(TEXT))))
 def test_nothing_that_orders_may_be_missing(number):
     with pytest.raises(Fault):
         run_often(number)
@@ -296,7 +283,7 @@ def test_nothing_that_orders_may_be_missing(number):
 
 @emulated
 def test_nothing_is_missing():
-    run_often(COUNT)
+    run_often(len(ORDERS.findall(TEXT)))
 
 
 @emulated

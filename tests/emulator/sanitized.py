@@ -17,6 +17,7 @@ import numpy as np
 from cupyflash import masks, scores
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
 
 from . import build
 from .calls import Blocks, Emulator
@@ -92,7 +93,7 @@ def everything(read: Callable[[str], str] = build.read) -> None:
         q, do, k = (draw(2, 2, rows, d).astype(kind) for rows in (17, 17, 20))
         k = np.ascontiguousarray(k[:, :1])
         bias, sink = draw(2, 1, 20).astype(kind), draw(2).astype(kind)
-        call = validate.call(q, k, k, bias=bias, sink=sink, **chosen)
+        call = validate.call(q, k, k, Options(bias=bias, sink=sink, **chosen))
         accumulator = call.problem.accumulator
         out, lse = np.empty_like(do), np.empty(do.shape[:-1], accumulator)
         emulator = Emulator(Blocks(threads=32), flavour="sanitized", read=read)
@@ -106,7 +107,7 @@ def everything(read: Callable[[str], str] = build.read) -> None:
         offsets = np.array([0, 0, 5, 17])
         rows = [np.ascontiguousarray(x[0]) for x in (q, k, k, out, lse)]
         rows[1:3] = [np.ascontiguousarray(x[:, :17]) for x in rows[1:3]]
-        call = validate.varlen_call(*rows[:3], offsets, offsets, True, mask=masks.causal())
+        call = validate.varlen_call(*rows[:3], offsets, offsets, True, Options(mask=masks.causal()))
         emulator.forward(call, *rows[3:])
         made = Gradients(*(np.empty_like(x) for x in rows[:3]))
         emulator.backward(call, do[0].copy(), *rows[3:], None, made)

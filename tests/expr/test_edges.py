@@ -9,6 +9,7 @@ from cupyflash import lookup, masks
 from cupyflash.expr.edges import has_edges
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
+from cupyflash.problem.options import Options
 
 POSITIONS = np.arange(96)
 EACH = lookup(POSITIONS % 3 == 0)
@@ -37,5 +38,5 @@ WITHOUT = {
 @pytest.mark.parametrize("name", [*WITH, *WITHOUT])
 def test_edges(name):
     q = np.zeros((1, 96, 8), np.float32)
-    allowed = trees(validate.call(q, q, q, mask=(WITH | WITHOUT)[name])).allowed
+    allowed = trees(validate.call(q, q, q, Options(mask=(WITH | WITHOUT)[name]))).allowed
     assert has_edges(allowed) == (name in WITH)

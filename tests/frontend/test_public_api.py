@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
 import subprocess
 import sys
+import textwrap
 import types
+from dataclasses import fields
 
+import numpydoc.validate
 import pytest
-from numpydoc.validate import validate
 
 import cupyflash
 import cupyflash.analysis
@@ -18,6 +21,8 @@ import cupyflash.bench
 import cupyflash.figures
 import cupyflash.masks
 import cupyflash.scores
+from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 
 FUNCTIONS = {
     "attention",
@@ -81,8 +86,19 @@ SCORES = {"alibi", "relative_bias", "score", "softcap"}
 # parameters of the signature in its order, each with a description, and what is returned.
 SUMMARY = {"GL03", "GL05", "GL06", "GL07", "GL08", "GL10", "SS01", "SS02", "SS03", "SS04", "SS06"}
 PARAMETERS = {"PR01", "PR02", "PR03", "PR05", "PR07", "PR10", "RT01", "YD01"}
-# Catches misspelt options, to say which there are; nothing to document.
-CATCH_ALL = "Parameters {'**unknown'} not documented"
+# What the functions that compute a call take beside its options.
+TAKES_OPTIONS = {
+    "attention": {"return_lse", "out", "lse_out"},
+    "attention_backward": {"dlse", "deterministic", "grads_out", "workspace"},
+    "attention_vjp": {"return_lse"},
+    "plan": {"offsets_q", "offsets_k"},
+    "workspace_size": {"offsets_q", "offsets_k"},
+}
+TAKES_OPTIONS |= {
+    name.replace("attention", "attention_varlen"): {*keywords, "check"}
+    for name, keywords in TAKES_OPTIONS.items()
+    if name.startswith("attention")
+}
 
 
 def public(module: types.ModuleType) -> dict[str, object]:
@@ -152,10 +168,41 @@ def test_docstrings(name):
     checks = SUMMARY if isinstance(resolve(name), type) else SUMMARY | PARAMETERS
     faults = [
         f"{code}: {text}"
-        for code, text in validate(name)["errors"]
-        if code in checks and text != CATCH_ALL
+        for code, text in numpydoc.validate.validate(name)["errors"]
+        if code in checks
     ]
     assert not faults, f"{name}:\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize("name", TAKES_OPTIONS)
+def test_options_are_keywords(name):
+    """Every function takes the fields of `Options`, in their order, and passes all of them on."""
+    function = getattr(cupyflash, name)
+    keywords = {
+        parameter.name: (parameter.annotation, parameter.default)
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    of_options = {field.name: (field.type, field.default) for field in fields(Options)}
+    assert keywords.keys() == of_options.keys() | TAKES_OPTIONS[name]
+    assert [item for item in keywords.items() if item[0] in of_options] == list(of_options.items())
+    passed = {
+        tuple(keyword.arg for keyword in node.keywords)
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Options.of"
+    }
+    assert passed == {tuple(of_options)}
+
+
+def test_only_these_functions_take_options():
+    for name in FUNCTIONS:
+        parameters = inspect.signature(getattr(cupyflash, name)).parameters.values()
+        assert all(p.kind is not p.VAR_KEYWORD for p in parameters)
+        assert ("dropout" in {p.name for p in parameters}) == (name in TAKES_OPTIONS)
+
+
+def test_every_option_is_checked():
+    assert set(validate._CHECKS) == {field.name for field in fields(Options)}
 
 
 def in_a_fresh_process(program: str, folder: object) -> object:

@@ -16,7 +16,8 @@ from cupyflash import ArgumentError, lookup, masks, scores
 from cupyflash.arrays import cuda_device
 from cupyflash.gpu import driver, launch_cache, tma
 from cupyflash.gpu import jit as compiler
-from cupyflash.problem import validate
+from cupyflash.problem import options, validate
+from cupyflash.problem.options import Options
 
 PLACES = {"q": 0, "k": 8, "v": 16, "out": 24}  # of addresses among a kernel's words
 
@@ -326,20 +327,17 @@ def test_every_option_is_part_of_the_signature(cupy, unchecked):
         assert before.size == launch.words.size
 
 
-def test_options_are_those_of_the_public_functions(cupy):
+def test_a_signature_takes_every_option(cupy):
     """An option that the signature does not know must not be recognised as if it were not there."""
-    from cupyflash import execute
 
-    assert len(execute.options()) == launch_cache._NUMBER_OF_OPTIONS
-    seen = launch_cache.signature(
-        "forward", dict(zip("qkv", draw(cupy), strict=True)), execute.options(), {}
-    )
-    assert seen is not None
-    more = execute.options() | {"unknown": None}
-    assert (
-        launch_cache.signature("forward", dict(zip("qkv", draw(cupy), strict=True)), more, {})
-        is None
-    )
+    def seen(options):
+        named = dict(zip("qkv", draw(cupy), strict=True))
+        return launch_cache.signature("forward", named, options, {})
+
+    assert seen(Options()) is not None
+    assert set(launch_cache._TAKE) == set(options.NAMES)
+    with pytest.raises(KeyError, match="later"):
+        seen(Options.of(**vars(Options()), later=1))
 
 
 def test_what_was_longest_unused_is_forgotten(cupy, monkeypatch):
@@ -352,7 +350,7 @@ def test_what_was_longest_unused_is_forgotten(cupy, monkeypatch):
     checked = []
     real = validate.call
     monkeypatch.setattr(
-        validate, "call", lambda *a, **k: checked.append(k["scale"]) or real(*a, **k)
+        validate, "call", lambda *a, **k: checked.append(a[3].scale) or real(*a, **k)
     )
     for scale in (1.0, 3.0, 4.0, 5.0, 2.0):
         kernel_calls(scale)

@@ -17,6 +17,7 @@ from cupyflash import dispatch, masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu.workspace import Laid
 from cupyflash.problem import pack_gqa, validate
+from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -37,7 +38,7 @@ def draw(dtype, len_q, order="BHLD", heads=HEADS, keys=KEYS, d_v=16):
 
 
 def run(q, k, v, blocks=BLOCKS, out=None, **options):
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, Options(**options))
     if out is None:
         out = np.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
     out[...] = np.nan
@@ -114,7 +115,7 @@ def test_rows_of_warpgroups(monkeypatch):
     options = {"mask": masks.causal()}
     for shortest, kernel in ((512, "forward_sm90"), (2000, "forward_sm80")):
         monkeypatch.setattr("cupyflash.gpu.kernels.sm90.SHORTEST", shortest)
-        plan = dispatch.plan_on(validate.call(q, k, v, **options), H200)
+        plan = dispatch.plan_on(validate.call(q, k, v, Options(**options)), H200)
         assert plan.kernel == kernel
         assert "the 16 heads that share keys are rows of one" in plan.reason
     monkeypatch.undo()
@@ -150,7 +151,7 @@ H200 = Target(0, "an H200", (9, 0), 132, SHARED_MEMORY["sm_90"], lacks="")
     ],
 )
 def test_what_is_in_the_way(len_q, order, options, why):
-    call = validate.call(*draw(F32, len_q, order), **options)
+    call = validate.call(*draw(F32, len_q, order), Options(**options))
     assert why in pack_gqa.obstacle(call)
     assert pack_gqa.joined(call) == (call, ())
     assert "rows of one" not in dispatch.plan_on(call, H200).reason

@@ -380,9 +380,10 @@ def test_numbers_do_not_compile_kernels(cupy):
 def test_causal_visits_528_of_1024_tiles(cupy):
     from cupyflash.problem import validate
     from cupyflash.problem.call import Plan
+    from cupyflash.problem.options import Options
 
     q = cupy.ones((1, 1024, 16), np.float32)
-    call = validate.call(q, q, q, mask=masks.causal())
+    call = validate.call(q, q, q, Options(mask=masks.causal()))
     visited = cupy.zeros(1, np.uint64)
     plan = Plan("forward_simt", 32, 32, "for a test")
     out, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], np.float32)

@@ -20,6 +20,7 @@ from cupyflash.gpu.source import NONE, Specialisation
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Problem
+from cupyflash.problem.options import Options
 
 # Bytes of shared memory that a block may have.
 SHARED_MEMORY = {
@@ -180,9 +181,9 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     q = np.zeros((4, 24, case.sizes[0]), case.dtype)
     v = np.zeros((4, 24, case.sizes[1]), case.dtype)
     if case.packed:
-        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, **options)
+        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, Options(**options))
     else:
-        call = validate.call(q, q, v, **options)
+        call = validate.call(q, q, v, Options(**options))
     spec, problem, made = SPECS[case.kernel], call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
     slope = made.slope if spec.part != "forward" else None

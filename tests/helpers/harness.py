@@ -13,6 +13,7 @@ import cupyflash
 from cupyflash import cpu_tiles, dispatch
 from cupyflash.problem import validate
 from cupyflash.problem.call import Call, Gradients, Plan
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import launch
 from cupyflash.testing import (
     BackwardBound,
@@ -35,8 +36,8 @@ GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
 def call_of(problem: Problem) -> Call:
     arrays = problem.q, problem.k, problem.v
     if problem.offsets is None:
-        return validate.call(*arrays, **problem.options)
-    return validate.varlen_call(*arrays, *problem.offsets, True, **problem.options)
+        return validate.call(*arrays, Options(**problem.options))
+    return validate.varlen_call(*arrays, *problem.offsets, True, Options(**problem.options))
 
 
 def plan_of(block_q: int, block_kv: int) -> Plan:
@@ -200,8 +201,8 @@ class Result(NamedTuple):
 
 def _call(q: Array, k: Array, v: Array, offsets: Any, options: dict[str, Any]) -> Call:
     if offsets is None:
-        return validate.call(q, k, v, **options)
-    return validate.varlen_call(q, k, v, *offsets, True, **options)
+        return validate.call(q, k, v, Options(**options))
+    return validate.varlen_call(q, k, v, *offsets, True, Options(**options))
 
 
 def attend(

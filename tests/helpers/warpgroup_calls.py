@@ -14,6 +14,7 @@ from emulator.machine import REVERSE
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import validate
+from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, forward_bound_varlen, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -50,9 +51,9 @@ def run(
     """Compute out and lse on the emulator, into memory that holds NaN."""
     options |= {"precision": precision_of(q.dtype)}
     if offsets is None:
-        call = validate.call(q, k, v, **options)
+        call = validate.call(q, k, v, Options(**options))
     else:
-        call = validate.varlen_call(q, k, v, *offsets, True, **options)
+        call = validate.varlen_call(q, k, v, *offsets, True, Options(**options))
     lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     if out is None:
         out = np.empty((*lead, *q.shape[-3:-1], v.shape[-1]), q.dtype)

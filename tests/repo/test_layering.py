@@ -37,7 +37,8 @@ ORDER = [
 INSIDE = {
     "arrays": [["cuda_device"], ["device_arrays"], ["interop"]],
     "problem": [
-        ["call"],
+        ["call", "options"],
+        ["keywords"],
         ["pack_gqa"],
         ["bound_exprs"],
         ["device_args"],

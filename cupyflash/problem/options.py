@@ -1,0 +1,44 @@
+"""The options of a call, as users pass them: one list, which everything else iterates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..scores import Score
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a call of attention may say beside q, k and v. Nothing is checked yet.
+
+    The public functions have these fields as keywords, with these types and defaults; a test
+    compares them. A new option is a field here, a keyword there, its check in `validate` and its
+    part of a signature in `launch_cache`, both of which fail for a field that they do not know.
+    """
+
+    mask: Any = None
+    score_mod: Score | Sequence[Score] | None = None
+    bias: Any = None
+    sink: Any = None
+    scale: float | None = None
+    dropout: float = 0.0
+    seed: Any = None
+    precision: str | None = None
+
+    @staticmethod
+    def of(**named: Any) -> Options:
+        """Return options of which every field is given, in their order.
+
+        Every call makes some, and the constructor of a frozen class, which sets field by field,
+        takes 0.7 us longer.
+        """
+        options = _new(Options)
+        _set(options, "__dict__", named)
+        return options
+
+
+_new, _set = object.__new__, object.__setattr__
+NAMES = tuple(field.name for field in fields(Options))
+DEFAULTS = Options()
