@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..gpu.kernels.simt import REGISTERS
-from ..gpu.kernels.spec import Tiles
+from ..gpu.kernels.spec import REGISTERS, Tiles
 from .results import Occupancy
 
 WARP = 32

@@ -25,8 +25,8 @@ from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Array, Call, Gradients, Plan, Problem
 from . import params, strides
 from .kernels import any as all_hardware
-from .kernels import registry
-from .kernels.spec import Extent, Request, TmaUse
+from .kernels import registry, tma_operands
+from .kernels.spec import Extent, Request
 from .params import KINDS
 from .source import NONE, Specialisation
 from .strides import Lead, lead_of
@@ -182,7 +182,7 @@ class _Writer:
         )
         spec, tiles, _ = registry.select(part, request)
         grid = spec.grid(extent, tiles)
-        tma = TmaUse() if spec.tma is None else spec.tma(request, tiles)
+        tma = tma_operands.use(spec.tma, request, tiles)
         if adds_dq and "dq_accum" in self.told:  # who reads the sums is told, too
             sums = self.told["dq_accum"]
             self.told["dq_accum"] = sums._replace(col=spec.dq_accum_step)

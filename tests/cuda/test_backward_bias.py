@@ -14,8 +14,8 @@ from cupyflash import lookup, masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import tanh
 from cupyflash.gpu import recipe
-from cupyflash.gpu.kernels import registry, sm80, sm90
-from cupyflash.gpu.kernels.spec import Request
+from cupyflash.gpu.kernels import registry, sm90
+from cupyflash.gpu.kernels.spec import RESERVED, Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients, Plan
 from cupyflash.problem.options import Options
@@ -205,5 +205,5 @@ def test_hopper_has_tiles_for_every_head(monkeypatch, d):
         spec, tiles, _ = registry.select("bias", Request(problem, gpu))
         assert spec.name == "backward_sm90_bias"
         blocks = tiles.resident_blocks
-        whole = gpu.shared_memory + sm80.RESERVED
-        assert blocks * (tiles.shared_memory + sm80.RESERVED) <= whole
+        whole = gpu.shared_memory + RESERVED
+        assert blocks * (tiles.shared_memory + RESERVED) <= whole

@@ -15,8 +15,7 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import len_q, log
 from cupyflash.gpu import recipe
 from cupyflash.gpu.kernels import registry, sm80
-from cupyflash.gpu.kernels.simt import REGISTERS
-from cupyflash.gpu.kernels.spec import Request
+from cupyflash.gpu.kernels.spec import REGISTERS, Request
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients, Plan
 from cupyflash.problem.options import Options

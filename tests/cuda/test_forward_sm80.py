@@ -17,8 +17,7 @@ from placement import same_bits
 from cupyflash import ArgumentError, masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu.kernels import registry, sm80
-from cupyflash.gpu.kernels.simt import REGISTERS
-from cupyflash.gpu.kernels.spec import Request
+from cupyflash.gpu.kernels.spec import REGISTERS, Request
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import philox

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from cuda_specialisations import SHARED_MEMORY
 
-from cupyflash.gpu.kernels.simt import FEWEST_THREADS, KERNELS, REGISTERS, RESERVED, fit
+from cupyflash.gpu.kernels.simt import FEWEST_THREADS, KERNELS, fit
+from cupyflash.gpu.kernels.spec import REGISTERS, RESERVED
 
 TYPES = {"float16": (4, 2), "float32": (4, 4), "float64": (8, 8)}
 SIZES = (1, 3, 40, 64, 96, 128, 192, 256, 400, 512)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import grid
-from .spec import KernelSpec, Request, Tiles
+from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
 LARGEST_HEAD = 512
 STAGES = 2  # the two buffers of `Shape.stage`
@@ -168,9 +168,7 @@ SMALLER: tuple[tuple[int, int, int, int], ...] = (
 # with few it needs no more than FEW_REGISTERS in all, so that more blocks run at a time.
 MOST_NUMBERS, FEW_NUMBERS = 160, 64
 MOST_REGISTERS, FEW_REGISTERS = 255, 168
-REGISTERS = 65536  # of an SM
 FEWEST_THREADS = 256  # that an SM needs, in one block or several, to be busy
-RESERVED = 1024  # bytes of an SM's shared memory that every block takes beside its own
 
 
 @functools.lru_cache(maxsize=1024)

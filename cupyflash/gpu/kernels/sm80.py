@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 
 from . import grid
-from .spec import KernelSpec, Request, Tiles, at_head, row_bytes
+from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
 
 CAPABILITY = (8, 0)  # the oldest with matrix instructions for these types
 LANES = 32  # of a warp: between the numbers that one adds to `dq_accum` lie those of the others
@@ -55,7 +55,6 @@ BACKWARD_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]]
         256: ((64, 64, 4, 1, 1), (64, 32, 4, 1, 1)),
     },
 }
-RESERVED = 1024  # bytes of an SM's shared memory that every block takes beside its own
 # What a block keeps of the batch entry and the head whose operand is streamed; with barriers.
 ENTRY_BYTES, HEAD_BYTES, STREAM_BYTES, BIAS_BYTES = 72, 192, 136, 648
 

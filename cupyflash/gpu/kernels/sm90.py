@@ -11,7 +11,7 @@ from ...problem.call import Call, Problem
 from .. import params, tma
 from . import grid, tma_operands
 from .sm80 import ENTRY_BYTES, HALVES, bias_storage_bytes
-from .spec import KernelSpec, Request, Tiles, TmaUse, at_head, row_bytes
+from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
 SHARED_MEMORY = 232448  # bytes, of a block
@@ -119,11 +119,8 @@ def _forward_obstacle(request: Request) -> str | None:
     return tma_operands.obstacle(request, ("q", "k", "v"))
 
 
-def _forward_tma(request: Request, tiles: Tiles) -> TmaUse:
-    # a warpgroup's queries; a tile's keys; a warp's rows
-    rows = {"q": 64, "k": tiles.block_kv, "v": tiles.block_kv, "out": 16}
-    room = results_have_room(tiles, request.problem.d, request.problem.d_v)
-    return tma_operands.use(request, ("q", "k", "v"), ("out",), rows, may_store=room)
+def _has_room(request: Request, tiles: Tiles) -> bool:
+    return results_have_room(tiles, request.problem.d, request.problem.d_v)
 
 
 FORWARD = KernelSpec(
@@ -139,7 +136,13 @@ FORWARD = KernelSpec(
     obstacle=_forward_obstacle,
     configure=_configure_forward,
     grid=grid.shared_by_queries,
-    tma=_forward_tma,
+    tma=TmaOperands(
+        loads=("q", "k", "v"),
+        stores=("out",),
+        # a consumer's queries; a tile's keys; a warp's rows
+        rows=lambda tiles: {"q": 64, "k": tiles.block_kv, "v": tiles.block_kv, "out": 16},
+        has_room=_has_room,
+    ),
 )
 
 # -- forward_sm90_tf32 ----------------------------------------------------------------------------
@@ -238,10 +241,9 @@ def _dkdv_obstacle(request: Request) -> str | None:
     return tma_operands.obstacle(request, ("q", "k", "v", "d_out"))
 
 
-def _dkdv_tma(request: Request, tiles: Tiles) -> TmaUse:
-    # a tile's; a warpgroup's keys; a warp's
-    rows = {"q": tiles.block_q, "k": 64, "v": 64, "d_out": tiles.block_q, "dk": 16, "dv": 16}
-    return tma_operands.use(request, ("q", "k", "v", "d_out"), ("dk", "dv"), rows)
+def _dkdv_rows(tiles: Tiles) -> dict[str, int]:
+    # a tile's queries; a consumer's keys; a warp's rows
+    return {"q": tiles.block_q, "k": 64, "v": 64, "d_out": tiles.block_q, "dk": 16, "dv": 16}
 
 
 DKDV = KernelSpec(
@@ -257,7 +259,7 @@ DKDV = KernelSpec(
     obstacle=_dkdv_obstacle,
     configure=lambda request: fit_dkdv(request.problem.d, request.problem.d_v),
     grid=grid.by_keys,
-    tma=_dkdv_tma,
+    tma=TmaOperands(("q", "k", "v", "d_out"), ("dk", "dv"), _dkdv_rows),
     slope=True,
     atomic_dq=HALVES,
 )

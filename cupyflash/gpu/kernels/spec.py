@@ -21,6 +21,9 @@ from ..tma import TensorMap
 
 Entry = TypeVar("Entry")
 
+REGISTERS = 65536  # of an SM
+RESERVED = 1024  # bytes of an SM's shared memory that every block takes beside its own
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -168,7 +171,34 @@ class TmaUse(NamedTuple):
     stores: bool = False
 
 
-def never(request: Request) -> None:
+def _always(_: Request, __: Tiles) -> bool:
+    """Say that a kernel has room for its results."""
+    return True
+
+
+@dataclass(frozen=True)
+class TmaOperands:
+    """The arrays that a kernel copies by TMA; it has a tensor map of each, in this order.
+
+    Attributes
+    ----------
+    loads : tuple of str
+        What it loads. Where TMA cannot, the kernel does not serve.
+    stores : tuple of str
+        What it stores, where it can.
+    rows : function
+        Returns the rows of a TMA tile of each array.
+    has_room : function
+        Returns whether results have room in shared memory, from which they are stored.
+    """
+
+    loads: tuple[str, ...]
+    stores: tuple[str, ...]
+    rows: Callable[[Tiles], Mapping[str, int]]
+    has_room: Callable[[Request, Tiles], bool] = _always
+
+
+def never(_: Request) -> None:
     """Say that nothing of a call speaks against a kernel."""
 
 
@@ -208,8 +238,8 @@ class KernelSpec:
         for.
     chooses_tiles : bool
         Whether it takes other tiles than its own, where a plan gives them.
-    tma : function, optional
-        Returns its TMA operands.
+    tma : TmaOperands, optional
+        What it copies by TMA.
     scores : bool
         Whether it evaluates masks and scores.
     slope : bool
@@ -236,7 +266,7 @@ class KernelSpec:
     condition: str = ""
     obstacle: Callable[[Request], str | None] = never
     chooses_tiles: bool = False
-    tma: Callable[[Request, Tiles], TmaUse] | None = None
+    tma: TmaOperands | None = None
     scores: bool = True
     slope: bool = False
     sizes: tuple[str, ...] = ("d", "d_v")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ...arrays import device_arrays
 from .. import tma
-from .spec import Request, TmaUse
+from .spec import Request, Tiles, TmaOperands, TmaUse
 
 # initcheck of CUDA's compute-sanitizer does not see that TMA writes to memory, and calls a read of
 # it one of what was never written. For such tools results leave otherwise.
@@ -39,30 +39,16 @@ def can_store(request: Request, names: Iterable[str]) -> bool:
     return obstacle(request, names) is None
 
 
-def use(
-    request: Request,
-    loads: tuple[str, ...],
-    stores: tuple[str, ...],
-    rows: Mapping[str, int],
-    may_store: bool = True,
-) -> TmaUse:
-    """Return the tensor maps of a launch for which there is no obstacle.
+def use(operands: TmaOperands | None, request: Request, tiles: Tiles) -> TmaUse:
+    """Return what a launch copies by TMA, for whose loads there is no obstacle.
 
-    Parameters
-    ----------
-    request : Request
-        The request.
-    loads : tuple of str
-        Arrays that are loaded.
-    stores : tuple of str
-        Arrays that are stored. Where they cannot be, their maps are any.
-    rows : mapping of str to int
-        Rows of a TMA tile of each array.
-    may_store : bool
-        Whether the kernel has room for results in shared memory.
+    Where results cannot be stored so, the kernel's maps for them are any.
     """
-    stored = may_store and can_store(request, stores)
-    dtype = request.problem.dtype.name
+    if operands is None:
+        return TmaUse()
+    loads, stores = operands.loads, operands.stores
+    stored = operands.has_room(request, tiles) and can_store(request, stores)
+    dtype, rows = request.problem.dtype.name, operands.rows(tiles)
     maps = tuple(
         tma.of(name, dtype, request.operand(name), request.sizes(name), rows[name])
         for name in (*loads, *(stores if stored else ()))

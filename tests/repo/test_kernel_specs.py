@@ -1,0 +1,211 @@
+"""A kernel's facts are in its spec: nothing else knows kernels by name, and specs are complete."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
+import kernel_table
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_specialisations import SHARED_MEMORY, target_of
+
+from cupyflash import masks
+from cupyflash.expr.cuda import Functions
+from cupyflash.gpu import source, strides
+from cupyflash.gpu.kernels import registry
+from cupyflash.gpu.kernels.registry import KERNELS, SPECS
+from cupyflash.gpu.kernels.spec import Extent, Request, Tiles
+from cupyflash.problem import validate
+from cupyflash.problem.options import Options
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "kernels_cu"
+OUTSIDE = [
+    path
+    for path in sorted((ROOT / "cupyflash").rglob("*.py"))
+    if (ROOT / "cupyflash" / "gpu" / "kernels") not in path.parents
+]
+# A word of the language, and the name of a public function.
+WORDS = {"combine"}
+HARDWARE = re.compile(r"sm\d\d|simt|_f64|_tf32")
+TESTS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
+DTYPES = [np.dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
+
+
+# -- nobody knows a kernel by its name ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_kernel_is_named_outside_of_the_specs(path):
+    text = path.read_text()
+    for name in sorted(SPECS.keys() - WORDS):
+        assert not re.search(rf"\b{name}\b", text), name
+    assert HARDWARE.findall(text) == []
+
+
+def names_a_kernel(node: ast.expr) -> bool:
+    """Whether an expression is `x.kernel`, or the name of a spec or a specialisation."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    of = ast.unparse(node.value).rpartition(".")[2]
+    return node.attr == "kernel" or (node.attr == "name" and of in ("spec", "special", "kernel"))
+
+
+def asked_names(tree: ast.AST) -> list[str]:
+    """Return the expressions that ask what a kernel's name is or how it begins and ends."""
+    found = []
+    for node in ast.walk(tree):
+        asked: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            asked = [node.func.value] if node.func.attr in TESTS else []
+        elif isinstance(node, ast.Subscript):
+            asked = [node.slice]
+        elif isinstance(node, ast.Match):
+            asked = [node.subject]
+        if any(names_a_kernel(each) for each in asked):
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_kernels_name_is_tested(path):
+    assert asked_names(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "launch.special.kernel == other",
+        "'sm' in special.kernel",
+        "work.spec.name.endswith(part)",
+        "BYTES[special.kernel]",
+        "kernel.name.startswith('a')",
+    ],
+)
+def test_that_test_sees(text):
+    assert asked_names(ast.parse(text))
+
+
+# -- every kernel has its spec --------------------------------------------------------------------
+
+
+def test_every_source_has_one_spec():
+    specs = [spec for part in KERNELS.values() for spec in part]
+    found = {path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.cu")}
+    assert sorted(spec.source for spec in specs) == sorted(found)
+    assert len(SPECS) == len(specs)
+    assert all(spec.part == part for part, specs in KERNELS.items() for spec in specs)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_spec_tells_what_its_kernel_is(name):
+    spec = SPECS[name]
+    assert spec.computes
+    assert spec.method.format(dtype="", accumulator="", products="")
+    assert spec.precisions.keys() <= spec.heads.keys()
+    assert set(spec.atomic_dq) <= spec.heads.keys()
+    # Those for one architecture alone use what others do not have.
+    code = re.sub(r"//[^\n]*", "", source.flatten((spec.source,)))
+    assert (spec.architecture is not None) == (re.search(r"\bptx::wgmma_\w+\(", code) is not None)
+    own = re.sub(r"//[^\n]*", "", (SOURCES / spec.source).read_text())
+    assert bool(spec.atomic_dq) == ("ATOMIC_DQ" in code)
+    # As many tensor maps follow its parameters, in this order.
+    maps = re.findall(r"__grid_constant__ ptx::TensorMap (\w+)_map", own)
+    operands = [] if spec.tma is None else [*spec.tma.loads, *spec.tma.stores]
+    assert maps == [{"d_out": "do"}.get(each, each) for each in operands]
+
+
+@pytest.mark.parametrize("part", [part for part in KERNELS if part != "dq_rows"])
+def test_every_part_has_a_kernel_for_every_device_and_type(part):
+    for arch, dtype, d in itertools.product(SHARED_MEMORY, DTYPES, (1, 64, 200, 512)):
+        q = np.zeros((1, d), dtype)
+        request = Request(validate.call(q, q, q, Options()).problem, target_of(arch))
+        assert registry.select(part, request).spec in KERNELS[part]
+
+
+def requests():
+    """Calls of many kinds on every kind of device."""
+    bias = np.zeros((600, 600), np.float32)
+    devices = [*map(target_of, ("sm_75", "sm_80", "sm_90", "sm_120"))]
+    devices.append(target_of("sm_90", lacks="it is old"))
+    devices.append(dataclasses.replace(target_of("sm_80"), shared_memory=49152))
+    options = [{}, {"mask": masks.causal()}, {"bias": bias}]
+    for dtype, d, length, more, device in itertools.product(
+        DTYPES, (60, 64, 128, 200, 300), (24, 600), options, devices
+    ):
+        if "bias" in more and length != 600:
+            continue
+        precision = "tf32x3" if dtype == np.float32 and d < 300 and device.name != "sm_75" else None
+        q = np.zeros((2, length, d), dtype)
+        call = validate.call(q, q, q, Options(**more, precision=precision))
+        out = np.empty_like(q)
+        arrays = {"d_out": q, "out": out, "dk": out, "dv": out}
+        every = {name: (x, 3) for name, x in {"q": q, "k": q, "v": q, **arrays}.items()}
+        lead = strides.lead_of((), every)
+        for blocks in (None, (32, 32))[: 2 if d <= 64 and dtype.itemsize < 8 else 1]:
+            yield Request(call.problem, device, call, arrays, lead, blocks=blocks)
+
+
+def test_the_first_that_serves_wins_and_the_plan_says_why():
+    chosen = set()
+    for request in requests():
+        for part, specs in KERNELS.items():
+            if part == "dq_rows":
+                continue
+            choice = registry.select(part, request)
+            chosen.add(choice.spec)
+            before = specs[: specs.index(choice.spec)]
+            passed = dict(choice.passed_over)
+            for spec in before:
+                if spec.is_for(request.problem, request.device):
+                    assert passed.pop(spec) == (spec.serves(request) or spec_has_no_room(request))
+            assert passed == {}
+            assert choice.spec.serves(request) is None
+            assert choice.tiles == choice.spec.configure(request)
+            if part == "forward":
+                plan = registry.plan(request)
+                tiles = choice.tiles
+                assert plan.kernel == choice.spec.name
+                assert (plan.block_q, plan.block_kv) == (tiles.block_q, tiles.block_kv)
+                assert choice.spec.how(request.problem) in plan.reason
+                for spec, why in choice.passed_over[-1:]:
+                    assert f"not by {spec.name}, because {why}" in plan.reason
+    # Every kernel has a call that it serves.
+    assert chosen == {spec for spec in SPECS.values() if spec.part != "dq_rows"}
+
+
+def spec_has_no_room(request):
+    return f"its tiles take more than {request.device.shared_memory} bytes of shared memory"
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_grid_covers_everything(name):
+    spec = SPECS[name]
+    tiles = spec.configure(next(x for x in requests() if x.problem.dtype.name in spec.heads))
+    tiles = tiles or Tiles(32, 32, 128, 0)
+    for extent in (Extent(1000, 700, 3, 2, 0, 5), Extent(1000, 700, 3, 1, 4, 5)):
+        grid = spec.grid(extent, tiles)
+        assert 0 < grid.size <= grid.work_tiles
+    assert spec.grid(Extent(0, 0, 0, 0, 0, 5), tiles).size == 0
+
+
+def test_a_specialisation_knows_no_more_than_its_spec():
+    special = source.Specialisation(SPECS["combine"], "float32", 0, 0, Tiles(0, 0, 256, 0))
+    assert special.name == "combine__f32"
+    assert special.functions == Functions()
+    assert "// any/combine.cu" in source.source(special)
+
+
+# -- the table in the README ----------------------------------------------------------------------
+
+
+def test_the_readme_has_the_table_of_kernels():
+    page = kernel_table.PAGE.read_text()
+    assert kernel_table.shown(page) == kernel_table.table(), "python tests/tools/kernel_table.py"
