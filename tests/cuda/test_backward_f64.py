@@ -15,8 +15,8 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu import recipe
 from cupyflash.gpu.kernels import config, f64_tiles
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.call import Gradients, Plan
+from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, backward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))

@@ -17,8 +17,8 @@ from cupyflash.gpu import recipe
 from cupyflash.gpu.kernels import config, tensor_tiles
 from cupyflash.gpu.kernels.tiles import REGISTERS
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.call import Gradients, Plan
+from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, backward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))

@@ -19,8 +19,8 @@ from cupyflash.expr.cuda import generate
 from cupyflash.gpu import params, source, strides
 from cupyflash.gpu.kernels import tiles
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.bound_exprs import trees
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import program
 
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent

@@ -28,8 +28,8 @@ from strategies import BFLOAT16, DTYPES, MASKS, SCORES, Problem, Sizes, problems
 
 from cupyflash import masks, scores
 from cupyflash.problem import pack_gqa, validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import philox
 from cupyflash.testing import rho
 

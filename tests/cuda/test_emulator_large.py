@@ -15,8 +15,8 @@ from strategies import DTYPES
 
 from cupyflash import masks
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 

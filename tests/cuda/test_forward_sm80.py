@@ -19,8 +19,8 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.gpu.kernels import config, tensor_tiles
 from cupyflash.gpu.kernels.tiles import REGISTERS
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.call import Plan
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import philox
 from cupyflash.testing import Precision, forward_bound, rho
 

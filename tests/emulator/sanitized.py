@@ -16,8 +16,8 @@ import numpy as np
 
 from cupyflash import masks, scores
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
 
 from . import build
 from .calls import Blocks, Emulator

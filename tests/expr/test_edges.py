@@ -8,8 +8,8 @@ import pytest
 from cupyflash import lookup, masks
 from cupyflash.expr.edges import has_edges
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.bound_exprs import trees
+from cupyflash.problem.options import Options
 
 POSITIONS = np.arange(96)
 EACH = lookup(POSITIONS % 3 == 0)

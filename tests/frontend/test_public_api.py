@@ -12,8 +12,8 @@ import textwrap
 import types
 from dataclasses import fields
 
-import pytest
 import numpydoc.validate
+import pytest
 
 import cupyflash
 import cupyflash.analysis

@@ -314,9 +314,9 @@ def moved(cupy, value):
 def test_every_option_is_part_of_the_signature(cupy, unchecked):
     arrays = draw(cupy)
     every = list(variants())
-    for n, options in enumerate(every):
-        cupyflash.attention(*arrays, **{k: moved(cupy, x) for k, x in options.items()})
-        assert launch_cache.kept() == n + 1, options
+    for n, variant in enumerate(every):
+        cupyflash.attention(*arrays, **{k: moved(cupy, x) for k, x in variant.items()})
+        assert launch_cache.kept() == n + 1, variant
     first = [x.words.copy() for x in cupy.launches]
     unchecked()
     del cupy.launches[:]

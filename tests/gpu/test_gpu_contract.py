@@ -380,6 +380,7 @@ def test_numbers_do_not_compile_kernels(cupy):
 
 def test_causal_visits_528_of_1024_tiles(cupy):
     from cupyflash.problem import validate
+from cupyflash.problem.options import Options
     from cupyflash.problem.call import Plan
 
     q = cupy.ones((1, 1024, 16), np.float32)

@@ -18,9 +18,9 @@ from cupyflash.gpu.kernels.tiles import KERNELS, Tiles
 from cupyflash.gpu.recipe import RESULTS, ROWS
 from cupyflash.gpu.source import NONE, Specialisation
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Problem
+from cupyflash.problem.options import Options
 
 # Bytes of shared memory that a block may have.
 SHARED_MEMORY = {

@@ -13,8 +13,8 @@ import cupyflash
 from cupyflash import dispatch
 from cupyflash.gpu.kernels import config
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.call import Call, Gradients, Plan
+from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import launch
 from cupyflash.testing import (
     BackwardBound,

@@ -13,8 +13,8 @@ from emulator.machine import REVERSE
 
 from cupyflash.gpu.kernels.tiles import Tiles
 from cupyflash.problem import validate
-from cupyflash.problem.options import Options
 from cupyflash.problem.call import Problem
+from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, forward_bound_varlen, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
