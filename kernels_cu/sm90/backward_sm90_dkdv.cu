@@ -65,7 +65,6 @@ constexpr int FINITE_K_BYTES = SHARES_KEYS || TAKES_TURNS ? 0 : KEY_TILES * K_BY
 constexpr int COLUMNS_Q = SHARES_KEYS ? OwnLines<D>::COLUMNS : warpgroup::SLAB_COLUMNS / 4;
 
 constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
-
 struct alignas(1024) Swizzled {
   char x[1024];
 };

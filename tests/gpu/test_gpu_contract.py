@@ -343,7 +343,7 @@ def test_an_error_of_a_kernel_names_it(cupy):
 import cupy
 import cupyflash
 from cupyflash import masks
-from cupyflash.problem.options import Options
+    from cupyflash.problem.options import Options
 
 x = cupy.ones((1, 64, 16), cupy.float32)
 gone = cupy.ndarray(64, cupy.int64, cupy.cuda.MemoryPointer(
