@@ -380,8 +380,8 @@ def test_numbers_do_not_compile_kernels(cupy):
 
 def test_causal_visits_528_of_1024_tiles(cupy):
     from cupyflash.problem import validate
-from cupyflash.problem.options import Options
     from cupyflash.problem.call import Plan
+    from cupyflash.problem.options import Options
 
     q = cupy.ones((1, 1024, 16), np.float32)
     call = validate.call(q, q, q, Options(mask=masks.causal()))
