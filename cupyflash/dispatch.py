@@ -26,7 +26,7 @@ def _programs(call: Call) -> tuple[Any, Trees]:
 
     made = trees(call)
     score, slope, mask, tile = (empty_program() if tree is None else lower(tree) for tree in made)
-    return Programs(score, slope, mask, tile), made
+    return Programs(score, slope, mask, tile, made), made
 
 
 def plan(call: Call) -> Plan:

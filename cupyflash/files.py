@@ -66,6 +66,7 @@ def check_writable(path: Path, option: str) -> None:
         probe.touch()
     except OSError as error:
         raise ArgumentError(
-            f"{option}: {path} cannot be written ({error.strerror or error}); choose another folder."
+            f"{option}: {path} cannot be written ({error.strerror or error}); choose "
+            "another folder."
         ) from error
     probe.unlink(missing_ok=True)

@@ -92,8 +92,8 @@ def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any
         return made(tree)
     except RecursionError:
         raise ArgumentError(
-            f"{option}: {shortened(text)!r} came, which is nested too deep; join fewer words, or name "
-            "an object of a module by module:name."
+            f"{option}: {shortened(text)!r} came, which is nested too deep; join fewer words, or "
+            "name an object of a module by module:name."
         ) from None
 
 

@@ -283,7 +283,8 @@ def _given_function(given: list[Expr], parameters: _Parameters, short: bool) -> 
     results = ", ".join(body.write(node) for node in given)
     comment = "".join(f"  // {n}: {body.text[node]}\n" for n, node in enumerate(given))
     return (
-        "__device__ __forceinline__ HeadConstants score_head_constants(const Params& p, const Site& at) {\n"
+        "__device__ __forceinline__ HeadConstants score_head_constants(const Params& p, "
+        "const Site& at) {\n"
         f"{comment}{_lines(body)}  return HeadConstants{{{{{results}}}}};\n}}\n"
     )
 

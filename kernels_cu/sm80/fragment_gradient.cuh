@@ -370,7 +370,6 @@ __device__ __forceinline__ bool recompute_probabilities(
   }
   return masked;
 }
-
 // dS = p (dP - delta), for products dP = do v, in tile_column of either; with a score mod, times
 // its derivative, which s contains. What is 0 stays 0.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
@@ -409,7 +408,6 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
     }
   }
 }
-
 // -- dS in 16 bits --------------------------------------------------------------------------------
 
 // dS is multiplied by a power of two before it is rounded to float16, so that it neither overflows
@@ -452,7 +450,6 @@ __device__ __forceinline__ float largest_of(const float (&x)[ROWS][COLUMNS]) {
   }
   return largest;
 }
-
 // The largest finite magnitude of a warp's elements.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS]) {
@@ -471,7 +468,6 @@ __device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS])
   }
   return largest;
 }
-
 // Rounds dS, times a factor, to the storage type.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void narrow(const float (&ds)[ROWS][COLUMNS], float factor,
@@ -484,7 +480,6 @@ __device__ __forceinline__ void narrow(const float (&ds)[ROWS][COLUMNS], float f
     }
   }
 }
-
 // Multiplies float16 dS that a thread wrote by store_words by `factor`, a power of two of at
 // most 1.
 template <int BYTES, int ROWS, int WORDS>
@@ -501,5 +496,4 @@ __device__ __forceinline__ void scale_words(const Corner& corner, float factor, 
     }
   }
 }
-
 }  // namespace fragment_gradient

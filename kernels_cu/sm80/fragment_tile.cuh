@@ -6,7 +6,7 @@
 namespace fragment_tile {
 
 // A tile of the streamed operand that is not EMPTY: its first row, and how many of its rows exist.
-// 0 rows: there is no further tile.
+// No rows: there is no further tile.
 struct Tile {
   long long first;
   int rows;

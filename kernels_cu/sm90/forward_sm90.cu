@@ -67,7 +67,7 @@ struct Passing {
 };
 // What a block knows lies in shared memory, because registers hold the sums.
 struct Known {
-  tile_scheduler::WorkTile jobs[JOBS];
+  tile_scheduler::ScheduledTile jobs[JOBS];
   tile_scheduler::TileScheduler scheduler;
   Passing keys, values;
   // Of each place of each warpgroup's queries: they have come, and have been read.
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
       for (int j = 0; has_job(j); ++j) {
         warpgroup::mbarrier_wait(told(j), parity_of_job(j));
-        const tile_scheduler::WorkTile& job = known_smem->jobs[j % JOBS];
+        const tile_scheduler::ScheduledTile& job = known_smem->jobs[j % JOBS];
 #pragma unroll 1
         for (int now = job.last_tile(); now >= 0; ++n, now = job.tile_before(now)) {
           warpgroup::mbarrier_wait(full(values, n), parity_of(n));
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
     for (int j = 0; has_job(j); ++j) {
       warpgroup::mbarrier_wait(told(j), parity_of_job(j));
-      const tile_scheduler::WorkTile& job = known_smem->jobs[j % JOBS];
+      const tile_scheduler::ScheduledTile& job = known_smem->jobs[j % JOBS];
       const int last = job.last_tile();
 #pragma unroll 1
       for (int now = last; now >= 0; ++n, now = job.tile_before(now)) {
@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 1
   for (int j = 0; more_jobs; ++j) {
     warpgroup::mbarrier_wait(told(j), parity_of_job(j));
-    const tile_scheduler::WorkTile& job = known_smem->jobs[j % JOBS];
+    const tile_scheduler::ScheduledTile& job = known_smem->jobs[j % JOBS];
     // The code of the next tile, and of FULL ones in a row the first. A shuffle tells the compiler
     // that lanes agree, without which it puts products in a row.
     int following = ptx::shuffle(job.first_code, 0), run = ptx::shuffle(job.first_run, 0);

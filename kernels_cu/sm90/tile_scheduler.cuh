@@ -9,7 +9,7 @@ namespace tile_scheduler {
 
 // What producer and consumers need to know of a block of queries of one head. Without rows there is
 // nothing to compute.
-struct WorkTile {
+struct ScheduledTile {
   layout::Entry entry;
   long long head;
   long long first;  // query
@@ -105,7 +105,7 @@ struct TileScheduler {
 // Writes the work tile of a round to shared memory, by the lanes of a warp. The caller's barrier
 // makes it visible.
 __device__ __forceinline__ void publish_work_tile(const Params& p, const TileScheduler& scheduler,
-                                                  unsigned int round, WorkTile& work_smem) {
+                                                  unsigned int round, ScheduledTile& work_smem) {
   const unsigned int index = scheduler.tile_index(p, round);
   const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
   const layout::WorkTile work = layout::work_tile_of(p, index < work_tiles ? index : work_tiles - 1,

@@ -116,7 +116,7 @@ def _new_file(folder: int | None, name: str, delete: bool = False) -> int:
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     handle = os.open(path, flags, 0o600, dir_fd=folder)
     if delete:
-        os.unlink(path, dir_fd=folder)  # noqa: PTH108 (in an open folder, not by a path)
+        os.unlink(path, dir_fd=folder)
     return handle
 
 
@@ -148,7 +148,7 @@ def _write_file(folder: int | None, name: str, content: bytes) -> None:
     try:
         with open(handle, "wb") as file:  # noqa: PTH123
             file.write(content)
-        os.replace(  # noqa: PTH105
+        os.replace(
             _in_folder(folder, temporary),
             _in_folder(folder, name),
             src_dir_fd=folder,
@@ -156,7 +156,7 @@ def _write_file(folder: int | None, name: str, content: bytes) -> None:
         )
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(_in_folder(folder, temporary), dir_fd=folder)  # noqa: PTH108
+            os.unlink(_in_folder(folder, temporary), dir_fd=folder)
         raise
 
 
@@ -166,8 +166,8 @@ def _sweep(folder: int | None) -> None:
         if name.endswith(_TEMPORARY):
             path = _in_folder(folder, name)
             with contextlib.suppress(OSError):
-                if time.time() - os.stat(path, dir_fd=folder).st_mtime > _OLD:  # noqa: PTH116
-                    os.unlink(path, dir_fd=folder)  # noqa: PTH108
+                if time.time() - os.stat(path, dir_fd=folder).st_mtime > _OLD:
+                    os.unlink(path, dir_fd=folder)
 
 
 def _source_stamp() -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from pathlib import Path
 
@@ -22,18 +21,23 @@ def test_a_file_is_replaced_when_it_is_whole(tmp_path):
     files.write_text(file, "new")
     assert file.read_text() == "new"
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
-    assert os.listdir(tmp_path) == ["report.json"]
+    assert [x.name for x in tmp_path.iterdir()] == ["report.json"]
 
 
 def test_an_error_leaves_the_old_file(tmp_path):
     file = tmp_path / "report.svg"
     file.write_text("old")
-    with pytest.raises(RuntimeError, match="half"), files.replacing(file) as beside:
-        assert beside.suffix == ".svg"  # by which some choose the format
-        beside.write_text("new, but hal")
-        raise RuntimeError("half")
+
+    def half() -> None:
+        with files.replacing(file) as beside:
+            assert beside.suffix == ".svg"  # by which some choose the format
+            beside.write_text("new, but hal")
+            raise RuntimeError("half")
+
+    with pytest.raises(RuntimeError, match="half"):
+        half()
     assert file.read_text() == "old"
-    assert os.listdir(tmp_path) == ["report.svg"]
+    assert [x.name for x in tmp_path.iterdir()] == ["report.svg"]
 
 
 def test_a_link_is_followed(tmp_path):
@@ -57,7 +61,7 @@ def test_what_cannot_be_written_is_said_first(tmp_path, name):
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match="--json: "):
         files.check_writable(tmp_path / name, "--json")
-    assert os.listdir(tmp_path) == ["file"]
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(

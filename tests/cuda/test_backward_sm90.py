@@ -40,7 +40,7 @@ def draw(dtype, *shapes, seed=0):
 def run(q, k, v, do, deterministic=False, schedule=REVERSE, read=build.read, **options):
     """Compute dq, dk and dv on the emulator, into memory that holds NaN, and count tiles."""
     saved = attend(q, k, v, **options)
-    call = validate.call(q, k, v, Options(**options))
+    call = validate.call(q, k, v, **options)
     made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
     emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
     visited = np.zeros(1, np.uint64)
@@ -58,7 +58,7 @@ def run_packed(
         if i < i_end and j < j_end:
             saved = attend(q[:, i:i_end], k[:, j:j_end], v[:, j:j_end], **options)
             out[:, i:i_end], lse[:, i:i_end] = saved.out, saved.lse
-    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, True, Options(**options))
+    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, True, **options)
     made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
     emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
     emulator.backward(call, do, out, lse, None, made)
@@ -317,21 +317,19 @@ def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
 
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 ORDERS = re.compile(
-    r"(?:\w+(?:\.|->))*wait_(?:do_)?(?:full|empty)\([^(){};]*\);|consumers_sync\(\);|"
-    r"warpgroup::(?:mbarrier_wait|arrive_warp(?:group)?)\([^{};]*\);|"
+    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
+    r"warpgroup::arrive_warpgroup(?:_of_warp)?\([^;]*;|"
     r"ptx::(?:wgmma_wait<[^>]*>|wgmma_fence|wgmma_commit|fence_mbarrier_init|named_barrier_sync|"
-    r"fence_proxy_async|mbarrier_arrive(?:_expect_tx)?|tma_store_wait_read)\([^{};]*\);|"
-    r"__sync(?:threads|warp)\(\);"
+    r"fence_proxy_async|mbarrier_arrive_expect_tx|arrive|tma_store_wait_read)\([^;]*;|__sync(?:threads|warp)\(\);"
 )
 
 STATEMENTS = [
     (name, number)
     for name in (
         "sm90/backward_sm90_dkdv.cu",
-        "sm90/backward_consumer.cuh",
-        "sm90/backward_pipeline.cuh",
+        "sm90/warpgroup_passing.cuh",
         "sm90/warpgroup_gradient.cuh",
-        "sm90/ds_scale.cuh",
+        "sm90/warpgroup_unit.cuh",
     )
     for number in range(len(ORDERS.findall((FOLDER / name).read_text())))
 ]
@@ -390,7 +388,7 @@ def test_each_thread_may_say_that_it_has_read(monkeypatch):
 
 def launches(arch="sm_90", d=64, length=512, deterministic=False, lacks="", do=None, **options):
     q = np.zeros((2, length, d), HALF)
-    call = validate.call(q, q, q, Options(**options))
+    call = validate.call(q, q, q, **options)
     gpu = Target(0, arch, capability(arch), 132, SHARED_MEMORY[arch], lacks=lacks)
     made = Gradients(q, q, q)
     lse = np.zeros(q.shape[:-1], np.float32)

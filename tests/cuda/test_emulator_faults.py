@@ -347,7 +347,9 @@ def _everything(emulator):
     call = validate.call(q, k, v, Options(mask=masks.causal(), precision="tf32x3"))
     warpgroups.forward(call, draw(1, 70, 128), draw(1, 70))
     q = draw(1, 40, 64)  # which registers hold
-    warpgroups.forward(validate.call(q, q, q, Options(precision="tf32x3")), draw(1, 40, 64), draw(1, 40))
+    warpgroups.forward(
+        validate.call(q, q, q, Options(precision="tf32x3")), draw(1, 40, 64), draw(1, 40)
+    )
 
 
 @pytest.mark.parametrize(("path", "number"), _barriers())

@@ -236,9 +236,11 @@ STORES = re.compile(r"void tma_store_(?:wait|rows)\(.*?\n}\n", re.DOTALL)  # of 
 TEXT = (FOLDER / KERNEL).read_text() + "".join(STORES.findall((FOLDER / ROWS).read_text()))
 # What orders accesses. The turns only say who is first.
 ORDERS = re.compile(
-    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|warpgroup::(?:arrive_warp|arrive_warpgroup)\([^;]*;|"
+    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
+    r"warpgroup::(?:arrive_warp|arrive_warpgroup)\([^;]*;|"
     r"ptx::(?:wgmma_wait<\d>|wgmma_fence|wgmma_commit|fence_mbarrier_init|mbarrier_arrive_expect_tx|"
-    r"fence_proxy_async|mbarrier_arrive|tma_store_commit|tma_store_wait_read)\([^;]*;(?!  // again)|"
+    r"fence_proxy_async|mbarrier_arrive|tma_store_commit|tma_store_wait_read)"
+    r"\([^;]*;(?!  // again)|"
     r"ptx::named_barrier_sync\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
 )
 

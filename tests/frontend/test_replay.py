@@ -314,14 +314,14 @@ def moved(cupy, value):
 def test_every_option_is_part_of_the_signature(cupy, unchecked):
     arrays = draw(cupy)
     every = list(variants())
-    for n, options in enumerate(every):
-        cupyflash.attention(*arrays, **{k: moved(cupy, x) for k, x in options.items()})
-        assert launch_cache.kept() == n + 1, options
+    for n, variant in enumerate(every):
+        cupyflash.attention(*arrays, **{k: moved(cupy, x) for k, x in variant.items()})
+        assert launch_cache.kept() == n + 1, variant
     first = [x.words.copy() for x in cupy.launches]
     unchecked()
     del cupy.launches[:]
-    for options in every:
-        cupyflash.attention(*arrays, **{k: moved(cupy, x) for k, x in options.items()})
+    for variant in every:
+        cupyflash.attention(*arrays, **{k: moved(cupy, x) for k, x in variant.items()})
     assert len(first) == len(cupy.launches) == len(every)
     for before, launch in zip(first, cupy.launches, strict=True):
         assert before.size == launch.words.size

@@ -79,7 +79,8 @@ extern "C" void score_{n}(const void* p, const Site* at, long long count, const 
                           accum_t* changed, accum_t* slope) {{
   for (long long x = 0; x < count; ++x) {{
     changed[x] = n{n}::score_mod(
-        *static_cast<const Params*>(p), n{n}::score_head_constants(*static_cast<const Params*>(p), at[x]),
+        *static_cast<const Params*>(p),
+        n{n}::score_head_constants(*static_cast<const Params*>(p), at[x]),
         in[x], at[x]);
     slope[x] = {slope};
   }}

@@ -99,7 +99,8 @@ _PAIRS = """
     q_smem do_smem, filled_smem chunk_smem, filled_smem rows_smem, CHUNK STRIDE, STEP STRIDE,
     SMALLEST_INT LARGEST_INT, VECTOR STORED_VECTOR, first valid, element gradient, n r, kind_dk
     kind_dv, strides shape, K_STRIDE V_STRIDE, Q_STRIDE DO_STRIDE, COLUMNS_K COLUMNS_V, to_half
-    to_bfloat, rows columns, begin_rows finish_rows, multiply_add multiply_add_unmasked, sums factor,
+    to_bfloat, rows columns, begin_rows finish_rows, multiply_add multiply_add_unmasked,
+    sums factor,
     out d_out, own_size lead_size, seed seed_gmem, KIND_FLOAT16 KIND_BFLOAT16, sink row_lse
 """
 SWAPS: dict[str, set[str]] = {}

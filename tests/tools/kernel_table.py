@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from cupyflash.gpu.kernels.registry import KERNELS
@@ -33,19 +32,27 @@ def _row(spec: KernelSpec) -> tuple[str, ...]:
     types = "; ".join(f"{' '.join(dtypes)}: {largest}" for largest, dtypes in groups.items())
     when = [f'{_SHORT[x]} where `precision="{y}"`' for x, y in spec.precisions.items()]
     when += [spec.condition] if spec.condition else []
-    return f"{spec.part}: {spec.computes}", f"`{spec.name}`", where, types, "; ".join(when) or "-"
+    part = spec.part if spec.part == spec.computes else f"{spec.part}: {spec.computes}"
+    return part, f"`{spec.name}`", where, types, "; ".join(when) or "-"
 
 
 def shown(text: str) -> str:
     """Return the table that a page has."""
-    match = re.search(f"{re.escape(BEGIN)}\n\n(.*?)\n{re.escape(END)}", text, re.DOTALL)
-    assert match, f"{PAGE}: no lines {BEGIN} and {END}"
-    return match[1]
+    return _parts(text)[1]
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    """Return a page before its table, the table, and the page behind it."""
+    before, begin, rest = text.partition(f"{BEGIN}\n\n")
+    shown, end, behind = rest.partition(END)
+    assert begin, f"{PAGE}: no line {BEGIN}"
+    assert end, f"{PAGE}: no line {END}"
+    return before + begin, shown.removesuffix("\n"), f"\n{end}{behind}"
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    PAGE.write_text(text.replace(shown(text), table()))
+    before, _, behind = _parts(PAGE.read_text())
+    PAGE.write_text(f"{before}{table()}{behind}")
 
 
 if __name__ == "__main__":

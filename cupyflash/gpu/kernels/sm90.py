@@ -132,7 +132,8 @@ FORWARD = KernelSpec(
     capability=CAPABILITY,
     architecture=ARCHITECTURE,
     tensor_cores=True,
-    condition=f"{SHORTEST} queries and keys or more, or packed; TMA can load q, k and v",
+    condition=f"{SHORTEST} queries and keys or more, or packed; columns of v are near a multiple "
+    "of 64; TMA can load q, k and v",
     obstacle=_forward_obstacle,
     configure=_configure_forward,
     grid=grid.shared_by_queries,
@@ -255,7 +256,8 @@ DKDV = KernelSpec(
     capability=CAPABILITY,
     architecture=ARCHITECTURE,
     tensor_cores=True,
-    condition=f"{SHORTEST} queries and keys or more; TMA can load q, k, v and do",
+    condition=f"{SHORTEST} queries and keys or more; columns are near a multiple of 64, in heads "
+    "beyond 128 of 128; TMA can load q, k, v and do",
     obstacle=_dkdv_obstacle,
     configure=lambda request: fit_dkdv(request.problem.d, request.problem.d_v),
     grid=grid.by_keys,
