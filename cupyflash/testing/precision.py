@@ -24,7 +24,7 @@ _FORMATS: dict[str, tuple[float, float, float]] = {
 # the number, twice in a product. The product of the two small parts, at most 2**-22, is left out.
 # Tensor cores add 8 large products and what was there, 9 terms, cut off at 2**-23 of the largest of
 # them; the sums of small products are apart, and lose 2**-11 of that. The kernel for 8.0 and newer
-# adds up to 16 products so, two times 9 terms, and rounds longer sums to nearest; the one for Hopper
+# adds up to 16 products so, two times 9 terms, and rounds longer sums to nearest; Hopper's kernel
 # adds so all products of a score, of at most 128 numbers, and those of 64 keys. Of 9 terms, 8 are
 # what `truncates` counts for 8 products; the others are at most 16, one for each 8 of 128. So
 # beyond that a product errs by (1 + 1 + 2 + 16 + less than 2) * 2**-23 of the sum of magnitudes.

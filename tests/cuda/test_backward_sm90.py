@@ -40,7 +40,7 @@ def draw(dtype, *shapes, seed=0):
 def run(q, k, v, do, deterministic=False, schedule=REVERSE, read=build.read, **options):
     """Compute dq, dk and dv on the emulator, into memory that holds NaN, and count tiles."""
     saved = attend(q, k, v, **options)
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, Options(**options))
     made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
     emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
     visited = np.zeros(1, np.uint64)
@@ -58,7 +58,7 @@ def run_packed(
         if i < i_end and j < j_end:
             saved = attend(q[:, i:i_end], k[:, j:j_end], v[:, j:j_end], **options)
             out[:, i:i_end], lse[:, i:i_end] = saved.out, saved.lse
-    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, True, **options)
+    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, True, Options(**options))
     made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
     emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
     emulator.backward(call, do, out, lse, None, made)
@@ -388,7 +388,7 @@ def test_each_thread_may_say_that_it_has_read(monkeypatch):
 
 def launches(arch="sm_90", d=64, length=512, deterministic=False, lacks="", do=None, **options):
     q = np.zeros((2, length, d), HALF)
-    call = validate.call(q, q, q, **options)
+    call = validate.call(q, q, q, Options(**options))
     gpu = Target(0, arch, capability(arch), 132, SHARED_MEMORY[arch], lacks=lacks)
     made = Gradients(q, q, q)
     lse = np.zeros(q.shape[:-1], np.float32)
