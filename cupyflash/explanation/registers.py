@@ -33,7 +33,7 @@ def registers(special: Specialisation, capability: tuple[int, int]) -> Registers
     UnknownError
         If there is no NVRTC, or it does not know the device.
     """
-    architecture = special.spec.architecture or f"sm_{capability[0]}{capability[1]}"
+    architecture = special.architecture or f"sm_{capability[0]}{capability[1]}"
     return _compiled(source(special), special.name, architecture)
 
 

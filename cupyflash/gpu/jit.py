@@ -39,7 +39,7 @@ def kernel(special: Specialisation, device: int) -> Any:
             found = _kernels.get(key)
             if found is None:
                 shared_memory = special.tiles.shared_memory
-                found = _compiled(special.name, text, shared_memory, special.spec.architecture)
+                found = _compiled(special.name, text, shared_memory, special.architecture)
                 _kernels[key] = found
     return found
 

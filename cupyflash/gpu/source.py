@@ -71,6 +71,11 @@ class Specialisation:
         return self.spec.name
 
     @property
+    def architecture(self) -> str | None:
+        """What the kernel is compiled for, where it is not the device at hand."""
+        return self.spec.architecture
+
+    @property
     def name(self) -> str:
         """The kernel's symbol, as a profiler shows it."""
         has = self.functions

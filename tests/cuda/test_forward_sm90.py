@@ -145,7 +145,7 @@ def test_maps_are_those_of_the_arrays():
     hopper_gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
     (launch,) = recipe.forward(call, hopper_gpu, out, None).launches
     assert launch.special.kernel == "forward_sm90"
-    assert launch.special.spec.architecture == "sm_90a"
+    assert launch.special.architecture == "sm_90a"
     assert launch.special.tma_store
     assert [made.name for made in launch.maps] == ["q", "k", "v", "out"]
     shapes = [(64, 600, 4, 2, 3), (64, 512, 2, 2, 1), (56, 512, 2, 2, 3), (56, 600, 4, 2, 3)]

@@ -32,6 +32,7 @@ from .machine import FORWARD, Schedule, machine
 
 Read = Callable[[str], str]
 
+SHARED_MEMORY = 232448  # bytes that a block may have
 LEAST_WITH_TENSOR_CORES = 101376  # bytes of shared memory, of GPUs that have them for bfloat16
 
 
@@ -69,9 +70,7 @@ class Blocks:
         return self.tensor or not spec.tensor_cores
 
     def tiles_of(self, spec: KernelSpec, request: Request) -> Tiles | None:
-        """Return tiles of a kernel; those of Hopper, and of rows of results, are as on a GPU."""
-        if spec.architecture is not None or not spec.scores:
-            return spec.configure(request)
+        """Return small tiles of a kernel, or where nothing is said of it those of its spec."""
         problem = request.problem
         if spec is sm80.FORWARD:
             return self.tensor_tiles(problem)
@@ -79,7 +78,9 @@ class Blocks:
             return self.gradient_tiles(spec.name, problem)
         if spec.name in sm80_f64.BACKWARD_BYTES:
             return self.f64_tiles(spec.name, problem)
-        return self.tiles(spec.name, problem, spec.slope and request.slope)
+        if spec.name in simt.KERNELS:
+            return self.tiles(spec.name, problem, spec.slope and request.slope)
+        return spec.configure(request)
 
     def gradient_tiles(self, kernel: str, problem: Problem) -> Tiles:
         """Return tiles for tensor cores: rows as warps own them, one or two stages."""
@@ -143,7 +144,7 @@ class Chosen(Blocks):
 
     block_q: int = 8
     block_kv: int = 8
-    shared_memory: int = 232448  # bytes that a block may have
+    shared_memory: int = SHARED_MEMORY
 
     def tiles(self, kernel: str, problem: Problem, slope: bool) -> Tiles:
         """Return the tiles that the package's table gives a kernel."""
@@ -268,7 +269,9 @@ class Emulator:
             mock.patch.multiple(sm90, SHORTEST=1, MOST_PADDING=float("inf")),
             mock.patch.multiple(
                 cuda_device,
-                of=lambda _: SimpleNamespace(multiprocessors=self.blocks.multiprocessors),
+                of=lambda _: SimpleNamespace(
+                    multiprocessors=self.blocks.multiprocessors, shared_memory=SHARED_MEMORY
+                ),
                 current=lambda _: contextlib.nullcontext(),
                 is_capturing=lambda: False,
             ),
