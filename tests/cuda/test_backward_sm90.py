@@ -24,6 +24,7 @@ from cupyflash.gpu import params, recipe, source, strides
 from cupyflash.gpu.kernels import config, hopper, tensor_tiles
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, backward_bound, rho
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -38,7 +39,7 @@ def draw(dtype, *shapes, seed=0):
 def run(q, k, v, do, deterministic=False, schedule=REVERSE, read=build.read, **options):
     """Compute dq, dk and dv on the emulator, into memory that holds NaN, and count tiles."""
     saved = attend(q, k, v, **options)
-    call = validate.call(q, k, v, **options)
+    call = validate.call(q, k, v, Options(**options))
     made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
     emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
     visited = np.zeros(1, np.uint64)
@@ -56,7 +57,7 @@ def run_packed(
         if i < i_end and j < j_end:
             saved = attend(q[:, i:i_end], k[:, j:j_end], v[:, j:j_end], **options)
             out[:, i:i_end], lse[:, i:i_end] = saved.out, saved.lse
-    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, True, **options)
+    call = validate.varlen_call(q, k, v, offsets_q, offsets_k, True, Options(**options))
     made = Gradients(*(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)))
     emulator = Emulator(Blocks(hopper=True), schedule, read=read, deterministic=deterministic)
     emulator.backward(call, do, out, lse, None, made)
@@ -316,9 +317,10 @@ def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 ORDERS = re.compile(
     r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
-    r"warpgroup::arrive_warpgroup(?:_of_warp)?\([^;]*;|"
+    r"warpgroup::(?:arrive_warp|arrive_warpgroup)\([^;]*;|"
     r"ptx::(?:wgmma_wait<[^>]*>|wgmma_fence|wgmma_commit|fence_mbarrier_init|named_barrier_sync|"
-    r"fence_proxy_async|mbarrier_arrive_expect_tx|arrive|tma_store_wait_read)\([^;]*;|__sync(?:threads|warp)\(\);"
+    r"fence_proxy_async|mbarrier_arrive_expect_tx|mbarrier_arrive|tma_store_wait_read)\([^;]*;|"
+    r"__sync(?:threads|warp)\(\);"
 )
 
 STATEMENTS = [
@@ -386,7 +388,7 @@ def test_each_thread_may_say_that_it_has_read(monkeypatch):
 
 def launches(arch="sm_90", d=64, length=512, deterministic=False, lacks="", do=None, **options):
     q = np.zeros((2, length, d), HALF)
-    call = validate.call(q, q, q, **options)
+    call = validate.call(q, q, q, Options(**options))
     gpu = Target(0, arch, capability(arch), 132, SHARED_MEMORY[arch], lacks=lacks)
     made = Gradients(q, q, q)
     lse = np.zeros(q.shape[:-1], np.float32)
