@@ -36,7 +36,7 @@ struct WarpUnit {
 
   // Takes numbers up to `x` in, and brings sums to the new unit.
   template <int COLUMNS>
-  __device__ __forceinline__ void widen(float x, float (&sums)[2][COLUMNS]) {
+  __device__ __forceinline__ void rescale(float x, float (&sums)[2][COLUMNS]) {
     fragment_gradient::DsScale unit{factor, 32768.0f * inverse()};
     unit.rescale(x, sums);
     factor = unit.factor;

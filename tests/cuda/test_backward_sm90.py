@@ -318,9 +318,10 @@ def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 ORDERS = re.compile(
     r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
-    r"warpgroup::arrive_warpgroup(?:_of_warp)?\([^;]*;|"
+    r"warpgroup::(?:arrive_warp|arrive_warpgroup)\([^;]*;|"
     r"ptx::(?:wgmma_wait<[^>]*>|wgmma_fence|wgmma_commit|fence_mbarrier_init|named_barrier_sync|"
-    r"fence_proxy_async|mbarrier_arrive_expect_tx|arrive|tma_store_wait_read)\([^;]*;|__sync(?:threads|warp)\(\);"
+    r"fence_proxy_async|mbarrier_arrive_expect_tx|mbarrier_arrive|tma_store_wait_read)\([^;]*;|"
+    r"__sync(?:threads|warp)\(\);"
 )
 
 STATEMENTS = [
