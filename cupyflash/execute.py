@@ -46,8 +46,10 @@ class Request:
         offsets: tuple[Any, Any] | None = None,
         check: Any = True,
     ) -> None:
-        if not is_device_array(q):
+        self._on_device = is_device_array(q)
+        if not self._on_device:
             q, k, v = interop.of_device(q=q, k=k, v=v)
+            self._on_device = is_device_array(q)
         self._q, self._k, self._v = q, k, v
         self._options = options
         self._offsets, self._check = offsets, check
@@ -64,6 +66,8 @@ class Request:
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
     ) -> launch_cache.Signature | None:
         """Return what tells the call from others, if it is one that is recognised."""
+        if not self._on_device:
+            return None
         named = {"q": self._q, "k": self._k, "v": self._v, **read}
         if self._offsets is not None:
             if self._check is not False:
