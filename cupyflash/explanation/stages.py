@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from ..arrays.dtypes import DTYPES
 from ..gpu.kernels import tensor_tiles
-from ..gpu.source import STORAGE, Specialisation
-
-ITEMSIZE = dict(zip(STORAGE, (2, 2, 4, 8), strict=True))
+from ..gpu.source import Specialisation
 
 
 def stages(special: Specialisation) -> int | None:
@@ -27,7 +26,7 @@ def stages(special: Specialisation) -> int | None:
     sizes = special.d, special.d_v
     warps = tiles.threads // 32
     if name == "forward_sm80":
-        itemsize = ITEMSIZE[special.dtype]
+        itemsize = DTYPES[special.dtype].itemsize
         for rows in tensor_tiles.FORWARD[itemsize].values():
             for block_q, block_kv, own, slots, _ in rows:
                 made = tensor_tiles.shared_memory(block_q, block_kv, own, slots, *sizes, itemsize)

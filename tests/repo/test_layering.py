@@ -35,7 +35,7 @@ ORDER = [
 # The same inside of folders whose modules depend on each other one way, too. Modules of the other
 # folders may import each other.
 INSIDE = {
-    "arrays": [["cuda_device"], ["device_arrays"], ["interop"]],
+    "arrays": [["cuda_device", "dtypes"], ["device_arrays"], ["interop"]],
     "problem": [
         ["call", "options"],
         ["keywords"],
