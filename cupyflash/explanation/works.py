@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import dispatch
+from ..backends import gpu
 from ..gpu import recipe
 from ..gpu.kernels import config
 from ..gpu.kernels.tiles import Tiles
@@ -114,7 +114,7 @@ def on_gpu(
         main = next(work for work in works if work.block_kv)
         reason = _why_backward(main, where, problem.dtype.name, problem.accumulator.name)
     else:
-        reason = dispatch.plan_on(call, facts).reason
+        reason = gpu.plan_on(call, facts).reason
     return reason, works, sum(laid.nbytes for laid in made.scratch.values())
 
 

@@ -25,6 +25,7 @@ ORDER = [
     ["scores"],
     ["problem"],
     ["gpu"],
+    ["backends"],
     ["dispatch"],
     ["execute", "explanation"],
     ["api", "varlen"],
@@ -58,7 +59,7 @@ INSIDE = {
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
 # them: who calls them, who writes the programs they run, who checks them, who reports on them.
 USERS_OF_REFERENCE = [
-    "cupyflash.dispatch",
+    "cupyflash.backends.cpu",
     "cupyflash.expr.lower",
     "cupyflash.testing",
     "cupyflash.commands",
