@@ -288,7 +288,7 @@ def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
     M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, equation 4.
     """
     pairs = validate.parts(parts)
-    return dispatch.combine(pairs)
+    return dispatch.backend_of(pairs[0][0]).combine(pairs)
 
 
 @explained
@@ -339,7 +339,8 @@ def plan(
         seed=seed,
         precision=precision,
     )
-    return dispatch.plan(execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options))
+    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
+    return dispatch.backend_of(call.q).plan(call)
 
 
 @explained
@@ -390,7 +391,8 @@ def workspace_size(
         seed=seed,
         precision=precision,
     )
-    return dispatch.workspace_size(execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options))
+    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
+    return dispatch.backend_of(call.q).workspace_size(call)
 
 
 def lookup(array: Any) -> LookupTable:

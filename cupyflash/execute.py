@@ -46,8 +46,10 @@ class Request:
         offsets: tuple[Any, Any] | None = None,
         check: Any = True,
     ) -> None:
-        if not is_device_array(q):
+        self._on_device = is_device_array(q)
+        if not self._on_device:
             q, k, v = interop.of_device(q=q, k=k, v=v)
+            self._on_device = is_device_array(q)
         self._q, self._k, self._v = q, k, v
         self._options = options
         self._offsets, self._check = offsets, check
@@ -64,6 +66,8 @@ class Request:
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
     ) -> launch_cache.Signature | None:
         """Return what tells the call from others, if it is one that is recognised."""
+        if not self._on_device:
+            return None
         named = {"q": self._q, "k": self._k, "v": self._v, **read}
         if self._offsets is not None:
             if self._check is not False:
@@ -104,25 +108,30 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     want_lse = return_lse or lse_out is not None
     kind = "forward" if want_lse else "forward without lse"
     written = _NOTHING if out is None and lse_out is None else {"out": out, "lse": lse_out}
-    seen = request.signature(kind, _NOTHING, written)
-    if seen is not None and (known := launch_cache.find(seen)) is not None:
-        made = launch_cache.forward(known, seen.addresses, out, lse_out)
-        return made if return_lse else made[0]
+    signature = request.signature(kind, _NOTHING, written)
+    if signature is not None and (entry := launch_cache.find(signature)) is not None:
+        results = launch_cache.forward(entry, signature.addresses, out, lse_out)
+        return results if return_lse else results[0]
     call = request.call
     out_shape, lse_shape = _shapes(call)
     wanted = {
         "out": (out, out_shape, call.problem.dtype),
         "lse_out": (lse_out, lse_shape, call.problem.accumulator),
     }
-    named = {name: entry for name, entry in wanted.items() if entry[0] is not None}
-    interop.outputs(named, validate.read_arrays(call))
-    given = [x if x is None or not call.matrices else x[None] for x in (out, lse_out)]
-    out_full, lse_full = dispatch.empty_output(call, given[0], given[1], want_lse)
-    served = dispatch.forward(call, out_full, lse_full)
+    targets = {name: target for name, target in wanted.items() if target[0] is not None}
+    interop.outputs(targets, validate.read_arrays(call))
+    backend = dispatch.backend_of(call.q)
+    out_full, lse_full = backend.empty_output(
+        call,
+        out[None] if out is not None and call.matrices else out,
+        lse_out[None] if lse_out is not None and call.matrices else lse_out,
+        want_lse,
+    )
+    served = backend.forward(call, out_full, lse_full)
     if call.matrices:
         out_full, lse_full = out_full[0], None if lse_full is None else lse_full[0]
-    if seen is not None:
-        launch_cache.keep(seen, served, (out_full, lse_full))
+    if signature is not None:
+        launch_cache.keep(signature, served, (out_full, lse_full))
     result = out_full if out is None else out
     lse = lse_full if lse_out is None else lse_out
     return (result, lse) if return_lse else result
@@ -142,21 +151,21 @@ def backward(
     _check_flag(deterministic, "deterministic")
     if not is_device_array(do):
         do, out, lse, dlse = interop.of_device(do=do, out=out, lse=lse, dlse=dlse)
-    seen = None
+    signature = None
     if type(grads_out) in (tuple, list) and 3 <= len(grads_out) <= len(Gradients._fields):
         grads_out = Gradients(*grads_out)
     if grads_out is None or type(grads_out) is Gradients:
         read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
-        written = _NOTHING
+        written = {}
         if grads_out is not None or workspace is not None:
-            given = {} if grads_out is None else grads_out._asdict()
-            written = {**given, "workspace": workspace}
+            written = {} if grads_out is None else grads_out._asdict()
+            written["workspace"] = workspace
         kind = "deterministic backward" if deterministic else "backward"
-        seen = request.signature(kind, read, written)
-    if seen is not None and (known := launch_cache.find(seen)) is not None:
-        done = launch_cache.backward(known, seen.addresses, grads_out, workspace)
-        if done is not None:
-            return done
+        signature = request.signature(kind, read, written)
+    if signature is not None and (entry := launch_cache.find(signature)) is not None:
+        gradients = launch_cache.backward(entry, signature.addresses, grads_out, workspace)
+        if gradients is not None:
+            return gradients
     call = request.call
     out_shape, lse_shape = _shapes(call)
     problem = call.problem
@@ -171,37 +180,38 @@ def backward(
     owners = (call.q, call.k, call.v, call.bias, call.sink)
     targets = validate.gradients(grads_out, call, inputs)
     named = {f"grads_out.{name}": x for name, x in targets._asdict().items() if x is not None}
-    needed = dispatch.workspace_size(call) if workspace is not None else 0
+    backend = dispatch.backend_of(call.q)
+    needed = backend.workspace_size(call) if workspace is not None else 0
     scratch = validate.workspace(workspace, needed, inputs | named)
     interop.one_home(inputs)
     if call.matrices:
         rows = {name: array[None] for name, array in rows.items()}
-    made: list[Array | None] = []
+    with_heads: list[Array | None] = []
     results: list[Array | None] = []
     for owner, target, matrix in zip(
         owners, targets, (*call.were_matrices, False, False), strict=True
     ):
         if owner is None:
-            made.append(None)
+            with_heads.append(None)
             results.append(None)
             continue
-        full = dispatch.empty_like(owner) if target is None else target
+        full = backend.empty_like(owner) if target is None else target
         if target is not None and matrix:
             full = target[None]
-        made.append(full)
+        with_heads.append(full)
         results.append(target if target is not None else full[0] if matrix else full)
-    served = dispatch.backward(
+    served = backend.backward(
         call,
         rows["do"],
         rows["out"],
         rows["lse"],
         rows.get("dlse"),
-        Gradients(*made),
+        Gradients(*with_heads),
         scratch,
         deterministic=bool(deterministic),
     )
-    if seen is not None:
-        launch_cache.keep(seen, served, results)
+    if signature is not None:
+        launch_cache.keep(signature, served, results)
     return Gradients(*results)
 
 

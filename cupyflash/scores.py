@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .arrays.dtypes import DTYPES
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.bind import Alignment, Axis, aligned, bind
 from .expr.derivative import derivative
@@ -255,6 +256,6 @@ def _floats(value: Any, argument: str) -> Any:
     if isinstance(value, LookupTable):
         value = value.array
     array = as_array(value, argument)
-    if np.dtype(array.dtype).name not in ("float16", "bfloat16", "float32", "float64"):
+    if np.dtype(array.dtype).name not in DTYPES:
         raise ArgumentTypeError(f"{argument}: dtype {array.dtype} came; wanted floats.")
     return array

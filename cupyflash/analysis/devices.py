@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..arrays import cuda_device
+from ..arrays.dtypes import FLOATS
 from ..errors import ArgumentError
 from .traffic import itemsize
 
@@ -112,8 +113,8 @@ class Device:
 
 def _peak(half: float, bfloat16: float | None, single: float, double: float) -> Mapping[str, float]:
     """Return peaks given in TFLOP/s."""
-    given = {"float16": half, "bfloat16": bfloat16, "float32": single, "float64": double}
-    return MappingProxyType({name: n * 1e12 for name, n in given.items() if n is not None})
+    peaks = zip(FLOATS, (half, bfloat16, single, double), strict=True)
+    return MappingProxyType({name: n * 1e12 for name, n in peaks if n is not None})
 
 
 def _matrix_peak(double: float, single: float) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.dtypes import DTYPES
 from ..errors import ArgumentError
 
 # Arrays that are kept in the accumulator's type, whatever the type of q, k and v.
@@ -25,7 +26,6 @@ ACCUMULATED = {
 }
 FLAGS = {"padding", "layout"}  # booleans
 STATE_BYTES = 8  # a generator's state, "rng", is a 64-bit seed
-ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Traffic:
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element; raise for a dtype that attention does not know."""
     name = str(dtype)
-    if name not in ITEMSIZES:
-        raise ArgumentError(f"dtype={dtype!r} is not one of {', '.join(ITEMSIZES)}")
-    return ITEMSIZES[name]
+    if name not in DTYPES:
+        raise ArgumentError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name].itemsize
 
 
 def made(peak: int, reads: Mapping[str, int], writes: Mapping[str, int]) -> Traffic:

@@ -9,10 +9,9 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from .device_arrays import address, device_of, from_dlpack, is_device_array
+from .dtypes import FLOATS, WORDS
 
 Array = np.ndarray[Any, Any]
-
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def array(value: Any, name: str) -> Array:
@@ -136,8 +135,7 @@ _DLPACK_FAILURES = (BufferError, RuntimeError, TypeError, ValueError)
 def _refused(value: Any, name: str, reason: object) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"{name}: {type(value).__name__} came, which could not be taken by DLPack ({reason}); "
-        "wanted float16, bfloat16, float32 or float64 in host memory. Convert it, or pass a NumPy "
-        "array."
+        f"wanted {WORDS} in host memory. Convert it, or pass a NumPy array."
     )
 
 
@@ -189,8 +187,8 @@ def floats(value: Any, name: str) -> Array:
     result = array(value, name)
     if result.dtype.name not in FLOATS or not result.dtype.isnative:
         raise ArgumentTypeError(
-            f"{name}: dtype {result.dtype} came; wanted float16, bfloat16 (ml_dtypes), float32 or "
-            "float64 in native byte order. Convert it with .astype(...)."
+            f"{name}: dtype {result.dtype} came; wanted {WORDS} (bfloat16 is that of ml_dtypes) in "
+            "native byte order. Convert it with .astype(...)."
         )
     return result
 

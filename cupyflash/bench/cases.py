@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.dtypes import FLOATS
 from ..errors import ArgumentError
 
 CAP = 20.0  # of softcap
-FLOATS = ("float32", "float16", "bfloat16", "float64")
 PASSES = ("forward", "backward")
 # Each is causal but full and documents. The numbers of the sized ones are for a length of 8192,
 # and in proportion for others.

@@ -11,14 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.dtypes import DTYPES
 from .cases import Case
 from .contenders import Contender, Inputs, RefusalError, draw
 from .measure import Gpu, Meter, Work
 from .results import MEASURED, REFUSED, WRONG, Result, Row
 
-# How far a result may be from the first contender's, as a share of its norm. This finds wrong
-# attention, not bad rounding, which is what `cupyflash verify` is for.
-TOLERANCE = {"float64": 1e-8, "float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
+# How far a result may be from the first contender's, as a share of its norm: some roundings of the
+# stored type, and half of the digits of the type that is summed in. This finds wrong attention, not
+# bad rounding, which is what `cupyflash verify` is for.
+TOLERANCE = {
+    name: 16 * dtype.unit_roundoff + 4 * math.sqrt(DTYPES[dtype.accumulator].unit_roundoff)
+    for name, dtype in DTYPES.items()
+}
 ROUNDED_PENALTIES = 5e-2  # some peers take ALiBi's in 16 bits
 WARM_UP = {"cpu": 1, "gpu": 3}  # rounds
 Progress = Callable[[Case, str], None]
@@ -117,7 +122,7 @@ def _ready(
         work()
         distance = worse(distance, difference(list(job.arrays(places)), found))
     tolerance = TOLERANCE[case.dtype]
-    if case.variant == "alibi" and case.dtype in ("float16", "bfloat16"):
+    if case.variant == "alibi" and DTYPES[case.dtype].itemsize == 2:
         tolerance = ROUNDED_PENALTIES
     name = contender.name
     if not distance <= tolerance:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..arrays.dtypes import FLOATS
 from ..errors import ArgumentError
 from ..files import check_writable, replacing, write_text
 from . import info
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 SUITE_NAMES = ("quick", "article", "peers", "variants", "decode")
 PASS_NAMES = ("forward", "backward")
-DTYPE_NAMES = ("float32", "float16", "bfloat16", "float64")
 VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "softcap")
 PICTURE_NAMES = ("rate", "speed-up", "memory")
 EXTRA = "pip install 'cupyflash[bench]'"
@@ -378,7 +378,7 @@ def add_command(subparsers: Any) -> None:
         help=f"{', '.join(VARIANT_NAMES)}; of the sized ones with a number, as in window=512, else "
         "an eighth of the keys or so",
     )  # fmt: skip
-    command.add_argument("--dtype", choices=DTYPE_NAMES, action="append", help="of q, k and v")
+    command.add_argument("--dtype", choices=FLOATS, action="append", help="of q, k and v")
     command.add_argument(
         "--only", **many,
         help="time these alone: cupyflash, standard, torch-cudnn, torch-flash, torch-efficient, "

@@ -11,14 +11,13 @@ from typing import Any
 
 from ..analysis import DEVICES
 from ..analysis.roofline import Roofline
+from ..arrays.dtypes import FLOATS
 from ..explanation import Bytes, Explanation, KernelUse
 from ..explanation import explain as explained
 from ..figures.terminal import ascii_only
 from ..files import check_writable, write_text
 from .text import table, whole_number, wrapped
 from .words import MASKS, read, score_words
-
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def quantity(number: float, unit: str) -> str:
@@ -265,7 +264,7 @@ def add_command(subparsers: Any) -> None:
     command.add_argument("--mask", metavar="MASK", help="such as causal (default: none)")
     command.add_argument("--score", metavar="SCORE", help="such as softcap(30) (default: none)")
     command.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[0], help="of q, k, v (default: %(default)s)"
+        "--dtype", choices=FLOATS, default=FLOATS[0], help="of q, k, v (default: %(default)s)"
     )
     command.add_argument(
         "--device",

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..analysis import Device
 from ..arrays.device_arrays import is_device_array
-from ..arrays.interop import FLOATS
+from ..arrays.dtypes import FLOATS
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import in_host_memory
 from ..expr.evaluate import host

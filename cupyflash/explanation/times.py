@@ -5,6 +5,7 @@ from __future__ import annotations
 from .. import analysis
 from ..analysis import Device
 from ..analysis.roofline import Roofline, limits
+from ..arrays.dtypes import DTYPES
 from ..problem.call import Call
 from .places import Place
 from .results import Bytes, KernelUse, Standard
@@ -18,13 +19,12 @@ def flops_of(pairs: int, d: int, d_v: int, backward: bool) -> int:
 def _peak(device: Device, dtype: str, tensor_cores: bool, precision: str | None) -> float | None:
     """Return FLOP per second of the units that multiply a type; None where they are not known."""
     if not tensor_cores:
-        return device.peak["float64" if dtype == "float64" else "float32"]
-    if dtype == "float64":
-        return device.matrix_peak.get("float64")
-    if dtype == "float32":
-        tf32 = device.matrix_peak.get("tf32")
+        return device.peak[DTYPES[dtype].accumulator]
+    mma = DTYPES[dtype].mma
+    if mma == "tf32":
+        tf32 = device.matrix_peak.get(mma)
         return None if tf32 is None or precision is None else tf32 / 3  # three products each
-    return device.peak.get(dtype)
+    return device.matrix_peak.get(mma) if mma == "float64" else device.peak.get(mma)
 
 
 def _best_peak(device: Device, call: Call) -> float:

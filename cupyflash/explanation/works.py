@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import cpu_tiles, dispatch
+from ..backends import cpu_tiles, gpu
 from ..gpu import recipe
 from ..gpu.kernels.spec import KernelSpec, Tiles
 from ..gpu.source import Specialisation
@@ -133,7 +133,7 @@ def on_gpu(
         main = next(work for work in works if work.block_kv)
         reason = _why_backward(main, where, problem)
     else:
-        reason = dispatch.plan_on(call, facts).reason
+        reason = gpu.plan_on(call, facts).reason
     return reason, works, sum(laid.nbytes for laid in made.scratch.values())
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from ..arrays.dtypes import DTYPES, WORDS
 from ..errors import ArgumentError, ArgumentTypeError, TraceError
 
 Type: TypeAlias = Literal["bool", "int", "float"]
@@ -232,11 +233,11 @@ def array_type(array: Any, argument: str = "lookup") -> Type:
         return "bool"
     if dtype.kind in "iu" and dtype != np.uint64:
         return "int"
-    if dtype.name in ("float16", "bfloat16", "float32", "float64"):
+    if dtype.name in DTYPES:
         return "float"
     raise ArgumentTypeError(
         f"{argument}: an array of dtype {dtype} came; wanted bool, a signed integer, uint8 to "
-        "uint32, float16, bfloat16, float32 or float64. Convert it with .astype()."
+        f"uint32, {WORDS}. Convert it with .astype()."
     )
 
 

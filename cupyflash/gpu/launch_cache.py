@@ -91,28 +91,40 @@ class Signature:
         Equal for calls that differ in addresses only.
     addresses : dict
         As kernels name them, without those of tables.
-    arrays : dict
-        By the same names.
     read : list of array
         What masks, score changes and the bias read.
     written : list of str
         Names of arrays that are written.
     """
 
-    __slots__ = ("_kind", "_parts", "addresses", "arrays", "key", "read", "written")
+    __slots__ = ("_kind", "_parts", "_taken", "addresses", "key", "read", "written")
 
-    def __init__(self, call: str, q: Any) -> None:
-        self._kind = type(q)
+    def __init__(
+        self,
+        call: str,
+        read: Mapping[str, Any],
+        options: Options,
+        written: Mapping[str, Any],
+    ) -> None:
+        self._kind = type(read["q"])  # of all arrays
         self._parts: list[Any] = [call]
-        self.arrays: dict[str, Any] = {}
+        self._taken: list[Mapping[str, Any]] = []
         self.addresses: Addresses = {"seed": 0}
         self.read: Sequence[Any] = ()
         self.written: Sequence[str] = ()
-        self.key: Hashable = None
+        self._take_arrays(read)
+        for name, value in vars(options).items():
+            if value is not None:
+                self._parts += (name, _TAKE[name](self, value))
+        if written:
+            self._take_arrays(written)
+            self.written = [name for name, array in written.items() if array is not None]
+        self.key: Hashable = tuple(self._parts)
 
-    def take_arrays(self, named: Mapping[str, Any]) -> None:
+    def _take_arrays(self, named: Mapping[str, Any]) -> None:
         """Take arrays, or None, by the names that kernels have for them."""
-        kind, parts, arrays, addresses = self._kind, self._parts, self.arrays, self.addresses
+        kind, parts, addresses = self._kind, self._parts, self.addresses
+        self._taken.append(named)
         for name, array in named.items():
             if array is None:
                 parts.append(None)
@@ -122,21 +134,16 @@ class Signature:
             data = array.data
             addresses[name] = place = data.ptr
             parts += (array.dtype, array.shape, array.strides, data.device_id, place & 15)
-            arrays[name] = array
 
-    def take_outputs(self, named: Mapping[str, Any]) -> None:
-        """Take arrays to write to, or None."""
-        self.take_arrays(named)
-        self.written = [name for name, array in named.items() if array is not None]
-
-    def take_options(self, options: Options) -> None:
-        """Take every field of the options of a call."""
-        self._parts.append(
-            tuple([
-                value if value is None else _TAKE[name](self, value)
-                for name, value in vars(options).items()
-            ])
-        )  # fmt: skip
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """All arrays, by the names of their addresses."""
+        return {
+            name: array
+            for named in self._taken
+            for name, array in named.items()
+            if array is not None
+        }
 
     def _expression(self, made: Any) -> Hashable:
         """Take a mask, score changes, or an array that stands for them, and what they read."""
@@ -148,7 +155,7 @@ class Signature:
         return self._place(made)
 
     def _sink(self, value: Any) -> Hashable:
-        self.take_arrays({"sink": value})
+        self._take_arrays({"sink": value})
         return "array"
 
     def _number(self, value: Any) -> Hashable:
@@ -174,7 +181,7 @@ class Signature:
                 return place
         if array is None:
             raise _UnlikeError
-        self.take_arrays({f"read {len(self.read)}": array})
+        self._take_arrays({f"read {len(self.read)}": array})
         self.read = [*self.read, array]
         return len(self.read) - 1
 
@@ -185,15 +192,11 @@ class Signature:
             return False
         if not device_arrays.is_device_array(value):
             raise _UnlikeError
-        self.take_arrays({"seed_gmem": value})
+        self._take_arrays({"seed_gmem": value})
         return "array"
 
-    def close(self) -> None:
-        """Make the key of what was taken."""
-        self.key = tuple(self._parts)
 
-
-# Field of `Options` -> what a signature takes of it. None of any field says nothing of it.
+# Field of `Options` -> what a signature takes of it.
 _TAKE: dict[str, Callable[[Signature, Any], Hashable]] = {
     "mask": Signature._expression,
     "score_mod": Signature._expression,
@@ -212,7 +215,7 @@ def signature(
     options: Options,
     written: Mapping[str, Any],
 ) -> Signature | None:
-    """Return the signature of a call, or None of one that is checked every time.
+    """Return the signature of a call on a GPU, or None of one that is checked every time.
 
     Parameters
     ----------
@@ -223,19 +226,10 @@ def signature(
     options : Options
         The options of the call.
     """
-    q = read["q"]
-    if not device_arrays.is_device_array(q):
-        return None
-    seen = Signature(kind, q)
     try:
-        seen.take_arrays(read)
-        seen.take_options(options)
-        if written:
-            seen.take_outputs(written)
+        return Signature(kind, read, options, written)
     except _UnlikeError:
         return None
-    seen.close()
-    return seen
 
 
 _lock = threading.Lock()  # of writers; to look up takes none
@@ -325,11 +319,12 @@ def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:
     `before` are those of a call with the same key, whose distances were checked too.
     """
     pairs: list[Pair] = []
-    others = [name for name in seen.arrays if name not in seen.written]
+    arrays = seen.arrays
+    others = [name for name in arrays if name not in seen.written]
     for written in seen.written:
-        low, high = _reach(seen.arrays[written])
+        low, high = _reach(arrays[written])
         for other in others:
-            other_low, other_high = _reach(seen.arrays[other])
+            other_low, other_high = _reach(arrays[other])
             least, most = low - other_high, high - other_low
             distance = seen.addresses[other] - seen.addresses[written]
             checked = {distance} if least < distance < most else set()

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.dtypes import DTYPES
+
 MAX_LEAD = 4  # leading axes of a launch
 MAX_AXES = 8  # axes of a look-up
 MAX_PARTS = 16  # operands of one launch of combine
@@ -17,10 +19,9 @@ MAX_BYTES = 4096  # parameters that every driver takes
 # Element kinds, as KINDS in reference/cpu/program.py.
 KINDS = {
     name: number
-    for number, name in enumerate(
-        "bool int8 int16 int32 int64 uint8 uint16 uint32 float16 bfloat16 float32 float64".split()
-    )
+    for number, name in enumerate("bool int8 int16 int32 int64 uint8 uint16 uint32".split())
 }
+KINDS |= {dtype.name: dtype.kind for dtype in DTYPES.values()}
 
 
 class Operand(NamedTuple):

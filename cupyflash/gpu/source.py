@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from ..arrays.dtypes import DTYPES
 from ..expr.cuda import Functions
 from .kernels.spec import KernelSpec, Tiles
 
-# Storage types, numbered as kernels know them.
-STORAGE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 # racecheck of CUDA's compute-sanitizer does not follow the order between lanes that meet and the
 # one of them that arrives at a barrier in shared memory for all. For such tools each arrives.
 EACH_LANE_ARRIVES = os.environ.get("CUPYFLASH_EACH_LANE_ARRIVES") == "1"
-_SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 _VOCABULARY = ("common/expression.cuh",)  # what generated code calls
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*\n', re.MULTILINE)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
@@ -92,7 +90,9 @@ class Specialisation:
         blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
         parts = [
             self.kernel,
-            "_".join([_SHORT[self.dtype], *(f"{name}{n}" for name, n in sizes.items() if n)]),
+            "_".join(
+                [DTYPES[self.dtype].suffix, *(f"{name}{n}" for name, n in sizes.items() if n)]
+            ),
             "_".join(name for name, on in flags.items() if on),
             "_".join(f"{name}{n}" for name, n in blocks.items() if n),
         ]
@@ -104,7 +104,7 @@ def prelude(special: Specialisation) -> str:
     has = special.functions
     values: dict[str, dict[str, Any]] = {
         "int": {
-            "STORAGE": STORAGE[special.dtype],
+            "STORAGE": DTYPES[special.dtype].code,
             "D": special.d,
             "D_V": special.d_v,
             "BLOCK_Q": special.tiles.block_q,

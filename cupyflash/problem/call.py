@@ -8,18 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import dtypes
 from ..masks import Mask
 from ..scores import Score
 
 Array = np.ndarray[Any, Any]
-
-# 16-bit floats are computed in float32; every other dtype in itself.
-ACCUMULATORS: dict[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float32),
-    "bfloat16": np.dtype(np.float32),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
 
 
 class Gradients(NamedTuple):
@@ -68,7 +61,7 @@ class Problem:
     @property
     def accumulator(self) -> np.dtype[Any]:
         """The dtype of scores, sums, LSE and every intermediate result."""
-        return ACCUMULATORS[self.dtype.name]
+        return dtypes.accumulator(self.dtype)
 
     @property
     def batch(self) -> int:

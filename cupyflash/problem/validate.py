@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import dtypes
 from ..arrays.device_arrays import is_device_array
 from ..arrays.interop import array, floats, one_home, outputs
 from ..errors import ArgumentError, ArgumentTypeError
@@ -19,7 +20,7 @@ from ..expr.nodes import Expr, LookupTable, walk
 from ..masks import Mask, dense
 from ..scores import Score, chain
 from . import device_args, scalars
-from .call import ACCUMULATORS, Array, Call, Gradients, Problem
+from .call import Array, Call, Gradients, Problem
 from .options import DEFAULTS, NAMES, Options
 
 MAX_HEAD_SIZE = 512
@@ -377,7 +378,7 @@ def parts(value: Any) -> list[tuple[Array, Array]]:
                 f"combine: out of entry {n} has shape {out.shape}, dtype {out.dtype}; wanted "
                 f"{first.shape}, {first.dtype}, as entry 0."
             )
-        accumulator = ACCUMULATORS[out.dtype.name]
+        accumulator = dtypes.accumulator(out.dtype)
         pairs.append(
             (out, given(pair[1], f"combine: lse of entry {n}", out.shape[:-1], accumulator))
         )

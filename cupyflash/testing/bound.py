@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cupyflash.arrays.dtypes import DTYPES
 from cupyflash.reference.spec import naive, naive_formulas
 
 from .precision import Precision, Rounding
@@ -196,7 +197,7 @@ def _stored(terms: Terms, precision: Precision, rounding: Rounding) -> Bounded:
 def _rounding(array: Any, precision: Precision) -> Rounding:
     """Rounding to the type of a bias or sink, whose gradient is stored in it."""
     dtype = np.asarray(array).dtype
-    if dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+    if dtype.name not in DTYPES:
         return precision.output
     return Rounding.to(dtype)
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from cupyflash import api
 
+from ..arrays.dtypes import FLOATS
 from ..files import write_text
-from .options import FLOATS, float_type
+from .options import float_type
 from .properties import Property
 from .subject import Subject
 from .verification import run

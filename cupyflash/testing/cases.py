@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupyflash.arrays import dtypes
+
 from .families import FAMILIES
 from .options import Sizes, float_type, mask_of, scores_of
 from .placement import Layout, Placed, random_layout
@@ -85,7 +87,7 @@ class Problem:
     @property
     def accumulator(self) -> np.dtype[Any]:
         """Type of the LSE and of its gradient."""
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return dtypes.accumulator(self.dtype)
 
     def __repr__(self) -> str:
         return self.line
@@ -232,7 +234,7 @@ def problem(
     if dropout:
         options["dropout"] = dropout
         options["seed"] = int(rng_of("dropout").integers(2**64, dtype=np.uint64))
-    accumulator = np.float64 if held == np.float64 else np.float32
+    accumulator = dtypes.accumulator(held)
     row_gradient = rng_of("dlse").standard_normal(out_shape[:-1]).astype(accumulator)
     large = abs(scale or 0) * math.sqrt(shapes["q"][-1]) > 2.5
     return Problem(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyflash import masks, scores
+from cupyflash.arrays.dtypes import FLOATS
 from cupyflash.expr import (
     absolute,
     clip,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Array = np.ndarray[Any, Any]
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def float_type(name: Any) -> np.dtype[Any]:

@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-# Name of a type: unit roundoff, largest absolute error below the normal range, largest number.
-# Subnormal results may be flushed to zero (CuPy compiles with -ftz=true), hence the smallest normal
-# number for float32 and bfloat16; float16 conversions keep subnormals, whose spacing is 2**-24.
-_FORMATS: dict[str, tuple[float, float, float]] = {
-    "float16": (2.0**-11, 2.0**-25, 65504.0),
-    "bfloat16": (2.0**-8, 2.0**-126, (2.0 - 2.0**-7) * 2.0**127),
-    "float32": (2.0**-24, 2.0**-126, (2.0 - 2.0**-23) * 2.0**127),
-    "float64": (2.0**-53, 2.0**-1022, float(np.finfo(np.float64).max)),
-}
+from cupyflash.arrays import dtypes
+from cupyflash.arrays.dtypes import DTYPES
 
 # float32 in three products by tensor cores. A number is split into one of 11 bits, rounded to
 # nearest, and what remains, of which tensor cores cut off what is beyond 11 bits: at most 2**-23 of
@@ -73,9 +66,10 @@ class Rounding:
             Its constants.
         """
         name = np.dtype(dtype).name
-        if name not in _FORMATS:
-            raise TypeError(f"dtype is {name}; it must be one of {', '.join(_FORMATS)}")
-        return cls(*_FORMATS[name])
+        if name not in DTYPES:
+            raise TypeError(f"dtype is {name}; it must be one of {', '.join(DTYPES)}")
+        known = DTYPES[name]
+        return cls(known.unit_roundoff, known.underflow, known.largest)
 
 
 @dataclass(frozen=True)
@@ -143,18 +137,18 @@ class Precision:
             Accumulation in float64 for float64, else in float32.
         """
         output = Rounding.to(dtype)
-        double = np.dtype(dtype).name == "float64"
-        unit, underflow, largest = _FORMATS["float64" if double else "float32"]
-        exact = Rounding(0.0, 0.0, largest)
+        computed = dtypes.accumulator(dtype)
+        sums = Rounding.to(computed)
+        exact = Rounding(0.0, 0.0, sums.largest)
         if precision is not None:
-            exact = Rounding(SPLIT, SPLIT_UNDERFLOW, largest)
+            exact = Rounding(SPLIT, SPLIT_UNDERFLOW, sums.largest)
         narrow = tensor_cores and np.dtype(dtype).itemsize == 2
         scaled = narrow and np.dtype(dtype).name == "float16"
         return cls(
-            unit=unit,
-            exp2_error=2.0**-50 if double else 2.0**-22,
-            underflow=underflow,
-            largest=largest,
+            unit=sums.unit,
+            exp2_error=2.0**-50 if computed == np.float64 else 2.0**-22,
+            underflow=sums.underflow,
+            largest=sums.largest,
             product=output if narrow else exact,
             output=output,
             truncates=narrow or precision is not None,

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupyflash.arrays.dtypes import FLOATS
+
 from .copies import CuPyMemory, HostMemory, Memory
 from .features import FEATURES
-from .options import FLOATS, float_type, known_floats
+from .options import float_type, known_floats
 from .properties import NOT_APPLICABLE, PROPERTIES, Property
 from .report import FAILED, PASSED, Failure, Report, Result
 from .report import NOT_APPLICABLE as IDLE

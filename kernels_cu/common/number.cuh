@@ -2,8 +2,8 @@
 #pragma once
 #include "../ptx/convert.cuh"
 
-// The element trait: one specialisation for each type, numbered as in cupyflash/gpu/source.py. A
-// STORAGE without one does not compile.
+// The element trait: one specialisation for each type, numbered as in cupyflash/arrays/dtypes.py.
+// A STORAGE without one does not compile.
 template <int CODE>
 struct Element {
   static_assert(CODE < 0, "STORAGE is no element type: give it a specialisation of Element");

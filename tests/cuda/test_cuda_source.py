@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import cupyflash.kernels_cu
 from cupyflash import lookup, masks, scores
+from cupyflash.arrays.dtypes import DTYPES
 from cupyflash.expr.cuda import generate
 from cupyflash.gpu import params, source, strides
 from cupyflash.gpu.kernels.registry import SPECS
@@ -167,6 +168,20 @@ def test_kinds_are_numbered_as_everywhere():
         assert f"KIND_{name.upper()} = {number}" in header
     assert f"MAX_LEAD = {params.MAX_LEAD};" in header
     assert f"MAX_PARTS = {params.MAX_PARTS};" in header
+
+
+def test_element_types_are_numbered_as_in_the_table():
+    text = (FOLDER / "common/number.cuh").read_text()
+    elements = re.findall(r"struct Element<(\d+)> \{.*?KIND = KIND_(\w+);\n\}", text, re.DOTALL)
+    assert elements == [(str(dtype.code), dtype.name.upper()) for dtype in DTYPES.values()]
+    for code, name in elements:
+        assert f"IS_{name} = STORAGE == {code}" in text
+    widths = re.findall(r"using stored = ([a-z ]+);.*?using accumulated = (\w+);", text, re.DOTALL)
+    stored = {2: "unsigned short", 4: "float", 8: "double"}
+    computed = {"float32": "float", "float64": "double"}
+    assert widths == [
+        (stored[dtype.itemsize], computed[dtype.accumulator]) for dtype in DTYPES.values()
+    ]
 
 
 def test_packed_bytes_are_what_was_told():

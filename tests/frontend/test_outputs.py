@@ -19,13 +19,13 @@ from cupyflash import (
     attention_backward,
     attention_varlen,
     attention_vjp,
-    cpu_tiles,
     masks,
     plan,
     scores,
     workspace_size,
 )
 from cupyflash.arrays.interop import repeats_an_address, share_memory
+from cupyflash.backends import cpu_tiles
 from cupyflash.problem import validate
 
 F32 = np.float32

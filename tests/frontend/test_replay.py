@@ -16,8 +16,8 @@ from cupyflash import ArgumentError, lookup, masks, scores
 from cupyflash.arrays import cuda_device
 from cupyflash.gpu import driver, launch_cache, tma
 from cupyflash.gpu import jit as compiler
-from cupyflash.problem import options, validate
-from cupyflash.problem.options import Options
+from cupyflash.problem import validate
+from cupyflash.problem.options import NAMES, Options
 
 PLACES = {"q": 0, "k": 8, "v": 16, "out": 24}  # of addresses among a kernel's words
 
@@ -335,7 +335,7 @@ def test_a_signature_takes_every_option(cupy):
         return launch_cache.signature("forward", named, options, {})
 
     assert seen(Options()) is not None
-    assert set(launch_cache._TAKE) == set(options.NAMES)
+    assert set(launch_cache._TAKE) == set(NAMES)
     with pytest.raises(KeyError, match="later"):
         seen(Options.of(**vars(Options()), later=1))
 

@@ -13,8 +13,9 @@ from emulator.calls import Blocks, Emulator
 from emulator.machine import randomly
 from placement import same_bits
 
-from cupyflash import dispatch, masks, scores
+from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
+from cupyflash.backends import gpu
 from cupyflash.gpu.workspace import Laid
 from cupyflash.problem import pack_gqa, validate
 from cupyflash.problem.options import Options
@@ -115,7 +116,7 @@ def test_rows_of_warpgroups(monkeypatch):
     options = {"mask": masks.causal()}
     for shortest, kernel in ((512, "forward_sm90"), (2000, "forward_sm80")):
         monkeypatch.setattr("cupyflash.gpu.kernels.sm90.SHORTEST", shortest)
-        plan = dispatch.plan_on(validate.call(q, k, v, Options(**options)), H200)
+        plan = gpu.plan_on(validate.call(q, k, v, Options(**options)), H200)
         assert plan.kernel == kernel
         assert "the 16 heads that share keys are rows of one" in plan.reason
     monkeypatch.undo()
@@ -154,7 +155,7 @@ def test_what_is_in_the_way(len_q, order, options, why):
     call = validate.call(*draw(F32, len_q, order), Options(**options))
     assert why in pack_gqa.obstacle(call)
     assert pack_gqa.joined(call) == (call, ())
-    assert "rows of one" not in dispatch.plan_on(call, H200).reason
+    assert "rows of one" not in gpu.plan_on(call, H200).reason
 
 
 def test_packed_sequences_and_heads_that_share_nothing():

@@ -29,9 +29,9 @@ from emulator.machine import FORWARD, Schedule
 import cupyflash.kernels_cu
 from cupyflash.arrays.cuda_device import OLDEST_CAPABILITY
 from cupyflash.arrays.device_arrays import address
+from cupyflash.arrays.dtypes import DTYPES
 from cupyflash.gpu import jit as compiler
 from cupyflash.gpu import source, tma
-from cupyflash.gpu.source import STORAGE
 from cupyflash.gpu.tma import TensorMap
 from cupyflash.testing.copies import Copies, HostMemory
 
@@ -187,7 +187,7 @@ class Case:
         """Return what the lanes of the emulator write; `subnormal`: such numbers are kept."""
 
         def launch(given: Array, out: Array) -> None:
-            storage = STORAGE["float64" if subnormal else "float32"]
+            storage = DTYPES["float64" if subnormal else "float32"].code
             machine = probe.Probe(**self.kernel(given, out), storage=storage)
             maps = b""
             if self.map is not None:

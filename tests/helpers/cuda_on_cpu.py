@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cupyflash.arrays.device_arrays import address
+from cupyflash.arrays.dtypes import DTYPES
 from cupyflash.expr.cuda import Generated
 from cupyflash.gpu import params, source, strides
 
@@ -116,7 +117,8 @@ class Compiled:
             for name in ("ints", "floats", "arrays")
         )
         names = ("NUM_INTS", "NUM_FLOATS", "NUM_TABLES")
-        text = SHIM + f"constexpr int STORAGE = {3 if double else 2};\n"
+        storage = DTYPES["float64" if double else "float32"].code
+        text = SHIM + f"constexpr int STORAGE = {storage};\n"
         text += "".join(
             f"constexpr int {name} = {size};\n"
             for name, size in zip(names, self.sizes, strict=True)

@@ -15,6 +15,12 @@ from cupyflash.masks import flat_sizes, position_symbols
 from cupyflash.reference.cpu import program, tile
 from cupyflash.reference.cpu.jit import kernel
 from cupyflash.reference.spec.naive import Sizes
+from cupyflash.testing.trees import (  # noqa: F401
+    FUNCTIONS,
+    HARD_FLOATS,
+    arrays,
+    expressions,
+)
 
 
 @st.composite

@@ -10,7 +10,8 @@ from unittest import mock
 import numpy as np
 
 import cupyflash
-from cupyflash import cpu_tiles, dispatch
+from cupyflash.backends import cpu_tiles
+from cupyflash.dispatch import CPU
 from cupyflash.problem import validate
 from cupyflash.problem.call import Call, Gradients, Plan
 from cupyflash.problem.options import Options
@@ -88,7 +89,7 @@ def run_forward(problem: Problem) -> tuple[Array, Array]:
     if problem.tiles:
         call = call_of(problem)
         targets = [_full(x.view, call.matrices) for x in (out, lse)]
-        dispatch.forward(call, *targets, plan=plan_of(*problem.tiles))
+        CPU.forward(call, *targets, plan=plan_of(*problem.tiles))
     else:
         arrays = problem.q, problem.k, problem.v
         options = problem.options | {"return_lse": True, "out": out.view, "lse_out": lse.view}
@@ -123,7 +124,7 @@ def run_backward(problem: Problem, out: Array, lse: Array) -> Gradients:
             _full(x, matrix)
             for x, matrix in zip(views, (*call.were_matrices, False, False), strict=True)
         ]
-        dispatch.backward(call, *rows, Gradients(*targets), workspace, plan=plan_of(*problem.tiles))
+        CPU.backward(call, *rows, Gradients(*targets), workspace, plan=plan_of(*problem.tiles))
         results = Gradients(*views)
     else:
         arrays = problem.do, problem.q, problem.k, problem.v, out, lse
@@ -215,10 +216,10 @@ def attend(
 ) -> Result:
     """`attention` on arrays with a head axis, with tiles of this size."""
     call = _call(q, k, v, offsets, options)
-    out, lse = dispatch.empty_output(call)
+    out, lse = CPU.empty_output(call)
     out.fill(np.nan)
     lse.fill(np.nan)
-    visited = dispatch.forward(call, out, lse, plan=plan_of(*tiles)).visited
+    visited = CPU.forward(call, out, lse, plan=plan_of(*tiles)).visited
     return Result(out, lse, visited)
 
 
@@ -246,7 +247,7 @@ def attend_backward(
     call = _call(q, k, v, offsets, options)
     owners = (q, k, v, options.get("bias"), options.get("sink"))
     made = Gradients(*(None if x is None else np.full(x.shape, np.nan, x.dtype) for x in owners))
-    served = dispatch.backward(call, do, out, lse, dlse, made, None, plan=plan_of(*tiles))
+    served = CPU.backward(call, do, out, lse, dlse, made, None, plan=plan_of(*tiles))
     return BackwardResult(*made, served.visited)
 
 

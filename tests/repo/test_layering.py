@@ -24,7 +24,8 @@ ORDER = [
     ["masks"],
     ["scores"],
     ["problem"],
-    ["gpu", "cpu_tiles"],
+    ["gpu"],
+    ["backends"],
     ["dispatch"],
     ["execute", "explanation"],
     ["api", "varlen"],
@@ -35,7 +36,7 @@ ORDER = [
 # The same inside of folders whose modules depend on each other one way, too. Modules of the other
 # folders may import each other.
 INSIDE = {
-    "arrays": [["cuda_device"], ["device_arrays"], ["interop"]],
+    "arrays": [["cuda_device", "dtypes"], ["device_arrays"], ["interop"]],
     "problem": [
         ["call", "options"],
         ["keywords"],
@@ -58,7 +59,7 @@ INSIDE = {
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
 # them: who calls them, who writes the programs they run, who checks them, who reports on them.
 USERS_OF_REFERENCE = [
-    "cupyflash.dispatch",
+    "cupyflash.backends.cpu",
     "cupyflash.expr.lower",
     "cupyflash.testing",
     "cupyflash.commands",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyflash import masks
+from cupyflash.arrays.dtypes import DTYPES
 
 from ..subject import Rows, wide
 
@@ -33,7 +34,9 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 WIDE = ("bfloat16", "float32", "float64")  # types of a wide exponent
-ROUNDED = ("float16", "bfloat16")  # types that are computed in a wider one
+ROUNDED = tuple(
+    x.name for x in DTYPES.values() if x.accumulator != x.name
+)  # types that are computed in a wider one
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ It never reads the batch size, so that a result does not depend on the batch it 
 
 from __future__ import annotations
 
-from .problem.call import Plan, Problem
+from ..problem.call import Plan, Problem
 
 # Largest head size -> (block_q, block_kv). A tile of scores, the block of queries and the
 # accumulated output share the L2 cache of a core.

@@ -1,0 +1,69 @@
+"""What every back end does with a validated call."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..gpu.launch import Served
+from ..problem.call import Array, Call, Gradients, Plan
+
+
+class Backend(Protocol):
+    """Computes calls whose arrays are all of one kind. A `plan` gives other tiles than its own."""
+
+    def plan(self, call: Call) -> Plan:
+        """Return which kernel serves a call, with which tiles."""
+        ...
+
+    def forward(
+        self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
+    ) -> Served:
+        """Compute `out` and `lse`, which is what `empty_output` returns or like it."""
+        ...
+
+    def backward(
+        self,
+        call: Call,
+        do: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        gradients: Gradients,
+        workspace: Array | None,
+        plan: Plan | None = None,
+        deterministic: bool = False,
+    ) -> Served:
+        """Compute `gradients`, of which those that the call has not are None."""
+        ...
+
+    def workspace_size(self, call: Call) -> int:
+        """Return the bytes of scratch that the call's backward needs."""
+        ...
+
+    def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+        """Combine several (out, lse) into new arrays."""
+        ...
+
+    def empty_like(self, array: Array) -> Array:
+        """Return an uninitialised array of the same shape, dtype and memory order."""
+        ...
+
+    def empty_output(
+        self,
+        call: Call,
+        out: Array | None = None,
+        lse: Array | None = None,
+        want_lse: bool = True,
+    ) -> tuple[Array, Array | None]:
+        """Return out and lse as they are, or where they are None uninitialised arrays.
+
+        A new out has the memory order of q. A back end that needs no LSE makes none unless
+        `want_lse`.
+        """
+        ...
+
+
+def output_shape(call: Call) -> tuple[int, ...]:
+    """Return the shape of out with a head axis."""
+    lead = () if call.problem.packed else call.problem.lead
+    return (*lead, *call.q.shape[-3:-1], call.problem.d_v)

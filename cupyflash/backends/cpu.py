@@ -1,0 +1,129 @@
+"""Calls on NumPy arrays, by the kernels of `reference.cpu`; the first call imports Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..gpu.launch import Served
+from ..problem.bound_exprs import trees
+from ..problem.call import Array, Call, Gradients, Plan
+from . import cpu_tiles
+from .backend import output_shape
+
+
+def _programs(call: Call) -> Any:
+    """Lower a call's mask and score changes; programs keep the arrays that they read alive."""
+    from cupyflash.reference.cpu.layout import Programs
+    from cupyflash.reference.cpu.program import empty_program
+
+    from ..expr.lower import lower
+
+    bound = trees(call)
+    score, slope, mask, tile = (empty_program() if tree is None else lower(tree) for tree in bound)
+    return Programs(score, slope, mask, tile, bound)
+
+
+class Cpu:
+    """The back end of NumPy arrays."""
+
+    def plan(self, call: Call) -> Plan:
+        """Return which kernel serves a call, with which tiles."""
+        return cpu_tiles.choose(call.problem)
+
+    def forward(
+        self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
+    ) -> Served:
+        """Compute `out` and `lse`."""
+        from cupyflash.reference.cpu import launch
+
+        assert lse is not None
+        plan = plan or self.plan(call)
+        programs = _programs(call)
+        visited = launch.forward(
+            call.problem,
+            programs,
+            call.q,
+            call.k,
+            call.v,
+            call.sink,
+            out,
+            lse,
+            plan.block_q,
+            plan.block_kv,
+        )
+        return Served(visited)
+
+    def backward(
+        self,
+        call: Call,
+        do: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        gradients: Gradients,
+        workspace: Array | None,
+        plan: Plan | None = None,
+        deterministic: bool = False,  # noqa: ARG002, it always is
+    ) -> Served:
+        """Compute `gradients`, always in the same order."""
+        from cupyflash.reference.cpu import launch
+
+        plan = plan or self.plan(call)
+        programs = _programs(call)
+        visited = launch.backward(
+            call.problem,
+            programs,
+            do,
+            call.q,
+            call.k,
+            call.v,
+            out,
+            lse,
+            dlse,
+            call.sink,
+            *gradients,
+            plan.block_q,
+            plan.block_kv,
+            workspace,
+        )
+        return Served(visited)
+
+    def workspace_size(self, call: Call) -> int:
+        """Return the bytes of scratch that the call's backward needs."""
+        from cupyflash.reference.cpu import launch
+
+        return launch.backward_scratch_size(call.problem, self.plan(call).block_q)
+
+    def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+        """Combine several (out, lse) into new arrays."""
+        from cupyflash.reference.cpu import launch
+
+        first_out, first_lse = parts[0]
+        out = self.empty_like(first_out)
+        lse: Array = np.empty(first_lse.shape, first_lse.dtype)
+        launch.combine(parts, out, lse)
+        return out, lse
+
+    def empty_like(self, array: Array) -> Array:
+        """Return an uninitialised array of the same shape, dtype and memory order."""
+        return np.empty_like(array, subok=False)
+
+    def empty_output(
+        self,
+        call: Call,
+        out: Array | None = None,
+        lse: Array | None = None,
+        want_lse: bool = True,  # noqa: ARG002, the kernels always write it
+    ) -> tuple[Array, Array | None]:
+        """Return out and lse as they are, or uninitialised."""
+        shape = output_shape(call)
+        if out is None:
+            q = call.q
+            if not call.problem.packed:
+                q = np.broadcast_to(q, (*call.problem.lead, *q.shape[-3:]))
+            out = np.empty_like(q, shape=shape, subok=False)
+        if lse is None:
+            lse = np.empty(shape[:-1], call.problem.accumulator)
+        return out, lse

@@ -1,0 +1,88 @@
+"""Calls on CuPy arrays, by the kernels of `kernels_cu`; the first call imports CuPy."""
+
+from __future__ import annotations
+
+from ..arrays import cuda_device, device_arrays
+from ..gpu import launch
+from ..gpu.kernels import registry
+from ..gpu.kernels.spec import Request
+from ..gpu.launch import Served
+from ..problem import pack_gqa
+from ..problem.call import Array, Call, Gradients, Plan
+from .backend import output_shape
+
+
+def plan_on(call: Call, facts: cuda_device.Target) -> Plan:
+    """Return which kernel would serve a call on a GPU that need not be there."""
+    call, _ = pack_gqa.joined(call)
+    return registry.plan(Request.of(call, facts))
+
+
+def _device(array: Array) -> int:
+    device = device_arrays.device_of(array)
+    assert device is not None
+    return device
+
+
+class Gpu:
+    """The back end of CuPy arrays."""
+
+    def plan(self, call: Call) -> Plan:
+        """Return which kernel serves a call, with which tiles."""
+        return plan_on(call, cuda_device.of(_device(call.q)))
+
+    def forward(
+        self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
+    ) -> Served:
+        """Compute `out` and, unless it is None, `lse`."""
+        return launch.forward(call, out, lse, plan)
+
+    def backward(
+        self,
+        call: Call,
+        do: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        gradients: Gradients,
+        workspace: Array | None,
+        plan: Plan | None = None,
+        deterministic: bool = False,
+    ) -> Served:
+        """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
+        arrays = do, out, lse, dlse, gradients, workspace
+        return launch.backward(call, *arrays, plan, deterministic=deterministic)
+
+    def workspace_size(self, call: Call) -> int:
+        """Return the bytes of scratch that the call's backward needs."""
+        return launch.workspace_size(call)
+
+    def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+        """Combine several (out, lse) into new arrays."""
+        first_out, first_lse = parts[0]
+        out = self.empty_like(first_out)
+        with cuda_device.current(_device(first_out)):
+            lse: Array = device_arrays.empty(first_lse.shape, first_lse.dtype)
+        launch.combine(parts, out, lse)
+        return out, lse
+
+    def empty_like(self, array: Array) -> Array:
+        """Return an uninitialised array of the same shape, dtype and memory order."""
+        empty: Array = device_arrays.empty_like(array, array.shape)
+        return empty
+
+    def empty_output(
+        self,
+        call: Call,
+        out: Array | None = None,
+        lse: Array | None = None,
+        want_lse: bool = True,
+    ) -> tuple[Array, Array | None]:
+        """Return out and lse as they are, or uninitialised; no LSE that nobody wants."""
+        shape = output_shape(call)
+        if out is None:
+            out = device_arrays.empty_like(call.q, shape)
+        if lse is None and want_lse:
+            with cuda_device.current(_device(call.q)):
+                lse = device_arrays.empty(shape[:-1], call.problem.accumulator)
+        return out, lse
