@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...arrays.dtypes import FLOATS
 from . import grid
 from .simt import LARGEST_HEAD
 from .sm80 import CAPABILITY, HALVES
@@ -11,7 +12,7 @@ ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp work
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
 SINK_THREADS = 512
 _METHOD = "sums in {accumulator}"
-_HEADS = dict.fromkeys(("float16", "bfloat16", "float32", "float64"), LARGEST_HEAD)
+_HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 
 
 def _configure_sink(request: Request) -> Tiles | None:

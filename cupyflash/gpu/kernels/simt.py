@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...arrays.dtypes import FLOATS
 from . import grid
 from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
@@ -231,7 +232,7 @@ def _configure(kernel: str, slope: bool, request: Request) -> Tiles | None:
     return fit(kernel, *sizes, spare, request.device.shared_memory, request.blocks)
 
 
-_HEADS = dict.fromkeys(("float16", "bfloat16", "float32", "float64"), LARGEST_HEAD)
+_HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 _METHOD = "runs the portable kernel in {accumulator}"
 
 FORWARD = KernelSpec(
