@@ -20,8 +20,9 @@ from .results import MEASURED, REFUSED, WRONG, Result, Row
 # How far a result may be from the first contender's, as a share of its norm: some roundings of the
 # stored type, and half of the digits of the type that is summed in. This finds wrong attention, not
 # bad rounding, which is what `cupyflash verify` is for.
+_ACCUMULATED = {"float32": 1e-3, "float64": 1e-8}
 TOLERANCE = {
-    name: 16 * dtype.unit_roundoff + 4 * math.sqrt(DTYPES[dtype.accumulator].unit_roundoff)
+    name: min(3e-2, 16 * dtype.unit_roundoff + _ACCUMULATED[dtype.accumulator])
     for name, dtype in DTYPES.items()
 }
 ROUNDED_PENALTIES = 5e-2  # some peers take ALiBi's in 16 bits

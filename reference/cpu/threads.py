@@ -61,7 +61,9 @@ class _Job:
     def __init__(
         self, run: Callable[[int, int], None], items: int, most: int, arrays: object
     ) -> None:
-        self._run, self._items, self._most, self._arrays = run, items, most, arrays
+        self._run: Callable[[int, int], None] | None = run
+        self._arrays: object = arrays
+        self._items, self._most = items, most
         self._next = 0
         self._taking = threading.Lock()
         self._changed = threading.Condition()
@@ -77,14 +79,15 @@ class _Job:
 
     def work(self) -> None:
         """Compute chunks; keep an exception for `finish`."""
-        chunk = 1
+        chunk, run = 1, self._run
+        assert run is not None
         try:
             while self._error is None:
                 first, last = self._take(chunk)
                 if first == last:
                     return
                 begin = time.perf_counter()
-                self._run(first, last)
+                run(first, last)
                 seconds = time.perf_counter() - begin
                 if seconds > _LONG:
                     chunk = max(1, chunk // 2)
@@ -111,6 +114,7 @@ class _Job:
                 with self._changed:
                     self._closed = True
                     self._changed.wait_for(lambda: not self._helpers)
+                    self._run = self._arrays = None  # a late helper may hold the job for a while
                 break
             except KeyboardInterrupt as again:  # a second Ctrl-C, and memory is still being written
                 self._error = self._error or again

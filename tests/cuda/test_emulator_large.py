@@ -93,7 +93,7 @@ def test_an_offset_of_32_bits_would_be_seen():
     def read(path):
         text = build.read(path)
         if path == "common/memory.cuh":
-            for offset in ("(first + own.row) * from.row", "first * from.row"):
+            for offset in ("(first + share.row) * from.row", "first * from.row"):
                 assert offset in text
                 text = text.replace(offset, f"static_cast<int>({offset})")
         return text

@@ -63,6 +63,15 @@ class Blocks:
                 return Choice(spec, tiles)
         raise AssertionError(f"nothing serves {part} of {problem}")
 
+    def forward_without_arrays(self, problem: Problem) -> KernelSpec:
+        """Return the kernel of a forward of whose arrays nothing is known."""
+        return self.choose("forward", Request(problem, self.device)).spec
+
+    @property
+    def device(self) -> Any:
+        """What a kernel asks of its device."""
+        return SimpleNamespace(multiprocessors=self.multiprocessors, shared_memory=SHARED_MEMORY)
+
     def _has(self, spec: KernelSpec) -> bool:
         """Whether the GPU has what a kernel multiplies by."""
         if spec.architecture is not None:
@@ -269,9 +278,7 @@ class Emulator:
             mock.patch.multiple(sm90, SHORTEST=1, MOST_PADDING=float("inf")),
             mock.patch.multiple(
                 cuda_device,
-                of=lambda _: SimpleNamespace(
-                    multiprocessors=self.blocks.multiprocessors, shared_memory=SHARED_MEMORY
-                ),
+                of=lambda _: self.blocks.device,
                 current=lambda _: contextlib.nullcontext(),
                 is_capturing=lambda: False,
             ),

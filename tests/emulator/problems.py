@@ -92,7 +92,7 @@ def ratios(problem: Problem, emulator: Emulator) -> dict[str, float]:
     Gradients are left out where out is not finite: the backward reads what float16 made of it.
     """
     blocks = emulator.blocks
-    tensor = blocks.forward(call_of(problem).problem)[0] == "forward_sm80"
+    tensor = blocks.forward_without_arrays(call_of(problem).problem).name == "forward_sm80"
     bounded = dataclasses.replace(problem, tiles=(blocks.block_q, blocks.block_kv))
     out, lse = run_forward(problem, emulator)
     found = forward_ratios(bounded, out, lse, tensor)
