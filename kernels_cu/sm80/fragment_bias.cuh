@@ -1,6 +1,6 @@
-// Tiles of scores that were given the same tile of a bias, one after the other: what a block of
-// backward_sm80_bias.cu or backward_sm90_bias.cu knows of them, in shared memory, because registers
-// hold the sums.
+// What backward_sm80_bias.cu and backward_sm90_bias.cu share, which is all but the products: the
+// tiles of scores to which a block's tile of the bias was added, one after the other, and the loop
+// that adds up their dS.
 #pragma once
 #include "../common/bias_tile.cuh"
 #include "fragment_gradient.cuh"
@@ -10,8 +10,10 @@ namespace fragment_bias {
 
 constexpr int STRIDE = BLOCK_KV + 8;  // numbers between rows of sums in shared memory
 
+// -- tiles of scores ------------------------------------------------------------------------------
+
 // Where a tile of scores lies, and its rows that exist.
-struct Place {
+struct Position {
   layout::Entry entry;
   long long h, i0, j0;
   int ni, nj;
@@ -21,9 +23,9 @@ struct Place {
   }
 };
 
-// A tile and its operands.
-struct Passing {
-  Place at;
+// A tile of scores and its operands.
+struct ScoreTile {
+  Position at;
   int tile_class;
   memory::Rows rows[4];  // of q, k, do and v
   memory::RowStatistic lse, delta;
@@ -33,96 +35,100 @@ struct Passing {
   }
 };
 
-struct Known {
-  bias_tile::BiasTile own;
-  Passing passing[2];  // now, and next
+// What a block knows, in shared memory, because the sums fill the registers.
+struct SharedStorage {
+  bias_tile::BiasTile bias;  // the block's tile of it
+  ScoreTile tile[2];         // the current one, and the next
   fragment_tile::Classes classes;
   float lse[2][BLOCK_Q], delta[2][BLOCK_Q];
 };
 
-// The tiles are numbers: of batch entries, heads, and blocks of queries and of keys, as far as the
-// bias is broadcast along them. Of packed arrays some do not exist.
-struct Tiles {
+// The tiles of scores as numbers: of batch entries, heads, and blocks of queries and of keys, as
+// far as the bias is broadcast along them. Of packed arrays some do not exist.
+struct TileScheduler {
   const Params& p;
-  Known& known_smem;
+  SharedStorage& storage;
   long long heads, blocks_q, blocks_k, end;
 
-  __device__ __forceinline__ Tiles(const Params& p, Known& known_smem)
+  __device__ __forceinline__ TileScheduler(const Params& p, SharedStorage& storage)
       : p(p),
-        known_smem(known_smem),
-        heads(known_smem.own.one_head ? p.heads : 1),
-        blocks_q(known_smem.own.one_query ? (p.len_q + BLOCK_Q - 1) / BLOCK_Q : 1),
-        blocks_k(known_smem.own.one_key ? (p.len_k + BLOCK_KV - 1) / BLOCK_KV : 1),
+        storage(storage),
+        heads(storage.bias.one_head ? p.heads : 1),
+        blocks_q(storage.bias.one_query ? (p.len_q + BLOCK_Q - 1) / BLOCK_Q : 1),
+        blocks_k(storage.bias.one_key ? (p.len_k + BLOCK_KV - 1) / BLOCK_KV : 1),
         end(layout::entries_sharing(p) * heads * blocks_q * blocks_k) {}
 
-  __device__ __forceinline__ Place place_of(long long number) const {
-    const bias_tile::BiasTile& own = known_smem.own;
+  __device__ __forceinline__ Position position_of(long long number) const {
+    const bias_tile::BiasTile& bias = storage.bias;
     const layout::Quotient of_keys = layout::divide(number, blocks_k);
     const layout::Quotient of_queries = layout::divide(of_keys.quotient, blocks_q);
     const layout::Quotient of_heads = layout::divide(of_queries.quotient, heads);
-    const layout::Entry entry = layout::shared_entry(p, own.first, of_heads.quotient);
-    const long long h = own.one_head ? of_heads.remainder : own.head;
-    const long long i0 = (own.one_query ? of_queries.remainder : own.q_block) * BLOCK_Q;
-    const long long j0 = (own.one_key ? of_keys.remainder : own.kv_block) * BLOCK_KV;
-    return Place{entry,
-                 h,
-                 i0,
-                 j0,
-                 tile::rows_from(i0, entry.len_q, BLOCK_Q),
-                 tile::rows_from(j0, entry.len_k, BLOCK_KV)};
+    const layout::Entry entry = layout::shared_entry(p, bias.first, of_heads.quotient);
+    const long long h = bias.one_head ? of_heads.remainder : bias.head;
+    const long long i0 = (bias.one_query ? of_queries.remainder : bias.q_block) * BLOCK_Q;
+    const long long j0 = (bias.one_key ? of_keys.remainder : bias.kv_block) * BLOCK_KV;
+    return Position{entry,
+                    h,
+                    i0,
+                    j0,
+                    tile::rows_from(i0, entry.len_q, BLOCK_Q),
+                    tile::rows_from(j0, entry.len_k, BLOCK_KV)};
   }
 
-  // The first tile from `number` on that exists and is not EMPTY.
-  __device__ __forceinline__ fragment_tile::Tile next_from(long long number) const {
-    const auto describe = [&](long long own, int) { return place_of(own).box(); };
-    fragment_tile::Tile found{};
+  // The first tile from `number` on that exists and is not EMPTY, or one without rows.
+  __device__ __forceinline__ fragment_tile::Tile next_tile(long long number) const {
+    const auto describe = [&](long long of, int) { return position_of(of).box(); };
+    fragment_tile::Tile next{};
 #pragma unroll 1
     do {
-      found = fragment_tile::next_tile<1>(p, known_smem.classes, number, end, describe);
-      if (!PACKED || found.rows == 0) break;
-      const Place at = place_of(found.first);
+      next = fragment_tile::next_tile<1>(p, storage.classes, number, end, describe);
+      if (!PACKED || next.rows == 0) break;
+      const Position at = position_of(next.first);
       if (at.ni > 0 && at.nj > 0) break;
-      number = found.first + 1;
+      number = next.first + 1;
     } while (true);
-    return found;
+    return next;
   }
 
-  // Tells of a tile that was found, if it was, a lane of each operand; what reads it comes behind a
-  // barrier.
-  __device__ __forceinline__ void tell(const fragment_tile::Tile& found, int slot) const {
+  // Writes a tile, if there is one, to a stage of the storage, by a lane for each operand; a
+  // barrier has to follow.
+  __device__ __forceinline__ void publish(const fragment_tile::Tile& next, int stage) const {
     const int lane = threadIdx.x;
-    if (lane > 4 || found.rows == 0) return;
-    Passing& passing = known_smem.passing[slot];
-    const Place at = place_of(found.first);
+    if (lane > 4 || next.rows == 0) return;
+    ScoreTile& tile = storage.tile[stage];
+    const Position at = position_of(next.first);
     if (lane == 4) {
-      passing.at = at;
-      passing.tile_class = found.tile_class;
-      passing.lse = memory::row_statistic(p.lse, at.entry, at.h);
-      passing.delta = memory::row_statistic(p.delta, at.entry, at.h);
+      tile.at = at;
+      tile.tile_class = next.tile_class;
+      tile.lse = memory::row_statistic(p.lse, at.entry, at.h);
+      tile.delta = memory::row_statistic(p.delta, at.entry, at.h);
       return;
     }
     const bool of_keys = lane % 2 != 0;
-    const Operand& of = of_keys ? (lane == 1 ? p.k : p.v) : (lane == 0 ? p.q : p.d_out);
+    const Operand& operand = of_keys ? (lane == 1 ? p.k : p.v) : (lane == 0 ? p.q : p.d_out);
     const long long h = of_keys ? layout::divide(at.h, p.group).quotient : at.h;
-    passing.rows[lane] = memory::rows(of, at.entry, h, of_keys);
+    tile.rows[lane] = memory::rows(operand, at.entry, h, of_keys);
   }
 };
 
-// Makes a thread's products q k into probabilities; a pair that takes no part has the weight that
-// says so. Generated code stands here for all of its pairs, unless that is long. `between` comes
+// -- the loop over tiles --------------------------------------------------------------------------
+
+// Makes a thread's products q k into probabilities; a pair that takes no part has the one that says
+// so. Generated code stands here for all pairs of a thread, unless it is long. `issue_dp` is called
 // where fewest registers are in use. Returns whether any pair takes no part.
-template <int ROWS, int COLUMNS, class Between>
-__device__ __forceinline__ bool weigh(const Params& p, const HeadConstants& given, float scale,
-                                      const TileBox& box, bool masked,
-                                      unsigned int (&allowed)[ROWS], float (&s)[ROWS][COLUMNS],
-                                      const fragment_gradient::Corner& corner,
-                                      const float* lse_smem, const Between& between) {
+template <int ROWS, int COLUMNS, class IssueDp>
+__device__ __forceinline__ bool recompute_p(const Params& p, const HeadConstants& given,
+                                            float scale, const TileBox& box, bool masked,
+                                            unsigned int (&allowed)[ROWS],
+                                            float (&s)[ROWS][COLUMNS],
+                                            const fragment_gradient::Corner& corner,
+                                            const float* lse_smem, const IssueDp& issue_dp) {
   // 3 score mod
   if constexpr (fragment_tile::IS_LONG_SCORE_MOD) {
-    between();
-    unsigned int kept[ROWS] = {}, weights[ROWS][COLUMNS / 2];
+    issue_dp();
+    unsigned int kept[ROWS] = {}, p_words[ROWS][COLUMNS / 2];
     return fragment_gradient::recompute_modified<false, 0, 4>(p, given, scale, box, masked, allowed,
-                                                              s, corner, lse_smem, kept, weights,
+                                                              s, corner, lse_smem, kept, p_words,
                                                               nullptr) ||
            masked;
   } else {
@@ -130,7 +136,7 @@ __device__ __forceinline__ bool weigh(const Params& p, const HeadConstants& give
         fragment_gradient::apply_score_mod<false>(p, given, scale, box, s, corner) || masked;
     // 4 mask
     if (hides) fragment_gradient::mask_infinite(s, masked, allowed);
-    between();
+    issue_dp();
     // 5 probabilities and the gradient of the output's weights
     const fragment_gradient::PerQuery<false, ROWS, COLUMNS> lse(lse_smem);
     if (hides) {
@@ -141,6 +147,100 @@ __device__ __forceinline__ bool weigh(const Params& p, const HeadConstants& give
     return hides;
   }
 }
+
+// Adds up dS of all tiles of scores. The operands of one tile are in shared memory; when a product
+// has read its own, those of the next tile begin to come.
+//
+// `Products` says how the hardware copies and multiplies: load_q_k and load_do_v begin copies of a
+// tile's operands, publish makes those that have come known to the products, issue_s and issue_dp
+// begin a product, and wait ends it. Where they are ASYNC, the product for S runs beside the look
+// at the next tile and the mask, and that for dP beside the softmax; else the former comes before
+// it, while few registers are in use.
+template <class Products, int ROWS, int COLUMNS>
+__device__ __forceinline__ void accumulate_ds(const TileScheduler& scheduler,
+                                              const Products& products,
+                                              const fragment_gradient::Corner& corner,
+                                              float (&total)[ROWS][COLUMNS]) {
+  const Params& p = scheduler.p;
+  SharedStorage& storage = scheduler.storage;
+  fragment_gradient::RowStatistics statistics;  // lse and delta on their way to shared memory
+  const auto load_q_k = [&](const ScoreTile& tile) {
+    products.load_q_k(tile);
+    statistics.load(tile.lse, tile.delta, tile.at.i0, tile.at.ni);
+  };
+  const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // read once, and kept
+  matmul::clear(total);
+  int stage = 0;
+  fragment_tile::Tile now = scheduler.next_tile(0);
+  scheduler.publish(now, stage);
+  __syncthreads();  // the first tile, which other threads wrote
+  if (now.rows > 0) {
+    load_q_k(storage.tile[stage]);
+    statistics.store(storage.lse[stage], storage.delta[stage]);
+    ptx::cp_async_commit();
+    products.load_do_v(storage.tile[stage]);
+  }
+  ptx::cp_async_commit();
+#pragma unroll 1
+  while (now.rows > 0) {
+    const ScoreTile &current = storage.tile[stage], &coming = storage.tile[1 - stage];
+    fragment_tile::Tile next;
+    TileBox box;
+    HeadConstants given;
+    bool masked;
+    unsigned int kept[ROWS], allowed[ROWS];
+    const auto look_ahead = [&] {
+      next = scheduler.next_tile(now.first + 1);
+      scheduler.publish(next, 1 - stage);
+      box = current.at.box();
+      masked = current.masked();
+      given = tile::head_constants_of(p, box);
+      if constexpr (HAS_DROPOUT)
+        fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
+      if (masked) {
+        fragment_gradient::evaluate_mask<false, COLUMNS>(p, box, current.tile_class, corner,
+                                                         allowed);
+      }
+    };
+    if constexpr (!Products::ASYNC) look_ahead();
+    ptx::cp_async_wait<1>();
+    products.publish();
+    __syncthreads();  // q, k, lse and delta, which other threads brought
+    // 2 scores
+    float s[ROWS][COLUMNS], dp[ROWS][COLUMNS];
+    products.issue_s(s);
+    if constexpr (Products::ASYNC) look_ahead();
+    products.wait(s);
+    __syncthreads();  // q and k, which all have read; the next tile, which other threads wrote
+    if (next.rows > 0) load_q_k(coming);
+    ptx::cp_async_commit();
+    const auto issue_dp = [&] {
+      ptx::cp_async_wait<1>();
+      products.publish();
+      __syncthreads();  // do and v, which other threads brought
+      products.issue_dp(dp);
+    };
+    const bool hides = recompute_p(p, given, scale, box, masked, allowed, s, corner,
+                                   storage.lse[stage] + corner.row, [&] {
+                                     if constexpr (Products::ASYNC) issue_dp();
+                                   });
+    if constexpr (!Products::ASYNC) issue_dp();
+    products.wait(dp);
+    if (next.rows > 0) statistics.store(storage.lse[1 - stage], storage.delta[1 - stage]);
+    __syncthreads();  // do and v, which all have read
+    if (next.rows > 0) products.load_do_v(coming);
+    ptx::cp_async_commit();
+    const fragment_gradient::PerQuery<false, ROWS, COLUMNS> delta(storage.delta[stage] +
+                                                                  corner.row);
+    fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
+    // 6 accumulate dbias
+    matmul::add(total, s);
+    stage = 1 - stage;
+    now = next;
+  }
+}
+
+// -- the block ------------------------------------------------------------------------------------
 
 // Writes a thread's sums to shared memory, from its corner on.
 template <int ROWS, int COLUMNS>
@@ -154,6 +254,19 @@ __device__ __forceinline__ void put_sums(const float (&total)[ROWS][COLUMNS],
       sums_smem[(corner.row + 8 * r) * STRIDE + corner.column + 8 * (n / 2) + n % 2] = total[r][n];
     }
   }
+}
+
+// Computes and stores the gradient of the block's tile of the bias. The sums go in place of the
+// operands, to `sums_smem`.
+template <int ROWS, int COLUMNS, class Products>
+__device__ __forceinline__ void run(const TileScheduler& scheduler, const Products& products,
+                                    const fragment_gradient::Corner& corner, char* sums_smem) {
+  float total[ROWS][COLUMNS];
+  accumulate_ds(scheduler, products, corner, total);
+  float* const sums = reinterpret_cast<float*>(sums_smem);
+  put_sums(total, corner, sums);
+  __syncthreads();  // the sums, which other threads wrote
+  bias_tile::store<STRIDE>(scheduler.p, scheduler.storage.bias, sums);
 }
 
 }  // namespace fragment_bias
