@@ -66,16 +66,16 @@ __device__ __forceinline__ void complete(const Params& p, Entry& entry) {
 }
 
 // The output of a launch may be broadcast along leading axes (own_size 1), so that several batch
-// entries share one slice of it. This is the first entry that shares slice `place`.
-__device__ __forceinline__ Entry first_entry(const Params& p, long long place) {
+// entries share one slice of it. This is the first entry that shares slice number `slice`.
+__device__ __forceinline__ Entry first_entry(const Params& p, long long slice) {
   Entry entry;
 #pragma unroll
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
     entry.lead[axis] = 0;
     if (p.own_size[axis] > 1) {
-      const Quotient rest = divide(place, p.own_size[axis]);
+      const Quotient rest = divide(slice, p.own_size[axis]);
       entry.lead[axis] = rest.remainder;
-      place = rest.quotient;
+      slice = rest.quotient;
     }
   }
   complete(p, entry);

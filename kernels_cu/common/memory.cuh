@@ -36,8 +36,8 @@ struct RowShare {
 
   // Distance between a thread's columns of a row; the last ones may lie beyond the row's end.
   static constexpr int COLUMN_STEP = LANES * STORED_VECTOR;
-  __device__ __forceinline__ static bool in_row(int place) {
-    return COLUMNS % COLUMN_STEP == 0 || place < COLUMNS;
+  __device__ __forceinline__ static bool in_row(int vector_column) {
+    return COLUMNS % COLUMN_STEP == 0 || vector_column < COLUMNS;
   }
 
   __device__ __forceinline__ bool has(int step) const {
@@ -68,11 +68,11 @@ __device__ __forceinline__ void begin_rows(accum_t* tile_smem, const Rows& from,
     const Share share;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c += Share::COLUMN_STEP) {
-      const int place = c + share.column;
-      if (!Share::in_row(place)) break;
-      const bool inside = column + place < WIDTH;
-      const storage_t* source = from.data + (first + share.row) * from.row + column + place;
-      accum_t* const target_smem = tile_smem + share.row * STRIDE + place;
+      const int vector_column = c + share.column;
+      if (!Share::in_row(vector_column)) break;
+      const bool inside = column + vector_column < WIDTH;
+      const storage_t* source = from.data + (first + share.row) * from.row + column + vector_column;
+      accum_t* const target_smem = tile_smem + share.row * STRIDE + vector_column;
 #pragma unroll 8
       for (int step = 0; step < Share::STEPS; ++step) {
         if (!share.has(step)) break;

@@ -1,8 +1,9 @@
-// Barriers that some threads of a block pass and others need not wait at, since compute capability
-// 9.0: one PTX instruction per function.
+// mbarriers, named barriers and proxy fences, since compute capability 9.0: one PTX instruction per
+// function.
 //
-// A barrier in shared memory has 8 bytes and counts in phases: one is over when so many threads
-// have arrived and so many bytes have been copied as were expected. The first phase has parity 0.
+// An mbarrier is 8 bytes of shared memory and counts in phases. A phase is complete when the
+// expected number of threads have arrived and the expected number of bytes have been copied. Phases
+// have parity 0 and 1 in turn, from 0 on.
 #pragma once
 
 namespace ptx {
@@ -11,7 +12,7 @@ __device__ __forceinline__ void mbarrier_init(unsigned int barrier, int arrivals
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers known to the copies that will complete them.
+// Makes initialised mbarriers visible to the TMA copies that will complete their phases.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -20,13 +21,13 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned int barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and says that the phase is not over before so many more bytes were copied.
+// Arrives, and adds to the bytes that must have been copied before the phase is complete.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned int barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Whether the phase of a parity is over; it may wait a while before it says no.
+// Whether the phase of a parity is complete; it may wait a while before the answer is no.
 __device__ __forceinline__ bool mbarrier_try_wait(unsigned int barrier, int parity) {
   unsigned int over;
   asm volatile(
@@ -39,13 +40,13 @@ __device__ __forceinline__ bool mbarrier_try_wait(unsigned int barrier, int pari
   return over != 0;
 }
 
-// Waits at one of 16 barriers until so many threads have come, those that only arrive included.
-// Whole warps call this and the next two.
+// Arrives at one of the 16 named barriers, and waits until `threads` threads have arrived, those of
+// named_barrier_arrive included. Whole warps call this and the next two.
 __device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// The same, and tells every one of these threads whether the condition holds for any of them.
+// The same, and returns to each of these threads whether the condition holds for any of them.
 __device__ __forceinline__ bool named_barrier_or(int number, int threads, bool condition) {
   unsigned int any;
   asm volatile(
@@ -59,13 +60,13 @@ __device__ __forceinline__ bool named_barrier_or(int number, int threads, bool c
   return any != 0;
 }
 
-// Comes to such a barrier, and goes on.
+// Arrives at a named barrier without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Makes what this thread wrote to shared memory known to matrix instructions and copies that read
-// it by themselves.
+// Makes what this thread wrote to shared memory visible to the async proxy: to wgmma and TMA, which
+// read it by themselves.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,6 +1,6 @@
-// Copying from global to shared memory past the registers, while the thread goes on; and writing to
-// global memory. GPUs before
-// compute capability 8.0 have no such instruction: there the copy is finished at once.
+// cp.async: asynchronous copies from global to shared memory that bypass the registers; and 16-byte
+// stores to global memory. GPUs before compute capability 8.0 have no cp.async: there the copy is
+// synchronous.
 #pragma once
 
 namespace ptx {
@@ -9,7 +9,7 @@ struct alignas(16) Bytes16 {
   unsigned int x[4];
 };
 
-// Begins to copy 16 bytes, or to write 16 zero bytes where not `wanted`.
+// Issues a copy of 16 bytes, or of 16 zero bytes where not `wanted`.
 __device__ __forceinline__ void cp_async(void* to_smem, const void* from_gmem, bool wanted) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
@@ -21,7 +21,7 @@ __device__ __forceinline__ void cp_async(void* to_smem, const void* from_gmem, b
 #endif
 }
 
-// Begins to copy the first `bytes` of 16 bytes to a place of shared memory, and to write zeros
+// Issues a copy of the first `bytes` of 16 bytes to an address in shared memory, and of zeros
 // behind them. Since compute capability 8.0.
 __device__ __forceinline__ void cp_async_partial(unsigned int address, const void* from_gmem,
                                                  int bytes) {
@@ -30,25 +30,25 @@ __device__ __forceinline__ void cp_async_partial(unsigned int address, const voi
                : "memory");
 }
 
-// Writes 16 bytes to a 16-byte boundary of global memory at once.
+// Stores 16 bytes to a 16-byte boundary of global memory.
 __device__ __forceinline__ void store(void* to_gmem, const Bytes16& bytes) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to_gmem)),
                "r"(bytes.x[0]), "r"(bytes.x[1]), "r"(bytes.x[2]), "r"(bytes.x[3])
                : "memory");
 }
 
-// Makes a group of the copies that this thread began since the last one.
+// Makes a group of this thread's copies since the last group.
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits for this thread's groups of copies but the last `PENDING`.
+// Waits until at most the last `PENDING` groups of this thread are pending.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits for the copies that this thread began. Other threads see them after a barrier.
+// Waits for all copies of this thread. Other threads see them after a barrier.
 __device__ __forceinline__ void cp_async_wait_all() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");

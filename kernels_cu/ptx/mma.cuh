@@ -1,10 +1,11 @@
-// Products of small matrices by the 32 lanes of a warp together, since compute capability 8.0: one
-// PTX instruction per function. Which lane holds what is told in sm80/fragment_rows.cuh.
+// mma.sync, ldmatrix and stmatrix: products of small matrices by the 32 lanes of a warp together,
+// since compute capability 8.0: one PTX instruction per function. sm80/fragment_rows.cuh says which
+// lane holds what.
 #pragma once
 
 namespace ptx {
 
-// Where a place of shared memory lies in it: 32 bits instead of a pointer's 64.
+// The address of something in shared memory: 32 bits instead of a pointer's 64.
 __device__ __forceinline__ unsigned int shared_address(const void* place_smem) {
   return static_cast<unsigned int>(__cvta_generic_to_shared(place_smem));
 }
@@ -18,7 +19,7 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned int (&to)[4], unsigned int 
                : "memory");
 }
 
-// The same of the matrices transposed.
+// The same for transposed matrices.
 __device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&to)[4], unsigned int address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -26,7 +27,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&to)[4], unsigne
                : "memory");
 }
 
-// Stores four 8 x 8 matrices of 16-bit elements, since compute capability 9.0: the other way round.
+// Stores four 8 x 8 matrices of 16-bit elements, the inverse of ldmatrix_x4. Since compute
+// capability 9.0.
 __device__ __forceinline__ void stmatrix_x4(unsigned int address, const unsigned int (&from)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                :
@@ -44,7 +46,7 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float& c0, float& c1, float& c2
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same of bfloat16.
+// The same for bfloat16.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float& c0, float& c1, float& c2, float& c3,
                                                   const unsigned int (&a)[4], unsigned int b0,
                                                   unsigned int b1) {
@@ -54,8 +56,8 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float& c0, float& c1, float& c
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// c += a b for a of 16 x 8, b of 8 x 8 and c of 16 x 8, float32 times float32 in float32. Of a and
-// b the last 13 bits are passed over.
+// c += a b for a of 16 x 8, b of 8 x 8 and c of 16 x 8 in TF32: the last 13 bits of a and b are
+// ignored. Sums are float32.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float& c0, float& c1, float& c2, float& c3,
                                                  const unsigned int (&a)[4], unsigned int b0,
                                                  unsigned int b1) {

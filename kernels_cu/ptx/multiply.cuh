@@ -1,5 +1,5 @@
-// The product of two 32-bit integers, in 64 bits. Of two numbers that it has made longer, the
-// compiler multiplies all bits where one of them comes from outside a loop: three instructions.
+// The product of two 32-bit integers in 64 bits. Written as a product of two widened numbers, the
+// compiler multiplies 64 by 64 bits if one of them comes from outside a loop: three instructions.
 #pragma once
 
 namespace ptx {

@@ -1,9 +1,9 @@
-// Arithmetic on two 16-bit numbers at a time, the first in the low half.
+// Arithmetic on two packed 16-bit numbers, the first in the low half.
 #pragma once
 
 namespace ptx {
 
-// sum + 0 x: NaN where x is not finite, or the sum was.
+// sum + 0 x: NaN if x is not finite, or if sum is NaN.
 __device__ __forceinline__ unsigned int zero_times_halves(unsigned int x, unsigned int sum) {
   unsigned int result;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(0u), "r"(sum));

@@ -1,5 +1,4 @@
-// Additions to numbers in global memory that other blocks add to, too: one PTX instruction per
-// function.
+// Atomic additions to global memory without a result: one PTX instruction per function.
 #pragma once
 
 namespace ptx {
@@ -14,7 +13,7 @@ __device__ __forceinline__ void red_add(double* to_gmem, double x) {
                : "memory");
 }
 
-// Adds to four neighbours, the first of which begins on a 16-byte boundary.
+// Adds to four adjacent numbers, of which the first lies on a 16-byte boundary.
 __device__ __forceinline__ void red_add_v4(float* to_gmem, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -1,16 +1,17 @@
-// Copies of boxes of an array to shared memory that one thread begins and a barrier waits for, and
-// from there to an array, since compute capability 9.0: one PTX instruction per function.
+// TMA: asynchronous copies of boxes of an array to shared memory and back, each issued by one
+// thread, since compute capability 9.0: one PTX instruction per function.
 #pragma once
 
 namespace ptx {
 
-// Where an array of up to five axes lies, and how large a box is; the host's driver writes it.
+// A tensor map: where an array of up to five axes lies, and how large its boxes are. The driver
+// encodes it on the host.
 struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-// Begins to copy the box whose first element has these coordinates, of the fastest axis first. What
-// lies outside of the array becomes 0. Its bytes count at the barrier when they have come.
+// Issues a load of the box whose first element has these coordinates, the fastest axis first.
+// Elements outside of the array become 0. The bytes count at an mbarrier when they have arrived.
 __device__ __forceinline__ void tma_load(unsigned int to, const TensorMap& map,
                                          unsigned int barrier, int c0, int c1, int c2, int c3,
                                          int c4) {
@@ -21,8 +22,8 @@ __device__ __forceinline__ void tma_load(unsigned int to, const TensorMap& map,
       : "memory");
 }
 
-// Begins to copy a box to an array, but for what lies outside of it. What was written to shared
-// memory has to be published before. The thread that began copies makes groups of them.
+// Issues a store of a box; elements outside of the array are not written. fence_proxy_async must
+// follow the writes to shared memory that it reads. Groups of stores belong to the issuing thread.
 __device__ __forceinline__ void tma_store(const TensorMap& map, unsigned int from, int c0, int c1,
                                           int c2, int c3, int c4) {
   asm volatile(
@@ -32,12 +33,12 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, unsigned int fro
       : "memory");
 }
 
-// Makes a group of this thread's copies to arrays since the last one.
+// Makes a group of this thread's stores since the last group.
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's groups have read shared memory.
+// Waits until all groups of this thread have read shared memory.
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// What the threads of a warp tell each other without shared memory.
+// Shuffles and votes of the threads of a warp, and a vote of a block.
 #pragma once
 
 namespace ptx {
@@ -7,8 +7,7 @@ constexpr int WARP_SIZE = 32;
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % WARP_SIZE; }
 
-// The value of the lane whose number differs from this one's by the bits of `lanes`. All lanes of
-// the warp call it together.
+// The value of lane (lane_index() ^ lanes). All lanes of the warp call it together.
 template <typename T>
 __device__ __forceinline__ T shuffle_xor(T value, int lanes) {
   return __shfl_xor_sync(0xffffffffu, value, lanes);
@@ -30,7 +29,7 @@ __device__ __forceinline__ unsigned int ballot(bool condition) {
   return __ballot_sync(0xffffffffu, condition);
 }
 
-// A barrier of the block that also tells every thread whether the condition holds for any of them.
+// A barrier of the block that returns to every thread whether the condition holds for any of them.
 __device__ __forceinline__ bool barrier_or(bool condition) {
   return __syncthreads_or(condition) != 0;
 }

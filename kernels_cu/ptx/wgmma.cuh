@@ -1,20 +1,22 @@
-// Products of matrices by the four warps of a warpgroup together, which go on meanwhile: one PTX
+// wgmma: asynchronous products of matrices by the four warps of a warpgroup together: one PTX
 // instruction per function, on compute capability 9.0 only.
 //
-// A product adds to d, of 64 rows and N columns, in float32: a warp has 16 neighbouring rows, and a
-// thread's element (r, n) lies at row 8 r + lane / 4 of them, column 8 (n / 2) + 2 (lane % 4) + n
-// % 2. The right operand, 16 deep, is described by where it lies in shared memory, and so is the
-// left one of 64 x 16 in `ss`, where rows of both are as deep as the product, and in `tt`, where
-// rows of both are as wide as the result. In `rs` the left one lies in registers, and the right
-// one's rows are as wide as the result. Between the instruction and the end of waiting for its
-// group nobody may touch what it reads and writes.
+// The accumulator d has 64 rows and N columns in float32. A warp has 16 adjacent rows of it;
+// element (r, n) of a thread is at row 8 r + lane / 4 of these, column 8 (n / 2) + 2 (lane % 4) + n
+// % 2. The product is 16 deep (TF32: 8). The names say how the operands come:
+//   ss  a and b in shared memory, both K-major (rows contiguous along the depth)
+//   st  a in shared memory, K-major; b there, MN-major (rows contiguous along d's columns)
+//   tt  a and b in shared memory, both MN-major
+//   rs  a in registers, b in shared memory, MN-major; TF32: K-major
+// Until wgmma_wait has waited for its group, nothing may touch the registers and the shared memory
+// that an instruction reads or writes.
 #pragma once
 
 namespace ptx {
 
 using SmemDesc = unsigned long long;
 
-// The registers of a result, as the text of an instruction names them.
+// The registers of an accumulator, as the text of an instruction names them.
 #define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32                                                                  \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18" \
@@ -35,11 +37,11 @@ using SmemDesc = unsigned long long;
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110" \
   ", %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124"   \
   ", %125, %126, %127"
-// The same as its operands: of d's rows the columns from n on, 4 or 16 registers.
+// The same registers as operands of the asm statement: 4, 16 or 32 of d, from column n on.
 #define WGMMA_4(n) "+f"(d[0][n]), "+f"(d[0][n + 1]), "+f"(d[1][n]), "+f"(d[1][n + 1])
 #define WGMMA_16(n) WGMMA_4(n), WGMMA_4(n + 2), WGMMA_4(n + 4), WGMMA_4(n + 6)
 #define WGMMA_32(n) WGMMA_16(n), WGMMA_16(n + 8)
-// The texts of the instructions. A, B and ADD name what is multiplied, and whether d counts.
+// The texts of the instructions. A and B name the operands, ADD the predicate whether d is added.
 #define WGMMA_SS(SHAPE, TYPE, NAMES, A, B, ADD)                                                    \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, " A ", " B ", p, 1, 1, 0, 0;\n}"
@@ -56,23 +58,23 @@ using SmemDesc = unsigned long long;
   "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE \
   "." TYPE " {" NAMES "}, {" A "}, " B ", p, 1, 1, 1;\n}"
 
-// Orders the products that follow behind what this warp did to registers before.
+// Orders the wgmmas that follow after this warp's earlier accesses to their registers.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Makes a group of the products since the last one.
+// Makes a group of the wgmmas since the last group.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits for the warpgroup's groups but the last `PENDING`.
+// Waits until at most the last `PENDING` groups are pending.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// No instruction: the compiler learns that a result changed while it was waited for.
+// No instruction: tells the compiler that an accumulator has changed during wgmma_wait.
 template <int COLUMNS>
 __device__ __forceinline__ void fence_accumulator(float (&d)[2][COLUMNS]) {
 #pragma unroll
@@ -188,8 +190,8 @@ __device__ __forceinline__ void wgmma_tt_bf16(float (&d)[2][32], SmemDesc a, Sme
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// d = a b^T, or d += where `add`, 8 deep in float32: of a and b the last 13 bits are passed over. A
-// lane has of a rows lane / 4 and 8 more, columns lane % 4 and 4 more.
+// d = a b^T, or d += where `add`, 8 deep, in TF32: the last 13 bits of a and b are ignored. A lane
+// has of a the rows lane / 4 and lane / 4 + 8, and the columns lane % 4 and lane % 4 + 4.
 __device__ __forceinline__ void wgmma_rs_tf32(float (&d)[2][16], const unsigned int (&a)[4],
                                               SmemDesc b, bool add) {
   asm volatile(WGMMA_RD("m64n64k8", "tf32", WGMMA_NAMES_32, "%32, %33, %34, %35", "%36", "%37")

@@ -17,11 +17,12 @@ __device__ __forceinline__ void store_as(const accum_t (&result)[ROWS][COLUMNS],
 #pragma unroll
   for (int r = 0; r < ROWS; ++r, target += ROW_THREADS * to.row) {
     if (matmul::row_thread() + ROW_THREADS * r >= valid) break;
-    T* place = target;
+    T* element = target;
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if (matmul::result_column<WIDTH>(n) < WIDTH) number::narrow(result[r][n] * factor[r], place);
-      place += ((n + 1) % RUN == 0 ? RUN * (COLUMN_THREADS - 1) + 1 : 1) * to.col;
+      if (matmul::result_column<WIDTH>(n) < WIDTH)
+        number::narrow(result[r][n] * factor[r], element);
+      element += ((n + 1) % RUN == 0 ? RUN * (COLUMN_THREADS - 1) + 1 : 1) * to.col;
     }
   }
 }

@@ -1,20 +1,29 @@
 // Tiled attention, backward, gradients of keys and values in float64 by the tensor cores of compute
 // capability 8.0 and later: the twin of `backward_dkdv` in reference/cpu/backward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
-// The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
-// in that order. Nothing is written by two blocks, so the result does not depend on their order.
-// Where it ATOMIC_DQ, the kernel also multiplies dS and the keys, and adds the product to dq, which
-// is 0 before: in any order of the blocks.
+// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values is resident, the queries are
+// streamed. The sum runs over the batch entries that share the keys, the heads of the group and the
+// blocks of queries, in that order. No two blocks write the same element, so the result does not
+// depend on the order in which blocks run. With ATOMIC_DQ the kernel also multiplies dS and the
+// keys, and adds the product to dq, which is 0 at first, by atomic additions in the order in which
+// blocks run.
 //
-// A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
-// shared memory. Of dk and dv it has the same keys, all the tile's queries and a share of the
-// columns. There is place for one tile: the next one is on its way while dq is computed.
+// A warp computes the scores of its keys with its share of a tile's queries, and writes P and dS to
+// shared memory. For dk and dv it has some keys, all of the tile's queries and a share of the
+// columns.
+//
+// This is not backward_sm80_dkdv.cu with another element type; what they share is in
+// fragment_backward.cuh. Shared memory holds one tile, so the next one is copied during the product
+// for dq. P and dS always go through shared memory, because a lane's elements of a result are not
+// those that the instruction takes of a left operand. Results are stored from registers, without
+// rounding. dS needs no scale, so there is no vote on one, and NaN and infinities are skipped when
+// operands are loaded instead of being cleared in shared memory.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
-// Shared memory: the keys, the values, P, dS, a tile of queries and do, lse and delta, what is
-// known of the head. BLOCK_KV and BLOCK_Q are as the assertions say.
+// Shared memory: the keys, the values, P, dS, a tile of queries and do, lse and delta, the head.
+// What BLOCK_KV and BLOCK_Q may be is asserted below.
 #include "../common/params.cuh"
+#include "fragment_backward.cuh"
 #include "fragment_f64.cuh"
 #include "fragment_f64_gradient.cuh"
 #include "fragment_tile.cuh"
@@ -22,14 +31,15 @@
 namespace {
 
 using fragment::WARPS;
+using fragment_backward::Head;
 
-// Of the scores a warp has some queries of its keys.
+// For the scores a warp has some queries of its keys.
 constexpr int WARP_KEYS = BLOCK_KV > 16 * WARPS ? 32 : 16;
 constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;
 constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
 constexpr int ROWS = WARP_KEYS / 8;
 constexpr int COLUMNS = WARP_QUERIES / 4;
-// Of dk and dv it has some keys and a share of the columns, and of dq some queries.
+// For dk and dv it has some keys and a share of the columns, for dq some queries.
 constexpr int SUM_KEYS = fragment_f64::warp_rows(BLOCK_KV, matmul::larger(D, D_V) / 8);
 constexpr int SUM_SHARERS = WARPS * SUM_KEYS / BLOCK_KV;
 constexpr int SUM_ROWS = SUM_KEYS / 8;
@@ -39,20 +49,8 @@ constexpr int DQ_QUERIES = fragment_f64::warp_rows(BLOCK_Q, D / 8);
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = fragment_f64::Share<D, DQ_SHARERS>;
 
-// As far as registers go.
+// Limited by registers.
 constexpr int UNROLL_SCORES = 16, UNROLL_SUMS = 2, UNROLL_DQ = 1;
-
-// What a block knows of the head whose queries pass by. It lies in shared memory, because registers
-// hold the sums.
-struct Head {
-  layout::Entry entry;
-  memory::Rows q, d_out;
-  memory::RowStatistic lse, delta;
-  fragment_tile::Classes classes;
-  double* dq;  // row 0
-  long long h;
-  long long j0;  // the first key
-};
 
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
@@ -95,52 +93,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const ShareK share_k(warp % SUM_SHARERS);
   const ShareV share_v(warp % SUM_SHARERS);
   unsigned long long visited = 0;
-  if (threadIdx.x == 0) {
-    head_smem->entry = work.entry;
-    head_smem->j0 = j0;
-  }
-
-  fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h_kv, true), j0,
-                                             nj);
-  fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(v_smem, memory::rows(p.v, work.entry, h_kv, true),
-                                               j0, nj);
+  fragment_backward::load_keys_and_values<K_BYTES, V_BYTES>(p, work, h_kv, j0, nj, k_smem, v_smem,
+                                                            head_smem);
   double dk[SUM_ROWS][ShareK::COLUMNS], dv[SUM_ROWS][ShareV::COLUMNS];
   matmul::clear(dk);
   matmul::clear(dv);
 
-  bool finite_keys = true;  // of those that this thread copied
-  if constexpr (ATOMIC_DQ && MAY_MASK) {
-    ptx::cp_async_wait_all();
-    finite_keys = fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem);
-  }
+  const bool finite_keys = fragment_backward::are_keys_finite<K_BYTES>(k_smem);
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
   for (int member = 0; member < members; ++member) {
 #pragma unroll 1
     for (int n = 0; n < p.group; ++n) {
-      __syncthreads();  // what was known of the head before, and its last tile, which were read
+      __syncthreads();  // the previous head and its last tile, which other threads may still read
       if (threadIdx.x == 0) {
         const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
-        *head_smem =
-            Head{entry,
-                 memory::rows(p.q, entry, h, false),
-                 memory::rows(p.d_out, entry, h, false),
-                 memory::row_statistic(p.lse, entry, h),
-                 memory::row_statistic(p.delta, entry, h),
-                 {},
-                 reinterpret_cast<double*>(p.dq.data) + layout::offset(p.dq, entry, h, false),
-                 h,
-                 head_smem->j0};
+        *head_smem = fragment_backward::head_of(p, entry, h, head_smem->j0);
       }
-      __syncthreads();  // what is known of this one
-      fragment_gradient::RowStatistics numbers;
-      const auto begin = [&](const fragment_tile::Tile& tile) {
+      __syncthreads();  // the new head, written by thread 0
+      fragment_gradient::RowStatistics statistics;
+      const auto load_tile = [&](const fragment_tile::Tile& tile) {
         fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, head_smem->q, tile.first, tile.rows);
         fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(do_smem, head_smem->d_out, tile.first,
                                                     tile.rows);
-        numbers.load(head_smem->lse, head_smem->delta, tile.first, tile.rows);
+        statistics.load(head_smem->lse, head_smem->delta, tile.first, tile.rows);
       };
       const auto describe = [&](long long i0, int ni) {
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
@@ -148,16 +126,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       fragment_tile::Tile now = fragment_tile::next_tile<BLOCK_Q>(p, head_smem->classes, 0,
                                                                   head_smem->entry.len_q, describe);
       if (now.rows == 0) continue;
-      begin(now);
+      load_tile(now);
 #pragma unroll 1
       while (now.rows > 0) {
         const bool masked = HAS_SCORE || now.tile_class == PARTIAL || nj < BLOCK_KV;
-        const double* const own_lse_smem = lse_smem + corner.column;
+        const double* const lane_lse_smem = lse_smem + corner.column;
         ++visited;
 
-        numbers.store(lse_smem, lse_smem + BLOCK_Q);
+        statistics.store(lse_smem, lse_smem + BLOCK_Q);
         ptx::cp_async_wait_all();
-        // The tile, which other threads copied, with lse and delta, and P and dS, which were read.
+        // Protects the tile, copied by all threads, lse and delta; P and dS, read by all.
         __syncthreads();
         const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_Q>(
             p, head_smem->classes, now.first + BLOCK_Q, head_smem->entry.len_q, describe);
@@ -174,24 +152,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // 4 mask
         // 5 probabilities and the gradient of the output's weights
         fragment_f64_gradient::recompute_probabilities<true, P_BYTES>(
-            p, box, now.tile_class, masked, s, corner, own_lse_smem, kept, p_smem);
+            p, box, now.tile_class, masked, s, corner, lane_lse_smem, kept, p_smem);
         double dp[ROWS][COLUMNS];
         fragment_f64::multiply<D_V, UNROLL_SCORES>(dp, v_smem + warp_key * V_BYTES,
                                                    do_smem + warp_query * V_BYTES);
-        fragment_f64_gradient::score_gradients<true>(p, masked, s, dp, own_lse_smem + BLOCK_Q,
+        fragment_f64_gradient::score_gradients<true>(p, masked, s, dp, lane_lse_smem + BLOCK_Q,
                                                      kept);
         fragment_f64_gradient::store_tile<P_BYTES>(s, corner, ds_smem);
-        bool seen = false;
-        // P and dS, which other threads wrote.
+        bool has_nonfinite = false;
+        // Protects P and dS, written by all warps.
         if (MAY_MASK && masked) {
-          seen =
+          has_nonfinite =
               ptx::barrier_or(!(finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                                 fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem)));
         } else {
           __syncthreads();  // as above
         }
         // 6 accumulate dv and dk
-        if (seen) {
+        if (has_nonfinite) {
           fragment_f64::add_nonfinite<D_V, BLOCK_Q, P_BYTES, false>(dv, p_smem, p_smem, sum_key,
                                                                     do_smem, share_v);
           fragment_f64::add_nonfinite<D, BLOCK_Q, P_BYTES, false>(dk, ds_smem, p_smem, sum_key,
@@ -207,15 +185,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
               dk, ds_smem + sum_key * P_BYTES, q_smem, share_k);
         }
         if (next.rows > 0) {
-          __syncthreads();  // the tile, which was read
-          begin(next);
+          __syncthreads();  // the tile, read by all warps
+          load_tile(next);
         }
         if constexpr (ATOMIC_DQ) {
           const int warp_row = warp / DQ_SHARERS * DQ_QUERIES;
           const ShareQ share_q(warp % DQ_SHARERS);
           double dq[DQ_QUERIES / 8][ShareQ::COLUMNS];
           matmul::clear(dq);
-          if (seen) {
+          if (has_nonfinite) {
             fragment_f64::add_nonfinite<D, BLOCK_KV, P_BYTES, true>(dq, ds_smem, p_smem, warp_row,
                                                                     k_smem, share_q);
             fragment_f64::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(

@@ -1,19 +1,24 @@
 // Tiled attention, backward, gradient of the queries in float64 by the tensor cores of compute
 // capability 8.0 and later: the twin of `backward_dq` in reference/cpu/backward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries stays, the
-// keys pass by, and dq needs no atomic addition. The sum runs over the batch entries that share the
-// queries and the key blocks, in that order.
+// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries is
+// resident, the keys and values are streamed, and dq needs no atomic additions. The sum runs over
+// the batch entries that share the queries and the blocks of keys, in that order.
 //
-// A warp computes its queries' scores with its share of a tile's keys, and writes dS to shared
-// memory. Of dq it has some queries, all the tile's keys and a share of the columns. There is place
-// for one tile: its keys are on their way while do v is computed, the next tile's values during the
-// other products.
+// A warp computes the scores of its queries with its share of a tile's keys, and writes dS to
+// shared memory. For dq it has some queries, all of the tile's keys and a share of the columns.
+//
+// This is not backward_sm80_dq.cu with another element type; what they share is in
+// fragment_backward.cuh. Shared memory holds one tile: its keys are copied during the product do v,
+// which therefore comes first, and the next tile's values during the other products. dS goes
+// through shared memory, because a lane's elements of a result are not those that the instruction
+// takes of a left operand, and the result is stored from registers.
 //
 // Grid: prod(own_size) * heads * blocks; packed: heads * blocks.
-// Shared memory: the queries, do, dS, the keys and values of a tile, lse and delta, what is known
-// of the entry. BLOCK_Q and BLOCK_KV are as the assertions say.
+// Shared memory: the queries, do, dS, the keys and values of a tile, lse and delta, the entry. What
+// BLOCK_Q and BLOCK_KV may be is asserted below.
 #include "../common/params.cuh"
+#include "fragment_backward.cuh"
 #include "fragment_f64.cuh"
 #include "fragment_f64_gradient.cuh"
 #include "fragment_tile.cuh"
@@ -21,34 +26,27 @@
 namespace {
 
 using fragment::WARPS;
+using fragment_backward::StreamedEntry;
 
-// Of the scores a warp has some keys of its queries.
+// For the scores a warp has some keys of its queries.
 constexpr int WARP_QUERIES = BLOCK_Q > 16 * WARPS ? 32 : 16;
 constexpr int SHARERS = WARPS * WARP_QUERIES / BLOCK_Q;
 constexpr int WARP_KEYS = BLOCK_KV / SHARERS;
 constexpr int ROWS = WARP_QUERIES / 8;
 constexpr int COLUMNS = WARP_KEYS / 4;
-// Of dq it has some queries and a share of the columns.
+// For dq it has some queries and a share of the columns.
 constexpr int SUM_QUERIES = fragment_f64::warp_rows(BLOCK_Q, D / 8);
 constexpr int SUM_SHARERS = WARPS * SUM_QUERIES / BLOCK_Q;
 using ShareQ = fragment_f64::Share<D, SUM_SHARERS>;
 
-// As far as registers go.
+// Limited by registers.
 constexpr int UNROLL_SCORES = 16, UNROLL_SUMS = 4;
-
-// What a block knows of the entry whose keys pass by. It lies in shared memory, because registers
-// hold the sums.
-struct Passing {
-  layout::Entry entry;
-  memory::Rows k, v;
-  fragment_tile::Classes classes;
-};
 
 constexpr int Q_BYTES = fragment::row_bytes(D), DO_BYTES = fragment::row_bytes(D_V);
 constexpr int DS_BYTES = fragment::row_bytes(BLOCK_KV);
 constexpr int ALL_BYTES = (BLOCK_Q + BLOCK_KV) * (Q_BYTES + DO_BYTES) +
                           BLOCK_Q * (DS_BYTES + 2 * static_cast<int>(sizeof(double))) +
-                          static_cast<int>(sizeof(Passing));
+                          static_cast<int>(sizeof(StreamedEntry));
 
 static_assert(IS_FLOAT64, "float64");
 static_assert(SHARERS * BLOCK_Q == WARPS * WARP_QUERIES, "BLOCK_Q, THREADS");
@@ -67,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const k_smem = ds_smem + BLOCK_Q * DS_BYTES;
   char* const v_smem = k_smem + BLOCK_KV * Q_BYTES;
   double* const lse_smem = reinterpret_cast<double*>(v_smem + BLOCK_KV * DO_BYTES);
-  Passing* const passing_smem = reinterpret_cast<Passing*>(lse_smem + 2 * BLOCK_Q);
+  StreamedEntry* const streamed_smem = reinterpret_cast<StreamedEntry*>(lse_smem + 2 * BLOCK_Q);
 
   const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
@@ -81,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const int sum_query = warp / SUM_SHARERS * SUM_QUERIES;
   const ShareQ share(warp % SUM_SHARERS);
   unsigned long long visited = 0;
-  if (threadIdx.x == 0) passing_smem->entry = work.entry;
+  if (threadIdx.x == 0) streamed_smem->entry = work.entry;
 
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
@@ -92,55 +90,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
   for (long long member = 0; member < members; ++member) {
-    __syncthreads();  // what was known of the entry before, and its last tile, which were read
+    __syncthreads();  // the previous entry and its last tile, which other threads may still read
     if (threadIdx.x == 0) {
-      const layout::Entry entry = layout::shared_entry(p, passing_smem->entry, member);
-      *passing_smem = Passing{
+      const layout::Entry entry = layout::shared_entry(p, streamed_smem->entry, member);
+      *streamed_smem = StreamedEntry{
           entry, memory::rows(p.k, entry, h_kv, true), memory::rows(p.v, entry, h_kv, true), {}};
     }
-    __syncthreads();  // what is known of this one
-    const layout::Entry& entry = passing_smem->entry;
-    const auto begin_values = [&](const fragment_tile::Tile& tile) {
-      fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(v_smem, passing_smem->v, tile.first, tile.rows);
+    __syncthreads();  // the new entry, written by thread 0
+    const layout::Entry& entry = streamed_smem->entry;
+    const auto load_values = [&](const fragment_tile::Tile& tile) {
+      fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(v_smem, streamed_smem->v, tile.first,
+                                                    tile.rows);
     };
     const auto describe = [&](long long j0, int nj) {
       return tile::describe_tile(entry, h, i0, ni, j0, nj);
     };
     fragment_tile::Tile now =
-        fragment_tile::next_tile<BLOCK_KV>(p, passing_smem->classes, 0, entry.len_k, describe);
+        fragment_tile::next_tile<BLOCK_KV>(p, streamed_smem->classes, 0, entry.len_k, describe);
     if (now.rows == 0) continue;
     fragment::begin_rows<BLOCK_Q, D_V, DO_BYTES>(do_smem, memory::rows(p.d_out, entry, h, false),
                                                  i0, ni);
-    begin_values(now);
-    fragment_gradient::RowStatistics numbers;
-    numbers.load(memory::row_statistic(p.lse, entry, h), memory::row_statistic(p.delta, entry, h),
-                 i0, ni);
-    numbers.store(lse_smem, lse_smem + BLOCK_Q);
+    load_values(now);
+    fragment_gradient::RowStatistics statistics;
+    statistics.load(memory::row_statistic(p.lse, entry, h),
+                    memory::row_statistic(p.delta, entry, h), i0, ni);
+    statistics.store(lse_smem, lse_smem + BLOCK_Q);
 #pragma unroll 1
     while (now.rows > 0) {
       const TileBox box = describe(now.first, now.rows);
       const bool masked = HAS_SCORE || now.tile_class == PARTIAL || now.rows < BLOCK_KV;
-      const double* const own_lse_smem = lse_smem + corner.row;
+      const double* const lane_lse_smem = lse_smem + corner.row;
       ++visited;
 
       ptx::cp_async_wait_all();
-      // The values, which other threads copied, and the keys and dS before, which were read.
+      // Protects the values, copied by all threads, and the previous keys and dS, read by all.
       __syncthreads();
-      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, passing_smem->k, now.first, now.rows);
+      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, streamed_smem->k, now.first, now.rows);
       double dp[ROWS][COLUMNS];
       fragment_f64::multiply<D_V, UNROLL_SCORES>(dp, do_smem + warp_query * DO_BYTES,
                                                  v_smem + warp_key * DO_BYTES);
       ptx::cp_async_wait_all();
-      bool seen = false;
-      // The keys, which other threads copied, and the values, which were read.
+      bool has_nonfinite = false;
+      // Protects the keys, copied by all threads, and the values, read by all.
       if (MAY_MASK && masked) {
-        seen = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
+        has_nonfinite = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
       } else {
         __syncthreads();  // as above
       }
       const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
-          p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
-      if (next.rows > 0) begin_values(next);
+          p, streamed_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
+      if (next.rows > 0) load_values(next);
       unsigned int kept[ROWS];
       if constexpr (HAS_DROPOUT)
         fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
@@ -152,13 +151,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 3 score mod
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
-      fragment_f64_gradient::recompute_probabilities<false, 0>(p, box, now.tile_class, masked, s,
-                                                               corner, own_lse_smem, kept, nullptr);
-      fragment_f64_gradient::score_gradients<false>(p, masked, s, dp, own_lse_smem + BLOCK_Q, kept);
+      fragment_f64_gradient::recompute_probabilities<false, 0>(
+          p, box, now.tile_class, masked, s, corner, lane_lse_smem, kept, nullptr);
+      fragment_f64_gradient::score_gradients<false>(p, masked, s, dp, lane_lse_smem + BLOCK_Q,
+                                                    kept);
       fragment_f64_gradient::store_tile<DS_BYTES>(s, corner, ds_smem);
-      __syncthreads();  // dS, which other threads wrote
+      __syncthreads();  // dS, written by all warps
       // 6 accumulate dq
-      if (seen) {
+      if (has_nonfinite) {
         fragment_f64::add_nonfinite<D, BLOCK_KV, DS_BYTES, false>(dq, ds_smem, ds_smem, sum_query,
                                                                   k_smem, share);
         fragment_f64::multiply_add<D, BLOCK_KV, DS_BYTES, 1, true>(
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // 7 scale and store
   ptx::cp_async_wait_all();
   double* const rows_gmem = reinterpret_cast<double*>(p.dq.data) +
-                            layout::offset(p.dq, passing_smem->entry, h, false) +
+                            layout::offset(p.dq, streamed_smem->entry, h, false) +
                             (i0 + sum_query) * p.dq.row;
   fragment_f64::store_rows<false>(dq, share, p.dq, rows_gmem, ni - sum_query, p.scale);
   tile::count_tiles(p, visited);

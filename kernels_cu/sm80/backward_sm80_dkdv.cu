@@ -1,77 +1,67 @@
 // Tiled attention, backward, gradients of keys and values in 16-bit types by the tensor cores of
 // compute capability 8.0 and later: the twin of `backward_dkdv` in reference/cpu/backward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values stays, the queries pass by.
-// The sum runs over the batch entries that share the keys, the group's heads and the query blocks,
-// in that order. Nothing is written by two blocks, so the result does not depend on their order.
-// Where it ATOMIC_DQ, the kernel also multiplies dS and the keys, and adds the product to sums of
-// dq that are float32 and 0 before, in any order of the blocks. backward_dq_rows.cu makes rows of
-// them.
+// FlashAttention-2 (Dao 2023), Algorithm 2: a block of keys and values is resident, the queries are
+// streamed. The sum runs over the batch entries that share the keys, the heads of the group and the
+// blocks of queries, in that order. No two blocks write the same element, so the result does not
+// depend on the order in which blocks run. With ATOMIC_DQ the kernel also multiplies dS and the
+// keys, and adds the product to float32 sums of dq, which are 0 at first, by atomic additions in
+// the order in which blocks run; backward_dq_rows.cu converts the sums.
 //
 // Products are accumulated in float32; P and dS are rounded to the storage type before theirs.
 //
-// A warp computes its keys' scores with its share of a tile's queries, and writes P and dS to
-// shared memory. Of dk and dv it has the same keys, all the tile's queries and a share of the
-// columns. A warp that shares its keys with no other keeps P and dS in registers instead; only
-// where pairs that take no part meet NaN or infinity, it does as the others. While a tile is
-// multiplied, the next one is on its way, if there are two STAGES.
+// A warp computes the scores of its keys with its share of a tile's queries, and writes P and dS to
+// shared memory. For dk and dv it has the same keys, all of the tile's queries and a share of the
+// columns. A warp that has its keys alone (P_IN_REGISTERS) keeps P and dS in registers instead;
+// they go through shared memory only in tiles where masked pairs meet NaN or infinity. With two
+// STAGES, the next tile is copied while one is multiplied.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks.
-// Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, what is
-// known of the head, a number of each warp. BLOCK_KV and BLOCK_Q are as the assertions say.
+// Shared memory: the keys, the values, P, dS, the stages of queries and do, lse and delta, the
+// head, a number of each warp. What BLOCK_KV and BLOCK_Q may be is asserted below.
 #include "../common/params.cuh"
-#include "fragment_gradient.cuh"
+#include "fragment_backward.cuh"
 #include "fragment_product.cuh"
 #include "fragment_tile.cuh"
 
 namespace {
 
 using fragment::WARPS;
-using fragment_gradient::SCALES_DS;
+using fragment_backward::Head;
 
-// Keys of a warp: 32, if that leaves every warp 16 queries of a tile or more.
-constexpr bool WIDE =
+// Keys of a warp: 32, if every warp then still has at least 16 queries of a tile.
+constexpr bool TALL =
     BLOCK_KV % 32 == 0 && BLOCK_KV <= 32 * WARPS && 512 * WARPS <= BLOCK_Q * BLOCK_KV;
-constexpr int WARP_KEYS = WIDE ? 32 : 16;
-constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;  // warps with the same keys
+constexpr int WARP_KEYS = TALL ? 32 : 16;
+constexpr int SHARERS = WARPS * WARP_KEYS / BLOCK_KV;  // warps that have the same keys
 constexpr int WARP_QUERIES = BLOCK_Q / SHARERS;
 // A warp that has all of a tile's queries keeps P and dS in registers, as left operands, and works
 // on a part of the queries at a time.
-constexpr bool HELD = SHARERS == 1;
-constexpr int PART_QUERIES = !HELD ? WARP_QUERIES : WARP_QUERIES % 32 == 0 && !HAS_SCORE ? 32 : 16;
+constexpr bool P_IN_REGISTERS = SHARERS == 1;
+constexpr int PART_QUERIES = !P_IN_REGISTERS                        ? WARP_QUERIES
+                             : WARP_QUERIES % 32 == 0 && !HAS_SCORE ? 32
+                                                                    : 16;
 constexpr int PARTS = WARP_QUERIES / PART_QUERIES;
 constexpr int ROWS = WARP_KEYS / 8;
 constexpr int COLUMNS = PART_QUERIES / 4;
 using ShareK = fragment_product::Share<D, SHARERS>;
 using ShareV = fragment_product::Share<D_V, SHARERS>;
-// Of dq a warp has 32 or 16 of the tile's queries and a share of the columns.
+// For dq a warp has 32 or 16 of the tile's queries and a share of the columns.
 constexpr int DQ_QUERIES = BLOCK_Q % 32 == 0 && BLOCK_Q <= 32 * WARPS ? 32 : 16;
 constexpr int DQ_SHARERS = WARPS * DQ_QUERIES / BLOCK_Q;
 using ShareQ = fragment_product::Share<D, DQ_SHARERS>;
-constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, as far as registers go
+constexpr int DQ_PARTS = ShareQ::EACH % 4 == 0 ? 2 : 1;  // of the columns, to save registers
 
-// As far as registers go.
-constexpr int UNROLL = HAS_SCORE || (D <= 64 && !HELD) ? 2 : D > 64 && D <= 128 ? 8 : 4;
+// Limited by registers.
+constexpr int UNROLL = HAS_SCORE || (D <= 64 && !P_IN_REGISTERS) ? 2 : D > 64 && D <= 128 ? 8 : 4;
 
-// A tile that is not EMPTY is a number: 4 times its place among the head's, and its class.
+// A tile that is not EMPTY is one integer, to save registers: 4 times its index, plus its class.
 constexpr int NO_TILE = -1;
-__device__ __forceinline__ long long first_of(int tile) {
+__device__ __forceinline__ long long first_row(int tile) {
   return static_cast<long long>(tile / 4) * BLOCK_Q;
 }
 
-// What a block knows of the head whose queries pass by. It lies in shared memory, because registers
-// hold the sums.
-struct Head {
-  layout::Entry entry;
-  memory::Rows q, d_out;
-  memory::RowStatistic lse, delta;
-  fragment_tile::Classes classes;
-  float* dq_accum;  // row 0
-  long long h;
-  long long j0;  // the first key
-};
-
-// In registers, so that it is read once.
+// A copy in registers, so that shared memory is read once.
 __device__ __forceinline__ memory::Rows copy_of(const memory::Rows& rows_smem) {
   return {rows_smem.data, rows_smem.row, rows_smem.col, rows_smem.vectors};
 }
@@ -79,16 +69,16 @@ __device__ __forceinline__ memory::Rows copy_of(const memory::Rows& rows_smem) {
 constexpr int K_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
 constexpr int P_BYTES = fragment::row_bytes(BLOCK_Q);
 constexpr int TILE_BYTES = BLOCK_KV * P_BYTES;
-constexpr int HELD_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 * BLOCK_Q +
-                           4 * WARPS + static_cast<int>(sizeof(Head));
+constexpr int RESIDENT_BYTES = BLOCK_KV * (K_BYTES + V_BYTES) + 2 * TILE_BYTES + 8 * BLOCK_Q +
+                               4 * WARPS + static_cast<int>(sizeof(Head));
 constexpr int STAGE_BYTES = BLOCK_Q * (K_BYTES + V_BYTES);
-constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
+constexpr int STAGES = (SHARED_BYTES - RESIDENT_BYTES) / STAGE_BYTES;
 
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(SHARERS * BLOCK_KV == WARPS * WARP_KEYS, "BLOCK_KV, THREADS");
 static_assert(WARP_QUERIES % 16 == 0 && SHARERS * WARP_QUERIES == BLOCK_Q, "BLOCK_Q, THREADS");
 static_assert(DQ_SHARERS * BLOCK_Q == WARPS * DQ_QUERIES, "BLOCK_Q, THREADS");
-static_assert(SHARED_BYTES == HELD_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
+static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");
 
 }  // namespace
@@ -117,83 +107,64 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const ShareK share_k(warp % SHARERS);
   const ShareV share_v(warp % SHARERS);
   unsigned long long visited = 0;
-  if (threadIdx.x == 0) {
-    head_smem->entry = work.entry;
-    head_smem->j0 = j0;
-  }
-
-  fragment::begin_rows<BLOCK_KV, D, K_BYTES>(k_smem, memory::rows(p.k, work.entry, h_kv, true), j0,
-                                             nj);
-  fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(v_smem, memory::rows(p.v, work.entry, h_kv, true),
-                                               j0, nj);
+  fragment_backward::load_keys_and_values<K_BYTES, V_BYTES>(p, work, h_kv, j0, nj, k_smem, v_smem,
+                                                            head_smem);
   float dk[ROWS][ShareK::COLUMNS], dv[ROWS][ShareV::COLUMNS];
   matmul::clear(dk);
   matmul::clear(dv);
-  fragment_gradient::DsScale unit;
+  fragment_gradient::DsScale ds_scale;
 
-  bool finite_keys = true;  // of those that this thread copied
-  if constexpr (ATOMIC_DQ && MAY_MASK) {
-    ptx::cp_async_wait_all();
-    finite_keys = fragment::finite_rows<BLOCK_KV, D, K_BYTES>(k_smem);
-  }
+  const bool finite_keys = fragment_backward::are_keys_finite<K_BYTES>(k_smem);
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
   for (int member = 0; member < members; ++member) {
 #pragma unroll 1
     for (int n = 0; n < p.group; ++n) {
-      __syncthreads();  // what was known of the head before, and its last tile, which were read
+      __syncthreads();  // the previous head and its last tile, which other threads may still read
       if (threadIdx.x == 0) {
         const long long h = h_kv * p.group + n;
         const layout::Entry entry = layout::shared_entry(p, head_smem->entry, member);
-        *head_smem = Head{entry,
-                          memory::rows(p.q, entry, h, false),
-                          memory::rows(p.d_out, entry, h, false),
-                          memory::row_statistic(p.lse, entry, h),
-                          memory::row_statistic(p.delta, entry, h),
-                          {},
-                          reinterpret_cast<float*>(p.dq_accum.data) +
-                              layout::grouped_offset(p.dq_accum, entry, h),
-                          h,
-                          head_smem->j0};
+        *head_smem = fragment_backward::head_of(p, entry, h, head_smem->j0);
       }
-      __syncthreads();  // what is known of this one
-      fragment_gradient::RowStatistics numbers;
+      __syncthreads();  // the new head, written by thread 0
+      fragment_gradient::RowStatistics statistics;
       const int tiles = static_cast<int>((head_smem->entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
       const auto rows_of = [&](int tile) {
         return tile / 4 + 1 < tiles ? BLOCK_Q
-                                    : static_cast<int>(head_smem->entry.len_q - first_of(tile));
+                                    : static_cast<int>(head_smem->entry.len_q - first_row(tile));
       };
-      const auto begin = [&](int tile, int stage) {
+      const auto load_tile = [&](int tile, int stage) {
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
-        const long long first = first_of(tile);
+        const long long first = first_row(tile);
         const int rows = rows_of(tile);
         const memory::Rows q = copy_of(head_smem->q), d_out = copy_of(head_smem->d_out);
         fragment::begin_rows<BLOCK_Q, D, K_BYTES>(q_smem, q, first, rows);
         fragment::begin_rows<BLOCK_Q, D_V, V_BYTES>(q_smem + BLOCK_Q * K_BYTES, d_out, first, rows);
-        numbers.load(head_smem->lse, head_smem->delta, first, rows);
+        statistics.load(head_smem->lse, head_smem->delta, first, rows);
       };
       const auto describe = [&](long long i0, int ni) {
         return tile::describe_tile(head_smem->entry, head_smem->h, i0, ni, head_smem->j0, nj);
       };
       const auto next_from = [&](int number) {
         if constexpr (!HAS_MASK) return number < tiles ? 4 * number + FULL : NO_TILE;
-        const fragment_tile::Tile found = fragment_tile::next_tile<BLOCK_Q>(
-            p, head_smem->classes, first_of(4 * number), head_smem->entry.len_q, describe);
-        const int place = static_cast<int>(found.first / BLOCK_Q);
-        return found.rows > 0 ? 4 * place + found.tile_class : NO_TILE;
+        const fragment_tile::Tile tile = fragment_tile::next_tile<BLOCK_Q>(
+            p, head_smem->classes, first_row(4 * number), head_smem->entry.len_q, describe);
+        const int index = static_cast<int>(tile.first / BLOCK_Q);
+        return tile.rows > 0 ? 4 * index + tile.tile_class : NO_TILE;
       };
       int now = next_from(0);
       if (now == NO_TILE) continue;
-      begin(now, 0);
-      numbers.store(lse_smem, lse_smem + BLOCK_Q);
+      load_tile(now, 0);
+      statistics.store(lse_smem, lse_smem + BLOCK_Q);
       int stage = 0;
 #pragma unroll 1
       while (now != NO_TILE) {
-        // Queries that do not exist have the weight 0, unless their changed score is not finite.
+        // The weight of a missing query is 0 (lse = inf), unless the score mod made its logit
+        // infinite.
         const bool ends = HAS_SCORE && rows_of(now) < BLOCK_Q;
         const bool masked = now % 4 == PARTIAL || nj < BLOCK_KV || ends;
-        const bool may_hide = HAS_SCORE || (HAS_MASK && masked);
+        const bool may_mask = HAS_SCORE || (HAS_MASK && masked);
         char* const q_smem = stages_smem + stage * STAGE_BYTES;
         char* const do_smem = q_smem + BLOCK_Q * K_BYTES;
         ++visited;
@@ -203,139 +174,141 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
           return finite_keys && fragment::finite_rows<BLOCK_Q, D, K_BYTES>(q_smem) &&
                  fragment::finite_rows<BLOCK_Q, D_V, V_BYTES>(do_smem);
         };
-        bool careful = false;  // of values that are not finite, and pairs that take no part
-        // The tile, which other threads copied, and the stage before, P and dS, which were read.
-        if (HELD && may_hide) {
-          careful = ptx::barrier_or(!finite_tile());
+        bool has_nonfinite = false;  // of a tile that may have masked pairs
+        // Protects the tile, copied by all threads, and the previous stage, P and dS, read by all.
+        if (P_IN_REGISTERS && may_mask) {
+          has_nonfinite = ptx::barrier_or(!finite_tile());
         } else {
           __syncthreads();  // as above
         }
         const int next = next_from(now / 4 + 1);
-        if (STAGES == 2 && next != NO_TILE) begin(next, 1 - stage);
+        if (STAGES == 2 && next != NO_TILE) load_tile(next, 1 - stage);
 
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
           const int query = warp_query + part * PART_QUERIES;
           const fragment_gradient::Corner corner(warp_key, query);
-          const float* const own_lse_smem = lse_smem + corner.column;
+          const float* const lane_lse_smem = lse_smem + corner.column;
           float s[ROWS][COLUMNS];
           unsigned int weights[ROWS][COLUMNS / 2], ds[ROWS][COLUMNS / 2];
           // 2 scores
           fragment_product::multiply<D, UNROLL>(s, k_smem + warp_key * K_BYTES,
                                                 q_smem + query * K_BYTES);
-          const TileBox box = describe(first_of(now), rows_of(now));
+          const TileBox box = describe(first_row(now), rows_of(now));
           unsigned int kept[ROWS];
           if constexpr (HAS_DROPOUT)
             fragment_gradient::draw_dropout<true, COLUMNS>(p, box, corner, kept);
           // 3 score mod
           // 4 mask
           // 5 probabilities and the gradient of the output's weights
-          const bool hides = fragment_gradient::recompute_probabilities<true, HELD ? 0 : P_BYTES>(
-              p, box, now % 4, masked, s, corner, own_lse_smem, kept, weights, p_smem);
-          if (HELD && careful) {
+          const bool has_masked =
+              fragment_gradient::recompute_probabilities<true, P_IN_REGISTERS ? 0 : P_BYTES>(
+                  p, box, now % 4, masked, s, corner, lane_lse_smem, kept, weights, p_smem);
+          if (P_IN_REGISTERS && has_nonfinite) {
             fragment_gradient::store_words<P_BYTES>(weights, corner, p_smem);
           }
           float dp[ROWS][COLUMNS];
           fragment_product::multiply<D_V, UNROLL>(dp, v_smem + warp_key * V_BYTES,
                                                   do_smem + query * V_BYTES);
-          const fragment_gradient::PerQuery<true, ROWS, COLUMNS> delta(own_lse_smem + BLOCK_Q);
-          fragment_gradient::score_gradients<true>(p, hides, s, dp, delta, kept, s);
-          if constexpr (!HELD) careful = may_hide && !finite_tile();
+          const fragment_gradient::PerQuery<true, ROWS, COLUMNS> delta(lane_lse_smem + BLOCK_Q);
+          fragment_gradient::score_gradients<true>(p, has_masked, s, dp, delta, kept, s);
+          if constexpr (!P_IN_REGISTERS) has_nonfinite = may_mask && !finite_tile();
           const auto store = [&] {
-            fragment_gradient::narrow(s, unit.factor, ds);
+            fragment_gradient::narrow(s, ds_scale.factor, ds);
             fragment_gradient::store_words<P_BYTES>(ds, corner, ds_smem);
           };
-          if constexpr (SCALES_DS) {
-            if constexpr (!HELD) store();
-            const bool exceeds = fragment_gradient::largest_of(s) > unit.largest;
-            // The numbers below, which were read; P and dS, which other threads wrote.
-            if (ptx::barrier_or(exceeds || (!HELD && careful))) {
-              if constexpr (!HELD) careful = may_hide;  // of finite tiles it costs time
-              const float own = fragment_gradient::largest_finite(s);
-              if (ptx::lane_index() == 0) largest_smem[warp] = own;
-              __syncthreads();  // the warps' largest
+          if constexpr (fragment::Mma::SCALES_DS) {
+            if constexpr (!P_IN_REGISTERS) store();
+            const bool exceeds = fragment_gradient::largest_of(s) > ds_scale.largest;
+            // Protects largest_smem, read by all; and P and dS, written by all warps.
+            if (ptx::barrier_or(exceeds || (!P_IN_REGISTERS && has_nonfinite))) {
+              if constexpr (!P_IN_REGISTERS)
+                has_nonfinite = may_mask;  // the vote does not say which
+              const float of_warp = fragment_gradient::largest_finite(s);
+              if (ptx::lane_index() == 0) largest_smem[warp] = of_warp;
+              __syncthreads();  // the warps' largest |dS|
               float largest = 0;
 #pragma unroll
               for (int n = 0; n < WARPS; ++n) largest = fmax(largest, largest_smem[n]);
-              const float before = unit.inverse();
-              if (largest > unit.largest) unit.rescale(largest, dk);
+              const float before = ds_scale.inverse();
+              if (largest > ds_scale.largest) ds_scale.rescale(largest, dk);
               for (int n = 0; n < part; ++n) {
                 const fragment_gradient::Corner other(warp_key, warp_query + n * PART_QUERIES);
                 fragment_gradient::scale_words<P_BYTES, ROWS, COLUMNS / 2>(
-                    other, before * unit.factor, ds_smem);
+                    other, before * ds_scale.factor, ds_smem);
               }
-              if constexpr (!HELD) {
+              if constexpr (!P_IN_REGISTERS) {
                 store();
-                __syncthreads();  // dS, which other threads wrote
+                __syncthreads();  // dS, written again by all warps
               }
             } else {
-              careful = HELD && careful;
+              has_nonfinite = P_IN_REGISTERS && has_nonfinite;
             }
-            if constexpr (HELD) store();
+            if constexpr (P_IN_REGISTERS) store();
           } else {
             store();
           }
           // 6 accumulate dv and dk
-          if (HELD && !careful) {
+          if (P_IN_REGISTERS && !has_nonfinite) {
             fragment::multiply_add<D_V>(dv, weights, do_smem + query * V_BYTES);
             fragment::multiply_add<D>(dk, ds, q_smem + query * K_BYTES);
           }
         }
-        if constexpr (HELD) {
-          __syncthreads();  // dS, which other threads wrote
-        } else if constexpr (!SCALES_DS) {
-          if (may_hide) {
-            careful = ptx::barrier_or(careful);  // P and dS, which other threads wrote
+        if constexpr (P_IN_REGISTERS) {
+          __syncthreads();  // dS, written by all warps
+        } else if constexpr (!fragment::Mma::SCALES_DS) {
+          if (may_mask) {
+            has_nonfinite = ptx::barrier_or(has_nonfinite);  // P and dS, written by all warps
           } else {
             __syncthreads();  // as above
           }
         }
-        // The same of what is not in registers, and dq.
+        // dv and dk from P and dS in shared memory, and dq.
         const char* const p_rows = p_smem + warp_key * P_BYTES;
         const char* const ds_rows = ds_smem + warp_key * P_BYTES;
-        const auto sum_gmem = [&] {
-          return head_smem->dq_accum + first_of(now) * fragment::whole_columns(D);
+        const auto dq_gmem = [&] {
+          return head_smem->dq + first_row(now) * fragment::whole_columns(D);
         };
-        if (careful) {
+        if (has_nonfinite) {
           if constexpr (ATOMIC_DQ) {
             fragment_product::add_fragments_nonfinite<D, BLOCK_KV, P_BYTES>(
-                ds_smem, p_smem, k_smem, sum_gmem(), rows_of(now), unit.inverse());
+                ds_smem, p_smem, k_smem, dq_gmem(), rows_of(now), ds_scale.inverse());
           }
           fragment_product::add_nonfinite<D_V, BLOCK_Q, P_BYTES>(dv, p_rows, p_rows, do_smem,
                                                                  share_v);
           fragment_product::add_nonfinite<D, BLOCK_Q, P_BYTES>(dk, ds_rows, p_rows, q_smem,
                                                                share_k);
-          __syncthreads();  // the tile, which is read as it came
+          __syncthreads();  // the tile, read by all warps as it was copied
           fragment::clear_nonfinite<BLOCK_Q, D, K_BYTES>(q_smem);
           fragment::clear_nonfinite<BLOCK_Q, D_V, V_BYTES>(do_smem);
-          __syncthreads();  // the tile, now finite
+          __syncthreads();  // the tile, made finite by all threads
         }
-        // Additions to dq take turns with steps of other products, where there are some.
+        // Additions to dq are slow to return, so they alternate with steps of other products.
         float dq[DQ_QUERIES / 8][ShareQ::COLUMNS / DQ_PARTS];
         const auto multiply_dq = [&](int part) {
           const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
           const int first = warp / DQ_SHARERS * DQ_QUERIES / 16;
           matmul::clear(dq);
-          if (careful) {
+          if (has_nonfinite) {
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, 1, true>(
                 dq, ds_smem, first, k_smem, share);
           } else {
             fragment_product::multiply_add_transposed<D, BLOCK_KV, P_BYTES, UNROLL, false>(
                 dq, ds_smem, first, k_smem, share);
           }
-          if constexpr (SCALES_DS) matmul::scale(dq, unit.inverse());
+          if constexpr (fragment::Mma::SCALES_DS) matmul::scale(dq, ds_scale.inverse());
         };
         const auto add_dq = [&](int part, int step, int steps) {
           const ShareQ share = ShareQ(warp % DQ_SHARERS).part(part, DQ_PARTS);
           const int first = warp / DQ_SHARERS * DQ_QUERIES;
           fragment_product::add_fragments(dq, share,
-                                          sum_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
+                                          dq_gmem() + first / 8 * fragment_product::GROUP_SIZE<D>,
                                           rows_of(now) - first, step, steps);
         };
-        if constexpr (HELD || !ATOMIC_DQ) {
-          constexpr int AT_ONCE = HELD ? 1 : UNROLL;
+        if constexpr (P_IN_REGISTERS || !ATOMIC_DQ) {
+          constexpr int AT_ONCE = P_IN_REGISTERS ? 1 : UNROLL;
           const auto nothing = [](int) {};
-          if (!HELD || careful) {
+          if (!P_IN_REGISTERS || has_nonfinite) {
             fragment_product::multiply_add<D_V, BLOCK_Q, P_BYTES, AT_ONCE>(dv, p_rows, do_smem,
                                                                            share_v, nothing);
             fragment_product::multiply_add<D, BLOCK_Q, P_BYTES, AT_ONCE>(dk, ds_rows, q_smem,
@@ -362,13 +335,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
         if (next != NO_TILE) {
           if constexpr (STAGES == 1) {
-            __syncthreads();  // the tile, which was read
-            begin(next, 0);
+            __syncthreads();  // the tile, read by all warps
+            load_tile(next, 0);
           } else {
             stage = 1 - stage;
           }
-          // Those of the tile before were read before the barrier above.
-          numbers.store(lse_smem, lse_smem + BLOCK_Q);
+          // Other threads read the previous lse and delta before the barrier above.
+          statistics.store(lse_smem, lse_smem + BLOCK_Q);
         }
         now = next;
       }
@@ -377,8 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   // 7 scale and store
   ptx::cp_async_wait_all();
-  __syncthreads();  // the keys and values, in whose place the results go
-  matmul::scale(dk, unit.inverse());
+  __syncthreads();  // the keys and values, read by all warps: the results take their memory
+  matmul::scale(dk, ds_scale.inverse());
   fragment_product::store_rows<BLOCK_KV>(dk, share_k, warp_key, p.dk,
                                          p.kind_dk != number::STORAGE_KIND,
                                          layout::offset(p.dk, head_smem->entry, h_kv, true),

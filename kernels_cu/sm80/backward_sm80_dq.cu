@@ -1,46 +1,42 @@
 // Tiled attention, backward, gradient of the queries in 16-bit types by the tensor cores of compute
 // capability 8.0 and later: the twin of `backward_dq` in reference/cpu/backward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries stays, the
-// keys pass by, and dq needs no atomic addition. The sum runs over the batch entries that share the
-// queries and the key blocks, in that order. Products are accumulated in float32; dS is rounded to
-// the storage type before its product, whose left operand it is as it lies in registers.
+// FlashAttention-2 (Dao 2023), Algorithm 2, with the loops exchanged: a block of queries is
+// resident, the keys and values are streamed, and dq needs no atomic additions. The sum runs over
+// the batch entries that share the queries and the blocks of keys, in that order. Products are
+// accumulated in float32; dS is rounded to the storage type before its product, of which it is the
+// left operand in registers.
 //
-// While a tile is multiplied, the next one is on its way, if there are two STAGES.
+// With two STAGES, the next tile is copied while one is multiplied.
 //
 // Grid: prod(own_size) * heads * blocks; packed: heads * blocks.
-// Shared memory: the queries, do, the stages of keys and values, lse and delta. BLOCK_Q is 16 or 32
-// times the warps, BLOCK_KV a multiple of 16.
+// Shared memory: the queries, do, the stages of keys and values, lse and delta, the entry. BLOCK_Q
+// is 16 or 32 times the warps, BLOCK_KV a multiple of 16.
 #include "../common/params.cuh"
-#include "fragment_gradient.cuh"
+#include "fragment_backward.cuh"
 #include "fragment_product.cuh"
 #include "fragment_tile.cuh"
 
 namespace {
 
+using fragment_backward::StreamedEntry;
+
 constexpr int ROWS = 2 * fragment::M_TILES;
 constexpr int COLUMNS = BLOCK_KV / 4;
 using ShareQ = fragment_product::Share<D, 1>;
 
-constexpr int UNROLL = 4;  // as far as registers go
-
-// What a block knows of the entry whose keys pass by. It lies in shared memory, because registers
-// hold the sums.
-struct Passing {
-  layout::Entry entry;
-  memory::Rows k, v;
-  fragment_tile::Classes classes;
-};
+constexpr int UNROLL = 4;  // limited by registers
 
 constexpr int Q_BYTES = fragment::row_bytes(D), DO_BYTES = fragment::row_bytes(D_V);
-constexpr int HELD_BYTES = BLOCK_Q * (Q_BYTES + DO_BYTES + 8) + static_cast<int>(sizeof(Passing));
+constexpr int RESIDENT_BYTES =
+    BLOCK_Q * (Q_BYTES + DO_BYTES + 8) + static_cast<int>(sizeof(StreamedEntry));
 constexpr int STAGE_BYTES = BLOCK_KV * (Q_BYTES + DO_BYTES);
-constexpr int STAGES = (SHARED_BYTES - HELD_BYTES) / STAGE_BYTES;
+constexpr int STAGES = (SHARED_BYTES - RESIDENT_BYTES) / STAGE_BYTES;
 
 static_assert(IS_16_BIT, "16-bit types");
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
-static_assert(SHARED_BYTES == HELD_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
+static_assert(SHARED_BYTES == RESIDENT_BYTES + STAGES * STAGE_BYTES && (STAGES == 1 || STAGES == 2),
               "SHARED_BYTES");
 
 }  // namespace
@@ -52,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   char* const do_smem = q_smem + BLOCK_Q * Q_BYTES;
   char* const stages_smem = do_smem + BLOCK_Q * DO_BYTES;
   float* const lse_smem = reinterpret_cast<float*>(stages_smem + STAGES * STAGE_BYTES);
-  Passing* const passing_smem = reinterpret_cast<Passing*>(lse_smem + 2 * BLOCK_Q);
+  StreamedEntry* const streamed_smem = reinterpret_cast<StreamedEntry*>(lse_smem + 2 * BLOCK_Q);
 
   const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
@@ -63,45 +59,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const fragment_gradient::Corner corner(warp_row, 0);
   const ShareQ share(0);
   unsigned long long visited = 0;
-  if (threadIdx.x == 0) passing_smem->entry = work.entry;
+  if (threadIdx.x == 0) streamed_smem->entry = work.entry;
 
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
                                             ni);
   float dq[ROWS][ShareQ::COLUMNS];
   matmul::clear(dq);
-  fragment_gradient::DsScale unit;
+  fragment_gradient::DsScale ds_scale;
 
   const long long members = layout::entries_sharing(p);
 #pragma unroll 1
   for (long long member = 0; member < members; ++member) {
-    __syncthreads();  // what was known of the entry before, and its last tile, which were read
+    __syncthreads();  // the previous entry and its last tile, which other threads may still read
     if (threadIdx.x == 0) {
-      const layout::Entry entry = layout::shared_entry(p, passing_smem->entry, member);
-      *passing_smem = Passing{
+      const layout::Entry entry = layout::shared_entry(p, streamed_smem->entry, member);
+      *streamed_smem = StreamedEntry{
           entry, memory::rows(p.k, entry, h_kv, true), memory::rows(p.v, entry, h_kv, true), {}};
     }
-    __syncthreads();  // what is known of this one
-    const layout::Entry& entry = passing_smem->entry;
-    const auto begin = [&](const fragment_tile::Tile& tile, int stage) {
+    __syncthreads();  // the new entry, written by thread 0
+    const layout::Entry& entry = streamed_smem->entry;
+    const auto load_tile = [&](const fragment_tile::Tile& tile, int stage) {
       char* const k_smem = stages_smem + stage * STAGE_BYTES;
-      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, passing_smem->k, tile.first, tile.rows);
-      fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(k_smem + BLOCK_KV * Q_BYTES, passing_smem->v,
+      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(k_smem, streamed_smem->k, tile.first, tile.rows);
+      fragment::begin_rows<BLOCK_KV, D_V, DO_BYTES>(k_smem + BLOCK_KV * Q_BYTES, streamed_smem->v,
                                                     tile.first, tile.rows);
     };
     const auto describe = [&](long long j0, int nj) {
       return tile::describe_tile(entry, h, i0, ni, j0, nj);
     };
     fragment_tile::Tile now =
-        fragment_tile::next_tile<BLOCK_KV>(p, passing_smem->classes, 0, entry.len_k, describe);
+        fragment_tile::next_tile<BLOCK_KV>(p, streamed_smem->classes, 0, entry.len_k, describe);
     if (now.rows == 0) continue;
     fragment::begin_rows<BLOCK_Q, D_V, DO_BYTES>(do_smem, memory::rows(p.d_out, entry, h, false),
                                                  i0, ni);
-    begin(now, 0);
-    fragment_gradient::RowStatistics numbers;
-    numbers.load(memory::row_statistic(p.lse, entry, h), memory::row_statistic(p.delta, entry, h),
-                 i0, ni);
-    numbers.store(lse_smem, lse_smem + BLOCK_Q);
+    load_tile(now, 0);
+    fragment_gradient::RowStatistics statistics;
+    statistics.load(memory::row_statistic(p.lse, entry, h),
+                    memory::row_statistic(p.delta, entry, h), i0, ni);
+    statistics.store(lse_smem, lse_smem + BLOCK_Q);
     int stage = 0;
 #pragma unroll 1
     while (now.rows > 0) {
@@ -112,16 +108,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       ++visited;
 
       ptx::cp_async_wait_all();
-      bool careful = false;
-      // The tile, which other threads copied, and the stage before, which was read.
+      bool has_nonfinite = false;
+      // Protects the tile, copied by all threads, and the previous stage, read by all.
       if (HAS_SCORE || (HAS_MASK && masked)) {
-        careful = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
+        has_nonfinite = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D, Q_BYTES>(k_smem));
       } else {
         __syncthreads();  // as above
       }
       const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
-          p, passing_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
-      if (STAGES == 2 && next.rows > 0) begin(next, 1 - stage);
+          p, streamed_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
+      if (STAGES == 2 && next.rows > 0) load_tile(next, 1 - stage);
       unsigned int kept[ROWS];
       if constexpr (HAS_DROPOUT)
         fragment_gradient::draw_dropout<false, COLUMNS>(p, box, corner, kept);
@@ -133,31 +129,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       // 4 mask
       // 5 probabilities and the gradient of the output's weights
       unsigned int ds[ROWS][COLUMNS / 2];
-      const bool hides = fragment_gradient::recompute_probabilities<false, 0>(
+      const bool has_masked = fragment_gradient::recompute_probabilities<false, 0>(
           p, box, now.tile_class, masked, s, corner, lse_smem + corner.row, kept, ds, nullptr);
       float dp[ROWS][COLUMNS];
       fragment_product::multiply<D_V, UNROLL>(dp, do_smem + warp_row * DO_BYTES, v_smem);
       const fragment_gradient::PerQuery<false, ROWS, COLUMNS> delta(lse_smem + BLOCK_Q +
                                                                     corner.row);
-      fragment_gradient::score_gradients<false>(p, hides, s, dp, delta, kept, s);
+      fragment_gradient::score_gradients<false>(p, has_masked, s, dp, delta, kept, s);
       // 6 accumulate dq
-      if constexpr (fragment_gradient::SCALES_DS) {
-        if (ptx::any_lane(fragment_gradient::largest_of(s) > unit.largest)) {
+      if constexpr (fragment::Mma::SCALES_DS) {
+        if (ptx::any_lane(fragment_gradient::largest_of(s) > ds_scale.largest)) {
           const float largest = fragment_gradient::largest_finite(s);
-          if (largest > unit.largest) unit.rescale(largest, dq);
+          if (largest > ds_scale.largest) ds_scale.rescale(largest, dq);
         }
       }
-      fragment_gradient::narrow(s, unit.factor, ds);
-      if (careful) {
+      fragment_gradient::narrow(s, ds_scale.factor, ds);
+      if (has_nonfinite) {
         fragment::add_nonfinite<D>(dq, ds, k_smem);
-        __syncthreads();  // the keys, which are read as they came
+        __syncthreads();  // the keys, read by all warps as they were copied
         fragment::clear_nonfinite<BLOCK_KV, D, Q_BYTES>(k_smem);
-        __syncthreads();  // the keys, now finite
+        __syncthreads();  // the keys, made finite by all threads
       }
       fragment::multiply_add<D>(dq, ds, k_smem);
       if (STAGES == 1 && next.rows > 0) {
-        __syncthreads();  // the tile, which was read
-        begin(next, 0);
+        __syncthreads();  // the tile, read by all warps
+        load_tile(next, 0);
       }
       stage = STAGES == 1 ? 0 : 1 - stage;
       now = next;
@@ -166,11 +162,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   // 7 scale and store
   ptx::cp_async_wait_all();
-  __syncthreads();  // the queries, in whose place the result goes
-  matmul::scale(dq, unit.inverse());
+  __syncthreads();  // the queries, read by all warps: the result takes their memory
+  matmul::scale(dq, ds_scale.inverse());
   fragment_product::store_rows<BLOCK_Q>(dq, share, warp_row, p.dq,
                                         p.kind_dq != number::STORAGE_KIND,
-                                        layout::offset(p.dq, passing_smem->entry, h, false), i0, ni,
-                                        static_cast<float>(p.scale), q_smem);
+                                        layout::offset(p.dq, streamed_smem->entry, h, false), i0,
+                                        ni, static_cast<float>(p.scale), q_smem);
   tile::count_tiles(p, visited);
 }

@@ -1,16 +1,18 @@
-// Tiled attention, forward, by the tensor cores of compute capability 8.0 and
-// later: the twin of reference/cpu/forward.py.
+// Tiled attention, forward, by the tensor cores of compute capability 8.0 and later, in 16-bit
+// types, float32 (in three products of tf32) and float64: the twin of reference/cpu/forward.py.
 //
-// FlashAttention-2 (Dao 2023), Algorithm 1: one block of queries stays, blocks of keys and values
-// pass by, and the output is divided by the row sum once, at the end. Products are accumulated in
-// float32; weights are rounded to the storage type before they are multiplied by v.
+// FlashAttention-2 (Dao 2023), Algorithm 1: a block of queries is resident, blocks of keys and
+// values are streamed, and the output is divided by the row sum once, at the end. Products are
+// accumulated in the accumulator's type; 16-bit weights are rounded to the storage type before the
+// product p v.
 //
-// Keys and values of one tile after the other pass through a ring of SLOTS places in shared memory:
-// while one is multiplied, the next SLOTS - 1 are on their way.
+// Keys and values are streamed through a pipeline of KV_STAGES stages in shared memory, in the
+// order keys, values, keys of the next tile and so on: while one stage is multiplied, the next
+// KV_STAGES - 1 are being copied.
 //
 // Grid: prod(own_size) * heads * blocks, with own_size = lead_size; packed: heads * blocks.
-// Shared memory: the queries, the ring. BLOCK_Q is 16 or 32 times the warps, BLOCK_KV a multiple
-// of 16.
+// Shared memory: the queries, the stages, SharedStorage. BLOCK_Q is 16 or 32 times the warps,
+// BLOCK_KV a multiple of 16.
 #include "../common/params.cuh"
 #include "fragment.cuh"
 #include "fragment_softmax.cuh"
@@ -23,24 +25,25 @@ constexpr int ROWS = 2 * fragment::M_TILES;
 constexpr int COLUMNS = BLOCK_KV / 4;
 constexpr int COLUMNS_V = fragment::whole_columns(D_V) / 4;
 constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
-constexpr int HELD_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
-constexpr int SLOT_BYTES = BLOCK_KV * matmul::larger(Q_BYTES, V_BYTES);
+constexpr int RESIDENT_BYTES = BLOCK_Q * matmul::larger(Q_BYTES, V_BYTES);
+constexpr int STAGE_BYTES = BLOCK_KV * matmul::larger(Q_BYTES, V_BYTES);
 
-// What a block knows lies in shared memory, because registers hold the sums.
-struct Known {
+// In shared memory because the sums fill the registers.
+struct SharedStorage {
   layout::Entry entry;
   fragment_tile::Classes classes;
 };
-constexpr int KNOWN_BYTES = static_cast<int>(sizeof(Known));
-constexpr int SLOTS = (SHARED_BYTES - HELD_BYTES - KNOWN_BYTES) / SLOT_BYTES;
-// Whether registers have room for the queries of a warp's rows.
+constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
+constexpr int KV_STAGES = (SHARED_BYTES - RESIDENT_BYTES - SHARED_STORAGE_BYTES) / STAGE_BYTES;
+// Whether the queries of a warp's rows fit into its registers.
 constexpr bool Q_IN_REGISTERS =
     !fragment::WIDE && ROWS * (COLUMNS + COLUMNS_V + fragment::whole_columns(D) / 8) <= 160;
 
 static_assert(fragment::WARP_ROWS * fragment::WARPS == BLOCK_Q && ROWS <= 4, "BLOCK_Q, THREADS");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV");
-static_assert(SHARED_BYTES == HELD_BYTES + SLOTS * SLOT_BYTES + KNOWN_BYTES, "SHARED_BYTES");
-static_assert(SLOTS == 2 || SLOTS == 3, "SHARED_BYTES");
+static_assert(SHARED_BYTES == RESIDENT_BYTES + KV_STAGES * STAGE_BYTES + SHARED_STORAGE_BYTES,
+              "SHARED_BYTES");
+static_assert(KV_STAGES == 2 || KV_STAGES == 3, "SHARED_BYTES");
 
 }  // namespace
 
@@ -48,58 +51,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     KERNEL_NAME(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_smem[];
   char* const q_smem = reinterpret_cast<char*>(shared_smem);
-  char* const ring_smem = q_smem + HELD_BYTES;
-  Known* const known_smem = reinterpret_cast<Known*>(ring_smem + SLOTS * SLOT_BYTES);
+  char* const stages_smem = q_smem + RESIDENT_BYTES;
+  SharedStorage* const storage_smem =
+      reinterpret_cast<SharedStorage*>(stages_smem + KV_STAGES * STAGE_BYTES);
 
   const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
   if (work.idle) return;
-  const layout::Entry& entry = known_smem->entry;
+  const layout::Entry& entry = storage_smem->entry;
   const long long h = work.head, h_kv = layout::divide(h, p.group).quotient;
   const long long i0 = work.block * BLOCK_Q;
   const int ni = tile::rows_from(i0, work.entry.len_q, BLOCK_Q);
   const memory::Rows k = memory::rows(p.k, work.entry, h_kv, true);
   const memory::Rows v = memory::rows(p.v, work.entry, h_kv, true);
   const accum_t scale = static_cast<accum_t>(p.scale);
-  // Logits are `unit` times a score; the sign of a negative scale goes to the queries.
-  const accum_t unit = HAS_SCORE ? accum_t(1) : fabs(scale);
-  const accum_t c = fmin(unit * fragment_softmax::LOG2_E, number::largest());
+  // Logits are `logit_scale` times a score; queries are negated if the scale is negative.
+  const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
+  const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
   unsigned long long visited = 0;
 
   // 1 load q
   fragment::begin_rows<BLOCK_Q, D, Q_BYTES>(q_smem, memory::rows(p.q, work.entry, h, false), i0,
                                             ni);
   ptx::cp_async_commit();
-  if (threadIdx.x == 0) known_smem->entry = work.entry;
-  __syncthreads();  // what is known
+  if (threadIdx.x == 0) storage_smem->entry = work.entry;
+  __syncthreads();  // the entry in SharedStorage, written by thread 0
   const auto describe = [&](long long j0, int nj) {
     return tile::describe_tile(entry, h, i0, ni, j0, nj);
   };
   fragment_tile::Tile now =
-      fragment_tile::next_tile<BLOCK_KV>(p, known_smem->classes, 0, entry.len_k, describe);
-  int slot = 0;  // of the ring, where the next product's operand lies
-  const auto place = [&](int ahead) {
-    const int n = slot + ahead;
-    return ring_smem + (n < SLOTS ? n : n - SLOTS) * SLOT_BYTES;
+      fragment_tile::next_tile<BLOCK_KV>(p, storage_smem->classes, 0, entry.len_k, describe);
+  int stage = 0;  // the stage of the next product's operand
+  const auto stage_smem = [&](int ahead) {
+    const int n = stage + ahead;
+    return stages_smem + (n < KV_STAGES ? n : n - KV_STAGES) * STAGE_BYTES;
   };
-  const auto begin_keys = [&](const fragment_tile::Tile& tile, int ahead) {
+  const auto copy_keys = [&](const fragment_tile::Tile& tile, int ahead) {
     if (tile.rows > 0) {
-      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(place(ahead), k, tile.first, tile.rows);
+      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(stage_smem(ahead), k, tile.first, tile.rows);
     }
     ptx::cp_async_commit();
   };
-  const auto begin_values = [&](const fragment_tile::Tile& tile, int ahead) {
+  const auto copy_values = [&](const fragment_tile::Tile& tile, int ahead) {
     if (tile.rows > 0) {
-      fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(place(ahead), v, tile.first, tile.rows);
+      fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(stage_smem(ahead), v, tile.first, tile.rows);
     }
     ptx::cp_async_commit();
   };
-  begin_keys(now, 0);
-  if constexpr (SLOTS == 3) begin_values(now, 1);
+  copy_keys(now, 0);
+  if constexpr (KV_STAGES == 3) copy_values(now, 1);
   fragment::Left<D, Q_IN_REGISTERS> q(q_smem + fragment::warp_row() * Q_BYTES);
-  ptx::cp_async_wait<SLOTS - 1>();
+  ptx::cp_async_wait<KV_STAGES - 1>();
   if (!HAS_SCORE && scale < 0) fragment::negate_rows<BLOCK_Q, D, Q_BYTES>(q_smem);
   if constexpr (Q_IN_REGISTERS) {
-    __syncthreads();  // the queries, which other threads copied
+    __syncthreads();  // the queries, copied by all threads
     q.load_registers();
   }
   accum_t m[ROWS], l[ROWS], acc[ROWS][COLUMNS_V];
@@ -109,30 +113,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   while (now.rows > 0) {
     const TileBox box = describe(now.first, now.rows);
     const bool masked = now.tile_class == PARTIAL || now.rows < BLOCK_KV;
-    unsigned int allowed[ROWS];
-    bool sees = true;  // whether a query of the warp sees a key
+    unsigned int mask[ROWS];
+    bool active = true;  // whether the warp has an unmasked pair
     if (MAY_MASK && masked) {
-      sees = fragment_tile::evaluate_mask<COLUMNS>(p, box, now.tile_class, allowed);
+      active = fragment_tile::evaluate_mask<COLUMNS>(p, box, now.tile_class, mask);
     }
     ++visited;
 
-    ptx::cp_async_wait<SLOTS - 2>();
-    __syncthreads();  // the keys, which other threads copied, and the place before, which was read
-    if constexpr (SLOTS == 2) begin_values(now, 1);
+    ptx::cp_async_wait<KV_STAGES - 2>();
+    __syncthreads();  // the keys, copied by all threads, and the previous stage, read by all
+    if constexpr (KV_STAGES == 2) copy_values(now, 1);
     fragment::word_t weights[ROWS][COLUMNS / fragment::PER_WORD];
-    if (sees) {
+    if (active) {
       // 2 scores
       accum_t s[ROWS][COLUMNS];
-      fragment::multiply(s, q, place(0));
+      fragment::multiply(s, q, stage_smem(0));
       // 3 score mod
-      bool hides = masked;
+      bool has_masked = masked;
       if constexpr (HAS_SCORE) {
-        hides = ptx::any_lane(fragment_tile::apply_score_mod<true>(
-                    p, tile::head_constants_of(p, box), box, s, scale)) ||
-                masked;
+        has_masked = ptx::any_lane(fragment_tile::apply_score_mod<true>(
+                         p, tile::head_constants_of(p, box), box, s, scale)) ||
+                     masked;
       }
       // 4 mask
-      if (MAY_MASK && masked) fragment_tile::apply_mask(s, allowed);
+      if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);
       if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, now.rows);
       // 5 row max
       accum_t m_new[ROWS];
@@ -140,43 +144,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         // 6 rescale
         fragment_softmax::rescale(m, m_new, l, acc, c);
       }
-      fragment_softmax::exponentiate(s, m, l, c, hides);
+      fragment_softmax::exponentiate(s, m, l, c, has_masked);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, box, s);
       fragment::narrow(s, weights);
     }
     // 7 accumulate p v
     const fragment_tile::Tile next = fragment_tile::next_tile<BLOCK_KV>(
-        p, known_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
-    if constexpr (SLOTS == 3) begin_keys(next, 2);
-    slot = slot + 1 < SLOTS ? slot + 1 : 0;
-    ptx::cp_async_wait<SLOTS - 2>();
-    bool careful = false;
-    // The values, which other threads copied, and the place before, which was read.
+        p, storage_smem->classes, now.first + BLOCK_KV, entry.len_k, describe);
+    if constexpr (KV_STAGES == 3) copy_keys(next, 2);
+    stage = stage + 1 < KV_STAGES ? stage + 1 : 0;
+    ptx::cp_async_wait<KV_STAGES - 2>();
+    bool has_nonfinite = false;
+    // Protects the values, copied by all threads, and the previous stage, read by all.
     if (fragment::Mma::SPLIT_CAN_FAIL || HAS_SCORE || (MAY_MASK && masked)) {
-      careful = ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(place(0)));
+      has_nonfinite =
+          ptx::barrier_or(!fragment::finite_rows<BLOCK_KV, D_V, V_BYTES>(stage_smem(0)));
     } else {
       __syncthreads();  // as above
     }
-    if constexpr (SLOTS == 3) {
-      begin_values(next, 2);
+    if constexpr (KV_STAGES == 3) {
+      copy_values(next, 2);
     } else {
-      begin_keys(next, 1);
+      copy_keys(next, 1);
     }
-    if (careful) {
-      if (sees) fragment::add_nonfinite<D_V>(acc, weights, place(0));
-      __syncthreads();  // the values, which are read as they came
-      fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(place(0));
-      __syncthreads();  // the values, now finite
+    if (has_nonfinite) {
+      if (active) fragment::add_nonfinite<D_V>(acc, weights, stage_smem(0));
+      __syncthreads();  // the values, read by all warps as they were copied
+      fragment::clear_nonfinite<BLOCK_KV, D_V, V_BYTES>(stage_smem(0));
+      __syncthreads();  // the values, made finite by all threads
     }
-    if (sees) fragment::multiply_add<D_V>(acc, weights, place(0));
-    slot = slot + 1 < SLOTS ? slot + 1 : 0;
+    if (active) fragment::multiply_add<D_V>(acc, weights, stage_smem(0));
+    stage = stage + 1 < KV_STAGES ? stage + 1 : 0;
     now = next;
   }
 
   fragment_softmax::row_sum(l);
   accum_t weight[ROWS];
   fragment_softmax::join_sink(
-      m, l, weight, unit,
+      m, l, weight, logit_scale,
       p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, h));
   // 8 normalise
   const accum_t keep_scale = HAS_DROPOUT ? static_cast<accum_t>(p.keep_scale) : accum_t(1);
@@ -185,11 +190,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
   if (visited == 0) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the queries, which other threads copied to where the output goes
+    __syncthreads();  // the queries, copied by all threads to where the output goes
   }
   char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
   fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
-  __syncwarp();  // the warp's rows, which its lanes wrote
+  __syncwarp();  // the warp's rows of the output, written by its lanes
   fragment::copy_out<D_V>(
       p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
       fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE, out_smem);

@@ -274,8 +274,7 @@ __device__ __forceinline__ void mask_infinite(const float (&s)[ROWS][COLUMNS], b
 
 // recompute_probabilities with a score mod: products q k become probabilities times the derivative
 // of the score mod. Table look-ups for pairs that do not exist are clamped. The score mod is
-// instantiated for STEP columns, through which all columns rotate. Returns whether any pair is
-// masked.
+// instantiated for STEP columns, through which all rotate. Returns whether any pair is masked.
 template <bool KEYS_ARE_ROWS, int BYTES, int STEP = 2, int ROWS, int COLUMNS>
 __device__ __forceinline__ bool recompute_modified(
     const Params& p, const HeadConstants& constants, float scale, const TileBox& box, bool masked,
@@ -299,17 +298,15 @@ __device__ __forceinline__ bool recompute_modified(
           const float offset = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + n + x)] * tile::LOG2_E;
           const bool unmasked = logit != -number::infinity();
           has_masked = has_masked || !unmasked;
-          float probability =
-              ptx::exp2(gradient_tile::at_most_zero(fma(logit, tile::LOG2_E, -offset)));
-          probability = weight[x] = unmasked ? probability : matmul::masked_weight();
+          float p_ij = ptx::exp2(gradient_tile::at_most_zero(fma(logit, tile::LOG2_E, -offset)));
+          p_ij = weight[x] = unmasked ? p_ij : matmul::masked_weight();
           if (HAS_DROPOUT && (kept[r] >> (column + n + x) & 1) == 0) weight[x] *= 0.0f;
           if constexpr (HAS_DSCORE) {
-            const float product = probability * score_mod_derivative(p, constants, score, at);
-            // It is 0 if the probability is, whatever the derivative; +0.0, because -0.0 means
-            // masked.
-            if (probability != 0.0f) probability = product == 0.0f ? 0.0f : product;
+            const float product = p_ij * score_mod_derivative(p, constants, score, at);
+            // It stays 0 whatever the derivative; and never becomes -0.0, which means masked.
+            if (p_ij != 0.0f) p_ij = product == 0.0f ? 0.0f : product;
           }
-          s[r][n + x] = probability;
+          s[r][n + x] = p_ij;
         }
         const unsigned int word = number::narrow_pair(weight[0], weight[1]);
         if constexpr (KEYS_ARE_ROWS && BYTES > 0) {
@@ -370,6 +367,7 @@ __device__ __forceinline__ bool recompute_probabilities(
   }
   return masked;
 }
+
 // dS = p (dP - delta), for products dP = do v, in tile_column of either; with a score mod, times
 // its derivative, which s contains. What is 0 stays 0.
 template <bool KEYS_ARE_ROWS, int ROWS, int COLUMNS>
@@ -408,15 +406,14 @@ __device__ __forceinline__ void score_gradients(const Params& p, bool masked,
     }
   }
 }
+
 // -- dS in 16 bits --------------------------------------------------------------------------------
 
 // dS is multiplied by a power of two before it is rounded to float16, so that it neither overflows
-// nor vanishes: the largest |dS| becomes at least 2^7, and none reaches 2^16. The sums have the
-// same scale and are rescaled when it changes.
-constexpr bool SCALES_DS = fragment::Mma::SCALES_DS;
+// nor vanishes: the largest |dS| becomes at least 2^7, none reaches 2^16. Sums have the same scale.
 struct DsScale {
   float factor = 1.0f;
-  float largest = SCALES_DS ? 0.0f : number::infinity();  // the largest |dS| it is small enough for
+  float largest = fragment::Mma::SCALES_DS ? 0.0f : number::infinity();  // it suits |dS| up to this
 
   // The factor for |dS| up to `x`. Its inverse is a normal number, too.
   __device__ __forceinline__ static float factor_for(float x) {
@@ -450,6 +447,7 @@ __device__ __forceinline__ float largest_of(const float (&x)[ROWS][COLUMNS]) {
   }
   return largest;
 }
+
 // The largest finite magnitude of a warp's elements.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS]) {
@@ -468,6 +466,7 @@ __device__ __forceinline__ float largest_finite(const float (&x)[ROWS][COLUMNS])
   }
   return largest;
 }
+
 // Rounds dS, times a factor, to the storage type.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void narrow(const float (&ds)[ROWS][COLUMNS], float factor,
@@ -480,6 +479,7 @@ __device__ __forceinline__ void narrow(const float (&ds)[ROWS][COLUMNS], float f
     }
   }
 }
+
 // Multiplies float16 dS that a thread wrote by store_words by `factor`, a power of two of at
 // most 1.
 template <int BYTES, int ROWS, int WORDS>
@@ -496,4 +496,5 @@ __device__ __forceinline__ void scale_words(const Corner& corner, float factor, 
     }
   }
 }
+
 }  // namespace fragment_gradient

@@ -6,7 +6,7 @@
 namespace fragment_tile {
 
 // A tile of the streamed operand that is not EMPTY: its first row, and how many of its rows exist.
-// No rows: there is no further tile.
+// Zero rows: there is no further tile.
 struct Tile {
   long long first;
   int rows;
@@ -120,12 +120,12 @@ __device__ __forceinline__ bool evaluate_mask(const Params& p, const TileBox& bo
     if (tile_class == PARTIAL) {
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const KeyRange seen = mask_range(p, pairs.nearest<false>(box, r, 0));
-        const int last = distance(seen.high, box.j_low) - fragment::lane_column();
+        const KeyRange range = mask_range(p, pairs.nearest<false>(box, r, 0));
+        const int last = distance(range.high, box.j_low) - fragment::lane_column();
         high[r] = tile::smaller(last, high[r]);
         // Most ranges have no lower end, and the compiler can tell.
-        if (seen.low != SMALLEST_INT) {
-          low[r] = distance(seen.low, box.j_low) - fragment::lane_column();
+        if (range.low != SMALLEST_INT) {
+          low[r] = distance(range.low, box.j_low) - fragment::lane_column();
         }
       }
     }

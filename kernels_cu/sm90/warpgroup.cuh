@@ -1,11 +1,11 @@
-// Products of tiles by the four warps of a warpgroup together, and how tiles get to them: the twin
-// of reference/cpu/microkernel.py and reference/cpu/accumulate.py for the tensor cores of compute
-// capability 9.0.
+// What the kernels for warpgroups share: products of 16-bit tiles by wgmma, pipelines of mbarriers,
+// and TMA loads of tiles. The twin of reference/cpu/microkernel.py and reference/cpu/accumulate.py
+// for the tensor cores of compute capability 9.0.
 //
-// A tile in shared memory is one slab of 64 columns after the other, each of as many rows of 128
-// bytes, whose 16-byte piece c lies at c ^ (row % 8). Copies of boxes leave it like that, and fill
-// with 0 what lies outside of the array. A result lies in registers as fragment.cuh says, and a
-// thread has two rows of it.
+// A tile in shared memory is a sequence of slabs of 64 columns. A row of a slab has 128 bytes,
+// whose 16-byte piece c lies at c ^ (row % 8): wgmma's 128-byte swizzle. TMA writes tiles like
+// that, and fills with 0 what lies outside of the array. The accumulator of a product lies in
+// registers as fragment.cuh says; a thread has two rows of it.
 #pragma once
 #include "../ptx/barrier.cuh"
 #include "../ptx/setmaxnreg.cuh"
@@ -17,60 +17,103 @@
 namespace warpgroup {
 
 constexpr int WARPGROUP_SIZE = 128;
-constexpr int WARPGROUP_ROWS = 64;   // of a result
-constexpr int SLAB_ROW_BYTES = 128;  // of a row in a slab
-constexpr int SLAB_COLUMNS = 64;     // of 16 bits
+constexpr int WARPGROUP_ROWS = 64;   // of an accumulator
+constexpr int SLAB_ROW_BYTES = 128;  // of one row
+constexpr int SLAB_COLUMNS = 64;     // of 16 bits each
 
-// A condition that the compiler knows, as an argument.
+// A compile-time condition as a function argument.
 template <bool X>
 struct Bool {
   static constexpr bool value = X;
 };
 
-// Of the warpgroup in its block. A shuffle tells the compiler that lanes agree.
+// The index of the warpgroup in its block. A shuffle tells the compiler that lanes agree.
 __device__ __forceinline__ int index() {
   return ptx::shuffle(static_cast<int>(threadIdx.x) / WARPGROUP_SIZE, 0);
 }
 
-// Waits for the end of a barrier's phase.
-__device__ __forceinline__ void mbarrier_wait(unsigned int barrier, int parity) {
-  while (!ptx::mbarrier_try_wait(barrier, parity)) {
+// -- mbarriers ------------------------------------------------------------------------------------
+
+// Waits until a phase of an mbarrier is complete.
+__device__ __forceinline__ void mbarrier_wait(unsigned int barrier, int phase) {
+  while (!ptx::mbarrier_try_wait(barrier, phase)) {
   }
 }
 
-// Says that this warp has come to a barrier in shared memory that counts warps. One lane arrives
-// for all, unless a tool wants to see each do so.
-constexpr int ARRIVALS_OF_WARP = EACH_LANE_ARRIVES ? ptx::WARP_SIZE : 1;  // arrivals
+// Arrives at an mbarrier for a warp. One lane does so for all, unless a race checker has to see
+// every lane arrive.
+constexpr int ARRIVALS_OF_WARP = EACH_LANE_ARRIVES ? ptx::WARP_SIZE : 1;
 __device__ __forceinline__ void arrive_warp(unsigned int barrier) {
   __syncwarp();  // what all lanes have read or written
   if (EACH_LANE_ARRIVES || ptx::lane_index() == 0) ptx::mbarrier_arrive(barrier);
 }
 
-// The same of this warpgroup, after a product of its warps.
+// Arrives at an mbarrier for a warpgroup. Nothing orders its threads here: the caller has waited
+// for a wgmma group of all of them.
 constexpr int ARRIVALS_OF_WARPGROUP = EACH_LANE_ARRIVES ? WARPGROUP_SIZE : 1;
 __device__ __forceinline__ void arrive_warpgroup(unsigned int barrier) {
   if (EACH_LANE_ARRIVES || threadIdx.x % WARPGROUP_SIZE == 0) ptx::mbarrier_arrive(barrier);
 }
 
-// -- tiles to shared memory -----------------------------------------------------------------------
+// The mbarriers of a ring of STAGES stages in shared memory, through which one role hands data to
+// others. Use n of the ring takes stage n % STAGES. A stage is full when all of its data has
+// arrived, and empty when every reader has released it.
+template <int STAGES>
+struct Pipeline {
+  unsigned long long full[STAGES], empty[STAGES];
 
-// One head of an array, as its map has it: where an array repeats itself, the map has one place.
+  __device__ __forceinline__ static int stage_of(int n) { return n % STAGES; }
+  __device__ __forceinline__ static int phase_of(int n) { return n / STAGES % 2; }
+
+  __device__ __forceinline__ unsigned int full_barrier(int n) const {
+    return ptx::shared_address(&full[stage_of(n)]);
+  }
+  __device__ __forceinline__ unsigned int empty_barrier(int n) const {
+    return ptx::shared_address(&empty[stage_of(n)]);
+  }
+  __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) {
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+      ptx::mbarrier_init(full_barrier(n), full_arrivals);
+      ptx::mbarrier_init(empty_barrier(n), empty_arrivals);
+    }
+  }
+  // Waits until the data of use n has arrived.
+  __device__ __forceinline__ void wait_full(int n) const {
+    mbarrier_wait(full_barrier(n), phase_of(n));
+  }
+  // Waits until use n may overwrite its stage. The first use of a stage does not wait: the phase
+  // before an mbarrier's first one counts as complete.
+  __device__ __forceinline__ void wait_empty(int n) const {
+    mbarrier_wait(empty_barrier(n), phase_of(n) ^ 1);
+  }
+  // Waits until every reader has released use n. That is wait_empty of the stage's next use.
+  __device__ __forceinline__ void wait_released(int n) const {
+    mbarrier_wait(empty_barrier(n), phase_of(n));
+  }
+};
+
+// -- TMA loads ------------------------------------------------------------------------------------
+
+// The coordinates of one head of an array in its tensor map, in which an axis along which the array
+// is broadcast has length 1.
 struct TmaHead {
   int head, slow, slower;
 
   __device__ __forceinline__ TmaHead(const Operand& operand, const layout::Entry& entry,
                                      long long h)
       : head(operand.head != 0 ? static_cast<int>(h) : 0),
-        slow(place(operand, entry, MAX_LEAD - 1)),
-        slower(place(operand, entry, MAX_LEAD - 2)) {}
+        slow(coordinate(operand, entry, MAX_LEAD - 1)),
+        slower(coordinate(operand, entry, MAX_LEAD - 2)) {}
 
-  __device__ __forceinline__ static int place(const Operand& operand, const layout::Entry& entry,
-                                              int axis) {
+  __device__ __forceinline__ static int coordinate(const Operand& operand,
+                                                   const layout::Entry& entry, int axis) {
     return operand.lead[axis] != 0 ? static_cast<int>(entry.lead[axis]) : 0;
   }
 };
 
-// Begins to copy ROWS rows from row `first` on, WIDTH columns wide, for which a barrier waits.
+// Issues the TMA loads of a tile: ROWS rows from row `first` on, WIDTH columns wide. Its bytes
+// count at an mbarrier.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void tma_load_tile(unsigned int to, const ptx::TensorMap& map,
                                               const TmaHead& head, long long first,
@@ -84,34 +127,37 @@ __device__ __forceinline__ void tma_load_tile(unsigned int to, const ptx::Tensor
 
 // -- products -------------------------------------------------------------------------------------
 
-// An operand in shared memory: the lower half of its description, in units of 16 bytes, which a
-// step adds to. `slab` is how far the columns of the next line are, which only operands whose rows
-// are as wide as the result are asked for.
+// An operand in shared memory: the lower half of its wgmma descriptor, in units of 16 bytes, to
+// which offsets are added. `slab` is the distance in bytes between slabs; it counts only for an
+// operand whose rows run along the accumulator's columns.
 using SmemDesc = unsigned int;
 __device__ __forceinline__ SmemDesc make_smem_desc(unsigned int address, int slab) {
   return address / 16 | static_cast<unsigned int>(slab / 16) << 16;
 }
 
-// With the upper half, which is that of all: eight rows lie together, and how they are swizzled.
-__device__ __forceinline__ ptx::SmemDesc whole(SmemDesc operand) {
+// The whole descriptor. All operands have the same upper half: groups of eight rows, and the
+// 128-byte swizzle.
+__device__ __forceinline__ ptx::SmemDesc wgmma_desc(SmemDesc operand) {
   constexpr unsigned long long EIGHT_ROWS = 8 * SLAB_ROW_BYTES / 16, SWIZZLE_128 = 1ull << 62;
   return EIGHT_ROWS << 32 | SWIZZLE_128 | operand;
 }
 
-// c = a b^T for 64 rows a of the warpgroup and KEYS rows b. The caller fences, commits and waits.
-// What stands beside step n is done after it began.
+// Issues c = a b^T for 64 rows of a and KEYS rows of b, WIDTH columns each. The caller fences,
+// commits and waits. `beside(n)` runs after step n was issued.
 template <int WIDTH, int KEYS, int COLUMNS, class Beside>
 __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b,
                                          const Beside& beside) {
 #pragma unroll
   for (int step = 0; step < fragment::whole_columns(WIDTH) / 16; ++step) {
     const int line = step / 4 * SLAB_ROW_BYTES / 16, inside = step % 4 * 2;
-    const ptx::SmemDesc left = whole(a + (line * WARPGROUP_ROWS + inside));
-    const ptx::SmemDesc right = whole(b + (line * KEYS + inside));
-    if constexpr (STORAGE == 0) {
+    const ptx::SmemDesc left = wgmma_desc(a + (line * WARPGROUP_ROWS + inside));
+    const ptx::SmemDesc right = wgmma_desc(b + (line * KEYS + inside));
+    if constexpr (IS_FLOAT16) {
       ptx::wgmma_ss_f16(c, left, right, step > 0);
-    } else {
+    } else if constexpr (IS_BFLOAT16) {
       ptx::wgmma_ss_bf16(c, left, right, step > 0);
+    } else {
+      unknown_element();
     }
     beside(step);
   }
@@ -121,48 +167,56 @@ __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], SmemDesc a, Sme
   multiply<WIDTH, KEYS>(c, a, b, [](int) {});
 }
 
-// c += a b for weights a and DEPTH rows b. The caller fences, commits and waits.
+// Issues c += a b for weights a in registers and DEPTH rows of b. The caller fences, commits and
+// waits.
 template <int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS],
                                              const unsigned int (&a)[2][DEPTH / 8], SmemDesc b) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 8; k += 2) {
     const unsigned int left[4] = {a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]};
-    if constexpr (STORAGE == 0) {
-      ptx::wgmma_rs_f16(c, left, whole(b + k * 8 * SLAB_ROW_BYTES / 16));
+    if constexpr (IS_FLOAT16) {
+      ptx::wgmma_rs_f16(c, left, wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16));
+    } else if constexpr (IS_BFLOAT16) {
+      ptx::wgmma_rs_bf16(c, left, wgmma_desc(b + k * 8 * SLAB_ROW_BYTES / 16));
     } else {
-      ptx::wgmma_rs_bf16(c, left, whole(b + k * 8 * SLAB_ROW_BYTES / 16));
+      unknown_element();
     }
   }
 }
 
-// The same of a in shared memory, whose rows are DEPTH columns long.
+// The same for a in shared memory, whose rows have DEPTH columns.
 template <int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
-    const ptx::SmemDesc left = whole(a + 2 * k), right = whole(b + k * 16 * SLAB_ROW_BYTES / 16);
-    if constexpr (STORAGE == 0) {
+    const ptx::SmemDesc left = wgmma_desc(a + 2 * k),
+                        right = wgmma_desc(b + k * 16 * SLAB_ROW_BYTES / 16);
+    if constexpr (IS_FLOAT16) {
       ptx::wgmma_st_f16(c, left, right, true);
-    } else {
+    } else if constexpr (IS_BFLOAT16) {
       ptx::wgmma_st_bf16(c, left, right, true);
+    } else {
+      unknown_element();
     }
   }
 }
 
-// c = a^T b for DEPTH rows of a, 64 columns wide, and of b. The rows of b lie by 64, so many bytes
-// apart. The caller fences, commits and waits.
+// Issues c = a^T b for DEPTH rows of a, 64 columns wide, and of b. Each 64 rows of b are a tile,
+// `stride` bytes behind the one before. The caller fences, commits and waits.
 template <int DEPTH, int COLUMNS>
 __device__ __forceinline__ void multiply_transposed(float (&c)[2][COLUMNS], SmemDesc a, SmemDesc b,
-                                                    int apart) {
+                                                    int stride) {
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
-    const ptx::SmemDesc left = whole(a + k * 16 * SLAB_ROW_BYTES / 16);
-    const ptx::SmemDesc right = whole(b + (k / 4 * apart + k % 4 * 16 * SLAB_ROW_BYTES) / 16);
-    if constexpr (STORAGE == 0) {
+    const ptx::SmemDesc left = wgmma_desc(a + k * 16 * SLAB_ROW_BYTES / 16);
+    const ptx::SmemDesc right = wgmma_desc(b + (k / 4 * stride + k % 4 * 16 * SLAB_ROW_BYTES) / 16);
+    if constexpr (IS_FLOAT16) {
       ptx::wgmma_tt_f16(c, left, right, k > 0);
-    } else {
+    } else if constexpr (IS_BFLOAT16) {
       ptx::wgmma_tt_bf16(c, left, right, k > 0);
+    } else {
+      unknown_element();
     }
   }
 }

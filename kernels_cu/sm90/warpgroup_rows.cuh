@@ -1,5 +1,6 @@
-// Rows in shared memory that a product reads by itself, and what has to be done to them before: the
-// twin of reference/cpu/accumulate.py where values are not finite.
+// Tiles in shared memory that wgmma reads by itself: how they get there without TMA, what has to be
+// done to them before, as to values that are not finite, and how results get back to global memory.
+// The twin of reference/cpu/accumulate.py where values are not finite.
 #pragma once
 #include "../ptx/pair.cuh"
 #include "../sm80/fragment.cuh"
@@ -7,21 +8,23 @@
 
 namespace warpgroup_rows {
 
-// Begins to copy rows of an array that is WIDTH columns wide to a tile of ROWS rows, by all threads
-// of the block, as fragment::begin_rows does.
+// Issues the asynchronous copies (cp.async) of a tile of ROWS rows of an array that is WIDTH
+// columns wide, slab by slab, by all threads of the block, as fragment::begin_rows does.
 template <int ROWS, int WIDTH, int COLUMN = 0>
 __device__ __forceinline__ void begin_rows(char* tile_smem, const memory::Rows& from,
                                            long long first, int valid) {
   constexpr int LEFT = WIDTH - COLUMN;
-  constexpr int OWN = LEFT < warpgroup::SLAB_COLUMNS ? LEFT : warpgroup::SLAB_COLUMNS;
-  const memory::Rows line{from.data + COLUMN * from.col, from.row, from.col, from.vectors};
-  fragment::begin_rows<ROWS, OWN, warpgroup::SLAB_ROW_BYTES>(
-      tile_smem + COLUMN / warpgroup::SLAB_COLUMNS * ROWS * warpgroup::SLAB_ROW_BYTES, line, first,
+  constexpr int COLUMNS = LEFT < warpgroup::SLAB_COLUMNS ? LEFT : warpgroup::SLAB_COLUMNS;
+  const memory::Rows slab{from.data + COLUMN * from.col, from.row, from.col, from.vectors};
+  fragment::begin_rows<ROWS, COLUMNS, warpgroup::SLAB_ROW_BYTES>(
+      tile_smem + COLUMN / warpgroup::SLAB_COLUMNS * ROWS * warpgroup::SLAB_ROW_BYTES, slab, first,
       valid);
-  if constexpr (LEFT > OWN) begin_rows<ROWS, WIDTH, COLUMN + OWN>(tile_smem, from, first, valid);
+  if constexpr (LEFT > COLUMNS) {
+    begin_rows<ROWS, WIDTH, COLUMN + COLUMNS>(tile_smem, from, first, valid);
+  }
 }
 
-// The same of BLOCK_Q rows, in a tile for each warpgroup.
+// The same for BLOCK_Q rows, in one tile for each warpgroup.
 template <int WIDTH>
 __device__ __forceinline__ void begin_queries(char* tile_smem, const memory::Rows& from,
                                               long long first, int valid) {
@@ -32,17 +35,23 @@ __device__ __forceinline__ void begin_queries(char* tile_smem, const memory::Row
   }
 }
 
-// Two numbers times 0, added to sums of such.
+// sum + 0 x for two elements at a time: NaN if x is not finite, or the sum was NaN.
 __device__ __forceinline__ unsigned int zero_times(unsigned int x, unsigned int sum) {
-  return STORAGE == 0 ? ptx::zero_times_halves(x, sum) : ptx::zero_times_bfloats(x, sum);
+  if constexpr (IS_FLOAT16) {
+    return ptx::zero_times_halves(x, sum);
+  } else if constexpr (IS_BFLOAT16) {
+    return ptx::zero_times_bfloats(x, sum);
+  } else {
+    unknown_element();
+  }
 }
 
-// Multiplies a tile of so many bytes by 0 where `scale` is 0, else by -1; by TOGETHER threads, of
-// which this one has number `own`.
-template <int BYTES, int TOGETHER>
-__device__ __forceinline__ void turn_rows(char* tile_smem, int own, float scale) {
+// Multiplies a tile of BYTES bytes by 0 if `scale` is 0, else by -1; by THREAD_COUNT threads, of
+// which this one is number `thread`.
+template <int BYTES, int THREAD_COUNT>
+__device__ __forceinline__ void apply_sign(char* tile_smem, int thread, float scale) {
 #pragma unroll 1
-  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+  for (int n = thread; n < BYTES / 16; n += THREAD_COUNT) {
     ptx::Bytes16& piece = reinterpret_cast<ptx::Bytes16*>(tile_smem)[n];
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
@@ -51,12 +60,13 @@ __device__ __forceinline__ void turn_rows(char* tile_smem, int own, float scale)
   }
 }
 
-// Whether every TOGETHER-th piece from number `own` on of a tile of so many bytes is finite.
-template <int BYTES, int TOGETHER>
-__device__ __forceinline__ bool finite_rows(const char* tile_smem, int own) {
+// Whether this thread's 16-byte pieces of a tile of BYTES bytes are finite: every THREAD_COUNT-th
+// one from piece `thread` on.
+template <int BYTES, int THREAD_COUNT>
+__device__ __forceinline__ bool finite_rows(const char* tile_smem, int thread) {
   unsigned int sum[4] = {0, 0, 0, 0};  // 0, or NaN
 #pragma unroll 4
-  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+  for (int n = thread; n < BYTES / 16; n += THREAD_COUNT) {
     const ptx::Bytes16& piece = reinterpret_cast<const ptx::Bytes16*>(tile_smem)[n];
 #pragma unroll
     for (int x = 0; x < 4; ++x) sum[x] = zero_times(piece.x[x], sum[x]);
@@ -64,11 +74,11 @@ __device__ __forceinline__ bool finite_rows(const char* tile_smem, int own) {
   return ((sum[0] | sum[1] | sum[2] | sum[3]) & ~fragment::SIGNS) == 0;
 }
 
-// Makes 0 of what is not finite in the same pieces.
-template <int BYTES, int TOGETHER>
-__device__ __forceinline__ void clear_nonfinite(char* tile_smem, int own) {
+// Sets to 0 what is not finite in the same pieces.
+template <int BYTES, int THREAD_COUNT>
+__device__ __forceinline__ void clear_nonfinite(char* tile_smem, int thread) {
 #pragma unroll 1
-  for (int n = own; n < BYTES / 16; n += TOGETHER) {
+  for (int n = thread; n < BYTES / 16; n += THREAD_COUNT) {
     ptx::Bytes16& piece = reinterpret_cast<ptx::Bytes16*>(tile_smem)[n];
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
@@ -80,8 +90,8 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem, int own) {
 }
 
 // c += a b for those elements of b only that are NaN or infinite, without pairs that take no part,
-// as fragment::add_nonfinite does. A tile has 8 DEPTH rows; `takes_part(r, column, weight)` tells
-// of a thread's own pairs.
+// as fragment::add_nonfinite does. The tile b has 8 DEPTH rows. `takes_part(r, column, weight)`
+// says whether a pair of this thread takes part.
 template <int DEPTH, int COLUMNS, class TakesPart>
 __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned int (&a)[2][DEPTH],
                                               const char* tile_smem, const TakesPart& takes_part) {
@@ -95,10 +105,10 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned i
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const unsigned int half = x % 2 == 0 ? a[r][0] & 0xffff : a[r][0] >> 16;
-        const bool own = takes_part(r, 2 * k + x % 2, static_cast<storage_t>(half));
-        const unsigned int got = ptx::shuffle(half | (own ? 0x10000u : 0), from);
-        weight[r] = static_cast<storage_t>(got);
-        seen[r] = got >= 0x10000u;
+        const bool mine = takes_part(r, 2 * k + x % 2, static_cast<storage_t>(half));
+        const unsigned int pair = ptx::shuffle(half | (mine ? 0x10000u : 0), from);
+        weight[r] = static_cast<storage_t>(pair);
+        seen[r] = pair >= 0x10000u;
       }
       const char* const row_smem = tile_smem + (8 * k + x) * warpgroup::SLAB_ROW_BYTES;
 #pragma unroll
@@ -116,24 +126,26 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned i
   }
 }
 
+// -- results --------------------------------------------------------------------------------------
+
 // Four elements of the storage type, as two words.
 struct alignas(8) Four {
   unsigned int word[2];
 };
 
-// Of a thread's words from n on and those of the lane beside it: two lanes swap half of 16 columns,
-// so that each has neighbours to write. They begin at `first_column`.
+// Two neighbouring lanes swap halves of 16 columns, from word n on, so that each gets four adjacent
+// columns to write. They begin at `first_column`.
 template <int WORDS>
 __device__ __forceinline__ Four swap_halves(const unsigned int (&row)[WORDS], int n) {
   const bool second = ptx::lane_index() % 2 != 0;
-  const unsigned int got = ptx::shuffle_xor(second ? row[n] : row[n + 1], 1);
-  return Four{{second ? got : row[n], second ? row[n + 1] : got}};
+  const unsigned int received = ptx::shuffle_xor(second ? row[n] : row[n + 1], 1);
+  return Four{{second ? received : row[n], second ? row[n + 1] : received}};
 }
 __device__ __forceinline__ int first_column() {
   return ptx::lane_index() % 2 * 8 + ptx::lane_index() % 4 / 2 * 4;
 }
 
-// Rounds a result, times a factor each row, to words of the storage type.
+// Multiplies each row of a result by a factor, and rounds it to words of the storage type.
 template <int COLUMNS>
 __device__ __forceinline__ void narrow_rows(const float (&result)[2][COLUMNS],
                                             const float (&factor)[2],
@@ -147,47 +159,48 @@ __device__ __forceinline__ void narrow_rows(const float (&result)[2][COLUMNS],
   }
 }
 
-// Waits until the boxes that the warp has begun to write were read.
+// Waits until the warp's TMA stores have read shared memory.
 __device__ __forceinline__ void tma_store_wait() {
   if (ptx::lane_index() == 0) ptx::tma_store_wait_read();
-  __syncwarp();  // the warp's place, which was read
+  __syncwarp();  // the warp's rows in shared memory, which were read
 }
 
-// Begins to write a thread's words of a result of WIDTH columns to an array: by boxes of 16 rows of
-// a warp, from shared memory that is its own, with lines of 64 columns SLAB_ROW_BYTES apart. The
-// words are those from column `column` on, but lines before `begin` are another one's. `first` is
-// the warp's first row; what lies beyond the array is passed over.
-template <int WIDTH, int SLAB_ROW_BYTES, int WORDS>
+// Stores a result of WIDTH columns to an array by TMA: a warp writes its 16 rows to shared memory
+// at `warp_address`, in slabs of 64 columns that begin every SLAB_BYTES bytes, and one lane issues
+// the stores of these. The words are those from column `column` on; slabs before column `begin`
+// belong to another warp, and are left out. `first` is the warp's first row. Rows and columns
+// beyond the array are not written.
+template <int WIDTH, int SLAB_BYTES, int WORDS>
 __device__ __forceinline__ void tma_store_rows(const unsigned int (&words)[2][WORDS],
-                                               unsigned int own_address, const ptx::TensorMap& to,
+                                               unsigned int warp_address, const ptx::TensorMap& to,
                                                const warpgroup::TmaHead& head, int first,
                                                int column = 0, int begin = 0) {
-  constexpr int LINE_WORDS = warpgroup::SLAB_COLUMNS / 8;
+  constexpr int SLAB_WORDS = warpgroup::SLAB_COLUMNS / 8;
   const int lane = ptx::lane_index();
-  const unsigned int row_address = own_address + lane % 16 * warpgroup::SLAB_ROW_BYTES;
+  const unsigned int row_address = warp_address + lane % 16 * warpgroup::SLAB_ROW_BYTES;
 #pragma unroll
   for (int n = 0; n < WORDS; n += 2) {
-    if (column + n / LINE_WORDS * warpgroup::SLAB_COLUMNS < begin) continue;
+    if (column + n / SLAB_WORDS * warpgroup::SLAB_COLUMNS < begin) continue;
     const unsigned int from[4] = {words[0][n], words[1][n], words[0][n + 1], words[1][n + 1]};
-    const int piece = (n % LINE_WORDS + lane / 16) ^ lane % 8;
-    ptx::stmatrix_x4(row_address + n / LINE_WORDS * SLAB_ROW_BYTES + 16 * piece, from);
+    const int piece = (n % SLAB_WORDS + lane / 16) ^ lane % 8;
+    ptx::stmatrix_x4(row_address + n / SLAB_WORDS * SLAB_BYTES + 16 * piece, from);
   }
   ptx::fence_proxy_async();
-  __syncwarp();  // what all lanes have written
+  __syncwarp();  // the slabs, which all lanes wrote
   if (lane == 0) {
 #pragma unroll
-    for (int n = 0; n < WORDS; n += LINE_WORDS) {
-      const int from = column + n / LINE_WORDS * warpgroup::SLAB_COLUMNS;
+    for (int n = 0; n < WORDS; n += SLAB_WORDS) {
+      const int from = column + n / SLAB_WORDS * warpgroup::SLAB_COLUMNS;
       if (from < begin || from >= WIDTH) continue;
-      ptx::tma_store(to, own_address + n / LINE_WORDS * SLAB_ROW_BYTES, from, first, head.head,
+      ptx::tma_store(to, warp_address + n / SLAB_WORDS * SLAB_BYTES, from, first, head.head,
                      head.slow, head.slower);
     }
     ptx::tma_store_commit();
   }
 }
 
-// Writes a thread's words of a result of WIDTH columns to an array. The block's row 0 lies at
-// `offset`; `valid` rows exist.
+// Writes a thread's words of a result of WIDTH columns to an array, without TMA. The block's row 0
+// lies at `offset`; `valid` rows exist.
 template <int WIDTH, int WORDS>
 __device__ __forceinline__ void store_rows(unsigned int (&words)[2][WORDS], const Operand& to,
                                            long long offset, int valid) {
@@ -222,22 +235,6 @@ __device__ __forceinline__ void store_rows(unsigned int (&words)[2][WORDS], cons
       }
     }
     fragment::rotate<2>(words);
-  }
-}
-
-// Writes lse = m + log(l) of a thread's two rows, where the call asks for it. The first query of
-// the block's `valid` ones is `first` of the head.
-__device__ __forceinline__ void store_lse(const Params& p, const layout::Entry& entry,
-                                          long long head, long long first, int valid,
-                                          const float (&m)[2], const float (&l)[2]) {
-  if (p.lse.data == nullptr) return;
-  const memory::RowStatistic to = memory::row_statistic(p.lse, entry, head);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
-    if (ptx::lane_index() % 4 == 0 && row < valid) {
-      to.data[(first + row) * to.row] = l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
-    }
   }
 }
 

@@ -1,14 +1,15 @@
-// Products of float32 tiles by the four warps of a warpgroup together, as three products of split
-// numbers: the twin of reference/cpu/microkernel.py and reference/cpu/accumulate.py for the tensor
-// cores of compute capability 9.0.
+// Products of float32 tiles by wgmma, as three TF32 products of split numbers: the twin of
+// reference/cpu/microkernel.py and reference/cpu/accumulate.py for the tensor cores of compute
+// capability 9.0.
 //
-// fragment_wide.cuh says how a number is split. Rows that pass by are split once a block, on their
-// way through registers to shared memory: a tile there is one of large parts, and behind it one of
-// small ones. Both are slabs of 32 numbers along the sum, each of rows of 128 bytes whose 16-byte
-// piece c lies at c ^ (row % 8). So values lie transposed, a row for each column of theirs.
+// fragment_wide.cuh says how a number is split into a large and a small part. Tiles of k and v are
+// split once for the block, on their way through registers to shared memory: there a tile of large
+// parts has one of small parts behind it. For TF32, wgmma takes both operands with the dimension of
+// the sum contiguous, so v lies transposed: a row for each of its columns. Both tiles are slabs of
+// 32 numbers along the sum, with rows of 128 bytes whose 16-byte piece c lies at c ^ (row % 8).
 //
-// Of 8 numbers along a sum, places 0 to 3 have the even ones, places 4 to 7 the odd ones: a thread
-// has two neighbours of a left operand, which are what the instruction counts lane % 4 and 4 more.
+// Along a sum, 8 numbers lie in the order 0 2 4 6 1 3 5 7. So the two columns of the left operand
+// that the instruction takes from a thread, lane % 4 and 4 more, are two neighbours in memory.
 #pragma once
 #include "../sm80/fragment_wide.cuh"
 #include "warpgroup.cuh"
@@ -21,45 +22,46 @@ struct alignas(8) Pair {
   float x, y;
 };
 
-constexpr int SLAB = 32;       // numbers of a sum
-constexpr int AT_ONCE = 64;    // columns of an output that are multiplied together
-constexpr int STEPS_HELD = 2;  // steps of 8 numbers whose left operand registers hold
+constexpr int SLAB = 32;            // numbers of a sum
+constexpr int OUTPUT_COLUMNS = 64;  // of one wgmma for the output
+constexpr int STEPS_LOADED = 2;     // steps of 8 numbers, whose left operands are loaded together
 
-__device__ constexpr int columns_of(int width) { return matmul::round_up(width, AT_ONCE); }
+__device__ constexpr int columns_of(int width) { return matmul::round_up(width, OUTPUT_COLUMNS); }
 
 // -- tiles to shared memory -----------------------------------------------------------------------
 
-// Writes 8 numbers along the sum to a line, from piece `piece` on, as bytes; `apart` is how far the
-// small parts lie behind. Where one cannot be split, `spoilt` becomes NaN.
-__device__ __forceinline__ void put_unit(const float (&x)[8], char* line_smem, int piece, int apart,
-                                         float& spoilt) {
+// Splits 8 numbers along the sum and writes them to a row, at byte `piece` and one piece further.
+// The small parts lie `stride` bytes behind. `nonfinite` becomes NaN if one of them cannot be
+// split.
+__device__ __forceinline__ void put_unit(const float (&x)[8], char* row_smem, int piece, int stride,
+                                         float& nonfinite) {
   float sums[2];
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
     ptx::Bytes16 large, small;
 #pragma unroll
     for (int y = 0; y < 4; ++y) {
-      const Split made = fragment::part(x[2 * y + odd]);
-      large.x[y] = made.large;
-      small.x[y] = made.small;
+      const Split split = fragment::part(x[2 * y + odd]);
+      large.x[y] = split.large;
+      small.x[y] = split.small;
     }
     sums[odd] = (__uint_as_float(small.x[0]) + __uint_as_float(small.x[1])) +
                 (__uint_as_float(small.x[2]) + __uint_as_float(small.x[3]));
-    char* const piece_smem = line_smem + (piece ^ odd * 16);
+    char* const piece_smem = row_smem + (piece ^ odd * 16);
     *reinterpret_cast<ptx::Bytes16*>(piece_smem) = large;
-    *reinterpret_cast<ptx::Bytes16*>(piece_smem + apart) = small;
+    *reinterpret_cast<ptx::Bytes16*>(piece_smem + stride) = small;
   }
-  spoilt = fma(sums[0] + sums[1], 0.0f, spoilt);
+  nonfinite = fma(sums[0] + sums[1], 0.0f, nonfinite);
 }
 
-// The units that a thread brings of ROWS keys of WIDTH columns. Four lanes read a line, and eight
-// write to all banks.
+// A thread's share of a tile of ROWS keys of WIDTH columns, in units of 8 numbers of a row. Four
+// lanes read 128 adjacent bytes, and the writes of eight lanes meet all banks.
 template <int ROWS, int WIDTH>
 struct Keys {
   static constexpr int SLAB_BYTES = ROWS * warpgroup::SLAB_ROW_BYTES;
   static constexpr int BYTES = ROWS * fragment::row_bytes(WIDTH);  // of large parts
   static constexpr int UNITS = BYTES / 32 / THREADS;
-  static constexpr int IN_SLAB = 4 * ROWS / THREADS;  // of a thread's units
+  static constexpr int IN_SLAB = 4 * ROWS / THREADS;  // a thread's units in one slab
   static_assert(IN_SLAB * THREADS == 4 * ROWS, "every thread has as many");
 
   __device__ __forceinline__ static int row(int unit) {
@@ -96,21 +98,22 @@ struct Keys {
   }
 };
 
-// The same of values: a unit is a column of 8 rows.
+// The same for a tile of v: a unit is 8 rows of one column.
 template <int ROWS, int WIDTH>
 struct Values {
   static constexpr int COLUMNS = columns_of(WIDTH);
   static constexpr int SLAB_BYTES = COLUMNS * warpgroup::SLAB_ROW_BYTES;
   static constexpr int BYTES = ROWS / SLAB * SLAB_BYTES;  // of large parts
   static constexpr int UNITS = BYTES / 32 / THREADS;
-  static constexpr int TOGETHER = THREADS / COLUMNS;  // of the four units in a line
-  static_assert(UNITS * THREADS * 32 == BYTES && 4 % TOGETHER == 0, "every thread has as many");
+  static constexpr int UNITS_AT_ONCE = THREADS / COLUMNS;  // in one row of a slab
+  static_assert(UNITS * THREADS * 32 == BYTES && 4 % UNITS_AT_ONCE == 0,
+                "every thread has as many");
 
   __device__ __forceinline__ static int column() { return threadIdx.x % COLUMNS; }
 
   __device__ __forceinline__ static void load(float (&to)[8], int unit, const memory::Rows& from,
                                               long long first, int valid) {
-    const int row = threadIdx.x / COLUMNS * 8 + unit * TOGETHER * 8;
+    const int row = threadIdx.x / COLUMNS * 8 + unit * UNITS_AT_ONCE * 8;
     const float* from_gmem =
         reinterpret_cast<const float*>(from.data) + (first + row) * from.row + column() * from.col;
     const int left = column() < WIDTH ? valid - row : 0;
@@ -121,30 +124,30 @@ struct Values {
     }
   }
   __device__ __forceinline__ static void store(const float (&from)[8], int unit, char* tile_smem,
-                                               float& spoilt) {
+                                               float& nonfinite) {
     const int piece = (2 * (threadIdx.x / COLUMNS) ^ column() % 8) << 4;
-    put_unit(from,
-             tile_smem + unit * TOGETHER / 4 * SLAB_BYTES + column() * warpgroup::SLAB_ROW_BYTES,
-             piece ^ unit * TOGETHER % 4 * 32, BYTES, spoilt);
+    put_unit(
+        from,
+        tile_smem + unit * UNITS_AT_ONCE / 4 * SLAB_BYTES + column() * warpgroup::SLAB_ROW_BYTES,
+        piece ^ unit * UNITS_AT_ONCE % 4 * 32, BYTES, nonfinite);
   }
 };
 
 // -- products -------------------------------------------------------------------------------------
 
-// Step `step` of 8 numbers of a tile's rows.
+// Where step `step` of 8 numbers begins in a tile.
 __device__ __forceinline__ warpgroup::SmemDesc at_step(warpgroup::SmemDesc tile, int slab_bytes,
                                                        int step) {
   return tile + (step / 4 * slab_bytes + step % 4 * 32) / 16;
 }
 
-// Products of 64 rows of the warpgroup, of which the warp's lie in shared memory as they came, and
-// KEYS rows of a tile. Registers hold the former, split, where they have room: else they are split
-// for each tile.
+// Products of 64 queries of a warpgroup and a tile of KEYS keys. The warp's queries lie unsplit in
+// shared memory. If HELD, registers hold them split; else they are split anew for each tile.
 template <int WIDTH, int KEYS, bool HELD>
 struct Scores {
   static constexpr int BYTES = fragment::row_bytes(WIDTH);
-  static constexpr int DEPTH = matmul::round_up(WIDTH, 8 * STEPS_HELD) / 8;  // steps of 8 numbers
-  static constexpr int STEPS = DEPTH / STEPS_HELD;
+  static constexpr int DEPTH = matmul::round_up(WIDTH, 8 * STEPS_LOADED) / 8;  // steps of 8
+  static constexpr int STEPS = DEPTH / STEPS_LOADED;
 
   const char* row_smem;
   int begin;
@@ -155,12 +158,13 @@ struct Scores {
     row_smem = rows_smem + row * BYTES + t % 2 * 8;
     begin = (t / 2 ^ fragment::swizzle(row)) << 4;
   }
-  // Splits step `step` of the rows.
+  // Loads and splits step `step` of the queries.
   __device__ __forceinline__ void load(unsigned int (&to)[2][4], int step) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const char* const place = row_smem + 8 * r * BYTES + step / 4 * 128 + (begin ^ step % 4 * 32);
-      const Pair pair = *reinterpret_cast<const Pair*>(place);
+      const char* const pair_smem =
+          row_smem + 8 * r * BYTES + step / 4 * 128 + (begin ^ step % 4 * 32);
+      const Pair pair = *reinterpret_cast<const Pair*>(pair_smem);
       const Split even = fragment::part(pair.x), odd = fragment::part(pair.y);
       to[0][r] = even.large;
       to[0][r + 2] = odd.large;
@@ -175,43 +179,45 @@ struct Scores {
     }
   }
 
-  // c += the products of a step, or = where it is the first. Small parts have a sum of their own.
+  // Issues the products of a step: c += its large parts, small += those with a small part. The
+  // first step overwrites both.
   template <int COLUMNS>
-  __device__ __forceinline__ static void begin_step(float (&c)[2][COLUMNS],
+  __device__ __forceinline__ static void issue_step(float (&c)[2][COLUMNS],
                                                     float (&small)[2][COLUMNS],
                                                     const unsigned int (&left)[2][4],
                                                     warpgroup::SmemDesc b, int step) {
     const warpgroup::SmemDesc large = at_step(b, KEYS * warpgroup::SLAB_ROW_BYTES, step);
-    ptx::wgmma_rs_tf32(small, left[1], warpgroup::whole(large), step > 0);
-    ptx::wgmma_rs_tf32(small, left[0], warpgroup::whole(large + KEYS * BYTES / 16), true);
-    ptx::wgmma_rs_tf32(c, left[0], warpgroup::whole(large), step > 0);
+    ptx::wgmma_rs_tf32(small, left[1], warpgroup::wgmma_desc(large), step > 0);
+    ptx::wgmma_rs_tf32(small, left[0], warpgroup::wgmma_desc(large + KEYS * BYTES / 16), true);
+    ptx::wgmma_rs_tf32(c, left[0], warpgroup::wgmma_desc(large), step > 0);
   }
 
-  // c = the rows times b^T. When half of it was begun, comes what is to be done between.
-  template <int COLUMNS, class Between>
+  // c = the queries times b^T. `beside()` runs while the tensor cores work: when half of the
+  // products were issued, or all if HELD.
+  template <int COLUMNS, class Beside>
   __device__ __forceinline__ void multiply(float (&c)[2][COLUMNS], warpgroup::SmemDesc b,
-                                           const Between& between) const {
+                                           const Beside& beside) const {
     float small[2][COLUMNS];
     if constexpr (HELD) {
       ptx::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < DEPTH; ++step) begin_step(c, small, held[step], b, step);
+      for (int step = 0; step < DEPTH; ++step) issue_step(c, small, held[step], b, step);
       ptx::wgmma_commit();
-      between();
+      beside();
     } else {
 #pragma unroll
       for (int n = 0; n < STEPS; ++n) {
-        if (n >= 2) ptx::wgmma_wait<1>();  // whose left operand was where this one's is to be
-        unsigned int left[STEPS_HELD][2][4];
+        if (n >= 2) ptx::wgmma_wait<1>();  // for the registers of the left operand
+        unsigned int left[STEPS_LOADED][2][4];
 #pragma unroll
-        for (int x = 0; x < STEPS_HELD; ++x) load(left[x], n * STEPS_HELD + x);
+        for (int x = 0; x < STEPS_LOADED; ++x) load(left[x], n * STEPS_LOADED + x);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int x = 0; x < STEPS_HELD; ++x) {
-          begin_step(c, small, left[x], b, n * STEPS_HELD + x);
+        for (int x = 0; x < STEPS_LOADED; ++x) {
+          issue_step(c, small, left[x], b, n * STEPS_LOADED + x);
         }
         ptx::wgmma_commit();
-        if (n == STEPS / 2) between();
+        if (n == STEPS / 2) beside();
       }
     }
     ptx::wgmma_wait<0>();
@@ -221,7 +227,7 @@ struct Scores {
   }
 };
 
-// Whether a number of the warp's is NaN.
+// Whether any element of the warp is NaN.
 template <int COLUMNS>
 __device__ __forceinline__ bool any_nan(const float (&c)[2][COLUMNS]) {
   float sums[4] = {};
@@ -233,7 +239,7 @@ __device__ __forceinline__ bool any_nan(const float (&c)[2][COLUMNS]) {
   return ptx::any_lane(sum != sum);
 }
 
-// A tile's weights as left operand, in two parts.
+// The weights of a tile as left operand, split.
 template <int COLUMNS>
 struct Weights {
   unsigned int large[2][COLUMNS], small[2][COLUMNS];
@@ -243,25 +249,26 @@ struct Weights {
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        const Split made = fragment::part(p[r][n]);
-        large[r][n] = made.large;
-        small[r][n] = made.small;
+        const Split split = fragment::part(p[r][n]);
+        large[r][n] = split.large;
+        small[r][n] = split.small;
       }
     }
   }
 };
 
-// c += a b for weights a and values b of WIDTH columns. Each sum over a tile begins anew, with the
-// smaller products, and is then added with rounding. After each of the parts of 64 columns was
-// begun comes what is to be done between.
-template <int WIDTH, int COLUMNS, int COLUMNS_V, class Between>
+// c += a b for weights a and a tile b of v, WIDTH columns wide, in parts of 64 columns. Each sum
+// over the tile begins at 0, with the smaller products, and is then added with rounding, because
+// tensor cores truncate. `beside(part)` runs when the products of a part were issued.
+template <int WIDTH, int COLUMNS, int COLUMNS_V, class Beside>
 __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS_V], const Weights<COLUMNS>& a,
-                                             warpgroup::SmemDesc b, const Between& between) {
+                                             warpgroup::SmemDesc b, const Beside& beside) {
   using Tile = Values<4 * COLUMNS, WIDTH>;
 #pragma unroll
   for (int part = 0; part < COLUMNS_V / 16; ++part) {
     float sums[2][16];
-    const warpgroup::SmemDesc own = b + part * (AT_ONCE * warpgroup::SLAB_ROW_BYTES / 16);
+    const warpgroup::SmemDesc columns =
+        b + part * (OUTPUT_COLUMNS * warpgroup::SLAB_ROW_BYTES / 16);
     ptx::wgmma_fence();
 #pragma unroll
     for (int term = 0; term < 3; ++term) {
@@ -270,12 +277,12 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS_V], const Wei
         const unsigned int (&from)[2][COLUMNS] = term == 0 ? a.small : a.large;
         const unsigned int left[4] = {from[0][k], from[1][k], from[0][k + 1], from[1][k + 1]};
         const warpgroup::SmemDesc right =
-            at_step(own, Tile::SLAB_BYTES, k / 2) + (term == 1 ? Tile::BYTES / 16 : 0);
-        ptx::wgmma_rs_tf32(sums, left, warpgroup::whole(right), term > 0 || k > 0);
+            at_step(columns, Tile::SLAB_BYTES, k / 2) + (term == 1 ? Tile::BYTES / 16 : 0);
+        ptx::wgmma_rs_tf32(sums, left, warpgroup::wgmma_desc(right), term > 0 || k > 0);
       }
     }
     ptx::wgmma_commit();
-    between(part);
+    beside(part);
     ptx::wgmma_wait<0>();
     ptx::fence_accumulator(sums);
 #pragma unroll
@@ -289,7 +296,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[2][COLUMNS_V], const Wei
 // -- numbers that cannot be split -----------------------------------------------------------------
 
 // Computes those elements of c = a b^T again that are NaN, as fragment::multiply_nan does, from the
-// `valid` rows of b from row `first` on as they lie in global memory.
+// rows of b in global memory: `valid` ones from row `first` on.
 template <int WIDTH, int COLUMNS>
 __device__ __forceinline__ void multiply_nan(float (&c)[2][COLUMNS], const char* a_smem,
                                              const memory::Rows& b, long long first, int valid) {
@@ -313,7 +320,7 @@ __device__ __forceinline__ void multiply_nan(float (&c)[2][COLUMNS], const char*
   }
 }
 
-// Whether a number's parts are finite.
+// Whether a number can be split: its parts are finite then.
 __device__ __forceinline__ bool splits(float x) {
   return number::is_finite(__uint_as_float(fragment::part(x).small));
 }
@@ -356,7 +363,7 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS_V], Weights<
   }
 }
 
-// Makes 0 of numbers in a tile that could not be split, of BYTES bytes for each part.
+// Sets to 0 the numbers of a tile that cannot be split; each of its parts has BYTES bytes.
 template <int BYTES>
 __device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
 #pragma unroll 1
@@ -369,7 +376,7 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem) {
 
 // -- results --------------------------------------------------------------------------------------
 
-// Writes a warp's rows of a result, times a factor each, to shared memory that is the warp's own.
+// Multiplies each row of a warp's result by a factor, and writes it to shared memory of the warp.
 template <int WIDTH, int COLUMNS>
 __device__ __forceinline__ void put_rows(const float (&result)[2][COLUMNS],
                                          const float (&factor)[2], char* rows_smem) {

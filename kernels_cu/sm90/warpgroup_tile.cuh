@@ -1,29 +1,29 @@
-// Which tiles a block with warpgroups works on: the twin of reference/cpu/tile.py, where those who
-// copy and those who compute walk over the same tiles, each by itself, the last one first.
+// The classes of the tiles of keys of a work tile: the twin of reference/cpu/tile.py. Producer and
+// consumers walk over the same tiles, each by itself, the last one first.
 //
-// Classes of all tiles of a row are found before the first is copied. Where there are too many,
-// neighbours are classified together: a power of two of them.
+// One warp finds the classes of all tiles before the first is loaded. If there are more tiles than
+// classes, a group of 2^n neighbours shares one.
 #pragma once
 #include "../sm80/fragment_tile.cuh"
 
 namespace warpgroup_tile {
 
-constexpr int GROUPS = 2048;  // of tiles, that have a class each
+constexpr int GROUPS = 2048;  // that have a class each, at most
 
-// Bit n of word w tells of group 32 w + n.
+// Bit n of word w is that of group 32 w + n.
 struct TileClasses {
-  unsigned int some[GROUPS / 32];  // not EMPTY
+  unsigned int nonempty[GROUPS / 32];
   unsigned int full[GROUPS / 32];
   int shift;         // a group has 2^shift tiles
-  int tiles, whole;  // in all; of these all keys exist
+  int tiles, whole;  // the tiles; those of which every key exists
 };
 
 __device__ __forceinline__ int tiles_in(long long length) {
   return static_cast<int>((length + BLOCK_KV - 1) / BLOCK_KV);
 }
 
-// Finds the classes of tiles, by the lanes of a warp; `describe` makes the box of keys from the
-// first one and their number. A barrier behind it is the caller's.
+// Finds the classes of all tiles, by the lanes of a warp. `describe` makes the box of keys from the
+// first one and their number. The caller's barrier makes the classes visible.
 template <class Describe>
 __device__ __forceinline__ void find_classes(const Params& p, TileClasses& classes_smem,
                                              long long length, const Describe& describe) {
@@ -39,38 +39,38 @@ __device__ __forceinline__ void find_classes(const Params& p, TileClasses& class
     const long long keys = static_cast<long long>(BLOCK_KV) << shift;
 #pragma unroll 1
     for (int n = lane; n < GROUPS && (n - lane) * keys < length; n += ptx::WARP_SIZE) {
-      // Beyond the last group, the last one's class: all lanes ask together.
+      // Lanes beyond the last group classify that one again: generated code runs for all together.
       const int last = (tiles - 1) >> shift;
       const long long first = (n < last ? n : last) * keys;
       const long long left = length - first;
-      int found =
+      int tile_class =
           tile::classify_tile(p, describe(first, static_cast<int>(left < keys ? left : keys)));
-      if (n > last) found = EMPTY;
-      const unsigned int some = ptx::ballot(found != EMPTY);
-      const unsigned int full = ptx::ballot(found == FULL);
+      if (n > last) tile_class = EMPTY;
+      const unsigned int nonempty = ptx::ballot(tile_class != EMPTY);
+      const unsigned int full = ptx::ballot(tile_class == FULL);
       if (lane == 0) {
-        classes_smem.some[n / 32] = some;
+        classes_smem.nonempty[n / 32] = nonempty;
         classes_smem.full[n / 32] = full;
       }
     }
   }
 }
 
-// The last tile before number `below` that is not EMPTY, or -1.
+// The last tile below tile `below` that is not EMPTY, or -1.
 __device__ __forceinline__ int tile_before(const TileClasses& classes_smem, int below) {
   if constexpr (!HAS_MASK) return below - 1;
   const int shift = classes_smem.shift, last = below - 1;
 #pragma unroll 1
   for (int group = last >> shift; group >= 0; group = (group & ~31) - 1) {
-    const unsigned int some = classes_smem.some[group / 32] << (31 - group % 32);
-    if (some == 0) continue;
-    const int found = ((group - __clz(static_cast<int>(some)) + 1) << shift) - 1;
-    return found < last ? found : last;
+    const unsigned int nonempty = classes_smem.nonempty[group / 32] << (31 - group % 32);
+    if (nonempty == 0) continue;
+    const int tile = ((group - __clz(static_cast<int>(nonempty)) + 1) << shift) - 1;
+    return tile < last ? tile : last;
   }
   return -1;
 }
 
-// The first of the FULL tiles that follow each other up to number `last`, which is one of them.
+// The first tile of the run of FULL tiles that ends with tile `last`.
 __device__ __forceinline__ int first_of_full(const TileClasses& classes_smem, int last) {
   const int shift = classes_smem.shift;
 #pragma unroll 1
@@ -81,6 +81,7 @@ __device__ __forceinline__ int first_of_full(const TileClasses& classes_smem, in
   return 0;
 }
 
+// FULL or PARTIAL, of a tile that is not EMPTY.
 __device__ __forceinline__ int class_of(const TileClasses& classes_smem, int tile) {
   if constexpr (!HAS_MASK) return FULL;
   const int group = tile >> classes_smem.shift;

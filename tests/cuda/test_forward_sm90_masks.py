@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from harness import attend
 from placement import same_bits
 from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
 
-import cupyflash.kernels_cu
 from cupyflash import masks, scores
 from cupyflash.gpu import source
 from cupyflash.gpu.kernels import grid, sm90
@@ -230,43 +228,65 @@ def test_packed_sequences_may_be_dealt_out_too(monkeypatch):
 
 # -- the kernel's own waits -----------------------------------------------------------------------
 
-KERNEL, ROWS = "sm90/forward_sm90.cu", "sm90/warpgroup_rows.cuh"
-FOLDER = Path(cupyflash.kernels_cu.__file__).parent
+KERNEL, STORAGE, ROWS = (
+    "sm90/forward_sm90.cu", "sm90/forward_storage.cuh", "sm90/warpgroup_rows.cuh",
+)  # fmt: skip
 STORES = re.compile(r"void tma_store_(?:wait|rows)\(.*?\n}\n", re.DOTALL)  # of ROWS, what is called
-TEXT = (FOLDER / KERNEL).read_text() + "".join(STORES.findall((FOLDER / ROWS).read_text()))
-# What orders accesses. The turns only say who is first.
+# What orders accesses. The ping-pong barriers only say who is first.
 ORDERS = re.compile(
-    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
-    r"warpgroup::(?:arrive_warp|arrive_warpgroup)\([^;]*;|"
-    r"ptx::(?:wgmma_wait<\d>|wgmma_fence|wgmma_commit|fence_mbarrier_init|mbarrier_arrive_expect_tx|"
-    r"fence_proxy_async|mbarrier_arrive|tma_store_commit|tma_store_wait_read)"
+    r"\b[\w.]+\.wait_(?:full|empty)\([^;]*;|"
+    r"warpgroup::(?:mbarrier_wait|arrive_warp|arrive_warpgroup)\([^;]*;|"
+    r"ptx::(?:wgmma_wait<\d>|wgmma_fence|wgmma_commit|fence_mbarrier_init|mbarrier_arrive|"
+    r"mbarrier_arrive_expect_tx|fence_proxy_async|tma_store_commit|tma_store_wait_read)"
     r"\([^;]*;(?!  // again)|"
     r"ptx::named_barrier_sync\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
 )
 
 
+def statements(name):
+    """Return what orders accesses in a file, as far as the kernel runs it."""
+    text = build.read(name)
+    if name == ROWS:
+        text = "".join(STORES.findall(text))
+    return ORDERS.findall(text)
+
+
+# The number of the statement that is missing, which is no memory of the kernel's.
+MISSING = """
+static unsigned long long missing;
+__attribute__((noinline, no_sanitize("thread"))) void miss(unsigned long long n) { missing = n; }
+__attribute__((noinline, no_sanitize("thread"))) bool has(unsigned long long n) {
+  return missing != n;
+}
+"""
+FILES = (KERNEL, STORAGE, ROWS)
+COUNT = sum(len(statements(name)) for name in FILES)
+
+
 def each_may_be_missing(name):
     """Return a file with statement n of the kernel's passed over where the seed is n."""
     text = build.read(name)
-    if name not in (KERNEL, ROWS):
+    if name == "common/params.cuh":  # which all others include
+        return text + MISSING
+    if name not in FILES:
         return text
-    numbers = itertools.count(0 if name == KERNEL else len(ORDERS.findall(build.read(KERNEL))))
+    before = FILES[: FILES.index(name)]
+    numbers = itertools.count(sum(len(statements(each)) for each in before))
 
     def may_be_missing(match):
-        return f"if (missing != {next(numbers)}) {match[0]}"
+        return f"if (has({next(numbers)})) {match[0]}"
 
-    if name == KERNEL:
-        text = ORDERS.sub(may_be_missing, text).replace("missing !=", "p.seed !=")
-        text = text.replace("tma_store_wait(", "tma_store_wait(p.seed")
-        call = "tma_store_rows<D_V, BOX_BYTES>("
-        return text.replace(call, f"{call}p.seed, ")
-    text = STORES.sub(lambda match: ORDERS.sub(may_be_missing, match[0]), text)
-    text = text.replace("void tma_store_wait(", "void tma_store_wait(unsigned long long missing")
-    return text.replace("void tma_store_rows(", "void tma_store_rows(unsigned long long missing, ")
+    if name == ROWS:
+        return STORES.sub(lambda match: ORDERS.sub(may_be_missing, match[0]), text)
+    text = ORDERS.sub(may_be_missing, text)
+    begin = "extern __shared__ Aligned shared_smem[];"
+    assert (begin in text) == (name == KERNEL)
+    return text.replace(begin, f"{begin}\nmiss(p.seed);")
 
 
 def run_often(missing):
-    # Jobs of 8 tiles, two of none, of 2 and 1, of none, and four of 1; more places, and less.
+    # Work tiles of 8 tiles of keys, two of none, of 2 and 1, of none, and four of 1; of d = 64 with
+    # more stages.
     lengths = masks.lengths(np.array([900, 0, 0, 140, 1, 0, 1, 1, 1, 1]))
     options = {"mask": masks.causal(offset=830) & lengths, "scale": -0.1, "seed": missing}
     for d in (64, 72):
@@ -277,7 +297,7 @@ def run_often(missing):
 
 
 @emulated
-@pytest.mark.parametrize("number", range(len(ORDERS.findall(TEXT))))
+@pytest.mark.parametrize("number", range(COUNT))
 def test_nothing_that_orders_may_be_missing(number):
     with pytest.raises(Fault):
         run_often(number)
@@ -285,7 +305,7 @@ def test_nothing_that_orders_may_be_missing(number):
 
 @emulated
 def test_nothing_is_missing():
-    run_often(len(ORDERS.findall(TEXT)))
+    run_often(COUNT)
 
 
 @emulated
