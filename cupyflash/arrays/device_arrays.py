@@ -54,7 +54,7 @@ def read_back(array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array.get())
 
 
-class Form:
+class OutputSpec:
     """Shape, dtype and memory order of an array that is to be made.
 
     Parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..gpu.launch import Served
+from ..gpu.launch import CallResult
 from ..problem.call import Array, Call, Gradients, Plan
 
 
@@ -17,7 +17,7 @@ class Backend(Protocol):
 
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
-    ) -> Served:
+    ) -> CallResult:
         """Compute `out` and `lse`, which is what `empty_output` returns or like it."""
         ...
 
@@ -32,7 +32,7 @@ class Backend(Protocol):
         workspace: Array | None,
         plan: Plan | None = None,
         deterministic: bool = False,
-    ) -> Served:
+    ) -> CallResult:
         """Compute `gradients`, of which those that the call has not are None."""
         ...
 

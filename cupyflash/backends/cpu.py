@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu.launch import Served
+from ..gpu.launch import CallResult
 from ..problem.bound_exprs import trees
 from ..problem.call import Array, Call, Gradients, Plan
 from . import cpu_tiles
@@ -34,7 +34,7 @@ class Cpu:
 
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
-    ) -> Served:
+    ) -> CallResult:
         """Compute `out` and `lse`."""
         from cupyflash.reference.cpu import launch
 
@@ -53,7 +53,7 @@ class Cpu:
             plan.block_q,
             plan.block_kv,
         )
-        return Served(visited)
+        return CallResult(visited)
 
     def backward(
         self,
@@ -66,7 +66,7 @@ class Cpu:
         workspace: Array | None,
         plan: Plan | None = None,
         deterministic: bool = False,  # noqa: ARG002, it always is
-    ) -> Served:
+    ) -> CallResult:
         """Compute `gradients`, always in the same order."""
         from cupyflash.reference.cpu import launch
 
@@ -88,7 +88,7 @@ class Cpu:
             plan.block_kv,
             workspace,
         )
-        return Served(visited)
+        return CallResult(visited)
 
     def workspace_size(self, call: Call) -> int:
         """Return the bytes of scratch that the call's backward needs."""

@@ -6,7 +6,7 @@ from ..arrays import cuda_device, device_arrays
 from ..gpu import launch
 from ..gpu.kernels import registry
 from ..gpu.kernels.spec import Request
-from ..gpu.launch import Served
+from ..gpu.launch import CallResult
 from ..problem import pack_gqa
 from ..problem.call import Array, Call, Gradients, Plan
 from .backend import output_shape
@@ -33,7 +33,7 @@ class Gpu:
 
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
-    ) -> Served:
+    ) -> CallResult:
         """Compute `out` and, unless it is None, `lse`."""
         return launch.forward(call, out, lse, plan)
 
@@ -48,7 +48,7 @@ class Gpu:
         workspace: Array | None,
         plan: Plan | None = None,
         deterministic: bool = False,
-    ) -> Served:
+    ) -> CallResult:
         """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
         arrays = do, out, lse, dlse, gradients, workspace
         return launch.backward(call, *arrays, plan, deterministic=deterministic)

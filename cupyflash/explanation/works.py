@@ -12,7 +12,7 @@ from ..backends import cpu_tiles, gpu
 from ..gpu import recipe
 from ..gpu.kernels.spec import KernelSpec, Tiles
 from ..gpu.source import Specialisation
-from ..gpu.workspace import Laid
+from ..gpu.workspace import ArraySpec
 from ..problem.call import Call, Gradients, Problem
 from .places import Place
 
@@ -110,7 +110,7 @@ def on_gpu(
     facts, problem = where.target, call.problem
     assert facts is not None
     shape = (*problem.lead, problem.heads, int(problem.len_q), problem.d_v)
-    out, lse = fake_array(shape, problem.dtype), Laid(shape[:-1], problem.accumulator)
+    out, lse = fake_array(shape, problem.dtype), ArraySpec(shape[:-1], problem.accumulator)
     if backward:
         arrays = out, out, lse, None, Gradients(call.q, call.k, call.v)
         # A recipe reads shapes and strides, which memory that is not there yet has too.

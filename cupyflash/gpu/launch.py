@@ -23,7 +23,7 @@ from .kernels import registry
 from .kernels.spec import Request
 from .params import MAX_PARTS
 from .recipe import Launch, Recipe
-from .workspace import Laid, scratch_of
+from .workspace import ArraySpec, scratch_of
 
 WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 ALIGNMENT = 256  # bytes, of the parts of a workspace
@@ -31,7 +31,7 @@ ALIGNMENT = 256  # bytes, of the parts of a workspace
 Addresses = dict[str, int]
 
 
-class Ready:
+class CompiledLaunch:
     """A launch whose kernel is compiled; it lacks addresses only."""
 
     def __init__(self, launch: Launch, device: int) -> None:
@@ -86,24 +86,24 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class CompiledRecipe:
     """A recipe that can be launched again and again, by any thread; it keeps no array alive.
 
     Attributes
     ----------
     queue : Queue
         Where.
-    launches : tuple of Ready
+    launches : tuple of CompiledLaunch
         In order.
-    scratch : tuple of (str, int, Laid)
+    scratch : tuple of (str, int, ArraySpec)
         As in the recipe, with the bytes that each takes.
     all_zero, atomic_dq : bool
         As in the recipe.
     """
 
     queue: driver.Queue
-    launches: tuple[Ready, ...]
-    scratch: tuple[tuple[str, int, Laid], ...]
+    launches: tuple[CompiledLaunch, ...]
+    scratch: tuple[tuple[str, int, ArraySpec], ...]
     all_zero: bool = False
     atomic_dq: bool = False
 
@@ -143,28 +143,28 @@ class Prepared:
                 _sum_to(getattr(gradients, name), computed)
 
 
-class Served(NamedTuple):
+class CallResult(NamedTuple):
     """What is left of a call that was computed.
 
     Attributes
     ----------
     visited : int
         On the CPU, how many tiles were not EMPTY.
-    prepared : Prepared or None
+    compiled : CompiledRecipe or None
         On a GPU, what can be launched again, unless arrays had to be copied first.
     tables : tuple of array
         What its kernels look up.
     """
 
     visited: int = 0
-    prepared: Prepared | None = None
+    compiled: CompiledRecipe | None = None
     tables: tuple[Any, ...] = ()
 
 
-def _prepared(made: Recipe, device: int) -> Prepared:
-    launches = tuple(Ready(each, device) for each in made.launches)
+def _compiled(made: Recipe, device: int) -> CompiledRecipe:
+    launches = tuple(CompiledLaunch(each, device) for each in made.launches)
     scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
-    return Prepared(driver.queue(device), launches, scratch, made.all_zero, made.atomic_dq)
+    return CompiledRecipe(driver.queue(device), launches, scratch, made.all_zero, made.atomic_dq)
 
 
 def _rounded(size: int) -> int:
@@ -237,7 +237,7 @@ def forward(
     lse: Array | None,
     plan: Plan | None = None,
     visited: Array | None = None,
-) -> Served:
+) -> CallResult:
     """Write out and, unless it is None, lse.
 
     A `plan` gives other tiles than the table's. `visited`, one uint64 in device memory, grows by
@@ -246,15 +246,15 @@ def forward(
     device = _device(call)
     with cuda_device.current(device):
         made = recipe.forward(call, cuda_device.of(device), out, lse, plan, visited is not None)
-        prepared = _prepared(made, device)
+        compiled = _compiled(made, device)
         addresses, copies = _read_in_place(call, made)
         addresses["out"] = device_arrays.address(out)
         if lse is not None:
             addresses["lse"] = device_arrays.address(lse)
         if visited is not None:
             addresses["tiles_visited"] = device_arrays.address(visited)
-        prepared.forward(addresses)
-    return Served(prepared=None if copies else prepared, tables=made.tables)
+        compiled.forward(addresses)
+    return CallResult(compiled=None if copies else compiled, tables=made.tables)
 
 
 def backward(
@@ -268,7 +268,7 @@ def backward(
     plan: Plan | None = None,
     visited: Array | None = None,
     deterministic: bool = False,
-) -> Served:
+) -> CallResult:
     """Write every gradient; `plan` and `visited` are as in `forward`.
 
     Unless `deterministic`, dq may be the sum of what blocks add in any order.
@@ -285,13 +285,13 @@ def backward(
         arrays = (do, out, lse, dlse, gradients)
         counts = visited is not None
         made = recipe.backward(call, facts, *arrays, plan, counts, deterministic)
-        prepared = _prepared(made, device)
+        compiled = _compiled(made, device)
         addresses, copies = _read_in_place(call, made)
         addresses |= backward_addresses(do, out, lse, dlse, gradients)
         if visited is not None:
             addresses["tiles_visited"] = device_arrays.address(visited)
-        prepared.backward(addresses, gradients, workspace)
-    return Served(prepared=None if copies else prepared, tables=made.tables)
+        compiled.backward(addresses, gradients, workspace)
+    return CallResult(compiled=None if copies else compiled, tables=made.tables)
 
 
 def backward_addresses(
@@ -309,7 +309,7 @@ def workspace_size(call: Call) -> int:
     request = Request(call.problem, cuda_device.of(_device(call)))
     parts = scratch_of(call, registry.adds_dq(request, deterministic=False))
     if call.sink is not None:  # whose gradient may have to be computed there
-        parts["dsink"] = Laid(call.sink.shape, call.sink.dtype)
+        parts["dsink"] = ArraySpec(call.sink.shape, call.sink.dtype)
     return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())
 
 
@@ -348,5 +348,5 @@ def _combine(
             f"out {n}": device_arrays.address(part_out),
             f"lse {n}": device_arrays.address(part_lse),
         }
-    launch = Ready(recipe.combine(parts, out, lse, dtype), device)
+    launch = CompiledLaunch(recipe.combine(parts, out, lse, dtype), device)
     launch.start(addresses, driver.queue(device).pointer())

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..arrays.device_arrays import Form
+from ..arrays.device_arrays import OutputSpec
 from ..masks import Mask
 from ..problem.call import Gradients
 from ..problem.options import Options
 from ..scores import Score
-from .launch import Addresses, Prepared, Served
+from .launch import Addresses, CallResult, CompiledRecipe
 
 MOST = 512  # signatures that are remembered
 
@@ -33,9 +33,9 @@ class Entry:
 
     Attributes
     ----------
-    prepared : Prepared
+    compiled : CompiledRecipe
         Its launches.
-    forms : tuple of (Form or None)
+    specs : tuple of (OutputSpec or None)
         Of its results.
     tables : tuple of (str, str)
         Names of arrays that its kernels look up: theirs, and the signature's.
@@ -45,16 +45,16 @@ class Entry:
         Larger for those that were used later.
     """
 
-    __slots__ = ("forms", "pairs", "prepared", "tables", "used")
+    __slots__ = ("compiled", "pairs", "specs", "tables", "used")
 
     def __init__(
         self,
-        prepared: Prepared,
-        forms: tuple[Form | None, ...],
+        compiled: CompiledRecipe,
+        specs: tuple[OutputSpec | None, ...],
         tables: tuple[tuple[str, str], ...],
         pairs: tuple[Pair, ...],
     ) -> None:
-        self.prepared, self.forms, self.tables, self.pairs = prepared, forms, tables, pairs
+        self.compiled, self.specs, self.tables, self.pairs = compiled, specs, tables, pairs
         self.used = next(_clock)
 
 
@@ -256,18 +256,18 @@ def find(seen: Signature) -> Entry | None:
 
 def forward(entry: Entry, addresses: Addresses, out: Any, lse: Any) -> tuple[Any, Any]:
     """Compute a call that is kept, into the arrays given or into new ones."""
-    prepared = entry.prepared
-    if not prepared.queue.is_here():
-        with cuda_device.current(prepared.queue.device):
+    compiled = entry.compiled
+    if not compiled.queue.is_here():
+        with cuda_device.current(compiled.queue.device):
             return forward(entry, addresses, out, lse)
-    out_form, lse_form = entry.forms
-    if out is None and out_form is not None:
-        out = out_form.empty()
+    out_spec, lse_spec = entry.specs
+    if out is None and out_spec is not None:
+        out = out_spec.empty()
         addresses["out"] = out.data.ptr
-    if lse is None and lse_form is not None:
-        lse = lse_form.empty()
+    if lse is None and lse_spec is not None:
+        lse = lse_spec.empty()
         addresses["lse"] = lse.data.ptr
-    prepared.forward(addresses)
+    compiled.forward(addresses)
     return out, lse
 
 
@@ -275,40 +275,40 @@ def backward(
     entry: Entry, addresses: Addresses, grads_out: Gradients | None, workspace: Any
 ) -> Gradients | None:
     """Compute the gradients of a call that is kept; None where it must be checked again."""
-    prepared = entry.prepared
-    if not prepared.queue.is_here():
-        with cuda_device.current(prepared.queue.device):
+    compiled = entry.compiled
+    if not compiled.queue.is_here():
+        with cuda_device.current(compiled.queue.device):
             return backward(entry, addresses, grads_out, workspace)
-    if workspace is None and prepared.queue.current_stream().is_capturing():
+    if workspace is None and compiled.queue.current_stream().is_capturing():
         return None  # which is an error, and is said there
-    made = [None] * len(entry.forms) if grads_out is None else list(grads_out)
-    for n, form in enumerate(entry.forms):
-        if form is not None and made[n] is None:
-            made[n] = array = form.empty()
+    made = [None] * len(entry.specs) if grads_out is None else list(grads_out)
+    for n, spec in enumerate(entry.specs):
+        if spec is not None and made[n] is None:
+            made[n] = array = spec.empty()
             addresses[_GRADIENTS[n]] = array.data.ptr
     gradients = Gradients(*made)
-    prepared.backward(addresses, gradients, workspace)
+    compiled.backward(addresses, gradients, workspace)
     return gradients
 
 
 _GRADIENTS = Gradients._fields
 
 
-def keep(seen: Signature, served: Served, results: Sequence[Any]) -> None:
+def keep(seen: Signature, result: CallResult, results: Sequence[Any]) -> None:
     """Keep a call that was checked and launched, with the results that it had."""
-    if served.prepared is None:
+    if result.compiled is None:
         return
     tables = []
-    for n, table in enumerate(served.tables):
+    for n, table in enumerate(result.tables):
         found = [place for place, array in enumerate(seen.read) if array is table]
         if not found:
             return  # a copy, made for this call
         tables.append((f"table {n}", f"read {found[0]}"))
-    forms = tuple(None if x is None else Form(x) for x in results)
+    specs = tuple(None if x is None else OutputSpec(x) for x in results)
     with _lock:
         before = _entries.get(seen.key)
         pairs = _pairs(seen, () if before is None else before.pairs)
-        _entries[seen.key] = Entry(served.prepared, forms, tuple(tables), pairs)
+        _entries[seen.key] = Entry(result.compiled, specs, tuple(tables), pairs)
         while len(_entries) > MOST:
             del _entries[min(_entries, key=lambda key: _entries[key].used)]
 

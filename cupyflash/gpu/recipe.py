@@ -31,7 +31,7 @@ from .params import KINDS
 from .source import NONE, Specialisation
 from .strides import Lead, lead_of
 from .tma import TensorMap
-from .workspace import Laid, scratch_of
+from .workspace import ArraySpec, scratch_of
 
 _ADDRESS = struct.Struct("=Q")
 
@@ -76,7 +76,7 @@ class Recipe:
     ----------
     launches : tuple of Launch
         None of them is empty.
-    scratch : dict of str to Laid
+    scratch : dict of str to ArraySpec
         Memory that the launches need beside the call's arrays. What has a gradient's name is
         computed there first, and then summed over the axes along which its input was broadcast.
     tables : tuple of array
@@ -84,7 +84,7 @@ class Recipe:
     """
 
     launches: tuple[Launch, ...] = ()
-    scratch: Mapping[str, Laid] = field(default_factory=dict)
+    scratch: Mapping[str, ArraySpec] = field(default_factory=dict)
     tables: tuple[Any, ...] = ()
     all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
     atomic_dq: bool = False  # launches add to dq_accum or, without one, to dq; it is 0 before
@@ -284,7 +284,7 @@ def forward(
     A `plan` gives other tiles than the table's. Counting tiles needs kernels of their own, which
     add the number of those that were not EMPTY to the uint64 at ``tiles_visited``.
     """
-    rows = Laid(out.shape[:-1], call.problem.accumulator) if lse is None else lse
+    rows = ArraySpec(out.shape[:-1], call.problem.accumulator) if lse is None else lse
     if not math.prod(rows.shape):
         return Recipe()
     call, (out, rows) = pack_gqa.joined(call, (out, 3), (rows, 2))
@@ -322,7 +322,7 @@ def backward(
     atomic_dq = registry.adds_dq(Request(problem, facts, blocks=blocks), deterministic)
     scratch = scratch_of(call, atomic_dq)
     if dsink is not None and not dsink.flags.c_contiguous:
-        scratch["dsink"] = Laid(dsink.shape, dsink.dtype)
+        scratch["dsink"] = ArraySpec(dsink.shape, dsink.dtype)
     made_dk, made_dv = (scratch.get(name, own) for name, own in (("dk", dk), ("dv", dv)))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2), "delta": (scratch["delta"], 2)}

@@ -12,15 +12,15 @@ from ..problem.call import Call
 GROUP_ROWS, UNIT = 8, 16  # of sums of dq: rows and columns that lie together
 
 
-class Laid(NamedTuple):
+class ArraySpec(NamedTuple):
     """An array in C order that is not there yet."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def reshape(self, shape: tuple[int, ...]) -> Laid:
+    def reshape(self, shape: tuple[int, ...]) -> ArraySpec:
         """Return an array of the same elements with other axes."""
-        return Laid(shape, self.dtype)
+        return ArraySpec(shape, self.dtype)
 
     @property
     def ndim(self) -> int:
@@ -43,7 +43,7 @@ class Laid(NamedTuple):
         return tuple(math.prod(self.shape[axis + 1 :]) * self.itemsize for axis in range(self.ndim))
 
 
-def scratch_of(call: Call, atomic_dq: bool) -> dict[str, Laid]:
+def scratch_of(call: Call, atomic_dq: bool) -> dict[str, ArraySpec]:
     """Return what the backward keeps beside its results: delta, one number per query.
 
     Where k and v are broadcast over different axes, also their gradients before they are summed;
@@ -51,16 +51,16 @@ def scratch_of(call: Call, atomic_dq: bool) -> dict[str, Laid]:
     """
     problem = call.problem
     lead = () if problem.packed else problem.lead
-    scratch = {"delta": Laid((*lead, problem.heads, call.q.shape[-2]), problem.accumulator)}
+    scratch = {"delta": ArraySpec((*lead, problem.heads, call.q.shape[-2]), problem.accumulator)}
     shared = _shared_lead(call)
     if shared is not None:
         for name, array in (("dk", call.k), ("dv", call.v)):
-            scratch[name] = Laid((*shared, *array.shape[-3:]), problem.accumulator)
+            scratch[name] = ArraySpec((*shared, *array.shape[-3:]), problem.accumulator)
     if atomic_dq and problem.dtype != problem.accumulator:
         *lead_q, rows, columns = call.q.shape
         groups = rows // GROUP_ROWS + problem.batch if problem.packed else -(-rows // GROUP_ROWS)
         sizes = groups * GROUP_ROWS, -(-columns // UNIT) * UNIT
-        scratch["dq_accum"] = Laid((*lead_q, *sizes), problem.accumulator)
+        scratch["dq_accum"] = ArraySpec((*lead_q, *sizes), problem.accumulator)
     return scratch
 
 

@@ -271,7 +271,7 @@ class Emulator:
         """Answer what launches ask of CuPy, and take the launches."""
 
         with (
-            mock.patch.object(launch, "Ready", ready),
+            mock.patch.object(launch, "CompiledLaunch", ready),
             mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
             mock.patch.object(registry, "select", self.blocks.choose),
             # The emulator's arrays are small.

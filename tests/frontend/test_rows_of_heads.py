@@ -16,7 +16,7 @@ from placement import same_bits
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
 from cupyflash.backends import gpu
-from cupyflash.gpu.workspace import Laid
+from cupyflash.gpu.workspace import ArraySpec
 from cupyflash.problem import pack_gqa, validate
 from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, rho
@@ -168,13 +168,13 @@ def test_packed_sequences_and_heads_that_share_nothing():
 
 def test_views_are_of_the_same_memory():
     call = validate.call(*draw(F32, 3))
-    out, lse = np.empty((2, HEADS, 3, 16), F32), Laid((2, HEADS, 3), F32)
+    out, lse = np.empty((2, HEADS, 3, 16), F32), ArraySpec((2, HEADS, 3), F32)
     made, (rows, laid) = pack_gqa.joined(call, (out, 3), (lse, 2))
     assert np.shares_memory(made.q, call.q)
     assert np.shares_memory(rows, out)
     assert made.q.shape == (2, HEADS_KV, 9, 24)
     assert rows.shape == (2, HEADS_KV, 9, 16)
-    assert laid == Laid((2, HEADS_KV, 9), F32)
+    assert laid == ArraySpec((2, HEADS_KV, 9), F32)
     problem = made.problem
     assert (problem.heads, problem.len_q, problem.heads_in_rows) == (HEADS_KV, 9, 3)
     assert dataclasses.asdict(pack_gqa.apart(problem)) == dataclasses.asdict(call.problem)

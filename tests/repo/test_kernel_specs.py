@@ -115,7 +115,7 @@ def test_a_spec_tells_what_its_kernel_is(name):
     code = re.sub(r"//[^\n]*", "", source.flatten((spec.source,)))
     assert (spec.architecture is not None) == (re.search(r"\bptx::wgmma_\w+\(", code) is not None)
     own = re.sub(r"//[^\n]*", "", (SOURCES / spec.source).read_text())
-    assert bool(spec.atomic_dq) == ("ATOMIC_DQ" in code)
+    assert bool(spec.atomic_dq) == ("ATOMIC_DQ" in own)
     # As many tensor maps follow its parameters, in this order.
     maps = re.findall(r"__grid_constant__ ptx::TensorMap (\w+)_map", own)
     operands = [] if spec.tma is None else [*spec.tma.loads, *spec.tma.stores]
