@@ -9,7 +9,7 @@ import numpy as np
 from ..gpu.launch import CallResult
 from ..problem.bound_exprs import trees
 from ..problem.call import Array, Call, Gradients, Plan
-from . import cpu_tiles
+from . import cpu_ranges, cpu_tiles
 from .backend import output_shape
 
 
@@ -21,8 +21,11 @@ def _programs(call: Call) -> Any:
     from ..expr.lower import lower
 
     bound = trees(call)
+    ends = cpu_ranges.ends(call.problem, bound.allowed)
+    if ends is not None:  # they say all that the mask says
+        bound = bound._replace(allowed=None, classes=None)
     score, slope, mask, tile = (empty_program() if tree is None else lower(tree) for tree in bound)
-    return Programs(score, slope, mask, tile, bound)
+    return Programs(score, slope, mask, tile, ends, bound)
 
 
 class Cpu:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from .accumulate import accumulate, padded
+from .arguments import CHANGES, shape_of
 from .gradient_tile import apply_dscore, gradient_tile, load_row_statistics, make_scratch
-from .jit import kernel
-from .memory import load_transposed, row_address, store
-from .tile import EMPTY, classify_tile, describe_tile
+from .jit import INT, INTS, TABLE, kernel, takes, vector
+from .memory import ROWS, load_transposed, row_address, store
+from .tile import EMPTY, class_of_tile, describe_tile
 
 
+@takes(lambda number: (INT, INT, TABLE, shape_of(number), ROWS, INT, ROWS, vector(number)))
 @kernel
 def transpose_blocks(first, last, work, shape, rows, depth, panels, like):
     """Write query blocks as (depth, lanes) panels, one after the other, padded with zeros.
@@ -38,6 +40,10 @@ def transpose_blocks(first, last, work, shape, rows, depth, panels, like):
             store(target + n * itemsize, tile[n])
 
 
+@takes(
+    lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 10
+    + (INTS, vector(number))
+)  # fmt: skip
 @kernel
 def backward_dkdv(
     first,
@@ -88,8 +94,8 @@ def backward_dkdv(
                     ni = min(shape.block_q, shape.len_q[b] - i0)
                     lanes = padded(ni, vector)
                     describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
-                    tile_class = classify_tile(
-                        changes.tile, scratch.symbols, scratch.tile_ri, scratch.tile_rf
+                    tile_class = class_of_tile(
+                        changes, scratch.symbols, b, h, ni, nj, scratch.tile_ri, scratch.tile_rf
                     )
                     if tile_class == EMPTY:
                         continue
@@ -98,21 +104,24 @@ def backward_dkdv(
                     q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
                     do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
                     gradient_tile(
-                        shape,
-                        changes,
-                        scratch,
-                        tile_class,
-                        b,
-                        h,
-                        i0,
-                        ni,
-                        j0,
-                        nj,
-                        lanes,
-                        q_panel,
-                        do_panel,
-                        k,
-                        v,
+                        changes.places.gradient,
+                        (
+                            shape,
+                            changes,
+                            scratch,
+                            tile_class,
+                            b,
+                            h,
+                            i0,
+                            ni,
+                            j0,
+                            nj,
+                            lanes,
+                            q_panel,
+                            do_panel,
+                            k,
+                            v,
+                        ),
                     )
                     # 6 accumulate dv and dk
                     accumulate(
@@ -162,6 +171,10 @@ def backward_dkdv(
         visited[item] = count
 
 
+@takes(
+    lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 7
+    + (INTS, vector(number))
+)  # fmt: skip
 @kernel
 def backward_dq(
     first, last, work, members, shape, changes, k, v, q, do, lse, delta, dq, visited, like
@@ -197,28 +210,31 @@ def backward_dq(
             for j0 in range(0, shape.len_k[b], shape.block_kv):
                 nj = min(shape.block_kv, shape.len_k[b] - j0)
                 describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
-                tile_class = classify_tile(
-                    changes.tile, scratch.symbols, scratch.tile_ri, scratch.tile_rf
+                tile_class = class_of_tile(
+                    changes, scratch.symbols, b, h, ni, nj, scratch.tile_ri, scratch.tile_rf
                 )
                 if tile_class == EMPTY:
                     continue
                 count += 1
                 gradient_tile(
-                    shape,
-                    changes,
-                    scratch,
-                    tile_class,
-                    b,
-                    h,
-                    i0,
-                    ni,
-                    j0,
-                    nj,
-                    lanes,
-                    q_panel.ctypes.data,
-                    do_panel.ctypes.data,
-                    k,
-                    v,
+                    changes.places.gradient,
+                    (
+                        shape,
+                        changes,
+                        scratch,
+                        tile_class,
+                        b,
+                        h,
+                        i0,
+                        ni,
+                        j0,
+                        nj,
+                        lanes,
+                        np.int64(q_panel.ctypes.data),
+                        np.int64(do_panel.ctypes.data),
+                        k,
+                        v,
+                    ),
                 )
                 # 6 accumulate dq
                 if changes.slope.code.shape[0]:

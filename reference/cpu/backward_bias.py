@@ -6,13 +6,20 @@ and blocks that were given this tile, in that order, and recomputes their dS.
 
 from __future__ import annotations
 
+from numba import types
+
 from .accumulate import padded
+from .arguments import CHANGES, shape_of
 from .gradient_tile import gradient_tile, load_row_statistics, make_scratch
-from .jit import kernel
-from .memory import row_address
-from .tile import EMPTY, classify_tile, describe_tile
+from .jit import INT, INTS, TABLE, kernel, takes
+from .memory import ROWS, row_address
+from .tile import EMPTY, class_of_tile, describe_tile
 
 
+@takes(
+    lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 6
+    + (types.Array(number, 4, "C"),)
+)  # fmt: skip
 @kernel
 def backward_bias(first, last, work, members, shape, changes, k, v, lse, delta, qt, dot, dbias):
     """Compute some tiles of `dbias` (entries, heads or 1, queries or 1, keys or 1).
@@ -48,27 +55,30 @@ def backward_bias(first, last, work, members, shape, changes, k, v, lse, delta, 
                     for j0 in range(j_start, j_end, shape.block_kv):
                         nj = min(shape.block_kv, shape.len_k[b] - j0)
                         describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
-                        tile_class = classify_tile(
-                            changes.tile, scratch.symbols, scratch.tile_ri, scratch.tile_rf
+                        tile_class = class_of_tile(
+                            changes, scratch.symbols, b, h, ni, nj, scratch.tile_ri, scratch.tile_rf
                         )
                         if tile_class == EMPTY:
                             continue
                         gradient_tile(
-                            shape,
-                            changes,
-                            scratch,
-                            tile_class,
-                            b,
-                            h,
-                            i0,
-                            ni,
-                            j0,
-                            nj,
-                            lanes,
-                            q_panel,
-                            do_panel,
-                            k,
-                            v,
+                            changes.places.gradient,
+                            (
+                                shape,
+                                changes,
+                                scratch,
+                                tile_class,
+                                b,
+                                h,
+                                i0,
+                                ni,
+                                j0,
+                                nj,
+                                lanes,
+                                q_panel,
+                                do_panel,
+                                k,
+                                v,
+                            ),
                         )
                         # 6 accumulate dbias
                         for j in range(nj):

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import math
 
-from .jit import helper, kernel
-from .memory import load, row_address, store
+from .arguments import shape_of
+from .jit import INT, helper, kernel, takes, vector
+from .memory import ROWS, load, row_address, store
 
 
+@takes(
+    lambda number: (
+        INT, INT, shape_of(number), ROWS, ROWS, ROWS, ROWS, vector(number), ROWS, vector(number)
+    )
+)  # fmt: skip
 @kernel
 def backward_delta(first, last, shape, do, out, dlse, lse, sink, delta, dsink):
     """Compute delta of batch entry and head ``n = b * heads + h`` from `first` to `last`.

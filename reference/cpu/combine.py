@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 
-from .jit import kernel
+from .jit import INT, INTS, kernel, takes, vector, whole_rows
 from .memory import load
 
 
+@takes(lambda number: (INT, INT, INTS, INTS, INT, INT, whole_rows(number), vector(number)))
 @kernel
 def combine(first, last, outs, lses, columns, itemsize, out, lse):
     """Combine rows `first` to `last`.

@@ -11,8 +11,9 @@ import math
 import numpy as np
 
 from .accumulate import accumulate, padded
-from .jit import kernel
-from .memory import load_transposed, row_address, store
+from .arguments import CHANGES, shape_of
+from .jit import INT, INTS, TABLE, kernel, takes, vector
+from .memory import ROWS, load_transposed, row_address, store
 from .microkernel import multiply
 from .softmax import exponentiate, init_state, rescale, row_max
 from .tile import (
@@ -20,7 +21,7 @@ from .tile import (
     PARTIAL,
     apply_mask,
     apply_score,
-    classify_tile,
+    class_of_tile,
     describe_tile,
     dropout_factors,
     make_registers,
@@ -29,6 +30,12 @@ from .tile import (
 )
 
 
+@takes(
+    lambda number: (
+        INT, INT, TABLE, shape_of(number), CHANGES, ROWS, ROWS, ROWS, vector(number), ROWS, ROWS,
+        INTS,
+    )
+)  # fmt: skip
 @kernel
 def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited):
     """Compute out and lse of the work items from `first` to `last`.
@@ -69,7 +76,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited)
         for j0 in range(0, shape.len_k[b], shape.block_kv):
             nj = min(shape.block_kv, shape.len_k[b] - j0)
             describe_tile(symbols, shape, b, h, i0, ni, j0, nj)
-            tile_class = classify_tile(changes.tile, symbols, tile_ri, tile_rf)
+            tile_class = class_of_tile(changes, symbols, b, h, ni, nj, tile_ri, tile_rf)
             if tile_class == EMPTY:
                 continue
             count += 1
@@ -92,10 +99,11 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited)
             )
             # 3 score mod
             if changes.score.code.shape[0]:
-                apply_score(changes.score, symbols, i0, ni, nj, lanes, s, s, score_ri, score_rf)
+                ri, rf = score_ri, score_rf
+                apply_score(changes.places, changes.score, symbols, i0, ni, nj, lanes, s, s, ri, rf)
             # 4 mask
             if tile_class == PARTIAL:
-                apply_mask(changes.mask, symbols, i0, ni, nj, lanes, s, mask_ri, mask_rf)
+                apply_mask(changes, symbols, b, h, ni, nj, lanes, s, mask_ri, mask_rf)
             if changes.careful:
                 note_seen(s, seen, nj * lanes)
             # 5 row max
@@ -105,7 +113,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited)
             exponentiate(s, nj, lanes, m, l, shape.log2_e)
             # 7 accumulate p v
             if shape.drop_below:
-                dropout_factors(shape, b, h, i0, ni, j0, nj, lanes, z)
+                dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z)
                 scale_tile(s, z, nj * lanes)
             accumulate(
                 one,

@@ -10,11 +10,13 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
 from .accumulate import padded
+from .arguments import CHANGES, shape_of
 from .elementary import exp2
-from .jit import helper
-from .memory import load, row_address
+from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
+from .memory import ROWS, load, row_address
 from .microkernel import multiply
 from .tile import (
     PARTIAL,
@@ -45,6 +47,18 @@ class Scratch(NamedTuple):
     mask_rf: np.ndarray[Any, Any]
     tile_ri: np.ndarray[Any, Any]
     tile_rf: np.ndarray[Any, Any]
+
+
+def scratch_of(number: types.Type) -> types.Type:
+    """Return the type of `Scratch`, given the accumulator's."""
+    numbers, of_mask = whole_rows(number), whole_rows(types.float32)
+    return types.BaseTuple.from_types(
+        (vector(number),) * 4
+        + (vector(types.boolean), vector(number), vector(number), INTS)
+        + (TABLE, numbers) * 2
+        + (TABLE, of_mask) * 2,
+        Scratch,
+    )
 
 
 @helper
@@ -90,8 +104,16 @@ def load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch):
         scratch.delta[i] = 0
 
 
-@helper
-def gradient_tile(shape, changes, scratch, tile_class, b, h, i0, ni, j0, nj, lanes, qt, dot, k, v):
+@takes(
+    lambda number: (
+        shape_of(number), CHANGES, scratch_of(number), INT, INT, INT, INT, INT, INT, INT, INT, INT,
+        INT, ROWS, ROWS,
+    )
+)  # fmt: skip
+@kernel
+def fill_gradient_tile(
+    shape, changes, scratch, tile_class, b, h, i0, ni, j0, nj, lanes, qt, dot, k, v
+):
     """Fill scratch.p with p (after dropout) and scratch.ds with the gradient of the changed scores.
 
     `qt` and `dot` are addresses of the tile's queries and output gradients as (D, lanes) and
@@ -110,20 +132,21 @@ def gradient_tile(shape, changes, scratch, tile_class, b, h, i0, ni, j0, nj, lan
     # 3 score mod
     if changes.slope.code.shape[0]:
         ri, rf = scratch.slope_ri, scratch.slope_rf
-        apply_score(changes.slope, symbols, i0, ni, nj, lanes, p, scratch.slope, ri, rf)
+        slope = scratch.slope
+        apply_score(changes.places, changes.slope, symbols, i0, ni, nj, lanes, p, slope, ri, rf)
     if changes.score.code.shape[0]:
         ri, rf = scratch.score_ri, scratch.score_rf
-        apply_score(changes.score, symbols, i0, ni, nj, lanes, p, p, ri, rf)
+        apply_score(changes.places, changes.score, symbols, i0, ni, nj, lanes, p, p, ri, rf)
     # 4 mask
     if tile_class == PARTIAL:
         ri, rf = scratch.mask_ri, scratch.mask_rf
-        apply_mask(changes.mask, symbols, i0, ni, nj, lanes, p, ri, rf)
+        apply_mask(changes, symbols, b, h, ni, nj, lanes, p, ri, rf)
     if changes.careful:
         note_seen(p, scratch.seen, nj * lanes)
     # 5 probabilities and the gradient of the output's weights
     multiply(one, v_tile, v.row, 1, dot, lanes, ds_place, lanes, nj, lanes, shape.d_v, itemsize)
     if shape.drop_below:
-        dropout_factors(shape, b, h, i0, ni, j0, nj, lanes, scratch.z)
+        dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, scratch.z)
     lse, delta = scratch.lse, scratch.delta
     for j in range(nj):
         p_row = p[j * lanes : (j + 1) * lanes]
@@ -143,6 +166,9 @@ def gradient_tile(shape, changes, scratch, tile_class, b, h, i0, ni, j0, nj, lan
                 weight = exp2(at_most_zero(below) * shape.log2_e)
                 ds_row[i] = zero if masked else weight * (ds_row[i] - delta[i])
                 p_row[i] = zero if masked else weight
+
+
+gradient_tile = caller(fill_gradient_tile)
 
 
 @helper

@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
@@ -25,10 +25,12 @@ from typing import Any, TypeVar
 import llvmlite
 import numba
 import numpy as np
-from numba.core import event
+from numba import types
+from numba.core import cgutils, errors
 from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
+from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -233,6 +235,16 @@ class _KernelCache:
         except Exception:  # noqa: BLE001 (whatever it holds, it is no kernel: compile it anew)
             return None
 
+    def holds(self, sig: Any, codegen: Any) -> bool:
+        """Return whether there is a file for a signature, which may prove to be none."""
+        try:
+            with _opened_folder() as folder:
+                return stat.S_ISREG(
+                    os.stat(_in_folder(folder, self._file(sig, codegen)), dir_fd=folder).st_mode
+                )
+        except OSError:
+            return False
+
     def save_overload(self, sig: Any, compiled: Any) -> None:
         if compiled.lifted or compiled.library.has_dynamic_globals:
             return  # the code holds addresses of this process
@@ -260,28 +272,6 @@ class _KernelCache:
         """Do nothing: a new compilation replaces the file of the old one."""
 
 
-class _Announcer(event.Listener):  # type: ignore[misc]
-    """Says on stderr, once in a process, that kernels are being compiled."""
-
-    def __init__(self) -> None:
-        self.announced = False
-
-    def on_start(self, event: Any) -> None:
-        # Hears of every function that Numba compiles in this process, other packages' too.
-        module = getattr(event.data["dispatcher"], "__module__", None) or ""
-        if self.announced or module.rpartition(".")[0] != __package__:
-            return
-        self.announced = True
-        text = "cupyflash: compiling its CPU kernels, once for this machine (some seconds) ..."
-        with contextlib.suppress(OSError, ValueError):  # a closed stderr is no reason to fail
-            print(text, file=sys.stderr, flush=True)
-
-    def on_end(self, event: Any) -> None:
-        pass
-
-
-event.register("numba:compile", _Announcer())
-
 if hasattr(os, "register_at_fork"):
     # A forked child has none of its parent's threads: it must not inherit a lock that one of them
     # holds while it compiles.
@@ -308,6 +298,137 @@ def kernel(function: F) -> F:
     compiled._cache = _KernelCache(function)
     result: F = compiled
     return result
+
+
+# The types that kernels take; `number` stands for the accumulator's.
+INT = types.int64
+INTS = types.Array(types.int64, 1, "C")
+TABLE = types.Array(types.int64, 2, "C")
+
+
+def vector(number: types.Type) -> types.Array:
+    """Return the type of a contiguous array with one axis."""
+    return types.Array(number, 1, "C")
+
+
+def whole_rows(number: types.Type) -> types.Array:
+    """Return the type of a contiguous array with two axes."""
+    return types.Array(number, 2, "C")
+
+
+Types = Callable[[types.Type], tuple[types.Type, ...]]
+_types: dict[Any, Types] = {}
+
+
+def takes(types_of: Types) -> Callable[[F], F]:
+    """Declare what a kernel takes, given the accumulator's type; nothing else compiles it."""
+
+    def declare(compiled: F) -> F:
+        _types[compiled] = types_of
+        return compiled
+
+    return declare
+
+
+def caller(compiled: Any, result: Any = types.none) -> Any:
+    """Make the function ``call(place, arguments)`` by which kernels call one that is apart.
+
+    `compiled` is a kernel that returns a `result`. It is not compiled into its callers, which get
+    its `place` from `place_of`, so that a call compiles only what it uses.
+    """
+
+    @intrinsic
+    def call(typingctx, place, arguments):
+        came = tuple(types.unliteral(each) for each in arguments)
+        if came not in [_types[compiled](number) for number in _NUMBERS]:
+            raise errors.TypingError(f"{compiled.__name__} got {came}, which it does not take")
+        signature = result(INT, types.Tuple(came))
+
+        def codegen(context, builder, sig, args):
+            kinds = tuple(sig.args[1])
+            convention = context.call_conv
+            kind = convention.get_function_type(sig.return_type, kinds)
+            function = builder.inttoptr(args[0], kind.as_pointer())
+            values = cgutils.unpack_tuple(builder, args[1])
+            status, value = convention.call_function(
+                builder, function, sig.return_type, kinds, values
+            )
+            with cgutils.if_unlikely(builder, status.is_error):
+                convention.return_status_propagate(builder, status)
+            return value
+
+        return signature, codegen
+
+    return call
+
+
+_NUMBERS = types.float32, types.float64
+Wanted = tuple[Any, np.dtype[Any]]  # a kernel, and the accumulator that it computes in
+_ready: dict[Wanted, int] = {}
+
+
+def prepare(
+    wanted: Iterable[Wanted], report: Callable[[str, int, int], None] | None = None
+) -> None:
+    """Load or compile kernels, before threads call them.
+
+    Parameters
+    ----------
+    wanted : iterable of (kernel, dtype)
+        Which, and the accumulator that each computes in.
+    report : callable, optional
+        Called before each kernel that is compiled, with its name, its number and how many there
+        are. By default stderr says so.
+    """
+    missing = [each for each in dict.fromkeys(wanted) if each not in _ready]
+    if not missing:
+        return
+    with global_compiler_lock:
+        signatures = [_types[compiled](numba.from_dtype(number)) for compiled, number in missing]
+        known = [
+            compiled._cache.holds(signature, compiled.targetctx.codegen())
+            for (compiled, _), signature in zip(missing, signatures, strict=True)
+        ]
+        announcer, told = _Announcer(), 0
+        for each, signature, is_known in zip(missing, signatures, known, strict=True):
+            compiled = each[0]
+            if not is_known:
+                told += 1
+                (report or announcer.begin)(compiled.__name__, told, known.count(False))
+            compiled.disable_compile(False)
+            compiled.compile(signature)
+            compiled.disable_compile()  # for other arguments, which would be a mistake
+            overload = compiled.overloads[signature]
+            place = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
+            _ready[each] = place
+        if told and report is None:
+            announcer.end()
+
+
+class _Announcer:
+    """Says on stderr which kernels are being compiled."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def begin(self, name: str, number: int, count: int) -> None:
+        so_far = f", {self._seconds()} so far" if number > 1 else ", once for this machine"
+        self._say(f"compiling CPU kernel {number} of {count}, {name}{so_far} ...")
+
+    def end(self) -> None:
+        self._say(f"compiled in {self._seconds()}")
+
+    def _seconds(self) -> str:
+        return f"{time.perf_counter() - self._begin:.0f} s"
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a closed stderr is no reason to fail
+            print(f"cupyflash: {text}", file=sys.stderr, flush=True)
+
+
+def place_of(compiled: Any, number: np.dtype[Any]) -> int:
+    """Return where the machine code of a kernel lies that `prepare` has made ready."""
+    return _ready[compiled, number]
 
 
 def address(array: np.ndarray[Any, Any]) -> int:

@@ -10,12 +10,14 @@ from functools import partial
 
 import numpy as np
 
+from .arguments import Changes, Places, Shape
 from .backward import backward_dkdv, backward_dq, transpose_blocks
 from .backward_bias import backward_bias
 from .backward_delta import backward_delta
 from .combine import combine as combine_kernel
 from .forward import forward as forward_kernel
-from .jit import address
+from .gradient_tile import fill_gradient_tile
+from .jit import Wanted, address, place_of, prepare
 from .layout import (
     Array,
     Layout,
@@ -24,9 +26,10 @@ from .layout import (
     Scratch,
     finish,
 )
-from .memory import Rows
+from .memory import Rows, count_nonfinite
+from .program import run
 from .threads import parallel
-from .tile import Changes, Shape
+from .tile import classify_by_program, draw_dropout, mask_by_program, score_by_program
 
 
 def _like(layout: Layout) -> Array:
@@ -38,6 +41,45 @@ def _sinks(layout: Layout, sink: Array | None) -> Array:
     if sink is None:
         return np.full(heads, -np.inf, layout.problem.accumulator)
     return np.ascontiguousarray(sink.astype(layout.problem.accumulator))
+
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _apart(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
+    """Return the kernels that others call in this problem, by their fields in `Places`."""
+    number = problem.accumulator
+    apart: dict[str, Wanted] = {}
+    if len(programs.mask.code):
+        apart["run_float32"] = run, _FLOAT32
+        apart |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
+    if len(programs.score.code):
+        apart |= {"run_number": (run, number), "score": (score_by_program, number)}
+    if problem.dropout:
+        apart["dropout"] = draw_dropout, number
+    if backward:
+        apart["gradient"] = fill_gradient_tile, number
+    return apart
+
+
+def _prepare(
+    problem: Problem, programs: Programs, apart: dict[str, Wanted], *kernels: object
+) -> Places:
+    """Compile what is missing; return where the kernels lie that others call."""
+    own = [(kernel, problem.accumulator) for kernel in kernels]
+    if programs.may_mask:
+        own.append((count_nonfinite, problem.accumulator))
+    prepare([*apart.values(), *own])
+    return Places(
+        **{name: place_of(*apart[name]) if name in apart else 0 for name in Places._fields}
+    )
+
+
+def _changes(layout: Layout, programs: Programs, places: Places, careful: bool) -> Changes:
+    ranges = layout.key_ranges(programs.ranges)
+    return Changes(
+        programs.score, programs.slope, programs.mask, programs.tile, ranges, places, careful
+    )
 
 
 def forward(
@@ -53,6 +95,7 @@ def forward(
     block_kv: int,
 ) -> int:
     """Write out and lse; return how many tiles were visited (not EMPTY)."""
+    places = _prepare(problem, programs, _apart(problem, programs, False), forward_kernel)
     layout, scratch = Layout(problem, block_q, block_kv), Scratch()
     q_read = layout.operand(q, scratch, whole_vectors=False)
     k_read = layout.operand(k, scratch, whole_vectors=False)
@@ -62,7 +105,7 @@ def forward(
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
     careful = layout.careful(programs, [(v_read, v_rows, layout.len_k)])
-    changes = Changes(programs.score, programs.slope, programs.mask, programs.tile, careful)
+    changes = _changes(layout, programs, places, careful)
     sinks = _sinks(layout, sink)
     work = layout.blocks(layout.len_q, block_q, last_first=True)
     visited = np.zeros(len(work) * problem.heads, np.int64)
@@ -116,6 +159,10 @@ def backward(
             if gradient is not None:
                 gradient[...] = 0
         return 0
+    kernels = [backward_delta, transpose_blocks, backward_dkdv, backward_dq]
+    if dbias is not None:
+        kernels.append(backward_bias)
+    places = _prepare(problem, programs, _apart(problem, programs, True), *kernels)
     accumulator, heads = problem.accumulator, problem.heads
     like, shape = _like(layout), layout.shape
     q_read, do_read, k_read = (layout.operand(x, scratch, whole_vectors=True) for x in (q, do, k))
@@ -160,7 +207,7 @@ def backward(
             (k_read, k_rows, layout.len_k),
         ],
     )
-    changes = Changes(programs.score, programs.slope, programs.mask, programs.tile, careful)
+    changes = _changes(layout, programs, places, careful)
 
     kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
     if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):
@@ -337,6 +384,7 @@ def backward_scratch_size(problem: Problem, block_q: int) -> int:
 def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
     """Write the combination of several (out, lse) to `out` and `lse`."""
     accumulator = lse.dtype
+    prepare([(combine_kernel, accumulator)])
     columns = out.shape[-1]
     shape = (*lse.shape, columns)
     outs = [np.ascontiguousarray(np.broadcast_to(o, shape), accumulator) for o, _ in parts]

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import philox
+from .arguments import KeyRanges, Shape, no_ranges
 from .jit import address
 from .memory import Rows, count_nonfinite
 from .microkernel import vector_lanes
 from .program import Program
 from .threads import parallel
-from .tile import Shape
 
 Array = np.ndarray[Any, Any]
 
@@ -93,12 +93,13 @@ class Programs:
     slope: Program
     mask: Program
     tile: Program
+    ranges: tuple[Array, Array] | None = None  # instead of mask and tile: see `KeyRanges`
     tables: object = None  # holds the arrays that programs read by their addresses
 
     @property
     def may_mask(self) -> bool:
         """Whether any pair can be left out."""
-        return bool(len(self.score.code) or len(self.mask.code))
+        return bool(len(self.score.code) or len(self.mask.code) or self.ranges)
 
 
 class Scratch:
@@ -256,6 +257,24 @@ class Layout:
         size = depth * most
         first = (np.cumsum(counts) - counts) * size
         return memory, Rows(address(memory), np.ascontiguousarray(first), total * size, size)
+
+    def key_ranges(self, ends: tuple[Array, Array] | None) -> KeyRanges:
+        """Return where each query's first and last key lie.
+
+        The ends have axes (B, H, L), or (H, total) of packed sequences, of which all but the last
+        may have length 1.
+        """
+        if ends is None:
+            return no_ranges()
+        # Copies: a read-only array would be another type.
+        low, high = (np.array(end, np.int64).reshape(-1) for end in ends)
+        queries = ends[0].shape[-1]
+        if self.problem.packed:
+            batch, several = self.start_q, ends[0].shape[0] > 1
+            return KeyRanges(low, high, batch, queries if several else 0)
+        entries, heads = ends[0].shape[:2]
+        batch = np.arange(self.batch, dtype=np.int64) * (heads * queries if entries > 1 else 0)
+        return KeyRanges(low, high, batch, queries if heads > 1 else 0)
 
     def careful(self, programs: Programs, arrays: list[tuple[Array, Rows, Array]]) -> bool:
         """Whether masked pairs could meet NaN or infinity in one of the arrays."""

@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import helper, kernel
+from .jit import INT, INTS, helper, kernel, takes, vector
 
 
 class Rows(NamedTuple):
@@ -22,6 +22,10 @@ class Rows(NamedTuple):
     batch: np.ndarray[Any, Any]  # (B,) int64: a broadcast axis repeats an offset
     head: int
     row: int
+
+
+# What a kernel takes, as Numba's type.
+ROWS = types.BaseTuple.from_types((INT, INTS, INT, INT), Rows)
 
 
 @intrinsic
@@ -66,6 +70,7 @@ def load_transposed(rows, b, h, i0, count, lanes, depth, itemsize, tile):
             tile[d * lanes + i] = load(source + d * itemsize, zero)
 
 
+@takes(lambda number: (INT, INT, INT, INTS, ROWS, INT, INT, vector(number)))
 @kernel
 def count_nonfinite(first, last, heads, lengths, rows, columns, itemsize, found):
     """Count the elements that are not finite in found[n], n = b * heads + h."""

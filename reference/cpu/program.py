@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .elementary import exp, tanh
-from .jit import address, helper
+from .jit import INT, INTS, TABLE, address, helper, kernel, takes, vector, whole_rows
 
 # The groups matter: `run` sends an instruction to its group's function by the group's last member.
 Op = enum.IntEnum(
@@ -76,6 +76,12 @@ def empty_program() -> Program:
         none.astype(np.float64),
         none.reshape(0, TABLE_WORDS),
     )
+
+
+# What a kernel takes, as Numba's type.
+PROGRAM = types.BaseTuple.from_types(
+    (TABLE, INT, INT, INT, INT, INTS, INTS, types.Array(types.float64, 1, "C"), TABLE), Program
+)
 
 
 def describe_table(array: np.ndarray[Any, Any]) -> list[int]:
@@ -406,7 +412,12 @@ def _lookup_step(op, n, program, ri, rf, to, a, b):
         rf[to, 0] = smallest if op == Op.RANGE_MINIMUM_FLOAT else largest
 
 
-@helper
+@takes(
+    lambda number: (
+        PROGRAM, INT, INT, INT, INTS, INT, vector(number), TABLE, whole_rows(number)
+    )
+)  # fmt: skip
+@kernel
 def run(program, first, last, lanes, symbols, i0, score, ri, rf):
     """Run the instructions from `first` to `last` for `lanes` queries from `i0` on.
 

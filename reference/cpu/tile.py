@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
 from . import philox
-from .jit import helper
-from .program import Program, run
+from .arguments import CHANGES, shape_of
+from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
+from .program import PROGRAM, run
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
-
-class Shape(NamedTuple):
-    """Sizes and scalars of a problem; lengths are by batch entry b."""
-
-    heads: int
-    group: int  # query heads that share one key-value head
-    len_q: np.ndarray[Any, Any]  # (B,) int64
-    len_k: np.ndarray[Any, Any]
-    start_q: np.ndarray[Any, Any]  # first packed row, (B,) int64
-    start_k: np.ndarray[Any, Any]
-    d: int
-    d_v: int
-    block_q: int
-    block_kv: int
-    itemsize: int  # bytes of the accumulator's type
-    lanes_per_vector: int
-    scale: Any  # of the accumulator's type
-    log2_e: Any
-    drop_below: int  # a pair is dropped where its random word is smaller; 0 without dropout
-    keep_scale: Any  # 1 / (1 - dropout)
-    seed: int  # uint64 as int64
-
-
-class Changes(NamedTuple):
-    """The programs of a problem: score changes (with bias), their slope, mask and tile class."""
-
-    score: Program
-    slope: Program
-    mask: Program
-    tile: Program
-    careful: bool  # an operand holds NaN or infinity: masked pairs must not meet it
+_run = caller(run)
 
 
 @helper
@@ -71,43 +42,115 @@ def describe_tile(symbols, shape, b, h, i0, ni, j0, nj):
 
 
 @helper
-def classify_tile(program, symbols, ri, rf):
+def class_of_tile(changes, symbols, b, h, ni, nj, ri, rf):
     """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes."""
-    if program.code.shape[0] == 0:
-        return FULL
-    start = np.int64(0)  # a literal 0 would compile `run` once more
-    run(program, start, program.code.shape[0], np.int64(1), symbols, start, rf[0], ri, rf)
-    return ri[program.result, 0]
+    if changes.ranges.low.size:
+        return _class_by_ranges(changes.ranges, b, h, symbols[7], ni, symbols[9], nj)
+    if changes.tile.code.shape[0]:
+        return _classify(changes.places.classify, (changes, symbols, ri, rf))
+    return FULL
 
 
 @helper
-def apply_score(program, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
+def _class_by_ranges(ranges, b, h, i0, ni, j0, nj):
+    first = ranges.batch[b] + h * ranges.head + i0
+    some, every = False, True
+    for n in range(first, first + ni):
+        low, high = max(ranges.low[n], j0), min(ranges.high[n], j0 + nj - 1)
+        some |= low <= high
+        every &= high - low == nj - 1
+    return FULL if every else (PARTIAL if some else EMPTY)
+
+
+@takes(lambda number: (CHANGES, INTS, TABLE, whole_rows(types.float32)))
+@kernel
+def classify_by_program(changes, symbols, ri, rf):
+    """Return the class of a tile by the program of a mask."""
+    program, place = changes.tile, changes.places.run_float32
+    _run(place, (program, 0, program.code.shape[0], 1, symbols, 0, rf[0], ri, rf))
+    return ri[program.result, 0]
+
+
+_classify = caller(classify_by_program, INT)
+
+
+@takes(
+    lambda number: (
+        INT, PROGRAM, INTS, INT, INT, INT, INT, vector(number), vector(number), TABLE,
+        whole_rows(number),
+    )
+)  # fmt: skip
+@kernel
+def score_by_program(place, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
     """Write the program's values for a tile of scores `s` to `changed`, which may be `s`."""
-    run(program, np.int64(0), program.once_per_tile, ni, symbols, i0, s[:lanes], ri, rf)
+    _run(place, (program, 0, program.once_per_tile, ni, symbols, i0, s[:lanes], ri, rf))
+    first, last = program.once_per_tile, program.code.shape[0]
     j0 = symbols[9]
     for j in range(nj):
         symbols[2] = j0 + j
         row = s[j * lanes : (j + 1) * lanes]
-        run(program, program.once_per_tile, program.code.shape[0], ni, symbols, i0, row, ri, rf)
+        _run(place, (program, first, last, ni, symbols, i0, row, ri, rf))
         value = rf[program.result]
         target = changed[j * lanes : (j + 1) * lanes]
         for i in range(ni):
             target[i] = value[i]
 
 
+_score_by_program = caller(score_by_program)
+
+
 @helper
-def apply_mask(program, symbols, i0, ni, nj, lanes, s, ri, rf):
-    """Set the scores of pairs that may not attend to -inf."""
-    run(program, np.int64(0), program.once_per_tile, ni, symbols, i0, rf[0], ri, rf)
+def apply_score(places, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
+    """Write the program's values for a tile of scores `s` to `changed`, which may be `s`."""
+    _score_by_program(
+        places.score,
+        (places.run_number, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf),
+    )
+
+
+@takes(
+    lambda number: (
+        INT, PROGRAM, INTS, INT, INT, INT, INT, vector(number), TABLE, whole_rows(types.float32)
+    )
+)  # fmt: skip
+@kernel
+def mask_by_program(place, program, symbols, i0, ni, nj, lanes, s, ri, rf):
+    """Set the scores of pairs that the program hides to -inf."""
+    _run(place, (program, 0, program.once_per_tile, ni, symbols, i0, rf[0], ri, rf))
+    first, last = program.once_per_tile, program.code.shape[0]
     minus_infinity = s.dtype.type(-math.inf)
     j0 = symbols[9]
     for j in range(nj):
         symbols[2] = j0 + j
-        run(program, program.once_per_tile, program.code.shape[0], ni, symbols, i0, rf[0], ri, rf)
+        _run(place, (program, first, last, ni, symbols, i0, rf[0], ri, rf))
         allowed = ri[program.result]
         row = s[j * lanes : (j + 1) * lanes]
         for i in range(ni):
             row[i] = row[i] if allowed[i] else minus_infinity
+
+
+_mask_by_program = caller(mask_by_program)
+
+
+@helper
+def apply_mask(changes, symbols, b, h, ni, nj, lanes, s, ri, rf):
+    """Set the scores of pairs that may not attend to -inf."""
+    i0, j0 = symbols[7], symbols[9]
+    ranges = changes.ranges
+    if ranges.low.size:
+        first = ranges.batch[b] + h * ranges.head + i0
+        low, high = ranges.low[first : first + ni], ranges.high[first : first + ni]
+        minus_infinity = s.dtype.type(-math.inf)
+        for j in range(nj):
+            row = s[j * lanes : (j + 1) * lanes]
+            for i in range(ni):
+                row[i] = row[i] if low[i] <= j0 + j <= high[i] else minus_infinity
+        return
+    places = changes.places
+    _mask_by_program(
+        places.mask,
+        (places.run_float32, changes.mask, symbols, i0, ni, nj, lanes, s, ri, rf),
+    )
 
 
 @helper
@@ -117,9 +160,10 @@ def note_seen(s, seen, count):
         seen[n] = s[n] != -math.inf
 
 
-@helper
-def dropout_factors(shape, b, h, i0, ni, j0, nj, lanes, z):
-    """z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout)."""
+@takes(lambda number: (shape_of(number), INT, INT, INT, INT, INT, INT, INT, vector(number)))
+@kernel
+def draw_dropout(shape, b, h, i0, ni, j0, nj, lanes, z):
+    """Set z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout)."""
     b_h = b * shape.heads + h
     words = np.empty((4, lanes), np.uint32)
     known = -1
@@ -131,6 +175,15 @@ def dropout_factors(shape, b, h, i0, ni, j0, nj, lanes, z):
         row = z[j * lanes : (j + 1) * lanes]
         for i in range(ni):
             row[i] = 0 if word[i] < shape.drop_below else shape.keep_scale
+
+
+_draw_dropout = caller(draw_dropout)
+
+
+@helper
+def dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z):
+    """Set z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout)."""
+    _draw_dropout(changes.places.dropout, (shape, b, h, i0, ni, j0, nj, lanes, z))
 
 
 @helper

@@ -1,0 +1,90 @@
+"""What the kernels take of a problem: sizes, what happens to scores, and where code is called."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from .jit import INT, INTS
+from .program import PROGRAM, Program
+
+
+class Shape(NamedTuple):
+    """Sizes and scalars of a problem; lengths are by batch entry b."""
+
+    heads: int
+    group: int  # query heads that share one key-value head
+    len_q: np.ndarray[Any, Any]  # (B,) int64
+    len_k: np.ndarray[Any, Any]
+    start_q: np.ndarray[Any, Any]  # first packed row, (B,) int64
+    start_k: np.ndarray[Any, Any]
+    d: int
+    d_v: int
+    block_q: int
+    block_kv: int
+    itemsize: int  # bytes of the accumulator's type
+    lanes_per_vector: int
+    scale: Any  # of the accumulator's type
+    log2_e: Any
+    drop_below: int  # a pair is dropped where its random word is smaller; 0 without dropout
+    keep_scale: Any  # 1 / (1 - dropout)
+    seed: int  # uint64 as int64
+
+
+class KeyRanges(NamedTuple):
+    """The first and last key that each query sees, of masks that leave it neighbouring keys.
+
+    Query i of batch entry b and head h has element ``batch[b] + h * head + i``. Without such a mask
+    the arrays are empty.
+    """
+
+    low: np.ndarray[Any, Any]  # int64
+    high: np.ndarray[Any, Any]
+    batch: np.ndarray[Any, Any]  # (B,) int64
+    head: int
+
+
+class Places(NamedTuple):
+    """Where the code of kernels lies that others call; 0 for those that a call does not need."""
+
+    run_float32: int  # programs with these registers: masks
+    run_number: int  # programs with registers of the accumulator's type: score changes
+    classify: int
+    score: int
+    mask: int
+    dropout: int
+    gradient: int
+
+
+class Changes(NamedTuple):
+    """The programs of a problem: score changes (with bias), their slope, mask and tile class."""
+
+    score: Program
+    slope: Program
+    mask: Program
+    tile: Program
+    ranges: KeyRanges  # instead of mask and tile, where the mask has them
+    places: Places
+    careful: bool  # an operand holds NaN or infinity: masked pairs must not meet it
+
+
+KEY_RANGES = types.BaseTuple.from_types((INTS, INTS, INTS, INT), KeyRanges)
+PLACES = types.BaseTuple.from_types((INT,) * len(Places._fields), Places)
+CHANGES = types.BaseTuple.from_types((PROGRAM,) * 4 + (KEY_RANGES, PLACES, types.boolean), Changes)
+
+
+def shape_of(number: types.Type) -> types.Type:
+    """Return the type of `Shape`, given the accumulator's."""
+    numbers = {"scale": number, "log2_e": number, "keep_scale": number}
+    arrays = dict.fromkeys(("len_q", "len_k", "start_q", "start_k"), INTS)
+    return types.BaseTuple.from_types(
+        tuple((numbers | arrays).get(name, INT) for name in Shape._fields), Shape
+    )
+
+
+def no_ranges() -> KeyRanges:
+    """Return what stands for a mask without ranges of keys, or for no mask."""
+    none = np.empty(0, np.int64)
+    return KeyRanges(none, none, none, 0)
