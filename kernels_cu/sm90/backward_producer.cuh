@@ -138,9 +138,9 @@ __device__ __forceinline__ void statistics_warp(const SharedMemory& smem) {
   SharedStorage& shared = *smem.storage;
   RowStatistics statistics;
   for_each_tile(shared, [&](const Span& span, int tile, unsigned int n) {
-    const int stage = Pipeline::stage_of(n);
     statistics.load(span, tile);
     shared.q_pipeline.wait_empty(n);
+    const int stage = Pipeline::stage_of(n);
     statistics.store(shared.lse[stage], shared.delta[stage]);
     if constexpr (STATISTICS_PROVE_FINITE) {
       const bool needs_check = shared.has_sink || !statistics.are_finite();
