@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       constexpr bool VOTES = MASKS && !STATISTICS_PROVE_FINITE;
       // Whether the product with q begins before the warpgroups meet: where one has all of dq.
       constexpr bool DK_WITH_DV = (ALTERNATE_DQ && !MASKS && IS_BFLOAT16) || DEFER_DQ;
-      const int stage = Pipeline::stage_of(tile_number), parity = Pipeline::phase_of(tile_number);
+      const int stage = Pipeline::stage_of(tile_number), phase = Pipeline::phase_of(tile_number);
       const int tile_class = class_of(tile);
       const bool ends = HIDES && index_of(tile) >= whole;
       const int ni = ends ? span.rows_of(tile) : BLOCK_Q;
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       const auto begin_dp = [&] {
         constexpr int STEPS = fragment::whole_columns(D_V) / 16;
         constexpr int EACH = (COLUMNS + STEPS - 1) / STEPS;  // columns of scores beside a step
-        warpgroup::mbarrier_wait(shared.do_full_barrier(stage), parity);
+        warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
         if constexpr (HAS_SCORE || OVERLAP_DP_SOFTMAX) ptx::wgmma_fence();
         const warpgroup::SmemDesc d_out = warpgroup::make_smem_desc(do_stage + own_rows, 0);
         warpgroup::multiply<D_V, BLOCK_Q>(dp, v, d_out, [&](int n) {
@@ -222,9 +222,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       };
 
       // 2 scores
-      warpgroup::mbarrier_wait(shared.q_pipeline.full_barrier(stage), parity);
+      warpgroup::mbarrier_wait(shared.q_pipeline.full_barrier(tile_number), phase);
       if (PACKED && ni < BLOCK_Q) {
-        warpgroup::mbarrier_wait(shared.do_full_barrier(stage), parity);
+        warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
         warpgroup_gradient::clear_rows<BLOCK_Q, D>(own_q_smem, ni);
         warpgroup_gradient::clear_rows<BLOCK_Q, D_V>(own_do_smem, ni);
         ptx::fence_proxy_async();
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       bool careful = false;  // of values that are not finite, and pairs that take no part
       const auto look = [&] {
         if (!STATISTICS_PROVE_FINITE || !masked || shared.needs_finite_check[stage] == 0) return;
-        warpgroup::mbarrier_wait(shared.do_full_barrier(stage), parity);
+        warpgroup::mbarrier_wait(shared.do_full_barrier(tile_number), phase);
         careful = warpgroup_gradient::has_nonfinite_rows(own_q_smem, own_do_smem);
       };
       if constexpr (DEFER_DQ) look();
@@ -311,7 +311,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         consumers_sync();  // both, now finite
       };
       // Two tiles ago it was multiplied for dq.
-      if constexpr (DEFER_DQ) warpgroup::mbarrier_wait(shared.ds_pipeline.empty_barrier(tile_number), parity ^ 1);
+      if constexpr (DEFER_DQ)
+        warpgroup::mbarrier_wait(shared.ds_pipeline.empty_barrier(tile_number), phase ^ 1);
       if (MASKS && !SHARE_KEYS && may_hide) {
         if constexpr (VOTES) careful = any_consumer(nonfinite);
         if (careful) {
@@ -393,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       ptx::fence_accumulator(dv);
       ptx::fence_accumulator(dk);
       if (clears_keys) warpgroup_gradient::reload_keys(p, shared, smem.k);
-      warpgroup::arrive_warpgroup(shared.q_pipeline.empty_barrier(stage));
+      warpgroup::arrive_warpgroup(shared.q_pipeline.empty_barrier(tile_number));
     };
     // Of FULL tiles in a row the last one: before it, what comes next is known.
     int last = HAS_MASK ? -1 : span.end - 1;
