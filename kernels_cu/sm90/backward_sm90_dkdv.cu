@@ -20,8 +20,9 @@
 // for dq alone, it is deferred: one of them computes a tile's dq during the next tile, and they
 // alternate, so that the other one runs ahead.
 //
-// A consumer is one body, with lambdas for its parts: as functions over structs that share its
-// registers the same steps were 1 to 3 % slower for causal rows of heads of 128 on an H100.
+// The consumer is one body: split into functions over structs of its registers, the same steps were
+// 1 to 3 % slower on an H100 for causal rows with heads of 128. Functions or lambdas for single
+// steps also change the machine code.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: SharedMemory
 // in backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q is 64. Behind the
@@ -162,7 +163,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // From this index on tiles miss queries. If the block misses keys, all tiles count.
     const int whole = shared.nj < BLOCK_KV ? 0 : span.whole;
     const auto step = [&](int tile, auto may_have_masked) {
-      // Whether pairs of the tile may be masked or missing, and whether the mask may hide them.
+      // Whether pairs of the tile may be masked or missing, and whether any may be masked.
       constexpr bool MAY_HAVE_MASKED = decltype(may_have_masked)::value;
       constexpr bool MASKS = MAY_MASK && MAY_HAVE_MASKED;
       // Whether the consumers vote on non-finite scores and dP, where lse and delta prove nothing.
@@ -213,6 +214,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         ptx::wgmma_commit();
       };
 
+      // -- recompute P: s becomes P, and the product for dP is issued
       // 2 scores
       warpgroup::mbarrier_wait(shared.q_pipeline.full_barrier(tile_number), phase);
       if (PACKED && ni < BLOCK_Q) {
@@ -263,6 +265,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         if (has_masked) warpgroup_gradient::apply_mask(s, mask);
         if constexpr (HAS_SCORE) issue_dp();
       }
+
+      // -- dS: dp becomes dS, and `weights` P in 16 bits
       if constexpr (!DEFER_DQ) check_finite();
       const auto delta =
           warpgroup_gradient::load_delta<COLUMNS>(shared.delta[stage] + corner.column);
@@ -271,6 +275,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       if (VOTE_NONFINITE && may_mask && !warpgroup_gradient::all_finite(dp)) sees_nonfinite = true;
       warpgroup_gradient::compute_ds(p, has_masked, s, dp, delta, kept);
       if constexpr (!FUSE_SCORE_EXP) warpgroup_gradient::narrow_kept(s, kept, weights);
+
+      // -- P and dS to shared memory, and the product for dv
       char* const ds_smem = smem.ds + stage * DS_TILE_BYTES;
       // P goes to stages of its own where the consumers share keys. Otherwise it takes the place of
       // dS while non-finite values are added to dv.
@@ -320,7 +326,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           repair_nonfinite();
         }
       }
-
       // 6 accumulate dv and dk
       const auto issue_dk = [&] {
         warpgroup::multiply_add<QUERIES>(dk, ds, slab_desc(q_address, k_share.slab));
@@ -352,6 +357,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         consumers_sync();  // P and dS
       }
       if (MASKS && SHARE_KEYS && has_nonfinite) repair_nonfinite();
+
+      // -- dq, and what is left of dv and dk
       const bool clears_keys = MASKS && !DEFER_DQ && has_nonfinite_keys;
       if (clears_keys) warpgroup_gradient::clear_nonfinite_keys(smem.k);
       float* const dq_gmem = span.dq_accum + first_query(tile) * fragment::whole_columns(D);
