@@ -119,8 +119,8 @@ struct RowStatistics {
       delta_smem[i] = delta[n];
     }
   }
-  // Whether they prove that the tile's q and do are finite. An lse of inf, which missing rows have,
-  // does not count as non-finite: where q makes lse inf, delta is not finite either.
+  // Whether they prove that the tile's q and do are finite. An lse of inf proves nothing against
+  // it: missing rows have it, and where q or do is the cause, delta is not finite either.
   __device__ __forceinline__ bool are_finite() const {
     bool has_nonfinite = false;
 #pragma unroll

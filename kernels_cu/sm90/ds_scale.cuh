@@ -1,5 +1,5 @@
-// The powers of two by which backward_sm90_dkdv.cu multiplies dS before it rounds it to float16:
-// one of each warp, and how the warps of a tile come to a common one for the product for dq.
+// The scales of dS in float16 in backward_sm90_dkdv.cu: each warp has a power of two, and a tile of
+// dS is brought to a common one for the product for dq.
 #pragma once
 #include "../sm80/fragment_gradient.cuh"
 #include "backward_storage.cuh"
@@ -9,11 +9,12 @@ namespace ds_scale {
 using backward_storage::CONSUMER_WARPS;
 using backward_storage::consumers_sync;
 
-using Scale = fragment_gradient::DsScale;  // a power of two
+using Scale = fragment_gradient::DsScale;
 
-constexpr int WARPGROUP_BARRIER = backward_storage::ALL_CONSUMERS + 1;
+// The named barrier of one consumer's threads, or of the other one's.
+constexpr int ONE_CONSUMER = backward_storage::ALL_CONSUMERS + 1;
 
-// The largest finite magnitude of dS in a tile, by all consumers.
+// The largest finite magnitude of dS in a tile. All consumer threads call it together.
 template <int COLUMNS>
 __device__ __forceinline__ float largest_of_tile(float (&largest_smem)[CONSUMER_WARPS],
                                                  const float (&ds)[2][COLUMNS]) {
@@ -26,8 +27,8 @@ __device__ __forceinline__ float largest_of_tile(float (&largest_smem)[CONSUMER_
   return largest;
 }
 
-// What a warp multiplies dS by, and what the sums of dk are multiplied by therefore. In float16 it
-// is as large as it can be until the first dS that is not 0; else it is 1.
+// What a warp multiplies dS by; its sums of dk have the same scale. In float16 the factor is the
+// largest possible one until the first dS that is not 0; in bfloat16 it is 1.
 struct WarpScale {
   float factor = IS_FLOAT16 ? Scale::factor_for(0.0f) : 1.0f;
   float common = factor;  // the smallest of the warps' factors, when last they differed
@@ -35,7 +36,7 @@ struct WarpScale {
   __device__ __forceinline__ bool is_first() const { return factor == Scale::factor_for(0.0f); }
   __device__ __forceinline__ float inverse() const { return Scale{factor}.inverse(); }
 
-  // Makes the factor small enough for magnitudes up to `x`; the sums follow.
+  // Lowers the factor for |dS| up to `x`, and rescales the sums.
   template <int COLUMNS>
   __device__ __forceinline__ void rescale(float x, float (&sums)[2][COLUMNS]) {
     Scale scale{factor, 32768.0f * inverse()};
@@ -43,8 +44,8 @@ struct WarpScale {
     factor = scale.factor;
   }
 
-  // Takes the common factor, so that the next tiles need no common_scale, unless it is so small
-  // that few bits of this warp's dS would be left. The sums follow.
+  // Takes the common factor, and rescales the sums, so that the next tiles already have a common
+  // one; unless it is so small that few bits of this warp's dS would be left.
   template <int COLUMNS>
   __device__ __forceinline__ void take_common(float (&sums)[2][COLUMNS]) {
     constexpr float NEAR = 1.0f / 65536;
@@ -54,9 +55,8 @@ struct WarpScale {
   }
 };
 
-// Brings a tile of dS to one factor before it is multiplied for dq, the smallest among those of the
-// warps whose keys are its rows, and returns it. It is called by one consumer alone, or by
-// `both_consumers`, of which the first one does the work.
+// Brings a tile of dS in shared memory to a common factor, the smallest of the warps', and returns
+// it. One consumer calls it alone, or `both_consumers` do; then the first one does the work.
 __device__ __forceinline__ float common_scale(const float (&scales_smem)[CONSUMER_WARPS],
                                               char* ds_smem, bool both_consumers) {
   const float of_warp = scales_smem[ptx::lane_index() % CONSUMER_WARPS];
@@ -79,11 +79,11 @@ __device__ __forceinline__ float common_scale(const float (&scales_smem)[CONSUME
     ptx::fence_proxy_async();
   }
   if (both_consumers) {
-    consumers_sync();  // dS, multiplied by one factor
+    consumers_sync();  // dS, with one factor
   } else {
-    // The same, of one warpgroup. Both never are here at a time: before the other one multiplies a
-    // tile of dS, it stores its next dS in the stage that this one is to release first.
-    ptx::named_barrier_sync(WARPGROUP_BARRIER, warpgroup::WARPGROUP_SIZE);
+    // The other consumer is never at this barrier at the same time: before it multiplies a tile of
+    // dS, it stores its next dS in the stage that this consumer has to release first.
+    ptx::named_barrier_sync(ONE_CONSUMER, warpgroup::WARPGROUP_SIZE);  // dS, with one factor
   }
   return least;
 }

@@ -1,8 +1,8 @@
-// One tile of the backward by warpgroups: which columns a consumer has, probabilities and dS in
-// registers, dS in shared memory, sums of dq in global memory, operands that are not finite, and
-// how dk and dv get to their arrays.
+// One tile of the backward by warpgroups: a consumer's columns, probabilities and dS in registers,
+// dS in shared memory, sums of dq in global memory, non-finite operands, and the stores of dk and
+// dv. The twin of reference/cpu/gradient_tile.py for backward_sm90_dkdv.cu.
 //
-// A tile of scores has keys as its rows and queries as its columns; a thread has two rows of it.
+// A tile of scores has keys as rows and queries as columns; a thread has two rows of it.
 #pragma once
 #include "../sm80/fragment_gradient.cuh"
 #include "../sm80/fragment_product.cuh"
@@ -18,8 +18,8 @@ using backward_storage::SHARE_KEYS;
 
 // -- who computes what ----------------------------------------------------------------------------
 
-// A consumer's columns, in slabs of 64. Of an odd number of slabs both compute the middle one,
-// which the first one adds and stores.
+// A consumer's columns of dk, dv or dq, in slabs of 64. If the number of slabs is odd, both
+// consumers compute the middle one, and the first consumer stores it.
 template <int WIDTH>
 struct ColumnShare {
   static constexpr int SLABS = fragment::row_bytes(WIDTH) / warpgroup::SLAB_ROW_BYTES;
@@ -39,7 +39,8 @@ struct ColumnShare {
 template <int COLUMNS>
 using QueryStatistics = fragment_gradient::PerQuery<true, 2, COLUMNS>;
 
-// Those of COLUMNS queries from `first` on: of all, which are in registers or in shared memory.
+// Those of COLUMNS queries from column `first` on, out of those of all queries, which are in
+// registers or in shared memory.
 template <int COLUMNS, int ALL>
 __device__ __forceinline__ QueryStatistics<COLUMNS> statistics_from(
     const QueryStatistics<ALL>& all_rmem, int first) {
@@ -54,7 +55,7 @@ __device__ __forceinline__ QueryStatistics<COLUMNS> statistics_from(const float*
   return QueryStatistics<COLUMNS>(all_smem + fragment_gradient::query_of<true>(0, first));
 }
 
-// delta as `compute_ds` takes it: in registers, or where too few are left, in shared memory.
+// delta as compute_ds takes it: in registers, or where too few of them are free, in shared memory.
 template <int COLUMNS>
 __device__ __forceinline__ auto load_delta(const float* all_smem) {
   if constexpr (HAS_SCORE || HAS_DROPOUT) {
@@ -64,8 +65,8 @@ __device__ __forceinline__ auto load_delta(const float* all_smem) {
   }
 }
 
-// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1, in the columns from
-// `first` up to `end`. `lse` is lse log2 e.
+// Products q k become probabilities, 2^(c s - lse log2 e), at most 1, in the columns from `first`
+// up to `end`. `lse` is already multiplied by log2 e.
 template <int COLUMNS>
 __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS],
                                              const QueryStatistics<COLUMNS>& lse, float c,
@@ -80,20 +81,19 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS],
   }
 }
 
-// Gives masked pairs the probability that says that they take no part.
+// Gives masked pairs the weight of one.
 template <int COLUMNS>
-__device__ __forceinline__ void apply_mask(float (&p)[2][COLUMNS],
-                                           const unsigned int (&allowed)[2]) {
+__device__ __forceinline__ void apply_mask(float (&p)[2][COLUMNS], const unsigned int (&mask)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if ((allowed[r] >> n & 1) == 0) p[r][n] = matmul::masked_weight();
+      if ((mask[r] >> n & 1) == 0) p[r][n] = matmul::masked_weight();
     }
   }
 }
 
-// Makes products dP = do v into dS, so many columns at a time as there are registers for.
+// Products dP = do v become dS, for as many columns at a time as there are registers for.
 template <int COLUMNS, typename Delta>
 __device__ __forceinline__ void compute_ds(const Params& p, bool masked,
                                            const float (&s)[2][COLUMNS], float (&dp)[2][COLUMNS],
@@ -154,7 +154,7 @@ __device__ __forceinline__ int stmatrix_offset(const fragment_gradient::Corner& 
 }
 
 // Stores a thread's words of P or dS, from its corner on. The tile begins at a multiple of 1024
-// bytes, so that the pieces of 16 bytes of a row differ in bits that its swizzle flips.
+// bytes, so that pieces of 16 bytes of a row differ only in bits that its swizzle flips.
 template <int WORDS>
 __device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS], int offset,
                                             unsigned int tile_address) {
@@ -174,8 +174,8 @@ __device__ __forceinline__ int dq_accum_offset(int row, int column) {
          column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
 }
 
-// Adds the columns from `column` on of a consumer's 64 queries, without those before `begin`;
-// `valid` queries exist.
+// Adds the columns from `column` on of a tile's 64 queries, except columns before `begin`. `valid`
+// queries exist.
 template <int COLUMNS>
 __device__ __forceinline__ void atomic_add_dq(const float (&dq)[2][COLUMNS], float* dq_accum_gmem,
                                               int column, int begin, int valid) {
@@ -194,10 +194,10 @@ __device__ __forceinline__ void atomic_add_dq(const float (&dq)[2][COLUMNS], flo
   }
 }
 
-// -- operands that are not finite -----------------------------------------------------------------
+// -- non-finite operands --------------------------------------------------------------------------
 
-// Whether a thread's numbers are finite. Where their sum overflows it says no though they are,
-// which costs time, but nothing else.
+// Whether a thread's numbers are finite. If their sum overflows, the answer is no although they
+// are, which costs time but nothing else.
 template <int COLUMNS>
 __device__ __forceinline__ bool all_finite(const float (&x)[2][COLUMNS]) {
   float sum[4] = {};
@@ -209,7 +209,7 @@ __device__ __forceinline__ bool all_finite(const float (&x)[2][COLUMNS]) {
   return number::is_finite((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// The same of numbers in 16 bits, exactly.
+// The same of numbers in 16 bits, without that exception.
 template <int WORDS>
 __device__ __forceinline__ bool all_finite(const unsigned int (&x)[2][WORDS]) {
   unsigned int sum[2] = {0, 0};  // 0, or NaN
@@ -230,9 +230,8 @@ __device__ __forceinline__ storage_t& element(char* tile_smem, int row, int colu
   return reinterpret_cast<storage_t*>(tile_smem + offset)[column % STORED_VECTOR];
 }
 
-// dv += p do for only those elements of do that are NaN or infinite, and without pairs that take no
-// part: the tensor cores' product leaves these elements out. Rows of P are keys, and `key` is the
-// thread's first.
+// dv += p do for the elements of do that are NaN or infinite, without masked pairs. The tensor
+// cores multiply 0 in their place. Rows of P are keys, and `key` is the thread's first one.
 template <int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(float (&dv)[2][COLUMNS], int key, char* p_smem,
                                               char* do_smem) {
@@ -253,7 +252,7 @@ __device__ __forceinline__ void add_nonfinite(float (&dv)[2][COLUMNS], int key, 
   }
 }
 
-// Replaces what is not finite in so many bytes by 0, by all consumers.
+// Sets non-finite values in a number of bytes to 0. All consumer threads call it together.
 __device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < bytes / 4; n += CONSUMER_THREADS) {
@@ -261,7 +260,7 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes) {
   }
 }
 
-// Whether q or do of a tile hold what is not finite, by all consumers.
+// Whether q or do of a tile has non-finite values. All consumer threads call it together.
 __device__ __forceinline__ bool has_nonfinite_rows(const char* q_smem, const char* do_smem) {
   constexpr int Q_BYTES = BLOCK_Q * fragment::row_bytes(D);
   constexpr int DO_BYTES = BLOCK_Q * fragment::row_bytes(D_V);
@@ -278,8 +277,8 @@ __device__ __forceinline__ bool has_nonfinite_keys(const char* k_smem) {
   return any_consumer(!finite);
 }
 
-// Copies the keys, with 0 for what is not finite. No barrier follows: before the copy is multiplied
-// by dS, each warp publishes its part of dS, and its part of the copy with it.
+// Copies the keys, with 0 in place of non-finite values. No barrier follows: the copy is first
+// multiplied by dS, and each warp publishes its part of the copy with its part of dS.
 __device__ __forceinline__ void copy_finite_keys(const char* k_smem, char* copy_smem) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < BLOCK_KV * fragment::row_bytes(D) / 4; n += CONSUMER_THREADS) {
@@ -289,8 +288,8 @@ __device__ __forceinline__ void copy_finite_keys(const char* k_smem, char* copy_
   }
 }
 
-// Where there is no room for a copy: replaces what is not finite in the keys by 0 for the product
-// for dq, and loads the keys again after it.
+// Where there is no room for a copy: sets non-finite values of the keys to 0 before the product for
+// dq; reload_keys loads the keys again after it.
 __device__ __forceinline__ void clear_nonfinite_keys(char* k_smem) {
   clear_nonfinite(k_smem, BLOCK_KV * fragment::row_bytes(D));
   ptx::fence_proxy_async();
@@ -300,7 +299,7 @@ __device__ __forceinline__ void reload_keys(const Params& p,
                                             const backward_storage::SharedStorage& storage,
                                             char* k_smem) {
   constexpr int ROWS = warpgroup::WARPGROUP_ROWS;
-  consumers_sync();  // the finite keys, which all have multiplied
+  consumers_sync();  // the finite keys, read for dq
   const memory::Rows from = memory::rows(p.k, storage.entry, storage.h_kv, true);
   const long long first = storage.j0;
   const int valid = storage.nj;
@@ -314,8 +313,8 @@ __device__ __forceinline__ void reload_keys(const Params& p,
   consumers_sync();  // the keys as they came
 }
 
-// Replaces the rows from `valid` on by 0, by all consumers: in a packed array TMA loads those of
-// the next sequence there.
+// Sets the rows from `valid` on to 0: of a packed array, TMA loads rows of the next sequence there.
+// All consumer threads call it together.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void clear_rows(char* tile_smem, int valid) {
   constexpr int SLAB = ROWS * warpgroup::SLAB_ROW_BYTES;
@@ -338,18 +337,19 @@ __device__ __forceinline__ void clear_keys(char* tiles_smem, int valid) {
   }
 }
 
-// The same of both.
+// The same of keys and values.
 __device__ __forceinline__ void clear_missing_keys(char* k_smem, char* v_smem, int valid) {
   clear_keys<D>(k_smem, valid);
   clear_keys<D_V>(v_smem, valid);
   ptx::fence_proxy_async();
-  consumers_sync();  // keys and values, with 0 for those that do not exist
+  consumers_sync();  // the keys and values, in which missing ones are now 0
 }
 
-// -- dk and dv to global memory -------------------------------------------------------------------
+// -- stores of dk and dv --------------------------------------------------------------------------
 
-// Rows of dk or dv, WIDTH columns wide, from key `j0` on, of which `valid` exist. They go through
-// shared memory if the array has the storage type, else straight to global memory as float32.
+// The block's rows of dk or dv, WIDTH columns wide, from key `j0` on; `valid` of them exist. If the
+// array has the storage type, they go through shared memory; otherwise threads write them to global
+// memory as float32.
 template <int WIDTH>
 struct ResultRows {
   const Operand& to;
@@ -366,7 +366,7 @@ struct ResultRows {
         valid(valid),
         smem(smem) {}
 
-  // Writes a thread's part, times a factor, from row `key` of the block on.
+  // Writes a thread's part, times a factor. `key` is the block's row of its first one.
   template <int COLUMNS>
   __device__ __forceinline__ void put(const float (&result)[2][COLUMNS], int key,
                                       const ColumnShare<WIDTH>& share, float factor) const {
@@ -391,7 +391,7 @@ struct ResultRows {
     }
   }
 
-  // Copies to global memory what all have put into shared memory.
+  // Copies to global memory what all threads have put into shared memory.
   __device__ __forceinline__ void copy_out() const {
     if (!wide) {
       fragment::copy_out<WIDTH>(to, offset, BLOCK_KV, valid, threadIdx.x, CONSUMER_THREADS, smem);
@@ -399,8 +399,8 @@ struct ResultRows {
   }
 };
 
-// Issues TMA stores of the warp's 16 rows of dk or dv, WIDTH columns wide, times a factor. They go
-// through the warp's rows of a tile of 64 in shared memory; `first` is the tile's first row.
+// Issues TMA stores of the warp's 16 rows of dk or dv, WIDTH columns wide, times a factor. The warp
+// stages them in its rows of a tile of 64 in shared memory. `first` is the tile's first key.
 template <int WIDTH, int COLUMNS>
 __device__ __forceinline__ void tma_store_rows(const float (&result)[2][COLUMNS],
                                                const ColumnShare<WIDTH>& share, float factor,
