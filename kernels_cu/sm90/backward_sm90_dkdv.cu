@@ -20,9 +20,9 @@
 // for dq alone, it is deferred: one of them computes a tile's dq during the next tile, and they
 // alternate, so that the other one runs ahead.
 //
-// The consumer is one body: split into functions over structs of its registers, the same steps were
-// 1 to 3 % slower on an H100 for causal rows with heads of 128. Functions or lambdas for single
-// steps also change the machine code.
+// The consumer is one body. Split into functions over structs of its registers, the same steps took
+// up to 3 % longer on an H100 for causal rows with heads of 128, and functions or lambdas for
+// single steps change the machine code of some types and heads.
 //
 // Grid: prod(own_size) * heads_kv * blocks; packed: heads_kv * blocks. Shared memory: SharedMemory
 // in backward_storage.cuh. BLOCK_KV is 128, or 64 for wide heads, BLOCK_Q is 64. Behind the

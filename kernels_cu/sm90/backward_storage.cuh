@@ -143,9 +143,6 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned int do_full_barrier(unsigned int n) const {
     return ptx::shared_address(&do_full[Pipeline::stage_of(n)]);
   }
-  __device__ __forceinline__ void wait_do_full(unsigned int n) const {
-    warpgroup::mbarrier_wait(do_full_barrier(n), Pipeline::phase_of(n));
-  }
 
   // Gives each mbarrier but kv_full the number of arrivals that complete its phase; called by one
   // thread.
