@@ -94,7 +94,7 @@ constexpr bool STATISTICS_PROVE_FINITE = HAS_MASK && !HAS_SCORE;
 // lse and delta of a tile's queries on the way to shared memory, in the registers of a warp. Empty
 // and missing rows get lse = inf, which makes p = 0. Unless FUSE_SCORE_EXP, lse is multiplied by
 // log2 e once here.
-struct RowStatistics {
+struct TileStatistics {
   static constexpr int EACH = BLOCK_Q / ptx::WARP_SIZE;
   float lse[EACH], delta[EACH];
 
@@ -136,7 +136,7 @@ struct RowStatistics {
 // load. It also publishes which tiles need a check for non-finite values.
 __device__ __forceinline__ void statistics_warp(const SharedMemory& smem) {
   SharedStorage& shared = *smem.storage;
-  RowStatistics statistics;
+  TileStatistics statistics;
   for_each_tile(shared, [&](const Span& span, int tile, unsigned int n) {
     statistics.load(span, tile);
     shared.q_pipeline.wait_empty(n);
