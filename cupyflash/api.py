@@ -91,6 +91,14 @@ def attention(
         An argument does not fit; the message names it, what came, what was wanted and the remedy.
         Every array is left as it was.
 
+    Notes
+    -----
+    The sums of abs(q * k) over D, before and after the scale, and of abs(v) over the keys that a
+    query sees, must stay below half the largest number of the accumulator, 1.7e38 or 9e307; the
+    latter, on tensor cores in 16-bit types, also when it is multiplied by 256, and with dropout by
+    1 / (1 - dropout). Beyond that a result may be infinite or NaN. The remedy is to scale: out is
+    linear in `v`.
+
     References
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 1.
@@ -172,6 +180,13 @@ def attention_backward(
     ------
     ArgumentError, ArgumentTypeError
         As in `attention`.
+
+    Notes
+    -----
+    Beside the domain of `attention`, the sums of abs(do * v) and abs(do * out) over Dv, of
+    abs(dS * k) over keys and of abs(dS * q) over queries, both before the scale, and of
+    abs(P * do) over queries must stay below half the largest number of the accumulator. dS is the
+    gradient of the scores, P are the weights. Beyond that gradients may be infinite or NaN.
 
     References
     ----------
@@ -262,7 +277,8 @@ def attention_vjp(
 def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
     """Join attention over disjoint sets of keys into attention over all of them.
 
-    Associative and commutative up to rounding; (0, -inf) is its unit. Calls with dropout cannot be
+    Associative and commutative up to rounding; (0, -inf) is its unit. An element of the output lies
+    between those of the parts, however large they are. Calls with dropout cannot be
     combined; where there is a sink, one of the calls gets it.
 
     Parameters
