@@ -418,6 +418,7 @@ def lookup(array: Any) -> LookupTable:
     ----------
     array : array
         Of bool, integers or floats, living where q will live. It is read in place at every call.
+        If it changes while a call runs, the result may be any, but no index leaves an array.
 
     Returns
     -------
