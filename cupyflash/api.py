@@ -221,6 +221,7 @@ def attention_vjp(
     seed: Any = None,
     precision: str | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -232,6 +233,8 @@ def attention_vjp(
         As in `attention`.
     return_lse : bool
         Return (out, lse, vjp) instead of (out, vjp).
+    deterministic : bool
+        Of the gradients, as in `attention_backward`.
 
     Returns
     -------
@@ -241,7 +244,8 @@ def attention_vjp(
         Only with `return_lse`.
     vjp : callable
         ``vjp(do, dlse=None)`` returns `Gradients`. It keeps q, k, v, out and lse, and no more: do
-        not change them in between.
+        not change them in between. It cannot be pickled; save these arrays, and call
+        `attention_backward` where the gradients are wanted.
 
     Raises
     ------
@@ -271,7 +275,7 @@ def attention_vjp(
         seed=seed,
         precision=precision,
     )
-    return execute.vjp_of(execute.Request(q, k, v, options), return_lse)
+    return execute.vjp_of(execute.Request(q, k, v, options), return_lse, deterministic)
 
 
 def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:

@@ -159,11 +159,11 @@ def test_peak_memory_is_linear(dtype, two_threads):
         assert at_4l < 4096 * 4096  # far below one byte per score of the two heads
 
 
-def kept_arrays(function: types.FunctionType) -> list[np.ndarray]:
+def kept_arrays(function: Any) -> list[np.ndarray]:
     """Return the arrays that a function keeps alive, views counted as what they view."""
     found: dict[int, np.ndarray] = {}
     seen: set[int] = set()
-    pending = [cell.cell_contents for cell in function.__closure__ or ()]
+    pending = gc.get_referents(function)
     while pending:
         value = pending.pop()
         if id(value) in seen or isinstance(value, (type, types.ModuleType, types.FunctionType)):
