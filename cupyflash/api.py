@@ -281,9 +281,9 @@ def attention_vjp(
 def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
     """Join attention over disjoint sets of keys into attention over all of them.
 
-    Associative and commutative up to rounding; (0, -inf) is its unit. An element of the output lies
-    between those of the parts, however large they are. Calls with dropout cannot be
-    combined; where there is a sink, one of the calls gets it.
+    Associative and commutative up to rounding; (0, -inf) is its unit. No element of the output is
+    larger than the largest of the parts, so that finite parts give finite results. Calls with
+    dropout cannot be combined; where there is a sink, one of the calls gets it.
 
     Parameters
     ----------

@@ -2,9 +2,9 @@
 //
 // From (out, lse) of each set follows the result of one call over all keys:
 // lse = log sum exp(lse_n) and out = sum exp(lse_n - lse) out_n. Each part is multiplied by its
-// normalised weight before the sum, and the sum is held between the parts, so that finite parts
-// have a finite mean. A set without keys has lse = -inf and is skipped, so (0, -inf) is the neutral
-// element. A warp computes a row.
+// normalised weight before the sum, and no element of the sum is larger than the parts' largest, so
+// that finite parts have a finite mean. A set without keys has lse = -inf and is skipped, so (0,
+// -inf) is the neutral element. A warp computes a row.
 //
 // Grid: the rows of all entries and heads, THREADS / 32 to a block. Shared memory: none.
 #include "../common/params.cuh"
@@ -68,17 +68,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
   for (int n = 0; n < p.parts; ++n) l += weight(lse_of(p.lses[n], row), m);
 
-  const bool empty = m == -number::infinity();
-  const accum_t inverse = empty ? accum_t(0) : accum_t(1) / l;
+  const accum_t inverse = accum_t(1) / l;  // where no set has keys, infinite and unused
   const long long target = offset(p.out, row);
 #pragma unroll 1
   for (long long first = lane; first < p.columns; first += COLUMNS * ptx::WARP_SIZE) {
-    accum_t sums[COLUMNS] = {}, low[COLUMNS], high[COLUMNS];
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-      low[c] = number::infinity();
-      high[c] = -number::infinity();
-    }
+    accum_t sums[COLUMNS] = {}, most[COLUMNS] = {};
 #pragma unroll 1
     for (int n = 0; n < p.parts; ++n) {
       const Operand& part = p.outs[n];
@@ -93,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           const accum_t element =
               number::load<accum_t>(part.data, p.kinds[n], source + d * part.col);
           sums[c] += factor * element;
-          low[c] = element < low[c] ? element : low[c];
-          high[c] = element > high[c] ? element : high[c];
+          const accum_t size = fabs(element);
+          most[c] = size > most[c] ? size : most[c];
         }
       }
     }
@@ -102,14 +96,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int c = 0; c < COLUMNS; ++c) {
       const long long d = first + c * ptx::WARP_SIZE;
       if (d < p.columns) {
-        // Weights that are rounded may add up to more than 1; a mean lies between its elements.
-        const accum_t mean = sums[c] < low[c] ? low[c] : sums[c];
+        // Weights that are rounded may add up to more than 1; a mean is no larger than its
+        // elements.
+        const accum_t held = sums[c] < 0 ? -most[c] : most[c];
         number::store(p.out.data, p.kind_out, target + d * p.out.col,
-                      empty ? accum_t(0) : (mean > high[c] ? high[c] : mean));
+                      fabs(sums[c]) > most[c] ? held : sums[c]);
       }
     }
   }
   if (lane == 0) {
-    reinterpret_cast<accum_t*>(p.lse.data)[offset(p.lse, row)] = empty ? m : m + log(l);
+    reinterpret_cast<accum_t*>(p.lse.data)[offset(p.lse, row)] = m + log(l);
   }
 }

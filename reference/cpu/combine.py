@@ -2,8 +2,9 @@
 
 Given (out, lse) of each set, the result is what one call over all keys gives:
 ``lse = log sum exp(lse_n)`` and ``out = sum exp(lse_n - lse) out_n``. Each part is multiplied by
-its normalised weight before the sum, and the sum is held between the parts, so that finite parts
-have a finite mean. A set that saw nothing (lse = -inf) takes no part, so (0, -inf) is the unit.
+its normalised weight before the sum, and no element of the sum is larger than the parts' largest,
+so that finite parts have a finite mean. A set that saw nothing (lse = -inf) takes no part, so
+(0, -inf) is the unit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def combine(first, last, outs, lses, columns, itemsize, out, lse):
     `outs` and `lses` are addresses of contiguous (rows, columns) and (rows,) arrays, one per set.
     """
     one = lse.dtype.type(1)
-    low, high = np.empty(columns, lse.dtype), np.empty(columns, lse.dtype)
+    most = np.empty(columns, lse.dtype)
     for row in range(first, last):
         m = lse.dtype.type(-math.inf)
         for n in range(outs.size):
@@ -47,8 +48,7 @@ def combine(first, last, outs, lses, columns, itemsize, out, lse):
             continue
         lse[row] = m + lse.dtype.type(math.log(l))
         inverse = one / l
-        low[:] = math.inf
-        high[:] = -math.inf
+        most[:] = 0
         for n in range(outs.size):
             value = load(lses[n] + row * itemsize, one)
             if value == -math.inf:
@@ -58,9 +58,8 @@ def combine(first, last, outs, lses, columns, itemsize, out, lse):
             for d in range(columns):
                 element = load(source + d * itemsize, one)
                 out[row, d] += weight * element
-                low[d] = element if element < low[d] else low[d]
-                high[d] = element if element > high[d] else high[d]
-        # Weights that are rounded may add up to more than 1; a mean lies between its elements.
+                most[d] = abs(element) if abs(element) > most[d] else most[d]
+        # Weights that are rounded may add up to more than 1; a mean is no larger than its elements.
         for d in range(columns):
-            mean = low[d] if out[row, d] < low[d] else out[row, d]
-            out[row, d] = high[d] if mean > high[d] else mean
+            if abs(out[row, d]) > most[d]:
+                out[row, d] = math.copysign(most[d], out[row, d])

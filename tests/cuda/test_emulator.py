@@ -254,5 +254,7 @@ def test_parts_of_the_largest_number_are_joined_to_it(dtype, number):
     value[1] = -value[1]
     out, joined = np.zeros_like(value), np.zeros_like(lse)
     Emulator().combine([(value, lse)] * number, out, joined)
-    assert np.array_equal(out, value)
+    assert np.isfinite(out).all()
+    unit = 8 * number * Precision.of(accumulator).unit
+    assert rho(out, value, np.abs(value.astype(float)) * unit).value <= 1
     np.testing.assert_allclose(joined, 100 + np.log(number), rtol=1e-6)
