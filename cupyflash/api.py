@@ -91,6 +91,14 @@ def attention(
         An argument does not fit; the message names it, what came, what was wanted and the remedy.
         Every array is left as it was.
 
+    Notes
+    -----
+    The sums of abs(q * k) over D, before and after the scale, and of abs(v) over the keys that a
+    query sees, must stay below half the largest number of the accumulator, 1.7e38 or 9e307; the
+    latter, on tensor cores in 16-bit types, also when it is multiplied by 256, and with dropout by
+    1 / (1 - dropout). Beyond that a result may be infinite or NaN. The remedy is to scale: out is
+    linear in `v`.
+
     References
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 1.
@@ -173,6 +181,13 @@ def attention_backward(
     ArgumentError, ArgumentTypeError
         As in `attention`.
 
+    Notes
+    -----
+    Beside the domain of `attention`, the sums of abs(do * v) and abs(do * out) over Dv, of
+    abs(dS * k) over keys and of abs(dS * q) over queries, both before the scale, and of
+    abs(P * do) over queries must stay below half the largest number of the accumulator. dS is the
+    gradient of the scores, P are the weights. Beyond that gradients may be infinite or NaN.
+
     References
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
@@ -206,6 +221,7 @@ def attention_vjp(
     seed: Any = None,
     precision: str | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -217,6 +233,8 @@ def attention_vjp(
         As in `attention`.
     return_lse : bool
         Return (out, lse, vjp) instead of (out, vjp).
+    deterministic : bool
+        Of the gradients, as in `attention_backward`.
 
     Returns
     -------
@@ -226,7 +244,8 @@ def attention_vjp(
         Only with `return_lse`.
     vjp : callable
         ``vjp(do, dlse=None)`` returns `Gradients`. It keeps q, k, v, out and lse, and no more: do
-        not change them in between.
+        not change them in between. It cannot be pickled; save these arrays, and call
+        `attention_backward` where the gradients are wanted.
 
     Raises
     ------
@@ -256,14 +275,15 @@ def attention_vjp(
         seed=seed,
         precision=precision,
     )
-    return execute.vjp_of(execute.Request(q, k, v, options), return_lse)
+    return execute.vjp_of(execute.Request(q, k, v, options), return_lse, deterministic)
 
 
 def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
     """Join attention over disjoint sets of keys into attention over all of them.
 
-    Associative and commutative up to rounding; (0, -inf) is its unit. Calls with dropout cannot be
-    combined; where there is a sink, one of the calls gets it.
+    Associative and commutative up to rounding; (0, -inf) is its unit. No element of the output is
+    larger than the largest of the parts, so that finite parts give finite results. Calls with
+    dropout cannot be combined; where there is a sink, one of the calls gets it.
 
     Parameters
     ----------
@@ -402,6 +422,7 @@ def lookup(array: Any) -> LookupTable:
     ----------
     array : array
         Of bool, integers or floats, living where q will live. It is read in place at every call.
+        If it changes while a call runs, the result may be any, but no index leaves an array.
 
     Returns
     -------

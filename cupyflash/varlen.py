@@ -170,6 +170,7 @@ def attention_varlen_vjp(
     seed: Any = None,
     precision: str | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Compute `attention_varlen`, and return it with a function that computes its gradients.
 
@@ -181,6 +182,8 @@ def attention_varlen_vjp(
         As in `attention_varlen`.
     return_lse : bool
         Return (out, lse, vjp) instead of (out, vjp).
+    deterministic : bool
+        Of the gradients, as in `attention_varlen_backward`.
 
     Returns
     -------
@@ -189,7 +192,7 @@ def attention_varlen_vjp(
     lse : array
         Only with `return_lse`.
     vjp : callable
-        ``vjp(do, dlse=None)`` returns `Gradients`.
+        ``vjp(do, dlse=None)`` returns `Gradients`, as in `attention_vjp`.
 
     Raises
     ------
@@ -211,4 +214,4 @@ def attention_varlen_vjp(
         precision=precision,
     )
     request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
-    return execute.vjp_of(request, return_lse)
+    return execute.vjp_of(request, return_lse, deterministic)

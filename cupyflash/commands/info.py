@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.cuda_device import OLDEST_CAPABILITY
+from ..gpu import disk_cache
 from ..gpu.kernels.registry import SPECS
 from ..gpu.kernels.spec import KernelSpec
 
@@ -257,9 +258,11 @@ def _can_write(folder: Path) -> bool:
 
 def gpu_cache_lines() -> list[Line]:
     """Say where CuPy keeps compiled kernels."""
-    if os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0"):
+    if disk_cache.in_memory():
         return [("GPU cache", "in memory only, by CUPY_CACHE_IN_MEMORY: every process compiles")]
-    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111 (as CuPy does: no error without a home)
+    folder = disk_cache.folder()
+    if distrust := disk_cache.distrust():
+        return [("GPU cache", folder), ("", f"NOT safe: {distrust} (CUPY_CACHE_DIR sets it)")]
     if _can_write(Path(folder)):
         return [("GPU cache", folder), ("", "writable (CUPY_CACHE_DIR sets it)")]
     return [

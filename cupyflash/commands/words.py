@@ -35,8 +35,8 @@ MASKS: dict[str, Callable[..., Any]] = {
 
 def score_words(heads: int) -> dict[str, Callable[..., Any]]:
     """Return the scores' names for so many heads: ALiBi has a slope for each."""
-    slopes = [2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads)]
-    return {"softcap": scores.softcap, "alibi": functools.partial(scores.alibi, slopes)}
+    alibi = functools.partial(scores.alibi, scores.alibi_slopes(heads))
+    return {"softcap": scores.softcap, "alibi": alibi}
 
 
 _JOINS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

@@ -136,7 +136,7 @@ def varlen_call(
     ends: dict[str, Any] = {}
     for size, packed in (("q", q), ("k", k)):
         name, total = f"offsets_{size}", packed.shape[1]
-        read = device_args.offsets_to_check(held[name], name, q, bool(check))
+        held[name], read = device_args.offsets_to_check(held[name], name, q, bool(check))
         if read is None:
             longest = device_args.longest(f"len_{size}", total, *_position_arrays(options))
             ends[f"len_{size}"], ends[f"start_{size}"] = device_args.unread(total, longest)

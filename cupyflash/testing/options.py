@@ -229,6 +229,10 @@ def _alibi(z: Sizes) -> scores.Score:
     return scores.alibi(z.rng.uniform(0, 0.5, z.heads).astype(z.dtype()))
 
 
+def _alibi_of_entries(z: Sizes) -> scores.Score:
+    return scores.alibi(z.rng.uniform(0, 0.5, (*z.lead, z.heads)).astype(z.dtype()))
+
+
 def _relative_bias(z: Sizes) -> scores.Score:
     reach = int(z.rng.integers(0, 12))
     shape = (z.heads, 2 * reach + 1) if z.rng.random() < 0.6 else (2 * reach + 1,)
@@ -250,6 +254,7 @@ def _user_score(z: Sizes) -> scores.Score:
 SCORES: dict[str, Callable[[Sizes], scores.Score]] = {
     "alibi": _alibi,
     "softcap": lambda z: scores.softcap(float(z.rng.choice([0.5, 2.0, 30.0]))),
+    "alibi_of_entries": _alibi_of_entries,
     "relative_bias": _relative_bias,
     "user": _user_score,
     "expression": lambda z: scores.score(lambda s, *at: _number(z, s, at, 2)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
 import sys
 from pathlib import Path
@@ -172,6 +173,21 @@ def test_where_cupy_keeps_kernels(said, monkeypatch, tmp_path):
     assert said(fake_cupy())["GPU cache"].startswith(str(tmp_path / ".cupy" / "kernel_cache"))
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
     assert said(fake_cupy())["GPU cache"].startswith("in memory only")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
+def test_a_gpu_cache_that_others_can_write(said, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    for mode in (0o777, 0o770, 0o702):
+        tmp_path.chmod(mode)
+        line = said(fake_cupy())["GPU cache"]
+        assert line.startswith(f"{tmp_path} NOT safe: others may write to it")
+        assert "chmod go-w" in line
+    tmp_path.chmod(0o755)
+    assert "writable" in said(fake_cupy())["GPU cache"]
+    somebody_else = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: somebody_else)
+    assert "NOT safe: it belongs to another user" in said(fake_cupy())["GPU cache"]
 
 
 # -- the demo's device ----------------------------------------------------------------------------

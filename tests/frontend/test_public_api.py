@@ -80,7 +80,7 @@ ANALYSIS = {
     "theorem_2",
 }
 FIGURES = {"Figure", "example", "mask_pairs", "mask_tiles"}
-SCORES = {"alibi", "relative_bias", "score", "softcap"}
+SCORES = {"alibi", "alibi_slopes", "relative_bias", "score", "softcap"}
 
 # numpydoc's checks that every public docstring passes: a summary that is one sentence, the
 # parameters of the signature in its order, each with a description, and what is returned.
@@ -90,7 +90,7 @@ PARAMETERS = {"PR01", "PR02", "PR03", "PR05", "PR07", "PR10", "RT01", "YD01"}
 TAKES_OPTIONS = {
     "attention": {"return_lse", "out", "lse_out"},
     "attention_backward": {"dlse", "deterministic", "grads_out", "workspace"},
-    "attention_vjp": {"return_lse"},
+    "attention_vjp": {"deterministic", "return_lse"},
     "plan": {"offsets_q", "offsets_k"},
     "workspace_size": {"offsets_q", "offsets_k"},
 }

@@ -47,7 +47,7 @@ INSIDE = {
         ["validate"],
     ],
     "gpu": [
-        ["driver", "params"],
+        ["disk_cache", "driver", "params"],
         ["strides", "tma"],
         ["kernels"],
         ["source", "workspace"],
