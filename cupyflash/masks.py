@@ -12,10 +12,11 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from . import elsewhere
 from .arrays import interop
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.bind import (
@@ -43,6 +44,16 @@ __all__ = [
     "segments",
     "window",
 ]
+
+if not TYPE_CHECKING:  # for which a misspelt name is an error
+
+    def __getattr__(name: str) -> object:
+        raise elsewhere.no_attribute(__name__, name, __all__, elsewhere.MASKS)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _B, _H, _I, _J = POSITIONS
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import elsewhere
 from .arrays.dtypes import DTYPES
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .expr.bind import Alignment, Axis, aligned, bind
@@ -32,6 +33,16 @@ from .expr.structure import Structure, structure
 from .masks import as_array, flat_sizes, position_symbols, remembered, traced
 
 __all__ = ["Score", "alibi", "relative_bias", "score", "softcap"]
+
+if not TYPE_CHECKING:  # for which a misspelt name is an error
+
+    def __getattr__(name: str) -> object:
+        raise elsewhere.no_attribute(__name__, name, __all__, elsewhere.SCORES)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _B, _H, _I, _J = POSITIONS
 

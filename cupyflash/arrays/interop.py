@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,6 +12,16 @@ from .device_arrays import address, device_of, from_dlpack, is_device_array
 from .dtypes import FLOATS, WORDS
 
 Array = np.ndarray[Any, Any]
+
+
+class DLPackArray(Protocol):
+    """An array of NumPy, CuPy or another library that exports DLPack."""
+
+    def __dlpack__(self, *args: Any, **keywords: Any) -> Any:
+        """Return a capsule that shares the array's memory."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the kind and the number of the device where it lives."""
 
 
 def array(value: Any, name: str) -> Array:
