@@ -21,6 +21,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str], most: int = 2) -> list[str]:
-    """Return the names like one that is not among them, the most similar first."""
-    by_lower = {each.lower(): each for each in known}
-    return [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, most)]
+    """Return the names like one that is not among them: those that begin so, or similar ones."""
+    by_lower, wanted = {each.lower(): each for each in known}, name.lower()
+    begun = [each for each in by_lower if wanted and each.startswith(wanted)]
+    found = begun[:most] or difflib.get_close_matches(wanted, by_lower, most)
+    return [by_lower[each] for each in found]
