@@ -16,6 +16,7 @@ import numpy as np
 from . import elsewhere
 from .arrays.dtypes import DTYPES
 from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .expr.arguments import as_array, remembered, traced
 from .expr.bind import Alignment, Axis, aligned, bind
 from .expr.derivative import derivative
 from .expr.evaluate import evaluate
@@ -30,7 +31,7 @@ from .expr.functions import (
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
 from .expr.structure import Structure, structure
-from .masks import as_array, flat_sizes, position_symbols, remembered, traced
+from .masks import flat_sizes, position_symbols
 
 __all__ = ["Score", "alibi", "relative_bias", "score", "softcap"]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
+from ..similar import did_you_mean
 from . import bench, demo, explain, info, verify
 from .text import wrapped
 
@@ -21,8 +23,8 @@ def show_info(_: argparse.Namespace) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line."""
+def parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """Build the parser of the command line, and return it with the names of the commands."""
     top = argparse.ArgumentParser(
         prog="cupyflash", description="Exact attention for NumPy-style array code."
     )
@@ -37,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     text = "versions, threads, devices and cache folders"
     command = commands.add_parser("info", help=text, description=f"Show {text}.")
     command.set_defaults(function=show_info)
-    return top
+    return top, list(commands.choices)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        What follows the program's name; ``sys.argv`` unless given.
+        What follows the program's name; ``sys.argv`` unless given. Without any, the help is
+        printed.
 
     Returns
     -------
@@ -54,6 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 when all went well, 1 when the demo cannot run or finds an error beyond
         the bound. Wrong arguments exit with 2.
     """
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    top, commands = parser()
+    if not words:
+        top.print_help()
+        return 0
+    if not words[0].startswith("-") and words[0] not in commands:
+        near = did_you_mean(words[0], commands)
+        top.error(f"there is no command {words[0]!r}, only {', '.join(commands)}{near}")
+    options = top.parse_args(words)
     status: int = options.function(options)
     return status

@@ -14,6 +14,7 @@ from typing import Any
 from .. import masks, scores
 from ..errors import ArgumentError
 from ..expr import len_k, len_q
+from ..similar import did_you_mean
 
 
 def documents(length: Any) -> masks.Mask:
@@ -80,7 +81,8 @@ def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
         if name not in words or any(each.arg is None for each in call.keywords):
-            raise ArgumentError(f"{option}: {ast.unparse(node)!r} came; {wanted}.")
+            near = did_you_mean(name, words) if name not in words else ""
+            raise ArgumentError(f"{option}: {ast.unparse(node)!r} came; {wanted}{near or '.'}")
         try:
             values = [ast.literal_eval(each) for each in call.args]
             named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}

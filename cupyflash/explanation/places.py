@@ -66,7 +66,7 @@ def place(device: Device | str | None) -> Place:
     try:
         return _of_table(analysis.device(device))
     except ArgumentError:
-        near = did_you_mean(device, ("cpu", "gpu", *DEVICES)) or "."
+        near = did_you_mean(str(device), ("cpu", "gpu", *DEVICES)) or "."
         raise ArgumentError(f"device: {device!r} came; wanted {_names()}{near}") from None
 
 

@@ -159,7 +159,7 @@ def _segments(z: Sizes) -> masks.Mask:
 
 
 def _window(z: Sizes) -> masks.Mask:
-    left, right = (None if z.rng.random() < 0.2 else int(z.rng.integers(-2, 20)) for _ in "lr")
+    left, right = (None if z.rng.random() < 0.2 else int(z.rng.integers(20)) for _ in "lr")
     offset = None if z.rng.random() < 0.6 else z.per_batch(-5, 20)
     return masks.window(left, right, offset)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyflash.arrays.dtypes import FLOATS
+from cupyflash.similar import nearest
 
 from .copies import CuPyMemory, HostMemory, Memory
 from .features import FEATURES
@@ -316,12 +316,20 @@ def chosen_properties(only: str | Iterable[str] | None) -> list[Property]:
     names = [only] if isinstance(only, str) else list(only)
     for name in names:
         if name not in PROPERTIES:
-            near = difflib.get_close_matches(name, PROPERTIES, 3, 0.3)
+            near = nearest(name, PROPERTIES, 3) or _sharing_a_word(name)
+            hint = f"did you mean {' or '.join(near)}?"
+            if not near:
+                hint = f"there are {', '.join(PROPERTIES)}."
             raise ValueError(
-                f"only: {name!r} came, which is no property; close to it: {', '.join(near)}. "
-                "`cupyflash verify --list` and cupyflash.testing.PROPERTIES have all of them."
+                f"only: {name!r} came, which is no property; {hint} `cupyflash verify --list` says "
+                "what each of them means."
             )
     return [PROPERTIES[name] for name in names]
+
+
+def _sharing_a_word(name: str) -> list[str]:
+    words = {word for word in name.split("_") if len(word) > 2}
+    return [each for each in PROPERTIES if words & set(each.split("_"))]
 
 
 def check(

@@ -61,6 +61,13 @@ def test_version(tmp_path):
     assert done.stdout == f"cupyflash {cupyflash.__version__}\n"
 
 
+def test_the_help_is_what_comes_without_a_command(tmp_path):
+    alone, asked = run(tmp_path), run(tmp_path, "--help")
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert alone.stdout == asked.stdout
+    assert all(word in alone.stdout for word in ("demo", "verify", "explain", "bench", "info"))
+
+
 def test_the_script_is_installed():
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="cupyflash")
     assert script.load() is main
@@ -69,15 +76,17 @@ def test_the_script_is_installed():
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ([], "COMMAND"),
-        (["demmo"], "'demmo'"),
+        (["demmo"], "there is no command 'demmo', only demo, verify, explain, bench, info; did you "
+         "mean demo?"),
+        (["xyzzy"], "there is no command 'xyzzy', only demo, verify, explain, bench, info\n"),
+        (["--"], "COMMAND"),
         (["demo", "--dtype", "int8"], "'int8'"),
         (["demo", "--repeat", "0"], "'0' came, a whole number from 1 was wanted"),
         (["demo", "--device", "tpu"], "'tpu'"),
         (["demo", "--runs", "x"], "'x' came, a whole number from 1 was wanted"),
         (["info", "--all"], "--all"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments(arguments, wanted, capsys):
     with pytest.raises(SystemExit) as error:
         main(arguments)

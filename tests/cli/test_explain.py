@@ -460,6 +460,7 @@ def test_a_terminal_without_block_characters(capsys, monkeypatch):
     ("words", "wanted"),
     [
         (["256,64", "--mask", "cusal"], "--mask: 'cusal' came; wanted causal, window, prefix"),
+        (["256,64", "--mask", "causl"], "or module:name; did you mean causal?"),
         (["256,64", "--mask", "window(1"], "--mask: 'window(1' came; wanted causal"),
         (["256,64", "--mask", "window(1)"], "missing 1 required positional argument: 'right'"),
         (["256,64", "--mask", "dilated(0)"], "dilated: step is 0; wanted an integer of 1 or more"),
