@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, SupportsIndex
 
 from . import dispatch, execute
@@ -45,7 +46,7 @@ def plan(
     Returns
     -------
     Plan
-        kernel, block_q, block_kv, reason.
+        kernel, block_q, block_kv, reason, axes.
 
     Raises
     ------
@@ -63,7 +64,7 @@ def plan(
         precision=precision,
     )
     call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
-    return dispatch.backend_of(call.q).plan(call)
+    return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
 
 
 @explained

@@ -81,7 +81,7 @@ def explain(options: argparse.Namespace) -> int:
             v,
             dtype=options.dtype,
             mask=mask,
-            score=score,
+            score_mod=score,
             device=options.device,
             backward=options.backward,
             deterministic=options.deterministic,
@@ -118,6 +118,7 @@ def report(made: Explanation, mask: str | None) -> str:
     words = "gradients" if made.backward else "forward"
     lines = [
         ("call", f"{words} of q {made.q_shape}, k {made.k_shape}, v {made.v_shape}, {made.dtype}"),
+        ("axes", made.axes),
         ("mask", made.mask if mask is None else f"{mask}: {made.mask}"),
         *([] if made.score == "no change" else [("score", made.score)]),
         ("device", made.device),

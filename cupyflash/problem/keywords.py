@@ -151,7 +151,8 @@ def _remedy(name: str, known: Mapping[str, inspect.Parameter]) -> str:
     if name in _OTHER_NAMES:
         return _OTHER_NAMES[name]
     near = nearest(name, known, 1)
-    return f"did you mean {near[0]}? Otherwise, {_OPTIONS}" if near else _OPTIONS
+    takes = _OPTIONS if set(NAMES) <= set(known) else f"it takes {', '.join(known)}"
+    return f"did you mean {near[0]}? Otherwise, {takes}" if near else takes
 
 
 def _named(value: Any, known: Mapping[str, inspect.Parameter]) -> str:
