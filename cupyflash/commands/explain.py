@@ -95,12 +95,15 @@ def explain(options: argparse.Namespace) -> int:
     if options.ascii or not _can_show(text):
         text = ascii_only(text)
     print(text)
-    for file, content in ((options.svg, made.figure.svg), (options.json, made.to_json() + "\n")):
+    for option, file, content in (
+        ("--svg", options.svg, made.figure.svg),
+        ("--json", options.json, made.to_json() + "\n"),
+    ):
         if file is not None:
             try:
                 write_text(file, content)
             except OSError as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {option}: {error}", file=sys.stderr)
                 return 2
     return 0
 

@@ -14,6 +14,7 @@ from typing import Any
 from .. import masks, scores
 from ..errors import ArgumentError
 from ..expr import len_k, len_q
+from ..files import shortened
 from ..similar import did_you_mean
 
 
@@ -97,11 +98,6 @@ def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any
             f"{option}: {shortened(text)!r} came, which is nested too deep; join fewer words, or "
             "name an object of a module by module:name."
         ) from None
-
-
-def shortened(text: str) -> str:
-    """Return a text that fits into a message."""
-    return text if len(text) <= 80 else f"{text[:60]} ... {text[-15:]}"
 
 
 def _imported(text: str, option: str) -> Any:
