@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..install import CUPY, ML_DTYPES
 from .device_arrays import address, device_of, from_dlpack, is_device_array
 from .dtypes import FLOATS, WORDS
 
@@ -108,7 +109,7 @@ def _device_from_dlpack(value: Any, name: str) -> Any:
         raise ArgumentTypeError(
             f"{name}: {type(value).__name__} in device memory came (DLPack device type 2), which "
             f"CuPy could not take ({error}); wanted a CuPy array, or one in host memory. Install "
-            "CuPy, pip install 'cupyflash[cuda12]' or 'cupyflash[cuda13]', or copy it to the CPU."
+            f"CuPy ({CUPY}), or copy it to the CPU."
         ) from None
 
 
@@ -181,7 +182,7 @@ def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"{name}: bfloat16 came; wanted the package ml_dtypes for it: pip install ml_dtypes."
+            f"{name}: bfloat16 came; wanted the package ml_dtypes for it: {ML_DTYPES}."
         ) from None
     code_and_bits[0] = unsigned
     try:

@@ -20,6 +20,7 @@ from ..figures.survey import Survey, survey
 from ..figures.terminal import MOST_CELLS as MOST_SIGNS
 from ..figures.terminal import picture
 from ..gpu.kernels.spec import Tiles
+from ..install import ML_DTYPES
 from ..masks import Mask
 from ..problem import pack_gqa, validate
 from ..problem.bound_exprs import trees
@@ -209,7 +210,7 @@ def _dtype(value: Any, arrays: Mapping[str, Any]) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            "dtype: bfloat16 came; wanted the package ml_dtypes for it: pip install ml_dtypes."
+            f"dtype: bfloat16 came; wanted the package ml_dtypes for it: {ML_DTYPES}."
         ) from None
     made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return made

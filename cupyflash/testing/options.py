@@ -19,6 +19,7 @@ from cupyflash.expr import (
     where,
 )
 from cupyflash.expr.nodes import LookupTable
+from cupyflash.install import ML_DTYPES, extra
 
 from .placement import Placed, random_layout
 
@@ -36,7 +37,7 @@ def float_type(name: Any) -> np.dtype[Any]:
         except ImportError as error:
             raise ImportError(
                 "dtype is bfloat16, a type of the package ml_dtypes, which is not installed: "
-                'pip install ml_dtypes (or pip install "cupyflash[bf16]")'
+                f"{ML_DTYPES} (or {extra('bf16')})"
             ) from error
         name = ml_dtypes.bfloat16
     held: np.dtype[Any] = np.dtype(name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyflash.arrays.dtypes import FLOATS
+from cupyflash.install import CUPY
 from cupyflash.similar import nearest
 
 from .copies import CuPyMemory, HostMemory, Memory
@@ -48,10 +49,7 @@ def memory_of(device: str) -> Memory:
     try:
         memory = CuPyMemory()
     except ImportError as error:
-        raise ImportError(
-            "device gpu needs CuPy, which is not installed: pip install 'cupyflash[cuda12]' "
-            "or 'cupyflash[cuda13]'"
-        ) from error
+        raise ImportError(f"device gpu needs CuPy, which is not installed: {CUPY}") from error
     if not memory.available():
         raise RuntimeError("device gpu: CuPy finds no usable NVIDIA GPU")
     return memory

@@ -95,7 +95,7 @@ def test_what_cannot_be_run(capsys):
     except ImportError:
         status, _, err = run(capsys, "--device", "gpu")
         assert status == 2
-        assert "pip install 'cupyflash[cuda12]'" in err
+        assert 'pip install ".[cuda12]"' in err
     else:
         assert cupy
 
