@@ -141,7 +141,16 @@ def test_demo(tmp_path):
     assert "within the bound" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_bfloat16_without_its_package_is_told(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert main(["demo", "--device", "cpu", "--dtype", "bfloat16"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: --dtype is bfloat16, a type of the package ml_dtypes")
+    assert "pip install ml_dtypes" in " ".join(captured.err.split())
+    assert not captured.out
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_demo_in_other_types(dtype, capsys):
     arguments = ["--device", "cpu", "--dtype", dtype, "--repeat", "1", "--runs", "1"]
     assert main(["demo", *arguments]) == 0
