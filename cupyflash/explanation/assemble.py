@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -188,6 +189,8 @@ def _shape(value: Any, name: str) -> tuple[int, ...]:
     for n in value:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
             raise ArgumentError(f"{name}: {tuple(value)} came; {wanted}")
+    if math.prod(map(int, value)) >= 2**59:  # addresses of the widest type end at 2^63 bytes
+        raise ArgumentError(f"{name}: {tuple(value)} came; wanted fewer than 2^59 numbers.")
     return tuple(int(n) for n in value)
 
 
