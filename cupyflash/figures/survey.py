@@ -25,7 +25,8 @@ from ..expr.tile_classes import tile_classes
 Array = np.ndarray[Any, Any]
 
 AT_A_TIME = 2**16  # rectangles
-MOST_LOOKS = 2**25  # rectangles that are looked at: half a minute
+MOST_LOOKS = 2**25  # rectangles that are looked at: some seconds, or a minute in many small steps
+OF_A_STEP = 2**8  # that a step counts for, at least
 PAIRS_AT_A_TIME = 2**21
 MOST_PAIRS = 2**27  # that are asked one by one: some seconds
 
@@ -219,12 +220,12 @@ def survey(
         entered = np.zeros(0 if only_grids else shape[1] + 1, np.int64)  # less those that were left
         partial: list[_Rectangles] = []
         for found, kinds, looked in _classes(classes, sizes, shape, blocks, machine, b, h):
-            looks += looked
+            looks += max(looked, OF_A_STEP)
             if looks > MOST_LOOKS:
                 raise ArgumentError(
                     f"mask: more than {MOST_LOOKS:,} tiles of {block_q} queries x {block_kv} keys "
-                    "would have to be looked at one by one; wanted fewer queries and keys, or a "
-                    "mask of which large parts are EMPTY or FULL."
+                    "would have to be looked at one by one; wanted fewer queries, keys, heads or "
+                    "batch entries, or a mask of which large parts are EMPTY or FULL."
                 )
             np.add.at(counts, kinds, found.tiles)
             if (b, h) == at:
