@@ -315,3 +315,31 @@ def test_errors():
         figures.mask_tiles(None, 8, machine="tpu")
     with pytest.raises(ArgumentError, match=r"at: \(1, 0\) came; wanted a batch entry below 1"):
         figures.mask_pairs(masks.causal(), 8, at=(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes", "line"),
+    [
+        (None, (1000, 600), "██ all 160 tiles of 64 queries x 64 keys are FULL"),
+        (
+            masks.lengths(0),
+            (1000, 64),
+            "·· all 16 tiles of 64 queries x 64 keys are EMPTY, skipped",
+        ),
+        (masks.dilated(2), (1000, 64), "▒▒ all 16 tiles of 64 queries x 64 keys are PARTIAL"),
+        (masks.causal(), (50, 50), "▒▒ the one tile of 64 queries x 64 keys is PARTIAL"),
+    ],
+)
+def test_tiles_that_are_all_alike_are_one_line(mask, sizes, line):
+    drawn = figures.mask_tiles(mask, *sizes)
+    assert drawn.text == line
+    assert ET.fromstring(drawn.svg) is not None
+
+
+def test_pairs_that_are_all_alike_are_one_line():
+    assert figures.mask_pairs(None, 20).text == "██ all 400 pairs of a query and a key attend"
+    hidden = figures.mask_pairs(masks.lengths(0), 1)
+    assert hidden.text == "·· the one pair of a query and a key is masked"
+    assert (
+        figures.mask_pairs(masks.causal(), 1).text == "██ the one pair of a query and a key attends"
+    )
