@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..arrays.dtypes import FLOATS
 from . import info
 from .text import (
     COLUMNS,
@@ -24,7 +25,6 @@ from .text import (
 if TYPE_CHECKING:
     from ..bench.demo import Checked, Comparison
 
-DTYPES = ("float32", "float16", "bfloat16", "float64")
 CPU_RUNS, GPU_RUNS = 5, 20  # of a median, at most
 
 
@@ -171,7 +171,7 @@ def add_command(subparsers: Any) -> None:
         "one can be used, else the CPU)",
     )
     command.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[0], help="of q, k, v (default: %(default)s)"
+        "--dtype", choices=FLOATS, default="float32", help="of q, k, v (default: %(default)s)"
     )
     command.add_argument(
         "--repeat",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -148,8 +149,9 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _remedy(name: str, known: Mapping[str, inspect.Parameter]) -> str:
-    if name in _OTHER_NAMES:
-        return _OTHER_NAMES[name]
+    hint = _OTHER_NAMES.get(name)
+    if hint and set(re.findall(r"say (\w+)=", hint)) <= set(known):
+        return hint
     near = nearest(name, known, 1)
     takes = _OPTIONS if set(NAMES) <= set(known) else f"it takes {', '.join(known)}"
     return f"did you mean {near[0]}? Otherwise, {takes}" if near else takes
