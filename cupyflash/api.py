@@ -3,37 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 
 from . import dispatch, execute
 from .arrays import interop
+from .arrays.interop import DLPackArray
+from .execute import Vjp
 from .expr.nodes import LookupTable, array_type
+from .masks import Mask
 from .problem import validate
-from .problem.call import Array, Gradients, Plan
+from .problem.call import Array, Gradients
 from .problem.keywords import explained
 from .problem.options import Options
 from .scores import Score
 
 
-@explained
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    mask: Any = None,
+    mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[False] = False,
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[True],
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
-    out: Any = None,
-    lse_out: Any = None,
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> Any: ...
+
+
+@explained
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    lse_out: Array | None = None,
 ) -> Any:
     """Compute exact attention, softmax(scale q kᵀ) v, without storing the scores.
 
@@ -126,25 +189,25 @@ def attention(
 
 @explained
 def attention_backward(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
+    do: DLPackArray,
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
     *,
-    dlse: Any = None,
+    dlse: DLPackArray | None = None,
     deterministic: bool = False,
-    grads_out: Any = None,
-    workspace: Any = None,
-    mask: Any = None,
+    grads_out: Gradients | Sequence[Array | None] | None = None,
+    workspace: Array | None = None,
+    mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
 ) -> Gradients:
     """Compute the gradients of `attention` from its output and LSE.
 
@@ -206,20 +269,74 @@ def attention_backward(
     return execute.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
 
-@explained
+@overload
 def attention_vjp(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    mask: Any = None,
+    mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[False] = False,
+) -> tuple[Array, Vjp]: ...
+
+
+@overload
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[True],
+) -> tuple[Array, Array, Vjp]: ...
+
+
+@overload
+def attention_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+) -> Any: ...
+
+
+@explained
+def attention_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
 ) -> Any:
@@ -278,7 +395,7 @@ def attention_vjp(
     return execute.vjp_of(execute.Request(q, k, v, options), return_lse, deterministic)
 
 
-def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
+def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Array]:
     """Join attention over disjoint sets of keys into attention over all of them.
 
     Associative and commutative up to rounding; (0, -inf) is its unit. No element of the output is
@@ -311,111 +428,7 @@ def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
     return dispatch.backend_of(pairs[0][0]).combine(pairs)
 
 
-@explained
-def plan(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    offsets_q: Any = None,
-    offsets_k: Any = None,
-    mask: Any = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
-) -> Plan:
-    """Say which kernel would serve a call, with which tiles, and why; nothing is computed.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As in `attention`, or in `attention_varlen` with the offsets.
-    offsets_q, offsets_k : array of int, optional
-        As in `attention_varlen`.
-    mask, score_mod, bias, sink, scale, dropout, seed, precision
-        As in `attention`.
-
-    Returns
-    -------
-    Plan
-        kernel, block_q, block_kv, reason.
-
-    Raises
-    ------
-    ArgumentError, ArgumentTypeError
-        As in `attention`.
-    """
-    options = Options.of(
-        mask=mask,
-        score_mod=score_mod,
-        bias=bias,
-        sink=sink,
-        scale=scale,
-        dropout=dropout,
-        seed=seed,
-        precision=precision,
-    )
-    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
-    return dispatch.backend_of(call.q).plan(call)
-
-
-@explained
-def workspace_size(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    offsets_q: Any = None,
-    offsets_k: Any = None,
-    mask: Any = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
-) -> int:
-    """Return how many bytes of workspace `attention_backward` needs at most; linear in Lq and Lk.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As in `attention`, or in `attention_varlen` with the offsets.
-    offsets_q, offsets_k : array of int, optional
-        As in `attention_varlen`.
-    mask, score_mod, bias, sink, scale, dropout, seed, precision
-        As in `attention`.
-
-    Returns
-    -------
-    int
-        Bytes.
-
-    Raises
-    ------
-    ArgumentError, ArgumentTypeError
-        As in `attention`.
-    """
-    options = Options.of(
-        mask=mask,
-        score_mod=score_mod,
-        bias=bias,
-        sink=sink,
-        scale=scale,
-        dropout=dropout,
-        seed=seed,
-        precision=precision,
-    )
-    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
-    return dispatch.backend_of(call.q).workspace_size(call)
-
-
-def lookup(array: Any) -> LookupTable:
+def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
     """Make an array readable inside a mask or score.
 
     Parameters

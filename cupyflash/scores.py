@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import elsewhere
 from .arrays.dtypes import DTYPES
 from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .expr.arguments import as_array, remembered, traced
 from .expr.bind import Alignment, Axis, aligned, bind
 from .expr.derivative import derivative
 from .expr.evaluate import evaluate
@@ -29,9 +31,19 @@ from .expr.functions import (
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
 from .expr.structure import Structure, structure
-from .masks import as_array, flat_sizes, position_symbols, remembered, traced
+from .masks import flat_sizes, position_symbols
 
 __all__ = ["Score", "alibi", "alibi_slopes", "relative_bias", "score", "softcap"]
+
+if not TYPE_CHECKING:  # for which a misspelt name is an error
+
+    def __getattr__(name: str) -> object:
+        raise elsewhere.no_attribute(__name__, name, __all__, elsewhere.SCORES)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _B, _H, _I, _J = POSITIONS
 

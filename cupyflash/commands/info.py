@@ -23,10 +23,9 @@ from ..arrays.cuda_device import OLDEST_CAPABILITY
 from ..gpu import disk_cache
 from ..gpu.kernels.registry import SPECS
 from ..gpu.kernels.spec import KernelSpec
+from ..install import CUPY, extra
 
 Line = tuple[str, str]  # label and text
-
-INSTALL = "pip install 'cupyflash[cuda12]' for CUDA 12 or pip install 'cupyflash[cuda13]' for 13"
 
 
 def installed(distribution: str) -> str | None:
@@ -118,13 +117,13 @@ def find_cupy() -> tuple[Any, str]:
         import cupy
     except ModuleNotFoundError as error:
         if error.name == "cupy":
-            return None, f"not installed; for NVIDIA GPUs: {INSTALL}"
-        return None, f"cannot be imported ({_words(error)}); install it anew: {INSTALL}"
+            return None, f"not installed; for NVIDIA GPUs: {CUPY}"
+        return None, f"cannot be imported ({_words(error)}); install it anew: {CUPY}"
     except OSError as error:  # CuPy makes its cache folder when it is imported
         remedy = "set CUPY_CACHE_DIR to a folder of yours that is writable"
         return None, f"cannot be imported ({_words(error)}); {remedy}"
     except Exception as error:  # noqa: BLE001 (whatever is broken, the remedy is the same)
-        return None, f"cannot be imported ({_words(error)}); install it anew: {INSTALL}"
+        return None, f"cannot be imported ({_words(error)}); install it anew: {CUPY}"
     return cupy, ""
 
 
@@ -137,7 +136,7 @@ def _extra(cupy: Any) -> str:
     """Command that completes the CuPy that is installed."""
     number, _ = _ask(cupy.cuda.runtime.runtimeGetVersion)
     major = (number or 0) // 1000
-    return f"pip install 'cupyflash[cuda{major}]'" if major in (12, 13) else INSTALL
+    return extra(f"cuda{major}") if major in (12, 13) else CUPY
 
 
 def cuda(cupy: Any) -> str:
@@ -151,9 +150,7 @@ def cuda(cupy: Any) -> str:
         return f"no driver: install NVIDIA's, nvidia-smi then shows the GPUs; {has}"
     text = f"driver for CUDA up to {_version(driver)}; {has}"
     if runtime and driver // 1000 < runtime // 1000:
-        text += (
-            f"; the driver is too old: update it, or pip install 'cupyflash[cuda{driver // 1000}]'"
-        )
+        text += f"; the driver is too old: update it, or {extra(f'cuda{driver // 1000}')}"
     return text
 
 

@@ -164,7 +164,8 @@ def varlen_call(
 
 def _position_arrays(options: Options) -> tuple[list[Array], list[Expr]]:
     """Return the arrays (..., Lq, Lk) and the expressions among the options of a call."""
-    arrays, expressions = (options.bias, options.mask), (options.mask, chain(options.score_mod))
+    arrays: tuple[Any, ...] = (options.bias, options.mask)
+    expressions = (options.mask, chain(options.score_mod))
     return (
         [x for x in arrays if x is not None and hasattr(x, "shape")],
         [x.expr for x in expressions if isinstance(x, (Mask, Score))],

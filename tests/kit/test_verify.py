@@ -223,7 +223,12 @@ def test_the_precision_stated_is_the_one_that_judges():
     ("options", "message"),
     [
         ({"features": ["causl"]}, "causl came; wanted causal"),
-        ({"only": "keys_permutd"}, "keys_permuted"),
+        ({"only": "keys_permutd"}, "did you mean keys_permuted"),
+        (
+            {"only": "lse_shift"},
+            "did you mean lse_between_its_limits or one_more_key_raises_lse or",
+        ),
+        ({"only": "xyzzy"}, "there are forward_within_bound, gradients_within_bound"),
         ({"device": "tpu"}, "'tpu' came; wanted 'cpu' or 'gpu'"),
         ({"dtypes": ["int32"]}, "int32"),
         ({"dtypes": []}, "wanted some of float16"),

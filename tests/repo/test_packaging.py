@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from cupyflash import install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -148,3 +151,12 @@ def test_the_extras_are_those_documented():
     readme = (ROOT / "README.md").read_text()
     for extra in extras:
         assert f"`{extra}`" in readme, f"README.md does not name the extra {extra}"
+
+
+def test_remedies_install_from_the_clone():
+    """The package is on no index, so that `pip install cupyflash[...]` would find nothing."""
+    texts = {path: path.read_text() for path in (ROOT / "cupyflash").rglob("*.py")}
+    assert not [path for path, text in texts.items() if "cupyflash[" in text]
+    named = {name for text in texts.values() for name in re.findall(r'\bextra\("(\w+)"', text)}
+    assert {"bench", "cuda12"} <= named <= PROJECT["project"]["optional-dependencies"].keys()
+    assert install.CUPY == 'pip install ".[cuda12]" or ".[cuda13]" in the clone of cupyflash'
