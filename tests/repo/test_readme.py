@@ -180,11 +180,11 @@ def test_the_readme_is_short_and_stands_alone():
 
 
 def test_what_the_table_of_libraries_calls_ours():
-    """Its last column names arguments of `attention`, and constructors that exist, as they are."""
+    """Its column of cupyflash names arguments of `attention`, and constructors, that exist."""
     table = (ROOT / "README.md").read_text().partition("## Coming from")[2].partition("## Masks")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     assert {len(row) for row in rows[1:]} == {6}
-    ours = [row[-1].strip("`") for row in rows[1:] if row[-1].startswith("`")]
+    ours = [row[1].strip("`") for row in rows[1:] if row[1].startswith("`")]
     assert len(ours) > 10
     known = inspect.signature(cupyflash.attention).parameters
     values = {"l": 3, "r": 0, "n": [2], "s": [0.5], "c": 30.0}
