@@ -284,6 +284,7 @@ def attention_vjp(
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[False] = False,
+    deterministic: bool = False,
 ) -> tuple[Array, Vjp]: ...
 
 
@@ -302,6 +303,7 @@ def attention_vjp(
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[True],
+    deterministic: bool = False,
 ) -> tuple[Array, Array, Vjp]: ...
 
 
@@ -320,6 +322,7 @@ def attention_vjp(
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Any: ...
 
 

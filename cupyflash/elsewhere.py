@@ -110,7 +110,6 @@ _TABLE = "call scores.relative_bias(table)"
 _HIDES = "it hides pairs and changes no score: call masks.{} and pass it as mask="
 SCORES: Mapping[str, str] = {
     "alibi_bias": "call scores.alibi(slopes)",
-    "alibi_slopes": "call scores.alibi(slopes)",
     "bias": "pass the array as bias= of attention",
     "causal": _HIDES.format("causal()"),
     "custom": "call scores.score(function)",

@@ -242,6 +242,7 @@ def attention_varlen_vjp(
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[False] = False,
+    deterministic: bool = False,
 ) -> tuple[Array, Vjp]: ...
 
 
@@ -263,6 +264,7 @@ def attention_varlen_vjp(
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: Literal[True],
+    deterministic: bool = False,
 ) -> tuple[Array, Array, Vjp]: ...
 
 
@@ -284,6 +286,7 @@ def attention_varlen_vjp(
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Any: ...
 
 

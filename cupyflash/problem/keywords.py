@@ -60,7 +60,7 @@ _OTHER_NAMES = {  # of other libraries, or of other functions of this one
     "cu_seqlens_k": _OFFSETS.format("k"),
     "cu_seqlens_kv": _OFFSETS.format("k"),
     "cu_seqlens_q": _OFFSETS.format("q"),
-    "deterministic": "attention_backward and attention_varlen_backward take it",
+    "deterministic": "attention_backward, attention_vjp and their varlen forms take it",
     "dlse": "attention_backward, attention_varlen_backward and the functions vjp take it",
     "dropout_p": _DROPOUT,
     "dropout_prob": _DROPOUT,
@@ -68,7 +68,7 @@ _OTHER_NAMES = {  # of other libraries, or of other functions of this one
     "dropout_rng": _SEED,
     "dropout_seed": _SEED,
     "enable_gqa": "leave it out: grouped-query attention is read from the shapes",
-    "grads_out": "attention_backward and attention_varlen_backward take it",
+    "grads_out": "attention_backward, attention_vjp and their varlen forms take it",
     "implementation": _NO_BACKEND,
     "is_causal": _CAUSAL,
     "key": "say k=array",
@@ -106,7 +106,7 @@ _OTHER_NAMES = {  # of other libraries, or of other functions of this one
     "value": "say v=array",
     "window": _WINDOW,
     "window_size": _WINDOW,
-    "workspace": "attention_backward and attention_varlen_backward take it",
+    "workspace": "attention_backward, attention_vjp and their varlen forms take it",
 }
 
 P = ParamSpec("P")
