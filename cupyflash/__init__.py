@@ -9,17 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from . import analysis, expr, masks, scores
+from . import analysis, elsewhere, expr, masks, scores
 from .api import (
     attention,
     attention_backward,
     attention_vjp,
     combine,
     lookup,
-    plan,
-    workspace_size,
 )
 from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .planning import plan, workspace_size
 from .problem.call import Gradients, Plan
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
@@ -62,7 +61,7 @@ if not TYPE_CHECKING:  # for which a misspelt name is an error
     def __getattr__(name: str) -> object:
         """Import what only few programs need when it is asked for."""
         if name not in _WHEN_NEEDED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise elsewhere.no_attribute(__name__, name, __all__, elsewhere.PACKAGE)
         module = importlib.import_module(f".{_WHEN_NEEDED[name]}", __name__)
         value = module if name == _WHEN_NEEDED[name] else getattr(module, name)
         globals()[name] = value
@@ -70,4 +69,4 @@ if not TYPE_CHECKING:  # for which a misspelt name is an error
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -3,37 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 
 from . import dispatch, execute
 from .arrays import interop
+from .arrays.interop import DLPackArray
+from .execute import Vjp
 from .expr.nodes import LookupTable, array_type
+from .masks import Mask
 from .problem import validate
-from .problem.call import Array, Gradients, Plan
+from .problem.call import Array, Gradients
 from .problem.keywords import explained
 from .problem.options import Options
 from .scores import Score
 
 
-@explained
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    mask: Any = None,
+    mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[False] = False,
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[True],
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
-    out: Any = None,
-    lse_out: Any = None,
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> Any: ...
+
+
+@explained
+def attention(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    lse_out: Array | None = None,
 ) -> Any:
     """Compute exact attention, softmax(scale q kᵀ) v, without storing the scores.
 
@@ -91,6 +154,14 @@ def attention(
         An argument does not fit; the message names it, what came, what was wanted and the remedy.
         Every array is left as it was.
 
+    Notes
+    -----
+    The sums of abs(q * k) over D, before and after the scale, and of abs(v) over the keys that a
+    query sees, must stay below half the largest number of the accumulator, 1.7e38 or 9e307; the
+    latter, on tensor cores in 16-bit types, also when it is multiplied by 256, and with dropout by
+    1 / (1 - dropout). Beyond that a result may be infinite or NaN. The remedy is to scale: out is
+    linear in `v`.
+
     References
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 1.
@@ -118,25 +189,25 @@ def attention(
 
 @explained
 def attention_backward(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
+    do: DLPackArray,
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
     *,
-    dlse: Any = None,
+    dlse: DLPackArray | None = None,
     deterministic: bool = False,
-    grads_out: Any = None,
-    workspace: Any = None,
-    mask: Any = None,
+    grads_out: Gradients | Sequence[Array | None] | None = None,
+    workspace: Array | None = None,
+    mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
 ) -> Gradients:
     """Compute the gradients of `attention` from its output and LSE.
 
@@ -173,6 +244,13 @@ def attention_backward(
     ArgumentError, ArgumentTypeError
         As in `attention`.
 
+    Notes
+    -----
+    Beside the domain of `attention`, the sums of abs(do * v) and abs(do * out) over Dv, of
+    abs(dS * k) over keys and of abs(dS * q) over queries, both before the scale, and of
+    abs(P * do) over queries must stay below half the largest number of the accumulator. dS is the
+    gradient of the scores, P are the weights. Beyond that gradients may be infinite or NaN.
+
     References
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 2.
@@ -191,21 +269,79 @@ def attention_backward(
     return execute.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
 
-@explained
+@overload
 def attention_vjp(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    mask: Any = None,
+    mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+) -> tuple[Array, Vjp]: ...
+
+
+@overload
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+) -> tuple[Array, Array, Vjp]: ...
+
+
+@overload
+def attention_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any: ...
+
+
+@explained
+def attention_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Compute attention, and return it with a function that computes its gradients.
 
@@ -217,6 +353,8 @@ def attention_vjp(
         As in `attention`.
     return_lse : bool
         Return (out, lse, vjp) instead of (out, vjp).
+    deterministic : bool
+        Of the gradients, as in `attention_backward`.
 
     Returns
     -------
@@ -226,7 +364,8 @@ def attention_vjp(
         Only with `return_lse`.
     vjp : callable
         ``vjp(do, dlse=None)`` returns `Gradients`. It keeps q, k, v, out and lse, and no more: do
-        not change them in between.
+        not change them in between. It cannot be pickled; save these arrays, and call
+        `attention_backward` where the gradients are wanted.
 
     Raises
     ------
@@ -256,14 +395,15 @@ def attention_vjp(
         seed=seed,
         precision=precision,
     )
-    return execute.vjp_of(execute.Request(q, k, v, options), return_lse)
+    return execute.vjp_of(execute.Request(q, k, v, options), return_lse, deterministic)
 
 
-def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
+def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Array]:
     """Join attention over disjoint sets of keys into attention over all of them.
 
-    Associative and commutative up to rounding; (0, -inf) is its unit. Calls with dropout cannot be
-    combined; where there is a sink, one of the calls gets it.
+    Associative and commutative up to rounding; (0, -inf) is its unit. No element of the output is
+    larger than the largest of the parts, so that finite parts give finite results. Calls with
+    dropout cannot be combined; where there is a sink, one of the calls gets it.
 
     Parameters
     ----------
@@ -291,117 +431,14 @@ def combine(parts: Sequence[tuple[Any, Any]]) -> tuple[Array, Array]:
     return dispatch.backend_of(pairs[0][0]).combine(pairs)
 
 
-@explained
-def plan(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    offsets_q: Any = None,
-    offsets_k: Any = None,
-    mask: Any = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
-) -> Plan:
-    """Say which kernel would serve a call, with which tiles, and why; nothing is computed.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As in `attention`, or in `attention_varlen` with the offsets.
-    offsets_q, offsets_k : array of int, optional
-        As in `attention_varlen`.
-    mask, score_mod, bias, sink, scale, dropout, seed, precision
-        As in `attention`.
-
-    Returns
-    -------
-    Plan
-        kernel, block_q, block_kv, reason.
-
-    Raises
-    ------
-    ArgumentError, ArgumentTypeError
-        As in `attention`.
-    """
-    options = Options.of(
-        mask=mask,
-        score_mod=score_mod,
-        bias=bias,
-        sink=sink,
-        scale=scale,
-        dropout=dropout,
-        seed=seed,
-        precision=precision,
-    )
-    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
-    return dispatch.backend_of(call.q).plan(call)
-
-
-@explained
-def workspace_size(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    offsets_q: Any = None,
-    offsets_k: Any = None,
-    mask: Any = None,
-    score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
-) -> int:
-    """Return how many bytes of workspace `attention_backward` needs at most; linear in Lq and Lk.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As in `attention`, or in `attention_varlen` with the offsets.
-    offsets_q, offsets_k : array of int, optional
-        As in `attention_varlen`.
-    mask, score_mod, bias, sink, scale, dropout, seed, precision
-        As in `attention`.
-
-    Returns
-    -------
-    int
-        Bytes.
-
-    Raises
-    ------
-    ArgumentError, ArgumentTypeError
-        As in `attention`.
-    """
-    options = Options.of(
-        mask=mask,
-        score_mod=score_mod,
-        bias=bias,
-        sink=sink,
-        scale=scale,
-        dropout=dropout,
-        seed=seed,
-        precision=precision,
-    )
-    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
-    return dispatch.backend_of(call.q).workspace_size(call)
-
-
-def lookup(array: Any) -> LookupTable:
+def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
     """Make an array readable inside a mask or score.
 
     Parameters
     ----------
     array : array
         Of bool, integers or floats, living where q will live. It is read in place at every call.
+        If it changes while a call runs, the result may be any, but no index leaves an array.
 
     Returns
     -------

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from .gpu import launch_cache
 from .problem import validate
 from .problem.call import Array, Call, Gradients
 from .problem.options import Options
-
-Vjp = Callable[..., Gradients]
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -61,6 +59,11 @@ class Request:
         if self._offsets is None:
             return validate.call(*qkv, self._options)
         return validate.varlen_call(*qkv, *self._offsets, self._check, self._options)
+
+    @property
+    def backward_name(self) -> str:
+        """Name of the public function that computes the call's gradients."""
+        return "attention_backward" if self._offsets is None else "attention_varlen_backward"
 
     def signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
@@ -215,12 +218,48 @@ def backward(
     return Gradients(*results)
 
 
-def vjp_of(request: Request, return_lse: bool) -> Any:
+def vjp_of(request: Request, return_lse: bool, deterministic: bool) -> Any:
     """Compute a call, and return it with the function that computes its gradients."""
     _check_flag(return_lse, "return_lse")
+    _check_flag(deterministic, "deterministic")
     out, lse = forward(request, True, None, None)
-
-    def vjp(do: Any, dlse: Any = None) -> Gradients:
-        return backward(request, do, out, lse, dlse, False, None, None)
-
+    vjp = Vjp(request, out, lse, deterministic)
     return (out, lse, vjp) if return_lse else (out, vjp)
+
+
+class Vjp:
+    """The function that computes the gradients of a call.
+
+    Parameters
+    ----------
+    request : Request
+        The call.
+    out, lse : array
+        Its results.
+    deterministic : bool
+        Whether gradients are the same in every run.
+    """
+
+    __slots__ = ("__weakref__", "_deterministic", "_lse", "_out", "_request")
+
+    def __init__(self, request: Request, out: Array, lse: Array, deterministic: bool) -> None:
+        self._request, self._out, self._lse = request, out, lse
+        self._deterministic = deterministic
+
+    def __call__(self, do: Any, dlse: Any = None) -> Gradients:
+        """Return the gradients, given those of the output and of the LSE."""
+        request, out, lse = self._request, self._out, self._lse
+        return backward(request, do, out, lse, dlse, self._deterministic, None, None)
+
+    def __copy__(self) -> Vjp:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Vjp:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            "vjp: a function of gradients cannot be pickled, because it holds the arrays of its "
+            "call in place; save q, k, v, out and lse (return_lse=True), and call "
+            f"{self._request.backward_name} with them and the same options."
+        )

@@ -50,23 +50,36 @@ def check_writable(path: Path, option: str) -> None:
     Raises
     ------
     ArgumentError
-        The path is a folder, its folder is missing, or nothing may be written there.
+        The path is a folder, its folder is missing, its name is too long, or nothing may be
+        written there.
     """
+    try:
+        obstacle = _obstacle(path)
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle
+        why = getattr(error, "strerror", None) or error
+        obstacle = f"{shortened(str(path))} cannot be written ({why}); choose another file"
+    if obstacle:
+        raise ArgumentError(f"{option}: {obstacle}.")
+
+
+def _obstacle(path: Path) -> str:
+    """Return why a file could not be written, and what to do; empty if it could."""
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise ArgumentError(f"{option}: there is no folder {path.parent}; make it first.")
+        there = path.parent if not path.is_symlink() else folder
+        return f"there is no folder {there}; make it first"
     if path.is_dir():
-        raise ArgumentError(f"{option}: {path} is a folder; name a file.")
+        return f"{path} is a folder; name a file"
     if path.exists() and not os.access(path, os.W_OK):
-        raise ArgumentError(f"{option}: {path} may not be written; choose another file.")
+        return f"{path} may not be written; choose another file"
     if path.exists() and not path.is_file():
-        return
+        return ""
     probe = folder / f".{path.name}-{secrets.token_hex(4)}"
-    try:
-        probe.touch()
-    except OSError as error:
-        raise ArgumentError(
-            f"{option}: {path} cannot be written ({error.strerror or error}); choose "
-            "another folder."
-        ) from error
+    probe.touch()
     probe.unlink(missing_ok=True)
+    return ""
+
+
+def shortened(text: str) -> str:
+    """Return a text that fits into a message."""
+    return text if len(text) <= 80 else f"{text[:60]} ... {text[-15:]}"

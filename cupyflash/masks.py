@@ -7,17 +7,22 @@ combine with ``&``, ``|`` and ``~``, and `mask` makes one from a function.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import interop
+from . import elsewhere
 from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .expr.arguments import (
+    as_array,
+    length_or_per_batch,
+    number_or_per_batch,
+    remembered,
+    traced,
+)
 from .expr.bind import (
     Alignment,
     Axis,
@@ -28,7 +33,7 @@ from .expr.bind import (
 )
 from .expr.evaluate import evaluate
 from .expr.functions import POSITIONS, len_k, len_q
-from .expr.nodes import Expr, LookupTable, as_expr
+from .expr.nodes import Expr, as_expr
 from .expr.structure import Structure, structure
 
 __all__ = [
@@ -43,6 +48,16 @@ __all__ = [
     "segments",
     "window",
 ]
+
+if not TYPE_CHECKING:  # for which a misspelt name is an error
+
+    def __getattr__(name: str) -> object:
+        raise elsewhere.no_attribute(__name__, name, __all__, elsewhere.MASKS)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _B, _H, _I, _J = POSITIONS
 
@@ -178,66 +193,6 @@ def position_symbols(b: Any, h: Any, i: Any, j: Any, sizes: Any) -> dict[str, An
     return symbols | {name: np.asarray(value, np.int64) for name, value in positions}
 
 
-_Make = TypeVar("_Make", bound=Callable[..., Any])
-
-
-def remembered(make: _Make) -> _Make:
-    """Let a function remember what it made of plain numbers, with the structure of that."""
-    recent = functools.lru_cache(maxsize=256, typed=True)(make)
-
-    @functools.wraps(make)
-    def made(*args: Any, **keywords: Any) -> Any:
-        for value in (*args, *keywords.values()):
-            if value is not None and type(value) not in (int, float):
-                return make(*args, **keywords)
-        return recent(*args, **keywords)
-
-    return cast(_Make, made)
-
-
-def number_or_per_batch(value: Any, argument: str) -> Expr:
-    """Return an integer, or a look-up of one integer per batch entry."""
-    if isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{argument}: a bool came; wanted an integer.")
-    if isinstance(value, (int, np.integer)):
-        return as_expr(int(value))
-    if isinstance(value, Expr):
-        return value
-    if isinstance(value, LookupTable):
-        value = value.array
-    if isinstance(value, (list, tuple)):
-        value = np.asarray(value)
-    if hasattr(value, "__dlpack__"):
-        value = interop.array(value, argument)
-    if not hasattr(value, "dtype") or np.dtype(value.dtype).kind not in "iu":
-        kind = getattr(value, "dtype", type(value).__name__)
-        raise ArgumentTypeError(
-            f"{argument}: {kind} came; wanted an integer, or an integer array with one entry per "
-            "batch entry."
-        )
-    return aligned(Alignment(value, argument, ()))
-
-
-def traced(function: Callable[..., Any], symbols: Sequence[Expr], what: str) -> Expr:
-    """Call a user's function once, on symbols, and return what it computed."""
-    if not callable(function):
-        raise ArgumentTypeError(
-            f"{what}: {type(function).__name__} came; wanted a function of "
-            f"({', '.join(str(s)[0] for s in symbols)})."
-        )
-    try:
-        inspect.signature(function).bind(*symbols)
-    except TypeError as error:
-        names = ", ".join("s" if str(s) == "score" else str(s) for s in symbols)
-        raise ArgumentTypeError(f"{what}: its function must take ({names}): {error}.") from None
-    except ValueError:
-        pass  # a built-in without a signature: calling it will tell
-    result = function(*symbols)
-    if result is None:
-        raise TraceError(f"{what}: its function returned None; wanted an expression.")
-    return as_expr(result)
-
-
 def mask(function: Callable[[Expr, Expr, Expr, Expr], Any]) -> Mask:
     """Make a mask from a function of (b, h, i, j).
 
@@ -297,13 +252,19 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
     Parameters
     ----------
     left, right : int or None
-        Keys before and after the query's own; None is unbounded. ``window(None, 0)`` is causal.
+        Keys before and after the query's own, 0 or more; None is unbounded. ``window(None, 0)`` is
+        causal.
     offset : int or array of int, optional
         As in `causal`.
 
     Returns
     -------
     Mask
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        If a bound is negative, as other libraries write "unbounded", or no integer.
     """
     diagonal = _diagonal(offset, "window: offset")
     expr = as_expr(True)
@@ -313,6 +274,11 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise ArgumentTypeError(
                 f"window: {side} is {value!r}; wanted an integer, or None for unbounded."
+            )
+        if value < 0:
+            raise ArgumentError(
+                f"window: {side} is {value!r}; wanted 0 or more keys, or None for unbounded. A "
+                "window that lies elsewhere is moved by offset=."
             )
         bound = diagonal - int(value) <= _J if side == "left" else diagonal + int(value) >= _J
         expr = bound if expr.op == "constant" else expr & bound
@@ -326,7 +292,8 @@ def lengths(k_lengths: Any, q_lengths: Any = None) -> Mask:
     Parameters
     ----------
     k_lengths : int or array of int
-        True number of keys, for all or per batch entry.
+        True number of keys, for all or per batch entry, 0 or more. A number beyond Lk lets every
+        key be seen, so that the lengths from before a batch was cut off serve it, too.
     q_lengths : int or array of int, optional
         True number of queries; later queries see nothing (output 0, LSE -inf, zero gradients).
 
@@ -334,14 +301,20 @@ def lengths(k_lengths: Any, q_lengths: Any = None) -> Mask:
     -------
     Mask
 
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        If a length is negative, or no integer. Arrays in device memory are not read for that: there
+        a negative length counts as 0.
+
     Notes
     -----
     Masks never see each other: causal alignment by true lengths is
     ``lengths(n) & causal(offset=n - q_lengths)``.
     """
-    expr = number_or_per_batch(k_lengths, "lengths: k_lengths") > _J
+    expr = length_or_per_batch(k_lengths, "lengths: k_lengths") > _J
     if q_lengths is not None:
-        expr = expr & (number_or_per_batch(q_lengths, "lengths: q_lengths") > _I)
+        expr = expr & (length_or_per_batch(q_lengths, "lengths: q_lengths") > _I)
     return Mask(expr)
 
 
@@ -379,13 +352,18 @@ def prefix(n: Any) -> Mask:
     Parameters
     ----------
     n : int or array of int
-        For all, or one per batch entry.
+        0 or more, for all or per batch entry; beyond Lk every key is seen.
 
     Returns
     -------
     Mask
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As of `lengths`.
     """
-    return Mask(number_or_per_batch(n, "prefix: n") > _J)
+    return Mask(length_or_per_batch(n, "prefix: n") > _J)
 
 
 def _is_positive(value: Any) -> bool:
@@ -465,12 +443,3 @@ def _boolean(array: Any, argument: str) -> Any:
             "Additive masks go to bias=."
         )
     return array
-
-
-def as_array(value: Any, argument: str) -> Any:
-    """Return `value` if it is an array, a nested list as an array, else raise."""
-    if isinstance(value, LookupTable):
-        return value.array
-    if isinstance(value, (list, tuple)):
-        return np.asarray(value)
-    return interop.array(value, argument)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import elsewhere
 from .arrays.dtypes import DTYPES
 from .errors import ArgumentError, ArgumentTypeError, TraceError
+from .expr.arguments import as_array, remembered, traced
 from .expr.bind import Alignment, Axis, aligned, bind
 from .expr.derivative import derivative
 from .expr.evaluate import evaluate
@@ -29,9 +31,19 @@ from .expr.functions import (
 from .expr.nodes import Expr, LookupTable, convert, rebuild
 from .expr.rounding import evaluate_with_error
 from .expr.structure import Structure, structure
-from .masks import as_array, flat_sizes, position_symbols, remembered, traced
+from .masks import flat_sizes, position_symbols
 
-__all__ = ["Score", "alibi", "relative_bias", "score", "softcap"]
+__all__ = ["Score", "alibi", "alibi_slopes", "relative_bias", "score", "softcap"]
+
+if not TYPE_CHECKING:  # for which a misspelt name is an error
+
+    def __getattr__(name: str) -> object:
+        raise elsewhere.no_attribute(__name__, name, __all__, elsewhere.SCORES)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 _B, _H, _I, _J = POSITIONS
 
@@ -181,7 +193,9 @@ def alibi(slopes: Any) -> Score:
     Parameters
     ----------
     slopes : array of float
-        One per query head, (Hq,).
+        One per query head, (Hq,), or per batch entry and query head, (..., Hq), whose leading axes
+        broadcast with those of q, k and v; in variable-length calls (n, Hq). `alibi_slopes` has the
+        usual ones.
 
     Returns
     -------
@@ -192,8 +206,52 @@ def alibi(slopes: Any) -> Score:
     Press, Smith & Lewis 2022, "Train Short, Test Long", section 3.
     """
     slopes = _floats(slopes, "alibi: slopes")
-    slope = aligned(Alignment(slopes, "alibi: slopes", (Axis(_H, "heads"),), lead=False))
+    slope = aligned(Alignment(slopes, "alibi: slopes", (Axis(_H, "heads"),)))
     return Score(SCORE - slope * abs(_I + len_k - len_q - _J))
+
+
+def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
+    """Return the slopes of ALiBi for a number of heads: a geometric sequence below 1.
+
+    For n heads, a power of 2, they are ``2**(-8 / n)``, ``2**(-16 / n)``, … down to ``2**-8``. For
+    other numbers the largest power of 2 below gives the first slopes; the others are every second
+    one of twice that power, from the first on.
+
+    Parameters
+    ----------
+    heads : int
+        Query heads, at least 1.
+
+    Returns
+    -------
+    numpy.ndarray of float32, shape (heads,)
+        For `alibi`; with CuPy arrays, ``cupy.asarray`` of them.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        `heads` is no whole number from 1 on.
+
+    References
+    ----------
+    Press, Smith & Lewis 2022, "Train Short, Test Long", section 3; for other numbers of heads,
+    appendix A.
+
+    Examples
+    --------
+    >>> from cupyflash import scores
+    >>> scores.alibi_slopes(4)
+    array([0.25      , 0.0625    , 0.015625  , 0.00390625], dtype=float32)
+    """
+    if isinstance(heads, bool) or not isinstance(heads, (int, np.integer)):
+        raise ArgumentTypeError(f"alibi_slopes: heads is {heads!r}; wanted a whole number.")
+    if heads < 1:
+        raise ArgumentError(f"alibi_slopes: heads is {heads}; wanted at least 1.")
+    power = 1 << (int(heads).bit_length() - 1)
+    first = np.arange(1, power + 1) / power
+    between = np.arange(1, 2 * power, 2)[: int(heads) - power] / (2 * power)
+    slopes: np.ndarray[Any, Any] = np.exp2(-8 * np.concatenate([first, between]))
+    return slopes.astype(np.float32)
 
 
 @remembered

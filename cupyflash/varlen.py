@@ -3,35 +3,107 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, SupportsIndex, overload
 
 from . import execute
-from .problem.call import Gradients
+from .arrays.interop import DLPackArray
+from .execute import Vjp
+from .masks import Mask
+from .problem.call import Array, Gradients
 from .problem.keywords import explained
 from .problem.options import Options
 from .scores import Score
 
 
-@explained
+@overload
 def attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    offsets_q: Any,
-    offsets_k: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
     *,
     check: bool = True,
-    mask: Any = None,
+    mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[False] = False,
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> Array: ...
+
+
+@overload
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[True],
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def attention_varlen(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
-    out: Any = None,
-    lse_out: Any = None,
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> Any: ...
+
+
+@explained
+def attention_varlen(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    lse_out: Array | None = None,
 ) -> Any:
     """Compute attention within each of several sequences that lie one after the other.
 
@@ -86,28 +158,28 @@ def attention_varlen(
 
 @explained
 def attention_varlen_backward(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    offsets_q: Any,
-    offsets_k: Any,
+    do: DLPackArray,
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
     *,
     check: bool = True,
-    dlse: Any = None,
+    dlse: DLPackArray | None = None,
     deterministic: bool = False,
-    grads_out: Any = None,
-    workspace: Any = None,
-    mask: Any = None,
+    grads_out: Gradients | Sequence[Array | None] | None = None,
+    workspace: Array | None = None,
+    mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
 ) -> Gradients:
     """Compute the gradients of `attention_varlen`.
 
@@ -152,24 +224,91 @@ def attention_varlen_backward(
     return execute.backward(request, do, out, lse, dlse, deterministic, grads_out, workspace)
 
 
-@explained
+@overload
 def attention_varlen_vjp(
-    q: Any,
-    k: Any,
-    v: Any,
-    offsets_q: Any,
-    offsets_k: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
     *,
     check: bool = True,
-    mask: Any = None,
+    mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
-    bias: Any = None,
-    sink: Any = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    precision: str | None = None,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+) -> tuple[Array, Vjp]: ...
+
+
+@overload
+def attention_varlen_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+) -> tuple[Array, Array, Vjp]: ...
+
+
+@overload
+def attention_varlen_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any: ...
+
+
+@explained
+def attention_varlen_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    check: bool = True,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Compute `attention_varlen`, and return it with a function that computes its gradients.
 
@@ -181,6 +320,8 @@ def attention_varlen_vjp(
         As in `attention_varlen`.
     return_lse : bool
         Return (out, lse, vjp) instead of (out, vjp).
+    deterministic : bool
+        Of the gradients, as in `attention_varlen_backward`.
 
     Returns
     -------
@@ -189,7 +330,7 @@ def attention_varlen_vjp(
     lse : array
         Only with `return_lse`.
     vjp : callable
-        ``vjp(do, dlse=None)`` returns `Gradients`.
+        ``vjp(do, dlse=None)`` returns `Gradients`, as in `attention_vjp`.
 
     Raises
     ------
@@ -211,4 +352,4 @@ def attention_varlen_vjp(
         precision=precision,
     )
     request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
-    return execute.vjp_of(request, return_lse)
+    return execute.vjp_of(request, return_lse, deterministic)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cupyflash
 
-sys.path.insert(0, str(Path(__file__).parent))  # drawing.py, tables.py, drawings/
+sys.path.insert(0, str(Path(__file__).parent))  # drawing.py, mathml.py, tables.py, drawings/
 
 project = "cupyflash"
 author = "the authors of cupyflash"
@@ -20,9 +20,9 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",  # for its role `autolink`
-    "sphinx.ext.mathjax",
     "numpydoc",
     "drawing",
+    "mathml",
     "tables",
 ]
 exclude_patterns = ["drawings"]
@@ -42,6 +42,7 @@ numpydoc_show_class_members = False
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(numpy|hypothesis)\..*")]
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = f"cupyflash {release}"
 html_static_path = ["_static"]

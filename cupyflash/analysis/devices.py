@@ -9,6 +9,7 @@ from types import MappingProxyType
 from ..arrays import cuda_device
 from ..arrays.dtypes import FLOATS
 from ..errors import ArgumentError
+from ..similar import did_you_mean
 from .traffic import itemsize
 
 MIB = 2**20
@@ -117,9 +118,10 @@ def _peak(half: float, bfloat16: float | None, single: float, double: float) -> 
     return MappingProxyType({name: n * 1e12 for name, n in peaks if n is not None})
 
 
-def _matrix_peak(double: float, single: float) -> Mapping[str, float]:
-    """Return peaks of tensor cores given in TFLOP/s."""
-    return MappingProxyType({"float64": double * 1e12, "tf32": single * 1e12})
+def _matrix_peak(double: float | None, single: float) -> Mapping[str, float]:
+    """Return peaks of tensor cores given in TFLOP/s; None where none is stated."""
+    peaks = {"float64": double, "tf32": single}
+    return MappingProxyType({name: n * 1e12 for name, n in peaks.items() if n is not None})
 
 
 _TABLE = (
@@ -131,6 +133,27 @@ _A100 = (
 )
 _H100 = f"NVIDIA H100 Tensor Core GPU architecture white paper, SXM5; {_TABLE}"
 _H200 = f"NVIDIA H200 data sheet (bandwidth); the chip is the H100's: {_H100}"
+_H20 = (
+    "NVIDIA H20 data sheet (bandwidth, peaks, second-level cache), 96 GB; multiprocessors as the "
+    f"driver counts them; {_TABLE}"
+)
+_A10 = (
+    "NVIDIA A10 data sheet (bandwidth, peaks); float64 at 1/64 of float32, and the second-level "
+    f"cache of the GA102, by the Ampere GA102 white paper; {_TABLE}"
+)
+_L40S = (
+    "NVIDIA L40S data sheet (bandwidth, peaks); float64 at 1/64 of float32, and the second-level "
+    f"cache of the AD102, by the Ada architecture white paper; {_TABLE}"
+)
+_RTX_4090 = (
+    "NVIDIA Ada architecture white paper, GeForce RTX 4090 (16-bit types with float32 "
+    f"accumulation); {_TABLE}"
+)
+_B200 = (
+    "NVIDIA HGX B200 data sheet (peaks, an eighth of the board's) and DGX B200 data sheet "
+    "(bandwidth); second-level cache: Blackwell Tuning Guide; multiprocessors as the driver "
+    f"counts them; {_TABLE}"
+)
 _HOPPER = _peak(989.4, 989.4, 66.9, 33.5)
 _HOPPER_MATRIX = _matrix_peak(66.9, 494.7)
 
@@ -151,6 +174,18 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 (7, 5),
                 4 * MIB,
                 MappingProxyType({}),
+            ),
+            Device(
+                "A10",
+                600e9,
+                _peak(125, 125, 31.2, 31.2 / 64),
+                100 * 1024,
+                72,
+                _A10,
+                ("nvidia a10",),
+                (8, 6),
+                6 * MIB,
+                _matrix_peak(None, 62.5),
             ),
             Device(
                 "A100-40GB",
@@ -177,6 +212,42 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 _matrix_peak(19.5, 156),
             ),
             Device(
+                "L40S",
+                864e9,
+                _peak(362.05, 362.05, 91.6, 91.6 / 64),
+                100 * 1024,
+                142,
+                _L40S,
+                ("nvidia l40s",),
+                (8, 9),
+                96 * MIB,
+                _matrix_peak(None, 183),
+            ),
+            Device(
+                "RTX 4090",
+                1008e9,
+                _peak(165.2, 165.2, 82.6, 82.6 / 64),
+                100 * 1024,
+                128,
+                _RTX_4090,
+                ("nvidia geforce rtx 4090",),
+                (8, 9),
+                72 * MIB,
+                _matrix_peak(None, 82.6),
+            ),
+            Device(
+                "H20",
+                4000e9,
+                _peak(148, 148, 44, 1),
+                228 * 1024,
+                78,
+                _H20,
+                ("nvidia h20",),
+                (9, 0),
+                60 * MIB,
+                _matrix_peak(None, 74),
+            ),
+            Device(
                 "H100-SXM",
                 3350e9,
                 _HOPPER,
@@ -200,9 +271,36 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 50 * MIB,
                 _HOPPER_MATRIX,
             ),
+            Device(
+                "B200",
+                8000e9,
+                _peak(2250, 2250, 75, 37),
+                228 * 1024,
+                148,
+                _B200,
+                ("nvidia b200",),
+                (10, 0),
+                126 * MIB,
+                _matrix_peak(37, 1125),
+            ),
         )
     }
 )
+
+
+def _meant(name: str) -> list[Device]:
+    """Return the devices that a name may mean."""
+    plain = _plain(name)
+    exact = [x for x in DEVICES.values() if plain == _plain(x.name) or _at_hand(name, x)]
+    return exact or [x for x in DEVICES.values() if plain == _plain(x.name.partition("-")[0])]
+
+
+def _plain(name: str) -> str:
+    return name.lower().translate(str.maketrans("", "", "-_ "))
+
+
+def _at_hand(driver_name: str, known: Device) -> bool:
+    return driver_name.lower() in known.driver_names
 
 
 def device(name: str | None = None) -> Device:
@@ -211,8 +309,9 @@ def device(name: str | None = None) -> Device:
     Parameters
     ----------
     name : str, optional
-        A name in `DEVICES` or the beginning of one alone, in any case. Without it, the current
-        device's, which needs CuPy.
+        A name in `DEVICES`, in any case and with or without its hyphens and spaces; its part
+        before a hyphen where it is one device's ("H100" is H100-SXM, "H20" is never H200); or what
+        the driver calls it. Without it, the current device's, which needs CuPy.
 
     Returns
     -------
@@ -226,16 +325,19 @@ def device(name: str | None = None) -> Device:
     """
     known = f"known are {', '.join(DEVICES)}"
     if name is not None:
-        begun = [x for x in DEVICES.values() if x.name.lower().startswith(str(name).lower())]
-        exact = [x for x in begun if x.name.lower() == str(name).lower()]
-        if name and len(exact or begun) == 1:
-            return (exact or begun)[0]
-        raise ArgumentError(f"device={name!r}: nothing is known of it; {known}")
+        meant = _meant(str(name))
+        if len(meant) == 1:
+            return meant[0]
+        if meant:
+            names = " or ".join(each.name for each in meant)
+            raise ArgumentError(f"device={name!r}: several have this name; say {names}")
+        near = did_you_mean(str(name), DEVICES)
+        raise ArgumentError(f"device={name!r}: nothing is known of it; {known}{near}")
     try:
         here = cuda_device.here().name
     except Exception as error:
         raise ArgumentError(f"there is no device at hand ({error}): name one; {known}") from error
     for each in DEVICES.values():
-        if here.lower() in each.driver_names:
+        if _at_hand(here, each):
             return each
     raise ArgumentError(f"nothing is known of the device at hand, {here!r}; {known}")

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..install import CUPY, ML_DTYPES
 from .device_arrays import address, device_of, from_dlpack, is_device_array
 from .dtypes import FLOATS, WORDS
 
 Array = np.ndarray[Any, Any]
+
+
+class DLPackArray(Protocol):
+    """An array of NumPy, CuPy or another library that exports DLPack."""
+
+    def __dlpack__(self, *args: Any, **keywords: Any) -> Any:
+        """Return a capsule that shares the array's memory."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the kind and the number of the device where it lives."""
 
 
 def array(value: Any, name: str) -> Array:
@@ -98,7 +109,7 @@ def _device_from_dlpack(value: Any, name: str) -> Any:
         raise ArgumentTypeError(
             f"{name}: {type(value).__name__} in device memory came (DLPack device type 2), which "
             f"CuPy could not take ({error}); wanted a CuPy array, or one in host memory. Install "
-            "CuPy, pip install 'cupyflash[cuda12]' or 'cupyflash[cuda13]', or copy it to the CPU."
+            f"CuPy ({CUPY}), or copy it to the CPU."
         ) from None
 
 
@@ -171,7 +182,7 @@ def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"{name}: bfloat16 came; wanted the package ml_dtypes for it: pip install ml_dtypes."
+            f"{name}: bfloat16 came; wanted the package ml_dtypes for it: {ML_DTYPES}."
         ) from None
     code_and_bits[0] = unsigned
     try:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import api, masks, scores
+from .. import api, masks, planning, scores
 from ..testing.options import float_type
 from .cases import CAP, CHANGES_SCORES, Case, hidden
 from .measure import Gpu, Meter, Work
@@ -121,7 +121,7 @@ class Cupyflash(Contender):
                 o.fill(0)
                 return work, o
             grads = tuple(meter.xp.empty_like(x) for x in (q, k, v))
-            size = api.workspace_size(q, k, v, **options)
+            size = planning.workspace_size(q, k, v, **options)
             places = {"grads_out": grads, "workspace": meter.xp.empty(max(size, 1), np.uint8)}
             work = meter.captured(
                 lambda: api.attention_backward(do, q, k, v, o, lse, **places, **options)

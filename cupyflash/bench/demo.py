@@ -15,9 +15,11 @@ import numpy as np
 
 from ..api import attention, attention_vjp
 from ..arrays import cuda_device, device_arrays
+from ..arrays.dtypes import DTYPES
 from ..gpu.kernels import registry
 from ..masks import causal as causal_mask
 from ..testing import Precision, backward_bound, forward_bound, rho
+from ..testing.options import float_type
 from .measure import Meter
 from .standard import standard_backward, standard_forward
 
@@ -40,7 +42,7 @@ class Inputs(NamedTuple):
 
 def score_bytes(dtype: str, repeat: int) -> int:
     """Bytes of all scores over the text, `repeat` times over."""
-    return HEADS * (TOKENS * repeat) ** 2 * max(np.dtype(dtype).itemsize, 4)
+    return HEADS * (TOKENS * repeat) ** 2 * DTYPES[DTYPES[dtype].accumulator].itemsize
 
 
 def gpu_repeat(dtype: str, free: int) -> int:
@@ -58,7 +60,7 @@ def load(dtype: str = "float32", repeat: int = 1, xp: Any = np) -> Inputs:
     Parameters
     ----------
     dtype : str, optional
-        float16, float32 or float64.
+        float16, bfloat16 (of ml_dtypes), float32 or float64.
     repeat : int, optional
         How often the text's 512 tokens stand one after the other.
     xp : module, optional
@@ -69,9 +71,10 @@ def load(dtype: str = "float32", repeat: int = 1, xp: Any = np) -> Inputs:
     Inputs
         The gradient ``do`` is standard normal, from a fixed seed.
     """
+    kind = float_type(dtype)
     with (files("cupyflash") / "data" / "demo.npz").open("rb") as file, np.load(file) as data:
-        q, k, v = (np.tile(data[name].astype(dtype), (1, repeat, 1)) for name in "qkv")
-    do = np.random.default_rng(0).standard_normal(v.shape).astype(dtype)
+        q, k, v = (np.tile(data[name].astype(kind), (1, repeat, 1)) for name in "qkv")
+    do = np.random.default_rng(0).standard_normal(v.shape).astype(kind)
     return Inputs(*(xp.asarray(array) for array in (q, k, v, do)))
 
 

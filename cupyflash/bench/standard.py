@@ -28,8 +28,8 @@ def standard_forward(
     xp : module
         The array module of all arrays.
     q, k, v : array, shape (..., L, D)
-        float16 is widened to float32: NumPy's float16 products are no match for anybody, and CuPy
-        itself widens those of more than one head.
+        16-bit types are widened to float32: NumPy's products of them are no match for anybody, and
+        CuPy itself widens those of more than one head.
     causal : bool
         Whether query i sees keys up to i only.
     change : callable, optional

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..arrays.dtypes import FLOATS
 from ..errors import ArgumentError
 from ..files import check_writable, replacing, write_text
+from ..install import extra
 from . import info
 from .demo import choose_device, number_of_threads
 from .text import COLUMNS, megabytes, verdict, whole_number, wrapped
@@ -33,7 +34,7 @@ SUITE_NAMES = ("quick", "article", "peers", "variants", "decode")
 PASS_NAMES = ("forward", "backward")
 VARIANT_NAMES = ("full", "causal", "window", "documents", "prefix", "alibi", "softcap")
 PICTURE_NAMES = ("rate", "speed-up", "memory")
-EXTRA = "pip install 'cupyflash[bench]'"
+EXTRA = extra("bench")
 RUNS = {"cpu": 7, "gpu": 30}
 SECONDS = {"cpu": 5.0, "gpu": 2.0}
 

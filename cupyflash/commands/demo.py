@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..arrays.dtypes import FLOATS
 from . import info
 from .text import (
     COLUMNS,
@@ -24,7 +25,6 @@ from .text import (
 if TYPE_CHECKING:
     from ..bench.demo import Checked, Comparison
 
-DTYPES = ("float32", "float16", "float64")
 CPU_RUNS, GPU_RUNS = 5, 20  # of a median, at most
 
 
@@ -99,9 +99,13 @@ def demo(options: argparse.Namespace) -> int:
         repeat, runs = repeat or work.gpu_repeat(dtype, gpu.free_memory()), runs or GPU_RUNS
         device = f"GPU {gpu.number()}, {gpu.name()}"
         standard = "CuPy, whose matrix products are cuBLAS's"
-    if dtype == "float16":
-        standard += "; float16 is widened to float32"
-    text, inputs = (work.load(dtype, n, meter.xp) for n in (1, repeat))
+    if dtype in ("float16", "bfloat16"):
+        standard += f"; {dtype} is widened to float32"
+    try:
+        text, inputs = (work.load(dtype, n, meter.xp) for n in (1, repeat))
+    except ImportError as error:
+        print(textwrap.fill(f"error: --{error}", COLUMNS), file=sys.stderr)
+        return 1
     heads, length, width = inputs.q.shape
     scores = megabytes(work.score_bytes(dtype, repeat))
     tiled = f"the text {repeat} times over" if repeat > 1 else "the text as it is"
@@ -167,7 +171,7 @@ def add_command(subparsers: Any) -> None:
         "one can be used, else the CPU)",
     )
     command.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[0], help="of q, k, v (default: %(default)s)"
+        "--dtype", choices=FLOATS, default="float32", help="of q, k, v (default: %(default)s)"
     )
     command.add_argument(
         "--repeat",

@@ -81,7 +81,7 @@ def explain(options: argparse.Namespace) -> int:
             v,
             dtype=options.dtype,
             mask=mask,
-            score=score,
+            score_mod=score,
             device=options.device,
             backward=options.backward,
             deterministic=options.deterministic,
@@ -95,12 +95,15 @@ def explain(options: argparse.Namespace) -> int:
     if options.ascii or not _can_show(text):
         text = ascii_only(text)
     print(text)
-    for file, content in ((options.svg, made.figure.svg), (options.json, made.to_json() + "\n")):
+    for option, file, content in (
+        ("--svg", options.svg, made.figure.svg),
+        ("--json", options.json, made.to_json() + "\n"),
+    ):
         if file is not None:
             try:
                 write_text(file, content)
             except OSError as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {option}: {error}", file=sys.stderr)
                 return 2
     return 0
 
@@ -118,6 +121,7 @@ def report(made: Explanation, mask: str | None) -> str:
     words = "gradients" if made.backward else "forward"
     lines = [
         ("call", f"{words} of q {made.q_shape}, k {made.k_shape}, v {made.v_shape}, {made.dtype}"),
+        ("axes", made.axes),
         ("mask", made.mask if mask is None else f"{mask}: {made.mask}"),
         *([] if made.score == "no change" else [("score", made.score)]),
         ("device", made.device),

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays.cuda_device import OLDEST_CAPABILITY
+from ..gpu import disk_cache
 from ..gpu.kernels.registry import SPECS
 from ..gpu.kernels.spec import KernelSpec
+from ..install import CUPY, extra
 
 Line = tuple[str, str]  # label and text
-
-INSTALL = "pip install 'cupyflash[cuda12]' for CUDA 12 or pip install 'cupyflash[cuda13]' for 13"
 
 
 def installed(distribution: str) -> str | None:
@@ -117,13 +117,13 @@ def find_cupy() -> tuple[Any, str]:
         import cupy
     except ModuleNotFoundError as error:
         if error.name == "cupy":
-            return None, f"not installed; for NVIDIA GPUs: {INSTALL}"
-        return None, f"cannot be imported ({_words(error)}); install it anew: {INSTALL}"
+            return None, f"not installed; for NVIDIA GPUs: {CUPY}"
+        return None, f"cannot be imported ({_words(error)}); install it anew: {CUPY}"
     except OSError as error:  # CuPy makes its cache folder when it is imported
         remedy = "set CUPY_CACHE_DIR to a folder of yours that is writable"
         return None, f"cannot be imported ({_words(error)}); {remedy}"
     except Exception as error:  # noqa: BLE001 (whatever is broken, the remedy is the same)
-        return None, f"cannot be imported ({_words(error)}); install it anew: {INSTALL}"
+        return None, f"cannot be imported ({_words(error)}); install it anew: {CUPY}"
     return cupy, ""
 
 
@@ -136,7 +136,7 @@ def _extra(cupy: Any) -> str:
     """Command that completes the CuPy that is installed."""
     number, _ = _ask(cupy.cuda.runtime.runtimeGetVersion)
     major = (number or 0) // 1000
-    return f"pip install 'cupyflash[cuda{major}]'" if major in (12, 13) else INSTALL
+    return extra(f"cuda{major}") if major in (12, 13) else CUPY
 
 
 def cuda(cupy: Any) -> str:
@@ -150,9 +150,7 @@ def cuda(cupy: Any) -> str:
         return f"no driver: install NVIDIA's, nvidia-smi then shows the GPUs; {has}"
     text = f"driver for CUDA up to {_version(driver)}; {has}"
     if runtime and driver // 1000 < runtime // 1000:
-        text += (
-            f"; the driver is too old: update it, or pip install 'cupyflash[cuda{driver // 1000}]'"
-        )
+        text += f"; the driver is too old: update it, or {extra(f'cuda{driver // 1000}')}"
     return text
 
 
@@ -257,9 +255,11 @@ def _can_write(folder: Path) -> bool:
 
 def gpu_cache_lines() -> list[Line]:
     """Say where CuPy keeps compiled kernels."""
-    if os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0"):
+    if disk_cache.in_memory():
         return [("GPU cache", "in memory only, by CUPY_CACHE_IN_MEMORY: every process compiles")]
-    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111 (as CuPy does: no error without a home)
+    folder = disk_cache.folder()
+    if distrust := disk_cache.distrust():
+        return [("GPU cache", folder), ("", f"NOT safe: {distrust} (CUPY_CACHE_DIR sets it)")]
     if _can_write(Path(folder)):
         return [("GPU cache", folder), ("", "writable (CUPY_CACHE_DIR sets it)")]
     return [

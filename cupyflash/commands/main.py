@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from ..similar import did_you_mean
 from . import bench, demo, explain, info, verify
 from .text import wrapped
 
@@ -21,22 +24,31 @@ def show_info(_: argparse.Namespace) -> int:
     return 0
 
 
+def add_info(subparsers: Any) -> None:
+    """Add `info` to the command line."""
+    text = "versions, threads, devices and cache folders"
+    command = subparsers.add_parser("info", help=text, description=f"Show {text}.")
+    command.set_defaults(function=show_info)
+
+
+COMMANDS: dict[str, Callable[[Any], None]] = {
+    "demo": demo.add_command,
+    "verify": verify.add_command,
+    "explain": explain.add_command,
+    "bench": bench.add_command,
+    "info": add_info,
+}
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="cupyflash", description="Exact attention for NumPy-style array code."
     )
     top.add_argument("--version", action="version", version=f"cupyflash {version()}")
-    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    demo.add_command(commands)
-    verify.add_command(commands)
-    explain.add_command(commands)
-    bench.add_command(commands)
-
-    text = "versions, threads, devices and cache folders"
-    command = commands.add_parser("info", help=text, description=f"Show {text}.")
-    command.set_defaults(function=show_info)
+    subparsers = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in COMMANDS.values():
+        add(subparsers)
     return top
 
 
@@ -46,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        What follows the program's name; ``sys.argv`` unless given.
+        What follows the program's name; ``sys.argv`` unless given. Without any, the help is
+        printed.
 
     Returns
     -------
@@ -54,6 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 when all went well, 1 when the demo cannot run or finds an error beyond
         the bound. Wrong arguments exit with 2.
     """
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    top = parser()
+    if not words:
+        top.print_help()
+        return 0
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        near = did_you_mean(words[0], COMMANDS)
+        top.error(f"there is no command {words[0]!r}, only {', '.join(COMMANDS)}{near}")
+    options = top.parse_args(words)
     status: int = options.function(options)
     return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from .. import api, varlen
 from ..arrays import cuda_device
 from ..files import check_writable, write_text
 from ..gpu.kernels import registry
-from .text import whole_number
+from .text import COLUMNS, whole_number
 
 if TYPE_CHECKING:
     from ..testing import Precision, Report, Result
@@ -103,7 +104,10 @@ def verify(options: argparse.Namespace) -> int:
         report = _run(options, progress)
     except (ImportError, ValueError, RuntimeError) as error:
         progress.close()
-        print(f"error: {error}", file=sys.stderr)
+        words = textwrap.wrap(
+            f"error: {error}", COLUMNS, break_long_words=False, break_on_hyphens=False
+        )
+        print("\n".join(words), file=sys.stderr)
         return 2
     progress.close()
     print(report)

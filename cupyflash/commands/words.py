@@ -14,6 +14,8 @@ from typing import Any
 from .. import masks, scores
 from ..errors import ArgumentError
 from ..expr import len_k, len_q
+from ..files import shortened
+from ..similar import did_you_mean
 
 
 def documents(length: Any) -> masks.Mask:
@@ -35,8 +37,8 @@ MASKS: dict[str, Callable[..., Any]] = {
 
 def score_words(heads: int) -> dict[str, Callable[..., Any]]:
     """Return the scores' names for so many heads: ALiBi has a slope for each."""
-    slopes = [2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads)]
-    return {"softcap": scores.softcap, "alibi": functools.partial(scores.alibi, slopes)}
+    alibi = functools.partial(scores.alibi, scores.alibi_slopes(heads))
+    return {"softcap": scores.softcap, "alibi": alibi}
 
 
 _JOINS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -80,7 +82,8 @@ def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
         if name not in words or any(each.arg is None for each in call.keywords):
-            raise ArgumentError(f"{option}: {ast.unparse(node)!r} came; {wanted}.")
+            near = did_you_mean(name, words) if name not in words else ""
+            raise ArgumentError(f"{option}: {ast.unparse(node)!r} came; {wanted}{near or '.'}")
         try:
             values = [ast.literal_eval(each) for each in call.args]
             named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
@@ -95,11 +98,6 @@ def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any
             f"{option}: {shortened(text)!r} came, which is nested too deep; join fewer words, or "
             "name an object of a module by module:name."
         ) from None
-
-
-def shortened(text: str) -> str:
-    """Return a text that fits into a message."""
-    return text if len(text) <= 80 else f"{text[:60]} ... {text[-15:]}"
 
 
 def _imported(text: str, option: str) -> Any:

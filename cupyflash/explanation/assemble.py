@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from ..analysis import Device
 from ..arrays.device_arrays import is_device_array
 from ..arrays.dtypes import FLOATS
+from ..arrays.interop import DLPackArray, array, one_home
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import in_host_memory
 from ..expr.evaluate import host
@@ -18,10 +21,12 @@ from ..figures.survey import Survey, survey
 from ..figures.terminal import MOST_CELLS as MOST_SIGNS
 from ..figures.terminal import picture
 from ..gpu.kernels.spec import Tiles
+from ..install import ML_DTYPES
 from ..masks import Mask
 from ..problem import pack_gqa, validate
 from ..problem.bound_exprs import trees
 from ..problem.call import Call
+from ..problem.keywords import explained
 from ..problem.options import Options
 from ..scores import Score
 from . import traffic
@@ -35,36 +40,39 @@ from .works import Work, fake_array, on_cpu, on_gpu
 GRIDS = MOST_CELLS, MOST_SIGNS  # of the drawing, and of the picture in a terminal
 
 
+@explained
 def explain(
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...] | None = None,
-    v_shape: tuple[int, ...] | None = None,
+    q: tuple[int, ...] | DLPackArray,
+    k: tuple[int, ...] | DLPackArray | None = None,
+    v: tuple[int, ...] | DLPackArray | None = None,
     *,
-    dtype: Any = "float16",
-    mask: Any = None,
-    score: Any = None,
+    dtype: Any = None,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
     device: Device | str | None = None,
     backward: bool = False,
     deterministic: bool = False,
-    precision: str | None = None,
+    precision: Literal["tf32x3"] | None = None,
     compile: bool = True,
 ) -> Explanation:
     """Say what a call of attention would run, and what that costs, without running it.
 
     Parameters
     ----------
-    q_shape : tuple of int
-        Shape of q: (..., Hq, Lq, D), or (Lq, D) for one head.
-    k_shape, v_shape : tuple of int, optional
-        Shapes of k, (..., Hkv, Lk, D), and of v, (..., Hkv, Lk, Dv). Those of q and of k unless
+    q : tuple of int, or array
+        Shape of q: (..., Hq, Lq, D), or (Lq, D) for one head; or q itself, of which shape and dtype
+        are read.
+    k, v : tuple of int, or array, optional
+        The same of k, (..., Hkv, Lk, D), and of v, (..., Hkv, Lk, Dv). Those of q and of k unless
         given. Arrays are taken to lie without gaps.
-    dtype : dtype or str
-        float16, bfloat16, float32 or float64.
-    mask, score : Mask, Score or list of Score, optional
-        As ``mask=`` and ``score_mod=`` of `attention`.
+    dtype : dtype or str, optional
+        float16, bfloat16, float32 or float64. Default: that of the arrays, or float16.
+    mask, score_mod : Mask, Score or list of Score, optional
+        As of `attention`.
     device : Device or str, optional
         A name in `cupyflash.analysis.DEVICES`, which need not be at hand; "cpu"; "gpu" for the
-        current GPU. Default: the current GPU where there is one, else the CPU.
+        current GPU. Default: where the arrays are, or the current GPU where there is one, else the
+        CPU.
     backward : bool
         Explain the gradients instead of the forward.
     deterministic : bool
@@ -83,7 +91,7 @@ def explain(
 
     Raises
     ------
-    ArgumentError
+    ArgumentError, ArgumentTypeError
         If a shape, mask or device does not fit.
 
     Examples
@@ -97,9 +105,20 @@ def explain(
     >>> made.main.tiles
     TileCount(empty=31744, partial=2048, full=31744)
     """
+    operands = {"q": q, "k": k, "v": v}
+    arrays = {name: array(x, name) for name, x in operands.items() if hasattr(x, "shape")}
+    if device is None and arrays:
+        device = "cpu" if one_home(arrays) is None else "gpu"
     where = place(device)
-    call = _call(q_shape, k_shape, v_shape, dtype, mask, score, precision)
-    shapes = call.q.shape, call.k.shape, call.v.shape
+    kind = _dtype(dtype, arrays)
+    call = _call(
+        {**operands, **{name: x.shape for name, x in arrays.items()}},
+        kind,
+        Options(
+            mask=_in_host_memory(mask), score_mod=_in_host_memory(score_mod), precision=precision
+        ),
+    )
+    axes, shapes = call.axes, (call.q.shape, call.k.shape, call.v.shape)
     if where.target is not None and not backward:
         call, _ = pack_gqa.joined(call)
     problem = call.problem
@@ -141,6 +160,7 @@ def explain(
         q_shape=shapes[0],
         k_shape=shapes[1],
         v_shape=shapes[2],
+        axes=axes,
         dtype=problem.dtype.name,
         mask=words_of(call.mask, 200),
         score="no change" if call.score_mod is None else str(call.score_mod.expr),
@@ -163,16 +183,25 @@ def explain(
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:
-    wanted = "wanted integers of 1 or more: (..., H, L, D), or (L, D) for one head."
+    wanted = "wanted an array, or integers of 1 or more: (..., H, L, D), or (L, D) for one head."
     if not isinstance(value, (tuple, list)) or len(value) < 2:
         raise ArgumentTypeError(f"{name}: {value!r} came; {wanted}")
     for n in value:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
             raise ArgumentError(f"{name}: {tuple(value)} came; {wanted}")
+    if math.prod(map(int, value)) >= 2**59:  # addresses of the widest type end at 2^63 bytes
+        raise ArgumentError(f"{name}: {tuple(value)} came; wanted fewer than 2^59 numbers.")
     return tuple(int(n) for n in value)
 
 
-def _dtype(value: Any) -> np.dtype[Any]:
+def _dtype(value: Any, arrays: Mapping[str, Any]) -> np.dtype[Any]:
+    """Return the dtype that is asked for; unless one is, that of the arrays."""
+    found = {x.dtype.name: name for name, x in arrays.items()}
+    if value is None:
+        if len(found) > 1:
+            came = ", ".join(f"{name} {dtype}" for dtype, name in found.items())
+            raise ArgumentTypeError(f"{came} came; wanted one dtype. Convert with .astype(...).")
+        value = next(iter(found), FLOATS[0])
     name = value if isinstance(value, str) else getattr(value, "__name__", str(value))
     if name not in FLOATS:
         name = str(np.dtype(value)) if not isinstance(value, str) else value
@@ -184,23 +213,19 @@ def _dtype(value: Any) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            "dtype: bfloat16 came; wanted the package ml_dtypes for it: pip install ml_dtypes."
+            f"dtype: bfloat16 came; wanted the package ml_dtypes for it: {ML_DTYPES}."
         ) from None
     made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return made
 
 
-def _call(
-    q_shape: Any, k_shape: Any, v_shape: Any, dtype: Any, mask: Any, score: Any, precision: Any
-) -> Call:
-    q = _shape(q_shape, "q_shape")
-    k = q if k_shape is None else _shape(k_shape, "k_shape")
-    v = k if v_shape is None else _shape(v_shape, "v_shape")
-    kind = _dtype(dtype)
-    options = Options(
-        mask=_in_host_memory(mask), score_mod=_in_host_memory(score), precision=precision
-    )
-    return validate.call(fake_array(q, kind), fake_array(k, kind), fake_array(v, kind), options)
+def _call(operands: Mapping[str, Any], dtype: np.dtype[Any], options: Options) -> Call:
+    """Return a call of such shapes, whose arrays have no elements."""
+    q = _shape(operands["q"], "q")
+    k = q if operands["k"] is None else _shape(operands["k"], "k")
+    v = k if operands["v"] is None else _shape(operands["v"], "v")
+    q_array, k_array, v_array = (fake_array(shape, dtype) for shape in (q, k, v))
+    return validate.call(q_array, k_array, v_array, options)
 
 
 def _in_host_memory(value: Any) -> Any:

@@ -9,6 +9,7 @@ from ..analysis import DEVICES, Device
 from ..arrays import cuda_device
 from ..arrays.cuda_device import Target
 from ..errors import ArgumentError, ArgumentTypeError
+from ..similar import did_you_mean
 from .occupancy import LIMITS
 
 
@@ -65,7 +66,8 @@ def place(device: Device | str | None) -> Place:
     try:
         return _of_table(analysis.device(device))
     except ArgumentError:
-        raise ArgumentError(f"device: {device!r} came; wanted {_names()}.") from None
+        near = did_you_mean(str(device), ("cpu", "gpu", *DEVICES)) or "."
+        raise ArgumentError(f"device: {device!r} came; wanted {_names()}{near}") from None
 
 
 def _names() -> str:

@@ -183,6 +183,8 @@ class Explanation:
     ----------
     q_shape, k_shape, v_shape : tuple of int
         Of the arrays.
+    axes : str
+        Which axis of q, k and v is which.
     dtype : str
         Of the arrays.
     mask, score : str
@@ -227,6 +229,7 @@ class Explanation:
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]
     v_shape: tuple[int, ...]
+    axes: str
     dtype: str
     mask: str
     score: str

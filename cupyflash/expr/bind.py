@@ -23,6 +23,7 @@ from .nodes import (
     array_type,
     as_expr,
     lookup_node,
+    operation,
     rebuild,
     symbol,
     walk,
@@ -117,7 +118,33 @@ def bind(root: Expr, sizes: Sizes) -> Expr:
 
     bound = rebuild(root, resolved)
     prove(bound, sizes)
-    return bound
+    return hold_indices(bound)
+
+
+def hold_indices(root: Expr) -> Expr:
+    """Return `root` with each index that hangs on an array's elements held within its axis.
+
+    The elements may change between the proof and the kernel, which reads them again. The smaller
+    one is taken first: the length of an axis is unknown to compilers, so that they cannot infer
+    from what they take for granted of the index that it needs no holding.
+    """
+    done: dict[Expr, Expr] = {}
+    reads: set[Expr] = set()  # nodes that hang on elements
+    for node in walk(root):
+        args = tuple(done[arg] for arg in node.args)
+        if node.op == "lookup":
+            shape = node.value[0].shape
+            args = tuple(
+                operation("maximum", operation("minimum", held, size - 1), 0)
+                if index in reads
+                else held
+                for index, held, size in zip(node.args, args, shape, strict=True)
+            )
+        if node.op == "lookup" or any(arg in reads for arg in node.args):
+            reads.add(node)
+        same = all(new is old for new, old in zip(args, node.args, strict=True))
+        done[node] = node if same else Expr(node.op, args, node.type, node.value)
+    return done[root]
 
 
 def in_host_memory(root: Expr) -> Expr:

@@ -7,6 +7,7 @@ PARTIAL wherever a kernel takes it for that. Only last bits of `exp`, `log` and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,9 +58,14 @@ def _extremes(node: Expr, args: list[Any], machine: str) -> Any:
     dtype = {"bool": np.bool_, "int": np.int64, "float": np.float32}[node.type]
     shape = np.broadcast_shapes(*(np.shape(arg) for arg in args))
     ends = [np.broadcast_to(arg, shape).reshape(-1) for arg in args]
-    first = [np.maximum(end, 0) for end in ends[: array.ndim]]
-    last = [np.minimum(end, n - 1) for end, n in zip(ends[array.ndim :], array.shape, strict=True)]
-    ranges, place = np.unique(np.stack([*first, *last], axis=-1), axis=0, return_inverse=True)
+    first = [np.clip(end, 0, n) for end, n in zip(ends, array.shape, strict=False)]
+    last = [np.clip(end, -1, n - 1) for end, n in zip(ends[array.ndim :], array.shape, strict=True)]
+    place, at = np.zeros(math.prod(shape), np.int64), np.zeros(1, np.int64)
+    for column, n in zip((*first, *last), 2 * array.shape, strict=True):  # numbers from -1 to n
+        _, at, place = np.unique(
+            place * (n + 2) + column + 1, return_index=True, return_inverse=True
+        )
+    ranges = np.stack([*first, *last], axis=-1)[at]
     smallest = node.op == "range_minimum"
     found: np.ndarray[Any, Any] = np.empty(len(ranges), dtype)
     for n, corners in enumerate(ranges):

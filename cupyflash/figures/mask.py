@@ -21,7 +21,6 @@ from .survey import Grid, survey, symbols_of
 
 MOST_PAIRS = 256  # queries, and keys, that are drawn pair by pair
 MOST_CELLS = (96, 96)
-NAMES = {EMPTY: "EMPTY", PARTIAL: "PARTIAL", FULL: "FULL"}
 
 
 class HasExpr(Protocol):
@@ -181,7 +180,10 @@ def tiles_svg(grid: Grid, title: str, notes: Sequence[str] = ()) -> str:
     classes = grid.classes
     counts = grid.tiles.sum(axis=(0, 1))
     legend = [
-        (svg.PAINT[kind], f"{NAMES[kind]} {counts[kind]:,}{' (skipped)' if kind == EMPTY else ''}")
+        (
+            svg.PAINT[kind],
+            f"{terminal.NAMES[kind]} {counts[kind]:,}{' (skipped)' if kind == EMPTY else ''}",
+        )
         for kind in (FULL, PARTIAL, EMPTY)
     ]
     said = [*notes, f"tiles of {grid.block_q} queries x {grid.block_kv} keys"]

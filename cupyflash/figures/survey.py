@@ -1,7 +1,8 @@
 """Which tiles of a score matrix are empty, partial and full: counted by blocks, never as a whole.
 
-Tiles are looked at some hundred thousand at a time, and pairs in tiles that are partial, so that
-memory does not grow with the square of the length.
+Rectangles of tiles are looked at, the whole matrix first, and those that are PARTIAL again by their
+quarters: what a bound says of a rectangle holds for every tile in it. So time and memory grow with
+the edges of a mask, not with the square of the length.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..analysis.tiles import TileCount
+from ..errors import ArgumentError
 from ..expr.bind import Sizes
 from ..expr.evaluate import evaluate
 from ..expr.interval import EMPTY, FULL, PARTIAL, tile_class
@@ -22,7 +24,9 @@ from ..expr.tile_classes import tile_classes
 
 Array = np.ndarray[Any, Any]
 
-TILES_AT_A_TIME = 2**18
+AT_A_TIME = 2**16  # rectangles
+MOST_LOOKS = 2**25  # rectangles that are looked at: some seconds, or a minute in many small steps
+OF_A_STEP = 2**8  # that a step counts for, at least
 PAIRS_AT_A_TIME = 2**21
 MOST_PAIRS = 2**27  # that are asked one by one: some seconds
 
@@ -105,10 +109,48 @@ def _edges(length: int, step: int) -> Array:
     return np.append(np.arange(0, length, step), length)
 
 
-def _corners(length: int, block: int) -> tuple[Array, Array]:
-    """Return the first and the last position of every tile."""
-    first = np.arange(0, length, block, dtype=np.int64)
-    return first, np.minimum(first + block, length) - 1
+class _Rectangles(NamedTuple):
+    """Rectangles of tiles: their rows and columns from `top` and `left` up to `bottom` and `right`.
+
+    Each is an array of int64, one entry for every rectangle.
+    """
+
+    top: Array
+    bottom: Array
+    left: Array
+    right: Array
+
+    def chosen(self, which: Array | slice) -> _Rectangles:
+        """Return some of them."""
+        return _Rectangles(*(side[which] for side in self))
+
+    @property
+    def tiles(self) -> Array:
+        """Tiles of each."""
+        number: Array = (self.bottom - self.top) * (self.right - self.left)
+        return number
+
+    def extents(self, sizes: Sizes, blocks: tuple[int, int]) -> tuple[Array, Array]:
+        """Return queries and keys of each; the last tiles may have fewer."""
+        return (
+            np.minimum(self.bottom * blocks[0], sizes.len_q) - self.top * blocks[0],
+            np.minimum(self.right * blocks[1], sizes.len_k) - self.left * blocks[1],
+        )
+
+    def quarters(self) -> _Rectangles:
+        """Return the parts, two or four, of rectangles of more than a tile."""
+        down, across = (
+            low + (high - low + 1) // 2
+            for low, high in ((self.top, self.bottom), (self.left, self.right))
+        )
+        parts = [
+            (self.top, down, self.left, across),
+            (self.top, down, across, self.right),
+            (down, self.bottom, self.left, across),
+            (down, self.bottom, across, self.right),
+        ]
+        made = _Rectangles(*(np.concatenate(sides) for sides in zip(*parts, strict=True)))
+        return made.chosen(made.tiles > 0)
 
 
 def survey(
@@ -148,7 +190,17 @@ def survey(
     -------
     Survey
         Exact, whatever the size; but for `pairs`, which may be None.
+
+    Raises
+    ------
+    ArgumentError
+        If a head has 2^62 pairs or more, or the mask so many edges that it would take minutes.
     """
+    if sizes.len_q * sizes.len_k >= 2**62:
+        raise ArgumentError(
+            f"{sizes.len_q:,} queries and {sizes.len_k:,} keys came; wanted fewer than 2^62 pairs "
+            "of them."
+        )
     batch = int(np.prod(sizes.lead))
     classes = None if allowed is None else tile_class(allowed)
     nodes = () if allowed is None else walk(allowed)
@@ -159,27 +211,49 @@ def survey(
     count_pairs = count_pairs and not only_grids
 
     shape = -(-sizes.len_q // block_q), -(-sizes.len_k // block_kv)
-    grids = [_empty_grid(sizes, shape, (block_q, block_kv), most) for most in most_cells]
+    blocks = block_q, block_kv
+    grids = [_empty_grid(sizes, shape, blocks, most) for most in most_cells]
     counts = np.zeros(3, np.int64)
     visited = np.zeros(3, np.int64)  # pairs, keys, queries
-    pairs, asked, touched = 0, 0, 0
+    pairs, asked, touched, looks = 0, 0, 0, 0
     for b, h in itertools.product(entries, heads):
-        columns = np.zeros(shape[1], bool)
-        for rows, found in _classes(classes, sizes, block_q, block_kv, machine, b, h):
-            counts += [np.count_nonzero(found == kind) for kind in (EMPTY, PARTIAL, FULL)]
-            beyond = rows.stop * block_q - sizes.len_q, shape[1] * block_kv - sizes.len_k
-            visited += _sizes_of(found != EMPTY, block_q, block_kv, beyond)
-            columns |= (found != EMPTY).any(axis=0)
+        entered = np.zeros(0 if only_grids else shape[1] + 1, np.int64)  # less those that were left
+        partial: list[_Rectangles] = []
+        for found, kinds, looked in _classes(classes, sizes, shape, blocks, machine, b, h):
+            looks += max(looked, OF_A_STEP)
+            if looks > MOST_LOOKS:
+                raise ArgumentError(
+                    f"mask: more than {MOST_LOOKS:,} tiles of {block_q} queries x {block_kv} keys "
+                    "would have to be looked at one by one; wanted fewer queries, keys, heads or "
+                    "batch entries, or a mask of which large parts are EMPTY or FULL."
+                )
+            np.add.at(counts, kinds, found.tiles)
             if (b, h) == at:
                 for grid in grids:
-                    _add_to(grid, found, rows.start)
-            if not count_pairs:
+                    _add_to(grid, found, kinds)
+            if only_grids:
                 continue
-            pairs += int(_sizes_of(found == FULL, block_q, block_kv, beyond)[0])
-            asked += int(_sizes_of(found == PARTIAL, block_q, block_kv, beyond)[0])
-            count_pairs = asked <= MOST_PAIRS
-            if count_pairs and allowed is not None:
-                pairs += _partial_pairs(allowed, sizes, block_q, block_kv, rows, found, b, h)
+            seen = found.chosen(kinds != EMPTY)
+            queries, keys = seen.extents(sizes, blocks)
+            visited += [
+                (queries * keys).sum(),
+                (keys * (seen.bottom - seen.top)).sum(),
+                (queries * (seen.right - seen.left)).sum(),
+            ]
+            np.add.at(entered, seen.left, 1)
+            np.add.at(entered, seen.right, -1)
+            if count_pairs:
+                masked = kinds[kinds != EMPTY] == PARTIAL
+                pairs += int((queries * keys)[~masked].sum())
+                asked += int((queries * keys)[masked].sum())
+                count_pairs = asked <= MOST_PAIRS
+                if masked.any():
+                    partial.append(seen.chosen(masked))
+        if only_grids:
+            continue
+        if count_pairs and allowed is not None:
+            pairs += sum(_partial_pairs(allowed, sizes, blocks, each, b, h) for each in partial)
+        columns = np.cumsum(entered[:-1]) > 0
         rest = shape[1] * block_kv - sizes.len_k
         touched += block_kv * int(np.count_nonzero(columns)) - rest * int(columns[-1])
     return Survey(
@@ -202,21 +276,6 @@ def _empty_grid(
     return Grid(sizes.len_q, sizes.len_k, *blocks, down, across, cells)
 
 
-def _sizes_of(chosen: Array, block_q: int, block_kv: int, beyond: tuple[int, int]) -> Array:
-    """Return pairs, keys and queries of chosen tiles, of rows of whose last some do not exist."""
-    tiles = int(np.count_nonzero(chosen))
-    of_row, of_column = (
-        (int(np.count_nonzero(line)), max(rest, 0))
-        for line, rest in ((chosen[-1], beyond[0]), (chosen[:, -1], beyond[1]))
-    )
-    queries = tiles * block_q - of_row[0] * of_row[1]
-    keys = tiles * block_kv - of_column[0] * of_column[1]
-    pairs = tiles * block_q * block_kv
-    pairs -= of_row[0] * of_row[1] * block_kv + of_column[0] * of_column[1] * block_q
-    pairs += int(chosen[-1, -1]) * of_row[1] * of_column[1]
-    return np.array([pairs, keys, queries], np.int64)
-
-
 def symbols_of(sizes: Sizes, b: int, h: int, **positions: Any) -> dict[str, Any]:
     """Return the values of the symbols of one batch entry and head."""
     numbers = {"b": b, "h": h, "len_q": sizes.len_q, "len_k": sizes.len_k}
@@ -227,57 +286,74 @@ def symbols_of(sizes: Sizes, b: int, h: int, **positions: Any) -> dict[str, Any]
 def _classes(
     classes: Expr | None,
     sizes: Sizes,
-    block_q: int,
-    block_kv: int,
+    shape: tuple[int, int],
+    blocks: tuple[int, int],
     machine: str,
     b: int,
     h: int,
-) -> Iterator[tuple[slice, Array]]:
-    """Go through the tiles of a batch entry and head: some rows of tiles, and their classes."""
-    (i_low, i_high), (j_low, j_high) = (
-        _corners(sizes.len_q, block_q),
-        _corners(sizes.len_k, block_kv),
-    )
-    step = max(1, TILES_AT_A_TIME // len(j_low))
-    for first in range(0, len(i_low), step):
-        rows = slice(first, min(first + step, len(i_low)))
-        shape = rows.stop - first, len(j_low)
-        if classes is None:
-            yield rows, np.full(shape, FULL)
-            continue
-        corners = {"i_low": i_low[rows, None], "i_high": i_high[rows, None]}
-        corners |= {"j_low": j_low[None], "j_high": j_high[None]}
-        values = tile_classes(classes, symbols_of(sizes, b, h, **corners), machine)
-        yield rows, np.broadcast_to(values, shape)
+) -> Iterator[tuple[_Rectangles, Array, int]]:
+    """Go through the tiles of a batch entry and head.
+
+    Yields
+    ------
+    found : _Rectangles
+        Some whose tiles are all alike; those that are PARTIAL are single tiles.
+    kinds : numpy.ndarray of int64
+        Their classes.
+    looked : int
+        How many rectangles were looked at for that.
+    """
+    waiting = [_Rectangles(*(np.array([n], np.int64) for n in (0, shape[0], 0, shape[1])))]
+    while waiting:
+        found = waiting.pop()
+        kinds = np.full(found.top.shape, FULL, np.int64)
+        if classes is not None:
+            corners = {
+                "i_low": found.top * blocks[0],
+                "i_high": np.minimum(found.bottom * blocks[0], sizes.len_q) - 1,
+                "j_low": found.left * blocks[1],
+                "j_high": np.minimum(found.right * blocks[1], sizes.len_k) - 1,
+            }
+            kinds[:] = tile_classes(classes, symbols_of(sizes, b, h, **corners), machine)
+        again = (kinds == PARTIAL) & (found.tiles > 1)
+        yield found.chosen(~again), kinds[~again], len(kinds)
+        rest = found.chosen(again).quarters()
+        starts = range(0, len(rest.top), AT_A_TIME)
+        waiting += [rest.chosen(slice(first, first + AT_A_TIME)) for first in starts]
 
 
-def _add_to(grid: Grid, found: Array, first: int) -> None:
-    """Add the tiles of some rows to the cells that they belong to."""
-    columns = np.arange(0, found.shape[1], grid.across)
-    place = (first + np.arange(found.shape[0])) // grid.down
+def _add_to(grid: Grid, found: _Rectangles, kinds: Array) -> None:
+    """Add tiles to the cells that they belong to."""
+    rows, columns, _ = grid.tiles.shape
+    row, column = found.top // grid.down, found.left // grid.across
+    inside = (found.bottom <= (row + 1) * grid.down) & (found.right <= (column + 1) * grid.across)
+    place = row[inside], column[inside], kinds[inside]
+    np.add.at(grid.tiles, place, found.tiles[inside])
     for kind in (EMPTY, PARTIAL, FULL):
-        by_column = np.add.reduceat((found == kind).astype(np.int64), columns, axis=1)
-        np.add.at(grid.tiles[..., kind], place, by_column)
+        wide = found.chosen(~inside & (kinds == kind))
+        down = _overlaps(wide.top, wide.bottom, grid.down, rows)
+        across = _overlaps(wide.left, wide.right, grid.across, columns)
+        grid.tiles[..., kind] += (down @ across.T).astype(np.int64)
+
+
+def _overlaps(first: Array, last: Array, step: int, cells: int) -> Array:
+    """Return how many rows or columns of rectangles lie in cells of `step`: (cells, rectangles)."""
+    start = step * np.arange(cells)[:, None]
+    common = np.minimum(last, start + step) - np.maximum(first, start)
+    numbers: Array = np.maximum(common, 0).astype(np.float64)  # their products are exact to 2^53
+    return numbers
 
 
 def _partial_pairs(
-    allowed: Expr,
-    sizes: Sizes,
-    block_q: int,
-    block_kv: int,
-    rows: slice,
-    found: Array,
-    b: int,
-    h: int,
+    allowed: Expr, sizes: Sizes, blocks: tuple[int, int], tiles: _Rectangles, b: int, h: int
 ) -> int:
-    """Count the pairs that attend in the partial tiles of some rows."""
+    """Count the pairs that attend in single tiles."""
     total = 0
-    for row, classes in enumerate(found, rows.start):
-        tiles = np.flatnonzero(classes == PARTIAL)
-        if not tiles.size:
-            continue
-        i = np.arange(row * block_q, min((row + 1) * block_q, sizes.len_q))[:, None]
-        keys = (tiles[:, None] * block_kv + np.arange(block_kv)).reshape(-1)
+    order = np.lexsort((tiles.left, tiles.top))
+    rows, begins = np.unique(tiles.top[order], return_index=True)
+    for row, columns in zip(rows, np.split(tiles.left[order], begins[1:]), strict=True):
+        i = np.arange(row * blocks[0], min((row + 1) * blocks[0], sizes.len_q))[:, None]
+        keys = (columns[:, None] * blocks[1] + np.arange(blocks[1])).reshape(-1)
         keys = keys[keys < sizes.len_k]
         step = max(1, PAIRS_AT_A_TIME // len(i))
         for first in range(0, len(keys), step):

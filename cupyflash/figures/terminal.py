@@ -6,6 +6,7 @@ from ..expr.interval import EMPTY, FULL, PARTIAL
 from .survey import Array, Grid
 from .svg import ticks
 
+NAMES = {EMPTY: "EMPTY", PARTIAL: "PARTIAL", FULL: "FULL"}
 SIGNS = {EMPTY: "··", PARTIAL: "▒▒", FULL: "██"}
 MOST_CELLS = (32, 40)  # rows and columns that find room in 100 columns
 _ASCII = str.maketrans({"·": ".", "▒": "+", "█": "#", "│": "|", "→": ">", "↓": "v"})
@@ -27,8 +28,12 @@ def picture(grid: Grid) -> str:
     Returns
     -------
     str
-        Lines without trailing space, the last ones of which say what a cell is.
+        Lines without trailing space; the last ones say what a cell is. Where all tiles are alike
+        one line says so.
     """
+    alike = _alike(grid)
+    if alike:
+        return alike
     margin = max(len(str(grid.len_q)), len("queries ↓")) + 1
     lines = [f"{'queries ↓':>{margin - 1}}  keys →", _axis(grid, margin)]
     labels = _labels(grid.edges_q, grid.len_q)
@@ -38,6 +43,25 @@ def picture(grid: Grid) -> str:
     lines.append(f"{grid.len_q:>{margin - 1}}")
     lines += [" " * (margin + 1) + words for words in _legend(grid)]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _alike(grid: Grid) -> str:
+    """Return what all tiles are; nothing where they differ."""
+    counts = grid.tiles.sum(axis=(0, 1)).tolist()
+    kind = max((EMPTY, PARTIAL, FULL), key=lambda kind: counts[kind])
+    if counts[kind] < sum(counts):
+        return ""
+    one = counts[kind] == 1
+    if grid.block_q * grid.block_kv > 1:
+        what = f"tile{'' if one else 's'} of {grid.block_q} queries x {grid.block_kv} keys"
+        verb = "is" if one else "are"
+        said = f"{verb} {NAMES[kind]}{', skipped' if kind == EMPTY else ''}"
+    else:
+        what = f"pair{'' if one else 's'} of a query and a key"
+        said = "attends" if one else "attend"
+        if kind != FULL:
+            said = "is masked" if one else "are masked"
+    return f"{SIGNS[kind]} {'the one' if one else f'all {counts[kind]:,}'} {what} {said}"
 
 
 def _legend(grid: Grid) -> list[str]:

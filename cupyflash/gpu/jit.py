@@ -2,7 +2,7 @@
 
 CuPy compiles with NVRTC for the device at hand, and keeps the result on disk under the text and the
 compiler's version (``CUPY_CACHE_DIR``, or ``~/.cupy/kernel_cache``). The folder holds native code:
-it must not lie where others can write.
+there is one warning where others can write to it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from . import disk_cache
 from .source import Specialisation, source
 
 # Compilers before 12.9 refuse a second -arch, and CuPy gives its own, that of the device. Only
@@ -47,6 +48,7 @@ def kernel(special: Specialisation, device: int) -> Any:
 def _compiled(name: str, text: str, shared_memory: int, architecture: str | None = None) -> Any:
     import cupy
 
+    disk_cache.warn_once()
     options = OPTIONS if architecture is None else (*OPTIONS, f"-arch={architecture}")
     try:
         made = cupy.RawModule(code=text, options=options).get_function(name)

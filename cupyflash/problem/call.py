@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,6 +90,23 @@ class Call:
         """Whether every operand came as a matrix, so that the output is one."""
         return all(self.were_matrices)
 
+    @property
+    def axes(self) -> str:
+        """Which axis of q, k and v is which, in words."""
+        q, k, v = (
+            self._axes_of(x, rows)
+            for x, rows in zip("qkv", ("queries", "keys", "keys"), strict=True)
+        )
+        return f"q: {q}; k and v: {k}" if k == v else f"q: {q}; k: {k}; v: {v}"
+
+    def _axes_of(self, name: str, rows: str) -> str:
+        *lead, heads, length, size = getattr(self, name).shape
+        words = [f"batch {' x '.join(map(str, lead))}"] if lead else []
+        words += [f"heads {heads}", f"{rows} {length}"]
+        if self.problem.packed:
+            words[-1] += f" in {self.problem.batch} sequences"
+        return ", ".join([*words, f"head size {size}"])
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -103,9 +120,12 @@ class Plan:
         Queries and keys of a tile.
     reason : str
         Why this kernel and these tiles.
+    axes : str
+        Which axis of q, k and v is which; arrays of shape (B, L, H, D) show here.
     """
 
     kernel: str
     block_q: int
     block_kv: int
     reason: str
+    axes: str = field(default="", compare=False)

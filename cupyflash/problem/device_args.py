@@ -14,8 +14,10 @@ from ..expr.nodes import Expr, walk
 from .call import Array
 
 
-def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> Array | None:
-    """Return offsets in host memory, or None for such as are not to be read.
+def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> tuple[Array, Array | None]:
+    """Return offsets for the kernels, and the same in host memory, or None if they are not read.
+
+    Offsets that are checked are a copy, which nobody changes before the kernels read it.
 
     Raises
     ------
@@ -23,10 +25,11 @@ def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> Array | 
         If they are to be read while a graph is being captured.
     """
     if not device_arrays.is_device_array(value):
-        return value
+        copy = np.array(value)
+        return copy, copy
     device = one_home({"q": q, name: value})
     if not check:
-        return None
+        return value, None
     assert device is not None
     with cuda_device.current(device):
         if cuda_device.is_capturing():
@@ -35,7 +38,8 @@ def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> Array | 
                 "be read back; wanted check=False, which trusts the offsets and holds them in "
                 "range."
             )
-    return device_arrays.read_back(value)
+        copy = value.copy()
+    return copy, device_arrays.read_back(copy)
 
 
 def unread(total: int, longest: int) -> tuple[Array, Array]:

@@ -1,36 +1,112 @@
-"""Keywords that a public function does not have: the error says what to write instead."""
+"""Arguments that a public function does not have: the error says what to write instead."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
+from ..arrays.device_arrays import is_device_array
 from ..errors import ArgumentTypeError
+from ..masks import Mask
+from ..scores import Score
+from ..similar import nearest
 from .options import NAMES
 
 _OPTIONS = (
     f"the options are {', '.join(NAMES)}; beside them attention takes return_lse, out, lse_out, "
     "and attention_backward dlse, deterministic, grads_out, workspace"
 )
+_ARRAY_MASK = "say mask=array (bool, True = attend), or bias=array (added to the scores)"
+_CAUSAL = "say mask=masks.causal()"
+_DROPOUT = "say dropout=p, seed=number"
+_LENGTHS = "say mask=masks.lengths(k_lengths), with the number of keys of every batch entry"
+_NO_BACKEND = "leave it out: the arrays' type chooses, NumPy's the CPU and CuPy's the GPU"
+_NO_LONGEST = "leave it out: the longest sequence is found from the offsets"
+_NO_WEIGHTS = (
+    "leave it out: the weights are never stored. With return_lse=True they are "
+    "exp(logits - lse[..., None])"
+)
+_PAGED = "leave it out: there are no paged caches; gather the pages to one array of keys"
+_SCALE = "say scale=number"
+_SEED = "say seed=number"
+_SEGMENTS = "say mask=masks.segments(ids)"
+_SINK = "say sink=array, of one logit per query head"
+_SOFTCAP = "say score_mod=scores.softcap(c)"
+_TILES = "leave it out: plan(q, k, v) says which tiles are chosen, and why"
+_WINDOW = "say mask=masks.window(left, right), in which None is unbounded"
+_OFFSETS = (
+    "attention_varlen takes offsets_{0}: 0, and the running sum of the sequences' lengths, on "
+    "arrays of shape (H, total, D)"
+)
 _OTHER_NAMES = {  # of other libraries, or of other functions of this one
     "alibi_slopes": "say score_mod=scores.alibi(slopes)",
-    "attention_mask": "say mask=array (bool), or bias=array (added to the scores)",
+    "attention_mask": _ARRAY_MASK,
     "attn_bias": "say bias=array",
-    "attn_mask": "say mask=array (bool), or bias=array (added to the scores)",
-    "causal": "say mask=masks.causal()",
-    "dropout_p": "say dropout=p, seed=number",
+    "attn_mask": _ARRAY_MASK,
+    "average_attn_weights": _NO_WEIGHTS,
+    "backend": _NO_BACKEND,
+    "block_k": _TILES,
+    "block_kv": _TILES,
+    "block_mask": "say mask=masks.mask(function), which finds the blocks by itself",
+    "block_q": _TILES,
+    "block_table": _PAGED,
+    "cache_seqlens": _LENGTHS,
+    "causal": _CAUSAL,
+    "check": "attention_varlen, attention_varlen_backward and attention_varlen_vjp take it",
+    "cu_seqlens": _OFFSETS.format("q and offsets_k"),
+    "cu_seqlens_k": _OFFSETS.format("k"),
+    "cu_seqlens_kv": _OFFSETS.format("k"),
+    "cu_seqlens_q": _OFFSETS.format("q"),
+    "deterministic": "attention_backward, attention_vjp and their varlen forms take it",
+    "dlse": "attention_backward, attention_varlen_backward and the functions vjp take it",
+    "dropout_p": _DROPOUT,
+    "dropout_prob": _DROPOUT,
+    "dropout_rate": _DROPOUT,
+    "dropout_rng": _SEED,
+    "dropout_seed": _SEED,
     "enable_gqa": "leave it out: grouped-query attention is read from the shapes",
-    "is_causal": "say mask=masks.causal()",
-    "key_padding_mask": "say mask=masks.lengths(k_lengths)",
+    "grads_out": "attention_backward, attention_vjp and their varlen forms take it",
+    "implementation": _NO_BACKEND,
+    "is_causal": _CAUSAL,
+    "key": "say k=array",
+    "key_padding_mask": _LENGTHS,
+    "key_value_seq_lengths": _LENGTHS,
+    "local_window_size": _WINDOW,
+    "logit_cap": _SOFTCAP,
+    "logits_soft_cap": _SOFTCAP,
     "lse_out": "attention and attention_varlen take it",
+    "max_seqlen_k": _NO_LONGEST,
+    "max_seqlen_kv": _NO_LONGEST,
+    "max_seqlen_q": _NO_LONGEST,
+    "need_weights": _NO_WEIGHTS,
+    "offsets_k": "attention_varlen and its backward take it",
+    "offsets_q": "attention_varlen and its backward take it",
     "out": "attention and attention_varlen take it",
+    "page_table": _PAGED,
+    "query": "say q=array",
+    "query_seq_lengths": "say mask=masks.lengths(k_lengths, q_lengths)",
+    "return_attn_probs": _NO_WEIGHTS,
     "return_lse": "attention, attention_vjp and their varlen forms take it",
-    "sm_scale": "say scale=number",
-    "softcap": "say score_mod=scores.softcap(c)",
-    "softmax_scale": "say scale=number",
-    "window_size": "say mask=masks.window(left, right)",
+    "return_softmax_lse": "say return_lse=True",
+    "return_weights": _NO_WEIGHTS,
+    "rng": _SEED,
+    "s_aux": _SINK,
+    "score": "say score_mod=",
+    "segment_ids": _SEGMENTS,
+    "seqused_k": _LENGTHS,
+    "sinks": _SINK,
+    "sliding_window": _WINDOW,
+    "sm_scale": _SCALE,
+    "soft_cap": _SOFTCAP,
+    "softcap": _SOFTCAP,
+    "softmax_scale": _SCALE,
+    "value": "say v=array",
+    "window": _WINDOW,
+    "window_size": _WINDOW,
+    "workspace": "attention_backward, attention_vjp and their varlen forms take it",
 }
 
 P = ParamSpec("P")
@@ -38,10 +114,10 @@ R = TypeVar("R")
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a keyword that a function does not have an `ArgumentTypeError` that names the remedy.
+    """Make an argument that a function does not have an error that names the remedy.
 
-    Nothing is looked at before the call: only where Python could not bind its arguments are the
-    keywords compared with the signature.
+    Nothing is looked at before the call: only where Python could not bind its arguments are they
+    compared with the signature.
     """
 
     @functools.wraps(function)
@@ -54,10 +130,40 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
                 known = inspect.signature(function).parameters
                 for name in keywords:
                     if name not in known:
-                        remedy = _OTHER_NAMES.get(name, _OPTIONS)
                         raise ArgumentTypeError(
-                            f"{name}: no argument of this function; {remedy}."
+                            f"{name}: no argument of this function; {_remedy(name, known)}."
                         ) from None
+                by_position = [
+                    each for each in known.values() if each.kind is each.POSITIONAL_OR_KEYWORD
+                ]
+                if len(args) > len(by_position):
+                    names = ", ".join(each.name for each in by_position)
+                    more = args[len(by_position)]
+                    raise ArgumentTypeError(
+                        f"{len(args)} arguments came by position; wanted {len(by_position)}, "
+                        f"{names}, and every option by its name: {_named(more, known)}."
+                    ) from None
             raise
 
     return call
+
+
+def _remedy(name: str, known: Mapping[str, inspect.Parameter]) -> str:
+    hint = _OTHER_NAMES.get(name)
+    if hint and set(re.findall(r"say (\w+)=", hint)) <= set(known):
+        return hint
+    near = nearest(name, known, 1)
+    takes = _OPTIONS if set(NAMES) <= set(known) else f"it takes {', '.join(known)}"
+    return f"did you mean {near[0]}? Otherwise, {takes}" if near else takes
+
+
+def _named(value: Any, known: Mapping[str, inspect.Parameter]) -> str:
+    """Return how to write a value that came by position."""
+    if isinstance(value, Score):
+        return "say score_mod=score"
+    if isinstance(value, Mask):
+        return "say mask=mask"
+    if hasattr(value, "__array__") or hasattr(value, "__dlpack__") or is_device_array(value):
+        return _ARRAY_MASK
+    options = [each.name for each in known.values() if each.kind is each.KEYWORD_ONLY]
+    return f"the options are {', '.join(options)}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, SupportsIndex
 
+from ..arrays.interop import DLPackArray
+from ..masks import Mask
 from ..scores import Score
 
 
@@ -18,14 +20,14 @@ class Options:
     part of a signature in `launch_cache`, both of which fail for a field that they do not know.
     """
 
-    mask: Any = None
+    mask: Mask | DLPackArray | None = None
     score_mod: Score | Sequence[Score] | None = None
-    bias: Any = None
-    sink: Any = None
+    bias: DLPackArray | None = None
+    sink: DLPackArray | None = None
     scale: float | None = None
     dropout: float = 0.0
-    seed: Any = None
-    precision: str | None = None
+    seed: SupportsIndex | DLPackArray | None = None
+    precision: Literal["tf32x3"] | None = None
 
     @staticmethod
     def of(**named: Any) -> Options:

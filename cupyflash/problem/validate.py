@@ -136,7 +136,7 @@ def varlen_call(
     ends: dict[str, Any] = {}
     for size, packed in (("q", q), ("k", k)):
         name, total = f"offsets_{size}", packed.shape[1]
-        read = device_args.offsets_to_check(held[name], name, q, bool(check))
+        held[name], read = device_args.offsets_to_check(held[name], name, q, bool(check))
         if read is None:
             longest = device_args.longest(f"len_{size}", total, *_position_arrays(options))
             ends[f"len_{size}"], ends[f"start_{size}"] = device_args.unread(total, longest)
@@ -164,7 +164,8 @@ def varlen_call(
 
 def _position_arrays(options: Options) -> tuple[list[Array], list[Expr]]:
     """Return the arrays (..., Lq, Lk) and the expressions among the options of a call."""
-    arrays, expressions = (options.bias, options.mask), (options.mask, chain(options.score_mod))
+    arrays: tuple[Any, ...] = (options.bias, options.mask)
+    expressions = (options.mask, chain(options.score_mod))
     return (
         [x for x in arrays if x is not None and hasattr(x, "shape")],
         [x.expr for x in expressions if isinstance(x, (Mask, Score))],

@@ -19,6 +19,7 @@ from cupyflash.expr import (
     where,
 )
 from cupyflash.expr.nodes import LookupTable
+from cupyflash.install import ML_DTYPES, extra
 
 from .placement import Placed, random_layout
 
@@ -36,7 +37,7 @@ def float_type(name: Any) -> np.dtype[Any]:
         except ImportError as error:
             raise ImportError(
                 "dtype is bfloat16, a type of the package ml_dtypes, which is not installed: "
-                'pip install ml_dtypes (or pip install "cupyflash[bf16]")'
+                f"{ML_DTYPES} (or {extra('bf16')})"
             ) from error
         name = ml_dtypes.bfloat16
     held: np.dtype[Any] = np.dtype(name)
@@ -159,7 +160,7 @@ def _segments(z: Sizes) -> masks.Mask:
 
 
 def _window(z: Sizes) -> masks.Mask:
-    left, right = (None if z.rng.random() < 0.2 else int(z.rng.integers(-2, 20)) for _ in "lr")
+    left, right = (None if z.rng.random() < 0.2 else int(z.rng.integers(20)) for _ in "lr")
     offset = None if z.rng.random() < 0.6 else z.per_batch(-5, 20)
     return masks.window(left, right, offset)
 
@@ -229,6 +230,10 @@ def _alibi(z: Sizes) -> scores.Score:
     return scores.alibi(z.rng.uniform(0, 0.5, z.heads).astype(z.dtype()))
 
 
+def _alibi_of_entries(z: Sizes) -> scores.Score:
+    return scores.alibi(z.rng.uniform(0, 0.5, (*z.lead, z.heads)).astype(z.dtype()))
+
+
 def _relative_bias(z: Sizes) -> scores.Score:
     reach = int(z.rng.integers(0, 12))
     shape = (z.heads, 2 * reach + 1) if z.rng.random() < 0.6 else (2 * reach + 1,)
@@ -250,6 +255,7 @@ def _user_score(z: Sizes) -> scores.Score:
 SCORES: dict[str, Callable[[Sizes], scores.Score]] = {
     "alibi": _alibi,
     "softcap": lambda z: scores.softcap(float(z.rng.choice([0.5, 2.0, 30.0]))),
+    "alibi_of_entries": _alibi_of_entries,
     "relative_bias": _relative_bias,
     "user": _user_score,
     "expression": lambda z: scores.score(lambda s, *at: _number(z, s, at, 2)),

@@ -55,6 +55,11 @@ Each gradient is then one sum over all pairs that reach it, over queries, the he
 broadcast axes alike: ``sum of term errors + gamma(terms + 3) * sum of |terms|``, then the output's
 rounding.
 
+Domain. A sum may overflow on the way to a result that does not: where the magnitudes of what it
+adds up come to half the accumulator's largest number, the bound is infinite. That concerns the
+products of a logit, before and after the scale; the weighted values, before they are divided by l;
+do v and do out; and the sums of dq and dk, before the scale.
+
 References
 ----------
 N. J. Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., 2002, section 3.1.
@@ -152,6 +157,11 @@ def times(a: Floats, b: Floats | float) -> Floats:
     return np.where((a == 0) | (b == 0), 0.0, a * b)
 
 
+def held(error: Floats, size: Floats, limit: float) -> Floats:
+    """Return the error of a sum of magnitudes `size`; infinite from the limit on."""
+    return np.where(size < limit, error, np.inf)
+
+
 def stored(error: Floats, exact: Any, rounding: Rounding) -> Floats:
     """Add the rounding of the result; infinite where the stored number may overflow."""
     size = magnitude(exact)
@@ -190,6 +200,7 @@ def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -
     if precision.split:
         sizes = magnitude(f.q).sum(axis=-1)[..., None] + magnitude(f.k).sum(axis=-1)[..., None, :]
         error = error + scale * (1.01 * precision.split * products + 2 * lam * sizes)
+        products = np.maximum(products, sizes)  # a split number may be rounded up
     # Products that may overflow the accumulator, before or after the scale.
     safe = np.maximum(products, scale * products) < precision.largest / 2
     error = np.where(f.allowed, np.where(safe, error, np.inf), 0)
@@ -379,6 +390,7 @@ def backward_errors(
     # delta, and what dLSE adds to it
     delta = times(do, e.out).sum(axis=-1)
     delta = delta + precision.gamma(width) * times(do, out + e.out).sum(axis=-1) + width * lam
+    delta = held(delta, times(do, out + e.out).sum(axis=-1), precision.largest / 2)
     delta = np.where(seen, delta, 0)
     shift = delta
     if with_dlse:
@@ -399,12 +411,9 @@ def backward_errors(
     value_error = times(value_error, weights).swapaxes(-1, -2)
     value_terms = (probs * weights).swapaxes(-1, -2)
     visits = counts.sum(axis=-2)[..., None]
-    dv = Terms(
-        g.dv,
-        matmul(value_error, do) + lam * visits,
-        matmul(value_terms + value_error, do),
-        visits,
-    )
+    limit = precision.largest / 2 / max(1, f.q.shape[0] * f.q.shape[1])  # sums may be shared
+    size_dv = matmul(value_terms + value_error, do)
+    dv = Terms(g.dv, held(matmul(value_error, do) + lam * visits, size_dv, limit), size_dv, visits)
 
     # dT, which is the bias's gradient
     reach = np.where(allowed, matmul(do, value.swapaxes(-1, -2)), 0)
@@ -412,6 +421,7 @@ def backward_errors(
     if precision.split:
         sizes = do.sum(axis=-1)[..., None] + value.sum(axis=-1)[..., None, :]
         products = products + times(weights, 1.01 * precision.split * reach + 2 * lam * sizes)
+        reach = np.maximum(reach, sizes)
     products = np.where(reach < precision.largest / 2, products, np.inf)
     size_delta = magnitude(g.dprobs - (g.delta - g.dlse)[..., None])
     size_delta = np.where(allowed, size_delta, 0)
@@ -439,18 +449,12 @@ def backward_errors(
     error = error + precision.product.unit * (dscores + error) + times(counts, underflow)
     keys, queries = magnitude(f.k), magnitude(f.q)
     seen_keys = counts.sum(axis=-1)[..., None]
-    dq = Terms(
-        g.dq,
-        scale * matmul(error, keys) + (scale + 1) * lam * seen_keys,
-        scale * matmul(dscores + error, keys),
-        seen_keys,
-    )
-    dk = Terms(
-        g.dk,
-        scale * matmul(error.swapaxes(-1, -2), queries) + (scale + 1) * lam * visits,
-        scale * matmul((dscores + error).swapaxes(-1, -2), queries),
-        visits,
-    )
+    size_dq = matmul(dscores + error, keys)  # sums are multiplied by the scale at the end
+    size_dk = matmul((dscores + error).swapaxes(-1, -2), queries)
+    dq_error = scale * matmul(error, keys) + (scale + 1) * lam * seen_keys
+    dk_error = scale * matmul(error.swapaxes(-1, -2), queries) + (scale + 1) * lam * visits
+    dq = Terms(g.dq, held(dq_error, size_dq, limit), scale * size_dq, seen_keys)
+    dk = Terms(g.dk, held(dk_error, size_dk, limit), scale * size_dk, visits)
 
     dsink = None
     if f.sink is not None and f.sink_probs is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupyflash.arrays.dtypes import FLOATS
+from cupyflash.install import CUPY
+from cupyflash.similar import nearest
 
 from .copies import CuPyMemory, HostMemory, Memory
 from .features import FEATURES
@@ -48,10 +49,7 @@ def memory_of(device: str) -> Memory:
     try:
         memory = CuPyMemory()
     except ImportError as error:
-        raise ImportError(
-            "device gpu needs CuPy, which is not installed: pip install 'cupyflash[cuda12]' "
-            "or 'cupyflash[cuda13]'"
-        ) from error
+        raise ImportError(f"device gpu needs CuPy, which is not installed: {CUPY}") from error
     if not memory.available():
         raise RuntimeError("device gpu: CuPy finds no usable NVIDIA GPU")
     return memory
@@ -316,12 +314,20 @@ def chosen_properties(only: str | Iterable[str] | None) -> list[Property]:
     names = [only] if isinstance(only, str) else list(only)
     for name in names:
         if name not in PROPERTIES:
-            near = difflib.get_close_matches(name, PROPERTIES, 3, 0.3)
+            near = nearest(name, PROPERTIES, 3) or _sharing_a_word(name)
+            hint = f"did you mean {' or '.join(near)}?"
+            if not near:
+                hint = f"there are {', '.join(PROPERTIES)}."
             raise ValueError(
-                f"only: {name!r} came, which is no property; close to it: {', '.join(near)}. "
-                "`cupyflash verify --list` and cupyflash.testing.PROPERTIES have all of them."
+                f"only: {name!r} came, which is no property; {hint} `cupyflash verify --list` says "
+                "what each of them means."
             )
     return [PROPERTIES[name] for name in names]
+
+
+def _sharing_a_word(name: str) -> list[str]:
+    words = {word for word in name.split("_") if len(word) > 2}
+    return [each for each in PROPERTIES if words & set(each.split("_"))]
 
 
 def check(

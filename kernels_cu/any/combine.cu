@@ -1,8 +1,10 @@
 // Combines attention over disjoint sets of keys: the twin of reference/cpu/combine.py.
 //
 // From (out, lse) of each set follows the result of one call over all keys:
-// lse = log sum exp(lse_n) and out = sum exp(lse_n - lse) out_n. A set without keys has lse = -inf
-// and is skipped, so (0, -inf) is the neutral element. A warp computes a row.
+// lse = log sum exp(lse_n) and out = sum exp(lse_n - lse) out_n. Each part is multiplied by its
+// normalised weight before the sum, and no element of the sum is larger than the parts' largest, so
+// that finite parts have a finite mean. A set without keys has lse = -inf and is skipped, so (0,
+// -inf) is the neutral element. A warp computes a row.
 //
 // Grid: the rows of all entries and heads, THREADS / 32 to a block. Shared memory: none.
 #include "../common/params.cuh"
@@ -66,24 +68,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
   for (int n = 0; n < p.parts; ++n) l += weight(lse_of(p.lses[n], row), m);
 
-  const bool empty = m == -number::infinity();
-  const accum_t inverse = empty ? accum_t(0) : accum_t(1) / l;
+  const accum_t inverse = accum_t(1) / l;  // where no set has keys, infinite and unused
   const long long target = offset(p.out, row);
 #pragma unroll 1
   for (long long first = lane; first < p.columns; first += COLUMNS * ptx::WARP_SIZE) {
-    accum_t sums[COLUMNS] = {};
+    accum_t sums[COLUMNS] = {}, most[COLUMNS] = {};
 #pragma unroll 1
     for (int n = 0; n < p.parts; ++n) {
       const Operand& part = p.outs[n];
       const accum_t value = lse_of(p.lses[n], row);
       if (value == -number::infinity()) continue;  // its output may be anything
-      const accum_t factor = weight(value, m);
+      const accum_t factor = weight(value, m) * inverse;
       const long long source = offset(part, row);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
         const long long d = first + c * ptx::WARP_SIZE;
         if (d < p.columns) {
-          sums[c] += factor * number::load<accum_t>(part.data, p.kinds[n], source + d * part.col);
+          const accum_t element =
+              number::load<accum_t>(part.data, p.kinds[n], source + d * part.col);
+          sums[c] += factor * element;
+          const accum_t size = fabs(element);
+          most[c] = size > most[c] ? size : most[c];
         }
       }
     }
@@ -91,11 +96,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int c = 0; c < COLUMNS; ++c) {
       const long long d = first + c * ptx::WARP_SIZE;
       if (d < p.columns) {
-        number::store(p.out.data, p.kind_out, target + d * p.out.col, sums[c] * inverse);
+        // Weights that are rounded may add up to more than 1; a mean is no larger than its
+        // elements.
+        const accum_t held = sums[c] < 0 ? -most[c] : most[c];
+        number::store(p.out.data, p.kind_out, target + d * p.out.col,
+                      fabs(sums[c]) > most[c] ? held : sums[c]);
       }
     }
   }
   if (lane == 0) {
-    reinterpret_cast<accum_t*>(p.lse.data)[offset(p.lse, row)] = empty ? m : m + log(l);
+    reinterpret_cast<accum_t*>(p.lse.data)[offset(p.lse, row)] = m + log(l);
   }
 }

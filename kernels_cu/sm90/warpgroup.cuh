@@ -57,18 +57,18 @@ __device__ __forceinline__ void arrive_warpgroup(unsigned int barrier) {
 
 // The mbarriers of a ring of STAGES stages in shared memory, through which one role hands data to
 // others. Use n of the ring takes stage n % STAGES. A stage is full when all of its data has
-// arrived, and empty when every reader has released it.
-template <int STAGES>
+// arrived, and empty when every reader has released it. Count is the type of n.
+template <int STAGES, typename Count = int>
 struct Pipeline {
   unsigned long long full[STAGES], empty[STAGES];
 
-  __device__ __forceinline__ static int stage_of(int n) { return n % STAGES; }
-  __device__ __forceinline__ static int phase_of(int n) { return n / STAGES % 2; }
+  __device__ __forceinline__ static int stage_of(Count n) { return n % STAGES; }
+  __device__ __forceinline__ static int phase_of(Count n) { return n / STAGES % 2; }
 
-  __device__ __forceinline__ unsigned int full_barrier(int n) const {
+  __device__ __forceinline__ unsigned int full_barrier(Count n) const {
     return ptx::shared_address(&full[stage_of(n)]);
   }
-  __device__ __forceinline__ unsigned int empty_barrier(int n) const {
+  __device__ __forceinline__ unsigned int empty_barrier(Count n) const {
     return ptx::shared_address(&empty[stage_of(n)]);
   }
   __device__ __forceinline__ void init(int full_arrivals, int empty_arrivals) {
@@ -79,16 +79,16 @@ struct Pipeline {
     }
   }
   // Waits until the data of use n has arrived.
-  __device__ __forceinline__ void wait_full(int n) const {
+  __device__ __forceinline__ void wait_full(Count n) const {
     mbarrier_wait(full_barrier(n), phase_of(n));
   }
   // Waits until use n may overwrite its stage. The first use of a stage does not wait: the phase
   // before an mbarrier's first one counts as complete.
-  __device__ __forceinline__ void wait_empty(int n) const {
+  __device__ __forceinline__ void wait_empty(Count n) const {
     mbarrier_wait(empty_barrier(n), phase_of(n) ^ 1);
   }
   // Waits until every reader has released use n. That is wait_empty of the stage's next use.
-  __device__ __forceinline__ void wait_released(int n) const {
+  __device__ __forceinline__ void wait_released(Count n) const {
     mbarrier_wait(empty_barrier(n), phase_of(n));
   }
 };

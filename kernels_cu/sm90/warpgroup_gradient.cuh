@@ -1,86 +1,76 @@
-// The backward's tiles by warpgroups: who computes what, probabilities, dS in shared memory, sums
-// of dq in global memory, and what is not finite.
+// One tile of the backward by warpgroups: a consumer's columns, probabilities and dS in registers,
+// dS in shared memory, sums of dq in global memory, non-finite operands, and the stores of dk and
+// dv. The twin of reference/cpu/gradient_tile.py for backward_sm90_dkdv.cu.
 //
-// Rows of a warpgroup's tiles are its keys, and a thread has two of them.
+// A tile of scores has keys as rows and queries as columns; a thread has two rows of it.
 #pragma once
 #include "../sm80/fragment_gradient.cuh"
 #include "../sm80/fragment_product.cuh"
-#include "warpgroup_passing.cuh"
+#include "backward_storage.cuh"
 #include "warpgroup_rows.cuh"
 
 namespace warpgroup_gradient {
 
-using warpgroup_passing::CONSUMER_THREADS;
-using warpgroup_passing::TOGETHER;
-
-// Begins to copy the block's keys or values from row `first` on, in tiles of 64, by one thread.
-template <int WIDTH>
-__device__ __forceinline__ void begin_keys(unsigned int to, const ptx::TensorMap& map,
-                                           const warpgroup::TmaHead& head, long long first,
-                                           unsigned int barrier) {
-  constexpr int ROWS = warpgroup::WARPGROUP_ROWS;
-#pragma unroll
-  for (int n = 0; n < BLOCK_KV; n += ROWS) {
-    warpgroup::tma_load_tile<ROWS, WIDTH>(to + n * fragment::row_bytes(WIDTH), map, head, first + n,
-                                          barrier);
-  }
-}
+using backward_storage::any_consumer;
+using backward_storage::CONSUMER_THREADS;
+using backward_storage::consumers_sync;
+using backward_storage::SHARE_KEYS;
 
 // -- who computes what ----------------------------------------------------------------------------
 
-// Warpgroups have 64 keys each, and all columns of their dk and dv; or wide heads' 64 keys
-// together, half of a tile's queries, and half of the columns.
-constexpr bool SHARES_KEYS = BLOCK_KV == warpgroup::WARPGROUP_ROWS;
-
-// A warpgroup's columns, by lines of 64. Of an odd number the one between belongs to the first
-// warpgroup, and the other one computes it, too.
+// A consumer's columns of dk, dv or dq, in slabs of 64. If the number of slabs is odd, both
+// consumers compute the middle one, and the first consumer stores it.
 template <int WIDTH>
-struct OwnLines {
-  static constexpr int LINES = fragment::row_bytes(WIDTH) / warpgroup::SLAB_ROW_BYTES;
-  static constexpr int EACH = SHARES_KEYS ? (LINES + 1) / 2 : LINES;
+struct ColumnShare {
+  static constexpr int SLABS = fragment::row_bytes(WIDTH) / warpgroup::SLAB_ROW_BYTES;
+  static constexpr int EACH = SHARE_KEYS ? (SLABS + 1) / 2 : SLABS;
   static constexpr int COLUMNS = EACH * warpgroup::SLAB_COLUMNS / 4;  // of a thread
-  int line, first, begin;  // the first line and its first column, and that which is its own
+  int slab, first, begin;  // the first slab, its first column, and the first column to store
 
-  __device__ __forceinline__ explicit OwnLines(int own)
-      : line(SHARES_KEYS && own > 0 ? LINES - EACH : 0),
-        first(line * warpgroup::SLAB_COLUMNS),
-        begin(SHARES_KEYS ? own * EACH * warpgroup::SLAB_COLUMNS : 0) {}
+  __device__ __forceinline__ explicit ColumnShare(int consumer)
+      : slab(SHARE_KEYS && consumer > 0 ? SLABS - EACH : 0),
+        first(slab * warpgroup::SLAB_COLUMNS),
+        begin(SHARE_KEYS ? consumer * EACH * warpgroup::SLAB_COLUMNS : 0) {}
 };
 
 // -- probabilities --------------------------------------------------------------------------------
 
 // lse or delta of a thread's queries.
 template <int COLUMNS>
-using Numbers = fragment_gradient::PerQuery<true, 2, COLUMNS>;
+using QueryStatistics = fragment_gradient::PerQuery<true, 2, COLUMNS>;
 
-// Those from `first` on, which have been loaded or come from the first one's place.
-template <int AT_ONCE, int COLUMNS>
-__device__ __forceinline__ Numbers<AT_ONCE> numbers_from(const Numbers<COLUMNS>& all, int first) {
-  Numbers<AT_ONCE> own;
+// Those of COLUMNS queries from column `first` on, out of those of all queries, which are in
+// registers or in shared memory.
+template <int COLUMNS, int ALL>
+__device__ __forceinline__ QueryStatistics<COLUMNS> statistics_from(
+    const QueryStatistics<ALL>& all_rmem, int first) {
+  QueryStatistics<COLUMNS> some;
 #pragma unroll
-  for (int n = 0; n < AT_ONCE; ++n) own.x[n] = all.x[first + n];
-  return own;
+  for (int n = 0; n < COLUMNS; ++n) some.x[n] = all_rmem.x[first + n];
+  return some;
 }
-template <int AT_ONCE>
-__device__ __forceinline__ Numbers<AT_ONCE> numbers_from(const float* all_smem, int first) {
-  return Numbers<AT_ONCE>(all_smem + fragment_gradient::query_of<true>(0, first));
+template <int COLUMNS>
+__device__ __forceinline__ QueryStatistics<COLUMNS> statistics_from(const float* all_smem,
+                                                                    int first) {
+  return QueryStatistics<COLUMNS>(all_smem + fragment_gradient::query_of<true>(0, first));
 }
 
-// delta for `score_gradients`: loaded, where registers are left for it, or its place.
+// delta as compute_ds takes it: in registers, or where too few of them are free, in shared memory.
 template <int COLUMNS>
-__device__ __forceinline__ auto delta_from(const float* all_smem) {
+__device__ __forceinline__ auto load_delta(const float* all_smem) {
   if constexpr (HAS_SCORE || HAS_DROPOUT) {
     return all_smem;
   } else {
-    return Numbers<COLUMNS>(all_smem);
+    return QueryStatistics<COLUMNS>(all_smem);
   }
 }
 
-// Makes products q k into probabilities, 2^(c s - lse log2 e), at most 1. `lse` has the latter. Of
-// the columns from `first` on, up to `end`.
+// Products q k become probabilities, 2^(c s - lse log2 e), at most 1, in the columns from `first`
+// up to `end`. `lse` is already multiplied by log2 e.
 template <int COLUMNS>
-__device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const Numbers<COLUMNS>& lse,
-                                             float c, int first, int end) {
+__device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS],
+                                             const QueryStatistics<COLUMNS>& lse, float c,
+                                             int first, int end) {
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n) {
     if (n < first || n >= end) continue;
@@ -91,45 +81,43 @@ __device__ __forceinline__ void exponentiate(float (&s)[2][COLUMNS], const Numbe
   }
 }
 
-// Gives probabilities of pairs that take no part the weight that says so.
+// Gives masked pairs the weight of one.
 template <int COLUMNS>
-__device__ __forceinline__ void hide_pairs(float (&p)[2][COLUMNS],
-                                           const unsigned int (&allowed)[2]) {
+__device__ __forceinline__ void apply_mask(float (&p)[2][COLUMNS], const unsigned int (&mask)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
-      if ((allowed[r] >> n & 1) == 0) p[r][n] = matmul::masked_weight();
+      if ((mask[r] >> n & 1) == 0) p[r][n] = matmul::masked_weight();
     }
   }
 }
 
-// Makes products dP = do v into dS, of as many queries of a thread at a time as registers go.
+// Products dP = do v become dS, for as many columns at a time as there are registers for.
 template <int COLUMNS, typename Delta>
-__device__ __forceinline__ void score_gradients(const Params& p, bool masked,
-                                                const float (&s)[2][COLUMNS],
-                                                float (&dp)[2][COLUMNS], const Delta& delta,
-                                                const unsigned int (&kept)[2]) {
+__device__ __forceinline__ void compute_ds(const Params& p, bool masked,
+                                           const float (&s)[2][COLUMNS], float (&dp)[2][COLUMNS],
+                                           const Delta& delta, const unsigned int (&kept)[2]) {
   constexpr int AT_ONCE = HAS_SCORE || HAS_DROPOUT ? 4 : COLUMNS;
 #pragma unroll
   for (int first = 0; first < COLUMNS; first += AT_ONCE) {
-    float own[2][AT_ONCE], change[2][AT_ONCE];
-    unsigned int own_kept[2];
+    float some_p[2][AT_ONCE], some_dp[2][AT_ONCE];
+    unsigned int some_kept[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      own_kept[r] = HAS_DROPOUT ? kept[r] >> first : 0;
+      some_kept[r] = HAS_DROPOUT ? kept[r] >> first : 0;
 #pragma unroll
       for (int n = 0; n < AT_ONCE; ++n) {
-        own[r][n] = s[r][first + n];
-        change[r][n] = dp[r][first + n];
+        some_p[r][n] = s[r][first + n];
+        some_dp[r][n] = dp[r][first + n];
       }
     }
-    fragment_gradient::score_gradients<true>(p, masked, own, change,
-                                             numbers_from<AT_ONCE>(delta, first), own_kept, change);
+    fragment_gradient::score_gradients<true>(
+        p, masked, some_p, some_dp, statistics_from<AT_ONCE>(delta, first), some_kept, some_dp);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int n = 0; n < AT_ONCE; ++n) dp[r][first + n] = change[r][n];
+      for (int n = 0; n < AT_ONCE; ++n) dp[r][first + n] = some_dp[r][n];
     }
   }
 }
@@ -143,55 +131,56 @@ __device__ __forceinline__ void narrow_kept(const float (&p)[2][COLUMNS],
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
-      float weight[2];
+      float pair[2];
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        weight[x] = p[r][n + x];
-        if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= 0.0f;
+        pair[x] = p[r][n + x];
+        if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) pair[x] *= 0.0f;
       }
-      to[r][n / 2] = number::narrow_pair(weight[0], weight[1]);
+      to[r][n / 2] = number::narrow_pair(pair[0], pair[1]);
     }
   }
 }
 
-// -- dS -------------------------------------------------------------------------------------------
+// -- P and dS in shared memory --------------------------------------------------------------------
 
-// Where the rows lie that a lane stores of a tile in shared memory: 64 queries, and rows that are
-// keys. Matrices are 8 x 8, two of the warp's keys by two of its queries.
-__device__ __forceinline__ int place_of_words(const fragment_gradient::Corner& corner) {
+// The byte offset, in a tile of P or dS with keys as rows and 64 queries, of the 16 bytes whose
+// address a lane gives to stmatrix. Its matrices are 8 x 8: two of the warp's keys by two of its
+// queries.
+__device__ __forceinline__ int stmatrix_offset(const fragment_gradient::Corner& corner) {
   const int lane = ptx::lane_index();
   return fragment::swizzled_offset<warpgroup::SLAB_ROW_BYTES>(
       corner.row - fragment::lane_row() + lane % 16, corner.column / 8 + lane / 16);
 }
 
-// Writes a thread's words, from its first key and query on, to the tile, which begins at a multiple
-// of 1024 bytes: pieces of 16 bytes are told apart by bits that a row's swizzle changes.
+// Stores a thread's words of P or dS, from its corner on. The tile begins at a multiple of 1024
+// bytes, so that pieces of 16 bytes of a row differ only in bits that its swizzle flips.
 template <int WORDS>
-__device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS], int place,
+__device__ __forceinline__ void store_words(const unsigned int (&words)[2][WORDS], int offset,
                                             unsigned int tile_address) {
 #pragma unroll
   for (int n = 0; n < WORDS; n += 2) {
     const unsigned int from[4] = {words[0][n], words[1][n], words[0][n + 1], words[1][n + 1]};
-    ptx::stmatrix_x4((tile_address + place) ^ 16 * n, from);
+    ptx::stmatrix_x4((tile_address + offset) ^ 16 * n, from);
   }
 }
 
-// -- sums of dq -----------------------------------------------------------------------------------
+// -- sums of dq in global memory ------------------------------------------------------------------
 
-// A thread's four numbers of 8 rows and 16 columns are neighbours, and so are those of the lanes:
-// where element (row, column) lies. `GROUP_SIZE` says where other columns and rows are.
-__device__ __forceinline__ int place_of_sum(int row, int column) {
+// Where element (row, column) of dq_accum lies: a thread's four numbers of 8 rows and 16 columns
+// are neighbours, and so are those of the lanes. GROUP_SIZE says where other columns and rows are.
+__device__ __forceinline__ int dq_accum_offset(int row, int column) {
   return row / 8 * fragment_product::GROUP_SIZE<D> + column / 16 * 128 + row % 8 * 16 +
          column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
 }
 
-// Adds a warpgroup's 64 queries by columns from `column` on, but for those before `begin`; `valid`
+// Adds the columns from `column` on of a tile's 64 queries, except columns before `begin`. `valid`
 // queries exist.
 template <int COLUMNS>
-__device__ __forceinline__ void add_rows(const float (&dq)[2][COLUMNS], float* to_gmem, int column,
-                                         int begin, int valid) {
+__device__ __forceinline__ void atomic_add_dq(const float (&dq)[2][COLUMNS], float* dq_accum_gmem,
+                                              int column, int begin, int valid) {
   const int row = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE * 16;
-  float* const lane_gmem = to_gmem + place_of_sum(row, column) + 4 * ptx::lane_index();
+  float* const lane_gmem = dq_accum_gmem + dq_accum_offset(row, column) + 4 * ptx::lane_index();
 #pragma unroll
   for (int n = 0; n < COLUMNS; n += 4) {
     if (column + 4 * n >= fragment::whole_columns(D)) break;
@@ -205,9 +194,10 @@ __device__ __forceinline__ void add_rows(const float (&dq)[2][COLUMNS], float* t
   }
 }
 
-// -- what is not finite ---------------------------------------------------------------------------
+// -- non-finite operands --------------------------------------------------------------------------
 
-// Of sums up to the largest number, too, this is not so; which costs time, but nothing else.
+// Whether a thread's numbers are finite. If their sum overflows, the answer is no although they
+// are, which costs time but nothing else.
 template <int COLUMNS>
 __device__ __forceinline__ bool all_finite(const float (&x)[2][COLUMNS]) {
   float sum[4] = {};
@@ -219,7 +209,7 @@ __device__ __forceinline__ bool all_finite(const float (&x)[2][COLUMNS]) {
   return number::is_finite((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// The same of numbers in 16 bits, without exception.
+// The same of numbers in 16 bits, without that exception.
 template <int WORDS>
 __device__ __forceinline__ bool all_finite(const unsigned int (&x)[2][WORDS]) {
   unsigned int sum[2] = {0, 0};  // 0, or NaN
@@ -234,21 +224,21 @@ __device__ __forceinline__ bool all_finite(const unsigned int (&x)[2][WORDS]) {
 // An element of a tile of ROWS rows.
 template <int ROWS>
 __device__ __forceinline__ storage_t& element(char* tile_smem, int row, int column) {
-  const int at = column / warpgroup::SLAB_COLUMNS * ROWS * warpgroup::SLAB_ROW_BYTES +
-                 fragment::swizzled_offset<warpgroup::SLAB_ROW_BYTES>(
-                     row, column % warpgroup::SLAB_COLUMNS / STORED_VECTOR);
-  return reinterpret_cast<storage_t*>(tile_smem + at)[column % STORED_VECTOR];
+  const int offset = column / warpgroup::SLAB_COLUMNS * ROWS * warpgroup::SLAB_ROW_BYTES +
+                     fragment::swizzled_offset<warpgroup::SLAB_ROW_BYTES>(
+                         row, column % warpgroup::SLAB_COLUMNS / STORED_VECTOR);
+  return reinterpret_cast<storage_t*>(tile_smem + offset)[column % STORED_VECTOR];
 }
 
-// dv += p do for those elements of do only that are NaN or infinite, without pairs that take no
-// part: the product leaves them to this. Rows of P are keys, of which the thread's first is `key`.
+// dv += p do for the elements of do that are NaN or infinite, without masked pairs. The tensor
+// cores multiply 0 in their place. Rows of P are keys, and `key` is the thread's first one.
 template <int COLUMNS>
 __device__ __forceinline__ void add_nonfinite(float (&dv)[2][COLUMNS], int key, char* p_smem,
                                               char* do_smem) {
 #pragma unroll 1
   for (int query = 0; query < BLOCK_Q; ++query) {
-    const storage_t weight[2] = {element<BLOCK_KV>(p_smem, key, query),
-                                 element<BLOCK_KV>(p_smem, key + 8, query)};
+    const storage_t p[2] = {element<BLOCK_KV>(p_smem, key, query),
+                            element<BLOCK_KV>(p_smem, key + 8, query)};
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       const int column = 8 * (n / 2) + fragment::lane_column() + n % 2;
@@ -256,13 +246,13 @@ __device__ __forceinline__ void add_nonfinite(float (&dv)[2][COLUMNS], int key, 
       if (number::is_finite(value)) continue;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (weight[r] != 0x8000) dv[r][n] += number::widen(weight[r]) * value;
+        if (p[r] != 0x8000) dv[r][n] += number::widen(p[r]) * value;
       }
     }
   }
 }
 
-// Makes 0 of what is not finite in so many bytes, by all threads that compute.
+// Sets non-finite values in a number of bytes to 0. All consumer threads call it together.
 __device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < bytes / 4; n += CONSUMER_THREADS) {
@@ -270,47 +260,49 @@ __device__ __forceinline__ void clear_nonfinite(char* tile_smem, int bytes) {
   }
 }
 
-// Whether queries or do of a tile are not finite; all threads that compute look.
-__device__ __forceinline__ bool is_spoilt(const char* q_smem, const char* do_smem) {
+// Whether q or do of a tile has non-finite values. All consumer threads call it together.
+__device__ __forceinline__ bool has_nonfinite_rows(const char* q_smem, const char* do_smem) {
   constexpr int Q_BYTES = BLOCK_Q * fragment::row_bytes(D);
   constexpr int DO_BYTES = BLOCK_Q * fragment::row_bytes(D_V);
-  const int own = threadIdx.x;
-  const bool finite = warpgroup_rows::finite_rows<Q_BYTES, CONSUMER_THREADS>(q_smem, own) &&
-                      warpgroup_rows::finite_rows<DO_BYTES, CONSUMER_THREADS>(do_smem, own);
-  return warpgroup_passing::any_thread(!finite);
+  const int thread = threadIdx.x;
+  const bool finite = warpgroup_rows::finite_rows<Q_BYTES, CONSUMER_THREADS>(q_smem, thread) &&
+                      warpgroup_rows::finite_rows<DO_BYTES, CONSUMER_THREADS>(do_smem, thread);
+  return any_consumer(!finite);
 }
 
 // The same of the block's keys.
-__device__ __forceinline__ bool are_keys_spoilt(const char* k_smem) {
+__device__ __forceinline__ bool has_nonfinite_keys(const char* k_smem) {
   constexpr int BYTES = BLOCK_KV * fragment::row_bytes(D);
   const bool finite = warpgroup_rows::finite_rows<BYTES, CONSUMER_THREADS>(k_smem, threadIdx.x);
-  return warpgroup_passing::any_thread(!finite);
+  return any_consumer(!finite);
 }
 
-// Copies keys to where they are 0 if they are not finite. Before the copy is multiplied by dS, each
-// warp publishes its part of dS, and this with it.
-__device__ __forceinline__ void copy_finite_keys(const char* k_smem, char* to_smem) {
+// Copies the keys, with 0 in place of non-finite values. No barrier follows: the copy is first
+// multiplied by dS, and each warp publishes its part of the copy with its part of dS.
+__device__ __forceinline__ void copy_finite_keys(const char* k_smem, char* copy_smem) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < BLOCK_KV * fragment::row_bytes(D) / 4; n += CONSUMER_THREADS) {
     unsigned int pair = reinterpret_cast<const unsigned int*>(k_smem)[n];
     fragment_product::clear_pair(pair);
-    reinterpret_cast<unsigned int*>(to_smem)[n] = pair;
+    reinterpret_cast<unsigned int*>(copy_smem)[n] = pair;
   }
 }
 
-// Makes the keys finite, when all threads that compute have read them, and as they came.
-__device__ __forceinline__ void clear_keys_for_a_while(char* k_smem) {
+// Where there is no room for a copy: sets non-finite values of the keys to 0 before the product for
+// dq; reload_keys loads the keys again after it.
+__device__ __forceinline__ void clear_nonfinite_keys(char* k_smem) {
   clear_nonfinite(k_smem, BLOCK_KV * fragment::row_bytes(D));
   ptx::fence_proxy_async();
-  ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the keys, now finite
+  consumers_sync();  // the keys, now finite
 }
-__device__ __forceinline__ void restore_keys(const Params& p, const warpgroup_passing::Known& known,
-                                             char* k_smem) {
+__device__ __forceinline__ void reload_keys(const Params& p,
+                                            const backward_storage::SharedStorage& storage,
+                                            char* k_smem) {
   constexpr int ROWS = warpgroup::WARPGROUP_ROWS;
-  ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the keys, which were read for dq
-  const memory::Rows from = memory::rows(p.k, known.entry, known.h_kv, true);
-  const long long first = known.j0;
-  const int valid = known.nj;
+  consumers_sync();  // the finite keys, read for dq
+  const memory::Rows from = memory::rows(p.k, storage.entry, storage.h_kv, true);
+  const long long first = storage.j0;
+  const int valid = storage.nj;
 #pragma unroll 1
   for (int n = threadIdx.x; n < BLOCK_KV * D; n += CONSUMER_THREADS) {
     const int row = n / D, column = n % D;
@@ -318,11 +310,11 @@ __device__ __forceinline__ void restore_keys(const Params& p, const warpgroup_pa
         row < valid ? from.data[(first + row) * from.row + column * from.col] : storage_t(0);
   }
   ptx::fence_proxy_async();
-  ptx::named_barrier_sync(TOGETHER, CONSUMER_THREADS);  // the keys as they came
+  consumers_sync();  // the keys as they came
 }
 
-// Makes 0 of rows from row `valid` on, by all threads that compute: in a packed array boxes bring
-// those of the next sequence.
+// Sets the rows from `valid` on to 0: of a packed array, TMA loads rows of the next sequence there.
+// All consumer threads call it together.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void clear_rows(char* tile_smem, int valid) {
   constexpr int SLAB = ROWS * warpgroup::SLAB_ROW_BYTES;
@@ -345,19 +337,19 @@ __device__ __forceinline__ void clear_keys(char* tiles_smem, int valid) {
   }
 }
 
-// Makes 0 of keys and values that do not exist, by all threads that compute.
+// The same of keys and values.
 __device__ __forceinline__ void clear_missing_keys(char* k_smem, char* v_smem, int valid) {
   clear_keys<D>(k_smem, valid);
   clear_keys<D_V>(v_smem, valid);
   ptx::fence_proxy_async();
-  ptx::named_barrier_sync(TOGETHER,
-                          CONSUMER_THREADS);  // the keys and values that exist, and no others
+  consumers_sync();  // the keys and values, in which missing ones are now 0
 }
 
-// -- results --------------------------------------------------------------------------------------
+// -- stores of dk and dv --------------------------------------------------------------------------
 
-// A result of WIDTH columns on its way to rows of an array, from key `j0` on, of which `valid`
-// exist: by way of shared memory if they are of the storage type, else as the accumulator's.
+// The block's rows of dk or dv, WIDTH columns wide, from key `j0` on; `valid` of them exist. If the
+// array has the storage type, they go through shared memory; otherwise threads write them to global
+// memory as float32.
 template <int WIDTH>
 struct ResultRows {
   const Operand& to;
@@ -374,10 +366,10 @@ struct ResultRows {
         valid(valid),
         smem(smem) {}
 
-  // Writes a thread's part, times a factor, from row `key` of the block on.
+  // Writes a thread's part, times a factor. `key` is the block's row of its first one.
   template <int COLUMNS>
   __device__ __forceinline__ void put(const float (&result)[2][COLUMNS], int key,
-                                      const OwnLines<WIDTH>& share, float factor) const {
+                                      const ColumnShare<WIDTH>& share, float factor) const {
     float* const data = reinterpret_cast<float*>(to.data) + offset;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -388,8 +380,8 @@ struct ResultRows {
         const float low = result[r][n] * factor, high = result[r][n + 1] * factor;
         if (column < share.begin) continue;
         if (!wide) {
-          const int at = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, column / 8);
-          *reinterpret_cast<unsigned int*>(smem + at + 2 * fragment::lane_column()) =
+          const int piece = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, column / 8);
+          *reinterpret_cast<unsigned int*>(smem + piece + 2 * fragment::lane_column()) =
               number::narrow_pair(low, high);
           continue;
         }
@@ -399,7 +391,7 @@ struct ResultRows {
     }
   }
 
-  // Writes what all put into shared memory.
+  // Copies to global memory what all threads have put into shared memory.
   __device__ __forceinline__ void copy_out() const {
     if (!wide) {
       fragment::copy_out<WIDTH>(to, offset, BLOCK_KV, valid, threadIdx.x, CONSUMER_THREADS, smem);
@@ -407,21 +399,21 @@ struct ResultRows {
   }
 };
 
-// Begins to write the warp's 16 keys of a result of WIDTH columns, times a factor, by boxes, from
-// its rows of a tile of 64 in shared memory, the first of which is `first`.
+// Issues TMA stores of the warp's 16 rows of dk or dv, WIDTH columns wide, times a factor. The warp
+// stages them in its rows of a tile of 64 in shared memory. `first` is the tile's first key.
 template <int WIDTH, int COLUMNS>
 __device__ __forceinline__ void tma_store_rows(const float (&result)[2][COLUMNS],
-                                               const OwnLines<WIDTH>& share, float factor,
+                                               const ColumnShare<WIDTH>& share, float factor,
                                                unsigned int tile_address, const ptx::TensorMap& to,
                                                const warpgroup::TmaHead& head, long long first) {
-  constexpr int SLAB_ROW_BYTES = warpgroup::WARPGROUP_ROWS * warpgroup::SLAB_ROW_BYTES;
+  constexpr int SLAB_BYTES = warpgroup::WARPGROUP_ROWS * warpgroup::SLAB_ROW_BYTES;
   const int warp = ptx::shuffle(threadIdx.x / ptx::WARP_SIZE % 4, 0);
   const int row = warp * fragment::WARP_ROWS;
   const float factors[2] = {factor, factor};
   unsigned int words[2][COLUMNS / 2];
   warpgroup_rows::narrow_rows(result, factors, words);
-  warpgroup_rows::tma_store_rows<WIDTH, SLAB_ROW_BYTES>(
-      words, tile_address + share.line * SLAB_ROW_BYTES + row * warpgroup::SLAB_ROW_BYTES, to, head,
+  warpgroup_rows::tma_store_rows<WIDTH, SLAB_BYTES>(
+      words, tile_address + share.slab * SLAB_BYTES + row * warpgroup::SLAB_ROW_BYTES, to, head,
       static_cast<int>(first) + row, share.first, share.begin);
 }
 

@@ -1,16 +1,29 @@
 """Join attention over disjoint sets of keys: the CPU twin of the combine kernel.
 
 Given (out, lse) of each set, the result is what one call over all keys gives:
-``lse = log sum exp(lse_n)`` and ``out = sum exp(lse_n - lse) out_n``. A set that saw nothing
-(lse = -inf) takes no part, so (0, -inf) is the unit.
+``lse = log sum exp(lse_n)`` and ``out = sum exp(lse_n - lse) out_n``. Each part is multiplied by
+its normalised weight before the sum, and no element of the sum is larger than the parts' largest,
+so that finite parts have a finite mean. A set that saw nothing (lse = -inf) takes no part, so
+(0, -inf) is the unit.
 """
 
 from __future__ import annotations
 
 import math
 
-from .jit import INT, INTS, kernel, takes, vector, whole_rows
+import numpy as np
+
+from .jit import INT, INTS, helper, kernel, takes, vector, whole_rows
 from .memory import load
+
+
+@helper
+def weight_of(lse, m):
+    """Return exp(lse - m): exactly 1 for the largest lse, 0 for a set without keys."""
+    zero = type(lse)(0)
+    if lse == -math.inf:
+        return zero
+    return type(lse)(1) if lse == m else type(lse)(math.exp(lse - m))
 
 
 @takes(lambda number: (INT, INT, INTS, INTS, INT, INT, whole_rows(number), vector(number)))
@@ -21,26 +34,33 @@ def combine(first, last, outs, lses, columns, itemsize, out, lse):
     `outs` and `lses` are addresses of contiguous (rows, columns) and (rows,) arrays, one per set.
     """
     one = lse.dtype.type(1)
+    most = np.empty(columns, lse.dtype)
     for row in range(first, last):
         m = lse.dtype.type(-math.inf)
         for n in range(outs.size):
             value = load(lses[n] + row * itemsize, one)
             m = value if value > m or value != value else m
         l = one - one
+        for n in range(outs.size):
+            l += weight_of(load(lses[n] + row * itemsize, one), m)
         out[row, :] = 0
+        if m == -math.inf:
+            lse[row] = m
+            continue
+        lse[row] = m + lse.dtype.type(math.log(l))
+        inverse = one / l
+        most[:] = 0
         for n in range(outs.size):
             value = load(lses[n] + row * itemsize, one)
             if value == -math.inf:
                 continue
-            weight = one if value == m else lse.dtype.type(math.exp(value - m))
-            l += weight
+            weight = weight_of(value, m) * inverse
             source = outs[n] + row * columns * itemsize
             for d in range(columns):
-                out[row, d] += weight * load(source + d * itemsize, one)
-        if m == -math.inf:
-            lse[row] = m
-        else:
-            lse[row] = m + lse.dtype.type(math.log(l))
-            inverse = one / l
-            for d in range(columns):
-                out[row, d] *= inverse
+                element = load(source + d * itemsize, one)
+                out[row, d] += weight * element
+                most[d] = abs(element) if abs(element) > most[d] else most[d]
+        # Weights that are rounded may add up to more than 1; a mean is no larger than its elements.
+        for d in range(columns):
+            if abs(out[row, d]) > most[d]:
+                out[row, d] = math.copysign(most[d], out[row, d])

@@ -199,14 +199,20 @@ class Layout:
         )
 
     def operand(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
-        """Return the array itself, or a copy of its rows that kernels can use."""
+        """Return the array itself, or a copy of its rows that kernels can use.
+
+        Rows that are repeated by strides of 0 are copied once.
+        """
         if self.readable(array, whole_vectors):
             return array
-        columns = -(-array.shape[-1] // self.lanes) * self.lanes
-        copy = scratch.empty((*array.shape[:-1], columns), self.problem.accumulator)
-        copy[..., : array.shape[-1]] = array
-        copy[..., array.shape[-1] :] = 0
-        return copy
+        width = array.shape[-1]
+        columns = -(-width // self.lanes) * self.lanes
+        once = tuple(slice(1 if stride == 0 else None) for stride in array.strides[:-1])
+        distinct = array[once]
+        copy = scratch.empty((*distinct.shape[:-1], columns), self.problem.accumulator)
+        copy[..., :width] = distinct
+        copy[..., width:] = 0
+        return np.broadcast_to(copy, (*array.shape[:-1], columns))
 
     def result(self, array: Array, scratch: Scratch) -> Array:
         """Return the array itself, or a stand-in that `finish` copies to it."""

@@ -199,10 +199,11 @@ def _find_places(table, operands, start, ri, n, places):
 @helper
 def _index_range(table, operands, start, ri, axis):
     """Return the first index and the number of indices that a range reads along an axis."""
-    # Indices are proven in range; their bounds may be wider, where floats were rounded outward.
+    # Indices are proven in range; their bounds may be wider, where floats were rounded outward, or
+    # cross, where elements that they hang on change in between.
     first = max(ri[operands[start + axis], 0], 0)
     last = min(ri[operands[start + table[2] + axis], 0], table[5 + axis] - 1)
-    return first, last - first + 1
+    return first, max(last - first + 1, 0)
 
 
 @helper

@@ -136,7 +136,7 @@ def test_a_buffer_larger_than_the_cache_is_written_before_each_run(monkeypatch):
 
 
 def test_the_command_for_a_gpu(torch, capsys, tmp_path):
-    pytest.importorskip("rich", reason='pip install "cupyflash[bench]"')
+    pytest.importorskip("rich", reason='pip install ".[bench]"')
     file = tmp_path / "found.json"
     torch.backends = SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 91900))
     arguments = ["--shape", "1,2,24,8", "--dtype", "float32", "--against", "torch-flex"]
@@ -151,7 +151,7 @@ def test_the_command_for_a_gpu(torch, capsys, tmp_path):
 
 
 def test_no_gpu_is_told(monkeypatch, capsys):
-    pytest.importorskip("rich", reason='pip install "cupyflash[bench]"')
+    pytest.importorskip("rich", reason='pip install ".[bench]"')
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert main(["bench", "--device", "gpu"]) == 2
     assert "--device gpu: no GPU can be used, since CuPy is not installed" in " ".join(

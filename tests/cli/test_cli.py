@@ -61,6 +61,13 @@ def test_version(tmp_path):
     assert done.stdout == f"cupyflash {cupyflash.__version__}\n"
 
 
+def test_the_help_is_what_comes_without_a_command(tmp_path):
+    alone, asked = run(tmp_path), run(tmp_path, "--help")
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert alone.stdout == asked.stdout
+    assert all(word in alone.stdout for word in ("demo", "verify", "explain", "bench", "info"))
+
+
 def test_the_script_is_installed():
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="cupyflash")
     assert script.load() is main
@@ -69,15 +76,17 @@ def test_the_script_is_installed():
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ([], "COMMAND"),
-        (["demmo"], "'demmo'"),
+        (["demmo"], "there is no command 'demmo', only demo, verify, explain, bench, info; did you "
+         "mean demo?"),
+        (["xyzzy"], "there is no command 'xyzzy', only demo, verify, explain, bench, info\n"),
+        (["--"], "COMMAND"),
         (["demo", "--dtype", "int8"], "'int8'"),
         (["demo", "--repeat", "0"], "'0' came, a whole number from 1 was wanted"),
         (["demo", "--device", "tpu"], "'tpu'"),
         (["demo", "--runs", "x"], "'x' came, a whole number from 1 was wanted"),
         (["info", "--all"], "--all"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments(arguments, wanted, capsys):
     with pytest.raises(SystemExit) as error:
         main(arguments)
@@ -132,7 +141,16 @@ def test_demo(tmp_path):
     assert "within the bound" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_bfloat16_without_its_package_is_told(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert main(["demo", "--device", "cpu", "--dtype", "bfloat16"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: --dtype is bfloat16, a type of the package ml_dtypes")
+    assert "pip install ml_dtypes" in " ".join(captured.err.split())
+    assert not captured.out
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_demo_in_other_types(dtype, capsys):
     arguments = ["--device", "cpu", "--dtype", dtype, "--repeat", "1", "--runs", "1"]
     assert main(["demo", *arguments]) == 0

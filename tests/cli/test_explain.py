@@ -52,20 +52,20 @@ def test_the_cpus_plan_is_what_runs(dtype):
 @pytest.mark.parametrize(
     ("device", "options", "kernels"),
     [
-        ("h2", {}, ["forward_sm90"]),
-        ("a100-80", {"mask": masks.causal()}, ["forward_sm80"]),
-        ("A100-40", {"dtype": np.float64}, ["forward_sm80"]),
+        ("h200", {}, ["forward_sm90"]),
+        ("a100-80gb", {"mask": masks.causal()}, ["forward_sm80"]),
+        ("A100-40GB", {"dtype": np.float64}, ["forward_sm80"]),
         ("T4", {}, ["forward_simt"]),
         ("H200", {"dtype": "float32"}, ["forward_simt"]),
         ("H200", {"dtype": "float32", "precision": "tf32x3"}, ["forward_sm90_tf32"]),
-        ("A100-80", {"dtype": "float32", "precision": "tf32x3"}, ["forward_sm80"]),
+        ("A100-80GB", {"dtype": "float32", "precision": "tf32x3"}, ["forward_sm80"]),
         ("T4", {"backward": True},
          ["backward_delta", "backward_simt_dkdv", "backward_simt_dq"]),
-        ("A100-80", {"backward": True, "dtype": "bfloat16"},
+        ("A100-80GB", {"backward": True, "dtype": "bfloat16"},
          ["backward_delta", "backward_sm80_dkdv", "backward_dq_rows"]),
-        ("A100-80", {"backward": True, "deterministic": True},
+        ("A100-80GB", {"backward": True, "deterministic": True},
          ["backward_delta", "backward_sm80_dkdv", "backward_sm80_dq"]),
-        ("A100-80", {"backward": True, "dtype": "float64"},
+        ("A100-80GB", {"backward": True, "dtype": "float64"},
          ["backward_delta", "backward_f64_dkdv"]),
     ],
 )  # fmt: skip
@@ -105,14 +105,14 @@ def cupy(monkeypatch):
 def test_the_launches_are_those_of_a_call(cupy, dtype, options, deterministic):
     shapes = (2, 4, 600, 64), (2, 2, 700, 64), (2, 2, 700, 40)
     q, k, v = (cupy.asarray(np.zeros(shape, dtype)) for shape in shapes)
-    words = {"score" if name == "score_mod" else name: x for name, x in options.items()}
     plan = cupyflash.plan(q, k, v, **options)
-    made = explain(*shapes, dtype=dtype, device="gpu", **words)
+    made = explain(*shapes, dtype=dtype, device="gpu", **options)
+    assert cupyflash.explain(q, k, v, compile=False, **options).to_dict() == made.to_dict()
     assert (made.reason, made.main.name) == (plan.reason, plan.kernel)
     assert (made.main.block_q, made.main.block_kv) == (plan.block_q, plan.block_kv)
     out = cupyflash.attention(q, k, v, **options)
     backward = explain(
-        *shapes, dtype=dtype, device="gpu", backward=True, deterministic=deterministic, **words
+        *shapes, dtype=dtype, device="gpu", backward=True, deterministic=deterministic, **options
     )
     lse = cupy.asarray(np.zeros(out.shape[:-1], np.float64 if dtype == "float64" else np.float32))
     cupyflash.attention_backward(out, q, k, v, out, lse, deterministic=deterministic, **options)
@@ -349,13 +349,19 @@ def test_limits_are_those_of_the_tables():
 @pytest.mark.parametrize(
     ("shapes", "options", "error", "words"),
     [
-        (((2, 0, 64),), {}, ArgumentError, r"q_shape: \(2, 0, 64\) came; wanted integers of 1"),
-        (("2,3",), {}, ArgumentTypeError, "q_shape: '2,3' came"),
+        (
+            ((2, 0, 64),),
+            {},
+            ArgumentError,
+            r"q: \(2, 0, 64\) came; wanted an array, or integers of 1",
+        ),
+        (("2,3",), {}, ArgumentTypeError, "q: '2,3' came; wanted an array"),
         (((8, 64), (8, 32)), {}, ArgumentError, "64"),
         (((3, 8, 64), (2, 8, 64)), {}, ArgumentError, "grouped-query"),
         (((8, 64),), {"dtype": "int8"}, ArgumentTypeError, "dtype: 'int8' came; wanted one of"),
-        (((8, 64),), {"device": "V100"}, ArgumentError, r"'V100' came; wanted \"cpu\", .*T4, A100"),
-        (((8, 64),), {"device": "A100"}, ArgumentError, "'A100' came; wanted .*A100-40GB, A100-80"),
+        (((8, 64),), {"device": "V100"}, ArgumentError, r"'V100' came; wanted \"cpu\", .*T4, A10,"),
+        (((8, 64),), {"device": "A100"}, ArgumentError, "did you mean A100-40GB or A100-80GB"),
+        (((8, 64),), {"device": "H2"}, ArgumentError, r"'H2' came; .*did you mean H20 or H200\?"),
         (((8, 64),), {"device": 3}, ArgumentTypeError, "device: int came"),
         (((8, 64),), {"mask": "causal"}, ArgumentTypeError, "mask: str came; wanted a mask"),
         (((8, 64),), {"mask": masks.segments(np.arange(7))}, ArgumentError, "shape"),
@@ -443,7 +449,7 @@ def test_other_options(capsys):
     slopes = [2.0 ** -(head + 1) for head in range(8)]
     made = explain(
         (1, 8, 64, 64), (1, 2, 4096, 64), (1, 2, 4096, 32),
-        score=scores.alibi(slopes), backward=True,
+        score_mod=scores.alibi(slopes), backward=True,
     )  # fmt: skip
     assert re.search(rf"{made.main.name}", out)
 
@@ -459,6 +465,7 @@ def test_a_terminal_without_block_characters(capsys, monkeypatch):
     ("words", "wanted"),
     [
         (["256,64", "--mask", "cusal"], "--mask: 'cusal' came; wanted causal, window, prefix"),
+        (["256,64", "--mask", "causl"], "or module:name; did you mean causal?"),
         (["256,64", "--mask", "window(1"], "--mask: 'window(1' came; wanted causal"),
         (["256,64", "--mask", "window(1)"], "missing 1 required positional argument: 'right'"),
         (["256,64", "--mask", "dilated(0)"], "dilated: step is 0; wanted an integer of 1 or more"),
@@ -467,7 +474,7 @@ def test_a_terminal_without_block_characters(capsys, monkeypatch):
         (["256,64", "--mask", "no_module:x"], "cannot be imported (No module named 'no_module')"),
         (["256,64", "--mask", "cupyflash.masks:causal"], "Call a constructor"),
         (["256,64", "--score", "softcap(0)"], "softcap"),
-        (["256,64", "--device", "B200"], "device: 'B200' came; wanted \"cpu\", \"gpu\""),
+        (["256,64", "--device", "B300"], "device: 'B300' came; wanted \"cpu\", \"gpu\""),
         (["256,64", "--svg", "no/folder/x.svg", "--device", "cpu"], "no/folder"),
     ],
 )  # fmt: skip

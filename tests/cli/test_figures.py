@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import re
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_bounds_stop_at_the_ends_on_a_gpu_alone():
 @pytest.mark.parametrize("at_a_time", [1, 2**18])
 @pytest.mark.parametrize("name", MASKS)
 def test_everything_counted_is_there(name, at_a_time, monkeypatch):
-    monkeypatch.setattr(module, "TILES_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(module, "AT_A_TIME", at_a_time)
     monkeypatch.setattr(module, "PAIRS_AT_A_TIME", 60)
     sizes, block_q, block_kv = Dense((2,), 3, 41, 37), 8, 5
     mask = MASKS[name]
@@ -123,6 +124,56 @@ def test_everything_counted_is_there(name, at_a_time, monkeypatch):
         both = classes[1, 2, 2 * row : 2 * row + 2]
         alike = [column[0] if (column == column[0]).all() else PARTIAL for column in both.T]
         np.testing.assert_array_equal(coarse.classes[row], alike)
+
+
+@given(
+    st.data(), st.integers(1, 9), st.integers(1, 7),
+    st.sampled_from(["cpu", "gpu", "exact"]), st.sampled_from([1, 7, 60]),
+)  # fmt: skip
+def test_a_rectangle_says_what_its_tiles_say(data, block_q, block_kv, machine, limit):
+    sizes = Dense((1,), 1, *data.draw(st.tuples(st.integers(1, 40), st.integers(1, 40))))
+    bound = bound_or_none(data.draw(expressions("bool")), sizes)
+    if bound is None:
+        return
+    shape = -(-sizes.len_q // block_q), -(-sizes.len_k // block_kv)
+    i, j = np.arange(shape[0])[:, None] * block_q, np.arange(shape[1]) * block_kv
+    corners = {
+        "i_low": i, "i_high": np.minimum(i + block_q, sizes.len_q) - 1,
+        "j_low": j, "j_high": np.minimum(j + block_kv, sizes.len_k) - 1,
+    }  # fmt: skip
+    with mock.patch.dict(RANGE_LIMIT, {"cpu": limit, "gpu": limit}):
+        each = tile_classes(tile_class(bound), module.symbols_of(sizes, 0, 0, **corners), machine)
+        found = survey(
+            bound, sizes, block_q, block_kv, machine=machine, most_cells=[(40, 40)],
+            count_pairs=False,
+        )  # fmt: skip
+    np.testing.assert_array_equal(found.grids[0].classes, np.broadcast_to(each, shape))
+
+
+def test_lengths_of_any_size():
+    long = 10_000_000
+    found = survey(masks.causal().expr, Dense((1,), 1, long, long), 128, 64, most_cells=[(9, 9)])
+    rows = long // 128
+    assert found.tiles == (rows * (rows - 1), 2 * rows, rows * (rows - 1))
+    assert found.visited_keys == 64 * found.tiles.visited
+    assert found.touched_keys == long
+    assert found.pairs is None
+    assert found.grids[0].tiles.sum() == 2 * rows**2
+    everything = survey(None, Dense((3,), 2, 10**9, 10**9 + 1), 64, 64)
+    assert everything.pairs == everything.visited_pairs == 6 * 10**9 * (10**9 + 1)
+    drawn = figures.mask_tiles(masks.window(4096, 0), 10**8, block_q=128, block_kv=128)
+    assert len(drawn.svg) < 100_000
+
+
+def test_what_would_take_too_long_is_told(monkeypatch):
+    with pytest.raises(
+        ArgumentError, match=r"^4,000,000,000 queries and .* fewer than 2\^62 pairs"
+    ):
+        survey(None, Dense((1,), 1, 4 * 10**9, 4 * 10**9), 64, 64)
+    monkeypatch.setattr(module, "MOST_LOOKS", 1000)
+    stripes = masks.mask(lambda b, h, i, j: (i + j) % 3 != 0)
+    with pytest.raises(ArgumentError, match=r"^mask: more than 1,000 tiles of 8 queries x 4 keys"):
+        figures.mask_tiles(stripes, 10_000, block_q=8, block_kv=4)
 
 
 def test_pairs_that_are_too_many_are_not_counted(monkeypatch):
@@ -264,3 +315,31 @@ def test_errors():
         figures.mask_tiles(None, 8, machine="tpu")
     with pytest.raises(ArgumentError, match=r"at: \(1, 0\) came; wanted a batch entry below 1"):
         figures.mask_pairs(masks.causal(), 8, at=(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes", "line"),
+    [
+        (None, (1000, 600), "██ all 160 tiles of 64 queries x 64 keys are FULL"),
+        (
+            masks.lengths(0),
+            (1000, 64),
+            "·· all 16 tiles of 64 queries x 64 keys are EMPTY, skipped",
+        ),
+        (masks.dilated(2), (1000, 64), "▒▒ all 16 tiles of 64 queries x 64 keys are PARTIAL"),
+        (masks.causal(), (50, 50), "▒▒ the one tile of 64 queries x 64 keys is PARTIAL"),
+    ],
+)
+def test_tiles_that_are_all_alike_are_one_line(mask, sizes, line):
+    drawn = figures.mask_tiles(mask, *sizes)
+    assert drawn.text == line
+    assert ET.fromstring(drawn.svg) is not None
+
+
+def test_pairs_that_are_all_alike_are_one_line():
+    assert figures.mask_pairs(None, 20).text == "██ all 400 pairs of a query and a key attend"
+    hidden = figures.mask_pairs(masks.lengths(0), 1)
+    assert hidden.text == "·· the one pair of a query and a key is masked"
+    assert (
+        figures.mask_pairs(masks.causal(), 1).text == "██ the one pair of a query and a key attends"
+    )

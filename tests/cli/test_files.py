@@ -64,6 +64,25 @@ def test_what_cannot_be_written_is_said_first(tmp_path, name):
     assert [x.name for x in tmp_path.iterdir()] == ["file"]
 
 
+def test_names_that_no_file_can_have(tmp_path):
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    away = tmp_path / "away"
+    away.symlink_to(tmp_path / "none" / "file")
+    for path, message in (
+        (
+            tmp_path / ("x" * 300),
+            r"--svg: .* \.\.\. x{15} cannot be written \(File name too long\)",
+        ),
+        (tmp_path / ("x" * 250), r"cannot be written \(File name too long\)"),
+        (circle, "circle cannot be written"),
+        (away, "there is no folder .*none; make it first"),
+        (tmp_path / "a\0b", "cannot be written .*null"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            files.check_writable(path, "--svg")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
 import sys
 from pathlib import Path
@@ -55,8 +56,8 @@ def test_info(tmp_path):
     try:
         version = importlib.import_module("cupy").__version__
     except ImportError:
-        assert "cupyflash[cuda12]" in lines["CuPy"]
-        assert "cupyflash[cuda13]" in lines["CuPy"]
+        assert '".[cuda12]"' in lines["CuPy"]
+        assert '".[cuda13]"' in lines["CuPy"]
     else:
         assert lines["CuPy"] == version
 
@@ -72,18 +73,18 @@ def test_a_cpu_cache_that_is_not_writable(tmp_path):
 def test_without_cupy(said):
     lines = said(None)
     assert lines["CuPy"].startswith("not installed")
-    assert "pip install 'cupyflash[cuda12]'" in lines["CuPy"]
-    assert "pip install 'cupyflash[cuda13]'" in lines["CuPy"]
+    assert 'pip install ".[cuda12]"' in lines["CuPy"]
+    assert '".[cuda13]"' in lines["CuPy"]
     assert lines["GPU"].startswith("none")
 
 
 @pytest.mark.parametrize(
     ("statement", "words", "remedy"),
     [
-        ("import nothing_of_that_name", "nothing_of_that_name", "pip install 'cupyflash[cuda12]'"),
-        ("raise ImportError('libcuda is broken')", "libcuda is broken", "cupyflash[cuda13]"),
+        ("import nothing_of_that_name", "nothing_of_that_name", 'pip install ".[cuda12]"'),
+        ("raise ImportError('libcuda is broken')", "libcuda is broken", '".[cuda13]"'),
         ("raise PermissionError(13, 'no', '/x')", "PermissionError", "set CUPY_CACHE_DIR"),
-        ("raise ValueError", "ValueError", "cupyflash[cuda13]"),
+        ("raise ValueError", "ValueError", '".[cuda13]"'),
     ],
 )
 def test_a_cupy_that_cannot_be_imported(statement, words, remedy, tmp_path, monkeypatch, capsys):
@@ -131,7 +132,7 @@ def test_the_kernels_it_names_exist():
 def test_without_a_driver(said):
     lines = said(fake_cupy((), driver=0, nvrtc=None))
     assert lines["CUDA"].startswith("no driver: install")
-    assert "pip install 'cupyflash[cuda13]'" in lines["NVRTC"]
+    assert '".[cuda13]"' in lines["NVRTC"]
     assert "Failure finding libnvrtc.so" in lines["NVRTC"]
     assert lines["GPU"] == "none: there is no NVIDIA driver"
 
@@ -146,7 +147,7 @@ def test_without_a_device(said, monkeypatch):
 def test_a_driver_that_is_too_old(said):
     lines = said(fake_cupy((), driver=12080))
     assert "too old" in lines["CUDA"]
-    assert "cupyflash[cuda12]" in lines["CUDA"]
+    assert '".[cuda12]"' in lines["CUDA"]
 
 
 def test_versions_that_nobody_tells(said):
@@ -154,8 +155,8 @@ def test_versions_that_nobody_tells(said):
     assert "driver unknown" in lines["CUDA"]
     assert "runtime unknown" in lines["CUDA"]
     assert "no answer of the driver" in lines["CUDA"]
-    assert "cupyflash[cuda12]" in lines["NVRTC"]
-    assert "cupyflash[cuda13]" in lines["NVRTC"]
+    assert '".[cuda12]"' in lines["NVRTC"]
+    assert '".[cuda13]"' in lines["NVRTC"]
 
 
 def test_where_cupy_keeps_kernels(said, monkeypatch, tmp_path):
@@ -174,14 +175,29 @@ def test_where_cupy_keeps_kernels(said, monkeypatch, tmp_path):
     assert said(fake_cupy())["GPU cache"].startswith("in memory only")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
+def test_a_gpu_cache_that_others_can_write(said, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    for mode in (0o777, 0o770, 0o702):
+        tmp_path.chmod(mode)
+        line = said(fake_cupy())["GPU cache"]
+        assert line.startswith(f"{tmp_path} NOT safe: others may write to it")
+        assert "chmod go-w" in line
+    tmp_path.chmod(0o755)
+    assert "writable" in said(fake_cupy())["GPU cache"]
+    somebody_else = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: somebody_else)
+    assert "NOT safe: it belongs to another user" in said(fake_cupy())["GPU cache"]
+
+
 # -- the demo's device ----------------------------------------------------------------------------
 
 OBSTACLES = {
-    "no CuPy": (None, "pip install 'cupyflash[cuda13]'"),
+    "no CuPy": (None, '".[cuda13]"'),
     "no device": (fake_cupy(()), "cudaErrorNoDevice"),
     "too old": (fake_cupy((V100, H200)), "Tesla V100 is NOT supported"),
     "a lost device": (fake_cupy((None,)), "device is lost"),
-    "no NVRTC": (fake_cupy(nvrtc=None), "pip install 'cupyflash[cuda13]'"),
+    "no NVRTC": (fake_cupy(nvrtc=None), '".[cuda13]"'),
     "no cuBLAS": (fake_cupy(product=fails("no libcublas")), "'cuda-toolkit[cublas]==13.*'"),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import api
+from cupyflash import api, testing
 from cupyflash.commands.main import main
 
 
@@ -85,13 +85,17 @@ def test_list(capsys):
 def test_what_cannot_be_run(capsys):
     status, out, err = run(capsys, "--only", "exact_men")
     assert (status, out) == (2, "")
-    assert "exact_mean" in err
+    assert "did you mean exact_mean" in err
+    status, out, err = run(capsys, "--only", "xyzzy")
+    assert (status, out) == (2, "")
+    assert all(name in err for name in testing.PROPERTIES)
+    assert max(map(len, err.splitlines())) <= 100
     try:
         import cupy
     except ImportError:
         status, _, err = run(capsys, "--device", "gpu")
         assert status == 2
-        assert "pip install 'cupyflash[cuda12]'" in err
+        assert 'pip install ".[cuda12]"' in err
     else:
         assert cupy
 

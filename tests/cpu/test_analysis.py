@@ -165,16 +165,57 @@ def test_compulsory_bytes():
 
 
 def test_the_devices():
-    assert list(analysis.DEVICES) == ["T4", "A100-40GB", "A100-80GB", "H100-SXM", "H200"]
+    assert list(analysis.DEVICES) == [
+        "T4", "A10", "A100-40GB", "A100-80GB", "L40S", "RTX 4090",
+        "H20", "H100-SXM", "H200", "B200",
+    ]  # fmt: skip
     for name, facts in analysis.DEVICES.items():
         assert facts.name == name
         assert "data sheet" in facts.source or "white paper" in facts.source
         assert set(facts.peak) <= {"float16", "bfloat16", "float32", "float64"}
         assert facts.peak["float16"] > facts.peak["float32"] > facts.peak["float64"]
+        if facts.matrix_peak:  # tensor cores take half as many numbers of 32 bits
+            assert facts.matrix_peak["tf32"] == pytest.approx(facts.peak["float16"] / 2, rel=0.02)
+        # Arithmetic has grown faster than memory: a hundred operations a byte, but for the H20.
+        assert 35 < facts.ridge("float16") < 450
         with pytest.raises(AttributeError):
             facts.sram = 0
         with pytest.raises(TypeError):
             facts.peak["float16"] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("h20", "H20"),
+        ("H200", "H200"),
+        ("H100", "H100-SXM"),
+        ("h100 sxm", "H100-SXM"),
+        ("A10", "A10"),
+        ("a100_80gb", "A100-80GB"),
+        ("RTX4090", "RTX 4090"),
+        ("rtx-4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("Tesla T4", "T4"),
+    ],
+)
+def test_names_of_devices(name, known):
+    assert analysis.device(name) is analysis.DEVICES[known]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("H2", r"nothing is known of it; known are .*; did you mean H20 or H200\?$"),
+        ("RTX", r"nothing is known of it; known are .*B200; did you mean RTX 4090\?$"),
+        ("A100-80", r"nothing is known of it; .*did you mean A100-80GB\?$"),
+        ("A100", "several have this name; say A100-40GB or A100-80GB$"),
+        ("", "nothing is known of it"),
+    ],
+)
+def test_parts_of_names_are_no_names(name, words):
+    with pytest.raises(ArgumentError, match=f"device='{name}': {words}"):
+        analysis.device(name)
 
 
 def test_the_ridge_of_an_h200():
@@ -237,7 +278,7 @@ def test_the_device_at_hand(driver, known):
 
 
 def test_errors_say_what_would_do():
-    with pytest.raises(ArgumentError, match=r"'V100'.*known are T4, A100-40GB, .*H200"):
+    with pytest.raises(ArgumentError, match=r"'V100'.*known are T4, A10, A100-40GB, .*H200"):
         analysis.device("V100")
     with (
         mock.patch.object(cuda_device, "here", here("NVIDIA H200 NVL")),

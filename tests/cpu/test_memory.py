@@ -159,11 +159,11 @@ def test_peak_memory_is_linear(dtype, two_threads):
         assert at_4l < 4096 * 4096  # far below one byte per score of the two heads
 
 
-def kept_arrays(function: types.FunctionType) -> list[np.ndarray]:
+def kept_arrays(function: Any) -> list[np.ndarray]:
     """Return the arrays that a function keeps alive, views counted as what they view."""
     found: dict[int, np.ndarray] = {}
     seen: set[int] = set()
-    pending = [cell.cell_contents for cell in function.__closure__ or ()]
+    pending = gc.get_referents(function)
     while pending:
         value = pending.pop()
         if id(value) in seen or isinstance(value, (type, types.ModuleType, types.FunctionType)):
@@ -232,3 +232,40 @@ def test_packed_qkv_is_not_copied(two_threads):
     }
     peak = peak_bytes(lambda: attention_backward(do, q, k, v, out, lse, mask=mask, **targets))
     assert peak < 0.2 * q.nbytes
+
+
+# Repeated rows
+
+# Axes of k and v, (3, 2, 4096, 9), that repeat what is there once.
+REPEATED = [(2,), (1,), (0,), (0, 1), (0, 1, 2)]
+
+
+def repeated(axes: tuple[int, ...], width: int, dtype: Any) -> np.ndarray:
+    shape = (3, 2, 4096, width)
+    once = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+    return np.broadcast_to(filled(*once, dtype=dtype), shape)
+
+
+@BY_DTYPE
+@pytest.mark.parametrize("axes", REPEATED, ids=str)
+def test_repeated_rows_are_copied_once(axes: tuple[int, ...], dtype: Any) -> None:
+    q, k, v = filled(3, 2, 5, 9, dtype=dtype), *(repeated(axes, n, dtype) for n in (9, 7))
+    whole = [np.ascontiguousarray(x) for x in (k, v)]
+    out, lse = attention(q, k, v, return_lse=True)
+    wanted = attention(q, *whole, return_lse=True)
+    assert same_bits(out, wanted[0])
+    assert same_bits(lse, wanted[1])
+    ours = attention_backward(out, q, k, v, out, lse)
+    for a, b in zip(ours[:3], attention_backward(out, q, *whole, out, lse)[:3], strict=True):
+        assert same_bits(a, b)
+
+
+@BY_DTYPE
+def test_keys_that_are_all_one_row_take_the_memory_of_one(dtype: Any) -> None:
+    q, row = filled(1, 1, 3, 7, dtype=dtype), np.arange(7).astype(dtype)
+    x = np.broadcast_to(row, (1, 1, 2**20, 7))
+    attention(q, x[:, :, :9], x[:, :, :9])  # compiles
+    found: list[Any] = []
+    peak = peak_bytes(lambda: found.append(attention(q, x, x)))
+    assert peak < 2**20  # a whole copy has 32 MiB or more
+    assert (found[0] == row).all()  # equal weights of small whole numbers: no sum is rounded

@@ -111,9 +111,9 @@ def test_gradients_are_within_the_bound(name, dtype):
 @emulated
 @pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
 @pytest.mark.parametrize("d", [64, 128, 192])
-def test_warps_have_units_of_their_own(d, order):
+def test_warps_have_scales_of_their_own(d, order):
     # None in the first tile, and then from tile to tile 2^8 times larger or smaller; from warp to
-    # warp 2^5 times: each soon has a unit of its own, unless warps share keys.
+    # warp 2^5 times: each soon has a scale of its own, unless warps share keys.
     q, k, v, do = draw(np.float32, (2, 300, d), *[(1, 140, d)] * 2, (2, 300, d))
     tiles, warps = np.arange(300) // 64, np.arange(140) // 16
     do *= np.where(tiles > 0, 2.0 ** (8 * order * (tiles - 2.5)), 0)[:, None]
@@ -126,7 +126,7 @@ def test_warps_have_units_of_their_own(d, order):
 
 
 @emulated
-def test_the_first_unit_is_of_dk_alone():
+def test_the_first_scale_is_of_dk_alone():
     # The first tile's queries see one key, and of do one column is not 0, so that their dS is 0
     # exactly, but dv is not.
     q, k, v, do = draw(HALF, *[(1, 130, 128)] * 4)
@@ -317,7 +317,8 @@ def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
 
 FOLDER = Path(cupyflash.kernels_cu.__file__).parent
 ORDERS = re.compile(
-    r"warpgroup::mbarrier_wait\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);|"
+    r"warpgroup::mbarrier_wait\([^;{}]*\);|consumers_sync\(\);|"
+    r"\w+(?:\.\w+)?\.wait_(?:full|empty)\([^;{}]*\);|"
     r"warpgroup::(?:arrive_warp|arrive_warpgroup)\([^;]*;|"
     r"ptx::(?:wgmma_wait<[^>]*>|wgmma_fence|wgmma_commit|fence_mbarrier_init|named_barrier_sync|"
     r"fence_proxy_async|mbarrier_arrive_expect_tx|mbarrier_arrive|tma_store_wait_read)\([^;]*;|"
@@ -328,22 +329,23 @@ STATEMENTS = [
     (name, number)
     for name in (
         "sm90/backward_sm90_dkdv.cu",
-        "sm90/warpgroup_passing.cuh",
+        "sm90/backward_producer.cuh",
+        "sm90/backward_storage.cuh",
         "sm90/warpgroup_gradient.cuh",
-        "sm90/warpgroup_unit.cuh",
+        "sm90/ds_scale.cuh",
     )
     for number in range(len(ORDERS.findall((FOLDER / name).read_text())))
 ]
 
 
 def everything(read, schedule):
-    """Run what meets every wait: dS that outgrows its warp's unit, masks, and values not finite."""
+    """Run what meets every wait: dS that outgrows its scale, masks, non-finite values."""
     q, k, v, do = draw(HALF, (4, 200, 128), *[(1, 140, 128)] * 2, (4, 200, 128))
     do[:, :64] *= HALF.type(2.0**-9)
     do[-1, 192:] *= HALF.type(2.0**11)  # in the last tile of all, too
     options = {"schedule": schedule, "read": read}
-    units = 2.0 ** (5 * (np.arange(140) // 16 % 3))
-    run(q, k, v * units[:, None].astype(HALF), do, **options)
+    factors = 2.0 ** (5 * (np.arange(140) // 16 % 3))
+    run(q, k, v * factors[:, None].astype(HALF), do, **options)
     do[:, 150], k[:, 3] = np.inf, np.nan
     changed = {"score_mod": scores.softcap(30.0)}
     for dtype, d, deterministic, more in (

@@ -31,7 +31,7 @@ from cupyflash.problem import pack_gqa, validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import philox
-from cupyflash.testing import rho
+from cupyflash.testing import Precision, rho
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
@@ -243,3 +243,18 @@ def test_parts_are_joined_within_the_bound(dtype, data):
     assert rho(lse, *bounds["lse"]).value <= 1
     empty = np.isinf(np.stack(lses)).all(axis=0)
     assert (lse[empty] == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", [2, 3, 17])
+def test_parts_of_the_largest_number_are_joined_to_it(dtype, number):
+    largest = Precision.of(dtype).output.largest
+    accumulator = np.float64 if dtype == np.float64 else np.float32
+    value, lse = np.full((2, 3, 5), largest, dtype), np.full((2, 3), 100, accumulator)
+    value[1] = -value[1]
+    out, joined = np.zeros_like(value), np.zeros_like(lse)
+    Emulator().combine([(value, lse)] * number, out, joined)
+    assert np.isfinite(out).all()
+    unit = 8 * number * Precision.of(accumulator).unit
+    assert rho(out, value, np.abs(value.astype(float)) * unit).value <= 1
+    np.testing.assert_allclose(joined, 100 + np.log(number), rtol=1e-6)

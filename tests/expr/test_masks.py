@@ -18,6 +18,7 @@ from cupyflash.reference.spec.naive import Sizes
 rng = np.random.default_rng(5)
 lengths_st = st.tuples(st.integers(1, 7), st.integers(1, 7))
 some = st.integers(-3, 8)
+count = st.integers(0, 8)
 
 
 def grid(Lq, Lk):
@@ -54,7 +55,7 @@ def test_causal_lets_the_last_query_see_every_key():
 
 
 @given(
-    lengths_st, st.one_of(st.none(), some), st.one_of(st.none(), some), st.one_of(st.none(), some)
+    lengths_st, st.one_of(st.none(), count), st.one_of(st.none(), count), st.one_of(st.none(), some)
 )
 def test_window(lengths, left, right, offset):
     i, j = grid(*lengths)
@@ -72,7 +73,7 @@ def test_window_without_a_left_end_is_causal():
     np.testing.assert_array_equal(found, masks.causal().to_array(1, 1, 5, 7))
 
 
-@given(lengths_st, some, st.one_of(st.none(), some))
+@given(lengths_st, count, st.one_of(st.none(), count))
 def test_lengths_and_prefix(lengths, k, q):
     i, j = grid(*lengths)
     expected = (j < k) & (True if q is None else i < q)
@@ -100,7 +101,7 @@ PER_BATCH = [
     + [((2, 3), shape) for shape in ((2, 3), (3,), (2, 1), (1, 3), (6,), ())],
 )
 def test_one_number_per_batch_entry(argument, make, formula, lead, shape):
-    numbers = rng.integers(-2, 6, shape)
+    numbers = rng.integers(-2 if "offset" in argument else 0, 6, shape)
     i, j = grid(5, 6)
     if shape == (6,) and lead == (2, 3):
         wide = numbers.reshape(lead)
@@ -201,6 +202,11 @@ def test_algebra():
     same(a ^ b, (1,), 1, 6, 6, in_a ^ in_b)
     same(~a, (1,), 1, 6, 6, ~in_a)
     same(~(a & ~b) | masks.prefix(2), (1,), 1, 6, 6, ~(in_a & ~in_b) | (j < 2))
+
+
+@pytest.mark.parametrize("lengths", [9, np.array([9, 5])])
+def test_lengths_beyond_the_keys_hide_none(lengths):
+    assert masks.lengths(lengths, lengths).to_array(2, 1, 4, 5).all()
 
 
 def test_causal_by_true_lengths():
@@ -317,6 +323,19 @@ def test_packed_arrays_of_wrong_size():
             lambda: masks.window(1, True),
             ArgumentTypeError,
             "window: right is True.*None for unbound",
+        ),
+        (
+            lambda: masks.window(-1, 0),
+            ArgumentError,
+            "window: left is -1; wanted 0 or more keys, or None for unbounded",
+        ),
+        (lambda: masks.window(0, np.int64(-3)), ArgumentError, "window: right is .*-3.*; wanted 0"),
+        (lambda: masks.lengths(-1), ArgumentError, "lengths: k_lengths: -1 came; wanted int"),
+        (lambda: masks.prefix([3, -1]), ArgumentError, "prefix: n: -1 came; wanted integers of 0 "),
+        (
+            lambda: masks.lengths(3, np.array([2, -5])),
+            ArgumentError,
+            "lengths: q_lengths: -5 came; wanted integers of 0 or more",
         ),
         (lambda: masks.window(1, 1, 0.5), ArgumentTypeError, "window: offset: float came"),
         (lambda: masks.lengths(None), ArgumentTypeError, "lengths: k_lengths: NoneType came"),

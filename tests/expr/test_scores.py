@@ -9,6 +9,7 @@ from expressions import score_by_machine
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cupyflash
 from cupyflash import lookup, masks, scores
 from cupyflash.errors import ArgumentError, ArgumentTypeError, TraceError
 from cupyflash.expr import (
@@ -68,6 +69,52 @@ def test_alibi(problem):
     _, _, i, j = positions(*s.shape)
     distance = abs(i + sizes.len_k - sizes.len_q - j)
     same(scores.alibi(slopes), s, sizes, s - slopes[:, None, None] * distance, 1)
+
+
+@given(problems(), st.booleans())
+def test_alibi_of_each_batch_entry(problem, shared):
+    s, sizes = problem
+    slopes = rng.uniform(0.1, 1, (s.shape[0], 1 if shared else sizes.heads))
+    _, _, i, j = positions(*s.shape)
+    distance = abs(i + sizes.len_k - sizes.len_q - j)
+    same(scores.alibi(slopes), s, sizes, s - slopes[:, :, None, None] * distance, 1)
+
+
+@pytest.mark.parametrize("lead", [(2, 3), (2, 1), (1, 3), (3,)])
+def test_alibi_of_two_leading_axes(lead):
+    slopes = rng.uniform(0.1, 1, (*lead, 4))
+    q, k, v = (rng.standard_normal((2, 3, 4, n, 8)) for n in (5, 7, 7))
+    distance = abs(np.arange(5)[:, None] + 2 - np.arange(7))
+    bias = -slopes[..., None, None] * distance
+    ours = cupyflash.attention(q, k, v, score_mod=scores.alibi(slopes))
+    np.testing.assert_allclose(ours, cupyflash.attention(q, k, v, bias=bias), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("heads", "slopes"),
+    [
+        (1, [2.0**-8]),
+        (2, [2.0**-4, 2.0**-8]),
+        (8, [2.0**-n for n in range(1, 9)]),
+        (16, [2.0 ** (-n / 2) for n in range(1, 17)]),
+        (3, [2.0**-4, 2.0**-8, 2.0**-2]),
+        (6, [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]),
+        (12, [*(2.0**-n for n in range(1, 9)), *(2.0 ** (-n / 2) for n in (1, 3, 5, 7))]),
+    ],
+)
+def test_slopes_of_the_paper(heads, slopes):
+    found = scores.alibi_slopes(heads)
+    assert found.dtype == np.float32
+    assert np.array_equal(found, np.array(slopes, np.float32))
+
+
+@pytest.mark.parametrize("heads", range(1, 70))
+def test_slopes_are_all_different_and_small(heads):
+    found = scores.alibi_slopes(heads)
+    assert found.shape == (heads,)
+    assert len(set(found.tolist())) == heads
+    assert (found >= 2.0**-8).all()
+    assert (found < 1).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
@@ -202,6 +249,7 @@ def test_packed_sequences():
         distance = j - i - (len_k[n] - len_q[n])
         for change, expected in (
             (scores.alibi([0.5, 2.0]), s - np.array([0.5, 2.0])[h] * abs(distance)),
+            (scores.alibi(table[:, :2]), s - table[n, h] * abs(distance)),
             (scores.relative_bias(table), s + table[h, np.clip(distance, -2, 2) + 2]),
         ):
             found, slope = change.evaluate(s, b, h, i, j, sizes)
@@ -274,6 +322,9 @@ def test_a_score_shows_itself():
             r"score_mod: ufunc came.*scores\.score\(",
         ),
         (lambda: scores.chain([scores.softcap(1), 3]), ArgumentTypeError, "score_mod: int came"),
+        (lambda: scores.alibi_slopes(2.0), ArgumentTypeError, "heads is 2.0; wanted a whole"),
+        (lambda: scores.alibi_slopes(True), ArgumentTypeError, "heads is True; wanted a whole"),
+        (lambda: scores.alibi_slopes(0), ArgumentError, "heads is 0; wanted at least 1"),
         (lambda: scores.chain("alibi"), ArgumentTypeError, "score_mod: str came"),
         (lambda: scores.chain([masks.causal()]), ArgumentTypeError, "score_mod: Mask came"),
     ],
@@ -288,9 +339,9 @@ def test_errors(make, error, words):
     [
         (
             scores.alibi(np.ones(4)),
-            r"alibi: slopes: an array of shape \(4,\) came; wanted .*\(3,\)",
+            r"alibi: slopes: an array of shape \(4,\) came; wanted .*\(2, 3\)",
         ),
-        (scores.alibi(np.ones((2, 3))), r"alibi: slopes: .*\(2, 3\) came"),
+        (scores.alibi(np.ones((3, 3))), r"alibi: slopes: .*\(3, 3\) came; wanted .*\(2, 3\)"),
         (scores.relative_bias(np.ones((2, 5))), r"relative_bias: table: .*\(2, 5\).*\(3, 5\)"),
         (scores.score(lambda s, b, h, i, j: s + lookup(np.ones(4))[j]), "clip"),
         (scores.score(lambda s, b, h, i, j: s + lookup(np.ones(4))[floor(s)]), "clip"),

@@ -123,6 +123,29 @@ def test_far_apart_and_huge():
     assert np.array_equal(lse, np.abs(big))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", [2, 3, 7, 20])
+def test_parts_of_the_largest_number_combine_to_it(dtype, number):
+    largest = Precision.of(dtype).output.largest
+    accumulator = np.float64 if dtype == np.float64 else np.float32
+    for sign in (1, -1):
+        part = np.full((3, 5), sign * largest, dtype), np.full(3, 100, accumulator)
+        out, lse = combine([part] * number)
+        assert np.isfinite(out).all()
+        unit = 8 * number * Precision.of(accumulator).unit
+        assert_near(out, part[0].astype(np.longdouble), np.full((3, 5), largest * unit))
+        np.testing.assert_allclose(lse, 100 + math.log(number), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(np.float32, 3e38), (np.float64, 1.7e308)])
+def test_parts_of_opposite_signs_are_weighted_before_they_are_added(dtype, large):
+    heavy, light = np.zeros(1, dtype), np.full(1, -math.log(3), dtype)
+    out, _ = combine(
+        [(np.full((1, 2), large, dtype), heavy), (np.full((1, 2), -large, dtype), light)]
+    )
+    np.testing.assert_allclose(out, large / 2, rtol=1e-6)
+
+
 def test_nan_stays_in_its_row():
     out, lse = np.ones((3, 2), np.float32), np.zeros(3, np.float32)
     bad_out, bad_lse = out.copy(), lse.copy()

@@ -198,7 +198,7 @@ FORWARD = {
     "softcap": case(T, "softcap", "scores.softcap(c)", softcap=30.0),
     "enable_gqa": case(T, "enable_gqa", "shapes", enable_gqa=True),
     "key_padding_mask": case(T, "key_padding_mask", "masks.lengths", key_padding_mask=BOOL[0]),
-    "misspelt": case(T, "dropuot", "the options are mask, score_mod", dropuot=0.1),
+    "misspelt": case(T, "dropuot", "did you mean dropout", "the options are mask", dropuot=0.1),
 }  # fmt: skip
 
 VARLEN = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import numpy as np
 import pytest
 
@@ -14,9 +17,12 @@ from cupyflash import (
     attention_varlen_vjp,
     attention_vjp,
     execute,
+    masks,
     plan,
+    scores,
     workspace_size,
 )  # fmt: skip
+from cupyflash.problem import keywords
 
 WITH_OPTIONS = [
     attention, attention_backward, attention_vjp, attention_varlen, attention_varlen_backward,
@@ -37,9 +43,54 @@ def test_other_type_errors_are_those_of_python(function):
     with pytest.raises(TypeError, match="missing") as caught:
         function(mask=None)
     assert type(caught.value) is TypeError
-    with pytest.raises(TypeError, match="positional argument") as caught:
+
+
+@pytest.mark.parametrize("function", WITH_OPTIONS)
+def test_too_many_arguments_by_position(function):
+    wanted = ", ".join(
+        name
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind is each.POSITIONAL_OR_KEYWORD
+    )
+    message = (
+        rf"^12 arguments came by position; wanted \d, {wanted}, and every option by its name: "
+    )
+    with pytest.raises(ArgumentTypeError, match=message) as caught:
         function(*[None] * 12)
-    assert type(caught.value) is TypeError
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (masks.causal(), "say mask=mask"),
+        (scores.softcap(30.0), "say score_mod=score"),
+        (np.ones((2, 2), bool), r"say mask=array \(bool, True = attend\), or bias=array"),
+        (True, "the options are mask, score_mod, bias, "),
+    ],
+)
+def test_an_option_by_position(value, remedy):
+    with pytest.raises(ArgumentTypeError, match=f"wanted 3, q, k, v, .*: {remedy}"):
+        attention(*[np.ones((2, 3))] * 3, value)
+
+
+@pytest.mark.parametrize("name", sorted(keywords._OTHER_NAMES))
+def test_keywords_of_other_libraries(name):
+    """Every hint comes from a function without that keyword, and names keywords that there are."""
+    without = [each for each in WITH_OPTIONS if name not in inspect.signature(each).parameters]
+    hint = keywords._OTHER_NAMES[name]
+    with pytest.raises(ArgumentTypeError) as caught:
+        without[0](**{name: None})
+    assert str(caught.value) == f"{name}: no argument of this function; {hint}."
+    everything = {word for each in WITH_OPTIONS for word in inspect.signature(each).parameters}
+    assert set(re.findall(r"\b(\w+)=", hint)) <= everything
+    for space, called in re.findall(r"\b(masks|scores)\.(\w+)", hint):
+        assert called in {"masks": masks, "scores": scores}[space].__all__
+
+
+def test_a_misspelt_keyword():
+    with pytest.raises(ArgumentTypeError, match=r"scal: .*; did you mean scale\? Otherwise, "):
+        attention(*[np.ones((2, 3))] * 3, scal=1.0)
 
 
 def test_a_type_error_inside_a_call_passes(monkeypatch):

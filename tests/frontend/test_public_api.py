@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import typing
 from dataclasses import fields
 
 import numpydoc.validate
@@ -80,7 +81,7 @@ ANALYSIS = {
     "theorem_2",
 }
 FIGURES = {"Figure", "example", "mask_pairs", "mask_tiles"}
-SCORES = {"alibi", "relative_bias", "score", "softcap"}
+SCORES = {"alibi", "alibi_slopes", "relative_bias", "score", "softcap"}
 
 # numpydoc's checks that every public docstring passes: a summary that is one sentence, the
 # parameters of the signature in its order, each with a description, and what is returned.
@@ -90,7 +91,7 @@ PARAMETERS = {"PR01", "PR02", "PR03", "PR05", "PR07", "PR10", "RT01", "YD01"}
 TAKES_OPTIONS = {
     "attention": {"return_lse", "out", "lse_out"},
     "attention_backward": {"dlse", "deterministic", "grads_out", "workspace"},
-    "attention_vjp": {"return_lse"},
+    "attention_vjp": {"deterministic", "return_lse"},
     "plan": {"offsets_q", "offsets_k"},
     "workspace_size": {"offsets_q", "offsets_k"},
 }
@@ -125,7 +126,15 @@ def test_all_of_the_package():
     assert len(set(cupyflash.__all__)) == len(cupyflash.__all__)
     for name, value in public(cupyflash).items():
         assert inspect.ismodule(value) == (name in MODULES)
-    assert set(dir(cupyflash)) >= set(cupyflash.__all__)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [cupyflash, cupyflash.masks, cupyflash.scores],
+    ids=lambda module: module.__name__,
+)
+def test_dir_lists_the_public_names_only(module):
+    assert dir(module) == sorted(module.__all__)
 
 
 def test_nothing_public_is_missing_from_all():
@@ -192,6 +201,36 @@ def test_options_are_keywords(name):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Options.of"
     }
     assert passed == {tuple(of_options)}
+
+
+@pytest.mark.parametrize("name", [name for name in TAKES_OPTIONS if name != "plan"])
+def test_overloads_differ_in_types_alone(name):
+    """Where return_lse decides what is returned, a type checker knows it."""
+    function = getattr(cupyflash, name)
+    told = typing.get_overloads(inspect.unwrap(function))
+    if "return_lse" not in TAKES_OPTIONS[name]:
+        assert not told
+        return
+    plain, with_lse, any_array = map(inspect.signature, told)
+    for signature in (plain, with_lse, any_array):
+        assert list(signature.parameters) == list(inspect.signature(function).parameters)
+        for parameter in signature.parameters.values():
+            own = inspect.signature(function).parameters[parameter.name]
+            assert parameter.kind is own.kind
+            if parameter.name != "return_lse":
+                assert parameter.default == own.default
+            if parameter.name not in {"q", "k", "v", "return_lse"}:
+                assert parameter.annotation == own.annotation
+    flags = [each.parameters["return_lse"] for each in (plain, with_lse, any_array)]
+    assert [flag.annotation for flag in flags] == ["Literal[False]", "Literal[True]", "bool"]
+    assert [flag.default for flag in flags] == [False, inspect.Parameter.empty, False]
+    results = plain.return_annotation, with_lse.return_annotation
+    vjp = name.endswith("vjp")
+    assert results == (
+        ("tuple[Array, Vjp]", "tuple[Array, Array, Vjp]")
+        if vjp
+        else ("Array", "tuple[Array, Array]")
+    )
 
 
 def test_only_these_functions_take_options():

@@ -227,6 +227,28 @@ def test_a_backward_adds_to_zeros_whatever_its_memory_held(cupy, monkeypatch):
         assert (gradients.dq.host == 0).all()  # no kernel has run: it is the sum's scratch
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_vjp_is_as_deterministic_as_it_was_asked_to_be(cupy, packed):
+    q, k, v = draw(cupy, (4, 40, 16))
+    offsets = [cupy.asarray(np.array([0, 11, 40]))] * 2 if packed else []
+    check = {"check": False} if packed else {}
+    vjp_of = cupyflash.attention_varlen_vjp if packed else cupyflash.attention_vjp
+    backward = cupyflash.attention_varlen_backward if packed else cupyflash.attention_backward
+    kernels = {}
+    for deterministic in (False, True, False, True):  # checked first, then recognised
+        out, lse, vjp = vjp_of(
+            q, k, v, *offsets, **check, deterministic=deterministic, return_lse=True
+        )
+        cupy.launches.clear()
+        vjp(q)
+        ours = [x.kernel for x in cupy.launches]
+        cupy.launches.clear()
+        backward(q, q, k, v, out, lse, *offsets, **check, deterministic=deterministic)
+        assert ours == [x.kernel for x in cupy.launches]
+        assert kernels.setdefault(deterministic, ours) == ours
+    assert kernels[False] != kernels[True]
+
+
 def test_outputs_are_recognised_wherever_they_overlap_nothing(cupy, unchecked):
     q, k, v = draw(cupy)
     memory = cupy.asarray(np.zeros(4 * q.size, np.float32))

@@ -68,6 +68,7 @@ MASKS = {
 }
 SCORES = {
     "slopes": {"score_mod": scores.alibi(2.0 ** -np.arange(HEADS)), "mask": masks.causal()},
+    "slopes of entries": {"score_mod": scores.alibi(rng.random((2, HEADS)))},
     "bias of heads": {"bias": rng.standard_normal((HEADS, 1, KEYS)).astype(np.float32)},
     "bias of entries": {"bias": rng.standard_normal((2, 1, 1, KEYS)).astype(np.float32)},
 }

@@ -57,7 +57,7 @@ def test_times_and_memory_are_those_of_the_gpu(gpu):
 
 
 def test_the_command(gpu, tmp_path, capsys):
-    pytest.importorskip("rich", reason='pip install "cupyflash[bench]"')
+    pytest.importorskip("rich", reason='pip install ".[bench]"')
     file = tmp_path / "found.json"
     arguments = ["--shape", "1,4,512,64", "--shape", "1,8/2,1/4096,64", "--runs", "3"]
     assert main(["bench", "--device", "gpu", *arguments, "--json", str(file)]) == 0

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from honest_kernel import Causal, Softcap, judge, kernel, options_of, problem
 
+import cupyflash
 from cupyflash.reference.spec import naive, naive_formulas
 from cupyflash.testing import (
     Precision,
@@ -358,3 +359,60 @@ def test_precision_of_each_type():
     np.testing.assert_allclose(SINGLE.gamma([0, 1, 2**23, 2**24]), [0, 2.0**-24, 1, np.inf], 1e-6)
     with pytest.raises(TypeError, match="int32"):
         Precision.of(np.int32)
+
+
+# The domain
+
+
+def near_the_edge(name, factor):
+    """Arrays and a scale, one sum of which is `factor` times half the largest number."""
+    half = SINGLE.largest / 2
+    ones = {x: np.ones((16, 4), np.float32) for x in ("do", "q", "k", "v")}
+    rng = np.random.default_rng(0)
+    scale = 1.0
+    if name == "out":
+        ones["v"] *= half / 16 * factor
+        ones["do"] *= 1e-30
+    elif name == "logits":
+        ones["q"] *= np.sqrt(half / 4 * factor)
+        ones["k"] *= np.sqrt(half / 4 * factor)
+        scale = 1e-38
+    elif name == "scaled logits":
+        ones["q"] *= np.float32(half / 4 * factor * 1e-3)
+        scale = 1e3
+    elif name == "dv":
+        ones["do"] *= half / 16 * factor * 16
+        ones["v"] *= 1e-30
+    elif name == "dk":
+        # do and v make dS about 1 / 16, of both signs.
+        ones["q"] = np.where(rng.random((16, 4)) < 0.5, -1, 1).astype(np.float32) * (half * factor)
+        ones["k"] *= 1e-38
+        ones["v"] = rng.standard_normal((16, 4)).astype(np.float32)
+    return ones, scale
+
+
+@pytest.mark.parametrize("name", ["out", "logits", "scaled logits", "dv", "dk"])
+def test_nothing_is_claimed_beyond_the_domain(name):
+    arrays, scale = near_the_edge(name, 2)
+    q, k, v = (arrays[x] for x in "qkv")
+    forward = forward_bound(q, k, v, scale=scale, precision=SINGLE)
+    backward = backward_bound(arrays["do"], q, k, v, scale=scale, precision=SINGLE)
+    result = name if name in ("dv", "dk") else "out"
+    bound = getattr(forward if result == "out" else backward, result)
+    assert np.isinf(bound.bound).any()
+
+
+@pytest.mark.parametrize("name", ["out", "dv", "dk"])
+def test_the_kernels_keep_the_bound_up_to_the_edge(name):
+    arrays, scale = near_the_edge(name, 0.1)
+    do, q, k, v = (arrays[x] for x in ("do", "q", "k", "v"))
+    out, lse = cupyflash.attention(q, k, v, scale=scale, return_lse=True)
+    forward = forward_bound(q, k, v, scale=scale, precision=SINGLE)
+    assert np.isfinite(forward.out.bound).all()
+    assert rho(out, *forward.out).value <= 1
+    ours = cupyflash.attention_backward(do, q, k, v, out, lse, scale=scale)
+    bound = backward_bound(do, q, k, v, scale=scale, precision=SINGLE)
+    for x in ("dq", "dk", "dv"):
+        exact = getattr(bound, x)
+        assert np.isfinite(exact.bound).all()
+        assert rho(getattr(ours, x), *exact).value <= 1

@@ -122,6 +122,14 @@ def mean_of(parts):
     return sum(x[0] for x in parts) / len(parts), cupyflash.combine(parts)[1]
 
 
+def divided_last(parts):
+    """Parts added up before they are divided by the sum of their weights."""
+    weights = [np.exp(x[1])[..., None] for x in parts]
+    with np.errstate(over="ignore"):
+        numerator = sum(w * x[0] for w, x in zip(weights, parts, strict=True))
+    return numerator / sum(weights), cupyflash.combine(parts)[1]
+
+
 def elsewhere(q, k, v, *, out=None, lse_out=None, **options):
     """Outputs that are returned and not written where they were wanted."""
     return cupyflash.attention(q, k, v, **options)
@@ -147,6 +155,7 @@ PACKED = {"varlen": cupyflash.attention_varlen, "varlen_backward": half_gradient
         ("packed_within_bound", {"varlen": neighbours}),
         ("packed_gradients_within_bound", PACKED),
         ("combined_parts", {"combine": mean_of}),
+        ("combined_parts_of_any_size", {"combine": divided_last}),
         ("given_outputs_are_written", {"attention_fn": elsewhere}),
         ("given_outputs_are_written", {"backward_fn": no_gradients_out}),
     ],
@@ -214,7 +223,12 @@ def test_the_precision_stated_is_the_one_that_judges():
     ("options", "message"),
     [
         ({"features": ["causl"]}, "causl came; wanted causal"),
-        ({"only": "keys_permutd"}, "keys_permuted"),
+        ({"only": "keys_permutd"}, "did you mean keys_permuted"),
+        (
+            {"only": "lse_shift"},
+            "did you mean lse_between_its_limits or one_more_key_raises_lse or",
+        ),
+        ({"only": "xyzzy"}, "there are forward_within_bound, gradients_within_bound"),
         ({"device": "tpu"}, "'tpu' came; wanted 'cpu' or 'gpu'"),
         ({"dtypes": ["int32"]}, "int32"),
         ({"dtypes": []}, "wanted some of float16"),

@@ -438,7 +438,16 @@ def parts() -> list[Parts]:
         _parts("sixteen, strided", F16, 16, (2, 3), 5, 130, [F16, F32, BF16, F32], "random"),
         _parts("float64", F64, 3, (), 9, 33, [F64], "random"),
         _parts("bfloat16", BF16, 5, (2, 3, 2, 2), 3, 7, [BF16, F32], "random"),
+        _largest_parts(),
     ]
+
+
+def _largest_parts() -> Parts:
+    """Return three parts of the largest number, of either sign: rounded weights exceed 1 in sum."""
+    lse, out = np.zeros((2, 3), np.float32), np.full((2, 3, 40), np.finfo(np.float32).max)
+    out[1] *= -1
+    bounds = combine_bounds([out] * 3, [lse] * 3, F32)
+    return Parts("largest", [(out, lse)] * 3, np.zeros_like(out), np.zeros_like(lse), bounds)
 
 
 def _parts(

@@ -14,9 +14,10 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
-from documents import PAGES, ROOT
+from documents import FENCE, PAGES, ROOT
 
 MODULES = [f"cupyflash.{x}" for x in "masks scores expr figures analysis bench testing".split()]
+FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$]+?\$", re.DOTALL)
 BUILDERS = ("sphinx", "furo", "myst_parser", "numpydoc", "matplotlib")
 REMEDY = 'the site is built by what pip install ".[docs]" brings'
 
@@ -77,7 +78,33 @@ def test_every_public_name_is_there(site):
             assert f"{module}.{name}" in documented, f"{module}.{name} is not in docs/reference"
 
 
-def test_no_formula_and_no_drawing_is_lost(site):
+def test_formulas_are_mathml(site):
+    """Every formula is in its page as MathML, and none as TeX that a script has to typeset."""
+    seen = 0
+    for page in PAGES:
+        prose = re.sub(r"`[^`]*`", "", FENCE.sub("", (ROOT / page).read_text()))
+        formulas = len(FORMULA.findall(prose))
+        html = (site / page[5:-3]).with_suffix(".html").read_text()
+        assert html.count("<math") == html.count("</math>") == formulas, page
+        assert r"\(" not in html, page
+        assert "MathJax" not in html, page
+        seen += formulas
+    assert seen > 100
+
+
+def test_pages_need_no_network(site):
+    """No page loads a script, a style, a font or a picture from elsewhere."""
+    loaded = re.compile(r"""<(?:script|img|iframe|source)[^>]*\bsrc="(?:https?:)?//""")
+    linked = re.compile(r"""<link[^>]*\bhref="(?:https?:)?//""")
+    for path in sorted(site.rglob("*.html")):
+        html = path.read_text()
+        assert not loaded.search(html), path.relative_to(site)
+        assert not linked.search(html), path.relative_to(site)
+    for path in sorted((site / "_static").rglob("*.css")):
+        assert not re.search(r"""url\(["']?(?:https?:)?//|@import""", path.read_text()), path.name
+
+
+def test_no_drawing_is_lost(site):
     """Pictures are in the pages as SVG, in the page's colours and with a text for the blind."""
     found = "".join((site / page[5:-3]).with_suffix(".html").read_text() for page in PAGES)
     figures = list((ROOT / "docs" / "drawings").glob("[!_]*.py"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = ["cupyflash", "reference", "kernels_cu", "tests", "examples", "docs"]
+CODE = ["cupyflash", "reference", "kernels_cu", "tests", "examples", "docs", "backend"]
 MAX_LINES = 500
 TEXT = {
     ".py",

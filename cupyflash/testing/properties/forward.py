@@ -44,8 +44,9 @@ def forward_within_bound(s: Subject, p: Problem) -> None:
 def logits_of_any_size(s: Subject, p: Problem) -> None:
     """O is finite and min V - g <= O <= max V + g, even where no bound can be claimed.
 
-    Holds without dropout. g is the rounding of the row sums and of the result; 0 counts among the
-    values, for a sink or an empty row. L is -inf where nothing is seen, and there alone.
+    Holds without dropout, for scores and sums of values that do not overflow. g is the rounding of
+    the row sums and of the result; 0 counts among the values, for a sink or an empty row. L is -inf
+    where nothing is seen, and there alone.
     """
     options = {name: x for name, x in p.options.items() if name not in ("dropout", "seed")}
     rows, exact = s.attend(p.q, p.k, p.v, **options), s.bound(p.q, p.k, p.v, **options)

@@ -170,6 +170,28 @@ def combined_parts(s: Subject, p: Problem) -> None:
     s.same("lse", same.lse, rows[0].lse, lambda: drift)
 
 
+@a_property("lse combine")
+def combined_parts_of_any_size(s: Subject, p: Problem) -> None:
+    """combine() of parts up to the type's largest number lies between them, whatever they weigh."""
+    largest = s.precision(p.dtype).output.largest
+    number = int(p.rng.integers(2, 6))
+    shape = (2, p.q.shape[1], p.q.shape[2], p.v.shape[3])
+    near = float(p.rng.choice([0.0, 0.5, 1.0]))  # 1: all parts are the largest number
+    sign = p.rng.choice([-1.0, 1.0], shape)
+    rows = []
+    for _ in range(number):
+        out = sign * largest * (near + (1 - near) * p.rng.random(shape))
+        lse = p.rng.standard_normal(shape[:-1]) * float(p.rng.choice([0.0, 1.0]))
+        rows.append(Rows(out.astype(p.dtype), lse.astype(p.accumulator)))
+    outs = np.stack([wide(x.out) for x in rows])
+    precision = s.precision(p.dtype)
+    slack = float((16 + 4 * number) * precision.unit + precision.output.unit) * largest
+    ours = wide(s.combine(rows).out)
+    expect(np.isfinite(ours), "O is not finite")
+    expect(ours >= outs.min(axis=0) - slack, "O lies below its parts")
+    expect(ours <= outs.max(axis=0) + slack, "O lies above its parts")
+
+
 @a_property("sink gqa lengths scale")
 def sink_is_a_key_of_value_0(s: Subject, p: Problem) -> None:
     """A sink of logit x is one more key whose score is x and whose value is 0."""

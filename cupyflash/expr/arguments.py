@@ -1,0 +1,95 @@
+"""What constructors of masks and scores are given, as expressions: numbers, arrays, functions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from ..arrays import interop
+from ..arrays.device_arrays import is_device_array
+from ..errors import ArgumentError, ArgumentTypeError, TraceError
+from .bind import Alignment, aligned
+from .nodes import Expr, LookupTable, as_expr
+
+_Make = TypeVar("_Make", bound=Callable[..., Any])
+
+
+def remembered(make: _Make) -> _Make:
+    """Let a function remember what it made of plain numbers, with the structure of that."""
+    recent = functools.lru_cache(maxsize=256, typed=True)(make)
+
+    @functools.wraps(make)
+    def made(*args: Any, **keywords: Any) -> Any:
+        for value in (*args, *keywords.values()):
+            if value is not None and type(value) not in (int, float):
+                return make(*args, **keywords)
+        return recent(*args, **keywords)
+
+    return cast(_Make, made)
+
+
+def number_or_per_batch(value: Any, argument: str) -> Expr:
+    """Return an integer, or a look-up of one integer per batch entry."""
+    if isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{argument}: a bool came; wanted an integer.")
+    if isinstance(value, (int, np.integer)):
+        return as_expr(int(value))
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, LookupTable):
+        value = value.array
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    if hasattr(value, "__dlpack__"):
+        value = interop.array(value, argument)
+    if not hasattr(value, "dtype") or np.dtype(value.dtype).kind not in "iu":
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise ArgumentTypeError(
+            f"{argument}: {kind} came; wanted an integer, or an integer array with one entry per "
+            "batch entry."
+        )
+    return aligned(Alignment(value, argument, ()))
+
+
+def traced(function: Callable[..., Any], symbols: Sequence[Expr], what: str) -> Expr:
+    """Call a user's function once, on symbols, and return what it computed."""
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"{what}: {type(function).__name__} came; wanted a function of "
+            f"({', '.join(str(s)[0] for s in symbols)})."
+        )
+    try:
+        inspect.signature(function).bind(*symbols)
+    except TypeError as error:
+        names = ", ".join("s" if str(s) == "score" else str(s) for s in symbols)
+        raise ArgumentTypeError(f"{what}: its function must take ({names}): {error}.") from None
+    except ValueError:
+        pass  # a built-in without a signature: calling it will tell
+    result = function(*symbols)
+    if result is None:
+        raise TraceError(f"{what}: its function returned None; wanted an expression.")
+    return as_expr(result)
+
+
+def length_or_per_batch(value: Any, argument: str) -> Expr:
+    """Return the same of numbers of 0 or more; of arrays in device memory that is not checked."""
+    expr = number_or_per_batch(value, argument)
+    if expr.op in ("aligned", "constant"):
+        held = expr.value.array if expr.op == "aligned" else expr.value
+        least = 0 if is_device_array(held) else np.min(held, initial=0)
+        if least < 0:
+            raise ArgumentError(f"{argument}: {least} came; wanted integers of 0 or more.")
+    return expr
+
+
+def as_array(value: Any, argument: str) -> Any:
+    """Return `value` if it is an array, a nested list as an array, else raise."""
+    if isinstance(value, LookupTable):
+        return value.array
+    if isinstance(value, (list, tuple)):
+        return np.asarray(value)
+    return interop.array(value, argument)

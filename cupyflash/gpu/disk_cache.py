@@ -1,0 +1,52 @@
+"""CuPy's folder of compiled kernels: native code, which nobody but the user should write."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+_warned = False
+
+
+def in_memory() -> bool:
+    """Whether CuPy keeps compiled kernels in memory only."""
+    return os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0")
+
+
+def folder() -> str:
+    """Return the folder in which CuPy keeps compiled kernels, whether it is there or not."""
+    # As CuPy finds it, without an error where there is no home.
+    return os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111
+
+
+def distrust() -> str:
+    """Return in words why code in the folder could be somebody else's; nothing where it is safe.
+
+    Nothing is said of a folder that is not there, and of systems without owners and modes.
+    """
+    if os.name != "posix" or in_memory():
+        return ""
+    try:
+        found = os.stat(folder())  # noqa: PTH116
+    except OSError:
+        return ""
+    if found.st_uid != os.geteuid():
+        return "it belongs to another user, and what it holds is run; choose another one"
+    if found.st_mode & 0o022:
+        return "others may write to it, and what it holds is run; chmod go-w"
+    return ""
+
+
+def warn_once() -> None:
+    """Warn of a folder that cannot be trusted, once in a process."""
+    global _warned
+    if _warned:
+        return
+    why = distrust()
+    if why:
+        _warned = True
+        warnings.warn(
+            f"CuPy's folder of compiled kernels, {folder()}: {why}. CUPY_CACHE_DIR sets it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,119 @@
+"""The public functions that say what a call would run and need: signatures and documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, SupportsIndex
+
+from . import dispatch, execute
+from .arrays.interop import DLPackArray
+from .masks import Mask
+from .problem.call import Plan
+from .problem.keywords import explained
+from .problem.options import Options
+from .scores import Score
+
+
+@explained
+def plan(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    offsets_q: DLPackArray | Sequence[int] | None = None,
+    offsets_k: DLPackArray | Sequence[int] | None = None,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+) -> Plan:
+    """Say which kernel would serve a call, with which tiles, and why; nothing is computed.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in `attention`, or in `attention_varlen` with the offsets.
+    offsets_q, offsets_k : array of int, optional
+        As in `attention_varlen`.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention`.
+
+    Returns
+    -------
+    Plan
+        kernel, block_q, block_kv, reason, axes.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `attention`.
+    """
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
+    )
+    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
+    return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
+
+
+@explained
+def workspace_size(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    *,
+    offsets_q: DLPackArray | Sequence[int] | None = None,
+    offsets_k: DLPackArray | Sequence[int] | None = None,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+) -> int:
+    """Return how many bytes of workspace `attention_backward` needs at most; linear in Lq and Lk.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in `attention`, or in `attention_varlen` with the offsets.
+    offsets_q, offsets_k : array of int, optional
+        As in `attention_varlen`.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention`.
+
+    Returns
+    -------
+    int
+        Bytes.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `attention`.
+    """
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
+    )
+    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
+    return dispatch.backend_of(call.q).workspace_size(call)

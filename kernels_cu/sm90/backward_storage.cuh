@@ -1,0 +1,262 @@
+// The shared memory of a block of backward_sm90_dkdv.cu, and the constants that it depends on: the
+// block's keys and values, stages of q, do, dS and P, and the spans of tiles of queries that the
+// block computes. What the roles need to know lies here, because the sums fill the registers.
+#pragma once
+#include "../sm80/fragment_tile.cuh"
+#include "../common/layout.cuh"
+#include "warpgroup.cuh"
+
+namespace backward_storage {
+
+constexpr int CONSUMER_THREADS = THREADS - warpgroup::WARPGROUP_SIZE;
+constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
+constexpr int CONSUMERS = CONSUMER_THREADS / warpgroup::WARPGROUP_SIZE;
+
+// Whether the consumers share 64 keys, as those of wide heads do: each has half of a tile's queries
+// for S and dP, and half of the columns of dk, dv and dq. Otherwise each has 64 keys, and all
+// columns of their dk and dv.
+constexpr bool SHARE_KEYS = BLOCK_KV == warpgroup::WARPGROUP_ROWS;
+// Whether a tile's dq has one slab of columns, so that the consumers compute it in turns, each the
+// dq of every other tile. Otherwise each computes some of a tile's slabs.
+constexpr bool ALTERNATE_DQ = !SHARE_KEYS && fragment::row_bytes(D) == warpgroup::SLAB_ROW_BYTES;
+// Whether one consumer computes a tile's dq during the next tile. Narrow heads are slower that way.
+constexpr bool DEFER_DQ =
+    ATOMIC_DQ && !SHARE_KEYS && !ALTERNATE_DQ && !HAS_SCORE && !(HAS_MASK && HAS_DROPOUT);
+
+// Bytes of a tile: of 64 keys or their values, of a tile's q or do, and of its dS or P.
+constexpr int KEY_TILES = BLOCK_KV / warpgroup::WARPGROUP_ROWS;
+constexpr int K_ROW_BYTES = fragment::row_bytes(D), V_ROW_BYTES = fragment::row_bytes(D_V);
+constexpr int K_TILE_BYTES = warpgroup::WARPGROUP_ROWS * K_ROW_BYTES;
+constexpr int V_TILE_BYTES = warpgroup::WARPGROUP_ROWS * V_ROW_BYTES;
+constexpr int Q_TILE_BYTES = BLOCK_Q * K_ROW_BYTES, DO_TILE_BYTES = BLOCK_Q * V_ROW_BYTES;
+constexpr int DS_TILE_BYTES = BLOCK_KV * warpgroup::SLAB_ROW_BYTES;
+
+constexpr int STAGES = 2;  // of tiles of q and do, of dS, and of spans
+// P goes through shared memory where the consumers share keys. A copy of the keys without
+// non-finite values is made where dq may be deferred.
+constexpr int P_STAGES = SHARE_KEYS ? STAGES : 0;
+constexpr int FINITE_K_BYTES = SHARE_KEYS || ALTERNATE_DQ ? 0 : KEY_TILES * K_TILE_BYTES;
+
+// Uses of a pipeline are counted without a sign, which divides by two with one instruction.
+using Pipeline = warpgroup::Pipeline<STAGES, unsigned int>;
+
+// -- tiles of queries -----------------------------------------------------------------------------
+
+// The code of a tile that is not EMPTY: 4 times its index in the head, plus its class.
+constexpr int NO_TILE = -1;
+__device__ __forceinline__ int index_of(int tile) { return tile >> 2; }
+__device__ __forceinline__ int class_of(int tile) { return tile & 3; }
+__device__ __forceinline__ long long first_query(int tile) {
+  return static_cast<long long>(index_of(tile)) * BLOCK_Q;
+}
+
+// A span: tiles of queries of one head, and where the head's arrays lie. Without a mask it has all
+// tiles of the head. With a mask it has at most one for each consumer thread, which classifies it.
+struct Span {
+  static constexpr int MAX_TILES = CONSUMER_THREADS;
+  layout::Entry entry;
+  long long h;
+  memory::RowStatistic lse, delta;
+  float* dq_accum;  // row 0
+  warpgroup::TmaHead q, d_out;
+  int first, end, whole;                  // indices of tiles; from `whole` on rows are missing
+  unsigned int nonempty[CONSUMER_WARPS];  // bit n of word w is that of tile first + 32 w + n
+  unsigned int full[CONSUMER_WARPS];
+
+  __device__ __forceinline__ int rows_of(int tile) const {
+    return tile::rows_from(first_query(tile), entry.len_q, BLOCK_Q);
+  }
+  __device__ __forceinline__ TileBox box_of(int tile, long long j0, int nj) const {
+    return tile::describe_tile(entry, h, first_query(tile), rows_of(tile), j0, nj);
+  }
+
+  // Finds the classes of all tiles. All consumer threads call it together.
+  __device__ __forceinline__ void classify(const Params& p, long long j0, int nj) {
+    // Threads beyond the last tile classify the last one again: generated code runs for whole
+    // warps.
+    const int index = first + static_cast<int>(threadIdx.x);
+    int tile_class = tile::classify_tile(p, box_of(4 * (index < end ? index : end - 1), j0, nj));
+    if (index >= end) tile_class = EMPTY;
+    const unsigned int warp_nonempty = ptx::ballot(tile_class != EMPTY);
+    const unsigned int warp_full = ptx::ballot(tile_class == FULL);
+    if (ptx::lane_index() == 0) {
+      nonempty[threadIdx.x / ptx::WARP_SIZE] = warp_nonempty;
+      full[threadIdx.x / ptx::WARP_SIZE] = warp_full;
+    }
+  }
+
+  // The first tile from index `index` on that is not EMPTY.
+  __device__ __forceinline__ int next_tile(int index) const {
+    if constexpr (!HAS_MASK) return index < end ? 4 * index + FULL : NO_TILE;
+#pragma unroll 1
+    while (index < end) {
+      const int n = index - first;
+      const unsigned int left = nonempty[n / 32] >> n % 32;
+      if (left == 0) {
+        index += 32 - n % 32;
+        continue;
+      }
+      const int skipped = __ffs(static_cast<int>(left)) - 1;
+      const bool is_full = (full[n / 32] >> (n % 32 + skipped) & 1) != 0;
+      return 4 * (index + skipped) + (is_full ? FULL : PARTIAL);
+    }
+    return NO_TILE;
+  }
+
+  // The index of the last tile of the run of FULL tiles that begins at index `index`.
+  __device__ __forceinline__ int last_of_full(int index) const {
+    int n = index - first;
+#pragma unroll 1
+    for (; n < MAX_TILES; n = (n & ~31) + 32) {
+      const unsigned int others = ~full[n / 32] >> n % 32;
+      if (others != 0) return first + n + __ffs(static_cast<int>(others)) - 2;
+    }
+    return first + MAX_TILES - 1;
+  }
+};
+
+// -- shared memory --------------------------------------------------------------------------------
+
+// The block's keys, spans, lse and delta, and the mbarriers of everything.
+struct SharedStorage {
+  layout::Entry entry;
+  long long j0;  // the first key
+  int h_kv, nj, tiles_per_head;
+  bool has_sink;
+  unsigned int spans_per_head, spans;  // `spans` of all heads
+  float c;                             // scale log2 e
+  Span span[STAGES];
+  // A stage of q_pipeline has q, do, lse and delta. do has a full barrier of its own, because q is
+  // multiplied first.
+  Pipeline span_pipeline, q_pipeline;
+  unsigned long long do_full[STAGES];
+  unsigned long long kv_full;
+  Pipeline ds_pipeline;  // dS, where dq is deferred
+  float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
+  unsigned int needs_finite_check[STAGES];  // whether q or do may have non-finite values
+  // Of a tile's dS in float16: the largest magnitude of each warp, and the warp's scale.
+  float ds_largest[STAGES][CONSUMER_WARPS], ds_scales[STAGES][CONSUMER_WARPS];
+
+  __device__ __forceinline__ unsigned int kv_full_barrier() const {
+    return ptx::shared_address(&kv_full);
+  }
+  __device__ __forceinline__ unsigned int do_full_barrier(unsigned int n) const {
+    return ptx::shared_address(&do_full[Pipeline::stage_of(n)]);
+  }
+
+  // Gives each mbarrier but kv_full the number of arrivals that complete its phase; called by one
+  // thread.
+  __device__ __forceinline__ void init_barriers() const {
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+      // The consumers read spans, and so do the producer, one thread, and the statistics warp.
+      ptx::mbarrier_init(span_pipeline.full_barrier(n), CONSUMER_THREADS);
+      ptx::mbarrier_init(span_pipeline.empty_barrier(n), CONSUMER_THREADS + 1 + ptx::WARP_SIZE);
+      ptx::mbarrier_init(q_pipeline.full_barrier(n), 1 + ptx::WARP_SIZE);
+      ptx::mbarrier_init(do_full_barrier(n), 1);
+      ptx::mbarrier_init(q_pipeline.empty_barrier(n), CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP);
+      ptx::mbarrier_init(ds_pipeline.full_barrier(n), CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP);
+      ptx::mbarrier_init(ds_pipeline.empty_barrier(n), warpgroup::ARRIVALS_OF_WARPGROUP);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
+
+// Where the tiles lie, and the storage behind them.
+struct SharedMemory {
+  char *k, *v, *q, *d_out, *ds, *finite_k;
+  SharedStorage* storage;
+
+  __device__ __forceinline__ explicit SharedMemory(char* begin)
+      : k(begin),
+        v(k + KEY_TILES * K_TILE_BYTES),
+        q(v + KEY_TILES * V_TILE_BYTES),
+        d_out(q + STAGES * Q_TILE_BYTES),
+        ds(d_out + STAGES * DO_TILE_BYTES),
+        finite_k(ds + (STAGES + P_STAGES) * DS_TILE_BYTES),
+        storage(reinterpret_cast<SharedStorage*>(finite_k + FINITE_K_BYTES)) {}
+};
+
+// TMA and wgmma need tiles that begin at multiples of 1024 bytes.
+struct alignas(1024) Aligned {
+  char x[1024];
+};
+
+static_assert(IS_16_BIT, "16-bit types");
+static_assert(CONSUMERS == 2 && BLOCK_Q == 64, "THREADS, BLOCK_Q");
+static_assert(!TMA_STORE || !PACKED, "TMA_STORE");
+static_assert(SHARED_BYTES == KEY_TILES * (K_TILE_BYTES + V_TILE_BYTES) +
+                                  STAGES * (Q_TILE_BYTES + DO_TILE_BYTES) +
+                                  (STAGES + P_STAGES) * DS_TILE_BYTES + FINITE_K_BYTES +
+                                  SHARED_STORAGE_BYTES,
+              "SHARED_BYTES");
+
+// -- consumers together ---------------------------------------------------------------------------
+
+constexpr int ALL_CONSUMERS = 1;  // the named barrier of all consumer threads
+
+__device__ __forceinline__ void consumers_sync() {
+  ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);
+}
+
+// Whether a condition holds for any consumer thread. This is a barrier, too: afterwards every
+// consumer sees what the others wrote to shared memory before. The vote tells the compiler that
+// lanes agree.
+__device__ __forceinline__ bool any_consumer(bool condition) {
+  return ptx::any_lane(ptx::named_barrier_or(ALL_CONSUMERS, CONSUMER_THREADS, condition));
+}
+
+// -- work -----------------------------------------------------------------------------------------
+
+// Writes which keys the block has, and how many spans it computes with them; called by one thread.
+__device__ __forceinline__ void publish_block(const Params& p, const layout::WorkTile& work,
+                                              SharedStorage& shared) {
+  const unsigned int tiles = static_cast<unsigned int>((work.entry.len_q + BLOCK_Q - 1) / BLOCK_Q);
+  shared.entry = work.entry;
+  shared.j0 = work.block * BLOCK_KV;
+  shared.h_kv = static_cast<int>(work.head);
+  shared.nj = tile::rows_from(shared.j0, work.entry.len_k, BLOCK_KV);
+  shared.tiles_per_head = static_cast<int>(tiles);
+  shared.has_sink = p.sink != nullptr;
+  shared.spans_per_head = HAS_MASK ? (tiles + Span::MAX_TILES - 1) / Span::MAX_TILES : 1;
+  shared.spans =
+      static_cast<unsigned int>(layout::entries_sharing(p)) * p.group * shared.spans_per_head;
+  shared.c = (HAS_SCORE ? 1.0f : static_cast<float>(p.scale)) * tile::LOG2_E;
+}
+
+// Writes span n, if there is one. All consumer threads call it together.
+__device__ __forceinline__ void publish_span(const Params& p, SharedStorage& shared,
+                                             unsigned int n) {
+  if (n >= shared.spans) return;
+  shared.span_pipeline.wait_empty(n);
+  Span& span = shared.span[Pipeline::stage_of(n)];
+  if (threadIdx.x == 0) {
+    const unsigned int head = n / shared.spans_per_head;  // of those that share the keys
+    const unsigned int first = n % shared.spans_per_head * Span::MAX_TILES;
+    const long long h = static_cast<long long>(shared.h_kv) * p.group + head % p.group;
+    const layout::Entry entry = layout::shared_entry(p, shared.entry, head / p.group);
+    const int tiles = shared.tiles_per_head;
+    const int end = first + Span::MAX_TILES < tiles ? first + Span::MAX_TILES : tiles;
+    span = Span{
+        entry,
+        h,
+        memory::row_statistic(p.lse, entry, h),
+        memory::row_statistic(p.delta, entry, h),
+        reinterpret_cast<float*>(p.dq_accum.data) + layout::grouped_offset(p.dq_accum, entry, h),
+        warpgroup::TmaHead(p.q, entry, h),
+        warpgroup::TmaHead(p.d_out, entry, h),
+        static_cast<int>(first),
+        HAS_MASK ? end : tiles,
+        static_cast<int>(entry.len_q / BLOCK_Q),
+        {},
+        {}};
+  }
+  if constexpr (HAS_MASK) {
+    consumers_sync();  // the span's head, which one thread wrote
+    span.classify(p, shared.j0, shared.nj);
+  }
+  ptx::mbarrier_arrive(shared.span_pipeline.full_barrier(n));
+}
+
+}  // namespace backward_storage
