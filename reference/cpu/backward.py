@@ -95,7 +95,7 @@ def backward_dkdv(
                     lanes = padded(ni, vector)
                     describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
                     tile_class = class_of_tile(
-                        changes, scratch.symbols, b, h, ni, nj, scratch.tile_ri, scratch.tile_rf
+                        changes, scratch.symbols, ni, nj, scratch.tile_ri, scratch.tile_rf
                     )
                     if tile_class == EMPTY:
                         continue
@@ -211,7 +211,7 @@ def backward_dq(
                 nj = min(shape.block_kv, shape.len_k[b] - j0)
                 describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
                 tile_class = class_of_tile(
-                    changes, scratch.symbols, b, h, ni, nj, scratch.tile_ri, scratch.tile_rf
+                    changes, scratch.symbols, ni, nj, scratch.tile_ri, scratch.tile_rf
                 )
                 if tile_class == EMPTY:
                     continue

@@ -56,7 +56,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited)
     m = np.empty(most, sink.dtype)
     m_new = np.empty(most, sink.dtype)
     l = np.empty(most, sink.dtype)
-    symbols = np.zeros(11, np.int64)
+    symbols = np.empty(11, np.int64)
     score_ri, score_rf = make_registers(changes.score, most, sink)
     mask_ri, mask_rf = make_registers(changes.mask, most, np.empty(0, np.float32))
     tile_ri, tile_rf = make_registers(changes.tile, 1, np.empty(0, np.float32))
@@ -76,7 +76,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited)
         for j0 in range(0, shape.len_k[b], shape.block_kv):
             nj = min(shape.block_kv, shape.len_k[b] - j0)
             describe_tile(symbols, shape, b, h, i0, ni, j0, nj)
-            tile_class = class_of_tile(changes, symbols, b, h, ni, nj, tile_ri, tile_rf)
+            tile_class = class_of_tile(changes, symbols, ni, nj, tile_ri, tile_rf)
             if tile_class == EMPTY:
                 continue
             count += 1
@@ -103,7 +103,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited)
                 apply_score(changes.places, changes.score, symbols, i0, ni, nj, lanes, s, s, ri, rf)
             # 4 mask
             if tile_class == PARTIAL:
-                apply_mask(changes, symbols, b, h, ni, nj, lanes, s, mask_ri, mask_rf)
+                apply_mask(changes, symbols, ni, nj, lanes, s, mask_ri, mask_rf)
             if changes.careful:
                 note_seen(s, seen, nj * lanes)
             # 5 row max

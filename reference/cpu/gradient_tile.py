@@ -79,7 +79,7 @@ def make_scratch(shape, changes, like):
         np.empty(cells if changes.careful else 0, np.bool_),
         np.empty(lanes, like.dtype),
         np.empty(lanes, like.dtype),
-        np.zeros(11, np.int64),
+        np.empty(11, np.int64),
         score_ri,
         score_rf,
         slope_ri,
@@ -140,7 +140,7 @@ def fill_gradient_tile(
     # 4 mask
     if tile_class == PARTIAL:
         ri, rf = scratch.mask_ri, scratch.mask_rf
-        apply_mask(changes, symbols, b, h, ni, nj, lanes, p, ri, rf)
+        apply_mask(changes, symbols, ni, nj, lanes, p, ri, rf)
     if changes.careful:
         note_seen(p, scratch.seen, nj * lanes)
     # 5 probabilities and the gradient of the output's weights

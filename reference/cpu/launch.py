@@ -29,7 +29,14 @@ from .layout import (
 from .memory import Rows, count_nonfinite
 from .program import run
 from .threads import parallel
-from .tile import classify_by_program, draw_dropout, mask_by_program, score_by_program
+from .tile import (
+    classify_by_program,
+    classify_by_ranges,
+    draw_dropout,
+    mask_by_program,
+    mask_by_ranges,
+    score_by_program,
+)
 
 
 def _like(layout: Layout) -> Array:
@@ -50,7 +57,9 @@ def _apart(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wa
     """Return the kernels that others call in this problem, by their fields in `Places`."""
     number = problem.accumulator
     apart: dict[str, Wanted] = {}
-    if len(programs.mask.code):
+    if programs.ranges is not None:
+        apart |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
+    elif len(programs.mask.code):
         apart["run_float32"] = run, _FLOAT32
         apart |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
     if len(programs.score.code):

@@ -20,8 +20,8 @@ _run = caller(run)
 @helper
 def make_registers(program, lanes, like):
     """Return the registers of a program; the last row of integers is for addresses."""
-    ri = np.zeros((program.int_registers + 1, lanes), np.int64)
-    rf = np.zeros((max(program.float_registers, 1), lanes), like.dtype)
+    ri = np.empty((program.int_registers + 1, lanes), np.int64)
+    rf = np.empty((max(program.float_registers, 1), lanes), like.dtype)
     return ri, rf
 
 
@@ -41,19 +41,12 @@ def describe_tile(symbols, shape, b, h, i0, ni, j0, nj):
     symbols[10] = j0 + nj - 1
 
 
-@helper
-def class_of_tile(changes, symbols, b, h, ni, nj, ri, rf):
-    """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes."""
-    if changes.ranges.low.size:
-        return _class_by_ranges(changes.ranges, b, h, symbols[7], ni, symbols[9], nj)
-    if changes.tile.code.shape[0]:
-        return _classify(changes.places.classify, (changes, symbols, ri, rf))
-    return FULL
-
-
-@helper
-def _class_by_ranges(ranges, b, h, i0, ni, j0, nj):
-    first = ranges.batch[b] + h * ranges.head + i0
+@takes(lambda number: (CHANGES, INTS, INT, INT, TABLE, whole_rows(types.float32)))
+@kernel
+def classify_by_ranges(changes, symbols, ni, nj, ri, rf):
+    """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes, by its rows' ranges."""
+    ranges, j0 = changes.ranges, symbols[9]
+    first = ranges.batch[symbols[0]] + symbols[1] * ranges.head + symbols[7]
     some, every = False, True
     for n in range(first, first + ni):
         low, high = max(ranges.low[n], j0), min(ranges.high[n], j0 + nj - 1)
@@ -62,9 +55,9 @@ def _class_by_ranges(ranges, b, h, i0, ni, j0, nj):
     return FULL if every else (PARTIAL if some else EMPTY)
 
 
-@takes(lambda number: (CHANGES, INTS, TABLE, whole_rows(types.float32)))
+@takes(lambda number: (CHANGES, INTS, INT, INT, TABLE, whole_rows(types.float32)))
 @kernel
-def classify_by_program(changes, symbols, ri, rf):
+def classify_by_program(changes, symbols, ni, nj, ri, rf):
     """Return the class of a tile by the program of a mask."""
     program, place = changes.tile, changes.places.run_float32
     _run(place, (program, 0, program.code.shape[0], 1, symbols, 0, rf[0], ri, rf))
@@ -72,6 +65,14 @@ def classify_by_program(changes, symbols, ri, rf):
 
 
 _classify = caller(classify_by_program, INT)
+
+
+@helper
+def class_of_tile(changes, symbols, ni, nj, ri, rf):
+    """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes."""
+    if changes.places.classify == 0:
+        return FULL
+    return _classify(changes.places.classify, (changes, symbols, ni, nj, ri, rf))
 
 
 @takes(
@@ -108,14 +109,29 @@ def apply_score(places, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf)
     )
 
 
-@takes(
-    lambda number: (
-        INT, PROGRAM, INTS, INT, INT, INT, INT, vector(number), TABLE, whole_rows(types.float32)
-    )
-)  # fmt: skip
+def _mask_arguments(number: types.Type) -> tuple[types.Type, ...]:
+    return CHANGES, INTS, INT, INT, INT, vector(number), TABLE, whole_rows(types.float32)
+
+
+@takes(_mask_arguments)
 @kernel
-def mask_by_program(place, program, symbols, i0, ni, nj, lanes, s, ri, rf):
+def mask_by_ranges(changes, symbols, ni, nj, lanes, s, ri, rf):
+    """Set the scores of keys outside of their row's range to -inf."""
+    ranges, j0 = changes.ranges, symbols[9]
+    first = ranges.batch[symbols[0]] + symbols[1] * ranges.head + symbols[7]
+    low, high = ranges.low[first : first + ni], ranges.high[first : first + ni]
+    minus_infinity = s.dtype.type(-math.inf)
+    for j in range(nj):
+        row = s[j * lanes : (j + 1) * lanes]
+        for i in range(ni):
+            row[i] = row[i] if low[i] <= j0 + j <= high[i] else minus_infinity
+
+
+@takes(_mask_arguments)
+@kernel
+def mask_by_program(changes, symbols, ni, nj, lanes, s, ri, rf):
     """Set the scores of pairs that the program hides to -inf."""
+    program, place, i0 = changes.mask, changes.places.run_float32, symbols[7]
     _run(place, (program, 0, program.once_per_tile, ni, symbols, i0, rf[0], ri, rf))
     first, last = program.once_per_tile, program.code.shape[0]
     minus_infinity = s.dtype.type(-math.inf)
@@ -129,28 +145,13 @@ def mask_by_program(place, program, symbols, i0, ni, nj, lanes, s, ri, rf):
             row[i] = row[i] if allowed[i] else minus_infinity
 
 
-_mask_by_program = caller(mask_by_program)
+_mask = caller(mask_by_program)
 
 
 @helper
-def apply_mask(changes, symbols, b, h, ni, nj, lanes, s, ri, rf):
+def apply_mask(changes, symbols, ni, nj, lanes, s, ri, rf):
     """Set the scores of pairs that may not attend to -inf."""
-    i0, j0 = symbols[7], symbols[9]
-    ranges = changes.ranges
-    if ranges.low.size:
-        first = ranges.batch[b] + h * ranges.head + i0
-        low, high = ranges.low[first : first + ni], ranges.high[first : first + ni]
-        minus_infinity = s.dtype.type(-math.inf)
-        for j in range(nj):
-            row = s[j * lanes : (j + 1) * lanes]
-            for i in range(ni):
-                row[i] = row[i] if low[i] <= j0 + j <= high[i] else minus_infinity
-        return
-    places = changes.places
-    _mask_by_program(
-        places.mask,
-        (places.run_float32, changes.mask, symbols, i0, ni, nj, lanes, s, ri, rf),
-    )
+    _mask(changes.places.mask, (changes, symbols, ni, nj, lanes, s, ri, rf))
 
 
 @helper
