@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..similar import did_you_mean
-from . import bench, demo, explain, info, verify
+from . import bench, demo, explain, info, verify, warmup
 from .text import wrapped
 
 
@@ -36,6 +36,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "verify": verify.add_command,
     "explain": explain.add_command,
     "bench": bench.add_command,
+    "warmup": warmup.add_command,
     "info": add_info,
 }
 

@@ -206,6 +206,7 @@ class _KernelCache:
         code = function.__code__  # a kernel may be defined outside this package
         constants = [repr(x) for x in code.co_consts if not isinstance(x, CodeType)]
         self._text = code.co_code, constants, code.co_names
+        self._found: dict[Any, Any] = {}
 
     @property
     def cache_path(self) -> str:
@@ -218,6 +219,9 @@ class _KernelCache:
         return f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        return self._found.pop(sig, None) or self._load(sig, target_context)
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
         try:
             with _opened_folder() as folder:
@@ -235,15 +239,10 @@ class _KernelCache:
         except Exception:  # noqa: BLE001 (whatever it holds, it is no kernel: compile it anew)
             return None
 
-    def holds(self, sig: Any, codegen: Any) -> bool:
-        """Return whether there is a file for a signature, which may prove to be none."""
-        try:
-            with _opened_folder() as folder:
-                return stat.S_ISREG(
-                    os.stat(_in_folder(folder, self._file(sig, codegen)), dir_fd=folder).st_mode
-                )
-        except OSError:
-            return False
+    def find(self, sig: Any, target_context: Any) -> bool:
+        """Load a signature for the next `load_overload`, and return whether there is one."""
+        self._found[sig] = self._load(sig, target_context)
+        return self._found[sig] is not None
 
     def save_overload(self, sig: Any, compiled: Any) -> None:
         if compiled.lifted or compiled.library.has_dynamic_globals:
@@ -363,13 +362,22 @@ def caller(compiled: Any, result: Any = types.none) -> Any:
 
 
 _NUMBERS = types.float32, types.float64
+Report = Callable[[str, int, int], None]  # a kernel's name, its number, how many there are
 Wanted = tuple[Any, np.dtype[Any]]  # a kernel, and the accumulator that it computes in
 _ready: dict[Wanted, int] = {}
 
 
-def prepare(
-    wanted: Iterable[Wanted], report: Callable[[str, int, int], None] | None = None
-) -> None:
+def declared() -> list[Any]:
+    """Return all kernels that say what they take."""
+    return list(_types)
+
+
+def signature(compiled: Any, number: np.dtype[Any]) -> tuple[types.Type, ...]:
+    """Return the types that a kernel takes, given its accumulator."""
+    return _types[compiled](numba.from_dtype(number))
+
+
+def prepare(wanted: Iterable[Wanted], report: Report | None = None) -> None:
     """Load or compile kernels, before threads call them.
 
     Parameters
@@ -384,21 +392,21 @@ def prepare(
     if not missing:
         return
     with global_compiler_lock:
-        signatures = [_types[compiled](numba.from_dtype(number)) for compiled, number in missing]
+        signatures = [signature(*each) for each in missing]
         known = [
-            compiled._cache.holds(signature, compiled.targetctx.codegen())
-            for (compiled, _), signature in zip(missing, signatures, strict=True)
+            compiled._cache.find(wants, compiled.targetctx)
+            for (compiled, _), wants in zip(missing, signatures, strict=True)
         ]
         announcer, told = _Announcer(), 0
-        for each, signature, is_known in zip(missing, signatures, known, strict=True):
+        for each, wants, is_known in zip(missing, signatures, known, strict=True):
             compiled = each[0]
             if not is_known:
                 told += 1
                 (report or announcer.begin)(compiled.__name__, told, known.count(False))
             compiled.disable_compile(False)
-            compiled.compile(signature)
+            compiled.compile(wants)
             compiled.disable_compile()  # for other arguments, which would be a mistake
-            overload = compiled.overloads[signature]
+            overload = compiled.overloads[wants]
             place = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
             _ready[each] = place
         if told and report is None:

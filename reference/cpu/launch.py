@@ -6,7 +6,9 @@ caller keeps their arrays alive.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from .backward_delta import backward_delta
 from .combine import combine as combine_kernel
 from .forward import forward as forward_kernel
 from .gradient_tile import fill_gradient_tile
-from .jit import Wanted, address, place_of, prepare
+from .jit import Report, Wanted, address, place_of, prepare
 from .layout import (
     Array,
     Layout,
@@ -51,6 +53,12 @@ def _sinks(layout: Layout, sink: Array | None) -> Array:
 
 
 _FLOAT32 = np.dtype(np.float32)
+_CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
+KERNELS = (
+    forward_kernel, backward_delta, transpose_blocks, backward_dkdv, backward_dq, backward_bias,
+    combine_kernel, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges,
+    draw_dropout, fill_gradient_tile, *_CLASSES,
+)  # fmt: skip
 
 
 def _apart(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
@@ -82,6 +90,14 @@ def _prepare(
     return Places(
         **{name: place_of(*apart[name]) if name in apart else 0 for name in Places._fields}
     )
+
+
+def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) -> None:
+    """Compile every kernel for these accumulators; `report` is as in `jit.prepare`."""
+    wanted: list[Wanted] = [(kernel, _FLOAT32) for kernel in (*_CLASSES, run)]
+    others = [kernel for kernel in KERNELS if kernel not in _CLASSES]
+    wanted += [(kernel, number) for number in numbers for kernel in others]
+    prepare(wanted, report)
 
 
 def _changes(layout: Layout, programs: Programs, places: Places, careful: bool) -> Changes:

@@ -65,7 +65,9 @@ def test_the_help_is_what_comes_without_a_command(tmp_path):
     alone, asked = run(tmp_path), run(tmp_path, "--help")
     assert (alone.returncode, alone.stderr) == (0, "")
     assert alone.stdout == asked.stdout
-    assert all(word in alone.stdout for word in ("demo", "verify", "explain", "bench", "info"))
+    assert all(
+        word in alone.stdout for word in ("demo", "verify", "explain", "bench", "warmup", "info")
+    )
 
 
 def test_the_script_is_installed():

@@ -6,6 +6,7 @@ A kernel that compiles in half a second stands for all: that of `combine`.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,10 @@ from cupyflash.reference.cpu import jit, launch
 
 PACKAGE = Path(cupyflash.__file__).parent
 REFERENCE = Path(jit.__file__).parent
-ANNOUNCEMENT = "cupyflash: compiling its CPU kernels, once for this machine (some seconds) ..."
+ANNOUNCEMENT = re.compile(
+    r"cupyflash: compiling CPU kernel 1 of 1, combine, once for this machine \.\.\.\n"
+    r"cupyflash: compiled in \d+ s"
+)
 NOT_KEPT = "RuntimeWarning: cupyflash cannot keep its compiled CPU kernels in"
 
 # Prints how many functions of the package were compiled, after a call whose result it checks.
@@ -60,7 +64,7 @@ class Run(NamedTuple):
 
     @property
     def announced(self) -> int:
-        return self.warned.count(ANNOUNCEMENT)
+        return len(ANNOUNCEMENT.findall(self.warned))
 
 
 def run(program: str, folder: Path, **environment: str | None) -> Run:
@@ -100,7 +104,7 @@ def cache(filled, tmp_path):
 
 def test_the_first_call_says_once_that_it_compiles(filled):
     folder, first = filled
-    assert first.warned == ANNOUNCEMENT
+    assert ANNOUNCEMENT.fullmatch(first.warned)
     assert first.compiled >= 1
     (kernel,) = files(folder)
     assert kernel.name.startswith("combine.combine-")
@@ -130,10 +134,10 @@ def test_importing_compiles_and_writes_nothing(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_another_dtype_is_announced_once_too(cache, tmp_path):
+def test_another_dtype_is_announced_too(cache, tmp_path):
     program = CALL + "call()\ncall(np.float64)\ncall()\ncall(np.float64)\nprint(Count.compiled)\n"
     mixed = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
-    assert mixed.warned == ANNOUNCEMENT
+    assert ANNOUNCEMENT.fullmatch(mixed.warned)
     assert len(files(cache)) == 2
     again = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
     assert (again.compiled, again.warned) == (0, "")
@@ -161,10 +165,9 @@ def test_one_compilation_serves_every_problem_of_a_dtype():
         vjp(out)
 
     x = np.ones((2, 7, 8), np.float32)
-    kernels = [value for value in vars(launch).values() if hasattr(value, "signatures")]
+    kernels = launch.KERNELS
     assert len(kernels) >= 7
     call(x, bias=np.zeros((1, 7), np.float32), mask=masks.causal())
-    before = [len(kernel.signatures) for kernel in kernels]
     x = np.ones((3, 4, 9, 10), np.float32)
     for array in (x, x[:0], x[:1], x[:, :, ::2], x.astype(np.float16), x[0, 0]):
         call(array)
@@ -176,7 +179,8 @@ def test_one_compilation_serves_every_problem_of_a_dtype():
     call(x, score_mod=[scores.alibi(np.ones(4)), scores.softcap(2.0)], bias=np.ones((9, 1)))
     out, vjp = attention_varlen_vjp(x[0], x[0], x[0], [0, 2, 9], [0, 9, 9])
     vjp(out)
-    assert [len(kernel.signatures) for kernel in kernels] == before
+    for kernel in kernels:
+        assert set(kernel.signatures) <= {jit.signature(kernel, np.dtype(x)) for x in "fd"}
 
 
 # Where the folder is
@@ -209,7 +213,7 @@ TWICE = CALL + "call()\ncall(np.float64)\ncall()\nprint(Count.compiled)\n"
 
 def check_unwritable(seen: Run, folder: str, compiled: int = 2) -> None:
     assert seen.compiled >= compiled  # both dtypes
-    assert seen.announced == 1
+    assert seen.announced == compiled
     assert seen.warned.count(NOT_KEPT) == 1
     assert seen.warned.count("Warning") == 1
     assert folder in seen.warned
@@ -312,7 +316,7 @@ def test_a_damaged_file_is_compiled_again(filled, tmp_path):
         (folder / kernel.name).write_bytes(ways[how])
         seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
         assert seen.compiled >= 1, how
-        assert seen.warned == ANNOUNCEMENT, how
+        assert ANNOUNCEMENT.fullmatch(seen.warned), how
         (mended,) = files(folder)
         assert mended.name == kernel.name, how
         assert len(mended.read_bytes()) == len(good), how
@@ -345,7 +349,7 @@ def test_processes_that_fill_a_folder_at_once(tmp_path):
                 orders,
             )
         )
-    assert all(one.warned in (ANNOUNCEMENT, "") for one in seen)
+    assert all(re.fullmatch(f"({ANNOUNCEMENT.pattern}\n?)*", one.warned) for one in seen)
     assert len(files(folder)) == 2
     again = run(both.format(orders[0]), tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
     assert (again.compiled, again.warned) == (0, "")

@@ -13,7 +13,8 @@ from cupyflash.expr.evaluate import evaluate, evaluate_exactly
 from cupyflash.expr.lower import lower
 from cupyflash.masks import flat_sizes, position_symbols
 from cupyflash.reference.cpu import program, tile
-from cupyflash.reference.cpu.jit import kernel
+from cupyflash.reference.cpu.arguments import Changes, Places, no_ranges
+from cupyflash.reference.cpu.jit import kernel, place_of, prepare
 from cupyflash.reference.spec.naive import Sizes
 from cupyflash.testing.trees import (  # noqa: F401
     FUNCTIONS,
@@ -91,21 +92,39 @@ def exactly(root, sizes, where_, float_type=np.float32):
 
 
 @kernel
-def run_mask(mask, symbols, i0, ni, nj, lanes, s):
-    ri, rf = tile.make_registers(mask, lanes, s)
-    tile.apply_mask(mask, symbols, i0, ni, nj, lanes, s, ri, rf)
+def run_mask(changes, symbols, ni, nj, lanes, s):
+    ri, rf = tile.make_registers(changes.mask, lanes, np.empty(0, np.float32))
+    tile.apply_mask(changes, symbols, ni, nj, lanes, s, ri, rf)
 
 
 @kernel
-def run_score(score, symbols, i0, ni, nj, lanes, s, changed):
-    ri, rf = tile.make_registers(score, lanes, s)
-    tile.apply_score(score, symbols, i0, ni, nj, lanes, s, changed, ri, rf)
+def run_score(changes, symbols, i0, ni, nj, lanes, s, changed):
+    ri, rf = tile.make_registers(changes.score, lanes, s)
+    places, score = changes.places, changes.score
+    tile.apply_score(places, score, symbols, i0, ni, nj, lanes, s, changed, ri, rf)
 
 
 @kernel
-def run_class(classes, symbols, like):
-    ri, rf = tile.make_registers(classes, 1, like)
-    return tile.classify_tile(classes, symbols, ri, rf)
+def run_class(changes, symbols, ni, nj):
+    ri, rf = tile.make_registers(changes.tile, 1, np.empty(0, np.float32))
+    return tile.class_of_tile(changes, symbols, ni, nj, ri, rf)
+
+
+def changes_of(number=np.float32, **programs):
+    """Programs by their fields in `Changes`, with the kernels that run them."""
+    number = np.dtype(number)
+    apart = {
+        "run_float32": (program.run, np.dtype(np.float32)),
+        "run_number": (program.run, number),
+        "classify": (tile.classify_by_program, number),
+        "score": (tile.score_by_program, number),
+        "mask": (tile.mask_by_program, number),
+    }
+    prepare(apart.values())
+    places = Places(*(place_of(*apart[x]) if x in apart else 0 for x in Places._fields))
+    none = program.empty_program()
+    four = [programs.get(name, none) for name in ("score", "slope", "mask", "tile")]
+    return Changes(*four, no_ranges(), places, careful=False)
 
 
 def machine_symbols(sizes, where_):
@@ -115,10 +134,10 @@ def machine_symbols(sizes, where_):
 
 def mask_by_machine(bound, sizes, where_):
     """The mask over a tile, (ni, nj), by the CPU kernels' register machine."""
-    _, _, i0, ni, _, nj = where_
+    ni, nj = where_[3], where_[5]
     lanes = ni + 3
     s = np.ones(nj * lanes, np.float32)
-    run_mask(lower(bound), machine_symbols(sizes, where_), i0, ni, nj, lanes, s)
+    run_mask(changes_of(mask=lower(bound)), machine_symbols(sizes, where_), ni, nj, lanes, s)
     s = s.reshape(nj, lanes)
     assert (s[:, ni:] == 1).all()  # lanes beyond the tile stay as they were
     assert np.isin(s, (1, -np.inf)).all()
@@ -132,12 +151,12 @@ def score_by_machine(bound, sizes, where_, score):
     s = np.zeros((nj, lanes), score.dtype)
     s[:, :ni] = score.T
     changed = np.zeros(nj * lanes, score.dtype)
-    run_score(
-        lower(bound), machine_symbols(sizes, where_), i0, ni, nj, lanes, s.reshape(-1), changed
-    )
+    changes, symbols = changes_of(score.dtype, score=lower(bound)), machine_symbols(sizes, where_)
+    run_score(changes, symbols, i0, ni, nj, lanes, s.reshape(-1), changed)
     return changed.reshape(nj, lanes)[:, :ni].T
 
 
 def class_by_machine(classes, sizes, where_):
     """EMPTY, PARTIAL or FULL of a tile."""
-    return run_class(lower(classes), machine_symbols(sizes, where_), np.empty(0, np.float32))
+    changes = changes_of(tile=lower(classes))
+    return run_class(changes, machine_symbols(sizes, where_), where_[3], where_[5])
