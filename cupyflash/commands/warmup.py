@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays.dtypes import DTYPES, FLOATS
-from ..install import CUPY
-from .text import whole_number, wrapped
+from . import info
+from .text import COLUMNS, whole_number
 
 Report = Callable[[str, int, int], None]  # a step's name, its number, and how many there are
 QUERIES = 1024  # of a call on a GPU: enough for the kernels of long sequences
@@ -40,7 +41,7 @@ def add_command(subparsers: Any) -> None:
     command.add_argument(
         "--dim",
         action="append",
-        type=whole_number,
+        type=whole_number(1),
         help="head size, once for each (default 64); only GPU kernels depend on it",
     )
     command.set_defaults(function=run)
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             obstacle = _warm_gpu(dtypes, options.dim or [64], report)
     if obstacle:
-        print(wrapped(obstacle), file=sys.stderr)
+        print(textwrap.fill(obstacle, COLUMNS, break_long_words=False), file=sys.stderr)
         return 1
     seconds = time.perf_counter() - begin
     where = options.device.upper()
@@ -79,16 +80,14 @@ def _warm_cpu(dtypes: list[str], report: Report | None) -> str:
 
 
 def _warm_gpu(dtypes: list[str], dims: list[int], report: Report | None) -> str:
-    from .. import attention_vjp, masks
+    from .. import masks
+    from ..api import attention_vjp
+    from ..bench.measure import Gpu
 
-    try:
-        import cupy
-
-        usable = cupy.is_available()
-    except ImportError:
-        return f"cupyflash warmup: CuPy is not installed; {CUPY}."
-    if not usable:
-        return "cupyflash warmup: CuPy finds no usable NVIDIA GPU; --device cpu needs none."
+    obstacle = info.gpu_obstacle()
+    if obstacle:
+        return f"cupyflash warmup: {obstacle}. --device cpu needs no GPU."
+    cupy = Gpu().xp
     steps = [
         (dtype, dim, name, mask)
         for dtype in dtypes

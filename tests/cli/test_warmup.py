@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cupyflash.commands import main
+from cupyflash.commands.main import main
 from cupyflash.reference.cpu import jit
 
 # Prints how many functions of the package a process compiles for calls of every kind.

@@ -147,6 +147,17 @@ def python_functions(path: str) -> list[Function]:
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Call)
             and isinstance(node.value.func, ast.Name)
+            and node.value.func.id == "caller"
+            and isinstance(node.value.args[0], ast.Name)
+        ):  # what calls a kernel by its address
+            name = Call(node.value.args[0].id)
+            found += [
+                Function(x.id, path, events=[name]) for x in node.targets if isinstance(x, ast.Name)
+            ]
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and isinstance(node.value.func, ast.Name)
             and any(made.name == node.value.func.id for made in found)
         ):
             found += [Function(x.id, path) for x in node.targets if isinstance(x, ast.Name)]

@@ -1,0 +1,116 @@
+"""Masks that leave each query neighbouring keys: the CPU kernels compare, and interpret nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupyflash import attention_varlen_vjp, attention_vjp, lookup, masks, scores
+from cupyflash.backends import cpu, cpu_ranges
+from cupyflash.problem import validate
+from cupyflash.problem.options import Options
+from cupyflash.reference.cpu import launch, program
+
+HEADS, QUERIES, KEYS = 2, 150, 300
+LENGTHS = np.array([7, 0, 290])
+RANGES = {
+    "causal": masks.causal(),
+    "causal from the top left": masks.causal(0),
+    "window": masks.window(20, 3),
+    "window without a left end": masks.window(None, 5),
+    "lengths": masks.lengths(LENGTHS),
+    "prefix": masks.prefix(40),
+    "prefix by batch entry": masks.prefix(LENGTHS),
+    "causal and lengths": masks.causal() & masks.lengths(LENGTHS),
+    "by head": masks.mask(lambda b, h, i, j: j <= i + 9 * h),
+    "nobody": masks.mask(lambda b, h, i, j: j < -i),
+}
+PROGRAMS = {
+    "segments": masks.segments(np.arange(QUERIES) // 9, np.arange(KEYS) // 9),
+    "every other": masks.mask(lambda b, h, i, j: (i + j) % 2 == 0),
+}
+
+
+def arrays(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((3, HEADS, QUERIES, 8)).astype(dtype)
+    k, v = rng.standard_normal((2, 3, HEADS, KEYS, 8)).astype(dtype)
+    return q, k, v
+
+
+def wanted(mask, backward):
+    """The kernels that a call with a mask has compiled apart from its own."""
+    call = validate.call(*arrays(), Options(mask=mask))
+    apart = launch._apart(call.problem, cpu._programs(call), backward)
+    return {kernel for kernel, _ in apart.values()}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", RANGES)
+def test_the_interpreter_is_not_compiled(name, backward):
+    assert program.run not in wanted(RANGES[name], backward)
+    assert program.run not in wanted(None, backward)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_other_masks_need_it(name):
+    assert program.run in wanted(PROGRAMS[name], False)
+
+
+def with_programs(monkeypatch, call):
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_ranges, "ends", lambda problem, allowed: None)
+        return call()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", RANGES)
+def test_the_bits_are_those_of_the_interpreter(name, dtype, monkeypatch):
+    options = {"mask": RANGES[name], "score_mod": scores.softcap(3.0)}
+
+    def call():
+        out, lse, vjp = attention_vjp(*arrays(dtype), return_lse=True, **options)
+        return out, lse, *vjp(out)[:3]
+
+    for one, other in zip(call(), with_programs(monkeypatch, call), strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "by head", "lengths"])
+def test_packed_sequences(name, monkeypatch):
+    q, k, v = (x[0] for x in arrays())
+    starts_q, starts_k = np.array([0, 90, 90, QUERIES]), np.array([0, 20, 40, KEYS])
+
+    def call():
+        out, lse, vjp = attention_varlen_vjp(
+            q, k, v, starts_q, starts_k, mask=RANGES[name], return_lse=True
+        )
+        return out, lse, *vjp(out)[:3]
+
+    for one, other in zip(call(), with_programs(monkeypatch, call), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_ends_are_kept_per_query_only_where_they_differ():
+    problem = validate.call(*arrays(), Options(mask=masks.causal())).problem
+
+    def shape(mask):
+        call = validate.call(*arrays(), Options(mask=mask))
+        low, high = cpu_ranges.ends(call.problem, cpu.trees(call).allowed)
+        assert low.shape == high.shape
+        return low.shape
+
+    assert shape(RANGES["causal"]) == (1, 1, QUERIES)
+    assert shape(RANGES["lengths"]) == (3, 1, QUERIES)
+    assert shape(RANGES["by head"]) == (1, HEADS, QUERIES)
+    assert cpu_ranges.ends(problem, None) is None
+
+
+def test_a_looked_up_end_is_read_at_the_call():
+    ends = np.full(QUERIES, KEYS - 1)
+    mask = masks.mask(lambda b, h, i, j: j <= lookup(ends)[i])
+    call = validate.call(*arrays(), Options(mask=mask))
+    programs = cpu._programs(call)
+    ends[:] = 10**9
+    assert programs.ranges is not None
+    assert programs.ranges[1].max() == KEYS - 1
