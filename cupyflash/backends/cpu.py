@@ -25,7 +25,7 @@ def _programs(call: Call) -> Any:
     if ends is not None:  # they say all that the mask says
         bound = bound._replace(allowed=None, classes=None)
     score, slope, mask, tile = (empty_program() if tree is None else lower(tree) for tree in bound)
-    return Programs(score, slope, mask, tile, ends, bound)
+    return Programs(score, slope, mask, tile, bound, ends)
 
 
 class Cpu:

@@ -104,12 +104,13 @@ def _warm_gpu(dtypes: list[str], dims: list[int], report: Report | None) -> str:
     return ""
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+def _numpy_dtype(name: Any) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+        name = ml_dtypes.bfloat16
+    made: np.dtype[Any] = np.dtype(name)
+    return made
 
 
 @contextlib.contextmanager

@@ -125,7 +125,8 @@ def kernel(
     problem = OneHead(
         len(q), len(k), q.shape[1], v.shape[1], q.dtype, scale, drop.p, drop.seed or 0
     )
-    none = Programs(*(empty_program() for _ in range(4)))
+    empty = empty_program()
+    none = Programs(empty, empty, empty, empty)
     programs = none if offset is None else causal_programs(offset)
     out, lse = np.empty((1, len(q), v.shape[1]), q.dtype), np.empty((1, len(q)), q.dtype)
     visited = run_kernel(problem, programs, q[None], k[None], v[None], None, out, lse, *tiles)

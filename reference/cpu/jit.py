@@ -337,13 +337,13 @@ def caller(compiled: Any, result: Any = types.none) -> Any:
     """
 
     @intrinsic
-    def call(typingctx, place, arguments):
+    def call(typingctx: Any, place: Any, arguments: Any) -> Any:
         came = tuple(types.unliteral(each) for each in arguments)
         if came not in [_types[compiled](number) for number in _NUMBERS]:
             raise errors.TypingError(f"{compiled.__name__} got {came}, which it does not take")
         signature = result(INT, types.Tuple(came))
 
-        def codegen(context, builder, sig, args):
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             kinds = tuple(sig.args[1])
             convention = context.call_conv
             kind = convention.get_function_type(sig.return_type, kinds)

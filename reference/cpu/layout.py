@@ -93,8 +93,8 @@ class Programs:
     slope: Program
     mask: Program
     tile: Program
-    ranges: tuple[Array, Array] | None = None  # instead of mask and tile: see `KeyRanges`
     tables: object = None  # holds the arrays that programs read by their addresses
+    ranges: tuple[Array, Array] | None = None  # instead of mask and tile: see `KeyRanges`
 
     @property
     def may_mask(self) -> bool:

@@ -87,7 +87,8 @@ def test_a_link_in_the_place_of_a_file(cache, tmp_path):
     kernel.symlink_to(elsewhere)
     seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
     assert not (tmp_path / "mark").exists()
-    assert (seen.compiled >= 1, seen.warned) == (True, ANNOUNCEMENT)
+    assert seen.compiled >= 1
+    assert ANNOUNCEMENT.fullmatch(seen.warned)
     assert not kernel.is_symlink()  # a kernel took its place
     assert run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache)).compiled == 0
 
@@ -115,7 +116,8 @@ def test_what_is_no_kernel_counts_as_none(cache, tmp_path, what):
     if what != "fifo":
         kernel.chmod(0o600)
     seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
-    assert (seen.compiled >= 1, seen.warned) == (True, ANNOUNCEMENT)
+    assert seen.compiled >= 1
+    assert ANNOUNCEMENT.fullmatch(seen.warned)
     assert run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache)).compiled == 0
 
 

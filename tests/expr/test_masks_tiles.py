@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from expressions import class_by_machine, machine_symbols, run_class
+from expressions import changes_of, class_by_machine, machine_symbols, run_class
 
 from cupyflash import lookup, masks
 from cupyflash.expr.bind import bind
@@ -18,8 +18,7 @@ def classes(mask, sizes, block=32, block_k=None, b=0, h=0):
     """The class of every tile of a batch entry and head, (tiles of queries, tiles of keys)."""
     block_k = block_k or block
     tree = tile_class(bind(mask.expr, flat_sizes(sizes)))
-    program = lower(tree)
-    like = np.empty(0, np.float32)
+    changes = changes_of(tile=lower(tree))
     length_q, length_k = (int(np.max(x)) for x in (sizes.len_q, sizes.len_k))
     rows = []
     for i0 in range(0, length_q, block):
@@ -27,7 +26,7 @@ def classes(mask, sizes, block=32, block_k=None, b=0, h=0):
         for j0 in range(0, length_k, block_k):
             ni, nj = min(block, length_q - i0), min(block_k, length_k - j0)
             symbols = machine_symbols(sizes, (b, h, i0, ni, j0, nj))
-            row.append(run_class(program, symbols, like))
+            row.append(run_class(changes, symbols, ni, nj))
         rows.append(row)
     return np.array(rows)
 
