@@ -78,9 +78,10 @@ def test_the_script_is_installed():
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["demmo"], "there is no command 'demmo', only demo, verify, explain, bench, warmup, info; did "
-         "you mean demo?"),
-        (["xyzzy"], "there is no command 'xyzzy', only demo, verify, explain, bench, warmup, info\n"),
+        (["demmo"], "there is no command 'demmo', only demo, verify, explain, bench, warmup, info; "
+         "did you mean demo?"),
+        (["xyzzy"], "there is no command 'xyzzy', only demo, verify, explain, bench, warmup, "
+         "info\n"),
         (["--"], "COMMAND"),
         (["demo", "--dtype", "int8"], "'int8'"),
         (["demo", "--repeat", "0"], "'0' came, a whole number from 1 was wanted"),
