@@ -6,11 +6,15 @@ then compare keys with two numbers, and interpret nothing.
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
 
 from ..expr.evaluate import evaluate
-from ..expr.key_range import key_range
+from ..expr.key_range import KeyRange, key_range
 from ..expr.nodes import Expr
+from ..masks import position_symbols
 from ..problem.call import Array, Problem
 
 _FIRST, _LAST = 0, 2**62
@@ -35,46 +39,36 @@ def ends(problem: Problem, allowed: Expr | None) -> tuple[Array, Array] | None:
     found = None if allowed is None else key_range(allowed, problem)
     if found is None:
         return None
-    symbols, shape = _positions(problem)
+    if problem.packed:
+        return _of_packed(problem, found)
+    b, h, i = np.ix_(*map(np.arange, (math.prod(problem.lead), problem.heads, problem.len_q)))
+    symbols = position_symbols(b, h, i, 0, problem)
+    return _evaluated(found, symbols, (1, 1, problem.len_q))
+
+
+def _evaluated(
+    found: KeyRange, symbols: dict[str, Array], shape: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """Return both ends, of this shape or larger along axes on which they depend."""
     low, high = (
         np.asarray(unbounded if end is None else evaluate(end, symbols), np.int64)
         for end, unbounded in zip(found, (_FIRST, _LAST), strict=True)
     )
-    own = np.broadcast_shapes(low.shape, high.shape, (1,) * (len(shape) - 1) + shape[-1:])
-    low, high = (np.broadcast_to(end, own) for end in (low, high))
-    if not problem.packed:
-        return low, high
-    # Rows between the sequences have no query.
-    rows = symbols["i"] + symbols["start_q"]
-    made = []
-    for end in (low, high):
-        spread = np.zeros((own[0], int(rows.max(initial=-1)) + 1), np.int64)
-        spread[:, rows[0]] = end
-        made.append(spread)
-    return made[0], made[1]
+    own = np.broadcast_shapes(low.shape, high.shape, shape)
+    return np.broadcast_to(low, own), np.broadcast_to(high, own)
 
 
-def _positions(problem: Problem) -> tuple[dict[str, Array], tuple[int, ...]]:
-    """Return the symbols of an expression without j, and the shape that they span."""
-    names = ("len_q", "len_k", "start_q", "start_k")
-    batch = int(np.prod(problem.lead, dtype=np.int64))
-    lengths = {
-        name: np.broadcast_to(np.asarray(getattr(problem, name), np.int64), (batch,))
-        for name in names
-    }
-    if problem.packed:
-        b = np.repeat(np.arange(batch, dtype=np.int64), lengths["len_q"])
-        first = np.cumsum(lengths["len_q"]) - lengths["len_q"]
-        i = np.arange(b.size, dtype=np.int64) - first[b]
-        h = np.arange(problem.heads, dtype=np.int64)[:, None]
-        symbols = {"b": b[None], "h": h, "i": i[None]}
-        symbols |= {name: lengths[name][b][None] for name in names}
-        return symbols, (problem.heads, b.size)
-    queries = int(problem.len_q)
-    symbols = {
-        "b": np.arange(batch, dtype=np.int64)[:, None, None],
-        "h": np.arange(problem.heads, dtype=np.int64)[:, None],
-        "i": np.arange(queries, dtype=np.int64),
-    }
-    symbols |= {name: np.asarray(getattr(problem, name), np.int64) for name in names}
-    return symbols, (batch, problem.heads, queries)
+def _of_packed(problem: Problem, found: KeyRange) -> tuple[Array, Array]:
+    """Return the ends by packed row; rows between the sequences have no query."""
+    lengths, starts = problem.len_q, problem.start_q
+    b = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+    i = np.arange(b.size, dtype=np.int64) - (np.cumsum(lengths) - lengths)[b]
+    h = np.arange(problem.heads)[:, None]
+    of_rows = SimpleNamespace(
+        len_q=lengths[b], len_k=problem.len_k[b], start_q=starts[b], start_k=problem.start_k[b]
+    )
+    rows = starts[b] + i
+    low, high = _evaluated(found, position_symbols(b, h, i, 0, of_rows), (1, b.size))
+    spread = np.zeros((2, len(low), int(rows.max(initial=-1)) + 1), np.int64)
+    spread[:, :, rows] = low, high
+    return spread[0], spread[1]

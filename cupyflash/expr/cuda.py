@@ -46,6 +46,10 @@ _FLOAT = {
     "to_float": "static_cast<{type}>({0})",
     "where": "{0} ? {1} : {2}",
 }
+# Of integers, those whose results may not fit where their operands do.
+_ARITHMETIC = {
+    "add", "subtract", "multiply", "negative", "absolute", "floor_divide", "remainder",
+}  # fmt: skip
 _INT = {
     "add": "{0} + {1}",
     "subtract": "{0} - {1}",
@@ -421,6 +425,12 @@ class _Body:
             text = _BOOL[node.op]
         else:
             text = (_BOUND if self.bounds else _INT)[node.op]
+            if node not in self.words and node.op in _ARITHMETIC:
+                # C++ computes in the operands' type, whatever the result is assigned to.
+                args = [
+                    f"static_cast<long long>({arg})" if operand in self.words else arg
+                    for operand, arg in zip(node.args, args, strict=True)
+                ]
         return text.format(*args, type=kind)
 
     def _distance(self, node: Expr, rest: str) -> str:

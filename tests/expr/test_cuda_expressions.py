@@ -69,6 +69,31 @@ def compiled(tmp_path_factory):
     return compile_all
 
 
+INT32 = np.array([-(2**31), 2**31 - 1], np.int32)
+BEYOND_32_BITS = {
+    "square": lambda i, j: i * i > 40000 * j,
+    "product of positions": lambda i, j: i * j > 2**31,
+    "product with a constant": lambda i, j: 70000 * i > 60000 * j,
+    "sum": lambda i, j: lookup(INT32)[i % 2] + lookup(INT32)[j % 2] > 0,
+    "difference": lambda i, j: lookup(INT32)[i % 2] - lookup(INT32)[j % 2] > 0,
+    "negative": lambda i, j: -lookup(INT32)[i % 2] > j,
+    "absolute": lambda i, j: absolute(lookup(INT32)[j % 2]) > i,
+    "quotient": lambda i, j: lookup(INT32)[i % 2] // -1 > 0,
+}
+
+
+def test_operands_of_32_bits_may_have_a_result_of_64(compiled):
+    """C++ computes in the type of the operands: the product of two int wraps around."""
+    sizes, where_ = Sizes((1,), 1, 60000, 60000), (0, 0, 50000, 3, 49990, 4)
+    symbols, _ = tile_symbols(sizes, where_)
+    _, _, i, j = POSITIONS
+    roots = [bind(make(i, j), flat_sizes(sizes)) for make in BEYOND_32_BITS.values()]
+    code = compiled([generate(root, tile_class(root), short=True) for root in roots])
+    for n, (name, root) in enumerate(zip(BEYOND_32_BITS, roots, strict=True)):
+        wanted = by_numpy(root, sizes, where_)
+        np.testing.assert_array_equal(code.mask(n, symbols, wanted.shape), wanted, name)
+
+
 @batches
 @given(st.lists(bound_expressions("bool", functions=False), min_size=BATCH, max_size=BATCH))
 def test_masks_are_numpys(compiled, drawn):
