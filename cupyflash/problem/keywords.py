@@ -68,7 +68,7 @@ _OTHER_NAMES = {  # of other libraries, or of other functions of this one
     "dropout_rng": _SEED,
     "dropout_seed": _SEED,
     "enable_gqa": "leave it out: grouped-query attention is read from the shapes",
-    "grads_out": "attention_backward, attention_vjp and their varlen forms take it",
+    "grads_out": "attention_backward and attention_varlen_backward take it",
     "implementation": _NO_BACKEND,
     "is_causal": _CAUSAL,
     "key": "say k=array",
@@ -106,7 +106,7 @@ _OTHER_NAMES = {  # of other libraries, or of other functions of this one
     "value": "say v=array",
     "window": _WINDOW,
     "window_size": _WINDOW,
-    "workspace": "attention_backward, attention_vjp and their varlen forms take it",
+    "workspace": "attention_backward and attention_varlen_backward take it",
 }
 
 P = ParamSpec("P")

@@ -70,7 +70,7 @@ def _apart(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wa
     elif len(programs.mask.code):
         apart["run_float32"] = run, _FLOAT32
         apart |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
-    if len(programs.score.code):
+    if len(programs.score.code) or len(programs.slope.code):
         apart |= {"run_number": (run, number), "score": (score_by_program, number)}
     if problem.dropout:
         apart["dropout"] = draw_dropout, number

@@ -372,3 +372,16 @@ def test_dsink_by_its_formula():
     assert ours.dsink[1] == 0
     exact = naive.attention_backward(do, q, k, v, dlse=dlse, sink=sink)
     np.testing.assert_allclose(ours.dsink, exact.dsink, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_score_change_that_changes_nothing(dtype):
+    """It has a derivative, but no program of its own."""
+    rng = np.random.default_rng(2)
+    q, k, v = rng.standard_normal((3, 2, 12, 4)).astype(dtype)
+    same = scores.score(lambda s, b, h, i, j: s)
+    out, vjp = cupyflash.attention_vjp(q, k, v, score_mod=same)
+    plain_out, plain_vjp = cupyflash.attention_vjp(q, k, v)
+    assert np.array_equal(out, plain_out)
+    for one, other in zip(vjp(out)[:3], plain_vjp(out)[:3], strict=True):
+        assert np.array_equal(one, other)

@@ -101,3 +101,17 @@ def test_a_type_error_inside_a_call_passes(monkeypatch):
     with pytest.raises(TypeError, match="unexpected keyword") as caught:
         attention(*[np.ones((2, 3))] * 3)
     assert type(caught.value) is TypeError
+
+
+TAKEN = {name: hint for name, hint in keywords._OTHER_NAMES.items() if hint.endswith(" take it")}
+
+
+@pytest.mark.parametrize("name", sorted(TAKEN))
+def test_functions_that_a_hint_names_take_the_keyword(name):
+    by_name = {each.__name__: each for each in WITH_OPTIONS}
+    named = re.findall(r"attention\w*", TAKEN[name])
+    assert named
+    if "varlen forms" in TAKEN[name]:
+        named += [each.replace("attention", "attention_varlen") for each in named]
+    for each in named:
+        assert name in inspect.signature(by_name[each]).parameters, each
