@@ -1,4 +1,4 @@
-"""What the kernels take of a problem: sizes, what happens to scores, and where code is called."""
+"""What the kernels take of a problem: sizes, what happens to scores, and function pointers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class KeyRanges(NamedTuple):
     head: int
 
 
-class Places(NamedTuple):
-    """Where the code of kernels lies that others call; 0 for those that a call does not need."""
+class FunctionPointers(NamedTuple):
+    """Addresses of the kernels that others call; 0 for those that a call does not need."""
 
     run_float32: int  # programs with these registers: masks
     run_number: int  # programs with registers of the accumulator's type: score changes
@@ -66,13 +66,17 @@ class Changes(NamedTuple):
     mask: Program
     tile: Program
     ranges: KeyRanges  # instead of mask and tile, where the mask has them
-    places: Places
+    pointers: FunctionPointers
     careful: bool  # an operand holds NaN or infinity: masked pairs must not meet it
 
 
 KEY_RANGES = types.BaseTuple.from_types((INTS, INTS, INTS, INT), KeyRanges)
-PLACES = types.BaseTuple.from_types((INT,) * len(Places._fields), Places)
-CHANGES = types.BaseTuple.from_types((PROGRAM,) * 4 + (KEY_RANGES, PLACES, types.boolean), Changes)
+FUNCTION_POINTERS = types.BaseTuple.from_types(
+    (INT,) * len(FunctionPointers._fields), FunctionPointers
+)
+CHANGES = types.BaseTuple.from_types(
+    (PROGRAM,) * 4 + (KEY_RANGES, FUNCTION_POINTERS, types.boolean), Changes
+)
 
 
 def shape_of(number: types.Type) -> types.Type:

@@ -104,7 +104,7 @@ def backward_dkdv(
                     q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
                     do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
                     gradient_tile(
-                        changes.places.gradient,
+                        changes.pointers.gradient,
                         (
                             shape,
                             changes,
@@ -217,7 +217,7 @@ def backward_dq(
                     continue
                 count += 1
                 gradient_tile(
-                    changes.places.gradient,
+                    changes.pointers.gradient,
                     (
                         shape,
                         changes,

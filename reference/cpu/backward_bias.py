@@ -61,7 +61,7 @@ def backward_bias(first, last, work, members, shape, changes, k, v, lse, delta, 
                         if tile_class == EMPTY:
                             continue
                         gradient_tile(
-                            changes.places.gradient,
+                            changes.pointers.gradient,
                             (
                                 shape,
                                 changes,

@@ -100,7 +100,9 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited)
             # 3 score mod
             if changes.score.code.shape[0]:
                 ri, rf = score_ri, score_rf
-                apply_score(changes.places, changes.score, symbols, i0, ni, nj, lanes, s, s, ri, rf)
+                apply_score(
+                    changes.pointers, changes.score, symbols, i0, ni, nj, lanes, s, s, ri, rf
+                )
             # 4 mask
             if tile_class == PARTIAL:
                 apply_mask(changes, symbols, ni, nj, lanes, s, mask_ri, mask_rf)

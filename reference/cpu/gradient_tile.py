@@ -133,10 +133,10 @@ def fill_gradient_tile(
     if changes.slope.code.shape[0]:
         ri, rf = scratch.slope_ri, scratch.slope_rf
         slope = scratch.slope
-        apply_score(changes.places, changes.slope, symbols, i0, ni, nj, lanes, p, slope, ri, rf)
+        apply_score(changes.pointers, changes.slope, symbols, i0, ni, nj, lanes, p, slope, ri, rf)
     if changes.score.code.shape[0]:
         ri, rf = scratch.score_ri, scratch.score_rf
-        apply_score(changes.places, changes.score, symbols, i0, ni, nj, lanes, p, p, ri, rf)
+        apply_score(changes.pointers, changes.score, symbols, i0, ni, nj, lanes, p, p, ri, rf)
     # 4 mask
     if tile_class == PARTIAL:
         ri, rf = scratch.mask_ri, scratch.mask_rf

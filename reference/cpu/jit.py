@@ -1,7 +1,8 @@
 """How the CPU kernels are compiled, announced and cached.
 
-Kernels (functions that Python calls) are cached on disk per CPU, so that a second process starts in
-milliseconds; helpers (functions that kernels call) are compiled into them. The cache is keyed by
+Kernels are cached on disk per CPU, so that a second process starts in milliseconds. Python calls
+them, or other kernels do by their addresses; helpers are compiled into every kernel that calls
+them. A call compiles only the kernels that it uses. The cache is keyed by
 the text of every file of this package: a change in a helper never leaves a stale kernel behind.
 """
 
@@ -330,14 +331,14 @@ def takes(types_of: Types) -> Callable[[F], F]:
 
 
 def caller(compiled: Any, result: Any = types.none) -> Any:
-    """Make the function ``call(place, arguments)`` by which kernels call one that is apart.
+    """Make the function ``call(pointer, arguments)`` by which kernels call another one.
 
     `compiled` is a kernel that returns a `result`. It is not compiled into its callers, which get
-    its `place` from `place_of`, so that a call compiles only what it uses.
+    its address from `pointer_of`, so that a call compiles only what it uses.
     """
 
     @intrinsic
-    def call(typingctx: Any, place: Any, arguments: Any) -> Any:
+    def call(typingctx: Any, pointer: Any, arguments: Any) -> Any:
         came = tuple(types.unliteral(each) for each in arguments)
         if came not in [_types[compiled](number) for number in _NUMBERS]:
             raise errors.TypingError(f"{compiled.__name__} got {came}, which it does not take")
@@ -407,8 +408,8 @@ def prepare(wanted: Iterable[Wanted], report: Report | None = None) -> None:
             compiled.compile(wants)
             compiled.disable_compile()  # for other arguments, which would be a mistake
             overload = compiled.overloads[wants]
-            place = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
-            _ready[each] = place
+            pointer = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
+            _ready[each] = pointer
         if told and report is None:
             announcer.end()
 
@@ -434,8 +435,8 @@ class _Announcer:
             print(f"cupyflash: {text}", file=sys.stderr, flush=True)
 
 
-def place_of(compiled: Any, number: np.dtype[Any]) -> int:
-    """Return where the machine code of a kernel lies that `prepare` has made ready."""
+def pointer_of(compiled: Any, number: np.dtype[Any]) -> int:
+    """Return the address of a kernel that `prepare` has made ready."""
     return _ready[compiled, number]
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import Changes, Places, Shape
+from .arguments import Changes, FunctionPointers, Shape
 from .backward import backward_dkdv, backward_dq, transpose_blocks
 from .backward_bias import backward_bias
 from .backward_delta import backward_delta
 from .combine import combine as combine_kernel
 from .forward import forward as forward_kernel
 from .gradient_tile import fill_gradient_tile
-from .jit import Report, Wanted, address, place_of, prepare
+from .jit import Report, Wanted, address, pointer_of, prepare
 from .layout import (
     Array,
     Layout,
@@ -61,34 +61,37 @@ KERNELS = (
 )  # fmt: skip
 
 
-def _apart(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
-    """Return the kernels that others call in this problem, by their fields in `Places`."""
+def _called_kernels(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
+    """Return the kernels that others call here, by their fields in `FunctionPointers`."""
     number = problem.accumulator
-    apart: dict[str, Wanted] = {}
+    called: dict[str, Wanted] = {}
     if programs.ranges is not None:
-        apart |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
+        called |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
     elif len(programs.mask.code):
-        apart["run_float32"] = run, _FLOAT32
-        apart |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
+        called["run_float32"] = run, _FLOAT32
+        called |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
     if len(programs.score.code) or len(programs.slope.code):
-        apart |= {"run_number": (run, number), "score": (score_by_program, number)}
+        called |= {"run_number": (run, number), "score": (score_by_program, number)}
     if problem.dropout:
-        apart["dropout"] = draw_dropout, number
+        called["dropout"] = draw_dropout, number
     if backward:
-        apart["gradient"] = fill_gradient_tile, number
-    return apart
+        called["gradient"] = fill_gradient_tile, number
+    return called
 
 
 def _prepare(
-    problem: Problem, programs: Programs, apart: dict[str, Wanted], *kernels: object
-) -> Places:
-    """Compile what is missing; return where the kernels lie that others call."""
+    problem: Problem, programs: Programs, called: dict[str, Wanted], *kernels: object
+) -> FunctionPointers:
+    """Compile what is missing; return the addresses of the kernels that others call."""
     own = [(kernel, problem.accumulator) for kernel in kernels]
     if programs.may_mask:
         own.append((count_nonfinite, problem.accumulator))
-    prepare([*apart.values(), *own])
-    return Places(
-        **{name: place_of(*apart[name]) if name in apart else 0 for name in Places._fields}
+    prepare([*called.values(), *own])
+    return FunctionPointers(
+        **{
+            name: pointer_of(*called[name]) if name in called else 0
+            for name in FunctionPointers._fields
+        }
     )
 
 
@@ -100,10 +103,12 @@ def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) 
     prepare(wanted, report)
 
 
-def _changes(layout: Layout, programs: Programs, places: Places, careful: bool) -> Changes:
+def _changes(
+    layout: Layout, programs: Programs, pointers: FunctionPointers, careful: bool
+) -> Changes:
     ranges = layout.key_ranges(programs.ranges)
     return Changes(
-        programs.score, programs.slope, programs.mask, programs.tile, ranges, places, careful
+        programs.score, programs.slope, programs.mask, programs.tile, ranges, pointers, careful
     )
 
 
@@ -120,7 +125,9 @@ def forward(
     block_kv: int,
 ) -> int:
     """Write out and lse; return how many tiles were visited (not EMPTY)."""
-    places = _prepare(problem, programs, _apart(problem, programs, False), forward_kernel)
+    pointers = _prepare(
+        problem, programs, _called_kernels(problem, programs, False), forward_kernel
+    )
     layout, scratch = Layout(problem, block_q, block_kv), Scratch()
     q_read = layout.operand(q, scratch, whole_vectors=False)
     k_read = layout.operand(k, scratch, whole_vectors=False)
@@ -130,7 +137,7 @@ def forward(
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
     careful = layout.careful(programs, [(v_read, v_rows, layout.len_k)])
-    changes = _changes(layout, programs, places, careful)
+    changes = _changes(layout, programs, pointers, careful)
     sinks = _sinks(layout, sink)
     work = layout.blocks(layout.len_q, block_q, last_first=True)
     visited = np.zeros(len(work) * problem.heads, np.int64)
@@ -187,7 +194,7 @@ def backward(
     kernels = [backward_delta, transpose_blocks, backward_dkdv, backward_dq]
     if dbias is not None:
         kernels.append(backward_bias)
-    places = _prepare(problem, programs, _apart(problem, programs, True), *kernels)
+    pointers = _prepare(problem, programs, _called_kernels(problem, programs, True), *kernels)
     accumulator, heads = problem.accumulator, problem.heads
     like, shape = _like(layout), layout.shape
     q_read, do_read, k_read = (layout.operand(x, scratch, whole_vectors=True) for x in (q, do, k))
@@ -232,7 +239,7 @@ def backward(
             (k_read, k_rows, layout.len_k),
         ],
     )
-    changes = _changes(layout, programs, places, careful)
+    changes = _changes(layout, programs, pointers, careful)
 
     kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
     if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):

@@ -59,8 +59,8 @@ def classify_by_ranges(changes, symbols, ni, nj, ri, rf):
 @kernel
 def classify_by_program(changes, symbols, ni, nj, ri, rf):
     """Return the class of a tile by the program of a mask."""
-    program, place = changes.tile, changes.places.run_float32
-    _run(place, (program, 0, program.code.shape[0], 1, symbols, 0, rf[0], ri, rf))
+    program, pointer = changes.tile, changes.pointers.run_float32
+    _run(pointer, (program, 0, program.code.shape[0], 1, symbols, 0, rf[0], ri, rf))
     return ri[program.result, 0]
 
 
@@ -70,9 +70,9 @@ _classify = caller(classify_by_program, INT)
 @helper
 def class_of_tile(changes, symbols, ni, nj, ri, rf):
     """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes."""
-    if changes.places.classify == 0:
+    if changes.pointers.classify == 0:
         return FULL
-    return _classify(changes.places.classify, (changes, symbols, ni, nj, ri, rf))
+    return _classify(changes.pointers.classify, (changes, symbols, ni, nj, ri, rf))
 
 
 @takes(
@@ -82,15 +82,15 @@ def class_of_tile(changes, symbols, ni, nj, ri, rf):
     )
 )  # fmt: skip
 @kernel
-def score_by_program(place, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
+def score_by_program(pointer, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
     """Write the program's values for a tile of scores `s` to `changed`, which may be `s`."""
-    _run(place, (program, 0, program.once_per_tile, ni, symbols, i0, s[:lanes], ri, rf))
+    _run(pointer, (program, 0, program.once_per_tile, ni, symbols, i0, s[:lanes], ri, rf))
     first, last = program.once_per_tile, program.code.shape[0]
     j0 = symbols[9]
     for j in range(nj):
         symbols[2] = j0 + j
         row = s[j * lanes : (j + 1) * lanes]
-        _run(place, (program, first, last, ni, symbols, i0, row, ri, rf))
+        _run(pointer, (program, first, last, ni, symbols, i0, row, ri, rf))
         value = rf[program.result]
         target = changed[j * lanes : (j + 1) * lanes]
         for i in range(ni):
@@ -101,11 +101,11 @@ _score_by_program = caller(score_by_program)
 
 
 @helper
-def apply_score(places, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
+def apply_score(pointers, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
     """Write the program's values for a tile of scores `s` to `changed`, which may be `s`."""
     _score_by_program(
-        places.score,
-        (places.run_number, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf),
+        pointers.score,
+        (pointers.run_number, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf),
     )
 
 
@@ -131,14 +131,14 @@ def mask_by_ranges(changes, symbols, ni, nj, lanes, s, ri, rf):
 @kernel
 def mask_by_program(changes, symbols, ni, nj, lanes, s, ri, rf):
     """Set the scores of pairs that the program hides to -inf."""
-    program, place, i0 = changes.mask, changes.places.run_float32, symbols[7]
-    _run(place, (program, 0, program.once_per_tile, ni, symbols, i0, rf[0], ri, rf))
+    program, pointer, i0 = changes.mask, changes.pointers.run_float32, symbols[7]
+    _run(pointer, (program, 0, program.once_per_tile, ni, symbols, i0, rf[0], ri, rf))
     first, last = program.once_per_tile, program.code.shape[0]
     minus_infinity = s.dtype.type(-math.inf)
     j0 = symbols[9]
     for j in range(nj):
         symbols[2] = j0 + j
-        _run(place, (program, first, last, ni, symbols, i0, rf[0], ri, rf))
+        _run(pointer, (program, first, last, ni, symbols, i0, rf[0], ri, rf))
         allowed = ri[program.result]
         row = s[j * lanes : (j + 1) * lanes]
         for i in range(ni):
@@ -151,7 +151,7 @@ _mask = caller(mask_by_program)
 @helper
 def apply_mask(changes, symbols, ni, nj, lanes, s, ri, rf):
     """Set the scores of pairs that may not attend to -inf."""
-    _mask(changes.places.mask, (changes, symbols, ni, nj, lanes, s, ri, rf))
+    _mask(changes.pointers.mask, (changes, symbols, ni, nj, lanes, s, ri, rf))
 
 
 @helper
@@ -184,7 +184,7 @@ _draw_dropout = caller(draw_dropout)
 @helper
 def dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z):
     """Set z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout)."""
-    _draw_dropout(changes.places.dropout, (shape, b, h, i0, ni, j0, nj, lanes, z))
+    _draw_dropout(changes.pointers.dropout, (shape, b, h, i0, ni, j0, nj, lanes, z))
 
 
 @helper

@@ -39,10 +39,10 @@ def arrays(dtype=np.float32):
 
 
 def wanted(mask, backward):
-    """The kernels that a call with a mask has compiled apart from its own."""
+    """The kernels that those of a call with a mask call by their addresses."""
     call = validate.call(*arrays(), Options(mask=mask))
-    apart = launch._apart(call.problem, cpu._programs(call), backward)
-    return {kernel for kernel, _ in apart.values()}
+    called = launch._called_kernels(call.problem, cpu._programs(call), backward)
+    return {kernel for kernel, _ in called.values()}
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -13,8 +13,8 @@ from cupyflash.expr.evaluate import evaluate, evaluate_exactly
 from cupyflash.expr.lower import lower
 from cupyflash.masks import flat_sizes, position_symbols
 from cupyflash.reference.cpu import program, tile
-from cupyflash.reference.cpu.arguments import Changes, Places, no_ranges
-from cupyflash.reference.cpu.jit import kernel, place_of, prepare
+from cupyflash.reference.cpu.arguments import Changes, FunctionPointers, no_ranges
+from cupyflash.reference.cpu.jit import kernel, pointer_of, prepare
 from cupyflash.reference.spec.naive import Sizes
 from cupyflash.testing.trees import (  # noqa: F401
     FUNCTIONS,
@@ -100,8 +100,8 @@ def run_mask(changes, symbols, ni, nj, lanes, s):
 @kernel
 def run_score(changes, symbols, i0, ni, nj, lanes, s, changed):
     ri, rf = tile.make_registers(changes.score, lanes, s)
-    places, score = changes.places, changes.score
-    tile.apply_score(places, score, symbols, i0, ni, nj, lanes, s, changed, ri, rf)
+    pointers, score = changes.pointers, changes.score
+    tile.apply_score(pointers, score, symbols, i0, ni, nj, lanes, s, changed, ri, rf)
 
 
 @kernel
@@ -113,18 +113,20 @@ def run_class(changes, symbols, ni, nj):
 def changes_of(number=np.float32, **programs):
     """Programs by their fields in `Changes`, with the kernels that run them."""
     number = np.dtype(number)
-    apart = {
+    called = {
         "run_float32": (program.run, np.dtype(np.float32)),
         "run_number": (program.run, number),
         "classify": (tile.classify_by_program, number),
         "score": (tile.score_by_program, number),
         "mask": (tile.mask_by_program, number),
     }
-    prepare(apart.values())
-    places = Places(*(place_of(*apart[x]) if x in apart else 0 for x in Places._fields))
+    prepare(called.values())
+    pointers = FunctionPointers(
+        *(pointer_of(*called[x]) if x in called else 0 for x in FunctionPointers._fields)
+    )
     none = program.empty_program()
     four = [programs.get(name, none) for name in ("score", "slope", "mask", "tile")]
-    return Changes(*four, no_ranges(), places, careful=False)
+    return Changes(*four, no_ranges(), pointers, careful=False)
 
 
 def machine_symbols(sizes, where_):
