@@ -93,6 +93,8 @@ def test_names_that_no_file_can_have(tmp_path):
     ],
 )
 def test_commands_refuse_a_file_before_they_begin(tmp_path, arguments):
+    if arguments[0] == "bench":
+        pytest.importorskip("rich", reason='pip install ".[bench]"')
     done = run(tmp_path, *arguments, str(tmp_path / "none" / "file"))
     assert done.returncode == 2
     assert done.stdout == ""
@@ -107,6 +109,7 @@ def test_deep_json_is_no_report():
 
 
 def test_names_in_a_file_are_no_markup(tmp_path):
+    pytest.importorskip("rich", reason='pip install ".[bench]"')
     file = tmp_path / "report.json"
     made = run(
         tmp_path,
