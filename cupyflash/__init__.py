@@ -17,6 +17,7 @@ from .api import (
     combine,
     lookup,
 )
+from .cached import attention_cached, workspace_size_cached
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .planning import plan, workspace_size
 from .problem.call import Gradients, Plan
@@ -38,6 +39,7 @@ __all__ = [
     "analysis",
     "attention",
     "attention_backward",
+    "attention_cached",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_varlen_vjp",
@@ -51,6 +53,7 @@ __all__ = [
     "plan",
     "scores",
     "workspace_size",
+    "workspace_size_cached",
 ]
 
 _WHEN_NEEDED = {"figures": "figures", "Explanation": "explanation", "explain": "explanation"}

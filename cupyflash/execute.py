@@ -13,6 +13,7 @@ from .arrays import interop
 from .arrays.device_arrays import is_device_array
 from .errors import ArgumentError, ArgumentTypeError
 from .gpu import launch_cache
+from .problem import cached as cached_calls
 from .problem import validate
 from .problem.call import Array, Call, Gradients
 from .problem.options import Options
@@ -79,6 +80,29 @@ class Request:
         return launch_cache.signature(kind, named, self._options, written)
 
 
+class CachedRequest(Request):
+    """A call over a cache as it came; `lengths`, `table` and `offsets_q` are as users pass them."""
+
+    def __init__(
+        self, q: Any, k: Any, v: Any, options: Options, lengths: Any, table: Any, offsets_q: Any
+    ) -> None:
+        super().__init__(q, k, v, options)
+        self._lengths, self._table, self._offsets_q = lengths, table, offsets_q
+
+    @functools.cached_property
+    def call(self) -> Call:
+        """The validated call."""
+        return cached_calls.call(
+            self._q,
+            self._k,
+            self._v,
+            self._lengths,
+            self._table,
+            self._offsets_q,
+            self._options,
+        )
+
+
 def dense_or_packed(
     q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, options: Options
 ) -> Call:
@@ -138,6 +162,29 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     result = out_full if out is None else out
     lse = lse_full if lse_out is None else lse_out
     return (result, lse) if return_lse else result
+
+
+def cached(
+    request: CachedRequest, return_lse: bool, out: Any, lse_out: Any, workspace: Any
+) -> Any:
+    """Compute a call over a cache, into the arrays given or into new ones."""
+    _check_flag(return_lse, "return_lse")
+    call = request.call
+    out_shape, lse_shape = _shapes(call)
+    wanted = {
+        "out": (out, out_shape, call.problem.dtype),
+        "lse_out": (lse_out, lse_shape, call.problem.accumulator),
+    }
+    targets = {name: target for name, target in wanted.items() if target[0] is not None}
+    inputs = validate.read_arrays(call)
+    interop.outputs(targets, inputs)
+    backend = dispatch.backend_of(call.q)
+    written = {name: target[0] for name, target in targets.items()}
+    needed = backend.workspace_size_cached(call) if workspace is not None else 0
+    scratch = validate.workspace(workspace, needed, inputs | written, "workspace_size_cached")
+    out, lse = backend.empty_output(call, out, lse_out, return_lse or lse_out is not None)
+    backend.cached(call, out, lse, scratch)
+    return (out, lse) if return_lse else out
 
 
 def backward(

@@ -40,6 +40,16 @@ class Backend(Protocol):
         """Return the bytes of scratch that the call's backward needs."""
         ...
 
+    def cached(
+        self, call: Call, out: Array, lse: Array | None, workspace: Array | None
+    ) -> CallResult:
+        """Compute `out` and `lse` of a call over a cache."""
+        ...
+
+    def workspace_size_cached(self, call: Call) -> int:
+        """Return the bytes of scratch that a call over a cache needs."""
+        ...
+
     def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
         """Combine several (out, lse) into new arrays."""
         ...

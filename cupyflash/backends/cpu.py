@@ -99,6 +99,20 @@ class Cpu:
 
         return launch.backward_scratch_size(call.problem, self.plan(call).block_q)
 
+    def cached(
+        self,
+        call: Call,
+        out: Array,
+        lse: Array | None,
+        workspace: Array | None,  # noqa: ARG002, only a GPU's is of use
+    ) -> CallResult:
+        """Compute `out` and `lse` of a call over a cache."""
+        raise NotImplementedError
+
+    def workspace_size_cached(self, call: Call) -> int:  # noqa: ARG002, as above
+        """Return 0: a call over a cache makes its own scratch."""
+        return 0
+
     def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
         """Combine several (out, lse) into new arrays."""
         from cupyflash.reference.cpu import launch

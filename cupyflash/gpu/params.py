@@ -75,6 +75,12 @@ _FIXED: Fields = [
     ("scale", "d", 1),
     *((name, "i", 1) for name in "heads heads_kv group bias_heads".split()),
     *((f"kind_{name}", "i", 1) for name in "sink dsink dq dk dv dbias".split()),
+    *((name, "Q", 1) for name in "lengths table workspace".split()),
+    *(
+        (name, "q", 1)
+        for name in "length_step table_batch table_step pages k_page v_page tasks slots".split()
+    ),
+    *((name, "i", 1) for name in "page_size kind_lengths kind_table unused".split()),
 ]
 _COMBINE: Fields = [
     ("outs", OPERAND, MAX_PARTS),

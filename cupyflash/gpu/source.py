@@ -44,8 +44,10 @@ class Specialisation:
         Head sizes; 0 where the kernel has no use for them.
     tiles : Tiles
         Tile, threads and shared memory of a block.
-    packed, dropout, count_tiles, atomic_dq, tma_store : bool
-        Whether sequences are packed, pairs dropped, tiles counted, whether the kernel that computes
+    packed, cached, paged : bool
+        Whether sequences are packed, keys and values those of a cache, and the cache in pages.
+    dropout, count_tiles, atomic_dq, tma_store : bool
+        Whether pairs are dropped, tiles counted, whether the kernel that computes
         dk and dv adds its share of dq to memory, too, and whether results leave by TMA.
     functions : Functions
         Those of the call's expressions.
@@ -57,6 +59,8 @@ class Specialisation:
     d_v: int
     tiles: Tiles
     packed: bool = False
+    cached: bool = False
+    paged: bool = False
     dropout: bool = False
     count_tiles: bool = False
     functions: Functions = NONE
@@ -79,6 +83,8 @@ class Specialisation:
         has = self.functions
         flags = {
             "packed": self.packed,
+            "cached": self.cached and not self.paged,
+            "paged": self.paged,
             "mask": has.has_mask,
             "score": has.has_score,
             "dropout": self.dropout,
@@ -129,6 +135,8 @@ def prelude(special: Specialisation) -> str:
             "HAS_EDGES": has.has_edges,
             "HAS_DROPOUT": special.dropout,
             "PACKED": special.packed,
+            "CACHED": special.cached,
+            "PAGED": special.paged,
             "COUNT_TILES": special.count_tiles,
             "ATOMIC_DQ": special.atomic_dq,
             "TMA_STORE": special.tma_store,

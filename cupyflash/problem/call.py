@@ -70,6 +70,29 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
+class Cache:
+    """Where the keys and values of a call over a cache lie, and how many are held.
+
+    Attributes
+    ----------
+    capacity : int
+        Positions that an entry can have.
+    lengths : int or array
+        Positions that every entry holds, or (B,) of integers, of each.
+    table : array or None
+        (B, N) of integers: in which pages an entry's positions lie; None where k and v have a row
+        for each position.
+    page_size : int
+        Positions of a page; without a table the capacity.
+    """
+
+    capacity: int
+    lengths: Any
+    table: Array | None
+    page_size: int
+
+
+@dataclass(frozen=True, eq=False)
 class Call:
     """A validated call: its problem, its operands as (..., H, L, D), and its options."""
 
@@ -82,7 +105,8 @@ class Call:
     bias: Array | None
     sink: Array | None
     were_matrices: tuple[bool, bool, bool]  # q, k, v came as two-dimensional arrays, one head
-    offsets: tuple[Any, Any] | None = None  # of packed arrays, as they came
+    offsets: tuple[Any, Any] | None = None  # of packed arrays, as they came; a cache has the first
+    cache: Cache | None = None  # k and v are its arrays, and lengths of keys lie in its capacity
     device: int | None = None  # where every array of the call lives; None: in host memory
 
     @property

@@ -26,7 +26,7 @@ from .options import DEFAULTS, NAMES, Options
 MAX_HEAD_SIZE = 512
 
 
-def _same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
+def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
     if len({x.dtype for x in arrays.values()}) > 1:
         came = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
         raise ArgumentTypeError(f"{came} came; wanted one dtype. Convert with .astype(...).")
@@ -34,7 +34,7 @@ def _same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
     return common
 
 
-def _head_sizes(q: Array, k: Array, v: Array) -> tuple[int, int]:
+def head_sizes(q: Array, k: Array, v: Array) -> tuple[int, int]:
     d, d_v = q.shape[-1], v.shape[-1]
     if k.shape[-1] != d:
         raise ArgumentError(
@@ -55,7 +55,7 @@ def _head_sizes(q: Array, k: Array, v: Array) -> tuple[int, int]:
     return d, d_v
 
 
-def _heads(q: Array, k: Array, v: Array) -> tuple[int, int]:
+def heads_of(q: Array, k: Array, v: Array) -> tuple[int, int]:
     heads, heads_kv = q.shape[-3], k.shape[-3]
     if v.shape[-3] != heads_kv:
         raise ArgumentError(
@@ -75,7 +75,7 @@ def _heads(q: Array, k: Array, v: Array) -> tuple[int, int]:
 def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS) -> Call:
     """Validate a call on dense arrays."""
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    dtype = _same_dtype(operands)
+    dtype = same_dtype(operands)
     for name, x in operands.items():
         if x.ndim < 2:
             raise ArgumentError(
@@ -84,8 +84,8 @@ def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS) -> Call:
     q, k, v = operands.values()
     matrices = (q.ndim == 2, k.ndim == 2, v.ndim == 2)
     q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
-    d, d_v = _head_sizes(q, k, v)
-    heads, heads_kv = _heads(q, k, v)
+    d, d_v = head_sizes(q, k, v)
+    heads, heads_kv = heads_of(q, k, v)
     try:
         lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except ValueError:
@@ -106,7 +106,7 @@ def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS) -> Call:
         d_v=d_v,
         dtype=dtype,
     )
-    return _with_options(problem, q, k, v, matrices, options)
+    return with_options(problem, q, k, v, matrices, options)
 
 
 def varlen_call(
@@ -122,17 +122,17 @@ def varlen_call(
     if not isinstance(check, (bool, np.bool_)):
         raise ArgumentTypeError(f"check: {check!r} came; wanted True or False.")
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    dtype = _same_dtype(operands)
+    dtype = same_dtype(operands)
     for name, x in operands.items():
         if x.ndim != 3:
             raise ArgumentError(
                 f"{name}: shape {x.shape} came; wanted packed sequences, (H, total, D)."
             )
     q, k, v = operands.values()
-    d, d_v = _head_sizes(q, k, v)
-    heads, heads_kv = _heads(q, k, v)
+    d, d_v = head_sizes(q, k, v)
+    heads, heads_kv = heads_of(q, k, v)
     named = {"offsets_q": offsets_q, "offsets_k": offsets_k}
-    held = {name: _offsets_array(value, name) for name, value in named.items()}
+    held = {name: offsets_array(value, name) for name, value in named.items()}
     ends: dict[str, Any] = {}
     for size, packed in (("q", q), ("k", k)):
         name, total = f"offsets_{size}", packed.shape[1]
@@ -141,7 +141,7 @@ def varlen_call(
             longest = device_args.longest(f"len_{size}", total, *_position_arrays(options))
             ends[f"len_{size}"], ends[f"start_{size}"] = device_args.unread(total, longest)
         else:
-            bounds = _checked_offsets(read, name, total)
+            bounds = checked_offsets(read, name, total)
             ends[f"len_{size}"], ends[f"start_{size}"] = np.diff(bounds), bounds[:-1]
     if held["offsets_q"].size != held["offsets_k"].size:
         raise ArgumentError(
@@ -158,7 +158,7 @@ def varlen_call(
         d_v=d_v,
         dtype=dtype,
     )
-    call = _with_options(problem, q, k, v, (False, False, False), options)
+    call = with_options(problem, q, k, v, (False, False, False), options)
     return replace(call, offsets=(held["offsets_q"], held["offsets_k"]))
 
 
@@ -172,7 +172,7 @@ def _position_arrays(options: Options) -> tuple[list[Array], list[Expr]]:
     )
 
 
-def _offsets_array(value: Any, name: str) -> Array:
+def offsets_array(value: Any, name: str) -> Array:
     wanted = "one axis of integers, one more than there are sequences, from 0 to the packed length"
     if isinstance(value, (list, tuple)):
         try:
@@ -189,7 +189,7 @@ def _offsets_array(value: Any, name: str) -> Array:
     return offsets
 
 
-def _checked_offsets(offsets: Array, name: str, total: int) -> Array:
+def checked_offsets(offsets: Array, name: str, total: int) -> Array:
     bad = np.flatnonzero(offsets[1:] < offsets[:-1])  # their difference may leave 64 bits
     if bad.size:
         n = int(bad[0])
@@ -219,7 +219,7 @@ _CHECKS: dict[str, Callable[[Options, Problem], Any]] = {
 _OF_PROBLEM = {field.name for field in fields(Problem)}
 
 
-def _with_options(
+def with_options(
     problem: Problem,
     q: Array,
     k: Array,
@@ -388,8 +388,10 @@ def parts(value: Any) -> list[tuple[Array, Array]]:
     return pairs
 
 
-def workspace(value: Any, size: int, inputs: dict[str, Array]) -> Array | None:
-    """Check a workspace: bytes, enough of them, apart from every other array."""
+def workspace(
+    value: Any, size: int, inputs: dict[str, Array], function: str = "workspace_size"
+) -> Array | None:
+    """Check a workspace: bytes, enough of them (as `function` says), apart from other arrays."""
     if value is None:
         return None
     is_array = isinstance(value, np.ndarray) or is_device_array(value)
@@ -403,7 +405,7 @@ def workspace(value: Any, size: int, inputs: dict[str, Array]) -> Array | None:
         )
     if value.size < size:
         raise ArgumentError(
-            f"workspace: {value.size} bytes came; this call wants {size}, as workspace_size says: "
+            f"workspace: {value.size} bytes came; this call wants {size}, as {function} says: "
             f"np.empty({size}, np.uint8)."
         )
     outputs({"workspace": (value, value.shape, value.dtype)}, inputs)

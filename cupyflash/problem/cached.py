@@ -1,0 +1,218 @@
+"""Calls over a cache of keys and values: what users pass, turned into a `Call`, or into an error.
+
+Lengths and tables in device memory are not read: kernels hold them in range. What lies in host
+memory is checked, and with ``CUPYFLASH_DEBUG=1`` everything is.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays import cuda_device, device_arrays
+from ..arrays.interop import array, floats, one_home
+from ..errors import ArgumentError, ArgumentTypeError
+from ..expr.nodes import walk
+from ..masks import Mask
+from . import device_args, validate
+from .call import Array, Cache, Call, Problem
+from .options import DEFAULTS, Options
+
+CHECKS_ALL = os.environ.get("CUPYFLASH_DEBUG") == "1"
+MOST_POSITIONS = 2**31 - 1
+
+
+def call(
+    q: Any,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    table: Any = None,
+    offsets_q: Any = None,
+    options: Options = DEFAULTS,
+) -> Call:
+    """Validate a call over a cache."""
+    operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
+    dtype = validate.same_dtype(operands)
+    q, k, v = operands.values()
+    q_axes = "(B, Hq, Lq, D)" if offsets_q is None else "(Hq, total, D), packed by offsets_q"
+    _check_axes("q", q, 4 if offsets_q is None else 3, q_axes)
+    d, d_v = validate.head_sizes(q, k, v)
+    made = _cache(k, v, table)
+    held: dict[str, Any] = {"offsets_q": None}
+    len_q: Any = q.shape[-2]
+    start_q: Any = 0
+    if offsets_q is None:
+        batch = q.shape[0]
+    else:
+        offsets = validate.offsets_array(offsets_q, "offsets_q")
+        batch, total = offsets.size - 1, q.shape[1]
+        held["offsets_q"], read = device_args.offsets_to_check(offsets, "offsets_q", q, CHECKS_ALL)
+        if read is None:
+            len_q, start_q = device_args.unread(total, total)
+        else:
+            bounds = validate.checked_offsets(read, "offsets_q", total)
+            len_q, start_q = np.diff(bounds), bounds[:-1]
+    heads, heads_kv = validate.heads_of(q, k, v)
+    made = replace(
+        made,
+        table=_table(table, batch, made),
+        lengths=_lengths(lengths, batch, made.capacity),
+    )
+    if made.table is None and k.shape[0] not in (1, batch):
+        raise ArgumentError(
+            f"k: shape {k.shape} came with {batch} batch entries; wanted a first axis of length "
+            f"{batch}, or a table (B, N) of page numbers for a cache in pages."
+        )
+    _check_pages(made, k.shape[0])
+    problem = Problem(
+        lead=(batch,),
+        heads=heads,
+        heads_kv=heads_kv,
+        len_q=len_q,
+        len_k=np.array([0, made.capacity]),
+        start_q=start_q,
+        start_k=0,
+        packed=offsets_q is not None,
+        d=d,
+        d_v=d_v,
+        dtype=dtype,
+    )
+    if problem.packed:
+        _refuse_packed_rows(options.mask)
+    checked = validate.with_options(problem, q, k, v, (False, False, False), options)
+    if checked.problem.dropout:
+        raise ArgumentError(
+            f"dropout: {checked.problem.dropout} came; attention over a cache has none. Leave it "
+            "out, or call attention for training."
+        )
+    offsets_pair = None if offsets_q is None else (held["offsets_q"], None)
+    checked = replace(checked, cache=made, offsets=offsets_pair)
+    homes = validate.read_arrays(checked)
+    for name, value in (("lengths", made.lengths), ("table", made.table)):
+        if isinstance(value, np.ndarray) or device_arrays.is_device_array(value):
+            homes[name] = value
+    return replace(checked, device=one_home(homes))
+
+
+def _check_axes(name: str, value: Array, axes: int, wanted: str) -> None:
+    if value.ndim != axes:
+        raise ArgumentError(f"{name}: shape {value.shape} came; wanted {wanted}.")
+
+
+def _cache(k: Array, v: Array, table: Any) -> Cache:
+    """Return a cache's capacity and page size; its table and lengths are not looked at yet."""
+    wanted = "(B, Hkv, S, D)" if table is None else "pages, (P, Hkv, page, D)"
+    for name, x in (("k", k), ("v", v)):
+        _check_axes(name, x, 4, wanted)
+    if k.shape[0] != v.shape[0]:
+        raise ArgumentError(
+            f"v: shape {v.shape} came with k of shape {k.shape}; wanted as many "
+            f"{'batch entries' if table is None else 'pages'}, {v.shape[0]} is not {k.shape[0]}."
+        )
+    rows = k.shape[-2]
+    if table is None:
+        capacity = rows
+    else:
+        table = array(table, "table")
+        if table.ndim != 2 or table.dtype not in (np.int32, np.int64):
+            raise ArgumentTypeError(
+                f"table: shape {table.shape}, dtype {table.dtype} came; wanted (B, N) of int32 or "
+                "int64, the page numbers of every batch entry."
+            )
+        if not rows:
+            raise ArgumentError(f"k: pages of shape {k.shape[1:]} came; wanted a position or more.")
+        capacity = rows * table.shape[1]
+    if capacity > MOST_POSITIONS:
+        raise ArgumentError(
+            f"k: room for {capacity} positions came; wanted at most {MOST_POSITIONS} for a batch "
+            "entry. Pass fewer pages in table."
+        )
+    return Cache(capacity, 0, None, rows)
+
+
+def _table(value: Any, batch: int, cache: Cache) -> Array | None:
+    if value is None:
+        return None
+    table = array(value, "table")
+    if table.shape[0] != batch:
+        raise ArgumentError(
+            f"table: shape {table.shape} came with {batch} batch entries; wanted ({batch}, N)."
+        )
+    return table
+
+
+def _lengths(value: Any, batch: int, capacity: int) -> Any:
+    """Return lengths as a number or an array (B,), checked where they can be read."""
+    wanted = f"an integer from 0 to {capacity}, or ({batch},) of int32 or int64"
+    if isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"lengths: {value!r} came; wanted {wanted}.")
+    if isinstance(value, (int, np.integer)):
+        _check_lengths(np.array([value]), capacity)
+        return int(value)
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    lengths = array(value, "lengths")
+    if lengths.ndim == 0 and isinstance(lengths, np.ndarray) and lengths.dtype.kind in "iu":
+        return _lengths(int(lengths), batch, capacity)
+    if lengths.shape != (batch,) or lengths.dtype not in (np.int32, np.int64):
+        raise ArgumentTypeError(
+            f"lengths: shape {lengths.shape}, dtype {lengths.dtype} came; wanted {wanted}: how "
+            "many positions the cache holds for each batch entry, with those of this step."
+        )
+    read = readable(lengths)
+    if read is not None:
+        _check_lengths(read, capacity)
+    return lengths
+
+
+def _check_lengths(lengths: Array, capacity: int) -> None:
+    bad = np.flatnonzero((lengths < 0) | (lengths > capacity))
+    if bad.size:
+        n = int(bad[0])
+        raise ArgumentError(
+            f"lengths: entry {n} is {int(lengths[n])}; wanted 0 to {capacity}, which is all that "
+            "the cache has room for. Make k and v longer, or give the entry more pages in table."
+        )
+
+
+def readable(value: Any) -> Array | None:
+    """Return integers in host memory, or None of those on a device unless all are checked."""
+    if not device_arrays.is_device_array(value):
+        return np.asarray(value)
+    if not CHECKS_ALL:
+        return None
+    with cuda_device.current(device_arrays.device_of(value)):
+        return None if cuda_device.is_capturing() else device_arrays.read_back(value)
+
+
+def _check_pages(cache: Cache, pages: int) -> None:
+    """Check the page numbers that are used, where they and the lengths can be read."""
+    if cache.table is None:
+        return
+    table = readable(cache.table)
+    lengths = cache.lengths if isinstance(cache.lengths, int) else readable(cache.lengths)
+    if table is None or lengths is None:
+        return
+    used = -(-np.broadcast_to(lengths, (len(table),)) // cache.page_size)
+    is_used = np.arange(table.shape[1]) < used[:, None]
+    bad = np.argwhere(is_used & ((table < 0) | (table >= pages)))
+    if len(bad):
+        b, n = (int(x) for x in bad[0])
+        raise ArgumentError(
+            f"table: entry ({b}, {n}) is {int(table[b, n])}, and the cache has {pages} pages; "
+            f"wanted 0 to {pages - 1} for the pages that lengths says are held."
+        )
+
+
+def _refuse_packed_rows(mask: Any) -> None:
+    if isinstance(mask, Mask) and any(
+        node.op == "aligned" and node.value.packed for node in walk(mask.expr)
+    ):
+        raise ArgumentError(
+            "mask: masks.segments came with offsets_q; a cache has no packed keys. Compare look-ups "
+            "by position in masks.mask, or leave offsets_q out."
+        )

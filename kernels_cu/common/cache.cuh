@@ -1,0 +1,42 @@
+// Where the keys and values of a cache lie: the twin of reference/cpu/cache.py.
+//
+// Position j of batch entry b is a row of k and v itself, or one of page table[b, j / page].
+// Lengths and page numbers come from the device unchecked, so they are clamped to the arrays.
+#pragma once
+#include "layout.cuh"
+
+namespace cache {
+
+// Element `index` of an array of 32-bit or 64-bit integers.
+__device__ __forceinline__ long long integer(const char* data, int kind, long long index) {
+  if (kind == KIND_INT32) return reinterpret_cast<const int*>(data)[index];
+  return reinterpret_cast<const long long*>(data)[index];
+}
+
+// How many positions of an entry are held.
+__device__ __forceinline__ long long length(const Params& p, long long b) {
+  if (p.lengths == nullptr) return p.len_k;
+  return layout::clamp(integer(p.lengths, p.kind_lengths, b * p.length_step), 0, p.len_k);
+}
+
+// A position's page, and its row there; without a table page 0 and the position.
+struct Place {
+  int page, row;
+
+  // Elements between row 0 of page 0 and this row, of an array whose pages are `page_step` apart.
+  __device__ __forceinline__ long long offset(long long page_step, long long row_step) const {
+    return page * page_step + row * row_step;
+  }
+};
+
+__device__ __forceinline__ Place place(const Params& p, long long b, long long position) {
+  const unsigned int j = static_cast<unsigned int>(position);
+  if constexpr (!PAGED) return Place{0, static_cast<int>(j)};
+  const unsigned int size = static_cast<unsigned int>(p.page_size), number = j / size;
+  const long long page =
+      integer(p.table, p.kind_table, b * p.table_batch + number * p.table_step);
+  return Place{static_cast<int>(layout::clamp(page, 0, p.pages - 1)),
+               static_cast<int>(j - number * size)};
+}
+
+}  // namespace cache

@@ -1,0 +1,140 @@
+// The visible leaves of a warp's units, one after the other: the twin of reference/cpu/decode_tasks.py.
+#pragma once
+#include "decode_workspace.cuh"
+
+namespace decode {
+
+// A leaf of a unit. A unit without visible leaves has one without keys, because it has a result.
+struct Leaf {
+  long long unit;  // its slot
+  int index, keys, tile_class;
+  int place;  // of its task among the warp's two
+  bool exists;
+
+  __device__ __forceinline__ long long first_key() const {
+    return static_cast<long long>(index) << LOG_LEAF;
+  }
+  // Whether another leaf of the warp belongs to the same node of a level.
+  __device__ __forceinline__ bool shares_node(const Leaf& other, int level) const {
+    const int shift = LOG_CHILDREN * level;
+    return other.exists && other.unit == unit && other.index >> shift == index >> shift;
+  }
+};
+
+// The tasks of the leaf that a warp works on and of the next one, in shared memory.
+struct WarpTasks {
+  Task task[2];
+};
+
+class Cursor {
+ public:
+  // All lanes of a warp call its functions together.
+  __device__ __forceinline__ Cursor(const Params& p, const Schedule& schedule, const Units& units,
+                                    const Workspace& workspace, WarpTasks& tasks_smem)
+      : p_(p), workspace_(workspace), tasks_smem_(tasks_smem), level_(units.level) {
+    const long long begin = units.begin(blockIdx.x), all = units.begin(blockIdx.x + 1) - begin;
+    const int warp = threadIdx.x / ptx::WARP_SIZE;
+    unit_ = begin + all * warp / WARPS;
+    end_ = begin + all * (warp + 1) / WARPS;
+    if (unit_ == end_) return;
+    const Found found = find_unit(p, schedule, level_, unit_);
+    index_ = found.index;
+    begin_task(found.task);
+    begin_unit();
+  }
+
+  __device__ __forceinline__ Leaf next() {
+#pragma unroll 1
+    while (unit_ < end_) {
+      const Task& task = tasks_smem_.task[place_];
+      const int tile_class = leaf_ < leaf_end_ ? find_class(task) : EMPTY;
+      if (tile_class != EMPTY) {
+        yielded_ = true;
+        const long long first = static_cast<long long>(leaf_) << LOG_LEAF;
+        const int keys = tile::rows_from(first, task.entry.len_k, LEAF);
+        return Leaf{unit_, leaf_++, keys, tile_class, place_, true};
+      }
+      if (leaf_ < leaf_end_) continue;
+      if (!yielded_) {
+        yielded_ = true;
+        return Leaf{unit_, leaf_begin_, 0, PARTIAL, place_, true};
+      }
+      if (++unit_ == end_) break;
+      if (++index_ == task.units(level_)) {
+        index_ = 0;
+        long long number = task.number + 1;
+        Task following = task_of(p_, number);
+        while (following.idle) following = task_of(p_, ++number);
+        begin_task(following);
+      }
+      begin_unit();
+    }
+    return Leaf{unit_, 0, 0, EMPTY, place_, false};
+  }
+
+ private:
+  __device__ __forceinline__ void begin_task(const Task& task) {
+    place_ ^= 1;
+    if (ptx::lane_index() == 0) tasks_smem_.task[place_] = task;
+    __syncwarp();  // the task, written by one lane
+    classified_ = 0;
+  }
+
+  __device__ __forceinline__ void begin_unit() {
+    const Task& task = tasks_smem_.task[place_];
+    const int shift = LOG_CHILDREN * level_, node = task.first_node(level_) + index_;
+    leaf_begin_ = matmul::larger(node << shift, task.first);
+    leaf_end_ = tile::smaller((static_cast<long long>(node) + 1) << shift, task.last);
+    leaf_ = leaf_begin_;
+    yielded_ = false;
+    if (ptx::lane_index() == 0) {
+      workspace_.units[unit_] = UnitRecord{static_cast<int>(task.number), index_,
+                                           task.units(level_), task.first_node(level_)};
+    }
+  }
+
+  // Moves to the next leaf that is not EMPTY, and returns its class; or to the unit's end, or to
+  // leaves that have no class yet.
+  __device__ __forceinline__ int find_class(const Task& task) {
+    if constexpr (!HAS_MASK) return FULL;
+    if (leaf_ >= classified_) classify(task);
+    const int place = leaf_ - classified_ + ptx::WARP_SIZE;
+    const unsigned int some = some_ >> place;
+    leaf_ = some == 0 ? classified_ : leaf_ + __ffs(static_cast<int>(some)) - 1;
+    if (leaf_ >= leaf_end_) leaf_ = leaf_end_;
+    if (some == 0 || leaf_ == leaf_end_) return EMPTY;
+    return full_ >> (leaf_ - classified_ + ptx::WARP_SIZE) & 1 ? FULL : PARTIAL;
+  }
+
+  // Finds the classes of 32 leaves, one by each lane, over all heads of the task. Beyond the last
+  // leaf, lanes classify the last one, because all of them must take part.
+  __device__ __forceinline__ void classify(const Task& task) {
+    const int mine = tile::smaller(leaf_ + ptx::lane_index(), task.last - 1);
+    const long long first = static_cast<long long>(mine) << LOG_LEAF;
+    const int keys = tile::rows_from(first, task.entry.len_k, LEAF);
+    bool some = false, full = true;
+#pragma unroll 1
+    for (int n = 0; n < task.heads; ++n) {
+      const int queries = task.rows / task.heads;
+      const int found = tile::classify_tile(
+          p_, tile::describe_tile(task.entry, task.head + n, task.i0, queries, first, keys));
+      some = some || found != EMPTY;
+      full = full && found == FULL;
+    }
+    some_ = ptx::ballot(some);
+    full_ = ptx::ballot(full);
+    classified_ = leaf_ + ptx::WARP_SIZE;
+  }
+
+  const Params& p_;
+  const Workspace& workspace_;
+  WarpTasks& tasks_smem_;
+  long long unit_, end_;  // its unit's slot, and the end of the warp's
+  int level_, index_ = 0, place_ = 0;
+  int leaf_ = 0, leaf_begin_ = 0, leaf_end_ = 0;
+  int classified_ = 0;  // leaves before this one have bits, the last 32 of them
+  unsigned int some_ = 0, full_ = 0;
+  bool yielded_ = false;
+};
+
+}  // namespace decode

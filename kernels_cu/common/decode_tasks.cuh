@@ -1,0 +1,200 @@
+// How few queries and many keys are divided among warps: the twin of reference/cpu/decode_tasks.py.
+//
+// The keys of an entry are leaves of 64 keys at absolute positions, and 8 neighbouring nodes are one
+// node of the next level; this tree is the same whatever is launched. A task is a block of rows, the
+// queries of heads that share a key head, and its units are the nodes of one level that hold visible
+// leaves. All units of all tasks stand in one row, of which every thread block has an equal share,
+// and within a block every warp. Which level that is hangs on how much there is to do: a leaf where
+// little is, so that every warp has some, and larger nodes where that still fills the device, so
+// that fewer results are kept. No bit of a result depends on it.
+#pragma once
+#include "tile.cuh"
+#include "cache.cuh"
+
+namespace decode {
+
+constexpr int LEAF = 64, LOG_LEAF = 6, LOG_CHILDREN = 3;
+constexpr int MOST_ROWS = BLOCK_Q;
+constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
+constexpr int WARPS = THREADS / ptx::WARP_SIZE;
+// Units of level 1 for each block from which on they are nodes, and most units for each block.
+constexpr int NODES_FILL = 4, MOST_UNITS = 64;
+
+// A task's heads, and the queries of its block.
+__device__ __forceinline__ int heads_of_task(const Params& p) {
+  return p.group < MOST_ROWS ? p.group : MOST_ROWS;
+}
+__device__ __forceinline__ int queries_of_task(const Params& p) {
+  return MOST_ROWS / heads_of_task(p);
+}
+__device__ __forceinline__ int head_blocks(const Params& p) {
+  const int heads = heads_of_task(p);
+  return (p.group + heads - 1) / heads;
+}
+
+// Row r of a task is query i0 + r / heads of head `head` + r % heads.
+struct Task {
+  layout::Entry entry;
+  long long number;
+  long long head_kv, head, i0;
+  int heads, rows;
+  int first, last;  // visible leaves: from `first` to before `last`
+  bool idle;        // no such task: packed sequences have fewer blocks of queries
+
+  __device__ __forceinline__ long long head_of(int row) const { return head + row % heads; }
+  __device__ __forceinline__ long long query_of(int row) const { return i0 + row / heads; }
+  __device__ __forceinline__ int first_node(int level) const {
+    return first >> (LOG_CHILDREN * level);
+  }
+  // Its units at a level: one where it has no leaf, too, because its rows have results.
+  __device__ __forceinline__ int units(int level) const {
+    if (idle) return 0;
+    if (last <= first) return 1;
+    return ((last - 1) >> (LOG_CHILDREN * level)) - first_node(level) + 1;
+  }
+};
+
+// The site of a row and a key.
+__device__ __forceinline__ Site site_of(const Task& task, int row, long long j) {
+  const layout::Entry& entry = task.entry;
+  return Site{entry.b,     task.head_of(row), task.query_of(row), j,
+              entry.len_q, entry.len_k,       entry.start_q,      entry.start_k};
+}
+
+__device__ __forceinline__ Task task_of(const Params& p, long long number) {
+  Task task;
+  const int heads = heads_of_task(p), queries = queries_of_task(p), blocks = head_blocks(p);
+  const layout::WorkTile work =
+      layout::work_tile_of(p, number, p.heads_kv * blocks, false, queries, false);
+  task.entry = work.entry;
+  task.number = number;
+  task.idle = work.idle;
+  const int head_block = static_cast<int>(work.head % blocks);
+  task.head_kv = work.head / blocks;
+  task.head = task.head_kv * p.group + head_block * heads;
+  task.heads = tile::smaller(p.group - head_block * heads, heads);
+  task.i0 = work.block * queries;
+  task.first = task.last = task.rows = 0;
+  if (work.idle) return task;
+  if constexpr (CACHED) task.entry.len_k = cache::length(p, task.entry.b);
+  task.rows = tile::rows_from(task.i0, task.entry.len_q, queries) * task.heads;
+  long long begin = 0, end = task.entry.len_k;
+  if constexpr (HAS_RANGE) {
+    long long low = end, high = -1;
+#pragma unroll 1
+    for (int row = 0; row < task.rows; ++row) {
+      const KeyRange range = mask_range(p, site_of(task, row, 0));
+      if (range.low > range.high) continue;
+      low = range.low < low ? range.low : low;
+      high = range.high > high ? range.high : high;
+    }
+    begin = low > 0 ? low : 0;
+    end = high < end ? high + 1 : end;
+  }
+  if (begin < end) {
+    task.first = static_cast<int>(begin >> LOG_LEAF);
+    task.last = static_cast<int>((end + LEAF - 1) >> LOG_LEAF);
+  }
+  return task;
+}
+
+// What all warps of a block know of the units: in shared memory.
+struct Schedule {
+  long long counts[LEVELS][THREADS];  // units of the tasks of threads 0 to t, by level
+};
+
+// Every thread counts the units of its tasks: those from t * each on.
+__device__ __forceinline__ long long tasks_of_thread(const Params& p) {
+  return (p.tasks + THREADS - 1) / THREADS;
+}
+
+// Counts all units. All threads of the block call it together, and meet behind it.
+__device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_smem) {
+  const long long each = tasks_of_thread(p);
+  long long counts[LEVELS] = {};
+#pragma unroll 1
+  for (long long n = threadIdx.x * each; n < (threadIdx.x + 1) * each && n < p.tasks; ++n) {
+    const Task task = task_of(p, n);
+#pragma unroll
+    for (int level = 0; level < LEVELS; ++level) counts[level] += task.units(level);
+  }
+#pragma unroll
+  for (int level = 0; level < LEVELS; ++level) {
+    schedule_smem->counts[level][threadIdx.x] = counts[level];
+  }
+  __syncthreads();  // the counts of all threads
+  for (int level = threadIdx.x / ptx::WARP_SIZE; level < LEVELS; level += WARPS) {
+    long long before = 0;
+#pragma unroll 1
+    for (int first = 0; first < THREADS; first += ptx::WARP_SIZE) {
+      long long sum = schedule_smem->counts[level][first + ptx::lane_index()];
+#pragma unroll
+      for (int lanes = 1; lanes < ptx::WARP_SIZE; lanes *= 2) {
+        const long long other = ptx::shuffle(sum, (ptx::lane_index() - lanes) & 31);
+        sum += ptx::lane_index() >= lanes ? other : 0;
+      }
+      sum += before;
+      schedule_smem->counts[level][first + ptx::lane_index()] = sum;
+      before = ptx::shuffle(sum, ptx::WARP_SIZE - 1);
+    }
+  }
+  __syncthreads();  // the sums
+}
+
+// The units of one level, and how blocks share them.
+struct Units {
+  int level;
+  long long total;
+
+  __device__ __forceinline__ explicit Units(const Schedule& schedule) {
+    const long long blocks = gridDim.x;
+    level = schedule.counts[1][THREADS - 1] < NODES_FILL * blocks ? 0 : 1;
+#pragma unroll
+    for (int n = 1; n < LEVELS - 1; ++n) {
+      if (level == n && schedule.counts[n][THREADS - 1] > MOST_UNITS * blocks) level = n + 1;
+    }
+    total = schedule.counts[level][THREADS - 1];
+  }
+  // The first unit of a block, and the block of a unit.
+  __device__ __forceinline__ long long begin(long long block) const {
+    return block * total / gridDim.x;
+  }
+  __device__ __forceinline__ long long block_of(long long unit) const {
+    return ((unit + 1) * gridDim.x - 1) / total;
+  }
+};
+
+// A unit's task, and which of the task's units it is.
+struct Found {
+  Task task;
+  int index;
+};
+
+// Finds a unit's task: among the threads' sums, then task by task.
+__device__ __forceinline__ Found find_unit(const Params& p, const Schedule& schedule, int level,
+                                           long long unit) {
+  int low = 0, high = THREADS - 1;  // the first thread whose sum is beyond the unit
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (schedule.counts[level][middle] > unit) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  long long left = unit - (low > 0 ? schedule.counts[level][low - 1] : 0);
+  Found found;
+  long long number = low * tasks_of_thread(p);
+#pragma unroll 1
+  while (true) {
+    found.task = task_of(p, number);
+    const int units = found.task.units(level);
+    if (left < units) break;
+    left -= units;
+    ++number;
+  }
+  found.index = static_cast<int>(left);
+  return found;
+}
+
+}  // namespace decode

@@ -1,0 +1,257 @@
+// What decode kernels keep between blocks, and how kept results become one: the twin of
+// reference/cpu/decode_tree.py.
+//
+// Every unit has a slot for its rows' m, l and o. Of a node's children the first one's slot receives
+// the node, level by level, so that the first unit's slot ends as the whole task. The block that has
+// all units of a node folds it; nodes whose units lie in several blocks are folded by the block that
+// finishes its part of the task last. Blocks never wait for each other.
+//
+// Nothing has to be set before a launch: a counter of another launch, or of none, is recognised by
+// its upper half and counts from 0.
+#pragma once
+#include "decode_tasks.cuh"
+#include "merge.cuh"
+#include "softmax.cuh"
+#include "../ptx/atomic.cuh"
+
+namespace decode {
+
+constexpr int COLUMNS = (D_V + 15) / 16 * 16;  // of a row of o in a slot
+constexpr int HELD = 2;                        // slots of a warp for nodes below its unit
+
+// A slot's unit: which of how many of its task, and the place of the task's first unit.
+struct alignas(16) UnitRecord {
+  int task, index, count, first_node;
+};
+
+// The workspace in global memory.
+struct Workspace {
+  unsigned long long* counters;  // one of each task
+  UnitRecord* units;             // one of each unit
+  merge::Statistics* statistics;
+  accum_t* sums;
+  int rows;  // of a slot
+
+  __device__ __forceinline__ explicit Workspace(const Params& p) {
+    rows = heads_of_task(p) * queries_of_task(p);
+    const long long slots = p.slots + static_cast<long long>(gridDim.x) * WARPS * HELD;
+    units = reinterpret_cast<UnitRecord*>(p.workspace);
+    sums = reinterpret_cast<accum_t*>(units + p.slots);
+    statistics = reinterpret_cast<merge::Statistics*>(sums + slots * rows * COLUMNS);
+    counters = reinterpret_cast<unsigned long long*>(statistics + slots * rows);
+  }
+  __device__ __forceinline__ merge::Statistics& statistic(long long slot, int row) const {
+    return statistics[slot * rows + row];
+  }
+  __device__ __forceinline__ accum_t* row(long long slot, int row) const {
+    return sums + (slot * rows + row) * COLUMNS;
+  }
+  // The slot where this warp keeps a node of level n, from 1 on, that is not a unit.
+  __device__ __forceinline__ long long held(const Params& p, int level) const {
+    const long long warp = blockIdx.x * WARPS + threadIdx.x / ptx::WARP_SIZE;
+    return p.slots + warp * HELD + level - 1;
+  }
+};
+
+// Logits to the base e and to the base 2 per score.
+struct Scale {
+  accum_t logit, power;
+};
+
+// Counts `units` of a task as done. Returns whether they were the last. One thread calls it.
+__device__ __forceinline__ bool arrive(unsigned long long* counter, unsigned int units,
+                                       unsigned int count) {
+  constexpr unsigned long long MARK = 0x6375707900000000ull, UPPER = 0xffffffff00000000ull;
+  unsigned long long seen = 0;
+#pragma unroll 1
+  while (true) {
+    const unsigned long long before = (seen & UPPER) == MARK ? seen : MARK;
+    const unsigned int done = static_cast<unsigned int>(before) + units;
+    const unsigned long long after = done >= count ? MARK : MARK + done;
+    const unsigned long long found = ptx::compare_and_swap(counter, seen, after);
+    if (found == seen) return done >= count;
+    seen = found;
+  }
+}
+
+// Folds the children of a row of a node, from the slot of the first one on, into that slot. Children
+// are nodes of the level below; `first` and `end` are units of the task. A warp calls it.
+__device__ __forceinline__ void fold_row(const Workspace& workspace, const UnitRecord& unit,
+                                         long long slot, int first, int end, int level_below,
+                                         int row, accum_t c) {
+  merge::Statistics own = merge::no_keys();
+  constexpr int EACH = (COLUMNS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
+  constexpr int CHILDREN = 1 << LOG_CHILDREN;
+  long long places[CHILDREN];
+  merge::Statistics others[CHILDREN];
+  const int shift = LOG_CHILDREN * level_below;
+#pragma unroll
+  for (int n = 0; n < CHILDREN; ++n) {
+    // The first unit of child n, counted from the task's first one.
+    const int node = ((unit.first_node + first) >> shift) + n;
+    const int begin = n == 0 ? first : (node << shift) - unit.first_node;
+    places[n] = begin < end ? slot + begin - first : -1;
+    others[n] = begin < end ? workspace.statistic(places[n], row) : merge::no_keys();
+  }
+  accum_t sums[EACH] = {};
+  // All children of a few columns are on their way at a time.
+#pragma unroll
+  for (int x = 0; x < EACH; ++x) {
+    const int column = ptx::lane_index() + x * ptx::WARP_SIZE;
+    accum_t parts[CHILDREN];
+#pragma unroll
+    for (int n = 0; n < CHILDREN; ++n) {
+      const bool exists = places[n] >= 0 && column < COLUMNS;
+      parts[n] = exists ? workspace.row(places[n], row)[column] : accum_t(0);
+    }
+    own = merge::no_keys();
+#pragma unroll
+    for (int n = 0; n < CHILDREN; ++n) {
+      sums[x] = merge::statistics(own, others[n], c).apply(sums[x], parts[n]);
+    }
+  }
+  __syncwarp();  // the statistics, which are read by all lanes and then written by one
+#pragma unroll
+  for (int x = 0; x < EACH; ++x) {
+    const int column = ptx::lane_index() + x * ptx::WARP_SIZE;
+    if (column < COLUMNS) workspace.row(slot, row)[column] = sums[x];
+  }
+  if (ptx::lane_index() == 0) workspace.statistic(slot, row) = own;
+}
+
+// How many levels lie above units, up to the one whose first node has all keys.
+__device__ __forceinline__ int levels_above(const Params& p, int level) {
+  int above = 0;
+  while ((p.len_k - 1) >> (LOG_LEAF + LOG_CHILDREN * (level + above)) > 0) ++above;
+  return above;
+}
+
+// The units of the node `above` levels up to which a unit belongs: which are its first and its end.
+struct NodeUnits {
+  int first, end;
+
+  __device__ __forceinline__ NodeUnits(const UnitRecord& unit, int above) {
+    const int shift = LOG_CHILDREN * above;
+    const int node = (unit.first_node + unit.index) >> shift;
+    const int begin = (node << shift) - unit.first_node;
+    const int behind = ((node + 1) << shift) - unit.first_node;
+    first = begin < 0 ? 0 : begin;
+    end = behind < unit.count ? behind : unit.count;
+  }
+};
+
+// 8 normalise, 9 store lse: the rows of a task whose first slot holds all of it. `each` warps
+// share them, of which this is number `warp`.
+__device__ __forceinline__ void finish_task(const Params& p, const Workspace& workspace,
+                                            const Task& task, long long slot, Scale scale,
+                                            int warp, int each) {
+#pragma unroll 1
+  for (int row = warp; row < task.rows; row += each) {
+    const merge::Statistics held = workspace.statistic(slot, row);
+    const long long head = task.head_of(row), i = task.query_of(row);
+    accum_t m = held.m, l = held.l, weight = 1;
+    if (m != -number::infinity()) m *= scale.logit;
+    const accum_t sink =
+        p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, head);
+    if (sink != -number::infinity()) {
+      const accum_t top = m > sink ? m : sink;
+      weight = m == top ? accum_t(1) : softmax::exponential(m - top);
+      l = l * weight + (sink == top ? accum_t(1) : softmax::exponential(sink - top));
+      m = top;
+    }
+    // 8 normalise
+    const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
+    storage_t* const out = reinterpret_cast<storage_t*>(p.out.data) +
+                           layout::offset(p.out, task.entry, head, false) + i * p.out.row;
+    for (int column = ptx::lane_index(); column < D_V; column += ptx::WARP_SIZE) {
+      number::narrow(workspace.row(slot, row)[column] * inverse, out + column * p.out.col);
+    }
+    // 9 store lse
+    if (p.lse.data != nullptr && ptx::lane_index() == 0) {
+      const memory::RowStatistic lse = memory::row_statistic(p.lse, task.entry, head);
+      lse.data[i * lse.row] = l == accum_t(0) ? -number::infinity() : m + log(l);
+    }
+  }
+}
+
+// Folds what the warps of all blocks have kept, and writes the results. All threads of a block call
+// it, after they stored the units of its share.
+__device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace& workspace,
+                                                const Units& units, Scale scale,
+                                                bool (&last_smem)[2]) {
+  const long long begin = units.begin(blockIdx.x), end = units.begin(blockIdx.x + 1);
+  const int warp = threadIdx.x / ptx::WARP_SIZE;
+  const int above = levels_above(p, units.level);
+  __syncthreads();  // the units, stored by all warps
+  if (begin == end) return;
+  // Nodes all of whose units are the block's.
+#pragma unroll 1
+  for (int n = 1; n <= above; ++n) {
+#pragma unroll 1
+    for (long long item = warp; item < (end - begin) * workspace.rows; item += WARPS) {
+      const long long slot = begin + item / workspace.rows;
+      const UnitRecord unit = workspace.units[slot];
+      const NodeUnits node(unit, n);
+      const int index = unit.index;
+      if (node.first != index || node.end == index + 1 || slot + node.end - index > end) continue;
+      fold_row(workspace, unit, slot, node.first, node.end, n - 1,
+               static_cast<int>(item % workspace.rows), scale.power);
+    }
+    __syncthreads();  // the nodes, folded by all warps
+  }
+  // The first and the last task may have units of other blocks.
+  const UnitRecord ends[2] = {workspace.units[begin], workspace.units[end - 1]};
+  long long slots[2];  // of their first units
+  bool shared[2];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    slots[n] = (n == 0 ? begin : end - 1) - ends[n].index;
+    shared[n] = slots[n] < begin || slots[n] + ends[n].count > end;
+  }
+  if (shared[1] && slots[0] == slots[1]) shared[1] = false;  // the same task
+  if (shared[0] || shared[1]) {
+    ptx::fence_device();
+    __syncthreads();  // what all threads stored, behind their fences
+    if (threadIdx.x < 2 && shared[threadIdx.x]) {
+      const int n = threadIdx.x;
+      const long long from = slots[n] > begin ? slots[n] : begin;
+      const long long behind = slots[n] + ends[n].count < end ? slots[n] + ends[n].count : end;
+      last_smem[n] = arrive(workspace.counters + ends[n].task,
+                            static_cast<unsigned int>(behind - from), ends[n].count);
+    }
+    __syncthreads();  // who was last
+    ptx::fence_device();
+  }
+#pragma unroll 1
+  for (int task = 0; task < 2; ++task) {
+    if (!shared[task] || !last_smem[task]) continue;
+    const UnitRecord& some = ends[task];
+#pragma unroll 1
+    for (int n = 1; n <= above; ++n) {
+#pragma unroll 1
+      for (int item = warp; item < some.count * workspace.rows; item += WARPS) {
+        UnitRecord unit = some;
+        unit.index = item / workspace.rows;
+        const NodeUnits node(unit, n);
+        const int index = unit.index;
+        if (node.first != index || node.end == index + 1) continue;
+        if (units.block_of(slots[task] + index) == units.block_of(slots[task] + node.end - 1)) {
+          continue;  // folded by that block
+        }
+        fold_row(workspace, unit, slots[task] + index, node.first, node.end, n - 1,
+                 item % workspace.rows, scale.power);
+      }
+      __syncthreads();  // the nodes, folded by all warps
+    }
+    finish_task(p, workspace, task_of(p, some.task), slots[task], scale, warp, WARPS);
+  }
+  // Tasks all of whose units are the block's: a warp finishes one.
+#pragma unroll 1
+  for (long long slot = begin + warp; slot < end; slot += WARPS) {
+    const UnitRecord unit = workspace.units[slot];
+    if (unit.index != 0 || slot + unit.count > end) continue;
+    finish_task(p, workspace, task_of(p, unit.task), slot, scale, 0, 1);
+  }
+}
+
+}  // namespace decode

@@ -1,0 +1,378 @@
+// Few queries and many keys, in 16-bit types, by the tensor cores of compute capability 8.0 and
+// later: the twin of reference/cpu/decode.py.
+//
+// The sums over keys form a fixed tree (common/decode_tasks.cuh). A warp computes the softmax of a
+// leaf of 64 keys from the start, and merges leaves to nodes; the queries of all heads that share
+// keys are the 16 rows of one matrix instruction. Each warp has its own pipeline of STAGES stages in
+// shared memory, and meets no other one before its keys are done.
+//
+// Grid: a share of all units for each block. Shared memory: SharedStorage; of every warp its stages
+// and, for wide heads, its queries. BLOCK_Q is 16, BLOCK_KV 64.
+#include "../common/params.cuh"
+#include "decode_rows.cuh"
+#include "fragment_softmax.cuh"
+#include "fragment_tile.cuh"
+
+namespace {
+
+using decode::LEAF;
+constexpr int ROWS = 2;  // of a thread
+constexpr int COLUMNS = LEAF / 4;
+constexpr int COLUMNS_V = fragment::whole_columns(D_V) / 4;
+constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
+constexpr int ROW_BYTES = matmul::larger(Q_BYTES, V_BYTES);
+constexpr int STAGE_BYTES = 8192;
+constexpr int STEP_KEYS = STAGE_BYTES / ROW_BYTES < LEAF ? STAGE_BYTES / ROW_BYTES : LEAF;
+constexpr int STEPS = LEAF / STEP_KEYS;  // of keys, and as many of values
+constexpr bool IN_REGISTERS = D <= 128 && D_V <= 128;  // queries, and the node of level 1
+constexpr int QUERY_BYTES = IN_REGISTERS ? 0 : 16 * Q_BYTES;
+
+struct SharedStorage {
+  decode::Schedule schedule;
+  decode::WarpTasks tasks[decode::WARPS];
+  bool last[2];
+};
+constexpr int SHARED_STORAGE_BYTES = matmul::round_up(static_cast<int>(sizeof(SharedStorage)), 128);
+constexpr int WARP_BYTES = (SHARED_BYTES - SHARED_STORAGE_BYTES) / decode::WARPS;
+constexpr int STAGES = (WARP_BYTES - QUERY_BYTES) / STAGE_BYTES;
+
+static_assert(BLOCK_Q == 16 && BLOCK_KV == LEAF, "BLOCK_Q, BLOCK_KV");
+static_assert(STEP_KEYS * STEPS == LEAF && STEP_KEYS % 16 == 0, "D, D_V");
+static_assert(SHARED_BYTES ==
+                  SHARED_STORAGE_BYTES + decode::WARPS * (QUERY_BYTES + STAGES * STAGE_BYTES),
+              "SHARED_BYTES");
+static_assert(2 <= STAGES && STAGES - 1 <= 2 * STEPS, "a stage belongs to this leaf or the next");
+
+// A leaf's keys and values, step by step: the producer of a warp's pipeline.
+struct Producer {
+  const Params& p;
+  char* stages_smem;
+  int stage;  // of the next step to be consumed
+
+  __device__ __forceinline__ char* at(int ahead) const {
+    const int n = stage + ahead;
+    return stages_smem + (n < STAGES ? n : n - STAGES) * STAGE_BYTES;
+  }
+  // Copies step N of a leaf, of 2 STEPS, to the stage `ahead` of the next one.
+  template <int N>
+  __device__ __forceinline__ void copy(const decode::Leaf& leaf, const decode::Task& task,
+                                       const decode_rows::LeafPlaces& places, int ahead) const {
+    if (leaf.exists) {
+      if constexpr (N < STEPS) {
+        decode_rows::begin_copy<N * STEP_KEYS, STEP_KEYS, D>(
+            at(ahead), decode_rows::Source(p.k, task, p.k_page), places, leaf.keys);
+      } else {
+        decode_rows::begin_copy<(N - STEPS) * STEP_KEYS, STEP_KEYS, D_V>(
+            at(ahead), decode_rows::Source(p.v, task, p.v_page), places, leaf.keys);
+      }
+    }
+    ptx::cp_async_commit();
+  }
+};
+
+// Calls function(Step<0>()), function(Step<1>()) and so on.
+template <int N>
+struct Step {
+  static constexpr int value = N;
+};
+template <int N, int END, class Function>
+__device__ __forceinline__ void for_steps(const Function& function) {
+  if constexpr (N < END) {
+    function(Step<N>());
+    for_steps<N + 1, END>(function);
+  }
+}
+
+// The mask bits of a thread's pairs, as fragment_tile::evaluate_mask has them.
+__device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Task& task,
+                                              const decode::Leaf& leaf,
+                                              unsigned int (&mask)[ROWS]) {
+  const int lane_column = fragment::lane_column();
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = fragment::lane_row() + 8 * r;
+    int low = 0, high = row < task.rows ? leaf.keys - 1 - lane_column : -1;
+    const int nearest = row < task.rows ? row : task.rows - 1;
+    if constexpr (HAS_RANGE) {
+      if (leaf.tile_class == PARTIAL) {
+        const KeyRange range = mask_range(p, decode::site_of(task, nearest, leaf.first_key()));
+        high = tile::smaller(fragment_tile::distance(range.high, leaf.first_key()) - lane_column,
+                             high);
+        low = fragment_tile::distance(range.low, leaf.first_key()) - lane_column;
+      }
+    }
+    mask[r] = fragment_tile::columns_to(high) & ~fragment_tile::columns_to(low - 1);
+    if constexpr (HAS_MASK && !HAS_RANGE) {
+      if (leaf.tile_class == PARTIAL && leaf.keys > 0) {
+#pragma unroll 1
+        for (int n = 0; n < COLUMNS; ++n) {
+          const int key = tile::smaller(lane_column + fragment_tile::Pairs::key_of(n), leaf.keys - 1);
+          if (!mask_allows(p, decode::site_of(task, nearest, leaf.first_key() + key))) {
+            mask[r] &= ~(1u << n);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Turns a thread's scores into logits. Returns whether any of the warp's may be -inf.
+__device__ __forceinline__ bool apply_score_mod(const Params& p, const decode::Task& task,
+                                                const decode::Leaf& leaf,
+                                                accum_t (&s)[ROWS][COLUMNS], accum_t scale) {
+  bool finite = true;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = tile::smaller(fragment::lane_row() + 8 * r, task.rows - 1);
+    Site at = decode::site_of(task, row, leaf.first_key());
+    const HeadConstants constants = score_head_constants(p, at);
+    accum_t sum = 0;
+    accum_t row_s[1][COLUMNS];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) row_s[0][n] = s[r][n];
+#pragma unroll 1
+    for (int column = 0; column < COLUMNS; column += 2) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int key = fragment::lane_column() + fragment_tile::Pairs::key_of(column + n);
+        at.j = leaf.first_key() + tile::smaller(key, matmul::larger(leaf.keys - 1, 0));
+        row_s[0][n] = score_mod(p, constants, row_s[0][n] * scale, at);
+        sum += row_s[0][n];
+      }
+      fragment::rotate<2>(row_s);
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) s[r][n] = row_s[0][n];
+    finite = finite && number::is_finite(sum);
+  }
+  return ptx::any_lane(!finite);
+}
+
+// A warp's rows: their statistics, and their part of o.
+struct State {
+  merge::Statistics row[ROWS];
+  accum_t o[ROWS][COLUMNS_V];
+};
+
+__device__ __forceinline__ int column_of(int n) {
+  return 8 * (n / 2) + fragment::lane_column() + n % 2;
+}
+
+// Merges a state into a slot, or stores it there if the slot is `fresh`.
+__device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspace, long long slot,
+                                                const State& state, int rows, bool fresh,
+                                                accum_t c) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = fragment::lane_row() + 8 * r;
+    if (row >= rows) continue;
+    merge::Statistics own = fresh ? merge::no_keys() : workspace.statistic(slot, row);
+    const merge::Factors factors = merge::statistics(own, state.row[r], c);
+    accum_t* const sums = workspace.row(slot, row);
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; ++n) {
+      accum_t& sum = sums[column_of(n)];
+      sum = factors.apply(fresh ? accum_t(0) : sum, state.o[r][n]);
+    }
+    if (ptx::lane_index() % 4 == 0) workspace.statistic(slot, row) = own;
+  }
+  __syncwarp();  // the slot, which other lanes read when they merge into it
+}
+
+__device__ __forceinline__ void load_slot(const decode::Workspace& workspace, long long slot,
+                                          State& state, int rows) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = fragment::lane_row() + 8 * r;
+    if (row >= rows) continue;
+    state.row[r] = workspace.statistic(slot, row);
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; ++n) state.o[r][n] = workspace.row(slot, row)[column_of(n)];
+  }
+  __syncwarp();  // the slot, read by all lanes before it is written again
+}
+
+__device__ __forceinline__ void merge_states(State& own, const State& other, accum_t c) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const merge::Factors factors = merge::statistics(own.row[r], other.row[r], c);
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; ++n) own.o[r][n] = factors.apply(own.o[r][n], other.o[r][n]);
+  }
+}
+
+__device__ __forceinline__ void clear(State& state) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) state.row[r] = merge::no_keys();
+  matmul::clear(state.o);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  SharedStorage* const storage_smem = reinterpret_cast<SharedStorage*>(shared_smem);
+  const int warp = threadIdx.x / ptx::WARP_SIZE;
+  char* const warp_smem =
+      reinterpret_cast<char*>(shared_smem) + SHARED_STORAGE_BYTES + warp * WARP_BYTES;
+  char* const q_smem = warp_smem + STAGES * STAGE_BYTES;
+
+  decode::count_units(p, &storage_smem->schedule);
+  const decode::Units units(storage_smem->schedule);
+  const decode::Workspace workspace(p);
+  decode::WarpTasks& tasks_smem = storage_smem->tasks[warp];
+  decode::Cursor cursor(p, storage_smem->schedule, units, workspace, tasks_smem);
+
+  const accum_t scale = static_cast<accum_t>(p.scale);
+  // Logits are `logit_scale` times a score; queries are negated if the scale is negative.
+  const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
+  const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
+  const storage_t sign = !HAS_SCORE && scale < 0 ? storage_t(0x8000) : storage_t(0);
+
+  decode::Leaf now = cursor.next();
+  decode::Leaf next = now.exists ? cursor.next() : now;
+  const auto task_of = [&](const decode::Leaf& leaf) -> const decode::Task& {
+    return tasks_smem.task[leaf.place];
+  };
+  const auto places_of = [&](const decode::Leaf& leaf) {
+    return decode_rows::LeafPlaces(p, leaf, leaf.exists ? task_of(leaf).entry.b : 0);
+  };
+  decode_rows::LeafPlaces places = places_of(now), next_places = places_of(next);
+  Producer producer{p, warp_smem, 0};
+  // Starts step N of the leaf `now`, or of the one behind it.
+  const auto copy_step = [&](auto step, int ahead) {
+    constexpr int N = decltype(step)::value;
+    if constexpr (N < 2 * STEPS) {
+      producer.copy<N>(now, task_of(now), places, ahead);
+    } else {
+      producer.copy<N - 2 * STEPS>(next, task_of(next), next_places, ahead);
+    }
+  };
+  for_steps<0, STAGES - 1>([&](auto step) { copy_step(step, decltype(step)::value); });
+  // Waits for the stage of step N, and starts the copy of the step that takes the one before.
+  const auto wait_for_step = [&](auto step) {
+    ptx::cp_async_wait<STAGES - 2>();
+    __syncwarp();  // the stage, copied by all lanes, and the one before, read by all
+    copy_step(Step<decltype(step)::value + STAGES - 1>(), STAGES - 1);
+    char* const stage_smem = producer.at(0);
+    producer.stage = producer.stage + 1 < STAGES ? producer.stage + 1 : 0;
+    return stage_smem;
+  };
+
+  fragment::Left<D, IN_REGISTERS> q(q_smem);
+  State node;  // of level 1, if it is in registers
+  clear(node);
+  const int top = units.level > 0 ? units.level : 1;  // the level of what a unit's slot gets
+  unsigned int fresh = ~0u;                           // bit n: nothing is in the node of level n
+  long long loaded = -1;  // the number of the task whose queries are loaded
+
+#pragma unroll 1
+  while (now.exists) {
+    const decode::Task& task = task_of(now);
+    // 1 load q
+    if (loaded != task.number) {
+      loaded = task.number;
+      if constexpr (IN_REGISTERS) {
+        decode_rows::load_queries(p, task, sign, q);
+      } else {
+        decode_rows::load_queries(p, task, sign, q_smem);
+      }
+    }
+    bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
+    unsigned int mask[ROWS];
+    if (MAY_MASK && masked) evaluate_mask(p, task, now, mask);
+    // 2 scores
+    accum_t s[ROWS][COLUMNS];
+    for_steps<0, STEPS>([&](auto step) {
+      constexpr int FIRST = decltype(step)::value * STEP_KEYS / 4;
+      accum_t part[ROWS][STEP_KEYS / 4];
+      fragment::multiply(part, q, wait_for_step(step));
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < STEP_KEYS / 4; ++n) s[r][FIRST + n] = part[r][n];
+      }
+    });
+    // 3 score mod
+    bool has_masked = masked;
+    if constexpr (HAS_SCORE) {
+      has_masked = apply_score_mod(p, task, now, s, scale) || masked;
+    }
+    // 4 mask
+    if (MAY_MASK && masked) fragment_tile::apply_mask(s, mask);
+    if (!MAY_MASK && masked) fragment_tile::mask_missing_keys(s, now.keys);
+    // 5 row max
+    State leaf;
+    accum_t m[ROWS], l[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      m[r] = -number::infinity();
+      l[r] = 0;
+    }
+    accum_t m_new[ROWS];
+    fragment_softmax::row_max(s, m, m_new, c);
+    fragment_softmax::exponentiate(s, m_new, l, c, has_masked);
+    fragment_softmax::row_sum(l);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) leaf.row[r] = merge::Statistics{m_new[r], l[r]};
+    fragment::word_t weights[ROWS][COLUMNS / 2];
+    fragment::narrow(s, weights);
+    // 7 accumulate p v
+    matmul::clear(leaf.o);
+    for_steps<STEPS, 2 * STEPS>([&](auto step) {
+      constexpr int FIRST = (decltype(step)::value - STEPS) * STEP_KEYS / 8;
+      char* const v_smem = wait_for_step(step);
+      fragment::word_t part[ROWS][STEP_KEYS / 8];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < STEP_KEYS / 8; ++n) part[r][n] = weights[r][FIRST + n];
+      }
+      if (MAY_MASK && has_masked && !decode_rows::is_finite<STEP_KEYS, D_V>(v_smem)) {
+        fragment::add_nonfinite<D_V>(leaf.o, part, v_smem);
+        __syncwarp();  // the values, read by all lanes as they were copied
+        decode_rows::clear_nonfinite<STEP_KEYS, D_V>(v_smem);
+        __syncwarp();  // the values, made finite by all lanes
+      }
+      fragment::multiply_add<D_V>(leaf.o, part, v_smem);
+    });
+    // 6 rescale
+    if constexpr (IN_REGISTERS) {
+      merge_states(node, leaf, c);
+      if (!now.shares_node(next, 1)) {
+        if (top == 1) {
+          merge_into_slot(workspace, now.unit, node, task.rows, true, c);
+        } else {
+          merge_into_slot(workspace, top == 2 ? now.unit : workspace.held(p, 2), node, task.rows,
+                          (fresh >> 2 & 1) != 0, c);
+          fresh &= ~4u;
+          if (top == 3 && !now.shares_node(next, 2)) {
+            load_slot(workspace, workspace.held(p, 2), node, task.rows);
+            merge_into_slot(workspace, now.unit, node, task.rows, (fresh >> 3 & 1) != 0, c);
+            fresh = (fresh | 4u) & ~8u;
+          }
+        }
+        clear(node);
+      }
+    } else {
+#pragma unroll 1
+      for (int level = 1; level <= top; ++level) {
+        const long long slot = level == top ? now.unit : workspace.held(p, level);
+        merge_into_slot(workspace, slot, leaf, task.rows, (fresh >> level & 1) != 0, c);
+        fresh &= ~(1u << level);
+        if (level == top || now.shares_node(next, level)) break;
+        load_slot(workspace, slot, leaf, task.rows);
+        fresh |= 1u << level;
+      }
+    }
+    if (!next.exists || next.unit != now.unit) fresh = ~0u;
+    now = next;
+    places = next_places;
+    if (now.exists) {
+      next = cursor.next();
+      next_places = places_of(next);
+    }
+  }
+  decode::fold_and_finish(p, workspace, units, decode::Scale{logit_scale, c}, storage_smem->last);
+}
