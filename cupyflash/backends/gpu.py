@@ -57,6 +57,16 @@ class Gpu:
         """Return the bytes of scratch that the call's backward needs."""
         return launch.workspace_size(call)
 
+    def cached(
+        self, call: Call, out: Array, lse: Array | None, workspace: Array | None
+    ) -> CallResult:
+        """Compute `out` and, unless it is None, `lse` of a call over a cache."""
+        return launch.forward(call, out, lse, workspace=workspace)
+
+    def workspace_size_cached(self, call: Call) -> int:
+        """Return the bytes of scratch that a call over a cache needs."""
+        return launch.workspace_size_cached(call)
+
     def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
         """Combine several (out, lse) into new arrays."""
         first_out, first_lse = parts[0]

@@ -107,19 +107,17 @@ class CompiledRecipe:
     all_zero: bool = False
     atomic_dq: bool = False
 
-    def forward(self, addresses: Mapping[str, int]) -> None:
-        """Launch a forward; the device must be the current one."""
+    def forward(self, addresses: Addresses, workspace: Array | None = None) -> None:
+        """Launch a forward; the device must be the current one. `addresses` may grow."""
+        _scratch = self._take_scratch(addresses, workspace)  # which lives until the launches
         stream = self.queue.pointer()
         for launch in self.launches:
             launch.start(addresses, stream)
 
-    def backward(self, addresses: Addresses, gradients: Gradients, workspace: Array | None) -> None:
-        """Launch a backward; the device must be the current one. `addresses` may grow."""
-        if self.all_zero:
-            for gradient in gradients:
-                if gradient is not None:
-                    device_arrays.fill(gradient, 0)
-            return
+    def _take_scratch(
+        self, addresses: Addresses, workspace: Array | None
+    ) -> list[tuple[str, ArraySpec, Any]]:
+        """Note where scratch lies, in the workspace or in new memory; return it with its names."""
         begin = 0 if workspace is None else -device_arrays.address(workspace) % ALIGNMENT
         made = []
         for name, size, part in self.scratch:
@@ -130,8 +128,19 @@ class CompiledRecipe:
                 begin += _rounded(size)
             made.append((name, part, memory))
             addresses[name] = memory.ptr
+        return made
+
+    def backward(self, addresses: Addresses, gradients: Gradients, workspace: Array | None) -> None:
+        """Launch a backward; the device must be the current one. `addresses` may grow."""
+        if self.all_zero:
+            for gradient in gradients:
+                if gradient is not None:
+                    device_arrays.fill(gradient, 0)
+            return
+        made = self._take_scratch(addresses, workspace)
+        for name, part, memory in made:
             if name == "dq_accum":
-                memory.memset_async(0, size)
+                memory.memset_async(0, part.nbytes)
         if self.atomic_dq and "dq_accum" not in addresses:
             device_arrays.fill(gradients.dq, 0)
         stream = self.queue.pointer()
@@ -198,7 +207,15 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
     wanted: list[tuple[str, Array, Any]] = []
     if call.offsets is not None:
         for name, offsets in zip(("offsets_q", "offsets_k"), call.offsets, strict=True):
-            wanted.append((name, offsets, np.dtype(np.int64)))
+            if offsets is not None:
+                wanted.append((name, offsets, np.dtype(np.int64)))
+    if call.cache is not None:
+        in_place = {"lengths": call.cache.lengths, "table": call.cache.table}
+        for name, integers in in_place.items():
+            if device_arrays.is_device_array(integers):
+                addresses[name] = device_arrays.address(integers)
+            elif integers is not None and not isinstance(integers, int):
+                wanted.append((name, integers, integers.dtype))
     if call.sink is not None:
         wanted.append(("sink", call.sink, call.sink.dtype))
     for name, array, dtype in wanted:
@@ -237,6 +254,7 @@ def forward(
     lse: Array | None,
     plan: Plan | None = None,
     visited: Array | None = None,
+    workspace: Array | None = None,
 ) -> CallResult:
     """Write out and, unless it is None, lse.
 
@@ -245,6 +263,8 @@ def forward(
     """
     device = _device(call)
     with cuda_device.current(device):
+        if call.cache is not None and workspace is None and cuda_device.is_capturing():
+            raise _no_workspace(workspace_size_cached(call))
         made = recipe.forward(call, cuda_device.of(device), out, lse, plan, visited is not None)
         compiled = _compiled(made, device)
         addresses, copies = _read_in_place(call, made)
@@ -253,7 +273,7 @@ def forward(
             addresses["lse"] = device_arrays.address(lse)
         if visited is not None:
             addresses["tiles_visited"] = device_arrays.address(visited)
-        compiled.forward(addresses)
+        compiled.forward(addresses, workspace)
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
 
 
@@ -276,11 +296,7 @@ def backward(
     device = _device(call)
     with cuda_device.current(device):
         if workspace is None and cuda_device.is_capturing():
-            raise ArgumentError(
-                "workspace: None came while a CUDA graph is being captured; wanted "
-                f"cupy.empty({workspace_size(call)}, cupy.uint8). Memory of CuPy's pool would "
-                "serve others before the graph is replayed."
-            )
+            raise _no_workspace(workspace_size(call))
         facts = cuda_device.of(device)
         arrays = (do, out, lse, dlse, gradients)
         counts = visited is not None
@@ -292,6 +308,14 @@ def backward(
             addresses["tiles_visited"] = device_arrays.address(visited)
         compiled.backward(addresses, gradients, workspace)
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
+
+
+def _no_workspace(size: int) -> ArgumentError:
+    return ArgumentError(
+        "workspace: None came while a CUDA graph is being captured; wanted "
+        f"cupy.empty({size}, cupy.uint8). Memory of CuPy's pool would serve others before the "
+        "graph is replayed."
+    )
 
 
 def backward_addresses(
@@ -311,6 +335,14 @@ def workspace_size(call: Call) -> int:
     if call.sink is not None:  # whose gradient may have to be computed there
         parts["dsink"] = ArraySpec(call.sink.shape, call.sink.dtype)
     return ALIGNMENT + sum(_rounded(part.nbytes) for part in parts.values())
+
+
+def workspace_size_cached(call: Call) -> int:
+    """Return the bytes of workspace that a call over a cache needs."""
+    device = _device(call)
+    with cuda_device.current(device):
+        size = recipe.decode_workspace(call, cuda_device.of(device))
+    return ALIGNMENT + _rounded(size)
 
 
 def _device(call: Call) -> int:

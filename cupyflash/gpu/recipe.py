@@ -22,11 +22,11 @@ from ..expr.key_range import key_range
 from ..expr.nodes import walk
 from ..problem import pack_gqa
 from ..problem.bound_exprs import Trees, trees
-from ..problem.call import Array, Call, Gradients, Plan, Problem
+from ..problem.call import Array, Cache, Call, Gradients, Plan
 from . import params, strides
 from .kernels import any as all_hardware
-from .kernels import registry, tma_operands
-from .kernels.spec import Extent, Request
+from .kernels import decode, registry, tma_operands
+from .kernels.spec import Extent, Grid, Request, Tiles
 from .params import KINDS
 from .source import NONE, Specialisation
 from .strides import Lead, lead_of
@@ -117,7 +117,7 @@ class _Writer:
             None if made.allowed is None else key_range(made.allowed, call.problem),
             short=_is_short(call, made),
         )
-        self.lead = _lead(call.problem, arrays)
+        self.lead = _lead(call, arrays)
         self.launches: list[Launch] = []
         _check_size(self.generated.functions)
         problem = call.problem
@@ -129,7 +129,7 @@ class _Writer:
             "len_q": int(np.max(problem.len_q, initial=0)),
             "len_k": int(np.max(problem.len_k, initial=0)),
             "total_q": call.q.shape[-2],
-            "total_k": call.k.shape[-2],
+            "total_k": _keys(call),
             "heads": problem.heads,
             "heads_kv": problem.heads_kv,
             "group": problem.heads // problem.heads_kv if problem.heads_kv else 1,
@@ -150,10 +150,34 @@ class _Writer:
         if count_tiles:
             self.named.append("tiles_visited")
         if call.offsets is not None:
-            self.named += ["offsets_q", "offsets_k"]
+            named = zip(("offsets_q", "offsets_k"), call.offsets, strict=True)
+            self.named += [name for name, offsets in named if offsets is not None]
+        if call.cache is not None:
+            self._tell_cache(call.cache)
         if call.sink is not None:
             self.named.append("sink")
             self.told["kind_sink"] = KINDS[call.sink.dtype.name]
+
+    def _tell_cache(self, cache: Cache) -> None:
+        """Tell kernels where lengths and pages lie."""
+        call, lengths, table = self.call, cache.lengths, cache.table
+        self.told["len_k"] = cache.capacity
+        self.told["page_size"] = cache.page_size
+        if isinstance(lengths, int):
+            self.told["len_k"] = lengths
+        else:
+            self.named.append("lengths")
+            self.told["kind_lengths"] = KINDS[lengths.dtype.name]
+            self.told["length_step"] = lengths.strides[0] // lengths.itemsize
+        if table is not None:
+            self.named.append("table")
+            steps = (stride // table.itemsize for stride in table.strides)
+            self.told["table_batch"], self.told["table_step"] = steps
+            self.told["kind_table"] = KINDS[table.dtype.name]
+            self.told["pages"] = call.k.shape[0]
+            self.told["k_page"], self.told["v_page"] = (
+                x.strides[0] // x.itemsize for x in (call.k, call.v)
+            )
 
     def add(
         self,
@@ -162,8 +186,8 @@ class _Writer:
         fields: Mapping[str, Any] | None = None,
         named: tuple[str, ...] = (),
         adds_dq: bool = False,
-    ) -> None:
-        """Add the kernel that serves a part of the call.
+    ) -> tuple[Grid, Tiles]:
+        """Add the kernel that serves a part of the call; return its grid and its tiles.
 
         `fields` of its parameters go before those of all kernels, and `named` addresses behind
         them; `adds_dq` says whether it adds its share of dq to memory.
@@ -201,6 +225,8 @@ class _Writer:
             d_v=problem.d_v if "d_v" in spec.sizes else 0,
             tiles=tiles,
             packed=problem.packed,
+            cached=self.call.cache is not None,
+            paged=self.call.cache is not None and self.call.cache.table is not None,
             dropout=spec.scores and problem.dropout > 0,
             count_tiles=spec.scores and "tiles_visited" in self.named,
             functions=functions,
@@ -208,11 +234,14 @@ class _Writer:
             tma_store=tma.stores,
         )
         _check_grid(spec.name, grid.work_tiles)
+        if part == "decode":
+            told |= decode.fields(grid, _keys(self.call))
         if grid.size:
             layout = params.params(functions.num_ints, functions.num_floats, functions.num_tables)
             slots = tuple((layout.place(name), name) for name in addresses)
             template = layout.pack({**told, **(fields or {})})
             self.launches.append(Launch(special, grid.size, template, slots, tma.maps))
+        return grid, tiles
 
     def extent(self, entries: tuple[int, ...], of_keys: bool = False) -> Extent:
         """Return the extent of a launch whose result has leading axes of these lengths."""
@@ -237,7 +266,7 @@ def _check_grid(kernel: str, blocks: int) -> None:
 def _is_short(call: Call, made: Trees) -> bool:
     """Whether 32 bits hold a call's positions, lengths, heads and entries, and tables' strides."""
     problem = call.problem
-    sizes = problem.batch, problem.heads, call.q.shape[-2], call.k.shape[-2]
+    sizes = problem.batch, problem.heads, call.q.shape[-2], _keys(call)
     strides = [
         abs(stride)
         for root in (made.allowed, made.changed)
@@ -263,7 +292,23 @@ def _check_size(has: Functions) -> None:
         )
 
 
-def _lead(problem: Problem, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
+def _keys(call: Call) -> int:
+    """Return the keys of the longest entry that there may be; of packed arrays, all."""
+    return int(call.k.shape[-2]) if call.cache is None else call.cache.capacity
+
+
+def _lead(call: Call, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
+    problem = call.problem
+    if call.cache is not None:
+        # Entries are one axis, which pages do not have, and packed queries neither.
+        sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
+        own = {}
+        for name, (array, axes) in arrays.items():
+            no_entries = array.ndim == axes or array.shape[0] == 1
+            paged = name in ("k", "v") and call.cache.table is not None
+            step = 0 if no_entries or paged else array.strides[0] // array.itemsize
+            own[name] = (*(0,) * (params.MAX_LEAD - 1), step)
+        return Lead(sizes, own)
     if not problem.packed:
         return lead_of(problem.lead, arrays)
     # Offsets tell where a sequence lies, and arrays have no leading axes.
@@ -287,6 +332,9 @@ def forward(
     rows = ArraySpec(out.shape[:-1], call.problem.accumulator) if lse is None else lse
     if not math.prod(rows.shape):
         return Recipe()
+    decodes = plan is None and not count_tiles and registry.decodes(call.problem, facts)
+    if decodes or call.cache is not None:
+        return _decode(call, facts, out, rows, lse is not None)
     call, (out, rows) = pack_gqa.joined(call, (out, 3), (rows, 2))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (rows, 2)}
@@ -295,6 +343,45 @@ def forward(
         writer.named.remove("lse")
     writer.add("forward", writer.extent(writer.lead.sizes))
     return Recipe(tuple(writer.launches), {}, writer.generated.arrays)
+
+
+def _decode(call: Call, facts: Target, out: Array, lse: Array, want_lse: bool) -> Recipe:
+    """Return the recipe of few queries and many keys, or over a cache."""
+    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    arrays |= {"out": (out, 3), "lse": (lse, 2)}
+    writer = _Writer(call, facts, arrays, False, None, False)
+    if not want_lse:
+        writer.named.remove("lse")
+    grid, tiles = writer.add("decode", _extent_of_tasks(call, facts), named=("workspace",))
+    size = _decode_bytes(call, grid, tiles)
+    scratch = {"workspace": ArraySpec((size,), np.dtype(np.uint8))}
+    return Recipe(tuple(writer.launches), scratch, writer.generated.arrays)
+
+
+def _extent_of_tasks(call: Call, facts: Target) -> Extent:
+    problem = call.problem
+    return Extent(
+        queries=int(call.q.shape[-2]),
+        keys=_keys(call),
+        heads=problem.heads_kv,
+        entries=1 if problem.packed else problem.batch,
+        sequences=problem.batch if problem.packed else 0,
+        multiprocessors=facts.multiprocessors,
+        group=problem.heads // max(problem.heads_kv, 1),
+    )
+
+
+def _decode_bytes(call: Call, grid: Grid, tiles: Tiles) -> int:
+    problem = call.problem
+    group, itemsize = problem.heads // max(problem.heads_kv, 1), problem.accumulator.itemsize
+    return decode.nbytes(grid, tiles, group, problem.d_v, itemsize, _keys(call))
+
+
+def decode_workspace(call: Call, facts: Target) -> int:
+    """Return the bytes of workspace of a call over a cache."""
+    choice = registry.select("decode", Request(call.problem, facts, call))
+    grid = choice.spec.grid(_extent_of_tasks(call, facts), choice.tiles)
+    return _decode_bytes(call, grid, choice.tiles)
 
 
 def backward(

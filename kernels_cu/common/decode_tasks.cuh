@@ -61,7 +61,7 @@ __device__ __forceinline__ Site site_of(const Task& task, int row, long long j) 
               entry.len_q, entry.len_k,       entry.start_q,      entry.start_k};
 }
 
-__device__ __forceinline__ Task task_of(const Params& p, long long number) {
+__device__ __noinline__ Task task_of(const Params& p, long long number) {
   Task task;
   const int heads = heads_of_task(p), queries = queries_of_task(p), blocks = head_blocks(p);
   const layout::WorkTile work =
@@ -109,7 +109,7 @@ __device__ __forceinline__ long long tasks_of_thread(const Params& p) {
 }
 
 // Counts all units. All threads of the block call it together, and meet behind it.
-__device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_smem) {
+__device__ __noinline__ void count_units(const Params& p, Schedule* schedule_smem) {
   const long long each = tasks_of_thread(p);
   long long counts[LEVELS] = {};
 #pragma unroll 1
@@ -171,7 +171,7 @@ struct Found {
 };
 
 // Finds a unit's task: among the threads' sums, then task by task.
-__device__ __forceinline__ Found find_unit(const Params& p, const Schedule& schedule, int level,
+__device__ __noinline__ Found find_unit(const Params& p, const Schedule& schedule, int level,
                                            long long unit) {
   int low = 0, high = THREADS - 1;  // the first thread whose sum is beyond the unit
   while (low < high) {

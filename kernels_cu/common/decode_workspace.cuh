@@ -76,7 +76,7 @@ __device__ __forceinline__ bool arrive(unsigned long long* counter, unsigned int
 
 // Folds the children of a row of a node, from the slot of the first one on, into that slot. Children
 // are nodes of the level below; `first` and `end` are units of the task. A warp calls it.
-__device__ __forceinline__ void fold_row(const Workspace& workspace, const UnitRecord& unit,
+__device__ __noinline__ void fold_row(const Workspace& workspace, const UnitRecord& unit,
                                          long long slot, int first, int end, int level_below,
                                          int row, accum_t c) {
   merge::Statistics own = merge::no_keys();
@@ -142,7 +142,7 @@ struct NodeUnits {
 
 // 8 normalise, 9 store lse: the rows of a task whose first slot holds all of it. `each` warps
 // share them, of which this is number `warp`.
-__device__ __forceinline__ void finish_task(const Params& p, const Workspace& workspace,
+__device__ __noinline__ void finish_task(const Params& p, const Workspace& workspace,
                                             const Task& task, long long slot, Scale scale,
                                             int warp, int each) {
 #pragma unroll 1
@@ -176,7 +176,7 @@ __device__ __forceinline__ void finish_task(const Params& p, const Workspace& wo
 
 // Folds what the warps of all blocks have kept, and writes the results. All threads of a block call
 // it, after they stored the units of its share.
-__device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace& workspace,
+__device__ __noinline__ void fold_and_finish(const Params& p, const Workspace& workspace,
                                                 const Units& units, Scale scale,
                                                 bool (&last_smem)[2]) {
   const long long begin = units.begin(blockIdx.x), end = units.begin(blockIdx.x + 1);

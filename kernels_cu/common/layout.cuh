@@ -195,7 +195,7 @@ __device__ __forceinline__ long long lead_offset(const Operand& operand, const E
 __device__ __forceinline__ long long offset(const Operand& operand, const Entry& entry,
                                             long long head, bool of_keys) {
   long long elements = head * operand.head;
-  if constexpr (PACKED) {
+  if (PACKED && !(CACHED && of_keys)) {
     elements += (of_keys ? entry.start_k : entry.start_q) * operand.row;
   } else {
     elements += lead_offset(operand, entry);

@@ -45,81 +45,107 @@ struct Source {
   }
 };
 
-// Starts the copy of KEYS rows of a leaf, from row FIRST on, to a stage. What lies beyond `valid`
-// rows and WIDTH columns becomes 0 and is not read. STEP counts
-// the rows that were copied before.
-template <int FIRST, int KEYS, int WIDTH, int STEP = 0>
-__device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
-                                           const LeafPlaces& places, int valid) {
+// The copies of `begin_copy`, one after the other, of rows that are copied 16 bytes at a time.
+template <int FIRST, int KEYS, int WIDTH, int ROW = 0>
+__device__ __forceinline__ void copy_vectors(unsigned int stage_address, const Source& from,
+                                             const LeafPlaces& places, int valid) {
   constexpr int PIECES = fragment::whole_columns(WIDTH) / STORED_VECTOR;
   constexpr int LANES = fragment::lanes_for(PIECES), AT_ONCE = ptx::WARP_SIZE / LANES;
-  if constexpr (STEP * AT_ONCE < KEYS) {
-    const int row = STEP * AT_ONCE + ptx::lane_index() / LANES, piece = ptx::lane_index() % LANES;
+  if constexpr (ROW < KEYS) {
+    const int row = ROW + ptx::lane_index() / LANES, piece = ptx::lane_index() % LANES;
     // As many rows as are copied at a time lie in one half of the leaf.
-    const cache::Place at =
-        places.of<(FIRST + STEP * AT_ONCE) / ptx::WARP_SIZE>(FIRST + row);
+    const cache::Place at = places.of<(FIRST + ROW) / ptx::WARP_SIZE>(FIRST + row);
     if (LANES == PIECES || piece < PIECES) {
-      const storage_t* const source = from.rows.data + at.offset(from.page, from.rows.row) +
-                                      STORED_VECTOR * piece * from.rows.col;
-      const int left = WIDTH - STORED_VECTOR * piece;
-      const int columns = FIRST + row < valid ? left < STORED_VECTOR ? left : STORED_VECTOR : 0;
-      char* const target_smem =
-          stage_smem + fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, piece);
-      if (from.rows.vectors) {
-        ptx::cp_async_partial(ptx::shared_address(target_smem), source,
-                              columns < 0 ? 0 : static_cast<int>(sizeof(storage_t)) * columns);
-      } else {
+      const storage_t* const source =
+          from.rows.data + at.offset(from.page, from.rows.row) + STORED_VECTOR * piece;
+      const int left = static_cast<int>(sizeof(storage_t)) * (WIDTH - STORED_VECTOR * piece);
+      const int bytes = left < 0 ? 0 : left < 16 ? left : 16;
+      const int offset = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, piece);
+      ptx::cp_async_partial(stage_address + offset, source, FIRST + row < valid ? bytes : 0);
+    }
+    copy_vectors<FIRST, KEYS, WIDTH, ROW + AT_ONCE>(stage_address, from, places, valid);
+  }
+}
+
+// Starts the copy of KEYS rows of a leaf, from row FIRST on, to a stage. What lies beyond `valid`
+// rows and WIDTH columns becomes 0 and is not read.
+template <int FIRST, int KEYS, int WIDTH>
+__device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
+                                           const LeafPlaces& places, int valid) {
+  if (from.rows.vectors) {
+    copy_vectors<FIRST, KEYS, WIDTH>(ptx::shared_address(stage_smem), from, places, valid);
+    return;
+  }
+  constexpr int COLUMNS = fragment::whole_columns(WIDTH);
 #pragma unroll 1
-        for (int x = 0; x < STORED_VECTOR; ++x) {
-          reinterpret_cast<storage_t*>(target_smem)[x] =
-              x < columns ? source[x * from.rows.col] : storage_t(0);
-        }
+  for (int row = 0; row < KEYS; ++row) {
+    const cache::Place at = FIRST + row < ptx::WARP_SIZE ? places.of<0>(FIRST + row)
+                                                         : places.of<1>(FIRST + row);
+    const storage_t* const source = from.rows.data + at.offset(from.page, from.rows.row);
+#pragma unroll 1
+    for (int column = ptx::lane_index(); column < COLUMNS; column += ptx::WARP_SIZE) {
+      const int offset = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(
+          row, column / STORED_VECTOR);
+      reinterpret_cast<storage_t*>(stage_smem + offset)[column % STORED_VECTOR] =
+          FIRST + row < valid && column < WIDTH ? source[column * from.rows.col] : storage_t(0);
+    }
+  }
+}
+
+// A row of a task's queries.
+struct QueryRow {
+  const storage_t* data;  // null: there is no such row
+
+  __device__ __forceinline__ QueryRow(const Params& p, const decode::Task& task, int row)
+      : data(nullptr) {
+    if (row < task.rows) {
+      data = reinterpret_cast<const storage_t*>(p.q.data) +
+             layout::offset(p.q, task.entry, task.head_of(row), false) +
+             task.query_of(row) * p.q.row;
+    }
+  }
+  // Two elements from `column` on, each times the sign whose bit `sign` is.
+  __device__ __forceinline__ unsigned int pair(int column, long long step,
+                                               unsigned int sign) const {
+    unsigned int low = 0, high = 0;
+    if (data != nullptr && column < D) low = data[column * step] ^ sign;
+    if (data != nullptr && column + 1 < D) high = data[(column + 1) * step] ^ sign;
+    return low | high << 16;
+  }
+};
+
+// Loads a task's queries as the left operand of a product: into registers, or into 16 rows of shared
+// memory that only this warp uses.
+template <bool IN_REGISTERS>
+__device__ __forceinline__ void load_queries(const Params& p, const decode::Task& task,
+                                             unsigned int sign, fragment::Left<D, IN_REGISTERS>& q,
+                                             char* q_smem) {
+  if constexpr (IN_REGISTERS) {
+    const QueryRow rows[2] = {QueryRow(p, task, fragment::lane_row()),
+                              QueryRow(p, task, fragment::lane_row() + 8)};
+#pragma unroll
+    for (int step = 0; step < fragment::whole_columns(D) / 16; ++step) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        const int column = 16 * step + fragment::lane_column() + x / 2 * 8;
+        q.registers[step][0][x] = rows[x % 2].pair(column, p.q.col, sign);
       }
     }
-    begin_copy<FIRST, KEYS, WIDTH, STEP + 1>(stage_smem, from, places, valid);
-  }
-}
-
-// Element `column` of a task's query row, 0 where there is none; negated by `sign`.
-__device__ __forceinline__ storage_t query(const Params& p, const decode::Task& task, int row,
-                                           int column, storage_t sign) {
-  if (row >= task.rows || column >= D) return 0;
-  const storage_t* const data =
-      reinterpret_cast<const storage_t*>(p.q.data) +
-      layout::offset(p.q, task.entry, task.head_of(row), false) +
-      task.query_of(row) * p.q.row + column * p.q.col;
-  return *data ^ sign;
-}
-
-// Loads a task's queries as the left operand of a product.
-__device__ __forceinline__ void load_queries(const Params& p, const decode::Task& task,
-                                             storage_t sign, fragment::Left<D, true>& q) {
-#pragma unroll
-  for (int step = 0; step < fragment::whole_columns(D) / 16; ++step) {
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int row = fragment::lane_row() + x % 2 * 8;
-      const int column = 16 * step + fragment::lane_column() + x / 2 * 8;
-      const unsigned int low = query(p, task, row, column, sign);
-      const unsigned int high = query(p, task, row, column + 1, sign);
-      q.registers[step][0][x] = low | high << 16;
-    }
-  }
-}
-
-// The same through shared memory that only this warp uses, 16 rows.
-__device__ __forceinline__ void load_queries(const Params& p, const decode::Task& task,
-                                             storage_t sign, char* q_smem) {
-  constexpr int WIDTH = fragment::whole_columns(D);
-  __syncwarp();  // the queries before, read by all lanes
+  } else {
+    constexpr int PAIRS = fragment::whole_columns(D) / 2;
+    __syncwarp();  // the queries before, read by all lanes
 #pragma unroll 1
-  for (int n = ptx::lane_index(); n < 16 * WIDTH; n += ptx::WARP_SIZE) {
-    const int row = n / WIDTH, column = n % WIDTH;
-    const int at = fragment::swizzled_offset<fragment::row_bytes(D)>(row, column / STORED_VECTOR);
-    reinterpret_cast<storage_t*>(q_smem + at)[column % STORED_VECTOR] =
-        query(p, task, row, column, sign);
+    for (int row = 0; row < 16; ++row) {
+      const QueryRow from(p, task, row);
+#pragma unroll 1
+      for (int pair = ptx::lane_index(); pair < PAIRS; pair += ptx::WARP_SIZE) {
+        const int at = fragment::swizzled_offset<fragment::row_bytes(D)>(row, pair / 4);
+        reinterpret_cast<unsigned int*>(q_smem + at)[pair % 4] =
+            from.pair(2 * pair, p.q.col, sign);
+      }
+    }
+    __syncwarp();  // the queries, written by all lanes
   }
-  __syncwarp();  // the queries, written by all lanes
 }
 
 // The words of a stage's rows that a lane looks at.

@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // Logits are `logit_scale` times a score; queries are negated if the scale is negative.
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
   const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
-  const storage_t sign = !HAS_SCORE && scale < 0 ? storage_t(0x8000) : storage_t(0);
+  const unsigned int sign = !HAS_SCORE && scale < 0 ? 0x8000u : 0;
 
   decode::Leaf now = cursor.next();
   decode::Leaf next = now.exists ? cursor.next() : now;
@@ -273,11 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 1 load q
     if (loaded != task.number) {
       loaded = task.number;
-      if constexpr (IN_REGISTERS) {
-        decode_rows::load_queries(p, task, sign, q);
-      } else {
-        decode_rows::load_queries(p, task, sign, q_smem);
-      }
+      decode_rows::load_queries(p, task, sign, q, q_smem);
     }
     bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
     unsigned int mask[ROWS];

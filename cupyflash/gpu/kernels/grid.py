@@ -49,6 +49,14 @@ def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     return grid._replace(size=min(grid.size, extent.multiprocessors))
 
 
+def by_units(extent: Extent, tiles: Tiles) -> Grid:
+    """Tasks of the heads that share keys, whose units as many blocks share as the device holds."""
+    heads = min(extent.group, tiles.block_q)
+    tasks = _by_rows(extent.queries, tiles.block_q // heads, extent)
+    tasks = tasks._replace(work_tiles=tasks.work_tiles * -(-extent.group // heads))
+    return tasks._replace(size=extent.multiprocessors * tiles.resident_blocks * (tasks.size > 0))
+
+
 def _by_rows(rows: int, block: int, extent: Extent) -> Grid:
     if extent.sequences:  # each may end within a block
         blocks = rows // block + extent.sequences if rows else 0

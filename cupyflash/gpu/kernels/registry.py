@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.cuda_device import OLDEST_CAPABILITY
+from ...arrays.cuda_device import OLDEST_CAPABILITY, Target
 from ...errors import ArgumentError
-from ...problem.call import Plan
+from ...problem.call import Plan, Problem
 from . import any as all_hardware
-from . import simt, sm80, sm80_f64, sm90
+from . import decode, simt, sm80, sm80_f64, sm90
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
+    "decode": (sm80.DECODE,),
     "delta": (all_hardware.DELTA,),
     "sink": (all_hardware.SINK,),
     "dkdv": (sm90.DKDV, sm80.DKDV, sm80_f64.DKDV, simt.DKDV),
@@ -102,6 +103,17 @@ def plan(request: Request) -> Plan:
         block_kv=block_kv,
         reason=f"{why}; {block_q} x {block_kv} tiles take {choice.tiles.shared_memory} bytes of "
         f"its {device.shared_memory} of shared memory",
+    )
+
+
+def decodes(problem: Problem, device: Target) -> bool:
+    """Whether a call on dense arrays goes to the kernels for few queries and many keys."""
+    return any(
+        spec.is_for(problem, device)
+        and device.capability >= spec.capability
+        and max(problem.d, problem.d_v) <= spec.heads[problem.dtype.name]
+        and decode.wanted(problem)
+        for spec in KERNELS["decode"]
     )
 
 

@@ -145,6 +145,28 @@ def _configure_backward(kernel: str, request: Request) -> Tiles | None:
     return fit_backward(kernel, problem.d, problem.d_v, request.device.shared_memory)
 
 
+# Warps and stages of decode_sm80.cu, the most bytes in flight first.
+DECODE_WARPS = ((8, 3), (6, 3), (4, 3), (4, 2), (2, 2))
+DECODE_ROWS, DECODE_KEYS, DECODE_STAGE = 16, 64, 8192
+TASK_BYTES, LEVELS = 128, 4  # of decode_tasks.cuh
+
+
+def decode_bytes(warps: int, stages: int, d: int, d_v: int) -> int:
+    """Bytes of decode_sm80.cu: its SharedStorage; stages and, of wide heads, queries of a warp."""
+    storage = 8 * LEVELS * 32 * warps + 2 * TASK_BYTES * warps + 8
+    queries = DECODE_ROWS * row_bytes(d) if max(d, d_v) > 128 else 0
+    return -(-storage // 128) * 128 + warps * (queries + stages * DECODE_STAGE)
+
+
+def _configure_decode(request: Request) -> Tiles | None:
+    problem = request.problem
+    for warps, stages in DECODE_WARPS:
+        shared = decode_bytes(warps, stages, problem.d, problem.d_v)
+        if shared <= request.device.shared_memory:
+            return Tiles(DECODE_ROWS, DECODE_KEYS, 32 * warps, shared, 1, stages)
+    return None
+
+
 _METHOD = "multiplies {dtype} by tensor cores{products}, and sums in {accumulator}"
 HALVES = ("float16", "bfloat16")
 _HEADS = dict.fromkeys(HALVES, 256)
@@ -197,4 +219,15 @@ BIAS = KernelSpec(
     tensor_cores=True,
     configure=functools.partial(_configure_backward, "backward_sm80_bias"),
     grid=grid.by_tiles,
+)
+DECODE = KernelSpec(
+    source="sm80/decode_sm80.cu",
+    part="decode",
+    computes="out and log-sum-exp of few queries and many keys",
+    method=_METHOD,
+    heads=_HEADS,
+    capability=CAPABILITY,
+    tensor_cores=True,
+    configure=_configure_decode,
+    grid=grid.by_units,
 )

@@ -128,6 +128,8 @@ class Extent(NamedTuple):
         How many are packed, or 0.
     multiprocessors : int
         SMs of the device.
+    group : int
+        Query heads that share a key head.
     """
 
     queries: int
@@ -136,6 +138,7 @@ class Extent(NamedTuple):
     entries: int = 1
     sequences: int = 0
     multiprocessors: int = 0
+    group: int = 1
 
 
 class Grid(NamedTuple):
