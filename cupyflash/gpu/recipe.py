@@ -332,8 +332,9 @@ def forward(
     rows = ArraySpec(out.shape[:-1], call.problem.accumulator) if lse is None else lse
     if not math.prod(rows.shape):
         return Recipe()
-    decodes = plan is None and not count_tiles and registry.decodes(call.problem, facts)
-    if decodes or call.cache is not None:
+    if call.cache is not None or (
+        plan is None and not count_tiles and registry.decodes(call.problem, facts)
+    ):
         return _decode(call, facts, out, rows, lse is not None)
     call, (out, rows) = pack_gqa.joined(call, (out, 3), (rows, 2))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}

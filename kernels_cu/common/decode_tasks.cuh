@@ -69,8 +69,9 @@ __device__ __noinline__ Task task_of(const Params& p, long long number) {
   task.entry = work.entry;
   task.number = number;
   task.idle = work.idle;
-  const int head_block = static_cast<int>(work.head % blocks);
-  task.head_kv = work.head / blocks;
+  const layout::Quotient head = layout::divide(work.head, blocks);
+  const int head_block = static_cast<int>(head.remainder);
+  task.head_kv = head.quotient;
   task.head = task.head_kv * p.group + head_block * heads;
   task.heads = tile::smaller(p.group - head_block * heads, heads);
   task.i0 = work.block * queries;

@@ -76,8 +76,8 @@ __device__ __forceinline__ bool arrive(unsigned long long* counter, unsigned int
 
 // Folds the children of a row of a node, from the slot of the first one on, into that slot. Children
 // are nodes of the level below; `first` and `end` are units of the task. A warp calls it.
-__device__ __noinline__ void fold_row(const Workspace& workspace, const UnitRecord& unit,
-                                         long long slot, int first, int end, int level_below,
+__device__ __noinline__ void fold_row(const Workspace& workspace, int first_node, long long slot,
+                                         int first, int end, int level_below,
                                          int row, accum_t c) {
   merge::Statistics own = merge::no_keys();
   constexpr int EACH = (COLUMNS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
@@ -88,8 +88,8 @@ __device__ __noinline__ void fold_row(const Workspace& workspace, const UnitReco
 #pragma unroll
   for (int n = 0; n < CHILDREN; ++n) {
     // The first unit of child n, counted from the task's first one.
-    const int node = ((unit.first_node + first) >> shift) + n;
-    const int begin = n == 0 ? first : (node << shift) - unit.first_node;
+    const int node = ((first_node + first) >> shift) + n;
+    const int begin = n == 0 ? first : (node << shift) - first_node;
     places[n] = begin < end ? slot + begin - first : -1;
     others[n] = begin < end ? workspace.statistic(places[n], row) : merge::no_keys();
   }
@@ -126,78 +126,125 @@ __device__ __forceinline__ int levels_above(const Params& p, int level) {
   return above;
 }
 
-// The units of the node `above` levels up to which a unit belongs: which are its first and its end.
+// The units of a node `above` levels up, of a task with `count` units: its first one and its end.
 struct NodeUnits {
   int first, end;
 
-  __device__ __forceinline__ NodeUnits(const UnitRecord& unit, int above) {
-    const int shift = LOG_CHILDREN * above;
-    const int node = (unit.first_node + unit.index) >> shift;
-    const int begin = (node << shift) - unit.first_node;
-    const int behind = ((node + 1) << shift) - unit.first_node;
+  __device__ __forceinline__ NodeUnits(int node, int above, int first_node, int count) {
+    const int begin = (node << LOG_CHILDREN * above) - first_node;
+    const int behind = begin + (1 << LOG_CHILDREN * above);
     first = begin < 0 ? 0 : begin;
-    end = behind < unit.count ? behind : unit.count;
+    end = behind < count ? behind : count;
   }
 };
 
-// 8 normalise, 9 store lse: the rows of a task whose first slot holds all of it. `each` warps
-// share them, of which this is number `warp`.
-__device__ __noinline__ void finish_task(const Params& p, const Workspace& workspace,
-                                            const Task& task, long long slot, Scale scale,
-                                            int warp, int each) {
+// Folds the nodes that lanes have, each a row at a time, by all warps of the block: lane n's, if it
+// `has` one, from slot `slot` on. `level_below` is that of the children, counted from units on. All
+// warps call it with the same nodes.
+__device__ __forceinline__ void fold_nodes(const Workspace& workspace, bool has, int first_node,
+                                           const NodeUnits& node, long long slot, int level_below,
+                                           accum_t c) {
+  const int warp = threadIdx.x / ptx::WARP_SIZE;
+  unsigned int nodes = ptx::ballot(has);
+  int item = 0;
 #pragma unroll 1
-  for (int row = warp; row < task.rows; row += each) {
-    const merge::Statistics held = workspace.statistic(slot, row);
-    const long long head = task.head_of(row), i = task.query_of(row);
-    accum_t m = held.m, l = held.l, weight = 1;
-    if (m != -number::infinity()) m *= scale.logit;
-    const accum_t sink =
-        p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, head);
-    if (sink != -number::infinity()) {
-      const accum_t top = m > sink ? m : sink;
-      weight = m == top ? accum_t(1) : softmax::exponential(m - top);
-      l = l * weight + (sink == top ? accum_t(1) : softmax::exponential(sink - top));
-      m = top;
+  while (nodes != 0) {
+    const int lane = __ffs(static_cast<int>(nodes)) - 1;
+    nodes &= nodes - 1;
+    const int first = ptx::shuffle(node.first, lane), end = ptx::shuffle(node.end, lane);
+    const int task_first = ptx::shuffle(first_node, lane);
+    const long long to = ptx::shuffle(slot, lane);
+#pragma unroll 1
+    for (int row = 0; row < workspace.rows; ++row) {
+      if (item++ % WARPS == warp) {
+        fold_row(workspace, task_first, to, first, end, level_below, row, c);
+      }
     }
-    // 8 normalise
-    const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
-    storage_t* const out = reinterpret_cast<storage_t*>(p.out.data) +
-                           layout::offset(p.out, task.entry, head, false) + i * p.out.row;
-    for (int column = ptx::lane_index(); column < D_V; column += ptx::WARP_SIZE) {
-      number::narrow(workspace.row(slot, row)[column] * inverse, out + column * p.out.col);
-    }
-    // 9 store lse
-    if (p.lse.data != nullptr && ptx::lane_index() == 0) {
-      const memory::RowStatistic lse = memory::row_statistic(p.lse, task.entry, head);
-      lse.data[i * lse.row] = l == accum_t(0) ? -number::infinity() : m + log(l);
+  }
+}
+
+// A row of a task whose first slot holds all of it.
+__device__ __noinline__ void finish_row(const Params& p, const Workspace& workspace,
+                                        const Task& task, long long slot, Scale scale, int row) {
+  const merge::Statistics held = workspace.statistic(slot, row);
+  const long long head = task.head_of(row), i = task.query_of(row);
+  accum_t m = held.m, l = held.l, weight = 1;
+  if (m != -number::infinity()) m *= scale.logit;
+  const accum_t sink =
+      p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, head);
+  if (sink != -number::infinity()) {
+    const accum_t top = m > sink ? m : sink;
+    weight = m == top ? accum_t(1) : softmax::exponential(m - top);
+    l = l * weight + (sink == top ? accum_t(1) : softmax::exponential(sink - top));
+    m = top;
+  }
+  // 8 normalise
+  const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
+  storage_t* const out = reinterpret_cast<storage_t*>(p.out.data) +
+                         layout::offset(p.out, task.entry, head, false) + i * p.out.row;
+  for (int column = ptx::lane_index(); column < D_V; column += ptx::WARP_SIZE) {
+    number::narrow(workspace.row(slot, row)[column] * inverse, out + column * p.out.col);
+  }
+  // 9 store lse
+  if (p.lse.data != nullptr && ptx::lane_index() == 0) {
+    const memory::RowStatistic lse = memory::row_statistic(p.lse, task.entry, head);
+    lse.data[i * lse.row] = l == accum_t(0) ? -number::infinity() : m + log(l);
+  }
+}
+
+// Writes the results of the tasks that lanes have, by all warps of the block, a row at a time.
+__device__ __forceinline__ void finish_tasks(const Params& p, const Workspace& workspace, bool has,
+                                             int number, long long slot, Scale scale) {
+  const int warp = threadIdx.x / ptx::WARP_SIZE;
+  unsigned int tasks = ptx::ballot(has);
+  int item = 0;
+#pragma unroll 1
+  while (tasks != 0) {
+    const int lane = __ffs(static_cast<int>(tasks)) - 1;
+    tasks &= tasks - 1;
+    const int mine = (warp + WARPS - item % WARPS) % WARPS;  // the warp's first row
+    item += workspace.rows;
+    if (mine >= workspace.rows) continue;
+    const Task task = task_of(p, ptx::shuffle(number, lane));
+    const long long from = ptx::shuffle(slot, lane);
+#pragma unroll 1
+    for (int row = mine; row < task.rows; row += WARPS) {
+      finish_row(p, workspace, task, from, scale, row);
     }
   }
 }
 
 // Folds what the warps of all blocks have kept, and writes the results. All threads of a block call
 // it, after they stored the units of its share.
-__device__ __noinline__ void fold_and_finish(const Params& p, const Workspace& workspace,
+__device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace& workspace,
                                                 const Units& units, Scale scale,
                                                 bool (&last_smem)[2]) {
   const long long begin = units.begin(blockIdx.x), end = units.begin(blockIdx.x + 1);
-  const int warp = threadIdx.x / ptx::WARP_SIZE;
   const int above = levels_above(p, units.level);
   __syncthreads();  // the units, stored by all warps
   if (begin == end) return;
-  // Nodes all of whose units are the block's.
+  // Nodes all of whose units are the block's: lanes look at 32 units at a time.
 #pragma unroll 1
   for (int n = 1; n <= above; ++n) {
 #pragma unroll 1
-    for (long long item = warp; item < (end - begin) * workspace.rows; item += WARPS) {
-      const long long slot = begin + item / workspace.rows;
-      const UnitRecord unit = workspace.units[slot];
-      const NodeUnits node(unit, n);
-      const int index = unit.index;
-      if (node.first != index || node.end == index + 1 || slot + node.end - index > end) continue;
-      fold_row(workspace, unit, slot, node.first, node.end, n - 1,
-               static_cast<int>(item % workspace.rows), scale.power);
+    for (long long first = begin; first < end; first += ptx::WARP_SIZE) {
+      const long long slot = first + ptx::lane_index();
+      const UnitRecord unit = workspace.units[slot < end ? slot : begin];
+      const NodeUnits node((unit.first_node + unit.index) >> (LOG_CHILDREN * n), n,
+                           unit.first_node, unit.count);
+      const bool has = slot < end && node.first == unit.index && node.end > unit.index + 1 &&
+                       slot + node.end - unit.index <= end;
+      fold_nodes(workspace, has, unit.first_node, node, slot, n - 1, scale.power);
     }
     __syncthreads();  // the nodes, folded by all warps
+  }
+  // Tasks all of whose units are the block's.
+#pragma unroll 1
+  for (long long first = begin; first < end; first += ptx::WARP_SIZE) {
+    const long long slot = first + ptx::lane_index();
+    const UnitRecord unit = workspace.units[slot < end ? slot : begin];
+    const bool has = slot < end && unit.index == 0 && slot + unit.count <= end;
+    finish_tasks(p, workspace, has, unit.task, slot, scale);
   }
   // The first and the last task may have units of other blocks.
   const UnitRecord ends[2] = {workspace.units[begin], workspace.units[end - 1]};
@@ -208,49 +255,38 @@ __device__ __noinline__ void fold_and_finish(const Params& p, const Workspace& w
     slots[n] = (n == 0 ? begin : end - 1) - ends[n].index;
     shared[n] = slots[n] < begin || slots[n] + ends[n].count > end;
   }
-  if (shared[1] && slots[0] == slots[1]) shared[1] = false;  // the same task
-  if (shared[0] || shared[1]) {
-    ptx::fence_device();
-    __syncthreads();  // what all threads stored, behind their fences
-    if (threadIdx.x < 2 && shared[threadIdx.x]) {
-      const int n = threadIdx.x;
-      const long long from = slots[n] > begin ? slots[n] : begin;
-      const long long behind = slots[n] + ends[n].count < end ? slots[n] + ends[n].count : end;
-      last_smem[n] = arrive(workspace.counters + ends[n].task,
-                            static_cast<unsigned int>(behind - from), ends[n].count);
-    }
-    __syncthreads();  // who was last
-    ptx::fence_device();
+  if (slots[0] == slots[1]) shared[1] = false;  // the same task
+  if (!shared[0] && !shared[1]) return;
+  ptx::fence_device();
+  __syncthreads();  // what all threads stored, behind their fences
+  if (threadIdx.x < 2 && shared[threadIdx.x]) {
+    const int n = threadIdx.x;
+    const long long from = slots[n] > begin ? slots[n] : begin;
+    const long long behind = slots[n] + ends[n].count < end ? slots[n] + ends[n].count : end;
+    last_smem[n] = arrive(workspace.counters + ends[n].task,
+                          static_cast<unsigned int>(behind - from), ends[n].count);
   }
+  __syncthreads();  // who was last
+  ptx::fence_device();
 #pragma unroll 1
   for (int task = 0; task < 2; ++task) {
     if (!shared[task] || !last_smem[task]) continue;
-    const UnitRecord& some = ends[task];
+    const int first_node = ends[task].first_node, count = ends[task].count;
 #pragma unroll 1
     for (int n = 1; n <= above; ++n) {
+      const int shift = LOG_CHILDREN * n, end_node = ((first_node + count - 1) >> shift) + 1;
 #pragma unroll 1
-      for (int item = warp; item < some.count * workspace.rows; item += WARPS) {
-        UnitRecord unit = some;
-        unit.index = item / workspace.rows;
-        const NodeUnits node(unit, n);
-        const int index = unit.index;
-        if (node.first != index || node.end == index + 1) continue;
-        if (units.block_of(slots[task] + index) == units.block_of(slots[task] + node.end - 1)) {
-          continue;  // folded by that block
-        }
-        fold_row(workspace, unit, slots[task] + index, node.first, node.end, n - 1,
-                 item % workspace.rows, scale.power);
+      for (int first = first_node >> shift; first < end_node; first += ptx::WARP_SIZE) {
+        const int number = first + ptx::lane_index();
+        const NodeUnits node(number, n, first_node, count);
+        // Others were folded by the block that has all of their units.
+        const bool has = number < end_node && units.block_of(slots[task] + node.first) !=
+                                                  units.block_of(slots[task] + node.end - 1);
+        fold_nodes(workspace, has, first_node, node, slots[task] + node.first, n - 1, scale.power);
       }
       __syncthreads();  // the nodes, folded by all warps
     }
-    finish_task(p, workspace, task_of(p, some.task), slots[task], scale, warp, WARPS);
-  }
-  // Tasks all of whose units are the block's: a warp finishes one.
-#pragma unroll 1
-  for (long long slot = begin + warp; slot < end; slot += WARPS) {
-    const UnitRecord unit = workspace.units[slot];
-    if (unit.index != 0 || slot + unit.count > end) continue;
-    finish_task(p, workspace, task_of(p, unit.task), slot, scale, 0, 1);
+    finish_tasks(p, workspace, ptx::lane_index() == 0, ends[task].task, slots[task], scale);
   }
 }
 
