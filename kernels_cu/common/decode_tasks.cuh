@@ -35,14 +35,18 @@ __device__ __forceinline__ int head_blocks(const Params& p) {
 // Row r of a task is query i0 + r / heads of head `head` + r % heads.
 struct Task {
   layout::Entry entry;
-  long long number;
-  long long head_kv, head, i0;
-  int heads, rows;
+  const storage_t *k, *v;  // row 0 of its head's keys and values, or of page 0
+  long long i0;
+  int number, head, heads, rows;
   int first, last;  // visible leaves: from `first` to before `last`
   bool idle;        // no such task: packed sequences have fewer blocks of queries
 
-  __device__ __forceinline__ long long head_of(int row) const { return head + row % heads; }
-  __device__ __forceinline__ long long query_of(int row) const { return i0 + row / heads; }
+  __device__ __forceinline__ long long head_of(int row) const {
+    return head + static_cast<int>(static_cast<unsigned int>(row) % heads);
+  }
+  __device__ __forceinline__ long long query_of(int row) const {
+    return i0 + static_cast<unsigned int>(row) / heads;
+  }
   __device__ __forceinline__ int first_node(int level) const {
     return first >> (LOG_CHILDREN * level);
   }
@@ -61,24 +65,54 @@ __device__ __forceinline__ Site site_of(const Task& task, int row, long long j) 
               entry.len_q, entry.len_k,       entry.start_q,      entry.start_k};
 }
 
-__device__ __noinline__ Task task_of(const Params& p, long long number) {
+// Quotient and remainder of a task's number, which has 31 bits.
+struct Split {
+  unsigned int quotient, remainder;
+
+  __device__ __forceinline__ Split(unsigned int number, long long divisor) {
+    const unsigned int by = static_cast<unsigned int>(divisor);
+    quotient = by == 1 ? number : number / by;
+    remainder = number - quotient * by;
+  }
+};
+
+__device__ __forceinline__ Task task_of(const Params& p, int number) {
   Task task;
-  const int heads = heads_of_task(p), queries = queries_of_task(p), blocks = head_blocks(p);
-  const layout::WorkTile work =
-      layout::work_tile_of(p, number, p.heads_kv * blocks, false, queries, false);
-  task.entry = work.entry;
-  task.number = number;
-  task.idle = work.idle;
-  const layout::Quotient head = layout::divide(work.head, blocks);
-  const int head_block = static_cast<int>(head.remainder);
-  task.head_kv = head.quotient;
-  task.head = task.head_kv * p.group + head_block * heads;
-  task.heads = tile::smaller(p.group - head_block * heads, heads);
-  task.i0 = work.block * queries;
-  task.first = task.last = task.rows = 0;
-  if (work.idle) return task;
+  const int heads = heads_of_task(p), queries = queries_of_task(p);
+  const Split by_block(number, p.blocks);
+  const Split by_part(by_block.quotient, head_blocks(p));
+  const Split by_head(by_part.quotient, p.heads_kv);
+  const int head_kv = static_cast<int>(by_head.remainder);
+  const int part = static_cast<int>(by_part.remainder) * heads;
+  long long block = by_block.remainder;
+  unsigned int slice = by_head.quotient;
+  if constexpr (PACKED) {
+    slice = static_cast<unsigned int>(
+        layout::sequence_of(p, p.offsets_q, p.total_q, queries, block));
+    block -= layout::clamp(p.offsets_q[slice], 0, p.total_q) / queries + slice;
+  }
+#pragma unroll
+  for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
+    task.entry.lead[axis] = 0;
+    if (p.lead_size[axis] > 1) {
+      const Split rest(slice, p.lead_size[axis]);
+      task.entry.lead[axis] = rest.remainder;
+      slice = rest.quotient;
+    }
+  }
+  layout::complete(p, task.entry);
   if constexpr (CACHED) task.entry.len_k = cache::length(p, task.entry.b);
-  task.rows = tile::rows_from(task.i0, task.entry.len_q, queries) * task.heads;
+  task.number = number;
+  task.head = head_kv * p.group + part;
+  task.heads = tile::smaller(p.group - part, heads);
+  task.i0 = block * queries;
+  task.idle = block < 0 || task.i0 >= task.entry.len_q;
+  task.rows = task.idle ? 0 : tile::rows_from(task.i0, task.entry.len_q, queries) * task.heads;
+  task.k = reinterpret_cast<const storage_t*>(p.k.data) +
+           layout::offset(p.k, task.entry, head_kv, true);
+  task.v = reinterpret_cast<const storage_t*>(p.v.data) +
+           layout::offset(p.v, task.entry, head_kv, true);
+  task.first = task.last = 0;
   long long begin = 0, end = task.entry.len_k;
   if constexpr (HAS_RANGE) {
     long long low = end, high = -1;
@@ -105,16 +139,16 @@ struct Schedule {
 };
 
 // Every thread counts the units of its tasks: those from t * each on.
-__device__ __forceinline__ long long tasks_of_thread(const Params& p) {
-  return (p.tasks + THREADS - 1) / THREADS;
+__device__ __forceinline__ int tasks_of_thread(const Params& p) {
+  return (static_cast<int>(p.tasks) + THREADS - 1) / THREADS;
 }
 
 // Counts all units. All threads of the block call it together, and meet behind it.
-__device__ __noinline__ void count_units(const Params& p, Schedule* schedule_smem) {
-  const long long each = tasks_of_thread(p);
+__device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_smem) {
+  const int each = tasks_of_thread(p), begin = threadIdx.x * each;
   long long counts[LEVELS] = {};
 #pragma unroll 1
-  for (long long n = threadIdx.x * each; n < (threadIdx.x + 1) * each && n < p.tasks; ++n) {
+  for (int n = begin; n < begin + each && n < p.tasks; ++n) {
     const Task task = task_of(p, n);
 #pragma unroll
     for (int level = 0; level < LEVELS; ++level) counts[level] += task.units(level);
@@ -172,7 +206,7 @@ struct Found {
 };
 
 // Finds a unit's task: among the threads' sums, then task by task.
-__device__ __noinline__ Found find_unit(const Params& p, const Schedule& schedule, int level,
+__device__ __forceinline__ Found find_unit(const Params& p, const Schedule& schedule, int level,
                                            long long unit) {
   int low = 0, high = THREADS - 1;  // the first thread whose sum is beyond the unit
   while (low < high) {
@@ -185,7 +219,7 @@ __device__ __noinline__ Found find_unit(const Params& p, const Schedule& schedul
   }
   long long left = unit - (low > 0 ? schedule.counts[level][low - 1] : 0);
   Found found;
-  long long number = low * tasks_of_thread(p);
+  int number = low * tasks_of_thread(p);
 #pragma unroll 1
   while (true) {
     found.task = task_of(p, number);

@@ -75,48 +75,51 @@ __device__ __forceinline__ bool arrive(unsigned long long* counter, unsigned int
 }
 
 // Folds the children of a row of a node, from the slot of the first one on, into that slot. Children
-// are nodes of the level below; `first` and `end` are units of the task. A warp calls it.
-__device__ __noinline__ void fold_row(const Workspace& workspace, int first_node, long long slot,
-                                         int first, int end, int level_below,
+// are nodes of the level below; `first` and `end` are units of the task. A warp calls it: lane n has
+// the statistics of child n, and all lanes have columns.
+__device__ __forceinline__ void fold_row(const Workspace& workspace, int first_node,
+                                         long long slot, int first, int end, int level_below,
                                          int row, accum_t c) {
-  merge::Statistics own = merge::no_keys();
-  constexpr int EACH = (COLUMNS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
   constexpr int CHILDREN = 1 << LOG_CHILDREN;
-  long long places[CHILDREN];
-  merge::Statistics others[CHILDREN];
-  const int shift = LOG_CHILDREN * level_below;
+  constexpr int EACH = (COLUMNS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
+  const int shift = LOG_CHILDREN * level_below, lane = ptx::lane_index();
+  // The first unit of the lane's child, counted from the node's first one.
+  const int node = ((first_node + first) >> shift) + lane;
+  const int unit = lane == 0 ? 0 : (node << shift) - first_node - first;
+  const bool exists = lane < CHILDREN && unit < end - first;
+  const int children = __popc(ptx::ballot(exists));
+  const merge::Statistics mine =
+      exists ? workspace.statistic(slot + unit, row) : merge::no_keys();
+  const long long row_elements = static_cast<long long>(workspace.rows) * COLUMNS;
+  accum_t* const to = workspace.row(slot, row);
+  merge::Statistics own = merge::no_keys();
+  accum_t sums[EACH] = {};
+  accum_t parts[CHILDREN][EACH];  // all on their way before the first is added
 #pragma unroll
   for (int n = 0; n < CHILDREN; ++n) {
-    // The first unit of child n, counted from the task's first one.
-    const int node = ((first_node + first) >> shift) + n;
-    const int begin = n == 0 ? first : (node << shift) - first_node;
-    places[n] = begin < end ? slot + begin - first : -1;
-    others[n] = begin < end ? workspace.statistic(places[n], row) : merge::no_keys();
-  }
-  accum_t sums[EACH] = {};
-  // All children of a few columns are on their way at a time.
+    const accum_t* const from = to + ptx::shuffle(unit, n) * row_elements;
 #pragma unroll
-  for (int x = 0; x < EACH; ++x) {
-    const int column = ptx::lane_index() + x * ptx::WARP_SIZE;
-    accum_t parts[CHILDREN];
-#pragma unroll
-    for (int n = 0; n < CHILDREN; ++n) {
-      const bool exists = places[n] >= 0 && column < COLUMNS;
-      parts[n] = exists ? workspace.row(places[n], row)[column] : accum_t(0);
-    }
-    own = merge::no_keys();
-#pragma unroll
-    for (int n = 0; n < CHILDREN; ++n) {
-      sums[x] = merge::statistics(own, others[n], c).apply(sums[x], parts[n]);
+    for (int x = 0; x < EACH; ++x) {
+      const int column = lane + x * ptx::WARP_SIZE;
+      const bool there = n < children && (COLUMNS % ptx::WARP_SIZE == 0 || column < COLUMNS);
+      parts[n][x] = there ? from[column] : accum_t(0);
     }
   }
-  __syncwarp();  // the statistics, which are read by all lanes and then written by one
+#pragma unroll
+  for (int n = 0; n < CHILDREN; ++n) {
+    if (n < children) {
+      const merge::Statistics other{ptx::shuffle(mine.m, n), ptx::shuffle(mine.l, n)};
+      const merge::Factors factors = merge::statistics(own, other, c);
+#pragma unroll
+      for (int x = 0; x < EACH; ++x) sums[x] = factors.apply(sums[x], parts[n][x]);
+    }
+  }
 #pragma unroll
   for (int x = 0; x < EACH; ++x) {
-    const int column = ptx::lane_index() + x * ptx::WARP_SIZE;
-    if (column < COLUMNS) workspace.row(slot, row)[column] = sums[x];
+    const int column = lane + x * ptx::WARP_SIZE;
+    if (COLUMNS % ptx::WARP_SIZE == 0 || column < COLUMNS) to[column] = sums[x];
   }
-  if (ptx::lane_index() == 0) workspace.statistic(slot, row) = own;
+  if (lane == 0) workspace.statistic(slot, row) = own;
 }
 
 // How many levels lie above units, up to the one whose first node has all keys.
@@ -164,7 +167,7 @@ __device__ __forceinline__ void fold_nodes(const Workspace& workspace, bool has,
 }
 
 // A row of a task whose first slot holds all of it.
-__device__ __noinline__ void finish_row(const Params& p, const Workspace& workspace,
+__device__ __forceinline__ void finish_row(const Params& p, const Workspace& workspace,
                                         const Task& task, long long slot, Scale scale, int row) {
   const merge::Statistics held = workspace.statistic(slot, row);
   const long long head = task.head_of(row), i = task.query_of(row);
@@ -183,7 +186,8 @@ __device__ __noinline__ void finish_row(const Params& p, const Workspace& worksp
   storage_t* const out = reinterpret_cast<storage_t*>(p.out.data) +
                          layout::offset(p.out, task.entry, head, false) + i * p.out.row;
   for (int column = ptx::lane_index(); column < D_V; column += ptx::WARP_SIZE) {
-    number::narrow(workspace.row(slot, row)[column] * inverse, out + column * p.out.col);
+    const accum_t o = held.l == accum_t(0) ? accum_t(0) : workspace.row(slot, row)[column];
+    number::narrow(o * inverse, out + column * p.out.col);
   }
   // 9 store lse
   if (p.lse.data != nullptr && ptx::lane_index() == 0) {

@@ -33,37 +33,57 @@ struct LeafPlaces {
   }
 };
 
-// Keys or values of a head of an entry.
+// Keys or values of a task.
 struct Source {
-  memory::Rows rows;
-  long long page;
+  const storage_t* data;  // row 0 of its head
+  long long page, row, col;
 
-  __device__ __forceinline__ Source(const Operand& operand, const decode::Task& task,
-                                    long long page_step)
-      : rows(memory::rows(operand, task.entry, task.head_kv, true)), page(page_step) {
-    rows.vectors = rows.vectors && page % STORED_VECTOR == 0;
+  // 16-byte copies are possible: rows are contiguous and begin at 16 bytes.
+  __device__ __forceinline__ bool vectors() const {
+    const long long steps = row | (PAGED ? page : 0);
+    return col == 1 && steps % STORED_VECTOR == 0 &&
+           reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
+  }
+};
+
+// The lanes of a warp that copy a row of `WIDTH` columns 16 bytes each, and the rows at a time.
+template <int WIDTH>
+struct Lanes {
+  static constexpr int PIECES = fragment::whole_columns(WIDTH) / STORED_VECTOR;
+  static constexpr int EACH = fragment::lanes_for(PIECES);
+  static constexpr int AT_ONCE = ptx::WARP_SIZE / EACH;
+  static constexpr int ROW_BYTES = fragment::row_bytes(WIDTH);
+
+  int row = ptx::lane_index() / EACH, piece = ptx::lane_index() % EACH;
+  int offset = fragment::swizzled_offset<ROW_BYTES>(row, piece);
+
+  // The offset of the lane's piece `first` rows further: AT_ONCE divides it, so that no bit of
+  // `row` is one of it.
+  __device__ __forceinline__ int at(int first) const {
+    return (offset ^ (first % 8 << 4)) + first * ROW_BYTES;
+  }
+  __device__ __forceinline__ int bytes() const {
+    const int left = static_cast<int>(sizeof(storage_t)) * (WIDTH - STORED_VECTOR * piece);
+    return left < 0 ? 0 : left < 16 ? left : 16;
   }
 };
 
 // The copies of `begin_copy`, one after the other, of rows that are copied 16 bytes at a time.
 template <int FIRST, int KEYS, int WIDTH, int ROW = 0>
 __device__ __forceinline__ void copy_vectors(unsigned int stage_address, const Source& from,
-                                             const LeafPlaces& places, int valid) {
-  constexpr int PIECES = fragment::whole_columns(WIDTH) / STORED_VECTOR;
-  constexpr int LANES = fragment::lanes_for(PIECES), AT_ONCE = ptx::WARP_SIZE / LANES;
+                                             const storage_t* source, const LeafPlaces& places,
+                                             const Lanes<WIDTH>& lanes, int bytes, int left) {
   if constexpr (ROW < KEYS) {
-    const int row = ROW + ptx::lane_index() / LANES, piece = ptx::lane_index() % LANES;
-    // As many rows as are copied at a time lie in one half of the leaf.
-    const cache::Place at = places.of<(FIRST + ROW) / ptx::WARP_SIZE>(FIRST + row);
-    if (LANES == PIECES || piece < PIECES) {
-      const storage_t* const source =
-          from.rows.data + at.offset(from.page, from.rows.row) + STORED_VECTOR * piece;
-      const int left = static_cast<int>(sizeof(storage_t)) * (WIDTH - STORED_VECTOR * piece);
-      const int bytes = left < 0 ? 0 : left < 16 ? left : 16;
-      const int offset = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, piece);
-      ptx::cp_async_partial(stage_address + offset, source, FIRST + row < valid ? bytes : 0);
+    if constexpr (PAGED) {  // as many rows as are copied at a time lie in one half of the leaf
+      const cache::Place at = places.of<(FIRST + ROW) / ptx::WARP_SIZE>(FIRST + ROW + lanes.row);
+      source = from.data + at.offset(from.page, from.row) + STORED_VECTOR * lanes.piece;
     }
-    copy_vectors<FIRST, KEYS, WIDTH, ROW + AT_ONCE>(stage_address, from, places, valid);
+    if (Lanes<WIDTH>::EACH == Lanes<WIDTH>::PIECES || lanes.piece < Lanes<WIDTH>::PIECES) {
+      ptx::cp_async_partial(stage_address + lanes.at(ROW), source, ROW < left ? bytes : 0);
+    }
+    constexpr int AT_ONCE = Lanes<WIDTH>::AT_ONCE;
+    copy_vectors<FIRST, KEYS, WIDTH, ROW + AT_ONCE>(
+        stage_address, from, source + AT_ONCE * from.row, places, lanes, bytes, left);
   }
 }
 
@@ -72,8 +92,12 @@ __device__ __forceinline__ void copy_vectors(unsigned int stage_address, const S
 template <int FIRST, int KEYS, int WIDTH>
 __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
                                            const LeafPlaces& places, int valid) {
-  if (from.rows.vectors) {
-    copy_vectors<FIRST, KEYS, WIDTH>(ptx::shared_address(stage_smem), from, places, valid);
+  if (from.vectors()) {
+    const Lanes<WIDTH> lanes;
+    const storage_t* const source = from.data + (places.first + FIRST + lanes.row) * from.row +
+                                    STORED_VECTOR * lanes.piece;
+    copy_vectors<FIRST, KEYS, WIDTH>(ptx::shared_address(stage_smem), from, source, places, lanes,
+                                     lanes.bytes(), valid - FIRST - lanes.row);
     return;
   }
   constexpr int COLUMNS = fragment::whole_columns(WIDTH);
@@ -81,13 +105,13 @@ __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
   for (int row = 0; row < KEYS; ++row) {
     const cache::Place at = FIRST + row < ptx::WARP_SIZE ? places.of<0>(FIRST + row)
                                                          : places.of<1>(FIRST + row);
-    const storage_t* const source = from.rows.data + at.offset(from.page, from.rows.row);
+    const storage_t* const source = from.data + at.offset(from.page, from.row);
 #pragma unroll 1
     for (int column = ptx::lane_index(); column < COLUMNS; column += ptx::WARP_SIZE) {
       const int offset = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(
           row, column / STORED_VECTOR);
       reinterpret_cast<storage_t*>(stage_smem + offset)[column % STORED_VECTOR] =
-          FIRST + row < valid && column < WIDTH ? source[column * from.rows.col] : storage_t(0);
+          FIRST + row < valid && column < WIDTH ? source[column * from.col] : storage_t(0);
     }
   }
 }
@@ -104,12 +128,19 @@ struct QueryRow {
              task.query_of(row) * p.q.row;
     }
   }
-  // Two elements from `column` on, each times the sign whose bit `sign` is.
-  __device__ __forceinline__ unsigned int pair(int column, long long step,
-                                               unsigned int sign) const {
+  // Whether pairs of elements can be read as one word.
+  __device__ __forceinline__ bool words(long long step) const {
+    return step == 1 && D % 2 == 0 && reinterpret_cast<unsigned long long>(data) % 4 == 0;
+  }
+  __device__ __forceinline__ unsigned int word(int column) const {
+    if (data == nullptr || column >= D) return 0;
+    return *reinterpret_cast<const unsigned int*>(data + column);
+  }
+  // Two elements from `column` on.
+  __device__ __noinline__ unsigned int pair(int column, long long step) const {
     unsigned int low = 0, high = 0;
-    if (data != nullptr && column < D) low = data[column * step] ^ sign;
-    if (data != nullptr && column + 1 < D) high = data[(column + 1) * step] ^ sign;
+    if (data != nullptr && column < D) low = data[column * step];
+    if (data != nullptr && column + 1 < D) high = data[(column + 1) * step];
     return low | high << 16;
   }
 };
@@ -118,17 +149,19 @@ struct QueryRow {
 // memory that only this warp uses.
 template <bool IN_REGISTERS>
 __device__ __forceinline__ void load_queries(const Params& p, const decode::Task& task,
-                                             unsigned int sign, fragment::Left<D, IN_REGISTERS>& q,
+                                             unsigned int signs, fragment::Left<D, IN_REGISTERS>& q,
                                              char* q_smem) {
   if constexpr (IN_REGISTERS) {
     const QueryRow rows[2] = {QueryRow(p, task, fragment::lane_row()),
                               QueryRow(p, task, fragment::lane_row() + 8)};
+    const bool words = rows[0].words(p.q.col) && rows[1].words(p.q.col);
 #pragma unroll
     for (int step = 0; step < fragment::whole_columns(D) / 16; ++step) {
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         const int column = 16 * step + fragment::lane_column() + x / 2 * 8;
-        q.registers[step][0][x] = rows[x % 2].pair(column, p.q.col, sign);
+        q.registers[step][0][x] =
+            (words ? rows[x % 2].word(column) : rows[x % 2].pair(column, p.q.col)) ^ signs;
       }
     }
   } else {
@@ -141,7 +174,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const decode::Task
       for (int pair = ptx::lane_index(); pair < PAIRS; pair += ptx::WARP_SIZE) {
         const int at = fragment::swizzled_offset<fragment::row_bytes(D)>(row, pair / 4);
         reinterpret_cast<unsigned int*>(q_smem + at)[pair % 4] =
-            from.pair(2 * pair, p.q.col, sign);
+            from.pair(2 * pair, p.q.col) ^ signs;
       }
     }
     __syncwarp();  // the queries, written by all lanes

@@ -59,11 +59,12 @@ struct Producer {
                                        const decode_rows::LeafPlaces& places, int ahead) const {
     if (leaf.exists) {
       if constexpr (N < STEPS) {
-        decode_rows::begin_copy<N * STEP_KEYS, STEP_KEYS, D>(
-            at(ahead), decode_rows::Source(p.k, task, p.k_page), places, leaf.keys);
+        const decode_rows::Source k{task.k, p.k_page, p.k.row, p.k.col};
+        decode_rows::begin_copy<N * STEP_KEYS, STEP_KEYS, D>(at(ahead), k, places, leaf.keys);
       } else {
-        decode_rows::begin_copy<(N - STEPS) * STEP_KEYS, STEP_KEYS, D_V>(
-            at(ahead), decode_rows::Source(p.v, task, p.v_page), places, leaf.keys);
+        const decode_rows::Source v{task.v, p.v_page, p.v.row, p.v.col};
+        decode_rows::begin_copy<(N - STEPS) * STEP_KEYS, STEP_KEYS, D_V>(at(ahead), v, places,
+                                                                         leaf.keys);
       }
     }
     ptx::cp_async_commit();
@@ -154,29 +155,25 @@ struct State {
   accum_t o[ROWS][COLUMNS_V];
 };
 
-__device__ __forceinline__ int column_of(int n) {
-  return 8 * (n / 2) + fragment::lane_column() + n % 2;
-}
+// Elements n and n + 1 of a thread's row of o, n even, are at columns 4 n + lane_column() and on.
+struct alignas(8) Pair {
+  accum_t x, y;
+};
 
-// Merges a state into a slot, or stores it there if the slot is `fresh`.
-__device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspace, long long slot,
-                                                const State& state, int rows, bool fresh,
-                                                accum_t c) {
+// Stores a state in a slot.
+__device__ __forceinline__ void store_slot(const decode::Workspace& workspace, long long slot,
+                                           const State& state, int rows) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = fragment::lane_row() + 8 * r;
     if (row >= rows) continue;
-    merge::Statistics own = fresh ? merge::no_keys() : workspace.statistic(slot, row);
-    const merge::Factors factors = merge::statistics(own, state.row[r], c);
-    accum_t* const sums = workspace.row(slot, row);
+    accum_t* const sums = workspace.row(slot, row) + fragment::lane_column();
 #pragma unroll
-    for (int n = 0; n < COLUMNS_V; ++n) {
-      accum_t& sum = sums[column_of(n)];
-      sum = factors.apply(fresh ? accum_t(0) : sum, state.o[r][n]);
+    for (int n = 0; n < COLUMNS_V; n += 2) {
+      *reinterpret_cast<Pair*>(sums + 4 * n) = Pair{state.o[r][n], state.o[r][n + 1]};
     }
-    if (ptx::lane_index() % 4 == 0) workspace.statistic(slot, row) = own;
+    if (ptx::lane_index() % 4 == 0) workspace.statistic(slot, row) = state.row[r];
   }
-  __syncwarp();  // the slot, which other lanes read when they merge into it
 }
 
 __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, long long slot,
@@ -186,8 +183,13 @@ __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, lo
     const int row = fragment::lane_row() + 8 * r;
     if (row >= rows) continue;
     state.row[r] = workspace.statistic(slot, row);
+    const accum_t* const sums = workspace.row(slot, row) + fragment::lane_column();
 #pragma unroll
-    for (int n = 0; n < COLUMNS_V; ++n) state.o[r][n] = workspace.row(slot, row)[column_of(n)];
+    for (int n = 0; n < COLUMNS_V; n += 2) {
+      const Pair pair = *reinterpret_cast<const Pair*>(sums + 4 * n);
+      state.o[r][n] = pair.x;
+      state.o[r][n + 1] = pair.y;
+    }
   }
   __syncwarp();  // the slot, read by all lanes before it is written again
 }
@@ -199,6 +201,16 @@ __device__ __forceinline__ void merge_states(State& own, const State& other, acc
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; ++n) own.o[r][n] = factors.apply(own.o[r][n], other.o[r][n]);
   }
+}
+
+// Merges a state into a slot, and returns it merged.
+__device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspace, long long slot,
+                                                State& state, int rows, accum_t c) {
+  State own = state;
+  load_slot(workspace, slot, own, rows);
+  merge_states(own, state, c);
+  store_slot(workspace, slot, own, rows);
+  __syncwarp();  // the slot, written by all lanes
 }
 
 __device__ __forceinline__ void clear(State& state) {
@@ -228,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // Logits are `logit_scale` times a score; queries are negated if the scale is negative.
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
   const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
-  const unsigned int sign = !HAS_SCORE && scale < 0 ? 0x8000u : 0;
+  const unsigned int signs = !HAS_SCORE && scale < 0 ? fragment::SIGNS : 0;
 
   decode::Leaf now = cursor.next();
   decode::Leaf next = now.exists ? cursor.next() : now;
@@ -273,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 1 load q
     if (loaded != task.number) {
       loaded = task.number;
-      decode_rows::load_queries(p, task, sign, q, q_smem);
+      decode_rows::load_queries(p, task, signs, q, q_smem);
     }
     bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
     unsigned int mask[ROWS];
@@ -334,33 +346,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       fragment::multiply_add<D_V>(leaf.o, part, v_smem);
     });
     // 6 rescale
+    int level = 1;
+    bool whole = true;  // whether the node of that level is, and goes into the one above
     if constexpr (IN_REGISTERS) {
       merge_states(node, leaf, c);
-      if (!now.shares_node(next, 1)) {
-        if (top == 1) {
-          merge_into_slot(workspace, now.unit, node, task.rows, true, c);
-        } else {
-          merge_into_slot(workspace, top == 2 ? now.unit : workspace.held(p, 2), node, task.rows,
-                          (fresh >> 2 & 1) != 0, c);
-          fresh &= ~4u;
-          if (top == 3 && !now.shares_node(next, 2)) {
-            load_slot(workspace, workspace.held(p, 2), node, task.rows);
-            merge_into_slot(workspace, now.unit, node, task.rows, (fresh >> 3 & 1) != 0, c);
-            fresh = (fresh | 4u) & ~8u;
-          }
-        }
+      whole = !now.shares_node(next, 1);
+      if (whole) {
+        leaf = node;
         clear(node);
+        level = 2;
       }
-    } else {
+    }
+    // Nodes that are not in registers are in slots.
 #pragma unroll 1
-      for (int level = 1; level <= top; ++level) {
-        const long long slot = level == top ? now.unit : workspace.held(p, level);
-        merge_into_slot(workspace, slot, leaf, task.rows, (fresh >> level & 1) != 0, c);
+    while (whole) {
+      const bool is_unit = level >= top;
+      const long long slot = is_unit ? now.unit : workspace.held(p, level);
+      if ((fresh >> level & 1) != 0) {
+        store_slot(workspace, slot, leaf, task.rows);
         fresh &= ~(1u << level);
-        if (level == top || now.shares_node(next, level)) break;
+      } else {
+        merge_into_slot(workspace, slot, leaf, task.rows, c);
+      }
+      whole = !is_unit && !now.shares_node(next, level);
+      if (whole) {
         load_slot(workspace, slot, leaf, task.rows);
         fresh |= 1u << level;
       }
+      ++level;
     }
     if (!next.exists || next.unit != now.unit) fresh = ~0u;
     now = next;
