@@ -114,8 +114,7 @@ bool is_known(const Step& step, int thread) {
 void not_known(const Step& step, const char* does, const char* did, const void* caller) {
   fault(offset_of(caller), "%s global memory that thread %d of block %lld has %s with no %s since",
         does, step.thread, step.block, did,
-        step.block == block_number ? "barrier"
-                                   : "fence_device, compare_and_swap and fence_device");
+        step.block == block_number ? "barrier" : "fence_device, compare_and_swap and fence_device");
 }
 
 void add_reader(Address at, int me) {
@@ -142,15 +141,16 @@ void touch_global(Address from, std::size_t bytes, bool writes, int me, const vo
     if (found != global.end()) {
       const Write& write = found->second;
       if (write.swapped) {
-        fault(offset_of(caller),
-              "%s global memory that thread %d of block %lld has swapped, where others may still "
-              "swap: only compare_and_swap may touch it",
-              does, write.thread, write.block);
+        fault(
+            offset_of(caller),
+            "%s global memory that thread %d of block %lld has swapped: only compare_and_swap may "
+            "touch it in this launch",
+            does, write.thread, write.block);
       }
       if (!is_known(write, me)) not_known(write, does, "written", caller);
       // Whoever knows a thread's write knows what the thread did in the same step.
-      const bool at_once = write.clock == now.clock && write.thread == me &&
-                           write.block == block_number;
+      const bool at_once =
+          write.clock == now.clock && write.thread == me && write.block == block_number;
       if (!writes && !at_once) add_reader(at, me);
     }
     if (writes) {

@@ -251,7 +251,7 @@ def _voted_by_warps(given: Array) -> Array:
 
 
 def _to_swap() -> Array:
-    """What is there, what is expected of it, and what is desired: any bits, or all but one equal."""
+    """What is there, what is expected and what is desired: any bits; equal, or but for one."""
     given = blocks_of(3, 2, np.uint64)
     same = np.arange(len(given)) % 3 > 0
     given[same, 1] = given[same, 0]
