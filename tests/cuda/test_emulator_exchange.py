@@ -181,6 +181,10 @@ def test_a_counter_that_is_written_without_a_barrier(schedule):
     assert count[0] == 1
     with pytest.raises(Fault, match=r"memory that thread \d of block 0 has (written|swapped)"):
         Probe(body % "", headers=HEADERS).run(given=count, schedule=schedule)
+    # Thread 7 reads it between the barrier and the swap, or after the swap.
+    reads = "__syncthreads();\nif (t == 7) smem[7] = *count;"
+    with pytest.raises(Fault, match=r"memory that thread \d of block 0 has (read|swapped)"):
+        Probe(body % reads, headers=HEADERS).run(given=count, schedule=schedule)
 
 
 # Of two blocks the one that swaps first has written a number, and reads it afterwards.
@@ -231,6 +235,20 @@ def test_order_is_passed_on_through_another_counter():
     skips = Probe(body % "if (blockIdx.x != 1) ptx::fence_device();", headers=HEADERS)
     with pytest.raises(Fault, match=f"block 2, thread 0: {UNORDERED}"):
         skips.run(out, np.zeros(2, np.uint64), 3)
+    # What failed has written nothing, so it tells nothing.
+    fails = Probe(body.replace("0, 1);", "5, 1);") % "ptx::fence_device();", headers=HEADERS)
+    with pytest.raises(Fault, match=f"block 2, thread 0: {UNORDERED}"):
+        fails.run(out, np.zeros(2, np.uint64), 3)
+    # Another thread of the second block fences.
+    others = "if (t == 1) ptx::fence_device();\n__syncthreads();"
+    handed = body.replace("if (t > 0) return;", "").replace(
+        "if (blockIdx", "if (t == 0 && blockIdx"
+    )
+    out[:] = 0
+    Probe(handed % f"__syncthreads();\n{others}", headers=HEADERS).run(
+        out, np.zeros(2, np.uint64), 3
+    )
+    assert out.tolist() == [7, 7]
 
 
 def test_threads_of_a_block_exchange_by_swaps():
