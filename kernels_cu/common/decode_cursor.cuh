@@ -6,7 +6,7 @@ namespace decode {
 
 // A leaf of a unit. A unit without visible leaves has one without keys, because it has a result.
 struct Leaf {
-  long long unit;  // its slot
+  int unit;  // its slot
   int index, keys, tile_class;
   int place;  // of its task among the warp's two
   bool exists;
@@ -32,12 +32,13 @@ class Cursor {
   __device__ __forceinline__ Cursor(const Params& p, const Schedule& schedule, const Units& units,
                                     const Workspace& workspace, WarpTasks& tasks_smem)
       : p_(p), workspace_(workspace), tasks_smem_(tasks_smem), level_(units.level) {
-    const long long begin = units.begin(blockIdx.x), all = units.begin(blockIdx.x + 1) - begin;
-    const int warp = threadIdx.x / ptx::WARP_SIZE;
-    unit_ = begin + all * warp / WARPS;
-    end_ = begin + all * (warp + 1) / WARPS;
+    block_begin_ = units.begin(blockIdx.x);
+    block_end_ = units.begin(blockIdx.x + 1);
+    const int all = block_end_ - block_begin_, warp = threadIdx.x / ptx::WARP_SIZE;
+    unit_ = block_begin_ + all * warp / WARPS;
+    end_ = block_begin_ + all * (warp + 1) / WARPS;
     if (unit_ == end_) return;
-    const Found found = find_unit(p, schedule, level_, unit_);
+    const Found found = find_unit(p, schedule, unit_);
     index_ = found.index;
     begin_task(found.task);
     begin_unit();
@@ -51,7 +52,7 @@ class Cursor {
       if (tile_class != EMPTY) {
         yielded_ = true;
         const long long first = static_cast<long long>(leaf_) << LOG_LEAF;
-        const int keys = tile::rows_from(first, task.entry.len_k, LEAF);
+        const int keys = tile::rows_from(first, task.len_k, LEAF);
         return Leaf{unit_, leaf_++, keys, tile_class, place_, true};
       }
       if (leaf_ < leaf_end_) continue;
@@ -62,14 +63,22 @@ class Cursor {
       if (++unit_ == end_) break;
       if (++index_ == task.units(level_)) {
         index_ = 0;
-        long long number = task.number + 1;
+        int number = task.number + 1;
         Task following = task_of(p_, number);
-        while (following.idle) following = task_of(p_, ++number);
+        while (following.heads == 0) following = task_of(p_, ++number);
         begin_task(following);
       }
       begin_unit();
     }
     return Leaf{unit_, 0, 0, EMPTY, place_, false};
+  }
+
+  // Prepares the counter of a task that other blocks have units of, too, given one of its units.
+  __device__ __forceinline__ void prepare_counter(const Task& task, const Leaf& leaf) const {
+    const int node = leaf.index >> (LOG_CHILDREN * level_);
+    const int first = leaf.unit - (leaf.keys > 0 ? node - task.first_node(level_) : 0);
+    const bool is_shared = first < block_begin_ || first + task.units(level_) > block_end_;
+    if (is_shared && ptx::lane_index() == 0) prepare(workspace_.counters + task.number);
   }
 
  private:
@@ -88,8 +97,8 @@ class Cursor {
     leaf_ = leaf_begin_;
     yielded_ = false;
     if (ptx::lane_index() == 0) {
-      workspace_.units[unit_] = UnitRecord{static_cast<int>(task.number), index_,
-                                           task.units(level_), task.first_node(level_)};
+      workspace_.units[unit_] = UnitRecord{task.number, index_, task.units(level_),
+                                           task.first_node(level_)};
     }
   }
 
@@ -111,13 +120,13 @@ class Cursor {
   __device__ __forceinline__ void classify(const Task& task) {
     const int mine = tile::smaller(leaf_ + ptx::lane_index(), task.last - 1);
     const long long first = static_cast<long long>(mine) << LOG_LEAF;
-    const int keys = tile::rows_from(first, task.entry.len_k, LEAF);
+    const int keys = tile::rows_from(first, task.len_k, LEAF);
     bool some = false, full = true;
 #pragma unroll 1
     for (int n = 0; n < task.heads; ++n) {
       const int queries = task.rows / task.heads;
       const int found = tile::classify_tile(
-          p_, tile::describe_tile(task.entry, task.head + n, task.i0, queries, first, keys));
+          p_, tile::describe_tile(task.entry(), task.head + n, task.i0, queries, first, keys));
       some = some || found != EMPTY;
       full = full && found == FULL;
     }
@@ -129,7 +138,8 @@ class Cursor {
   const Params& p_;
   const Workspace& workspace_;
   WarpTasks& tasks_smem_;
-  long long unit_, end_;  // its unit's slot, and the end of the warp's
+  int unit_ = 0, end_ = 0;  // its unit's slot, and the end of the warp's
+  int block_begin_, block_end_;
   int level_, index_ = 0, place_ = 0;
   int leaf_ = 0, leaf_begin_ = 0, leaf_end_ = 0;
   int classified_ = 0;  // leaves before this one have bits, the last 32 of them

@@ -34,13 +34,15 @@ __device__ __forceinline__ int head_blocks(const Params& p) {
 
 // Row r of a task is query i0 + r / heads of head `head` + r % heads.
 struct Task {
-  layout::Entry entry;
   const storage_t *k, *v;  // row 0 of its head's keys and values, or of page 0
-  long long i0;
-  int number, head, heads, rows;
-  int first, last;  // visible leaves: from `first` to before `last`
-  bool idle;        // no such task: packed sequences have fewer blocks of queries
+  long long start_q;       // of its entry, as the next ones
+  int b, lead[MAX_LEAD], len_q, len_k;
+  int number, i0, head, heads, rows;  // no heads: no such task, as packed sequences may have
+  int first, last;                    // visible leaves: from `first` to before `last`
 
+  __device__ __forceinline__ layout::Entry entry() const {
+    return layout::Entry{b, {lead[0], lead[1], lead[2], lead[3]}, len_q, len_k, start_q, 0};
+  }
   __device__ __forceinline__ long long head_of(int row) const {
     return head + static_cast<int>(static_cast<unsigned int>(row) % heads);
   }
@@ -52,17 +54,17 @@ struct Task {
   }
   // Its units at a level: one where it has no leaf, too, because its rows have results.
   __device__ __forceinline__ int units(int level) const {
-    if (idle) return 0;
+    if (heads == 0) return 0;
     if (last <= first) return 1;
     return ((last - 1) >> (LOG_CHILDREN * level)) - first_node(level) + 1;
   }
 };
+static_assert(MAX_LEAD == 4, "Task::entry");
 
 // The site of a row and a key.
 __device__ __forceinline__ Site site_of(const Task& task, int row, long long j) {
-  const layout::Entry& entry = task.entry;
-  return Site{entry.b,     task.head_of(row), task.query_of(row), j,
-              entry.len_q, entry.len_k,       entry.start_q,      entry.start_k};
+  return Site{task.b,     task.head_of(row), task.query_of(row), j,
+              task.len_q, task.len_k,        task.start_q,       0};
 }
 
 // Quotient and remainder of a task's number, which has 31 bits.
@@ -78,6 +80,7 @@ struct Split {
 
 __device__ __forceinline__ Task task_of(const Params& p, int number) {
   Task task;
+  layout::Entry entry;
   const int heads = heads_of_task(p), queries = queries_of_task(p);
   const Split by_block(number, p.blocks);
   const Split by_part(by_block.quotient, head_blocks(p));
@@ -93,27 +96,31 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   }
 #pragma unroll
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
-    task.entry.lead[axis] = 0;
+    entry.lead[axis] = 0;
     if (p.lead_size[axis] > 1) {
       const Split rest(slice, p.lead_size[axis]);
-      task.entry.lead[axis] = rest.remainder;
+      entry.lead[axis] = rest.remainder;
       slice = rest.quotient;
     }
   }
-  layout::complete(p, task.entry);
-  if constexpr (CACHED) task.entry.len_k = cache::length(p, task.entry.b);
+  layout::complete(p, entry);
+  if constexpr (CACHED) entry.len_k = cache::length(p, entry.b);
+  task.b = static_cast<int>(entry.b);
+  task.start_q = entry.start_q;
+  task.len_q = static_cast<int>(entry.len_q);
+  task.len_k = static_cast<int>(entry.len_k);
+#pragma unroll
+  for (int axis = 0; axis < MAX_LEAD; ++axis) task.lead[axis] = static_cast<int>(entry.lead[axis]);
   task.number = number;
   task.head = head_kv * p.group + part;
-  task.heads = tile::smaller(p.group - part, heads);
-  task.i0 = block * queries;
-  task.idle = block < 0 || task.i0 >= task.entry.len_q;
-  task.rows = task.idle ? 0 : tile::rows_from(task.i0, task.entry.len_q, queries) * task.heads;
-  task.k = reinterpret_cast<const storage_t*>(p.k.data) +
-           layout::offset(p.k, task.entry, head_kv, true);
-  task.v = reinterpret_cast<const storage_t*>(p.v.data) +
-           layout::offset(p.v, task.entry, head_kv, true);
+  task.i0 = static_cast<int>(block) * queries;
+  const bool idle = block < 0 || task.i0 >= task.len_q;
+  task.heads = idle ? 0 : tile::smaller(p.group - part, heads);
+  task.rows = tile::smaller(task.len_q - task.i0, queries) * task.heads;
+  task.k = reinterpret_cast<const storage_t*>(p.k.data) + layout::offset(p.k, entry, head_kv, true);
+  task.v = reinterpret_cast<const storage_t*>(p.v.data) + layout::offset(p.v, entry, head_kv, true);
   task.first = task.last = 0;
-  long long begin = 0, end = task.entry.len_k;
+  long long begin = 0, end = task.len_k;
   if constexpr (HAS_RANGE) {
     long long low = end, high = -1;
 #pragma unroll 1
@@ -133,9 +140,13 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   return task;
 }
 
-// What all warps of a block know of the units: in shared memory.
+// Units of the tasks of threads 0 to t, at the level that was chosen: in shared memory.
 struct Schedule {
-  long long counts[LEVELS][THREADS];  // units of the tasks of threads 0 to t, by level
+  int level;
+  int sums[THREADS];
+  int totals[LEVELS][WARPS];  // of each warp's threads
+
+  __device__ __forceinline__ int total() const { return sums[THREADS - 1]; }
 };
 
 // Every thread counts the units of its tasks: those from t * each on.
@@ -143,59 +154,73 @@ __device__ __forceinline__ int tasks_of_thread(const Params& p) {
   return (static_cast<int>(p.tasks) + THREADS - 1) / THREADS;
 }
 
-// Counts all units. All threads of the block call it together, and meet behind it.
+// The level of the units: leaves where nodes would leave blocks without work, and larger nodes where
+// there would be too many units to keep.
+__device__ __forceinline__ int choose_level(const long long (&totals)[LEVELS]) {
+  const long long blocks = gridDim.x;
+  int level = totals[1] < NODES_FILL * blocks ? 0 : 1;
+#pragma unroll
+  for (int n = 1; n < LEVELS - 1; ++n) {
+    if (level == n && totals[n] > MOST_UNITS * blocks) level = n + 1;
+  }
+  return level;
+}
+
+// Chooses the level and counts all units. All threads of the block call it together.
 __device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_smem) {
   const int each = tasks_of_thread(p), begin = threadIdx.x * each;
-  long long counts[LEVELS] = {};
+  const int lane = ptx::lane_index(), warp = threadIdx.x / ptx::WARP_SIZE;
+  int counts[LEVELS] = {};
 #pragma unroll 1
   for (int n = begin; n < begin + each && n < p.tasks; ++n) {
     const Task task = task_of(p, n);
 #pragma unroll
     for (int level = 0; level < LEVELS; ++level) counts[level] += task.units(level);
   }
+  int sums[LEVELS];  // over the warp's threads up to this one
 #pragma unroll
   for (int level = 0; level < LEVELS; ++level) {
-    schedule_smem->counts[level][threadIdx.x] = counts[level];
-  }
-  __syncthreads();  // the counts of all threads
-  for (int level = threadIdx.x / ptx::WARP_SIZE; level < LEVELS; level += WARPS) {
-    long long before = 0;
-#pragma unroll 1
-    for (int first = 0; first < THREADS; first += ptx::WARP_SIZE) {
-      long long sum = schedule_smem->counts[level][first + ptx::lane_index()];
+    sums[level] = counts[level];
 #pragma unroll
-      for (int lanes = 1; lanes < ptx::WARP_SIZE; lanes *= 2) {
-        const long long other = ptx::shuffle(sum, (ptx::lane_index() - lanes) & 31);
-        sum += ptx::lane_index() >= lanes ? other : 0;
-      }
-      sum += before;
-      schedule_smem->counts[level][first + ptx::lane_index()] = sum;
-      before = ptx::shuffle(sum, ptx::WARP_SIZE - 1);
+    for (int lanes = 1; lanes < ptx::WARP_SIZE; lanes *= 2) {
+      const int other = ptx::shuffle(sums[level], (lane - lanes) & 31);
+      sums[level] += lane >= lanes ? other : 0;
+    }
+    if (lane == ptx::WARP_SIZE - 1) schedule_smem->totals[level][warp] = sums[level];
+  }
+  __syncthreads();  // the totals of all warps
+  long long totals[LEVELS] = {};
+  int before[LEVELS] = {};  // of the warps before this one
+#pragma unroll
+  for (int level = 0; level < LEVELS; ++level) {
+#pragma unroll
+    for (int n = 0; n < WARPS; ++n) {
+      const int total = schedule_smem->totals[level][n];
+      before[level] += n < warp ? total : 0;
+      totals[level] += total;
     }
   }
-  __syncthreads();  // the sums
+  const int level = choose_level(totals);
+  int sum = 0;
+#pragma unroll
+  for (int n = 0; n < LEVELS; ++n) sum = n == level ? before[n] + sums[n] : sum;
+  schedule_smem->sums[threadIdx.x] = sum;
+  if (threadIdx.x == 0) schedule_smem->level = level;
+  __syncthreads();  // the sums of all threads
 }
 
 // The units of one level, and how blocks share them.
 struct Units {
-  int level;
-  long long total;
+  int level, total;
 
-  __device__ __forceinline__ explicit Units(const Schedule& schedule) {
-    const long long blocks = gridDim.x;
-    level = schedule.counts[1][THREADS - 1] < NODES_FILL * blocks ? 0 : 1;
-#pragma unroll
-    for (int n = 1; n < LEVELS - 1; ++n) {
-      if (level == n && schedule.counts[n][THREADS - 1] > MOST_UNITS * blocks) level = n + 1;
-    }
-    total = schedule.counts[level][THREADS - 1];
-  }
+  __device__ __forceinline__ explicit Units(const Schedule& schedule)
+      : level(schedule.level), total(schedule.total()) {}
   // The first unit of a block, and the block of a unit.
-  __device__ __forceinline__ long long begin(long long block) const {
-    return block * total / gridDim.x;
+  __device__ __forceinline__ int begin(int block) const {
+    return static_cast<int>(static_cast<long long>(block) * total / gridDim.x);
   }
-  __device__ __forceinline__ long long block_of(long long unit) const {
-    return ((unit + 1) * gridDim.x - 1) / total;
+  __device__ __forceinline__ int block_of(int unit) const {
+    return static_cast<int>((static_cast<long long>(unit + 1) * gridDim.x - 1) / total);
   }
 };
 
@@ -206,30 +231,27 @@ struct Found {
 };
 
 // Finds a unit's task: among the threads' sums, then task by task.
-__device__ __forceinline__ Found find_unit(const Params& p, const Schedule& schedule, int level,
-                                           long long unit) {
+__device__ __forceinline__ Found find_unit(const Params& p, const Schedule& schedule, int unit) {
   int low = 0, high = THREADS - 1;  // the first thread whose sum is beyond the unit
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (schedule.counts[level][middle] > unit) {
+    if (schedule.sums[middle] > unit) {
       high = middle;
     } else {
       low = middle + 1;
     }
   }
-  long long left = unit - (low > 0 ? schedule.counts[level][low - 1] : 0);
   Found found;
+  found.index = unit - (low > 0 ? schedule.sums[low - 1] : 0);
   int number = low * tasks_of_thread(p);
 #pragma unroll 1
   while (true) {
     found.task = task_of(p, number);
-    const int units = found.task.units(level);
-    if (left < units) break;
-    left -= units;
+    const int units = found.task.units(schedule.level);
+    if (found.index < units) return found;
+    found.index -= units;
     ++number;
   }
-  found.index = static_cast<int>(left);
-  return found;
 }
 
 }  // namespace decode

@@ -58,20 +58,21 @@ struct Scale {
   accum_t logit, power;
 };
 
-// Counts `units` of a task as done. Returns whether they were the last. One thread calls it.
-__device__ __forceinline__ bool arrive(unsigned long long* counter, unsigned int units,
-                                       unsigned int count) {
-  constexpr unsigned long long MARK = 0x6375707900000000ull, UPPER = 0xffffffff00000000ull;
-  unsigned long long seen = 0;
-#pragma unroll 1
-  while (true) {
-    const unsigned long long before = (seen & UPPER) == MARK ? seen : MARK;
-    const unsigned int done = static_cast<unsigned int>(before) + units;
-    const unsigned long long after = done >= count ? MARK : MARK + done;
-    const unsigned long long found = ptx::compare_and_swap(counter, seen, after);
-    if (found == seen) return done >= count;
-    seen = found;
-  }
+// The upper half of a counter that counts: any other one belongs to no launch of these kernels.
+constexpr unsigned long long MARK = 0x6375707900000000ull, UPPER = 0xffffffff00000000ull;
+
+// Makes a counter one that counts, if it is none. Every block does so before it counts.
+__device__ __forceinline__ void prepare(unsigned long long* counter) {
+  const unsigned long long seen = ptx::compare_and_swap(counter, 0, MARK);
+  if (seen != 0 && (seen & UPPER) != MARK) ptx::compare_and_swap(counter, seen, MARK);
+}
+
+// Counts `units` of a task as done. Returns whether they were the last; then it counts from 0 again.
+__device__ __forceinline__ bool arrive(unsigned long long* counter, int units, int count) {
+  const unsigned long long before = ptx::fetch_add(counter, units);
+  const bool last = static_cast<int>(before & ~UPPER) + units == count;
+  if (last) ptx::fetch_add(counter, 0ull - count);
+  return last;
 }
 
 // Folds the children of a row of a node, from the slot of the first one on, into that slot. Children
@@ -105,14 +106,13 @@ __device__ __forceinline__ void fold_row(const Workspace& workspace, int first_n
       parts[n][x] = there ? from[column] : accum_t(0);
     }
   }
+  // Children that do not exist have no keys. There is no branch, behind which loads would wait.
 #pragma unroll
   for (int n = 0; n < CHILDREN; ++n) {
-    if (n < children) {
-      const merge::Statistics other{ptx::shuffle(mine.m, n), ptx::shuffle(mine.l, n)};
-      const merge::Factors factors = merge::statistics(own, other, c);
+    const merge::Statistics other{ptx::shuffle(mine.m, n), ptx::shuffle(mine.l, n)};
+    const merge::Factors factors = merge::statistics(own, other, c);
 #pragma unroll
-      for (int x = 0; x < EACH; ++x) sums[x] = factors.apply(sums[x], parts[n][x]);
-    }
+    for (int x = 0; x < EACH; ++x) sums[x] = factors.apply(sums[x], parts[n][x]);
   }
 #pragma unroll
   for (int x = 0; x < EACH; ++x) {
@@ -184,14 +184,14 @@ __device__ __forceinline__ void finish_row(const Params& p, const Workspace& wor
   // 8 normalise
   const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
   storage_t* const out = reinterpret_cast<storage_t*>(p.out.data) +
-                         layout::offset(p.out, task.entry, head, false) + i * p.out.row;
+                         layout::offset(p.out, task.entry(), head, false) + i * p.out.row;
   for (int column = ptx::lane_index(); column < D_V; column += ptx::WARP_SIZE) {
     const accum_t o = held.l == accum_t(0) ? accum_t(0) : workspace.row(slot, row)[column];
     number::narrow(o * inverse, out + column * p.out.col);
   }
   // 9 store lse
   if (p.lse.data != nullptr && ptx::lane_index() == 0) {
-    const memory::RowStatistic lse = memory::row_statistic(p.lse, task.entry, head);
+    const memory::RowStatistic lse = memory::row_statistic(p.lse, task.entry(), head);
     lse.data[i * lse.row] = l == accum_t(0) ? -number::infinity() : m + log(l);
   }
 }
@@ -223,7 +223,7 @@ __device__ __forceinline__ void finish_tasks(const Params& p, const Workspace& w
 __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace& workspace,
                                                 const Units& units, Scale scale,
                                                 bool (&last_smem)[2]) {
-  const long long begin = units.begin(blockIdx.x), end = units.begin(blockIdx.x + 1);
+  const int begin = units.begin(blockIdx.x), end = units.begin(blockIdx.x + 1);
   const int above = levels_above(p, units.level);
   __syncthreads();  // the units, stored by all warps
   if (begin == end) return;
@@ -231,8 +231,8 @@ __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace
 #pragma unroll 1
   for (int n = 1; n <= above; ++n) {
 #pragma unroll 1
-    for (long long first = begin; first < end; first += ptx::WARP_SIZE) {
-      const long long slot = first + ptx::lane_index();
+    for (int first = begin; first < end; first += ptx::WARP_SIZE) {
+      const int slot = first + ptx::lane_index();
       const UnitRecord unit = workspace.units[slot < end ? slot : begin];
       const NodeUnits node((unit.first_node + unit.index) >> (LOG_CHILDREN * n), n,
                            unit.first_node, unit.count);
@@ -244,15 +244,15 @@ __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace
   }
   // Tasks all of whose units are the block's.
 #pragma unroll 1
-  for (long long first = begin; first < end; first += ptx::WARP_SIZE) {
-    const long long slot = first + ptx::lane_index();
+  for (int first = begin; first < end; first += ptx::WARP_SIZE) {
+    const int slot = first + ptx::lane_index();
     const UnitRecord unit = workspace.units[slot < end ? slot : begin];
     const bool has = slot < end && unit.index == 0 && slot + unit.count <= end;
     finish_tasks(p, workspace, has, unit.task, slot, scale);
   }
   // The first and the last task may have units of other blocks.
   const UnitRecord ends[2] = {workspace.units[begin], workspace.units[end - 1]};
-  long long slots[2];  // of their first units
+  int slots[2];  // of their first units
   bool shared[2];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -261,17 +261,16 @@ __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace
   }
   if (slots[0] == slots[1]) shared[1] = false;  // the same task
   if (!shared[0] && !shared[1]) return;
-  ptx::fence_device();
-  __syncthreads();  // what all threads stored, behind their fences
+  __syncthreads();  // what all threads stored
   if (threadIdx.x < 2 && shared[threadIdx.x]) {
     const int n = threadIdx.x;
-    const long long from = slots[n] > begin ? slots[n] : begin;
-    const long long behind = slots[n] + ends[n].count < end ? slots[n] + ends[n].count : end;
-    last_smem[n] = arrive(workspace.counters + ends[n].task,
-                          static_cast<unsigned int>(behind - from), ends[n].count);
+    const int from = slots[n] > begin ? slots[n] : begin;
+    const int behind = slots[n] + ends[n].count < end ? slots[n] + ends[n].count : end;
+    ptx::fence_device();
+    last_smem[n] = arrive(workspace.counters + ends[n].task, behind - from, ends[n].count);
+    ptx::fence_device();
   }
-  __syncthreads();  // who was last
-  ptx::fence_device();
+  __syncthreads();  // who was last, and what the others stored
 #pragma unroll 1
   for (int task = 0; task < 2; ++task) {
     if (!shared[task] || !last_smem[task]) continue;

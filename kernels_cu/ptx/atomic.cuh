@@ -23,4 +23,16 @@ __device__ __forceinline__ unsigned long long compare_and_swap(unsigned long lon
   return before;
 }
 
+// Adds to what lies at an 8-byte boundary of global memory, in one step; returns what was there. It
+// orders no other accesses.
+__device__ __forceinline__ unsigned long long fetch_add(unsigned long long* place_gmem,
+                                                        unsigned long long value) {
+  unsigned long long before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(__cvta_generic_to_global(place_gmem)), "l"(value)
+               : "memory");
+  return before;
+}
+
 }  // namespace ptx

@@ -116,69 +116,29 @@ __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
   }
 }
 
-// A row of a task's queries.
-struct QueryRow {
-  const storage_t* data;  // null: there is no such row
-
-  __device__ __forceinline__ QueryRow(const Params& p, const decode::Task& task, int row)
-      : data(nullptr) {
-    if (row < task.rows) {
-      data = reinterpret_cast<const storage_t*>(p.q.data) +
-             layout::offset(p.q, task.entry, task.head_of(row), false) +
-             task.query_of(row) * p.q.row;
-    }
-  }
-  // Whether pairs of elements can be read as one word.
-  __device__ __forceinline__ bool words(long long step) const {
-    return step == 1 && D % 2 == 0 && reinterpret_cast<unsigned long long>(data) % 4 == 0;
-  }
-  __device__ __forceinline__ unsigned int word(int column) const {
-    if (data == nullptr || column >= D) return 0;
-    return *reinterpret_cast<const unsigned int*>(data + column);
-  }
-  // Two elements from `column` on.
-  __device__ __noinline__ unsigned int pair(int column, long long step) const {
-    unsigned int low = 0, high = 0;
-    if (data != nullptr && column < D) low = data[column * step];
-    if (data != nullptr && column + 1 < D) high = data[(column + 1) * step];
-    return low | high << 16;
-  }
-};
-
-// Loads a task's queries as the left operand of a product: into registers, or into 16 rows of shared
-// memory that only this warp uses.
-template <bool IN_REGISTERS>
+// Loads a task's queries to 16 rows of shared memory that only this warp uses, with `signs` turned
+// round. Rows that do not exist become 0.
 __device__ __forceinline__ void load_queries(const Params& p, const decode::Task& task,
-                                             unsigned int signs, fragment::Left<D, IN_REGISTERS>& q,
-                                             char* q_smem) {
-  if constexpr (IN_REGISTERS) {
-    const QueryRow rows[2] = {QueryRow(p, task, fragment::lane_row()),
-                              QueryRow(p, task, fragment::lane_row() + 8)};
-    const bool words = rows[0].words(p.q.col) && rows[1].words(p.q.col);
-#pragma unroll
-    for (int step = 0; step < fragment::whole_columns(D) / 16; ++step) {
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const int column = 16 * step + fragment::lane_column() + x / 2 * 8;
-        q.registers[step][0][x] =
-            (words ? rows[x % 2].word(column) : rows[x % 2].pair(column, p.q.col)) ^ signs;
-      }
-    }
-  } else {
-    constexpr int PAIRS = fragment::whole_columns(D) / 2;
-    __syncwarp();  // the queries before, read by all lanes
+                                             unsigned int signs, char* q_smem) {
+  constexpr int COLUMNS = fragment::whole_columns(D);
+  __syncwarp();  // the queries before, read by all lanes
 #pragma unroll 1
-    for (int row = 0; row < 16; ++row) {
-      const QueryRow from(p, task, row);
-#pragma unroll 1
-      for (int pair = ptx::lane_index(); pair < PAIRS; pair += ptx::WARP_SIZE) {
-        const int at = fragment::swizzled_offset<fragment::row_bytes(D)>(row, pair / 4);
-        reinterpret_cast<unsigned int*>(q_smem + at)[pair % 4] =
-            from.pair(2 * pair, p.q.col) ^ signs;
-      }
+  for (int row = 0; row < 16; ++row) {
+    const bool exists = row < task.rows;
+    const storage_t* const from =
+        reinterpret_cast<const storage_t*>(p.q.data) +
+        (exists ? layout::offset(p.q, task.entry(), task.head_of(row), false) +
+                      task.query_of(row) * p.q.row
+                : 0);
+#pragma unroll 4
+    for (int column = ptx::lane_index(); column < COLUMNS; column += ptx::WARP_SIZE) {
+      const int at = fragment::swizzled_offset<fragment::row_bytes(D)>(row, column / STORED_VECTOR);
+      const unsigned int element = exists && column < D ? from[column * p.q.col] : 0;
+      reinterpret_cast<storage_t*>(q_smem + at)[column % STORED_VECTOR] =
+          static_cast<storage_t>(element ^ signs);
     }
-    __syncwarp();  // the queries, written by all lanes
   }
+  __syncwarp();  // the queries, written by all lanes
 }
 
 // The words of a stage's rows that a lane looks at.

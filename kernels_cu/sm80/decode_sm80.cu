@@ -7,7 +7,7 @@
 // shared memory, and meets no other one before its keys are done.
 //
 // Grid: a share of all units for each block. Shared memory: SharedStorage; of every warp its stages
-// and, for wide heads, its queries. BLOCK_Q is 16, BLOCK_KV 64.
+// and its queries. BLOCK_Q is 16, BLOCK_KV 64.
 #include "../common/params.cuh"
 #include "decode_rows.cuh"
 #include "fragment_softmax.cuh"
@@ -24,8 +24,8 @@ constexpr int ROW_BYTES = matmul::larger(Q_BYTES, V_BYTES);
 constexpr int STAGE_BYTES = 8192;
 constexpr int STEP_KEYS = STAGE_BYTES / ROW_BYTES < LEAF ? STAGE_BYTES / ROW_BYTES : LEAF;
 constexpr int STEPS = LEAF / STEP_KEYS;  // of keys, and as many of values
-constexpr bool IN_REGISTERS = D <= 128 && D_V <= 128;  // queries, and the node of level 1
-constexpr int QUERY_BYTES = IN_REGISTERS ? 0 : 16 * Q_BYTES;
+constexpr bool IN_REGISTERS = D_V <= 128;              // the node of level 1
+constexpr int QUERY_BYTES = 16 * Q_BYTES;
 
 struct SharedStorage {
   decode::Schedule schedule;
@@ -240,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   // Logits are `logit_scale` times a score; queries are negated if the scale is negative.
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
   const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
-  const unsigned int signs = !HAS_SCORE && scale < 0 ? fragment::SIGNS : 0;
+  const unsigned int signs = !HAS_SCORE && scale < 0 ? 0x8000u : 0;
 
   decode::Leaf now = cursor.next();
   decode::Leaf next = now.exists ? cursor.next() : now;
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return tasks_smem.task[leaf.place];
   };
   const auto places_of = [&](const decode::Leaf& leaf) {
-    return decode_rows::LeafPlaces(p, leaf, leaf.exists ? task_of(leaf).entry.b : 0);
+    return decode_rows::LeafPlaces(p, leaf, leaf.exists ? task_of(leaf).b : 0);
   };
   decode_rows::LeafPlaces places = places_of(now), next_places = places_of(next);
   Producer producer{p, warp_smem, 0};
@@ -272,12 +272,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     return stage_smem;
   };
 
-  fragment::Left<D, IN_REGISTERS> q(q_smem);
+  const fragment::Left<D, false> q(q_smem);
   State node;  // of level 1, if it is in registers
   clear(node);
   const int top = units.level > 0 ? units.level : 1;  // the level of what a unit's slot gets
   unsigned int fresh = ~0u;                           // bit n: nothing is in the node of level n
-  long long loaded = -1;  // the number of the task whose queries are loaded
+  int loaded = -1;                                    // the number of the task whose queries are loaded
 
 #pragma unroll 1
   while (now.exists) {
@@ -285,7 +285,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 1 load q
     if (loaded != task.number) {
       loaded = task.number;
-      decode_rows::load_queries(p, task, signs, q, q_smem);
+      cursor.prepare_counter(task, now);
+      decode_rows::load_queries(p, task, signs, q_smem);
     }
     bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
     unsigned int mask[ROWS];

@@ -148,13 +148,14 @@ def _configure_backward(kernel: str, request: Request) -> Tiles | None:
 # Warps and stages of decode_sm80.cu, the most bytes in flight first.
 DECODE_WARPS = ((8, 3), (6, 3), (4, 3), (4, 2), (2, 2))
 DECODE_ROWS, DECODE_KEYS, DECODE_STAGE = 16, 64, 8192
-TASK_BYTES, LEVELS = 128, 4  # of decode_tasks.cuh
+TASK_BYTES, LEVELS = 80, 4  # of decode_tasks.cuh
 
 
-def decode_bytes(warps: int, stages: int, d: int, d_v: int) -> int:
-    """Bytes of decode_sm80.cu: its SharedStorage; stages and, of wide heads, queries of a warp."""
-    storage = 8 * LEVELS * 32 * warps + 2 * TASK_BYTES * warps + 8
-    queries = DECODE_ROWS * row_bytes(d) if max(d, d_v) > 128 else 0
+def decode_bytes(warps: int, stages: int, d: int, _: int) -> int:
+    """Bytes of decode_sm80.cu: its SharedStorage, and each warp's stages and queries."""
+    storage = 4 + 4 * 32 * warps + 4 * LEVELS * warps  # a Schedule
+    storage = -(-storage // 8) * 8 + 2 * TASK_BYTES * warps + 8
+    queries = DECODE_ROWS * row_bytes(d)
     return -(-storage // 128) * 128 + warps * (queries + stages * DECODE_STAGE)
 
 

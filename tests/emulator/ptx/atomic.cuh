@@ -11,4 +11,13 @@ inline unsigned long long compare_and_swap(unsigned long long* place_gmem,
   return emulator::compare_and_swap(place_gmem, expected, desired);
 }
 
+inline unsigned long long fetch_add(unsigned long long* place_gmem, unsigned long long value) {
+  unsigned long long seen = 0;
+  while (true) {
+    const unsigned long long found = emulator::compare_and_swap(place_gmem, seen, seen + value);
+    if (found == seen) return found;
+    seen = found;
+  }
+}
+
 }  // namespace ptx
