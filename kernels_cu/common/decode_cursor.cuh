@@ -6,7 +6,7 @@ namespace decode {
 
 // A leaf of a unit. A unit without visible leaves has one without keys, because it has a result.
 struct Leaf {
-  int unit;  // its slot
+  int unit, index_of_unit;  // its slot, and which of its task's units it is
   int index, keys, tile_class;
   int place;  // of its task among the warp's two
   bool exists;
@@ -53,12 +53,12 @@ class Cursor {
         yielded_ = true;
         const long long first = static_cast<long long>(leaf_) << LOG_LEAF;
         const int keys = tile::rows_from(first, task.len_k, LEAF);
-        return Leaf{unit_, leaf_++, keys, tile_class, place_, true};
+        return Leaf{unit_, index_, leaf_++, keys, tile_class, place_, true};
       }
       if (leaf_ < leaf_end_) continue;
       if (!yielded_) {
         yielded_ = true;
-        return Leaf{unit_, leaf_begin_, 0, PARTIAL, place_, true};
+        return Leaf{unit_, index_, leaf_begin_, 0, PARTIAL, place_, true};
       }
       if (++unit_ == end_) break;
       if (++index_ == task.units(level_)) {
@@ -70,14 +70,16 @@ class Cursor {
       }
       begin_unit();
     }
-    return Leaf{unit_, 0, 0, EMPTY, place_, false};
+    return Leaf{unit_, 0, 0, 0, EMPTY, place_, false};
   }
 
-  // Prepares the counter of a task that other blocks have units of, too, given one of its units.
+  // Prepares the counter of a task that other blocks have units of, too: for the first and the last
+  // unit of the block.
   __device__ __forceinline__ void prepare_counter(const Task& task, const Leaf& leaf) const {
-    const int node = leaf.index >> (LOG_CHILDREN * level_);
-    const int first = leaf.unit - (leaf.keys > 0 ? node - task.first_node(level_) : 0);
-    const bool is_shared = first < block_begin_ || first + task.units(level_) > block_end_;
+    const int index = leaf.index_of_unit;
+    const int first = leaf.unit - index, end = first + task.units(level_);
+    const bool at_end = leaf.unit == block_begin_ || leaf.unit == block_end_ - 1;
+    const bool is_shared = at_end && (first < block_begin_ || end > block_end_);
     if (is_shared && ptx::lane_index() == 0) prepare(workspace_.counters + task.number);
   }
 

@@ -84,29 +84,29 @@ __device__ __forceinline__ void fold_row(const Workspace& workspace, int first_n
   constexpr int CHILDREN = 1 << LOG_CHILDREN;
   constexpr int EACH = (COLUMNS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
   const int shift = LOG_CHILDREN * level_below, lane = ptx::lane_index();
+  const auto column_of = [&](int x) {
+    const int column = lane + x * ptx::WARP_SIZE;
+    return COLUMNS % ptx::WARP_SIZE == 0 || column < COLUMNS ? column : COLUMNS - 1;
+  };
   // The first unit of the lane's child, counted from the node's first one.
   const int node = ((first_node + first) >> shift) + lane;
   const int unit = lane == 0 ? 0 : (node << shift) - first_node - first;
   const bool exists = lane < CHILDREN && unit < end - first;
-  const int children = __popc(ptx::ballot(exists));
-  const merge::Statistics mine =
-      exists ? workspace.statistic(slot + unit, row) : merge::no_keys();
+  merge::Statistics mine = workspace.statistic(slot + (exists ? unit : 0), row);
+  if (!exists) mine = merge::no_keys();
   const long long row_elements = static_cast<long long>(workspace.rows) * COLUMNS;
   accum_t* const to = workspace.row(slot, row);
   merge::Statistics own = merge::no_keys();
   accum_t sums[EACH] = {};
-  accum_t parts[CHILDREN][EACH];  // all on their way before the first is added
+  // All parts are on their way before the first is added: no load hangs on a condition. Where there
+  // is no child or no column, another one is loaded and not used.
+  accum_t parts[CHILDREN][EACH];
 #pragma unroll
   for (int n = 0; n < CHILDREN; ++n) {
-    const accum_t* const from = to + ptx::shuffle(unit, n) * row_elements;
+    const accum_t* const from = to + ptx::shuffle(exists ? unit : 0, n) * row_elements;
 #pragma unroll
-    for (int x = 0; x < EACH; ++x) {
-      const int column = lane + x * ptx::WARP_SIZE;
-      const bool there = n < children && (COLUMNS % ptx::WARP_SIZE == 0 || column < COLUMNS);
-      parts[n][x] = there ? from[column] : accum_t(0);
-    }
+    for (int x = 0; x < EACH; ++x) parts[n][x] = from[column_of(x)];
   }
-  // Children that do not exist have no keys. There is no branch, behind which loads would wait.
 #pragma unroll
   for (int n = 0; n < CHILDREN; ++n) {
     const merge::Statistics other{ptx::shuffle(mine.m, n), ptx::shuffle(mine.l, n)};
@@ -114,10 +114,10 @@ __device__ __forceinline__ void fold_row(const Workspace& workspace, int first_n
 #pragma unroll
     for (int x = 0; x < EACH; ++x) sums[x] = factors.apply(sums[x], parts[n][x]);
   }
+  __syncwarp();  // the parts, loaded by all lanes before the first one's place is written
 #pragma unroll
   for (int x = 0; x < EACH; ++x) {
-    const int column = lane + x * ptx::WARP_SIZE;
-    if (COLUMNS % ptx::WARP_SIZE == 0 || column < COLUMNS) to[column] = sums[x];
+    if (lane + x * ptx::WARP_SIZE < COLUMNS) to[column_of(x)] = sums[x];
   }
   if (lane == 0) workspace.statistic(slot, row) = own;
 }

@@ -116,26 +116,51 @@ __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
   }
 }
 
-// Loads a task's queries to 16 rows of shared memory that only this warp uses, with `signs` turned
-// round. Rows that do not exist become 0.
+// Row `row` of a task's queries; the first one where there is none.
+__device__ __forceinline__ const storage_t* query_row(const Params& p, const decode::Task& task,
+                                                      int row) {
+  const int held = row < task.rows ? row : 0;
+  return reinterpret_cast<const storage_t*>(p.q.data) +
+         layout::offset(p.q, task.entry(), task.head_of(held), false) +
+         task.query_of(held) * p.q.row;
+}
+
+// Loads a task's queries to 16 rows of shared memory that only this warp uses. Rows that do not
+// exist become 0.
 __device__ __forceinline__ void load_queries(const Params& p, const decode::Task& task,
-                                             unsigned int signs, char* q_smem) {
-  constexpr int COLUMNS = fragment::whole_columns(D);
+                                             char* q_smem) {
+  using Row = Lanes<D>;
+  constexpr int STEPS = 16 / Row::AT_ONCE;
+  const Row lanes;
+  const storage_t* const first = query_row(p, task, 0);
+  const bool vectors = Source{first, 0, p.q.row | p.q.head, p.q.col}.vectors() && D % 8 == 0;
+  const bool has_piece = lanes.piece < Row::PIECES;
   __syncwarp();  // the queries before, read by all lanes
+  if (vectors) {
+    StoredVector pieces[STEPS];  // all on their way before the first is stored
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int row = step * Row::AT_ONCE + lanes.row;
+      pieces[step] = StoredVector{};
+      if (row < task.rows && has_piece && STORED_VECTOR * lanes.piece < D) {
+        pieces[step] = *reinterpret_cast<const StoredVector*>(query_row(p, task, row) +
+                                                              STORED_VECTOR * lanes.piece);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      if (has_piece) {
+        *reinterpret_cast<StoredVector*>(q_smem + lanes.at(step * Row::AT_ONCE)) = pieces[step];
+      }
+    }
+  } else {
+    constexpr int COLUMNS = fragment::whole_columns(D);
 #pragma unroll 1
-  for (int row = 0; row < 16; ++row) {
-    const bool exists = row < task.rows;
-    const storage_t* const from =
-        reinterpret_cast<const storage_t*>(p.q.data) +
-        (exists ? layout::offset(p.q, task.entry(), task.head_of(row), false) +
-                      task.query_of(row) * p.q.row
-                : 0);
-#pragma unroll 4
-    for (int column = ptx::lane_index(); column < COLUMNS; column += ptx::WARP_SIZE) {
-      const int at = fragment::swizzled_offset<fragment::row_bytes(D)>(row, column / STORED_VECTOR);
-      const unsigned int element = exists && column < D ? from[column * p.q.col] : 0;
+    for (int n = ptx::lane_index(); n < 16 * COLUMNS; n += ptx::WARP_SIZE) {
+      const int row = n / COLUMNS, column = n % COLUMNS;
+      const int at = fragment::swizzled_offset<Row::ROW_BYTES>(row, column / STORED_VECTOR);
       reinterpret_cast<storage_t*>(q_smem + at)[column % STORED_VECTOR] =
-          static_cast<storage_t>(element ^ signs);
+          row < task.rows && column < D ? query_row(p, task, row)[column * p.q.col] : storage_t(0);
     }
   }
   __syncwarp();  // the queries, written by all lanes

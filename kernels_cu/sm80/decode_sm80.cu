@@ -237,10 +237,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   decode::Cursor cursor(p, storage_smem->schedule, units, workspace, tasks_smem);
 
   const accum_t scale = static_cast<accum_t>(p.scale);
-  // Logits are `logit_scale` times a score; queries are negated if the scale is negative.
+  // Logits are `logit_scale` times a score; scores are negated if the scale is negative.
   const accum_t logit_scale = HAS_SCORE ? accum_t(1) : fabs(scale);
   const accum_t c = fmin(logit_scale * fragment_softmax::LOG2_E, number::largest());
-  const unsigned int signs = !HAS_SCORE && scale < 0 ? 0x8000u : 0;
 
   decode::Leaf now = cursor.next();
   decode::Leaf next = now.exists ? cursor.next() : now;
@@ -285,9 +284,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // 1 load q
     if (loaded != task.number) {
       loaded = task.number;
-      cursor.prepare_counter(task, now);
-      decode_rows::load_queries(p, task, signs, q_smem);
+      decode_rows::load_queries(p, task, q_smem);
     }
+    cursor.prepare_counter(task, now);
     bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
     unsigned int mask[ROWS];
     if (MAY_MASK && masked) evaluate_mask(p, task, now, mask);
@@ -303,6 +302,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         for (int n = 0; n < STEP_KEYS / 4; ++n) s[r][FIRST + n] = part[r][n];
       }
     });
+    if (!HAS_SCORE && scale < 0) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) s[r][n] = -s[r][n];
+      }
+    }
     // 3 score mod
     bool has_masked = masked;
     if constexpr (HAS_SCORE) {
