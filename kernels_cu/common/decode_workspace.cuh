@@ -33,7 +33,7 @@ struct Workspace {
   int rows;  // of a slot
 
   __device__ __forceinline__ explicit Workspace(const Params& p) {
-    rows = heads_of_task(p) * queries_of_task(p);
+    rows = heads_of_task(p) * tile::smaller(p.len_q, queries_of_task(p));
     const long long slots = p.slots + static_cast<long long>(gridDim.x) * WARPS * HELD;
     units = reinterpret_cast<UnitRecord*>(p.workspace);
     sums = reinterpret_cast<accum_t*>(units + p.slots);
