@@ -17,8 +17,10 @@ constexpr int LEAF = 64, LOG_LEAF = 6, LOG_CHILDREN = 3;
 constexpr int MOST_ROWS = BLOCK_Q;
 constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
-// Units of level 1 for each block from which on they are nodes, and most units for each block.
-constexpr int NODES_FILL = 4, MOST_UNITS = 64;
+// Units for two blocks that keep their warps busy enough, the part of its leaves by which a block may
+// have more than others, and most units for each block.
+constexpr int FILL = 7, EVEN = 24, MOST_UNITS = 64;
+constexpr int MOST_OF_THREAD = 1 << 22;  // units that a thread counts: more are too many anyway
 
 // A task's heads, and the queries of its block.
 __device__ __forceinline__ int heads_of_task(const Params& p) {
@@ -154,13 +156,18 @@ __device__ __forceinline__ int tasks_of_thread(const Params& p) {
   return (static_cast<int>(p.tasks) + THREADS - 1) / THREADS;
 }
 
-// The level of the units: leaves where nodes would leave blocks without work, and larger nodes where
-// there would be too many units to keep.
-__device__ __forceinline__ int choose_level(const long long (&totals)[LEVELS]) {
-  const long long blocks = gridDim.x;
-  int level = totals[1] < NODES_FILL * blocks ? 0 : 1;
+// The level of the units: the largest whose nodes give all blocks work, and nearly equal work; but
+// one whose units have room in the workspace. It changes no bit.
+__device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]) {
+  const unsigned int blocks = gridDim.x, leaves = (totals[0] + blocks - 1) / blocks;
+  int level = 0;
 #pragma unroll
-  for (int n = 1; n < LEVELS - 1; ++n) {
+  for (int n = 1; n < LEVELS; ++n) {
+    const unsigned int most = (totals[n] + blocks - 1) / blocks << (LOG_CHILDREN * n);
+    if (2 * totals[n] >= FILL * blocks && most <= leaves + leaves / EVEN) level = n;
+  }
+#pragma unroll
+  for (int n = 0; n < LEVELS - 1; ++n) {
     if (level == n && totals[n] > MOST_UNITS * blocks) level = n + 1;
   }
   return level;
@@ -175,7 +182,10 @@ __device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_
   for (int n = begin; n < begin + each && n < p.tasks; ++n) {
     const Task task = task_of(p, n);
 #pragma unroll
-    for (int level = 0; level < LEVELS; ++level) counts[level] += task.units(level);
+    for (int level = 0; level < LEVELS; ++level) {
+      counts[level] = tile::smaller(static_cast<long long>(counts[level]) + task.units(level),
+                                    MOST_OF_THREAD);
+    }
   }
   int sums[LEVELS];  // over the warp's threads up to this one
 #pragma unroll
@@ -189,7 +199,7 @@ __device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_
     if (lane == ptx::WARP_SIZE - 1) schedule_smem->totals[level][warp] = sums[level];
   }
   __syncthreads();  // the totals of all warps
-  long long totals[LEVELS] = {};
+  unsigned int totals[LEVELS] = {};
   int before[LEVELS] = {};  // of the warps before this one
 #pragma unroll
   for (int level = 0; level < LEVELS; ++level) {

@@ -16,7 +16,7 @@
 
 namespace decode {
 
-constexpr int COLUMNS = (D_V + 15) / 16 * 16;  // of a row of o in a slot
+constexpr int COLUMNS = (D_V + 15) / 16 * 16;  // of a row of o in a slot: whole vectors
 constexpr int HELD = 2;                        // slots of a warp for nodes below its unit
 
 // A slot's unit: which of how many of its task, and the place of the task's first unit.
@@ -77,49 +77,68 @@ __device__ __forceinline__ bool arrive(unsigned long long* counter, int units, i
 
 // Folds the children of a row of a node, from the slot of the first one on, into that slot. Children
 // are nodes of the level below; `first` and `end` are units of the task. A warp calls it: lane n has
-// the statistics of child n, and all lanes have columns.
+// the statistics of child n and finds its factors, and all lanes have columns.
 __device__ __forceinline__ void fold_row(const Workspace& workspace, int first_node,
                                          long long slot, int first, int end, int level_below,
                                          int row, accum_t c) {
   constexpr int CHILDREN = 1 << LOG_CHILDREN;
-  constexpr int EACH = (COLUMNS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
+  constexpr int VECTORS = COLUMNS / VECTOR, EACH = (VECTORS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
   const int shift = LOG_CHILDREN * level_below, lane = ptx::lane_index();
-  const auto column_of = [&](int x) {
-    const int column = lane + x * ptx::WARP_SIZE;
-    return COLUMNS % ptx::WARP_SIZE == 0 || column < COLUMNS ? column : COLUMNS - 1;
-  };
   // The first unit of the lane's child, counted from the node's first one.
   const int node = ((first_node + first) >> shift) + lane;
   const int unit = lane == 0 ? 0 : (node << shift) - first_node - first;
   const bool exists = lane < CHILDREN && unit < end - first;
-  merge::Statistics mine = workspace.statistic(slot + (exists ? unit : 0), row);
-  if (!exists) mine = merge::no_keys();
-  const long long row_elements = static_cast<long long>(workspace.rows) * COLUMNS;
-  accum_t* const to = workspace.row(slot, row);
-  merge::Statistics own = merge::no_keys();
-  accum_t sums[EACH] = {};
+  const int held = exists ? unit : 0;
+  merge::Statistics mine = workspace.statistic(slot + held, row);
+  Vector* const to = reinterpret_cast<Vector*>(workspace.row(slot, row));
+  const int step = workspace.rows * VECTORS;
   // All parts are on their way before the first is added: no load hangs on a condition. Where there
   // is no child or no column, another one is loaded and not used.
-  accum_t parts[CHILDREN][EACH];
+  Vector parts[CHILDREN][EACH];
 #pragma unroll
   for (int n = 0; n < CHILDREN; ++n) {
-    const accum_t* const from = to + ptx::shuffle(exists ? unit : 0, n) * row_elements;
+    const Vector* const from = to + static_cast<long long>(ptx::shuffle(held, n)) * step;
 #pragma unroll
-    for (int x = 0; x < EACH; ++x) parts[n][x] = from[column_of(x)];
+    for (int x = 0; x < EACH; ++x) {
+      const int place = lane + x * ptx::WARP_SIZE;
+      parts[n][x] = from[place < VECTORS ? place : 0];
+    }
   }
+  if (!exists) mine = merge::no_keys();
+  // The maximum of this child and those before it, and of those before it.
+  accum_t top = mine.m;
+#pragma unroll
+  for (int lanes = 1; lanes < CHILDREN; lanes *= 2) {
+    const accum_t other = ptx::shuffle(top, (lane - lanes) & 31);
+    top = lane >= lanes && other > top ? other : top;
+  }
+  accum_t before = ptx::shuffle(top, (lane - 1) & 31);
+  before = lane == 0 ? -number::infinity() : before;
+  const accum_t own = merge::factor(before, top, c), other = merge::factor(mine.m, top, c);
+  accum_t l = 0;
+  Vector sums[EACH] = {};
 #pragma unroll
   for (int n = 0; n < CHILDREN; ++n) {
-    const merge::Statistics other{ptx::shuffle(mine.m, n), ptx::shuffle(mine.l, n)};
-    const merge::Factors factors = merge::statistics(own, other, c);
+    const accum_t other_l = ptx::shuffle(mine.l, n);
+    const merge::Factors factors{ptx::shuffle(own, n), ptx::shuffle(other, n), other_l == 0,
+                                 l == 0};
+    l = factors.apply(l, other_l);
 #pragma unroll
-    for (int x = 0; x < EACH; ++x) sums[x] = factors.apply(sums[x], parts[n][x]);
+    for (int x = 0; x < EACH; ++x) {
+#pragma unroll
+      for (int y = 0; y < VECTOR; ++y) {
+        sums[x].x[y] = factors.apply(sums[x].x[y], parts[n][x].x[y]);
+      }
+    }
   }
+  top = ptx::shuffle(top, CHILDREN - 1);
   __syncwarp();  // the parts, loaded by all lanes before the first one's place is written
 #pragma unroll
   for (int x = 0; x < EACH; ++x) {
-    if (lane + x * ptx::WARP_SIZE < COLUMNS) to[column_of(x)] = sums[x];
+    const int place = lane + x * ptx::WARP_SIZE;
+    if (place < VECTORS) to[place] = sums[x];
   }
-  if (lane == 0) workspace.statistic(slot, row) = own;
+  if (lane == 0) workspace.statistic(slot, row) = merge::Statistics{top, l};
 }
 
 // How many levels lie above units, up to the one whose first node has all keys.
@@ -227,6 +246,7 @@ __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace
   const int above = levels_above(p, units.level);
   __syncthreads();  // the units, stored by all warps
   if (begin == end) return;
+  const UnitRecord ends[2] = {workspace.units[begin], workspace.units[end - 1]};
   // Nodes all of whose units are the block's: lanes look at 32 units at a time.
 #pragma unroll 1
   for (int n = 1; n <= above; ++n) {
@@ -251,7 +271,6 @@ __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace
     finish_tasks(p, workspace, has, unit.task, slot, scale);
   }
   // The first and the last task may have units of other blocks.
-  const UnitRecord ends[2] = {workspace.units[begin], workspace.units[end - 1]};
   int slots[2];  // of their first units
   bool shared[2];
 #pragma unroll
