@@ -17,7 +17,7 @@ constexpr int LEAF = 64, LOG_LEAF = 6, LOG_CHILDREN = 3;
 constexpr int MOST_ROWS = BLOCK_Q;
 constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
-// Units for two blocks that keep their warps busy enough, the part of its leaves by which a block may
+// Units of a block that keep its warps busy enough, the part of its leaves by which a block may
 // have more than others, and most units for each block.
 constexpr int FILL = 7, EVEN = 24, MOST_UNITS = 64;
 constexpr int MOST_OF_THREAD = 1 << 22;  // units that a thread counts: more are too many anyway
@@ -164,7 +164,7 @@ __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]
 #pragma unroll
   for (int n = 1; n < LEVELS; ++n) {
     const unsigned int most = (totals[n] + blocks - 1) / blocks << (LOG_CHILDREN * n);
-    if (2 * totals[n] >= FILL * blocks && most <= leaves + leaves / EVEN) level = n;
+    if (totals[n] >= FILL * blocks && most <= leaves + leaves / EVEN) level = n;
   }
 #pragma unroll
   for (int n = 0; n < LEVELS - 1; ++n) {

@@ -75,12 +75,14 @@ __device__ __forceinline__ bool arrive(unsigned long long* counter, int units, i
   return last;
 }
 
-// Folds the children of a row of a node, from the slot of the first one on, into that slot. Children
-// are nodes of the level below; `first` and `end` are units of the task. A warp calls it: lane n has
-// the statistics of child n and finds its factors, and all lanes have columns.
-__device__ __forceinline__ void fold_row(const Workspace& workspace, int first_node,
-                                         long long slot, int first, int end, int level_below,
-                                         int row, accum_t c) {
+constexpr int ROWS_AT_ONCE = COLUMNS <= 128 ? 2 : 1;  // that a warp folds, so that loads overlap
+
+// Folds the children of rows of a node, from `row` on, from the slot of the first child on, into
+// that slot. Children are nodes of the level below; `first` and `end` are units of the task. A warp
+// calls it: lane n has the statistics of child n and finds its factors, and all lanes have columns.
+__device__ __forceinline__ void fold_rows(const Workspace& workspace, int first_node,
+                                          long long slot, int first, int end, int level_below,
+                                          int row, accum_t c) {
   constexpr int CHILDREN = 1 << LOG_CHILDREN;
   constexpr int VECTORS = COLUMNS / VECTOR, EACH = (VECTORS + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;
   const int shift = LOG_CHILDREN * level_below, lane = ptx::lane_index();
@@ -89,56 +91,66 @@ __device__ __forceinline__ void fold_row(const Workspace& workspace, int first_n
   const int unit = lane == 0 ? 0 : (node << shift) - first_node - first;
   const bool exists = lane < CHILDREN && unit < end - first;
   const int held = exists ? unit : 0;
-  merge::Statistics mine = workspace.statistic(slot + held, row);
-  Vector* const to = reinterpret_cast<Vector*>(workspace.row(slot, row));
   const int step = workspace.rows * VECTORS;
   // All parts are on their way before the first is added: no load hangs on a condition. Where there
-  // is no child or no column, another one is loaded and not used.
-  Vector parts[CHILDREN][EACH];
+  // is no child, row or column, another one is loaded and not used.
+  merge::Statistics mine[ROWS_AT_ONCE];
+  Vector parts[ROWS_AT_ONCE][CHILDREN][EACH];
 #pragma unroll
-  for (int n = 0; n < CHILDREN; ++n) {
-    const Vector* const from = to + static_cast<long long>(ptx::shuffle(held, n)) * step;
+  for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+    const int nearest = tile::smaller(row + r, workspace.rows - 1);
+    mine[r] = workspace.statistic(slot + held, nearest);
+    const Vector* const rows = reinterpret_cast<const Vector*>(workspace.row(slot, nearest));
 #pragma unroll
-    for (int x = 0; x < EACH; ++x) {
-      const int place = lane + x * ptx::WARP_SIZE;
-      parts[n][x] = from[place < VECTORS ? place : 0];
-    }
-  }
-  if (!exists) mine = merge::no_keys();
-  // The maximum of this child and those before it, and of those before it.
-  accum_t top = mine.m;
+    for (int n = 0; n < CHILDREN; ++n) {
+      const Vector* const from = rows + static_cast<long long>(ptx::shuffle(held, n)) * step;
 #pragma unroll
-  for (int lanes = 1; lanes < CHILDREN; lanes *= 2) {
-    const accum_t other = ptx::shuffle(top, (lane - lanes) & 31);
-    top = lane >= lanes && other > top ? other : top;
-  }
-  accum_t before = ptx::shuffle(top, (lane - 1) & 31);
-  before = lane == 0 ? -number::infinity() : before;
-  const accum_t own = merge::factor(before, top, c), other = merge::factor(mine.m, top, c);
-  accum_t l = 0;
-  Vector sums[EACH] = {};
-#pragma unroll
-  for (int n = 0; n < CHILDREN; ++n) {
-    const accum_t other_l = ptx::shuffle(mine.l, n);
-    const merge::Factors factors{ptx::shuffle(own, n), ptx::shuffle(other, n), other_l == 0,
-                                 l == 0};
-    l = factors.apply(l, other_l);
-#pragma unroll
-    for (int x = 0; x < EACH; ++x) {
-#pragma unroll
-      for (int y = 0; y < VECTOR; ++y) {
-        sums[x].x[y] = factors.apply(sums[x].x[y], parts[n][x].x[y]);
+      for (int x = 0; x < EACH; ++x) {
+        const int place = lane + x * ptx::WARP_SIZE;
+        parts[r][n][x] = from[place < VECTORS ? place : 0];
       }
     }
   }
-  top = ptx::shuffle(top, CHILDREN - 1);
   __syncwarp();  // the parts, loaded by all lanes before the first one's place is written
 #pragma unroll
-  for (int x = 0; x < EACH; ++x) {
-    const int place = lane + x * ptx::WARP_SIZE;
-    if (place < VECTORS) to[place] = sums[x];
+  for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+    if (row + r >= workspace.rows) break;
+    if (!exists) mine[r] = merge::no_keys();
+    // The maximum of this child and those before it, and of those before it.
+    accum_t top = mine[r].m;
+#pragma unroll
+    for (int lanes = 1; lanes < CHILDREN; lanes *= 2) {
+      const accum_t other = ptx::shuffle(top, (lane - lanes) & 31);
+      top = lane >= lanes && other > top ? other : top;
+    }
+    accum_t before = ptx::shuffle(top, (lane - 1) & 31);
+    before = lane == 0 ? -number::infinity() : before;
+    const accum_t own = merge::factor(before, top, c), other = merge::factor(mine[r].m, top, c);
+    accum_t l = 0;
+    Vector sums[EACH] = {};
+#pragma unroll
+    for (int n = 0; n < CHILDREN; ++n) {
+      const accum_t other_l = ptx::shuffle(mine[r].l, n);
+      const merge::Factors factors{ptx::shuffle(own, n), ptx::shuffle(other, n), other_l == 0,
+                                   l == 0};
+      l = factors.apply(l, other_l);
+#pragma unroll
+      for (int x = 0; x < EACH; ++x) {
+#pragma unroll
+        for (int y = 0; y < VECTOR; ++y) {
+          sums[x].x[y] = factors.apply(sums[x].x[y], parts[r][n][x].x[y]);
+        }
+      }
+    }
+    top = ptx::shuffle(top, CHILDREN - 1);
+    Vector* const to = reinterpret_cast<Vector*>(workspace.row(slot, row + r));
+#pragma unroll
+    for (int x = 0; x < EACH; ++x) {
+      const int place = lane + x * ptx::WARP_SIZE;
+      if (place < VECTORS) to[place] = sums[x];
+    }
+    if (lane == 0) workspace.statistic(slot, row + r) = merge::Statistics{top, l};
   }
-  if (lane == 0) workspace.statistic(slot, row) = merge::Statistics{top, l};
 }
 
 // How many levels lie above units, up to the one whose first node has all keys.
@@ -160,7 +172,7 @@ struct NodeUnits {
   }
 };
 
-// Folds the nodes that lanes have, each a row at a time, by all warps of the block: lane n's, if it
+// Folds the nodes that lanes have, each some rows at a time, by all warps of the block: lane n's, if it
 // `has` one, from slot `slot` on. `level_below` is that of the children, counted from units on. All
 // warps call it with the same nodes.
 __device__ __forceinline__ void fold_nodes(const Workspace& workspace, bool has, int first_node,
@@ -177,9 +189,9 @@ __device__ __forceinline__ void fold_nodes(const Workspace& workspace, bool has,
     const int task_first = ptx::shuffle(first_node, lane);
     const long long to = ptx::shuffle(slot, lane);
 #pragma unroll 1
-    for (int row = 0; row < workspace.rows; ++row) {
+    for (int row = 0; row < workspace.rows; row += ROWS_AT_ONCE) {
       if (item++ % WARPS == warp) {
-        fold_row(workspace, task_first, to, first, end, level_below, row, c);
+        fold_rows(workspace, task_first, to, first, end, level_below, row, c);
       }
     }
   }
@@ -247,13 +259,15 @@ __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace
   __syncthreads();  // the units, stored by all warps
   if (begin == end) return;
   const UnitRecord ends[2] = {workspace.units[begin], workspace.units[end - 1]};
+  const auto unit_at = [&](int slot) { return workspace.units[slot < end ? slot : begin]; };
+  UnitRecord unit = unit_at(begin + ptx::lane_index());  // most blocks have no more
   // Nodes all of whose units are the block's: lanes look at 32 units at a time.
 #pragma unroll 1
   for (int n = 1; n <= above; ++n) {
 #pragma unroll 1
     for (int first = begin; first < end; first += ptx::WARP_SIZE) {
       const int slot = first + ptx::lane_index();
-      const UnitRecord unit = workspace.units[slot < end ? slot : begin];
+      if (end - begin > ptx::WARP_SIZE) unit = unit_at(slot);
       const NodeUnits node((unit.first_node + unit.index) >> (LOG_CHILDREN * n), n,
                            unit.first_node, unit.count);
       const bool has = slot < end && node.first == unit.index && node.end > unit.index + 1 &&
@@ -266,7 +280,7 @@ __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace
 #pragma unroll 1
   for (int first = begin; first < end; first += ptx::WARP_SIZE) {
     const int slot = first + ptx::lane_index();
-    const UnitRecord unit = workspace.units[slot < end ? slot : begin];
+    if (end - begin > ptx::WARP_SIZE) unit = unit_at(slot);
     const bool has = slot < end && unit.index == 0 && slot + unit.count <= end;
     finish_tasks(p, workspace, has, unit.task, slot, scale);
   }
