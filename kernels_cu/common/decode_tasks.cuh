@@ -219,18 +219,25 @@ __device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_
   __syncthreads();  // the sums of all threads
 }
 
-// The units of one level, and how blocks share them.
+// The units of one level, and how blocks share them: by chunks, so that a block has all of a node
+// where this leaves them nearly equal work.
 struct Units {
-  int level, total;
+  int level, total, chunk;
 
   __device__ __forceinline__ explicit Units(const Schedule& schedule)
-      : level(schedule.level), total(schedule.total()) {}
+      : level(schedule.level), total(schedule.total()), chunk(1) {
+    constexpr int NODE = 1 << LOG_CHILDREN;
+    const int blocks = static_cast<int>(gridDim.x), most = (total + blocks - 1) / blocks;
+    const int nodes = (total + NODE - 1) / NODE;
+    if ((nodes + blocks - 1) / blocks * NODE <= most + most / EVEN) chunk = NODE;
+  }
+  __device__ __forceinline__ long long chunks() const { return (total + chunk - 1) / chunk; }
   // The first unit of a block, and the block of a unit.
   __device__ __forceinline__ int begin(int block) const {
-    return static_cast<int>(static_cast<long long>(block) * total / gridDim.x);
+    return tile::smaller(block * chunks() / gridDim.x * chunk, total);
   }
   __device__ __forceinline__ int block_of(int unit) const {
-    return static_cast<int>((static_cast<long long>(unit + 1) * gridDim.x - 1) / total);
+    return static_cast<int>(((unit / chunk + 1LL) * gridDim.x - 1) / chunks());
   }
 };
 
