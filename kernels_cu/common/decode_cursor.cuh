@@ -86,6 +86,7 @@ class Cursor {
  private:
   __device__ __forceinline__ void begin_task(const Task& task) {
     place_ ^= 1;
+    __syncwarp();  // the task that had this place, read by all lanes
     if (ptx::lane_index() == 0) tasks_smem_.task[place_] = task;
     __syncwarp();  // the task, written by one lane
     classified_ = 0;

@@ -253,7 +253,7 @@ __device__ __forceinline__ void finish_tasks(const Params& p, const Workspace& w
 // it, after they stored the units of its share.
 __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace& workspace,
                                                 const Units& units, Scale scale,
-                                                bool (&last_smem)[2]) {
+                                                int (&last_smem)[2]) {
   const int begin = units.begin(blockIdx.x), end = units.begin(blockIdx.x + 1);
   const int above = levels_above(p, units.level);
   __syncthreads();  // the units, stored by all warps

@@ -24,7 +24,7 @@ struct SharedStorage {
   decode::WarpTasks tasks[decode::WARPS];
   WarpStorage warps[decode::WARPS];
   decode::Schedule schedule;
-  bool last[2];
+  int last[2];
 };
 
 static_assert(BLOCK_KV == LEAF, "BLOCK_KV");

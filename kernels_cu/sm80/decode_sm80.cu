@@ -30,7 +30,7 @@ constexpr int QUERY_BYTES = 16 * Q_BYTES;
 struct SharedStorage {
   decode::Schedule schedule;
   decode::WarpTasks tasks[decode::WARPS];
-  bool last[2];
+  int last[2];
 };
 constexpr int SHARED_STORAGE_BYTES = matmul::round_up(static_cast<int>(sizeof(SharedStorage)), 128);
 constexpr int WARP_BYTES = (SHARED_BYTES - SHARED_STORAGE_BYTES) / decode::WARPS;

@@ -241,7 +241,7 @@ def decode_bytes(warps: int, d: int, itemsize: int) -> int:
     """Bytes of decode_simt.cu: each warp's tasks, queries and weights, and the schedule."""
     own = 2 * TASK_BYTES + DECODE_ROWS * (d + DECODE_KEYS) * itemsize
     schedule = 4 + 4 * 32 * warps + 4 * LEVELS * warps
-    return _round_up(warps * own + schedule + 2, 8)
+    return _round_up(warps * own + schedule + 8, 8)
 
 
 def _configure_decode(request: Request) -> Tiles | None:
