@@ -189,24 +189,26 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
 
 @takes(
     lambda number: (
-        INT, INT, TABLE, TABLE, INT, INT, shape_of(number), CHANGES, INT, CACHE, ROWS,
+        INT, INTS, TABLE, TABLE, INT, INT, shape_of(number), CHANGES, INT, CACHE, ROWS,
         vector(number), vector(number), INTS, ROWS, ROWS, INTS,
     )
 )  # fmt: skip
 @kernel
 def decode(
-    first, last, tasks, units, level, top, shape, changes, merge, cache, q, sink, kept, counters,
+    most_leaves, taken, tasks, units, level, top, shape, changes, merge, cache, q, sink, kept, done,
     out, lse, visited,
 ):  # fmt: skip
-    """Compute the units from `first` to `last`; who finishes a task's last unit finishes the task.
+    """Compute units that nobody has taken, until none is left or `most_leaves` are done.
 
-    `tasks` and `units` are what `decode_tasks` makes, `level` is the units', and a node of level
-    `top` has all keys. `merge` is the kernel's address. ``kept`` has a place for each unit of tasks
-    that have several, ``counters`` one for each task. ``visited[n]`` receives how many leaves of
-    unit n were not EMPTY.
+    Who finishes a task's last unit finishes the task. `tasks` and `units` are what `decode_tasks`
+    makes, `level` is the units', and a node of level `top` has all keys. `merge` is the kernel's
+    address. ``kept`` has a place for each unit of tasks that have several. ``taken[0]`` counts the
+    units that were taken, ``done[n]`` the finished units of task n. ``visited[n]`` receives how many
+    leaves of unit n were not EMPTY.
     """
     itemsize, lanes = shape.itemsize, shape.lanes_per_vector
     like = sink.dtype.type(0)
+    key_size, value_size = cache.k.columns * cache.k.column, cache.v.columns * cache.v.column
     width, columns = padded(shape.d, lanes), padded(shape.d_v, lanes)
     most = shape.block_q
     most_size = state_size(most, columns)
@@ -217,6 +219,7 @@ def decode(
     filled = np.zeros(top + 2, np.int64)
     part = np.empty(PARTS, sink.dtype)
     k_rows, v_rows = np.empty(LEAF, np.int64), np.empty(LEAF, np.int64)
+    next_rows = np.empty(LEAF, np.int64)
     k_tile = np.empty(0 if cache.k.in_place else LEAF * width, sink.dtype)
     v_tile = np.empty(0 if cache.v.in_place else LEAF * columns, sink.dtype)
     has_score = changes.score.code.shape[0] > 0
@@ -229,8 +232,12 @@ def decode(
     mask_ri, mask_rf = make_registers(changes.mask, across, np.empty(0, np.float32))
     tile_ri, tile_rf = make_registers(changes.tile, 1, np.empty(0, np.float32))
     loaded = -1
+    leaves = 0
 
-    for unit in range(first, last):
+    while leaves < most_leaves:
+        unit = arrive(taken.ctypes.data)
+        if unit >= units.shape[0]:
+            break
         task, leaf_begin, leaf_end = units[unit, 0], units[unit, 2], units[unit, 3]
         b, h_kv, head, heads = tasks[task, 0], tasks[task, 1], tasks[task, 2], tasks[task, 3]
         i0, queries = tasks[task, 4], tasks[task, 5]
@@ -242,7 +249,8 @@ def decode(
             load_queries(q, shape, b, head, heads, i0, queries, width, panel)
             loaded = task
         filled[:] = 0
-        before, leaves = -1, 0
+        before = -1
+        leaves += max(leaf_end - leaf_begin, 1)
         for n in range(leaf_begin, leaf_end):
             j0 = n * LEAF
             keys = min(LEAF, shape.len_k[b] - j0)
@@ -251,7 +259,7 @@ def decode(
             )
             if leaf_class == EMPTY:
                 continue
-            leaves += 1
+            visited[unit] += 1
             if before >= 0:
                 close_nodes(
                     merge, nodes, size, rows, columns, shape.log2_e, filled, before, n, 0, level
@@ -259,6 +267,8 @@ def decode(
             before = n
 
             # 2 scores
+            next_keys = max(min(LEAF, shape.len_k[b] - j0 - LEAF), 0)
+            find_rows(cache, b, h_kv, j0 + LEAF, next_keys, next_rows, v_rows)
             find_rows(cache, b, h_kv, j0, keys, k_rows, v_rows)
             if not cache.k.in_place:
                 load_rows(cache.k, k_rows, keys, width, itemsize, k_tile)
@@ -266,7 +276,7 @@ def decode(
                 k_rows[j] = k_rows[keys - 1]
             multiply_keys(
                 shape.scale, panel.ctypes.data, width, k_rows.ctypes.data, s.ctypes.data, LEAF,
-                rows, keys, width // lanes, itemsize,
+                rows, keys, width, itemsize, v_rows.ctypes.data, value_size,
             )  # fmt: skip
             if has_score or leaf_class == PARTIAL:
                 for x in range(heads):
@@ -309,12 +319,11 @@ def decode(
             else:
                 multiply_values(
                     like, s.ctypes.data, LEAF, v_rows.ctypes.data,
-                    leaf.ctypes.data + 2 * rows * itemsize, columns, rows, keys, columns // lanes,
-                    itemsize,
+                    leaf.ctypes.data + 2 * rows * itemsize, columns, rows, keys, columns, itemsize,
+                    next_rows.ctypes.data, next_keys, key_size,
                 )  # fmt: skip
             # 6 rescale
             add_to_node(merge, nodes, size, 1, leaf, 0, rows, columns, shape.log2_e, filled)
-        visited[unit] = leaves
         close_nodes(merge, nodes, size, rows, columns, shape.log2_e, filled, before, -1, 0, level)
         if not filled[level]:
             clear(nodes, size * level, rows)
@@ -322,7 +331,7 @@ def decode(
         if count > 1:
             at = place + (unit - first_unit) * size
             kept[at : at + size] = nodes[size * level : size * (level + 1)]
-            if arrive(counters.ctypes.data + 8 * task) != count - 1:
+            if arrive(done.ctypes.data + 8 * task) != count - 1:
                 continue
             filled[:] = 0
             before = -1

@@ -15,6 +15,10 @@ from .merge import merge
 from .threads import num_threads, parallel
 
 
+# What a call of the kernel multiplies, so that it takes some hundredths of a second.
+MOST_PRODUCTS = 2**28
+
+
 def decode(
     problem: Problem,
     programs: Programs,
@@ -49,32 +53,23 @@ def decode(
     columns = padded.py_func(shape.d_v, layout.lanes)
     plan = schedule(shape, problem.heads_kv, changes.ranges, columns, num_threads())
     kept = np.empty(plan.kept, number)
-    counters = np.zeros(len(plan.tasks), np.int64)
+    taken, done = np.zeros(1, np.int64), np.zeros(len(plan.tasks), np.int64)
     visited = np.zeros(len(plan.units), np.int64)
-    sinks, pointer = sinks_of(layout, sink), pointer_of(merge, number)
-    parallel(
-        lambda first, last: decode_kernel(
-            first,
-            last,
-            plan.tasks,
-            plan.units,
-            plan.level,
-            plan.top,
-            shape,
-            changes,
-            pointer,
-            cache,
-            q_rows,
-            sinks,
-            kept,
-            counters,
-            out_rows,
-            lse_rows,
-            visited,
-        ),
-        visited.size,
-        (programs, q_read, k, v, table, out_made, lse_made),
-    )
+    most_leaves = -(-MOST_PRODUCTS // (LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)))
+    arguments = (
+        most_leaves, taken, plan.tasks, plan.units, plan.level, plan.top, shape, changes,
+        pointer_of(merge, number), cache, q_rows, sinks_of(layout, sink), kept, done, out_rows,
+        lse_rows, visited,
+    )  # fmt: skip
+
+    def run(first: int, last: int) -> None:
+        for _ in range(first, last):
+            if taken[0] < len(plan.units):
+                decode_kernel(*arguments)
+
+    leaves = int(np.maximum(plan.units[:, 3] - plan.units[:, 2], 1).sum())
+    calls = max(-(-leaves // most_leaves), min(num_threads(), len(plan.units)))
+    parallel(run, calls, (programs, q_read, k, v, table, out_made, lse_made, arguments))
     finish(out, out_made)
     finish(lse[..., None], lse_made)
     return int(visited.sum())

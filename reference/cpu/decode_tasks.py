@@ -52,33 +52,27 @@ def schedule(
     """Divide a call; a row has `columns` columns of o."""
     rows = _tasks(shape, heads_kv)
     first, last = _leaves(shape, rows, ranges)
-    top = 1
-    while (int(last.max(initial=1)) - 1) >> (LOG_CHILDREN * top):
-        top += 1
-    level = 1
-    while _several(_counts(first, last, level)) > MOST_UNITS * threads:
-        level += 1
-    counts = _counts(first, last, level)
-    first_unit = np.cumsum(counts) - counts
-    task = np.repeat(np.arange(len(rows)), counts)
+    top = max(-(-((int(last.max(initial=1)) - 1).bit_length()) // LOG_CHILDREN), 1)
+    for level in range(1, top + 1):
+        # A task without a visible leaf has a unit, too.
+        counts = np.maximum((last - 1 >> LOG_CHILDREN * level) - (first >> LOG_CHILDREN * level), 0)
+        counts += 1
+        several = np.where(counts > 1, counts, 0)
+        if several.sum() <= MOST_UNITS * threads:
+            break
     shift = LOG_CHILDREN * level
-    node = (first >> shift)[task] + np.arange(len(task)) - first_unit[task]
-    units = np.stack(
-        [
-            task,
-            node,
-            np.maximum(node << shift, first[task]),
-            np.minimum((node + 1) << shift, last[task]),
-        ],
-        axis=1,
-    )
-    sizes = np.where(counts > 1, counts, 0) * rows[:, 3] * rows[:, 5] * (2 + columns)
-    places = np.cumsum(sizes) - sizes
-    tasks = np.column_stack([rows, first_unit, counts, places])
-    return Schedule(
-        np.ascontiguousarray(tasks, np.int64), np.ascontiguousarray(units, np.int64), level, top,
-        int(sizes.sum()),
-    )  # fmt: skip
+    first_unit = np.cumsum(counts) - counts
+    units = np.empty((int(counts.sum()), 4), np.int64)
+    units[:, 0] = task = np.repeat(np.arange(len(rows)), counts)
+    begin = first[task]
+    units[:, 1] = node = np.arange(len(task)) + ((first >> shift) - first_unit)[task]
+    units[:, 2] = np.maximum(node << shift, begin)
+    units[:, 3] = np.minimum((node + 1) << shift, last[task])
+    sizes = several * rows[:, 3] * rows[:, 5] * (2 + columns)
+    tasks = np.empty((len(rows), 9), np.int64)
+    tasks[:, :6] = rows
+    tasks[:, 6], tasks[:, 7], tasks[:, 8] = first_unit, counts, np.cumsum(sizes) - sizes
+    return Schedule(tasks, units, level, top, int(sizes.sum()))
 
 
 def _tasks(shape: Shape, heads_kv: int) -> Array:
@@ -117,12 +111,3 @@ def _leaves(shape: Shape, rows: Array, ranges: KeyRanges) -> tuple[Array, Array]
     first, last = begin >> LOG_LEAF, (end + LEAF - 1) >> LOG_LEAF
     return np.where(empty, 0, first), np.where(empty, 0, last)
 
-
-def _counts(first: Array, last: Array, level: int) -> Array:
-    """Return how many units tasks have at a level: one where there is no leaf, too."""
-    shift = LOG_CHILDREN * level
-    return np.maximum(((last - 1) >> shift) - (first >> shift) + 1, 1)
-
-
-def _several(counts: Array) -> int:
-    return int(counts[counts > 1].sum())

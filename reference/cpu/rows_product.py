@@ -10,16 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
 from .jit import helper
-from .microkernel import VECTOR_BYTES, vector_lanes
 
 INT = ir.IntType(64)
 LANE = ir.IntType(32)
-ROWS, KEYS, VECTORS = 4, 4, 4  # of a block: queries, keys, vectors of values
+KEYS = 4
+LINE = 64  # bytes of a cache line
+# Bytes of a vector; queries of a block of scores; rows and vectors of a block of values: the sums
+# stay in registers.
+VECTOR_BYTES, QUERIES, ROWS, VECTORS = (
+    (64, 4, 4, 4) if binding.get_host_cpu_features().get("avx512f") else (32, 2, 2, 4)
+)
 
 
 class _Emitter:
@@ -28,7 +33,7 @@ class _Emitter:
     def __init__(self, builder: Any, scalar: Any) -> None:
         self.builder, self.scalar = builder, scalar
         self.itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
-        self.lanes = vector_lanes(self.itemsize)
+        self.lanes = VECTOR_BYTES // self.itemsize
         self.vector = ir.VectorType(scalar, self.lanes)
         self.zero = ir.Constant(self.vector, [0.0] * self.lanes)
 
@@ -182,41 +187,93 @@ def _value_block(rows: int, vectors: int) -> Callable[..., Any]:
     return function
 
 
-_scores_of_rows, _scores_of_row = _score_block(ROWS), _score_block(1)
+_scores_of_rows, _scores_of_row = _score_block(QUERIES), _score_block(1)
 _wide, _narrow = _value_block(ROWS, VECTORS), _value_block(ROWS, 1)
 _row_wide, _row_narrow = _value_block(1, VECTORS), _value_block(1, 1)
 
 
+@intrinsic
+def _prefetch(typingctx, place):
+    """Begin to load the cache line at an address."""
+
+    def codegen(context, builder, sig, args):
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), (byte, LANE, LANE, LANE))
+        name = "llvm.prefetch.p0"
+        known = builder.module.globals.get(name)
+        made = known or ir.Function(builder.module, kind, name)
+        builder.call(made, (builder.inttoptr(args[0], byte), LANE(0), LANE(3), LANE(1)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def _row_at(typingctx, places, n):
+    """Return the address of a row."""
+
+    def codegen(context, builder, sig, args):
+        place = builder.add(args[0], builder.mul(args[1], INT(8)))
+        return builder.load(builder.inttoptr(place, INT.as_pointer()))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
 @helper
-def multiply_keys(scale, q, q_row, places, s, s_row, rows, keys, vectors, itemsize):
+def _begin_loading(places, first, last, size):
+    """Begin to load rows of `size` bytes, from one to before another."""
+    for n in range(first, last):
+        row = _row_at(places, n)
+        for x in range(0, size, LINE):
+            _prefetch(row + x)
+
+
+@helper
+def multiply_keys(
+    scale, q, q_row, places, s, s_row, rows, keys, columns, itemsize, values, value_size
+):
     """s[r, j] = scale * sum over d of q[r, d] * key j's element d.
 
-    `q`, `places` and `s` are addresses, `vectors` says how many vectors a row has. Keys are taken
-    four at a time: `places` and the rows of `s` are filled up to that.
+    `q`, `places` and `s` are addresses. Keys are taken four at a time: `places` and the rows of `s`
+    are filled up to that. The values' rows, of `value_size` bytes, begin to be loaded meanwhile.
     """
+    vectors = columns * itemsize // VECTOR_BYTES
     for j in range(0, keys, KEYS):
         place, target = places + 8 * j, s + j * itemsize
-        for r in range(0, rows - ROWS + 1, ROWS):
+        _begin_loading(values, j, min(j + KEYS, keys), value_size)
+        for r in range(0, rows - QUERIES + 1, QUERIES):
             x, y = q + r * q_row * itemsize, target + r * s_row * itemsize
             _scores_of_rows(x, q_row, place, y, s_row, vectors, scale)
-        for r in range(rows - rows % ROWS, rows):
+        for r in range(rows - rows % QUERIES, rows):
             x, y = q + r * q_row * itemsize, target + r * s_row * itemsize
             _scores_of_row(x, q_row, place, y, s_row, vectors, scale)
 
 
 @helper
-def multiply_values(like, p, p_row, places, o, o_row, rows, keys, vectors, itemsize):
-    """o[r, d] = sum over j < keys of p[r, j] * value j's element d; all are addresses."""
+def multiply_values(
+    like, p, p_row, places, o, o_row, rows, keys, columns, itemsize, ahead, ahead_rows, ahead_size
+):
+    """o[r, d] = sum over j < keys of p[r, j] * value j's element d; all are addresses.
+
+    `ahead_rows` rows of `ahead_size` bytes begin to be loaded meanwhile.
+    """
     lanes = VECTOR_BYTES // itemsize
+    vectors = columns // lanes
+    passes = (rows + ROWS - 1) // ROWS * ((vectors + VECTORS - 1) // VECTORS)
+    begun, each = 0, (ahead_rows + passes - 1) // passes
     for r in range(0, rows - ROWS + 1, ROWS):
         x, y = p + r * p_row * itemsize, o + r * o_row * itemsize
         for n in range(0, vectors - VECTORS + 1, VECTORS):
+            _begin_loading(ahead, begun, min(begun + each, ahead_rows), ahead_size)
+            begun += each
             _wide(x, p_row, places, n * lanes, y, o_row, keys, like)
         for n in range(vectors - vectors % VECTORS, vectors):
             _narrow(x, p_row, places, n * lanes, y, o_row, keys, like)
     for r in range(rows - rows % ROWS, rows):
         x, y = p + r * p_row * itemsize, o + r * o_row * itemsize
         for n in range(0, vectors - VECTORS + 1, VECTORS):
+            _begin_loading(ahead, begun, min(begun + each, ahead_rows), ahead_size)
+            begun += each
             _row_wide(x, p_row, places, n * lanes, y, o_row, keys, like)
         for n in range(vectors - vectors % VECTORS, vectors):
             _row_narrow(x, p_row, places, n * lanes, y, o_row, keys, like)
