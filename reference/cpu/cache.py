@@ -17,6 +17,7 @@ from .jit import INT, address, helper
 from .memory import load, store
 
 NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the accumulator's type
+FAR = 16  # bytes between elements, beyond which rows are not loaded ahead
 WIDENED = 16  # elements that are widened at a time
 _WORD = ir.IntType(64)
 
@@ -76,9 +77,13 @@ def cache_of(
     sources = (source_of(x, itemsize, lanes) for x in (k, v))
     if table is None:
         return Cache(*sources, page_size, k.shape[0], 0, 0, 0, 0)
-    return Cache(
-        *sources, page_size, k.shape[0], address(table), table.itemsize, *table.strides
-    )
+    return Cache(*sources, page_size, k.shape[0], address(table), table.itemsize, *table.strides)
+
+
+@helper
+def row_size(source):
+    """Return the bytes of a row, 0 where its elements lie far apart."""
+    return source.columns * source.column if 0 < source.column <= FAR else 0
 
 
 @helper
@@ -128,7 +133,7 @@ def _widener(lanes: int) -> Callable[..., Any]:
             stored.align = 1
             bits = builder.zext(stored, word)
             as_bfloat = builder.shl(bits, constant(16))
-            # float16: exponents are 112 smaller, also those of numbers below the smallest normal one.
+            # float16: exponents are 112 smaller, also those of subnormal numbers.
             magnitude = builder.and_(bits, constant(0x7FFF))
             moved = builder.bitcast(builder.shl(magnitude, constant(13)), single)
             scaled = builder.bitcast(builder.fmul(moved, constant(2.0**112, single)), word)
@@ -136,7 +141,9 @@ def _widener(lanes: int) -> Callable[..., Any]:
             is_finite = builder.icmp_unsigned("<", magnitude, constant(0x7C00))
             sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
             as_half = builder.or_(builder.select(is_finite, scaled, nonfinite), sign)
-            chosen = builder.select(builder.icmp_signed("!=", args[1], _WORD(0)), as_bfloat, as_half)
+            chosen = builder.select(
+                builder.icmp_signed("!=", args[1], _WORD(0)), as_bfloat, as_half
+            )
             value = builder.bitcast(chosen, single)
             if isinstance(number, ir.DoubleType):
                 value = builder.fpext(value, wide)

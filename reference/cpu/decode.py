@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from .accumulate import padded
 from .arguments import CHANGES, shape_of
-from .cache import CACHE, find_rows, load_rows
+from .cache import CACHE, find_rows, load_rows, row_size
 from .decode_tasks import LEAF, LOG_CHILDREN
 from .elementary import exp2
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
@@ -167,13 +167,13 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
         for i in range(queries):
             r = n * queries + i
             m, l, weight = states[at + r], states[at + rows + r], one
+            empty = l == 0  # then o holds anything
             if logit != -math.inf:
                 top = m if m > logit else logit
                 weight = one if m == top else exp2((m - top) * shape.log2_e)
                 own = one if logit == top else exp2((logit - top) * shape.log2_e)
                 m, l = top, fma(l, weight, own)
             # 8 normalise
-            empty = l == 0
             inverse = zero if empty else weight / l
             target = row_address(out, b, head + n, i0 + i, shape.itemsize)
             o = at + 2 * rows + r * columns
@@ -182,7 +182,7 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
                 value = zero if empty else fma(states[o + d], inverse, zero)
                 store(target + d * shape.itemsize, value)
             # 9 store lse
-            natural = -math.inf if empty else m + math.log(l)
+            natural = -math.inf if l == 0 else m + math.log(l)
             target = row_address(lse, b, head + n, i0 + i, shape.itemsize)
             store(target, sink.dtype.type(natural))
 
@@ -203,12 +203,12 @@ def decode(
     Who finishes a task's last unit finishes the task. `tasks` and `units` are what `decode_tasks`
     makes, `level` is the units', and a node of level `top` has all keys. `merge` is the kernel's
     address. ``kept`` has a place for each unit of tasks that have several. ``taken[0]`` counts the
-    units that were taken, ``done[n]`` the finished units of task n. ``visited[n]`` receives how many
-    leaves of unit n were not EMPTY.
+    units that were taken, ``done[n]`` the finished units of task n, and ``visited[n]`` the leaves
+    of unit n that were not EMPTY.
     """
     itemsize, lanes = shape.itemsize, shape.lanes_per_vector
     like = sink.dtype.type(0)
-    key_size, value_size = cache.k.columns * cache.k.column, cache.v.columns * cache.v.column
+    key_size, value_size = row_size(cache.k), row_size(cache.v)
     width, columns = padded(shape.d, lanes), padded(shape.d_v, lanes)
     most = shape.block_q
     most_size = state_size(most, columns)
@@ -324,8 +324,11 @@ def decode(
                 )  # fmt: skip
             # 6 rescale
             add_to_node(merge, nodes, size, 1, leaf, 0, rows, columns, shape.log2_e, filled)
-        close_nodes(merge, nodes, size, rows, columns, shape.log2_e, filled, before, -1, 0, level)
-        if not filled[level]:
+        if before >= 0:
+            close_nodes(
+                merge, nodes, size, rows, columns, shape.log2_e, filled, before, -1, 0, level
+            )
+        else:
             clear(nodes, size * level, rows)
         result = level
         if count > 1:

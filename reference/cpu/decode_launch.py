@@ -14,7 +14,6 @@ from .layout import Array, Layout, Problem, Programs, Scratch, finish
 from .merge import merge
 from .threads import num_threads, parallel
 
-
 # What a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
 

@@ -110,4 +110,3 @@ def _leaves(shape: Shape, rows: Array, ranges: KeyRanges) -> tuple[Array, Array]
     empty = begin >= end
     first, last = begin >> LOG_LEAF, (end + LEAF - 1) >> LOG_LEAF
     return np.where(empty, 0, first), np.where(empty, 0, last)
-

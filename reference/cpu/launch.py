@@ -48,6 +48,7 @@ def _like(layout: Layout) -> Array:
 
 
 def sinks_of(layout: Layout, sink: Array | None) -> Array:
+    """Return a logit for each head, -inf without a sink."""
     heads = layout.problem.heads
     if sink is None:
         return np.full(heads, -np.inf, layout.problem.accumulator)
@@ -113,6 +114,7 @@ def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) 
 def changes_of(
     layout: Layout, programs: Programs, pointers: FunctionPointers, careful: bool
 ) -> Changes:
+    """Return what happens to scores, for kernels at these addresses."""
     ranges = layout.key_ranges(programs.ranges)
     return Changes(
         programs.score, programs.slope, programs.mask, programs.tile, ranges, pointers, careful
@@ -132,9 +134,7 @@ def forward(
     block_kv: int,
 ) -> int:
     """Write out and lse; return how many tiles were visited (not EMPTY)."""
-    pointers = _prepare(
-        problem, programs, called_kernels(problem, programs, False), forward_kernel
-    )
+    pointers = _prepare(problem, programs, called_kernels(problem, programs, False), forward_kernel)
     layout, scratch = Layout(problem, block_q, block_kv), Scratch()
     q_read = layout.operand(q, scratch, whole_vectors=False)
     k_read = layout.operand(k, scratch, whole_vectors=False)

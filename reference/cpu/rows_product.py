@@ -94,7 +94,9 @@ class _Emitter:
         return total
 
 
-def _loop(builder: Any, count: Any, initial: list[Any], body: Callable[..., list[Any]]) -> list[Any]:
+def _loop(
+    builder: Any, count: Any, initial: list[Any], body: Callable[..., list[Any]]
+) -> list[Any]:
     """Emit ``for n in range(count)`` over values that `body(n, values)` makes anew."""
     start = builder.block
     loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
@@ -170,9 +172,7 @@ def _value_block(rows: int, vectors: int) -> Callable[..., Any]:
                 for r in range(rows):
                     weight = emit.load(emit.at(p, r, p_row, j), emit.scalar)
                     weight = emit.splat(weight, emit.lanes)
-                    made += [
-                        emit.fma(weight, v[n], sums[r * vectors + n]) for n in range(vectors)
-                    ]
+                    made += [emit.fma(weight, v[n], sums[r * vectors + n]) for n in range(vectors)]
                 return made
 
             sums = _loop(builder, keys, [emit.zero] * (rows * vectors), body)

@@ -109,11 +109,11 @@ MASKS = [
 
 
 @st.composite
-def cases(draw, dtype, lengths=st.sampled_from(LENGTHS), options=True):
+def cases(draw, dtype, options=True):
     made = Case(
         np.random.default_rng(draw(st.integers(0, 2**32))),
         dtype,
-        draw(st.lists(lengths, min_size=1, max_size=3)),
+        draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3)),
         group=draw(st.integers(1, 5)),
         heads_kv=draw(st.integers(1, 2)),
         len_q=draw(st.sampled_from([1, 1, 2, 5, 9])),
@@ -183,11 +183,13 @@ def test_an_empty_entry_gives_0_and_its_sink():
     out, lse = case.with_options().run()
     assert (out[0] == 0).all()
     assert np.isneginf(lse[0]).all()
-    _, lse = case.with_options(sink=True).run()
+    np.full(10**5, np.nan)  # what is freed is what kernels get
+    out, lse = case.with_options(sink=True).run()
+    assert (out[0] == 0).all()
     assert same_bits(lse[0, :, 0], case.options["sink"])
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 1, 8), (2, 0, 1, 8), (2, 2, 0, 8), (2, 2, 1, 0)])
+@pytest.mark.parametrize("shape", [(0, 2, 1, 8), (2, 0, 1, 8), (2, 2, 0, 8)])
 def test_empty_axes(shape):
     q = np.ones(shape, np.float32)
     k = np.ones((shape[0], shape[1], 3, shape[3]), np.float32)

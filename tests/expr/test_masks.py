@@ -374,7 +374,11 @@ def test_packed_arrays_of_wrong_size():
             ArgumentTypeError,
             "blocks: layout: .*int64.*wanted bool",
         ),
-        (lambda: masks.tree(np.ones((2, 3), bool)), ArgumentError, r"tree: .*\(2, 3\) .*\(Lq, Lq\)"),
+        (
+            lambda: masks.tree(np.ones((2, 3), bool)),
+            ArgumentError,
+            r"tree: .*\(2, 3\) .*\(Lq, Lq\)",
+        ),
         (lambda: masks.tree(np.ones(2, bool)), ArgumentError, r"tree: .*\(2,\) came; wanted"),
         (lambda: masks.tree(np.eye(2)), ArgumentTypeError, "tree: ancestors: .*float64.*bool"),
         (lambda: masks.dense(np.ones((2, 2))), ArgumentTypeError, "mask: .*float64.*bool.*bias="),
