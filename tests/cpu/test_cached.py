@@ -253,13 +253,13 @@ def test_other_entries_room_and_strides_change_no_bit(case, dtype, data):
 @pytest.mark.parametrize("products", [1, 2**28])
 def test_the_schedule_changes_no_bit(monkeypatch, threads, most_units, products):
     case = Case(np.random.default_rng(7), FLOAT32, [33000, 0, 700], group=3, heads_kv=2, len_q=2)
-    case.with_options(masks.window(32000, 0), sink=True)
-    expected = case.run()
+    calls = [{"mask": masks.window(32000, 0)}, {}]
+    expected = [case.run(**options) for options in calls]
     monkeypatch.setenv("CUPYFLASH_NUM_THREADS", threads)
     monkeypatch.setattr(decode_tasks, "MOST_UNITS", most_units)
     monkeypatch.setattr(decode_launch, "MOST_PRODUCTS", products)
     for _ in range(3):
-        assert same(case.run(), expected)
+        assert all(same(case.run(**x), y) for x, y in zip(calls, expected, strict=True))
 
 
 @BY_DTYPE
