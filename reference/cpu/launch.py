@@ -17,6 +17,7 @@ from .backward import backward_dkdv, backward_dq, transpose_blocks
 from .backward_bias import backward_bias
 from .backward_delta import backward_delta
 from .combine import combine as combine_kernel
+from .decode import decode as decode_kernel
 from .forward import forward as forward_kernel
 from .gradient_tile import fill_gradient_tile
 from .jit import Report, Wanted, address, pointer_of, prepare
@@ -29,6 +30,7 @@ from .layout import (
     finish,
 )
 from .memory import Rows, count_nonfinite
+from .merge import merge
 from .program import run
 from .threads import parallel
 from .tile import (
@@ -45,7 +47,8 @@ def _like(layout: Layout) -> Array:
     return np.empty(0, layout.problem.accumulator)
 
 
-def _sinks(layout: Layout, sink: Array | None) -> Array:
+def sinks_of(layout: Layout, sink: Array | None) -> Array:
+    """Return a logit for each head, -inf without a sink."""
     heads = layout.problem.heads
     if sink is None:
         return np.full(heads, -np.inf, layout.problem.accumulator)
@@ -57,11 +60,11 @@ _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumul
 KERNELS = (
     forward_kernel, backward_delta, transpose_blocks, backward_dkdv, backward_dq, backward_bias,
     combine_kernel, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges,
-    draw_dropout, fill_gradient_tile, *_CLASSES,
+    draw_dropout, fill_gradient_tile, decode_kernel, merge, *_CLASSES,
 )  # fmt: skip
 
 
-def _called_kernels(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
+def called_kernels(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
     """Return the kernels that others call here, by their fields in `FunctionPointers`."""
     number = problem.accumulator
     called: dict[str, Wanted] = {}
@@ -87,6 +90,11 @@ def _prepare(
     if programs.may_mask:
         own.append((count_nonfinite, problem.accumulator))
     prepare([*called.values(), *own])
+    return pointers_to(called)
+
+
+def pointers_to(called: dict[str, Wanted]) -> FunctionPointers:
+    """Return the addresses of kernels that `prepare` has made ready."""
     return FunctionPointers(
         **{
             name: pointer_of(*called[name]) if name in called else 0
@@ -103,9 +111,10 @@ def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) 
     prepare(wanted, report)
 
 
-def _changes(
+def changes_of(
     layout: Layout, programs: Programs, pointers: FunctionPointers, careful: bool
 ) -> Changes:
+    """Return what happens to scores, for kernels at these addresses."""
     ranges = layout.key_ranges(programs.ranges)
     return Changes(
         programs.score, programs.slope, programs.mask, programs.tile, ranges, pointers, careful
@@ -125,9 +134,7 @@ def forward(
     block_kv: int,
 ) -> int:
     """Write out and lse; return how many tiles were visited (not EMPTY)."""
-    pointers = _prepare(
-        problem, programs, _called_kernels(problem, programs, False), forward_kernel
-    )
+    pointers = _prepare(problem, programs, called_kernels(problem, programs, False), forward_kernel)
     layout, scratch = Layout(problem, block_q, block_kv), Scratch()
     q_read = layout.operand(q, scratch, whole_vectors=False)
     k_read = layout.operand(k, scratch, whole_vectors=False)
@@ -137,8 +144,8 @@ def forward(
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
     careful = layout.careful(programs, [(v_read, v_rows, layout.len_k)])
-    changes = _changes(layout, programs, pointers, careful)
-    sinks = _sinks(layout, sink)
+    changes = changes_of(layout, programs, pointers, careful)
+    sinks = sinks_of(layout, sink)
     work = layout.blocks(layout.len_q, block_q, last_first=True)
     visited = np.zeros(len(work) * problem.heads, np.int64)
     parallel(
@@ -194,7 +201,7 @@ def backward(
     kernels = [backward_delta, transpose_blocks, backward_dkdv, backward_dq]
     if dbias is not None:
         kernels.append(backward_bias)
-    pointers = _prepare(problem, programs, _called_kernels(problem, programs, True), *kernels)
+    pointers = _prepare(problem, programs, called_kernels(problem, programs, True), *kernels)
     accumulator, heads = problem.accumulator, problem.heads
     like, shape = _like(layout), layout.shape
     q_read, do_read, k_read = (layout.operand(x, scratch, whole_vectors=True) for x in (q, do, k))
@@ -210,7 +217,7 @@ def backward(
     )
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
 
-    sinks = _sinks(layout, sink)
+    sinks = sinks_of(layout, sink)
     dsinks = np.zeros(layout.batch * heads, accumulator)
     parallel(
         lambda first, last: backward_delta(
@@ -239,7 +246,7 @@ def backward(
             (k_read, k_rows, layout.len_k),
         ],
     )
-    changes = _changes(layout, programs, pointers, careful)
+    changes = changes_of(layout, programs, pointers, careful)
 
     kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
     if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):

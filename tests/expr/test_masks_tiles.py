@@ -71,6 +71,7 @@ PERFECT = {
     "blocks": masks.blocks(LAYOUT, 64, 64),
     "small blocks": masks.blocks(np.random.default_rng(3).random((30, 30)) < 0.1, 10, 10),
     "dense": masks.dense(PAIRS),
+    "tree": masks.tree(PAIRS),
     "dilated by 1": masks.dilated(1),
     "everything": masks.window(None, None),
     "nothing": masks.mask(lambda b, h, i, j: False),

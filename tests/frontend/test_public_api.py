@@ -49,6 +49,7 @@ MASKS = {
     "mask",
     "prefix",
     "segments",
+    "tree",
     "window",
 }
 ANALYSIS = {
