@@ -13,6 +13,7 @@ from cuda_specialisations import SHARED_MEMORY, capability
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from halves import mostly_thorough
 from harness import attend
 from placement import same_bits
 
@@ -98,7 +99,9 @@ PROBLEMS = {
 
 @emulated
 @pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
-@pytest.mark.parametrize("name", PROBLEMS)
+@mostly_thorough(
+    "name", PROBLEMS, quick=("edges", "everything"), why="sizes between those, and options alone"
+)
 def test_gradients_are_within_the_bound(name, dtype):
     heads, heads_kv, len_q, len_k, d, d_v, options, tiles = PROBLEMS[name]
     shapes = (heads, len_q, d), (heads_kv, len_k, d), (heads_kv, len_k, d_v), (heads, len_q, d_v)
@@ -110,7 +113,7 @@ def test_gradients_are_within_the_bound(name, dtype):
 
 @emulated
 @pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
-@pytest.mark.parametrize("d", [64, 128, 192])
+@mostly_thorough("d", [64, 128, 192], quick=(64,), why="other tiles, which share the code")
 def test_warps_have_scales_of_their_own(d, order):
     # None in the first tile, and then from tile to tile 2^8 times larger or smaller; from warp to
     # warp 2^5 times: each soon has a scale of its own, unless warps share keys.
@@ -152,7 +155,13 @@ def test_shared_queries_and_keys_in_any_place():
 
 
 @emulated
-@pytest.mark.parametrize(("dtype", "deterministic"), [(HALF, False), (BRAIN, True)], ids=str)
+@mostly_thorough(
+    ("dtype", "deterministic"),
+    [(HALF, False), (BRAIN, True)],
+    quick=[(HALF, False)],
+    why="the other type and sum",
+    ids=str,
+)
 def test_packed_sequences(dtype, deterministic):
     # What follows a sequence is the next one's, and not finite.
     offsets = np.array([[0, 70, 70, 110, 170], [0, 150, 160, 160, 290]])
@@ -194,6 +203,7 @@ def test_more_tiles_than_are_classified_at_once():
 
 
 @emulated
+@pytest.mark.thorough("tiles in masses; those that are skipped are quick")
 def test_more_full_tiles_than_are_classified_at_once():
     length = 16600
     q, k, v, do = draw(HALF, (1, length, 8), (1, 40, 8), (1, 40, 8), (1, length, 8))
@@ -205,6 +215,7 @@ def test_more_full_tiles_than_are_classified_at_once():
 
 @emulated
 @pytest.mark.parametrize("d", [8, 136])
+@pytest.mark.thorough("tiles in masses; those that are skipped are quick")
 def test_full_tiles_in_a_row(d):
     # Tiles 30 to 66 of 64 queries, then an EMPTY one, two more, and one of five queries.
     length = 64 * 70 + 5
@@ -239,7 +250,7 @@ SINK = np.array([0.5], np.float32)
 
 
 @emulated
-@pytest.mark.parametrize(
+@mostly_thorough(
     ("dtype", "deterministic", "d", "sink"),
     [
         (HALF, False, 72, None),
@@ -249,6 +260,8 @@ SINK = np.array([0.5], np.float32)
         (BRAIN, True, 72, SINK),
         (HALF, True, 192, None),
     ],
+    quick=lambda case: case[2] == 72,
+    why="other tiles, which share the code",
     ids=str,
 )
 def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d, sink):
@@ -277,7 +290,9 @@ def test_do_that_is_not_finite_where_the_output_is_0(d, sink):
 
 @emulated
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-@pytest.mark.parametrize("kind", ["in order", "deferred", "changed"])
+@mostly_thorough(
+    "kind", ["in order", "deferred", "changed"], quick=("in order",), why="other ways to add dq"
+)
 def test_what_is_not_finite_spoils_what_sees_it(kind, where):
     dtype, d = (BRAIN, 128) if kind == "deferred" else (HALF, 256 if where in ("k", "do") else 64)
     more = {"score_mod": scores.softcap(30.0)} if kind == "changed" else {}
@@ -300,8 +315,12 @@ def test_what_is_not_finite_spoils_what_sees_it(kind, where):
 
 
 @emulated
-@pytest.mark.parametrize(
-    ("dtype", "d", "d_v"), [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136)], ids=str
+@mostly_thorough(
+    ("dtype", "d", "d_v"),
+    [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136)],
+    quick=[(HALF, 64, 64)],
+    why="other tiles, which share the code",
+    ids=str,
 )
 def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
     q, k, v, do = draw(dtype, (1, 200, d), (1, 130, d), (1, 130, d_v), (1, 200, d_v))
@@ -361,6 +380,7 @@ def everything(read, schedule):
 
 @emulated
 @pytest.mark.parametrize(("file", "number"), STATEMENTS[1::9])
+@pytest.mark.thorough("mutants; that the emulator reports faults is quick")
 def test_what_orders_may_not_be_missing(file, number):
     def read(name):
         text = build.read(name)
