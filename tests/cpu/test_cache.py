@@ -134,6 +134,7 @@ def test_importing_compiles_and_writes_nothing(tmp_path):
     assert files(tmp_path) == []
 
 
+@pytest.mark.thorough("what is announced when; that it is announced is quick")
 def test_another_dtype_is_announced_too(cache, tmp_path):
     program = CALL + "call()\ncall(np.float64)\ncall()\ncall(np.float64)\nprint(Count.compiled)\n"
     mixed = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
@@ -143,6 +144,7 @@ def test_another_dtype_is_announced_too(cache, tmp_path):
     assert (again.compiled, again.warned) == (0, "")
 
 
+@pytest.mark.thorough("what is announced when; that it is announced is quick")
 def test_other_packages_kernels_are_not_announced(tmp_path):
     program = """
         import cupyflash.reference.cpu.jit, numba
@@ -152,6 +154,7 @@ def test_other_packages_kernels_are_not_announced(tmp_path):
     assert run(program, tmp_path).warned == ""
 
 
+@pytest.mark.thorough("what is announced when; that it is announced is quick")
 def test_a_closed_stderr_is_no_obstacle(tmp_path):
     program = CALL + "import os\nsys.stderr.close()\ncall()\nprint(Count.compiled)\n"
     assert run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(tmp_path)).compiled >= 1
@@ -200,6 +203,7 @@ def test_the_folder(monkeypatch, tmp_path):
     assert jit.cache_folder() == tmp_path / "xdg" / "cupyflash"
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_xdg_cache_home_is_honoured(filled, tmp_path):
     shutil.copytree(filled[0], tmp_path / "xdg" / "cupyflash")
     found = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=None, XDG_CACHE_HOME=str(tmp_path / "xdg"))
@@ -228,6 +232,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="HOME names the home of POSIX systems")
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_home_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     variables = {"CUPYFLASH_CACHE_DIR": None, "XDG_CACHE_HOME": None, "LOCALAPPDATA": None}
@@ -236,6 +241,7 @@ def test_a_home_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users without a home are POSIX's")
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_user_without_a_home(tmp_path):
     variables = ("CUPYFLASH_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME")
     program = """
@@ -251,6 +257,7 @@ def test_a_user_without_a_home(tmp_path):
     assert files(tmp_path) == []
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_full_disk(tmp_path):
     program = """
         import errno, os
@@ -266,6 +273,7 @@ def test_a_full_disk(tmp_path):
     assert files(folder) == []  # nothing half written is left
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_the_warning_can_be_an_error_and_the_next_call_works(tmp_path):
     (tmp_path / "file").write_text("")
     program = CALL + (
@@ -276,6 +284,7 @@ def test_the_warning_can_be_an_error_and_the_next_call_works(tmp_path):
     assert run(program, tmp_path, CUPYFLASH_CACHE_DIR=folder).compiled >= 1
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_folder_that_can_only_be_read_is_read(cache, tmp_path):
     program = """
         import errno, os
@@ -328,6 +337,7 @@ def test_a_damaged_file_is_compiled_again(filled, tmp_path):
     assert (again.compiled, again.warned) == (0, "")
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_folder_in_the_place_of_a_file(cache, tmp_path):
     (kernel,) = files(cache)
     kernel.unlink()
@@ -337,6 +347,7 @@ def test_a_folder_in_the_place_of_a_file(cache, tmp_path):
     assert seen.warned.count(NOT_KEPT) == 1
 
 
+@pytest.mark.thorough("several processes; a change of the texts is quick")
 def test_processes_that_fill_a_folder_at_once(tmp_path):
     """Two dtypes in two orders: no process may get the other dtype's machine code."""
     folder = tmp_path / "cache"
@@ -383,6 +394,7 @@ def test_any_change_of_the_kernels_texts_counts(filled, cache, tmp_path):
     assert len(files(cache)) == 2
 
 
+@pytest.mark.thorough("several processes; a change of the texts is quick")
 def test_a_change_while_a_process_runs_leaves_no_stale_kernel(tmp_path):
     """Kernels are kept under the texts that were imported, not under those of a later moment."""
     site = tmp_path / "site"

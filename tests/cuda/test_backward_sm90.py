@@ -98,7 +98,13 @@ PROBLEMS = {
 
 
 @emulated
-@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
+@mostly_thorough(
+    "dtype",
+    [HALF, BRAIN],
+    quick=[BRAIN],
+    why="sizes of dS in float16 have their own tests",
+    ids=str,
+)
 @mostly_thorough(
     "name", PROBLEMS, quick=("edges", "everything"), why="sizes between those, and options alone"
 )

@@ -146,6 +146,7 @@ def test_its_kernel_compiles(case, arch):
         assert "'probe'" in compiled(case.cuda(), case.architecture or arch)
 
 
+@pytest.mark.thorough("goes with the conformance on a GPU; the emulator's own is quick")
 @NO_EMULATOR
 @EVERY_CASE
 def test_it_is_launched_as_on_a_gpu(case, monkeypatch):

@@ -1,7 +1,7 @@
 """The kit has teeth: `verify` finds each of a catalogue of faults, and none where there is none."""
 
-import pytest
 from faults import FAULTS, GRADIENT_FAULTS, KNOWN, TILES, Attention
+from halves import mostly_thorough
 
 from cupyflash.testing import PROPERTIES, verify
 
@@ -27,7 +27,9 @@ def test_nothing_is_found_where_nothing_is_wrong():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@mostly_thorough(
+    "fault", FAULTS, quick=list(FAULTS)[::6], why="the catalogue; that faults are found is quick"
+)
 def test_each_fault_is_found(fault):
     report = judge(fault)
     assert report.failures, f"{fault} ({FAULTS[fault]}) was not found"

@@ -118,7 +118,9 @@ def test_some_cases_of_a_matrix_are_quick():
     for param, size in ((first, (1, 2)), (third, (5, 6))):
         assert param.values == (size,)
         assert [(x.name, x.args) for x in param.marks] == [("thorough", ("they are alike",))]
-    both = mostly_thorough(("d", "d_v"), [(1, 2), (3, 4)], quick=lambda x: x[0] == 3, why="they are alike")
+    both = mostly_thorough(
+        ("d", "d_v"), [(1, 2), (3, 4)], quick=lambda x: x[0] == 3, why="they are alike"
+    )
     assert both.args[1][0].values == (1, 2)
     for wrong in ([(7, 8)], [(1, 2), (7, 8)]):
         with pytest.raises(AssertionError, match="quick"):
