@@ -279,11 +279,13 @@ def test_a_mask_draws_itself(name):
     text = mask._repr_svg_()
     ET.fromstring(text)
     assert f"an example: {words}" in text
+    assert text == figures.example(mask).svg
 
 
 def test_a_mask_that_fits_no_size_is_not_drawn():
     mask = masks.mask(lambda b, h, i, j: lookup(np.arange(4))[i - 1] == j)
     assert mask._repr_svg_() is None  # a notebook shows its words
+    assert figures.example(mask) is None
 
 
 def test_pictures_in_a_terminal():
