@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, Phase, settings
 ROOT = Path(__file__).resolve().parent.parent
 LONG_FILES = {  # take a minute and more
     "test_backward_sm90", "test_cuda_compile", "test_emulator", "test_emulator_faults",
-    "test_faults", "test_forward_sm80", "test_forward_sm90", "test_forward_sm90_masks", "test_outputs",
-    "test_properties",
+    "test_faults", "test_forward_sm80", "test_forward_sm90", "test_forward_sm90_masks",
+    "test_outputs", "test_properties",
 }  # fmt: skip
 QUICK = "not thorough"  # pyproject.toml selects these tests unless the command line has a -m
 EMULATOR_CACHE = "CUPYFLASH_EMULATOR_CACHE"  # of kernels that are compiled for the CPU
