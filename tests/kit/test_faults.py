@@ -1,5 +1,6 @@
 """The kit has teeth: `verify` finds each of a catalogue of faults, and none where there is none."""
 
+import pytest
 from faults import FAULTS, GRADIENT_FAULTS, KNOWN, TILES, Attention
 from halves import mostly_thorough
 
@@ -15,6 +16,7 @@ def judge(fault):
     )
 
 
+@pytest.mark.thorough("every property of a slow kernel; test_properties.py tries each")
 def test_nothing_is_found_where_nothing_is_wrong():
     report = judge("")
     assert report.passed, str(report)
