@@ -20,7 +20,7 @@ from cupyflash.gpu.source import Specialisation
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = ("runtime.cpp", "races.cpp", "matrices.cpp", "warpgroups.cpp", "stores.cpp")
-HEADERS = ("runtime.h", "language.h", "races.h", "turns.h", "numbers.h")
+HEADERS = ("runtime.h", "language.h", "races.h", "clocks.h", "turns.h", "boxes.h", "numbers.h")
 
 # No contraction: a product and a sum are two roundings here, on a GPU one or two.
 COMMON = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-I", str(HERE))

@@ -5,8 +5,10 @@
 // which of its steps came before its own (a vector clock, as in FastTrack: Flanagan & Freund 2009).
 // Two accesses to one place by different threads, one of them a write, must be ordered by that.
 //
-// Of global memory only what a launch writes is remembered: no other thread may touch it, and
-// threads of other blocks never.
+// Of global memory only what a launch writes is remembered, and who has read that. Accesses to it
+// by threads of other blocks are ordered by fences and swaps, as the memory model of PTX has it: a
+// fence orders what its thread knows before the swaps behind it; a swap reads what was known to
+// those before it in the same place; a fence behind that makes it known.
 #include "races.h"
 
 #include "runtime.h"
@@ -19,17 +21,20 @@
 namespace emulator::races {
 namespace {
 
-using Clock = std::uint32_t;
 using Address = std::uintptr_t;
 
 constexpr std::size_t GRAIN = 2;        // bytes: no kernel shares smaller elements
 constexpr Clock IN_FLIGHT = ~Clock(0);  // of a write by a copy that is not finished
 
-struct Write {
+struct Step {
   Clock clock = 0;
   int thread = 0;
   long long block = 0;
-  bool copied = false;  // by a copy that others wait for
+};
+
+struct Write : Step {
+  bool copied = false;   // by a copy that others wait for
+  bool swapped = false;  // by compare_and_swap
 };
 
 Memory place;
@@ -39,6 +44,10 @@ std::vector<Clock> known;     // [thread, other]: the other's last step that com
 std::vector<Write> written;   // per grain of shared memory
 std::vector<Clock> was_read;  // [grain, thread]
 std::unordered_map<Address, Write> global;
+std::unordered_map<Address, std::vector<Step>> readers;  // of what is in `global`, since
+std::unordered_map<Address, Blocks> swaps;               // what those told who swapped a place
+std::vector<Exchange> exchanges;                         // of each thread
+bool exchanging;                                         // whether any of the block knows anything
 Address global_low, global_high;
 long long block_number;
 std::vector<Clock> published;  // of each thread, its last step that matrix instructions see
@@ -54,8 +63,8 @@ long long offset_of(const void* instruction) {
   return static_cast<const char*>(instruction) - static_cast<const char*>(info.dli_fbase) - 1;
 }
 
-bool is_before(const Write& write, int thread) {
-  return write.clock <= knows(thread, static_cast<std::size_t>(write.thread));
+bool is_before(const Step& step, int thread) {
+  return step.clock <= knows(thread, static_cast<std::size_t>(step.thread));
 }
 
 void not_before(const Write& write, const char* does, std::size_t grain, const void* caller) {
@@ -91,26 +100,86 @@ void write_shared(std::size_t first, std::size_t last, int me, const void* calle
             "writes byte %zu of shared memory, which thread %zu has read with no barrier since",
             grain * GRAIN, t);
     }
-    write = Write{knows(me, me), me, block_number};
+    write = Write{{knows(me, me), me, block_number}};
   }
 }
 
+// The same of a step of any block.
+bool is_known(const Step& step, int thread) {
+  if (step.block == block_number) return is_before(step, thread);
+  const Steps* const before = exchanges[static_cast<std::size_t>(thread)].before.of(step.block);
+  return before != nullptr && step.clock <= (*before)[static_cast<std::size_t>(step.thread)];
+}
+
+void not_known(const Step& step, const char* does, const char* did, const void* caller) {
+  fault(offset_of(caller), "%s global memory that thread %d of block %lld has %s with no %s since",
+        does, step.thread, step.block, did,
+        step.block == block_number ? "barrier" : "fence_device, compare_and_swap and fence_device");
+}
+
+void add_reader(Address at, int me) {
+  std::vector<Step>& steps = readers[at];
+  const auto is_over = [me](const Step& step) { return is_known(step, me); };
+  steps.erase(std::remove_if(steps.begin(), steps.end(), is_over), steps.end());
+  steps.push_back({knows(me, me), me, block_number});
+}
+
+void check_readers(Address at, int me, const char* does, const void* caller) {
+  const auto found = readers.find(at);
+  if (found == readers.end()) return;
+  for (const Step& step : found->second) {
+    if (!is_known(step, me)) not_known(step, does, "read", caller);
+  }
+  readers.erase(found);
+}
+
 void touch_global(Address from, std::size_t bytes, bool writes, int me, const void* caller) {
+  const char* const does = writes ? "writes" : "reads";
+  const Step now = {knows(me, me), me, block_number};
   for (Address at = from / GRAIN; at <= (from + bytes - 1) / GRAIN; ++at) {
     const auto found = global.find(at);
     if (found != global.end()) {
       const Write& write = found->second;
-      if (write.block != block_number || !is_before(write, me)) {
-        fault(offset_of(caller), "%s global memory that thread %d of block %lld has written",
-              writes ? "writes" : "reads", write.thread, write.block);
+      if (write.swapped) {
+        fault(
+            offset_of(caller),
+            "%s global memory that thread %d of block %lld has swapped: only compare_and_swap may "
+            "touch it in this launch",
+            does, write.thread, write.block);
       }
+      if (!is_known(write, me)) not_known(write, does, "written", caller);
+      // Whoever knows a thread's write knows what the thread did in the same step.
+      const bool at_once =
+          write.clock == now.clock && write.thread == me && write.block == block_number;
+      if (!writes && !at_once) add_reader(at, me);
     }
-    if (writes) global[at] = Write{knows(me, me), me, block_number};
+    if (writes) {
+      if (!readers.empty()) check_readers(at, me, does, caller);
+      global[at] = Write{now};
+    }
   }
   if (writes) {
     global_low = std::min(global_low, from);
     global_high = std::max(global_high, from + bytes);
   }
+}
+
+void touch_swapped(Address from, int me, const void* caller) {
+  if (from % 8) fault(offset_of(caller), "swaps 8 bytes where no such number begins");
+  if (from - (reinterpret_cast<Address>(place.shared) - place.beside) <
+      place.shared_bytes + 2 * place.beside) {
+    fault(offset_of(caller), "swaps shared memory: compare_and_swap is for global memory");
+  }
+  for (Address at = from / GRAIN; at < (from + 8) / GRAIN; ++at) {
+    Write& write = global[at];
+    if (write.clock != 0 && !write.swapped && !is_known(write, me)) {
+      not_known(write, "swaps", "written", caller);
+    }
+    check_readers(at, me, "swaps", caller);
+    write = Write{{knows(me, me), me, block_number}, false, true};
+  }
+  global_low = std::min(global_low, from);
+  global_high = std::max(global_high, from + 8);
 }
 
 void touch(const void* pointer, std::size_t bytes, bool writes, const void* caller) {
@@ -142,6 +211,10 @@ void begin_launch(const Memory& memory, unsigned int count) {
   was_read.assign(written.size() * threads, 0);
   published.assign(threads, 0);
   global.clear();
+  readers.clear();
+  swaps.clear();
+  exchanges.assign(threads, Exchange{});
+  exchanging = false;
   global_low = ~Address(0);
   global_high = 0;
 }
@@ -152,6 +225,8 @@ void begin_block(long long number) {
   base = *std::max_element(known.begin(), known.end());
   std::fill(known.begin(), known.end(), base);
   for (std::size_t t = 0; t < threads; ++t) knows(static_cast<int>(t), t) = base + 1;
+  if (exchanging) exchanges.assign(threads, Exchange{});
+  exchanging = false;
 }
 
 void begin_copy(void* to, const void* from, std::size_t bytes, std::size_t wanted,
@@ -186,18 +261,53 @@ void synchronise(const std::vector<int>& members) {
     std::copy(latest.begin(), latest.end(), &knows(member, 0));
     ++knows(member, static_cast<std::size_t>(member));
   }
+  if (!exchanging) return;
+  Exchange all;
+  for (int member : members) all.join(exchanges[static_cast<std::size_t>(member)]);
+  for (int member : members) exchanges[static_cast<std::size_t>(member)] = all;
 }
 
 void release(Clocks& to) {
   const int me = current_thread();
-  to.resize(threads, 0);
-  for (std::size_t t = 0; t < threads; ++t) to[t] = std::max(to[t], knows(me, t));
+  to.steps.resize(threads, 0);
+  for (std::size_t t = 0; t < threads; ++t) to.steps[t] = std::max(to.steps[t], knows(me, t));
   ++knows(me, static_cast<std::size_t>(me));
+  if (exchanging) to.exchange.join(exchanges[static_cast<std::size_t>(me)]);
 }
 
 void acquire(const Clocks& from) {
   const int me = current_thread();
-  for (std::size_t t = 0; t < from.size(); ++t) knows(me, t) = std::max(knows(me, t), from[t]);
+  const Steps& steps = from.steps;
+  for (std::size_t t = 0; t < steps.size(); ++t) knows(me, t) = std::max(knows(me, t), steps[t]);
+  if (exchanging) exchanges[static_cast<std::size_t>(me)].join(from.exchange);
+}
+
+void fence() {
+  const int me = current_thread();
+  Exchange& exchange = exchanges[static_cast<std::size_t>(me)];
+  Clock* const mine = &knows(me, 0);
+  if (const Steps* const own = exchange.swapped.of(block_number)) {
+    for (std::size_t t = 0; t < threads; ++t) mine[t] = std::max(mine[t], (*own)[t]);
+  }
+  exchange.before.join(exchange.swapped);
+  exchange.fenced.assign(mine, mine + threads);
+  exchange.fenced_before = exchange.before;
+  ++knows(me, static_cast<std::size_t>(me));
+  exchanging = true;
+}
+
+void swap(const void* at, bool writes, const void* caller) {
+  const Address place = reinterpret_cast<Address>(at);
+  const int me = current_thread();
+  touch_swapped(place, me, caller);
+  Exchange& exchange = exchanges[static_cast<std::size_t>(me)];
+  Blocks& told = swaps[place];
+  exchange.swapped.join(told);
+  if (writes && !exchange.fenced.empty()) {
+    told.join(exchange.fenced_before);
+    told.join(block_number, exchange.fenced);
+  }
+  exchanging = true;
 }
 
 void access(const void* at, std::size_t bytes, bool writes) {
@@ -244,7 +354,7 @@ Clocks begin_transfer(void* to, std::size_t bytes) {
 void finish_transfer(void* to, std::size_t bytes, const Clocks& begun) {
   const std::size_t first = (static_cast<char*>(to) - place.shared) / GRAIN;
   for (std::size_t grain = first; grain < first + bytes / GRAIN; ++grain) {
-    written[grain].clock = begun[static_cast<std::size_t>(written[grain].thread)];
+    written[grain].clock = begun.steps[static_cast<std::size_t>(written[grain].thread)];
   }
 }
 
@@ -261,6 +371,16 @@ unsigned long long add_at_once(unsigned long long* place, unsigned long long val
 void add_at_once(float* place, float value) { *place += value; }
 
 void add_at_once(double* place, double value) { *place += value; }
+
+void fence_device() { races::fence(); }
+
+unsigned long long compare_and_swap(unsigned long long* place, unsigned long long expected,
+                                    unsigned long long desired) {
+  const unsigned long long before = *place;
+  races::swap(place, before == expected, __builtin_return_address(0));
+  if (before == expected) *place = desired;
+  return before;
+}
 
 }  // namespace emulator
 

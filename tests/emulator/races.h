@@ -1,8 +1,9 @@
 // Which accesses to memory kernels make, and whether barriers order them.
 #pragma once
 
+#include "clocks.h"
+
 #include <cstddef>
-#include <cstdint>
 #include <vector>
 
 namespace emulator::races {
@@ -26,10 +27,13 @@ void begin_copy(void* to, const void* from, std::size_t bytes, std::size_t wante
                 const void* caller);
 void finish_copy(void* to, std::size_t bytes);
 
-// What a thread knew when it let others go on, and they when they did.
-using Clocks = std::vector<std::uint32_t>;
+// What a thread knows when it lets others go on, and they when they do.
 void release(Clocks& to);
 void acquire(const Clocks& from);
+
+// The running thread fences, or swaps what lies in a place of global memory.
+void fence();
+void swap(const void* place, bool writes, const void* caller);
 
 // An access of the running thread to shared memory that no instruction of its own makes.
 void access(const void* place, std::size_t bytes, bool writes);

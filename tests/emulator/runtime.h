@@ -137,6 +137,14 @@ unsigned long long add_at_once(unsigned long long* place, unsigned long long val
 void add_at_once(float* place, float value);
 void add_at_once(double* place, double value);
 
+// Orders what this thread knows before the swaps behind it, and what its swaps have read before
+// what comes next.
+void fence_device();
+
+// Writes `desired` where `expected` lies, in one step; what was there.
+unsigned long long compare_and_swap(unsigned long long* place, unsigned long long expected,
+                                    unsigned long long desired);
+
 }  // namespace emulator
 
 extern emulator::Index threadIdx;

@@ -83,10 +83,7 @@ void land(std::size_t n) {
   std::memcpy(shared_at(transfer.to), transfer.bytes.data(), transfer.bytes.size());
   races::finish_transfer(shared_at(transfer.to), transfer.bytes.size(), transfer.begun);
   Barrier& barrier = barriers[transfer.barrier];
-  barrier.coming.resize(transfer.begun.size(), 0);
-  for (std::size_t t = 0; t < transfer.begun.size(); ++t) {
-    barrier.coming[t] = std::max(barrier.coming[t], transfer.begun[t]);
-  }
+  barrier.coming.join(transfer.begun);
   barrier.bytes -= static_cast<long long>(transfer.bytes.size());
   transfers.erase(transfers.begin() + static_cast<std::ptrdiff_t>(n));
   barrier.end_phase();

@@ -53,6 +53,7 @@ C_TYPES = {
         (np.int32, "int"),
         (np.uint32, "unsigned int"),
         (np.int64, "long long"),
+        (np.uint64, "unsigned long long"),
         (np.float32, "float"),
         (np.float64, "double"),
     )

@@ -250,6 +250,22 @@ def _voted_by_warps(given: Array) -> Array:
     return np.broadcast_to(wanted, (len(wanted), 32, 4)).reshape(-1, 4).astype(np.uint32)
 
 
+def _to_swap() -> Array:
+    """What is there, what is expected and what is desired: any bits; equal, or but for one."""
+    given = blocks_of(3, 2, np.uint64)
+    same = np.arange(len(given)) % 3 > 0
+    given[same, 1] = given[same, 0]
+    given[:64, 1] = given[:64, 0] ^ (np.uint64(1) << np.arange(64, dtype=np.uint64))
+    return given
+
+
+def _to_exchange() -> Array:
+    """A number, and a count of blocks that begins and ends as 0."""
+    given = blocks_of(2, 40, np.uint64)
+    given[0, 1] = 0
+    return given
+
+
 def _shuffle_from(kind: Any) -> Case:
     def chosen(given: Array) -> Array:
         lanes = np.arange(len(given))[:, None]
@@ -401,6 +417,43 @@ CASES = [
         """,
         lambda: np.random.default_rng(0).standard_normal((2 * THREADS, 2)),
         lambda x: x[:, :1] + x[:, 1:],
+    ),
+    Case(
+        "compare_and_swap",
+        """
+          out[0] = in[0];
+          out[1] = ptx::compare_and_swap(out, in[1], in[2]);
+        """,
+        _to_swap,
+        lambda x: np.stack([np.where(x[:, 0] == x[:, 1], x[:, 2], x[:, 0]), x[:, 0]], 1),
+    ),
+    Case(
+        "fence_device: the block that is last reads what the others wrote",
+        """
+          out[0] = in[0];
+          ptx::fence_device();
+          __syncthreads();  // all have written
+          if (t == 0) {
+            unsigned long long* const count = static_cast<unsigned long long*>(p.in) + 1;
+            unsigned long long expected, seen = 0;
+            do {
+              expected = seen;
+              seen = ptx::compare_and_swap(count, expected, (expected + 1) % gridDim.x);
+            } while (seen != expected);
+            smem[0].x[0] = seen + 1 == gridDim.x;
+          }
+          __syncthreads();  // whether it is the last
+          if (smem[0].x[0]) {
+            ptx::fence_device();
+            unsigned long long* const first = static_cast<unsigned long long*>(p.out) + 2 * t;
+            for (int block = 0; block < gridDim.x; ++block) {
+              const int next = (block + 1) % gridDim.x;
+              first[2 * THREADS * block + 1] = first[2 * THREADS * next];
+            }
+          }
+        """,
+        _to_exchange,
+        lambda x: np.stack([x[:, 0], np.roll(x[:, 0], -THREADS)], 1),
     ),
     Case(
         "lane_index",
