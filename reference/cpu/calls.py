@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from .jit import Kernel, address, pointer_of, signature
-from .structs import Struct, array_words, pack
+from .jit import Kernel, pointer_of, signature
+from .structs import ArrayForm, Packed, Struct
 
 
 @functools.cache
@@ -25,22 +25,32 @@ def _entry(pointer: int, words: int) -> Any:
     return ctypes.CFUNCTYPE(ctypes.c_int32, *results, *(ctypes.c_int64,) * words)(pointer)
 
 
-def _in_words(kinds: tuple[types.Type, ...], values: Any) -> tuple[list[int], object]:
+@functools.cache
+def _forms(compiled: Kernel, number: np.dtype[Any]) -> list[Struct | ArrayForm | None]:
+    """Return how a kernel's arguments after `first` and `last` become words."""
+    forms: list[Struct | ArrayForm | None] = []
+    for kind in signature(compiled, number)[2:]:
+        array = ArrayForm(kind) if isinstance(kind, types.Array) else None
+        forms.append(kind if isinstance(kind, Struct) else array)
+    return forms
+
+
+def _in_words(forms: list[Struct | ArrayForm | None], values: Any) -> tuple[list[int], object]:
     """Return arguments as the words that a kernel takes for them, and what those belong to."""
     words: list[int] = []
     held: list[object] = []
-    for kind, value in zip(kinds, values, strict=True):
-        if isinstance(kind, Struct):
-            packed = pack(kind, value)
-            words.append(address(packed.words))
-            held.append(packed)
-        elif isinstance(kind, types.Array):
-            place, *lengths = array_words(kind, value)
+    for form, value in zip(forms, values, strict=True):
+        if form is None:
+            words.append(value)
+        elif isinstance(form, ArrayForm):
+            place, *lengths = form.words(value)
             # Owner, parent, size, bytes of an element, address, lengths, strides.
             words += [0, 0, value.size, value.itemsize, place, *lengths, *value.strides]
             held.append(value)
         else:
-            words.append(value)
+            packed = Packed(form, value)
+            words.append(packed.address)
+            held.append(packed)
     return words, held
 
 
@@ -74,9 +84,9 @@ class Bound:
         *arguments: Any,
         scratch: Callable[[], tuple[Any, ...]] = no_scratch,
     ) -> None:
-        kinds = signature(compiled, number)[2:]
-        self._own_kinds = kinds[len(arguments) :]
-        self._words, self._held = _in_words(kinds[: len(arguments)], arguments)
+        forms = _forms(compiled, number)
+        self._own_forms = forms[len(arguments) :]
+        self._words, self._held = _in_words(forms[: len(arguments)], arguments)
         self._name, self._pointer = compiled.__name__, pointer_of(compiled, number)
         self._scratch, self._spare = scratch, list[tuple[list[int], object]]()
 
@@ -85,7 +95,7 @@ class Bound:
         try:
             own = self._spare.pop()
         except IndexError:
-            own = _in_words(self._own_kinds, self._scratch())
+            own = _in_words(self._own_forms, self._scratch())
         results = (ctypes.c_int64 * 2)()
         value = ctypes.addressof(results)
         entry = _entry(self._pointer, 2 + len(self._words) + len(own[0]))

@@ -46,8 +46,8 @@ from .tile import (
 def _sinks(layout: Layout, sink: Array | None) -> Array:
     heads = layout.problem.heads
     if sink is None:
-        return np.full(heads, -np.inf, layout.problem.accumulator)
-    return np.ascontiguousarray(sink.astype(layout.problem.accumulator))
+        return np.full(heads, -np.inf, layout.number)
+    return np.ascontiguousarray(sink.astype(layout.number))
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -81,9 +81,10 @@ def _prepare(
     problem: Problem, programs: Programs, called: dict[str, Wanted], *kernels: Kernel
 ) -> FunctionPointers:
     """Compile what is missing; return the addresses of the kernels that others call."""
-    own = [(kernel, problem.accumulator) for kernel in kernels]
+    number = problem.accumulator
+    own = [(kernel, number) for kernel in kernels]
     if programs.may_mask:
-        own.append((count_nonfinite, problem.accumulator))
+        own.append((count_nonfinite, number))
     prepare([*called.values(), *own])
     return FunctionPointers(
         **{
@@ -142,7 +143,7 @@ def forward(
     parallel(
         Bound(
             forward_kernel,
-            problem.accumulator,
+            layout.number,
             work,
             layout.shape,
             changes,
@@ -153,7 +154,7 @@ def forward(
             out_rows,
             lse_rows,
             visited,
-            scratch=lambda: (forward_scratch(layout.shape, changes, problem.accumulator),),
+            scratch=lambda: (forward_scratch(layout.shape, changes, layout.number),),
         ),
         visited.size,
         (programs, q_read, k_read, v_read, out_made, lse_made),
@@ -194,7 +195,7 @@ def backward(
     if dbias is not None:
         kernels.append(backward_bias)
     pointers = _prepare(problem, programs, _called_kernels(problem, programs, True), *kernels)
-    accumulator, heads = problem.accumulator, problem.heads
+    accumulator, heads = layout.number, problem.heads
     shape = layout.shape
     q_read, do_read, k_read = (layout.operand(x, scratch, whole_vectors=True) for x in (q, do, k))
     v_read, out_read = (layout.operand(x, scratch, whole_vectors=False) for x in (v, out))
@@ -355,7 +356,7 @@ def _bias_gradient(
         groups = 1 if shared else layout.batch
         starts = np.arange(groups, dtype=np.int64)
         members = np.arange(layout.batch, dtype=np.int64)
-    computed = np.zeros((groups, heads, queries, keys), problem.accumulator)
+    computed = np.zeros((groups, heads, queries, keys), layout.number)
     ends = np.append(starts[1:], layout.batch)
     q_blocks, kv_blocks = -(-queries // layout.block_q), -(-keys // layout.block_kv)
     entry, head, q_block, kv_block = (
@@ -367,7 +368,7 @@ def _bias_gradient(
         parallel(
             Bound(
                 backward_bias,
-                problem.accumulator,
+                layout.number,
                 work,
                 members,
                 layout.shape,
@@ -379,7 +380,7 @@ def _bias_gradient(
                 qt,
                 dot,
                 computed,
-                scratch=lambda: (gradient_scratch(layout.shape, changes, problem.accumulator),),
+                scratch=lambda: (gradient_scratch(layout.shape, changes, layout.number),),
             ),
             len(work),
             arrays,

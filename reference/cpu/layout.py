@@ -133,10 +133,11 @@ class Layout:
         self.len_k = self._per_entry(problem.len_k)
         self.start_q = self._per_entry(problem.start_q)
         self.start_k = self._per_entry(problem.start_k)
-        self.itemsize = problem.accumulator.itemsize
+        self.number = problem.accumulator
+        self.itemsize = self.number.itemsize
         self.lanes = vector_lanes(self.itemsize)
         self.block_q, self.block_kv = block_q, block_kv
-        number = problem.accumulator.type
+        number = self.number.type
         kept = philox.keep_probability(problem.dropout)
         self.shape = Shape(
             heads=problem.heads,
@@ -192,7 +193,7 @@ class Layout:
     def readable(self, array: Array, whole_vectors: bool) -> bool:
         """Whether kernels can use an array's rows in place."""
         return (
-            array.dtype == self.problem.accumulator
+            array.dtype == self.number
             and array.flags.aligned
             and (array.shape[-1] <= 1 or array.strides[-1] == self.itemsize)
             and all(stride % self.itemsize == 0 for stride in array.strides)
@@ -210,7 +211,7 @@ class Layout:
         columns = round_up(width, self.lanes)
         once = tuple(slice(1 if stride == 0 else None) for stride in array.strides[:-1])
         distinct = array[once]
-        copy = scratch.empty((*distinct.shape[:-1], columns), self.problem.accumulator)
+        copy = scratch.empty((*distinct.shape[:-1], columns), self.number)
         copy[..., :width] = distinct
         copy[..., width:] = 0
         return np.broadcast_to(copy, (*array.shape[:-1], columns))
@@ -219,7 +220,7 @@ class Layout:
         """Return the array itself, or a stand-in that `finish` copies to it."""
         if self.readable(array, whole_vectors=False):
             return array
-        return scratch.empty(array.shape, self.problem.accumulator)
+        return scratch.empty(array.shape, self.number)
 
     def blocks(self, lengths: Array, block: int, last_first: bool) -> Array:
         """Return (batch entry, block) of every block, the causal mask's longest first."""
@@ -262,7 +263,7 @@ class Layout:
         first = np.cumsum(counts) - counts
         heads, total = self.problem.heads, int(counts.sum())
         size = depth * round_up(self.block_q, self.lanes)
-        memory = scratch.empty((heads, total, size), self.problem.accumulator)
+        memory = scratch.empty((heads, total, size), self.number)
         fill = partial(self._fill_panels, array, depth, memory, first)
         parallel(fill, self.batch * heads, (array, memory))
         return memory, Rows(address(memory), first * size, total * size, size)
@@ -318,10 +319,10 @@ class Layout:
         if not programs.may_mask:
             return False
         for array, rows, lengths in arrays:
-            found = np.zeros(self.batch * array.shape[-3], self.problem.accumulator)
+            found = np.zeros(self.batch * array.shape[-3], self.number)
             heads, columns = array.shape[-3], array.shape[-1]
             counted = heads, lengths, rows, columns, self.itemsize, found
-            count = Bound(count_nonfinite, self.problem.accumulator, *counted)
+            count = Bound(count_nonfinite, self.number, *counted)
             parallel(count, found.size, array)
             if found.any():
                 return True

@@ -7,9 +7,10 @@ and its lengths; a structure within another one is its words.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -18,6 +19,8 @@ from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, lower_getattr_generic, models, register_model
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import as_dtype
+
+from .jit import address
 
 WORD = 8  # bytes
 _FORMATS = {types.int64: "q", types.float32: "f4x", types.float64: "d"}
@@ -43,9 +46,26 @@ class Struct(types.Type):
             words += _words(member)
         self.words = words
         self.format = "".join(_format(member) for member in members)
+        self._forms = [
+            (
+                member if isinstance(member, Struct) else None,
+                ArrayForm(member) if isinstance(member, types.Array) else None,
+            )
+            for member in members
+        ]
         # Numba tells types by their names, which become part of the names of functions: short ones.
         digest = hashlib.sha256(repr((fields.__module__, members)).encode()).hexdigest()
         super().__init__(f"{fields.__name__}_{digest[:12]}")
+
+    def flatten(self, values: Any, leaves: list[Any]) -> None:
+        """Append what the words of `values` hold."""
+        for (within, form), value in zip(self._forms, values, strict=True):
+            if form is not None:
+                leaves += form.words(value)
+            elif within is not None:
+                within.flatten(value, leaves)
+            else:
+                leaves.append(value)
 
 
 def _words(member: types.Type) -> int:
@@ -60,40 +80,33 @@ def _format(member: types.Type) -> str:
     return "q" * (1 + member.ndim) if isinstance(member, types.Array) else _FORMATS[member]
 
 
-class Packed(NamedTuple):
-    """A structure in memory, and what its addresses belong to."""
+class Packed:
+    """A structure in memory. It holds what its addresses belong to."""
 
-    words: np.ndarray[Any, Any]
-    values: object
-
-
-def pack(kind: Struct, values: Any) -> Packed:
-    """Write a named tuple into memory, where kernels can read it as `kind`."""
-    leaves: list[Any] = []
-    _flatten(kind, values, leaves)
-    return Packed(np.frombuffer(bytearray(struct.pack(kind.format, *leaves)), np.int64), values)
+    def __init__(self, kind: Struct, values: Any) -> None:
+        leaves: list[Any] = []
+        kind.flatten(values, leaves)
+        self._values = values
+        self._memory = ctypes.create_string_buffer(kind.words * WORD)
+        struct.pack_into("=" + kind.format, self._memory, 0, *leaves)
+        self.address = ctypes.addressof(self._memory)
 
 
-def _flatten(kind: Struct, values: Any, leaves: list[Any]) -> None:
-    for member, value in zip(kind.members.values(), values, strict=True):
-        if isinstance(member, Struct):
-            _flatten(member, value, leaves)
-        elif isinstance(member, types.Array):
-            leaves += array_words(member, value)
-        else:
-            leaves.append(value)
+class ArrayForm:
+    """What arrays of a type have in common, where Numba's own objects are slow to ask."""
 
+    def __init__(self, kind: types.Array) -> None:
+        self._kind, self._dtype, self._ndim = kind, as_dtype(kind.dtype), kind.ndim
 
-def array_words(kind: types.Array, array: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    """Return an array's address and lengths, once it is known to be what kernels take."""
-    facts = array.__array_interface__
-    if (
-        array.dtype != as_dtype(kind.dtype)
-        or array.ndim != kind.ndim
-        or not array.flags.c_contiguous
-    ):
-        raise TypeError(f"got {array.dtype} {array.shape} {array.strides}, expected {kind}")
-    return facts["data"][0], *array.shape
+    def words(self, array: np.ndarray[Any, Any]) -> tuple[int, ...]:
+        """Return an array's address and lengths, once it is known to be what kernels take."""
+        if array.dtype != self._dtype or array.ndim != self._ndim or not array.flags.c_contiguous:
+            raise TypeError(
+                f"got an array {array.dtype} {array.shape} with strides {array.strides}, expected "
+                f"{self._kind}"
+            )
+        # Nothing of an array without elements is read.
+        return address(array) if array.size else 0, *array.shape
 
 
 @register_model(Struct)
