@@ -303,7 +303,7 @@ class Kernel:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.__name__ = function.__name__
+        self.__name__, self.__module__ = function.__name__, function.__module__
         self.dispatcher: Any = numba.njit(function, **_OPTIONS)
         self.dispatcher._cache = _KernelCache(function)
 
