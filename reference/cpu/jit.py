@@ -228,7 +228,6 @@ class _KernelCache:
         return self._found.pop(sig, None) or self._load(sig, target_context)
 
     def _load(self, sig: Any, target_context: Any) -> Any:
-        target_context.refresh()
         try:
             with _opened_folder() as folder:
                 stored = _read_file(folder, self._file(sig, target_context.codegen()))

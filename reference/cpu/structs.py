@@ -26,7 +26,7 @@ WORD = 8  # bytes
 _FORMATS = {types.int64: "q", types.float32: "f4x", types.float64: "d"}
 
 
-class Struct(types.Type):
+class Struct(types.Type):  # type: ignore[misc]
     """Numba's type of a structure: the address of its words.
 
     Parameters
@@ -44,7 +44,7 @@ class Struct(types.Type):
         for name, member in self.members.items():
             self.offsets[name] = words * WORD
             words += _words(member)
-        self.words = words
+        self.word_count = words
         self.format = "".join(_format(member) for member in members)
         self._forms = [
             (
@@ -70,7 +70,7 @@ class Struct(types.Type):
 
 def _words(member: types.Type) -> int:
     if isinstance(member, Struct):
-        return member.words
+        return member.word_count
     return 1 + member.ndim if isinstance(member, types.Array) else 1
 
 
@@ -87,7 +87,7 @@ class Packed:
         leaves: list[Any] = []
         kind.flatten(values, leaves)
         self._values = values
-        self._memory = ctypes.create_string_buffer(kind.words * WORD)
+        self._memory = ctypes.create_string_buffer(kind.word_count * WORD)
         struct.pack_into("=" + kind.format, self._memory, 0, *leaves)
         self.address = ctypes.addressof(self._memory)
 
