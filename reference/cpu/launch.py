@@ -40,6 +40,9 @@ from .tile import (
     score_by_program,
 )
 
+# What a caller asked NumPy to do where numbers overflow or vanish is meant for its own arithmetic.
+_QUIET = np.errstate(all="ignore")
+
 
 def _like(layout: Layout) -> Array:
     return np.empty(0, layout.problem.accumulator)
@@ -112,6 +115,7 @@ def _changes(
     )
 
 
+@_QUIET
 def forward(
     problem: Problem,
     programs: Programs,
@@ -164,6 +168,7 @@ def forward(
     return int(visited.sum())
 
 
+@_QUIET
 def backward(
     problem: Problem,
     programs: Programs,
@@ -413,6 +418,7 @@ def backward_scratch_size(problem: Problem, block_q: int) -> int:
     return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)
 
 
+@_QUIET
 def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
     """Write the combination of several (out, lse) to `out` and `lse`."""
     accumulator = lse.dtype

@@ -304,5 +304,4 @@ class Layout:
 def finish(target: Array, computed: Array) -> None:
     """Copy a stand-in to the array it stands for, rounding to its type."""
     if computed is not target:
-        with np.errstate(over="ignore"):
-            target[...] = computed.astype(target.dtype)
+        target[...] = computed.astype(target.dtype)
