@@ -254,15 +254,20 @@ class Layout:
 
     def panels(self, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
         """Return memory for every query block as a (depth, lanes) panel, and where each lies."""
-        counts = -(-self.len_q // self.block_q)
-        most = -(-self.block_q // self.lanes) * self.lanes
-        total = int(counts.sum())
-        memory = scratch.empty(
-            (self.problem.heads * total * depth * most,), self.problem.accumulator
-        )
-        size = depth * most
-        first = (np.cumsum(counts) - counts) * size
-        return memory, Rows(address(memory), np.ascontiguousarray(first), total * size, size)
+        lanes = self.panel_lanes()
+        head = depth * int(lanes.sum())
+        memory = scratch.empty((self.problem.heads * head,), self.problem.accumulator)
+        first = depth * (np.cumsum(lanes) - lanes)
+        return memory, Rows(address(memory), first, head, depth * self._whole(self.block_q))
+
+    def panel_lanes(self) -> Array:
+        """Return the lanes of all panels of every batch entry; a short block has a narrow one."""
+        blocks, rest = np.divmod(self.len_q, self.block_q)
+        result: Array = blocks * self._whole(self.block_q) + self._whole(rest)
+        return result
+
+    def _whole(self, count: Any) -> Any:
+        return -(-count // self.lanes) * self.lanes
 
     def key_ranges(self, ends: tuple[Array, Array] | None) -> KeyRanges:
         """Return where each query's first and last key lie.

@@ -396,7 +396,8 @@ def attention(
             factor = scale if name in ("dq", "dk") else 1
             with np.errstate(all="ignore"):
                 errors = errors + ar.gamma(terms + 4) * factor * sizes
-                errors = np.where(sizes < ar.largest / 2, _known(errors), np.inf)
+                fits = max(1, factor) * sizes < ar.largest / 2
+                errors = np.where(fits, _known(errors), np.inf)
             bound = np.where(sizes + errors == 0, 0, stored(exact, errors, array.dtype.name))
             results[name] = Bounded(exact, bound)
     return results, shaped(out[2]), shaped(out[3])
