@@ -146,7 +146,7 @@ def _read_file(folder: int | None, name: str) -> bytes:
             raise OSError(errno.EINVAL, "no file with a kernel")
         if _POSIX and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
             raise _UntrustedError("file", found)
-        return file.read(_MOST_BYTES + 1)
+        return file.read(found.st_size)  # memory for no more than that
 
 
 def _write_file(folder: int | None, name: str, content: bytes) -> None:

@@ -42,6 +42,9 @@ from .tile import (
     score_by_program,
 )
 
+# What a caller asked NumPy to do where numbers overflow or vanish is meant for its own arithmetic.
+_QUIET = np.errstate(all="ignore")
+
 
 def _sinks(layout: Layout, sink: Array | None) -> Array:
     heads = layout.problem.heads
@@ -111,6 +114,7 @@ def _changes(
     )
 
 
+@_QUIET
 def forward(
     problem: Problem,
     programs: Programs,
@@ -164,6 +168,7 @@ def forward(
     return int(visited.sum())
 
 
+@_QUIET
 def backward(
     problem: Problem,
     programs: Programs,
@@ -398,19 +403,20 @@ def backward_scratch_size(problem: Problem, block_q: int) -> int:
 
     rows_q = heads * int(layout.len_q.sum())
     rows_k = problem.heads_kv * int(layout.len_k.sum())
-    blocks = heads * int((-(-layout.len_q // block_q)).sum())
+    panels = heads * int(layout.panel_lanes().sum())
     wide, wide_v = whole(problem.d), whole(problem.d_v)
     elements = [
         *(rows_q * wide,) * 2,  # q, dq
         *(rows_q * wide_v,) * 2,  # do, out
         *(rows_k * wide, rows_k * wide_v) * 2,  # k, v, dk, dv
         *(rows_q * lanes,) * 3,  # lse, dlse, delta
-        blocks * whole(block_q) * problem.d,
-        blocks * whole(block_q) * problem.d_v,
+        panels * problem.d,
+        panels * problem.d_v,
     ]
     return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)
 
 
+@_QUIET
 def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
     """Write the combination of several (out, lse) to `out` and `lse`."""
     accumulator = lse.dtype

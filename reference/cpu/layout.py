@@ -257,19 +257,25 @@ class Layout:
     def panels(self, array: Array, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
         """Return every query block of an array as a (depth, lanes) panel, and where each lies.
 
-        A panel's last lanes are 0 where the block has fewer queries.
+        A short block has a narrow panel, whose last lanes are 0 where there is no query.
         """
-        counts = -(-self.len_q // self.block_q)
-        first = np.cumsum(counts) - counts
-        heads, total = self.problem.heads, int(counts.sum())
-        size = depth * round_up(self.block_q, self.lanes)
-        memory = scratch.empty((heads, total, size), self.number)
+        lanes = self.panel_lanes()
+        head, first = depth * int(lanes.sum()), depth * (np.cumsum(lanes) - lanes)
+        heads = self.problem.heads
+        memory = scratch.empty((heads, head), self.number)
         fill = partial(self._fill_panels, array, depth, memory, first)
         parallel(fill, self.batch * heads, (array, memory))
-        return memory, Rows(address(memory), first * size, total * size, size)
+        size = depth * round_up(self.block_q, self.lanes)
+        return memory, Rows(address(memory), first, head, size)
+
+    def panel_lanes(self) -> Array:
+        """Return the lanes of all panels of every batch entry."""
+        blocks, rest = np.divmod(self.len_q, self.block_q)
+        result: Array = blocks * round_up(self.block_q, self.lanes) + round_up(rest, self.lanes)
+        return result
 
     def _fill_panels(
-        self, array: Array, depth: int, memory: Array, blocks: Array, first: int, last: int
+        self, array: Array, depth: int, memory: Array, begins: Array, first: int, last: int
     ) -> None:
         block, most = self.block_q, round_up(self.block_q, self.lanes)
         for item in range(first, last):
@@ -277,12 +283,14 @@ class Layout:
             rows = self._entry(array, b)[h, :, :depth]
             whole, rest = divmod(len(rows), block)
             split = len(rows) - rest
-            panels = memory[h, blocks[b] : blocks[b] + whole].reshape(whole, depth, most)
+            begin = begins[b]
+            end = begin + whole * depth * most
+            panels = memory[h, begin:end].reshape(whole, depth, most)
             panels[..., :block] = rows[:split].reshape(whole, block, depth).swapaxes(1, 2)
             panels[..., block:] = 0
             if rest:
                 lanes = round_up(rest, self.lanes)
-                panel = memory[h, blocks[b] + whole, : depth * lanes].reshape(depth, lanes)
+                panel = memory[h, end : end + depth * lanes].reshape(depth, lanes)
                 panel[:, :rest] = rows[split:].T
                 panel[:, rest:] = 0
 
@@ -332,5 +340,4 @@ class Layout:
 def finish(target: Array, computed: Array) -> None:
     """Copy a stand-in to the array it stands for, rounding to its type."""
     if computed is not target:
-        with np.errstate(over="ignore"):
-            target[...] = computed.astype(target.dtype)
+        target[...] = computed.astype(target.dtype)

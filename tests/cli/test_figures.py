@@ -345,3 +345,9 @@ def test_pairs_that_are_all_alike_are_one_line():
     assert (
         figures.mask_pairs(masks.causal(), 1).text == "██ the one pair of a query and a key attends"
     )
+
+
+def test_a_title_may_hold_anything():
+    """XML holds no control characters; a tag in a title is text."""
+    drawn = figures.mask_tiles(masks.causal(), 64, title="<script>\x1b[31m\x00").svg
+    assert ET.fromstring(drawn).find("{*}title").text == "<script>\ufffd[31m\ufffd"

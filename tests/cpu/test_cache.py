@@ -122,6 +122,18 @@ def test_the_second_process_compiles_nothing_and_is_silent(filled):
     assert [(path, path.stat().st_mtime_ns) for path in files(folder)] == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits addresses")
+def test_a_kernel_is_read_into_no_more_memory_than_it_has(cache, tmp_path):
+    program = CALL + (
+        "import resource\nimport cupyflash.reference.cpu.launch\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))\n"
+        "call()\nprint(Count.compiled)\n"
+    )
+    seen = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(cache), CUPYFLASH_NUM_THREADS="1")
+    assert (seen.compiled, seen.warned) == (0, "")
+
+
 def test_importing_compiles_and_writes_nothing(tmp_path):
     program = """
         import sys
@@ -275,6 +287,57 @@ def test_a_full_disk(tmp_path):
     seen = run(textwrap.dedent(program) + TWICE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
     check_unwritable(seen, "No space left on device")
     assert files(folder) == []  # nothing half written is left
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of processes are POSIX's")
+def test_a_disk_that_takes_only_so_much(tmp_path):
+    program = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    folder = tmp_path / "cache"
+    seen = run(
+        program + TWICE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder), PYTHONDONTWRITEBYTECODE="1"
+    )
+    check_unwritable(seen, "File too large")
+    assert files(folder) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills by a signal")
+def test_killed_while_it_fills_the_folder(tmp_path):
+    """What it left is no kernel: the next process compiles, and the one after that finds it."""
+    folder = tmp_path / "cache"
+    program = f"""
+import os, signal
+real = os.replace
+def kill(*arguments, **keywords):
+    if any(x.name.endswith(".tmp") for x in os.scandir({str(folder)!r})):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **keywords)
+os.replace = kill
+"""
+    killed = subprocess.run(
+        [sys.executable, "-c", program + TWICE],
+        env=os.environ | {"CUPYFLASH_CACHE_DIR": str(folder)},
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -9
+    (left,) = files(folder)
+    assert left.suffix == ".tmp"
+    seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
+    assert seen.compiled >= 1
+    assert ANNOUNCEMENT.fullmatch(seen.warned)
+    assert run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder)).compiled == 0
+
+
+def test_a_folder_that_vanishes(tmp_path):
+    folder = tmp_path / "cache"
+    program = CALL + (
+        f"import shutil\ncall()\nshutil.rmtree({str(folder)!r})\ncall()\ncall(np.float64)\n"
+        "print(Count.compiled)\n"
+    )
+    seen = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
+    assert seen.announced == 2
+    assert "Warning" not in seen.warned
+    assert len(files(folder)) == 1
 
 
 @pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
