@@ -60,7 +60,7 @@ def call(
     heads, heads_kv = validate.heads_of(q, k, v)
     made = replace(
         made,
-        table=_table(table, batch, made),
+        table=_table(table, batch),
         lengths=_lengths(lengths, batch, made.capacity),
     )
     if made.table is None and k.shape[0] not in (1, batch):
@@ -135,7 +135,7 @@ def _cache(k: Array, v: Array, table: Any) -> Cache:
     return Cache(capacity, 0, None, rows)
 
 
-def _table(value: Any, batch: int, cache: Cache) -> Array | None:
+def _table(value: Any, batch: int) -> Array | None:
     if value is None:
         return None
     table = array(value, "table")
@@ -216,6 +216,6 @@ def _refuse_packed_rows(mask: Any) -> None:
         node.op == "aligned" and node.value.packed for node in walk(mask.expr)
     ):
         raise ArgumentError(
-            "mask: masks.segments came with offsets_q; a cache has no packed keys. Compare look-ups "
-            "by position in masks.mask, or leave offsets_q out."
+            "mask: masks.segments came with offsets_q; a cache has no packed keys. Compare "
+            "look-ups by position in masks.mask, or leave offsets_q out."
         )

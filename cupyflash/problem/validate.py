@@ -35,9 +35,7 @@ def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
     return common
 
 
-def head_sizes(
-    q: Array, k: Array, v: Array, most: int = MAX_HEAD_SIZE
-) -> tuple[int, int]:
+def head_sizes(q: Array, k: Array, v: Array, most: int = MAX_HEAD_SIZE) -> tuple[int, int]:
     """Return the head sizes of q and k and of v, which are at most `most`."""
     d, d_v = q.shape[-1], v.shape[-1]
     if k.shape[-1] != d:
@@ -48,8 +46,7 @@ def head_sizes(
     for name, size in (("q", d), ("v", d_v)):
         if not 1 <= size <= most:
             raise ArgumentError(
-                f"{name}: its last axis (the head size) has length {size}; wanted 1 to "
-                f"{most}."
+                f"{name}: its last axis (the head size) has length {size}; wanted 1 to {most}."
             )
     if k.shape[-2] != v.shape[-2]:
         raise ArgumentError(

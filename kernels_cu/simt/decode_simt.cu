@@ -1,13 +1,13 @@
 // Few queries and many keys, in every type and on any GPU: the twin of reference/cpu/decode.py.
 //
-// The sums over keys form a fixed tree (common/decode_tasks.cuh). A warp computes the softmax of a
+// The sums over keys form a fixed tree (decode/tasks.cuh). A warp computes the softmax of a
 // leaf of 64 keys from the start: LANES lanes share the product of a query and a key, and all lanes
 // the columns of the output. Every product is a scalar multiply-add in the accumulator's type. Nodes
 // are merged in the slots of the workspace.
 //
 // Grid: a share of all units for each block. Shared memory: SharedStorage. BLOCK_KV is 64.
 #include "../common/params.cuh"
-#include "../common/decode_cursor.cuh"
+#include "../decode/cursor.cuh"
 
 namespace {
 
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         }
       }
     }
-    // 6 rescale
+    // The leaf joins its node: merges stand for step 6.
     const decode::Leaf next = cursor.next();
 #pragma unroll 1
     for (int level = 1; level <= top; ++level) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -46,7 +47,16 @@ def results(call):
 
 
 def run(
-    q, k, v, lengths, blocks, table=None, offsets_q=None, schedule=REVERSE, workspace=None, **options
+    q,
+    k,
+    v,
+    lengths,
+    blocks,
+    table=None,
+    offsets_q=None,
+    schedule=REVERSE,
+    workspace=None,
+    **options,
 ):
     """Compute out and lse over a cache, into memory that holds NaN."""
     call = cached.call(q, k, v, lengths, table, offsets_q, Options(**options))
@@ -221,7 +231,7 @@ def test_packed_queries(dtype, blocks):
     offsets = np.cumsum([0, *counts])
     q, k, v = draw(dtype, (4, 9, 16), (4, 2, 640, 16), (4, 2, 640, 16), seed=10)
     out, lse = run(q, k, v, lengths, blocks, offsets_q=offsets, mask=masks.causal())
-    for b, (first, last) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for b, (first, last) in enumerate(itertools.pairwise(offsets)):
         if first == last:
             continue
         own = q[None, :, first:last], k[b : b + 1], v[b : b + 1]
@@ -283,7 +293,9 @@ def test_a_workspace_may_hold_anything_and_serves_again(dtype, blocks):
     want = run(q, k, v, 1100, blocks)
     rng = np.random.default_rng(0)
     for fill in (0, None):
-        workspace = rng.integers(0, 256, 1 << 24, np.uint8) if fill is None else np.zeros(1 << 24, np.uint8)
+        workspace = (
+            rng.integers(0, 256, 1 << 24, np.uint8) if fill is None else np.zeros(1 << 24, np.uint8)
+        )
         for schedule in (FORWARD, randomly(3)):
             got = run(q, k, v, 1100, blocks, schedule=schedule, workspace=workspace)
             assert same_bits(got[0], want[0])
@@ -298,7 +310,9 @@ def test_attention_takes_them_where_queries_are_few(dtype, blocks):
     out, lse = np.full(q.shape, np.nan, dtype), np.full(q.shape[:-1], np.nan)
     lse = lse.astype(call.problem.accumulator)
     emulator.forward(call, out, lse)
-    assert set(names) == {"decode_sm80" if blocks.tensor and dtype in (F16, BF16) else "decode_simt"}
+    assert set(names) == {
+        "decode_sm80" if blocks.tensor and dtype in (F16, BF16) else "decode_simt"
+    }
     precision = Precision.of(dtype, blocks.tensor and dtype in (F16, BF16))
     bound = forward_bound(q, k, v, precision=precision, block_kv=64, mask=masks.causal())
     assert rho(out, *bound.out).value <= 1

@@ -222,9 +222,7 @@ class Emulator:
     ) -> None:
         """Write out and lse, as `cupyflash.launch.forward`."""
         self._run(
-            lambda: launch.forward(
-                _on_device(call), out, lse, visited=visited, workspace=workspace
-            )
+            lambda: launch.forward(_on_device(call), out, lse, visited=visited, workspace=workspace)
         )
 
     def backward(

@@ -28,7 +28,7 @@ ORDER = [
     ["backends"],
     ["dispatch"],
     ["execute", "explanation"],
-    ["api", "planning", "varlen"],
+    ["api", "cached", "planning", "varlen"],
     ["testing"],
     ["bench"],
     ["commands"],
@@ -45,6 +45,7 @@ INSIDE = {
         ["device_args"],
         ["scalars"],
         ["validate"],
+        ["cached"],
     ],
     "gpu": [
         ["disk_cache", "driver", "params"],

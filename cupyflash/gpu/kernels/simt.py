@@ -234,7 +234,7 @@ def _configure(kernel: str, slope: bool, request: Request) -> Tiles | None:
 
 DECODE_ROWS, DECODE_KEYS = 4, 64
 LARGEST_HEAD_OF_CACHE = 576  # compressed keys, with their rotated columns
-TASK_BYTES, LEVELS = 80, 4  # of decode_tasks.cuh
+TASK_BYTES, LEVELS = 80, 4  # of decode/tasks.cuh
 
 
 def decode_bytes(warps: int, d: int, itemsize: int) -> int:

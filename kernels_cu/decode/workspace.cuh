@@ -1,5 +1,5 @@
 // What decode kernels keep between blocks, and how kept results become one: the twin of
-// reference/cpu/decode_tree.py.
+// reference/cpu/decode.py.
 //
 // Every unit has a slot for its rows' m, l and o. Of a node's children the first one's slot receives
 // the node, level by level, so that the first unit's slot ends as the whole task. The block that has
@@ -9,9 +9,9 @@
 // Nothing has to be set before a launch: a counter of another launch, or of none, is recognised by
 // its upper half and counts from 0.
 #pragma once
-#include "decode_tasks.cuh"
-#include "merge.cuh"
-#include "softmax.cuh"
+#include "tasks.cuh"
+#include "../common/merge.cuh"
+#include "../common/softmax.cuh"
 #include "../ptx/atomic.cuh"
 
 namespace decode {

@@ -8,8 +8,8 @@
 // little is, so that every warp has some, and larger nodes where that still fills the device, so
 // that fewer results are kept. No bit of a result depends on it.
 #pragma once
-#include "tile.cuh"
-#include "cache.cuh"
+#include "../common/tile.cuh"
+#include "../common/cache.cuh"
 
 namespace decode {
 

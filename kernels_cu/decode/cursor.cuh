@@ -1,6 +1,7 @@
-// The visible leaves of a warp's units, one after the other: the twin of reference/cpu/decode_tasks.py.
+// The visible leaves of a warp's units, one after the other: the twin of
+// reference/cpu/decode.py.
 #pragma once
-#include "decode_workspace.cuh"
+#include "workspace.cuh"
 
 namespace decode {
 
