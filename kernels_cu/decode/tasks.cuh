@@ -70,10 +70,10 @@ __device__ __forceinline__ Site site_of(const Task& task, int row, long long j) 
 }
 
 // Quotient and remainder of a task's number, which has 31 bits.
-struct Split {
+struct Division {
   unsigned int quotient, remainder;
 
-  __device__ __forceinline__ Split(unsigned int number, long long divisor) {
+  __device__ __forceinline__ Division(unsigned int number, long long divisor) {
     const unsigned int by = static_cast<unsigned int>(divisor);
     quotient = by == 1 ? number : number / by;
     remainder = number - quotient * by;
@@ -84,9 +84,9 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   Task task;
   layout::Entry entry;
   const int heads = heads_of_task(p), queries = queries_of_task(p);
-  const Split by_block(number, p.blocks);
-  const Split by_part(by_block.quotient, head_blocks(p));
-  const Split by_head(by_part.quotient, p.heads_kv);
+  const Division by_block(number, p.blocks);
+  const Division by_part(by_block.quotient, head_blocks(p));
+  const Division by_head(by_part.quotient, p.heads_kv);
   const int head_kv = static_cast<int>(by_head.remainder);
   const int part = static_cast<int>(by_part.remainder) * heads;
   long long block = by_block.remainder;
@@ -100,7 +100,7 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
     entry.lead[axis] = 0;
     if (p.lead_size[axis] > 1) {
-      const Split rest(slice, p.lead_size[axis]);
+      const Division rest(slice, p.lead_size[axis]);
       entry.lead[axis] = rest.remainder;
       slice = rest.quotient;
     }

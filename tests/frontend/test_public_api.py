@@ -28,6 +28,7 @@ from cupyflash.problem.options import Options
 FUNCTIONS = {
     "attention",
     "attention_backward",
+    "attention_cached",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_varlen_vjp",
@@ -37,6 +38,7 @@ FUNCTIONS = {
     "lookup",
     "plan",
     "workspace_size",
+    "workspace_size_cached",
 }
 MODULES = {"analysis", "expr", "figures", "masks", "scores"}
 TYPES = {"ArgumentError", "ArgumentTypeError", "Explanation", "Gradients", "Plan", "TraceError"}
