@@ -14,7 +14,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from .jit import INT, address, helper
-from .memory import load, store
+from .memory import first_address, load, store
+from .structs import Struct
 
 NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the accumulator's type
 FAR = 16  # bytes between elements, beyond which rows are not loaded ahead
@@ -48,8 +49,8 @@ class Cache(NamedTuple):
     table_step: int
 
 
-_SOURCE = types.BaseTuple.from_types((INT,) * len(Source._fields), Source)
-CACHE = types.BaseTuple.from_types((_SOURCE, _SOURCE, *(INT,) * 6), Cache)
+_SOURCE = Struct(Source, (INT,) * len(Source._fields))
+CACHE = Struct(Cache, (_SOURCE, _SOURCE, *(INT,) * 6))  # what a kernel takes
 
 
 def source_of(array: np.ndarray[Any, Any], itemsize: int, lanes: int) -> Source:
@@ -180,7 +181,7 @@ def load_rows(source, rows, keys, width, itemsize, tile):
     bfloat = source.kind == BFLOAT16
     packed = source.kind != NATIVE and source.column == 2
     for j in range(keys):
-        place, target = rows[j], tile.ctypes.data + j * width * itemsize
+        place, target = rows[j], first_address(tile) + j * width * itemsize
         whole = source.columns // WIDENED * WIDENED if packed else 0
         for d in range(0, whole, WIDENED):
             _widen_several(place + 2 * d, bfloat, target + d * itemsize, zero)

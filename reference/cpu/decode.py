@@ -8,25 +8,28 @@ all heads that share it.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .accumulate import padded
-from .arguments import CHANGES, shape_of
-from .cache import CACHE, find_rows, load_rows, row_size
+from .arguments import CHANGES, Changes, Shape, shape_of
+from .cache import CACHE, Cache, find_rows, load_rows, row_size
 from .decode_tasks import LEAF, LOG_CHILDREN
 from .elementary import exp2
-from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
-from .memory import ROWS, load, row_address, store
-from .merge import call_merge, clear, fma, state_size
+from .jit import INT, INTS, TABLE, helper, kernel, takes, vector, whole_rows
+from .memory import ROWS, first_address, load, row_address, store
+from .merge import call_merge, clear, fma, size_of_state, state_size
+from .microkernel import padded, round_up
 from .rows_product import multiply_keys, multiply_values
+from .structs import Struct
 from .tile import (
     EMPTY,
     FULL,
     PARTIAL,
+    SYMBOL_COUNT,
     apply_mask,
     apply_score,
     class_of_tile,
@@ -34,7 +37,74 @@ from .tile import (
     make_registers,
 )
 
+Array = np.ndarray[Any, Any]
+
 PARTS = 16  # sums and maxima of a leaf that stand side by side
+
+
+class DecodeScratch(NamedTuple):
+    """What one thread needs to work on units; rows are those of a task's heads and queries."""
+
+    panel: Array  # queries, (rows, width)
+    s: Array  # scores of a leaf, then weights, (rows, LEAF)
+    leaf: Array  # the state of a leaf
+    nodes: Array  # a state for each level
+    filled: Array  # whether a level's state has keys
+    part: Array
+    k_rows: Array  # addresses of a leaf's keys and values, and of the next leaf's keys
+    v_rows: Array
+    next_rows: Array
+    k_tile: Array  # keys and values that products cannot read where they lie
+    v_tile: Array
+    seen: Array  # which pairs take part, (rows, LEAF)
+    turned: Array  # scores of a head as [key, query]
+    symbols: Array
+    score_ri: Array
+    score_rf: Array
+    mask_ri: Array
+    mask_rf: Array
+    tile_ri: Array
+    tile_rf: Array
+
+
+def decode_scratch_of(number: types.Type) -> Struct:
+    """Return the type of `DecodeScratch`, given the accumulator's."""
+    tile, of_mask = vector(number), whole_rows(types.float32)
+    return Struct(
+        DecodeScratch,
+        (*(tile,) * 4, INTS, tile, *(INTS,) * 3, tile, tile, vector(types.boolean), tile, INTS)
+        + (TABLE, whole_rows(number))
+        + (TABLE, of_mask) * 2,
+    )
+
+
+def decode_scratch(
+    shape: Shape, changes: Changes, cache: Cache, top: int, number: np.dtype[Any]
+) -> DecodeScratch:
+    """Allocate the scratch of a call whose tree has `top` levels above the leaves."""
+    rows, lanes = shape.block_q, shape.lanes_per_vector
+    width, columns = round_up(shape.d, lanes), round_up(shape.d_v, lanes)
+    across, state = round_up(rows, lanes), size_of_state(rows, columns)
+    changed = len(changes.score.code) > 0 or changes.pointers.classify != 0
+    return DecodeScratch(
+        np.empty(rows * width, number),
+        np.empty(rows * LEAF, number),
+        np.empty(state, number),
+        np.empty(state * (top + 1), number),
+        np.empty(top + 2, np.int64),
+        np.empty(PARTS, number),
+        np.empty(LEAF, np.int64),
+        np.empty(LEAF, np.int64),
+        np.empty(LEAF, np.int64),
+        np.empty(0 if cache.k.in_place else LEAF * width, number),
+        np.empty(0 if cache.v.in_place else LEAF * columns, number),
+        np.empty(rows * LEAF if changed else 0, np.bool_),
+        np.empty(across * LEAF if changed else 0, number),
+        np.empty(SYMBOL_COUNT, np.int64),
+        *make_registers(changes.score, across, number),
+        *make_registers(changes.mask, across, np.dtype(np.float32)),
+        *make_registers(changes.tile, 1, np.dtype(np.float32)),
+    )
 
 
 @intrinsic
@@ -189,53 +259,39 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
 
 @takes(
     lambda number: (
-        INT, INTS, TABLE, TABLE, INT, INT, shape_of(number), CHANGES, INT, CACHE, ROWS,
-        vector(number), vector(number), INTS, ROWS, ROWS, INTS,
+        INT, INT, INT, INTS, TABLE, TABLE, INT, INT, shape_of(number), CHANGES, INT, CACHE, ROWS,
+        vector(number), vector(number), INTS, ROWS, ROWS, INTS, decode_scratch_of(number),
     )
 )  # fmt: skip
 @kernel
 def decode(
-    most_leaves, taken, tasks, units, level, top, shape, changes, merge, cache, q, sink, kept, done,
-    out, lse, visited,
+    first, last, most_leaves, taken, tasks, units, level, top, shape, changes, merge, cache, q,
+    sink, kept, done, out, lse, visited, scratch,
 ):  # fmt: skip
-    """Compute units that nobody has taken, until none is left or `most_leaves` are done.
+    """Compute units that nobody has taken, until none is left.
 
-    Who finishes a task's last unit finishes the task. `tasks` and `units` are what `decode_tasks`
-    makes, `level` is the units', and a node of level `top` has all keys. `merge` is the kernel's
-    address. ``kept`` has a place for each unit of tasks that have several. ``taken[0]`` counts the
-    units that were taken, ``done[n]`` the finished units of task n, and ``visited[n]`` the leaves
-    of unit n that were not EMPTY.
+    A call returns early when ``(last - first) * most_leaves`` leaves are done. Who finishes a
+    task's last unit finishes the task. `tasks` and `units` are what `decode_tasks` makes, `level`
+    is the units', and a node of level `top` has all keys. `merge` is the kernel's address. ``kept``
+    has a place for each unit of tasks that have several. ``taken[0]`` counts the units that were
+    taken, ``done[n]`` the finished units of task n, and ``visited[n]`` the leaves of unit n that
+    were not EMPTY.
     """
     itemsize, lanes = shape.itemsize, shape.lanes_per_vector
     like = sink.dtype.type(0)
     key_size, value_size = row_size(cache.k), row_size(cache.v)
     width, columns = padded(shape.d, lanes), padded(shape.d_v, lanes)
-    most = shape.block_q
-    most_size = state_size(most, columns)
-    panel = np.empty(most * width, sink.dtype)
-    s = np.empty(most * LEAF, sink.dtype)
-    leaf = np.empty(most_size, sink.dtype)
-    nodes = np.empty(most_size * (top + 1), sink.dtype)
-    filled = np.zeros(top + 2, np.int64)
-    part = np.empty(PARTS, sink.dtype)
-    k_rows, v_rows = np.empty(LEAF, np.int64), np.empty(LEAF, np.int64)
-    next_rows = np.empty(LEAF, np.int64)
-    k_tile = np.empty(0 if cache.k.in_place else LEAF * width, sink.dtype)
-    v_tile = np.empty(0 if cache.v.in_place else LEAF * columns, sink.dtype)
+    across = padded(shape.block_q, lanes)
+    panel, s, leaf, nodes = scratch.panel, scratch.s, scratch.leaf, scratch.nodes
+    filled, part, symbols = scratch.filled, scratch.part, scratch.symbols
+    k_rows, v_rows, next_rows = scratch.k_rows, scratch.v_rows, scratch.next_rows
+    seen, turned = scratch.seen, scratch.turned
     has_score = changes.score.code.shape[0] > 0
-    changed = has_score or changes.pointers.classify != 0
-    seen = np.empty(most * LEAF if changed else 0, np.bool_)
-    across = padded(most, lanes)
-    turned = np.empty(across * LEAF if changed else 0, sink.dtype)
-    symbols = np.empty(11, np.int64)
-    score_ri, score_rf = make_registers(changes.score, across, sink)
-    mask_ri, mask_rf = make_registers(changes.mask, across, np.empty(0, np.float32))
-    tile_ri, tile_rf = make_registers(changes.tile, 1, np.empty(0, np.float32))
     loaded = -1
     leaves = 0
 
-    while leaves < most_leaves:
-        unit = arrive(taken.ctypes.data)
+    while leaves < (last - first) * most_leaves:
+        unit = arrive(first_address(taken))
         if unit >= units.shape[0]:
             break
         task, leaf_begin, leaf_end = units[unit, 0], units[unit, 2], units[unit, 3]
@@ -255,8 +311,9 @@ def decode(
             j0 = n * LEAF
             keys = min(LEAF, shape.len_k[b] - j0)
             leaf_class = class_of_leaf(
-                shape, changes, symbols, b, head, heads, i0, queries, j0, keys, tile_ri, tile_rf
-            )
+                shape, changes, symbols, b, head, heads, i0, queries, j0, keys, scratch.tile_ri,
+                scratch.tile_rf,
+            )  # fmt: skip
             if leaf_class == EMPTY:
                 continue
             visited[unit] += 1
@@ -271,12 +328,12 @@ def decode(
             find_rows(cache, b, h_kv, j0 + LEAF, next_keys, next_rows, v_rows)
             find_rows(cache, b, h_kv, j0, keys, k_rows, v_rows)
             if not cache.k.in_place:
-                load_rows(cache.k, k_rows, keys, width, itemsize, k_tile)
+                load_rows(cache.k, k_rows, keys, width, itemsize, scratch.k_tile)
             for j in range(keys, LEAF):
                 k_rows[j] = k_rows[keys - 1]
             multiply_keys(
-                shape.scale, panel.ctypes.data, width, k_rows.ctypes.data, s.ctypes.data, LEAF,
-                rows, keys, width, itemsize, v_rows.ctypes.data, value_size,
+                shape.scale, first_address(panel), width, first_address(k_rows), first_address(s),
+                LEAF, rows, keys, width, itemsize, first_address(v_rows), value_size,
             )  # fmt: skip
             if has_score or leaf_class == PARTIAL:
                 for x in range(heads):
@@ -289,13 +346,14 @@ def decode(
                     if has_score:
                         apply_score(
                             changes.pointers, changes.score, symbols, i0, queries, keys, across,
-                            turned, turned, score_ri, score_rf,
+                            turned, turned, scratch.score_ri, scratch.score_rf,
                         )  # fmt: skip
                     # 4 mask
                     if leaf_class == PARTIAL:
                         apply_mask(
-                            changes, symbols, queries, keys, across, turned, mask_ri, mask_rf
-                        )
+                            changes, symbols, queries, keys, across, turned, scratch.mask_ri,
+                            scratch.mask_rf,
+                        )  # fmt: skip
                     for i in range(queries):
                         for j in range(keys):
                             block[i * LEAF + j] = turned[j * across + i]
@@ -313,14 +371,14 @@ def decode(
                 leaf[r], leaf[rows + r] = softmax_of_leaf(s, r * LEAF, part, shape.log2_e)
             # 7 accumulate p v
             if not cache.v.in_place:
-                load_rows(cache.v, v_rows, keys, columns, itemsize, v_tile)
+                load_rows(cache.v, v_rows, keys, columns, itemsize, scratch.v_tile)
             if hidden and not is_finite(v_rows, keys, columns, itemsize, like):
                 multiply_seen(s, seen, v_rows, rows, keys, columns, itemsize, leaf, 2 * rows)
             else:
                 multiply_values(
-                    like, s.ctypes.data, LEAF, v_rows.ctypes.data,
-                    leaf.ctypes.data + 2 * rows * itemsize, columns, rows, keys, columns, itemsize,
-                    next_rows.ctypes.data, next_keys, key_size,
+                    like, first_address(s), LEAF, first_address(v_rows),
+                    first_address(leaf) + 2 * rows * itemsize, columns, rows, keys, columns,
+                    itemsize, first_address(next_rows), next_keys, key_size,
                 )  # fmt: skip
             # 6 rescale
             add_to_node(merge, nodes, size, 1, leaf, 0, rows, columns, shape.log2_e, filled)
@@ -333,8 +391,9 @@ def decode(
         result = level
         if count > 1:
             at = place + (unit - first_unit) * size
-            kept[at : at + size] = nodes[size * level : size * (level + 1)]
-            if arrive(done.ctypes.data + 8 * task) != count - 1:
+            for n in range(size):
+                kept[at + n] = nodes[size * level + n]
+            if arrive(first_address(done) + 8 * task) != count - 1:
                 continue
             filled[:] = 0
             before = -1

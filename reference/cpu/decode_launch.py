@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from .accumulate import padded
 from .cache import cache_of
+from .calls import Bound
 from .decode import decode as decode_kernel
+from .decode import decode_scratch
 from .decode_tasks import LEAF, MOST_ROWS, schedule
 from .jit import pointer_of, prepare
-from .launch import called_kernels, changes_of, pointers_to, sinks_of
+from .launch import QUIET, called_kernels, changes_of, pointers_to, sinks_of
 from .layout import Array, Layout, Problem, Programs, Scratch, finish
 from .merge import merge
+from .microkernel import round_up
 from .threads import num_threads, parallel
 
 # What a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
 
 
+@QUIET
 def decode(
     problem: Problem,
     programs: Programs,
@@ -49,26 +52,39 @@ def decode(
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     changes = changes_of(layout, programs, pointers, careful=False)
     cache = cache_of(k, v, table, page_size, layout.itemsize, layout.lanes)
-    columns = padded.py_func(shape.d_v, layout.lanes)
+    columns = round_up(shape.d_v, layout.lanes)
     plan = schedule(shape, problem.heads_kv, changes.ranges, columns, num_threads())
     kept = np.empty(plan.kept, number)
     taken, done = np.zeros(1, np.int64), np.zeros(len(plan.tasks), np.int64)
     visited = np.zeros(len(plan.units), np.int64)
     most_leaves = -(-MOST_PRODUCTS // (LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)))
-    arguments = (
-        most_leaves, taken, plan.tasks, plan.units, plan.level, plan.top, shape, changes,
-        pointer_of(merge, number), cache, q_rows, sinks_of(layout, sink), kept, done, out_rows,
-        lse_rows, visited,
-    )  # fmt: skip
-
-    def run(first: int, last: int) -> None:
-        for _ in range(first, last):
-            if taken[0] < len(plan.units):
-                decode_kernel(*arguments)
-
     leaves = int(np.maximum(plan.units[:, 3] - plan.units[:, 2], 1).sum())
-    calls = max(-(-leaves // most_leaves), min(num_threads(), len(plan.units)))
-    parallel(run, calls, (programs, q_read, k, v, table, out_made, lse_made, arguments))
+    parallel(
+        Bound(
+            decode_kernel,
+            number,
+            most_leaves,
+            taken,
+            plan.tasks,
+            plan.units,
+            plan.level,
+            plan.top,
+            shape,
+            changes,
+            pointer_of(merge, number),
+            cache,
+            q_rows,
+            sinks_of(layout, sink),
+            kept,
+            done,
+            out_rows,
+            lse_rows,
+            visited,
+            scratch=lambda: (decode_scratch(shape, changes, cache, plan.top, number),),
+        ),
+        max(-(-leaves // most_leaves), min(num_threads(), len(plan.units))),
+        (programs, q_read, k, v, table, out_made, lse_made),
+    )
     finish(out, out_made)
     finish(lse[..., None], lse_made)
     return int(visited.sum())

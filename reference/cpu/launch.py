@@ -45,7 +45,7 @@ from .tile import (
 )
 
 # What a caller asked NumPy to do where numbers overflow or vanish is meant for its own arithmetic.
-_QUIET = np.errstate(all="ignore")
+QUIET = np.errstate(all="ignore")
 
 
 def sinks_of(layout: Layout, sink: Array | None) -> Array:
@@ -123,7 +123,7 @@ def changes_of(
     )
 
 
-@_QUIET
+@QUIET
 def forward(
     problem: Problem,
     programs: Programs,
@@ -175,7 +175,7 @@ def forward(
     return int(visited.sum())
 
 
-@_QUIET
+@QUIET
 def backward(
     problem: Problem,
     programs: Programs,
@@ -423,7 +423,7 @@ def backward_scratch_size(problem: Problem, block_q: int) -> int:
     return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)
 
 
-@_QUIET
+@QUIET
 def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
     """Write the combination of several (out, lse) to `out` and `lse`."""
     accumulator = lse.dtype

@@ -36,10 +36,12 @@ def product(typingctx, x, y):
     return x(x, x), codegen
 
 
-@helper
-def state_size(rows, columns):
+def size_of_state(rows: int, columns: int) -> int:
     """Return the elements of a state: m and l of every row, then the rows of o."""
     return rows * (2 + columns)
+
+
+state_size = helper(size_of_state)  # the same in kernels
 
 
 @helper
