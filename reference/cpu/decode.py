@@ -380,7 +380,7 @@ def decode(
                     first_address(leaf) + 2 * rows * itemsize, columns, rows, keys, columns,
                     itemsize, first_address(next_rows), next_keys, key_size,
                 )  # fmt: skip
-            # 6 rescale
+            # The leaf joins its node: merges stand for step 6.
             add_to_node(merge, nodes, size, 1, leaf, 0, rows, columns, shape.log2_e, filled)
         if before >= 0:
             close_nodes(
