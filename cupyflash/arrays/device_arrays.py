@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,6 +106,11 @@ def memory(size: int) -> Any:
     except _out_of_memory() as error:
         _add_note(error, (size,), np.uint8)
         raise
+
+
+def keep_with(array: Any, held: object) -> None:
+    """Keep an object as long as an array's memory is held by arrays."""
+    weakref.finalize(array if array.base is None else array.base, id, held)
 
 
 def memory_of(array: Any, begin: int) -> Any:

@@ -14,7 +14,8 @@ from .backend import output_shape
 
 def plan_on(call: Call, facts: cuda_device.Target) -> Plan:
     """Return which kernel would serve a call on a GPU that need not be there."""
-    call, _ = pack_gqa.joined(call)
+    if not registry.decodes(call.problem, facts):
+        call, _ = pack_gqa.joined(call)
     return registry.plan(Request.of(call, facts))
 
 

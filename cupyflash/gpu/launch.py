@@ -107,12 +107,16 @@ class CompiledRecipe:
     all_zero: bool = False
     atomic_dq: bool = False
 
-    def forward(self, addresses: Addresses, workspace: Array | None = None) -> None:
-        """Launch a forward; the device must be the current one. `addresses` may grow."""
-        _scratch = self._take_scratch(addresses, workspace)  # which lives until the launches
+    def forward(self, addresses: Addresses, workspace: Array | None = None) -> object:
+        """Launch a forward; the device must be the current one. `addresses` may grow.
+
+        Returns what holds its scratch memory, which a captured graph needs as long as it lives.
+        """
+        taken = self._take_scratch(addresses, workspace)
         stream = self.queue.pointer()
         for launch in self.launches:
             launch.start(addresses, stream)
+        return taken
 
     def _take_scratch(
         self, addresses: Addresses, workspace: Array | None
@@ -273,7 +277,9 @@ def forward(
             addresses["lse"] = device_arrays.address(lse)
         if visited is not None:
             addresses["tiles_visited"] = device_arrays.address(visited)
-        compiled.forward(addresses, workspace)
+        scratch = compiled.forward(addresses, workspace)
+        if compiled.scratch and workspace is None and cuda_device.is_capturing():
+            device_arrays.keep_with(out, scratch)
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
 
 

@@ -254,12 +254,17 @@ def find(seen: Signature) -> Entry | None:
     return entry
 
 
-def forward(entry: Entry, addresses: Addresses, out: Any, lse: Any) -> tuple[Any, Any]:
-    """Compute a call that is kept, into the arrays given or into new ones."""
+def forward(entry: Entry, addresses: Addresses, out: Any, lse: Any) -> tuple[Any, Any] | None:
+    """Compute a call that is kept, into the arrays given or into new ones.
+
+    None where it must be checked again.
+    """
     compiled = entry.compiled
     if not compiled.queue.is_here():
         with cuda_device.current(compiled.queue.device):
             return forward(entry, addresses, out, lse)
+    if compiled.scratch and compiled.queue.current_stream().is_capturing():
+        return None  # scratch has to live as long as the graph
     out_spec, lse_spec = entry.specs
     if out is None and out_spec is not None:
         out = out_spec.empty()

@@ -80,7 +80,7 @@ _FIXED: Fields = [
         (name, "q", 1)
         for name in "length_step table_batch table_step pages k_page v_page tasks slots".split()
     ),
-    *((name, "i", 1) for name in "page_size kind_lengths kind_table unused".split()),
+    *((name, "i", 1) for name in "page_size kind_lengths kind_table held".split()),
 ]
 _COMBINE: Fields = [
     ("outs", OPERAND, MAX_PARTS),

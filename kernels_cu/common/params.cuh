@@ -103,7 +103,7 @@ struct Params {
   int page_size;  // positions of a page
   int kind_lengths;
   int kind_table;
-  int unused;
+  int held;  // slots of a warp for nodes below its unit
 
   long long ints[NUM_INTS];  // constants of masks and scores
   double floats[NUM_FLOATS];

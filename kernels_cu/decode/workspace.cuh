@@ -17,7 +17,6 @@
 namespace decode {
 
 constexpr int COLUMNS = (D_V + 15) / 16 * 16;  // of a row of o in a slot: whole vectors
-constexpr int HELD = 2;                        // slots of a warp for nodes below its unit
 
 // A slot's unit: which of how many of its task, and the place of the task's first unit.
 struct alignas(16) UnitRecord {
@@ -34,7 +33,7 @@ struct Workspace {
 
   __device__ __forceinline__ explicit Workspace(const Params& p) {
     rows = heads_of_task(p) * tile::smaller(p.len_q, queries_of_task(p));
-    const long long slots = p.slots + static_cast<long long>(gridDim.x) * WARPS * HELD;
+    const long long slots = p.slots + static_cast<long long>(gridDim.x) * WARPS * p.held;
     units = reinterpret_cast<UnitRecord*>(p.workspace);
     sums = reinterpret_cast<accum_t*>(units + p.slots);
     statistics = reinterpret_cast<merge::Statistics*>(sums + slots * rows * COLUMNS);
@@ -49,7 +48,7 @@ struct Workspace {
   // The slot where this warp keeps a node of level n, from 1 on, that is not a unit.
   __device__ __forceinline__ long long held(const Params& p, int level) const {
     const long long warp = blockIdx.x * WARPS + threadIdx.x / ptx::WARP_SIZE;
-    return p.slots + warp * HELD + level - 1;
+    return p.slots + warp * p.held + level - 1;
   }
 };
 

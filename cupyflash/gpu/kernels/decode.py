@@ -7,14 +7,14 @@ know. Everything here follows from shapes: lengths may lie on the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...problem.call import Problem
 from .spec import Grid, Tiles
 
 LEAF, CHILDREN = 64, 8  # keys of a leaf, children of a node
-LARGEST_UNIT = LEAF * CHILDREN**3  # keys of a unit of the last level
 MOST_UNITS = 64  # for each block, unless there are more of the largest
+FILL = 3  # units of a block from which on they may be larger nodes
 HELD = 2  # slots of a warp for nodes below its unit
 COLUMNS = 16  # rows of o in slots are multiples of it
 MOST_ROWS = 16  # queries of the heads that share a key head, and
@@ -38,9 +38,30 @@ def rows_of_task(group: int, block_q: int) -> tuple[int, int]:
     return heads, block_q // heads
 
 
-def slots(tasks: int, capacity: int, blocks: int) -> int:
-    """Return how many units there can be."""
-    return max(MOST_UNITS * blocks, tasks * -(-capacity // LARGEST_UNIT))
+class Slots(NamedTuple):
+    """Places for results that a launch keeps.
+
+    Attributes
+    ----------
+    units : int
+        As many as there can be units.
+    held : int
+        For each warp beside them: none where no unit can have nodes below it that are kept.
+    """
+
+    units: int
+    held: int
+
+
+def slots(tasks: int, capacity: int, blocks: int) -> Slots:
+    """Return the slots of a launch of so many tasks and blocks, for entries of `capacity` keys."""
+
+    def units(level: int) -> int:
+        return tasks * max(-(-capacity // (LEAF * CHILDREN**level)), 1)
+
+    most = MOST_UNITS * blocks
+    large = units(2) >= FILL * blocks or units(1) > most
+    return Slots(min(units(0), max(most, units(3))), HELD if large else 0)
 
 
 def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capacity: int) -> int:
@@ -62,13 +83,13 @@ def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capaci
         The longest entry that there may be.
     """
     heads, queries = rows_of_task(group, tiles.block_q)
-    units = slots(grid.work_tiles, capacity, grid.size)
-    rows = (units + grid.size * tiles.threads // 32 * HELD) * heads * queries
+    made = slots(grid.work_tiles, capacity, grid.size)
+    rows = (made.units + grid.size * tiles.threads // 32 * made.held) * heads * queries
     row = -(-d_v // COLUMNS) * COLUMNS + 2  # o, m and l
-    return 16 * units + rows * row * itemsize + 8 * grid.work_tiles
+    return 16 * made.units + rows * row * itemsize + 8 * grid.work_tiles
 
 
 def fields(grid: Grid, capacity: int) -> Mapping[str, Any]:
     """Return what the kernels are told of their tasks."""
-    tasks = grid.work_tiles
-    return {"tasks": tasks, "slots": slots(tasks, capacity, grid.size)}
+    made = slots(grid.work_tiles, capacity, grid.size)
+    return {"tasks": grid.work_tiles, "slots": made.units, "held": made.held}

@@ -88,7 +88,8 @@ def select(part: str, request: Request) -> Choice:
 def plan(request: Request) -> Plan:
     """Return the kernel and tiles of a forward, and why it is these."""
     problem, device = request.problem, request.device
-    choice = select("forward", request)
+    decodes_it = decodes(problem, device) and request.blocks is None
+    choice = select("decode" if decodes_it else "forward", request)
     major, minor = device.capability
     why = f"{device.name} (compute capability {major}.{minor}) {choice.spec.how(problem)}"
     if choice.passed_over:

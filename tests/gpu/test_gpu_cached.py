@@ -1,0 +1,151 @@
+"""Attention over a cache on a GPU: numbers, bits, graphs, errors."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import ArgumentError, masks, scores
+from cupyflash.testing import Precision, forward_bound, rho
+
+pytestmark = pytest.mark.gpu
+TYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@pytest.fixture
+def cupy(gpu):
+    import cupy
+
+    return cupy
+
+
+def draw(dtype, *shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def bits(array):
+    return array.get().view(f"u{array.dtype.itemsize}")
+
+
+def cache(cupy, dtype=np.float16, batch=3, room=3000, dim=64, seed=0):
+    q, k, v = draw(
+        dtype, (batch, 8, 2, dim), (batch, 2, room, dim), (batch, 2, room, dim), seed=seed
+    )
+    return [cupy.asarray(x) for x in (q, k, v)]
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "window": {"mask": masks.window(200, 0)},
+    "softcap and alibi": {"score_mod": [scores.softcap(5.0), scores.alibi(np.full(8, 0.1))]},
+    "not a range": {"mask": masks.mask(lambda b, h, i, j: (i + j + h) % 3 != 0)},
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda x: np.dtype(x).name)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_entry_is_within_the_bound(cupy, dtype, name):
+    options, lengths = OPTIONS[name], [3000, 0, 1111]
+    on_device = {key: value for key, value in options.items() if key != "score_mod"}
+    if "score_mod" in options:
+        slopes = cupy.full(8, 0.1, cupy.float32)
+        on_device["score_mod"] = [scores.softcap(5.0), scores.alibi(slopes)]
+    q, k, v = cache(cupy, dtype)
+    for b, length in enumerate(lengths):
+        k[b, :, length:] = v[b, :, length:] = np.nan
+    out, lse = cupyflash.attention_cached(
+        q, k, v, cupy.asarray(lengths, cupy.int32), return_lse=True, **on_device
+    )
+    precision = Precision.of(np.dtype(dtype), np.dtype(dtype).itemsize == 2)
+    for b, length in enumerate(lengths):
+        own = [x[b : b + 1].get() for x in (q, k[:, :, :length], v[:, :, :length])]
+        bound = forward_bound(*own, precision=precision, block_kv=64, **options)
+        assert rho(out[b : b + 1].get(), *bound.out).value <= 1
+        assert rho(lse[b : b + 1].get(), *bound.lse).value <= 1
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("page", [1, 16, 100])
+def test_pages_drafts_and_batches_change_no_bit(cupy, dtype, page):
+    q, k, v = cache(cupy, dtype, room=2400)
+    lengths = cupy.asarray([2400, 77, 1600], cupy.int64)
+    out = cupyflash.attention_cached(q, k, v, lengths, mask=masks.causal())
+    each = 2400 // page
+    order = np.random.default_rng(1).permutation(3 * each + 5)[: 3 * each].reshape(3, each)
+    pages = [cupy.full((3 * each + 5, 2, page, 64), np.nan, dtype) for _ in range(2)]
+    for made, array in zip(pages, (k, v), strict=True):
+        split = array.reshape(3, 2, each, page, 64).swapaxes(1, 2).reshape(-1, 2, page, 64)
+        made[cupy.asarray(order.reshape(-1))] = split
+    table = cupy.asarray(order, cupy.int32)
+    paged = cupyflash.attention_cached(q, *pages, lengths, table=table, mask=masks.causal())
+    assert np.array_equal(bits(paged), bits(out))
+    alone = cupyflash.attention_cached(
+        q[2:], k[2:, :, :1600], v[2:, :, :1600], 1600, mask=masks.causal()
+    )
+    assert np.array_equal(bits(alone), bits(out[2:]))
+    for n in range(2):
+        step = cupyflash.attention_cached(q[:, :, n : n + 1], k, v, lengths - 1 + n)
+        assert np.array_equal(bits(step), bits(out[:, :, n : n + 1]))
+
+
+def test_one_graph_serves_all_lengths(cupy):
+    q, k, v = cache(cupy, seed=2)
+    lengths = cupy.asarray([10, 20, 30], cupy.int32)
+    workspace = cupy.empty(cupyflash.workspace_size_cached(q, k, v), cupy.uint8)
+    workspace[:] = cupy.random.randint(0, 256, workspace.size).astype(cupy.uint8)
+    out = cupy.empty_like(q)
+    cupyflash.attention_cached(q, k, v, lengths)  # compiles
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        cupyflash.attention_cached(q, k, v, lengths, out=out, workspace=workspace)
+        graph = stream.end_capture()
+    for n in ([3000, 1, 0], [64, 65, 513], [2999, 3000, 4]):
+        lengths[:] = cupy.asarray(n, cupy.int32)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert np.array_equal(bits(out), bits(cupyflash.attention_cached(q, k, v, lengths)))
+
+
+def test_a_graph_needs_a_workspace(cupy):
+    q, k, v = cache(cupy)
+    lengths = cupy.asarray([10, 20, 30], cupy.int32)
+    cupyflash.attention_cached(q, k, v, lengths)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(ArgumentError, match="workspace: None came while a CUDA graph"):
+            cupyflash.attention_cached(q, k, v, lengths)
+        stream.end_capture()
+
+
+def test_a_graph_of_attention_keeps_its_scratch(cupy):
+    """Few queries and many keys need scratch memory, which later calls must not get."""
+    q, k, v = cache(cupy, seed=3)
+    want = cupyflash.attention(q, k, v)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        out = cupyflash.attention(q, k, v)
+        graph = stream.end_capture()
+    fills = [cupy.full(1 << 20, 255, cupy.uint8) for _ in range(64)]
+    graph.launch(stream)
+    stream.synchronize()
+    assert np.array_equal(bits(out), bits(want))
+    assert all(int(x.min()) == 255 for x in fills)
+
+
+def test_lengths_and_pages_out_of_range_stay_in_the_cache(cupy):
+    q, k, v = cache(cupy, room=16, batch=3, seed=4)
+    table = cupy.asarray([[0, 1], [-1, 2**31 - 1], [7, -9]], cupy.int32)
+    out = cupyflash.attention_cached(q, k, v, cupy.asarray([32, 2**31 - 1, -5]), table=table)
+    held = cupy.clip(table, 0, 2)
+    want = cupyflash.attention_cached(q, k, v, cupy.asarray([32, 32, 0]), table=held)
+    assert np.array_equal(bits(out), bits(want))
