@@ -41,7 +41,7 @@ OPTIONS = {
     "plain": {},
     "causal": {"mask": masks.causal()},
     "window": {"mask": masks.window(200, 0)},
-    "softcap and alibi": {"score_mod": [scores.softcap(5.0), scores.alibi(np.full(8, 0.1))]},
+    "softcap and alibi": {"score_mod": [scores.softcap(5.0), scores.alibi(np.full(8, 0.125))]},
     "not a range": {"mask": masks.mask(lambda b, h, i, j: (i + j + h) % 3 != 0)},
 }
 
@@ -52,7 +52,7 @@ def test_every_entry_is_within_the_bound(cupy, dtype, name):
     options, lengths = OPTIONS[name], [3000, 0, 1111]
     on_device = {key: value for key, value in options.items() if key != "score_mod"}
     if "score_mod" in options:
-        slopes = cupy.full(8, 0.1, cupy.float32)
+        slopes = cupy.full(8, 0.125, cupy.float32)
         on_device["score_mod"] = [scores.softcap(5.0), scores.alibi(slopes)]
     q, k, v = cache(cupy, dtype)
     for b, length in enumerate(lengths):
