@@ -66,3 +66,25 @@ COMBINE = KernelSpec(
     scores=False,
     sizes=(),
 )
+APPEND = KernelSpec(
+    source="any/append.cu",
+    part="append",
+    computes="new keys and values in a cache",
+    method="rotates in {accumulator}",
+    heads=_HEADS,
+    configure=lambda request: ROWS,
+    grid=grid.by_warps,
+    scores=False,
+    sizes=(),
+)
+ROPE = KernelSpec(
+    source="any/rope.cu",
+    part="rope",
+    computes="rows, rotated by their positions",
+    method="rotates in {accumulator}",
+    heads=_HEADS,
+    configure=lambda request: ROWS,
+    grid=grid.by_warps,
+    scores=False,
+    sizes=(),
+)
