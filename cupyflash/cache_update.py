@@ -62,7 +62,7 @@ def append(
     positions: DLPackArray | Sequence[Any] | None = None,
     out: Array | None = None,
 ) -> Array | None:
-    """Write new keys and values to a cache in place, and rotate them and queries by their positions.
+    """Write new keys and values to a cache in place, and rotate keys and queries.
 
     `lengths` counts what the cache holds after this step, so new row i of entry b goes to position
     ``lengths[b] - n + i``: add n to the lengths, then append. One increment serves all layers of a
@@ -71,8 +71,8 @@ def append(
     Parameters
     ----------
     k_new : array, shape (B, Hkv, n, D)
-        New keys, or with `offsets` packed ones, (Hkv, total, D); dtypes, strides and kinds of arrays
-        as in `attention`.
+        New keys, or with `offsets` packed ones, (Hkv, total, D); dtypes, strides and kinds of
+        arrays as in `attention`.
     v_new : array, shape (B, Hkv, n, Dv)
         New values, or packed ones, (Hkv, total, Dv).
     k : array, shape (B, Hkv, S, D)
@@ -97,8 +97,8 @@ def append(
         Queries of the same positions, or packed ones, (Hq, total, D). They are rotated, too, so
         `rotary` is needed.
     rotary : Rotary, optional
-        Rotates keys and queries by their positions. Without it keys are copied bit by bit, as values
-        always are. On a GPU positions beyond its arrays are clamped.
+        Rotates keys and queries by their positions. Without it keys are copied bit by bit, as
+        values always are. On a GPU positions beyond its arrays are clamped.
     positions : array, shape (B, n) or (total,), optional
         Where rows are rotated, of int32 or int64, living where k lives: the depth in a tree of
         drafts, for example. By default where the cache has them.
@@ -132,9 +132,7 @@ def append(
     True
     """
     return execute.append(
-        checked_append(
-            k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out
-        )
+        checked_append(k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out)
     )
 
 

@@ -166,9 +166,7 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     return (result, lse) if return_lse else result
 
 
-def cached(
-    request: CachedRequest, return_lse: bool, out: Any, lse_out: Any, workspace: Any
-) -> Any:
+def cached(request: CachedRequest, return_lse: bool, out: Any, lse_out: Any, workspace: Any) -> Any:
     """Compute a call over a cache, into the arrays given or into new ones."""
     _check_flag(return_lse, "return_lse")
     call = request.call

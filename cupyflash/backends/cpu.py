@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..gpu.launch import CallResult
-from ..problem.bound_exprs import trees
 from ..problem.append import Append
+from ..problem.bound_exprs import trees
 from ..problem.call import Array, Call, Gradients, Plan
 from ..problem.rotary import Rotary, Rotation
 from . import cpu_ranges, cpu_tiles
@@ -110,7 +110,7 @@ class Cpu:
         call: Call,
         out: Array,
         lse: Array | None,
-        workspace: Array | None,  # noqa: ARG002, only a GPU's is of use
+        workspace: Array | None,
     ) -> CallResult:
         """Compute `out` and `lse` of a call over a cache."""
         raise NotImplementedError

@@ -99,10 +99,7 @@ _APPEND: Fields = [
         for name in "k_new v_new q k v out cos sin lengths table positions".split()
     ),
     ("offsets", "Q", 1),
-    *(
-        (name, "q", 1)
-        for name in "batch rows length capacity pages page_size rotary_rows".split()
-    ),
+    *((name, "q", 1) for name in "batch rows length capacity pages page_size rotary_rows".split()),
     *((name, "i", 1) for name in "heads heads_kv columns columns_v pairs interleaved".split()),
     *((name, "i", 1) for name in "kind_lengths kind_table kind_positions unused".split()),
 ]

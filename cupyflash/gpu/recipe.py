@@ -256,6 +256,7 @@ class _Writer:
 
 
 def check_grid(kernel: str, blocks: int) -> None:
+    """Refuse a launch of more blocks than devices take."""
     if blocks > MAX_GRID:
         raise ArgumentError(
             f"q: batch, heads and lengths make {blocks} blocks of {kernel}; wanted at most "

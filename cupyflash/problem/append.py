@@ -107,9 +107,8 @@ def append(
     )
     if counts is not None:
         cached.check_pages(cache, k.shape[0], counts)
-    for name, value in (("lengths", cache.lengths), ("table", cache.table)):
-        if value is not None and not isinstance(value, int):
-            read[name] = value
+    integers = {"lengths": cache.lengths, "table": cache.table}
+    read |= {name: x for name, x in integers.items() if x is not None and not isinstance(x, int)}
     after = cache.lengths if isinstance(cache.lengths, int) else cached.readable(cache.lengths)
     if after is not None and counts is not None:
         _check_room(np.broadcast_to(after, (batch,)), counts)
@@ -133,9 +132,7 @@ def append(
     if out is not None and q is not None:
         targets["out"] = (out, q.shape, q.dtype)
     outputs(targets, read)
-    return Append(
-        k_new, v_new, k, v, cache, batch, offsets, q, out, rotary, positions, device
-    )
+    return Append(k_new, v_new, k, v, cache, batch, offsets, q, out, rotary, positions, device)
 
 
 def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:

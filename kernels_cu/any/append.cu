@@ -1,8 +1,9 @@
 // Writes new keys and values to a cache, and rotates keys and queries by their positions: the twin
 // of reference/cpu/append.py.
 //
-// `lengths` counts what the cache holds afterwards, so an entry's last new row is its last position.
-// A row for which the cache has no room, or no such page, is not written. A warp moves a row.
+// `lengths` counts what the cache holds afterwards, so an entry's last new row is its last
+// position. A row for which the cache has no room, or no such page, is not written. A warp moves a
+// row.
 //
 // Grid: the rows of k, v and q of all entries and heads, THREADS / 32 to a block. Shared memory:
 // none.
@@ -32,8 +33,7 @@ __device__ __forceinline__ long long entry_of(const AppendParams& p, long long r
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ AppendParams p) {
   constexpr int WARPS = THREADS / ptx::WARP_SIZE;
-  const long long index =
-      static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;
+  const long long index = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;
   // Neighbouring warps have heads of one row, which look up the same.
   const layout::Quotient by_row = layout::divide(index, 2 * p.heads_kv + p.heads);
   layout::Quotient by_entry = layout::divide(by_row.quotient, p.rows);
@@ -52,9 +52,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   rotary::Angles by = rotary::none();
   if (p.pairs > 0 && (of_q || !of_v)) {
     const long long at = b * p.positions.lead[MAX_LEAD - 1] + row * p.positions.row;
-    by = rotary::angles(p, p.positions.data == nullptr
-                               ? position
-                               : cache::integer(p.positions.data, p.kind_positions, at),
+    by = rotary::angles(p,
+                        p.positions.data == nullptr
+                            ? position
+                            : cache::integer(p.positions.data, p.kind_positions, at),
                         false);
   }
   if (of_q) {

@@ -34,8 +34,7 @@ __device__ __forceinline__ Place place(const Params& p, long long b, long long p
   const unsigned int j = static_cast<unsigned int>(position);
   if constexpr (!PAGED) return Place{0, static_cast<int>(j)};
   const unsigned int size = static_cast<unsigned int>(p.page_size), number = j / size;
-  const long long page =
-      integer(p.table, p.kind_table, b * p.table_batch + number * p.table_step);
+  const long long page = integer(p.table, p.kind_table, b * p.table_batch + number * p.table_step);
   return Place{static_cast<int>(layout::clamp(page, 0, p.pages - 1)),
                static_cast<int>(j - number * size)};
 }
@@ -47,8 +46,8 @@ __device__ __forceinline__ long long written_length(const AppendParams& p, long 
   return layout::clamp(integer(p.lengths.data, p.kind_lengths, b * p.lengths.row), -MOST, MOST);
 }
 
-// `place` of a position that is written; page -1 where the cache has no room for it. Without a table
-// an entry is a page.
+// `place` of a position that is written; page -1 where the cache has no room for it. Without a
+// table an entry is a page.
 __device__ __forceinline__ Place written_place(const AppendParams& p, long long b,
                                                long long position) {
   if (position < 0 || position >= p.capacity) return Place{-1, 0};

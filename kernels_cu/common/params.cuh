@@ -1,5 +1,5 @@
-// The kernels' parameters: one struct for all kernels of attention, one each for combine, append and
-// rope.
+// The kernels' parameters: one struct for all kernels of attention, one each for combine, append
+// and rope.
 //
 // cupyflash/gpu/params.py holds the same layout as a NumPy structured type, field by field in this
 // order. Every field is 8 bytes wide or one of a pair of ints, so there is no unnamed padding.
@@ -90,9 +90,9 @@ struct Params {
   int kind_dbias;
 
   // Of a call over a cache (cache.cuh); decode kernels read the workspace of every call.
-  const char* lengths;  // (batch,) of positions that are held; null: len_k everywhere
-  const char* table;    // (batch, pages of an entry) of page numbers; null: no pages
-  char* workspace;      // of decode kernels: see decode_workspace.cuh
+  const char* lengths;    // (batch,) of positions that are held; null: len_k everywhere
+  const char* table;      // (batch, pages of an entry) of page numbers; null: no pages
+  char* workspace;        // of decode kernels: see decode_workspace.cuh
   long long length_step;  // elements between neighbours of lengths, entries and pages of table
   long long table_batch;
   long long table_step;
@@ -130,11 +130,11 @@ struct CombineParams {
 struct AppendParams {
   Operand k_new;  // (B, Hkv, rows, D), or packed (Hkv, rows, D)
   Operand v_new;
-  Operand q;          // (B, Hq, rows, D), or packed; heads is 0 without
-  Operand k;          // (pages, Hkv, page_size, D)
+  Operand q;  // (B, Hq, rows, D), or packed; heads is 0 without
+  Operand k;  // (pages, Hkv, page_size, D)
   Operand v;
-  Operand out;        // q, rotated
-  Operand cos;        // (rotary_rows, pairs) of float32
+  Operand out;  // q, rotated
+  Operand cos;  // (rotary_rows, pairs) of float32
   Operand sin;
   Operand lengths;    // (B,) of integers; data is null where `length` is that of all entries
   Operand table;      // (B, capacity / page_size) of integers along row and col, or null
@@ -151,7 +151,7 @@ struct AppendParams {
 
   int heads;
   int heads_kv;
-  int columns;    // of k and q
+  int columns;  // of k and q
   int columns_v;
   int pairs;  // that are rotated, of every row of k and q; 0 without rotary
   int interleaved;
