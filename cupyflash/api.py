@@ -247,7 +247,7 @@ def attention_backward(
     Notes
     -----
     Beside the domain of `attention`, the sums of abs(do * v) and abs(do * out) over Dv, of
-    abs(dS * k) over keys and of abs(dS * q) over queries, both before the scale, and of
+    abs(dS * k) over keys and of abs(dS * q) over queries, both before and after the scale, and of
     abs(P * do) over queries must stay below half the largest number of the accumulator. dS is the
     gradient of the scores, P are the weights. Beyond that gradients may be infinite or NaN.
 

@@ -79,8 +79,8 @@ def attention_cached(
 
     `lengths` counts what the cache holds after this step, the keys of these queries among them:
     query i of entry b stands at position ``lengths[b] - Lq + i``. Masks and scores see Lk =
-    lengths[b], so that ``masks.causal()`` lets every query see what was there before it. No bit of a
-    result depends on other entries, on how much room the cache has, on pages, or on how many
+    lengths[b], so that ``masks.causal()`` lets every query see what was there before it. No bit of
+    a result depends on other entries, on how much room the cache has, on pages, or on how many
     queries come in one call.
 
     Parameters

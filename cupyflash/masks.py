@@ -32,7 +32,7 @@ from .expr.bind import (
     bind,
 )
 from .expr.evaluate import evaluate
-from .expr.functions import POSITIONS, len_k, len_q
+from .expr.functions import POSITIONS, clip, len_k, len_q
 from .expr.nodes import Expr, as_expr
 from .expr.structure import Structure, structure
 
@@ -46,6 +46,7 @@ __all__ = [
     "mask",
     "prefix",
     "segments",
+    "tree",
     "window",
 ]
 
@@ -416,6 +417,52 @@ def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
         Axis(_J // int(block_k), f"len_k/{block_k}"),
     )
     return Mask(aligned(Alignment(array, "blocks: layout", axes)))
+
+
+def tree(ancestors: Any) -> Mask:
+    """Let the last Lq positions, a tree of drafts, see what lies before them and their ancestors.
+
+    The drafts are the queries and the last Lq keys: query i sees key j when ``j < Lk - Lq`` or
+    ``ancestors[i, j - (Lk - Lq)]``. One call then verifies several continuations of a sequence.
+
+    Parameters
+    ----------
+    ancestors : array of bool, shape (Lq, Lq) or (B, Lq, Lq)
+        Whether draft i descends from draft n; a draft usually is its own ancestor, too. In calls on
+        packed queries (B, max Lq, max Lq). It is read in place, as in `dense`.
+
+    Returns
+    -------
+    Mask
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        If the array has other axes, is not square, or is not of bool.
+
+    Examples
+    --------
+    Two drafts that both follow the last position, and one that follows the first draft:
+
+    >>> import numpy as np
+    >>> from cupyflash import masks
+    >>> ancestors = np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=bool)
+    >>> masks.tree(ancestors).to_array(1, 1, 3, 5)[0, 0].astype(int)
+    array([[1, 1, 1, 0, 0],
+           [1, 1, 0, 1, 0],
+           [1, 1, 1, 0, 1]])
+    """
+    array = _boolean(ancestors, "tree: ancestors")
+    shape = tuple(array.shape)
+    if len(shape) not in (2, 3) or shape[-1] != shape[-2]:
+        raise ArgumentError(
+            f"tree: ancestors of shape {shape} came; wanted (Lq, Lq) or (B, Lq, Lq), whose element "
+            "(i, n) says whether query i sees draft n."
+        )
+    draft = _J - (len_k - len_q)
+    held = clip(draft, 0, len_q - 1)  # it is read for keys before the drafts, too
+    axes = (Axis(_I, "len_q"), Axis(held, "len_q"))
+    return Mask((draft < 0) | aligned(Alignment(array, "tree: ancestors", axes)))
 
 
 def dense(array: Any) -> Mask:

@@ -16,8 +16,10 @@ from hypothesis import HealthCheck, Phase, settings
 ROOT = Path(__file__).resolve().parent.parent
 LONG_FILES = {  # take a minute and more
     "test_backward_sm90", "test_cuda_compile", "test_emulator", "test_emulator_faults",
-    "test_forward_sm80", "test_forward_sm90", "test_forward_sm90_masks", "test_outputs",
+    "test_faults", "test_forward_sm80", "test_forward_sm90", "test_forward_sm90_masks",
+    "test_outputs", "test_properties",
 }  # fmt: skip
+QUICK = "not thorough"  # pyproject.toml selects these tests unless the command line has a -m
 EMULATOR_CACHE = "CUPYFLASH_EMULATOR_CACHE"  # of kernels that are compiled for the CPU
 
 # `python -m pytest` puts the current folder on sys.path. In a checkout that would give a
@@ -81,6 +83,15 @@ def pytest_configure(config: pytest.Config) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
         config.add_cleanup(forget)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if config.option.markexpr == QUICK:
+        terminalreporter.write_line(
+            "These were the quick tests: `-m thorough` runs the others, `-m ''` runs both."
+        )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,7 @@ FLOATS = tuple(DTYPES)  # their names
 WORDS = f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]}"  # for messages
 
 
+@functools.cache  # a dtype's name is made anew each time
 def accumulator(dtype: Any) -> np.dtype[Any]:
     """Return the type in which arrays of a type are computed."""
     held: np.dtype[Any] = np.dtype(DTYPES[np.dtype(dtype).name].accumulator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,18 @@ from . import cpu_ranges, cpu_tiles
 from .backend import output_shape
 
 
-def _programs(call: Call) -> Any:
-    """Lower a call's mask and score changes; programs keep the arrays that they read alive."""
+def _programs(call: Call, len_k: Array | None = None) -> Any:
+    """Lower a call's mask and score changes; programs keep the arrays that they read alive.
+
+    `len_k` is as in `cpu_ranges.ends`.
+    """
     from cupyflash.reference.cpu.layout import Programs
     from cupyflash.reference.cpu.program import empty_program
 
     from ..expr.lower import lower
 
     bound = trees(call)
-    ends = cpu_ranges.ends(call.problem, bound.allowed)
+    ends = cpu_ranges.ends(call.problem, bound.allowed, len_k)
     if ends is not None:  # they say all that the mask says
         bound = bound._replace(allowed=None, classes=None)
     score, slope, mask, tile = (empty_program() if tree is None else lower(tree) for tree in bound)
@@ -113,7 +117,26 @@ class Cpu:
         workspace: Array | None,
     ) -> CallResult:
         """Compute `out` and `lse` of a call over a cache."""
-        raise NotImplementedError
+        from cupyflash.reference.cpu import decode_launch
+
+        cache, batch = call.cache, call.problem.batch
+        assert lse is not None
+        assert cache is not None
+        # A copy: nobody changes it between the ends of the mask and the kernel.
+        lengths = np.array(np.broadcast_to(np.asarray(cache.lengths, np.int64), (batch,)))
+        visited = decode_launch.decode(
+            replace(call.problem, len_k=lengths),
+            _programs(call, lengths),
+            call.q,
+            call.k,
+            call.v,
+            cache.table,
+            cache.page_size,
+            call.sink,
+            out,
+            lse,
+        )
+        return CallResult(visited)
 
     def workspace_size_cached(self, call: Call) -> int:  # noqa: ARG002, as above
         """Return 0: a call over a cache makes its own scratch."""

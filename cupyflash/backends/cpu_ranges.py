@@ -20,7 +20,9 @@ from ..problem.call import Array, Problem
 _FIRST, _LAST = 0, 2**62
 
 
-def ends(problem: Problem, allowed: Expr | None) -> tuple[Array, Array] | None:
+def ends(
+    problem: Problem, allowed: Expr | None, len_k: Array | None = None
+) -> tuple[Array, Array] | None:
     """Return the ends of each query's keys, or None without a mask or where it has no ranges.
 
     Parameters
@@ -29,6 +31,8 @@ def ends(problem: Problem, allowed: Expr | None) -> tuple[Array, Array] | None:
         Whose queries they are.
     allowed : Expr or None
         The bound mask.
+    len_k : numpy.ndarray, optional
+        The keys of each batch entry, (B,), where the problem has but the range of their number.
 
     Returns
     -------
@@ -40,9 +44,11 @@ def ends(problem: Problem, allowed: Expr | None) -> tuple[Array, Array] | None:
     if found is None:
         return None
     if problem.packed:
-        return _of_packed(problem, found)
+        return _of_packed(problem, found, problem.len_k if len_k is None else len_k)
     b, h, i = np.ix_(*map(np.arange, (math.prod(problem.lead), problem.heads, problem.len_q)))
     symbols = position_symbols(b, h, i, 0, problem)
+    if len_k is not None:
+        symbols["len_k"] = len_k[:, None, None]
     return _evaluated(found, symbols, (1, 1, problem.len_q))
 
 
@@ -58,14 +64,15 @@ def _evaluated(
     return np.broadcast_to(low, own), np.broadcast_to(high, own)
 
 
-def _of_packed(problem: Problem, found: KeyRange) -> tuple[Array, Array]:
+def _of_packed(problem: Problem, found: KeyRange, len_k: Array) -> tuple[Array, Array]:
     """Return the ends by packed row; rows between the sequences have no query."""
     lengths, starts = problem.len_q, problem.start_q
     b = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
     i = np.arange(b.size, dtype=np.int64) - (np.cumsum(lengths) - lengths)[b]
     h = np.arange(problem.heads)[:, None]
+    start_k = np.broadcast_to(problem.start_k, lengths.shape)
     of_rows = SimpleNamespace(
-        len_q=lengths[b], len_k=problem.len_k[b], start_q=starts[b], start_k=problem.start_k[b]
+        len_q=lengths[b], len_k=len_k[b], start_q=starts[b], start_k=start_k[b]
     )
     rows = starts[b] + i
     low, high = _evaluated(found, position_symbols(b, h, i, 0, of_rows), (1, b.size))

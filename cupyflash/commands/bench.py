@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,15 @@ from ..files import check_writable, replacing, write_text
 from ..install import extra
 from . import info
 from .demo import choose_device, number_of_threads
-from .text import COLUMNS, megabytes, verdict, whole_number, wrapped
+from .text import (
+    COLUMNS,
+    complain,
+    megabytes,
+    printable,
+    verdict,
+    whole_number,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from ..bench import (
@@ -209,7 +216,7 @@ def show(report: Report) -> None:
     width = None if sys.stdout.isatty() else COLUMNS
     console = Console(width=width, highlight=False, markup=False)
     decodes = all(row.case.decodes for row in report.rows)
-    first = report.rows[0].results[0].contender
+    first = printable(report.rows[0].results[0].contender)
     several = len({row.case.dtype for row in report.rows}) > 1
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False,
@@ -227,9 +234,10 @@ def show(report: Report) -> None:
         words += [case.dtype] * several
         lines = [line(row, result, report.kind, decodes, notes) for result in row.results]
         for n in range(max(len(words), len(lines))):
-            cells = lines[n] if n < len(lines) else [""] * 6
+            cells = [printable(x) for x in lines[n]] if n < len(lines) else [""] * 6
             style = "bold" if n < len(lines) and cells[0] == first else None
-            table.add_row(words[n] if n < len(words) else "", *cells, style=style)
+            words_here = printable(words[n]) if n < len(words) else ""
+            table.add_row(words_here, *cells, style=style)
         table.add_section()
     console.print(table)
     below = [(f"({number})", reason) for reason, number in notes.items()]
@@ -318,10 +326,11 @@ def bench(options: argparse.Namespace) -> int:
             with replacing(options.plot) as file:
                 plot.draw(report, file, over, options.picture or ())
     except (ImportError, ValueError, OSError) as error:
-        print(textwrap.fill(f"error: {error}", COLUMNS), file=sys.stderr)
+        complain(error)
         return 2
     if ended:
-        print(f"\nerror: {ended}", file=sys.stderr)
+        print(file=sys.stderr)
+        complain(ended)
         return 2
     if report.wrong:
         print("\nA result is WRONG, so it was not timed: see the notes above.")

@@ -13,6 +13,7 @@ from ..arrays.dtypes import FLOATS
 from . import info
 from .text import (
     COLUMNS,
+    complain,
     megabytes,
     milliseconds,
     span,
@@ -83,7 +84,7 @@ def demo(options: argparse.Namespace) -> int:
         kind, choice = choose_device(options.device)
         threads = number_of_threads() if kind == "cpu" else 0
     except ValueError as error:
-        print(textwrap.fill(f"error: {error}", COLUMNS), file=sys.stderr)
+        complain(error)
         return 1
     from ..bench import demo as work
     from ..bench import measure
@@ -104,7 +105,7 @@ def demo(options: argparse.Namespace) -> int:
     try:
         text, inputs = (work.load(dtype, n, meter.xp) for n in (1, repeat))
     except ImportError as error:
-        print(textwrap.fill(f"error: --{error}", COLUMNS), file=sys.stderr)
+        complain(f"--{error}")
         return 1
     heads, length, width = inputs.q.shape
     scores = megabytes(work.score_bytes(dtype, repeat))

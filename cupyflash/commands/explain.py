@@ -16,7 +16,7 @@ from ..explanation import Bytes, Explanation, KernelUse
 from ..explanation import explain as explained
 from ..figures.terminal import ascii_only
 from ..files import check_writable, write_text
-from .text import table, whole_number, wrapped
+from .text import complain, printable, table, whole_number, wrapped
 from .words import MASKS, read, score_words
 
 
@@ -89,12 +89,12 @@ def explain(options: argparse.Namespace) -> int:
             compile=not options.no_compile,
         )
     except (ValueError, TypeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     text = report(made, options.mask)
     if options.ascii or not _can_show(text):
         text = ascii_only(text)
-    print(text)
+    print(printable(text))
     for option, file, content in (
         ("--svg", options.svg, made.figure.svg),
         ("--json", options.json, made.to_json() + "\n"),
@@ -103,7 +103,7 @@ def explain(options: argparse.Namespace) -> int:
             try:
                 write_text(file, content)
             except OSError as error:
-                print(f"error: {option}: {error}", file=sys.stderr)
+                complain(f"{option}: {error}")
                 return 2
     return 0
 

@@ -6,11 +6,11 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ..similar import did_you_mean
 from . import bench, demo, explain, info, verify, warmup
-from .text import wrapped
+from .text import printable, wrapped
 
 
 def version() -> str:
@@ -41,11 +41,17 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors command no terminal, whatever the arguments hold."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and an error, and exit with 2."""
+        super().error(printable(message))
+
+
+def parser() -> Parser:
     """Build the parser of the command line."""
-    top = argparse.ArgumentParser(
-        prog="cupyflash", description="Exact attention for NumPy-style array code."
-    )
+    top = Parser(prog="cupyflash", description="Exact attention for NumPy-style array code.")
     top.add_argument("--version", action="version", version=f"cupyflash {version()}")
     subparsers = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in COMMANDS.values():

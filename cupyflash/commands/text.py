@@ -6,10 +6,23 @@ Plain text, so that it runs on what the package itself depends on.
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
 COLUMNS = 100
+
+
+def printable(text: str) -> str:
+    """Write what would command a terminal, such as ESC, as Python does: names may hold anything."""
+    return "".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in text)
+
+
+def complain(error: object, before: str = "error: ") -> None:
+    """Print an error on standard error, in lines of 100 columns."""
+    text = printable(f"{before}{error}")
+    lines = textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(lines), file=sys.stderr)
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1, header: int = 1) -> str:
@@ -29,6 +42,7 @@ def table(rows: Sequence[Sequence[str]], left: int = 1, header: int = 1) -> str:
     str
         Lines without trailing space.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -78,12 +92,12 @@ def span(factors: Sequence[float], what: str) -> str:
 
 def wrapped(lines: Sequence[tuple[str, str]]) -> str:
     """Lay out labels and texts, the texts below each other and broken at 100 columns."""
-    indent = 2 + max(len(label) for label, _ in lines)
+    indent = 2 + max(len(printable(label)) for label, _ in lines)
     return "\n".join(
         textwrap.fill(
-            text,
+            printable(text),
             COLUMNS,
-            initial_indent=f"{label:<{indent}}",
+            initial_indent=f"{printable(label):<{indent}}",
             subsequent_indent=" " * indent,
             break_long_words=False,
             break_on_hyphens=False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from .. import api, varlen
 from ..arrays import cuda_device
 from ..files import check_writable, write_text
 from ..gpu.kernels import registry
-from .text import COLUMNS, whole_number
+from .text import complain, printable, whole_number
 
 if TYPE_CHECKING:
     from ..testing import Precision, Report, Result
@@ -104,13 +103,10 @@ def verify(options: argparse.Namespace) -> int:
         report = _run(options, progress)
     except (ImportError, ValueError, RuntimeError) as error:
         progress.close()
-        words = textwrap.wrap(
-            f"error: {error}", COLUMNS, break_long_words=False, break_on_hyphens=False
-        )
-        print("\n".join(words), file=sys.stderr)
+        complain(error)
         return 2
     progress.close()
-    print(report)
+    print(printable(str(report)))
     if report.failures:
         print("\nTo see a failure again:")
         for result in report.failures:
@@ -119,7 +115,7 @@ def verify(options: argparse.Namespace) -> int:
         try:
             write_text(options.json, report.to_json() + "\n")
         except OSError as error:
-            print(f"error: --json: {error}", file=sys.stderr)
+            complain(f"--json: {error}")
             return 2
     return 0 if report.passed else 1
 

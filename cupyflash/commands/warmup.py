@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +12,7 @@ import numpy as np
 
 from ..arrays.dtypes import DTYPES, FLOATS
 from . import info
-from .text import COLUMNS, whole_number
+from .text import complain, whole_number
 
 Report = Callable[[str, int, int], None]  # a step's name, its number, and how many there are
 QUERIES = 1024  # of a call on a GPU: enough for the kernels of long sequences
@@ -57,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             obstacle = _warm_gpu(dtypes, options.dim or [64], report)
     if obstacle:
-        print(textwrap.fill(obstacle, COLUMNS, break_long_words=False), file=sys.stderr)
+        complain(obstacle, before="")
         return 1
     seconds = time.perf_counter() - begin
     where = options.device.upper()

@@ -61,7 +61,8 @@ def path(cells: Array, edges_y: Array, edges_x: Array) -> str:
 
 
 def escape(words: str) -> str:
-    """Return words as XML text."""
+    """Return words as XML text; what XML cannot hold becomes U+FFFD."""
+    words = "".join(x if x.isprintable() or x == "\n" else "\ufffd" for x in words)
     return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

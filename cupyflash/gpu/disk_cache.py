@@ -15,8 +15,8 @@ def in_memory() -> bool:
 
 def folder() -> str:
     """Return the folder in which CuPy keeps compiled kernels, whether it is there or not."""
-    # As CuPy finds it, without an error where there is no home.
-    return os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111
+    usual = os.path.expanduser("~/.cupy/kernel_cache")  # noqa: PTH111 (no error without a home)
+    return os.environ.get("CUPY_CACHE_DIR") or usual
 
 
 def distrust() -> str:
@@ -27,7 +27,7 @@ def distrust() -> str:
     if os.name != "posix" or in_memory():
         return ""
     try:
-        found = os.stat(folder())  # noqa: PTH116
+        found = os.stat(folder())  # noqa: PTH116 (a name as CuPy has it)
     except OSError:
         return ""
     if found.st_uid != os.geteuid():

@@ -80,7 +80,7 @@ def append(
     _check_options(q, rotary, positions, out)
     cache = cached.cache(k, v, table)
     validate.heads_of(k, k, v)
-    validate.head_sizes(k, k, v)
+    validate.head_sizes(k, k, v, cached.MAX_HEAD_SIZE)
     _check_rows(arrays, packed=offsets is not None)
     read = {name: x for name, x in arrays.items() if name not in ("k", "v")}
     total = k_new.shape[-2]

@@ -23,6 +23,7 @@ from .options import DEFAULTS, Options
 
 CHECKS_ALL = os.environ.get("CUPYFLASH_DEBUG") == "1"
 MOST_POSITIONS = 2**31 - 1
+MAX_HEAD_SIZE = 576  # of compressed keys, with their rotated columns
 
 
 def call(
@@ -40,7 +41,7 @@ def call(
     q, k, v = operands.values()
     q_axes = "(B, Hq, Lq, D)" if offsets_q is None else "(Hq, total, D), packed by offsets_q"
     _check_axes("q", q, 4 if offsets_q is None else 3, q_axes)
-    d, d_v = validate.head_sizes(q, k, v)
+    d, d_v = validate.head_sizes(q, k, v, MAX_HEAD_SIZE)
     made = cache(k, v, table)
     held: dict[str, Any] = {"offsets_q": None}
     len_q: Any = q.shape[-2]
@@ -156,6 +157,8 @@ def lengths_of(value: Any, batch: int, capacity: int) -> Any:
         return int(value)
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
+    if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
+        raise ArgumentTypeError(f"lengths: {value!r} came; wanted {wanted}.")
     lengths = array(value, "lengths")
     if lengths.ndim == 0 and isinstance(lengths, np.ndarray) and lengths.dtype.kind in "iu":
         return lengths_of(int(lengths), batch, capacity)
@@ -220,6 +223,6 @@ def _refuse_packed_rows(mask: Any) -> None:
         node.op == "aligned" and node.value.packed for node in walk(mask.expr)
     ):
         raise ArgumentError(
-            "mask: masks.segments came with offsets_q; a cache has no packed keys. Compare look-ups "
-            "by position in masks.mask, or leave offsets_q out."
+            "mask: masks.segments came with offsets_q; a cache has no packed keys. Compare "
+            "look-ups by position in masks.mask, or leave offsets_q out."
         )

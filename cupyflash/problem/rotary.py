@@ -9,9 +9,8 @@ import numpy as np
 
 from ..arrays.interop import DLPackArray, array, floats, one_home, outputs
 from ..errors import ArgumentError, ArgumentTypeError
-from .cached import readable
+from .cached import MAX_HEAD_SIZE, readable
 from .call import Array
-from .validate import MAX_HEAD_SIZE
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ MAX_HEAD_SIZE = 512
 
 
 def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
+    """Return the dtype that all arrays have."""
     if len({x.dtype for x in arrays.values()}) > 1:
         came = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
         raise ArgumentTypeError(f"{came} came; wanted one dtype. Convert with .astype(...).")
@@ -34,7 +35,8 @@ def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
     return common
 
 
-def head_sizes(q: Array, k: Array, v: Array) -> tuple[int, int]:
+def head_sizes(q: Array, k: Array, v: Array, most: int = MAX_HEAD_SIZE) -> tuple[int, int]:
+    """Return the head sizes of q and k and of v, which are at most `most`."""
     d, d_v = q.shape[-1], v.shape[-1]
     if k.shape[-1] != d:
         raise ArgumentError(
@@ -42,10 +44,9 @@ def head_sizes(q: Array, k: Array, v: Array) -> tuple[int, int]:
             f"must be equal, {k.shape[-1]} is not {d}."
         )
     for name, size in (("q", d), ("v", d_v)):
-        if not 1 <= size <= MAX_HEAD_SIZE:
+        if not 1 <= size <= most:
             raise ArgumentError(
-                f"{name}: its last axis (the head size) has length {size}; wanted 1 to "
-                f"{MAX_HEAD_SIZE}."
+                f"{name}: its last axis (the head size) has length {size}; wanted 1 to {most}."
             )
     if k.shape[-2] != v.shape[-2]:
         raise ArgumentError(
@@ -56,6 +57,7 @@ def head_sizes(q: Array, k: Array, v: Array) -> tuple[int, int]:
 
 
 def heads_of(q: Array, k: Array, v: Array) -> tuple[int, int]:
+    """Return the heads of q, and of k and v."""
     heads, heads_kv = q.shape[-3], k.shape[-3]
     if v.shape[-3] != heads_kv:
         raise ArgumentError(
@@ -173,6 +175,7 @@ def _position_arrays(options: Options) -> tuple[list[Array], list[Expr]]:
 
 
 def offsets_array(value: Any, name: str) -> Array:
+    """Return offsets as an array, whose elements are not looked at."""
     wanted = "one axis of integers, one more than there are sequences, from 0 to the packed length"
     if isinstance(value, (list, tuple)):
         try:
@@ -190,6 +193,7 @@ def offsets_array(value: Any, name: str) -> Array:
 
 
 def checked_offsets(offsets: Array, name: str, total: int) -> Array:
+    """Return offsets in host memory as int64, if they run from 0 to `total`."""
     bad = np.flatnonzero(offsets[1:] < offsets[:-1])  # their difference may leave 64 bits
     if bad.size:
         n = int(bad[0])

@@ -171,6 +171,11 @@ def _blocks(z: Sizes) -> masks.Mask:
     return masks.blocks(np.asarray(z.rng.random(shape) < 0.6), block_q, block_k)
 
 
+def _tree(z: Sizes) -> masks.Mask:
+    lead = z.lead if len(z.lead) == 1 and z.rng.random() < 0.5 else ()
+    return masks.tree(np.asarray(z.rng.random((*lead, z.len_q, z.len_q)) < 0.5))
+
+
 def _array(z: Sizes) -> Array:
     shape = z.broadcast(z.heads, z.len_q, z.len_k)
     density = z.rng.choice([0.05, 0.5, 0.95])
@@ -200,6 +205,7 @@ MASKS: dict[str, Callable[[Sizes], masks.Mask]] = {
     "prefix": lambda z: masks.prefix(z.per_batch(0, z.len_k)),
     "dilated": lambda z: masks.dilated(int(z.rng.integers(1, 6))),
     "blocks": _blocks,
+    "tree": _tree,
     "dense": lambda z: masks.dense(_array(z)),
     "user": _user_mask,
     "expression": lambda z: masks.mask(lambda *at: _condition(z, at, int(z.rng.integers(1, 4)))),

@@ -58,7 +58,7 @@ rounding.
 Domain. A sum may overflow on the way to a result that does not: where the magnitudes of what it
 adds up come to half the accumulator's largest number, the bound is infinite. That concerns the
 products of a logit, before and after the scale; the weighted values, before they are divided by l;
-do v and do out; and the sums of dq and dk, before the scale.
+do v and do out; and the sums of dq and dk, before and after the scale.
 
 References
 ----------
@@ -453,8 +453,9 @@ def backward_errors(
     size_dk = matmul((dscores + error).swapaxes(-1, -2), queries)
     dq_error = scale * matmul(error, keys) + (scale + 1) * lam * seen_keys
     dk_error = scale * matmul(error.swapaxes(-1, -2), queries) + (scale + 1) * lam * visits
-    dq = Terms(g.dq, held(dq_error, size_dq, limit), scale * size_dq, seen_keys)
-    dk = Terms(g.dk, held(dk_error, size_dk, limit), scale * size_dk, visits)
+    most = max(1.0, scale)  # what broadcast axes share is summed after the scale
+    dq = Terms(g.dq, held(dq_error, most * size_dq, limit), scale * size_dq, seen_keys)
+    dk = Terms(g.dk, held(dk_error, most * size_dk, limit), scale * size_dk, visits)
 
     dsink = None
     if f.sink is not None and f.sink_probs is not None:

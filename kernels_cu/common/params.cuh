@@ -92,14 +92,14 @@ struct Params {
   // Of a call over a cache (cache.cuh); decode kernels read the workspace of every call.
   const char* lengths;    // (batch,) of positions that are held; null: len_k everywhere
   const char* table;      // (batch, pages of an entry) of page numbers; null: no pages
-  char* workspace;        // of decode kernels: see decode_workspace.cuh
+  char* workspace;        // of decode kernels: see decode/workspace.cuh
   long long length_step;  // elements between neighbours of lengths, entries and pages of table
   long long table_batch;
   long long table_step;
   long long pages;   // of k and v
   long long k_page;  // elements between pages
   long long v_page;
-  long long tasks;  // of a decode kernel: see decode_tasks.cuh
+  long long tasks;  // of a decode kernel: see decode/tasks.cuh
   long long slots;
   int page_size;  // positions of a page
   int kind_lengths;

@@ -1,7 +1,7 @@
 // A warp's rows between global memory and its own stages in shared memory: queries of several heads,
-// keys and values of a leaf. The twin of reference/cpu/memory.py for decode_sm80.cu.
+// keys and values of a leaf. The twin of reference/cpu/cache.py for decode_sm80.cu.
 #pragma once
-#include "../common/decode_cursor.cuh"
+#include "../decode/cursor.cuh"
 #include "fragment.cuh"
 
 namespace decode_rows {

@@ -1,7 +1,7 @@
 // Few queries and many keys, in 16-bit types, by the tensor cores of compute capability 8.0 and
 // later: the twin of reference/cpu/decode.py.
 //
-// The sums over keys form a fixed tree (common/decode_tasks.cuh). A warp computes the softmax of a
+// The sums over keys form a fixed tree (decode/tasks.cuh). A warp computes the softmax of a
 // leaf of 64 keys from the start, and merges leaves to nodes; the queries of all heads that share
 // keys are the 16 rows of one matrix instruction. Each warp has its own pipeline of STAGES stages in
 // shared memory, and meets no other one before its keys are done.
@@ -30,7 +30,7 @@ constexpr int QUERY_BYTES = 16 * Q_BYTES;
 struct SharedStorage {
   decode::Schedule schedule;
   decode::WarpTasks tasks[decode::WARPS];
-  bool last[2];
+  int last[2];
 };
 constexpr int SHARED_STORAGE_BYTES = matmul::round_up(static_cast<int>(sizeof(SharedStorage)), 128);
 constexpr int WARP_BYTES = (SHARED_BYTES - SHARED_STORAGE_BYTES) / decode::WARPS;
@@ -352,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       fragment::multiply_add<D_V>(leaf.o, part, v_smem);
     });
-    // 6 rescale
+    // The leaf joins its node: merges stand for step 6.
     int level = 1;
     bool whole = true;  // whether the node of that level is, and goes into the one above
     if constexpr (IN_REGISTERS) {

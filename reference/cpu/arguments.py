@@ -9,6 +9,7 @@ from numba import types
 
 from .jit import INT, INTS
 from .program import PROGRAM, Program
+from .structs import Struct
 
 
 class Shape(NamedTuple):
@@ -49,6 +50,7 @@ class KeyRanges(NamedTuple):
 class FunctionPointers(NamedTuple):
     """Addresses of the kernels that others call; 0 for those that a call does not need."""
 
+    product: int
     run_float32: int  # programs with these registers: masks
     run_number: int  # programs with registers of the accumulator's type: score changes
     classify: int
@@ -67,25 +69,19 @@ class Changes(NamedTuple):
     tile: Program
     ranges: KeyRanges  # instead of mask and tile, where the mask has them
     pointers: FunctionPointers
-    careful: bool  # an operand holds NaN or infinity: masked pairs must not meet it
+    careful: int  # 1 if an operand holds NaN or infinity: masked pairs must not meet it
 
 
-KEY_RANGES = types.BaseTuple.from_types((INTS, INTS, INTS, INT), KeyRanges)
-FUNCTION_POINTERS = types.BaseTuple.from_types(
-    (INT,) * len(FunctionPointers._fields), FunctionPointers
-)
-CHANGES = types.BaseTuple.from_types(
-    (PROGRAM,) * 4 + (KEY_RANGES, FUNCTION_POINTERS, types.boolean), Changes
-)
+KEY_RANGES = Struct(KeyRanges, (INTS, INTS, INTS, INT))
+FUNCTION_POINTERS = Struct(FunctionPointers, (INT,) * len(FunctionPointers._fields))
+CHANGES = Struct(Changes, (PROGRAM,) * 4 + (KEY_RANGES, FUNCTION_POINTERS, INT))
 
 
-def shape_of(number: types.Type) -> types.Type:
+def shape_of(number: types.Type) -> Struct:
     """Return the type of `Shape`, given the accumulator's."""
     numbers = {"scale": number, "log2_e": number, "keep_scale": number}
     arrays = dict.fromkeys(("len_q", "len_k", "start_q", "start_k"), INTS)
-    return types.BaseTuple.from_types(
-        tuple((numbers | arrays).get(name, INT) for name in Shape._fields), Shape
-    )
+    return Struct(Shape, tuple((numbers | arrays).get(name, INT) for name in Shape._fields))
 
 
 def no_ranges() -> KeyRanges:

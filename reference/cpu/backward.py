@@ -7,42 +7,18 @@ queries. Nothing is written by two work items, so the result does not depend on 
 
 from __future__ import annotations
 
-import numpy as np
-
-from .accumulate import accumulate, padded
+from .accumulate import accumulate
 from .arguments import CHANGES, shape_of
-from .gradient_tile import apply_dscore, gradient_tile, load_row_statistics, make_scratch
+from .gradient_tile import apply_dscore, gradient_scratch_of, gradient_tile, load_row_statistics
 from .jit import INT, INTS, TABLE, kernel, takes, vector
-from .memory import ROWS, load_transposed, row_address, store
+from .memory import ROWS, first_address, load_transposed, row_address, store
+from .microkernel import padded
 from .tile import EMPTY, class_of_tile, describe_tile
-
-
-@takes(lambda number: (INT, INT, TABLE, shape_of(number), ROWS, INT, ROWS, vector(number)))
-@kernel
-def transpose_blocks(first, last, work, shape, rows, depth, panels, like):
-    """Write query blocks as (depth, lanes) panels, one after the other, padded with zeros.
-
-    Item n is block ``work[n // heads, 1]`` of batch entry ``work[n // heads, 0]``, head ``n %
-    heads``.
-    """
-    itemsize = shape.itemsize
-    most = padded(shape.block_q, shape.lanes_per_vector)
-    tile = np.empty(depth * most, like.dtype)
-    for item in range(first, last):
-        b, block = work[item // shape.heads, 0], work[item // shape.heads, 1]
-        h = item % shape.heads
-        i0 = block * shape.block_q
-        ni = min(shape.block_q, shape.len_q[b] - i0)
-        lanes = padded(ni, shape.lanes_per_vector)
-        load_transposed(rows, b, h, i0, ni, lanes, depth, itemsize, tile)
-        target = row_address(panels, b, h, block, itemsize)
-        for n in range(depth * lanes):
-            store(target + n * itemsize, tile[n])
 
 
 @takes(
     lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 10
-    + (INTS, vector(number))
+    + (INTS, gradient_scratch_of(number), vector(number), vector(number))
 )  # fmt: skip
 @kernel
 def backward_dkdv(
@@ -63,7 +39,9 @@ def backward_dkdv(
     dk,
     dv,
     visited,
-    like,
+    scratch,
+    dk_tile,
+    dv_tile,
 ):
     """Compute dk and dv of the work items from `first` to `last`.
 
@@ -75,20 +53,20 @@ def backward_dkdv(
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     heads_kv = shape.heads // shape.group
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
-    one = like.dtype.type(1)
-    scratch = make_scratch(shape, changes, like)
-    dk_tile = np.empty(shape.block_kv * columns, like.dtype)
-    dv_tile = np.empty(shape.block_kv * columns_v, like.dtype)
+    zero = dk_tile.dtype.type(0)
     for item in range(first, last):
-        place = work[item // heads_kv]
+        place = item // heads_kv
         h_kv = item % heads_kv
-        j0 = place[2] * shape.block_kv
-        keys = members[place[0]]
+        j0 = work[place, 2] * shape.block_kv
+        keys = members[work[place, 0]]
         nj = min(shape.block_kv, shape.len_k[keys] - j0)
-        dk_tile[:] = 0
-        dv_tile[:] = 0
+        for n in range(nj * columns):
+            dk_tile[n] = zero
+        for n in range(nj * columns_v):
+            dv_tile[n] = zero
         count = 0
-        for b in members[place[0] : place[1]]:
+        for member in range(work[place, 0], work[place, 1]):
+            b = members[member]
             for h in range(h_kv * shape.group, (h_kv + 1) * shape.group):
                 for i0 in range(0, shape.len_q[b], shape.block_q):
                     ni = min(shape.block_q, shape.len_q[b] - i0)
@@ -125,7 +103,7 @@ def backward_dkdv(
                     )
                     # 6 accumulate dv and dk
                     accumulate(
-                        one,
+                        changes.pointers,
                         scratch.p,
                         lanes,
                         1,
@@ -144,7 +122,7 @@ def backward_dkdv(
                     if changes.slope.code.shape[0]:
                         apply_dscore(scratch, ni, nj, lanes)
                     accumulate(
-                        one,
+                        changes.pointers,
                         scratch.ds,
                         lanes,
                         1,
@@ -173,11 +151,28 @@ def backward_dkdv(
 
 @takes(
     lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 7
-    + (INTS, vector(number))
+    + (INTS, gradient_scratch_of(number)) + (vector(number),) * 3
 )  # fmt: skip
 @kernel
 def backward_dq(
-    first, last, work, members, shape, changes, k, v, q, do, lse, delta, dq, visited, like
+    first,
+    last,
+    work,
+    members,
+    shape,
+    changes,
+    k,
+    v,
+    q,
+    do,
+    lse,
+    delta,
+    dq,
+    visited,
+    scratch,
+    q_panel,
+    do_panel,
+    dq_tile,
 ):
     """Compute dq of the work items from `first` to `last`.
 
@@ -186,24 +181,21 @@ def backward_dq(
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     columns = padded(shape.d, vector)
-    most = padded(shape.block_q, vector)
-    one = like.dtype.type(1)
-    scratch = make_scratch(shape, changes, like)
-    q_panel = np.empty(shape.d * most, like.dtype)
-    do_panel = np.empty(shape.d_v * most, like.dtype)
-    dq_tile = np.empty(most * columns, like.dtype)
+    zero = dq_tile.dtype.type(0)
     for item in range(first, last):
-        place = work[item // shape.heads]
+        place = item // shape.heads
         h = item % shape.heads
-        i0 = place[2] * shape.block_q
-        queries = members[place[0]]
+        i0 = work[place, 2] * shape.block_q
+        queries = members[work[place, 0]]
         ni = min(shape.block_q, shape.len_q[queries] - i0)
         lanes = padded(ni, vector)
         # 1 load q
         load_transposed(q, queries, h, i0, ni, lanes, shape.d, itemsize, q_panel)
-        dq_tile[:] = 0
+        for n in range(ni * columns):
+            dq_tile[n] = zero
         count = 0
-        for b in members[place[0] : place[1]]:
+        for member in range(work[place, 0], work[place, 1]):
+            b = members[member]
             h_kv = h // shape.group
             load_transposed(do, b, h, i0, ni, lanes, shape.d_v, itemsize, do_panel)
             load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch)
@@ -230,8 +222,8 @@ def backward_dq(
                         j0,
                         nj,
                         lanes,
-                        np.int64(q_panel.ctypes.data),
-                        np.int64(do_panel.ctypes.data),
+                        first_address(q_panel),
+                        first_address(do_panel),
                         k,
                         v,
                     ),
@@ -240,7 +232,7 @@ def backward_dq(
                 if changes.slope.code.shape[0]:
                     apply_dscore(scratch, ni, nj, lanes)
                 accumulate(
-                    one,
+                    changes.pointers,
                     scratch.ds,
                     1,
                     lanes,

@@ -8,32 +8,35 @@ from __future__ import annotations
 
 from numba import types
 
-from .accumulate import padded
 from .arguments import CHANGES, shape_of
-from .gradient_tile import gradient_tile, load_row_statistics, make_scratch
+from .gradient_tile import gradient_scratch_of, gradient_tile, load_row_statistics
 from .jit import INT, INTS, TABLE, kernel, takes
 from .memory import ROWS, row_address
+from .microkernel import padded
 from .tile import EMPTY, class_of_tile, describe_tile
 
 
 @takes(
     lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 6
-    + (types.Array(number, 4, "C"),)
+    + (types.Array(number, 4, "C"), gradient_scratch_of(number))
 )  # fmt: skip
 @kernel
-def backward_bias(first, last, work, members, shape, changes, k, v, lse, delta, qt, dot, dbias):
+def backward_bias(
+    first, last, work, members, shape, changes, k, v, lse, delta, qt, dot, dbias, scratch
+):
     """Compute some tiles of `dbias` (entries, heads or 1, queries or 1, keys or 1).
 
     Row n of `work` names a tile: the range of `members` (batch entries that share it), the bias's
     own batch entry, head, query block and key block; a broadcast axis has the single index 0.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
-    scratch = make_scratch(shape, changes, dbias.reshape(-1))
     one_head, one_query, one_key = dbias.shape[1] == 1, dbias.shape[2] == 1, dbias.shape[3] == 1
     for item in range(first, last):
-        begin, end, entry, head, q_block, kv_block = work[item]
+        entry, head = work[item, 2], work[item, 3]
+        q_block, kv_block = work[item, 4], work[item, 5]
         target = dbias[entry, head]
-        for b in members[begin:end]:
+        for member in range(work[item, 0], work[item, 1]):
+            b = members[member]
             for h in range(0 if one_head else head, shape.heads if one_head else head + 1):
                 i_end = (
                     shape.len_q[b]

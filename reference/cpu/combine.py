@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from .jit import INT, INTS, helper, kernel, takes, vector, whole_rows
 from .memory import load
 
@@ -26,15 +24,18 @@ def weight_of(lse, m):
     return type(lse)(1) if lse == m else type(lse)(math.exp(lse - m))
 
 
-@takes(lambda number: (INT, INT, INTS, INTS, INT, INT, whole_rows(number), vector(number)))
+@takes(
+    lambda number: (INT, INT, INTS, INTS, INT, INT, whole_rows(number))
+    + (vector(number),) * 2
+)  # fmt: skip
 @kernel
-def combine(first, last, outs, lses, columns, itemsize, out, lse):
+def combine(first, last, outs, lses, columns, itemsize, out, lse, most):
     """Combine rows `first` to `last`.
 
-    `outs` and `lses` are addresses of contiguous (rows, columns) and (rows,) arrays, one per set.
+    `outs` and `lses` are addresses of contiguous (rows, columns) and (rows,) arrays, one per set;
+    `most` is scratch, (columns,).
     """
     one = lse.dtype.type(1)
-    most = np.empty(columns, lse.dtype)
     for row in range(first, last):
         m = lse.dtype.type(-math.inf)
         for n in range(outs.size):
@@ -43,13 +44,14 @@ def combine(first, last, outs, lses, columns, itemsize, out, lse):
         l = one - one
         for n in range(outs.size):
             l += weight_of(load(lses[n] + row * itemsize, one), m)
-        out[row, :] = 0
+        for d in range(columns):
+            out[row, d] = 0
+            most[d] = 0
         if m == -math.inf:
             lse[row] = m
             continue
         lse[row] = m + lse.dtype.type(math.log(l))
         inverse = one / l
-        most[:] = 0
         for n in range(outs.size):
             value = load(lses[n] + row * itemsize, one)
             if value == -math.inf:

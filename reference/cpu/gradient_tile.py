@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .accumulate import padded
-from .arguments import CHANGES, shape_of
+from .arguments import CHANGES, Changes, Shape, shape_of
 from .elementary import exp2
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
-from .memory import ROWS, load, row_address
-from .microkernel import multiply
+from .memory import ROWS, first_address, load, row_address
+from .microkernel import multiply, round_up
+from .structs import Struct
 from .tile import (
     PARTIAL,
+    SYMBOL_COUNT,
+    WORDS,
     apply_mask,
     apply_score,
     dropout_factors,
@@ -27,67 +29,60 @@ from .tile import (
     note_seen,
 )
 
+Array = np.ndarray[Any, Any]
 
-class Scratch(NamedTuple):
+
+class GradientScratch(NamedTuple):
     """What one thread needs to work on tiles; tiles are kept as [key, query]."""
 
-    p: np.ndarray[Any, Any]  # scores, then probabilities after dropout
-    ds: np.ndarray[Any, Any]  # dP, then dS
-    z: np.ndarray[Any, Any]  # dropout factors
-    slope: np.ndarray[Any, Any]  # derivative of the score change
-    seen: np.ndarray[Any, Any]
-    lse: np.ndarray[Any, Any]  # of the tile's queries
-    delta: np.ndarray[Any, Any]
-    symbols: np.ndarray[Any, Any]
-    score_ri: np.ndarray[Any, Any]
-    score_rf: np.ndarray[Any, Any]
-    slope_ri: np.ndarray[Any, Any]
-    slope_rf: np.ndarray[Any, Any]
-    mask_ri: np.ndarray[Any, Any]
-    mask_rf: np.ndarray[Any, Any]
-    tile_ri: np.ndarray[Any, Any]
-    tile_rf: np.ndarray[Any, Any]
+    p: Array  # scores, then probabilities after dropout
+    ds: Array  # dP, then dS
+    z: Array  # dropout factors
+    words: Array  # of the generator, (4, lanes)
+    slope: Array  # derivative of the score change
+    seen: Array  # which pairs take part
+    lse: Array  # of the tile's queries
+    delta: Array
+    symbols: Array
+    score_ri: Array
+    score_rf: Array
+    slope_ri: Array
+    slope_rf: Array
+    mask_ri: Array
+    mask_rf: Array
+    tile_ri: Array
+    tile_rf: Array
 
 
-def scratch_of(number: types.Type) -> types.Type:
-    """Return the type of `Scratch`, given the accumulator's."""
-    numbers, of_mask = whole_rows(number), whole_rows(types.float32)
-    return types.BaseTuple.from_types(
-        (vector(number),) * 4
-        + (vector(types.boolean), vector(number), vector(number), INTS)
-        + (TABLE, numbers) * 2
+def gradient_scratch_of(number: types.Type) -> Struct:
+    """Return the type of `GradientScratch`, given the accumulator's."""
+    tile, of_mask = vector(number), whole_rows(types.float32)
+    return Struct(
+        GradientScratch,
+        (tile, tile, tile, WORDS, tile, vector(types.boolean), tile, tile, INTS)
+        + (TABLE, whole_rows(number)) * 2
         + (TABLE, of_mask) * 2,
-        Scratch,
     )
 
 
-@helper
-def make_scratch(shape, changes, like):
-    """Return the scratch of a problem; `like` is an array of the accumulator's type."""
-    lanes = padded(shape.block_q, shape.lanes_per_vector)
+def gradient_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> GradientScratch:
+    """Allocate the scratch of a problem."""
+    lanes = round_up(shape.block_q, shape.lanes_per_vector)
     cells = shape.block_kv * lanes
-    float_32 = np.empty(0, np.float32)
-    score_ri, score_rf = make_registers(changes.score, lanes, like)
-    slope_ri, slope_rf = make_registers(changes.slope, lanes, like)
-    mask_ri, mask_rf = make_registers(changes.mask, lanes, float_32)
-    tile_ri, tile_rf = make_registers(changes.tile, 1, float_32)
-    return Scratch(
-        np.empty(cells, like.dtype),
-        np.empty(cells, like.dtype),
-        np.empty(cells if shape.drop_below else 0, like.dtype),
-        np.empty(cells if changes.slope.code.shape[0] else 0, like.dtype),
+    return GradientScratch(
+        np.empty(cells, number),
+        np.empty(cells, number),
+        np.empty(cells if shape.drop_below else 0, number),
+        np.empty((4, lanes if shape.drop_below else 0), np.uint32),
+        np.empty(cells if len(changes.slope.code) else 0, number),
         np.empty(cells if changes.careful else 0, np.bool_),
-        np.empty(lanes, like.dtype),
-        np.empty(lanes, like.dtype),
-        np.empty(11, np.int64),
-        score_ri,
-        score_rf,
-        slope_ri,
-        slope_rf,
-        mask_ri,
-        mask_rf,
-        tile_ri,
-        tile_rf,
+        np.empty(lanes, number),
+        np.empty(lanes, number),
+        np.empty(SYMBOL_COUNT, np.int64),
+        *make_registers(changes.score, lanes, number),
+        *make_registers(changes.slope, lanes, number),
+        *make_registers(changes.mask, lanes, np.dtype(np.float32)),
+        *make_registers(changes.tile, 1, np.dtype(np.float32)),
     )
 
 
@@ -106,8 +101,7 @@ def load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch):
 
 @takes(
     lambda number: (
-        shape_of(number), CHANGES, scratch_of(number), INT, INT, INT, INT, INT, INT, INT, INT, INT,
-        INT, ROWS, ROWS,
+        shape_of(number), CHANGES, gradient_scratch_of(number), *(INT,) * 10, ROWS, ROWS
     )
 )  # fmt: skip
 @kernel
@@ -126,9 +120,12 @@ def fill_gradient_tile(
     zero, one = p.dtype.type(0), p.dtype.type(1)
     k_tile = row_address(k, b, h_kv, j0, itemsize)
     v_tile = row_address(v, b, h_kv, j0, itemsize)
-    p_place, ds_place = p.ctypes.data, ds.ctypes.data
+    p_place, ds_place = first_address(p), first_address(ds)
     # 2 scores
-    multiply(shape.scale, k_tile, k.row, 1, qt, lanes, p_place, lanes, nj, lanes, shape.d, itemsize)
+    scores = (
+        shape.scale, k_tile, k.row, 1, qt, lanes, p_place, lanes, nj, lanes, shape.d, itemsize, 0
+    )  # fmt: skip
+    multiply(changes.pointers.product, scores)
     # 3 score mod
     if changes.slope.code.shape[0]:
         ri, rf = scratch.slope_ri, scratch.slope_rf
@@ -144,9 +141,11 @@ def fill_gradient_tile(
     if changes.careful:
         note_seen(p, scratch.seen, nj * lanes)
     # 5 probabilities and the gradient of the output's weights
-    multiply(one, v_tile, v.row, 1, dot, lanes, ds_place, lanes, nj, lanes, shape.d_v, itemsize)
+    dp = one, v_tile, v.row, 1, dot, lanes, ds_place, lanes, nj, lanes, shape.d_v, itemsize, 0
+    multiply(changes.pointers.product, dp)
     if shape.drop_below:
-        dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, scratch.z)
+        z, words = scratch.z, scratch.words
+        dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z, words)
     lse, delta = scratch.lse, scratch.delta
     for j in range(nj):
         p_row = p[j * lanes : (j + 1) * lanes]

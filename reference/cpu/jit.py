@@ -1,9 +1,9 @@
 """How the CPU kernels are compiled, announced and cached.
 
-Kernels are cached on disk per CPU, so that a second process starts in milliseconds. Python calls
-them, or other kernels do by their addresses; helpers are compiled into every kernel that calls
-them. A call compiles only the kernels that it uses. The cache is keyed by
-the text of every file of this package: a change in a helper never leaves a stale kernel behind.
+Kernels are cached on disk per CPU, so that a second process starts in milliseconds. Python and
+other kernels call them by their addresses; helpers are compiled into every kernel that calls them.
+A call compiles only the kernels that it uses. The cache is keyed by the text of every file of this
+package: a change in a helper never leaves a stale kernel behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Products may be fused into additions; nothing else of IEEE arithmetic is given up: NaN and
 # infinity keep their meaning and sums keep their order.
 FASTMATH = {"contract"}
-_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FASTMATH, "error_model": "numpy"}
+# Kernels allocate nothing and count no references: their memory belongs to whoever calls them. No
+# code is made by which Python could call one with Python's objects.
+_OPTIONS: dict[str, Any] = {
+    "nogil": True, "fastmath": FASTMATH, "error_model": "numpy", "_nrt": False,
+    "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
+}  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -141,7 +146,7 @@ def _read_file(folder: int | None, name: str) -> bytes:
             raise OSError(errno.EINVAL, "no file with a kernel")
         if _POSIX and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
             raise _UntrustedError("file", found)
-        return file.read(_MOST_BYTES + 1)
+        return file.read(found.st_size)  # memory for no more than that
 
 
 def _write_file(folder: int | None, name: str, content: bytes) -> None:
@@ -223,7 +228,6 @@ class _KernelCache:
         return self._found.pop(sig, None) or self._load(sig, target_context)
 
     def _load(self, sig: Any, target_context: Any) -> Any:
-        target_context.refresh()
         try:
             with _opened_folder() as folder:
                 stored = _read_file(folder, self._file(sig, target_context.codegen()))
@@ -284,20 +288,28 @@ if hasattr(os, "register_at_fork"):
 
 def helper(function: F) -> F:
     """Compile `function` into every kernel that calls it."""
-    compiled: F = numba.njit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
+    compiled: F = numba.njit(function, **_OPTIONS)
     return compiled
 
 
-def kernel(function: F) -> F:
-    """Compile `function` at its first call, and keep the machine code on disk.
+class Kernel:
+    """A function that is compiled once for each accumulator, and called by its address.
 
-    The GIL is released while it runs. Argument types are meant to be few (contiguous arrays that
-    cupyflash made, integers, floats), so that one accumulator type is one compilation.
+    Attributes
+    ----------
+    dispatcher : numba.core.dispatcher.Dispatcher
+        What compiles it.
     """
-    compiled: Any = numba.njit(function, **_OPTIONS)
-    compiled._cache = _KernelCache(function)
-    result: F = compiled
-    return result
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__name__, self.__module__ = function.__name__, function.__module__
+        self.dispatcher: Any = numba.njit(function, **_OPTIONS)
+        self.dispatcher._cache = _KernelCache(function)
+
+
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Make a kernel, whose machine code is kept on disk. `takes` says what types it takes."""
+    return Kernel(function)
 
 
 # The types that kernels take; `number` stands for the accumulator's.
@@ -317,20 +329,20 @@ def whole_rows(number: types.Type) -> types.Array:
 
 
 Types = Callable[[types.Type], tuple[types.Type, ...]]
-_types: dict[Any, Types] = {}
+_types: dict[Kernel, Types] = {}
 
 
-def takes(types_of: Types) -> Callable[[F], F]:
+def takes(types_of: Types) -> Callable[[Kernel], Kernel]:
     """Declare what a kernel takes, given the accumulator's type; nothing else compiles it."""
 
-    def declare(compiled: F) -> F:
+    def declare(compiled: Kernel) -> Kernel:
         _types[compiled] = types_of
         return compiled
 
     return declare
 
 
-def caller(compiled: Any, result: Any = types.none) -> Any:
+def caller(compiled: Kernel, result: Any = types.none) -> Any:
     """Make the function ``call(pointer, arguments)`` by which kernels call another one.
 
     `compiled` is a kernel that returns a `result`. It is not compiled into its callers, which get
@@ -364,16 +376,16 @@ def caller(compiled: Any, result: Any = types.none) -> Any:
 
 _NUMBERS = types.float32, types.float64
 Report = Callable[[str, int, int], None]  # a kernel's name, its number, how many there are
-Wanted = tuple[Any, np.dtype[Any]]  # a kernel, and the accumulator that it computes in
+Wanted = tuple[Kernel, np.dtype[Any]]  # a kernel, and the accumulator that it computes in
 _ready: dict[Wanted, int] = {}
 
 
-def declared() -> list[Any]:
+def declared() -> list[Kernel]:
     """Return all kernels that say what they take."""
     return list(_types)
 
 
-def signature(compiled: Any, number: np.dtype[Any]) -> tuple[types.Type, ...]:
+def signature(compiled: Kernel, number: np.dtype[Any]) -> tuple[types.Type, ...]:
     """Return the types that a kernel takes, given its accumulator."""
     return _types[compiled](numba.from_dtype(number))
 
@@ -395,19 +407,17 @@ def prepare(wanted: Iterable[Wanted], report: Report | None = None) -> None:
     with global_compiler_lock:
         signatures = [signature(*each) for each in missing]
         known = [
-            compiled._cache.find(wants, compiled.targetctx)
-            for (compiled, _), wants in zip(missing, signatures, strict=True)
+            each.dispatcher._cache.find(wants, each.dispatcher.targetctx)
+            for (each, _), wants in zip(missing, signatures, strict=True)
         ]
         announcer, told = _Announcer(), 0
         for each, wants, is_known in zip(missing, signatures, known, strict=True):
-            compiled = each[0]
+            name, dispatcher = each[0].__name__, each[0].dispatcher
             if not is_known:
                 told += 1
-                (report or announcer.begin)(compiled.__name__, told, known.count(False))
-            compiled.disable_compile(False)
-            compiled.compile(wants)
-            compiled.disable_compile()  # for other arguments, which would be a mistake
-            overload = compiled.overloads[wants]
+                (report or announcer.begin)(name, told, known.count(False))
+            dispatcher.compile(wants)
+            overload = dispatcher.overloads[wants]
             pointer = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
             _ready[each] = pointer
         if told and report is None:
@@ -435,7 +445,7 @@ class _Announcer:
             print(f"cupyflash: {text}", file=sys.stderr, flush=True)
 
 
-def pointer_of(compiled: Any, number: np.dtype[Any]) -> int:
+def pointer_of(compiled: Kernel, number: np.dtype[Any]) -> int:
     """Return the address of a kernel that `prepare` has made ready."""
     return _ready[compiled, number]
 

@@ -7,19 +7,21 @@ caller keeps their arrays alive.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .arguments import Changes, FunctionPointers, Shape
-from .backward import backward_dkdv, backward_dq, transpose_blocks
+from .arguments import Changes, FunctionPointers
+from .backward import backward_dkdv, backward_dq
 from .backward_bias import backward_bias
 from .backward_delta import backward_delta
+from .calls import Bound
 from .combine import combine as combine_kernel
+from .decode import decode as decode_kernel
 from .forward import forward as forward_kernel
-from .gradient_tile import fill_gradient_tile
-from .jit import Report, Wanted, address, pointer_of, prepare
+from .forward import forward_scratch
+from .gradient_tile import fill_gradient_tile, gradient_scratch
+from .jit import Kernel, Report, Wanted, address, pointer_of, prepare
 from .layout import (
     Array,
     Layout,
@@ -29,6 +31,8 @@ from .layout import (
     finish,
 )
 from .memory import Rows, count_nonfinite
+from .merge import merge
+from .microkernel import product, round_up
 from .program import run
 from .threads import parallel
 from .tile import (
@@ -40,31 +44,31 @@ from .tile import (
     score_by_program,
 )
 
+# What a caller asked NumPy to do where numbers overflow or vanish is meant for its own arithmetic.
+QUIET = np.errstate(all="ignore")
 
-def _like(layout: Layout) -> Array:
-    return np.empty(0, layout.problem.accumulator)
 
-
-def _sinks(layout: Layout, sink: Array | None) -> Array:
+def sinks_of(layout: Layout, sink: Array | None) -> Array:
+    """Return a logit for each head, -inf without a sink."""
     heads = layout.problem.heads
     if sink is None:
-        return np.full(heads, -np.inf, layout.problem.accumulator)
-    return np.ascontiguousarray(sink.astype(layout.problem.accumulator))
+        return np.full(heads, -np.inf, layout.number)
+    return np.ascontiguousarray(sink.astype(layout.number))
 
 
 _FLOAT32 = np.dtype(np.float32)
 _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
 KERNELS = (
-    forward_kernel, backward_delta, transpose_blocks, backward_dkdv, backward_dq, backward_bias,
-    combine_kernel, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges,
-    draw_dropout, fill_gradient_tile, *_CLASSES,
+    forward_kernel, backward_delta, backward_dkdv, backward_dq, backward_bias, combine_kernel,
+    product, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges, draw_dropout,
+    fill_gradient_tile, decode_kernel, merge, *_CLASSES,
 )  # fmt: skip
 
 
-def _called_kernels(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
+def called_kernels(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
     """Return the kernels that others call here, by their fields in `FunctionPointers`."""
     number = problem.accumulator
-    called: dict[str, Wanted] = {}
+    called: dict[str, Wanted] = {"product": (product, number)}
     if programs.ranges is not None:
         called |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
     elif len(programs.mask.code):
@@ -80,13 +84,19 @@ def _called_kernels(problem: Problem, programs: Programs, backward: bool) -> dic
 
 
 def _prepare(
-    problem: Problem, programs: Programs, called: dict[str, Wanted], *kernels: object
+    problem: Problem, programs: Programs, called: dict[str, Wanted], *kernels: Kernel
 ) -> FunctionPointers:
     """Compile what is missing; return the addresses of the kernels that others call."""
-    own = [(kernel, problem.accumulator) for kernel in kernels]
+    number = problem.accumulator
+    own = [(kernel, number) for kernel in kernels]
     if programs.may_mask:
-        own.append((count_nonfinite, problem.accumulator))
+        own.append((count_nonfinite, number))
     prepare([*called.values(), *own])
+    return pointers_to(called)
+
+
+def pointers_to(called: dict[str, Wanted]) -> FunctionPointers:
+    """Return the addresses of kernels that `prepare` has made ready."""
     return FunctionPointers(
         **{
             name: pointer_of(*called[name]) if name in called else 0
@@ -103,15 +113,17 @@ def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) 
     prepare(wanted, report)
 
 
-def _changes(
+def changes_of(
     layout: Layout, programs: Programs, pointers: FunctionPointers, careful: bool
 ) -> Changes:
+    """Return what happens to scores, for kernels at these addresses."""
     ranges = layout.key_ranges(programs.ranges)
     return Changes(
-        programs.score, programs.slope, programs.mask, programs.tile, ranges, pointers, careful
+        programs.score, programs.slope, programs.mask, programs.tile, ranges, pointers, int(careful)
     )
 
 
+@QUIET
 def forward(
     problem: Problem,
     programs: Programs,
@@ -125,9 +137,7 @@ def forward(
     block_kv: int,
 ) -> int:
     """Write out and lse; return how many tiles were visited (not EMPTY)."""
-    pointers = _prepare(
-        problem, programs, _called_kernels(problem, programs, False), forward_kernel
-    )
+    pointers = _prepare(problem, programs, called_kernels(problem, programs, False), forward_kernel)
     layout, scratch = Layout(problem, block_q, block_kv), Scratch()
     q_read = layout.operand(q, scratch, whole_vectors=False)
     k_read = layout.operand(k, scratch, whole_vectors=False)
@@ -137,14 +147,14 @@ def forward(
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
     careful = layout.careful(programs, [(v_read, v_rows, layout.len_k)])
-    changes = _changes(layout, programs, pointers, careful)
-    sinks = _sinks(layout, sink)
+    changes = changes_of(layout, programs, pointers, careful)
+    sinks = sinks_of(layout, sink)
     work = layout.blocks(layout.len_q, block_q, last_first=True)
     visited = np.zeros(len(work) * problem.heads, np.int64)
     parallel(
-        lambda first, last: forward_kernel(
-            first,
-            last,
+        Bound(
+            forward_kernel,
+            layout.number,
             work,
             layout.shape,
             changes,
@@ -155,6 +165,7 @@ def forward(
             out_rows,
             lse_rows,
             visited,
+            scratch=lambda: (forward_scratch(layout.shape, changes, layout.number),),
         ),
         visited.size,
         (programs, q_read, k_read, v_read, out_made, lse_made),
@@ -164,6 +175,7 @@ def forward(
     return int(visited.sum())
 
 
+@QUIET
 def backward(
     problem: Problem,
     programs: Programs,
@@ -191,12 +203,12 @@ def backward(
             if gradient is not None:
                 gradient[...] = 0
         return 0
-    kernels = [backward_delta, transpose_blocks, backward_dkdv, backward_dq]
+    kernels = [backward_delta, backward_dkdv, backward_dq]
     if dbias is not None:
         kernels.append(backward_bias)
-    pointers = _prepare(problem, programs, _called_kernels(problem, programs, True), *kernels)
-    accumulator, heads = problem.accumulator, problem.heads
-    like, shape = _like(layout), layout.shape
+    pointers = _prepare(problem, programs, called_kernels(problem, programs, True), *kernels)
+    accumulator, heads = layout.number, problem.heads
+    shape = layout.shape
     q_read, do_read, k_read = (layout.operand(x, scratch, whole_vectors=True) for x in (q, do, k))
     v_read, out_read = (layout.operand(x, scratch, whole_vectors=False) for x in (v, out))
     lse_read = layout.operand(lse[..., None], scratch, whole_vectors=False)
@@ -210,11 +222,20 @@ def backward(
     )
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
 
-    sinks = _sinks(layout, sink)
+    sinks = sinks_of(layout, sink)
     dsinks = np.zeros(layout.batch * heads, accumulator)
     parallel(
-        lambda first, last: backward_delta(
-            first, last, shape, do_rows, out_rows, dlse_rows, lse_rows, sinks, delta_rows, dsinks
+        Bound(
+            backward_delta,
+            accumulator,
+            shape,
+            do_rows,
+            out_rows,
+            dlse_rows,
+            lse_rows,
+            sinks,
+            delta_rows,
+            dsinks,
         ),
         dsinks.size,
         read,
@@ -222,15 +243,8 @@ def backward(
     if dsink is not None:
         dsink[...] = dsinks.reshape(layout.batch, heads).sum(axis=0, dtype=accumulator)
 
-    work = layout.blocks(layout.len_q, block_q, last_first=True)
-    qt_memory, qt = layout.panels(problem.d, scratch)
-    dot_memory, dot = layout.panels(problem.d_v, scratch)
-    for transposed in ((q_rows, problem.d, qt), (do_rows, problem.d_v, dot)):
-        parallel(
-            partial(_transpose, work, shape, like, *transposed),
-            len(work) * heads,
-            (read, qt_memory, dot_memory),
-        )
+    qt_memory, qt = layout.panels(q_read, problem.d, scratch)
+    dot_memory, dot = layout.panels(do_read, problem.d_v, scratch)
     careful = layout.careful(
         programs,
         [
@@ -239,7 +253,7 @@ def backward(
             (k_read, k_rows, layout.len_k),
         ],
     )
-    changes = _changes(layout, programs, pointers, careful)
+    changes = changes_of(layout, programs, pointers, careful)
 
     kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
     if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):
@@ -252,10 +266,18 @@ def backward(
     dk_rows, dv_rows = layout.rows(dk_made, keys=True), layout.rows(dv_made, keys=True)
     kv_work, members = layout.shared_blocks(kv_lead, layout.len_k, block_kv, last_first=False)
     visited = np.zeros(len(kv_work) * problem.heads_kv, np.int64)
+    columns, columns_v, lanes = (
+        round_up(count, layout.lanes) for count in (problem.d, problem.d_v, block_q)
+    )
+
+    def tiles(*sizes: int) -> tuple[Any, ...]:
+        scratch = gradient_scratch(shape, changes, accumulator)
+        return scratch, *(np.empty(size, accumulator) for size in sizes)
+
     parallel(
-        lambda first, last: backward_dkdv(
-            first,
-            last,
+        Bound(
+            backward_dkdv,
+            accumulator,
             kv_work,
             members,
             shape,
@@ -271,7 +293,7 @@ def backward(
             dk_rows,
             dv_rows,
             visited,
-            like,
+            scratch=lambda: tiles(block_kv * columns, block_kv * columns_v),
         ),
         visited.size,
         (read, qt_memory, dot_memory, dk_made, dv_made),
@@ -282,9 +304,9 @@ def backward(
     )
     visited_q = np.zeros(len(q_work) * heads, np.int64)
     parallel(
-        lambda first, last: backward_dq(
-            first,
-            last,
+        Bound(
+            backward_dq,
+            accumulator,
             q_work,
             q_members,
             shape,
@@ -297,7 +319,7 @@ def backward(
             delta_rows,
             dq_rows,
             visited_q,
-            like,
+            scratch=lambda: tiles(problem.d * lanes, problem.d_v * lanes, lanes * columns),
         ),
         visited_q.size,
         (read, dq_made),
@@ -309,19 +331,6 @@ def backward(
     finish(dk, _summed_to(dk_made, dk.shape))
     finish(dv, _summed_to(dv_made, dv.shape))
     return int(visited.sum())
-
-
-def _transpose(
-    work: Array,
-    shape: Shape,
-    like: Array,
-    rows: Rows,
-    depth: int,
-    panels: Rows,
-    first: int,
-    last: int,
-) -> None:
-    transpose_blocks(first, last, work, shape, rows, depth, panels, like)
 
 
 def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:
@@ -359,7 +368,7 @@ def _bias_gradient(
         groups = 1 if shared else layout.batch
         starts = np.arange(groups, dtype=np.int64)
         members = np.arange(layout.batch, dtype=np.int64)
-    computed = np.zeros((groups, heads, queries, keys), problem.accumulator)
+    computed = np.zeros((groups, heads, queries, keys), layout.number)
     ends = np.append(starts[1:], layout.batch)
     q_blocks, kv_blocks = -(-queries // layout.block_q), -(-keys // layout.block_kv)
     entry, head, q_block, kv_block = (
@@ -369,9 +378,9 @@ def _bias_gradient(
     work = np.ascontiguousarray(work, np.int64)
     if groups:
         parallel(
-            lambda first, last: backward_bias(
-                first,
-                last,
+            Bound(
+                backward_bias,
+                layout.number,
                 work,
                 members,
                 layout.shape,
@@ -383,6 +392,7 @@ def _bias_gradient(
                 qt,
                 dot,
                 computed,
+                scratch=lambda: (gradient_scratch(layout.shape, changes, layout.number),),
             ),
             len(work),
             arrays,
@@ -400,19 +410,20 @@ def backward_scratch_size(problem: Problem, block_q: int) -> int:
 
     rows_q = heads * int(layout.len_q.sum())
     rows_k = problem.heads_kv * int(layout.len_k.sum())
-    blocks = heads * int((-(-layout.len_q // block_q)).sum())
+    panels = heads * int(layout.panel_lanes().sum())
     wide, wide_v = whole(problem.d), whole(problem.d_v)
     elements = [
         *(rows_q * wide,) * 2,  # q, dq
         *(rows_q * wide_v,) * 2,  # do, out
         *(rows_k * wide, rows_k * wide_v) * 2,  # k, v, dk, dv
         *(rows_q * lanes,) * 3,  # lse, dlse, delta
-        blocks * whole(block_q) * problem.d,
-        blocks * whole(block_q) * problem.d_v,
+        panels * problem.d,
+        panels * problem.d_v,
     ]
     return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)
 
 
+@QUIET
 def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
     """Write the combination of several (out, lse) to `out` and `lse`."""
     accumulator = lse.dtype
@@ -425,8 +436,16 @@ def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
     out_places = np.array([address(o) for o in outs], np.int64)
     lse_places = np.array([address(x) for x in lses], np.int64)
     parallel(
-        lambda first, last: combine_kernel(
-            first, last, out_places, lse_places, columns, accumulator.itemsize, result, result_lse
+        Bound(
+            combine_kernel,
+            accumulator,
+            out_places,
+            lse_places,
+            columns,
+            accumulator.itemsize,
+            result,
+            result_lse,
+            scratch=lambda: (np.empty(columns, accumulator),),
         ),
         lse.size,
         (outs, lses),

@@ -16,9 +16,10 @@ import numpy as np
 
 from . import philox
 from .arguments import KeyRanges, Shape, no_ranges
+from .calls import Bound
 from .jit import address
 from .memory import Rows, count_nonfinite
-from .microkernel import vector_lanes
+from .microkernel import round_up, vector_lanes
 from .program import Program
 from .threads import parallel
 
@@ -132,10 +133,11 @@ class Layout:
         self.len_k = self._per_entry(problem.len_k)
         self.start_q = self._per_entry(problem.start_q)
         self.start_k = self._per_entry(problem.start_k)
-        self.itemsize = problem.accumulator.itemsize
+        self.number = problem.accumulator
+        self.itemsize = self.number.itemsize
         self.lanes = vector_lanes(self.itemsize)
         self.block_q, self.block_kv = block_q, block_kv
-        number = problem.accumulator.type
+        number = self.number.type
         kept = philox.keep_probability(problem.dropout)
         self.shape = Shape(
             heads=problem.heads,
@@ -191,7 +193,7 @@ class Layout:
     def readable(self, array: Array, whole_vectors: bool) -> bool:
         """Whether kernels can use an array's rows in place."""
         return (
-            array.dtype == self.problem.accumulator
+            array.dtype == self.number
             and array.flags.aligned
             and (array.shape[-1] <= 1 or array.strides[-1] == self.itemsize)
             and all(stride % self.itemsize == 0 for stride in array.strides)
@@ -206,10 +208,10 @@ class Layout:
         if self.readable(array, whole_vectors):
             return array
         width = array.shape[-1]
-        columns = -(-width // self.lanes) * self.lanes
+        columns = round_up(width, self.lanes)
         once = tuple(slice(1 if stride == 0 else None) for stride in array.strides[:-1])
         distinct = array[once]
-        copy = scratch.empty((*distinct.shape[:-1], columns), self.problem.accumulator)
+        copy = scratch.empty((*distinct.shape[:-1], columns), self.number)
         copy[..., :width] = distinct
         copy[..., width:] = 0
         return np.broadcast_to(copy, (*array.shape[:-1], columns))
@@ -218,7 +220,7 @@ class Layout:
         """Return the array itself, or a stand-in that `finish` copies to it."""
         if self.readable(array, whole_vectors=False):
             return array
-        return scratch.empty(array.shape, self.problem.accumulator)
+        return scratch.empty(array.shape, self.number)
 
     def blocks(self, lengths: Array, block: int, last_first: bool) -> Array:
         """Return (batch entry, block) of every block, the causal mask's longest first."""
@@ -252,17 +254,55 @@ class Layout:
         starts = np.flatnonzero(np.diff(entries[members], prepend=-1)).astype(np.int64)
         return len(starts), members, starts
 
-    def panels(self, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
-        """Return memory for every query block as a (depth, lanes) panel, and where each lies."""
-        counts = -(-self.len_q // self.block_q)
-        most = -(-self.block_q // self.lanes) * self.lanes
-        total = int(counts.sum())
-        memory = scratch.empty(
-            (self.problem.heads * total * depth * most,), self.problem.accumulator
-        )
-        size = depth * most
-        first = (np.cumsum(counts) - counts) * size
-        return memory, Rows(address(memory), np.ascontiguousarray(first), total * size, size)
+    def panels(self, array: Array, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
+        """Return every query block of an array as a (depth, lanes) panel, and where each lies.
+
+        A short block has a narrow panel, whose last lanes are 0 where there is no query.
+        """
+        lanes = self.panel_lanes()
+        head, first = depth * int(lanes.sum()), depth * (np.cumsum(lanes) - lanes)
+        heads = self.problem.heads
+        memory = scratch.empty((heads, head), self.number)
+        fill = partial(self._fill_panels, array, depth, memory, first)
+        parallel(fill, self.batch * heads, (array, memory))
+        size = depth * round_up(self.block_q, self.lanes)
+        return memory, Rows(address(memory), first, head, size)
+
+    def panel_lanes(self) -> Array:
+        """Return the lanes of all panels of every batch entry."""
+        blocks, rest = np.divmod(self.len_q, self.block_q)
+        result: Array = blocks * round_up(self.block_q, self.lanes) + round_up(rest, self.lanes)
+        return result
+
+    def _fill_panels(
+        self, array: Array, depth: int, memory: Array, begins: Array, first: int, last: int
+    ) -> None:
+        block, most = self.block_q, round_up(self.block_q, self.lanes)
+        for item in range(first, last):
+            b, h = divmod(item, self.problem.heads)
+            rows = self._entry(array, b)[h, :, :depth]
+            whole, rest = divmod(len(rows), block)
+            split = len(rows) - rest
+            begin = begins[b]
+            end = begin + whole * depth * most
+            panels = memory[h, begin:end].reshape(whole, depth, most)
+            panels[..., :block] = rows[:split].reshape(whole, block, depth).swapaxes(1, 2)
+            panels[..., block:] = 0
+            if rest:
+                lanes = round_up(rest, self.lanes)
+                panel = memory[h, end : end + depth * lanes].reshape(depth, lanes)
+                panel[:, :rest] = rows[split:].T
+                panel[:, rest:] = 0
+
+    def _entry(self, array: Array, b: int) -> Array:
+        """Return the (H, L, D) queries, or what has their shape, of a batch entry."""
+        if self.problem.packed:
+            start = self.start_q[b]
+            return array[:, start : start + self.len_q[b]]
+        lead = self.problem.lead
+        every = np.broadcast_to(array, (*lead, *array.shape[-3:]))
+        entry: Array = every[np.unravel_index(b, lead)]
+        return entry[:, : self.len_q[b]]
 
     def key_ranges(self, ends: tuple[Array, Array] | None) -> KeyRanges:
         """Return where each query's first and last key lie.
@@ -287,22 +327,17 @@ class Layout:
         if not programs.may_mask:
             return False
         for array, rows, lengths in arrays:
-            found = np.zeros(self.batch * array.shape[-3], self.problem.accumulator)
-            count = partial(self._count_nonfinite, array, rows, lengths, found)
+            found = np.zeros(self.batch * array.shape[-3], self.number)
+            heads, columns = array.shape[-3], array.shape[-1]
+            counted = heads, lengths, rows, columns, self.itemsize, found
+            count = Bound(count_nonfinite, self.number, *counted)
             parallel(count, found.size, array)
             if found.any():
                 return True
         return False
 
-    def _count_nonfinite(
-        self, array: Array, rows: Rows, lengths: Array, found: Array, first: int, last: int
-    ) -> None:
-        heads, columns = array.shape[-3], array.shape[-1]
-        count_nonfinite(first, last, heads, lengths, rows, columns, self.itemsize, found)
-
 
 def finish(target: Array, computed: Array) -> None:
     """Copy a stand-in to the array it stands for, rounding to its type."""
     if computed is not target:
-        with np.errstate(over="ignore"):
-            target[...] = computed.astype(target.dtype)
+        target[...] = computed.astype(target.dtype)

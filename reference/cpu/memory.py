@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from .jit import INT, INTS, helper, kernel, takes, vector
+from .structs import Struct
 
 
 class Rows(NamedTuple):
@@ -24,8 +26,8 @@ class Rows(NamedTuple):
     row: int
 
 
-# What a kernel takes, as Numba's type.
-ROWS = types.BaseTuple.from_types((INT, INTS, INT, INT), Rows)
+# What a kernel takes.
+ROWS = Struct(Rows, (INT, INTS, INT, INT))
 
 
 @intrinsic
@@ -49,6 +51,17 @@ def store(typingctx, place, value):
         return context.get_dummy_value()
 
     return types.void(types.int64, value), codegen
+
+
+@intrinsic
+def first_address(typingctx, array):
+    """Return the address of an array's first element."""
+
+    def codegen(context, builder, sig, args):
+        data = context.make_array(sig.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, ir.IntType(64))
+
+    return types.int64(array), codegen
 
 
 @helper

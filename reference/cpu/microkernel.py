@@ -1,9 +1,8 @@
 """Products of small matrices in registers: the CPU's matrix unit.
 
-`multiply` and `multiply_add` work on addresses and element strides. A block of `ROWS` x 2 vectors
-of the result stays in registers while the contraction runs; it is emitted as LLVM vector code,
-because no loop that Numba compiles keeps so many accumulators. The type of `alpha` is the element
-type.
+`product` works on addresses and element strides. A block of `ROWS` x 2 vectors of the result stays
+in registers while the contraction runs; it is emitted as LLVM vector code, because no loop that
+Numba compiles keeps so many accumulators. The type of `alpha` is the element type.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import helper
+from .jit import caller, helper, kernel, takes
 
 VECTOR_BYTES = 64
 ROWS = 8
@@ -27,15 +26,23 @@ def vector_lanes(itemsize: int) -> int:
     return VECTOR_BYTES // itemsize
 
 
-def _block(rows: int, vectors: int, accumulate: bool) -> Callable[..., Any]:
+def round_up(count: int, lanes: int) -> int:
+    """Return `count` rounded up to whole vectors."""
+    return (count + lanes - 1) // lanes * lanes
+
+
+padded = helper(round_up)  # the same in kernels
+
+
+def _block(rows: int, vectors: int) -> Callable[..., Any]:
     """Make the function that computes `rows` x `vectors` vectors of C from a whole contraction."""
 
     @intrinsic
-    def block(typingctx, a, a_row, a_k, b, b_row, c, c_row, depth, alpha):
-        signature = types.void(*[types.int64] * 8, alpha)
+    def block(typingctx, a, a_row, a_k, b, b_row, c, c_row, depth, alpha, adds):
+        signature = types.void(*[types.int64] * 8, alpha, types.int64)
 
         def codegen(context, builder, sig, args):
-            a_base, a_row, a_k, b_base, b_row, c_base, c_row, depth, alpha = args
+            a_base, a_row, a_k, b_base, b_row, c_base, c_row, depth, alpha, adds = args
             scalar = context.get_value_type(sig.args[8])
             itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
             lanes = vector_lanes(itemsize)
@@ -60,13 +67,23 @@ def _block(rows: int, vectors: int, accumulate: bool) -> Callable[..., Any]:
 
             cells = [(i, j) for i in range(rows) for j in range(vectors)]
             zero = ir.Constant(vector, [0.0] * lanes)
-            start = builder.block
+            before = builder.block
+            given = builder.append_basic_block("given")
+            start = builder.append_basic_block("start")
             loop = builder.append_basic_block("contraction")
             end = builder.append_basic_block("store")
-            initial = {
-                (i, j): load(c_base, INT(i), c_row, INT(j * lanes), vector) if accumulate else zero
-                for i, j in cells
-            }
+            builder.cbranch(builder.icmp_signed("!=", adds, INT(0)), given, start)
+
+            builder.position_at_end(given)
+            old = {(i, j): load(c_base, INT(i), c_row, INT(j * lanes), vector) for i, j in cells}
+            builder.branch(start)
+
+            builder.position_at_end(start)
+            initial = {}
+            for cell in cells:
+                initial[cell] = builder.phi(vector)
+                initial[cell].add_incoming(zero, before)
+                initial[cell].add_incoming(old[cell], given)
             builder.cbranch(builder.icmp_signed(">", depth, INT(0)), loop, end)
 
             builder.position_at_end(loop)
@@ -96,9 +113,7 @@ def _block(rows: int, vectors: int, accumulate: bool) -> Callable[..., Any]:
                 results[cell].add_incoming(initial[cell], start)
                 results[cell].add_incoming(updated[cell], loop)
             for i, j in cells:
-                value = results[i, j]
-                if not accumulate:
-                    value = builder.fmul(value, splat(alpha))
+                value = builder.fmul(results[i, j], splat(alpha))
                 place = pointer(c_base, INT(i), c_row, INT(j * lanes), vector)
                 builder.store(value, place).align = itemsize
             return context.get_dummy_value()
@@ -109,40 +124,38 @@ def _block(rows: int, vectors: int, accumulate: bool) -> Callable[..., Any]:
     return function
 
 
-def _product(accumulate: bool) -> Callable[..., Any]:
-    wide = _block(ROWS, 2, accumulate)
-    narrow = _block(ROWS, 1, accumulate)
-    row_wide = _block(1, 2, accumulate)
-    row_narrow = _block(1, 1, accumulate)
-
-    @helper
-    def product(alpha, a, a_row, a_k, b, b_row, c, c_row, rows, columns, depth, itemsize):
-        lanes = VECTOR_BYTES // itemsize
-        for j in range(0, columns, 2 * lanes):
-            bj = b + j * itemsize
-            for i in range(0, rows - ROWS + 1, ROWS):
-                ai = a + i * a_row * itemsize
-                ci = c + (i * c_row + j) * itemsize
-                if j + lanes < columns:
-                    wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha)
-                else:
-                    narrow(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha)
-            for i in range(rows - rows % ROWS, rows):
-                ai = a + i * a_row * itemsize
-                ci = c + (i * c_row + j) * itemsize
-                if j + lanes < columns:
-                    row_wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha)
-                else:
-                    row_narrow(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha)
-
-    function: Callable[..., Any] = product
-    return function
+_wide = _block(ROWS, 2)
+_narrow = _block(ROWS, 1)
+_row_wide = _block(1, 2)
+_row_narrow = _block(1, 1)
 
 
-# C = alpha * A B, with A (rows, depth), B (depth, columns), C (rows, columns). `a`, `b`, `c` are
-# addresses and strides count elements: A's element (i, k) lies at ``i * a_row + k * a_k``; rows of
-# B and C are contiguous, and `columns` is a multiple of the vector's lanes.
-multiply = _product(accumulate=False)
+@takes(lambda number: (number, *(types.int64,) * 12))
+@kernel
+def product(alpha, a, a_row, a_k, b, b_row, c, c_row, rows, columns, depth, itemsize, adds):
+    """C = alpha * A B, or alpha * (C + A B) with `adds`.
 
-# C += A B, with the arguments of `multiply`; `alpha` only tells the element type.
-multiply_add = _product(accumulate=True)
+    A is (rows, depth), B (depth, columns), C (rows, columns). `a`, `b`, `c` are addresses and
+    strides count elements: A's element (i, k) lies at ``i * a_row + k * a_k``; rows of B and C are
+    contiguous, and `columns` is a multiple of the vector's lanes.
+    """
+    lanes = VECTOR_BYTES // itemsize
+    for j in range(0, columns, 2 * lanes):
+        bj = b + j * itemsize
+        for i in range(0, rows - ROWS + 1, ROWS):
+            ai = a + i * a_row * itemsize
+            ci = c + (i * c_row + j) * itemsize
+            if j + lanes < columns:
+                _wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds)
+            else:
+                _narrow(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds)
+        for i in range(rows - rows % ROWS, rows):
+            ai = a + i * a_row * itemsize
+            ci = c + (i * c_row + j) * itemsize
+            if j + lanes < columns:
+                _row_wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds)
+            else:
+                _row_narrow(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds)
+
+
+multiply = caller(product)

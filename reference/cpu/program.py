@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 
 from .elementary import exp, tanh
 from .jit import INT, INTS, TABLE, address, helper, kernel, takes, vector, whole_rows
+from .structs import Struct
 
 # The groups matter: `run` sends an instruction to its group's function by the group's last member.
 Op = enum.IntEnum(
@@ -78,10 +79,8 @@ def empty_program() -> Program:
     )
 
 
-# What a kernel takes, as Numba's type.
-PROGRAM = types.BaseTuple.from_types(
-    (TABLE, INT, INT, INT, INT, INTS, INTS, types.Array(types.float64, 1, "C"), TABLE), Program
-)
+# What a kernel takes.
+PROGRAM = Struct(Program, (TABLE, INT, INT, INT, INT, INTS, INTS, vector(types.float64), TABLE))
 
 
 def describe_table(array: np.ndarray[Any, Any]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numba import types
@@ -10,18 +11,22 @@ from numba import types
 from . import philox
 from .arguments import CHANGES, shape_of
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
-from .program import PROGRAM, run
+from .program import PROGRAM, SYMBOLS, Program, run
+
+Array = np.ndarray[Any, Any]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+SYMBOL_COUNT = len(SYMBOLS)
+
+WORDS = whole_rows(types.uint32)  # four words of the generator for every lane
 
 _run = caller(run)
 
 
-@helper
-def make_registers(program, lanes, like):
+def make_registers(program: Program, lanes: int, number: np.dtype[Any]) -> tuple[Array, Array]:
     """Return the registers of a program; the last row of integers is for addresses."""
     ri = np.empty((program.int_registers + 1, lanes), np.int64)
-    rf = np.empty((max(program.float_registers, 1), lanes), like.dtype)
+    rf = np.empty((max(program.float_registers, 1), lanes), number)
     return ri, rf
 
 
@@ -161,12 +166,11 @@ def note_seen(s, seen, count):
         seen[n] = s[n] != -math.inf
 
 
-@takes(lambda number: (shape_of(number), INT, INT, INT, INT, INT, INT, INT, vector(number)))
+@takes(lambda number: (shape_of(number), *(INT,) * 7, vector(number), WORDS))
 @kernel
-def draw_dropout(shape, b, h, i0, ni, j0, nj, lanes, z):
-    """Set z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout)."""
+def draw_dropout(shape, b, h, i0, ni, j0, nj, lanes, z, words):
+    """Set z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout); `words` is scratch."""
     b_h = b * shape.heads + h
-    words = np.empty((4, lanes), np.uint32)
     known = -1
     for j in range(nj):
         if (j0 + j) >> 2 != known:
@@ -182,9 +186,9 @@ _draw_dropout = caller(draw_dropout)
 
 
 @helper
-def dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z):
-    """Set z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout)."""
-    _draw_dropout(changes.pointers.dropout, (shape, b, h, i0, ni, j0, nj, lanes, z))
+def dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z, words):
+    """Set z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout); `words` is scratch."""
+    _draw_dropout(changes.pointers.dropout, (shape, b, h, i0, ni, j0, nj, lanes, z, words))
 
 
 @helper

@@ -154,6 +154,7 @@ def test_bfloat16_without_its_package_is_told(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.thorough("the demo again; in float32 it is quick")
 def test_demo_in_other_types(dtype, capsys):
     arguments = ["--device", "cpu", "--dtype", dtype, "--repeat", "1", "--runs", "1"]
     assert main(["demo", *arguments]) == 0

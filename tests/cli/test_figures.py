@@ -279,11 +279,13 @@ def test_a_mask_draws_itself(name):
     text = mask._repr_svg_()
     ET.fromstring(text)
     assert f"an example: {words}" in text
+    assert text == figures.example(mask).svg
 
 
 def test_a_mask_that_fits_no_size_is_not_drawn():
     mask = masks.mask(lambda b, h, i, j: lookup(np.arange(4))[i - 1] == j)
     assert mask._repr_svg_() is None  # a notebook shows its words
+    assert figures.example(mask) is None
 
 
 def test_pictures_in_a_terminal():
@@ -343,3 +345,9 @@ def test_pairs_that_are_all_alike_are_one_line():
     assert (
         figures.mask_pairs(masks.causal(), 1).text == "██ the one pair of a query and a key attends"
     )
+
+
+def test_a_title_may_hold_anything():
+    """XML holds no control characters; a tag in a title is text."""
+    drawn = figures.mask_tiles(masks.causal(), 64, title="<script>\x1b[31m\x00").svg
+    assert ET.fromstring(drawn).find("{*}title").text == "<script>\ufffd[31m\ufffd"

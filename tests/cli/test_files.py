@@ -130,3 +130,56 @@ def test_words_nested_deep_are_an_error(text):
     with pytest.raises(ArgumentError, match="--mask: ") as caught:
         words.read(text, "--mask", words.MASKS)
     assert len(str(caught.value)) < 400
+
+
+ESCAPE = "\x1b[31m"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (ESCAPE,),
+        ("explain", ESCAPE),
+        ("explain", "1,1,64,16", f"--{ESCAPE}"),
+        ("explain", "1,1,64,16", ESCAPE),
+        ("explain", "1,1,64,16", "--mask", ESCAPE),
+        ("explain", "1,1,64,16", "--mask", f"os:{ESCAPE}"),
+        ("explain", "1,1,64,16", "--device", ESCAPE),
+        ("explain", "1,1,64,16", "--svg", f"{ESCAPE}/file.svg"),
+        ("verify", "--only", ESCAPE),
+        ("verify", "--json", f"{ESCAPE}/file"),
+        ("bench", "--load", ESCAPE),
+        ("bench", "--only", ESCAPE),
+        ("info",),
+    ],
+)
+def test_names_command_no_terminal(tmp_path, monkeypatch, arguments):
+    if arguments[0] == "bench":
+        pytest.importorskip("rich", reason='pip install ".[bench]"')
+    folder = tmp_path / f"cache{ESCAPE}"
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(folder))
+    done = run(tmp_path, *arguments)
+    said = done.stdout + done.stderr
+    assert "x1b[31m" in said  # as Python writes it
+    assert "\x1b" not in said
+    assert "Traceback" not in said
+
+
+def test_names_in_a_file_command_no_terminal(tmp_path):
+    pytest.importorskip("rich", reason='pip install ".[bench]"')
+    file = tmp_path / "report.json"
+    made = run(
+        tmp_path,
+        *("bench", "--device", "cpu", "--shape", "1,1,4,4", "--runs", "1", "--only", "standard"),
+        *("--json", str(file)),
+    )
+    assert made.returncode == 0, made.stderr
+    report = json.loads(file.read_text())
+    text = json.dumps(report).replace('"standard"', json.dumps(f"name{ESCAPE}"))
+    text = text.replace(json.dumps(report["device"]), json.dumps(f"device{ESCAPE}"))
+    file.write_text(text)
+    shown = run(tmp_path, "bench", "--load", str(file))
+    assert shown.returncode == 0, shown.stderr
+    assert "name\\x1b[31m" in shown.stdout
+    assert "device\\x1b[31m" in shown.stdout
+    assert "\x1b" not in shown.stdout

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from halves import mostly_thorough
 from harness import (
     GRADIENTS,
     assert_near,
@@ -25,16 +26,17 @@ from cupyflash import masks, scores
 from cupyflash.reference.spec import naive
 
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-MANY = settings(max_examples=4 * settings().max_examples)
+AT_LENGTH = mostly_thorough("times", [1, 4], quick=[1], why="the same, searched for longer")
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 # The bound
 
 
+@AT_LENGTH
 @BY_DTYPE
-def test_gradients_are_within_the_bound(dtype):
-    @MANY
+def test_gradients_are_within_the_bound(dtype, times):
+    @settings(max_examples=times * settings().max_examples)
     @given(problems(dtype))
     def check(problem):
         out, lse = run_forward(problem)

@@ -122,18 +122,34 @@ def test_the_second_process_compiles_nothing_and_is_silent(filled):
     assert [(path, path.stat().st_mtime_ns) for path in files(folder)] == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits addresses")
+def test_a_kernel_is_read_into_no_more_memory_than_it_has(cache, tmp_path):
+    program = CALL + (
+        "import resource\nimport cupyflash.reference.cpu.launch\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))\n"
+        "call()\nprint(Count.compiled)\n"
+    )
+    seen = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(cache), CUPYFLASH_NUM_THREADS="1")
+    assert (seen.compiled, seen.warned) == (0, "")
+
+
 def test_importing_compiles_and_writes_nothing(tmp_path):
     program = """
         import sys
         import cupyflash, cupyflash.reference.cpu.launch
-        print(sum(len(f.signatures) for m in list(sys.modules.values())
-                  if getattr(m, "__name__", "").startswith("cupyflash.")
-                  for f in vars(m).values() if hasattr(f, "py_func")))
+        found = [getattr(f, "dispatcher", f) for m in list(sys.modules.values())
+                 if getattr(m, "__name__", "").startswith("cupyflash.")
+                 for f in vars(m).values()]
+        compiled = [f for f in found if hasattr(f, "py_func")]
+        assert len(compiled) > 30
+        print(sum(len(f.signatures) for f in compiled))
     """
     assert run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(tmp_path / "cache")).compiled == 0
     assert files(tmp_path) == []
 
 
+@pytest.mark.thorough("what is announced when; that it is announced is quick")
 def test_another_dtype_is_announced_too(cache, tmp_path):
     program = CALL + "call()\ncall(np.float64)\ncall()\ncall(np.float64)\nprint(Count.compiled)\n"
     mixed = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))
@@ -143,6 +159,7 @@ def test_another_dtype_is_announced_too(cache, tmp_path):
     assert (again.compiled, again.warned) == (0, "")
 
 
+@pytest.mark.thorough("what is announced when; that it is announced is quick")
 def test_other_packages_kernels_are_not_announced(tmp_path):
     program = """
         import cupyflash.reference.cpu.jit, numba
@@ -152,6 +169,7 @@ def test_other_packages_kernels_are_not_announced(tmp_path):
     assert run(program, tmp_path).warned == ""
 
 
+@pytest.mark.thorough("what is announced when; that it is announced is quick")
 def test_a_closed_stderr_is_no_obstacle(tmp_path):
     program = CALL + "import os\nsys.stderr.close()\ncall()\nprint(Count.compiled)\n"
     assert run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(tmp_path)).compiled >= 1
@@ -180,7 +198,8 @@ def test_one_compilation_serves_every_problem_of_a_dtype():
     out, vjp = attention_varlen_vjp(x[0], x[0], x[0], [0, 2, 9], [0, 9, 9])
     vjp(out)
     for kernel in kernels:
-        assert set(kernel.signatures) <= {jit.signature(kernel, np.dtype(x)) for x in "fd"}
+        declared = {jit.signature(kernel, np.dtype(x)) for x in "fd"}
+        assert set(kernel.dispatcher.signatures) <= declared
 
 
 # Where the folder is
@@ -200,6 +219,7 @@ def test_the_folder(monkeypatch, tmp_path):
     assert jit.cache_folder() == tmp_path / "xdg" / "cupyflash"
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_xdg_cache_home_is_honoured(filled, tmp_path):
     shutil.copytree(filled[0], tmp_path / "xdg" / "cupyflash")
     found = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=None, XDG_CACHE_HOME=str(tmp_path / "xdg"))
@@ -228,6 +248,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="HOME names the home of POSIX systems")
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_home_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     variables = {"CUPYFLASH_CACHE_DIR": None, "XDG_CACHE_HOME": None, "LOCALAPPDATA": None}
@@ -236,6 +257,7 @@ def test_a_home_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users without a home are POSIX's")
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_user_without_a_home(tmp_path):
     variables = ("CUPYFLASH_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME")
     program = """
@@ -251,6 +273,7 @@ def test_a_user_without_a_home(tmp_path):
     assert files(tmp_path) == []
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_full_disk(tmp_path):
     program = """
         import errno, os
@@ -266,6 +289,58 @@ def test_a_full_disk(tmp_path):
     assert files(folder) == []  # nothing half written is left
 
 
+@pytest.mark.skipif(os.name != "posix", reason="limits of processes are POSIX's")
+def test_a_disk_that_takes_only_so_much(tmp_path):
+    program = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    folder = tmp_path / "cache"
+    seen = run(
+        program + TWICE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder), PYTHONDONTWRITEBYTECODE="1"
+    )
+    check_unwritable(seen, "File too large")
+    assert files(folder) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills by a signal")
+def test_killed_while_it_fills_the_folder(tmp_path):
+    """What it left is no kernel: the next process compiles, and the one after that finds it."""
+    folder = tmp_path / "cache"
+    program = f"""
+import os, signal
+real = os.replace
+def kill(*arguments, **keywords):
+    if any(x.name.endswith(".tmp") for x in os.scandir({str(folder)!r})):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **keywords)
+os.replace = kill
+"""
+    killed = subprocess.run(
+        [sys.executable, "-c", program + TWICE],
+        env=os.environ | {"CUPYFLASH_CACHE_DIR": str(folder)},
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -9
+    (left,) = files(folder)
+    assert left.suffix == ".tmp"
+    seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
+    assert seen.compiled >= 1
+    assert ANNOUNCEMENT.fullmatch(seen.warned)
+    assert run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder)).compiled == 0
+
+
+def test_a_folder_that_vanishes(tmp_path):
+    folder = tmp_path / "cache"
+    program = CALL + (
+        f"import shutil\ncall()\nshutil.rmtree({str(folder)!r})\ncall()\ncall(np.float64)\n"
+        "print(Count.compiled)\n"
+    )
+    seen = run(program, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
+    assert seen.announced == 2
+    assert "Warning" not in seen.warned
+    assert len(files(folder)) == 1
+
+
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_the_warning_can_be_an_error_and_the_next_call_works(tmp_path):
     (tmp_path / "file").write_text("")
     program = CALL + (
@@ -276,6 +351,7 @@ def test_the_warning_can_be_an_error_and_the_next_call_works(tmp_path):
     assert run(program, tmp_path, CUPYFLASH_CACHE_DIR=folder).compiled >= 1
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_folder_that_can_only_be_read_is_read(cache, tmp_path):
     program = """
         import errno, os
@@ -328,6 +404,7 @@ def test_a_damaged_file_is_compiled_again(filled, tmp_path):
     assert (again.compiled, again.warned) == (0, "")
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_folder_in_the_place_of_a_file(cache, tmp_path):
     (kernel,) = files(cache)
     kernel.unlink()
@@ -337,6 +414,7 @@ def test_a_folder_in_the_place_of_a_file(cache, tmp_path):
     assert seen.warned.count(NOT_KEPT) == 1
 
 
+@pytest.mark.thorough("several processes; a change of the texts is quick")
 def test_processes_that_fill_a_folder_at_once(tmp_path):
     """Two dtypes in two orders: no process may get the other dtype's machine code."""
     folder = tmp_path / "cache"
@@ -383,6 +461,7 @@ def test_any_change_of_the_kernels_texts_counts(filled, cache, tmp_path):
     assert len(files(cache)) == 2
 
 
+@pytest.mark.thorough("several processes; a change of the texts is quick")
 def test_a_change_while_a_process_runs_leaves_no_stale_kernel(tmp_path):
     """Kernels are kept under the texts that were imported, not under those of a later moment."""
     site = tmp_path / "site"
@@ -396,7 +475,7 @@ def test_a_change_while_a_process_runs_leaves_no_stale_kernel(tmp_path):
             text.write_text(text.read_text() + "# A comment.\\n")
         out, lse = np.ones((3, 2)), np.zeros(3)
         launch.combine([(out, lse)], out, lse)
-        print(len(launch.combine_kernel.stats.cache_misses))
+        print(len(launch.combine_kernel.dispatcher.stats.cache_misses))
     """
     environment = {"CUPYFLASH_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(site)}
     assert run(program.format(change=True), tmp_path, **environment).compiled == 1

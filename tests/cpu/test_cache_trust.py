@@ -70,6 +70,7 @@ def test_a_file_that_others_may_write_to(cache, tmp_path, mode):
 
 
 @POSIX
+@pytest.mark.thorough("processes for each; what others may write to is quick")
 def test_a_folder_of_another_user(cache, tmp_path):
     """As with sudo, where the home is still the user's."""
     (kernel,) = files(cache)
@@ -79,6 +80,7 @@ def test_a_folder_of_another_user(cache, tmp_path):
 
 
 @POSIX
+@pytest.mark.thorough("processes for each; what others may write to is quick")
 def test_a_link_in_the_place_of_a_file(cache, tmp_path):
     (kernel,) = files(cache)
     elsewhere = tmp_path / "elsewhere"
@@ -94,6 +96,7 @@ def test_a_link_in_the_place_of_a_file(cache, tmp_path):
 
 
 @POSIX
+@pytest.mark.thorough("processes for each; what others may write to is quick")
 def test_a_folder_by_a_link_is_the_folder(cache, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(cache)
@@ -102,6 +105,7 @@ def test_a_folder_by_a_link_is_the_folder(cache, tmp_path):
 
 @POSIX
 @pytest.mark.parametrize("what", ["fifo", "huge", "payload", "nothing to rebuild"])
+@pytest.mark.thorough("processes for each; what others may write to is quick")
 def test_what_is_no_kernel_counts_as_none(cache, tmp_path, what):
     (kernel,) = files(cache)
     kernel.unlink()
@@ -121,6 +125,7 @@ def test_what_is_no_kernel_counts_as_none(cache, tmp_path, what):
     assert run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache)).compiled == 0
 
 
+@pytest.mark.thorough("processes for each; what others may write to is quick")
 def test_what_killed_processes_left_is_removed_some_day(tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
@@ -134,6 +139,7 @@ def test_what_killed_processes_left_is_removed_some_day(tmp_path):
 
 
 @pytest.mark.parametrize("flag", [{"NUMBA_OPT": "1"}, {"NUMBA_BOUNDSCHECK": "1"}])
+@pytest.mark.thorough("processes for each; what others may write to is quick")
 def test_flags_that_change_the_code_have_kernels_of_their_own(cache, tmp_path, flag):
     assert run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache), **flag).compiled >= 1
     assert run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache), **flag).compiled == 0
@@ -142,6 +148,7 @@ def test_flags_that_change_the_code_have_kernels_of_their_own(cache, tmp_path, f
 
 
 @POSIX
+@pytest.mark.thorough("processes for each; what others may write to is quick")
 def test_files_are_private_whatever_the_umask(tmp_path):
     cache = tmp_path / "cache"
     run("import os\nos.umask(0)\n" + ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(cache))

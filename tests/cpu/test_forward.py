@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from halves import mostly_thorough
 from harness import (
     assert_near,
     attend,
@@ -22,15 +23,16 @@ from cupyflash import masks, scores
 from cupyflash.testing import Precision
 
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-MANY = settings(max_examples=4 * settings().max_examples)
+AT_LENGTH = mostly_thorough("times", [1, 4], quick=[1], why="the same, searched for longer")
 
 
 # The bound
 
 
+@AT_LENGTH
 @BY_DTYPE
-def test_out_and_lse_are_within_the_bound(dtype):
-    @MANY
+def test_out_and_lse_are_within_the_bound(dtype, times):
+    @settings(max_examples=times * settings().max_examples)
     @given(problems(dtype))
     def check(problem):
         ratios = forward_ratios(problem, *run_forward(problem))
@@ -67,7 +69,7 @@ def test_the_problems_drawn_are_not_idle():
     """What the strategy is for: most problems have options, several tiles and something to see."""
     seen = []
 
-    @MANY
+    @settings(max_examples=4 * settings().max_examples)
     @given(problems(np.dtype(np.float32)))
     def collect(problem):
         seen.append(problem)

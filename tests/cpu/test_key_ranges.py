@@ -41,7 +41,7 @@ def arrays(dtype=np.float32):
 def wanted(mask, backward):
     """The kernels that those of a call with a mask call by their addresses."""
     call = validate.call(*arrays(), Options(mask=mask))
-    called = launch._called_kernels(call.problem, cpu._programs(call), backward)
+    called = launch.called_kernels(call.problem, cpu._programs(call), backward)
     return {kernel for kernel, _ in called.values()}
 
 
@@ -59,7 +59,7 @@ def test_other_masks_need_it(name):
 
 def with_programs(monkeypatch, call):
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_ranges, "ends", lambda problem, allowed: None)
+        patch.setattr(cpu_ranges, "ends", lambda problem, allowed, len_k=None: None)
         return call()
 
 

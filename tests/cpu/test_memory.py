@@ -114,6 +114,14 @@ def test_workspace_size_is_linear():
     assert size(4096) < 12 * 4 * 3 * 2 * 4096 * 64
 
 
+def test_the_workspace_of_many_short_sequences():
+    """A short sequence takes a vector of queries, not a block of them."""
+    x = np.broadcast_to(np.float32(0), (1, 10**5, 4))
+    offsets = np.arange(10**5 + 1)
+    size = workspace_size(x, x, x, offsets_q=offsets, offsets_k=offsets)
+    assert size < 10**5 * 20 * 16 * 4  # of 16 numbers each: 11 rows, and two panels of 4 vectors
+
+
 def test_an_exact_workspace_is_needed():
     do, q, k, v = random_problem()
     out, lse = attention(q, k, v, return_lse=True)

@@ -387,9 +387,9 @@ def test_fork_while_other_threads_call_and_compile(tmp_path):
     assert output_of(program, tmp_path, **environment) == str([0] * 8)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing(tmp_path, method):
-    if method == "fork" and not hasattr(os, "fork"):
+    if method != "spawn" and not hasattr(os, "fork"):
         pytest.skip("this system has no fork")
     program = WORK + textwrap.dedent(f"""
         if __name__ == "__main__":
@@ -399,6 +399,47 @@ def test_multiprocessing(tmp_path, method):
     """)
     environment = {"CUPYFLASH_NUM_THREADS": "2", "PYTHONWARNINGS": "ignore::DeprecationWarning"}
     assert output_of(program, tmp_path, **environment) == "True"
+
+
+def test_daemon_threads_while_the_interpreter_ends(tmp_path):
+    program = WORK + textwrap.dedent("""
+        def for_ever():
+            while True:
+                work()
+
+        work()
+        for _ in range(4):
+            threading.Thread(target=for_ever, daemon=True).start()
+        threading.Event().wait(0.3)
+        print("end")
+    """)
+    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="3") == "end"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_threads_follow_the_affinity(tmp_path):
+    program = WORK + textwrap.dedent("""
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        work()
+        print(threads.num_threads(), threads._pool)
+    """)
+    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="") == "1 None"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits addresses")
+def test_too_little_memory_is_an_error_that_says_so(tmp_path):
+    program = WORK + textwrap.dedent("""
+        import resource
+        expected = work()
+        large = np.ones((8, 8, 4096, 64), np.float16)
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, used + 2**25))
+        try:
+            cupyflash.attention(large, large, large)
+        except MemoryError as error:
+            print("Unable to allocate" in str(error), work() == expected)
+    """)
+    assert output_of(program, tmp_path, CUPYFLASH_NUM_THREADS="2") == "True True"
 
 
 def test_a_call_while_the_interpreter_ends(tmp_path):

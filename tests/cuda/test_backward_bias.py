@@ -8,6 +8,7 @@ from cuda_specialisations import BFLOAT16, SHARED_MEMORY, capability
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
+from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import lookup, masks, scores
@@ -66,7 +67,12 @@ TILES = (Blocks(32, 32, 64), Blocks(32, 64, 128), Blocks(16, 32, 32), Blocks(64,
 
 
 @emulated
-@pytest.mark.parametrize("name", SHAPES)
+@mostly_thorough(
+    "name",
+    SHAPES,
+    quick=("of every pair", "of queries and keys", "of keys", "one number"),
+    why="more axes of length 1, each of which one of those has",
+)
 def test_sums_over_what_was_broadcast(name):
     number = list(SHAPES).index(name)
     q, do = draw((2, 4, 40, 24), (2, 4, 40, 40))
@@ -112,7 +118,12 @@ def test_packed_sequences(blocks, shared):
 
 @emulated
 @pytest.mark.parametrize("blocks", [TILES[1], HOPPER], ids=["sm80", "sm90"])
-@pytest.mark.parametrize("case", ["dropout", "long change", "no columns together", "odd sizes"])
+@mostly_thorough(
+    "case",
+    ["dropout", "long change", "no columns together", "odd sizes"],
+    quick=("long change", "odd sizes"),
+    why="ways of reading and weights that other kernels share",
+)
 def test_what_else_takes_part(blocks, case):
     lengths = (33, 61) if case == "odd sizes" else (40, 72)
     width = 13 if case == "odd sizes" else 24

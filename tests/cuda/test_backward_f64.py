@@ -8,6 +8,7 @@ from cuda_specialisations import SHARED_MEMORY, capability
 from emulator import build
 from emulator.calls import Blocks, Chosen, Emulator
 from emulator.machine import REVERSE, randomly
+from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import masks, scores
@@ -65,7 +66,13 @@ SHAPES = [
 
 @emulated
 @MODES
-@pytest.mark.parametrize(("blocks", "d", "d_v"), SHAPES, ids=str)
+@mostly_thorough(
+    ("blocks", "d", "d_v"),
+    SHAPES,
+    quick=[SHAPES[n] for n in (1, 2, 5, 7)],
+    why="more shares of a product between those of one piece and of many",
+    ids=str,
+)
 def test_every_share_of_a_product(deterministic, blocks, d, d_v):
     q, k, v, do = draw((2, 150, d), (1, 141, d), (1, 141, d_v), (2, 150, d_v))
     options = {"mask": masks.causal(), "score_mod": scores.softcap(3.0)}

@@ -8,6 +8,7 @@ from cuda_specialisations import SHARED_MEMORY, capability
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import REVERSE, randomly
+from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import masks, scores
@@ -63,7 +64,7 @@ def worst(q, k, v, do, made, **options):
 
 @emulated
 @MODES
-@pytest.mark.parametrize("name", FAR)
+@mostly_thorough("name", FAR, quick=("both ends",), why="masks with fewer ranges")
 def test_more_tiles_than_are_classified_at_once(name, deterministic):
     # One warp: 32 tiles of 16 at a time.
     q, do, k, v = (x.astype(HALF) for x in draw((1, 1100, 8), (1, 1100, 8), (1, 40, 8), (1, 40, 8)))
@@ -72,6 +73,7 @@ def test_more_tiles_than_are_classified_at_once(name, deterministic):
 
 
 @emulated
+@pytest.mark.thorough("tiles in masses")
 def test_more_blocks_of_keys_than_take_turns():
     q, k, v, do = (x.astype(HALF) for x in draw((2, 20, 8), *[(2, 4200, 8)] * 2, (2, 20, 8)))
     mask = masks.mask(lambda b, h, i, j: (i + j) % 2 == 0)
@@ -149,7 +151,7 @@ def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic, blocks):
 
 @emulated
 @MODES
-@pytest.mark.parametrize("first", [0, 40, 2290, 2399])
+@mostly_thorough("first", [0, 40, 2290, 2399], quick=(40,), why="the same at the ends")
 def test_many_tiles_without_pairs_are_passed_by(deterministic, first):
     # 75 tiles of queries, of which one or two have pairs: after none, few or many that have none.
     q, do = (x.astype(HALF) for x in draw(*[(1, 2400, 16)] * 2))

@@ -1,4 +1,4 @@
-"""The backward by warpgroups, on the CPU: what is particular to it, and when it is chosen."""
+"""The backward by warpgroups, on the CPU: what is particular to it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_specialisations import SHARED_MEMORY, capability
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from halves import mostly_thorough
 from harness import attend
 from placement import same_bits
 
 import cupyflash.kernels_cu
 from cupyflash import masks, scores
-from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import len_q, log
-from cupyflash.gpu import params, recipe, source, strides
-from cupyflash.gpu.kernels import registry, sm90, tma_operands
-from cupyflash.gpu.kernels.spec import Request
+from cupyflash.gpu import source
+from cupyflash.gpu.kernels import tma_operands
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
@@ -97,8 +95,16 @@ PROBLEMS = {
 
 
 @emulated
-@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
-@pytest.mark.parametrize("name", PROBLEMS)
+@mostly_thorough(
+    "dtype",
+    [HALF, BRAIN],
+    quick=[BRAIN],
+    why="sizes of dS in float16 have their own tests",
+    ids=str,
+)
+@mostly_thorough(
+    "name", PROBLEMS, quick=("edges", "everything"), why="sizes between those, and options alone"
+)
 def test_gradients_are_within_the_bound(name, dtype):
     heads, heads_kv, len_q, len_k, d, d_v, options, tiles = PROBLEMS[name]
     shapes = (heads, len_q, d), (heads_kv, len_k, d), (heads_kv, len_k, d_v), (heads, len_q, d_v)
@@ -110,7 +116,7 @@ def test_gradients_are_within_the_bound(name, dtype):
 
 @emulated
 @pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
-@pytest.mark.parametrize("d", [64, 128, 192])
+@mostly_thorough("d", [64, 128, 192], quick=(64,), why="other tiles, which share the code")
 def test_warps_have_scales_of_their_own(d, order):
     # None in the first tile, and then from tile to tile 2^8 times larger or smaller; from warp to
     # warp 2^5 times: each soon has a scale of its own, unless warps share keys.
@@ -152,7 +158,13 @@ def test_shared_queries_and_keys_in_any_place():
 
 
 @emulated
-@pytest.mark.parametrize(("dtype", "deterministic"), [(HALF, False), (BRAIN, True)], ids=str)
+@mostly_thorough(
+    ("dtype", "deterministic"),
+    [(HALF, False), (BRAIN, True)],
+    quick=[(HALF, False)],
+    why="the other type and sum",
+    ids=str,
+)
 def test_packed_sequences(dtype, deterministic):
     # What follows a sequence is the next one's, and not finite.
     offsets = np.array([[0, 70, 70, 110, 170], [0, 150, 160, 160, 290]])
@@ -194,6 +206,7 @@ def test_more_tiles_than_are_classified_at_once():
 
 
 @emulated
+@pytest.mark.thorough("tiles in masses; those that are skipped are quick")
 def test_more_full_tiles_than_are_classified_at_once():
     length = 16600
     q, k, v, do = draw(HALF, (1, length, 8), (1, 40, 8), (1, 40, 8), (1, length, 8))
@@ -205,6 +218,7 @@ def test_more_full_tiles_than_are_classified_at_once():
 
 @emulated
 @pytest.mark.parametrize("d", [8, 136])
+@pytest.mark.thorough("tiles in masses; those that are skipped are quick")
 def test_full_tiles_in_a_row(d):
     # Tiles 30 to 66 of 64 queries, then an EMPTY one, two more, and one of five queries.
     length = 64 * 70 + 5
@@ -239,7 +253,7 @@ SINK = np.array([0.5], np.float32)
 
 
 @emulated
-@pytest.mark.parametrize(
+@mostly_thorough(
     ("dtype", "deterministic", "d", "sink"),
     [
         (HALF, False, 72, None),
@@ -249,6 +263,8 @@ SINK = np.array([0.5], np.float32)
         (BRAIN, True, 72, SINK),
         (HALF, True, 192, None),
     ],
+    quick=lambda case: case[2] == 72,
+    why="other tiles, which share the code",
     ids=str,
 )
 def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d, sink):
@@ -277,7 +293,9 @@ def test_do_that_is_not_finite_where_the_output_is_0(d, sink):
 
 @emulated
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-@pytest.mark.parametrize("kind", ["in order", "deferred", "changed"])
+@mostly_thorough(
+    "kind", ["in order", "deferred", "changed"], quick=("in order",), why="other ways to add dq"
+)
 def test_what_is_not_finite_spoils_what_sees_it(kind, where):
     dtype, d = (BRAIN, 128) if kind == "deferred" else (HALF, 256 if where in ("k", "do") else 64)
     more = {"score_mod": scores.softcap(30.0)} if kind == "changed" else {}
@@ -300,8 +318,12 @@ def test_what_is_not_finite_spoils_what_sees_it(kind, where):
 
 
 @emulated
-@pytest.mark.parametrize(
-    ("dtype", "d", "d_v"), [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136)], ids=str
+@mostly_thorough(
+    ("dtype", "d", "d_v"),
+    [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136)],
+    quick=[(HALF, 64, 64)],
+    why="other tiles, which share the code",
+    ids=str,
 )
 def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
     q, k, v, do = draw(dtype, (1, 200, d), (1, 130, d), (1, 130, d_v), (1, 200, d_v))
@@ -361,6 +383,7 @@ def everything(read, schedule):
 
 @emulated
 @pytest.mark.parametrize(("file", "number"), STATEMENTS[1::9])
+@pytest.mark.thorough("mutants; that the emulator reports faults is quick")
 def test_what_orders_may_not_be_missing(file, number):
     def read(name):
         text = build.read(name)
@@ -386,66 +409,6 @@ def test_each_thread_may_say_that_it_has_read(monkeypatch):
     assert all(same_bits(x, y) for x, y in zip(one, each, strict=True))
 
 
-# -- when it is chosen ----------------------------------------------------------------------------
-
-
-def launches(arch="sm_90", d=64, length=512, deterministic=False, lacks="", do=None, **options):
-    q = np.zeros((2, length, d), HALF)
-    call = validate.call(q, q, q, Options(**options))
-    gpu = Target(0, arch, capability(arch), 132, SHARED_MEMORY[arch], lacks=lacks)
-    made = Gradients(q, q, q)
-    lse = np.zeros(q.shape[:-1], np.float32)
-    do = q if do is None else do
-    return recipe.backward(call, gpu, do, q, lse, None, made, deterministic=deterministic).launches
-
-
-def test_which_kernels_are_launched():
-    special = [x.special for x in launches()]
-    names = ["backward_delta", "backward_sm90_dkdv", "backward_dq_rows"]
-    assert [x.kernel for x in special] == names
-    assert special[1].architecture == "sm_90a"
-    assert special[1].atomic_dq
-    names = ["backward_delta", "backward_sm90_dkdv", "backward_sm80_dq"]
-    assert [x.special.kernel for x in launches(deterministic=True)] == names
-    everything = {"mask": masks.causal(), "score_mod": scores.softcap(3.0), "dropout": 0.1,
-                  "seed": 1}  # fmt: skip
-    assert launches(**everything)[1].special.kernel == "backward_sm90_dkdv"
-    for d in (48, 64, 96, 128, 192, 256):
-        made = launches(d=d)[1]
-        assert [x.name for x in made.maps] == ["q", "k", "v", "d_out", "dk", "dv"]
-        assert [x.rows for x in made.maps] == [64] * 4 + [16] * 2
-        assert made.special.tma_store
-        assert made.special.tiles.block_kv == (128 if d <= 128 else 64)
-    gap = np.zeros((2, 512, 68), HALF)[..., :64]
-    for other in ({"arch": "sm_80"}, {"arch": "sm_100"}, {"lacks": "NVRTC"}, {"length": 511},
-                  {"d": 60}, {"d": 20}, {"d": 136}, {"do": gap}):  # fmt: skip
-        assert launches(**other)[1].special.kernel == "backward_sm80_dkdv"
-
-
-@pytest.mark.parametrize(
-    ("what", "stores"),
-    [("plain", True), ("apart", False), ("shared", False), ("packed", False), ("tools", False)],
-)
-def test_when_dk_and_dv_are_stored_by_boxes(what, stores, monkeypatch):
-    q = np.zeros((2, 2, 512, 64), HALF)
-    k = q[:1] if what == "shared" else q  # by v's leading axis, so that dk is summed on
-    dk, dv = np.zeros((2, *k.shape[:-1], 68), HALF)
-    dk, dv = (dk[..., :64], np.zeros_like(q)) if what == "apart" else (np.zeros_like(k), q.copy())
-    if what == "tools":
-        monkeypatch.setattr(tma_operands, "NO_TMA_STORE", True)
-    if what == "packed":
-        q, k, dk, dv = q[0], k[0], dk[0], dv[0]
-        call = validate.varlen_call(q, k, q, [0, 512], [0, 512], True)
-    else:
-        call = validate.call(q, k, q)
-    gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
-    lse, made = np.zeros(q.shape[:-1], np.float32), Gradients(q.copy(), dk, dv)
-    launch = recipe.backward(call, gpu, q, q, lse, None, made).launches[1]
-    assert launch.special.kernel == "backward_sm90_dkdv"
-    assert launch.special.tma_store == stores
-    assert [x.name for x in launch.maps[4:]] == (["dk", "dv"] if stores else ["q", "k"])
-
-
 @emulated
 @pytest.mark.parametrize(("d", "d_v"), [(64, 104), (192, 136)])
 def test_boxes_bring_the_same_bits(d, d_v, monkeypatch):
@@ -454,45 +417,3 @@ def test_boxes_bring_the_same_bits(d, d_v, monkeypatch):
     monkeypatch.setattr(tma_operands, "NO_TMA_STORE", True)
     row_by_row, _ = run(*arrays, deterministic=True)
     assert all(same_bits(x, y) for x, y in zip(by_boxes, row_by_row, strict=True))
-
-
-def test_dq_sums_say_how_they_lie():
-    for arch, apart in (("sm_90", 1), ("sm_80", 32)):
-        for launch in launches(arch)[1:]:
-            layout = params.params(0, 0, 0)
-            column = layout.place("dq_accum") + 8 * (len(params.OPERAND) + params.MAX_LEAD - 2)
-            assert int.from_bytes(launch.template[column : column + 8], "little") == apart
-
-
-@pytest.mark.parametrize(
-    ("shape", "do", "size", "words"),
-    [
-        ((512, 64), {}, 2000, None),
-        ((511, 64), {}, 2000, "512 queries and keys or more"),
-        ((512, 20), {}, 2000, "columns by 64, which 20 and 20 are too far from"),
-        ((512, 64), {"shape": (512, 68)}, 2000, "of do, rows do not begin at multiples of 16"),
-        ((512, 64), {}, 3800, "too many arrays or numbers"),
-    ],
-)
-def test_what_it_cannot_serve(shape, do, size, words):
-    q = np.zeros((2, *shape), HALF)
-    do = np.zeros((2, *do.get("shape", shape)), HALF)[..., : shape[1]]
-    call = validate.call(q, q, q)
-    arrays = {"q": q, "k": q, "v": q, "d_out": do}
-    lead = strides.lead_of((), {name: (x, 3) for name, x in arrays.items()})
-    gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
-    request = Request(call.problem, gpu, call, arrays, lead, params_bytes=size)
-    found = sm90.DKDV.serves(request)
-    assert found is None if words is None else words in found
-
-
-def test_its_tiles_fit():
-    for d in range(1, sm90.DKDV.heads["float16"] + 1):
-        for d_v in (1, d, 256):
-            tiles = sm90.fit_dkdv(d, d_v)
-            assert tiles.shared_memory <= SHARED_MEMORY["sm_90"]
-    problem = validate.call(*[np.zeros((1, 64), HALF)] * 3).problem
-    gpu = Target(0, "sm_90", (9, 0), 132, SHARED_MEMORY["sm_90"])
-    for part in ("dkdv", "dq"):
-        choice = registry.select(part, Request(problem, gpu))
-        assert choice.spec.name == f"backward_sm80_{part}"

@@ -12,6 +12,7 @@ from cuda_table import ARCHS, compiled
 from emulator import build, probe
 from emulator.calls import encode
 from emulator.machine import FORWARD, REVERSE, randomly
+from halves import mostly_thorough
 
 from cupyflash.arrays import cuda_device
 from cupyflash.gpu import jit as compiler
@@ -58,8 +59,20 @@ def test_a_case_is_about_what_it_calls(case):
 
 @NO_EMULATOR
 @EVERY_CASE
-@pytest.mark.parametrize("schedule", [FORWARD, REVERSE, randomly(5)], ids=str)
-@pytest.mark.parametrize("subnormal", [False, True], ids=["flushed", "subnormal"])
+@mostly_thorough(
+    "schedule",
+    [FORWARD, REVERSE, randomly(5)],
+    quick=[randomly(5)],
+    why="other orders of the same threads",
+    ids=str,
+)
+@mostly_thorough(
+    "subnormal",
+    [False, True],
+    quick=[False],
+    why="the few cases that differ are in test_emulator_words.py, too",
+    ids=["flushed", "subnormal"],
+)
 def test_the_twin_does_what_numpy_says(case, schedule, subnormal):
     found = case.on_emulator(schedule, subnormal)
     case.check("the emulator", found, "NumPy", case.wanted(case.inputs()))
@@ -126,13 +139,14 @@ def test_how_wrong_exp2_may_be(x, found, right):
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("arch", ARCHS)
+@mostly_thorough("arch", ARCHS, quick=["sm_90"], why="the older and newer architectures")
 @EVERY_CASE
 def test_its_kernel_compiles(case, arch):
     if case.runs_on(capability(arch)):
         assert "'probe'" in compiled(case.cuda(), case.architecture or arch)
 
 
+@pytest.mark.thorough("goes with the conformance on a GPU; the emulator's own is quick")
 @NO_EMULATOR
 @EVERY_CASE
 def test_it_is_launched_as_on_a_gpu(case, monkeypatch):

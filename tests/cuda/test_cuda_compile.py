@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cuda_specialisations import OPTIONS, SHARED_MEMORY, capability, cases, runs_on, specialisation
 from cuda_table import ARCHS, Resources, key_of, measure, nvrtc_version, read
+from halves import mostly_thorough
 
 from cupyflash import ArgumentError
 from cupyflash.arrays.cuda_device import Target
@@ -115,6 +116,11 @@ def wanted() -> list[tuple[int, str]]:
     return [(n, arch) for n, arch in every if (n % 2, arch) not in skipped]
 
 
+def one_of_each() -> set[tuple[int, str]]:
+    """Return one case of each kernel, on the last architecture that has it."""
+    return set({CASES[number].kernel: (number, arch) for number, arch in wanted()}.values())
+
+
 def name(value: object) -> str:
     if not isinstance(value, int):
         return str(value)
@@ -138,7 +144,13 @@ def measured(request, nvrtc):
     pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize(("number", "arch"), wanted(), ids=name)
+@mostly_thorough(
+    ("number", "arch"),
+    wanted(),
+    quick=one_of_each(),
+    why="more types, options and architectures of kernels of which one case is quick",
+    ids=name,
+)
 def test_it_compiles_to_what_the_table_says(measured, number, arch):
     found, key = measured[number, arch].result(), key_of(CASES[number], arch)
     fits(arch, found)

@@ -20,6 +20,7 @@ from emulator.problems import (
     target,
 )
 from gpu_arrays import Copies
+from halves import mostly_thorough
 from harness import attend, attend_backward, call_of
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -39,17 +40,35 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.mi
 # none are shrunk.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 SOME = settings(max_examples=max(2, settings().max_examples // 3), phases=PHASES)
+TWO = settings(max_examples=2, phases=PHASES)
 FEW = settings(max_examples=max(2, settings().max_examples // 5), phases=PHASES)
 F32 = np.dtype(np.float32)
 
 
-@pytest.mark.parametrize(
+EACH_PRECISION = pytest.mark.parametrize(
     ("dtype", "precision"), [*((dtype, None) for dtype in DTYPES), (F32, "tf32x3")], ids=str
 )
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@SOME
+DENSE_AND_PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+
+
+@EACH_PRECISION
+@DENSE_AND_PACKED
+@TWO
 @given(data=st.data())
 def test_every_output_is_within_the_bound(dtype, precision, packed, data):
+    check_outputs(dtype, precision, packed, data)
+
+
+@pytest.mark.thorough("a search; a few of its problems are quick")
+@EACH_PRECISION
+@DENSE_AND_PACKED
+@SOME
+@given(data=st.data())
+def test_every_output_of_many_problems_is_within_the_bound(dtype, precision, packed, data):
+    check_outputs(dtype, precision, packed, data)
+
+
+def check_outputs(dtype, precision, packed, data):
     problem = data.draw(problems(dtype, packed=packed))
     if precision is not None:
         problem = dataclasses.replace(problem, options=problem.options | {"precision": precision})
@@ -59,6 +78,7 @@ def test_every_output_is_within_the_bound(dtype, precision, packed, data):
 
 @FEW
 @given(problems(F32) | problems(BFLOAT16, packed=True))
+@pytest.mark.thorough("a search; the tests of each kernel have a problem of it")
 def test_no_bit_depends_on_the_schedule(problem):
     results = []
     for schedule in (FORWARD, REVERSE, randomly(problem.seed + 1)):
@@ -112,13 +132,15 @@ def test_every_size_of_a_tile(blocks):
 HEADS = [(64, 64), (128, 128), (257, 400), (48, 272), (400, 1), (512, 512)]
 
 
-@pytest.mark.parametrize(
+@mostly_thorough(
     ("sizes", "dtype", "shared_memory"),
     [
         (sizes, dtype, (65536, 232448)[(n + m) % 2])
         for n, sizes in enumerate(HEADS)
         for m, dtype in enumerate(DTYPES)
     ],
+    quick=lambda case: case[0] == (128, 128),
+    why="heads that are used less",
     ids=str,
 )
 def test_the_tiles_that_gpus_get(sizes, dtype, shared_memory):

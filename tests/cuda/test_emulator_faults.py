@@ -353,6 +353,7 @@ def _everything(emulator):
 
 
 @pytest.mark.parametrize(("path", "number"), _barriers())
+@pytest.mark.thorough("mutants; that the emulator reports faults is quick")
 def test_no_barrier_of_the_sources_may_be_missing(path, number):
     def read(name):
         text = build.read(name)
@@ -370,6 +371,7 @@ def test_no_barrier_of_the_sources_may_be_missing(path, number):
         _everything(Emulator(read=read, runs=has_it))
 
 
+@pytest.mark.thorough("goes with the barriers that are missing")
 def test_with_all_barriers_no_fault_is_reported():
     for schedule in (FORWARD, REVERSE, randomly(0)):
         _everything(Emulator(schedule=schedule))

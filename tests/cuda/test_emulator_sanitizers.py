@@ -13,6 +13,7 @@ if WHY is None and not Path(sanitized.library("libasan.so")).is_absolute():
 pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 
 
+@pytest.mark.thorough("compiles each kernel again; guard bands are quick")
 def test_every_kernel_stays_within_its_arrays():
     done = sanitized.run()
     assert (done.returncode, done.stdout) == (0, "no fault\n"), done.stderr[:4000]
@@ -26,6 +27,7 @@ def test_faults_are_found(fault):
     assert "probe.cu:" in done.stderr
 
 
+@pytest.mark.thorough("compiles each kernel again")
 def test_a_row_too_many_is_found():
     done = sanitized.run("beyond the last row")
     assert done.returncode != 0

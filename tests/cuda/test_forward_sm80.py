@@ -11,6 +11,7 @@ from cuda_specialisations import SHARED_MEMORY, capability
 from emulator import build
 from emulator.calls import Blocks, Chosen, Emulator
 from emulator.machine import REVERSE, randomly
+from halves import mostly_thorough
 from harness import attend
 from placement import same_bits
 
@@ -28,7 +29,9 @@ F32 = np.dtype(np.float32)  # by three products
 NARROW = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 TYPES = [*NARROW, F32, np.dtype(np.float64)]
 BLOCKS = Blocks(32, 16, 64)
-EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
+EACH_TYPE = mostly_thorough(
+    "dtype", TYPES, quick=TYPES[1:], why="float16 differs from bfloat16 in its conversions", ids=str
+)
 
 
 def draw(dtype, *shapes, seed=0):
@@ -90,8 +93,11 @@ def test_a_large_row_changes_no_bit_of_its_neighbours(dtype):
 @emulated
 @EACH_TYPE
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-300, -2.0, 3e38])
-@pytest.mark.parametrize(
-    "options", [{}, {"mask": masks.causal()}, {"score_mod": scores.softcap(2.0)}]
+@mostly_thorough(
+    "options",
+    [{}, {"mask": masks.causal()}, {"score_mod": scores.softcap(2.0)}],
+    quick=lambda options: "mask" not in options,
+    why="a mask leaves the scale where it is",
 )
 def test_every_finite_scale(dtype, scale, options):
     q, k, v = draw(dtype, (2, 40, 24), (1, 53, 24), (1, 53, 16))
@@ -177,7 +183,9 @@ FAR = {
 
 
 @emulated
-@pytest.mark.parametrize("name", FAR)
+@mostly_thorough(
+    "name", FAR, quick=("documents", "both ends", "no key"), why="more masks of the same classes"
+)
 def test_more_tiles_than_are_classified_at_once(name):
     # One warp: 32 tiles of 16 keys at a time.
     (q,) = draw(TYPES[0], (1, 40, 8))
@@ -205,8 +213,14 @@ def test_dropped_pairs_are_those_of_the_twin(dtype):
 
 @emulated
 @EACH_TYPE
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
-@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256), (1, 200), (96, 40)], ids=str)
+@mostly_thorough("arch", ["sm_80", "sm_86"], quick=("sm_86",), why="tiles of larger memory")
+@mostly_thorough(
+    "sizes",
+    [(64, 64), (128, 128), (256, 256), (1, 200), (96, 40)],
+    quick=[(128, 128)],
+    why="heads that are used less",
+    ids=str,
+)
 def test_the_tiles_that_gpus_get(dtype, arch, sizes):
     d, d_v = sizes
     most = sm80.FORWARD.heads[np.dtype(dtype).name]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, capability
 from emulator.machine import FORWARD, REVERSE, randomly
+from halves import mostly_thorough
 from harness import attend
 from placement import same_bits
 from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
@@ -30,7 +31,9 @@ from cupyflash.problem.options import Options
 
 @emulated
 @EACH_TYPE
-@pytest.mark.parametrize("heads", [64, 128, 192, 256])
+@mostly_thorough(
+    "heads", [64, 128, 192, 256], quick=(64, 256), why="tiles between the largest and smallest"
+)
 @pytest.mark.parametrize("edge", [-1, 0, 1], ids=["less", "whole", "more"])
 def test_sizes_at_the_edges_of_tiles(dtype, heads, edge):
     block_q, block_kv = sm90.FORWARD_TILES["plain, few keys"][heads]
@@ -42,8 +45,12 @@ def test_sizes_at_the_edges_of_tiles(dtype, heads, edge):
 
 @emulated
 @EACH_TYPE
-@pytest.mark.parametrize(
-    "sizes", [(8, 8), (16, 64), (40, 104), (72, 72), (136, 8), (200, 248), (256, 64)], ids=str
+@mostly_thorough(
+    "sizes",
+    [(8, 8), (16, 64), (40, 104), (72, 72), (136, 8), (200, 248), (256, 64)],
+    quick=[(40, 104), (136, 8)],
+    why="more heads that fill no tile",
+    ids=str,
 )
 @pytest.mark.parametrize("lengths", [(1, 1), (65, 7), (30, 500)], ids=str)
 def test_heads_of_any_size(dtype, sizes, lengths):
@@ -79,9 +86,11 @@ def test_strides(dtype):
 @emulated
 @EACH_TYPE
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-300, 3.0, 3e38])
-@pytest.mark.parametrize(
+@mostly_thorough(
     "options",
     [{}, {"mask": masks.causal()}, {"mask": masks.causal(), "score_mod": scores.softcap(2.0)}],
+    quick=lambda options: len(options) != 1,
+    why="the mask alone; with a score change it is quick",
     ids=len,
 )
 def test_every_finite_scale(dtype, scale, options):

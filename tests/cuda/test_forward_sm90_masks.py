@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from emulator import build
 from emulator.machine import FORWARD, REVERSE, Fault, randomly
+from halves import mostly_thorough
 from harness import attend
 from placement import same_bits
 from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
@@ -30,7 +31,12 @@ MASKS = {
 
 
 @emulated
-@pytest.mark.parametrize("name", MASKS)
+@mostly_thorough(
+    "name",
+    MASKS,
+    quick=("causal", "documents", "no range", "no key"),
+    why="more masks; of each class of tiles some are quick",
+)
 def test_masks(monkeypatch, name):
     rows = ["masks", "masks, few queries"][list(MASKS).index(name) % 2]
     if rows == "masks":
@@ -45,9 +51,11 @@ def test_masks(monkeypatch, name):
 
 
 @emulated
-@pytest.mark.parametrize(
+@mostly_thorough(
     ("sizes", "name"),
     [((40, 72), "causal"), ((128, 128), "no range"), ((192, 136), "causal"), ((64, 256), "causal")],
+    quick=[((128, 128), "no range")],
+    why="other tiles, which share the code",
     ids=str,
 )
 def test_masks_of_other_heads(sizes, name):
@@ -70,7 +78,9 @@ def test_lengths_of_a_batch_one_of_them_zero():
 
 
 @emulated
-@pytest.mark.parametrize("name", ["causal", "both ends", "window"])
+@mostly_thorough(
+    "name", ["causal", "both ends", "window"], quick=("both ends",), why="simpler ranges of keys"
+)
 def test_neighbouring_tiles_share_a_class_where_there_are_many(monkeypatch, name):
     groups, few = sm90.TILE_GROUPS, 32
 
@@ -159,8 +169,11 @@ PACKED = {
 
 
 @emulated
-@pytest.mark.parametrize(
-    ("name", "d"), [("plain", 64), ("causal", 136), ("window", 136), ("alibi", 64)]
+@mostly_thorough(
+    ("name", "d"),
+    [("plain", 64), ("causal", 136), ("window", 136), ("alibi", 64)],
+    quick=[("plain", 64), ("window", 136)],
+    why="options alone that the window has together",
 )
 def test_packed_sequences(name, d):
     dtype, options = TYPES[d // 136], PACKED[name]
@@ -196,6 +209,7 @@ def test_packed_neighbours_change_no_bit(name):
 
 @emulated
 @pytest.mark.parametrize("last", [4224, 5000], ids=["long", "longer"])
+@pytest.mark.thorough("tiles in masses; those that lie far apart are quick")
 def test_full_tiles_in_a_row(last):
     # More of them than a word has bits, with EMPTY ones between, or a PARTIAL one at an edge.
     q, k, v = draw(TYPES[0], (1, 70, 8), *[(1, 5000, 8)] * 2)
@@ -298,6 +312,7 @@ def run_often(missing):
 
 @emulated
 @pytest.mark.parametrize("number", range(COUNT))
+@pytest.mark.thorough("mutants; that the emulator reports faults is quick")
 def test_nothing_that_orders_may_be_missing(number):
     with pytest.raises(Fault):
         run_often(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulator.machine import FORWARD, randomly
+from halves import mostly_thorough
 from placement import same_bits
 from warpgroup_calls import EACH_TYPE, TYPES, draw, emulated, run, within_the_bound
 
@@ -29,7 +30,7 @@ OPTIONS = {
 
 
 @emulated
-@pytest.mark.parametrize(
+@mostly_thorough(
     ("name", "d"),
     [
         ("softcap", 64),
@@ -40,6 +41,8 @@ OPTIONS = {
         ("bias", 256),
         ("its own", 104),
     ],
+    quick=[("softcap", 64), ("bias", 256), ("its own", 104)],
+    why="the same changes in other tiles",
 )
 def test_changed_scores(name, d):
     dtype = TYPES[d // 8 % 2]

@@ -72,7 +72,11 @@ class Blocks:
     @property
     def device(self) -> Any:
         """What a kernel asks of its device."""
-        return SimpleNamespace(multiprocessors=self.multiprocessors, shared_memory=SHARED_MEMORY)
+        return SimpleNamespace(
+            multiprocessors=self.multiprocessors,
+            shared_memory=SHARED_MEMORY,
+            capability=(9, 0) if self.hopper else (8, 0) if self.tensor else (7, 5),
+        )
 
     def _has(self, spec: KernelSpec) -> bool:
         """Whether the GPU has what a kernel multiplies by."""
@@ -210,9 +214,18 @@ class Emulator:
     deterministic: bool = False
     runs: Callable[[Specialisation], bool] = lambda special: True
 
-    def forward(self, call: Call, out: Array, lse: Array, visited: Array | None = None) -> None:
+    def forward(
+        self,
+        call: Call,
+        out: Array,
+        lse: Array,
+        visited: Array | None = None,
+        workspace: Array | None = None,
+    ) -> None:
         """Write out and lse, as `cupyflash.launch.forward`."""
-        self._run(lambda: launch.forward(_on_device(call), out, lse, visited=visited))
+        self._run(
+            lambda: launch.forward(_on_device(call), out, lse, visited=visited, workspace=workspace)
+        )
 
     def backward(
         self,

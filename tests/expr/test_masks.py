@@ -153,6 +153,18 @@ def test_blocks(shape):
     same(masks.blocks(layout.tolist(), block_q, block_k), lead, H, Lq, Lk, expected)
 
 
+@pytest.mark.parametrize("lengths", [(3, 7), (4, 4), (5, 2), (1, 6)])
+@pytest.mark.parametrize("lead", [(), (3,), (1,)])
+def test_tree(lengths, lead):
+    queries, keys = lengths
+    ancestors = rng.random((*lead, queries, queries)) < 0.5
+    expected = np.ones((*lead, 1, queries, keys), bool)
+    for n in range(queries):
+        if keys - queries + n >= 0:
+            expected[..., 0, :, keys - queries + n] = ancestors[..., n]
+    same(masks.tree(ancestors), (3,), 2, *lengths, expected)
+
+
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
 def test_dense(lead):
     full = (*lead, 2, 4, 5)
@@ -244,6 +256,7 @@ OFFSETS_Q, OFFSETS_K = np.array([0, 2, 2, 7]), np.array([0, 4, 5, 11])
 IDS_Q, IDS_K = rng.integers(0, 2, 7), rng.integers(0, 2, 11)
 DENSE = rng.random((3, 1, 5, 6)) < 0.5
 LAYOUT = rng.random((1, 3, 3)) < 0.5
+DRAFTS = rng.random((3, 5, 5)) < 0.5
 
 PACKED = {
     "causal": (masks.causal(), lambda n, i, j, lq, lk: j <= i + lk - lq),
@@ -256,6 +269,12 @@ PACKED = {
         lambda n, i, j, lq, lk: IDS_Q[OFFSETS_Q[n] + i] == IDS_K[OFFSETS_K[n] + j],
     ),
     "dense": (masks.dense(DENSE), lambda n, i, j, lq, lk: DENSE[n, 0, i, j]),
+    "tree": (
+        masks.tree(DRAFTS),
+        lambda n, i, j, lq, lk: (
+            (j < lk - lq) | DRAFTS[n, i, np.clip(j - (lk - lq), 0, max(lq - 1, 0))]
+        ),
+    ),
     "blocks": (masks.blocks(LAYOUT, 2, 2), lambda n, i, j, lq, lk: LAYOUT[0, i // 2, j // 2]),
 }
 
@@ -355,6 +374,13 @@ def test_packed_arrays_of_wrong_size():
             ArgumentTypeError,
             "blocks: layout: .*int64.*wanted bool",
         ),
+        (
+            lambda: masks.tree(np.ones((2, 3), bool)),
+            ArgumentError,
+            r"tree: .*\(2, 3\) .*\(Lq, Lq\)",
+        ),
+        (lambda: masks.tree(np.ones(2, bool)), ArgumentError, r"tree: .*\(2,\) came; wanted"),
+        (lambda: masks.tree(np.eye(2)), ArgumentTypeError, "tree: ancestors: .*float64.*bool"),
         (lambda: masks.dense(np.ones((2, 2))), ArgumentTypeError, "mask: .*float64.*bool.*bias="),
         (lambda: masks.dense(None), ArgumentTypeError, "mask: NoneType came; wanted a"),
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from expressions import changes_of, class_by_machine, machine_symbols, run_class
+from expressions import changes_of, class_by_machine, class_of_tile, machine_symbols
 
 from cupyflash import lookup, masks
 from cupyflash.expr.bind import bind
@@ -26,7 +26,7 @@ def classes(mask, sizes, block=32, block_k=None, b=0, h=0):
         for j0 in range(0, length_k, block_k):
             ni, nj = min(block, length_q - i0), min(block_k, length_k - j0)
             symbols = machine_symbols(sizes, (b, h, i0, ni, j0, nj))
-            row.append(run_class(changes, symbols, ni, nj))
+            row.append(class_of_tile(changes, symbols, ni, nj))
         rows.append(row)
     return np.array(rows)
 
@@ -71,6 +71,7 @@ PERFECT = {
     "blocks": masks.blocks(LAYOUT, 64, 64),
     "small blocks": masks.blocks(np.random.default_rng(3).random((30, 30)) < 0.1, 10, 10),
     "dense": masks.dense(PAIRS),
+    "tree": masks.tree(PAIRS),
     "dilated by 1": masks.dilated(1),
     "everything": masks.window(None, None),
     "nothing": masks.mask(lambda b, h, i, j: False),

@@ -26,8 +26,10 @@ from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
 FUNCTIONS = {
+    "append",
     "attention",
     "attention_backward",
+    "attention_cached",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_varlen_vjp",
@@ -36,10 +38,20 @@ FUNCTIONS = {
     "explain",
     "lookup",
     "plan",
+    "rope",
     "workspace_size",
+    "workspace_size_cached",
 }
 MODULES = {"analysis", "expr", "figures", "masks", "scores"}
-TYPES = {"ArgumentError", "ArgumentTypeError", "Explanation", "Gradients", "Plan", "TraceError"}
+TYPES = {
+    "ArgumentError",
+    "ArgumentTypeError",
+    "Explanation",
+    "Gradients",
+    "Plan",
+    "Rotary",
+    "TraceError",
+}
 MASKS = {
     "blocks",
     "causal",
@@ -49,6 +61,7 @@ MASKS = {
     "mask",
     "prefix",
     "segments",
+    "tree",
     "window",
 }
 ANALYSIS = {

@@ -11,6 +11,7 @@ from cuda_specialisations import SHARED_MEMORY
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import randomly
+from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import masks, scores
@@ -75,7 +76,9 @@ SCORES = {
 
 
 @emulated
-@pytest.mark.parametrize("dtype", [F32, BRAIN, F64], ids=str)
+@mostly_thorough(
+    "dtype", [F32, BRAIN, F64], quick=[BRAIN], why="kernels with the same rows of heads", ids=str
+)
 @pytest.mark.parametrize("name", [*MASKS, *SCORES])
 def test_one_query_of_each_head(monkeypatch, dtype, name):
     options = (MASKS | SCORES)[name]
@@ -96,7 +99,7 @@ def test_one_query_of_each_head(monkeypatch, dtype, name):
 
 @emulated
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("dense", "documents")])
-@pytest.mark.parametrize("len_q", [2, 7, 11, 64])
+@mostly_thorough("len_q", [2, 7, 11, 64], quick=(7,), why="other numbers of rows in a tile")
 def test_some_queries_of_each_head(monkeypatch, name, len_q):
     q, k, v = draw(BRAIN, len_q)
     options = MASKS[name]

@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from halves import mostly_thorough
 from harness import (
     attend,
     attend_backward,
@@ -22,12 +23,13 @@ import cupyflash
 from cupyflash import masks, scores
 
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-MANY = settings(max_examples=3 * settings().max_examples)
+AT_LENGTH = mostly_thorough("times", [1, 3], quick=[1], why="the same, searched for longer")
 
 
+@AT_LENGTH
 @BY_DTYPE
-def test_every_output_is_within_the_bound(dtype):
-    @MANY
+def test_every_output_is_within_the_bound(dtype, times):
+    @settings(max_examples=times * settings().max_examples)
     @given(problems(dtype, packed=True))
     def check(problem):
         out, lse = run_forward(problem)

@@ -31,6 +31,8 @@ def test_the_processes_share_out_every_test():
         files = [word for word in task.command if word.endswith(".py")]
         assert {"tests/cuda/test_conformance.py", "tests/gpu/test_gpu_contract.py"} <= set(files)
         k = task.command[task.command.index("-k") + 1]
+        # With a -m of its own: so thorough tests are not left out.
+        assert task.command[task.command.index("-m", 3) + 1] == "gpu"
         assert ("CUPYFLASH_TEST_SHARE" in task.environment) == k.startswith("not ")
         assert k.removeprefix("not ") == "test_conformance"
         (every if k == "test_conformance" else shared).append(task)

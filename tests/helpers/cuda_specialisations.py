@@ -120,6 +120,12 @@ def cases() -> list[Case]:
     for n in range(14):
         kernel, options = list(sm80_f64.BACKWARD_TILES)[n % 2], list(OPTIONS)[n // 2]
         found.append(Case(kernel, dtypes[3], f64_sizes[n // 2 % 4], options, n % 3 == 2))
+    for n, (own, options) in enumerate([
+        ((128, 128), "plain"), ((64, 64), "causal"), ((256, 256), "segments"),
+        ((40, 72), "alibi"), ((128, 128), "softcap"), ((192, 128), "causal"), ((1, 3), "plain"),
+    ]):  # fmt: skip
+        found.append(Case("decode_sm80", dtypes[1 + n % 2], own, options, n == 1))
+        found.append(Case("decode_simt", dtypes[n % 4], own, options, n == 2))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for kernel in ("append", "rope"):
@@ -184,7 +190,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         call = validate.call(q, q, v, Options(**options))
     spec, problem, made = SPECS[case.kernel], call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
-    slope = made.slope if spec.part != "forward" else None
+    slope = made.slope if spec.part not in ("forward", "decode") else None
     parts = made.allowed, made.classes, made.changed, slope, keys
     functions = generate(*parts, short=True).functions if spec.scores else NONE
     if not spec.slope:
@@ -199,6 +205,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         problem.d_v if "d_v" in spec.sizes else 0,
         tiles,
         packed=case.packed,
+        cached=spec.part == "decode" and case.packed,
+        paged=spec.part == "decode" and case.packed,
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
         tma_store=not case.packed and _tma_stores(spec, problem, tiles),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import strategies as st
+from numba import types
 
 from cupyflash.errors import ArgumentError
 from cupyflash.expr.bind import bind
@@ -13,8 +14,19 @@ from cupyflash.expr.evaluate import evaluate, evaluate_exactly
 from cupyflash.expr.lower import lower
 from cupyflash.masks import flat_sizes, position_symbols
 from cupyflash.reference.cpu import program, tile
-from cupyflash.reference.cpu.arguments import Changes, FunctionPointers, no_ranges
-from cupyflash.reference.cpu.jit import kernel, pointer_of, prepare
+from cupyflash.reference.cpu.arguments import CHANGES, Changes, FunctionPointers, no_ranges
+from cupyflash.reference.cpu.calls import Bound
+from cupyflash.reference.cpu.jit import (
+    INT,
+    INTS,
+    TABLE,
+    kernel,
+    pointer_of,
+    prepare,
+    takes,
+    vector,
+    whole_rows,
+)
 from cupyflash.reference.spec.naive import Sizes
 from cupyflash.testing.trees import (  # noqa: F401
     FUNCTIONS,
@@ -91,23 +103,38 @@ def exactly(root, sizes, where_, float_type=np.float32):
     return evaluate_exactly(root, tile_symbols(sizes, where_)[1], {}, float_type)
 
 
+REGISTERS = whole_rows(types.float32)
+
+# Kernels of one item: what the real ones do with a tile.
+
+
+@takes(lambda number: (INT, INT, CHANGES, INTS, INT, INT, INT, vector(number), TABLE, REGISTERS))
 @kernel
-def run_mask(changes, symbols, ni, nj, lanes, s):
-    ri, rf = tile.make_registers(changes.mask, lanes, np.empty(0, np.float32))
+def run_mask(first, last, changes, symbols, ni, nj, lanes, s, ri, rf):
     tile.apply_mask(changes, symbols, ni, nj, lanes, s, ri, rf)
 
 
+def _score_arguments(number):
+    tiles = vector(number), vector(number)
+    return INT, INT, CHANGES, INTS, INT, INT, INT, INT, *tiles, TABLE, whole_rows(number)
+
+
+@takes(_score_arguments)
 @kernel
-def run_score(changes, symbols, i0, ni, nj, lanes, s, changed):
-    ri, rf = tile.make_registers(changes.score, lanes, s)
+def run_score(first, last, changes, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
     pointers, score = changes.pointers, changes.score
     tile.apply_score(pointers, score, symbols, i0, ni, nj, lanes, s, changed, ri, rf)
 
 
+@takes(lambda number: (INT, INT, CHANGES, INTS, INT, INT, INTS, TABLE, REGISTERS))
 @kernel
-def run_class(changes, symbols, ni, nj):
-    ri, rf = tile.make_registers(changes.tile, 1, np.empty(0, np.float32))
-    return tile.class_of_tile(changes, symbols, ni, nj, ri, rf)
+def run_class(first, last, changes, symbols, ni, nj, found, ri, rf):
+    found[0] = tile.class_of_tile(changes, symbols, ni, nj, ri, rf)
+
+
+def call(compiled, number, *arguments):
+    prepare([(compiled, np.dtype(number))], report=lambda *_: None)
+    Bound(compiled, np.dtype(number), *arguments)(0, 1)
 
 
 def changes_of(number=np.float32, **programs):
@@ -126,7 +153,7 @@ def changes_of(number=np.float32, **programs):
     )
     none = program.empty_program()
     four = [programs.get(name, none) for name in ("score", "slope", "mask", "tile")]
-    return Changes(*four, no_ranges(), pointers, careful=False)
+    return Changes(*four, no_ranges(), pointers, careful=0)
 
 
 def machine_symbols(sizes, where_):
@@ -139,7 +166,9 @@ def mask_by_machine(bound, sizes, where_):
     ni, nj = where_[3], where_[5]
     lanes = ni + 3
     s = np.ones(nj * lanes, np.float32)
-    run_mask(changes_of(mask=lower(bound)), machine_symbols(sizes, where_), ni, nj, lanes, s)
+    changes, symbols = changes_of(mask=lower(bound)), machine_symbols(sizes, where_)
+    registers = tile.make_registers(changes.mask, lanes, np.dtype(np.float32))
+    call(run_mask, np.float32, changes, symbols, ni, nj, lanes, s, *registers)
     s = s.reshape(nj, lanes)
     assert (s[:, ni:] == 1).all()  # lanes beyond the tile stay as they were
     assert np.isin(s, (1, -np.inf)).all()
@@ -154,11 +183,21 @@ def score_by_machine(bound, sizes, where_, score):
     s[:, :ni] = score.T
     changed = np.zeros(nj * lanes, score.dtype)
     changes, symbols = changes_of(score.dtype, score=lower(bound)), machine_symbols(sizes, where_)
-    run_score(changes, symbols, i0, ni, nj, lanes, s.reshape(-1), changed)
+    registers = tile.make_registers(changes.score, lanes, score.dtype)
+    tiles = s.reshape(-1), changed
+    call(run_score, score.dtype, changes, symbols, i0, ni, nj, lanes, *tiles, *registers)
     return changed.reshape(nj, lanes)[:, :ni].T
+
+
+def class_of_tile(changes, symbols, ni, nj):
+    """EMPTY, PARTIAL or FULL of the tile that `symbols` describes."""
+    found = np.zeros(1, np.int64)
+    registers = tile.make_registers(changes.tile, 1, np.dtype(np.float32))
+    call(run_class, np.float32, changes, symbols, ni, nj, found, *registers)
+    return found[0]
 
 
 def class_by_machine(classes, sizes, where_):
     """EMPTY, PARTIAL or FULL of a tile."""
     changes = changes_of(tile=lower(classes))
-    return run_class(changes, machine_symbols(sizes, where_), where_[3], where_[5])
+    return class_of_tile(changes, machine_symbols(sizes, where_), where_[3], where_[5])

@@ -10,6 +10,7 @@ import pytest
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import REVERSE
+from halves import mostly_thorough
 
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import Request
@@ -19,7 +20,13 @@ from cupyflash.testing import Precision, forward_bound, forward_bound_varlen, rh
 
 emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
-EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
+EACH_TYPE = mostly_thorough(
+    "dtype",
+    TYPES,
+    quick=[TYPES[1]],
+    why="float16 differs from bfloat16 in its conversions",
+    ids=str,
+)
 
 
 @dataclass(frozen=True)

@@ -416,3 +416,15 @@ def test_the_kernels_keep_the_bound_up_to_the_edge(name):
         exact = getattr(bound, x)
         assert np.isfinite(exact.bound).all()
         assert rho(getattr(ours, x), *exact).value <= 1
+
+
+def test_partial_sums_over_broadcast_axes_must_not_overflow_either():
+    """What broadcast axes share is summed after the scale, where a sum may be too large."""
+    rng = np.random.default_rng(0)
+    q, do = rng.standard_normal((2, 2, 1, 8, 4))
+    k, v = rng.standard_normal((2, 1, 8, 4))
+    exact = Precision.of("float64")
+    for size, known in ((1e104, True), (4e107, False)):
+        bound = backward_bound(do * size, q, k * 1e-200, v, precision=exact, scale=1e200)
+        assert (np.abs(bound.dk.exact) < np.finfo(np.float64).max).all()
+        assert np.isfinite(bound.dk.bound).all() == known

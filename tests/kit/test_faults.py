@@ -2,6 +2,7 @@
 
 import pytest
 from faults import FAULTS, GRADIENT_FAULTS, KNOWN, TILES, Attention
+from halves import mostly_thorough
 
 from cupyflash.testing import PROPERTIES, verify
 
@@ -15,6 +16,7 @@ def judge(fault):
     )
 
 
+@pytest.mark.thorough("every property of a slow kernel; test_properties.py tries each")
 def test_nothing_is_found_where_nothing_is_wrong():
     report = judge("")
     assert report.passed, str(report)
@@ -27,7 +29,9 @@ def test_nothing_is_found_where_nothing_is_wrong():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@mostly_thorough(
+    "fault", FAULTS, quick=list(FAULTS)[::6], why="the catalogue; that faults are found is quick"
+)
 def test_each_fault_is_found(fault):
     report = judge(fault)
     assert report.failures, f"{fault} ({FAULTS[fault]}) was not found"

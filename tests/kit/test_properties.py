@@ -4,7 +4,7 @@
 edges, into small problems.
 """
 
-import pytest
+from halves import mostly_thorough
 from harness import small_tiles
 from hypothesis import given, settings
 
@@ -12,12 +12,18 @@ from cupyflash.testing import FEATURES, PROPERTIES
 from cupyflash.testing.options import known_floats
 from cupyflash.testing.verification import strategy_of
 
+# Of some, `verify` tries several times as many problems: that is a thorough test.
+WEIGHTS = [(name, min(prop.weight, 1)) for name, prop in PROPERTIES.items()]
+LONGER = [(name, prop.weight) for name, prop in PROPERTIES.items() if prop.weight > 1]
 
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_property(name):
+
+@mostly_thorough(
+    ("name", "weight"), WEIGHTS + LONGER, quick=WEIGHTS, why="the same, searched for longer"
+)
+def test_property(name, weight):
     prop = PROPERTIES[name]
 
-    @settings(max_examples=max(10, round(settings().max_examples * prop.weight)))
+    @settings(max_examples=max(10, round(settings().max_examples * weight)))
     @given(strategy_of(prop, known_floats(), FEATURES, None))
     def check(problem):
         with small_tiles(problem) as subject:

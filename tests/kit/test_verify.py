@@ -293,6 +293,15 @@ def test_the_strategies_keep_to_the_features():
     check()
 
 
+@given(*(testing.mask_names(x) for x in ([], ["causal"], ["masks"])))
+def test_names_of_masks_keep_to_the_features(none, causal, any_mask):
+    assert none is None
+    assert causal in (None, "causal")
+    if any_mask is not None:
+        p = testing.problem("float32", (2, 2, 20, 4), mask=any_mask)
+        assert isinstance(p.options["mask"], masks.Mask | np.ndarray)
+
+
 def test_copies_in_host_memory_keep_strides_and_find_writes():
     rng = np.random.default_rng(0)
     for n in range(20):

@@ -54,6 +54,7 @@ class Page(HTMLParser):
                 self.links.append(str(named[name]))
 
 
+@pytest.mark.thorough("the whole site; the code of its pages is quick")
 def test_links_lead_somewhere(site):
     pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
     assert len(pages) > len(PAGES)
@@ -70,6 +71,7 @@ def test_links_lead_somewhere(site):
                 assert unquote(place) in known, f"{path.relative_to(site)} links to {link}"
 
 
+@pytest.mark.thorough("the whole site; the code of its pages is quick")
 def test_every_public_name_is_there(site):
     content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     documented = {line.split(" ")[0] for line in zlib.decompress(content).decode().splitlines()}
@@ -78,6 +80,7 @@ def test_every_public_name_is_there(site):
             assert f"{module}.{name}" in documented, f"{module}.{name} is not in docs/reference"
 
 
+@pytest.mark.thorough("the whole site; the code of its pages is quick")
 def test_formulas_are_mathml(site):
     """Every formula is in its page as MathML, and none as TeX that a script has to typeset."""
     seen = 0
@@ -92,6 +95,7 @@ def test_formulas_are_mathml(site):
     assert seen > 100
 
 
+@pytest.mark.thorough("the whole site; the code of its pages is quick")
 def test_pages_need_no_network(site):
     """No page loads a script, a style, a font or a picture from elsewhere."""
     loaded = re.compile(r"""<(?:script|img|iframe|source)[^>]*\bsrc="(?:https?:)?//""")
@@ -104,6 +108,7 @@ def test_pages_need_no_network(site):
         assert not re.search(r"""url\(["']?(?:https?:)?//|@import""", path.read_text()), path.name
 
 
+@pytest.mark.thorough("the whole site; the code of its pages is quick")
 def test_no_drawing_is_lost(site):
     """Pictures are in the pages as SVG, in the page's colours and with a text for the blind."""
     found = "".join((site / page[5:-3]).with_suffix(".html").read_text() for page in PAGES)

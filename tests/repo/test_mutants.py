@@ -341,6 +341,7 @@ KNOWN = [
 
 
 @needs_emulator
+@pytest.mark.thorough("mutants; that the emulator reports faults is quick")
 def test_what_becomes_of_known_mutants(bench):
     def trial(item, folder):
         file, before, after, _ = item
@@ -353,6 +354,7 @@ def test_what_becomes_of_known_mutants(bench):
 
 
 @needs_emulator
+@pytest.mark.thorough("mutants; that generated code is NumPy's is quick")
 def test_generators_are_tried(bench):
     text = mutants.text_of(generators.FILE)
     changes = {'"less": "{0} < {1}"': ('"less": "{0} <= {1}"', "killed"),

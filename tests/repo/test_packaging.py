@@ -103,6 +103,7 @@ def test_every_file_is_in_the_sdist(sdist):
     assert wanted - sdist == set()
 
 
+@pytest.mark.thorough("a second build; what the first one holds is quick")
 def test_a_build_can_be_repeated(built, tmp_path):
     """Of the same sources at another time comes the same wheel and sdist, byte by byte."""
     again = build(tmp_path, 1.7e9)
@@ -171,6 +172,7 @@ def test_the_wheel_works(built, tmp_path):
     works_away_from_the_checkout(tmp_path)
 
 
+@pytest.mark.thorough("a second build; what the sdist holds is quick")
 def test_pip_installs_the_sdist(built, tmp_path):
     (path,) = built.glob("*.tar.gz")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]

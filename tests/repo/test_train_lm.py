@@ -93,6 +93,7 @@ def test_a_wrong_gradient_of_attention_is_found(monkeypatch, capsys):
     assert "wrong gradients of" in capsys.readouterr().err
 
 
+@pytest.mark.thorough("another fault; one of attention is quick")
 def test_a_wrong_gradient_of_a_norm_is_found(monkeypatch):
     original = transformer.rms_norm
 
@@ -106,6 +107,7 @@ def test_a_wrong_gradient_of_a_norm_is_found(monkeypatch):
     assert found["embedding"].error > found["embedding"].bound
 
 
+@pytest.mark.thorough("another fault; one of attention is quick")
 def test_a_gradient_of_nan_is_wrong(monkeypatch, capsys):
     original = transformer.rms_norm
 

@@ -1,6 +1,6 @@
 """Sizes of the kernels for few queries and many keys: tasks, slots, workspace.
 
-The twin of kernels_cu/common/decode_tasks.cuh and decode_workspace.cuh, as far as the host has to
+The twin of kernels_cu/decode/tasks.cuh and workspace.cuh, as far as the host has to
 know. Everything here follows from shapes: lengths may lie on the device.
 """
 

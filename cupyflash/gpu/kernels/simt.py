@@ -232,6 +232,29 @@ def _configure(kernel: str, slope: bool, request: Request) -> Tiles | None:
     return fit(kernel, *sizes, spare, request.device.shared_memory, request.blocks)
 
 
+DECODE_ROWS, DECODE_KEYS = 4, 64
+LARGEST_HEAD_OF_CACHE = 576  # compressed keys, with their rotated columns
+TASK_BYTES, LEVELS = 80, 4  # of decode/tasks.cuh
+
+
+def decode_bytes(warps: int, d: int, itemsize: int) -> int:
+    """Bytes of decode_simt.cu: each warp's tasks, queries and weights, and the schedule."""
+    own = 2 * TASK_BYTES + DECODE_ROWS * (d + DECODE_KEYS) * itemsize
+    schedule = 4 + 4 * 32 * warps + 4 * LEVELS * warps
+    return _round_up(warps * own + schedule + 8, 8)
+
+
+def _configure_decode(request: Request) -> Tiles | None:
+    problem = request.problem
+    itemsize = problem.accumulator.itemsize
+    for warps in (8, 4, 2, 1):
+        shared = decode_bytes(warps, problem.d, itemsize)
+        if shared <= request.device.shared_memory:
+            resident = 2 if max(problem.d, problem.d_v) * itemsize <= 512 else 1
+            return Tiles(DECODE_ROWS, DECODE_KEYS, 32 * warps, shared, resident)
+    return None
+
+
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 _METHOD = "runs the portable kernel in {accumulator}"
 
@@ -277,4 +300,13 @@ BIAS = KernelSpec(
     chooses_tiles=True,
     configure=functools.partial(_configure, "backward_bias", False),
     grid=grid.by_tiles,
+)
+DECODE = KernelSpec(
+    source="simt/decode_simt.cu",
+    part="decode",
+    computes="out and log-sum-exp of few queries and many keys",
+    method=_METHOD,
+    heads=dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE),
+    configure=_configure_decode,
+    grid=grid.by_units,
 )

@@ -148,7 +148,7 @@ def _configure_backward(kernel: str, request: Request) -> Tiles | None:
 # Warps and stages of decode_sm80.cu, the most bytes in flight first.
 DECODE_WARPS = ((8, 3), (6, 3), (4, 3), (4, 2), (2, 2))
 DECODE_ROWS, DECODE_KEYS, DECODE_STAGE = 16, 64, 8192
-TASK_BYTES, LEVELS = 80, 4  # of decode_tasks.cuh
+TASK_BYTES, LEVELS = 80, 4  # of decode/tasks.cuh
 
 
 def decode_bytes(warps: int, stages: int, d: int, _: int) -> int:

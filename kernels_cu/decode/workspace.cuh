@@ -1,5 +1,5 @@
 // What decode kernels keep between blocks, and how kept results become one: the twin of
-// reference/cpu/decode_tree.py.
+// reference/cpu/decode.py.
 //
 // Every unit has a slot for its rows' m, l and o. Of a node's children the first one's slot receives
 // the node, level by level, so that the first unit's slot ends as the whole task. The block that has
@@ -9,9 +9,9 @@
 // Nothing has to be set before a launch: a counter of another launch, or of none, is recognised by
 // its upper half and counts from 0.
 #pragma once
-#include "decode_tasks.cuh"
-#include "merge.cuh"
-#include "softmax.cuh"
+#include "tasks.cuh"
+#include "../common/merge.cuh"
+#include "../common/softmax.cuh"
 #include "../ptx/atomic.cuh"
 
 namespace decode {
@@ -253,7 +253,7 @@ __device__ __forceinline__ void finish_tasks(const Params& p, const Workspace& w
 // it, after they stored the units of its share.
 __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace& workspace,
                                                 const Units& units, Scale scale,
-                                                bool (&last_smem)[2]) {
+                                                int (&last_smem)[2]) {
   const int begin = units.begin(blockIdx.x), end = units.begin(blockIdx.x + 1);
   const int above = levels_above(p, units.level);
   __syncthreads();  // the units, stored by all warps

@@ -8,8 +8,8 @@
 // little is, so that every warp has some, and larger nodes where that still fills the device, so
 // that fewer results are kept. No bit of a result depends on it.
 #pragma once
-#include "tile.cuh"
-#include "cache.cuh"
+#include "../common/tile.cuh"
+#include "../common/cache.cuh"
 
 namespace decode {
 
@@ -19,7 +19,7 @@ constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
 // Units of a block that keep its warps busy enough, the part of its leaves by which a block may
 // have more than others, and most units for each block.
-constexpr int FILL = 7, EVEN = 24, MOST_UNITS = 64;
+constexpr int FILL = 3, EVEN = 24, MOST_UNITS = 64;
 constexpr int MOST_OF_THREAD = 1 << 22;  // units that a thread counts: more are too many anyway
 
 // A task's heads, and the queries of its block.
@@ -70,10 +70,10 @@ __device__ __forceinline__ Site site_of(const Task& task, int row, long long j) 
 }
 
 // Quotient and remainder of a task's number, which has 31 bits.
-struct Split {
+struct Division {
   unsigned int quotient, remainder;
 
-  __device__ __forceinline__ Split(unsigned int number, long long divisor) {
+  __device__ __forceinline__ Division(unsigned int number, long long divisor) {
     const unsigned int by = static_cast<unsigned int>(divisor);
     quotient = by == 1 ? number : number / by;
     remainder = number - quotient * by;
@@ -84,9 +84,9 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   Task task;
   layout::Entry entry;
   const int heads = heads_of_task(p), queries = queries_of_task(p);
-  const Split by_block(number, p.blocks);
-  const Split by_part(by_block.quotient, head_blocks(p));
-  const Split by_head(by_part.quotient, p.heads_kv);
+  const Division by_block(number, p.blocks);
+  const Division by_part(by_block.quotient, head_blocks(p));
+  const Division by_head(by_part.quotient, p.heads_kv);
   const int head_kv = static_cast<int>(by_head.remainder);
   const int part = static_cast<int>(by_part.remainder) * heads;
   long long block = by_block.remainder;
@@ -100,7 +100,7 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
     entry.lead[axis] = 0;
     if (p.lead_size[axis] > 1) {
-      const Split rest(slice, p.lead_size[axis]);
+      const Division rest(slice, p.lead_size[axis]);
       entry.lead[axis] = rest.remainder;
       slice = rest.quotient;
     }
@@ -219,25 +219,18 @@ __device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_
   __syncthreads();  // the sums of all threads
 }
 
-// The units of one level, and how blocks share them: by chunks, so that a block has all of a node
-// where this leaves them nearly equal work.
+// The units of one level, and how blocks share them.
 struct Units {
-  int level, total, chunk;
+  int level, total;
 
   __device__ __forceinline__ explicit Units(const Schedule& schedule)
-      : level(schedule.level), total(schedule.total()), chunk(1) {
-    constexpr int NODE = 1 << LOG_CHILDREN;
-    const int blocks = static_cast<int>(gridDim.x), most = (total + blocks - 1) / blocks;
-    const int nodes = (total + NODE - 1) / NODE;
-    if ((nodes + blocks - 1) / blocks * NODE <= most + most / EVEN) chunk = NODE;
-  }
-  __device__ __forceinline__ long long chunks() const { return (total + chunk - 1) / chunk; }
+      : level(schedule.level), total(schedule.total()) {}
   // The first unit of a block, and the block of a unit.
   __device__ __forceinline__ int begin(int block) const {
-    return tile::smaller(block * chunks() / gridDim.x * chunk, total);
+    return static_cast<int>(static_cast<long long>(block) * total / gridDim.x);
   }
   __device__ __forceinline__ int block_of(int unit) const {
-    return static_cast<int>(((unit / chunk + 1LL) * gridDim.x - 1) / chunks());
+    return static_cast<int>((static_cast<long long>(unit + 1) * gridDim.x - 1) / total);
   }
 };
 

@@ -1,6 +1,7 @@
-// The visible leaves of a warp's units, one after the other: the twin of reference/cpu/decode_tasks.py.
+// The visible leaves of a warp's units, one after the other: the twin of
+// reference/cpu/decode.py.
 #pragma once
-#include "decode_workspace.cuh"
+#include "workspace.cuh"
 
 namespace decode {
 
@@ -86,6 +87,7 @@ class Cursor {
  private:
   __device__ __forceinline__ void begin_task(const Task& task) {
     place_ ^= 1;
+    __syncwarp();  // the task that had this place, read by all lanes
     if (ptx::lane_index() == 0) tasks_smem_.task[place_] = task;
     __syncwarp();  // the task, written by one lane
     classified_ = 0;

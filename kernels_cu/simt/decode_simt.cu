@@ -1,0 +1,227 @@
+// Few queries and many keys, in every type and on any GPU: the twin of reference/cpu/decode.py.
+//
+// The sums over keys form a fixed tree (decode/tasks.cuh). A warp computes the softmax of a
+// leaf of 64 keys from the start: LANES lanes share the product of a query and a key, and all lanes
+// the columns of the output. Every product is a scalar multiply-add in the accumulator's type. Nodes
+// are merged in the slots of the workspace.
+//
+// Grid: a share of all units for each block. Shared memory: SharedStorage. BLOCK_KV is 64.
+#include "../common/params.cuh"
+#include "../decode/cursor.cuh"
+
+namespace {
+
+using decode::LEAF;
+constexpr int ROWS = BLOCK_Q;
+constexpr int LANES = 8, KEYS_AT_ONCE = ptx::WARP_SIZE / LANES;
+constexpr int COLUMNS_V = (D_V + ptx::WARP_SIZE - 1) / ptx::WARP_SIZE;  // of a lane
+
+struct WarpStorage {
+  accum_t q[ROWS][D];
+  accum_t p[ROWS][LEAF];
+};
+struct SharedStorage {
+  decode::WarpTasks tasks[decode::WARPS];
+  WarpStorage warps[decode::WARPS];
+  decode::Schedule schedule;
+  int last[2];
+};
+
+static_assert(BLOCK_KV == LEAF, "BLOCK_KV");
+static_assert(SHARED_BYTES == sizeof(SharedStorage), "SHARED_BYTES");
+
+// A warp's rows of a leaf: their statistics, and a lane's columns of o.
+struct State {
+  merge::Statistics row[ROWS];
+  accum_t o[ROWS][COLUMNS_V];
+};
+
+__device__ __forceinline__ accum_t warp_max(accum_t x) {
+#pragma unroll
+  for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
+    const accum_t other = ptx::shuffle_xor(x, lanes);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+template <int OVER>
+__device__ __forceinline__ accum_t sum_over(accum_t x) {
+#pragma unroll
+  for (int lanes = OVER / 2; lanes > 0; lanes /= 2) x += ptx::shuffle_xor(x, lanes);
+  return x;
+}
+
+// Merges a state into a slot, or stores it there if the slot is `fresh`.
+__device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspace, long long slot,
+                                                const State& state, int rows, bool fresh,
+                                                accum_t c) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    if (r >= rows) break;
+    merge::Statistics own = fresh ? merge::no_keys() : workspace.statistic(slot, r);
+    const merge::Factors factors = merge::statistics(own, state.row[r], c);
+    accum_t* const sums = workspace.row(slot, r);
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; ++n) {
+      const int column = ptx::lane_index() + n * ptx::WARP_SIZE;
+      if (column < D_V) {
+        sums[column] = factors.apply(fresh ? accum_t(0) : sums[column], state.o[r][n]);
+      }
+    }
+    __syncwarp();  // the statistics, read by all lanes
+    if (ptx::lane_index() == 0) workspace.statistic(slot, r) = own;
+  }
+  __syncwarp();  // the slot, written by all lanes
+}
+
+__device__ __forceinline__ void load_slot(const decode::Workspace& workspace, long long slot,
+                                          State& state, int rows) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    if (r >= rows) break;
+    state.row[r] = workspace.statistic(slot, r);
+#pragma unroll
+    for (int n = 0; n < COLUMNS_V; ++n) {
+      const int column = ptx::lane_index() + n * ptx::WARP_SIZE;
+      if (column < D_V) state.o[r][n] = workspace.row(slot, r)[column];
+    }
+  }
+  __syncwarp();  // the slot, read by all lanes before it is written again
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  SharedStorage* const storage_smem = reinterpret_cast<SharedStorage*>(shared_smem);
+  const int warp = threadIdx.x / ptx::WARP_SIZE, lane = ptx::lane_index();
+  WarpStorage& own_smem = storage_smem->warps[warp];
+
+  decode::count_units(p, &storage_smem->schedule);
+  const decode::Units units(storage_smem->schedule);
+  const decode::Workspace workspace(p);
+  decode::WarpTasks& tasks_smem = storage_smem->tasks[warp];
+  decode::Cursor cursor(p, storage_smem->schedule, units, workspace, tasks_smem);
+
+  const accum_t scale = static_cast<accum_t>(p.scale);
+  constexpr accum_t C = static_cast<accum_t>(1.4426950408889634);  // scores are logits here
+  const int top = units.level > 0 ? units.level : 1;  // the level of what a unit's slot gets
+  unsigned int fresh = ~0u;                           // bit n: nothing is in the node of level n
+  int loaded = -1;                                    // the number of the task with loaded queries
+  decode::Leaf now = cursor.next();
+
+#pragma unroll 1
+  while (now.exists) {
+    const decode::Task& task = tasks_smem.task[now.place];
+    // 1 load q
+    if (loaded != task.number) {
+      loaded = task.number;
+      __syncwarp();  // the queries before, read by all lanes
+#pragma unroll 1
+      for (int n = lane; n < ROWS * D; n += ptx::WARP_SIZE) {
+        const int r = n / D;
+        accum_t element = 0;
+        if (r < task.rows) {
+          const storage_t* const row =
+              reinterpret_cast<const storage_t*>(p.q.data) +
+              layout::offset(p.q, task.entry(), task.head_of(r), false) +
+              task.query_of(r) * p.q.row;
+          element = number::widen(row[n % D * p.q.col]);
+        }
+        own_smem.q[r][n % D] = element;
+      }
+      __syncwarp();  // the queries, written by all lanes
+    }
+    cursor.prepare_counter(task, now);
+    // 2 scores
+#pragma unroll 1
+    for (int first = 0; first < LEAF; first += KEYS_AT_ONCE) {
+      const int key = first + lane / LANES;
+      const bool exists = key < now.keys;
+      accum_t s[ROWS];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) s[r] = 0;
+      if (exists) {
+        const cache::Place at = cache::place(p, task.b, now.first_key() + key);
+        const storage_t* const row = task.k + at.offset(p.k_page, p.k.row);
+#pragma unroll 4
+        for (int d = lane % LANES; d < D; d += LANES) {
+          const accum_t element = number::widen(row[d * p.k.col]);
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r) s[r] = fma(own_smem.q[r][d], element, s[r]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        accum_t score = sum_over<LANES>(s[r]) * scale;
+        if (lane % LANES == 0) {
+          // 3 score mod
+          // 4 mask
+          const bool is_pair = exists && r < task.rows;
+          if (is_pair && (HAS_SCORE || (HAS_MASK && now.tile_class == PARTIAL))) {
+            accum_t* const no_slope = nullptr;
+            score = tile::modify_score(p, decode::site_of(task, r, now.first_key() + key),
+                                       now.tile_class == PARTIAL, score, no_slope);
+          }
+          own_smem.p[r][key] = is_pair ? score : -number::infinity();
+        }
+      }
+    }
+    __syncwarp();  // the scores, written by some lanes
+    // 5 row max
+    State leaf;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const accum_t low = own_smem.p[r][lane], high = own_smem.p[r][lane + ptx::WARP_SIZE];
+      accum_t m = -number::infinity();
+      m = low > m ? low : m;
+      m = high > m ? high : m;
+      m = warp_max(m);
+      const accum_t safe = m != -number::infinity() ? m : accum_t(0);
+      const accum_t weights[2] = {softmax::exponential(low - safe),
+                                  softmax::exponential(high - safe)};
+      const bool masked[2] = {low == -number::infinity(), high == -number::infinity()};
+      const accum_t l = sum_over<ptx::WARP_SIZE>((masked[0] ? accum_t(0) : weights[0]) +
+                                                 (masked[1] ? accum_t(0) : weights[1]));
+      leaf.row[r] = merge::Statistics{m, l};
+      __syncwarp();  // the scores, read by all lanes
+      own_smem.p[r][lane] = masked[0] ? -accum_t(0) : weights[0];
+      own_smem.p[r][lane + ptx::WARP_SIZE] = masked[1] ? -accum_t(0) : weights[1];
+    }
+    __syncwarp();  // the weights, written by all lanes
+    // 7 accumulate p v
+    matmul::clear(leaf.o);
+#pragma unroll 2
+    for (int key = 0; key < now.keys; ++key) {
+      const cache::Place at = cache::place(p, task.b, now.first_key() + key);
+      const storage_t* const row = task.v + at.offset(p.v_page, p.v.row);
+#pragma unroll
+      for (int n = 0; n < COLUMNS_V; ++n) {
+        const int column = lane + n * ptx::WARP_SIZE;
+        if (column >= D_V) break;
+        const accum_t element = number::widen(row[column * p.v.col]);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const accum_t weight = own_smem.p[r][key];
+          if (matmul::is_unmasked(weight)) leaf.o[r][n] = fma(weight, element, leaf.o[r][n]);
+        }
+      }
+    }
+    // The leaf joins its node: merges stand for step 6.
+    const decode::Leaf next = cursor.next();
+#pragma unroll 1
+    for (int level = 1; level <= top; ++level) {
+      const long long slot = level == top ? now.unit : workspace.held(p, level);
+      merge_into_slot(workspace, slot, leaf, task.rows, (fresh >> level & 1) != 0, C);
+      fresh &= ~(1u << level);
+      if (level == top || now.shares_node(next, level)) break;
+      load_slot(workspace, slot, leaf, task.rows);
+      fresh |= 1u << level;
+    }
+    if (!next.exists || next.unit != now.unit) fresh = ~0u;
+    now = next;
+  }
+  decode::fold_and_finish(p, workspace, units, decode::Scale{accum_t(1), C}, storage_smem->last);
+}

@@ -1,0 +1,195 @@
+"""Where the keys and values of a cache lie, and a leaf of them as rows that products can read.
+
+Position j of batch entry b is a row of k and v itself, or one of page table[b, j // page].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .jit import INT, address, helper
+from .memory import first_address, load, store
+from .structs import Struct
+
+NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the accumulator's type
+FAR = 16  # bytes between elements, beyond which rows are not loaded ahead
+WIDENED = 16  # elements that are widened at a time
+_WORD = ir.IntType(64)
+
+
+class Source(NamedTuple):
+    """Keys or values: bytes between their elements along each axis."""
+
+    address: int
+    kind: int
+    page: int  # 0 if all batch entries share one
+    head: int
+    row: int
+    column: int
+    columns: int
+    in_place: int  # whether products can read rows where they lie
+
+
+class Cache(NamedTuple):
+    """Keys and values, and the table of their pages."""
+
+    k: Source
+    v: Source
+    page_size: int
+    pages: int
+    table: int  # address, 0 without a table: batch entries are pages
+    table_itemsize: int
+    table_batch: int  # bytes
+    table_step: int
+
+
+_SOURCE = Struct(Source, (INT,) * len(Source._fields))
+CACHE = Struct(Cache, (_SOURCE, _SOURCE, *(INT,) * 6))  # what a kernel takes
+
+
+def source_of(array: np.ndarray[Any, Any], itemsize: int, lanes: int) -> Source:
+    """Describe keys or values, (B or P, H, rows, D), for an accumulator of this many bytes."""
+    kind = {"float16": FLOAT16, "bfloat16": BFLOAT16}.get(array.dtype.name, NATIVE)
+    page, head, row, column = array.strides
+    columns = array.shape[-1]
+    whole = column == itemsize and columns % lanes == 0 and array.flags.aligned
+    in_place = kind == NATIVE and whole
+    return Source(
+        address(array), kind, page if array.shape[0] > 1 else 0, head, row, column, columns,
+        int(in_place),
+    )  # fmt: skip
+
+
+def cache_of(
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    table: np.ndarray[Any, Any] | None,
+    page_size: int,
+    itemsize: int,
+    lanes: int,
+) -> Cache:
+    """Describe a cache."""
+    sources = (source_of(x, itemsize, lanes) for x in (k, v))
+    if table is None:
+        return Cache(*sources, page_size, k.shape[0], 0, 0, 0, 0)
+    return Cache(*sources, page_size, k.shape[0], address(table), table.itemsize, *table.strides)
+
+
+@helper
+def row_size(source):
+    """Return the bytes of a row, 0 where its elements lie far apart."""
+    return source.columns * source.column if 0 < source.column <= FAR else 0
+
+
+@helper
+def page_of(cache, b, number):
+    """Return the page of an entry's positions, held in the range of pages."""
+    if cache.table == 0:
+        return b
+    place = cache.table + b * cache.table_batch + number * cache.table_step
+    page = load(place, 0) if cache.table_itemsize == 8 else np.int64(load(place, np.int32(0)))
+    return max(min(page, cache.pages - 1), 0)
+
+
+@helper
+def find_rows(cache, b, h, first, keys, k_rows, v_rows):
+    """Write the addresses of the rows of positions from `first` on."""
+    k, v = cache.k, cache.v
+    j = 0
+    while j < keys:
+        number = 0 if cache.table == 0 else (first + j) // cache.page_size
+        row = first + j - number * cache.page_size
+        count = keys - j if cache.table == 0 else min(keys - j, cache.page_size - row)
+        page = page_of(cache, b, number)
+        k_row = k.address + page * k.page + h * k.head + row * k.row
+        v_row = v.address + page * v.page + h * v.head + row * v.row
+        for n in range(count):
+            k_rows[j + n] = k_row + n * k.row
+            v_rows[j + n] = v_row + n * v.row
+        j += count
+
+
+def _widener(lanes: int) -> Callable[..., Any]:
+    """Make the function that converts 16-bit floats at an address to the type of `like`."""
+
+    @intrinsic
+    def widen(typingctx, source, bfloat, target, like):
+        def codegen(context, builder, sig, args):
+            number = context.get_value_type(sig.args[3])
+            scalars = ir.IntType(16), ir.IntType(32), ir.FloatType(), number
+            half, word, single, wide = (
+                x if lanes == 1 else ir.VectorType(x, lanes) for x in scalars
+            )
+
+            def constant(value, kind=word):
+                return ir.Constant(kind, value if lanes == 1 else [value] * lanes)
+
+            stored = builder.load(builder.inttoptr(args[0], half.as_pointer()))
+            stored.align = 1
+            bits = builder.zext(stored, word)
+            as_bfloat = builder.shl(bits, constant(16))
+            # float16: exponents are 112 smaller, also those of subnormal numbers.
+            magnitude = builder.and_(bits, constant(0x7FFF))
+            moved = builder.bitcast(builder.shl(magnitude, constant(13)), single)
+            scaled = builder.bitcast(builder.fmul(moved, constant(2.0**112, single)), word)
+            nonfinite = builder.or_(builder.shl(magnitude, constant(13)), constant(0x7F800000))
+            is_finite = builder.icmp_unsigned("<", magnitude, constant(0x7C00))
+            sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
+            as_half = builder.or_(builder.select(is_finite, scaled, nonfinite), sign)
+            chosen = builder.select(
+                builder.icmp_signed("!=", args[1], _WORD(0)), as_bfloat, as_half
+            )
+            value = builder.bitcast(chosen, single)
+            if isinstance(number, ir.DoubleType):
+                value = builder.fpext(value, wide)
+            builder.store(value, builder.inttoptr(args[2], wide.as_pointer())).align = 1
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, like), codegen
+
+    function: Callable[..., Any] = widen
+    return function
+
+
+_widen_several, _widen = _widener(WIDENED), _widener(1)
+
+
+@intrinsic
+def move(typingctx, source, target, like):
+    """Copy an element of the type of `like`, aligned or not."""
+
+    def codegen(context, builder, sig, args):
+        kind = context.get_value_type(sig.args[2]).as_pointer()
+        value = builder.load(builder.inttoptr(args[0], kind))
+        value.align = 1
+        builder.store(value, builder.inttoptr(args[1], kind)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, like), codegen
+
+
+@helper
+def load_rows(source, rows, keys, width, itemsize, tile):
+    """Copy rows to `tile`, 0 from their last column to `width`, and let `rows` say so."""
+    zero = tile.dtype.type(0)
+    bfloat = source.kind == BFLOAT16
+    packed = source.kind != NATIVE and source.column == 2
+    for j in range(keys):
+        place, target = rows[j], first_address(tile) + j * width * itemsize
+        whole = source.columns // WIDENED * WIDENED if packed else 0
+        for d in range(0, whole, WIDENED):
+            _widen_several(place + 2 * d, bfloat, target + d * itemsize, zero)
+        for d in range(whole, source.columns):
+            if source.kind == NATIVE:
+                move(place + d * source.column, target + d * itemsize, zero)
+            else:
+                _widen(place + d * source.column, bfloat, target + d * itemsize, zero)
+        for d in range(source.columns, width):
+            store(target + d * itemsize, zero)
+        rows[j] = target

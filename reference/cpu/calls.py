@@ -1,0 +1,105 @@
+"""How Python calls kernels: by their addresses, with words for arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from .jit import Kernel, pointer_of, signature
+from .structs import ArrayForm, Packed, Struct
+
+
+@functools.cache
+def _entry(pointer: int, words: int) -> Any:
+    """Return the function at an address, which takes `words` words after its two results.
+
+    Numba's functions return a status, and take first where to write a value and an error. ctypes
+    releases the GIL while they run.
+    """
+    results = ctypes.c_void_p, ctypes.c_void_p
+    return ctypes.CFUNCTYPE(ctypes.c_int32, *results, *(ctypes.c_int64,) * words)(pointer)
+
+
+@functools.cache
+def _forms(compiled: Kernel, number: np.dtype[Any]) -> list[Struct | ArrayForm | None]:
+    """Return how a kernel's arguments after `first` and `last` become words."""
+    forms: list[Struct | ArrayForm | None] = []
+    for kind in signature(compiled, number)[2:]:
+        array = ArrayForm(kind) if isinstance(kind, types.Array) else None
+        forms.append(kind if isinstance(kind, Struct) else array)
+    return forms
+
+
+def _in_words(forms: list[Struct | ArrayForm | None], values: Any) -> tuple[list[int], object]:
+    """Return arguments as the words that a kernel takes for them, and what those belong to."""
+    words: list[int] = []
+    held: list[object] = []
+    for form, value in zip(forms, values, strict=True):
+        if form is None:
+            words.append(value)
+        elif isinstance(form, ArrayForm):
+            place, *lengths = form.words(value)
+            # Owner, parent, size, bytes of an element, address, lengths, strides.
+            words += [0, 0, value.size, value.itemsize, place, *lengths, *value.strides]
+            held.append(value)
+        else:
+            packed = Packed(form, value)
+            words.append(packed.address)
+            held.append(packed)
+    return words, held
+
+
+def no_scratch() -> tuple[Any, ...]:
+    """Return the scratch of a kernel that needs none."""
+    return ()
+
+
+class Bound:
+    """A kernel with its arguments: ``bound(first, last)`` computes these items.
+
+    It holds the arrays whose addresses the kernel gets, and keeps the scratch of threads that have
+    finished a chunk for the next ones.
+
+    Parameters
+    ----------
+    compiled : Kernel
+        What `prepare` has made ready.
+    number : dtype
+        The accumulator that it computes in.
+    *arguments
+        What it takes after `first` and `last`. Structures may come as named tuples.
+    scratch : callable
+        Makes its last arguments, of which each thread has its own.
+    """
+
+    def __init__(
+        self,
+        compiled: Kernel,
+        number: np.dtype[Any],
+        *arguments: Any,
+        scratch: Callable[[], tuple[Any, ...]] = no_scratch,
+    ) -> None:
+        forms = _forms(compiled, number)
+        self._own_forms = forms[len(arguments) :]
+        self._words, self._held = _in_words(forms[: len(arguments)], arguments)
+        self._name, self._pointer = compiled.__name__, pointer_of(compiled, number)
+        self._scratch, self._spare = scratch, list[tuple[list[int], object]]()
+
+    def __call__(self, first: int, last: int) -> None:
+        """Compute the items from `first` to `last`, without the latter."""
+        try:
+            own = self._spare.pop()
+        except IndexError:
+            own = _in_words(self._own_forms, self._scratch())
+        results = (ctypes.c_int64 * 2)()
+        value = ctypes.addressof(results)
+        entry = _entry(self._pointer, 2 + len(self._words) + len(own[0]))
+        status = entry(value, value + 8, first, last, *self._words, *own[0])
+        if status:
+            raise RuntimeError(f"the CPU kernel {self._name} stopped with status {status}")
+        self._spare.append(own)

@@ -1,0 +1,418 @@
+"""Few queries and many keys: attention over a cache, the CPU twin of the decode kernels.
+
+The sums over keys form a fixed tree (`decode_tasks`). The softmax of a leaf of 64 keys starts anew,
+leaves are merged to nodes, and threads share the nodes. A row of keys or values is read once for
+all heads that share it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .arguments import CHANGES, Changes, Shape, shape_of
+from .cache import CACHE, Cache, find_rows, load_rows, row_size
+from .decode_tasks import LEAF, LOG_CHILDREN
+from .elementary import exp2
+from .jit import INT, INTS, TABLE, helper, kernel, takes, vector, whole_rows
+from .memory import ROWS, first_address, load, row_address, store
+from .merge import call_merge, clear, fma, size_of_state, state_size
+from .microkernel import padded, round_up
+from .rows_product import multiply_keys, multiply_values
+from .structs import Struct
+from .tile import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    SYMBOL_COUNT,
+    apply_mask,
+    apply_score,
+    class_of_tile,
+    describe_tile,
+    make_registers,
+)
+
+Array = np.ndarray[Any, Any]
+
+PARTS = 16  # sums and maxima of a leaf that stand side by side
+
+
+class DecodeScratch(NamedTuple):
+    """What one thread needs to work on units; rows are those of a task's heads and queries."""
+
+    panel: Array  # queries, (rows, width)
+    s: Array  # scores of a leaf, then weights, (rows, LEAF)
+    leaf: Array  # the state of a leaf
+    nodes: Array  # a state for each level
+    filled: Array  # whether a level's state has keys
+    part: Array
+    k_rows: Array  # addresses of a leaf's keys and values, and of the next leaf's keys
+    v_rows: Array
+    next_rows: Array
+    k_tile: Array  # keys and values that products cannot read where they lie
+    v_tile: Array
+    seen: Array  # which pairs take part, (rows, LEAF)
+    turned: Array  # scores of a head as [key, query]
+    symbols: Array
+    score_ri: Array
+    score_rf: Array
+    mask_ri: Array
+    mask_rf: Array
+    tile_ri: Array
+    tile_rf: Array
+
+
+def decode_scratch_of(number: types.Type) -> Struct:
+    """Return the type of `DecodeScratch`, given the accumulator's."""
+    tile, of_mask = vector(number), whole_rows(types.float32)
+    return Struct(
+        DecodeScratch,
+        (*(tile,) * 4, INTS, tile, *(INTS,) * 3, tile, tile, vector(types.boolean), tile, INTS)
+        + (TABLE, whole_rows(number))
+        + (TABLE, of_mask) * 2,
+    )
+
+
+def decode_scratch(
+    shape: Shape, changes: Changes, cache: Cache, top: int, number: np.dtype[Any]
+) -> DecodeScratch:
+    """Allocate the scratch of a call whose tree has `top` levels above the leaves."""
+    rows, lanes = shape.block_q, shape.lanes_per_vector
+    width, columns = round_up(shape.d, lanes), round_up(shape.d_v, lanes)
+    across, state = round_up(rows, lanes), size_of_state(rows, columns)
+    changed = len(changes.score.code) > 0 or changes.pointers.classify != 0
+    return DecodeScratch(
+        np.empty(rows * width, number),
+        np.empty(rows * LEAF, number),
+        np.empty(state, number),
+        np.empty(state * (top + 1), number),
+        np.empty(top + 2, np.int64),
+        np.empty(PARTS, number),
+        np.empty(LEAF, np.int64),
+        np.empty(LEAF, np.int64),
+        np.empty(LEAF, np.int64),
+        np.empty(0 if cache.k.in_place else LEAF * width, number),
+        np.empty(0 if cache.v.in_place else LEAF * columns, number),
+        np.empty(rows * LEAF if changed else 0, np.bool_),
+        np.empty(across * LEAF if changed else 0, number),
+        np.empty(SYMBOL_COUNT, np.int64),
+        *make_registers(changes.score, across, number),
+        *make_registers(changes.mask, across, np.dtype(np.float32)),
+        *make_registers(changes.tile, 1, np.dtype(np.float32)),
+    )
+
+
+@intrinsic
+def arrive(typingctx, counter):
+    """Add 1 to the integer at an address, and return what it was; what was written is seen."""
+
+    def codegen(context, builder, sig, args):
+        word = ir.IntType(64)
+        pointer = builder.inttoptr(args[0], word.as_pointer())
+        return builder.atomic_rmw("add", pointer, word(1), "seq_cst")
+
+    return types.int64(types.int64), codegen
+
+
+@helper
+def load_queries(q, shape, b, head, heads, i0, queries, width, panel):
+    """Load a task's queries as rows of `panel`: those of a head, then those of the next one."""
+    zero = panel.dtype.type(0)
+    for n in range(heads):
+        for i in range(queries):
+            source = row_address(q, b, head + n, i0 + i, shape.itemsize)
+            first = (n * queries + i) * width
+            for d in range(shape.d):
+                panel[first + d] = load(source + d * shape.itemsize, zero)
+            for d in range(shape.d, width):
+                panel[first + d] = zero
+
+
+@helper
+def class_of_leaf(shape, changes, symbols, b, head, heads, i0, queries, j0, keys, ri, rf):
+    """Return the class of a leaf for all heads of a task."""
+    if changes.pointers.classify == 0:
+        return FULL
+    some, full = False, True
+    for h in range(head, head + heads):
+        describe_tile(symbols, shape, b, h, i0, queries, j0, keys)
+        found = class_of_tile(changes, symbols, queries, keys, ri, rf)
+        some |= found != EMPTY
+        full &= found == FULL
+    return FULL if full else (PARTIAL if some else EMPTY)
+
+
+@helper
+def softmax_of_leaf(s, first, part, log2_e):
+    """Make a row of scores into weights; return its maximum and its sum."""
+    minus_infinity = s.dtype.type(-math.inf)
+    row = s[first : first + LEAF]
+    for n in range(PARTS):
+        part[n] = minus_infinity
+    for j in range(0, LEAF, PARTS):
+        for n in range(PARTS):
+            part[n] = row[j + n] if row[j + n] > part[n] else part[n]
+    width = PARTS // 2
+    while width:
+        for n in range(width):
+            part[n] = part[n + width] if part[n + width] > part[n] else part[n]
+        width //= 2
+    m = part[0]
+    safe = m if m != minus_infinity else s.dtype.type(0)
+    for n in range(PARTS):
+        part[n] = 0
+    for j in range(0, LEAF, PARTS):
+        for n in range(PARTS):
+            p = exp2((row[j + n] - safe) * log2_e)
+            row[j + n] = p
+            part[n] += p
+    width = PARTS // 2
+    while width:
+        for n in range(width):
+            part[n] += part[n + width]
+        width //= 2
+    return m, part[0]
+
+
+@helper
+def is_finite(rows, keys, columns, itemsize, like):
+    """Whether all elements of rows are finite."""
+    found = 0
+    for j in range(keys):
+        for d in range(columns):
+            value = load(rows[j] + d * itemsize, like)
+            found += value - value != 0
+    return found == 0
+
+
+@helper
+def multiply_seen(s, seen, rows, count, keys, columns, itemsize, states, first):
+    """Compute `multiply_values` pair by pair, leaving out those that take no part."""
+    zero = s.dtype.type(0)
+    for r in range(count):
+        o = states[first + r * columns : first + (r + 1) * columns]
+        for d in range(columns):
+            o[d] = zero
+        for j in range(keys):
+            if seen[r * LEAF + j]:
+                for d in range(columns):
+                    o[d] = fma(s[r * LEAF + j], load(rows[j] + d * itemsize, zero), o[d])
+
+
+@helper
+def close_nodes(pointer, states, size, rows, columns, c, filled, before, now, level, top):
+    """Merge nodes into their parents, up to level `top`: those that hold `before`, and not `now`.
+
+    Both are nodes of `level`, and `now` is -1 behind the last one.
+    """
+    for n in range(level + 1, top):
+        shift = LOG_CHILDREN * (n - level)
+        if now >= 0 and before >> shift == now >> shift:
+            return
+        add_to_node(pointer, states, size, n + 1, states, size * n, rows, columns, c, filled)
+        filled[n] = 0
+
+
+@helper
+def add_to_node(pointer, states, size, level, others, at, rows, columns, c, filled):
+    """Merge a state into the node of a level."""
+    if not filled[level]:
+        clear(states, size * level, rows)
+        filled[level] = 1
+    call_merge(pointer, (states, size * level, others, at, rows, columns, c))
+
+
+@helper
+def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, out, lse):
+    """Write out and lse of a task whose state is complete."""
+    zero, one = sink.dtype.type(0), sink.dtype.type(1)
+    rows = heads * queries
+    for n in range(heads):
+        logit = sink[head + n]
+        for i in range(queries):
+            r = n * queries + i
+            m, l, weight = states[at + r], states[at + rows + r], one
+            empty = l == 0  # then o holds anything
+            if logit != -math.inf:
+                top = m if m > logit else logit
+                weight = one if m == top else exp2((m - top) * shape.log2_e)
+                own = one if logit == top else exp2((logit - top) * shape.log2_e)
+                m, l = top, fma(l, weight, own)
+            # 8 normalise
+            inverse = zero if empty else weight / l
+            target = row_address(out, b, head + n, i0 + i, shape.itemsize)
+            o = at + 2 * rows + r * columns
+            for d in range(shape.d_v):
+                # A sum of 0 has no sign: it would hang on pairs that take no part.
+                value = zero if empty else fma(states[o + d], inverse, zero)
+                store(target + d * shape.itemsize, value)
+            # 9 store lse
+            natural = -math.inf if l == 0 else m + math.log(l)
+            target = row_address(lse, b, head + n, i0 + i, shape.itemsize)
+            store(target, sink.dtype.type(natural))
+
+
+@takes(
+    lambda number: (
+        INT, INT, INT, INTS, TABLE, TABLE, INT, INT, shape_of(number), CHANGES, INT, CACHE, ROWS,
+        vector(number), vector(number), INTS, ROWS, ROWS, INTS, decode_scratch_of(number),
+    )
+)  # fmt: skip
+@kernel
+def decode(
+    first, last, most_leaves, taken, tasks, units, level, top, shape, changes, merge, cache, q,
+    sink, kept, done, out, lse, visited, scratch,
+):  # fmt: skip
+    """Compute units that nobody has taken, until none is left.
+
+    A call returns early when ``(last - first) * most_leaves`` leaves are done. Who finishes a
+    task's last unit finishes the task. `tasks` and `units` are what `decode_tasks` makes, `level`
+    is the units', and a node of level `top` has all keys. `merge` is the kernel's address. ``kept``
+    has a place for each unit of tasks that have several. ``taken[0]`` counts the units that were
+    taken, ``done[n]`` the finished units of task n, and ``visited[n]`` the leaves of unit n that
+    were not EMPTY.
+    """
+    itemsize, lanes = shape.itemsize, shape.lanes_per_vector
+    like = sink.dtype.type(0)
+    key_size, value_size = row_size(cache.k), row_size(cache.v)
+    width, columns = padded(shape.d, lanes), padded(shape.d_v, lanes)
+    across = padded(shape.block_q, lanes)
+    panel, s, leaf, nodes = scratch.panel, scratch.s, scratch.leaf, scratch.nodes
+    filled, part, symbols = scratch.filled, scratch.part, scratch.symbols
+    k_rows, v_rows, next_rows = scratch.k_rows, scratch.v_rows, scratch.next_rows
+    seen, turned = scratch.seen, scratch.turned
+    has_score = changes.score.code.shape[0] > 0
+    loaded = -1
+    leaves = 0
+
+    while leaves < (last - first) * most_leaves:
+        unit = arrive(first_address(taken))
+        if unit >= units.shape[0]:
+            break
+        task, leaf_begin, leaf_end = units[unit, 0], units[unit, 2], units[unit, 3]
+        b, h_kv, head, heads = tasks[task, 0], tasks[task, 1], tasks[task, 2], tasks[task, 3]
+        i0, queries = tasks[task, 4], tasks[task, 5]
+        first_unit, count, place = tasks[task, 6], tasks[task, 7], tasks[task, 8]
+        rows = heads * queries
+        size = state_size(rows, columns)
+        # 1 load q
+        if loaded != task:
+            load_queries(q, shape, b, head, heads, i0, queries, width, panel)
+            loaded = task
+        filled[:] = 0
+        before = -1
+        leaves += max(leaf_end - leaf_begin, 1)
+        for n in range(leaf_begin, leaf_end):
+            j0 = n * LEAF
+            keys = min(LEAF, shape.len_k[b] - j0)
+            leaf_class = class_of_leaf(
+                shape, changes, symbols, b, head, heads, i0, queries, j0, keys, scratch.tile_ri,
+                scratch.tile_rf,
+            )  # fmt: skip
+            if leaf_class == EMPTY:
+                continue
+            visited[unit] += 1
+            if before >= 0:
+                close_nodes(
+                    merge, nodes, size, rows, columns, shape.log2_e, filled, before, n, 0, level
+                )
+            before = n
+
+            # 2 scores
+            next_keys = max(min(LEAF, shape.len_k[b] - j0 - LEAF), 0)
+            find_rows(cache, b, h_kv, j0 + LEAF, next_keys, next_rows, v_rows)
+            find_rows(cache, b, h_kv, j0, keys, k_rows, v_rows)
+            if not cache.k.in_place:
+                load_rows(cache.k, k_rows, keys, width, itemsize, scratch.k_tile)
+            for j in range(keys, LEAF):
+                k_rows[j] = k_rows[keys - 1]
+            multiply_keys(
+                shape.scale, first_address(panel), width, first_address(k_rows), first_address(s),
+                LEAF, rows, keys, width, itemsize, first_address(v_rows), value_size,
+            )  # fmt: skip
+            if has_score or leaf_class == PARTIAL:
+                for x in range(heads):
+                    block = s[x * queries * LEAF : (x + 1) * queries * LEAF]
+                    for i in range(queries):
+                        for j in range(keys):
+                            turned[j * across + i] = block[i * LEAF + j]
+                    describe_tile(symbols, shape, b, head + x, i0, queries, j0, keys)
+                    # 3 score mod
+                    if has_score:
+                        apply_score(
+                            changes.pointers, changes.score, symbols, i0, queries, keys, across,
+                            turned, turned, scratch.score_ri, scratch.score_rf,
+                        )  # fmt: skip
+                    # 4 mask
+                    if leaf_class == PARTIAL:
+                        apply_mask(
+                            changes, symbols, queries, keys, across, turned, scratch.mask_ri,
+                            scratch.mask_rf,
+                        )  # fmt: skip
+                    for i in range(queries):
+                        for j in range(keys):
+                            block[i * LEAF + j] = turned[j * across + i]
+            for r in range(rows):
+                for j in range(keys, LEAF):
+                    s[r * LEAF + j] = -math.inf
+            hidden = 0
+            if has_score or leaf_class == PARTIAL:
+                for r in range(rows):
+                    for j in range(keys):
+                        seen[r * LEAF + j] = s[r * LEAF + j] != -math.inf
+                        hidden += not seen[r * LEAF + j]
+            # 5 row max
+            for r in range(rows):
+                leaf[r], leaf[rows + r] = softmax_of_leaf(s, r * LEAF, part, shape.log2_e)
+            # 7 accumulate p v
+            if not cache.v.in_place:
+                load_rows(cache.v, v_rows, keys, columns, itemsize, scratch.v_tile)
+            if hidden and not is_finite(v_rows, keys, columns, itemsize, like):
+                multiply_seen(s, seen, v_rows, rows, keys, columns, itemsize, leaf, 2 * rows)
+            else:
+                multiply_values(
+                    like, first_address(s), LEAF, first_address(v_rows),
+                    first_address(leaf) + 2 * rows * itemsize, columns, rows, keys, columns,
+                    itemsize, first_address(next_rows), next_keys, key_size,
+                )  # fmt: skip
+            # The leaf joins its node: merges stand for step 6.
+            add_to_node(merge, nodes, size, 1, leaf, 0, rows, columns, shape.log2_e, filled)
+        if before >= 0:
+            close_nodes(
+                merge, nodes, size, rows, columns, shape.log2_e, filled, before, -1, 0, level
+            )
+        else:
+            clear(nodes, size * level, rows)
+        result = level
+        if count > 1:
+            at = place + (unit - first_unit) * size
+            for n in range(size):
+                kept[at + n] = nodes[size * level + n]
+            if arrive(first_address(done) + 8 * task) != count - 1:
+                continue
+            filled[:] = 0
+            before = -1
+            for n in range(count):
+                index = units[first_unit + n, 1]
+                if before >= 0:
+                    close_nodes(
+                        merge, nodes, size, rows, columns, shape.log2_e, filled, before, index,
+                        level, top,
+                    )  # fmt: skip
+                before = index
+                add_to_node(
+                    merge, nodes, size, level + 1, kept, place + n * size, rows, columns,
+                    shape.log2_e, filled,
+                )  # fmt: skip
+            close_nodes(
+                merge, nodes, size, rows, columns, shape.log2_e, filled, before, -1, level, top
+            )
+            result = top
+        finish_task(
+            shape, b, head, heads, i0, queries, nodes, size * result, columns, sink, out, lse
+        )

@@ -1,0 +1,90 @@
+"""One call over a cache on the CPU: its schedule, and the kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .cache import cache_of
+from .calls import Bound
+from .decode import decode as decode_kernel
+from .decode import decode_scratch
+from .decode_tasks import LEAF, MOST_ROWS, schedule
+from .jit import pointer_of, prepare
+from .launch import QUIET, called_kernels, changes_of, pointers_to, sinks_of
+from .layout import Array, Layout, Problem, Programs, Scratch, finish
+from .merge import merge
+from .microkernel import round_up
+from .threads import num_threads, parallel
+
+# What a call of the kernel multiplies, so that it takes some hundredths of a second.
+MOST_PRODUCTS = 2**28
+
+
+@QUIET
+def decode(
+    problem: Problem,
+    programs: Programs,
+    q: Array,
+    k: Array,
+    v: Array,
+    table: Array | None,
+    page_size: int,
+    sink: Array | None,
+    out: Array,
+    lse: Array,
+) -> int:
+    """Write out and lse; return how many leaves were visited (not EMPTY).
+
+    `problem` has the lengths that the cache holds as lengths of keys, one of each batch entry, and
+    `k` and `v` are the cache's arrays.
+    """
+    number = problem.accumulator
+    called = called_kernels(problem, programs, False)
+    prepare([*called.values(), (merge, number), (decode_kernel, number)])
+    pointers = pointers_to(called)
+    layout, scratch = Layout(problem, MOST_ROWS, LEAF), Scratch()
+    shape = layout.shape
+    if not shape.heads:
+        return 0
+    q_read = layout.operand(q, scratch, whole_vectors=False)
+    out_made = layout.result(out, scratch)
+    lse_made = layout.result(lse[..., None], scratch)
+    q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
+    changes = changes_of(layout, programs, pointers, careful=False)
+    cache = cache_of(k, v, table, page_size, layout.itemsize, layout.lanes)
+    columns = round_up(shape.d_v, layout.lanes)
+    plan = schedule(shape, problem.heads_kv, changes.ranges, columns, num_threads())
+    kept = np.empty(plan.kept, number)
+    taken, done = np.zeros(1, np.int64), np.zeros(len(plan.tasks), np.int64)
+    visited = np.zeros(len(plan.units), np.int64)
+    most_leaves = -(-MOST_PRODUCTS // (LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)))
+    leaves = int(np.maximum(plan.units[:, 3] - plan.units[:, 2], 1).sum())
+    parallel(
+        Bound(
+            decode_kernel,
+            number,
+            most_leaves,
+            taken,
+            plan.tasks,
+            plan.units,
+            plan.level,
+            plan.top,
+            shape,
+            changes,
+            pointer_of(merge, number),
+            cache,
+            q_rows,
+            sinks_of(layout, sink),
+            kept,
+            done,
+            out_rows,
+            lse_rows,
+            visited,
+            scratch=lambda: (decode_scratch(shape, changes, cache, plan.top, number),),
+        ),
+        max(-(-leaves // most_leaves), min(num_threads(), len(plan.units))),
+        (programs, q_read, k, v, table, out_made, lse_made),
+    )
+    finish(out, out_made)
+    finish(lse[..., None], lse_made)
+    return int(visited.sum())

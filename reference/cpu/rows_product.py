@@ -1,0 +1,279 @@
+"""Products with rows that lie anywhere: queries times keys, weights times values of a leaf.
+
+Rows of keys and values are given by their addresses, so that a page table costs nothing. Every
+element of a result is one sum in one order, by fused operations that are written as such: it is the
+same whatever else is computed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+
+from .jit import helper
+
+INT = ir.IntType(64)
+LANE = ir.IntType(32)
+KEYS = 4
+LINE = 64  # bytes of a cache line
+# Bytes of a vector; queries of a block of scores; rows and vectors of a block of values: the sums
+# stay in registers.
+VECTOR_BYTES, QUERIES, ROWS, VECTORS = (
+    (64, 4, 4, 4) if binding.get_host_cpu_features().get("avx512f") else (32, 2, 2, 4)
+)
+
+
+class _Emitter:
+    """Emits loads, stores and shuffles of vectors of one element type."""
+
+    def __init__(self, builder: Any, scalar: Any) -> None:
+        self.builder, self.scalar = builder, scalar
+        self.itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
+        self.lanes = VECTOR_BYTES // self.itemsize
+        self.vector = ir.VectorType(scalar, self.lanes)
+        self.zero = ir.Constant(self.vector, [0.0] * self.lanes)
+
+    def at(self, base: Any, row: int, row_stride: Any, column: Any) -> Any:
+        """Return the address of an element, `column` elements into a row."""
+        builder = self.builder
+        element = builder.add(builder.mul(INT(row), row_stride), column)
+        return builder.add(base, builder.mul(element, INT(self.itemsize)))
+
+    def load(self, place: Any, kind: Any = None) -> Any:
+        kind = kind or self.vector
+        value = self.builder.load(self.builder.inttoptr(place, kind.as_pointer()))
+        value.align = 8 if kind is INT else self.itemsize
+        return value
+
+    def store(self, value: Any, place: Any) -> None:
+        pointer = self.builder.inttoptr(place, value.type.as_pointer())
+        self.builder.store(value, pointer).align = self.itemsize
+
+    def splat(self, value: Any, lanes: int) -> Any:
+        undefined = ir.Constant(ir.VectorType(self.scalar, lanes), ir.Undefined)
+        first = self.builder.insert_element(undefined, value, LANE(0))
+        zeros = ir.Constant(ir.VectorType(LANE, lanes), [0] * lanes)
+        return self.builder.shuffle_vector(first, undefined, zeros)
+
+    def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
+        indices = ir.Constant(ir.VectorType(LANE, len(lanes)), lanes)
+        return self.builder.shuffle_vector(a, b, indices)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        """Return x * y + z of vectors, rounded once."""
+        kind = self.vector
+        name = f"llvm.fma.v{self.lanes}f{8 * self.itemsize}"
+        known = self.builder.module.globals.get(name)
+        made = known or ir.Function(
+            self.builder.module, ir.FunctionType(kind, (kind, kind, kind)), name
+        )
+        return self.builder.call(made, (x, y, z))
+
+    def sums(self, vectors: list[Any]) -> Any:
+        """Return the sums over the lanes of four vectors, as a vector of four."""
+        groups, lanes, builder = range(0, self.lanes, 4), self.lanes, self.builder
+
+        def paired(a: Any, b: Any, low: list[int], high: list[int]) -> Any:
+            halves = (
+                self.shuffle(a, b, [g + n for g in groups for n in part]) for part in (low, high)
+            )
+            return builder.fadd(*halves)
+
+        mixed = [0, lanes, 1, lanes + 1], [2, lanes + 2, 3, lanes + 3]
+        joined = [0, 1, lanes, lanes + 1], [2, 3, lanes + 2, lanes + 3]
+        a, b, c, d = vectors
+        total = paired(paired(a, b, *mixed), paired(c, d, *mixed), *joined)
+        while lanes > 4:
+            lanes //= 2
+            halves = (self.shuffle(total, total, list(range(n, n + lanes))) for n in (0, lanes))
+            total = builder.fadd(*halves)
+        return total
+
+
+def _loop(
+    builder: Any, count: Any, initial: list[Any], body: Callable[..., list[Any]]
+) -> list[Any]:
+    """Emit ``for n in range(count)`` over values that `body(n, values)` makes anew."""
+    start = builder.block
+    loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
+    builder.cbranch(builder.icmp_signed(">", count, INT(0)), loop, end)
+    builder.position_at_end(loop)
+    n = builder.phi(INT)
+    n.add_incoming(INT(0), start)
+    running = [builder.phi(value.type) for value in initial]
+    updated = body(n, running)
+    following = builder.add(n, INT(1))
+    n.add_incoming(following, builder.block)
+    for phi, before, after in zip(running, initial, updated, strict=True):
+        phi.add_incoming(before, start)
+        phi.add_incoming(after, builder.block)
+    last = builder.block
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, end)
+    builder.position_at_end(end)
+    results = [builder.phi(value.type) for value in initial]
+    for result, before, after in zip(results, initial, updated, strict=True):
+        result.add_incoming(before, start)
+        result.add_incoming(after, last)
+    return results
+
+
+def _score_block(rows: int) -> Callable[..., Any]:
+    """Make the function that multiplies `rows` queries by four keys."""
+
+    @intrinsic
+    def block(typingctx, q, q_row, places, s, s_row, vectors, scale):
+        signature = types.void(*[types.int64] * 6, scale)
+
+        def codegen(context, builder, sig, args):
+            q, q_row, places, s, s_row, vectors, scale = args
+            emit = _Emitter(builder, context.get_value_type(sig.args[6]))
+            keys = [emit.load(builder.add(places, INT(8 * n)), INT) for n in range(KEYS)]
+
+            def body(n, sums):
+                column = builder.mul(n, INT(emit.lanes))
+                k = [emit.load(emit.at(place, 0, INT(0), column)) for place in keys]
+                x = [emit.load(emit.at(q, r, q_row, column)) for r in range(rows)]
+                cells = [(r, j) for r in range(rows) for j in range(KEYS)]
+                return [emit.fma(x[r], k[j], sums[r * KEYS + j]) for r, j in cells]
+
+            sums = _loop(builder, vectors, [emit.zero] * (rows * KEYS), body)
+            for r in range(rows):
+                total = emit.sums(sums[r * KEYS : (r + 1) * KEYS])
+                scaled = builder.fmul(total, emit.splat(scale, KEYS))
+                emit.store(scaled, emit.at(s, r, s_row, INT(0)))
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    function: Callable[..., Any] = block
+    return function
+
+
+def _value_block(rows: int, vectors: int) -> Callable[..., Any]:
+    """Make the function that multiplies `rows` rows of weights by `vectors` vectors of values."""
+
+    @intrinsic
+    def block(typingctx, p, p_row, places, first, o, o_row, keys, like):
+        signature = types.void(*[types.int64] * 7, like)
+
+        def codegen(context, builder, sig, args):
+            p, p_row, places, first, o, o_row, keys, _ = args
+            emit = _Emitter(builder, context.get_value_type(sig.args[7]))
+            columns = [builder.add(first, INT(n * emit.lanes)) for n in range(vectors)]
+
+            def body(j, sums):
+                place = emit.load(builder.add(places, builder.mul(j, INT(8))), INT)
+                v = [emit.load(emit.at(place, 0, INT(0), column)) for column in columns]
+                made = []
+                for r in range(rows):
+                    weight = emit.load(emit.at(p, r, p_row, j), emit.scalar)
+                    weight = emit.splat(weight, emit.lanes)
+                    made += [emit.fma(weight, v[n], sums[r * vectors + n]) for n in range(vectors)]
+                return made
+
+            sums = _loop(builder, keys, [emit.zero] * (rows * vectors), body)
+            for r in range(rows):
+                for n in range(vectors):
+                    emit.store(sums[r * vectors + n], emit.at(o, r, o_row, columns[n]))
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    function: Callable[..., Any] = block
+    return function
+
+
+_scores_of_rows, _scores_of_row = _score_block(QUERIES), _score_block(1)
+_wide, _narrow = _value_block(ROWS, VECTORS), _value_block(ROWS, 1)
+_row_wide, _row_narrow = _value_block(1, VECTORS), _value_block(1, 1)
+
+
+@intrinsic
+def _prefetch(typingctx, place):
+    """Begin to load the cache line at an address."""
+
+    def codegen(context, builder, sig, args):
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), (byte, LANE, LANE, LANE))
+        name = "llvm.prefetch.p0"
+        known = builder.module.globals.get(name)
+        made = known or ir.Function(builder.module, kind, name)
+        builder.call(made, (builder.inttoptr(args[0], byte), LANE(0), LANE(3), LANE(1)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def _row_at(typingctx, places, n):
+    """Return the address of a row."""
+
+    def codegen(context, builder, sig, args):
+        place = builder.add(args[0], builder.mul(args[1], INT(8)))
+        return builder.load(builder.inttoptr(place, INT.as_pointer()))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@helper
+def _begin_loading(places, first, last, size):
+    """Begin to load rows of `size` bytes, from one to before another."""
+    for n in range(first, last):
+        row = _row_at(places, n)
+        for x in range(0, size, LINE):
+            _prefetch(row + x)
+
+
+@helper
+def multiply_keys(
+    scale, q, q_row, places, s, s_row, rows, keys, columns, itemsize, values, value_size
+):
+    """s[r, j] = scale * sum over d of q[r, d] * key j's element d.
+
+    `q`, `places` and `s` are addresses. Keys are taken four at a time: `places` and the rows of `s`
+    are filled up to that. The values' rows, of `value_size` bytes, begin to be loaded meanwhile.
+    """
+    vectors = columns * itemsize // VECTOR_BYTES
+    for j in range(0, keys, KEYS):
+        place, target = places + 8 * j, s + j * itemsize
+        _begin_loading(values, j, min(j + KEYS, keys), value_size)
+        for r in range(0, rows - QUERIES + 1, QUERIES):
+            x, y = q + r * q_row * itemsize, target + r * s_row * itemsize
+            _scores_of_rows(x, q_row, place, y, s_row, vectors, scale)
+        for r in range(rows - rows % QUERIES, rows):
+            x, y = q + r * q_row * itemsize, target + r * s_row * itemsize
+            _scores_of_row(x, q_row, place, y, s_row, vectors, scale)
+
+
+@helper
+def multiply_values(
+    like, p, p_row, places, o, o_row, rows, keys, columns, itemsize, ahead, ahead_rows, ahead_size
+):
+    """o[r, d] = sum over j < keys of p[r, j] * value j's element d; all are addresses.
+
+    `ahead_rows` rows of `ahead_size` bytes begin to be loaded meanwhile.
+    """
+    lanes = VECTOR_BYTES // itemsize
+    vectors = columns // lanes
+    passes = (rows + ROWS - 1) // ROWS * ((vectors + VECTORS - 1) // VECTORS)
+    begun, each = 0, (ahead_rows + passes - 1) // passes
+    for r in range(0, rows - ROWS + 1, ROWS):
+        x, y = p + r * p_row * itemsize, o + r * o_row * itemsize
+        for n in range(0, vectors - VECTORS + 1, VECTORS):
+            _begin_loading(ahead, begun, min(begun + each, ahead_rows), ahead_size)
+            begun += each
+            _wide(x, p_row, places, n * lanes, y, o_row, keys, like)
+        for n in range(vectors - vectors % VECTORS, vectors):
+            _narrow(x, p_row, places, n * lanes, y, o_row, keys, like)
+    for r in range(rows - rows % ROWS, rows):
+        x, y = p + r * p_row * itemsize, o + r * o_row * itemsize
+        for n in range(0, vectors - VECTORS + 1, VECTORS):
+            _begin_loading(ahead, begun, min(begun + each, ahead_rows), ahead_size)
+            begun += each
+            _row_wide(x, p_row, places, n * lanes, y, o_row, keys, like)
+        for n in range(vectors - vectors % VECTORS, vectors):
+            _row_narrow(x, p_row, places, n * lanes, y, o_row, keys, like)

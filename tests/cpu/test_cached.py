@@ -1,0 +1,382 @@
+"""Attention over a cache on the CPU: within the bound, and bit for bit what it promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement import same_bits
+from strategies import DTYPES
+
+import cupyflash
+from cupyflash import attention_cached, masks, scores
+from cupyflash.reference.cpu import decode_launch, decode_tasks
+from cupyflash.testing import Precision, forward_bound, rho
+
+BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+FLOAT32 = np.dtype(np.float32)
+LENGTHS = [0, 1, 2, 63, 64, 65, 127, 129, 511, 512, 513, 600]
+
+
+class Case:
+    """A drawn cache, with NaN behind each entry's keys, queries, and options by entry."""
+
+    def __init__(self, rng, dtype, lengths, *, group=1, heads_kv=1, len_q=1, d=16, d_v=16, room=0):
+        self.rng, self.lengths = rng, np.asarray(lengths)
+        batch, most = len(lengths), max(lengths) + room
+        self.q = self._random((batch, heads_kv * group, len_q, d), dtype)
+        self.k = self._random((batch, heads_kv, most, d), dtype)
+        self.v = self._random((batch, heads_kv, most, d_v), dtype)
+        for b, n in enumerate(lengths):
+            self.k[b, :, n:] = self.v[b, :, n:] = np.nan
+        self.options = {}
+
+    def _random(self, shape, dtype):
+        return self.rng.standard_normal(shape, np.float32).astype(dtype)
+
+    def with_options(self, mask=None, score=None, bias=False, sink=False):
+        (batch, heads, len_q, _), most = self.q.shape, self.k.shape[2]
+        if mask == "dense":
+            mask = self.rng.random((batch, heads, len_q, most)) < 0.6
+        elif mask == "tree":
+            mask = self.rng.random((batch, len_q, len_q)) < 0.5
+        self.options = {"mask": mask, "score_mod": score}
+        if bias:
+            self.options["bias"] = self._random((batch, heads, len_q, most), np.float32)
+        if sink:
+            self.options["sink"] = self._random((heads,), np.float32)
+        return self
+
+    def arguments(self, b=None):
+        """The options of the call, or those of attention over the keys of one entry."""
+        made = dict(self.options)
+        mask, n = made["mask"] if made else None, None if b is None else self.lengths[b]
+        is_tree = isinstance(mask, np.ndarray) and mask.ndim == 3
+        if b is not None and isinstance(mask, np.ndarray):
+            made["mask"] = mask[b] if is_tree else mask[b, ..., :n]
+        if is_tree:
+            made["mask"] = masks.tree(made["mask"])
+        if b is not None and "bias" in made:
+            made["bias"] = made["bias"][b, ..., :n]
+        return made
+
+    def run(self, lengths=None, **changes):
+        arrays = {"q": self.q, "k": self.k, "v": self.v}
+        arrays = [changes.pop(name, value) for name, value in arrays.items()]
+        lengths = self.lengths if lengths is None else lengths
+        options = self.arguments() | changes
+        return attention_cached(*arrays, lengths, return_lse=True, **options)
+
+    def check(self, out, lse):
+        """Hold results to the bound of each entry by itself."""
+        for b, n in enumerate(self.lengths):
+            arrays = self.q[b], self.k[b, :, :n], self.v[b, :, :n]
+            precision = Precision.of(self.q.dtype)
+            expected = forward_bound(*arrays, precision=precision, **self.arguments(b))
+            assert not expected.ill_conditioned
+            for ours, bounded in ((out[b], expected.out), (lse[b], expected.lse)):
+                assert rho(ours, *bounded).value <= 1
+
+    def paged(self, page, dtype=np.int32):
+        """The cache in pages that lie anywhere, with others of NaN, and its table."""
+        batch, heads, most, _ = self.k.shape
+        each = -(-most // page) + 1
+        pages = batch * each + 3
+        places = self.rng.permutation(pages)[: batch * each].reshape(batch, each)
+        table = np.full((batch, each), -1, dtype)
+        made = []
+        for x in (self.k, self.v):
+            rows = np.full((pages, heads, page, x.shape[-1]), np.nan, x.dtype)
+            for b, n in enumerate(self.lengths):
+                for number in range(-(-n // page)):
+                    held = x[b, :, number * page : min((number + 1) * page, n)]
+                    rows[places[b, number], :, : held.shape[1]] = held
+                    table[b, number] = places[b, number]
+            made.append(rows)
+        return {"k": made[0], "v": made[1], "table": table}
+
+
+MASKS = [
+    None,
+    masks.causal(),
+    masks.window(20, 0),
+    masks.window(5, 3) | masks.prefix(2),
+    masks.mask(lambda b, h, i, j: (i + j + h) % 3 > 0),
+    "dense",
+    "tree",
+]
+
+
+@st.composite
+def cases(draw, dtype, options=True):
+    made = Case(
+        np.random.default_rng(draw(st.integers(0, 2**32))),
+        dtype,
+        draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3)),
+        group=draw(st.integers(1, 5)),
+        heads_kv=draw(st.integers(1, 2)),
+        len_q=draw(st.sampled_from([1, 1, 2, 5, 9])),
+        d=draw(st.sampled_from([1, 8, 16, 33])),
+        d_v=draw(st.sampled_from([1, 16, 20, 48, 80])),
+        room=draw(st.sampled_from([0, 1, 70])),
+    )
+    if not options:
+        return made.with_options()
+    return made.with_options(
+        draw(st.sampled_from(MASKS)),
+        draw(st.sampled_from([None, None, scores.softcap(2.0)])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+
+
+def same(ours, expected):
+    return all(same_bits(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+# The bound
+
+
+@BY_DTYPE
+def test_out_and_lse_are_within_the_bound(dtype):
+    @settings(max_examples=2 * settings().max_examples)
+    @given(cases(dtype))
+    def check(case):
+        case.check(*case.run())
+
+    check()
+
+
+@BY_DTYPE
+@pytest.mark.parametrize(("d", "d_v"), [(128, 128), (512, 512), (96, 130)])
+def test_long_caches_and_wide_heads(dtype, d, d_v):
+    rng = np.random.default_rng(d)
+    case = Case(rng, dtype, [4097, 0, 700], group=4, heads_kv=1, d=d, d_v=d_v)
+    case.check(*case.with_options(sink=True).run())
+
+
+def test_many_levels_of_nodes():
+    case = Case(np.random.default_rng(1), FLOAT32, [40000], group=2, len_q=3, d=8, d_v=8)
+    case.check(*case.with_options(masks.causal()).run())
+
+
+def test_long_prompts():
+    case = Case(np.random.default_rng(2), FLOAT32, [300, 170], group=3, heads_kv=2, len_q=150)
+    case.check(*case.with_options(masks.causal()).run())
+
+
+def test_groups_of_many_heads():
+    case = Case(np.random.default_rng(3), FLOAT32, [130], group=71, heads_kv=2, len_q=2)
+    case.check(*case.with_options(masks.causal(), sink=True).run())
+
+
+def test_values_of_float16_that_are_subnormal_or_large():
+    case = Case(np.random.default_rng(4), np.dtype(np.float16), [200], d_v=32)
+    case.v[...] = case.v * np.float16(2.0**-16)
+    case.v[..., ::3] = case.rng.choice([65504, -65504, 2.0**-24, -0.0], case.v[..., ::3].shape)
+    case.check(*case.with_options().run())
+
+
+def test_an_empty_entry_gives_0_and_its_sink():
+    case = Case(np.random.default_rng(5), FLOAT32, [0, 5], group=2)
+    out, lse = case.with_options().run()
+    assert (out[0] == 0).all()
+    assert np.isneginf(lse[0]).all()
+    np.full(10**5, np.nan)  # what is freed is what kernels get
+    out, lse = case.with_options(sink=True).run()
+    assert (out[0] == 0).all()
+    assert same_bits(lse[0, :, 0], case.options["sink"])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 1, 8), (2, 0, 1, 8), (2, 2, 0, 8)])
+def test_empty_axes(shape):
+    q = np.ones(shape, np.float32)
+    k = np.ones((shape[0], shape[1], 3, shape[3]), np.float32)
+    out, lse = attention_cached(q, k, k, 3, return_lse=True)
+    assert out.shape == shape
+    assert lse.shape == shape[:-1]
+    assert np.allclose(lse, np.log(3))
+
+
+@pytest.mark.parametrize("offset", [-30, 40])
+def test_entries_have_key_ranges_of_their_own_lengths(offset):
+    case = Case(np.random.default_rng(6), FLOAT32, [200, 90, 0], group=2, len_q=4)
+    case.check(*case.with_options(masks.window(17, 2) | masks.causal(offset)).run())
+
+
+# Bit by bit
+
+
+@given(cases(FLOAT32), st.sampled_from([1, 3, 16, 64, 100]))
+def test_pages_change_no_bit(case, page):
+    expected = case.run()
+    pages = case.paged(page)
+    assert same(case.run(**_with_room(case, pages)), expected)
+    wide = pages | {"table": pages["table"].astype(np.int64)[:, ::-1].copy()[:, ::-1]}
+    assert same(case.run(case.lengths.astype(np.int32), **_with_room(case, wide)), expected)
+
+
+def _with_room(case, pages):
+    """Pages, and options as large as what they have room for."""
+    room = pages["table"].shape[1] * pages["k"].shape[2]
+    more = [(0, 0)] * 3 + [(0, room - case.k.shape[2])]
+    options = case.arguments()
+    for name in ("mask", "bias"):
+        if isinstance(options.get(name), np.ndarray):
+            pages = pages | {name: np.pad(options[name], more)}
+    return pages
+
+
+@given(cases(FLOAT32), st.sampled_from(DTYPES), st.data())
+def test_other_entries_room_and_strides_change_no_bit(case, dtype, data):
+    out, lse = case.run()
+    b = data.draw(st.integers(0, len(case.lengths) - 1))
+    n = case.lengths[b]
+    alone = {"q": case.q[b : b + 1], "k": case.k[b : b + 1, :, :n], "v": case.v[b : b + 1, :, :n]}
+    for name in ("mask", "bias"):
+        if isinstance(case.options.get(name), np.ndarray):
+            of_entry = case.options[name][b : b + 1]
+            alone[name] = of_entry if of_entry.ndim == 3 else of_entry[..., :n]
+    if "mask" in alone and alone["mask"].ndim == 3:
+        alone["mask"] = masks.tree(alone["mask"])
+    for x in ("k", "v"):  # (B, S, H, D) in memory, every second column
+        wide = np.full((*alone[x].shape[:3], 2 * alone[x].shape[3]), np.nan, np.float32)
+        wide = wide.swapaxes(1, 2).copy().swapaxes(1, 2)
+        wide[..., ::2] = alone[x]
+        alone[x] = wide[..., ::2]
+    assert same(case.run(n, **alone), (out[b : b + 1], lse[b : b + 1]))
+
+
+@pytest.mark.parametrize("most_units", [0, 1, 64, 1000])
+@pytest.mark.parametrize("threads", ["1", "2", "5"])
+@pytest.mark.parametrize("products", [1, 2**28])
+def test_the_schedule_changes_no_bit(monkeypatch, threads, most_units, products):
+    case = Case(np.random.default_rng(7), FLOAT32, [33000, 0, 700], group=3, heads_kv=2, len_q=2)
+    calls = [{"mask": masks.window(32000, 0)}, {}]
+    expected = [case.run(**options) for options in calls]
+    monkeypatch.setenv("CUPYFLASH_NUM_THREADS", threads)
+    monkeypatch.setattr(decode_tasks, "MOST_UNITS", most_units)
+    monkeypatch.setattr(decode_launch, "MOST_PRODUCTS", products)
+    for _ in range(3):
+        assert all(same(case.run(**x), y) for x, y in zip(calls, expected, strict=True))
+
+
+@BY_DTYPE
+@pytest.mark.parametrize("length", [66, 513, 515, 4100])
+@pytest.mark.parametrize("mask", [masks.causal(), masks.window(70, 0)], ids=["causal", "window"])
+def test_drafts_in_one_call_are_single_steps(dtype, length, mask):
+    drafts = 9
+    case = Case(np.random.default_rng(length), dtype, [length], group=3, heads_kv=2, len_q=drafts)
+    case.v[:, :, -1] *= -1
+    out, lse = case.with_options(mask, scores.softcap(3.0), sink=True).run()
+    for i in range(drafts):
+        step = case.run(length - drafts + i + 1, q=case.q[:, :, i : i + 1])
+        assert same(step, (out[:, :, i : i + 1], lse[:, :, i : i + 1]))
+
+
+def test_nonfinite_drafts_change_no_bit_of_those_before_them():
+    case = Case(np.random.default_rng(8), FLOAT32, [300], group=2, len_q=4)
+    case.with_options(masks.causal())
+    expected = [x[:, :, :3].copy() for x in case.run()]
+    case.k[:, :, -1], case.v[:, :, -1] = np.inf, np.nan
+    out, lse = case.run()
+    assert same((out[:, :, :3], lse[:, :, :3]), expected)
+    assert np.isnan(out[:, :, 3]).all()
+
+
+@given(cases(FLOAT32, options=False), st.sampled_from([None, masks.causal(), masks.window(9, 1)]))
+def test_packed_queries_are_dense_ones(case, mask):
+    case.with_options(mask)
+    out, lse = case.run()
+    batch, heads, len_q, d = case.q.shape
+    packed = np.ascontiguousarray(case.q.transpose(1, 0, 2, 3).reshape(heads, batch * len_q, d))
+    offsets = np.arange(batch + 1) * len_q
+    ours = case.run(q=packed, offsets_q=offsets)
+    assert same_bits(ours[0], out.transpose(1, 0, 2, 3).reshape(ours[0].shape))
+    assert same_bits(ours[1], lse.transpose(1, 0, 2).reshape(ours[1].shape))
+
+
+def test_packed_entries_of_different_numbers_of_queries():
+    case = Case(np.random.default_rng(9), FLOAT32, [100, 65, 7, 0], group=2, heads_kv=2, len_q=70)
+    counts = [1, 70, 0, 3]
+    offsets = np.cumsum([0, *counts])
+    packed = np.concatenate([case.q[b, :, :n] for b, n in enumerate(counts)], axis=1)
+    out, lse = case.with_options(masks.causal()).run(q=packed, offsets_q=offsets)
+    for b, n in enumerate(counts):
+        rows = slice(offsets[b], offsets[b + 1])
+        alone = {"q": case.q[b : b + 1, :, :n], "k": case.k[b : b + 1], "v": case.v[b : b + 1]}
+        expected = case.run(case.lengths[b : b + 1], **alone)
+        assert same((out[None, :, rows], lse[None, :, rows]), expected)
+
+
+def test_keys_behind_the_window_may_be_dropped():
+    case = Case(np.random.default_rng(10), FLOAT32, [1500], group=2, len_q=2)
+    case.with_options(masks.window(99, 0))
+    expected = case.run()
+    pages = case.paged(16)
+    dropped = pages["table"][0, : (1500 - 2 - 99) // 16].copy()
+    pages["k"][dropped], pages["v"][dropped] = np.nan, np.nan
+    assert same(case.run(**pages), expected)
+    pages["table"][0, : len(dropped)] = dropped[0]
+    assert same(case.run(**pages), expected)
+
+
+def test_only_leaves_that_are_seen_are_visited(monkeypatch):
+    found = []
+    original = decode_launch.decode
+    monkeypatch.setattr(
+        decode_launch, "decode", lambda *args: found.append(original(*args)) or found[-1]
+    )
+    case = Case(np.random.default_rng(11), FLOAT32, [1000], len_q=2)
+    case.with_options(masks.window(99, 0)).run()
+    case.with_options(masks.blocks(np.arange(16)[None] % 4 == 1, 2, 64)).run()
+    case.with_options().run()
+    assert found == [2, 4, 16]
+
+
+def test_one_cache_for_all_entries():
+    case = Case(np.random.default_rng(12), FLOAT32, [90], group=2)
+    q = np.concatenate([case.q, 2 * case.q])
+    out, lse = case.with_options().run(np.array([90, 50]), q=q)
+    assert same((out[:1], lse[:1]), case.run())
+    assert same((out[1:], lse[1:]), case.run(50, q=q[1:]))
+
+
+def test_a_step_is_the_last_row_of_the_prompt():
+    case = Case(np.random.default_rng(13), FLOAT32, [140], group=2, len_q=140)
+    out, _ = case.with_options(masks.causal()).run()
+    whole = cupyflash.attention(case.q, case.k, case.v, mask=masks.causal())
+    bound = forward_bound(
+        case.q, case.k, case.v, precision=Precision.of(np.float32), mask=masks.causal()
+    ).out.bound
+    assert (abs(out - whole) <= 2 * bound).all()
+    step, _ = case.run(140, q=case.q[:, :, -1:])
+    assert same_bits(step, out[:, :, -1:])
+
+
+def test_unaligned_and_read_only_arrays():
+    case = Case(np.random.default_rng(14), FLOAT32, [100], group=2)
+    expected = case.with_options().run()
+    moved = {}
+    for name in ("q", "k", "v"):
+        x = getattr(case, name)
+        memory = np.empty(x.nbytes + 1, np.uint8)
+        moved[name] = memory[1:].view(np.float32).reshape(x.shape)
+        moved[name][...] = x
+        moved[name].flags.writeable = False
+    table = np.zeros((1, 1), np.int64)
+    table.flags.writeable = False
+    assert same(case.run(**moved), expected)
+    assert same(case.run(**moved, table=table), expected)
+
+
+def test_trees_are_their_dense_masks():
+    case = Case(np.random.default_rng(15), FLOAT32, [100, 7], group=2, len_q=7)
+    ancestors = case.rng.random((2, 7, 7)) < 0.5
+    ours = case.with_options(masks.tree(ancestors)).run()
+    dense = np.zeros((2, 1, 7, 100), bool)
+    for b, n in enumerate(case.lengths):
+        dense[b, :, :, : n - 7] = True
+        dense[b, 0, :, n - 7 : n] = ancestors[b]
+    assert same(ours, case.with_options(masks.dense(dense)).run())

@@ -1,0 +1,319 @@
+"""Few queries and many keys, and attention over a cache, by the CUDA kernels on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulator import build
+from emulator.calls import Blocks, Emulator
+from emulator.machine import FORWARD, REVERSE, randomly
+from placement import same_bits
+
+from cupyflash import masks, scores
+from cupyflash.problem import cached, validate
+from cupyflash.problem.options import Options
+from cupyflash.testing import Precision, forward_bound, rho
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+TENSOR, PORTABLE = Blocks(), Blocks(tensor=False)
+KERNELS = {
+    "sm80-f16": (F16, TENSOR),
+    "sm80-bf16": (BF16, TENSOR),
+    "simt-f32": (F32, TENSOR),
+    "simt-f64": (F64, TENSOR),
+    "simt-f16": (F16, PORTABLE),
+}
+EACH = pytest.mark.parametrize(("dtype", "blocks"), KERNELS.values(), ids=KERNELS)
+BOTH = pytest.mark.parametrize(
+    ("dtype", "blocks"), [KERNELS["sm80-f16"], KERNELS["simt-f32"]], ids=["sm80", "simt"]
+)
+
+
+def draw(dtype, *shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def results(call):
+    shape = (*(() if call.problem.packed else call.problem.lead), *call.q.shape[-3:-1])
+    out = np.full((*shape, call.problem.d_v), np.nan, call.q.dtype)
+    return out, np.full(shape, np.nan, call.problem.accumulator)
+
+
+def run(
+    q,
+    k,
+    v,
+    lengths,
+    blocks,
+    table=None,
+    offsets_q=None,
+    schedule=REVERSE,
+    workspace=None,
+    **options,
+):
+    """Compute out and lse over a cache, into memory that holds NaN."""
+    call = cached.call(q, k, v, lengths, table, offsets_q, Options(**options))
+    out, lse = results(call)
+    Emulator(blocks, schedule).forward(call, out, lse, workspace=workspace)
+    return out, lse
+
+
+def within_the_bound(blocks, q, k, v, lengths, out, lse, entry_options=lambda b: {}):
+    """Hold every entry to the bound of a call over the keys that it holds."""
+    tensor = blocks.tensor and q.dtype in (F16, BF16)
+    for b, length in enumerate(lengths):
+        own = [x[b : b + 1, :, : length if n else None] for n, x in enumerate((q, k, v))]
+        precision = Precision.of(q.dtype, tensor)
+        bound = forward_bound(*own, precision=precision, block_kv=64, **entry_options(b))
+        assert rho(out[b : b + 1], *bound.out).value <= 1
+        assert rho(lse[b : b + 1], *bound.lse).value <= 1
+
+
+def hidden(array, lengths):
+    """Return a copy whose positions that are not held are NaN."""
+    copy = array.copy()
+    for b, length in enumerate(lengths):
+        copy[b, :, length:] = np.nan
+    return copy
+
+
+def in_pages(array, page, rng, spare=2):
+    """Return pages of a permuted cache, and the table that finds them."""
+    batch, heads, size, columns = array.shape
+    each = -(-size // page)
+    whole = np.full((batch, heads, each * page, columns), np.nan, array.dtype)
+    whole[:, :, :size] = array
+    split = whole.reshape(batch, heads, each, page, columns).swapaxes(1, 2)
+    table = rng.permutation(batch * each + spare)[: batch * each].reshape(batch, each)
+    pages = np.full((batch * each + spare, heads, page, columns), np.nan, array.dtype)
+    pages[table.reshape(-1)] = split.reshape(-1, heads, page, columns)
+    return pages, table.astype(np.int32)
+
+
+@EACH
+@pytest.mark.parametrize("lengths", [(0, 1), (63, 64), (65, 511), (512, 513), (640, 100)], ids=str)
+def test_every_entry_is_attention_over_what_it_holds(dtype, blocks, lengths):
+    q, k, v = draw(dtype, (2, 4, 1, 24), (2, 2, 640, 24), (2, 2, 640, 40))
+    out, lse = run(q, hidden(k, lengths), hidden(v, lengths), np.array(lengths), blocks)
+    within_the_bound(blocks, q, k, v, lengths, out, lse)
+
+
+OPTIONS = {
+    "causal": {"mask": masks.causal()},
+    "window": {"mask": masks.window(40, 0)},
+    "prefix of a window": {"mask": masks.window(3, 0) | masks.prefix(70)},
+    "not a range": {"mask": masks.mask(lambda b, h, i, j: (i + j + h) % 3 != 0)},
+    "hides a head": {"mask": masks.mask(lambda b, h, i, j: h != 1)},
+    "softcap": {"score_mod": scores.softcap(2.0)},
+    "alibi": {"score_mod": scores.alibi([0.5, 0.25, 0.125, 1.0]), "mask": masks.causal()},
+    "negative scale": {"scale": -0.3},
+    "scale 0": {"scale": 0.0},
+    "sink": {"sink": np.array([0.5, -1.0, 3.0, -np.inf], np.float32)},
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", OPTIONS)
+def test_masks_and_scores(dtype, blocks, name):
+    lengths = (600, 70)
+    q, k, v = draw(dtype, (2, 4, 3, 32), (2, 2, 640, 32), (2, 2, 640, 32), seed=1)
+    options = OPTIONS[name]
+    out, lse = run(q, hidden(k, lengths), hidden(v, lengths), np.array(lengths), blocks, **options)
+    within_the_bound(blocks, q, k, v, lengths, out, lse, lambda b: options)
+
+
+@BOTH
+def test_a_bias_and_a_mask_as_arrays(dtype, blocks):
+    lengths = (600, 70)
+    q, k, v = draw(dtype, (2, 4, 2, 32), (2, 2, 640, 32), (2, 2, 640, 32), seed=2)
+    rng = np.random.default_rng(3)
+    bias = rng.standard_normal((2, 1, 2, 640)).astype(np.float32)
+    mask = rng.random((2, 4, 1, 640)) < 0.5
+    out, lse = run(q, k, v, np.array(lengths), blocks, bias=bias, mask=mask)
+
+    def of_entry(b):
+        return {
+            "bias": bias[b : b + 1, ..., : lengths[b]],
+            "mask": mask[b : b + 1, ..., : lengths[b]],
+        }
+
+    within_the_bound(blocks, q, k, v, lengths, out, lse, of_entry)
+
+
+@BOTH
+def test_what_is_masked_may_hold_anything(dtype, blocks):
+    q, k, v = draw(dtype, (1, 2, 2, 32), (1, 1, 200, 32), (1, 1, 200, 32), seed=4)
+    mask = np.ones((2, 200), bool)
+    mask[:, 50:90] = False
+    want = run(q, k, v, 200, blocks, mask=mask)
+    k[..., 50:90, :], v[..., 50:90, :] = np.inf, np.nan
+    got = run(q, k, v, 200, blocks, mask=mask)
+    assert same_bits(got[0], want[0])
+    assert same_bits(got[1], want[1])
+
+
+@BOTH
+@pytest.mark.parametrize("page", [1, 3, 16, 64, 100])
+def test_pages_change_no_bit(dtype, blocks, page):
+    lengths, rng = np.array([600, 131]), np.random.default_rng(page)
+    q, k, v = draw(dtype, (2, 4, 2, 32), (2, 2, 640, 32), (2, 2, 640, 40), seed=5)
+    k, v = hidden(k, lengths), hidden(v, lengths)
+    want = run(q, k, v, lengths, blocks, mask=masks.causal())
+    paged, table = in_pages(np.concatenate([k, v], -1), page, rng)
+    split = paged[..., :32], paged[..., 32:]
+    got = run(q, *split, lengths, blocks, table, mask=masks.causal())
+    assert same_bits(got[0], want[0])
+    assert same_bits(got[1], want[1])
+    wide = run(q, *split, lengths.astype(np.int32), blocks, table.astype(np.int64),
+               mask=masks.causal())  # fmt: skip
+    assert same_bits(wide[0], want[0])
+
+
+@BOTH
+@pytest.mark.parametrize("multiprocessors", [1, 3, 40])
+@pytest.mark.parametrize("schedule", [FORWARD, randomly(7)], ids=["forward", "random"])
+def test_no_bit_depends_on_the_grid_or_the_schedule(dtype, blocks, multiprocessors, schedule):
+    lengths = np.array([1500, 10, 700])
+    q, k, v = draw(dtype, (3, 2, 1, 16), (3, 1, 1500, 16), (3, 1, 1500, 16), seed=6)
+    want = run(q, k, v, lengths, blocks)
+    other = dataclasses.replace(blocks, multiprocessors=multiprocessors)
+    got = run(q, k, v, lengths, other, schedule=schedule)
+    assert same_bits(got[0], want[0])
+    assert same_bits(got[1], want[1])
+
+
+@BOTH
+def test_no_bit_depends_on_the_batch_or_the_capacity(dtype, blocks):
+    lengths = np.array([900, 10, 700])
+    q, k, v = draw(dtype, (3, 2, 1, 16), (3, 1, 900, 16), (3, 1, 900, 16), seed=7)
+    want = run(q, k, v, lengths, blocks)
+    for b in range(3):
+        for capacity in (int(lengths[b]), 900):
+            own = q[b : b + 1], k[b : b + 1, :, :capacity], v[b : b + 1, :, :capacity]
+            got = run(*own, int(lengths[b]), blocks)
+            assert same_bits(got[0], want[0][b : b + 1])
+            assert same_bits(got[1], want[1][b : b + 1])
+
+
+@BOTH
+def test_drafts_are_single_steps(dtype, blocks):
+    """Verifying n tokens in one call gives the bits of n calls."""
+    end = 580
+    q, k, v = draw(dtype, (1, 4, 6, 16), (1, 2, 640, 16), (1, 2, 640, 16), seed=8)
+    out, lse = run(q, k, v, end, blocks, mask=masks.causal())
+    for n in range(6):
+        step = run(q[:, :, n : n + 1], k, v, end - 5 + n, blocks, mask=masks.causal())
+        assert same_bits(step[0], out[:, :, n : n + 1])
+        assert same_bits(step[1], lse[:, :, n : n + 1])
+
+
+@BOTH
+def test_large_nodes(dtype, blocks):
+    """With one block, units are nodes of 512 and of 4096 keys; the bits stay."""
+    lengths = np.array([4500, 4200, 4100])
+    q, k, v = draw(dtype, (3, 1, 1, 8), (3, 1, 4500, 8), (3, 1, 4500, 8), seed=9)
+    one, many = (dataclasses.replace(blocks, multiprocessors=n) for n in (1, 60))
+    got, want = run(q, k, v, lengths, one), run(q, k, v, lengths, many)
+    assert same_bits(got[0], want[0])
+    within_the_bound(blocks, q, k, v, lengths, *got)
+
+
+@BOTH
+def test_packed_queries(dtype, blocks):
+    counts, lengths = [3, 0, 5, 1], np.array([600, 300, 70, 5])
+    offsets = np.cumsum([0, *counts])
+    q, k, v = draw(dtype, (4, 9, 16), (4, 2, 640, 16), (4, 2, 640, 16), seed=10)
+    out, lse = run(q, k, v, lengths, blocks, offsets_q=offsets, mask=masks.causal())
+    for b, (first, last) in enumerate(itertools.pairwise(offsets)):
+        if first == last:
+            continue
+        own = q[None, :, first:last], k[b : b + 1], v[b : b + 1]
+        want = run(*own, int(lengths[b]), blocks, mask=masks.causal())
+        assert same_bits(out[:, first:last], want[0][0])
+        assert same_bits(lse[:, first:last], want[1][0])
+
+
+@BOTH
+@pytest.mark.parametrize(("heads", "heads_kv"), [(20, 1), (6, 2), (3, 3)])
+def test_groups_of_any_size(dtype, blocks, heads, heads_kv):
+    q, k, v = draw(dtype, (1, heads, 2, 16), (1, heads_kv, 130, 16), (1, heads_kv, 130, 16))
+    out, lse = run(q, k, v, 130, blocks, mask=masks.causal())
+    within_the_bound(blocks, q, k, v, [130], out, lse, lambda b: {"mask": masks.causal()})
+
+
+@BOTH
+@pytest.mark.parametrize("d", [1, 7, 40, 128, 200, 256])
+def test_heads_of_any_size(dtype, blocks, d):
+    q, k, v = draw(dtype, (1, 2, 1, d), (1, 1, 130, d), (1, 1, 130, max(d - 3, 1)), seed=d)
+    out, lse = run(q, k, v, 130, blocks)
+    within_the_bound(blocks, q, k, v, [130], out, lse)
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+def test_compressed_keys(dtype):
+    """Values are a view of the keys: D = 576, Dv = 512."""
+    q, k = draw(dtype, (1, 4, 1, 576), (1, 1, 130, 576), seed=11)
+    out, lse = run(q, k, k[..., :512], 130, TENSOR)
+    within_the_bound(PORTABLE, q, k, k[..., :512], [130], out, lse)
+
+
+@BOTH
+def test_any_strides(dtype, blocks):
+    q, k, v = draw(dtype, (2, 3, 4, 32), (2, 300, 2, 64), (2, 300, 2, 33), seed=12)
+    views = q.swapaxes(1, 2), k.swapaxes(1, 2)[..., ::2], v.swapaxes(1, 2)[..., :0:-1]
+    want = run(*map(np.ascontiguousarray, views), 290, blocks)
+    got = run(*views, 290, blocks)
+    assert same_bits(got[0], want[0])
+
+
+@BOTH
+def test_lengths_and_tables_of_a_device_are_held_in_range(dtype, blocks, monkeypatch):
+    """They are not read before the kernel runs, and lead nowhere outside of the cache."""
+    q, k, v = draw(dtype, (3, 2, 1, 16), (5, 1, 16, 16), (5, 1, 16, 16), seed=13)
+    table = np.array([[0, 1, 2], [-1, 2**31 - 1, 4], [-5, 9, 9]], np.int32)
+    monkeypatch.setattr(cached, "readable", lambda value: None)
+    got = run(q, k, v, np.array([48, 2**40, -3]), blocks, table)
+    monkeypatch.undo()
+    held = np.clip(table, 0, 4)
+    want = run(q, k, v, np.array([48, 48, 0]), blocks, held)
+    assert same_bits(got[0], want[0])
+
+
+@BOTH
+def test_a_workspace_may_hold_anything_and_serves_again(dtype, blocks):
+    q, k, v = draw(dtype, (2, 2, 1, 16), (2, 1, 1100, 16), (2, 1, 1100, 16), seed=14)
+    blocks = dataclasses.replace(blocks, multiprocessors=9)
+    want = run(q, k, v, 1100, blocks)
+    rng = np.random.default_rng(0)
+    for fill in (0, None):
+        workspace = (
+            rng.integers(0, 256, 1 << 24, np.uint8) if fill is None else np.zeros(1 << 24, np.uint8)
+        )
+        for schedule in (FORWARD, randomly(3)):
+            got = run(q, k, v, 1100, blocks, schedule=schedule, workspace=workspace)
+            assert same_bits(got[0], want[0])
+
+
+@EACH
+def test_attention_takes_them_where_queries_are_few(dtype, blocks):
+    q, k, v = draw(dtype, (2, 3, 8, 4, 16), (3, 2, 600, 16), (2, 1, 2, 600, 16), seed=15)
+    call = validate.call(q, k, v, Options(mask=masks.causal()))
+    names = []
+    emulator = Emulator(blocks, runs=lambda special: names.append(special.kernel) or True)
+    out, lse = np.full(q.shape, np.nan, dtype), np.full(q.shape[:-1], np.nan)
+    lse = lse.astype(call.problem.accumulator)
+    emulator.forward(call, out, lse)
+    assert set(names) == {
+        "decode_sm80" if blocks.tensor and dtype in (F16, BF16) else "decode_simt"
+    }
+    precision = Precision.of(dtype, blocks.tensor and dtype in (F16, BF16))
+    bound = forward_bound(q, k, v, precision=precision, block_kv=64, mask=masks.causal())
+    assert rho(out, *bound.out).value <= 1
+    assert rho(lse, *bound.lse).value <= 1
