@@ -187,7 +187,7 @@ def rope(
     >>> rotary = Rotary(np.cos(angles), np.sin(angles))
     >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 4))
     >>> def score(i, j):
-    ...     return float(rope(q[None], [i], rotary)[0, 0] @ rope(k[None], [j], rotary)[0, 0])
+    ...     return float(rope(q, [i], rotary)[0, 0] @ rope(k, [j], rotary)[0, 0])
     >>> abs(score(7, 3) - score(54, 50)) < 1e-6
     True
     """

@@ -114,7 +114,7 @@ class Cpu:
         call: Call,
         out: Array,
         lse: Array | None,
-        workspace: Array | None,
+        workspace: Array | None,  # noqa: ARG002, only a GPU's is of use
     ) -> CallResult:
         """Compute `out` and `lse` of a call over a cache."""
         from cupyflash.reference.cpu import decode_launch

@@ -1,4 +1,4 @@
-"""append and rope on the emulator, within the bounds, in poisoned memory and any order of threads."""
+"""append and rope on the emulator: within the bounds, in poisoned memory, in any order."""
 
 from __future__ import annotations
 
@@ -130,6 +130,18 @@ def test_a_packed_row_finds_its_entry(batch):
     lengths = counts + rng.integers(0, 2, batch)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     run(Step(rows, -rows, k.view, v.view, lengths, None, offsets, None, None, None, [k, v]))
+
+
+@pytest.mark.parametrize("offsets", [[-5, 9, 2**62], [9, 3, -1], [-(2**63), 0, 2**63 - 1]])
+def test_no_offset_leads_out_of_an_array(offsets):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((1, 6, 4)).astype(np.float32)
+    k, v = (Placed((2, 1, 8, 4), np.float32, PLAIN).view for _ in range(2))
+    step = Step(rows, rows, k, v, np.array([8, 8]), None, np.array([0, 4, 6]), *[None] * 3, [])
+    copies = Copies(HostMemory())
+    checked = append(**copied(step, copies), out=None)
+    Emulator().append(dataclasses.replace(checked, offsets=np.array(offsets)), None)
+    copies.check()
 
 
 def test_offsets_of_the_device_stay_within_the_rows():
