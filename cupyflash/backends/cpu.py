@@ -35,7 +35,8 @@ def _programs(call: Call, len_k: Array | None = None) -> Any:
 
 
 def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
-    return (*rotary.arrays.values(), rotary.interleaved)
+    arrays = rotary.arrays
+    return arrays["cos"], arrays["sin"], rotary.interleaved
 
 
 class Cpu:

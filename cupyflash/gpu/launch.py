@@ -391,8 +391,14 @@ def append(checked: Append, out: Array | None) -> None:
     if not checked.k_new.size:
         return
     assert checked.device is not None
-    read = {"k_new": checked.k_new, "v_new": checked.v_new, "k": checked.k, "v": checked.v}
-    read |= {"q": checked.q, "out": out, "positions": checked.positions}
+    read: dict[str, Any] = {"k_new": checked.k_new, "v_new": checked.v_new}
+    read |= {
+        "k": checked.k,
+        "v": checked.v,
+        "q": checked.q,
+        "out": out,
+        "positions": checked.positions,
+    }
     read |= {"lengths": checked.cache.lengths, "table": checked.cache.table}
     if checked.rotary is not None:
         read |= checked.rotary.arrays

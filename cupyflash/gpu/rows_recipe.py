@@ -22,7 +22,7 @@ def append(checked: Append, out: Array | None) -> Launch:
     """Return the launch that writes new rows, and rotates queries into `out`."""
     cache, q, positions = checked.cache, checked.q, checked.positions
     arrays = {"k_new": checked.k_new, "v_new": checked.v_new, "k": checked.k, "v": checked.v}
-    if q is not None:
+    if q is not None and out is not None:
         arrays |= {"q": q, "out": out}
     packed = checked.offsets is not None
     rows, heads = checked.k_new.shape[-2], 0 if q is None else q.shape[-3]

@@ -157,7 +157,7 @@ def lengths_of(value: Any, batch: int, capacity: int) -> Any:
         return int(value)
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
-    if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
+    if not hasattr(value, "__dlpack__") and not device_arrays.is_device_array(value):
         raise ArgumentTypeError(f"lengths: {value!r} came; wanted {wanted}.")
     lengths = array(value, "lengths")
     if lengths.ndim == 0 and isinstance(lengths, np.ndarray) and lengths.dtype.kind in "iu":

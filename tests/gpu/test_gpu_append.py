@@ -135,8 +135,8 @@ def test_arrays_live_in_one_place(cupy):
     new = cupy.ones((1, 1, 1, 4), np.float32)
     with pytest.raises(ArgumentTypeError, match="lengths: an array in host memory"):
         cupyflash.append(new, new, k, v, np.array([1]))
+    cos = cupy.ones((9, 2), np.float32)
     with pytest.raises(ArgumentTypeError, match="positions: an array in host memory"):
-        cos = cupy.ones((9, 2), np.float32)
         cupyflash.rope(new, np.array([0]), Rotary(cos, cos))
     with pytest.raises(ArgumentTypeError, match="sin: an array in the memory of GPU 0"):
-        Rotary(np.ones((9, 2), np.float32), cupy.ones((9, 2), np.float32))
+        Rotary(cos.get(), cos)
