@@ -17,10 +17,12 @@ from .api import (
     combine,
     lookup,
 )
+from .cache_update import append, rope
 from .cached import attention_cached, workspace_size_cached
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .planning import plan, workspace_size
 from .problem.call import Gradients, Plan
+from .problem.rotary import Rotary
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 if TYPE_CHECKING:
@@ -35,8 +37,10 @@ __all__ = [
     "Explanation",
     "Gradients",
     "Plan",
+    "Rotary",
     "TraceError",
     "analysis",
+    "append",
     "attention",
     "attention_backward",
     "attention_cached",
@@ -51,6 +55,7 @@ __all__ = [
     "lookup",
     "masks",
     "plan",
+    "rope",
     "scores",
     "workspace_size",
     "workspace_size_cached",

@@ -15,8 +15,10 @@ from .errors import ArgumentError, ArgumentTypeError
 from .gpu import launch_cache
 from .problem import cached as cached_calls
 from .problem import validate
+from .problem.append import Append
 from .problem.call import Array, Call, Gradients
 from .problem.options import Options
+from .problem.rotary import Rotation
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -184,6 +186,24 @@ def cached(request: CachedRequest, return_lse: bool, out: Any, lse_out: Any, wor
     out, lse = backend.empty_output(call, out, lse_out, return_lse or lse_out is not None)
     backend.cached(call, out, lse, scratch)
     return (out, lse) if return_lse else out
+
+
+def append(checked: Append) -> Array | None:
+    """Write new rows to a cache; return queries, if there are any, rotated."""
+    backend = dispatch.backend_of(checked.k)
+    out = checked.out
+    if checked.q is not None and out is None:
+        out = backend.empty_like(checked.q)
+    backend.append(checked, out)
+    return out
+
+
+def rope(checked: Rotation) -> Array:
+    """Rotate rows, into the array given or into a new one."""
+    backend = dispatch.backend_of(checked.x)
+    out = backend.empty_like(checked.x) if checked.out is None else checked.out
+    backend.rope(checked, out)
+    return out
 
 
 def backward(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..gpu.launch import CallResult
+from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.rotary import Rotation
 
 
 class Backend(Protocol):
@@ -52,6 +54,14 @@ class Backend(Protocol):
 
     def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
         """Combine several (out, lse) into new arrays."""
+        ...
+
+    def append(self, checked: Append, out: Array | None) -> None:
+        """Write new rows to a cache, and rotated queries to `out`."""
+        ...
+
+    def rope(self, checked: Rotation, out: Array) -> None:
+        """Write rotated rows to `out`."""
         ...
 
     def empty_like(self, array: Array) -> Array:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..gpu.launch import CallResult
+from ..problem.append import Append
 from ..problem.bound_exprs import trees
 from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.rotary import Rotary, Rotation
 from . import cpu_ranges, cpu_tiles
 from .backend import output_shape
 
@@ -30,6 +32,11 @@ def _programs(call: Call, len_k: Array | None = None) -> Any:
         bound = bound._replace(allowed=None, classes=None)
     score, slope, mask, tile = (empty_program() if tree is None else lower(tree) for tree in bound)
     return Programs(score, slope, mask, tile, bound, ends)
+
+
+def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
+    arrays = rotary.arrays
+    return arrays["cos"], arrays["sin"], rotary.interleaved
 
 
 class Cpu:
@@ -145,6 +152,33 @@ class Cpu:
         lse: Array = np.empty(first_lse.shape, first_lse.dtype)
         launch.combine(parts, out, lse)
         return out, lse
+
+    def append(self, checked: Append, out: Array | None) -> None:
+        """Write new rows to a cache, and rotated queries to `out`."""
+        from cupyflash.reference.cpu import append
+
+        cache, rotary = checked.cache, checked.rotary
+        append.append(
+            checked.k_new,
+            checked.v_new,
+            checked.k,
+            checked.v,
+            np.broadcast_to(cache.lengths, (checked.batch,)),
+            cache.table,
+            checked.offsets,
+            cache.page_size,
+            checked.q,
+            out,
+            None if rotary is None else _angles(rotary),
+            checked.positions,
+        )
+
+    def rope(self, checked: Rotation, out: Array) -> None:
+        """Write rotated rows to `out`."""
+        from cupyflash.reference.cpu import rope
+
+        angles = _angles(checked.rotary)
+        rope.rope(checked.x, checked.positions, *angles, checked.inverse, out)
 
     def empty_like(self, array: Array) -> Array:
         """Return an uninitialised array of the same shape, dtype and memory order."""

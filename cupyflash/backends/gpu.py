@@ -8,7 +8,9 @@ from ..gpu.kernels import registry
 from ..gpu.kernels.spec import Request
 from ..gpu.launch import CallResult
 from ..problem import pack_gqa
+from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.rotary import Rotation
 from .backend import output_shape
 
 
@@ -76,6 +78,14 @@ class Gpu:
             lse: Array = device_arrays.empty(first_lse.shape, first_lse.dtype)
         launch.combine(parts, out, lse)
         return out, lse
+
+    def append(self, checked: Append, out: Array | None) -> None:
+        """Write new rows to a cache, and rotated queries to `out`."""
+        launch.append(checked, out)
+
+    def rope(self, checked: Rotation, out: Array) -> None:
+        """Write rotated rows to `out`."""
+        launch.rope(checked, out)
 
     def empty_like(self, array: Array) -> Array:
         """Return an uninitialised array of the same shape, dtype and memory order."""

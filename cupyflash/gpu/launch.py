@@ -16,8 +16,10 @@ import numpy as np
 
 from ..arrays import cuda_device, device_arrays
 from ..errors import ArgumentError
+from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
-from . import driver, recipe, tma
+from ..problem.rotary import Rotation
+from . import driver, recipe, rows_recipe, tma
 from . import jit as compiler
 from .kernels import registry
 from .kernels.spec import Request
@@ -388,3 +390,53 @@ def _combine(
         }
     launch = CompiledLaunch(recipe.combine(parts, out, lse, dtype), device)
     launch.start(addresses, driver.queue(device).pointer())
+
+
+def append(checked: Append, out: Array | None) -> None:
+    """Write new rows to a cache, and rotated queries to `out`."""
+    if not checked.k_new.size:
+        return
+    assert checked.device is not None
+    read: dict[str, Any] = {"k_new": checked.k_new, "v_new": checked.v_new}
+    read |= {
+        "k": checked.k,
+        "v": checked.v,
+        "q": checked.q,
+        "out": out,
+        "positions": checked.positions,
+    }
+    read |= {"lengths": checked.cache.lengths, "table": checked.cache.table}
+    if checked.rotary is not None:
+        read |= checked.rotary.arrays
+    with cuda_device.current(checked.device):
+        offsets = checked.offsets
+        if offsets is not None:
+            read["offsets"] = _contiguous_integers(offsets, "offsets")
+        launch = CompiledLaunch(rows_recipe.append(checked, out), checked.device)
+        launch.start(_addresses(read), driver.queue(checked.device).pointer())
+
+
+def rope(checked: Rotation, out: Array) -> None:
+    """Write rotated rows to `out`."""
+    if not checked.x.size:
+        return
+    assert checked.device is not None
+    read = {"x": checked.x, "out": out, "positions": checked.positions, **checked.rotary.arrays}
+    with cuda_device.current(checked.device):
+        launch = CompiledLaunch(rows_recipe.rope(checked, out), checked.device)
+        launch.start(_addresses(read), driver.queue(checked.device).pointer())
+
+
+def _addresses(arrays: Mapping[str, Any]) -> Addresses:
+    return {
+        name: device_arrays.address(array)
+        for name, array in arrays.items()
+        if array is not None and not isinstance(array, int)
+    }
+
+
+def _contiguous_integers(array: Array, name: str) -> Array:
+    """Return integers of 64 bits without gaps in device memory, in place where they are such."""
+    if device_arrays.is_device_array(array) and array.dtype == np.int64 and _contiguous(array):
+        return array
+    return _copy(array, name, np.dtype(np.int64))

@@ -93,6 +93,21 @@ _COMBINE: Fields = [
     ("kind_out", "i", 1),
     ("parts", "i", 1),
 ]
+_APPEND: Fields = [
+    *(
+        (name, OPERAND, 1)
+        for name in "k_new v_new q k v out cos sin lengths table positions".split()
+    ),
+    ("offsets", "Q", 1),
+    *((name, "q", 1) for name in "batch rows length capacity pages page_size rotary_rows".split()),
+    *((name, "i", 1) for name in "heads heads_kv columns columns_v pairs interleaved".split()),
+    *((name, "i", 1) for name in "kind_lengths kind_table kind_positions unused".split()),
+]
+_ROPE: Fields = [
+    *((name, OPERAND, 1) for name in "x out cos sin positions".split()),
+    *((name, "q", 1) for name in "batch rows rotary_rows".split()),
+    *((name, "i", 1) for name in "heads columns pairs interleaved inverse kind_positions".split()),
+]
 
 
 class Layout:
@@ -173,6 +188,18 @@ def params(ints: int, floats: int, tables: int) -> Layout:
 def combine() -> Layout:
     """Return the layout of `CombineParams`."""
     return Layout(_COMBINE)
+
+
+@functools.cache
+def append() -> Layout:
+    """Return the layout of `AppendParams`."""
+    return Layout(_APPEND)
+
+
+@functools.cache
+def rope() -> Layout:
+    """Return the layout of `RopeParams`."""
+    return Layout(_ROPE)
 
 
 def _dtype(fields: Fields) -> np.dtype[Any]:

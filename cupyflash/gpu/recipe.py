@@ -233,7 +233,7 @@ class _Writer:
             atomic_dq=adds_dq,
             tma_store=tma.stores,
         )
-        _check_grid(spec.name, grid.work_tiles)
+        check_grid(spec.name, grid.work_tiles)
         if part == "decode":
             told |= decode.fields(grid, _keys(self.call))
         if grid.size:
@@ -255,7 +255,8 @@ class _Writer:
         return Extent(*lengths, heads, math.prod(entries), 0, sms)
 
 
-def _check_grid(kernel: str, blocks: int) -> None:
+def check_grid(kernel: str, blocks: int) -> None:
+    """Refuse a launch of more blocks than devices take."""
     if blocks > MAX_GRID:
         raise ArgumentError(
             f"q: batch, heads and lengths make {blocks} blocks of {kernel}; wanted at most "
@@ -495,5 +496,5 @@ def combine(parts: list[tuple[Array, Array]], out: Any, lse: Any, dtype: str) ->
     slots = tuple((params.combine().place(name), name) for name in (*named, "out", "lse"))
     spec, tiles = all_hardware.COMBINE, all_hardware.ROWS
     grid = spec.grid(Extent(lse.size, 0, 1), tiles)
-    _check_grid(spec.name, grid.work_tiles)
+    check_grid(spec.name, grid.work_tiles)
     return Launch(Specialisation(spec, dtype, 0, 0, tiles), grid.size, template, slots)

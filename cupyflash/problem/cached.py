@@ -42,7 +42,7 @@ def call(
     q_axes = "(B, Hq, Lq, D)" if offsets_q is None else "(Hq, total, D), packed by offsets_q"
     _check_axes("q", q, 4 if offsets_q is None else 3, q_axes)
     d, d_v = validate.head_sizes(q, k, v, MAX_HEAD_SIZE)
-    made = _cache(k, v, table)
+    made = cache(k, v, table)
     held: dict[str, Any] = {"offsets_q": None}
     len_q: Any = q.shape[-2]
     start_q: Any = 0
@@ -60,15 +60,15 @@ def call(
     heads, heads_kv = validate.heads_of(q, k, v)
     made = replace(
         made,
-        table=_table(table, batch),
-        lengths=_lengths(lengths, batch, made.capacity),
+        table=table_array(table, batch),
+        lengths=lengths_of(lengths, batch, made.capacity),
     )
     if made.table is None and k.shape[0] not in (1, batch):
         raise ArgumentError(
             f"k: shape {k.shape} came with {batch} batch entries; wanted a first axis of length "
             f"{batch}, or a table (B, N) of page numbers for a cache in pages."
         )
-    _check_pages(made, k.shape[0])
+    check_pages(made, k.shape[0])
     problem = Problem(
         lead=(batch,),
         heads=heads,
@@ -104,7 +104,7 @@ def _check_axes(name: str, value: Array, axes: int, wanted: str) -> None:
         raise ArgumentError(f"{name}: shape {value.shape} came; wanted {wanted}.")
 
 
-def _cache(k: Array, v: Array, table: Any) -> Cache:
+def cache(k: Array, v: Array, table: Any) -> Cache:
     """Return a cache's capacity and page size; its table and lengths are not looked at yet."""
     wanted = "(B, Hkv, S, D)" if table is None else "pages, (P, Hkv, page, D)"
     for name, x in (("k", k), ("v", v)):
@@ -135,7 +135,8 @@ def _cache(k: Array, v: Array, table: Any) -> Cache:
     return Cache(capacity, 0, None, rows)
 
 
-def _table(value: Any, batch: int) -> Array | None:
+def table_array(value: Any, batch: int) -> Array | None:
+    """Return a table of page numbers; `cache` has checked all but its first axis."""
     if value is None:
         return None
     table = array(value, "table")
@@ -146,7 +147,7 @@ def _table(value: Any, batch: int) -> Array | None:
     return table
 
 
-def _lengths(value: Any, batch: int, capacity: int) -> Any:
+def lengths_of(value: Any, batch: int, capacity: int) -> Any:
     """Return lengths as a number or an array (B,), checked where they can be read."""
     wanted = f"an integer from 0 to {capacity}, or ({batch},) of int32 or int64"
     if isinstance(value, (bool, np.bool_)):
@@ -156,11 +157,11 @@ def _lengths(value: Any, batch: int, capacity: int) -> Any:
         return int(value)
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
-    if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
+    if not hasattr(value, "__dlpack__") and not device_arrays.is_device_array(value):
         raise ArgumentTypeError(f"lengths: {value!r} came; wanted {wanted}.")
     lengths = array(value, "lengths")
     if lengths.ndim == 0 and isinstance(lengths, np.ndarray) and lengths.dtype.kind in "iu":
-        return _lengths(int(lengths), batch, capacity)
+        return lengths_of(int(lengths), batch, capacity)
     if lengths.shape != (batch,) or lengths.dtype not in (np.int32, np.int64):
         raise ArgumentTypeError(
             f"lengths: shape {lengths.shape}, dtype {lengths.dtype} came; wanted {wanted}: how "
@@ -192,16 +193,22 @@ def readable(value: Any) -> Array | None:
         return None if cuda_device.is_capturing() else device_arrays.read_back(value)
 
 
-def _check_pages(cache: Cache, pages: int) -> None:
-    """Check the page numbers that are used, where they and the lengths can be read."""
+def check_pages(cache: Cache, pages: int, new: Array | None = None) -> None:
+    """Check the page numbers that are used, where they and the lengths can be read.
+
+    Of entries of which only the last rows are written, `new` (B,) says how many these are.
+    """
     if cache.table is None:
         return
     table = readable(cache.table)
     lengths = cache.lengths if isinstance(cache.lengths, int) else readable(cache.lengths)
     if table is None or lengths is None:
         return
-    used = -(-np.broadcast_to(lengths, (len(table),)) // cache.page_size)
-    is_used = np.arange(table.shape[1]) < used[:, None]
+    lengths, page_size = np.broadcast_to(lengths, (len(table),)), cache.page_size
+    number = np.arange(table.shape[1])
+    is_used = number < -(-lengths[:, None] // page_size)
+    if new is not None:
+        is_used &= (new[:, None] > 0) & (number >= ((lengths - new) // page_size)[:, None])
     bad = np.argwhere(is_used & ((table < 0) | (table >= pages)))
     if len(bad):
         b, n = (int(x) for x in bad[0])

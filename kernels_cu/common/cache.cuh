@@ -1,7 +1,8 @@
 // Where the keys and values of a cache lie: the twin of reference/cpu/cache.py.
 //
 // Position j of batch entry b is a row of k and v itself, or one of page table[b, j / page].
-// Lengths and page numbers come from the device unchecked, so they are clamped to the arrays.
+// Lengths and page numbers come from the device unchecked. What is read is clamped to the arrays; a
+// write to what is not there is left out, since it must not go to another entry's page.
 #pragma once
 #include "layout.cuh"
 
@@ -33,10 +34,30 @@ __device__ __forceinline__ Place place(const Params& p, long long b, long long p
   const unsigned int j = static_cast<unsigned int>(position);
   if constexpr (!PAGED) return Place{0, static_cast<int>(j)};
   const unsigned int size = static_cast<unsigned int>(p.page_size), number = j / size;
-  const long long page =
-      integer(p.table, p.kind_table, b * p.table_batch + number * p.table_step);
+  const long long page = integer(p.table, p.kind_table, b * p.table_batch + number * p.table_step);
   return Place{static_cast<int>(layout::clamp(page, 0, p.pages - 1)),
                static_cast<int>(j - number * size)};
+}
+
+// `length` of an entry that is written, as it came, within bounds in which sums do not overflow.
+__device__ __forceinline__ long long written_length(const AppendParams& p, long long b) {
+  constexpr long long MOST = 1ll << 48;
+  if (p.lengths.data == nullptr) return p.length;
+  return layout::clamp(integer(p.lengths.data, p.kind_lengths, b * p.lengths.row), -MOST, MOST);
+}
+
+// `place` of a position that is written; page -1 where the cache has no room for it. Without a
+// table an entry is a page.
+__device__ __forceinline__ Place written_place(const AppendParams& p, long long b,
+                                               long long position) {
+  if (position < 0 || position >= p.capacity) return Place{-1, 0};
+  const layout::Quotient at = layout::divide(position, p.page_size);
+  long long page = b;
+  if (p.table.data != nullptr) {
+    page = integer(p.table.data, p.kind_table, b * p.table.row + at.quotient * p.table.col);
+  }
+  if (page < 0 || page >= p.pages) return Place{-1, 0};
+  return Place{static_cast<int>(page), static_cast<int>(at.remainder)};
 }
 
 }  // namespace cache

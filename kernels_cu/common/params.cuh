@@ -1,4 +1,5 @@
-// The kernels' parameters: one struct for all kernels of attention, one for combine.
+// The kernels' parameters: one struct for all kernels of attention, one each for combine, append
+// and rope.
 //
 // cupyflash/gpu/params.py holds the same layout as a NumPy structured type, field by field in this
 // order. Every field is 8 bytes wide or one of a pair of ints, so there is no unnamed padding.
@@ -89,9 +90,9 @@ struct Params {
   int kind_dbias;
 
   // Of a call over a cache (cache.cuh); decode kernels read the workspace of every call.
-  const char* lengths;  // (batch,) of positions that are held; null: len_k everywhere
-  const char* table;    // (batch, pages of an entry) of page numbers; null: no pages
-  char* workspace;      // of decode kernels: see decode/workspace.cuh
+  const char* lengths;    // (batch,) of positions that are held; null: len_k everywhere
+  const char* table;      // (batch, pages of an entry) of page numbers; null: no pages
+  char* workspace;        // of decode kernels: see decode/workspace.cuh
   long long length_step;  // elements between neighbours of lengths, entries and pages of table
   long long table_batch;
   long long table_step;
@@ -122,4 +123,59 @@ struct CombineParams {
   int kinds[MAX_PARTS];  // element kinds of outs
   int kind_out;
   int parts;  // at most MAX_PARTS
+};
+
+// Of append. lead[MAX_LEAD - 1] of an array is the distance of its batch entries, 0 where rows are
+// packed; of k and v that of their pages, or without a table of entries, which are pages then.
+struct AppendParams {
+  Operand k_new;  // (B, Hkv, rows, D), or packed (Hkv, rows, D)
+  Operand v_new;
+  Operand q;  // (B, Hq, rows, D), or packed; heads is 0 without
+  Operand k;  // (pages, Hkv, page_size, D)
+  Operand v;
+  Operand out;  // q, rotated
+  Operand cos;  // (rotary_rows, pairs) of float32
+  Operand sin;
+  Operand lengths;    // (B,) of integers; data is null where `length` is that of all entries
+  Operand table;      // (B, capacity / page_size) of integers along row and col, or null
+  Operand positions;  // (B, rows) of integers, or packed; null: where the cache has a row
+
+  const long long* offsets;  // packed: (batch + 1,); else null
+  long long batch;
+  long long rows;  // new ones of an entry; packed: of all entries
+  long long length;
+  long long capacity;  // positions of an entry
+  long long pages;
+  long long page_size;
+  long long rotary_rows;
+
+  int heads;
+  int heads_kv;
+  int columns;  // of k and q
+  int columns_v;
+  int pairs;  // that are rotated, of every row of k and q; 0 without rotary
+  int interleaved;
+  int kind_lengths;
+  int kind_table;
+  int kind_positions;
+  int unused;
+};
+
+struct RopeParams {
+  Operand x;  // (B, H, rows, D); lead[MAX_LEAD - 1] is the distance of entries
+  Operand out;
+  Operand cos;  // (rotary_rows, pairs) of float32
+  Operand sin;
+  Operand positions;  // (B, rows) of integers
+
+  long long batch;
+  long long rows;
+  long long rotary_rows;
+
+  int heads;
+  int columns;
+  int pairs;
+  int interleaved;
+  int inverse;
+  int kind_positions;
 };

@@ -25,7 +25,9 @@ from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.recipe import Launch
 from cupyflash.gpu.source import Specialisation
 from cupyflash.gpu.tma import TensorMap
+from cupyflash.problem.append import Append
 from cupyflash.problem.call import Array, Call, Gradients, Problem
+from cupyflash.problem.rotary import Rotation
 
 from . import build
 from .machine import FORWARD, Schedule, machine
@@ -252,6 +254,16 @@ class Emulator:
     def combine(self, parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
         """Write the combination of several (out, lse), as `cupyflash.launch.combine`."""
         self._run(lambda: launch.combine(parts, out, lse))
+
+    def append(self, checked: Append, out: Array | None) -> None:
+        """Write new rows to a cache, as `cupyflash.launch.append`."""
+        checked = dataclasses.replace(checked, device=0)
+        self._run(lambda: launch.append(checked, out))
+
+    def rope(self, checked: Rotation, out: Array) -> None:
+        """Write rotated rows, as `cupyflash.launch.rope`."""
+        checked = dataclasses.replace(checked, device=0)
+        self._run(lambda: launch.rope(checked, out))
 
     def _run(self, work: Callable[[], Any]) -> None:
         specials: list[Specialisation] = []

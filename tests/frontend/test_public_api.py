@@ -26,6 +26,7 @@ from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
 FUNCTIONS = {
+    "append",
     "attention",
     "attention_backward",
     "attention_cached",
@@ -37,11 +38,20 @@ FUNCTIONS = {
     "explain",
     "lookup",
     "plan",
+    "rope",
     "workspace_size",
     "workspace_size_cached",
 }
 MODULES = {"analysis", "expr", "figures", "masks", "scores"}
-TYPES = {"ArgumentError", "ArgumentTypeError", "Explanation", "Gradients", "Plan", "TraceError"}
+TYPES = {
+    "ArgumentError",
+    "ArgumentTypeError",
+    "Explanation",
+    "Gradients",
+    "Plan",
+    "Rotary",
+    "TraceError",
+}
 MASKS = {
     "blocks",
     "causal",

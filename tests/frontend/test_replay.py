@@ -13,9 +13,10 @@ from host_cupy import HostCupy
 
 import cupyflash
 from cupyflash import ArgumentError, lookup, masks, scores
-from cupyflash.arrays import cuda_device
-from cupyflash.gpu import driver, launch_cache, tma
+from cupyflash.arrays import cuda_device, device_arrays
+from cupyflash.gpu import driver, launch_cache, params, tma
 from cupyflash.gpu import jit as compiler
+from cupyflash.problem import cached as cached_calls
 from cupyflash.problem import validate
 from cupyflash.problem.options import NAMES, Options
 
@@ -386,3 +387,115 @@ def test_seeds_are_told(cupy, unchecked):
     for seed in (2, 2**64 - 1):
         cupyflash.attention(*arrays, dropout=0.5, seed=seed)
         assert seed in [int(x) for x in cupy.launches[-1].words]
+
+
+# -- calls that are not recognised: a cache is written, rows are rotated --------------------------
+
+
+def fields(launch, layout):
+    """Return what a kernel was told, by its fields."""
+    return np.frombuffer(launch.words.tobytes()[: layout.size], layout.dtype)[0]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_cache_is_written_by_what_device_memory_holds_then(cupy, packed):
+    lead, total = ((), 5) if packed else ((2,), 3)
+    k_new, v_new = (cupy.asarray(np.zeros((*lead, 3, total, n), np.float16)) for n in (8, 16))
+    k, v = (cupy.asarray(np.zeros((5, 3, 4, n), np.float16)) for n in (8, 16))
+    q = cupy.asarray(np.zeros((*lead, 6, total, 8), np.float16))
+    cos, sin = draw(cupy, (40, 2), count=2)
+    # What reads them finds no such method of these arrays, and numbers that would be refused.
+    lengths, table = cupy.asarray(np.array([-7, 10**9])), cupy.asarray(np.full((2, 6), 99, "i4"))
+    positions = cupy.asarray(np.full((*lead, total), 10**12))
+    offsets = cupy.asarray(np.array([4, 0, -9])) if packed else None
+    rotary = cupyflash.Rotary(cos, sin, interleaved=True)
+    out = cupyflash.append(
+        k_new, v_new, k, v, lengths,
+        table=table, offsets=offsets, q=q, rotary=rotary, positions=positions,
+    )  # fmt: skip
+    assert (out.shape, out.dtype, out.strides) == (q.shape, q.dtype, q.strides)
+    (launch,) = cupy.launches
+    assert launch.kernel == "append__f16"
+    warps = (5 if packed else 6) * (3 + 3 + 6)
+    assert (launch.threads, launch.grid) == (256, -(-warps // 8))
+    told = fields(launch, params.append())
+    arrays = {
+        "k_new": k_new,
+        "v_new": v_new,
+        "k": k,
+        "v": v,
+        "q": q,
+        "out": out,
+        "cos": cos,
+        "sin": sin,
+    }
+    for name, array in (
+        arrays | {"lengths": lengths, "table": table, "positions": positions}
+    ).items():
+        assert told[name]["data"] == array.data.ptr, name
+    assert told["offsets"] == (offsets.data.ptr if packed else 0)
+    sizes = {
+        "batch": 2,
+        "rows": total,
+        "capacity": 24,
+        "pages": 5,
+        "page_size": 4,
+        "rotary_rows": 40,
+    }
+    sizes |= {
+        "heads": 6,
+        "heads_kv": 3,
+        "columns": 8,
+        "columns_v": 16,
+        "pairs": 2,
+        "interleaved": 1,
+    }
+    assert {name: told[name] for name in sizes} == sizes
+
+
+def test_a_step_without_queries_and_a_length_of_all(cupy):
+    k_new, v_new = draw(cupy, (2, 3, 1, 8), count=2)
+    k, v = draw(cupy, (2, 3, 20, 8), count=2)
+    assert cupyflash.append(k_new, v_new, k, v, 7) is None
+    told = fields(cupy.launches[0], params.append())
+    for name in ("q", "out", "cos", "sin", "lengths", "table", "positions"):
+        assert told[name]["data"] == 0, name
+    assert (told["length"], told["capacity"], told["page_size"]) == (7, 20, 20)
+    assert (told["heads"], told["pairs"]) == (0, 0)
+    cupyflash.append(*draw(cupy, (0, 3, 1, 8), count=2), *draw(cupy, (0, 3, 9, 8), count=2), 7)
+    assert len(cupy.launches) == 1
+
+
+def test_rows_are_rotated_by_what_device_memory_holds_then(cupy):
+    (x,), (cos, sin) = draw(cupy, (2, 4, 5, 16), count=1), draw(cupy, (9, 8), count=2)
+    positions = cupy.asarray(np.full(5, 99, "i4"))
+    out = cupyflash.rope(x, positions, cupyflash.Rotary(cos, sin), inverse=True)
+    told = fields(cupy.launches[0], params.rope())
+    for name, array in {"x": x, "out": out, "cos": cos, "sin": sin, "positions": positions}.items():
+        assert told[name]["data"] == array.data.ptr, name
+    assert told["positions"]["lead"].tolist() == [0, 0, 0, 0]
+    assert (told["inverse"], told["interleaved"], told["pairs"]) == (1, 0, 8)
+
+
+@pytest.mark.parametrize("name", ["lengths", "table", "positions"])
+def test_everything_is_checked_where_that_is_asked_for(cupy, name, monkeypatch):
+    monkeypatch.setattr(cached_calls, "CHECKS_ALL", True)
+    monkeypatch.setattr(device_arrays, "read_back", lambda array: array.host.copy())
+    k_new, v_new = draw(cupy, (2, 3, 1, 8), count=2)
+    k, v = draw(cupy, (5, 3, 4, 8), count=2)
+    cos, sin = draw(cupy, (40, 2), count=2)
+    right = {
+        "lengths": np.array([1, 8]),
+        "table": np.array([[0, -1], [1, 4]]),
+        "positions": np.array([[0], [39]]),
+    }
+    wrong = {"lengths": [0, 8], "table": [[0, -1], [1, 5]], "positions": [[0], [40]]}
+    rotary = cupyflash.Rotary(cos, sin)
+
+    def call(integers):
+        keywords = {each: cupy.asarray(np.array(values)) for each, values in integers.items()}
+        return cupyflash.append(k_new, v_new, k, v, rotary=rotary, **keywords)
+
+    call(right)
+    with pytest.raises(ArgumentError, match=f"{name}: "):
+        call(right | {name: wrong[name]})

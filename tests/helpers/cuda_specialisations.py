@@ -128,6 +128,8 @@ def cases() -> list[Case]:
         found.append(Case("decode_simt", dtypes[n % 4], own, options, n == 2))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
+    for kernel in ("append", "rope"):
+        found += [Case(kernel, dtype, sizes[0], "plain", False) for dtype in dtypes]
     for n, size in enumerate(((64, 64), (40, 72))):
         found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))
     return found

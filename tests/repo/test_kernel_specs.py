@@ -30,8 +30,8 @@ OUTSIDE = [
     for path in sorted((ROOT / "cupyflash").rglob("*.py"))
     if (ROOT / "cupyflash" / "gpu" / "kernels") not in path.parents
 ]
-# A word of the language, and the name of a public function.
-WORDS = {"combine"}
+# Words of the language, and the names of public functions.
+WORDS = {"append", "combine", "rope"}
 HARDWARE = re.compile(r"sm\d\d|simt|_f64|_tf32")
 TESTS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
 DTYPES = [np.dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...arrays.dtypes import FLOATS
 from . import grid
-from .simt import LARGEST_HEAD
+from .simt import LARGEST_HEAD, LARGEST_HEAD_OF_CACHE
 from .sm80 import CAPABILITY, HALVES
 from .spec import KernelSpec, Request, Tiles
 
@@ -13,6 +13,7 @@ RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a bloc
 SINK_THREADS = 512
 _METHOD = "sums in {accumulator}"
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
+_HEADS_OF_CACHE = dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE)
 
 
 def _configure_sink(request: Request) -> Tiles | None:
@@ -61,6 +62,28 @@ COMBINE = KernelSpec(
     computes="out and log-sum-exp of several",
     method=_METHOD,
     heads=_HEADS,
+    configure=lambda request: ROWS,
+    grid=grid.by_warps,
+    scores=False,
+    sizes=(),
+)
+APPEND = KernelSpec(
+    source="any/append.cu",
+    part="append",
+    computes="new keys and values in a cache",
+    method="rotates in {accumulator}",
+    heads=_HEADS_OF_CACHE,
+    configure=lambda request: ROWS,
+    grid=grid.by_warps,
+    scores=False,
+    sizes=(),
+)
+ROPE = KernelSpec(
+    source="any/rope.cu",
+    part="rope",
+    computes="rows, rotated by their positions",
+    method="rotates in {accumulator}",
+    heads=_HEADS_OF_CACHE,
     configure=lambda request: ROWS,
     grid=grid.by_warps,
     scores=False,

@@ -28,6 +28,8 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "dq_rows": (all_hardware.DQ_ROWS,),
     "bias": (sm90.BIAS, sm80.BIAS, simt.BIAS),
     "combine": (all_hardware.COMBINE,),
+    "append": (all_hardware.APPEND,),
+    "rope": (all_hardware.ROPE,),
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}
 

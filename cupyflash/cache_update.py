@@ -1,0 +1,194 @@
+"""The public functions that write to a cache and rotate rows: signatures and documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex, overload
+
+from . import execute
+from .arrays.interop import DLPackArray
+from .problem.append import append as checked_append
+from .problem.call import Array
+from .problem.keywords import explained
+from .problem.rotary import Rotary, rotation
+
+
+@overload
+def append(
+    k_new: DLPackArray,
+    v_new: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    lengths: SupportsIndex | DLPackArray | Sequence[int],
+    *,
+    table: DLPackArray | None = None,
+    offsets: DLPackArray | Sequence[int] | None = None,
+    q: None = None,
+    rotary: Rotary | None = None,
+    positions: DLPackArray | Sequence[Any] | None = None,
+    out: None = None,
+) -> None: ...
+
+
+@overload
+def append(
+    k_new: DLPackArray,
+    v_new: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    lengths: SupportsIndex | DLPackArray | Sequence[int],
+    *,
+    table: DLPackArray | None = None,
+    offsets: DLPackArray | Sequence[int] | None = None,
+    q: DLPackArray,
+    rotary: Rotary,
+    positions: DLPackArray | Sequence[Any] | None = None,
+    out: Array | None = None,
+) -> Array: ...
+
+
+@explained
+def append(
+    k_new: DLPackArray,
+    v_new: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    lengths: SupportsIndex | DLPackArray | Sequence[int],
+    *,
+    table: DLPackArray | None = None,
+    offsets: DLPackArray | Sequence[int] | None = None,
+    q: DLPackArray | None = None,
+    rotary: Rotary | None = None,
+    positions: DLPackArray | Sequence[Any] | None = None,
+    out: Array | None = None,
+) -> Array | None:
+    """Write new keys and values to a cache in place, and rotate keys and queries.
+
+    `lengths` counts what the cache holds after this step, so new row i of entry b goes to position
+    ``lengths[b] - n + i``: add n to the lengths, then append. One increment serves all layers of a
+    model. Nothing else in the cache changes.
+
+    Parameters
+    ----------
+    k_new : array, shape (B, Hkv, n, D)
+        New keys, or with `offsets` packed ones, (Hkv, total, D); dtypes, strides and kinds of
+        arrays as in `attention`.
+    v_new : array, shape (B, Hkv, n, Dv)
+        New values, or packed ones, (Hkv, total, Dv).
+    k : array, shape (B, Hkv, S, D)
+        The cache's keys, with room for S positions, of the dtype of `k_new` and any strides. With
+        `table`, pages: (P, Hkv, page, D). Written in place; it shares no memory with another array.
+    v : array, shape (B, Hkv, S, Dv)
+        The cache's values; with `table` (P, Hkv, page, Dv). They may be columns of the keys,
+        ``v = k[..., :Dv]``; then ``v_new = k_new[..., :Dv]``, and they are written once.
+    lengths : int or array, shape (B,)
+        Positions that the cache holds after this step, of int32 or int64, living where k lives. On
+        a GPU they are not read back, and a row whose position is not in the cache is not written: a
+        captured CUDA graph serves all later lengths.
+    table : array, shape (B, N), optional
+        Page numbers, of int32 or int64, living where k lives: position j of entry b is row
+        ``j % page`` of page ``table[b, j // page]``. Only those that are written are read, and no
+        page may be written for two positions. On a GPU a row of a page that is not there is not
+        written.
+    offsets : array, shape (B + 1,), optional
+        Entry b has the packed rows from ``offsets[b]`` to ``offsets[b + 1]``; entries may have any
+        number of them.
+    q : array, shape (B, Hq, n, D), optional
+        Queries of the same positions, or packed ones, (Hq, total, D). They are rotated, too, so
+        `rotary` is needed.
+    rotary : Rotary, optional
+        Rotates keys and queries by their positions. Without it keys are copied bit by bit, as
+        values always are. On a GPU positions beyond its arrays are clamped.
+    positions : array, shape (B, n) or (total,), optional
+        Where rows are rotated, of int32 or int64, living where k lives: the depth in a tree of
+        drafts, for example. By default where the cache has them.
+    out : array, shape of q, optional
+        Where to write the rotated queries.
+
+    Returns
+    -------
+    array or None
+        The queries, rotated, in their dtype; None without `q`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        A wrong shape, dtype or place; lengths, offsets, positions or page numbers in host memory
+        that name what is not there. With the environment variable CUPYFLASH_DEBUG=1 those in device
+        memory are checked, too.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import append, attention_cached
+    >>> rng = np.random.default_rng(0)
+    >>> k, v = np.empty((2, 7, 4, 16, 32), np.float32)  # 7 pages of 16 positions
+    >>> table = np.array([[3, 0, -1], [5, 1, 2]])
+    >>> lengths = np.array([20, 40])
+    >>> k_new, v_new = rng.standard_normal((2, 2, 4, 1, 32), dtype=np.float32)
+    >>> lengths += 1
+    >>> append(k_new, v_new, k, v, lengths, table=table)
+    >>> bool((k[0, :, 4] == k_new[0, :, 0]).all())  # position 20 is row 4 of page 0
+    True
+    """
+    return execute.append(
+        checked_append(k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out)
+    )
+
+
+@explained
+def rope(
+    x: DLPackArray,
+    positions: DLPackArray | Sequence[Any],
+    rotary: Rotary,
+    *,
+    inverse: bool = False,
+    out: Array | None = None,
+) -> Array:
+    """Rotate rows by their positions: rotary position embedding.
+
+    The product of a query and a key that were rotated depends on their positions' difference alone.
+    It is computed in float32, or float64 for float64 arrays, and rounded once.
+
+    Parameters
+    ----------
+    x : array, shape (B, H, L, D) or (H, total, D)
+        Queries or keys; dtypes, strides and kinds of arrays as in `attention`.
+    positions : array, shape (B, L) or (L,)
+        Positions of the rows, the same for all heads, of int32 or int64, living where x lives.
+        Those in device memory are clamped to the angles that there are.
+    rotary : Rotary
+        The angles.
+    inverse : bool
+        Rotate back. This is also the gradient: of dout follows dx.
+    out : array, shape of x, optional
+        Where to write the result.
+
+    Returns
+    -------
+    array
+        Shape and dtype of `x`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        A wrong shape, dtype or place; positions in host memory that have no angles.
+
+    References
+    ----------
+    J. Su and others, "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
+    equation 34.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import Rotary, rope
+    >>> angles = np.outer(np.arange(100), [1.0, 0.1]).astype(np.float32)
+    >>> rotary = Rotary(np.cos(angles), np.sin(angles))
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 4))
+    >>> def score(i, j):
+    ...     return float(rope(q, [i], rotary)[0, 0] @ rope(k, [j], rotary)[0, 0])
+    >>> abs(score(7, 3) - score(54, 50)) < 1e-6
+    True
+    """
+    return execute.rope(rotation(x, positions, rotary, inverse, out))

@@ -1,0 +1,132 @@
+"""The launches that move rows, as data: new keys and values into a cache, and rows rotated.
+
+As in `recipe`, nothing here touches CuPy or an array's elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..problem.append import Append
+from ..problem.call import Array
+from ..problem.rotary import Rotary, Rotation
+from . import params, strides
+from .kernels import any as all_hardware
+from .kernels.spec import Extent, KernelSpec
+from .params import KINDS, MAX_LEAD, Layout, Operand
+from .recipe import Launch, check_grid
+from .source import Specialisation
+
+
+def append(checked: Append, out: Array | None) -> Launch:
+    """Return the launch that writes new rows, and rotates queries into `out`."""
+    cache, q, positions = checked.cache, checked.q, checked.positions
+    arrays = {"k_new": checked.k_new, "v_new": checked.v_new, "k": checked.k, "v": checked.v}
+    if q is not None and out is not None:
+        arrays |= {"q": q, "out": out}
+    packed = checked.offsets is not None
+    rows, heads = checked.k_new.shape[-2], 0 if q is None else q.shape[-3]
+    heads_kv = checked.k.shape[1]
+    values: dict[str, Any] = {name: _rows(x) for name, x in arrays.items()}
+    values |= {
+        "batch": checked.batch,
+        "rows": rows,
+        "capacity": cache.capacity,
+        "pages": checked.k.shape[0],
+        "page_size": cache.page_size,
+        "heads": heads,
+        "heads_kv": heads_kv,
+        "columns": checked.k.shape[-1],
+        "columns_v": checked.v.shape[-1],
+    }
+    integers = {"positions": (positions, _entries_and_rows)}
+    integers["table"] = (cache.table, _table)
+    if isinstance(cache.lengths, int):
+        values["length"] = cache.lengths
+    else:
+        integers["lengths"] = (cache.lengths, _list)
+    names = list(arrays)
+    for name, (array, operand) in integers.items():
+        if array is not None:
+            values |= {name: operand(array), f"kind_{name}": KINDS[array.dtype.name]}
+            names.append(name)
+    if checked.rotary is not None:
+        values |= _angles(checked.rotary)
+        names += checked.rotary.arrays
+    if packed:
+        names.append("offsets")
+    warps = (1 if packed else checked.batch) * rows * (2 * heads_kv + heads)
+    dtype = checked.k.dtype.name
+    return _launch(all_hardware.APPEND, params.append(), dtype, warps, values, names)
+
+
+def rope(checked: Rotation, out: Array) -> Launch:
+    """Return the launch that rotates rows into `out`."""
+    x, positions, rotary = checked.x, checked.positions, checked.rotary
+    values = {
+        "x": _rows(x),
+        "out": _rows(out),
+        "positions": _entries_and_rows(positions),
+        "batch": x.shape[0] if x.ndim == 4 else 1,
+        "rows": x.shape[-2],
+        "heads": x.shape[-3],
+        "columns": x.shape[-1],
+        "inverse": int(checked.inverse),
+        "kind_positions": KINDS[positions.dtype.name],
+        **_angles(rotary),
+    }
+    warps = x.size // x.shape[-1]
+    names = ["x", "out", "positions", *rotary.arrays]
+    return _launch(all_hardware.ROPE, params.rope(), x.dtype.name, warps, values, names)
+
+
+def _launch(
+    spec: KernelSpec,
+    layout: Layout,
+    dtype: str,
+    warps: int,
+    values: dict[str, Any],
+    names: list[str],
+) -> Launch:
+    tiles = all_hardware.ROWS
+    grid = spec.grid(Extent(warps, 0, 1), tiles)
+    check_grid(spec.name, grid.work_tiles)
+    slots = tuple((layout.place(name), name) for name in names)
+    return Launch(Specialisation(spec, dtype, 0, 0, tiles), grid.size, layout.pack(values), slots)
+
+
+def _rows(array: Array) -> Operand:
+    """Return how an array (B, H, L, D), or packed (H, total, D), lies in memory."""
+    step = array.strides[0] // array.itemsize if array.ndim == 4 else 0
+    return strides.operand(array, _of_entries(step))
+
+
+def _entries_and_rows(array: Array) -> Operand:
+    """Return how integers (B, L), or (L,) of all entries, lie in memory."""
+    steps = [stride // array.itemsize for stride in array.strides]
+    return Operand(lead=_of_entries(steps[0] if len(steps) == 2 else 0), row=steps[-1])
+
+
+def _table(array: Array) -> Operand:
+    row, col = (stride // array.itemsize for stride in array.strides)
+    return Operand(row=row, col=col)
+
+
+def _list(array: Array) -> Operand:
+    return Operand(row=array.strides[0] // array.itemsize)
+
+
+def _of_entries(step: int) -> tuple[int, ...]:
+    return (*(0,) * (MAX_LEAD - 1), step)
+
+
+def _angles(rotary: Rotary) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        name: Operand(row=x.strides[0] // x.itemsize, col=x.strides[1] // x.itemsize)
+        for name, x in rotary.arrays.items()
+    }
+    return made | {
+        "rotary_rows": rotary.rows,
+        "pairs": rotary.pairs,
+        "interleaved": int(rotary.interleaved),
+    }

@@ -1,0 +1,226 @@
+"""Calls that write to a cache: what users pass, turned into an `Append`, or into an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays.device_arrays import address
+from ..arrays.interop import floats, one_home, outputs
+from ..errors import ArgumentError
+from . import cached, device_args, validate
+from .call import Array, Cache
+from .rotary import Rotary, check_positions, check_rotary, position_array
+
+
+@dataclass(frozen=True, eq=False)
+class Append:
+    """A checked call of `append`.
+
+    Attributes
+    ----------
+    k_new, v_new : array
+        (B, Hkv, n, D) and (B, Hkv, n, Dv), or packed (Hkv, total, D) and (Hkv, total, Dv). Where
+        values are columns of the keys, those of no column are left: keys say all.
+    k, v : array
+        (B, Hkv, S, D) and (B, Hkv, S, Dv), or pages.
+    cache : Cache
+        Where positions lie, and how many are held afterwards.
+    batch : int
+        Entries.
+    offsets : array or None
+        (B + 1,), of packed rows.
+    q, out : array or None
+        Queries, and where to write them rotated, or None for a new array.
+    rotary : Rotary or None
+        The angles.
+    positions : array or None
+        Where rows are rotated; None where the cache has them.
+    device : int or None
+        Where the arrays live.
+    """
+
+    k_new: Array
+    v_new: Array
+    k: Array
+    v: Array
+    cache: Cache
+    batch: int
+    offsets: Array | None
+    q: Array | None
+    out: Array | None
+    rotary: Rotary | None
+    positions: Array | None
+    device: int | None
+
+
+def append(
+    k_new: Any,
+    v_new: Any,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    table: Any,
+    offsets: Any,
+    q: Any,
+    rotary: Any,
+    positions: Any,
+    out: Any,
+) -> Append:
+    """Validate a call of `append`."""
+    named = {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
+    if q is not None:
+        named["q"] = q
+    arrays = {name: floats(x, name) for name, x in named.items()}
+    validate.same_dtype(arrays)
+    k_new, v_new, k, v = (arrays[name] for name in ("k_new", "v_new", "k", "v"))
+    q = arrays.get("q")
+    _check_options(q, rotary, positions, out)
+    cache = cached.cache(k, v, table)
+    validate.heads_of(k, k, v)
+    validate.head_sizes(k, k, v, cached.MAX_HEAD_SIZE)
+    _check_rows(arrays, packed=offsets is not None)
+    read = {name: x for name, x in arrays.items() if name not in ("k", "v")}
+    total = k_new.shape[-2]
+    if offsets is None:
+        batch, bounds = k_new.shape[0], None
+        counts: Array | None = np.full(batch, total)
+    else:
+        held = validate.offsets_array(offsets, "offsets")
+        batch = held.size - 1
+        offsets, bounds = device_args.offsets_to_check(held, "offsets", k_new, cached.CHECKS_ALL)
+        counts = None
+        if bounds is not None:
+            bounds = validate.checked_offsets(bounds, "offsets", total)
+            counts = np.diff(bounds)
+    if table is None and k.shape[0] != batch:
+        raise ArgumentError(
+            f"k: shape {k.shape} came with {batch} batch entries; wanted a first axis of length "
+            f"{batch}, or a table (B, N) of page numbers for a cache in pages."
+        )
+    cache = replace(
+        cache,
+        table=cached.table_array(table, batch),
+        lengths=cached.lengths_of(lengths, batch, cache.capacity),
+    )
+    if counts is not None:
+        cached.check_pages(cache, k.shape[0], counts)
+    integers = {"lengths": cache.lengths, "table": cache.table}
+    read |= {name: x for name, x in integers.items() if x is not None and not isinstance(x, int)}
+    after = cache.lengths if isinstance(cache.lengths, int) else cached.readable(cache.lengths)
+    if after is not None and counts is not None:
+        _check_room(np.broadcast_to(after, (batch,)), counts)
+    if rotary is not None:
+        check_rotary(rotary, "k_new", k_new)
+        read |= rotary.arrays
+        if positions is not None:
+            shape = (total,) if offsets is not None else (batch, total)
+            read["positions"] = positions = position_array(positions, [shape], rotary)
+        elif after is not None and counts is not None:
+            last = np.broadcast_to(after, (batch,))[counts > 0] - 1
+            check_positions(last, rotary, "lengths")
+    device = one_home(read | {"k": k, "v": v})
+    if _is_view_of_keys(v, k):
+        _check_views(v_new, k_new, rotary)
+        v_new, v, written = v_new[..., :0], v[..., :0], {"k": k}
+        read["v_new"] = v_new
+    else:
+        written = {"k": k, "v": v}
+    targets = {name: (x, x.shape, x.dtype) for name, x in written.items()}
+    if out is not None and q is not None:
+        targets["out"] = (out, q.shape, q.dtype)
+    outputs(targets, read)
+    return Append(k_new, v_new, k, v, cache, batch, offsets, q, out, rotary, positions, device)
+
+
+def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:
+    """Refuse arguments that would do nothing."""
+    if q is not None and rotary is None:
+        raise ArgumentError(
+            "q: queries came without rotary, and nothing else is done with them; wanted "
+            "rotary=Rotary(cos, sin) beside them. Leave q out."
+        )
+    for name, value, needs, other in (
+        ("positions", positions, "rotary", rotary),
+        ("out", out, "q", q),
+    ):
+        if value is not None and other is None:
+            raise ArgumentError(
+                f"{name}: {type(value).__name__} came without {needs}, for which alone it is; "
+                f"wanted both or none. Leave {name} out."
+            )
+
+
+def _check_rows(arrays: dict[str, Array], packed: bool) -> None:
+    """Check the shapes of new rows against each other and against the cache."""
+    lead, rows = ("", "total") if packed else ("B, ", "n")
+    k_new = arrays["k_new"]
+    for name in ("k_new", "v_new", "q"):
+        if name not in arrays:
+            continue
+        x, axes = arrays[name], 3 if packed else 4
+        heads, columns = ("Hq", "D") if name == "q" else ("Hkv", "Dv" if name == "v_new" else "D")
+        wanted = f"({lead}{heads}, {rows}, {columns}){', packed by offsets' if packed else ''}"
+        if x.ndim != axes:
+            raise ArgumentError(f"{name}: shape {x.shape} came; wanted {wanted}.")
+        if (*x.shape[:-3], x.shape[-2]) != (*k_new.shape[:-3], k_new.shape[-2]):
+            raise ArgumentError(
+                f"{name}: shape {x.shape} came with k_new of shape {k_new.shape}; wanted {wanted} "
+                "with as many rows of as many entries."
+            )
+        if name == "q":
+            if x.shape[-1] != k_new.shape[-1]:
+                raise ArgumentError(
+                    f"q: shape {x.shape} came with k_new of shape {k_new.shape}; their last axes "
+                    f"(the head size D) must be equal, {x.shape[-1]} is not {k_new.shape[-1]}."
+                )
+            continue
+        cache = "v" if name == "v_new" else "k"
+        into = arrays[cache]
+        if (x.shape[-3], x.shape[-1]) != (into.shape[-3], into.shape[-1]):
+            raise ArgumentError(
+                f"{name}: shape {x.shape} came with {cache} of shape {into.shape}; wanted "
+                f"{into.shape[-3]} heads of {into.shape[-1]} columns, as {cache} has. The head "
+                "axis is the third from the end: arrays of shape (B, L, H, D) are passed as "
+                "x.swapaxes(-3, -2)."
+            )
+    if "q" in arrays:
+        validate.heads_of(arrays["q"], k_new, arrays["v_new"])
+
+
+def _check_room(after: Array, counts: Array) -> None:
+    bad = np.flatnonzero(after < counts)
+    if bad.size:
+        b = int(bad[0])
+        raise ArgumentError(
+            f"lengths: entry {b} is {int(after[b])} with {int(counts[b])} new rows; wanted "
+            f"{int(counts[b])} or more: lengths counts what the cache holds after this step, the "
+            "new rows among it. Add their number to lengths first."
+        )
+
+
+def _is_view_of_keys(v: Array, k: Array) -> bool:
+    """Whether values are the first columns of the keys."""
+    return bool(
+        k.size
+        and address(v) == address(k)
+        and v.shape[:-1] == k.shape[:-1]
+        and v.strides == k.strides
+        and v.shape[-1] <= k.shape[-1]
+    )
+
+
+def _check_views(v_new: Array, k_new: Array, rotary: Rotary | None) -> None:
+    if k_new.size and not _is_view_of_keys(v_new, k_new):
+        raise ArgumentError(
+            "v_new: an array of its own came, and v is the first columns of k, which k_new fills; "
+            f"wanted v_new=k_new[..., :{v_new.shape[-1]}]."
+        )
+    if rotary is not None:
+        raise ArgumentError(
+            "rotary: came with a v that is the first columns of k, which would be rotated, too; "
+            "wanted k_new whose last columns are rotated already. Call rope on them first, and "
+            "leave rotary out."
+        )
