@@ -347,7 +347,7 @@ def forward(
     return Recipe(tuple(writer.launches), {}, writer.generated.arrays)
 
 
-def _decode(call: Call, facts: Target, out: Array, lse: Array, want_lse: bool) -> Recipe:
+def _decode(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> Recipe:
     """Return the recipe of few queries and many keys, or over a cache."""
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2)}

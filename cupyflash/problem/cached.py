@@ -93,7 +93,8 @@ def call(
     offsets_pair = None if offsets_q is None else (held["offsets_q"], None)
     checked = replace(checked, cache=made, offsets=offsets_pair)
     homes = validate.read_arrays(checked)
-    for name, value in (("lengths", made.lengths), ("table", made.table)):
+    in_place: dict[str, Any] = {"lengths": made.lengths, "table": made.table}
+    for name, value in in_place.items():
         if isinstance(value, np.ndarray) or device_arrays.is_device_array(value):
             homes[name] = value
     return replace(checked, device=one_home(homes))
@@ -160,7 +161,11 @@ def lengths_of(value: Any, batch: int, capacity: int) -> Any:
     if not hasattr(value, "__dlpack__") and not device_arrays.is_device_array(value):
         raise ArgumentTypeError(f"lengths: {value!r} came; wanted {wanted}.")
     lengths = array(value, "lengths")
-    if lengths.ndim == 0 and isinstance(lengths, np.ndarray) and lengths.dtype.kind in "iu":
+    if (
+        not lengths.ndim
+        and not device_arrays.is_device_array(lengths)
+        and lengths.dtype.kind in "iu"
+    ):
         return lengths_of(int(lengths), batch, capacity)
     if lengths.shape != (batch,) or lengths.dtype not in (np.int32, np.int64):
         raise ArgumentTypeError(
@@ -189,7 +194,9 @@ def readable(value: Any) -> Array | None:
         return np.asarray(value)
     if not CHECKS_ALL:
         return None
-    with cuda_device.current(device_arrays.device_of(value)):
+    device = device_arrays.device_of(value)
+    assert device is not None
+    with cuda_device.current(device):
         return None if cuda_device.is_capturing() else device_arrays.read_back(value)
 
 

@@ -137,7 +137,7 @@ class Precision:
             Accumulation in float64 for float64, else in float32.
         """
         output = Rounding.to(dtype)
-        computed = dtypes.accumulator(dtype)
+        computed = dtypes.accumulator(np.dtype(dtype))
         sums = Rounding.to(computed)
         exact = Rounding(0.0, 0.0, sums.largest)
         if precision is not None:

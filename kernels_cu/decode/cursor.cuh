@@ -101,8 +101,8 @@ class Cursor {
     leaf_ = leaf_begin_;
     yielded_ = false;
     if (ptx::lane_index() == 0) {
-      workspace_.units[unit_] = UnitRecord{task.number, index_, task.units(level_),
-                                           task.first_node(level_)};
+      workspace_.units[unit_] =
+          UnitRecord{task.number, index_, task.units(level_), task.first_node(level_)};
     }
   }
 

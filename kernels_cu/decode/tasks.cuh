@@ -1,12 +1,12 @@
 // How few queries and many keys are divided among warps: the twin of reference/cpu/decode_tasks.py.
 //
-// The keys of an entry are leaves of 64 keys at absolute positions, and 8 neighbouring nodes are one
-// node of the next level; this tree is the same whatever is launched. A task is a block of rows, the
-// queries of heads that share a key head, and its units are the nodes of one level that hold visible
-// leaves. All units of all tasks stand in one row, of which every thread block has an equal share,
-// and within a block every warp. Which level that is hangs on how much there is to do: a leaf where
-// little is, so that every warp has some, and larger nodes where that still fills the device, so
-// that fewer results are kept. No bit of a result depends on it.
+// The keys of an entry are leaves of 64 keys at absolute positions, and 8 neighbouring nodes are
+// one node of the next level; this tree is the same whatever is launched. A task is a block of
+// rows, the queries of heads that share a key head, and its units are the nodes of one level that
+// hold visible leaves. All units of all tasks stand in one row, of which every thread block has an
+// equal share, and within a block every warp. Which level that is hangs on how much there is to do:
+// a leaf where little is, so that every warp has some, and larger nodes where that still fills the
+// device, so that fewer results are kept. No bit of a result depends on it.
 #pragma once
 #include "../common/tile.cuh"
 #include "../common/cache.cuh"
@@ -92,8 +92,8 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   long long block = by_block.remainder;
   unsigned int slice = by_head.quotient;
   if constexpr (PACKED) {
-    slice = static_cast<unsigned int>(
-        layout::sequence_of(p, p.offsets_q, p.total_q, queries, block));
+    slice =
+        static_cast<unsigned int>(layout::sequence_of(p, p.offsets_q, p.total_q, queries, block));
     block -= layout::clamp(p.offsets_q[slice], 0, p.total_q) / queries + slice;
   }
 #pragma unroll
@@ -183,8 +183,8 @@ __device__ __forceinline__ void count_units(const Params& p, Schedule* schedule_
     const Task task = task_of(p, n);
 #pragma unroll
     for (int level = 0; level < LEVELS; ++level) {
-      counts[level] = tile::smaller(static_cast<long long>(counts[level]) + task.units(level),
-                                    MOST_OF_THREAD);
+      counts[level] =
+          tile::smaller(static_cast<long long>(counts[level]) + task.units(level), MOST_OF_THREAD);
     }
   }
   int sums[LEVELS];  // over the warp's threads up to this one

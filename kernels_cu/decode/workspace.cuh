@@ -1,10 +1,10 @@
 // What decode kernels keep between blocks, and how kept results become one: the twin of
 // reference/cpu/decode.py.
 //
-// Every unit has a slot for its rows' m, l and o. Of a node's children the first one's slot receives
-// the node, level by level, so that the first unit's slot ends as the whole task. The block that has
-// all units of a node folds it; nodes whose units lie in several blocks are folded by the block that
-// finishes its part of the task last. Blocks never wait for each other.
+// Every unit has a slot for its rows' m, l and o. Of a node's children the first one's slot
+// receives the node, level by level, so that the first unit's slot ends as the whole task. The
+// block that has all units of a node folds it; nodes whose units lie in several blocks are folded
+// by the block that finishes its part of the task last. Blocks never wait for each other.
 //
 // Nothing has to be set before a launch: a counter of another launch, or of none, is recognised by
 // its upper half and counts from 0.
@@ -66,7 +66,8 @@ __device__ __forceinline__ void prepare(unsigned long long* counter) {
   if (seen != 0 && (seen & UPPER) != MARK) ptx::compare_and_swap(counter, seen, MARK);
 }
 
-// Counts `units` of a task as done. Returns whether they were the last; then it counts from 0 again.
+// Counts `units` of a task as done. Returns whether they were the last; then it counts from 0
+// again.
 __device__ __forceinline__ bool arrive(unsigned long long* counter, int units, int count) {
   const unsigned long long before = ptx::fetch_add(counter, units);
   const bool last = static_cast<int>(before & ~UPPER) + units == count;
@@ -171,9 +172,9 @@ struct NodeUnits {
   }
 };
 
-// Folds the nodes that lanes have, each some rows at a time, by all warps of the block: lane n's, if it
-// `has` one, from slot `slot` on. `level_below` is that of the children, counted from units on. All
-// warps call it with the same nodes.
+// Folds the nodes that lanes have, each some rows at a time, by all warps of the block: lane n's,
+// if it `has` one, from slot `slot` on. `level_below` is that of the children, counted from units
+// on. All warps call it with the same nodes.
 __device__ __forceinline__ void fold_nodes(const Workspace& workspace, bool has, int first_node,
                                            const NodeUnits& node, long long slot, int level_below,
                                            accum_t c) {
@@ -198,7 +199,7 @@ __device__ __forceinline__ void fold_nodes(const Workspace& workspace, bool has,
 
 // A row of a task whose first slot holds all of it.
 __device__ __forceinline__ void finish_row(const Params& p, const Workspace& workspace,
-                                        const Task& task, long long slot, Scale scale, int row) {
+                                           const Task& task, long long slot, Scale scale, int row) {
   const merge::Statistics held = workspace.statistic(slot, row);
   const long long head = task.head_of(row), i = task.query_of(row);
   accum_t m = held.m, l = held.l, weight = 1;
@@ -267,8 +268,8 @@ __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace
     for (int first = begin; first < end; first += ptx::WARP_SIZE) {
       const int slot = first + ptx::lane_index();
       if (end - begin > ptx::WARP_SIZE) unit = unit_at(slot);
-      const NodeUnits node((unit.first_node + unit.index) >> (LOG_CHILDREN * n), n,
-                           unit.first_node, unit.count);
+      const NodeUnits node((unit.first_node + unit.index) >> (LOG_CHILDREN * n), n, unit.first_node,
+                           unit.count);
       const bool has = slot < end && node.first == unit.index && node.end > unit.index + 1 &&
                        slot + node.end - unit.index <= end;
       fold_nodes(workspace, has, unit.first_node, node, slot, n - 1, scale.power);

@@ -2,8 +2,8 @@
 //
 // The sums over keys form a fixed tree (decode/tasks.cuh). A warp computes the softmax of a
 // leaf of 64 keys from the start: LANES lanes share the product of a query and a key, and all lanes
-// the columns of the output. Every product is a scalar multiply-add in the accumulator's type. Nodes
-// are merged in the slots of the workspace.
+// the columns of the output. Every product is a scalar multiply-add in the accumulator's type.
+// Nodes are merged in the slots of the workspace.
 //
 // Grid: a share of all units for each block. Shared memory: SharedStorage. BLOCK_KV is 64.
 #include "../common/params.cuh"
@@ -124,10 +124,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
         const int r = n / D;
         accum_t element = 0;
         if (r < task.rows) {
-          const storage_t* const row =
-              reinterpret_cast<const storage_t*>(p.q.data) +
-              layout::offset(p.q, task.entry(), task.head_of(r), false) +
-              task.query_of(r) * p.q.row;
+          const storage_t* const row = reinterpret_cast<const storage_t*>(p.q.data) +
+                                       layout::offset(p.q, task.entry(), task.head_of(r), false) +
+                                       task.query_of(r) * p.q.row;
           element = number::widen(row[n % D * p.q.col]);
         }
         own_smem.q[r][n % D] = element;

@@ -1,5 +1,5 @@
-// A warp's rows between global memory and its own stages in shared memory: queries of several heads,
-// keys and values of a leaf. The twin of reference/cpu/cache.py for decode_sm80.cu.
+// A warp's rows between global memory and its own stages in shared memory: queries of several
+// heads, keys and values of a leaf. The twin of reference/cpu/cache.py for decode_sm80.cu.
 #pragma once
 #include "../decode/cursor.cuh"
 #include "fragment.cuh"
@@ -17,7 +17,8 @@ struct LeafPlaces {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
-        at[half] = key < leaf.keys ? cache::place(p, b, leaf.first_key() + key) : cache::Place{0, 0};
+        at[half] =
+            key < leaf.keys ? cache::place(p, b, leaf.first_key() + key) : cache::Place{0, 0};
       }
     }
   }
@@ -94,8 +95,8 @@ __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
                                            const LeafPlaces& places, int valid) {
   if (from.vectors()) {
     const Lanes<WIDTH> lanes;
-    const storage_t* const source = from.data + (places.first + FIRST + lanes.row) * from.row +
-                                    STORED_VECTOR * lanes.piece;
+    const storage_t* const source =
+        from.data + (places.first + FIRST + lanes.row) * from.row + STORED_VECTOR * lanes.piece;
     copy_vectors<FIRST, KEYS, WIDTH>(ptx::shared_address(stage_smem), from, source, places, lanes,
                                      lanes.bytes(), valid - FIRST - lanes.row);
     return;
@@ -103,13 +104,13 @@ __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
   constexpr int COLUMNS = fragment::whole_columns(WIDTH);
 #pragma unroll 1
   for (int row = 0; row < KEYS; ++row) {
-    const cache::Place at = FIRST + row < ptx::WARP_SIZE ? places.of<0>(FIRST + row)
-                                                         : places.of<1>(FIRST + row);
+    const cache::Place at =
+        FIRST + row < ptx::WARP_SIZE ? places.of<0>(FIRST + row) : places.of<1>(FIRST + row);
     const storage_t* const source = from.data + at.offset(from.page, from.row);
 #pragma unroll 1
     for (int column = ptx::lane_index(); column < COLUMNS; column += ptx::WARP_SIZE) {
-      const int offset = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(
-          row, column / STORED_VECTOR);
+      const int offset =
+          fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, column / STORED_VECTOR);
       reinterpret_cast<storage_t*>(stage_smem + offset)[column % STORED_VECTOR] =
           FIRST + row < valid && column < WIDTH ? source[column * from.col] : storage_t(0);
     }

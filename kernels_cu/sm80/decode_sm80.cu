@@ -3,8 +3,8 @@
 //
 // The sums over keys form a fixed tree (decode/tasks.cuh). A warp computes the softmax of a
 // leaf of 64 keys from the start, and merges leaves to nodes; the queries of all heads that share
-// keys are the 16 rows of one matrix instruction. Each warp has its own pipeline of STAGES stages in
-// shared memory, and meets no other one before its keys are done.
+// keys are the 16 rows of one matrix instruction. Each warp has its own pipeline of STAGES stages
+// in shared memory, and meets no other one before its keys are done.
 //
 // Grid: a share of all units for each block. Shared memory: SharedStorage; of every warp its stages
 // and its queries. BLOCK_Q is 16, BLOCK_KV 64.
@@ -23,8 +23,8 @@ constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_
 constexpr int ROW_BYTES = matmul::larger(Q_BYTES, V_BYTES);
 constexpr int STAGE_BYTES = 8192;
 constexpr int STEP_KEYS = STAGE_BYTES / ROW_BYTES < LEAF ? STAGE_BYTES / ROW_BYTES : LEAF;
-constexpr int STEPS = LEAF / STEP_KEYS;  // of keys, and as many of values
-constexpr bool IN_REGISTERS = D_V <= 128;              // the node of level 1
+constexpr int STEPS = LEAF / STEP_KEYS;    // of keys, and as many of values
+constexpr bool IN_REGISTERS = D_V <= 128;  // the node of level 1
 constexpr int QUERY_BYTES = 16 * Q_BYTES;
 
 struct SharedStorage {
@@ -107,7 +107,8 @@ __device__ __forceinline__ void evaluate_mask(const Params& p, const decode::Tas
       if (leaf.tile_class == PARTIAL && leaf.keys > 0) {
 #pragma unroll 1
         for (int n = 0; n < COLUMNS; ++n) {
-          const int key = tile::smaller(lane_column + fragment_tile::Pairs::key_of(n), leaf.keys - 1);
+          const int key =
+              tile::smaller(lane_column + fragment_tile::Pairs::key_of(n), leaf.keys - 1);
           if (!mask_allows(p, decode::site_of(task, nearest, leaf.first_key() + key))) {
             mask[r] &= ~(1u << n);
           }
@@ -276,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   clear(node);
   const int top = units.level > 0 ? units.level : 1;  // the level of what a unit's slot gets
   unsigned int fresh = ~0u;                           // bit n: nothing is in the node of level n
-  int loaded = -1;                                    // the number of the task whose queries are loaded
+  int loaded = -1;  // the number of the task whose queries are loaded
 
 #pragma unroll 1
   while (now.exists) {

@@ -75,10 +75,12 @@ def cache_of(
     lanes: int,
 ) -> Cache:
     """Describe a cache."""
-    sources = (source_of(x, itemsize, lanes) for x in (k, v))
+    keys, values = (source_of(x, itemsize, lanes) for x in (k, v))
     if table is None:
-        return Cache(*sources, page_size, k.shape[0], 0, 0, 0, 0)
-    return Cache(*sources, page_size, k.shape[0], address(table), table.itemsize, *table.strides)
+        return Cache(keys, values, page_size, k.shape[0], 0, 0, 0, 0)
+    batch, step = table.strides
+    place, size = address(table), table.itemsize
+    return Cache(keys, values, page_size, k.shape[0], place, size, batch, step)
 
 
 @helper

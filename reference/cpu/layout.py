@@ -271,7 +271,8 @@ class Layout:
     def panel_lanes(self) -> Array:
         """Return the lanes of all panels of every batch entry."""
         blocks, rest = np.divmod(self.len_q, self.block_q)
-        result: Array = blocks * round_up(self.block_q, self.lanes) + round_up(rest, self.lanes)
+        narrow: Array = -(-rest // self.lanes) * self.lanes
+        result: Array = blocks * round_up(self.block_q, self.lanes) + narrow
         return result
 
     def _fill_panels(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...problem.call import Problem
 from .spec import Grid, Tiles
 
-LEAF, CHILDREN = 64, 8  # keys of a leaf, children of a node
+LEAF = 64  # keys of a leaf; 8 nodes are one of the next level
 MOST_UNITS = 64  # for each block, unless there are more of the largest
 FILL = 3  # units of a block from which on they may be larger nodes
 HELD = 2  # slots of a warp for nodes below its unit
@@ -57,7 +57,8 @@ def slots(tasks: int, capacity: int, blocks: int) -> Slots:
     """Return the slots of a launch of so many tasks and blocks, for entries of `capacity` keys."""
 
     def units(level: int) -> int:
-        return tasks * max(-(-capacity // (LEAF * CHILDREN**level)), 1)
+        keys = LEAF << 3 * level
+        return tasks * max(-(-capacity // keys), 1)
 
     most = MOST_UNITS * blocks
     large = units(2) >= FILL * blocks or units(1) > most
