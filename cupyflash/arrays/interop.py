@@ -237,15 +237,32 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
             )
     if targets:
         one_home(inputs | {name: held for name, (held, _, _) in targets.items()})
+    named = inputs | {name: held for name, (held, _, _) in targets.items()}
+    spans = {name: _span(held) for name, held in named.items()}
     names = list(targets)
     for place, name in enumerate(names):
-        others = {other: targets[other][0] for other in names[:place]} | inputs
-        for other, held in others.items():
-            if share_memory(targets[name][0], held):
+        low, high = spans[name]
+        for other in (*names[:place], *inputs):
+            if low >= spans[other][1] or high <= spans[other][0]:
+                continue
+            if share_memory(targets[name][0], named[other]):
                 raise ArgumentError(
                     f"{name} and {other} share memory; wanted an output that overlaps no input and "
                     "no other output. Pass a fresh array, or none."
                 )
+
+
+def _span(x: Any) -> tuple[int, int]:
+    """Return the first address of an array, and that behind its last one."""
+    low = high = address(x)
+    if not x.size:
+        return low, high
+    if x.flags.c_contiguous:
+        return low, high + int(x.nbytes)
+    reaches = [stride * (size - 1) for size, stride in zip(x.shape, x.strides, strict=True)]
+    low += sum(reach for reach in reaches if reach < 0)
+    high += sum(reach for reach in reaches if reach > 0)
+    return low, high + int(x.itemsize)
 
 
 def share_memory(a: Array, b: Array) -> bool:

@@ -394,7 +394,7 @@ def _combine(
 
 def append(checked: Append, out: Array | None) -> None:
     """Write new rows to a cache, and rotated queries to `out`."""
-    if not checked.k_new.size:
+    if not checked.k_new.size or not checked.batch:
         return
     assert checked.device is not None
     read: dict[str, Any] = {"k_new": checked.k_new, "v_new": checked.v_new}

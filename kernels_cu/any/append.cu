@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const long long index = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;
   // Neighbouring warps have heads of one row, which look up the same.
   const layout::Quotient by_row = layout::divide(index, 2 * p.heads_kv + p.heads);
-  layout::Quotient by_entry = layout::divide(by_row.quotient, p.rows);
+  const layout::Quotient by_entry = layout::divide(by_row.quotient, p.rows);
   if (by_entry.quotient >= (p.offsets == nullptr ? p.batch : 1)) return;
   const long long row = by_entry.remainder;
   long long b = by_entry.quotient, behind = p.rows - row;
@@ -48,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const long long position = cache::written_length(p, b) - behind;
 
   long long head = by_row.remainder;
-  const bool of_v = head >= p.heads_kv, of_q = head >= 2 * p.heads_kv;
+  const bool of_q = head >= 2 * p.heads_kv, of_v = head >= p.heads_kv && !of_q;
   rotary::Angles by = rotary::none();
-  if (p.pairs > 0 && (of_q || !of_v)) {
+  if (p.pairs > 0 && !of_v) {
     const long long at = b * p.positions.lead[MAX_LEAD - 1] + row * p.positions.row;
     by = rotary::angles(p,
                         p.positions.data == nullptr
@@ -58,20 +58,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                             : cache::integer(p.positions.data, p.kind_positions, at),
                         false);
   }
+  rotary::Row from, to;
   if (of_q) {
     head -= 2 * p.heads_kv;
-    rotary::copy_row(rotary::row_of(p.out, b, head, row), rotary::row_of(p.q, b, head, row),
-                     p.columns, by);
-    return;
-  }
-  const cache::Place place = cache::written_place(p, b, position);
-  if (place.page < 0) return;
-  if (of_v) {
-    head -= p.heads_kv;
-    rotary::copy_row(rotary::row_of(p.v, place.page, head, place.row),
-                     rotary::row_of(p.v_new, b, head, row), p.columns_v, by);
+    from = rotary::row_of(p.q, b, head, row);
+    to = rotary::row_of(p.out, b, head, row);
   } else {
-    rotary::copy_row(rotary::row_of(p.k, place.page, head, place.row),
-                     rotary::row_of(p.k_new, b, head, row), p.columns, by);
+    const cache::Place place = cache::written_place(p, b, position);
+    if (place.page < 0) return;
+    if (of_v) {
+      head -= p.heads_kv;
+      from = rotary::row_of(p.v_new, b, head, row);
+      to = rotary::row_of(p.v, place.page, head, place.row);
+    } else {
+      from = rotary::row_of(p.k_new, b, head, row);
+      to = rotary::row_of(p.k, place.page, head, place.row);
+    }
   }
+  rotary::copy_row(to, from, of_v ? p.columns_v : p.columns, by);
 }

@@ -8,6 +8,8 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+CHUNK = 2**16  # pairs that are rotated at a time
+
 
 def rope(
     x: Array,
@@ -30,11 +32,19 @@ def rope(
         firsts, seconds = slice(0, rotated, 2), slice(1, rotated, 2)
     else:
         firsts, seconds = slice(0, pairs), slice(pairs, rotated)
-    c, s = (table[positions][..., None, :, :].astype(number, copy=False) for table in (cos, sin))
-    if inverse:
-        s = -s
-    first, second = (x[..., columns].astype(number, copy=False) for columns in (firsts, seconds))
-    with np.errstate(all="ignore"):
-        out[..., firsts] = first * c - second * s
-        out[..., seconds] = second * c + first * s
     out[..., rotated:] = x[..., rotated:]
+    # So few rows at a time that what is between their loads and stores stays in the cache.
+    length = x.shape[-2]
+    step = max(1, CHUNK * length // max(1, x[..., 0].size * pairs))
+    for begin in range(0, length, step):
+        rows = slice(begin, begin + step)
+        at = positions[..., rows]
+        c, s = (table[at][..., None, :, :].astype(number, copy=False) for table in (cos, sin))
+        if inverse:
+            s = -s
+        first, second = (
+            x[..., rows, columns].astype(number, copy=False) for columns in (firsts, seconds)
+        )
+        with np.errstate(all="ignore"):
+            out[..., rows, firsts] = first * c - second * s
+            out[..., rows, seconds] = second * c + first * s
