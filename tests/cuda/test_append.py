@@ -149,10 +149,17 @@ def test_offsets_of_the_device_stay_within_the_rows():
     rows = rng.standard_normal((1, 6, 4)).astype(np.float32)
     k, v = (Placed((2, 1, 8, 4), np.float32, PLAIN) for _ in range(2))
     offsets = np.array([0, 4, 6])
-    step = Step(rows, rows, k.view, v.view, np.array([8, 8]), None, offsets, None, None, None, [])
+    step = Step(rows, rows, k.view, v.view, np.array([6, 7]), None, offsets, None, None, None, [])
     # Of rows that belong to no entry nothing is written; those of padding are the last ones.
     run(step, offsets=np.array([1, 2, 5]))
     run(step, offsets=np.array([6, 6, 6]))
+    # The rows end where the array does.
+    copies = Copies(HostMemory())
+    checked = append(**copied(step, copies), out=None)
+    Emulator().append(dataclasses.replace(checked, offsets=np.array([0, 4, 9])), None)
+    copies.check()
+    for name, wanted in appended(step).items():
+        wanted.check(copies.value(getattr(step, name)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

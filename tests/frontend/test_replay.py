@@ -389,11 +389,8 @@ def test_seeds_are_told(cupy, unchecked):
         assert seed in [int(x) for x in cupy.launches[-1].words]
 
 
-# -- calls that are not recognised: a cache is written, rows are rotated --------------------------
-
-
 def fields(launch, layout):
-    """Return what a kernel was told, by its fields."""
+    """Return what a kernel that is no part of attention was told, by its fields."""
     return np.frombuffer(launch.words.tobytes()[: layout.size], layout.dtype)[0]
 
 
