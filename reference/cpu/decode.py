@@ -151,32 +151,28 @@ def class_of_leaf(shape, changes, symbols, b, head, heads, i0, queries, j0, keys
 def softmax_of_leaf(s, first, part, log2_e):
     """Make a row of scores into weights; return its maximum and its sum."""
     minus_infinity = s.dtype.type(-math.inf)
-    row = s[first : first + LEAF]
-    for n in range(PARTS):
+    # Lengths that only the run knows: loops of constant length are unrolled instead of vectorised.
+    row, parts = s[first : first + LEAF], part.size
+    for n in range(parts):
         part[n] = minus_infinity
-    for j in range(0, LEAF, PARTS):
-        for n in range(PARTS):
+    for j in range(0, row.size, parts):
+        for n in range(parts):
             part[n] = row[j + n] if row[j + n] > part[n] else part[n]
-    width = PARTS // 2
-    while width:
-        for n in range(width):
-            part[n] = part[n + width] if part[n + width] > part[n] else part[n]
-        width //= 2
-    m = part[0]
+    m = minus_infinity
+    for n in range(parts):
+        m = part[n] if part[n] > m else m
     safe = m if m != minus_infinity else s.dtype.type(0)
-    for n in range(PARTS):
+    for n in range(row.size):
+        row[n] = exp2((row[n] - safe) * log2_e)
+    for n in range(parts):
         part[n] = 0
-    for j in range(0, LEAF, PARTS):
-        for n in range(PARTS):
-            p = exp2((row[j + n] - safe) * log2_e)
-            row[j + n] = p
-            part[n] += p
-    width = PARTS // 2
-    while width:
-        for n in range(width):
-            part[n] += part[n + width]
-        width //= 2
-    return m, part[0]
+    for j in range(0, row.size, parts):
+        for n in range(parts):
+            part[n] += row[j + n]
+    l = s.dtype.type(0)
+    for n in range(parts):
+        l += part[n]
+    return m, l
 
 
 @helper
@@ -287,6 +283,9 @@ def decode(
     k_rows, v_rows, next_rows = scratch.k_rows, scratch.v_rows, scratch.next_rows
     seen, turned = scratch.seen, scratch.turned
     has_score = changes.score.code.shape[0] > 0
+    # Variables, because helpers are compiled anew for every constant that they get.
+    start, leaf_level, none = np.int64(0), np.int64(0), np.int64(-1)
+    c = shape.log2_e
     loaded = -1
     leaves = 0
 
@@ -305,7 +304,7 @@ def decode(
             load_queries(q, shape, b, head, heads, i0, queries, width, panel)
             loaded = task
         filled[:] = 0
-        before = -1
+        before = none
         leaves += max(leaf_end - leaf_begin, 1)
         for n in range(leaf_begin, leaf_end):
             j0 = n * LEAF
@@ -319,7 +318,7 @@ def decode(
             visited[unit] += 1
             if before >= 0:
                 close_nodes(
-                    merge, nodes, size, rows, columns, shape.log2_e, filled, before, n, 0, level
+                    merge, nodes, size, rows, columns, c, filled, before, n, leaf_level, level
                 )
             before = n
 
@@ -381,10 +380,10 @@ def decode(
                     itemsize, first_address(next_rows), next_keys, key_size,
                 )  # fmt: skip
             # The leaf joins its node: merges stand for step 6.
-            add_to_node(merge, nodes, size, 1, leaf, 0, rows, columns, shape.log2_e, filled)
+            add_to_node(merge, nodes, size, leaf_level + 1, leaf, start, rows, columns, c, filled)
         if before >= 0:
             close_nodes(
-                merge, nodes, size, rows, columns, shape.log2_e, filled, before, -1, 0, level
+                merge, nodes, size, rows, columns, c, filled, before, none, leaf_level, level
             )
         else:
             clear(nodes, size * level, rows)
@@ -396,22 +395,20 @@ def decode(
             if arrive(first_address(done) + 8 * task) != count - 1:
                 continue
             filled[:] = 0
-            before = -1
+            before = none
             for n in range(count):
                 index = units[first_unit + n, 1]
                 if before >= 0:
                     close_nodes(
-                        merge, nodes, size, rows, columns, shape.log2_e, filled, before, index,
-                        level, top,
+                        merge, nodes, size, rows, columns, c, filled, before, index, level,
+                        top,
                     )  # fmt: skip
                 before = index
                 add_to_node(
-                    merge, nodes, size, level + 1, kept, place + n * size, rows, columns,
-                    shape.log2_e, filled,
+                    merge, nodes, size, level + 1, kept, place + n * size, rows, columns, c,
+                    filled,
                 )  # fmt: skip
-            close_nodes(
-                merge, nodes, size, rows, columns, shape.log2_e, filled, before, -1, level, top
-            )
+            close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, level, top)
             result = top
         finish_task(
             shape, b, head, heads, i0, queries, nodes, size * result, columns, sink, out, lse

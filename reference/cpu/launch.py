@@ -66,9 +66,9 @@ KERNELS = (
 
 
 def called_kernels(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
-    """Return the kernels that others call here, by their fields in `FunctionPointers`."""
+    """Return the kernels that tiles of scores need, by their fields in `FunctionPointers`."""
     number = problem.accumulator
-    called: dict[str, Wanted] = {"product": (product, number)}
+    called: dict[str, Wanted] = {}
     if programs.ranges is not None:
         called |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
     elif len(programs.mask.code):
@@ -88,6 +88,7 @@ def _prepare(
 ) -> FunctionPointers:
     """Compile what is missing; return the addresses of the kernels that others call."""
     number = problem.accumulator
+    called = {"product": (product, number), **called}
     own = [(kernel, number) for kernel in kernels]
     if programs.may_mask:
         own.append((count_nonfinite, number))

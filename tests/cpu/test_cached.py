@@ -380,3 +380,11 @@ def test_trees_are_their_dense_masks():
         dense[b, :, :, : n - 7] = True
         dense[b, 0, :, n - 7 : n] = ancestors[b]
     assert same(ours, case.with_options(masks.dense(dense)).run())
+
+
+def test_the_callers_error_state_of_numpy_changes_nothing():
+    case = Case(np.random.default_rng(16), np.dtype(np.float16), [70])
+    case.v[:] *= np.float16(1e-4)  # out has subnormal numbers
+    expected = case.with_options().run()
+    with np.errstate(all="raise"):
+        assert same(case.run(), expected)

@@ -33,6 +33,8 @@ SPILLS = {
     "backward_sm80_dq": 4,
     "backward_sm80_bias": 20,
     "backward_f64_dkdv": 216,
+    "decode_sm80": 176,
+    "decode_simt": 20,
 }
 
 

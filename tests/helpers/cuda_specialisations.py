@@ -120,12 +120,10 @@ def cases() -> list[Case]:
     for n in range(14):
         kernel, options = list(sm80_f64.BACKWARD_TILES)[n % 2], list(OPTIONS)[n // 2]
         found.append(Case(kernel, dtypes[3], f64_sizes[n // 2 % 4], options, n % 3 == 2))
-    for n, (own, options) in enumerate([
-        ((128, 128), "plain"), ((64, 64), "causal"), ((256, 256), "segments"),
-        ((40, 72), "alibi"), ((128, 128), "softcap"), ((192, 128), "causal"), ((1, 3), "plain"),
-    ]):  # fmt: skip
-        found.append(Case("decode_sm80", dtypes[1 + n % 2], own, options, n == 1))
-        found.append(Case("decode_simt", dtypes[n % 4], own, options, n == 2))
+    # Kernels that take long to compile: few of them.
+    for n, (own, options) in enumerate([((128, 128), "causal"), ((40, 72), "softcap")]):
+        found.append(Case("decode_sm80", dtypes[1 + n], own, options, n == 1))
+        found.append(Case("decode_simt", dtypes[3 * n], own, options, n == 0))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for kernel in ("append", "rope"):
