@@ -43,26 +43,31 @@ __device__ __forceinline__ Quotient divide(long long number, long long divisor) 
 }
 
 // Fills in an entry whose indices along the leading axes are set. Packed offsets come from the
-// device unchecked, so they are clamped to the arrays. A cache has no packed keys.
+// device unchecked, so they are clamped to the arrays. Only the queries of a cache are packed.
 __device__ __forceinline__ void complete(const Params& p, Entry& entry) {
   entry.b = 0;
 #pragma unroll
   for (int axis = 0; axis < MAX_LEAD; ++axis) {
     entry.b = entry.b * p.lead_size[axis] + entry.lead[axis];
   }
-  entry.start_q = 0;
-  entry.start_k = 0;
-  entry.len_q = p.len_q;
-  entry.len_k = p.len_k;
-  if constexpr (PACKED) {
+  if constexpr (PACKED && CACHED) {
     entry.start_q = clamp(p.offsets_q[entry.b], 0, p.total_q);
+    entry.start_k = 0;
     entry.len_q = clamp(p.offsets_q[entry.b + 1], entry.start_q, p.total_q) - entry.start_q;
     entry.len_q = clamp(entry.len_q, 0, p.len_q);
-    if constexpr (!CACHED) {
-      entry.start_k = clamp(p.offsets_k[entry.b], 0, p.total_k);
-      entry.len_k = clamp(p.offsets_k[entry.b + 1], entry.start_k, p.total_k) - entry.start_k;
-      entry.len_k = clamp(entry.len_k, 0, p.len_k);
-    }
+    entry.len_k = p.len_k;
+  } else if constexpr (PACKED) {
+    entry.start_q = clamp(p.offsets_q[entry.b], 0, p.total_q);
+    entry.start_k = clamp(p.offsets_k[entry.b], 0, p.total_k);
+    entry.len_q = clamp(p.offsets_q[entry.b + 1], entry.start_q, p.total_q) - entry.start_q;
+    entry.len_k = clamp(p.offsets_k[entry.b + 1], entry.start_k, p.total_k) - entry.start_k;
+    entry.len_q = clamp(entry.len_q, 0, p.len_q);
+    entry.len_k = clamp(entry.len_k, 0, p.len_k);
+  } else {
+    entry.start_q = 0;
+    entry.start_k = 0;
+    entry.len_q = p.len_q;
+    entry.len_k = p.len_k;
   }
 }
 
