@@ -29,7 +29,7 @@ _NO_WEIGHTS = (
     "leave it out: the weights are never stored. With return_lse=True they are "
     "exp(logits - lse[..., None])"
 )
-_PAGED = "leave it out: there are no paged caches; gather the pages to one array of keys"
+_PAGED = "attention_cached takes page numbers, (B, N), as table"
 _SCALE = "say scale=number"
 _SEED = "say seed=number"
 _SEGMENTS = "say mask=masks.segments(ids)"
@@ -53,7 +53,7 @@ _OTHER_NAMES = {  # of other libraries, or of other functions of this one
     "block_mask": "say mask=masks.mask(function), which finds the blocks by itself",
     "block_q": _TILES,
     "block_table": _PAGED,
-    "cache_seqlens": _LENGTHS,
+    "cache_seqlens": "attention_cached takes lengths, which count the new tokens, too",
     "causal": _CAUSAL,
     "check": "attention_varlen, attention_varlen_backward and attention_varlen_vjp take it",
     "cu_seqlens": _OFFSETS.format("q and offsets_k"),
@@ -82,6 +82,7 @@ _OTHER_NAMES = {  # of other libraries, or of other functions of this one
     "max_seqlen_kv": _NO_LONGEST,
     "max_seqlen_q": _NO_LONGEST,
     "need_weights": _NO_WEIGHTS,
+    "num_splits": "leave it out: keys are divided by themselves, and no bit depends on how",
     "offsets_k": "attention_varlen and its backward take it",
     "offsets_q": "attention_varlen and its backward take it",
     "out": "attention and attention_varlen take it",

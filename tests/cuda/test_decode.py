@@ -13,7 +13,7 @@ from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
 from placement import same_bits
 
-from cupyflash import masks, scores
+from cupyflash import masks, scores, workspace_size_cached
 from cupyflash.problem import cached, validate
 from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, rho
@@ -317,3 +317,9 @@ def test_attention_takes_them_where_queries_are_few(dtype, blocks):
     bound = forward_bound(q, k, v, precision=precision, block_kv=64, mask=masks.causal())
     assert rho(out, *bound.out).value <= 1
     assert rho(lse, *bound.lse).value <= 1
+
+
+def test_host_memory_needs_no_workspace():
+    q, k, v = draw(F32, (2, 4, 1, 16), (7, 2, 16, 16), (7, 2, 16, 16))
+    table = np.zeros((2, 3), np.int64)
+    assert workspace_size_cached(q, k, v, table=table) == 0
