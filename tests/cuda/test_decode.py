@@ -11,6 +11,7 @@ import pytest
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
+from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import masks, scores, workspace_size_cached
@@ -98,7 +99,13 @@ def in_pages(array, page, rng, spare=2):
 
 
 @EACH
-@pytest.mark.parametrize("lengths", [(0, 1), (63, 64), (65, 511), (512, 513), (640, 100)], ids=str)
+@mostly_thorough(
+    "lengths",
+    [(0, 1), (63, 64), (65, 511), (512, 513), (640, 100)],
+    quick=[(65, 511)],
+    why="other edges of leaves and nodes",
+    ids=str,
+)
 def test_every_entry_is_attention_over_what_it_holds(dtype, blocks, lengths):
     q, k, v = draw(dtype, (2, 4, 1, 24), (2, 2, 640, 24), (2, 2, 640, 40))
     out, lse = run(q, hidden(k, lengths), hidden(v, lengths), np.array(lengths), blocks)
@@ -120,7 +127,9 @@ OPTIONS = {
 
 
 @BOTH
-@pytest.mark.parametrize("name", OPTIONS)
+@mostly_thorough(
+    "name", OPTIONS, quick=["causal", "not a range"], why="other masks and scores, a build each"
+)
 def test_masks_and_scores(dtype, blocks, name):
     lengths = (600, 70)
     q, k, v = draw(dtype, (2, 4, 3, 32), (2, 2, 640, 32), (2, 2, 640, 32), seed=1)
@@ -160,7 +169,7 @@ def test_what_is_masked_may_hold_anything(dtype, blocks):
 
 
 @BOTH
-@pytest.mark.parametrize("page", [1, 3, 16, 64, 100])
+@mostly_thorough("page", [1, 3, 16, 64, 100], quick=[3], why="other sizes of pages")
 def test_pages_change_no_bit(dtype, blocks, page):
     lengths, rng = np.array([600, 131]), np.random.default_rng(page)
     q, k, v = draw(dtype, (2, 4, 2, 32), (2, 2, 640, 32), (2, 2, 640, 40), seed=5)
@@ -177,7 +186,7 @@ def test_pages_change_no_bit(dtype, blocks, page):
 
 
 @BOTH
-@pytest.mark.parametrize("multiprocessors", [1, 3, 40])
+@mostly_thorough("multiprocessors", [1, 3, 40], quick=[3], why="other grids")
 @pytest.mark.parametrize("schedule", [FORWARD, randomly(7)], ids=["forward", "random"])
 def test_no_bit_depends_on_the_grid_or_the_schedule(dtype, blocks, multiprocessors, schedule):
     lengths = np.array([1500, 10, 700])
@@ -214,6 +223,7 @@ def test_drafts_are_single_steps(dtype, blocks):
         assert same_bits(step[1], lse[:, :, n : n + 1])
 
 
+@pytest.mark.thorough("many keys; smaller nodes are quick")
 @BOTH
 def test_large_nodes(dtype, blocks):
     """With one block, units are nodes of 512 and of 4096 keys; the bits stay."""
@@ -241,7 +251,9 @@ def test_packed_queries(dtype, blocks):
 
 
 @BOTH
-@pytest.mark.parametrize(("heads", "heads_kv"), [(20, 1), (6, 2), (3, 3)])
+@mostly_thorough(
+    ("heads", "heads_kv"), [(20, 1), (6, 2), (3, 3)], quick=[(20, 1)], why="other groups"
+)
 def test_groups_of_any_size(dtype, blocks, heads, heads_kv):
     q, k, v = draw(dtype, (1, heads, 2, 16), (1, heads_kv, 130, 16), (1, heads_kv, 130, 16))
     out, lse = run(q, k, v, 130, blocks, mask=masks.causal())
@@ -249,7 +261,7 @@ def test_groups_of_any_size(dtype, blocks, heads, heads_kv):
 
 
 @BOTH
-@pytest.mark.parametrize("d", [1, 7, 40, 128, 200, 256])
+@mostly_thorough("d", [1, 7, 40, 128, 200, 256], quick=[7], why="other heads, a build each")
 def test_heads_of_any_size(dtype, blocks, d):
     q, k, v = draw(dtype, (1, 2, 1, d), (1, 1, 130, d), (1, 1, 130, max(d - 3, 1)), seed=d)
     out, lse = run(q, k, v, 130, blocks)
@@ -264,6 +276,7 @@ def test_compressed_keys(dtype):
     within_the_bound(PORTABLE, q, k, k[..., :512], [130], out, lse)
 
 
+@pytest.mark.thorough("the emulator is slow on strided rows")
 @BOTH
 def test_any_strides(dtype, blocks):
     q, k, v = draw(dtype, (2, 3, 4, 32), (2, 300, 2, 64), (2, 300, 2, 33), seed=12)
