@@ -250,8 +250,7 @@ def _configure_decode(request: Request) -> Tiles | None:
     for warps in (8, 4, 2, 1):
         shared = decode_bytes(warps, problem.d, itemsize)
         if shared <= request.device.shared_memory:
-            resident = 2 if max(problem.d, problem.d_v) * itemsize <= 512 else 1
-            return Tiles(DECODE_ROWS, DECODE_KEYS, 32 * warps, shared, resident)
+            return Tiles(DECODE_ROWS, DECODE_KEYS, 32 * warps, shared)
     return None
 
 
