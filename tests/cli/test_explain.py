@@ -260,7 +260,7 @@ def test_gradients_by_hand():
 
 
 def test_few_blocks_leave_multiprocessors_idle():
-    one, many = (explain((heads, 1, 64), (heads, 4096, 64)) for heads in (1, 132))
+    one, many = (explain((heads, 32, 64), (heads, 4096, 64)) for heads in (1, 132))
     assert one.kernels_roofline.compute_seconds == pytest.approx(
         many.kernels_roofline.compute_seconds
     )
@@ -284,7 +284,8 @@ def test_stages_of_every_kernel():
         for case in cases():
             if runs_on(case, arch):
                 special = specialisation(case, arch)
-                on_tiles = special.tiles.block_kv and special.kernel != "backward_bias"
+                no_stages = special.kernel in ("backward_bias", "decode_simt")
+                on_tiles = special.tiles.block_kv and not no_stages
                 assert not on_tiles or special.tiles.stages in (1, 2, 3, 4), (case, arch)
 
 

@@ -428,6 +428,15 @@ CASES = [
         lambda x: np.stack([np.where(x[:, 0] == x[:, 1], x[:, 2], x[:, 0]), x[:, 0]], 1),
     ),
     Case(
+        "fetch_add",
+        """
+          out[0] = in[0];
+          out[1] = ptx::fetch_add(out, in[1]);
+        """,
+        lambda: np.random.default_rng(0).integers(0, 2**62, (2 * THREADS, 2), np.uint64),
+        lambda x: np.stack([x[:, 0] + x[:, 1], x[:, 0]], 1),
+    ),
+    Case(
         "fence_device: the block that is last reads what the others wrote",
         """
           out[0] = in[0];
