@@ -320,7 +320,7 @@ def decode(
                 close_nodes(
                     merge, nodes, size, rows, columns, c, filled, before, n, leaf_level, level
                 )
-            before = n
+            before = np.int64(n)
 
             # 2 scores
             next_keys = max(min(LEAF, shape.len_k[b] - j0 - LEAF), 0)
