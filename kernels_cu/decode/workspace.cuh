@@ -294,12 +294,11 @@ __device__ __forceinline__ void fold_and_finish(const Params& p, const Workspace
   }
   if (slots[0] == slots[1]) shared[1] = false;  // the same task
   if (!shared[0] && !shared[1]) return;
-  __syncthreads();  // what all threads stored
   if (threadIdx.x < 2 && shared[threadIdx.x]) {
     const int n = threadIdx.x;
     const int from = slots[n] > begin ? slots[n] : begin;
     const int behind = slots[n] + ends[n].count < end ? slots[n] + ends[n].count : end;
-    ptx::fence_device();
+    ptx::fence_device();  // what all threads stored before the last barrier
     last_smem[n] = arrive(workspace.counters + ends[n].task, behind - from, ends[n].count);
     ptx::fence_device();
   }

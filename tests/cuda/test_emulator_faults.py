@@ -317,6 +317,12 @@ def _everything(emulator):
     call = validate.call(q, k, k, Options(mask=masks.mask(lambda b, h, i, j: j >= 1060)))
     emulator.forward(call, np.empty_like(q), draw(1, 40))
 
+    # Few queries and many keys: a task that two blocks share, and tasks that one has alone.
+    for dtype in (np.float16, np.float32):
+        for lead in ((), (3,)):
+            q, k = draw(*lead, 2, 1, 8).astype(dtype), draw(*lead, 1, 1300, 8).astype(dtype)
+            emulator.forward(validate.call(q, k, k), np.empty_like(q), draw(*lead, 2, 1))
+
     for order in "CF":
         run_bias(emulator, 8, order)
         # Two warpgroups.
@@ -367,7 +373,9 @@ def test_no_barrier_of_the_sources_may_be_missing(path, number):
         included = source.flatten((special.spec.source,))
         return special.kernel == "backward_delta" or f"// {path}\n" in included
 
-    with pytest.raises(Fault, match=r"no barrier since|no thread has written|has not fini"):
+    with pytest.raises(
+        Fault, match=r"no barrier since|fence_device since|no thread has written|has not fini"
+    ):
         _everything(Emulator(read=read, runs=has_it))
 
 
