@@ -130,6 +130,19 @@ def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (*lse, problem.d_v), lse
 
 
+def _check_outputs(call: Call, out: Any, lse_out: Any) -> dict[str, Array]:
+    """Check where results go, and return all arrays of a call by name."""
+    out_shape, lse_shape = _shapes(call)
+    wanted = {
+        "out": (out, out_shape, call.problem.dtype),
+        "lse_out": (lse_out, lse_shape, call.problem.accumulator),
+    }
+    targets = {name: target for name, target in wanted.items() if target[0] is not None}
+    inputs = validate.read_arrays(call)
+    interop.outputs(targets, inputs)
+    return inputs | {name: array for name, (array, _, _) in targets.items()}
+
+
 def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     """Compute a call, into the arrays given or into new ones."""
     if return_lse is not False:
@@ -143,13 +156,7 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
         if results is not None:
             return results if return_lse else results[0]
     call = request.call
-    out_shape, lse_shape = _shapes(call)
-    wanted = {
-        "out": (out, out_shape, call.problem.dtype),
-        "lse_out": (lse_out, lse_shape, call.problem.accumulator),
-    }
-    targets = {name: target for name, target in wanted.items() if target[0] is not None}
-    interop.outputs(targets, validate.read_arrays(call))
+    _check_outputs(call, out, lse_out)
     backend = dispatch.backend_of(call.q)
     out_full, lse_full = backend.empty_output(
         call,
@@ -171,18 +178,10 @@ def cached(request: CachedRequest, return_lse: bool, out: Any, lse_out: Any, wor
     """Compute a call over a cache, into the arrays given or into new ones."""
     _check_flag(return_lse, "return_lse")
     call = request.call
-    out_shape, lse_shape = _shapes(call)
-    wanted = {
-        "out": (out, out_shape, call.problem.dtype),
-        "lse_out": (lse_out, lse_shape, call.problem.accumulator),
-    }
-    targets = {name: target for name, target in wanted.items() if target[0] is not None}
-    inputs = validate.read_arrays(call)
-    interop.outputs(targets, inputs)
+    used = _check_outputs(call, out, lse_out)
     backend = dispatch.backend_of(call.q)
-    written = {name: target[0] for name, target in targets.items()}
     needed = backend.workspace_size_cached(call) if workspace is not None else 0
-    scratch = validate.workspace(workspace, needed, inputs | written, "workspace_size_cached")
+    scratch = validate.workspace(workspace, needed, used, "workspace_size_cached")
     out, lse = backend.empty_output(call, out, lse_out, return_lse or lse_out is not None)
     backend.cached(call, out, lse, scratch)
     return (out, lse) if return_lse else out

@@ -181,7 +181,7 @@ def served(capability: tuple[int, int]) -> str:
             f"NOT supported: kernels need compute capability {_dotted(OLDEST_CAPABILITY)} (Turing) "
             "or newer; NumPy arrays run on the CPU"
         )
-    portable = [spec.name for spec in SPECS.values() if spec.source.startswith("simt/")]
+    portable = [spec.name for spec in SPECS.values() if spec.scores and not spec.tensor_cores]
     said = f"served by the portable kernels {_listed(portable)}, in every dtype"
     cores = [spec for spec in SPECS.values() if spec.tensor_cores]
     there = [

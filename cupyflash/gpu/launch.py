@@ -216,22 +216,12 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
             if offsets is not None:
                 wanted.append((name, offsets, np.dtype(np.int64)))
     if call.cache is not None:
-        in_place = {"lengths": call.cache.lengths, "table": call.cache.table}
-        for name, integers in in_place.items():
-            if device_arrays.is_device_array(integers):
-                addresses[name] = device_arrays.address(integers)
-            elif integers is not None and not isinstance(integers, int):
-                wanted.append((name, integers, integers.dtype))
+        addresses |= _addresses({"lengths": call.cache.lengths, "table": call.cache.table})
     if call.sink is not None:
         wanted.append(("sink", call.sink, call.sink.dtype))
     for name, array, dtype in wanted:
-        held = array
-        if (
-            not device_arrays.is_device_array(array)
-            or array.dtype != dtype
-            or not _contiguous(array)
-        ):
-            held = _copy(array, name, dtype)
+        held = _whole(array, name, dtype)
+        if held is not array:
             copies.append(held)
         addresses[name] = device_arrays.address(held)
     return addresses, copies
@@ -239,6 +229,14 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
 
 def _contiguous(array: Array) -> bool:
     return bool(array.flags.c_contiguous)
+
+
+def _whole(array: Array, name: str, dtype: Any) -> Array:
+    """Return an array of this type without gaps in device memory: itself, or a copy."""
+    on_device = device_arrays.is_device_array(array)
+    if on_device and array.dtype == dtype and _contiguous(array):
+        return array
+    return _copy(array, name, dtype)
 
 
 def _copy(array: Array, name: str, dtype: Any) -> Array:
@@ -411,7 +409,7 @@ def append(checked: Append, out: Array | None) -> None:
     with cuda_device.current(checked.device):
         offsets = checked.offsets
         if offsets is not None:
-            read["offsets"] = _contiguous_integers(offsets, "offsets")
+            read["offsets"] = _whole(offsets, "offsets", np.dtype(np.int64))
         launch = CompiledLaunch(rows_recipe.append(checked, out), checked.device)
         launch.start(_addresses(read), driver.queue(checked.device).pointer())
 
@@ -433,10 +431,3 @@ def _addresses(arrays: Mapping[str, Any]) -> Addresses:
         for name, array in arrays.items()
         if array is not None and not isinstance(array, int)
     }
-
-
-def _contiguous_integers(array: Array, name: str) -> Array:
-    """Return integers of 64 bits without gaps in device memory, in place where they are such."""
-    if device_arrays.is_device_array(array) and array.dtype == np.int64 and _contiguous(array):
-        return array
-    return _copy(array, name, np.dtype(np.int64))

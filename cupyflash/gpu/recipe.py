@@ -22,7 +22,7 @@ from ..expr.key_range import key_range
 from ..expr.nodes import walk
 from ..problem import pack_gqa
 from ..problem.bound_exprs import Trees, trees
-from ..problem.call import Array, Cache, Call, Gradients, Plan
+from ..problem.call import Array, Cache, Call, Gradients, Plan, Problem
 from . import params, strides
 from .kernels import any as all_hardware
 from .kernels import decode, registry, tma_operands
@@ -132,7 +132,7 @@ class _Writer:
             "total_k": _keys(call),
             "heads": problem.heads,
             "heads_kv": problem.heads_kv,
-            "group": problem.heads // problem.heads_kv if problem.heads_kv else 1,
+            "group": _group(problem),
             "scale": problem.scale,
             "drop_below": drop_below,
             "keep_scale": 1.0 / (1.0 - drop_below / 2.0**32),
@@ -293,6 +293,11 @@ def _check_size(has: Functions) -> None:
         )
 
 
+def _group(problem: Problem) -> int:
+    """Return how many query heads share a key head."""
+    return problem.heads // problem.heads_kv if problem.heads_kv else 1
+
+
 def _keys(call: Call) -> int:
     """Return the keys of the longest entry that there may be; of packed arrays, all."""
     return int(call.k.shape[-2]) if call.cache is None else call.cache.capacity
@@ -362,21 +367,15 @@ def _decode(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> 
 
 def _extent_of_tasks(call: Call, facts: Target) -> Extent:
     problem = call.problem
-    return Extent(
-        queries=int(call.q.shape[-2]),
-        keys=_keys(call),
-        heads=problem.heads_kv,
-        entries=1 if problem.packed else problem.batch,
-        sequences=problem.batch if problem.packed else 0,
-        multiprocessors=facts.multiprocessors,
-        group=problem.heads // max(problem.heads_kv, 1),
-    )
+    entries = (1, problem.batch) if problem.packed else (problem.batch, 0)
+    sizes = int(call.q.shape[-2]), _keys(call), problem.heads_kv, *entries
+    return Extent(*sizes, facts.multiprocessors, _group(problem))
 
 
 def _decode_bytes(call: Call, grid: Grid, tiles: Tiles) -> int:
     problem = call.problem
-    group, itemsize = problem.heads // max(problem.heads_kv, 1), problem.accumulator.itemsize
-    return decode.nbytes(grid, tiles, group, problem.d_v, itemsize, _keys(call))
+    sizes = _group(problem), problem.d_v, problem.accumulator.itemsize, _keys(call)
+    return decode.nbytes(grid, tiles, *sizes)
 
 
 def decode_workspace(call: Call, facts: Target) -> int:

@@ -96,10 +96,7 @@ def append(
             bounds = validate.checked_offsets(bounds, "offsets", total)
             counts = np.diff(bounds)
     if table is None and k.shape[0] != batch:
-        raise ArgumentError(
-            f"k: shape {k.shape} came with {batch} batch entries; wanted a first axis of length "
-            f"{batch}, or a table (B, N) of page numbers for a cache in pages."
-        )
+        raise cached.too_few_entries(k, batch)
     cache = replace(
         cache,
         table=cached.table_array(table, batch),

@@ -43,7 +43,7 @@ def call(
     _check_axes("q", q, 4 if offsets_q is None else 3, q_axes)
     d, d_v = validate.head_sizes(q, k, v, MAX_HEAD_SIZE)
     made = cache(k, v, table)
-    held: dict[str, Any] = {"offsets_q": None}
+    held: Array | None = None
     len_q: Any = q.shape[-2]
     start_q: Any = 0
     if offsets_q is None:
@@ -51,7 +51,7 @@ def call(
     else:
         offsets = validate.offsets_array(offsets_q, "offsets_q")
         batch, total = offsets.size - 1, q.shape[1]
-        held["offsets_q"], read = device_args.offsets_to_check(offsets, "offsets_q", q, CHECKS_ALL)
+        held, read = device_args.offsets_to_check(offsets, "offsets_q", q, CHECKS_ALL)
         if read is None:
             len_q, start_q = device_args.unread(total, total)
         else:
@@ -64,10 +64,7 @@ def call(
         lengths=lengths_of(lengths, batch, made.capacity),
     )
     if made.table is None and k.shape[0] not in (1, batch):
-        raise ArgumentError(
-            f"k: shape {k.shape} came with {batch} batch entries; wanted a first axis of length "
-            f"{batch}, or a table (B, N) of page numbers for a cache in pages."
-        )
+        raise too_few_entries(k, batch)
     check_pages(made, k.shape[0])
     problem = Problem(
         lead=(batch,),
@@ -90,14 +87,17 @@ def call(
             f"dropout: {checked.problem.dropout} came; attention over a cache has none. Leave it "
             "out, or call attention for training."
         )
-    offsets_pair = None if offsets_q is None else (held["offsets_q"], None)
+    offsets_pair = None if held is None else (held, None)
     checked = replace(checked, cache=made, offsets=offsets_pair)
-    homes = validate.read_arrays(checked)
-    in_place: dict[str, Any] = {"lengths": made.lengths, "table": made.table}
-    for name, value in in_place.items():
-        if isinstance(value, np.ndarray) or device_arrays.is_device_array(value):
-            homes[name] = value
-    return replace(checked, device=one_home(homes))
+    return replace(checked, device=one_home(validate.read_arrays(checked)))
+
+
+def too_few_entries(k: Array, batch: int) -> ArgumentError:
+    """Return the error for a cache that has no place for some of the entries."""
+    return ArgumentError(
+        f"k: shape {k.shape} came with {batch} batch entries; wanted a first axis of length "
+        f"{batch}, or a table (B, N) of page numbers for a cache in pages."
+    )
 
 
 def _check_axes(name: str, value: Array, axes: int, wanted: str) -> None:
@@ -127,7 +127,7 @@ def cache(k: Array, v: Array, table: Any) -> Cache:
             )
         if not rows:
             raise ArgumentError(f"k: pages of shape {k.shape[1:]} came; wanted a position or more.")
-        capacity = rows * table.shape[1]
+        capacity = rows * table.shape[1] if k.shape[0] else 0  # without pages there is no room
     if capacity > MOST_POSITIONS:
         raise ArgumentError(
             f"k: room for {capacity} positions came; wanted at most {MOST_POSITIONS} for a batch "

@@ -296,6 +296,11 @@ def read_arrays(request: Call) -> dict[str, Array]:
     named |= {name: option for name, option in options.items() if option is not None}
     if is_device_array(request.problem.seed):
         named["seed"] = request.problem.seed
+    if request.cache is not None:
+        integers = {"lengths": request.cache.lengths, "table": request.cache.table}
+        named |= {
+            name: x for name, x in integers.items() if x is not None and not isinstance(x, int)
+        }
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
         nodes = walk(made.expr) if made is not None else ()
         looked_up = [x for node in nodes for x in _looked_up(node)]

@@ -218,7 +218,8 @@ __device__ __forceinline__ void finish_row(const Params& p, const Workspace& wor
                          layout::offset(p.out, task.entry(), head, false) + i * p.out.row;
   for (int column = ptx::lane_index(); column < D_V; column += ptx::WARP_SIZE) {
     const accum_t o = held.l == accum_t(0) ? accum_t(0) : workspace.row(slot, row)[column];
-    number::narrow(o * inverse, out + column * p.out.col);
+    // A sum of 0 has no sign: it would hang on pairs that take no part.
+    number::narrow(fma(o, inverse, accum_t(0)), out + column * p.out.col);
   }
   // 9 store lse
   if (p.lse.data != nullptr && ptx::lane_index() == 0) {

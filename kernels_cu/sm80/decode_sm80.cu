@@ -204,9 +204,9 @@ __device__ __forceinline__ void merge_states(State& own, const State& other, acc
   }
 }
 
-// Merges a state into a slot, and returns it merged.
+// Merges a state into a slot.
 __device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspace, long long slot,
-                                                State& state, int rows, accum_t c) {
+                                                const State& state, int rows, accum_t c) {
   State own = state;
   load_slot(workspace, slot, own, rows);
   merge_states(own, state, c);

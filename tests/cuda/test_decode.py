@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda_specialisations import target_of
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import FORWARD, REVERSE, randomly
@@ -15,6 +17,8 @@ from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import masks, scores, workspace_size_cached
+from cupyflash.gpu import recipe, source
+from cupyflash.gpu.kernels import decode
 from cupyflash.problem import cached, validate
 from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, rho
@@ -186,7 +190,7 @@ def test_pages_change_no_bit(dtype, blocks, page):
 
 
 @BOTH
-@mostly_thorough("multiprocessors", [1, 3, 40], quick=[3], why="other grids")
+@mostly_thorough("multiprocessors", [1, 3, 40], quick=[3], why="grids of other sizes")
 @pytest.mark.parametrize("schedule", [FORWARD, randomly(7)], ids=["forward", "random"])
 def test_no_bit_depends_on_the_grid_or_the_schedule(dtype, blocks, multiprocessors, schedule):
     lengths = np.array([1500, 10, 700])
@@ -336,3 +340,26 @@ def test_host_memory_needs_no_workspace():
     q, k, v = draw(F32, (2, 4, 1, 16), (7, 2, 16, 16), (7, 2, 16, 16))
     table = np.zeros((2, 3), np.int64)
     assert workspace_size_cached(q, k, v, table=table) == 0
+
+
+@BOTH
+def test_a_cache_without_pages_holds_nothing(dtype, blocks, monkeypatch):
+    """Whatever lengths and tables of a device say."""
+    q, k = draw(dtype, (2, 2, 1, 16), (0, 1, 16, 16))
+    monkeypatch.setattr(cached, "readable", lambda value: None)
+    out, lse = run(q, k, k, np.array([16, 3]), blocks, np.zeros((2, 1), np.int32))
+    assert not out.any()
+    assert np.all(lse == -np.inf)
+
+
+def test_a_call_without_heads_needs_no_heads_for_its_workspace():
+    q, k = draw(F32, (2, 0, 1, 16), (2, 0, 64, 16))
+    assert recipe.decode_workspace(cached.call(q, k, k, 64), target_of("sm_90")) >= 0
+
+
+def test_sizes_are_those_of_the_kernels():
+    """What the host assumes of units is what the kernels choose them by."""
+    text = (source.read("decode/tasks.cuh") + source.read("decode/workspace.cuh")).replace(",", ";")
+    found = dict(re.findall(r"(?:constexpr int|;) (\w+) = (\d+)", text))
+    for name in ("LEAF", "FILL", "MOST_UNITS", "LEVELS"):
+        assert int(found[name]) == getattr(decode, name)

@@ -1,7 +1,7 @@
 """Sizes of the kernels for few queries and many keys: tasks, slots, workspace.
 
-The twin of kernels_cu/decode/tasks.cuh and workspace.cuh, as far as the host has to
-know. Everything here follows from shapes: lengths may lie on the device.
+The twin of kernels_cu/decode/tasks.cuh and workspace.cuh, as far as the host has to know. All of it
+follows from shapes: lengths may lie on the device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ LEAF = 64  # keys of a leaf; 8 nodes are one of the next level
 MOST_UNITS = 64  # for each block, unless there are more of the largest
 FILL = 3  # units of a block from which on they may be larger nodes
 HELD = 2  # slots of a warp for nodes below its unit
+TASK_BYTES, LEVELS = 80, 4  # of a task that a warp has; levels of units
 COLUMNS = 16  # rows of o in slots are multiples of it
 MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
@@ -30,6 +31,11 @@ def wanted(problem: Problem) -> bool:
         return False
     rows = problem.heads // problem.heads_kv * int(problem.len_q)
     return 0 < rows <= MOST_ROWS and int(problem.len_k) >= FEWEST_KEYS
+
+
+def schedule_bytes(warps: int) -> int:
+    """Bytes of shared memory of what a block's warps know of the units."""
+    return 4 + 4 * 32 * warps + 4 * LEVELS * warps
 
 
 def rows_of_task(group: int, block_q: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...arrays.dtypes import FLOATS
-from . import grid
+from . import decode, grid
 from .spec import REGISTERS, RESERVED, KernelSpec, Request, Tiles
 
 LARGEST_HEAD = 512
@@ -232,16 +232,14 @@ def _configure(kernel: str, slope: bool, request: Request) -> Tiles | None:
     return fit(kernel, *sizes, spare, request.device.shared_memory, request.blocks)
 
 
-DECODE_ROWS, DECODE_KEYS = 4, 64
+DECODE_ROWS = 4
 LARGEST_HEAD_OF_CACHE = 576  # compressed keys, with their rotated columns
-TASK_BYTES, LEVELS = 80, 4  # of decode/tasks.cuh
 
 
 def decode_bytes(warps: int, d: int, itemsize: int) -> int:
     """Bytes of decode_simt.cu: each warp's tasks, queries and weights, and the schedule."""
-    own = 2 * TASK_BYTES + DECODE_ROWS * (d + DECODE_KEYS) * itemsize
-    schedule = 4 + 4 * 32 * warps + 4 * LEVELS * warps
-    return _round_up(warps * own + schedule + 8, 8)
+    own = 2 * decode.TASK_BYTES + DECODE_ROWS * (d + decode.LEAF) * itemsize
+    return _round_up(warps * own + decode.schedule_bytes(warps) + 8, 8)
 
 
 def _configure_decode(request: Request) -> Tiles | None:
@@ -250,7 +248,7 @@ def _configure_decode(request: Request) -> Tiles | None:
     for warps in (8, 4, 2, 1):
         shared = decode_bytes(warps, problem.d, itemsize)
         if shared <= request.device.shared_memory:
-            return Tiles(DECODE_ROWS, DECODE_KEYS, 32 * warps, shared)
+            return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared)
     return None
 
 

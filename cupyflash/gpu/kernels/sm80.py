@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from . import grid
+from . import decode, grid
 from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
 
 CAPABILITY = (8, 0)  # the oldest with matrix instructions for these types
@@ -147,14 +147,12 @@ def _configure_backward(kernel: str, request: Request) -> Tiles | None:
 
 # Warps and stages of decode_sm80.cu, the most bytes in flight first.
 DECODE_WARPS = ((8, 3), (6, 3), (4, 3), (4, 2), (2, 2))
-DECODE_ROWS, DECODE_KEYS, DECODE_STAGE = 16, 64, 8192
-TASK_BYTES, LEVELS = 80, 4  # of decode/tasks.cuh
+DECODE_ROWS, DECODE_STAGE = 16, 8192
 
 
 def decode_bytes(warps: int, stages: int, d: int, _: int) -> int:
     """Bytes of decode_sm80.cu: its SharedStorage, and each warp's stages and queries."""
-    storage = 4 + 4 * 32 * warps + 4 * LEVELS * warps  # a Schedule
-    storage = -(-storage // 8) * 8 + 2 * TASK_BYTES * warps + 8
+    storage = -(-decode.schedule_bytes(warps) // 8) * 8 + 2 * decode.TASK_BYTES * warps + 8
     queries = DECODE_ROWS * row_bytes(d)
     return -(-storage // 128) * 128 + warps * (queries + stages * DECODE_STAGE)
 
@@ -164,7 +162,7 @@ def _configure_decode(request: Request) -> Tiles | None:
     for warps, stages in DECODE_WARPS:
         shared = decode_bytes(warps, stages, problem.d, problem.d_v)
         if shared <= request.device.shared_memory:
-            return Tiles(DECODE_ROWS, DECODE_KEYS, 32 * warps, shared, 1, stages)
+            return Tiles(DECODE_ROWS, decode.LEAF, 32 * warps, shared, 1, stages)
     return None
 
 
