@@ -256,7 +256,7 @@ def test_packed_queries(dtype, blocks):
 
 @BOTH
 @mostly_thorough(
-    ("heads", "heads_kv"), [(20, 1), (6, 2), (3, 3)], quick=[(20, 1)], why="other groups"
+    ("heads", "heads_kv"), [(20, 1), (6, 2), (3, 3)], quick=[(20, 1)], why="groups of other sizes"
 )
 def test_groups_of_any_size(dtype, blocks, heads, heads_kv):
     q, k, v = draw(dtype, (1, heads, 2, 16), (1, heads_kv, 130, 16), (1, heads_kv, 130, 16))
