@@ -316,10 +316,11 @@ os.replace = kill
     killed = subprocess.run(
         [sys.executable, "-c", program + TWICE],
         env=os.environ | {"CUPYFLASH_CACHE_DIR": str(folder)},
+        cwd=tmp_path,
         capture_output=True,
         check=False,
     )
-    assert killed.returncode == -9
+    assert killed.returncode == -9, killed.stderr
     (left,) = files(folder)
     assert left.suffix == ".tmp"
     seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))

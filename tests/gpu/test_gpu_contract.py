@@ -337,7 +337,7 @@ def test_debugging_waits_for_every_launch(cupy, monkeypatch):
         assert len(waited) == wait
 
 
-def test_an_error_of_a_kernel_names_it(cupy):
+def test_an_error_of_a_kernel_names_it(cupy, tmp_path):
     # In a process of its own: after such an error a process cannot use the GPU any more.
     program = """
 import cupy
@@ -355,6 +355,7 @@ except Exception as error:
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "CUPYFLASH_DEBUG": "1"},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,

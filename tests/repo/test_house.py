@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -90,3 +91,18 @@ def test_silenced_checks_name_their_rule(path):
 def test_modules_say_what_they_are(path):
     text = (ROOT / path).read_text()
     assert text.startswith(('"""', 'r"""', "#!")), f"{path} has no docstring"
+
+
+def _runs_python(call: ast.Call) -> bool:
+    words = call.args[0].elts if call.args and isinstance(call.args[0], ast.List) else []
+    code = any(isinstance(x, ast.Constant) and x.value == "-c" for x in words)
+    return code and any(ast.unparse(x) == "sys.executable" for x in words)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda p: p.name)
+def test_programs_of_tests_run_outside_the_checkout(path):
+    """`python -c` imports from its folder first: there, the package has no `reference`."""
+    for call in (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)):
+        if _runs_python(call):
+            given = {x.arg for x in call.keywords}
+            assert "cwd" in given, f"{path.name}:{call.lineno} runs Python wherever pytest stands"
