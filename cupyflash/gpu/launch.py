@@ -19,13 +19,13 @@ from ..errors import ArgumentError
 from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
 from ..problem.rotary import Rotation
-from . import driver, recipe, rows_recipe, tma
+from . import decode_recipe, driver, recipe, rows_recipe, tma
 from . import jit as compiler
 from .kernels import registry
 from .kernels.spec import Request
 from .params import MAX_PARTS
-from .recipe import Launch, Recipe
 from .workspace import ArraySpec, scratch_of
+from .writer import Launch, Recipe
 
 WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 ALIGNMENT = 256  # bytes, of the parts of a workspace
@@ -347,8 +347,8 @@ def workspace_size_cached(call: Call) -> int:
     """Return the bytes of workspace that a call over a cache needs."""
     device = _device(call)
     with cuda_device.current(device):
-        size = recipe.decode_workspace(call, cuda_device.of(device))
-    return ALIGNMENT + _rounded(size)
+        size = decode_recipe.workspace_size(call, cuda_device.of(device))
+    return ALIGNMENT + _rounded(size) if size else 0
 
 
 def _device(call: Call) -> int:

@@ -126,8 +126,8 @@ def one_of_each() -> set[tuple[int, str]]:
 def name(value: object) -> str:
     if not isinstance(value, int):
         return str(value)
-    kernel, dtype, (d, d_v), options, packed = CASES[value]
-    return f"{kernel}-{dtype}-{d}x{d_v}-{options}" + "-packed" * packed
+    kernel, dtype, (d, d_v), options, packed, cache = CASES[value]
+    return f"{kernel}-{dtype}-{d}x{d_v}-{options}" + "-packed" * packed + f"-{cache}" * bool(cache)
 
 
 @pytest.fixture(scope="module")

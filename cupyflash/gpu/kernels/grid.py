@@ -40,11 +40,11 @@ def by_warps(extent: Extent, tiles: Tiles) -> Grid:
 def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     """Tiles of queries, which as many blocks share as there are SMs.
 
-    Tiles are dealt out beforehand, and a block prepares its next one. Those of packed sequences may
-    differ in any way: each has a block, and goes to whichever SM is free.
+    Tiles are dealt out beforehand, and a block prepares its next one. Those of packed sequences and
+    of caches may differ in any way: each has a block, and goes to whichever SM is free.
     """
     grid = by_queries(extent, tiles)
-    if extent.sequences:
+    if extent.sequences or extent.differ:
         return grid
     return grid._replace(size=min(grid.size, extent.multiprocessors))
 
