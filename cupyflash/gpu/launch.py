@@ -268,7 +268,9 @@ def forward(
     device = _device(call)
     with cuda_device.current(device):
         if call.cache is not None and workspace is None and cuda_device.is_capturing():
-            raise _no_workspace(workspace_size_cached(call))
+            size = workspace_size_cached(call)
+            if size:
+                raise _no_workspace(size)
         made = recipe.forward(call, cuda_device.of(device), out, lse, plan, visited is not None)
         compiled = _compiled(made, device)
         addresses, copies = _read_in_place(call, made)
