@@ -7,10 +7,11 @@ from typing import Any, SupportsIndex, overload
 
 from . import execute
 from .arrays.interop import DLPackArray
+from .problem.append import Append
 from .problem.append import append as checked_append
 from .problem.call import Array
 from .problem.keywords import explained
-from .problem.rotary import Rotary, rotation
+from .problem.rotary import Rotary, Rotation, rotation
 
 
 @overload
@@ -131,9 +132,15 @@ def append(
     >>> bool((k[0, :, 4] == k_new[0, :, 0]).all())  # position 20 is row 4 of page 0
     True
     """
-    return execute.append(
-        checked_append(k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out)
-    )
+    read = {"k_new": k_new, "v_new": v_new, "q": q, "lengths": lengths, "table": table}
+    read |= {"offsets": offsets, "positions": positions}
+
+    def check() -> Append:
+        return checked_append(
+            k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out
+        )
+
+    return execute.append(check, read, rotary, {"k": k, "v": v, "out": out})
 
 
 @explained
@@ -191,4 +198,8 @@ def rope(
     >>> abs(score(7, 3) - score(54, 50)) < 1e-6
     True
     """
-    return execute.rope(rotation(x, positions, rotary, inverse, out))
+
+    def check() -> Rotation:
+        return rotation(x, positions, rotary, inverse, out)
+
+    return execute.rope(check, x, positions, rotary, inverse, out)

@@ -56,11 +56,11 @@ class Backend(Protocol):
         """Combine several (out, lse) into new arrays."""
         ...
 
-    def append(self, checked: Append, out: Array | None) -> None:
+    def append(self, checked: Append, out: Array | None) -> CallResult:
         """Write new rows to a cache, and rotated queries to `out`."""
         ...
 
-    def rope(self, checked: Rotation, out: Array) -> None:
+    def rope(self, checked: Rotation, out: Array) -> CallResult:
         """Write rotated rows to `out`."""
         ...
 

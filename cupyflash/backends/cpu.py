@@ -153,7 +153,7 @@ class Cpu:
         launch.combine(parts, out, lse)
         return out, lse
 
-    def append(self, checked: Append, out: Array | None) -> None:
+    def append(self, checked: Append, out: Array | None) -> CallResult:
         """Write new rows to a cache, and rotated queries to `out`."""
         from cupyflash.reference.cpu import append
 
@@ -172,13 +172,15 @@ class Cpu:
             None if rotary is None else _angles(rotary),
             checked.positions,
         )
+        return CallResult()
 
-    def rope(self, checked: Rotation, out: Array) -> None:
+    def rope(self, checked: Rotation, out: Array) -> CallResult:
         """Write rotated rows to `out`."""
         from cupyflash.reference.cpu import rope
 
         angles = _angles(checked.rotary)
         rope.rope(checked.x, checked.positions, *angles, checked.inverse, out)
+        return CallResult()
 
     def empty_like(self, array: Array) -> Array:
         """Return an uninitialised array of the same shape, dtype and memory order."""

@@ -79,13 +79,13 @@ class Gpu:
         launch.combine(parts, out, lse)
         return out, lse
 
-    def append(self, checked: Append, out: Array | None) -> None:
+    def append(self, checked: Append, out: Array | None) -> CallResult:
         """Write new rows to a cache, and rotated queries to `out`."""
-        launch.append(checked, out)
+        return launch.append(checked, out)
 
-    def rope(self, checked: Rotation, out: Array) -> None:
+    def rope(self, checked: Rotation, out: Array) -> CallResult:
         """Write rotated rows to `out`."""
-        launch.rope(checked, out)
+        return launch.rope(checked, out)
 
     def empty_like(self, array: Array) -> Array:
         """Return an uninitialised array of the same shape, dtype and memory order."""

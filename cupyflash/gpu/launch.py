@@ -392,10 +392,10 @@ def _combine(
     launch.start(addresses, driver.queue(device).pointer())
 
 
-def append(checked: Append, out: Array | None) -> None:
+def append(checked: Append, out: Array | None) -> CallResult:
     """Write new rows to a cache, and rotated queries to `out`."""
     if not checked.k_new.size or not checked.batch:
-        return
+        return CallResult()
     assert checked.device is not None
     read: dict[str, Any] = {"k_new": checked.k_new, "v_new": checked.v_new}
     read |= {
@@ -412,19 +412,23 @@ def append(checked: Append, out: Array | None) -> None:
         offsets = checked.offsets
         if offsets is not None:
             read["offsets"] = _whole(offsets, "offsets", np.dtype(np.int64))
-        launch = CompiledLaunch(rows_recipe.append(checked, out), checked.device)
-        launch.start(_addresses(read), driver.queue(checked.device).pointer())
+        compiled = _compiled(Recipe((rows_recipe.append(checked, out),)), checked.device)
+        compiled.forward(_addresses(read))
+    # Without columns of values, the memory of the keys has them: which memory decides that.
+    was_copied = offsets is not None and read["offsets"] is not offsets
+    return CallResult(compiled=None if was_copied or not checked.v.size else compiled)
 
 
-def rope(checked: Rotation, out: Array) -> None:
+def rope(checked: Rotation, out: Array) -> CallResult:
     """Write rotated rows to `out`."""
     if not checked.x.size:
-        return
+        return CallResult()
     assert checked.device is not None
     read = {"x": checked.x, "out": out, "positions": checked.positions, **checked.rotary.arrays}
     with cuda_device.current(checked.device):
-        launch = CompiledLaunch(rows_recipe.rope(checked, out), checked.device)
-        launch.start(_addresses(read), driver.queue(checked.device).pointer())
+        compiled = _compiled(Recipe((rows_recipe.rope(checked, out),)), checked.device)
+        compiled.forward(_addresses(read))
+    return CallResult(compiled=compiled)
 
 
 def _addresses(arrays: Mapping[str, Any]) -> Addresses:

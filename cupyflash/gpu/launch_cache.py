@@ -106,7 +106,7 @@ class Signature:
         options: Options,
         written: Mapping[str, Any],
     ) -> None:
-        self._kind = type(read["q"])  # of all arrays
+        self._kind = type(next(iter(read.values())))  # of all arrays
         self._parts: list[Any] = [call]
         self._taken: list[Mapping[str, Any]] = []
         self.addresses: Addresses = {"seed": 0}

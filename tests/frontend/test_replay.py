@@ -12,7 +12,7 @@ import pytest
 from host_cupy import HostCupy
 
 import cupyflash
-from cupyflash import ArgumentError, lookup, masks, scores
+from cupyflash import ArgumentError, cache_update, lookup, masks, scores
 from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.gpu import driver, launch_cache, params, tma
 from cupyflash.gpu import jit as compiler
@@ -488,6 +488,54 @@ def test_a_cache_is_written_by_what_device_memory_holds_then(cupy, packed):
         "interleaved": 1,
     }
     assert {name: told[name] for name in sizes} == sizes
+
+
+def test_writes_to_a_cache_are_recognised(cupy, monkeypatch):
+    k, v = draw(cupy, (6, 3, 4, 8), count=2)
+    cos, sin = draw(cupy, (40, 2), count=2)
+    table = cupy.asarray(np.zeros((2, 3), np.int32))
+    held = []
+    for n in range(3):
+        k_new, v_new = draw(cupy, (2, 3, 1, 8), count=2)
+        (q,) = draw(cupy, (2, 6, 1, 8), count=1)
+        lengths = cupy.asarray(np.full(2, n + 1, np.int64))
+        rotary = cupyflash.Rotary(cos, sin, interleaved=n == 2)
+        with monkeypatch.context() as patch:
+            if n == 1:
+                patch.setattr(cache_update, "checked_append", None)
+            out = cupyflash.append(k_new, v_new, k, v, lengths, table=table, q=q, rotary=rotary)
+        held.append((k_new, v_new, q, out, lengths))
+    for n, (arrays, launch) in enumerate(zip(held, cupy.launches, strict=True)):
+        told = fields(launch, params.append())
+        for name, array in zip(("k_new", "v_new", "q", "out", "lengths"), arrays, strict=True):
+            assert told[name]["data"] == array.data.ptr, name
+        assert told["interleaved"] == (n == 2)
+        assert launch.by_driver == (n > 0)
+
+
+def test_a_write_that_overlaps_is_checked_again(cupy):
+    k, v, others, values = draw(cupy, (2, 3, 20, 8), count=4)
+    lengths = cupy.asarray(np.full(2, 3, np.int64))
+    cupyflash.append(others[:, :, :1], values[:, :, :1], k, v, lengths)
+    with pytest.raises(ArgumentError, match="k and k_new share memory"):
+        cupyflash.append(k[:, :, :1], v[:, :, :1], k, v, lengths)
+
+
+def test_rotations_are_recognised(cupy, monkeypatch):
+    cos, sin = draw(cupy, (9, 8), count=2)
+    rotary = cupyflash.Rotary(cos, sin)
+    positions = cupy.asarray(np.full(5, 3, "i4"))
+    xs = [draw(cupy, (2, 4, 5, 16), count=1)[0] for _ in range(3)]
+    held = []
+    for n, x in enumerate(xs):
+        with monkeypatch.context() as patch:
+            if n == 1:
+                patch.setattr(cache_update, "rotation", None)
+            held.append(cupyflash.rope(x, positions, rotary, inverse=n == 2))
+    for n, (x, out, launch) in enumerate(zip(xs, held, cupy.launches, strict=True)):
+        told = fields(launch, params.rope())
+        assert (told["x"]["data"], told["out"]["data"]) == (x.data.ptr, out.data.ptr)
+        assert told["inverse"] == (n == 2)
 
 
 def test_a_step_without_queries_and_a_length_of_all(cupy):

@@ -62,7 +62,9 @@ class CannotCompile(Exception):
 
 
 def key_of(case: Case, arch: str) -> Key:
-    return Key(case.kernel, case.dtype.name, *case.sizes, case.options, case.packed, case.cache, arch)
+    return Key(
+        case.kernel, case.dtype.name, *case.sizes, case.options, case.packed, case.cache, arch
+    )
 
 
 @functools.cache
@@ -112,7 +114,9 @@ def read() -> tuple[str, dict[Key, Resources]]:
     rows = {}
     for row in csv.DictReader(lines):
         words = [row[name] for name in Key._fields]
-        key = Key(*words[:2], int(words[2]), int(words[3]), words[4], words[5] == "True", *words[6:])
+        key = Key(
+            *words[:2], int(words[2]), int(words[3]), words[4], words[5] == "True", *words[6:]
+        )
         assert key not in rows, key
         rows[key] = Resources(*(int(row[name]) for name in Resources._fields))
     return first.removeprefix("# NVRTC "), rows
