@@ -110,14 +110,16 @@ def dense_or_packed(
 ) -> Call:
     """Validate a call on dense arrays, or with offsets one on packed arrays."""
     if (offsets_q is None) != (offsets_k is None):
-        raise ArgumentError("offsets_q and offsets_k belong together; one came without the other.")
+        raise ArgumentError(
+            "offsets_q, offsets_k: got one without the other; expected both or neither."
+        )
     offsets = None if offsets_q is None else (offsets_q, offsets_k)
     return Request(q, k, v, options, offsets).call
 
 
 def _check_flag(value: Any, name: str) -> None:
     if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{name}: {value!r} came; wanted True or False.")
+        raise ArgumentTypeError(f"{name}: got {value!r}; expected True or False.")
 
 
 def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -90,8 +90,8 @@ class Mask:
     def _join(self, other: Any, how: Callable[[Expr, Expr], Expr]) -> Mask:
         if not isinstance(other, Mask):
             raise ArgumentTypeError(
-                f"a mask was joined with {type(other).__name__}; wanted another mask. Wrap an "
-                "array with masks.dense(array), a function with masks.mask(function)."
+                f"got {type(other).__name__} joined with a mask; expected another mask. Wrap an "
+                "array with masks.dense(array), or a function with masks.mask(function)."
             )
         return Mask(how(self.expr, other.expr))
 
@@ -222,7 +222,7 @@ def mask(function: Callable[[Expr, Expr, Expr, Expr], Any]) -> Mask:
     """
     expr = traced(function, POSITIONS, "mask")
     if expr.type != "bool":
-        raise TraceError(f"mask: its function returned {expr} ({expr.type}); wanted a condition.")
+        raise TraceError(f"mask: its function returned {expr} ({expr.type}); expected a condition.")
     return Mask(expr)
 
 
@@ -274,12 +274,12 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise ArgumentTypeError(
-                f"window: {side} is {value!r}; wanted an integer, or None for unbounded."
+                f"window: {side} is {value!r}; expected an integer, or None for unbounded."
             )
         if value < 0:
             raise ArgumentError(
-                f"window: {side} is {value!r}; wanted 0 or more keys, or None for unbounded. A "
-                "window that lies elsewhere is moved by offset=."
+                f"window: {side} is {value!r}; expected 0 or more keys, or None for unbounded. "
+                "Pass offset= to move the window."
             )
         bound = diagonal - int(value) <= _J if side == "left" else diagonal + int(value) >= _J
         expr = bound if expr.op == "constant" else expr & bound
@@ -337,7 +337,7 @@ def segments(q_ids: Any, k_ids: Any = None) -> Mask:
     def ids(array: Any, argument: str, size: str, index: Expr) -> Expr:
         array = as_array(array, argument)
         if np.dtype(array.dtype).kind not in "iub":
-            raise ArgumentTypeError(f"{argument}: dtype {array.dtype} came; wanted integers.")
+            raise ArgumentTypeError(f"{argument}: got dtype {array.dtype}; expected integers.")
         return aligned(Alignment(array, argument, (Axis(index, size),), packed=True))
 
     return Mask(
@@ -385,7 +385,7 @@ def dilated(step: int) -> Mask:
     Mask
     """
     if not _is_positive(step):
-        raise ArgumentError(f"dilated: step is {step!r}; wanted an integer of 1 or more.")
+        raise ArgumentError(f"dilated: step is {step!r}; expected an integer of 1 or more.")
     return Mask((_I + len_k - len_q - _J) % int(step) == 0)
 
 
@@ -409,7 +409,7 @@ def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
     """
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         if not _is_positive(size):
-            raise ArgumentError(f"blocks: {name} is {size!r}; wanted an integer of 1 or more.")
+            raise ArgumentError(f"blocks: {name} is {size!r}; expected an integer of 1 or more.")
     array = _boolean(layout, "blocks: layout")
     axes = (
         Axis(_H, "heads"),
@@ -456,8 +456,8 @@ def tree(ancestors: Any) -> Mask:
     shape = tuple(array.shape)
     if len(shape) not in (2, 3) or shape[-1] != shape[-2]:
         raise ArgumentError(
-            f"tree: ancestors of shape {shape} came; wanted (Lq, Lq) or (B, Lq, Lq), whose element "
-            "(i, n) says whether query i sees draft n."
+            f"tree: got ancestors of shape {shape}; expected (Lq, Lq) or (B, Lq, Lq), whose "
+            "element (i, n) says whether query i sees draft n."
         )
     draft = _J - (len_k - len_q)
     held = clip(draft, 0, len_q - 1)  # it is read for keys before the drafts, too
@@ -486,7 +486,7 @@ def _boolean(array: Any, argument: str) -> Any:
     array = as_array(array, argument)
     if np.dtype(array.dtype) != np.bool_:
         raise ArgumentTypeError(
-            f"{argument}: an array of dtype {array.dtype} came; wanted bool, True meaning attend. "
-            "Additive masks go to bias=."
+            f"{argument}: got an array of dtype {array.dtype}; expected bool, where True means "
+            "attend. Pass an additive mask as bias=."
         )
     return array

@@ -61,7 +61,7 @@ class Score:
         """Return the change that applies this one first and `other` to its result."""
         if not isinstance(other, Score):
             raise ArgumentTypeError(
-                f"then: {type(other).__name__} came; wanted a score change of cupyflash.scores."
+                f"then: got {type(other).__name__}; expected a score change of cupyflash.scores."
             )
         return Score(rebuild(other.expr, lambda node: self.expr if is_score(node) else None))
 
@@ -152,8 +152,8 @@ def chain(changes: Any) -> Score | None:
         else:
             return result
     raise ArgumentTypeError(
-        f"score_mod: {type(changes).__name__} came; wanted a score change of cupyflash.scores, or "
-        "a sequence of them. A function is wrapped by scores.score(function)."
+        f"score_mod: got {type(changes).__name__}; expected a score change of cupyflash.scores, "
+        "or a sequence of them. Wrap a function with scores.score(function)."
     )
 
 
@@ -183,7 +183,7 @@ def score(function: Callable[[Expr, Expr, Expr, Expr, Expr], Any]) -> Score:
     """
     expr = traced(function, (SCORE, *POSITIONS), "score")
     if expr.type == "bool":
-        raise TraceError(f"score: its function returned the condition {expr}; wanted a number.")
+        raise TraceError(f"score: its function returned the condition {expr}; expected a number.")
     return Score(expr)
 
 
@@ -244,9 +244,9 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
     array([0.25      , 0.0625    , 0.015625  , 0.00390625], dtype=float32)
     """
     if isinstance(heads, bool) or not isinstance(heads, (int, np.integer)):
-        raise ArgumentTypeError(f"alibi_slopes: heads is {heads!r}; wanted a whole number.")
+        raise ArgumentTypeError(f"alibi_slopes: heads is {heads!r}; expected a whole number.")
     if heads < 1:
-        raise ArgumentError(f"alibi_slopes: heads is {heads}; wanted at least 1.")
+        raise ArgumentError(f"alibi_slopes: heads is {heads}; expected at least 1.")
     power = 1 << (int(heads).bit_length() - 1)
     first = np.arange(1, power + 1) / power
     between = np.arange(1, 2 * power, 2)[: int(heads) - power] / (2 * power)
@@ -268,9 +268,9 @@ def softcap(c: float) -> Score:
     Score
     """
     if isinstance(c, bool) or not isinstance(c, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"softcap: c is {c!r}; wanted a positive number.")
+        raise ArgumentTypeError(f"softcap: c is {c!r}; expected a positive number.")
     if not (math.isfinite(c) and c > 0):
-        raise ArgumentError(f"softcap: c is {c!r}; wanted a positive, finite number.")
+        raise ArgumentError(f"softcap: c is {c!r}; expected a positive, finite number.")
     cap = float(c)
     if 2.0**-100 < cap < 2.0**100:  # its reciprocal is a normal number of float32, too
         return Score(cap * tanh(SCORE * (1.0 / cap)))
@@ -300,8 +300,8 @@ def relative_bias(table: Any) -> Score:
     table = _floats(table, "relative_bias: table")
     if table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
         raise ArgumentError(
-            f"relative_bias: a table of shape {tuple(table.shape)} came; wanted (Hq, 2 R + 1) or "
-            "(2 R + 1,), an odd number of distances."
+            f"relative_bias: got a table of shape {tuple(table.shape)}; expected (Hq, 2 R + 1) or "
+            "(2 R + 1,), with an odd number of distances."
         )
     size = int(table.shape[-1])
     reach = size // 2
@@ -315,5 +315,5 @@ def _floats(value: Any, argument: str) -> Any:
         value = value.array
     array = as_array(value, argument)
     if np.dtype(array.dtype).name not in DTYPES:
-        raise ArgumentTypeError(f"{argument}: dtype {array.dtype} came; wanted floats.")
+        raise ArgumentTypeError(f"{argument}: got dtype {array.dtype}; expected floats.")
     return array

@@ -64,7 +64,7 @@ class Case:
     def __post_init__(self) -> None:
         numbers = (self.batch, self.heads, self.heads_kv, self.len_q, self.len_k, self.d)
         if min(numbers) < 1:
-            raise ArgumentError(f"sizes {numbers} came; wanted whole numbers from 1")
+            raise ArgumentError(f"sizes: got {numbers}; expected whole numbers of 1 or more")
         if self.heads % self.heads_kv:
             raise ArgumentError(f"{self.heads} query heads are no multiple of {self.heads_kv}")
         for name, value, known in (
@@ -75,11 +75,15 @@ class Case:
             if value not in known:
                 raise ArgumentError(f"{name}={value!r}; there are {', '.join(known)}")
         if (self.variant in SIZED) != (self.size > 0):
-            raise ArgumentError(f"size={self.size} came with the variant {self.variant}")
+            raise ArgumentError(
+                f"size: got {self.size} with the variant {self.variant}; expected a number of 1 "
+                f"or more for {', '.join(SIZED)}, and 0 for the others"
+            )
         if self.len_q > self.len_k and self.variant != "full":
             raise ArgumentError(
-                f"{self.len_q} queries and {self.len_k} keys came; with the variant {self.variant} "
-                "some queries would see no key"
+                f"shape: got {self.len_q} queries and {self.len_k} keys; expected at least as "
+                f"many keys as queries, because with the variant {self.variant} some queries "
+                "would see no key"
             )
 
     @property
@@ -182,10 +186,11 @@ def variant_of(text: str) -> tuple[str, int | None]:
     match = _VARIANT.fullmatch(text)
     name, number = match.groups() if match else (text, None)
     if name not in VARIANTS:
-        raise ArgumentError(f"variant {text!r} came; there are {', '.join(VARIANTS)}")
+        raise ArgumentError(f"variant: got {text!r}; expected one of {', '.join(VARIANTS)}")
     if number is not None and (name not in SIZED or int(number) < 1):
         raise ArgumentError(
-            f"variant {text!r} came; a number from 1 goes with {', '.join(SIZED)} only"
+            f"variant: got {text!r}; expected a number of 1 or more, and only after "
+            f"{', '.join(SIZED)}"
         )
     return name, int(number) if number else None
 
@@ -206,13 +211,13 @@ def shape_of(text: str) -> tuple[int, int, int, int, int, int]:
     match = _SHAPE.fullmatch(text.replace(" ", "").strip("()"))
     if match is None:
         raise ArgumentError(
-            f"shape {text!r} came; wanted B,H,L,D such as 2,8,1024,64, where H may be Hq/Hkv "
+            f"shape: got {text!r}; expected B,H,L,D, such as 2,8,1024,64, where H may be Hq/Hkv "
             "(query and key heads) and L may be Lq/Lk (queries and keys)"
         )
     b, hq, hkv, lq, lk, d = match.groups()
     numbers = int(b), int(hq), int(hkv or hq), int(lq), int(lk or lq), int(d)
     if min(numbers) < 1:
-        raise ArgumentError(f"shape {text!r} came; wanted numbers from 1")
+        raise ArgumentError(f"shape: got {text!r}; expected numbers of 1 or more")
     return numbers
 
 

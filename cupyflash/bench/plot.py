@@ -294,7 +294,9 @@ def _figure(report: Report, found: list[Group], chosen: list[str], against: str)
 def check_suffix(file: Path) -> None:
     """Refuse a file that is no picture by its name."""
     if file.suffix not in SUFFIXES:
-        raise ArgumentError(f"{file} came; wanted a name that ends in {' or '.join(SUFFIXES)}")
+        raise ArgumentError(
+            f"got the file {file}; expected a name that ends in {' or '.join(SUFFIXES)}"
+        )
 
 
 def library() -> Any:

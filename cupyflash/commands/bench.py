@@ -98,7 +98,7 @@ def chosen_suite(options: argparse.Namespace, kind: str) -> tuple[str, Suite]:
 
     if options.shape:
         if options.suite:
-            raise ArgumentError("--suite and --shape came; wanted one of them")
+            raise ArgumentError("got --suite and --shape; expected only one of them")
         shapes = [bench.shape_of(text) for text in options.shape]
         return "own shapes", bench.own_shapes(kind, shapes)
     name = options.suite or "quick"
@@ -117,7 +117,7 @@ def chosen_contenders(
         names.append(options.against)
     for name in names:
         if name not in known:
-            raise ArgumentError(f"contender {name!r} came; there are {', '.join(known)}")
+            raise ArgumentError(f"contender: got {name!r}; expected one of {', '.join(known)}")
     absent = {name: known[name].obstacle(kind) for name in names}
     there = [known[name] for name in names if not absent[name]]
     if not there:
@@ -164,7 +164,9 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
     variants = [bench.variant_of(text) for text in options.variant or ()]
     cases = list(suite.cases(options.dtype or (), variants, getattr(options, "pass") or ()))
     if options.graphs and kind == "cpu":
-        raise ArgumentError("--graphs came; CUDA graphs are replayed on a GPU only")
+        raise ArgumentError(
+            "got --graphs on the CPU; CUDA graphs are replayed on a GPU only. Leave it out"
+        )
     meter: measure.Meter = measure.Cpu() if kind == "cpu" else measure.Gpu()
     device, versions, method = conditions(kind, any(x.name.startswith("torch") for x in contenders))
     runs, seconds = options.runs or RUNS[kind], options.seconds or SECONDS[kind]
@@ -294,12 +296,16 @@ def check_files(options: argparse.Namespace) -> None:
     if options.plot is not None:
         plot.check_suffix(options.plot)
     if options.picture and options.plot is None:
-        raise ArgumentError("--picture came without --plot FILE, where it would be drawn")
+        raise ArgumentError(
+            "got --picture without --plot FILE, which names the file to draw; expected both"
+        )
     if options.load is not None:
         other = [name for name in MEASURING if getattr(options, name)]
         if other:
             names = ", ".join(f"--{name}" for name in other)
-            raise ArgumentError(f"{names} came with --load, which measures nothing")
+            raise ArgumentError(
+                f"got {names} with --load, which measures nothing; expected only one of the two"
+            )
 
 
 MEASURING = (
@@ -355,7 +361,7 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} came, a positive number was wanted")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a positive number")
     return value
 
 

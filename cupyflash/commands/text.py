@@ -115,7 +115,9 @@ def whole_number(low: int) -> Callable[[str], int]:
         except ValueError:
             value = low - 1
         if value < low:
-            raise argparse.ArgumentTypeError(f"{text!r} came, a whole number from {low} was wanted")
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}; expected a whole number of {low} or more"
+            )
         return value
 
     return read

@@ -183,14 +183,14 @@ def explain(
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:
-    wanted = "wanted an array, or integers of 1 or more: (..., H, L, D), or (L, D) for one head."
+    wanted = "expected an array, or integers of 1 or more: (..., H, L, D), or (L, D) for one head."
     if not isinstance(value, (tuple, list)) or len(value) < 2:
-        raise ArgumentTypeError(f"{name}: {value!r} came; {wanted}")
+        raise ArgumentTypeError(f"{name}: got {value!r}; {wanted}")
     for n in value:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-            raise ArgumentError(f"{name}: {tuple(value)} came; {wanted}")
+            raise ArgumentError(f"{name}: got {tuple(value)}; {wanted}")
     if math.prod(map(int, value)) >= 2**59:  # addresses of the widest type end at 2^63 bytes
-        raise ArgumentError(f"{name}: {tuple(value)} came; wanted fewer than 2^59 numbers.")
+        raise ArgumentError(f"{name}: got {tuple(value)}; expected fewer than 2^59 numbers.")
     return tuple(int(n) for n in value)
 
 
@@ -200,20 +200,20 @@ def _dtype(value: Any, arrays: Mapping[str, Any]) -> np.dtype[Any]:
     if value is None:
         if len(found) > 1:
             came = ", ".join(f"{name} {dtype}" for dtype, name in found.items())
-            raise ArgumentTypeError(f"{came} came; wanted one dtype. Convert with .astype(...).")
+            raise ArgumentTypeError(f"got {came}; expected one dtype. Convert with .astype(...).")
         value = next(iter(found), FLOATS[0])
     name = value if isinstance(value, str) else getattr(value, "__name__", str(value))
     if name not in FLOATS:
         name = str(np.dtype(value)) if not isinstance(value, str) else value
     if name not in FLOATS:
-        raise ArgumentTypeError(f"dtype: {value!r} came; wanted one of {', '.join(FLOATS)}.")
+        raise ArgumentTypeError(f"dtype: got {value!r}; expected one of {', '.join(FLOATS)}.")
     if name != "bfloat16":
         return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"dtype: bfloat16 came; wanted the package ml_dtypes for it: {ML_DTYPES}."
+            f"dtype: got bfloat16, which needs the package ml_dtypes; install it by {ML_DTYPES}."
         ) from None
     made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return made

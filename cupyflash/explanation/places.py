@@ -49,7 +49,9 @@ def place(device: Device | str | None) -> Place:
     if isinstance(device, Device):
         return _of_table(device)
     if device is not None and not isinstance(device, str):
-        raise ArgumentTypeError(f"device: {type(device).__name__} came; wanted a name, {_names()}.")
+        raise ArgumentTypeError(
+            f"device: got {type(device).__name__}; expected a name, {_names()}."
+        )
     name = None if device is None else device.lower()
     if name == "cpu":
         return Place(None, None, "CPU")
@@ -61,13 +63,13 @@ def place(device: Device | str | None) -> Place:
             if name is None:
                 return Place(None, None, f"CPU, because no GPU is at hand ({why})")
             raise ArgumentError(
-                f'device: "gpu" came, and no GPU is at hand ({why}); wanted {_names()}.'
+                f'device: got "gpu", but no GPU is available ({why}); expected {_names()}.'
             ) from error
     try:
         return _of_table(analysis.device(device))
     except ArgumentError:
         near = did_you_mean(str(device), ("cpu", "gpu", *DEVICES)) or "."
-        raise ArgumentError(f"device: {device!r} came; wanted {_names()}{near}") from None
+        raise ArgumentError(f"device: got {device!r}; expected {_names()}{near}") from None
 
 
 def _names() -> str:
@@ -78,8 +80,8 @@ def _of_table(device: Device) -> Place:
     has = LIMITS.get(device.capability)
     if has is None:
         raise ArgumentError(
-            f"device: {device.name} of compute capability {device.capability} came; wanted one of "
-            f"{', '.join(map(str, LIMITS))}, whose multiprocessors are known."
+            f"device: got {device.name} of compute capability {device.capability}; expected one "
+            f"of {', '.join(map(str, LIMITS))}, the compute capabilities whose limits are known."
         )
     made = Target(
         device=0,

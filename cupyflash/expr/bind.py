@@ -201,8 +201,8 @@ def _resolve(alignment: Alignment, sizes: Sizes) -> Expr:
     if not fits:
         names = "".join(f", {axis.size}" for axis in axes if axis.exact is None)
         raise ArgumentError(
-            f"{alignment.argument}: an array of shape {shape} came; wanted one that broadcasts to "
-            f"{full}{' (the leading axes' + names + ')' if lead else ''}."
+            f"{alignment.argument}: got an array of shape {shape}; expected one that broadcasts "
+            f"to {full}{' (the leading axes' + names + ')' if lead else ''}."
         )
     indices: list[Expr] = []
     stride = math.prod(lead)
@@ -298,7 +298,7 @@ def _prove_index(array: Any, axis: int, index: Expr, low: int, high: int) -> Non
     if low < 0 or high >= size:
         raise ArgumentError(
             f"lookup: axis {axis} of an array of shape {tuple(array.shape)} is read at {index}, "
-            f"which lies between {low} and {high} here; wanted 0 to {size - 1}. Hold the index "
+            f"which lies between {low} and {high} here; expected 0 to {size - 1}. Hold the index "
             "with cupyflash.expr.clip."
         )
 

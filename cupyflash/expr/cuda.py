@@ -173,7 +173,7 @@ class _Parameters:
     def table(self, array: Any) -> str:
         if array.ndim > MAX_AXES:
             raise ArgumentError(
-                f"lookup: an array with {array.ndim} axes came; wanted at most {MAX_AXES}."
+                f"lookup: got an array with {array.ndim} axes; expected at most {MAX_AXES}."
             )
         if not any(array is known for known in self.arrays):
             self.arrays.append(array)

@@ -236,7 +236,7 @@ def array_type(array: Any, argument: str = "lookup") -> Type:
     if dtype.name in DTYPES:
         return "float"
     raise ArgumentTypeError(
-        f"{argument}: an array of dtype {dtype} came; wanted bool, a signed integer, uint8 to "
+        f"{argument}: got an array of dtype {dtype}; expected bool, a signed integer, uint8 to "
         f"uint32, {WORDS}. Convert it with .astype()."
     )
 
@@ -266,8 +266,8 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, (float, np.floating)) or type(value).__name__ == "bfloat16":
         return Expr("constant", (), "float", float(value))
     raise TraceError(
-        f"{type(value).__name__} cannot stand in a mask or score; wanted a number or an "
-        "expression. An array enters through cupyflash.lookup(array)[...]."
+        f"got {type(value).__name__} in a mask or score; expected a number or an expression. Wrap "
+        "an array: cupyflash.lookup(array)[...]."
     )
 
 
@@ -292,26 +292,27 @@ def operation(name: str, *operands: Any) -> Expr:
     arity, rule = OPERATIONS[name]
     nodes = tuple(as_expr(operand) for operand in operands)
     if len(nodes) != arity:
-        raise TraceError(f"{name} takes {arity} operands; {len(nodes)} came.")
+        raise TraceError(f"{name}: got {len(nodes)} operands; expected {arity}.")
     types = [node.type for node in nodes]
     if rule == "convert":
         return convert(nodes[0], "float" if name == "to_float" else "int")
     if rule == "logic":
         if any(type != "bool" for type in types):
             raise TraceError(
-                f"{name} joins conditions; a {next(t for t in types if t != 'bool')} came. Compare "
-                "it first (x != 0), and put comparisons in parentheses: (i < j) & (j < n)."
+                f"{name}: got a {next(t for t in types if t != 'bool')}; expected conditions. "
+                "Compare it first (x != 0), and put comparisons in parentheses: (i < j) & (j < "
+                "n)."
             )
         return Expr(name, nodes, "bool")
     if rule == "where":
         if types[0] != "bool":
-            raise TraceError(f"where: its first operand must be a condition; a {types[0]} came.")
+            raise TraceError(f"where: got a {types[0]} as the first operand; expected a condition.")
         chosen = _common(types[1:])
         return Expr(name, (nodes[0], *(convert(node, chosen) for node in nodes[1:])), chosen)
     if rule == "int":
         if "float" in types:
             raise TraceError(
-                f"{name} takes integers; a float came. Use cupyflash.expr.floor(x / y)."
+                f"{name}: got a float; expected integers. Use cupyflash.expr.floor(x / y)."
             )
         return Expr(name, tuple(convert(node, "int") for node in nodes), "int")
     if rule == "float":

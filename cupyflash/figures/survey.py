@@ -198,8 +198,8 @@ def survey(
     """
     if sizes.len_q * sizes.len_k >= 2**62:
         raise ArgumentError(
-            f"{sizes.len_q:,} queries and {sizes.len_k:,} keys came; wanted fewer than 2^62 pairs "
-            "of them."
+            f"len_q, len_k: got {sizes.len_q:,} queries and {sizes.len_k:,} keys; expected fewer "
+            "than 2^62 pairs."
         )
     batch = int(np.prod(sizes.lead))
     classes = None if allowed is None else tile_class(allowed)
@@ -223,9 +223,9 @@ def survey(
             looks += max(looked, OF_A_STEP)
             if looks > MOST_LOOKS:
                 raise ArgumentError(
-                    f"mask: more than {MOST_LOOKS:,} tiles of {block_q} queries x {block_kv} keys "
-                    "would have to be looked at one by one; wanted fewer queries, keys, heads or "
-                    "batch entries, or a mask of which large parts are EMPTY or FULL."
+                    f"mask: got one with more than {MOST_LOOKS:,} tiles of {block_q} queries x "
+                    f"{block_kv} keys to examine one by one; expected fewer queries, keys, heads "
+                    "or batch entries, or a mask with large parts that are EMPTY or FULL."
                 )
             np.add.at(counts, kinds, found.tiles)
             if (b, h) == at:

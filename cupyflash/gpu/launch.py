@@ -244,9 +244,9 @@ def _copy(array: Array, name: str, dtype: Any) -> Array:
     if cuda_device.is_capturing():
         place = "device" if device_arrays.is_device_array(array) else "host"
         raise ArgumentError(
-            f"{name}: {array.dtype} with strides {array.strides} in {place} memory came while a "
-            f"CUDA graph is being captured; wanted contiguous {dtype} in device memory, "
-            "which is read in place at every replay."
+            f"{name}: got {array.dtype} with strides {array.strides} in {place} memory while a "
+            f"CUDA graph is being captured; expected contiguous {dtype} in device memory, which "
+            "is read in place at every replay."
         )
     copy: Array = device_arrays.to_device(array, dtype)
     return copy
@@ -318,9 +318,9 @@ def backward(
 
 def _no_workspace(size: int) -> ArgumentError:
     return ArgumentError(
-        "workspace: None came while a CUDA graph is being captured; wanted "
-        f"cupy.empty({size}, cupy.uint8). Memory of CuPy's pool would serve others before the "
-        "graph is replayed."
+        f"workspace: got None while a CUDA graph is being captured; expected cupy.empty({size}, "
+        "cupy.uint8). CuPy's pool could give its own memory to others before the graph is "
+        "replayed."
     )
 
 
@@ -368,8 +368,8 @@ def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
             # Intermediate results keep the accumulator's type.
             if cuda_device.is_capturing():
                 raise ArgumentError(
-                    f"combine: {len(parts)} parts came while a CUDA graph is being captured; "
-                    f"wanted at most {MAX_PARTS}. Combine them in groups."
+                    f"combine: got {len(parts)} parts while a CUDA graph is being captured; "
+                    f"expected at most {MAX_PARTS}. Combine them in groups."
                 )
             wide = tuple(device_arrays.empty(x.shape, lse.dtype) for x in (out, lse))
             _combine(left[:MAX_PARTS], wide[0], wide[1], device, out.dtype.name)

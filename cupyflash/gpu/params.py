@@ -168,7 +168,7 @@ class Layout:
                 numbers.append(value)
             missing = len(zeros) - len(numbers) + start
             if missing < 0:
-                raise ValueError(f"{name}: {len(value)} entries came, which are too many")
+                raise ValueError(f"{name}: got {len(value)} entries, which do not fit")
             numbers += zeros[:missing]
         return self._struct.pack(*numbers)
 

@@ -259,7 +259,7 @@ def check_grid(kernel: str, blocks: int) -> None:
     """Refuse a launch of more blocks than devices take."""
     if blocks > MAX_GRID:
         raise ArgumentError(
-            f"q: batch, heads and lengths make {blocks} blocks of {kernel}; wanted at most "
+            f"q: batch, heads and lengths make {blocks} blocks of {kernel}; expected at most "
             f"{MAX_GRID}. Split the batch over several calls."
         )
 
@@ -287,9 +287,10 @@ def _check_size(has: Functions) -> None:
     size = _size(has)
     if size > params.MAX_BYTES:
         raise ArgumentError(
-            f"mask, score_mod: {has.num_tables} arrays and {has.num_ints + has.num_floats} numbers "
-            f"came, which make {size} bytes of parameters; wanted at most {params.MAX_BYTES}. Join "
-            "arrays into one with another axis, or compute numbers before they enter."
+            f"mask, score_mod: got {has.num_tables} arrays and {has.num_ints + has.num_floats} "
+            f"numbers, which make {size} bytes of parameters; expected at most "
+            f"{params.MAX_BYTES}. Join several arrays into one with another axis, or combine "
+            "numbers before you pass them."
         )
 
 

@@ -136,8 +136,8 @@ def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:
     """Refuse arguments that would do nothing."""
     if q is not None and rotary is None:
         raise ArgumentError(
-            "q: queries came without rotary, and nothing else is done with them; wanted "
-            "rotary=Rotary(cos, sin) beside them. Leave q out."
+            "q: got queries without rotary, although they are only rotated; expected "
+            "rotary=Rotary(cos, sin) as well. Otherwise, leave q out."
         )
     for name, value, needs, other in (
         ("positions", positions, "rotary", rotary),
@@ -145,8 +145,8 @@ def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:
     ):
         if value is not None and other is None:
             raise ArgumentError(
-                f"{name}: {type(value).__name__} came without {needs}, for which alone it is; "
-                f"wanted both or none. Leave {name} out."
+                f"{name}: got {type(value).__name__} without {needs}, which it serves; expected "
+                f"both or neither. Leave {name} out."
             )
 
 
@@ -161,26 +161,26 @@ def _check_rows(arrays: dict[str, Array], packed: bool) -> None:
         heads, columns = ("Hq", "D") if name == "q" else ("Hkv", "Dv" if name == "v_new" else "D")
         wanted = f"({lead}{heads}, {rows}, {columns}){', packed by offsets' if packed else ''}"
         if x.ndim != axes:
-            raise ArgumentError(f"{name}: shape {x.shape} came; wanted {wanted}.")
+            raise ArgumentError(f"{name}: got shape {x.shape}; expected {wanted}.")
         if (*x.shape[:-3], x.shape[-2]) != (*k_new.shape[:-3], k_new.shape[-2]):
             raise ArgumentError(
-                f"{name}: shape {x.shape} came with k_new of shape {k_new.shape}; wanted {wanted} "
-                "with as many rows of as many entries."
+                f"{name}: got shape {x.shape} with k_new of shape {k_new.shape}; expected "
+                f"{wanted}, with the same number of rows as k_new."
             )
         if name == "q":
             if x.shape[-1] != k_new.shape[-1]:
                 raise ArgumentError(
-                    f"q: shape {x.shape} came with k_new of shape {k_new.shape}; their last axes "
-                    f"(the head size D) must be equal, {x.shape[-1]} is not {k_new.shape[-1]}."
+                    f"q: got shape {x.shape} with k_new of shape {k_new.shape}; expected equal "
+                    f"last axes (the head size D), but {x.shape[-1]} is not {k_new.shape[-1]}."
                 )
             continue
         cache = "v" if name == "v_new" else "k"
         into = arrays[cache]
         if (x.shape[-3], x.shape[-1]) != (into.shape[-3], into.shape[-1]):
             raise ArgumentError(
-                f"{name}: shape {x.shape} came with {cache} of shape {into.shape}; wanted "
+                f"{name}: got shape {x.shape} with {cache} of shape {into.shape}; expected "
                 f"{into.shape[-3]} heads of {into.shape[-1]} columns, as {cache} has. The head "
-                "axis is the third from the end: arrays of shape (B, L, H, D) are passed as "
+                "axis is the third from the end: pass an array of shape (B, L, H, D) as "
                 "x.swapaxes(-3, -2)."
             )
     if "q" in arrays:
@@ -192,9 +192,9 @@ def _check_room(after: Array, counts: Array) -> None:
     if bad.size:
         b = int(bad[0])
         raise ArgumentError(
-            f"lengths: entry {b} is {int(after[b])} with {int(counts[b])} new rows; wanted "
-            f"{int(counts[b])} or more: lengths counts what the cache holds after this step, the "
-            "new rows among it. Add their number to lengths first."
+            f"lengths: entry {b} is {int(after[b])} with {int(counts[b])} new rows; expected "
+            f"{int(counts[b])} or more: lengths counts what the cache holds after this step, "
+            "including the new rows. Add their number to lengths first."
         )
 
 
@@ -212,12 +212,12 @@ def _is_view_of_keys(v: Array, k: Array) -> bool:
 def _check_views(v_new: Array, k_new: Array, rotary: Rotary | None) -> None:
     if k_new.size and not _is_view_of_keys(v_new, k_new):
         raise ArgumentError(
-            "v_new: an array of its own came, and v is the first columns of k, which k_new fills; "
-            f"wanted v_new=k_new[..., :{v_new.shape[-1]}]."
+            "v_new: got a separate array, but v is the first columns of k, which k_new fills; "
+            f"expected v_new=k_new[..., :{v_new.shape[-1]}]."
         )
     if rotary is not None:
         raise ArgumentError(
-            "rotary: came with a v that is the first columns of k, which would be rotated, too; "
-            "wanted k_new whose last columns are rotated already. Call rope on them first, and "
-            "leave rotary out."
+            "rotary: got one with a v that is the first columns of k, so that v would be "
+            "rotated, too; expected a k_new whose last columns are already rotated. Call rope on "
+            "them first, and leave rotary out."
         )

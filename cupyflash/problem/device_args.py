@@ -34,8 +34,8 @@ def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> tuple[Ar
     with cuda_device.current(device):
         if cuda_device.is_capturing():
             raise ArgumentError(
-                f"check: True came while a CUDA graph is being captured, and {name} would have to "
-                "be read back; wanted check=False, which trusts the offsets and holds them in "
+                f"check: got True while a CUDA graph is being captured, when {name} cannot be "
+                "read back; expected check=False, which trusts the offsets and holds them in "
                 "range."
             )
         copy = value.copy()
@@ -82,7 +82,7 @@ def seed(value: Any) -> Any:
     """Return a seed in device memory: a 0-d array of uint64, which kernels read."""
     if value.ndim or value.dtype != np.uint64:
         raise ArgumentTypeError(
-            f"seed: shape {value.shape}, dtype {value.dtype} came; wanted an integer, or a 0-d "
+            f"seed: got shape {value.shape}, dtype {value.dtype}; expected an integer, or a 0-d "
             "array of uint64."
         )
     return value

@@ -141,7 +141,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
                     names = ", ".join(each.name for each in by_position)
                     more = args[len(by_position)]
                     raise ArgumentTypeError(
-                        f"{len(args)} arguments came by position; wanted {len(by_position)}, "
+                        f"got {len(args)} arguments by position; expected {len(by_position)}, "
                         f"{names}, and every option by its name: {_named(more, known)}."
                     ) from None
             raise

@@ -169,9 +169,9 @@ def problem(
     ((2, 4, 33, 16), (2, 2, 65, 16), <mask (j <= (i + (len_k - len_q)))>)
     """
     if layouts not in LAYOUTS:
-        raise ValueError(f"layouts: {layouts!r} came; wanted one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"layouts: got {layouts!r}; expected one of {', '.join(LAYOUTS)}")
     if family not in FAMILIES:
-        raise ValueError(f"family: {family!r} came; wanted one of {', '.join(FAMILIES)}")
+        raise ValueError(f"family: got {family!r}; expected one of {', '.join(FAMILIES)}")
     held = float_type(dtype)
     shapes = {"q": tuple(q), "k": tuple(k or q)}
     shapes["v"] = tuple(v or shapes["k"])

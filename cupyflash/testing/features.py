@@ -37,5 +37,7 @@ def features_of(names: Iterable[str] | None) -> frozenset[str]:
     given = frozenset(names)
     unknown = sorted(given - ALL)
     if unknown:
-        raise ValueError(f"features: {', '.join(unknown)} came; wanted {', '.join(FEATURES)}")
+        raise ValueError(
+            f"features: got {', '.join(unknown)}; expected some of {', '.join(FEATURES)}"
+        )
     return given | ({"causal"} if "masks" in given else set())

@@ -45,7 +45,7 @@ def memory_of(device: str) -> Memory:
     if device == "cpu":
         return HostMemory()
     if device != "gpu":
-        raise ValueError(f"device: {device!r} came; wanted 'cpu' or 'gpu'")
+        raise ValueError(f"device: got {device!r}; expected 'cpu' or 'gpu'")
     try:
         memory = CuPyMemory()
     except ImportError as error:
@@ -287,9 +287,9 @@ def verify(
     given = [float_type(x) for x in dtypes] if dtypes is not None else list(known_floats())
     unknown = [x.name for x in given if x.name not in FLOATS]
     if unknown or not given:
-        raise ValueError(f"dtypes: {unknown} came; wanted some of {', '.join(FLOATS)}")
+        raise ValueError(f"dtypes: got {unknown}; expected some of {', '.join(FLOATS)}")
     if examples < 1:
-        raise ValueError(f"examples: {examples} came; a number from 1 was wanted")
+        raise ValueError(f"examples: got {examples}; expected a whole number of 1 or more")
     chosen = chosen_properties(only)
     report = Report(
         seed, examples, device, tuple(x.name for x in given),
@@ -319,8 +319,8 @@ def chosen_properties(only: str | Iterable[str] | None) -> list[Property]:
             if not near:
                 hint = f"there are {', '.join(PROPERTIES)}."
             raise ValueError(
-                f"only: {name!r} came, which is no property; {hint} `cupyflash verify --list` says "
-                "what each of them means."
+                f"only: got {name!r}, which is not a property; {hint} `cupyflash verify --list` "
+                "says what each of them means."
             )
     return [PROPERTIES[name] for name in names]
 

@@ -87,7 +87,7 @@ def describe_table(array: np.ndarray[Any, Any]) -> list[int]:
     """Return the table row by which a program reads `array`, in place."""
     if array.ndim > MAX_AXES:
         raise ValueError(
-            f"lookup: an array with {array.ndim} axes came; wanted at most {MAX_AXES}."
+            f"lookup: got an array with {array.ndim} axes; expected at most {MAX_AXES}."
         )
     low, high = 0, 0
     if array.size > RANGE_LIMIT and array.dtype.kind in "iub":

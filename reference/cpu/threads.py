@@ -23,8 +23,8 @@ def num_threads() -> int:
     if chosen:
         if not chosen.isdecimal() or int(chosen) < 1:
             raise ValueError(
-                f"CUPYFLASH_NUM_THREADS is {chosen!r}; wanted a whole number, 1 or more. Correct "
-                "this environment variable, or unset it for one thread per CPU."
+                f"CUPYFLASH_NUM_THREADS is {chosen!r}; expected a whole number, 1 or more. "
+                "Correct this environment variable, or unset it for one thread per CPU."
             )
         return int(chosen)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -66,8 +66,8 @@ def select(part: str, request: Request) -> Choice:
     if device.capability < OLDEST_CAPABILITY:
         wanted, came = (".".join(map(str, x)) for x in (OLDEST_CAPABILITY, device.capability))
         raise ArgumentError(
-            f"q: an array on {device.name} came, of compute capability {came}; wanted a GPU of "
-            f"{wanted} (Turing) or newer. NumPy arrays, as cupy.asnumpy makes, run on the CPU."
+            f"q: got an array on {device.name}, of compute capability {came}; expected a GPU of "
+            f"{wanted} (Turing) or newer. NumPy arrays run on the CPU; cupy.asnumpy makes them."
         )
     passed_over: list[tuple[KernelSpec, str]] = []
     for spec in KERNELS[part]:
@@ -81,9 +81,9 @@ def select(part: str, request: Request) -> Choice:
             why = f"its tiles take more than {device.shared_memory} bytes of shared memory"
         passed_over.append((spec, why))
     raise ArgumentError(
-        f"q, v: head sizes {problem.d} and {problem.d_v} of {problem.dtype} came; "
+        f"q, v: got head sizes {problem.d} and {problem.d_v} of {problem.dtype}, for which "
         f"{KERNELS[part][-1].name} needs more than the {device.shared_memory} bytes of shared "
-        f"memory of {device.name} for them. Wanted smaller heads or elements."
+        f"memory of {device.name}; expected smaller heads or elements."
     )
 
 
@@ -158,13 +158,13 @@ def _check_precision(request: Request) -> None:
     if device.capability < spec.capability:
         oldest, came = (".".join(map(str, x)) for x in (spec.capability, device.capability))
         raise ArgumentError(
-            f'precision: "{problem.precision}" came with arrays on {device.name}, of compute '
-            f"capability {came}; it needs {oldest}. Leave it out: without it any GPU computes in "
-            "float32."
+            f'precision: got "{problem.precision}" with arrays on {device.name}, of compute '
+            f"capability {came}; expected {oldest} or newer. Leave precision out: without it, any "
+            "GPU computes in float32."
         )
     largest = spec.heads[problem.dtype.name]
     if max(problem.d, problem.d_v) > largest:
         raise ArgumentError(
-            f'precision: "{problem.precision}" came with head sizes {problem.d} and '
-            f"{problem.d_v}; it serves heads up to {largest}. Leave it out for larger ones."
+            f'precision: got "{problem.precision}" with head sizes {problem.d} and {problem.d_v}; '
+            f"expected at most {largest}. Leave precision out for larger heads."
         )
