@@ -151,7 +151,7 @@ def attention(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        An argument does not fit; the message names it, what came, what was wanted and the remedy.
+        An argument is wrong. The message names it, what it got and expected, and the remedy.
         Every array is left as it was.
 
     Notes

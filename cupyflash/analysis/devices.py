@@ -106,8 +106,8 @@ class Device:
         """
         if str(dtype) not in self.peak:
             raise ArgumentError(
-                f"dtype={dtype!r}: no peak of the {self.name} is known; there are "
-                f"{', '.join(self.peak)}"
+                f"dtype: got {dtype!r}, for which no peak of the {self.name} is known; expected "
+                f"one of {', '.join(self.peak)}"
             )
         return self.peak[str(dtype)]
 
@@ -323,21 +323,25 @@ def device(name: str | None = None) -> Device:
     ArgumentError
         If nothing is known of the device, or there is none at hand.
     """
-    known = f"known are {', '.join(DEVICES)}"
+    known = f"expected one of {', '.join(DEVICES)}"
     if name is not None:
         meant = _meant(str(name))
         if len(meant) == 1:
             return meant[0]
         if meant:
             names = " or ".join(each.name for each in meant)
-            raise ArgumentError(f"device={name!r}: several have this name; say {names}")
+            raise ArgumentError(
+                f"device: got {name!r}, which several devices are called; expected {names}"
+            )
         near = did_you_mean(str(name), DEVICES)
-        raise ArgumentError(f"device={name!r}: nothing is known of it; {known}{near}")
+        raise ArgumentError(f"device: got {name!r}, which is not known; {known}{near}")
     try:
         here = cuda_device.here().name
     except Exception as error:
-        raise ArgumentError(f"there is no device at hand ({error}): name one; {known}") from error
+        raise ArgumentError(
+            f"device: got None, but no GPU is available ({error}); {known}"
+        ) from error
     for each in DEVICES.values():
         if _at_hand(here, each):
             return each
-    raise ArgumentError(f"nothing is known of the device at hand, {here!r}; {known}")
+    raise ArgumentError(f"device: got None, and the current GPU, {here!r}, is not known; {known}")

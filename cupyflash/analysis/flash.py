@@ -175,7 +175,9 @@ def block_sparse_attention(
     layout = np.asarray(layout, bool)
     t_r, t_c = parts(n_q, block_q), parts(n_k, block_kv)
     if layout.shape != (t_r, t_c):
-        raise ArgumentError(f"layout has the shape {layout.shape}, not {(t_r, t_c)}: one per block")
+        raise ArgumentError(
+            f"layout: got shape {layout.shape}; expected {(t_r, t_c)}, one per block"
+        )
     rows = np.minimum(block_q, n_q - block_q * np.arange(t_r))
     cols = np.minimum(block_kv, n_k - block_kv * np.arange(t_c))
     passed = int(rows @ layout.sum(axis=1))  # rows of Q that are loaded

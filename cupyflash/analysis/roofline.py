@@ -50,7 +50,9 @@ class Problem:
         check(d_v=self.columns, heads_kv=self.shared)
         itemsize(self.dtype)
         if self.heads % self.shared:
-            raise ArgumentError(f"heads={self.heads} is no multiple of heads_kv={self.heads_kv}")
+            raise ArgumentError(
+                f"heads: got {self.heads}; expected a multiple of heads_kv={self.heads_kv}"
+            )
 
     @property
     def columns(self) -> int:

@@ -57,8 +57,8 @@ def block_sizes(sram: int, d: int) -> tuple[int, int]:
     check(sram=sram, d=d)
     if sram < 4 * d:
         raise ArgumentError(
-            f"sram={sram} is too small for d={d}: one row of each of Q, K, V and O takes "
-            f"4 d = {4 * d} elements"
+            f"sram: got {sram} with d={d}; expected at least 4 d = {4 * d} elements, for one row "
+            "of each of Q, K, V and O"
         )
     block_kv = parts(sram, 4 * d)
     return min(block_kv, d), block_kv
@@ -94,6 +94,6 @@ def theorem_2(n: int, d: int, sram: int) -> IOComplexity:
     check(n=n, d=d, sram=sram)
     if not d <= sram <= n * d:
         raise ArgumentError(
-            f"sram={sram} is outside of what Theorem 2 assumes, d <= M <= N d: from {d} to {n * d}"
+            f"sram: got {sram}; expected {d} to {n * d}, because Theorem 2 assumes d <= M <= N d"
         )
     return IOComplexity(n * d + n * n, n * n * d * d / sram)

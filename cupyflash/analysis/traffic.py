@@ -93,7 +93,7 @@ def itemsize(dtype: str) -> int:
     """Return the bytes of an element; raise for a dtype that attention does not know."""
     name = str(dtype)
     if name not in DTYPES:
-        raise ArgumentError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+        raise ArgumentError(f"dtype: got {dtype!r}; expected one of {', '.join(DTYPES)}")
     return DTYPES[name].itemsize
 
 
@@ -110,7 +110,7 @@ def check(**sizes: Any) -> None:
     """Raise unless every size is a positive integer."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ArgumentError(f"{name}={value!r} is not a positive integer")
+            raise ArgumentError(f"{name}: got {value!r}; expected a positive integer")
 
 
 def given(value: int | None, default: int) -> int:

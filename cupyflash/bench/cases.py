@@ -66,14 +66,16 @@ class Case:
         if min(numbers) < 1:
             raise ArgumentError(f"sizes: got {numbers}; expected whole numbers of 1 or more")
         if self.heads % self.heads_kv:
-            raise ArgumentError(f"{self.heads} query heads are no multiple of {self.heads_kv}")
+            raise ArgumentError(
+                f"heads: got {self.heads} query heads; expected a multiple of {self.heads_kv}"
+            )
         for name, value, known in (
             ("variant", self.variant, tuple(VARIANTS)),
             ("dtype", self.dtype, FLOATS),
             ("direction", self.direction, PASSES),
         ):
             if value not in known:
-                raise ArgumentError(f"{name}={value!r}; there are {', '.join(known)}")
+                raise ArgumentError(f"{name}: got {value!r}; expected one of {', '.join(known)}")
         if (self.variant in SIZED) != (self.size > 0):
             raise ArgumentError(
                 f"size: got {self.size} with the variant {self.variant}; expected a number of 1 "

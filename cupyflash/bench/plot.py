@@ -238,12 +238,14 @@ def draw(report: Report, file: Path, against: str, pictures: Sequence[str] = ())
     check_suffix(file)
     found = [group for group in groups(report) if group.contenders]
     if not found:
-        raise ArgumentError("there is nothing to draw: nobody measured anything")
+        raise ArgumentError("there is nothing to draw, because nothing was measured")
     curves = len(found) <= MANY and all(group.grows for group in found)
     chosen = list(pictures) or list(PICTURES if curves else ["rate"])
     if "speed-up" in chosen and (against not in report.contenders or len(report.contenders) < 2):
         if pictures:
-            raise ArgumentError(f"a speed-up needs {against} and somebody else to be measured")
+            raise ArgumentError(
+                f"a speed-up needs measurements of {against} and of another contender"
+            )
         chosen.remove("speed-up")
     matplotlib = library()
     with matplotlib.rc_context(STYLE):

@@ -145,7 +145,7 @@ class Report:
             if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
                 raise ArgumentError(f"its format is not {FORMAT!r}, which --json writes")
             if content["kind"] not in ("cpu", "gpu"):
-                raise ArgumentError(f"its kind is {content['kind']!r}, neither cpu nor gpu")
+                raise ArgumentError(f"its kind is {content['kind']!r}; expected cpu or gpu")
             content["rows"] = tuple(_row(row) for row in content["rows"])
             return cls(**content)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -43,14 +43,17 @@ def find() -> tuple[Any, str]:
         version = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "torch":
-            return None, f"PyTorch is not installed, or too old: {INSTALL}"
+            return None, f"PyTorch is not installed, or is too old: {INSTALL}"
         return None, f"PyTorch lacks {error.name}: {INSTALL}"
     except Exception as error:  # noqa: BLE001 (libraries fail to load in many ways; all are told)
         words = f"{type(error).__name__}: {error}".splitlines()[0]
-        return None, f"PyTorch cannot be imported ({words}); install it anew: {INSTALL}"
+        return None, f"PyTorch cannot be imported ({words}); reinstall it: {INSTALL}"
     if version < OLDEST:
         wanted = ".".join(map(str, OLDEST))
-        return None, f"PyTorch is {torch.__version__}, {wanted} is wanted: {INSTALL} --upgrade"
+        return (
+            None,
+            f"got PyTorch {torch.__version__}; expected {wanted} or newer: {INSTALL} --upgrade",
+        )
     return torch, ""
 
 

@@ -74,8 +74,8 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
     if not obstacle:
         return "gpu", "--device cpu measures the CPU"
     if wanted == "gpu":
-        raise ValueError(f"--device gpu: no GPU can be used, since {obstacle}")
-    return "cpu", f"no GPU can be used, since {obstacle}"
+        raise ValueError(f"--device gpu: no GPU can be used, because {obstacle}")
+    return "cpu", f"no GPU can be used, because {obstacle}"
 
 
 def demo(options: argparse.Namespace) -> int:

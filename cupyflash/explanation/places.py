@@ -61,7 +61,7 @@ def place(device: Device | str | None) -> Place:
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             if name is None:
-                return Place(None, None, f"CPU, because no GPU is at hand ({why})")
+                return Place(None, None, f"CPU, because no GPU is available ({why})")
             raise ArgumentError(
                 f'device: got "gpu", but no GPU is available ({why}); expected {_names()}.'
             ) from error

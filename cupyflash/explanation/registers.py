@@ -48,7 +48,7 @@ def _compiled(text: str, name: str, architecture: str) -> Registers:
     }
     used = re.search(r"Used (\d+) registers", said)
     if used is None:
-        raise UnknownError(f"registers: NVRTC {version} says nothing of them for {architecture}")
+        raise UnknownError(f"registers: NVRTC {version} does not report them for {architecture}")
     stores, loads = (int(x[1]) if x else 0 for x in numbers.values())
     return Registers(int(used[1]), stores, loads, f"NVRTC {version}, {architecture}")
 

@@ -281,14 +281,14 @@ def _prove_no_overflow(node: Expr, low: int, high: int) -> None:
     if low < -(2**63) or high >= 2**63:
         raise ArgumentError(
             f"{node} may leave the range of 64-bit integers (it lies between {low} and {high}); "
-            "hold its operands with cupyflash.expr.clip."
+            "limit its operands with cupyflash.expr.clip."
         )
 
 
 def _prove_divisor(divisor: Expr, low: int, high: int) -> None:
     if low <= 0 <= high:
         raise ArgumentError(
-            f"the divisor {divisor} may be 0 (it lies between {low} and {high}); hold it with "
+            f"the divisor {divisor} may be 0 (it lies between {low} and {high}); limit it with "
             "cupyflash.expr.maximum(..., 1)."
         )
 
@@ -298,7 +298,7 @@ def _prove_index(array: Any, axis: int, index: Expr, low: int, high: int) -> Non
     if low < 0 or high >= size:
         raise ArgumentError(
             f"lookup: axis {axis} of an array of shape {tuple(array.shape)} is read at {index}, "
-            f"which lies between {low} and {high} here; expected 0 to {size - 1}. Hold the index "
+            f"which lies between {low} and {high} here; expected 0 to {size - 1}. Limit the index "
             "with cupyflash.expr.clip."
         )
 

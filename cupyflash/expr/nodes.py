@@ -228,7 +228,9 @@ def array_type(array: Any, argument: str = "lookup") -> Type:
     """Return the type an array's elements have in an expression, or raise."""
     dtype = np.dtype(array.dtype)
     if not dtype.isnative:
-        raise ArgumentTypeError(f"{argument}: {dtype} has foreign byte order; use .astype().")
+        raise ArgumentTypeError(
+            f"{argument}: {dtype} has foreign byte order; convert it with .astype()."
+        )
     if dtype.kind == "b":
         return "bool"
     if dtype.kind in "iu" and dtype != np.uint64:
@@ -336,7 +338,9 @@ def _common(types: list[Type]) -> Type:
 
 def _power(base: Any, exponent: Any) -> Expr:
     if not isinstance(exponent, (int, np.integer)) or isinstance(exponent, bool) or exponent < 0:
-        raise TraceError("`**` takes a non-negative whole number as exponent; use exp and log.")
+        raise TraceError(
+            "`**` takes a non-negative whole number as exponent; otherwise, use exp and log."
+        )
     result, factor, left = None, as_expr(base), int(exponent)
     while left:
         if left & 1:

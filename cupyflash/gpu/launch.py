@@ -319,8 +319,7 @@ def backward(
 def _no_workspace(size: int) -> ArgumentError:
     return ArgumentError(
         f"workspace: got None while a CUDA graph is being captured; expected cupy.empty({size}, "
-        "cupy.uint8). CuPy's pool could give its own memory to others before the graph is "
-        "replayed."
+        "cupy.uint8). Memory of CuPy's pool would be reused before the graph is replayed."
     )
 
 

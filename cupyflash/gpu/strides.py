@@ -67,9 +67,8 @@ def lead_of(lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]]) -> Lea
     if len(joined) > MAX_LEAD:
         sizes = tuple(size for size, _ in reversed(joined))
         raise ArgumentError(
-            f"q, k, v: got leading axes {lead}; {len(joined)} of them, {sizes}, remain after "
-            f"neighbours are joined, and expected were at most {MAX_LEAD}. Make the arrays "
-            "contiguous."
+            f"q, k, v: got leading axes {lead}, which leave {len(joined)}, {sizes}, after "
+            f"neighbours are joined; expected at most {MAX_LEAD}. Make the arrays contiguous."
         )
     joined += [(1, [0] * len(names))] * (MAX_LEAD - len(joined))
     return Lead(

@@ -136,7 +136,7 @@ def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:
     """Refuse arguments that would do nothing."""
     if q is not None and rotary is None:
         raise ArgumentError(
-            "q: got queries without rotary, although they are only rotated; expected "
+            "q: got queries without rotary, but this function only rotates them; expected "
             "rotary=Rotary(cos, sin) as well. Otherwise, leave q out."
         )
     for name, value, needs, other in (
@@ -145,8 +145,8 @@ def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:
     ):
         if value is not None and other is None:
             raise ArgumentError(
-                f"{name}: got {type(value).__name__} without {needs}, which it serves; expected "
-                f"both or neither. Leave {name} out."
+                f"{name}: got {type(value).__name__} without {needs}, which it belongs to; "
+                f"expected both or neither. Leave {name} out."
             )
 
 
@@ -165,7 +165,7 @@ def _check_rows(arrays: dict[str, Array], packed: bool) -> None:
         if (*x.shape[:-3], x.shape[-2]) != (*k_new.shape[:-3], k_new.shape[-2]):
             raise ArgumentError(
                 f"{name}: got shape {x.shape} with k_new of shape {k_new.shape}; expected "
-                f"{wanted}, with the same number of rows as k_new."
+                f"{wanted}, with as many batch entries and rows as k_new."
             )
         if name == "q":
             if x.shape[-1] != k_new.shape[-1]:

@@ -132,7 +132,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
                 for name in keywords:
                     if name not in known:
                         raise ArgumentTypeError(
-                            f"{name}: no argument of this function; {_remedy(name, known)}."
+                            f"{name}: this function has no such argument; {_remedy(name, known)}."
                         ) from None
                 by_position = [
                     each for each in known.values() if each.kind is each.POSITIONAL_OR_KEYWORD

@@ -53,7 +53,7 @@ def dropout(value: Any, its_seed: Any) -> float:
         )
     if p and its_seed is None:
         raise ArgumentError(
-            f"dropout: got {p} without a seed; expected one; pass seed=number. The same seed "
+            f"dropout: got {p} without a seed; expected seed=number as well. The same seed "
             "drops the same pairs, in the backward, too."
         )
     return p

@@ -67,7 +67,7 @@ class Rounding:
         """
         name = np.dtype(dtype).name
         if name not in DTYPES:
-            raise TypeError(f"dtype is {name}; it must be one of {', '.join(DTYPES)}")
+            raise TypeError(f"dtype: got {name}; expected one of {', '.join(DTYPES)}")
         known = DTYPES[name]
         return cls(known.unit_roundoff, known.underflow, known.largest)
 

@@ -164,9 +164,9 @@ class Subject:
 
     def _result(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Array:
         host = self.memory.result(array)
-        expect(host.shape == shape, f"{name} has the shape {host.shape}; {shape} was wanted")
+        expect(host.shape == shape, f"{name} has the shape {host.shape}; expected {shape}")
         if dtype is not None:
-            expect(host.dtype == dtype, f"{name} has the dtype {host.dtype}; {dtype} was wanted")
+            expect(host.dtype == dtype, f"{name} has the dtype {host.dtype}; expected {dtype}")
         return host
 
     def attend(self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any) -> Rows:
@@ -178,7 +178,7 @@ class Subject:
         assert function is not None, "a property that needs it asks for varlen"
         returned = function(*arrays, *(offsets or ()), **given, return_lse=True)
         copies.check()
-        expect(isinstance(returned, tuple) and len(returned) == 2, "(out, lse) was wanted")
+        expect(isinstance(returned, tuple) and len(returned) == 2, "expected (out, lse)")
         shape = out_shape(q, k, v)
         out = self._result("out", returned[0], shape, q.dtype)
         if "lse" not in self.features:

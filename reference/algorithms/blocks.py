@@ -32,8 +32,8 @@ def tiles_for(sram: int, d: int) -> Tiles:
     """
     if sram < 4 * d:
         raise ValueError(
-            f"SRAM of {sram} elements holds no row of each of Q, K, V and O with d = {d}: "
-            f"it takes at least 4 d = {4 * d}"
+            f"sram: got {sram} elements with d = {d}; expected at least 4 d = {4 * d}, for one row "
+            "of each of Q, K, V and O"
         )
     block_kv = -(-sram // (4 * d))
     return Tiles(min(block_kv, d), block_kv)
@@ -42,7 +42,7 @@ def tiles_for(sram: int, d: int) -> Tiles:
 def blocks(n: int, size: int | None) -> Iterator[slice]:
     """Cut n rows into blocks of `size`, the last one ragged; None is one block of them all."""
     if size is not None and size < 1:
-        raise ValueError(f"a block has at least one row, not {size}")
+        raise ValueError(f"block: got {size} rows; expected at least one")
     step = max(n, 1) if size is None else size
     for first in range(0, n, step):
         yield slice(first, min(first + step, n))

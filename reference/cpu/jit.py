@@ -79,10 +79,10 @@ class _UntrustedError(PermissionError):
     """A folder or file that somebody else could have written: its code is not run."""
 
     def __init__(self, what: str, found: os.stat_result) -> None:
-        whose = "another user" if found.st_uid != os.geteuid() else "others who may write to it"
-        remedy = "chmod go-w" if found.st_uid == os.geteuid() else "choose another one"
+        whose = "belongs to another user" if found.st_uid != os.geteuid() else "is open to others"
+        remedy = "use chmod go-w" if found.st_uid == os.geteuid() else "choose another one"
         super().__init__(
-            errno.EPERM, f"the {what} belongs to {whose}, and what it holds is run; {remedy}"
+            errno.EPERM, f"the {what} {whose}, who could put code there that is run; {remedy}"
         )
 
 
@@ -143,7 +143,7 @@ def _read_file(folder: int | None, name: str) -> bytes:
     with open(handle, "rb") as file:  # noqa: PTH123 (a handle, not a path)
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise OSError(errno.EINVAL, "no file with a kernel")
+            raise OSError(errno.EINVAL, "it is not a file with a kernel")
         if _POSIX and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
             raise _UntrustedError("file", found)
         return file.read(found.st_size)  # memory for no more than that

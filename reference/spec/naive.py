@@ -105,9 +105,9 @@ def lead_of(q: Array, k: Array, v: Array) -> Lead:
     flat = q.ndim == k.ndim == v.ndim == 2
     q, k, v = with_heads(q), with_heads(k), with_heads(v)
     if k.shape[-3] != v.shape[-3] or (k.shape[-3] and q.shape[-3] % k.shape[-3]):
-        raise ValueError(f"heads of q, k, v do not fit: {q.shape}, {k.shape}, {v.shape}")
+        raise ValueError(f"heads of q, k, v do not match: {q.shape}, {k.shape}, {v.shape}")
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"q, k, v do not fit: {q.shape}, {k.shape}, {v.shape}")
+        raise ValueError(f"shapes of q, k, v do not match: {q.shape}, {k.shape}, {v.shape}")
     axes = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     return Lead(axes, int(np.prod(axes, dtype=np.int64)), q.shape[-3], flat)
 

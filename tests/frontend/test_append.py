@@ -261,20 +261,20 @@ REFUSED = {
                ("k_new float32, v_new float64", "one dtype", "astype")),
     "no floats": (call, {"k": np.zeros((2, 2, 10, 8), np.int8)}, T, ("k: dtype int8", "float16")),
     "axes of k_new": (call, {"k_new": ones(2, 3, 8)}, A,
-                      ("k_new: shape (2, 3, 8) came", "(B, Hkv, n, D)")),
-    "axes of k": (call, {"k": ones(2, 10, 8)}, A, ("k: shape (2, 10, 8) came", "(B, Hkv, S, D)")),
+                      ("k_new: got shape (2, 3, 8)", "(B, Hkv, n, D)")),
+    "axes of k": (call, {"k": ones(2, 10, 8)}, A, ("k: got shape (2, 10, 8)", "(B, Hkv, S, D)")),
     "axes of packed rows": (rows, {"v_new": ones(1, 2, 6, 4)}, A,
-                            ("v_new: shape (1, 2, 6, 4) came", "(Hkv, total, Dv)", "offsets")),
+                            ("v_new: got shape (1, 2, 6, 4)", "(Hkv, total, Dv)", "offsets")),
     "heads of k_new": (call, {"k_new": ones(2, 4, 3, 8)}, A,
-                       ("k_new: shape (2, 4, 3, 8) came", "2 heads of 8 columns", "swapaxes")),
+                       ("k_new: got shape (2, 4, 3, 8)", "2 heads of 8 columns", "swapaxes")),
     "columns of v_new": (call, {"v_new": ones(2, 2, 3, 8)}, A,
-                         ("v_new: shape (2, 2, 3, 8) came", "2 heads of 4 columns")),
+                         ("v_new: got shape (2, 2, 3, 8)", "2 heads of 4 columns")),
     "rows of v_new": (call, {"v_new": ones(2, 2, 2, 4)}, A,
-                      ("v_new: shape (2, 2, 2, 4) came with k_new", "as many rows")),
+                      ("v_new: got shape (2, 2, 2, 4) with k_new", "as many batch entries")),
     "entries of k": (call, {"k": ones(1, 2, 10, 8), "v": ones(1, 2, 10, 4)}, A,
-                     ("k: shape (1, 2, 10, 8) came with 2 batch entries", "table")),
-    "room of v": (call, {"v": ones(2, 2, 9, 4)}, A, ("v: shape (2, 2, 9, 4) came", "9 is not 10")),
-    "a read-only cache": (call, {"k": read_only()}, A, ("k: a read-only array came", "written")),
+                     ("k: got shape (1, 2, 10, 8) with 2 batch entries", "table")),
+    "room of v": (call, {"v": ones(2, 2, 9, 4)}, A, ("v: got shape (2, 2, 9, 4)", "9 is not 10")),
+    "a read-only cache": (call, {"k": read_only()}, A, ("k: got a read-only array", "written")),
     "keys that are values": (call, {"k": SHARED[..., :8], "v": SHARED[..., 6:10]}, A,
                              ("v and k share memory", "overlaps")),
     "rows that are the cache": (call, {"k": SHARED[..., :8], "k_new": SHARED[:, :, :3, :8]}, A,
@@ -292,7 +292,7 @@ REFUSED = {
     "a table of another shape": (pages, {"table": np.array([0, 1])}, T,
                                  ("table: shape (2,), dtype int64", "(B, N) of int32 or int64")),
     "a table of more entries": (pages, {"table": np.zeros((3, 2), np.int32)}, A,
-                                ("table: shape (3, 2) came with 2 batch entries",)),
+                                ("table: got shape (3, 2) with 2 batch entries",)),
     "a page that is not there": (pages, {"table": np.array([[0, -1], [2, 4]])}, A,
                                  ("table: entry (1, 1) is 4", "4 pages")),
     "an unused page": (pages, {"lengths": np.array([6, 10])}, A, ("table: entry (0, 1) is -1",)),
@@ -300,22 +300,22 @@ REFUSED = {
                 ("offsets: runs from 0 to 5", "0 to 6")),
     "offsets of floats": (rows, {"offsets": np.array([0.0, 6.0])}, T, ("offsets: shape (2,)",)),
     "q without rotary": (call, {"q": ones(2, 4, 3, 8)}, A,
-                         ("q: queries came without rotary", "Leave q out")),
+                         ("q: got queries without rotary", "Leave q out")),
     "positions without rotary": (call, {"positions": np.zeros((2, 3), int)}, A,
-                                 ("positions: ndarray came without rotary", "Leave positions out")),
+                                 ("positions: got ndarray without rotary", "Leave positions out")),
     "out without q": (call, {"out": ones(2, 4, 3, 8), "rotary": ANGLES}, A,
-                      ("out: ndarray came without q", "Leave out out")),
+                      ("out: got ndarray without q", "Leave out out")),
     "heads of q": (call, {"q": ones(2, 3, 3, 8), "rotary": ANGLES}, A,
-                   ("q: shape (2, 3, 3, 8) came", "3 query heads for 2")),
+                   ("q: got shape (2, 3, 3, 8)", "3 query heads for 2")),
     "rows of q": (call, {"q": ones(2, 4, 1, 8), "rotary": ANGLES}, A,
-                  ("q: shape (2, 4, 1, 8) came with k_new", "as many rows")),
+                  ("q: got shape (2, 4, 1, 8) with k_new", "as many batch entries and rows")),
     "columns of q": (call, {"q": ones(2, 4, 3, 4), "rotary": ANGLES}, A,
-                     ("q: shape (2, 4, 3, 4) came", "4 is not 8")),
+                     ("q: got shape (2, 4, 3, 4)", "4 is not 8")),
     "shape of out": (call, {"q": ones(2, 4, 3, 8), "rotary": ANGLES, "out": ones(2, 4, 3, 4)}, A,
                      ("out: shape (2, 4, 3, 4)", "(2, 4, 3, 8)")),
-    "a pair of arrays": (call, {"rotary": (COS, COS)}, T, ("rotary: tuple came", "Rotary(cos")),
+    "a pair of arrays": (call, {"rotary": (COS, COS)}, T, ("rotary: got tuple", "Rotary(cos")),
     "too many pairs": (call, {"rotary": Rotary(ones(40, 5), ones(40, 5))}, A,
-                       ("rotary: 5 pairs of columns came with k_new", "at most 4 columns")),
+                       ("rotary: got 5 pairs of columns with k_new", "at most 4 columns")),
     "lengths without angles": (call, {"rotary": Rotary(ones(9, 2), ones(9, 2))}, A,
                                ("lengths: a row at position 9", "0 to 8", "more rows")),
     "positions without angles": (call, {"rotary": ANGLES, "positions": np.full((2, 3), 40)}, A,
@@ -326,14 +326,14 @@ REFUSED = {
                                            "k_new": ones(2, 2, 3, 16)}, A,
                                     ("v_new: an array of its own", "k_new[..., :4]")),
     "others' names": (call, {"k_scale": 1}, T, ("k_scale: no argument",)),
-    "x": (rotate, {"x": ones(3, 8)}, A, ("x: shape (3, 8) came", "(B, H, L, D)")),
+    "x": (rotate, {"x": ones(3, 8)}, A, ("x: got shape (3, 8)", "(B, H, L, D)")),
     "positions of x": (rotate, {"positions": [[0, 1, 2]]}, T,
                        ("positions: shape (1, 3)", "(2, 3) or (3,)")),
     "positions of floats": (rotate, {"positions": [0.0, 1.0, 2.0]}, T, ("dtype float64",)),
     "ragged positions": (rotate, {"positions": [[0], [1, 2]]}, T, ("positions: ", "int32")),
     "a negative position": (rotate, {"positions": [0, -1, 2]}, A,
                             ("positions: a row at position -1", "0 to 39")),
-    "inverse": (rotate, {"inverse": 1}, T, ("inverse: 1 came", "True or False")),
+    "inverse": (rotate, {"inverse": 1}, T, ("inverse: got 1", "True or False")),
     "pairs of x": (rotate, {"x": ones(2, 2, 3, 3)}, A, ("rotary: 2 pairs", "at most 1 columns")),
     "out of x": (rotate, {"out": ones(2, 2, 3, 8, dtype=np.float64)}, A, ("out: shape",)),
 }  # fmt: skip
@@ -352,13 +352,13 @@ def test_bad_input_is_refused_with_the_remedy(name):
 def test_a_cache_that_repeats_itself_is_refused():
     v = np.broadcast_to(np.zeros((1, 2, 10, 4), F32), (2, 2, 10, 4))
     v.flags.writeable = True
-    with pytest.raises(ArgumentError, match="v: several of its elements share one address"):
+    with pytest.raises(ArgumentError, match="v: got an array with several elements at one address"):
         call(v=v)
 
 
 def test_rotated_values_that_are_keys_are_refused():
     k, k_new = np.zeros((2, 2, 10, 8), F32), ones(2, 2, 3, 8)
-    with pytest.raises(ArgumentError, match=re.escape("rotary: came with a v that is")):
+    with pytest.raises(ArgumentError, match=re.escape("rotary: got one with a v that is")):
         append(k_new, k_new[..., :4], k, k[..., :4], 3, rotary=ANGLES)
 
 
@@ -376,10 +376,10 @@ def test_nothing_is_written_by_a_call_that_is_refused():
         ((COS.astype(np.float64), COS), T, ("cos: shape (40, 2), dtype float64", "astype")),
         ((COS, COS.astype(ml_dtypes.bfloat16)), T, ("sin: ", "bfloat16", "float32")),
         ((COS[0], COS[0]), T, ("cos: shape (2,)", "(S, R / 2)")),
-        ((COS, COS[:, :1]), A, ("sin: shape (40, 1) came with cos of shape (40, 2)",)),
+        ((COS, COS[:, :1]), A, ("sin: got shape (40, 1) with cos of shape (40, 2)",)),
         ((COS[:0], COS[:0]), A, ("cos: shape (0, 2)", "a position")),
-        ((COS.tolist(), COS), T, ("cos: list came",)),
-        ((COS, COS, 1), T, ("interleaved: 1 came", "True")),
+        ((COS.tolist(), COS), T, ("cos: got list",)),
+        ((COS, COS, 1), T, ("interleaved: got 1", "True")),
     ],
 )
 def test_angles_are_checked_when_they_are_made(arrays, error, words):

@@ -222,16 +222,16 @@ def test_the_precision_stated_is_the_one_that_judges():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"features": ["causl"]}, "causl came; wanted causal"),
+        ({"features": ["causl"]}, "got causl; expected causal"),
         ({"only": "keys_permutd"}, "did you mean keys_permuted"),
         (
             {"only": "lse_shift"},
             "did you mean lse_between_its_limits or one_more_key_raises_lse or",
         ),
         ({"only": "xyzzy"}, "there are forward_within_bound, gradients_within_bound"),
-        ({"device": "tpu"}, "'tpu' came; wanted 'cpu' or 'gpu'"),
+        ({"device": "tpu"}, "got 'tpu'; expected 'cpu' or 'gpu'"),
         ({"dtypes": ["int32"]}, "int32"),
-        ({"dtypes": []}, "wanted some of float16"),
+        ({"dtypes": []}, "expected some of float16"),
         ({"examples": 0}, "a number from 1"),
     ],
 )

@@ -115,7 +115,9 @@ def unbiased_rounding(s: Subject, p: Problem) -> None:
     shift = float(abs(error.mean()))
     limit = 6 / math.sqrt(error.size) + float((bound.out.bound / (unit * np.abs(exact))).mean())
     if not shift <= limit:
-        raise PropertyError(f"O is off by {shift:.3g} u |O| in the mean; {limit:.3g} is legal")
+        raise PropertyError(
+            f"O is off by {shift:.3g} u |O| on average; expected at most {limit:.3g}"
+        )
 
 
 @a_property()
