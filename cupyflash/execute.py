@@ -24,16 +24,16 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class Request:
-    """A call as it came. It is validated when that is needed, and then once.
+    """A call as the user made it. It is validated once, when that is first needed.
 
     Parameters
     ----------
     q, k, v : Any
         As users pass them.
     options : Options
-        The same of them.
+        As users pass them.
     offsets : tuple, optional
-        Of packed arrays.
+        The offsets of packed arrays.
     check : bool
         Whether offsets in device memory are read back.
     """
