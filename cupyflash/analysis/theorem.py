@@ -9,7 +9,7 @@ from .traffic import check, parts
 
 
 class IOComplexity(NamedTuple):
-    """The expressions inside Theta of Theorem 2, in elements; constants are left out.
+    """The expressions inside Theta of Theorem 2, in elements and without constants.
 
     Attributes
     ----------
@@ -42,8 +42,8 @@ def block_sizes(sram: int, d: int) -> tuple[int, int]:
     -------
     block_q, block_kv : int
         B_r = min(ceil(M / 4 d), d) and B_c = ceil(M / 4 d). Blocks of K and V then take M / 2
-        elements, those of Q and O up to as much again, and a tile of S up to M / 4 on top, all
-        rounded up to whole rows: M bounds what is on chip up to a constant (see `Traffic.peak`).
+        elements, blocks of Q and O up to another M / 2, and a tile of S up to M / 4 more, all
+        rounded up to whole rows. So M bounds what is on chip up to a constant (see `Traffic.peak`).
 
     Raises
     ------

@@ -35,7 +35,7 @@ class Traffic:
     Attributes
     ----------
     reads, writes : mapping of str to int
-        Elements read from and written to HBM, by array; names are the papers'.
+        Elements read from and written to HBM, by array, under the papers' names.
     peak : int
         The most elements that are on chip at once.
     """
@@ -55,8 +55,8 @@ class Traffic:
         Parameters
         ----------
         dtype : str
-            Of q, k, v and matrices like them. Log-sum-exps, row sums and maxima and partial outputs
-            are float32, or float64 for float64.
+            The dtype of q, k, v and matrices like them. Log-sum-exps, row sums, row maxima and
+            partial outputs are float32, or float64 if the dtype is float64.
 
         Returns
         -------
@@ -70,7 +70,7 @@ class Traffic:
         return sum(sizes.get(name, size) * count for name, count in moved)
 
     def times(self, count: int) -> Traffic:
-        """Return the traffic of so many heads, one after the other.
+        """Return the traffic of several heads, one after the other.
 
         Parameters
         ----------
@@ -80,7 +80,7 @@ class Traffic:
         Returns
         -------
         Traffic
-            With the same peak.
+            The traffic, with the same peak.
         """
         return made(
             self.peak,

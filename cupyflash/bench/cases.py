@@ -1,4 +1,4 @@
-"""What is timed: a problem's sizes, which pairs attend, and how its operations are counted."""
+"""Cases to time: a problem's sizes, which pairs attend, and how its operations are counted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import ArgumentError
 
 CAP = 20.0  # of softcap
 PASSES = ("forward", "backward")
-# Each is causal but full and documents. The numbers of the sized ones are for a length of 8192,
-# and in proportion for others.
+# All are causal except full and documents. The sizes are for a length of 8192, and scale with other
+# lengths.
 VARIANTS = {
     "full": "every query sees every key",
     "causal": "query i sees the keys up to its own",
@@ -35,7 +35,7 @@ class Case:
     Attributes
     ----------
     batch, heads, heads_kv : int
-        Batch entries, and query and key-value heads of each.
+        Numbers of batch entries, and of query heads and key-value heads in each.
     len_q, len_k : int
         Queries and keys.
     d : int
@@ -45,7 +45,7 @@ class Case:
     variant : str
         A name in `VARIANTS`.
     size : int
-        Keys of the window, of a document or of the prefix; 0 in other variants.
+        Number of keys of the window, of a document or of the prefix; 0 for other variants.
     direction : str
         forward or backward.
     """
@@ -112,10 +112,10 @@ class Case:
 
     @property
     def pairs(self) -> float:
-        """Pairs of a query and a key of one head that are counted.
+        """How many pairs of a query and a key are counted for one head.
 
-        Those that attend; of a square causal one half of all pairs, as the tables of other projects
-        count them.
+        These are the pairs that attend; but for a square causal case they are half of all pairs, as
+        in the tables of other projects.
         """
         if self.variant in ("causal", *CHANGES_SCORES) and self.len_q == self.len_k:
             return self.len_q * self.len_k / 2
@@ -141,10 +141,10 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the matrix products that are counted.
+        """How many floating-point operations of the matrix products are counted.
 
-        4 D for each pair of `pairs` forward, 2.5 times that backward; neither exponentials nor what
-        the score changes compute.
+        Each pair of `pairs` counts 4 D in the forward, and 2.5 times that in the backward.
+        Exponentials and score changes do not count.
         """
         return (10 if self.backward else 4) * self.batch * self.heads * self.pairs * self.d
 
@@ -176,14 +176,14 @@ def variant_of(text: str) -> tuple[str, int | None]:
     Parameters
     ----------
     text : str
-        A name in `VARIANTS`; a number may follow where the variant has one.
+        A name in `VARIANTS`; ``=`` and a number may follow if the variant has a size.
 
     Returns
     -------
     name : str
         The variant.
     size : int or None
-        Its number.
+        Its size.
     """
     match = _VARIANT.fullmatch(text)
     name, number = match.groups() if match else (text, None)
@@ -241,7 +241,8 @@ def made(
     variant : str
         A name in `VARIANTS`.
     size : int or None
-        Of the window, a document or the prefix; None for one in proportion to the number of keys.
+        Size of the window, a document or the prefix; None for a size in proportion to the number of
+        keys.
     direction : str
         forward or backward.
 

@@ -1,6 +1,6 @@
-"""PyTorch's attention, kernel by kernel, on the same numbers by DLPack.
+"""PyTorch's attention, kernel by kernel, on the same numbers (shared by DLPack).
 
-PyTorch is imported when one of these is asked whether it can take part.
+PyTorch is imported when one of these is first asked whether it can take part.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TorchPeer(Contender):
     Attributes
     ----------
     matrices : int
-        Of all scores, which it may hold.
+        How many matrices of all scores it may hold.
     """
 
     matrices = 0
@@ -244,7 +244,7 @@ def torch_mask(torch: Any, case: Case, q: Tensor) -> Tensor | None:
 def to_torch(torch: Any, array: Any) -> Tensor:
     """Return an array as a tensor on the same memory, which keeps it alive.
 
-    bfloat16 passes as 16-bit integers, which every DLPack knows.
+    bfloat16 is passed as 16-bit integers, which every DLPack supports.
     """
     if array.dtype.name != "bfloat16":
         return torch.from_dlpack(array)

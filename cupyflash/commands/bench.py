@@ -1,4 +1,4 @@
-"""The command `cupyflash bench`: time and memory against sequence length, beside others."""
+"""The command `cupyflash bench`: time and memory against sequence length, compared with others."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def chosen_suite(options: argparse.Namespace, kind: str) -> tuple[str, Suite]:
 def chosen_contenders(
     options: argparse.Namespace, suite: Suite, kind: str
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Return who takes part, and why the others that were asked for do not."""
+    """Return which contenders take part, and why the others that were asked for do not."""
     from .. import bench
 
     known = {contender.name: contender for contender in bench.CONTENDERS}
@@ -132,7 +132,7 @@ def progress_bar(total: int) -> Iterator[Callable[[Case, str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    # Drawn when something is told, not by a thread that would work while calls are timed.
+    # It is drawn at each report, not by a thread, which would work while calls are timed.
     hidden = not console.is_terminal
     columns = (
         BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
@@ -214,7 +214,7 @@ def show(report: Report) -> None:
 
     from ..bench.results import unit
 
-    # What a file says is no markup.
+    # Text from a file is not markup.
     width = None if sys.stdout.isatty() else COLUMNS
     console = Console(width=width, highlight=False, markup=False)
     decodes = all(row.case.decodes for row in report.rows)
@@ -287,7 +287,7 @@ def three_digits(number: float) -> str:
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Refuse before anything is measured what could not be written or is not what it seems."""
+    """Refuse, before anything is measured, unwritable files and options that clash."""
     from ..bench import plot
 
     for name, file in (("--json", options.json), ("--plot", options.plot)):

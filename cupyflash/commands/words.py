@@ -49,22 +49,22 @@ _JOINS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return what a text of the command line means.
+    """Return the mask or score that a text of the command line means.
 
     Parameters
     ----------
     text : str
         Words with arguments in parentheses, masks joined by ``&``, ``|``, ``^`` and ``~``; or
-        ``module:name`` of an object of the user's.
+        ``module:name``, an object of the user's.
     option : str
-        Whose text it is, for errors.
+        The option that has this text, for errors.
     words : mapping of str to callable
         What each word makes.
 
     Raises
     ------
     ArgumentError
-        If it means nothing.
+        If the text has no meaning.
     """
     if ":" in text:
         return _imported(text, option)

@@ -40,7 +40,7 @@ class Figure:
     svg : str
         An SVG document.
     text : str
-        The same in block characters, as wide as a terminal.
+        The same picture in block characters, as wide as a terminal.
     """
 
     svg: str
@@ -131,29 +131,30 @@ def mask_tiles(
     Parameters
     ----------
     mask : Mask or None
-        Of `cupyflash.masks`; None is no mask.
+        A mask of `cupyflash.masks`; None is no mask.
     len_q, len_k : int
-        Queries and keys; as many keys as queries unless given.
+        Numbers of queries and keys; by default there are as many keys as queries.
     block_q, block_kv : int
         Queries and keys of a tile.
     batch : int or tuple of int
-        Batch entries, or the leading axes.
+        Number of batch entries, or the leading axes.
     heads : int
         Query heads.
     at : tuple of int
         Batch entry and head that are drawn.
     machine : {"exact", "gpu", "cpu"}
-        How many elements of the mask's arrays are looked at for a tile: all, or as many as the
-        kernels do, who take a tile for partial where there are too many.
+        How many elements of the mask's arrays are examined for a tile: all, or as many as the
+        kernels examine. Kernels treat a tile as partial if there are too many.
     title : str, optional
-        Above the drawing; the mask's condition unless given.
+        Title above the drawing; by default the mask's condition.
     notes : sequence of str
         Lines below the drawing.
 
     Returns
     -------
     Figure
-        With one cell for each tile, or in large matrices for several, as it says.
+        A figure with one cell for each tile, or for several tiles if the matrix is large; it says
+        for how many.
 
     Examples
     --------
@@ -215,27 +216,27 @@ def mask_pairs(
     title: str | None = None,
     notes: Sequence[str] = (),
 ) -> Figure:
-    """Draw a mask pair by pair, and over the pairs the tiles of a kernel.
+    """Draw a mask pair by pair, with a kernel's tiles over the pairs.
 
     Parameters
     ----------
     mask : Mask or None
-        Of `cupyflash.masks`; None is no mask.
+        A mask of `cupyflash.masks`; None is no mask.
     len_q, len_k : int
-        Queries and keys, at most 256; as many keys as queries unless given.
+        Numbers of queries and keys, at most 256; by default there are as many keys as queries.
     block_q, block_kv : int, optional
-        Queries and keys of a tile; without them no tiles are drawn.
+        Numbers of queries and keys in a tile; without them no tiles are drawn.
     batch : int or tuple of int
-        Batch entries, or the leading axes.
+        Number of batch entries, or the leading axes.
     heads : int
         Query heads.
     at : tuple of int
         Batch entry and head that are drawn.
     machine : {"exact", "gpu", "cpu"}
-        How many elements of the mask's arrays are looked at for a tile: all, or as many as the
-        kernels do, who take a tile for partial where there are too many.
+        How many elements of the mask's arrays are examined for a tile: all, or as many as the
+        kernels examine. Kernels treat a tile as partial if there are too many.
     title : str, optional
-        Above the drawing; the mask's condition unless given.
+        Title above the drawing; by default the mask's condition.
     notes : sequence of str
         Lines below the drawing.
 
