@@ -1,4 +1,4 @@
-"""Where a call would run: the device at hand, one of the table, or the CPU."""
+"""Where a call would run: the current device, one from the table, or the CPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .occupancy import LIMITS
 
 @dataclass(frozen=True)
 class Place:
-    """A device as kernels see it, and what is known of its limits.
+    """A device as kernels see it, and what is known about its limits.
 
     Attributes
     ----------
     target : Target or None
         None is the CPU.
     device : Device or None
-        None where no limits are known.
+        None if no limits are known.
     words : str
         What it is, and where the facts come from.
     """
@@ -38,13 +38,13 @@ def place(device: Device | str | None) -> Place:
     Parameters
     ----------
     device : Device, str or None
-        One of `DEVICES` or its name; "cpu"; "gpu" for the current GPU; None for that or, where
-        there is none, the CPU.
+        One of `DEVICES` or its name; "cpu"; "gpu" for the current GPU; None for the current GPU, or
+        for the CPU if there is none.
 
     Raises
     ------
     ArgumentError
-        If nothing is known of the device, or there is none.
+        If the device is not known, or there is none.
     """
     if isinstance(device, Device):
         return _of_table(device)

@@ -1,4 +1,4 @@
-"""What a kernel may know beyond softmax(scale q kᵀ) v on arrays of one shape (B, H, L, D)."""
+"""What a kernel may support beyond softmax(scale q kᵀ) v on arrays of one shape (B, H, L, D)."""
 
 from __future__ import annotations
 

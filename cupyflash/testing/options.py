@@ -1,4 +1,4 @@
-"""Masks and score changes by name: what a problem's line says, made for its sizes from its seed."""
+"""Masks and score changes by name: those of a problem's line, made for its sizes from its seed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Properties of calls: where results are written, how arrays lie, and calling twice.
+"""Properties of calls: where results are written, how arrays are laid out, and calling twice.
 
-That inputs stay as they are, and that nothing is read or written beside arrays, is checked in every
-call of every property: all arrays lie between guards of NaN.
+Every call of every property checks that inputs do not change and that nothing is read or written
+outside arrays: all arrays are between guards of NaN.
 """
 
 from __future__ import annotations
