@@ -183,7 +183,7 @@ def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"{name}: got bfloat16, which needs the package ml_dtypes; install it by {ML_DTYPES}."
+            f"{name}: got bfloat16, which needs the package ml_dtypes: {ML_DTYPES}."
         ) from None
     code_and_bits[0] = unsigned
     try:

@@ -215,7 +215,7 @@ def _dtype(value: Any, arrays: Mapping[str, Any]) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"dtype: got bfloat16, which needs the package ml_dtypes; install it by {ML_DTYPES}."
+            f"dtype: got bfloat16, which needs the package ml_dtypes: {ML_DTYPES}."
         ) from None
     made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return made

@@ -242,7 +242,7 @@ def test_an_unknown_type_code():
 def test_bfloat16_without_ml_dtypes(monkeypatch):
     exporter = Exporter(filled(2, 5, 8, dtype=BFLOAT16))
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(ArgumentTypeError, match=r"q: got bfloat16 .*pip install ml_dtypes"):
+    with pytest.raises(ArgumentTypeError, match=r"q: got bfloat16, .*pip install ml_dtypes"):
         attention(exporter, exporter, exporter)
 
 
