@@ -478,7 +478,7 @@ def test_a_terminal_without_block_characters(capsys, monkeypatch):
         (["256,64", "--mask", "documents(0)"], "documents: got 0"),
         (["256,64", "--mask", "causal(open('x'))"], "--mask: \"causal(open('x'))\""),
         (["256,64", "--mask", "no_module:x"], "cannot be imported (No module named 'no_module')"),
-        (["256,64", "--mask", "cupyflash.masks:causal"], "Call a constructor"),
+        (["256,64", "--mask", "cupyflash.masks:causal"], "masks.causal()"),
         (["256,64", "--score", "softcap(0)"], "softcap"),
         (["256,64", "--device", "B300"], "device: got 'B300'; expected \"cpu\", \"gpu\""),
         (["256,64", "--svg", "no/folder/x.svg", "--device", "cpu"], "no/folder"),

@@ -313,7 +313,7 @@ def test_errors():
         figures.mask_tiles(np.ones((3, 3), bool), 3)
     with pytest.raises(ArgumentError, match="len_q: got 0; expected an integer of 1 or more"):
         figures.mask_tiles(None, 0)
-    with pytest.raises(ArgumentError, match=r"at most 256 .*figures\.mask_tiles draws any number"):
+    with pytest.raises(ArgumentError, match=r"at most 256, .*figures\.mask_tiles draws any number"):
         figures.mask_pairs(masks.causal(), 257)
     with pytest.raises(ArgumentError, match="machine: got 'tpu'; expected one of cpu, gpu, exact"):
         figures.mask_tiles(None, 8, machine="tpu")

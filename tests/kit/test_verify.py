@@ -222,7 +222,7 @@ def test_the_precision_stated_is_the_one_that_judges():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"features": ["causl"]}, "got causl; expected causal"),
+        ({"features": ["causl"]}, "features: got causl; expected some of causal"),
         ({"only": "keys_permutd"}, "did you mean keys_permuted"),
         (
             {"only": "lse_shift"},
@@ -232,7 +232,7 @@ def test_the_precision_stated_is_the_one_that_judges():
         ({"device": "tpu"}, "got 'tpu'; expected 'cpu' or 'gpu'"),
         ({"dtypes": ["int32"]}, "int32"),
         ({"dtypes": []}, "expected some of float16"),
-        ({"examples": 0}, "a number from 1"),
+        ({"examples": 0}, "a whole number of 1 or more"),
     ],
 )
 def test_wrong_arguments(options, message):
