@@ -1,4 +1,4 @@
-"""Arrays as users pass them: NumPy's, or other libraries' by DLPack; and what memory they share."""
+"""Arrays as users pass them, from NumPy or by DLPack from others, and the memory they share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def array(value: Any, name: str) -> Array:
     Raises
     ------
     ArgumentTypeError
-        If it is no array, or lives where this version has no kernels.
+        If it is not an array, or is on a device for which there are no kernels.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentTypeError(
@@ -78,7 +78,7 @@ def of_device(**named: Any) -> list[Any]:
     """Return arrays of other libraries in device memory as CuPy's, and anything else as it is."""
     values = list(named.values())
     if isinstance(values[0], np.ndarray) or is_device_array(values[0]):
-        return values  # then the others are such arrays too, or wrong
+        return values  # then the others must be such arrays, too
     for n, (name, value) in enumerate(named.items()):
         device = getattr(value, "__dlpack_device__", None)
         if device is not None and not isinstance(value, np.ndarray):
@@ -86,7 +86,7 @@ def of_device(**named: Any) -> list[Any]:
                 if int(device()[0]) in _DLPACK_DEVICE:
                     values[n] = array(value, name)
             except _DLPACK_FAILURES:
-                pass  # is refused where it is read
+                pass  # it is refused where it is read
     return values
 
 
@@ -115,12 +115,12 @@ def _device_from_dlpack(value: Any, name: str) -> Any:
 
 
 def one_home(named: dict[str, Any]) -> int | None:
-    """Return the device on which all arrays of a call live; None for host memory.
+    """Return the device of all arrays of a call; None for host memory.
 
     Raises
     ------
     ArgumentTypeError
-        If they live in different places.
+        If they are in different places.
     """
     homes = {name: device_of(x) for name, x in named.items()}
     first = next(iter(homes))
@@ -206,9 +206,9 @@ def floats(value: Any, name: str) -> Array:
 
 
 def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[str, Array]) -> None:
-    """Check arrays that a call is to write: kind, shape, dtype, and that no element is shared.
+    """Check the arrays that a call writes: kind, shape, dtype, and that they share no element.
 
-    `targets` maps a name to (array, wanted shape, wanted dtype).
+    `targets` maps a name to (array, expected shape, expected dtype).
     """
     for name, (target, shape, dtype) in targets.items():
         on_device = is_device_array(target)

@@ -1,4 +1,4 @@
-"""What every back end does with a validated call."""
+"""What every back end can do with a validated call."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class Backend(Protocol):
         lse: Array | None = None,
         want_lse: bool = True,
     ) -> tuple[Array, Array | None]:
-        """Return out and lse as they are, or where they are None uninitialised arrays.
+        """Return out and lse, or uninitialised arrays in place of None.
 
-        A new out has the memory order of q. A back end that needs no LSE makes none unless
+        A new out has the memory order of q. A back end that does not need the LSE makes it only if
         `want_lse`.
         """
         ...

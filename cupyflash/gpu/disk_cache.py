@@ -20,9 +20,9 @@ def folder() -> str:
 
 
 def distrust() -> str:
-    """Return in words why code in the folder could be somebody else's; nothing where it is safe.
+    """Return in words why code in the folder could be somebody else's; empty if the folder is safe.
 
-    Nothing is said of a folder that is not there, and of systems without owners and modes.
+    It is also empty if there is no folder, or if the system has no owners and modes.
     """
     if os.name != "posix" or in_memory():
         return ""

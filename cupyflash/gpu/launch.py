@@ -1,8 +1,8 @@
 """Runs recipes on a GPU: compiles their kernels, gives them addresses, launches them in order.
 
-Everything happens on the current stream of the arrays' device, and nothing waits for it. Memory
-beyond the results is what `workspace_size` says. With ``CUPYFLASH_DEBUG=1`` every launch is waited
-for, so that an error names its kernel.
+Everything happens on the current stream of the arrays' device, and nothing waits for it. In
+addition to the results, it needs the memory that `workspace_size` states. With
+``CUPYFLASH_DEBUG=1`` it waits for every launch, so that an error names its kernel.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class CompiledLaunch:
             )
             for n, made in enumerate(launch.maps)
         )
-        self._unused: list[driver.Buffer] = []  # one per thread that ever launched with others
+        self._unused: list[driver.Buffer] = []  # one for each thread that has launched
         self.name = special.name
 
     def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
         """Launch on the current device's current stream.
 
-        `stream` is what `driver.Queue.pointer` says of it.
+        `stream` is what `driver.Queue.pointer` returns.
         """
         try:
             buffer = self._unused.pop()
@@ -84,12 +84,12 @@ class CompiledLaunch:
         except Exception as error:
             error.add_note(f"while running the kernel {self.name}")
             raise
-        self._unused.append(buffer)  # a launch has copied its parameters when it returns
+        self._unused.append(buffer)  # when a launch returns, it has copied its parameters
 
 
 @dataclass(frozen=True)
 class CompiledRecipe:
-    """A recipe that can be launched again and again, by any thread; it keeps no array alive.
+    """A recipe that any thread can launch again and again; it keeps no array alive.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class CompiledRecipe:
     launches : tuple of CompiledLaunch
         In order.
     scratch : tuple of (str, int, ArraySpec)
-        As in the recipe, with the bytes that each takes.
+        As in the recipe, with the size of each in bytes.
     all_zero, atomic_dq : bool
         As in the recipe.
     """
@@ -112,7 +112,7 @@ class CompiledRecipe:
     def forward(self, addresses: Addresses, workspace: Array | None = None) -> object:
         """Launch a forward; the device must be the current one. `addresses` may grow.
 
-        Returns what holds its scratch memory, which a captured graph needs as long as it lives.
+        Returns the owner of its scratch memory, which a captured graph needs as long as it exists.
         """
         taken = self._take_scratch(addresses, workspace)
         stream = self.queue.pointer()
@@ -159,16 +159,16 @@ class CompiledRecipe:
 
 
 class CallResult(NamedTuple):
-    """What is left of a call that was computed.
+    """What remains of a computed call.
 
     Attributes
     ----------
     visited : int
         On the CPU, how many tiles were not EMPTY.
     compiled : CompiledRecipe or None
-        On a GPU, what can be launched again, unless arrays had to be copied first.
+        On a GPU, the launches, which can be repeated unless arrays had to be copied first.
     tables : tuple of array
-        What its kernels look up.
+        The arrays that its kernels look up.
     """
 
     visited: int = 0
@@ -262,8 +262,8 @@ def forward(
 ) -> CallResult:
     """Write out and, unless it is None, lse.
 
-    A `plan` gives other tiles than the table's. `visited`, one uint64 in device memory, grows by
-    the number of tiles that were not EMPTY.
+    A `plan` gives tiles instead of the table. `visited`, one uint64 in device memory, grows by the
+    number of tiles that were not EMPTY.
     """
     device = _device(call)
     with cuda_device.current(device):
@@ -297,7 +297,7 @@ def backward(
 ) -> CallResult:
     """Write every gradient; `plan` and `visited` are as in `forward`.
 
-    Unless `deterministic`, dq may be the sum of what blocks add in any order.
+    Unless `deterministic`, blocks may add to dq in any order.
     """
     device = _device(call)
     with cuda_device.current(device):

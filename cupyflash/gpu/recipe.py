@@ -47,11 +47,12 @@ class Launch:
     grid : int
         Blocks.
     template : bytes
-        Its parameters, with 0 for what `slots` names.
+        Its parameters, with 0 in the places of `slots`.
     slots : tuple of (int, str)
-        Byte offset, and whose address (or for "seed" the number itself) belongs there.
+        Byte offset, and the name of the array whose address belongs there (for "seed", the number
+        itself).
     maps : tuple of TensorMap
-        Of arrays that it copies by TMA; encoded they follow the parameters.
+        Maps of the arrays that it copies by TMA; encoded, they follow the parameters.
     """
 
     special: Specialisation
@@ -75,25 +76,26 @@ class Recipe:
     Attributes
     ----------
     launches : tuple of Launch
-        None of them is empty.
+        The launches; no grid is empty.
     scratch : dict of str to ArraySpec
-        Memory that the launches need beside the call's arrays. What has a gradient's name is
-        computed there first, and then summed over the axes along which its input was broadcast.
+        Memory that the launches need in addition to the call's arrays. A gradient in it is computed
+        there first, and then summed over the axes along which its input was broadcast.
     tables : tuple of array
-        Looked-up arrays; number n goes by the name ``table n``.
+        Looked-up arrays; the name of number n is ``table n``.
     """
 
     launches: tuple[Launch, ...] = ()
     scratch: Mapping[str, ArraySpec] = field(default_factory=dict)
     tables: tuple[Any, ...] = ()
     all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
-    atomic_dq: bool = False  # launches add to dq_accum or, without one, to dq; it is 0 before
+    atomic_dq: bool = False  # launches add to dq_accum or, without it, to dq; it is 0 before
 
 
 class _Writer:
-    """Writes the launches of one call: its expressions, and what all its kernels are told.
+    """Writes the launches of one call, with its expressions and the parameters of all its kernels.
 
-    `arrays` maps a field's name to an array and its trailing axes: H, L, D or, without D, 2.
+    `arrays` maps a field's name to an array and its number of trailing axes: 3 (H, L, D), or 2
+    without D.
     """
 
     def __init__(
@@ -189,8 +191,8 @@ class _Writer:
     ) -> tuple[Grid, Tiles]:
         """Add the kernel that serves a part of the call; return its grid and its tiles.
 
-        `fields` of its parameters go before those of all kernels, and `named` addresses behind
-        them; `adds_dq` says whether it adds its share of dq to memory.
+        `fields` override the common parameters, and `named` are additional addresses; `adds_dq`
+        says whether it adds its share of dq to memory.
         """
         problem = self.call.problem
         functions = self.generated.functions
@@ -207,7 +209,7 @@ class _Writer:
         spec, tiles, _ = registry.select(part, request)
         grid = spec.grid(extent, tiles)
         tma = tma_operands.use(spec.tma, request, tiles)
-        if adds_dq and "dq_accum" in self.told:  # who reads the sums is told, too
+        if adds_dq and "dq_accum" in self.told:  # the kernel that reads the sums needs this, too
             sums = self.told["dq_accum"]
             self.told["dq_accum"] = sums._replace(col=spec.dq_accum_step)
         told = self.told | {"blocks": grid.blocks}
@@ -307,7 +309,7 @@ def _keys(call: Call) -> int:
 def _lead(call: Call, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
     problem = call.problem
     if call.cache is not None:
-        # Entries are one axis, which pages do not have, and packed queries neither.
+        # Entries are one axis, which pages and packed queries do not have.
         sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
         own = {}
         for name, (array, axes) in arrays.items():
@@ -318,7 +320,7 @@ def _lead(call: Call, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
         return Lead(sizes, own)
     if not problem.packed:
         return lead_of(problem.lead, arrays)
-    # Offsets tell where a sequence lies, and arrays have no leading axes.
+    # Offsets say where a sequence is, and arrays have no leading axes.
     sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
     return Lead(sizes, dict.fromkeys(arrays, (0,) * params.MAX_LEAD))
 
@@ -333,8 +335,8 @@ def forward(
 ) -> Recipe:
     """Return the recipe of out and, unless it is None, lse.
 
-    A `plan` gives other tiles than the table's. Counting tiles needs kernels of their own, which
-    add the number of those that were not EMPTY to the uint64 at ``tiles_visited``.
+    A `plan` gives tiles instead of the table. Counting tiles needs special kernels, which add the
+    number of tiles that were not EMPTY to the uint64 at ``tiles_visited``.
     """
     rows = ArraySpec(out.shape[:-1], call.problem.accumulator) if lse is None else lse
     if not math.prod(rows.shape):
@@ -398,10 +400,10 @@ def backward(
     count_tiles: bool = False,
     deterministic: bool = False,
 ) -> Recipe:
-    """Return the recipe of every gradient; `plan` and `count_tiles` as in `forward`.
+    """Return the recipe of all gradients; `plan` and `count_tiles` are as in `forward`.
 
-    Unless it has to be `deterministic`, one kernel may compute dk, dv and dq, which its blocks add
-    to memory in any order: five products of tiles instead of seven.
+    Unless `deterministic`, one kernel may compute dk, dv and dq, and its blocks add dq to memory in
+    any order: five products of tiles instead of seven.
     """
     problem = call.problem
     if not problem.batch or not problem.heads:

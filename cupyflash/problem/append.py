@@ -22,24 +22,25 @@ class Append:
     Attributes
     ----------
     k_new, v_new : array
-        (B, Hkv, n, D) and (B, Hkv, n, Dv), or packed (Hkv, total, D) and (Hkv, total, Dv). Where
-        values are columns of the keys, those of no column are left: keys say all.
+        (B, Hkv, n, D) and (B, Hkv, n, Dv), or packed (Hkv, total, D) and (Hkv, total, Dv). If
+        values are columns of the keys, v_new and v have no columns here, because the keys contain
+        them.
     k, v : array
         (B, Hkv, S, D) and (B, Hkv, S, Dv), or pages.
     cache : Cache
-        Where positions lie, and how many are held afterwards.
+        Where positions are, and how many the cache holds afterwards.
     batch : int
         Entries.
     offsets : array or None
-        (B + 1,), of packed rows.
+        (B + 1,), for packed rows.
     q, out : array or None
-        Queries, and where to write them rotated, or None for a new array.
+        Queries, and where to write the rotated ones, or None for a new array.
     rotary : Rotary or None
         The angles.
     positions : array or None
-        Where rows are rotated; None where the cache has them.
+        The positions by which rows are rotated; None for those in the cache.
     device : int or None
-        Where the arrays live.
+        The device of the arrays.
     """
 
     k_new: Array

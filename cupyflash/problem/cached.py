@@ -1,7 +1,7 @@
-"""Calls over a cache of keys and values: what users pass, turned into a `Call`, or into an error.
+"""Calls over a cache of keys and values: turns what users pass into a `Call`, or into an error.
 
-Lengths and tables in device memory are not read: kernels hold them in range. What lies in host
-memory is checked, and with ``CUPYFLASH_DEBUG=1`` everything is.
+Lengths and tables in device memory are not read: kernels keep them in range. Those in host memory
+are checked, and with ``CUPYFLASH_DEBUG=1``, all of them are.
 """
 
 from __future__ import annotations
@@ -205,9 +205,9 @@ def readable(value: Any) -> Array | None:
 
 
 def check_pages(cache: Cache, pages: int, new: Array | None = None) -> None:
-    """Check the page numbers that are used, where they and the lengths can be read.
+    """Check the page numbers in use, if they and the lengths can be read.
 
-    Of entries of which only the last rows are written, `new` (B,) says how many these are.
+    If only the last rows of entries are written, `new` (B,) says how many these are.
     """
     if cache.table is None:
         return

@@ -41,7 +41,7 @@ _OFFSETS = (
     "attention_varlen takes offsets_{0}: 0, and the running sum of the sequences' lengths, on "
     "arrays of shape (H, total, D)"
 )
-_OTHER_NAMES = {  # of other libraries, or of other functions of this one
+_OTHER_NAMES = {  # names in other libraries, or in other functions of this one
     "alibi_slopes": "say score_mod=scores.alibi(slopes)",
     "attention_mask": _ARRAY_MASK,
     "attn_bias": "say bias=array",
@@ -115,10 +115,10 @@ R = TypeVar("R")
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Make an argument that a function does not have an error that names the remedy.
+    """Turn an argument that a function does not have into an error that names the remedy.
 
-    Nothing is looked at before the call: only where Python could not bind its arguments are they
-    compared with the signature.
+    Nothing is checked before the call: only if Python cannot bind the arguments are they compared
+    with the signature.
     """
 
     @functools.wraps(function)
@@ -159,7 +159,7 @@ def _remedy(name: str, known: Mapping[str, inspect.Parameter]) -> str:
 
 
 def _named(value: Any, known: Mapping[str, inspect.Parameter]) -> str:
-    """Return how to write a value that came by position."""
+    """Return how to write a value that was passed by position."""
     if isinstance(value, Score):
         return "say score_mod=score"
     if isinstance(value, Mask):

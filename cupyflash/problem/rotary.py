@@ -1,4 +1,4 @@
-"""Rotary embeddings: the record of their angles, and calls that rotate, checked."""
+"""Rotary embeddings: the record of their angles, and the checks of calls that rotate."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Rotary:
 
     Row n holds the angles of position n. The first R columns of a row of q or k are rotated in
     pairs, and the others stay as they are: pair m becomes (x cos - y sin, y cos + x sin) with the
-    angle in column m. Base and scaling are yours, so that any scheme is a way to fill two arrays.
+    angle in column m. Base and scaling are up to you: any scheme is a way to fill two arrays.
 
     Parameters
     ----------
     cos : array of float32, shape (S, R / 2)
-        Cosines, living where q lives, of S positions; any strides. R is at most the head size.
+        Cosines of S positions, on the device of q, with any strides. R is at most the head size.
     sin : array of float32, shape (S, R / 2)
-        Sines, in radians' sense of the same angles.
+        Sines of the same angles.
     interleaved : bool
         Whether pair m is columns 2 m and 2 m + 1 (GPT-J); otherwise it is m and m + R / 2 (Llama,
         GPT-NeoX).
@@ -34,7 +34,7 @@ class Rotary:
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        The arrays are no such pair.
+        If the arrays are not such a pair.
 
     References
     ----------
@@ -113,9 +113,9 @@ class Rotation:
     inverse : bool
         Whether rows are rotated back.
     out : array or None
-        Where to write, or None for a new array.
+        Where to write the result, or None for a new array.
     device : int or None
-        Where the arrays live.
+        The device of the arrays.
     """
 
     x: Array

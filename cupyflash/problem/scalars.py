@@ -1,4 +1,4 @@
-"""The numbers and words among a call's options, checked."""
+"""Checks of the numbers and words among a call's options."""
 
 from __future__ import annotations
 

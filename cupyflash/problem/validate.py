@@ -1,7 +1,6 @@
-"""What users pass, turned into a `Call`, or into an error that names the remedy.
+"""Turns what users pass into a `Call`, or into an error that names the remedy.
 
-Nothing is computed and nothing is written here: a call that is refused leaves every array as it
-was.
+Nothing is computed or written here: a call that is refused leaves every array as it was.
 """
 
 from __future__ import annotations
@@ -210,7 +209,7 @@ def checked_offsets(offsets: Array, name: str, total: int) -> Array:
     return offsets.astype(np.int64)
 
 
-# Field of `Options` -> its check, of all options and the problem that has none yet.
+# Field of `Options` -> its check, a function of all options and of the problem without options.
 _CHECKS: dict[str, Callable[[Options, Problem], Any]] = {
     "mask": lambda options, _: _mask(options.mask),
     "score_mod": lambda options, _: chain(options.score_mod),

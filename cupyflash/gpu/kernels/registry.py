@@ -1,7 +1,7 @@
-"""Which kernel serves a part of a call on a GPU: for each part the first spec that does.
+"""Which kernel serves a part of a call on a GPU: the first spec of this part that can.
 
-The choice never depends on the batch size, so that a result does not depend on the batch it is
-computed in.
+The choice never depends on the batch size, so that a result does not depend on the batch in which
+it is computed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
     tiles : Tiles
         Its configuration.
     passed_over : tuple of (KernelSpec, str)
-        Better kernels for such a type on such a device, and why they do not serve.
+        Better kernels for this type on this device, and why they do not serve the call.
     """
 
     spec: KernelSpec
@@ -58,8 +58,8 @@ def select(part: str, request: Request) -> Choice:
     Raises
     ------
     ArgumentError
-        If the device is too old, has too little shared memory for these head sizes, or cannot have
-        the precision that is asked for.
+        If the device is too old, has too little shared memory for these head sizes, or does not
+        support the requested precision.
     """
     problem, device = request.problem, request.device
     _check_precision(request)
@@ -121,7 +121,7 @@ def decodes(problem: Problem, device: Target) -> bool:
 
 
 def adds_dq(request: Request, deterministic: bool) -> bool:
-    """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks.
+    """Return whether the kernel of dk and dv adds dq to memory, in any order of its blocks.
 
     A request without arrays is enough: a kernel that depends on them adds dq for the same types as
     the one that serves without.
@@ -149,7 +149,7 @@ def _check_precision(request: Request) -> None:
     problem, device = request.problem, request.device
     if problem.precision is None:
         return
-    # The last kernel that knows it is for most devices and heads.
+    # The last kernel that has this precision serves the most devices and heads.
     spec = next(
         spec
         for spec in reversed(KERNELS["forward"])
