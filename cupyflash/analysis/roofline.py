@@ -84,7 +84,7 @@ class Problem:
         q_and_o, k_and_v = queries * (self.d + self.columns), keys * (self.d + self.columns)
         if not self.backward:
             return size * (q_and_o + k_and_v) + lse
-        gradients = queries * self.d + k_and_v  # dq, dk, dv; do is shaped like o
+        gradients = queries * self.d + k_and_v  # dq, dk, dv; do has the shape of o
         return size * (q_and_o + k_and_v + queries * self.columns + gradients) + lse
 
 

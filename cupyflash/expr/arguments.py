@@ -1,4 +1,4 @@
-"""What constructors of masks and scores are given, as expressions: numbers, arrays, functions."""
+"""Turns arguments of mask and score constructors (numbers, arrays, functions) into expressions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def traced(function: Callable[..., Any], symbols: Sequence[Expr], what: str) -> 
         names = ", ".join("s" if str(s) == "score" else str(s) for s in symbols)
         raise ArgumentTypeError(f"{what}: its function must take ({names}): {error}.") from None
     except ValueError:
-        pass  # a built-in without a signature: calling it will tell
+        pass  # a built-in without a signature: the call will show whether it fits
     result = function(*symbols)
     if result is None:
         raise TraceError(f"{what}: its function returned None; expected an expression.")

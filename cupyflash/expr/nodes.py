@@ -1,9 +1,9 @@
 """The typed expression tree: symbols, numbers, look-ups and operations.
 
 A tree is a value of type ``bool``, ``int`` (behaves as int64) or ``float`` (float32 in a mask, the
-accumulator's type in a score). Python's operators build it; nothing is computed here. What an
-operation means for each reader of the tree stands in one table per reader: `evaluate` (NumPy and
-exact Python), `interval`, `derivative`, `rounding` and `lower`.
+accumulator's type in a score). Python's operators build it; nothing is computed here. Each reader
+of the tree has a table with the meaning of every operation: `evaluate` (NumPy and exact Python),
+`interval`, `derivative`, `rounding` and `lower`.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, LookupTable):
         value._not_a_number()
     if isinstance(value, np.ndarray) and not value.ndim:
-        value = value[()]  # NumPy makes its own numbers arrays before it hands them over
+        value = value[()]  # NumPy turns its own numbers into arrays before it passes them on
     if isinstance(value, (bool, np.bool_)):
         return Expr("constant", (), "bool", bool(value))
     if isinstance(value, (int, np.integer)):
@@ -394,7 +394,7 @@ _INFIX = {
 }
 
 
-# Longer lines are abbreviated: a shared operation is written out wherever it is used.
+# Longer lines are abbreviated, because a shared operation is written out wherever it is used.
 _LONGEST = 400
 
 
