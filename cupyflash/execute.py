@@ -83,7 +83,7 @@ class Request:
 
 
 class CachedRequest(Request):
-    """A call over a cache as it came; `lengths`, `table` and `offsets_q` are as users pass them."""
+    """A call over a cache; `lengths`, `table` and `offsets_q` are as users pass them."""
 
     def __init__(
         self, q: Any, k: Any, v: Any, options: Options, lengths: Any, table: Any, offsets_q: Any

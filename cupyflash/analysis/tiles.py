@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def rows_of(n_q: int, n_k: int, block_q: int, block_kv: int, offset: int | None) -> Iterator[Row]:
-    """Go through the blocks of queries, of which query i sees keys j <= i + offset; None: all."""
+    """Go through the blocks of queries, where query i sees keys j <= i + offset; None: all."""
     most = parts(n_k, block_kv)
     for first in range(0, n_q, block_q):
         rows = min(block_q, n_q - first)

@@ -35,7 +35,7 @@ class Backend(Protocol):
         plan: Plan | None = None,
         deterministic: bool = False,
     ) -> CallResult:
-        """Compute `gradients`, of which those that the call has not are None."""
+        """Compute `gradients`; those that the call does not have are None."""
         ...
 
     def workspace_size(self, call: Call) -> int:

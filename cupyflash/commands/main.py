@@ -42,7 +42,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors command no terminal, whatever the arguments hold."""
+    """A parser whose errors contain no control characters, even if the arguments do."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and an error, and exit with 2."""

@@ -16,7 +16,7 @@ _EXACT = 2**24 - 2**10  # the shared part may be beyond the limit by at most thi
 
 
 class Line(NamedTuple):
-    """The integer ``rest + i * (times of i) + j * (times of j)``; `rest` hangs on neither."""
+    """The integer ``rest + i * (times of i) + j * (times of j)``; `rest` depends on neither."""
 
     i: int
     j: int

@@ -69,7 +69,7 @@ _thread = _Thread()
 
 
 class Queue:
-    """Where launches on one device go: the current stream of whoever asks."""
+    """Where launches on one device go: the current stream of the calling thread."""
 
     def __init__(self, device: int) -> None:
         import cupy

@@ -16,7 +16,7 @@ from ..similar import nearest
 from .options import NAMES
 
 _OPTIONS = (
-    f"the options are {', '.join(NAMES)}; beside them attention takes return_lse, out, lse_out, "
+    f"the options are {', '.join(NAMES)}; attention also takes return_lse, out, lse_out, "
     "and attention_backward dlse, deterministic, grads_out, workspace"
 )
 _ARRAY_MASK = "say mask=array (bool, True = attend), or bias=array (added to the scores)"

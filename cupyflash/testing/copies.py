@@ -139,7 +139,7 @@ class Copy:
         value = _view(after, self._first, self._like, self._like.dtype)
         if not self._output:
             if not np.array_equal(after, self._before):
-                raise AssertionError("changed an input, or wrote beside it")
+                raise AssertionError("changed an input, or wrote outside it")
             return value
         mine = np.zeros(after.shape, bool)
         for n in range(self._like.itemsize if self._like.size else 0):

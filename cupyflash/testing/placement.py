@@ -125,7 +125,7 @@ class Placed:
             if not np.array_equal(self._bytes[~mine], self._before[~mine]):
                 raise AssertionError("wrote outside an output")
         elif not np.array_equal(self._bytes, self._before):
-            raise AssertionError("changed an input, or wrote beside it")
+            raise AssertionError("changed an input, or wrote outside it")
 
 
 def bits(array: Array) -> Array:

@@ -197,7 +197,7 @@ def test_writing_beside_an_array_and_changing_an_input_are_failures():
     options = {"only": "exact_mean", "examples": 2, "dtypes": ["float32"], "features": ["lse"]}
     for kernel in (beside, changes):
         report = testing.verify(kernel, **options)
-        assert "wrote beside it" in report.failures[0].failures[0].message
+        assert "wrote outside it" in report.failures[0].failures[0].message
 
 
 def test_the_precision_stated_is_the_one_that_judges():

@@ -46,7 +46,7 @@ STAGE_BYTES = 40 + 4 * CHECKER_WARPS  # barriers of a stage of k and v; as many 
 
 
 def register_class(call: Call) -> str:
-    """Return what a call's tiles depend on beside its heads: a key of `FORWARD_TILES`."""
+    """Return what a call's tiles depend on besides its heads: a key of `FORWARD_TILES`."""
     if call.score_mod is not None or call.bias is not None:
         return "scores"
     # No sequence's result may depend on the lengths of others that are packed with it.

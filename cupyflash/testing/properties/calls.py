@@ -58,7 +58,7 @@ def strides_do_not_matter(s: Subject, p: Problem) -> None:
 
 @a_property("out lse", draws="any")
 def given_outputs_are_written(s: Subject, p: Problem) -> None:
-    """out=, lse_out= and grads_out=, of any strides: written whole, returned, nothing beside them.
+    """out=, lse_out= and grads_out=, of any strides: written whole, returned, nothing outside them.
 
     Their memory starts as NaN; the bits are those of fresh outputs.
     """
