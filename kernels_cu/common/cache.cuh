@@ -1,8 +1,8 @@
-// Where the keys and values of a cache are: the twin of reference/cpu/cache.py.
+// Where the keys and values of a cache lie: the twin of reference/cpu/cache.py.
 //
-// Position j of batch entry b is row j of its k and v, or a row of page table[b, j / page]. Lengths
-// and page numbers come from the device unchecked. Reads are clamped to the arrays; writes out of
-// range are left out, because they must not go to another entry's page.
+// Position j of batch entry b is a row of k and v itself, or one of page table[b, j / page].
+// Lengths and page numbers come from the device unchecked. What is read is clamped to the arrays; a
+// write to what is not there is left out, since it must not go to another entry's page.
 #pragma once
 #include "layout.cuh"
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ long long integer(const char* data, int kind, long lo
   return reinterpret_cast<const long long*>(data)[index];
 }
 
-// How many positions of an entry the cache holds.
+// How many positions of an entry are held.
 __device__ __forceinline__ long long length(const Params& p, long long b) {
   if (p.lengths == nullptr) return p.len_k;
   return layout::clamp(integer(p.lengths, p.kind_lengths, b * p.length_step), 0, p.len_k);
@@ -39,15 +39,15 @@ __device__ __forceinline__ Place place(const Params& p, long long b, long long p
                static_cast<int>(j - number * size)};
 }
 
-// `length` of an entry that is written, clamped only so far that sums do not overflow.
+// `length` of an entry that is written, as it came, within bounds in which sums do not overflow.
 __device__ __forceinline__ long long written_length(const AppendParams& p, long long b) {
   constexpr long long MOST = 1ll << 48;
   if (p.lengths.data == nullptr) return p.length;
   return layout::clamp(integer(p.lengths.data, p.kind_lengths, b * p.lengths.row), -MOST, MOST);
 }
 
-// `place` of a position that is written; page -1 if the cache has no room for it. Without a table
-// an entry is a page.
+// `place` of a position that is written; page -1 where the cache has no room for it. Without a
+// table an entry is a page.
 __device__ __forceinline__ Place written_place(const AppendParams& p, long long b,
                                                long long position) {
   if (position < 0 || position >= p.capacity) return Place{-1, 0};
