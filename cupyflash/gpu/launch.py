@@ -19,13 +19,13 @@ from ..errors import ArgumentError
 from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
 from ..problem.rotary import Rotation
-from . import driver, recipe, rows_recipe, tma
+from . import decode_recipe, driver, recipe, rows_recipe, tma
 from . import jit as compiler
 from .kernels import registry
 from .kernels.spec import Request
 from .params import MAX_PARTS
-from .recipe import Launch, Recipe
 from .workspace import ArraySpec, scratch_of
+from .writer import Launch, Recipe
 
 WAIT_AFTER_LAUNCH = os.environ.get("CUPYFLASH_DEBUG") == "1"
 ALIGNMENT = 256  # bytes, of the parts of a workspace
@@ -268,7 +268,9 @@ def forward(
     device = _device(call)
     with cuda_device.current(device):
         if call.cache is not None and workspace is None and cuda_device.is_capturing():
-            raise _no_workspace(workspace_size_cached(call))
+            size = workspace_size_cached(call)
+            if size:
+                raise _no_workspace(size)
         made = recipe.forward(call, cuda_device.of(device), out, lse, plan, visited is not None)
         compiled = _compiled(made, device)
         addresses, copies = _read_in_place(call, made)
@@ -346,8 +348,8 @@ def workspace_size_cached(call: Call) -> int:
     """Return the bytes of workspace that a call over a cache needs."""
     device = _device(call)
     with cuda_device.current(device):
-        size = recipe.decode_workspace(call, cuda_device.of(device))
-    return ALIGNMENT + _rounded(size)
+        size = decode_recipe.workspace_size(call, cuda_device.of(device))
+    return ALIGNMENT + _rounded(size) if size else 0
 
 
 def _device(call: Call) -> int:

@@ -255,7 +255,9 @@ def find(seen: Signature) -> Entry | None:
     return entry
 
 
-def forward(entry: Entry, addresses: Addresses, out: Any, lse: Any) -> tuple[Any, Any] | None:
+def forward(
+    entry: Entry, addresses: Addresses, out: Any, lse: Any, workspace: Any = None
+) -> tuple[Any, Any] | None:
     """Compute a call with a kept entry, into the given arrays or into new ones.
 
     Returns None if the call must be checked again.
@@ -263,8 +265,9 @@ def forward(entry: Entry, addresses: Addresses, out: Any, lse: Any) -> tuple[Any
     compiled = entry.compiled
     if not compiled.queue.is_here():
         with cuda_device.current(compiled.queue.device):
-            return forward(entry, addresses, out, lse)
-    if compiled.scratch and compiled.queue.current_stream().is_capturing():
+            return forward(entry, addresses, out, lse, workspace)
+    own_scratch = compiled.scratch and workspace is None
+    if own_scratch and compiled.queue.current_stream().is_capturing():
         return None  # scratch memory must live as long as the graph
     out_spec, lse_spec = entry.specs
     if out is None and out_spec is not None:
@@ -273,7 +276,7 @@ def forward(entry: Entry, addresses: Addresses, out: Any, lse: Any) -> tuple[Any
     if lse is None and lse_spec is not None:
         lse = lse_spec.empty()
         addresses["lse"] = lse.data.ptr
-    compiled.forward(addresses)
+    compiled.forward(addresses, workspace)
     return out, lse
 
 

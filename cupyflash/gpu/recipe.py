@@ -7,322 +7,20 @@ later. Nothing here touches CuPy or an array's elements.
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from ..arrays.cuda_device import MAX_GRID, Target
-from ..errors import ArgumentError
-from ..expr import width
-from ..expr.cuda import Functions, generate
-from ..expr.key_range import key_range
-from ..expr.nodes import walk
+from ..arrays.cuda_device import Target
 from ..problem import pack_gqa
-from ..problem.bound_exprs import Trees, trees
-from ..problem.call import Array, Cache, Call, Gradients, Plan, Problem
-from . import params, strides
+from ..problem.call import Array, Call, Gradients, Plan
+from . import decode_recipe, params, strides
 from .kernels import any as all_hardware
-from .kernels import decode, registry, tma_operands
-from .kernels.spec import Extent, Grid, Request, Tiles
+from .kernels import registry
+from .kernels.spec import Extent, Request
 from .params import KINDS
-from .source import NONE, Specialisation
-from .strides import Lead, lead_of
-from .tma import TensorMap
+from .source import Specialisation
+from .strides import lead_of
 from .workspace import ArraySpec, scratch_of
-
-_ADDRESS = struct.Struct("=Q")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel's launch.
-
-    Attributes
-    ----------
-    special : Specialisation
-        The kernel.
-    grid : int
-        Blocks.
-    template : bytes
-        Its parameters, with 0 in the places of `slots`.
-    slots : tuple of (int, str)
-        Byte offset, and the name of the array whose address belongs there (for "seed", the number
-        itself).
-    maps : tuple of TensorMap
-        Maps of the arrays that it copies by TMA; encoded, they follow the parameters.
-    """
-
-    special: Specialisation
-    grid: int
-    template: bytes
-    slots: tuple[tuple[int, str], ...]
-    maps: tuple[TensorMap, ...] = ()
-
-    def packed(self, addresses: Mapping[str, int]) -> bytearray:
-        """Return the parameters with every address in its place."""
-        packed = bytearray(self.template)
-        for offset, name in self.slots:
-            _ADDRESS.pack_into(packed, offset, addresses[name])
-        return packed
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a call launches, in order.
-
-    Attributes
-    ----------
-    launches : tuple of Launch
-        The launches; no grid is empty.
-    scratch : dict of str to ArraySpec
-        Memory that the launches need in addition to the call's arrays. A gradient in it is computed
-        there first, and then summed over the axes along which its input was broadcast.
-    tables : tuple of array
-        Looked-up arrays; the name of number n is ``table n``.
-    """
-
-    launches: tuple[Launch, ...] = ()
-    scratch: Mapping[str, ArraySpec] = field(default_factory=dict)
-    tables: tuple[Any, ...] = ()
-    all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
-    atomic_dq: bool = False  # launches add to dq_accum or, without it, to dq; it is 0 before
-
-
-class _Writer:
-    """Writes the launches of one call, with its expressions and the parameters of all its kernels.
-
-    `arrays` maps a field's name to an array and its number of trailing axes: 3 (H, L, D), or 2
-    without D.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        facts: Target,
-        arrays: Mapping[str, tuple[Any, int]],
-        slope: bool,
-        plan: Plan | None,
-        count_tiles: bool,
-    ) -> None:
-        made = trees(call)
-        self.call, self.facts = call, facts
-        self.arrays = {name: array for name, (array, _) in arrays.items()}
-        self.blocks = None if plan is None else (plan.block_q, plan.block_kv)
-        self.generated = generate(
-            made.allowed,
-            made.classes,
-            made.changed,
-            made.slope if slope else None,
-            None if made.allowed is None else key_range(made.allowed, call.problem),
-            short=_is_short(call, made),
-        )
-        self.lead = _lead(call, arrays)
-        self.launches: list[Launch] = []
-        _check_size(self.generated.functions)
-        problem = call.problem
-        drop_below = round(problem.dropout * 2.0**32)
-        self.told: dict[str, Any] = {
-            "batch": problem.batch,
-            "lead_size": self.lead.sizes,
-            "own_size": self.lead.sizes,
-            "len_q": int(np.max(problem.len_q, initial=0)),
-            "len_k": int(np.max(problem.len_k, initial=0)),
-            "total_q": call.q.shape[-2],
-            "total_k": _keys(call),
-            "heads": problem.heads,
-            "heads_kv": problem.heads_kv,
-            "group": _group(problem),
-            "scale": problem.scale,
-            "drop_below": drop_below,
-            "keep_scale": 1.0 / (1.0 - drop_below / 2.0**32),
-            "ints": self.generated.ints,
-            "floats": self.generated.floats,
-            "tables": [strides.table(x) for x in self.generated.arrays],
-            **{
-                name: strides.operand(array, self.lead.strides[name], axes == 3)
-                for name, (array, axes) in arrays.items()
-            },
-        }
-        self.named = [*arrays, "seed" if isinstance(problem.seed, int) else "seed_gmem"]
-        self.tables = [f"table {n}" for n in range(len(self.generated.arrays))]
-        self.named += self.tables
-        if count_tiles:
-            self.named.append("tiles_visited")
-        if call.offsets is not None:
-            named = zip(("offsets_q", "offsets_k"), call.offsets, strict=True)
-            self.named += [name for name, offsets in named if offsets is not None]
-        if call.cache is not None:
-            self._tell_cache(call.cache)
-        if call.sink is not None:
-            self.named.append("sink")
-            self.told["kind_sink"] = KINDS[call.sink.dtype.name]
-
-    def _tell_cache(self, cache: Cache) -> None:
-        """Tell kernels where lengths and pages lie."""
-        call, lengths, table = self.call, cache.lengths, cache.table
-        self.told["len_k"] = cache.capacity
-        self.told["page_size"] = cache.page_size
-        if isinstance(lengths, int):
-            self.told["len_k"] = lengths
-        else:
-            self.named.append("lengths")
-            self.told["kind_lengths"] = KINDS[lengths.dtype.name]
-            self.told["length_step"] = lengths.strides[0] // lengths.itemsize
-        if table is not None:
-            self.named.append("table")
-            steps = (stride // table.itemsize for stride in table.strides)
-            self.told["table_batch"], self.told["table_step"] = steps
-            self.told["kind_table"] = KINDS[table.dtype.name]
-            self.told["pages"] = call.k.shape[0]
-            self.told["k_page"], self.told["v_page"] = (
-                x.strides[0] // x.itemsize for x in (call.k, call.v)
-            )
-
-    def add(
-        self,
-        part: str,
-        extent: Extent,
-        fields: Mapping[str, Any] | None = None,
-        named: tuple[str, ...] = (),
-        adds_dq: bool = False,
-    ) -> tuple[Grid, Tiles]:
-        """Add the kernel that serves a part of the call; return its grid and its tiles.
-
-        `fields` override the common parameters, and `named` are additional addresses; `adds_dq`
-        says whether it adds its share of dq to memory.
-        """
-        problem = self.call.problem
-        functions = self.generated.functions
-        request = Request(
-            problem,
-            self.facts,
-            self.call,
-            self.arrays,
-            self.lead,
-            slope=functions.has_slope,
-            params_bytes=_size(functions),
-            blocks=self.blocks,
-        )
-        spec, tiles, _ = registry.select(part, request)
-        grid = spec.grid(extent, tiles)
-        tma = tma_operands.use(spec.tma, request, tiles)
-        if adds_dq and "dq_accum" in self.told:  # the kernel that reads the sums needs this, too
-            sums = self.told["dq_accum"]
-            self.told["dq_accum"] = sums._replace(col=spec.dq_accum_step)
-        told = self.told | {"blocks": grid.blocks}
-        addresses = [*self.named, *named]
-        if spec.scores:
-            functions = replace(functions, has_slope=functions.has_slope and spec.slope)
-        else:
-            functions = NONE
-            told |= {"ints": (), "floats": (), "tables": ()}
-            addresses = [name for name in addresses if name not in self.tables]
-        special = Specialisation(
-            spec=spec,
-            dtype=problem.dtype.name,
-            d=problem.d if "d" in spec.sizes else 0,
-            d_v=problem.d_v if "d_v" in spec.sizes else 0,
-            tiles=tiles,
-            packed=problem.packed,
-            cached=self.call.cache is not None,
-            paged=self.call.cache is not None and self.call.cache.table is not None,
-            dropout=spec.scores and problem.dropout > 0,
-            count_tiles=spec.scores and "tiles_visited" in self.named,
-            functions=functions,
-            atomic_dq=adds_dq,
-            tma_store=tma.stores,
-        )
-        check_grid(spec.name, grid.work_tiles)
-        if part == "decode":
-            told |= decode.fields(grid, _keys(self.call))
-        if grid.size:
-            layout = params.params(functions.num_ints, functions.num_floats, functions.num_tables)
-            slots = tuple((layout.place(name), name) for name in addresses)
-            template = layout.pack({**told, **(fields or {})})
-            self.launches.append(Launch(special, grid.size, template, slots, tma.maps))
-        return grid, tiles
-
-    def extent(self, entries: tuple[int, ...], of_keys: bool = False) -> Extent:
-        """Return the extent of a launch whose result has leading axes of these lengths."""
-        problem = self.call.problem
-        heads = problem.heads_kv if of_keys else problem.heads
-        sms = self.facts.multiprocessors
-        if problem.packed:
-            totals = self.told["total_q"], self.told["total_k"]
-            return Extent(*totals, heads, 1, problem.batch, sms)
-        lengths = self.told["len_q"], self.told["len_k"]
-        return Extent(*lengths, heads, math.prod(entries), 0, sms)
-
-
-def check_grid(kernel: str, blocks: int) -> None:
-    """Refuse a launch of more blocks than devices take."""
-    if blocks > MAX_GRID:
-        raise ArgumentError(
-            f"q: batch, heads and lengths make {blocks} blocks of {kernel}; expected at most "
-            f"{MAX_GRID}. Split the batch over several calls."
-        )
-
-
-def _is_short(call: Call, made: Trees) -> bool:
-    """Whether 32 bits hold a call's positions, lengths, heads and entries, and tables' strides."""
-    problem = call.problem
-    sizes = problem.batch, problem.heads, call.q.shape[-2], _keys(call)
-    strides = [
-        abs(stride)
-        for root in (made.allowed, made.changed)
-        for node in (walk(root) if root is not None else ())
-        if node.op == "lookup"
-        for stride in node.value[0].strides
-    ]
-    return max(sizes) <= width.LIMIT and max(strides, default=0) < 2**31
-
-
-def _size(has: Functions) -> int:
-    """Return the bytes of parameters of a kernel with such functions."""
-    return params.params(has.num_ints, has.num_floats, has.num_tables).size
-
-
-def _check_size(has: Functions) -> None:
-    size = _size(has)
-    if size > params.MAX_BYTES:
-        raise ArgumentError(
-            f"mask, score_mod: got {has.num_tables} arrays and {has.num_ints + has.num_floats} "
-            f"numbers, which make {size} bytes of parameters; expected at most "
-            f"{params.MAX_BYTES}. Join several arrays into one with another axis, or combine "
-            "numbers before you pass them."
-        )
-
-
-def _group(problem: Problem) -> int:
-    """Return how many query heads share a key head."""
-    return problem.heads // problem.heads_kv if problem.heads_kv else 1
-
-
-def _keys(call: Call) -> int:
-    """Return the keys of the longest entry that there may be; of packed arrays, all."""
-    return int(call.k.shape[-2]) if call.cache is None else call.cache.capacity
-
-
-def _lead(call: Call, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
-    problem = call.problem
-    if call.cache is not None:
-        # Entries are one axis, which pages and packed queries do not have.
-        sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
-        own = {}
-        for name, (array, axes) in arrays.items():
-            no_entries = array.ndim == axes or array.shape[0] == 1
-            paged = name in ("k", "v") and call.cache.table is not None
-            step = 0 if no_entries or paged else array.strides[0] // array.itemsize
-            own[name] = (*(0,) * (params.MAX_LEAD - 1), step)
-        return Lead(sizes, own)
-    if not problem.packed:
-        return lead_of(problem.lead, arrays)
-    # Offsets say where a sequence is, and arrays have no leading axes.
-    sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
-    return Lead(sizes, dict.fromkeys(arrays, (0,) * params.MAX_LEAD))
+from .writer import Launch, Recipe, Writer, check_grid
 
 
 def forward(
@@ -344,48 +42,15 @@ def forward(
     if call.cache is not None or (
         plan is None and not count_tiles and registry.decodes(call.problem, facts)
     ):
-        return _decode(call, facts, out, rows, lse is not None)
+        return decode_recipe.forward(call, facts, out, rows, lse is not None)
     call, (out, rows) = pack_gqa.joined(call, (out, 3), (rows, 2))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (rows, 2)}
-    writer = _Writer(call, facts, arrays, False, plan, count_tiles)
+    writer = Writer(call, facts, arrays, False, plan, count_tiles)
     if lse is None:
         writer.named.remove("lse")
     writer.add("forward", writer.extent(writer.lead.sizes))
     return Recipe(tuple(writer.launches), {}, writer.generated.arrays)
-
-
-def _decode(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> Recipe:
-    """Return the recipe of few queries and many keys, or over a cache."""
-    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
-    arrays |= {"out": (out, 3), "lse": (lse, 2)}
-    writer = _Writer(call, facts, arrays, False, None, False)
-    if not want_lse:
-        writer.named.remove("lse")
-    grid, tiles = writer.add("decode", _extent_of_tasks(call, facts), named=("workspace",))
-    size = _decode_bytes(call, grid, tiles)
-    scratch = {"workspace": ArraySpec((size,), np.dtype(np.uint8))}
-    return Recipe(tuple(writer.launches), scratch, writer.generated.arrays)
-
-
-def _extent_of_tasks(call: Call, facts: Target) -> Extent:
-    problem = call.problem
-    entries = (1, problem.batch) if problem.packed else (problem.batch, 0)
-    sizes = int(call.q.shape[-2]), _keys(call), problem.heads_kv, *entries
-    return Extent(*sizes, facts.multiprocessors, _group(problem))
-
-
-def _decode_bytes(call: Call, grid: Grid, tiles: Tiles) -> int:
-    problem = call.problem
-    sizes = _group(problem), problem.d_v, problem.accumulator.itemsize, _keys(call)
-    return decode.nbytes(grid, tiles, *sizes)
-
-
-def decode_workspace(call: Call, facts: Target) -> int:
-    """Return the bytes of workspace of a call over a cache."""
-    choice = registry.select("decode", Request(call.problem, facts, call))
-    grid = choice.spec.grid(_extent_of_tasks(call, facts), choice.tiles)
-    return _decode_bytes(call, grid, choice.tiles)
 
 
 def backward(
@@ -425,7 +90,7 @@ def backward(
     if dbias is not None:
         dbias = dbias[(None,) * (3 - dbias.ndim)]
         arrays["dbias"] = (dbias, 3)
-    writer = _Writer(call, facts, arrays, True, plan, count_tiles)
+    writer = Writer(call, facts, arrays, True, plan, count_tiles)
     writer.told |= {
         "kind_dq": KINDS[dq.dtype.name],
         "kind_dk": KINDS[made_dk.dtype.name],
@@ -448,7 +113,7 @@ def backward(
     return Recipe(tuple(writer.launches), scratch, writer.generated.arrays, atomic_dq=atomic_dq)
 
 
-def _bias_gradient(writer: _Writer, dbias: Array) -> None:
+def _bias_gradient(writer: Writer, dbias: Array) -> None:
     problem = writer.call.problem
     heads, len_q, len_k = dbias.shape[-3:]
     told: dict[str, Any] = {}

@@ -14,8 +14,8 @@ from . import params, strides
 from .kernels import any as all_hardware
 from .kernels.spec import Extent, KernelSpec
 from .params import KINDS, MAX_LEAD, Layout, Operand
-from .recipe import Launch, check_grid
 from .source import Specialisation
+from .writer import Launch, check_grid
 
 
 def append(checked: Append, out: Array | None) -> Launch:

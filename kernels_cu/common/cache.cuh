@@ -39,6 +39,22 @@ __device__ __forceinline__ Place place(const Params& p, long long b, long long p
                static_cast<int>(j - number * size)};
 }
 
+// Whether an entry of packed queries is one of a decode kernel, which has those with few.
+__device__ __forceinline__ bool has_few_rows(const Params& p, long long len_q) {
+  return len_q * p.group <= p.few_rows;
+}
+
+// The work tile of thread block `number` of a forward kernel; `layout::work_tile_of`, with what the
+// device knows of a cache.
+__device__ __forceinline__ layout::WorkTile work_tile_of(const Params& p, long long number) {
+  layout::WorkTile work = layout::work_tile_of(p, number, p.heads, false, BLOCK_Q, true);
+  if constexpr (CACHED) {
+    work.entry.len_k = length(p, work.entry.b);
+    if constexpr (PACKED) work.idle = work.idle || has_few_rows(p, work.entry.len_q);
+  }
+  return work;
+}
+
 // `length` of an entry that is written, as it came, within bounds in which sums do not overflow.
 __device__ __forceinline__ long long written_length(const AppendParams& p, long long b) {
   constexpr long long MOST = 1ll << 48;

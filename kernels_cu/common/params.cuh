@@ -99,8 +99,10 @@ struct Params {
   long long pages;   // of k and v
   long long k_page;  // elements between pages
   long long v_page;
-  long long tasks;  // of a decode kernel: see decode/tasks.cuh
-  long long slots;
+  int tasks;  // of a decode kernel: see decode/tasks.cuh
+  int slots;
+  int few_rows;   // of packed queries: an entry with more rows of a key head is a forward kernel's
+  int tma_rows;   // rows of a page that a TMA load copies
   int page_size;  // positions of a page
   int kind_lengths;
   int kind_table;

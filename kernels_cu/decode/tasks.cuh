@@ -116,7 +116,8 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   task.number = number;
   task.head = head_kv * p.group + part;
   task.i0 = static_cast<int>(block) * queries;
-  const bool idle = block < 0 || task.i0 >= task.len_q;
+  bool idle = block < 0 || task.i0 >= task.len_q;
+  if constexpr (PACKED) idle = idle || !cache::has_few_rows(p, task.len_q);
   task.heads = idle ? 0 : tile::smaller(p.group - part, heads);
   task.rows = tile::smaller(task.len_q - task.i0, queries) * task.heads;
   task.k = reinterpret_cast<const storage_t*>(p.k.data) + layout::offset(p.k, entry, head_kv, true);
@@ -153,7 +154,7 @@ struct Schedule {
 
 // Every thread counts the units of its tasks: those from t * each on.
 __device__ __forceinline__ int tasks_of_thread(const Params& p) {
-  return (static_cast<int>(p.tasks) + THREADS - 1) / THREADS;
+  return (p.tasks + THREADS - 1) / THREADS;
 }
 
 // The level of the units: the largest whose nodes give all blocks work, and nearly equal work; but

@@ -15,6 +15,7 @@
 // BLOCK_KV a multiple of 16.
 #include "../common/params.cuh"
 #include "fragment.cuh"
+#include "fragment_pages.cuh"
 #include "fragment_softmax.cuh"
 #include "fragment_tile.cuh"
 #include "fragment_wide.cuh"
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   SharedStorage* const storage_smem =
       reinterpret_cast<SharedStorage*>(stages_smem + KV_STAGES * STAGE_BYTES);
 
-  const layout::WorkTile work = layout::work_tile_of(p, blockIdx.x, p.heads, false, BLOCK_Q, true);
+  const layout::WorkTile work = cache::work_tile_of(p, blockIdx.x);
   if (work.idle) return;
   const layout::Entry& entry = storage_smem->entry;
   const long long h = work.head, h_kv = layout::divide(h, p.group).quotient;
@@ -87,13 +88,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   };
   const auto copy_keys = [&](const fragment_tile::Tile& tile, int ahead) {
     if (tile.rows > 0) {
-      fragment::begin_rows<BLOCK_KV, D, Q_BYTES>(stage_smem(ahead), k, tile.first, tile.rows);
+      fragment::begin_keys<BLOCK_KV, D, Q_BYTES>(stage_smem(ahead), p, entry.b, k, p.k_page,
+                                                 tile.first, tile.rows);
     }
     ptx::cp_async_commit();
   };
   const auto copy_values = [&](const fragment_tile::Tile& tile, int ahead) {
     if (tile.rows > 0) {
-      fragment::begin_rows<BLOCK_KV, D_V, V_BYTES>(stage_smem(ahead), v, tile.first, tile.rows);
+      fragment::begin_keys<BLOCK_KV, D_V, V_BYTES>(stage_smem(ahead), p, entry.b, v, p.v_page,
+                                                   tile.first, tile.rows);
     }
     ptx::cp_async_commit();
   };

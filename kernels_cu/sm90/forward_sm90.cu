@@ -94,13 +94,55 @@ __device__ __forceinline__ void finite_check_warps(const SharedMemory& smem, int
   }
 }
 
-// One thread: issues the TMA loads of every work tile.
-__device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::TensorMap& q_map,
-                                         const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
+// The rows of a tile of keys and values that a lane loads of a cache in pages.
+struct PagePiece {
+  int tile_row;
+  cache::Place at;
+
+  __device__ __forceinline__ PagePiece(const Params& p, const ScheduledTile& work, int tile) {
+    if constexpr (PAGED) {
+      tile_row = ptx::lane_index() * p.tma_rows;
+      const long long position = static_cast<long long>(tile) * BLOCK_KV + tile_row;
+      // What is not held is not looked up, and comes as 0 from behind the last page.
+      at = tile_row < BLOCK_KV && position < work.entry.len_k
+               ? cache::place(p, work.entry.b, position)
+               : cache::Place{static_cast<int>(p.pages), 0};
+    }
+  }
+};
+
+// Issues the TMA loads of a tile of keys or values, ROWS rows of WIDTH columns from row `first` on.
+// Of a cache in pages, `piece` is the lane's place of tma_rows rows, of which the tile has as many
+// as it has room for.
+template <int ROWS, int WIDTH>
+__device__ __forceinline__ void load_keys(unsigned int to, const ptx::TensorMap& map,
+                                          const warpgroup::TmaHead& head, int first,
+                                          const PagePiece& piece, unsigned int barrier) {
+  if constexpr (PAGED) {
+    if (piece.tile_row < ROWS) {
+      warpgroup::TmaHead page = head;
+      page.slow = piece.at.page;
+      warpgroup::tma_load_tile<ROWS, WIDTH>(to + piece.tile_row * warpgroup::SLAB_ROW_BYTES, map,
+                                            page, piece.at.row, barrier);
+    }
+  } else {
+    warpgroup::tma_load_tile<ROWS, WIDTH>(to, map, head, first, barrier);
+  }
+}
+
+// One thread, or of a cache in pages one warp: issues the TMA loads of every work tile.
+__device__ __forceinline__ void producer(const Params& p, const SharedMemory& smem,
+                                         const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
+                                         const ptx::TensorMap& v_map) {
   SharedStorage& shared = *smem.storage;
   const unsigned int q_address = ptx::shared_address(smem.q);
   const unsigned int k_address = ptx::shared_address(smem.k);
   const unsigned int v_address = ptx::shared_address(smem.v);
+  const bool leads = !PAGED || ptx::lane_index() == 0;
+  // One lane expects the bytes that all lanes load, perhaps after the first of them came.
+  const auto expect = [&](unsigned int barrier, int bytes) {
+    if (leads) ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+  };
   int n = 0, q_uses = 0;
 #pragma unroll 1
   for (int w = 0; shared.has_work(w); ++w) {
@@ -110,12 +152,12 @@ __device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::Te
 #pragma unroll 1
     for (int tile = last; tile >= 0; ++n, tile = work.tile_before(tile)) {
       const int first_row = work.first_row_k + tile * BLOCK_KV;
+      const PagePiece piece(p, work, tile);
       shared.k_pipeline.wait_empty(n);
-      ptx::mbarrier_arrive_expect_tx(shared.k_pipeline.full_barrier(n), K_TILE_BYTES);
-      warpgroup::tma_load_tile<BLOCK_KV, D>(k_address + KvPipeline::stage_of(n) * K_TILE_BYTES,
-                                            k_map, work.k, first_row,
-                                            shared.k_pipeline.full_barrier(n));
-      if (tile == last) {
+      expect(shared.k_pipeline.full_barrier(n), K_TILE_BYTES);
+      load_keys<BLOCK_KV, D>(k_address + KvPipeline::stage_of(n) * K_TILE_BYTES, k_map, work.k,
+                             first_row, piece, shared.k_pipeline.full_barrier(n));
+      if (tile == last && leads) {
         // 1 load q
 #pragma unroll 1
         for (int c = 0; c < CONSUMERS; ++c) {
@@ -129,12 +171,12 @@ __device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::Te
         ++q_uses;
       }
       shared.v_pipeline.wait_empty(n);
-      ptx::mbarrier_arrive_expect_tx(shared.v_pipeline.full_barrier(n), V_TILE_BYTES);
-      warpgroup::tma_load_tile<BLOCK_KV, D_V>(v_address + KvPipeline::stage_of(n) * V_TILE_BYTES,
-                                              v_map, work.v, first_row,
-                                              shared.v_pipeline.full_barrier(n));
+      expect(shared.v_pipeline.full_barrier(n), V_TILE_BYTES);
+      load_keys<BLOCK_KV, D_V>(v_address + KvPipeline::stage_of(n) * V_TILE_BYTES, v_map, work.v,
+                               first_row, piece, shared.v_pipeline.full_barrier(n));
     }
-    ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));
+    if constexpr (PAGED) __syncwarp();  // the work tile, read by all lanes
+    if (leads) ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));
   }
 }
 
@@ -250,7 +292,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     };
 
     const int first_kv_use = kv_uses;
-    const bool has_tiles = !HAS_MASK && !PACKED || next_code >= 0;
+    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next_code >= 0;
     if (has_tiles) {
       warpgroup::mbarrier_wait(shared.q_full_barrier(q_slot), q_phase_of(q_uses));
       ++q_uses;
@@ -428,8 +470,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       scheduler_warp(p, smem);
     } else if (warp > 1) {
       if (CHECK_FINITE) finite_check_warps(smem, warp);
-    } else if (threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
-      producer(smem, q_map, k_map, v_map);
+    } else if (PAGED || threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
+      producer(p, smem, q_map, k_map, v_map);
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();

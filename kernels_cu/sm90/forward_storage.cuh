@@ -21,9 +21,11 @@ constexpr bool SMALL_HEADS = D <= 64 && D_V <= 64 && !HAS_SCORE;
 constexpr int KV_STAGES = SMALL_HEADS ? 4 : 2, Q_STAGES = SMALL_HEADS ? 2 : 1;
 constexpr int WORK_STAGES = 3;  // work tiles: the one before, the current and the next one
 
-// Keys that take no part although they are in the tile, in PARTIAL tiles and behind the end of a
-// packed sequence, have weight 0, and their values may be anything: 0 * NaN must not reach the sum.
-constexpr bool CHECK_FINITE = MAY_MASK || PACKED;
+// Whether sequences may end within the memory of k and v, and have no keys at all.
+constexpr bool ENDS_ON_DEVICE = PACKED || CACHED;
+// Keys that take no part although they are in the tile, in PARTIAL tiles and behind the end of such
+// a sequence, have weight 0, and their values may be anything: 0 * NaN must not reach the sum.
+constexpr bool CHECK_FINITE = MAY_MASK || ENDS_ON_DEVICE;
 constexpr int CHECKER_WARPS = CHECK_FINITE ? 2 : 0;
 constexpr int CHECKER_ARRIVALS = CHECKER_WARPS * warpgroup::ARRIVALS_OF_WARP;
 

@@ -163,6 +163,7 @@ def test_demo_in_other_types(dtype, capsys):
     assert "within the bound" in out.splitlines()[-1]
 
 
+@pytest.mark.thorough("the demo of the CPU is quick")
 def test_demo_for_a_gpu(monkeypatch, capsys):
     """What it says and chooses; the numbers are tested where there is a GPU."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy((H200,), free=2**28))
@@ -176,6 +177,7 @@ def test_demo_for_a_gpu(monkeypatch, capsys):
     assert "within the bound" in out.splitlines()[-1]
 
 
+@pytest.mark.thorough("widths of a line")
 def test_a_long_summary_is_broken(monkeypatch, capsys):
     """Slower here, faster there: the longest that the last lines become."""
     line = demo.Comparison("full", "forward", 1.0, 1.1, 10**9, 10**6, 5)
@@ -188,6 +190,7 @@ def test_a_long_summary_is_broken(monkeypatch, capsys):
     assert words in " ".join(out.split())
 
 
+@pytest.mark.thorough("the demo that succeeds is quick")
 def test_demo_says_when_it_fails(monkeypatch, capsys):
     """A wrong result is told and gives exit status 1."""
     right = demo.attention_vjp

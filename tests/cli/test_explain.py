@@ -13,6 +13,7 @@ import cuda_table
 import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY, cases, runs_on, specialisation
+from halves import mostly_thorough
 from host_cupy import HostCupy
 
 import cupyflash
@@ -209,7 +210,9 @@ print(min(measure.Cpu().peak_memory(call) for _ in range(2)))
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@mostly_thorough(
+    "dtype", ["float16", "float64"], quick=["float16"], why="the other type by the same rule"
+)
 def test_memory_is_what_a_call_takes(dtype, backward, monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYFLASH_NUM_THREADS", "1")  # threads may not overlap, scratches neither
     made = explain(

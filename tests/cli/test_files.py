@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from halves import mostly_thorough
 from test_cli import run
 
 from cupyflash import ArgumentError, files
@@ -135,7 +136,7 @@ def test_words_nested_deep_are_an_error(text):
 ESCAPE = "\x1b[31m"
 
 
-@pytest.mark.parametrize(
+@mostly_thorough(
     "arguments",
     [
         (ESCAPE,),
@@ -152,6 +153,8 @@ ESCAPE = "\x1b[31m"
         ("bench", "--only", ESCAPE),
         ("info",),
     ],
+    quick=lambda case: case[0] != "bench" and len(case) < 4,
+    why="more commands with the same escape",
 )
 def test_names_command_no_terminal(tmp_path, monkeypatch, arguments):
     if arguments[0] == "bench":

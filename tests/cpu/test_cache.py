@@ -437,6 +437,7 @@ def test_processes_that_fill_a_folder_at_once(tmp_path):
 # Never stale
 
 
+@pytest.mark.thorough("installs a copy of the package")
 def test_any_change_of_the_kernels_texts_counts(filled, cache, tmp_path):
     """Also of a file that the cached kernel does not use: nobody has to know which does."""
     site = tmp_path / "site"

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from halves import mostly_thorough
 from test_cache import ANNOUNCEMENT, NOT_KEPT, ONCE, cache, files, filled, run
 
 __all__ = ["cache", "filled"]  # fixtures
@@ -47,7 +48,7 @@ def refused(cache: Path, tmp_path: Path, program: str = "") -> str:
 
 
 @POSIX
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+@mostly_thorough("mode", [0o777, 0o770, 0o702], quick=[0o702], why="more bits of the same mode")
 def test_a_folder_that_others_may_write_to(cache, tmp_path, mode):
     (kernel,) = files(cache)
     poison(kernel, tmp_path / "mark")
@@ -58,7 +59,7 @@ def test_a_folder_that_others_may_write_to(cache, tmp_path, mode):
 
 
 @POSIX
-@pytest.mark.parametrize("mode", [0o666, 0o620])
+@mostly_thorough("mode", [0o666, 0o620], quick=[0o620], why="more bits of the same mode")
 def test_a_file_that_others_may_write_to(cache, tmp_path, mode):
     (kernel,) = files(cache)
     poison(kernel, tmp_path / "mark")

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from halves import mostly_thorough
 from placement import POISON, Layout, Placed, same_bits
 
 from cupyflash import (
@@ -148,7 +149,13 @@ def two_threads(monkeypatch):
     monkeypatch.setenv("CUPYFLASH_NUM_THREADS", "2")
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@mostly_thorough(
+    "dtype",
+    [np.float32, np.float16],
+    quick=[np.float16],
+    why="the other type by the same rule",
+    ids=str,
+)
 def test_peak_memory_is_linear(dtype, two_threads):
     def peaks(length: int) -> tuple[int, int]:
         x = filled(1, 2, length, 16, dtype=dtype)

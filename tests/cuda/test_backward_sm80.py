@@ -85,7 +85,7 @@ def test_more_blocks_of_keys_than_take_turns():
 @MODES
 @TILES
 @pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
-@pytest.mark.parametrize("heads", [1, 2])
+@mostly_thorough("heads", [1, 2], quick=[2], why="one head is simpler")
 def test_ds_of_any_size(deterministic, blocks, order, heads):
     # From tile to tile 2^8 times larger or smaller: unscaled, the small ones vanish, and the large
     # ones overflow, times values of 200.
@@ -100,6 +100,7 @@ def test_ds_of_any_size(deterministic, blocks, order, heads):
     assert worst(q, k, v, do, made) <= 1
 
 
+@pytest.mark.thorough("gradients of any size are quick")
 @emulated
 @MODES
 @TILES
@@ -117,7 +118,7 @@ def test_gradients_of_nothing_are_0(deterministic, blocks):
 @emulated
 @MODES
 @TILES
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@mostly_thorough("value", [np.nan, np.inf], quick=[np.inf], why="infinities make NaN, too")
 def test_masked_queries_and_keys_change_no_bit(deterministic, blocks, value):
     q, k, v, do = (x.astype(HALF) for x in draw(*[(2, 70, 24)] * 4))
     mask = masks.mask(lambda b, h, i, j: (j <= i) & (i != 50) & (j != 3))
@@ -165,6 +166,7 @@ def test_many_tiles_without_pairs_are_passed_by(deterministic, first):
 # -- dq that is added -----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough("odd sizes are quick without it")
 @emulated
 @MODES
 @TILES
@@ -176,6 +178,7 @@ def test_scores_of_queries_that_do_not_exist_are_nobodys(deterministic, blocks):
     assert worst(q, k, v, do, made, score_mod=late) <= 1
 
 
+@pytest.mark.thorough("a search over broadcast axes; frontend tests have quick cases")
 @emulated
 def test_shared_queries_and_keys():
     q, do = (x.astype(HALF) for x in draw((2, 40, 24), (3, 2, 40, 16)))

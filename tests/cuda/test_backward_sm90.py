@@ -102,9 +102,7 @@ PROBLEMS = {
     why="sizes of dS in float16 have their own tests",
     ids=str,
 )
-@mostly_thorough(
-    "name", PROBLEMS, quick=("edges", "everything"), why="sizes between those, and options alone"
-)
+@mostly_thorough("name", PROBLEMS, quick=("edges",), why="sizes between those, and options")
 def test_gradients_are_within_the_bound(name, dtype):
     heads, heads_kv, len_q, len_k, d, d_v, options, tiles = PROBLEMS[name]
     shapes = (heads, len_q, d), (heads_kv, len_k, d), (heads_kv, len_k, d_v), (heads, len_q, d_v)
@@ -114,6 +112,7 @@ def test_gradients_are_within_the_bound(name, dtype):
     assert visited == tiles
 
 
+@pytest.mark.thorough("the first scale is quick")
 @emulated
 @pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
 @mostly_thorough("d", [64, 128, 192], quick=(64,), why="other tiles, which share the code")
@@ -194,6 +193,7 @@ def test_scores_of_queries_that_do_not_exist_are_nobodys(cap):
     assert worst(q, k, v, do, made, **options) <= 1
 
 
+@pytest.mark.thorough("long sequences; sm80 has quick cases")
 @emulated
 def test_more_tiles_than_are_classified_at_once():
     # Of 260 tiles of queries the first and the last three see keys.
@@ -237,7 +237,12 @@ def test_full_tiles_in_a_row(d):
 
 
 @emulated
-@pytest.mark.parametrize(("deterministic", "order"), [(False, 1), (True, 1), (False, -1)])
+@mostly_thorough(
+    ("deterministic", "order"),
+    [(False, 1), (True, 1), (False, -1)],
+    quick=[(True, 1)],
+    why="the other sum and order",
+)
 def test_ds_of_any_size(deterministic, order):
     q, k, v, do = draw(HALF, (2, 256, 16), (1, 96, 16), (1, 96, 16), (2, 256, 16), seed=1)
     steps = 2.0 ** (8 * np.arange(-2, 2))[::order]
@@ -263,8 +268,8 @@ SINK = np.array([0.5], np.float32)
         (BRAIN, True, 72, SINK),
         (HALF, True, 192, None),
     ],
-    quick=lambda case: case[2] == 72,
-    why="other tiles, which share the code",
+    quick=lambda case: case[:3] == (BRAIN, True, 72),
+    why="other tiles and sums, which share the code",
     ids=str,
 )
 def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d, sink):
@@ -279,6 +284,7 @@ def test_masked_queries_and_keys_change_no_bit(dtype, deterministic, d, sink):
         assert all(same_bits(first, x) for x in others)
 
 
+@pytest.mark.thorough("the sm80 kernels have quick cases")
 @emulated
 @pytest.mark.parametrize("sink", [None, SINK], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
@@ -292,7 +298,9 @@ def test_do_that_is_not_finite_where_the_output_is_0(d, sink):
 
 
 @emulated
-@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+@mostly_thorough(
+    "where", ["q", "k", "v", "do"], quick=("k",), why="other arrays of the same kernel"
+)
 @mostly_thorough(
     "kind", ["in order", "deferred", "changed"], quick=("in order",), why="other ways to add dq"
 )
@@ -400,6 +408,7 @@ def test_what_orders_may_not_be_missing(file, number):
         run_often()
 
 
+@pytest.mark.thorough("another way to say what is quick")
 @emulated
 def test_each_thread_may_say_that_it_has_read(monkeypatch):
     arrays = draw(HALF, *[(1, 200, 64)] * 4)
@@ -409,6 +418,7 @@ def test_each_thread_may_say_that_it_has_read(monkeypatch):
     assert all(same_bits(x, y) for x, y in zip(one, each, strict=True))
 
 
+@pytest.mark.thorough("copies by threads, which few GPUs need")
 @emulated
 @pytest.mark.parametrize(("d", "d_v"), [(64, 104), (192, 136)])
 def test_boxes_bring_the_same_bits(d, d_v, monkeypatch):

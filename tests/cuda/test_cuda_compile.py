@@ -118,15 +118,16 @@ def wanted() -> list[tuple[int, str]]:
 
 
 def one_of_each() -> set[tuple[int, str]]:
-    """Return one case of each kernel, on the last architecture that has it."""
-    return set({CASES[number].kernel: (number, arch) for number, arch in wanted()}.values())
+    """Return the first case of each kernel, on the last architecture that has it."""
+    first = {CASES[number].kernel: number for number, _ in reversed(wanted())}
+    return set({n: (n, arch) for n, arch in wanted() if first[CASES[n].kernel] == n}.values())
 
 
 def name(value: object) -> str:
     if not isinstance(value, int):
         return str(value)
-    kernel, dtype, (d, d_v), options, packed = CASES[value]
-    return f"{kernel}-{dtype}-{d}x{d_v}-{options}" + "-packed" * packed
+    kernel, dtype, (d, d_v), options, packed, cache = CASES[value]
+    return f"{kernel}-{dtype}-{d}x{d_v}-{options}" + "-packed" * packed + f"-{cache}" * bool(cache)
 
 
 @pytest.fixture(scope="module")

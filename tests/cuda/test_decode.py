@@ -9,6 +9,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from caches import hidden, in_pages, results
 from cuda_specialisations import target_of
 from emulator import build
 from emulator.calls import Blocks, Emulator
@@ -17,7 +18,7 @@ from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import masks, scores, workspace_size_cached
-from cupyflash.gpu import recipe, source
+from cupyflash.gpu import decode_recipe, source
 from cupyflash.gpu.kernels import decode
 from cupyflash.problem import cached, validate
 from cupyflash.problem.options import Options
@@ -43,12 +44,6 @@ BOTH = pytest.mark.parametrize(
 def draw(dtype, *shapes, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-def results(call):
-    shape = (*(() if call.problem.packed else call.problem.lead), *call.q.shape[-3:-1])
-    out = np.full((*shape, call.problem.d_v), np.nan, call.q.dtype)
-    return out, np.full(shape, np.nan, call.problem.accumulator)
 
 
 def run(
@@ -79,27 +74,6 @@ def within_the_bound(blocks, q, k, v, lengths, out, lse, entry_options=lambda b:
         bound = forward_bound(*own, precision=precision, block_kv=64, **entry_options(b))
         assert rho(out[b : b + 1], *bound.out).value <= 1
         assert rho(lse[b : b + 1], *bound.lse).value <= 1
-
-
-def hidden(array, lengths):
-    """Return a copy whose positions that are not held are NaN."""
-    copy = array.copy()
-    for b, length in enumerate(lengths):
-        copy[b, :, length:] = np.nan
-    return copy
-
-
-def in_pages(array, page, rng, spare=2):
-    """Return pages of a permuted cache, and the table that finds them."""
-    batch, heads, size, columns = array.shape
-    each = -(-size // page)
-    whole = np.full((batch, heads, each * page, columns), np.nan, array.dtype)
-    whole[:, :, :size] = array
-    split = whole.reshape(batch, heads, each, page, columns).swapaxes(1, 2)
-    table = rng.permutation(batch * each + spare)[: batch * each].reshape(batch, each)
-    pages = np.full((batch * each + spare, heads, page, columns), np.nan, array.dtype)
-    pages[table.reshape(-1)] = split.reshape(-1, heads, page, columns)
-    return pages, table.astype(np.int32)
 
 
 @EACH
@@ -354,7 +328,7 @@ def test_a_cache_without_pages_holds_nothing(dtype, blocks, monkeypatch):
 
 def test_a_call_without_heads_needs_no_heads_for_its_workspace():
     q, k = draw(F32, (2, 0, 1, 16), (2, 0, 64, 16))
-    assert recipe.decode_workspace(cached.call(q, k, k, 64), target_of("sm_90")) >= 0
+    assert decode_recipe.workspace_size(cached.call(q, k, k, 64), target_of("sm_90")) >= 0
 
 
 def test_sizes_are_those_of_the_kernels():

@@ -110,8 +110,12 @@ def _with_options(dtype, options_of, seed=0):
 KINDS = [("mask", name) for name in MASKS] + [("score_mod", name) for name in SCORES]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), list(zip(KINDS, itertools.cycle(DTYPES), strict=False)), ids=str
+@mostly_thorough(
+    ("kind", "dtype"),
+    list(zip(KINDS, itertools.cycle(DTYPES), strict=False)),
+    quick=list(zip(KINDS, itertools.cycle(DTYPES), strict=False))[::5],
+    why="every kind is quick on the CPU",
+    ids=str,
 )
 def test_every_kind_of_mask_and_score(kind, dtype):
     option, name = kind
@@ -139,7 +143,7 @@ HEADS = [(64, 64), (128, 128), (257, 400), (48, 272), (400, 1), (512, 512)]
         for n, sizes in enumerate(HEADS)
         for m, dtype in enumerate(DTYPES)
     ],
-    quick=lambda case: case[0] == (128, 128),
+    quick=lambda case: case[:2] == ((128, 128), DTYPES[1]),
     why="heads that are used less",
     ids=str,
 )
@@ -156,7 +160,7 @@ def test_the_tiles_that_gpus_get(sizes, dtype, shared_memory):
     assert max(found.values()) <= 1, found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@mostly_thorough("dtype", DTYPES, quick=DTYPES[:1], why="other types of the same kernel", ids=str)
 def test_what_no_query_sees_changes_no_bit(dtype):
     mask = masks.window(9, 0) & masks.lengths(53 - 7)
     problem = _with_options(dtype, lambda z: {"mask": mask})
@@ -229,7 +233,7 @@ def test_offsets_that_are_wrong_lead_nowhere_else(wrong):
 # -- combine --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@mostly_thorough("dtype", DTYPES, quick=DTYPES[:1], why="other types of the same kernel", ids=str)
 @given(data=st.data())
 def test_parts_are_joined_within_the_bound(dtype, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

@@ -19,6 +19,7 @@ def test_every_kernel_stays_within_its_arrays():
     assert (done.returncode, done.stdout) == (0, "no fault\n"), done.stderr[:4000]
 
 
+@pytest.mark.thorough("a build of its own with sanitizers")
 @pytest.mark.parametrize("fault", sanitized.FAULTS)
 def test_faults_are_found(fault):
     done = sanitized.run(fault)

@@ -183,9 +183,7 @@ FAR = {
 
 
 @emulated
-@mostly_thorough(
-    "name", FAR, quick=("documents", "both ends", "no key"), why="more masks of the same classes"
-)
+@mostly_thorough("name", FAR, quick=("both ends",), why="more masks of the same classes")
 def test_more_tiles_than_are_classified_at_once(name):
     # One warp: 32 tiles of 16 keys at a time.
     (q,) = draw(TYPES[0], (1, 40, 8))
@@ -198,6 +196,7 @@ def test_more_tiles_than_are_classified_at_once(name):
 
 
 @emulated
+@pytest.mark.thorough("equal words are quick in the tests of Philox")
 @EACH_TYPE
 def test_dropped_pairs_are_those_of_the_twin(dtype):
     size, seed, p = 40, 2**63 + 12345, 0.37

@@ -133,7 +133,7 @@ def test_what_is_not_finite_is_where_the_twin_has_it(dtype, where, value):
 
 @emulated
 @EACH_TYPE
-@pytest.mark.parametrize("d", [64, 256])
+@mostly_thorough("d", [64, 256], quick=[64], why="another tile of the same code")
 def test_no_bit_depends_on_the_schedule(dtype, d):
     q, k, v = draw(dtype, (2, 200, d), (1, 400, d), (1, 400, d))
     first, first_lse, _ = run(q, k, v, FORWARD)
@@ -347,7 +347,13 @@ def test_blocks_share_what_is_of_one_length():
 
 
 @emulated
-@pytest.mark.parametrize("options", [{}, {"mask": masks.causal()}], ids=["plain", "causal"])
+@mostly_thorough(
+    "options",
+    [{}, {"mask": masks.causal()}],
+    quick=lambda options: bool(options),
+    why="every round has a job",
+    ids=["plain", "causal"],
+)
 def test_any_number_of_blocks_shares_any_number_of_jobs(options):
     # 10 jobs; under the mask, a block's last round may have none.
     q, k, v = draw(TYPES[1], (5, 200, 64), *[(5, 150, 64)] * 2)

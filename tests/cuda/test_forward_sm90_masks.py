@@ -146,6 +146,7 @@ def test_a_key_or_a_query_reaches_only_its_rows(dtype):
     assert np.isnan(other[:, 150:].astype(np.float32)).all()
 
 
+@pytest.mark.thorough("calls without a mask are quick")
 @emulated
 def test_no_bit_of_a_masked_call_depends_on_the_schedule():
     q, k, v = draw(TYPES[0], (2, 300, 64), *[(1, 520, 64)] * 2)
@@ -184,7 +185,9 @@ def test_packed_sequences(name, d):
 
 
 @emulated
-@pytest.mark.parametrize("name", ["plain", "causal"])
+@mostly_thorough(
+    "name", ["plain", "causal"], quick=["causal"], why="fewer masks of the same kernel"
+)
 def test_packed_neighbours_change_no_bit(name):
     dtype = TYPES[len(name) % 2]
     q, k, v = draw(dtype, (2, 420, 64), *[(1, 518, 64)] * 2)
@@ -318,11 +321,13 @@ def test_nothing_that_orders_may_be_missing(number):
         run_often(number)
 
 
+@pytest.mark.thorough("a search; each missing barrier is quick elsewhere")
 @emulated
 def test_nothing_is_missing():
     run_often(COUNT)
 
 
+@pytest.mark.thorough("a search over schedules")
 @emulated
 def test_lanes_meet_before_one_arrives_for_all(monkeypatch):
     def read(name):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cuda_specialisations import SHARED_MEMORY
 from emulator.machine import FORWARD, REVERSE, randomly
+from halves import mostly_thorough
 from harness import attend
 from placement import same_bits
 from warpgroup_calls import draw, emulated, run, within_the_bound
@@ -34,7 +35,7 @@ CALLS = {
 
 
 @emulated
-@pytest.mark.parametrize("name", CALLS)
+@mostly_thorough("name", CALLS, quick=list(CALLS)[:2], why="more options of the same kernel")
 def test_every_result_is_within_the_bound(name):
     (len_q, len_k, d, d_v), options = CALLS[name]
     q, k, v = draw(F32, (2, 2, len_q, d), (2, 1, len_k, d), (2, 1, len_k, d_v))
@@ -42,6 +43,7 @@ def test_every_result_is_within_the_bound(name):
     within_the_bound(q, k, v, out, lse, **options)
 
 
+@pytest.mark.thorough("the 16-bit kernels have quick cases")
 @emulated
 @pytest.mark.parametrize("option", [{}, {"mask": masks.window(70, 3)}], ids=["plain", "window"])
 def test_rows_of_any_strides_have_the_same_bits(option):
@@ -57,6 +59,7 @@ def test_rows_of_any_strides_have_the_same_bits(option):
         assert same_bits(lse, other_lse)
 
 
+@pytest.mark.thorough("the 16-bit kernels have quick cases")
 @emulated
 def test_packed_sequences():
     ends_q, ends_k = np.array([0, 1, 1, 140, 160]), np.array([0, 129, 130, 130, 220])
@@ -72,7 +75,13 @@ def test_packed_sequences():
 
 
 @emulated
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+@mostly_thorough(
+    "value",
+    [np.nan, np.inf, -np.inf],
+    quick=[np.inf],
+    why="other values of the same kernel",
+    ids=str,
+)
 def test_a_value_reaches_only_the_rows_that_see_it(value):
     q, k, v = draw(F32, *[(1, 150, 64)] * 3)
     options = {"mask": masks.causal()}

@@ -22,9 +22,9 @@ from cupyflash.gpu import driver, launch
 from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
-from cupyflash.gpu.recipe import Launch
 from cupyflash.gpu.source import Specialisation
 from cupyflash.gpu.tma import TensorMap
+from cupyflash.gpu.writer import Launch
 from cupyflash.problem.append import Append
 from cupyflash.problem.call import Array, Call, Gradients, Problem
 from cupyflash.problem.rotary import Rotation
@@ -55,6 +55,8 @@ class Blocks:
         for spec in registry.KERNELS[part]:
             dtype = problem.dtype.name
             if dtype not in spec.heads or not self._has(spec):
+                continue
+            if request.has_cache and not spec.caches:
                 continue
             if spec.precisions.get(dtype) not in (None, problem.precision):
                 continue

@@ -15,6 +15,7 @@ from expressions import (
     tile_symbols,
     tiles,
 )
+from halves import mostly_thorough
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -94,6 +95,7 @@ def test_operands_of_32_bits_may_have_a_result_of_64(compiled):
         np.testing.assert_array_equal(code.mask(n, symbols, wanted.shape), wanted, name)
 
 
+@pytest.mark.thorough("random masks; those by hand are quick")
 @batches
 @given(st.lists(bound_expressions("bool", functions=False), min_size=BATCH, max_size=BATCH))
 def test_masks_are_numpys(compiled, drawn):
@@ -115,7 +117,13 @@ def test_masks_are_numpys(compiled, drawn):
 
 
 @batches
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+@mostly_thorough(
+    "double",
+    [False, True],
+    quick=[False],
+    why="the other type; those by hand are quick",
+    ids=["float32", "float64"],
+)
 @given(st.lists(bound_expressions("float", score=True), min_size=BATCH, max_size=BATCH))
 def test_scores_and_slopes_are_numpys(compiled, double, drawn):
     cases = [case for case in drawn if case is not None]

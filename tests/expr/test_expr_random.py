@@ -18,6 +18,7 @@ from expressions import (
     tile_symbols,
     tiles,
 )
+from halves import mostly_thorough
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -135,7 +136,9 @@ def test_bounds_hold(data):
     check_bounds(bound, sizes, where_, float_type)
 
 
-@pytest.mark.parametrize("name", [*OPERATIONS, "clip"])
+@mostly_thorough(
+    "name", [*OPERATIONS, "clip"], quick=[*OPERATIONS][::3], why="random trees have all of them"
+)
 @given(data=st.data())
 def test_one_operation_over_a_tile(name, data):
     """The bounds of each operation by itself, of operands that move over a large tile."""
@@ -174,7 +177,12 @@ def test_integers_that_bind_lets_pass_are_exact(data):
     check_exact(bound, sizes, where_)
 
 
-@pytest.mark.parametrize("name", [n for n, (_, rule) in OPERATIONS.items() if rule in ARITHMETIC])
+@mostly_thorough(
+    "name",
+    [n for n, (_, rule) in OPERATIONS.items() if rule in ARITHMETIC],
+    quick=("add", "multiply"),
+    why="other operations by the same rule",
+)
 @given(data=st.data())
 def test_one_operation_on_large_integers_is_refused_or_exact(name, data):
     arity, _ = OPERATIONS[name]

@@ -13,6 +13,7 @@ from expressions import (
     tile_symbols,
     tiles,
 )
+from halves import mostly_thorough
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -178,7 +179,9 @@ ONE_OPERATION = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_OPERATION)
+@mostly_thorough(
+    "name", ONE_OPERATION, quick=list(ONE_OPERATION)[::3], why="random trees have all of them"
+)
 @given(data=st.data())
 def test_errors_of_one_operation_are_bounded(name, data):
     tree = ONE_OPERATION[name](S, data.draw(st.sampled_from([0.7 * S, 2.0 - S, S * S])))

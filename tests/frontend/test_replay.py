@@ -86,6 +86,46 @@ def test_a_recognised_call_tells_the_same_but_addresses(cupy, unchecked):
         assert launch[2:5] == cupy.launches[0][2:5]
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["new memory", "memory given"])
+def test_a_step_over_a_cache_is_recognised(cupy, monkeypatch, given):
+    """Also where lengths and pages have changed: the device knows them."""
+    (q,) = draw(cupy, (2, 4, 1, 16), count=1)
+    k, v = draw(cupy, (6, 2, 16, 16), count=2)
+    table = cupy.asarray(np.zeros((2, 3), np.int32))
+    size = cupyflash.workspace_size_cached(q, k, v, table=table)
+    held = []
+    for n in range(3):
+        lengths = cupy.asarray(np.full(2, n + 7, np.int32))
+        more = {}
+        if given:
+            more["workspace"] = cupy.asarray(np.zeros(size, np.uint8))
+            more["out"] = cupy.asarray(np.zeros(q.shape, np.float32))
+        out = cupyflash.attention_cached(q, k, v, lengths, table=table, **more)
+        assert not given or out is more["out"]
+        held.append((lengths, out, more))
+        if n == 0:
+            monkeypatch.setattr(cached_calls, "call", None)
+    assert [x.by_driver for x in cupy.launches] == [False, True, True]
+    layout = params.params(0, 0, 0)
+    for (lengths, out, more), launch in zip(held, cupy.launches, strict=True):
+        found = fields(launch, layout)
+        assert found["lengths"] == lengths.data.ptr
+        assert found["table"] == table.data.ptr
+        assert found["out"]["data"] == out.data.ptr
+        if given:
+            begin = more["workspace"].data.ptr
+            assert begin <= found["workspace"] < begin + 512
+
+
+def test_a_length_of_all_entries_is_told_anew(cupy):
+    (q,) = draw(cupy, (2, 4, 1, 16), count=1)
+    k, v = draw(cupy, (2, 2, 64, 16), count=2)
+    for n in (7, 8):
+        cupyflash.attention_cached(q, k, v, n)
+    told = [fields(x, params.params(0, 0, 0))["len_k"] for x in cupy.launches]
+    assert told == [7, 8]
+
+
 def test_maps_follow_the_parameters(cupy, unchecked, monkeypatch):
     def encode(made, address):
         rows = (address, *made.shape, *made.strides, made.rows)

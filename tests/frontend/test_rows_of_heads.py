@@ -79,7 +79,12 @@ SCORES = {
 @mostly_thorough(
     "dtype", [F32, BRAIN, F64], quick=[BRAIN], why="kernels with the same rows of heads", ids=str
 )
-@pytest.mark.parametrize("name", [*MASKS, *SCORES])
+@mostly_thorough(
+    "name",
+    [*MASKS, *SCORES],
+    quick=[*MASKS, *SCORES][::3],
+    why="more masks and changes of the same rows",
+)
 def test_one_query_of_each_head(monkeypatch, dtype, name):
     options = (MASKS | SCORES)[name]
     if "bias" in options:
@@ -113,6 +118,7 @@ def test_some_queries_of_each_head(monkeypatch, name, len_q):
         assert tiles == apart[2] / 3
 
 
+@pytest.mark.thorough("sixteen heads on the emulator")
 @emulated
 def test_rows_of_warpgroups(monkeypatch):
     # Sixteen heads of 40 queries are five tiles of 128 rows, instead of sixteen.

@@ -69,6 +69,7 @@ class Case(NamedTuple):
     sizes: tuple[int, int]
     options: str
     packed: bool
+    cache: str = ""  # "cached", or "paged" where it lies in pages
 
 
 def cases() -> list[Case]:
@@ -122,8 +123,21 @@ def cases() -> list[Case]:
         found.append(Case(kernel, dtypes[3], f64_sizes[n // 2 % 4], options, n % 3 == 2))
     # Kernels that take long to compile: few of them.
     for n, (own, options) in enumerate([((128, 128), "causal"), ((40, 72), "softcap")]):
-        found.append(Case("decode_sm80", dtypes[1 + n], own, options, n == 1))
-        found.append(Case("decode_simt", dtypes[3 * n], own, options, n == 0))
+        for kernel, dtype, packed in (
+            ("decode_sm80", dtypes[1 + n], n == 1),
+            ("decode_simt", dtypes[3 * n], n == 0),
+        ):
+            found.append(Case(kernel, dtype, own, options, packed, "paged" if packed else ""))
+    for kernel, dtype, own, options, packed, cache in [
+        ("forward_sm80", BFLOAT16, (128, 128), "causal", False, "cached"),
+        ("forward_sm80", BFLOAT16, (64, 64), "plain", True, "paged"),
+        ("forward_sm80", dtypes[3], (64, 64), "causal", False, "paged"),
+        ("forward_sm90", BFLOAT16, (128, 128), "causal", False, "cached"),
+        ("forward_sm90", BFLOAT16, (128, 128), "plain", False, "paged"),
+        ("forward_sm90", BFLOAT16, (64, 64), "causal", True, "paged"),
+        ("forward_sm90", BFLOAT16, (256, 256), "causal", False, "paged"),
+    ]:
+        found.append(Case(kernel, dtype, own, options, packed, cache))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for kernel in ("append", "rope"):
@@ -203,8 +217,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         problem.d_v if "d_v" in spec.sizes else 0,
         tiles,
         packed=case.packed,
-        cached=spec.part == "decode" and case.packed,
-        paged=spec.part == "decode" and case.packed,
+        cached=case.cache != "",
+        paged=case.cache == "paged",
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
         tma_store=not case.packed and _tma_stores(spec, problem, tiles),

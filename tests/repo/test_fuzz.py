@@ -148,6 +148,7 @@ def test_a_mask_that_is_off_by_one_is_found(monkeypatch):
     assert found(range(80))
 
 
+@pytest.mark.thorough("a fault that is found is quick")
 def test_a_finding_is_printed_as_a_command(monkeypatch, capsys):
     monkeypatch.setattr(cupyflash, "combine", a_part_is_dropped(cupyflash.combine))
     assert fuzz.main(["--problems", "80", "--seed", str(SEED)]) == 1

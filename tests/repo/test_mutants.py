@@ -224,6 +224,7 @@ def test_renames_in_a_kernel_change_no_key(file):
     assert [keys(x) for x in before] == [others(x) for x in after]
 
 
+@pytest.mark.thorough("parses every file that has mutants")
 def test_few_mutants_share_a_key():
     every = mutants.keys_of(mutants.every_mutant())
     assert len(set(every.values())) > 0.97 * len(every)

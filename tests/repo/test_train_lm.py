@@ -78,6 +78,7 @@ def test_gradients_are_central_differences():
         assert line.error <= line.bound <= 1e-6, name
 
 
+@pytest.mark.thorough("the check itself is quick")
 def test_a_wrong_gradient_of_attention_is_found(monkeypatch, capsys):
     original = transformer.cupyflash.attention_vjp
 

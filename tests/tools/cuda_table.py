@@ -40,6 +40,7 @@ class Key(NamedTuple):
     d_v: int
     options: str
     packed: bool
+    cache: str
     arch: str
 
 
@@ -61,7 +62,7 @@ class CannotCompile(Exception):
 
 
 def key_of(case: Case, arch: str) -> Key:
-    return Key(case.kernel, case.dtype.name, *case.sizes, case.options, case.packed, arch)
+    return Key(case.kernel, case.dtype.name, *case.sizes, case.options, case.packed, case.cache, arch)
 
 
 @functools.cache
@@ -111,7 +112,7 @@ def read() -> tuple[str, dict[Key, Resources]]:
     rows = {}
     for row in csv.DictReader(lines):
         words = [row[name] for name in Key._fields]
-        key = Key(*words[:2], int(words[2]), int(words[3]), words[4], words[5] == "True", words[6])
+        key = Key(*words[:2], int(words[2]), int(words[3]), words[4], words[5] == "True", *words[6:])
         assert key not in rows, key
         rows[key] = Resources(*(int(row[name]) for name in Resources._fields))
     return first.removeprefix("# NVRTC "), rows

@@ -20,6 +20,7 @@ TASK_BYTES, LEVELS = 80, 4  # of a task that a warp has; levels of units
 COLUMNS = 16  # rows of o in slots are multiples of it
 MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
+MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single steps
 
 
 def wanted(problem: Problem) -> bool:

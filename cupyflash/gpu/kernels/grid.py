@@ -40,11 +40,11 @@ def by_warps(extent: Extent, tiles: Tiles) -> Grid:
 def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     """Return a grid of tiles of queries that are shared among as many blocks as there are SMs.
 
-    Tiles are dealt out in advance, and a block prepares its next one. Tiles of packed sequences may
-    take very different times, so each has its own block, which goes to any free SM.
+    Tiles are dealt out in advance, and a block prepares its next one. Tiles of packed sequences and
+    of caches may take very different times, so each has its own block, which goes to any free SM.
     """
     grid = by_queries(extent, tiles)
-    if extent.sequences:
+    if extent.sequences or extent.differ:
         return grid
     return grid._replace(size=min(grid.size, extent.multiprocessors))
 

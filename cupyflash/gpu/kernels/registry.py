@@ -120,6 +120,17 @@ def decodes(problem: Problem, device: Target) -> bool:
     )
 
 
+def prefills(problem: Problem, device: Target) -> bool:
+    """Whether a forward kernel serves many queries over a cache; others leave them to decode."""
+    return any(
+        spec.caches
+        and spec.is_for(problem, device)
+        and device.capability >= spec.capability
+        and max(problem.d, problem.d_v) <= spec.heads[problem.dtype.name]
+        for spec in KERNELS["forward"]
+    )
+
+
 def adds_dq(request: Request, deterministic: bool) -> bool:
     """Return whether the kernel of dk and dv adds dq to memory, in any order of its blocks.
 

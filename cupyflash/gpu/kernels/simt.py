@@ -306,4 +306,5 @@ DECODE = KernelSpec(
     heads=dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE),
     configure=_configure_decode,
     grid=grid.by_units,
+    caches=True,
 )

@@ -181,6 +181,7 @@ FORWARD = KernelSpec(
     tensor_cores=True,
     configure=_configure_forward,
     grid=grid.by_queries,
+    caches=True,
 )
 DKDV = KernelSpec(
     source="sm80/backward_sm80_dkdv.cu",
@@ -229,4 +230,5 @@ DECODE = KernelSpec(
     tensor_cores=True,
     configure=_configure_decode,
     grid=grid.by_units,
+    caches=True,
 )

@@ -49,11 +49,12 @@ def register_class(call: Call) -> str:
     """Return what a call's tiles depend on besides its heads: a key of `FORWARD_TILES`."""
     if call.score_mod is not None or call.bias is not None:
         return "scores"
-    # No sequence's result may depend on the lengths of others that are packed with it.
+    # No sequence's result may depend on the lengths of others that are packed with it, nor on how
+    # much a cache has room for.
     problem = call.problem
     if call.mask is None:
-        few = not problem.packed and int(problem.len_k) <= FEW_KEYS
-        return "plain, few keys" if few else "plain"
+        known = not problem.packed and call.cache is None
+        return "plain, few keys" if known and int(problem.len_k) <= FEW_KEYS else "plain"
     few = not problem.packed and int(problem.len_q) <= FEW_QUERIES
     return "masks, few queries" if few else "masks"
 
@@ -110,12 +111,19 @@ def _padding(d: int, d_v: int) -> float:
 def _forward_obstacle(request: Request) -> str | None:
     if request.call is None:
         return "its arrays are not known"
-    problem = request.problem
-    # No sequence's result may depend on the lengths of others that are packed with it.
-    if not problem.packed and min(problem.len_q, problem.len_k) < SHORTEST:
-        return f"it is for {SHORTEST} queries and keys or more"
+    problem, cache = request.problem, request.call.cache
+    # No sequence's result may depend on the lengths of others that are packed with it, nor on how
+    # much a cache has room for.
+    if not problem.packed:
+        known = problem.len_q if cache is not None else min(problem.len_q, problem.len_k)
+        if known < SHORTEST:
+            return f"it is for {SHORTEST} queries and keys or more"
     if _padding(problem.d, problem.d_v) > MOST_PADDING:
         return f"it computes columns of v by 64, which {problem.d_v} are too far from"
+    if cache is not None and cache.table is not None:
+        block_kv = fit_forward(problem.d, problem.d_v, register_class(request.call)).block_kv
+        if tma_operands.page_rows(request, block_kv) < tma_operands.FEWEST_PAGE_ROWS:
+            return f"pages of {cache.page_size} and its tiles of {block_kv} keys do not fit"
     return tma_operands.obstacle(request, ("q", "k", "v"))
 
 
@@ -144,6 +152,7 @@ FORWARD = KernelSpec(
         rows=lambda tiles: {"q": 64, "k": tiles.block_kv, "v": tiles.block_kv, "out": 16},
         has_room=_has_room,
     ),
+    caches=True,
 )
 
 # -- forward_sm90_tf32 ----------------------------------------------------------------------------

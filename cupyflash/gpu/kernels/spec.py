@@ -95,6 +95,16 @@ class Request:
         found: Array = getattr(self.call, name) if name in "qkv" else self.arrays[name]
         return found
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether the call is one over a cache."""
+        return self.call is not None and self.call.cache is not None
+
+    def is_paged(self, name: str) -> bool:
+        """Whether an array is the pages of a cache."""
+        cache = None if self.call is None else self.call.cache
+        return name in ("k", "v") and cache is not None and cache.table is not None
+
     @functools.cached_property
     def _lead(self) -> Lead:
         if self.lead is not None:
@@ -103,12 +113,18 @@ class Request:
         return strides.lead_of(self.problem.lead, arrays)
 
     def operand(self, name: str) -> Operand:
-        """Return the strides of an array (..., H, L, D)."""
-        return strides.operand(self.array(name), self._lead.strides[name])
+        """Return the strides of an array (..., H, L, D); pages are a leading axis."""
+        array, lead = self.array(name), self._lead.strides[name]
+        if self.is_paged(name):
+            lead = (*lead[:-1], array.strides[0] // array.itemsize)
+        return strides.operand(array, lead)
 
     def sizes(self, name: str) -> tuple[int, ...]:
         """Return an array's lengths: the launch's leading axes, heads, rows and columns."""
-        return (*self._lead.sizes, *self.array(name).shape[-3:])
+        shape = self.array(name).shape
+        if self.is_paged(name):
+            return (*self._lead.sizes[:-1], *shape)
+        return (*self._lead.sizes, *shape[-3:])
 
 
 class Extent(NamedTuple):
@@ -128,6 +144,8 @@ class Extent(NamedTuple):
         SMs of the device.
     group : int
         Query heads that share a key head.
+    differ : bool
+        Whether entries may have keys of different number, as the device knows.
     """
 
     queries: int
@@ -137,6 +155,7 @@ class Extent(NamedTuple):
     sequences: int = 0
     multiprocessors: int = 0
     group: int = 1
+    differ: bool = False
 
 
 class Grid(NamedTuple):
@@ -241,6 +260,8 @@ class KernelSpec:
         Whether it accepts tiles from a plan instead of its own.
     tma : TmaOperands, optional
         The arrays that it copies by TMA.
+    caches : bool
+        Whether it reads a cache: lengths and pages that the device knows.
     scores : bool
         Whether it evaluates masks and scores.
     slope : bool
@@ -268,6 +289,7 @@ class KernelSpec:
     obstacle: Callable[[Request], str | None] = never
     chooses_tiles: bool = False
     tma: TmaOperands | None = None
+    caches: bool = False
     scores: bool = True
     slope: bool = False
     sizes: tuple[str, ...] = ("d", "d_v")
@@ -296,6 +318,8 @@ class KernelSpec:
     def serves(self, request: Request) -> str | None:
         """Return None, or in words why it does not serve a request that it is one for."""
         problem, device = request.problem, request.device
+        if request.has_cache and not self.caches:
+            return "it reads no cache"
         if self.scores and request.blocks is not None and not self.chooses_tiles:
             return "its tiles are not to be chosen"
         if device.capability < self.capability:

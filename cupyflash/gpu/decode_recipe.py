@@ -1,0 +1,73 @@
+"""The launches of few queries and many keys, and of calls over a cache, as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays.cuda_device import Target
+from ..problem.call import Array, Call
+from .kernels import decode, registry
+from .kernels.spec import Extent, Grid, Request, Tiles
+from .workspace import ArraySpec
+from .writer import Recipe, Writer, group_of, keys_of
+
+
+def forward(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> Recipe:
+    """Return the recipe of few queries and many keys, or over a cache.
+
+    Over a cache forward kernels have entries of many queries. Where the numbers of packed queries
+    are on the device both are launched, and each passes over the other's entries.
+    """
+    arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
+    arrays |= {"out": (out, 3), "lse": (lse, 2)}
+    writer = Writer(call, facts, arrays, False, None, False)
+    if not want_lse:
+        writer.named.remove("lse")
+    few, many = _entries_by_rows(call, facts)
+    if call.cache is not None and registry.prefills(call.problem, facts):
+        writer.told["few_rows"] = decode.MOST_CACHED_ROWS
+    else:
+        writer.told["few_rows"] = 2**31 - 1
+    scratch = {}
+    if few:
+        grid, tiles = writer.add("decode", _extent_of_tasks(call, facts), named=("workspace",))
+        size = _decode_bytes(call, grid, tiles)
+        scratch["workspace"] = ArraySpec((size,), np.dtype(np.uint8))
+    if many:
+        extent = writer.extent(writer.lead.sizes)
+        assert call.cache is not None
+        writer.add("forward", extent._replace(differ=not isinstance(call.cache.lengths, int)))
+    return Recipe(tuple(writer.launches), scratch, writer.generated.arrays)
+
+
+def _entries_by_rows(call: Call, facts: Target) -> tuple[bool, bool]:
+    """Return whether a call may have entries for a decode kernel, and some for a forward kernel."""
+    if call.cache is None or not registry.prefills(call.problem, facts):
+        return True, False
+    rows = group_of(call.problem) * np.asarray(call.problem.len_q)
+    is_few = rows <= decode.MOST_CACHED_ROWS
+    return bool(is_few.any()), not is_few.all()
+
+
+def _extent_of_tasks(call: Call, facts: Target) -> Extent:
+    problem = call.problem
+    entries = (1, problem.batch) if problem.packed else (problem.batch, 0)
+    sizes = int(call.q.shape[-2]), keys_of(call), problem.heads_kv, *entries
+    return Extent(*sizes, facts.multiprocessors, group_of(problem))
+
+
+def _decode_bytes(call: Call, grid: Grid, tiles: Tiles) -> int:
+    problem = call.problem
+    sizes = group_of(problem), problem.d_v, problem.accumulator.itemsize, keys_of(call)
+    return decode.nbytes(grid, tiles, *sizes)
+
+
+def workspace_size(call: Call, facts: Target) -> int:
+    """Return the bytes of workspace of a call over a cache."""
+    if not _entries_by_rows(call, facts)[0]:
+        return 0
+    choice = registry.select("decode", Request(call.problem, facts, call))
+    grid = choice.spec.grid(_extent_of_tasks(call, facts), choice.tiles)
+    return _decode_bytes(call, grid, choice.tiles)
