@@ -1,7 +1,7 @@
 """Exact attention for people who write NumPy-style array code.
 
-`attention` computes softmax(scale q kᵀ) v without storing the scores, `attention_backward` its
-gradients; `masks` and `scores` say which pairs attend and how scores change.
+`attention` computes softmax(scale q kᵀ) v without storing the scores, and `attention_backward`
+computes its gradients; `masks` and `scores` say which pairs attend and how scores change.
 """
 
 from __future__ import annotations

@@ -106,21 +106,22 @@ def attention(
     Parameters
     ----------
     q : array, shape (..., Hq, Lq, D)
-        Queries, of float16, bfloat16 (ml_dtypes), float32 or float64; any strides; NumPy's or
-        CuPy's, as every array of the call. Leading axes broadcast against those of `k` and `v`; a
-        two-dimensional array is one head.
+        Queries: float16, bfloat16 (ml_dtypes), float32 or float64, with any strides. All arrays of
+        a call are NumPy's, or all are CuPy's. Leading axes broadcast against those of `k` and `v`;
+        a two-dimensional array is one head.
     k : array, shape (..., Hkv, Lk, D)
-        Keys, of the dtype of `q`. Hq must be a multiple of Hkv: query head h reads key-value head
+        Keys, with the dtype of `q`. Hq must be a multiple of Hkv: query head h reads key-value head
         ``h // (Hq // Hkv)``.
     v : array, shape (..., Hkv, Lk, Dv)
-        Values, of the dtype of `q`.
+        Values, with the dtype of `q`.
     mask : Mask or array of bool, optional
-        Which pairs attend (True), see `cupyflash.masks`; an array broadcasts to (..., Hq, Lq, Lk).
+        Which pairs attend (True); see `cupyflash.masks`. An array broadcasts to (..., Hq, Lq, Lk).
     score_mod : Score or sequence of Score, optional
-        Changes of the scores, applied in order, see `cupyflash.scores`.
+        Changes of the scores, applied in order; see `cupyflash.scores`.
     bias : array, optional
-        Added to the scores, after `score_mod`; broadcasts to (..., Hq, Lq, Lk), any of the four
-        dtypes. -inf hides a pair, and so does what rounds to -inf in the accumulator's type.
+        Added to the scores, after `score_mod`. It broadcasts to (..., Hq, Lq, Lk) and has any of
+        the four dtypes. -inf hides a pair, and so does a number that rounds to -inf in the
+        accumulator's type.
     sink : array, shape (Hq,), optional
         Logit of one extra key of value 0 per head.
     scale : float, optional
@@ -130,9 +131,10 @@ def attention(
     seed : int or 0-d array of uint64, optional
         Key of the Philox generator: the same seed drops the same pairs everywhere.
     precision : {None, "tf32x3"}
-        Of float32 arrays. With "tf32x3" a GPU of compute capability 8.0 or newer may multiply by
-        its tensor cores, each product as the sum of three (relative error 2^-21 instead of 2^-24),
-        for head sizes up to 256; NumPy arrays are computed in float32 all the same.
+        For float32 arrays only. With "tf32x3", a GPU of compute capability 8.0 or newer may
+        multiply on its tensor cores, for head sizes up to 256. Each product is then the sum of
+        three (relative error 2^-21 instead of 2^-24). NumPy arrays are computed in float32 all the
+        same.
     return_lse : bool
         Return (out, lse) instead of out.
     out : array, optional
@@ -143,24 +145,25 @@ def attention(
     Returns
     -------
     out : array, shape (..., Hq, Lq, Dv)
-        In the dtype and memory order of `q`. A query that sees no key gets 0.
+        The output, in the dtype and memory order of `q`. A query that sees no key gets 0.
     lse : array, shape (..., Hq, Lq)
-        Only with `return_lse`: natural logarithm of the sum of exp(logits), with the sink and
-        before dropout; float32 (float64 for float64 input); -inf for a query that sees no key.
+        Only with `return_lse`: the natural logarithm of the sum of exp(logits), with the sink and
+        before dropout. It is float32 (float64 for float64 input), and -inf for a query that sees no
+        key.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        An argument does not fit; the message names it, what came, what was wanted and the remedy.
+        An argument is wrong. The message names it, what it got and expected, and the remedy.
         Every array is left as it was.
 
     Notes
     -----
     The sums of abs(q * k) over D, before and after the scale, and of abs(v) over the keys that a
     query sees, must stay below half the largest number of the accumulator, 1.7e38 or 9e307; the
-    latter, on tensor cores in 16-bit types, also when it is multiplied by 256, and with dropout by
-    1 / (1 - dropout). Beyond that a result may be infinite or NaN. The remedy is to scale: out is
-    linear in `v`.
+    latter sum must do so even after it is multiplied by 256 (16-bit types on tensor cores) and by
+    ``1 / (1 - dropout)``. Beyond that, a result may be infinite or NaN. The remedy is to scale `v`:
+    out is linear in it.
 
     References
     ----------
@@ -222,22 +225,22 @@ def attention_backward(
     dlse : array, shape of lse, optional
         Gradient of the LSE, in its dtype.
     deterministic : bool
-        Ask for bitwise equal gradients in every run. On tensor cores and in float32 it makes a
-        difference: there dq is otherwise a sum in any order, which takes fewer products.
+        Ask for bitwise equal gradients in every run. This matters on tensor cores and in float32:
+        there, dq is otherwise summed in any order, which takes fewer products.
     grads_out : Gradients or tuple, optional
-        Arrays for dq, dk, dv and, where there are such inputs, dbias and dsink; None for a fresh
-        one. Views are fine: three views of one packed QKV gradient take the gradients without a
-        copy.
+        Arrays for dq, dk, dv and, if the call has a bias or a sink, dbias and dsink; None for a
+        fresh array. They may be views: three views of one packed QKV gradient receive the gradients
+        without a copy.
     workspace : array of uint8, optional
-        Scratch memory of at least `workspace_size` bytes, where q lives. Needed while a CUDA graph
-        is being captured.
+        Scratch memory of at least `workspace_size` bytes, on the device of `q`. It is needed while
+        a CUDA graph is being captured.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As given to `attention`.
 
     Returns
     -------
     Gradients
-        dq, dk, dv, dbias, dsink, each of its input's shape and dtype.
+        dq, dk, dv, dbias, dsink, each with its input's shape and dtype.
 
     Raises
     ------
@@ -246,10 +249,10 @@ def attention_backward(
 
     Notes
     -----
-    Beside the domain of `attention`, the sums of abs(do * v) and abs(do * out) over Dv, of
+    In addition to the limits of `attention`, the sums of abs(do * v) and abs(do * out) over Dv, of
     abs(dS * k) over keys and of abs(dS * q) over queries, both before and after the scale, and of
     abs(P * do) over queries must stay below half the largest number of the accumulator. dS is the
-    gradient of the scores, P are the weights. Beyond that gradients may be infinite or NaN.
+    gradient of the scores, and P are the weights. Beyond that, gradients may be infinite or NaN.
 
     References
     ----------
@@ -354,18 +357,18 @@ def attention_vjp(
     return_lse : bool
         Return (out, lse, vjp) instead of (out, vjp).
     deterministic : bool
-        Of the gradients, as in `attention_backward`.
+        Whether gradients are bitwise equal in every run; see `attention_backward`.
 
     Returns
     -------
     out : array
-        As of `attention`.
+        As returned by `attention`.
     lse : array
         Only with `return_lse`.
     vjp : callable
-        ``vjp(do, dlse=None)`` returns `Gradients`. It keeps q, k, v, out and lse, and no more: do
-        not change them in between. It cannot be pickled; save these arrays, and call
-        `attention_backward` where the gradients are wanted.
+        ``vjp(do, dlse=None)`` returns `Gradients`. It keeps only q, k, v, out and lse: do not
+        change them before you call it. It cannot be pickled; save these arrays, and call
+        `attention_backward` where you need the gradients.
 
     Raises
     ------
@@ -401,9 +404,9 @@ def attention_vjp(
 def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Array]:
     """Join attention over disjoint sets of keys into attention over all of them.
 
-    Associative and commutative up to rounding; (0, -inf) is its unit. No element of the output is
-    larger than the largest of the parts, so that finite parts give finite results. Calls with
-    dropout cannot be combined; where there is a sink, one of the calls gets it.
+    `combine` is associative and commutative up to rounding, and (0, -inf) is its unit. No element
+    of the output is larger than the largest of the parts, so finite parts give finite results.
+    Calls with dropout cannot be combined. If there is a sink, exactly one of the calls gets it.
 
     Parameters
     ----------
@@ -421,7 +424,7 @@ def combine(parts: Sequence[tuple[DLPackArray, DLPackArray]]) -> tuple[Array, Ar
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        The parts differ in shape or dtype, or there is none.
+        The parts differ in shape or dtype, or there are none.
 
     References
     ----------
@@ -437,19 +440,20 @@ def lookup(array: DLPackArray | Sequence[Any]) -> LookupTable:
     Parameters
     ----------
     array : array
-        Of bool, integers or floats, living where q will live. It is read in place at every call.
-        If it changes while a call runs, the result may be any, but no index leaves an array.
+        Booleans, integers or floats, on the device on which q will be. It is read in place at every
+        call. If it changes while a call runs, the result is undefined, but no index leaves an
+        array.
 
     Returns
     -------
     LookupTable
-        Index it with one integer expression per axis. Every index must be provably in range; hold
-        it with `cupyflash.expr.clip` otherwise.
+        Index it with one integer expression per axis. Every index must be provably in range; if it
+        is not, limit it with `cupyflash.expr.clip`.
 
     Raises
     ------
     ArgumentTypeError
-        If it is no array, or of a dtype that expressions do not know.
+        If it is not an array, or has a dtype that expressions do not support.
 
     Examples
     --------

@@ -72,50 +72,52 @@ def append(
     Parameters
     ----------
     k_new : array, shape (B, Hkv, n, D)
-        New keys, or with `offsets` packed ones, (Hkv, total, D); dtypes, strides and kinds of
-        arrays as in `attention`.
+        New keys; with `offsets`, packed keys of shape (Hkv, total, D). Dtypes, strides and kinds of
+        arrays are those of `attention`.
     v_new : array, shape (B, Hkv, n, Dv)
-        New values, or packed ones, (Hkv, total, Dv).
+        New values; with `offsets`, packed values of shape (Hkv, total, Dv).
     k : array, shape (B, Hkv, S, D)
-        The cache's keys, with room for S positions, of the dtype of `k_new` and any strides. With
-        `table`, pages: (P, Hkv, page, D). Written in place; it shares no memory with another array.
+        The cache's keys, with room for S positions, the dtype of `k_new` and any strides. With
+        `table`, they are pages, (P, Hkv, page, D). They are written in place, and share no memory
+        with another array.
     v : array, shape (B, Hkv, S, Dv)
-        The cache's values; with `table` (P, Hkv, page, Dv). They may be columns of the keys,
-        ``v = k[..., :Dv]``; then ``v_new = k_new[..., :Dv]``, and they are written once.
+        The cache's values; with `table`, (P, Hkv, page, Dv). They may be the first columns of the
+        keys, ``v = k[..., :Dv]``; then ``v_new`` must be ``k_new[..., :Dv]``, and they are written
+        once.
     lengths : int or array, shape (B,)
-        Positions that the cache holds after this step, of int32 or int64, living where k lives. On
-        a GPU they are not read back, and a row whose position is not in the cache is not written: a
-        captured CUDA graph serves all later lengths.
+        How many positions the cache holds after this step, as int32 or int64, on the device of `k`.
+        On a GPU, lengths are not read back, and a row whose position is not in the cache is not
+        written. A captured CUDA graph therefore works for all later lengths.
     table : array, shape (B, N), optional
-        Page numbers, of int32 or int64, living where k lives: position j of entry b is row
-        ``j % page`` of page ``table[b, j // page]``. Only those that are written are read, and no
-        page may be written for two positions. On a GPU a row of a page that is not there is not
-        written.
+        Page numbers, as int32 or int64, on the device of `k`. Position j of entry b is row
+        ``j % page`` of page ``table[b, j // page]``. Only the numbers of pages that are written are
+        read, and no row of a page may be written for two positions. On a GPU, a row is not written
+        if its page does not exist.
     offsets : array, shape (B + 1,), optional
         Entry b has the packed rows from ``offsets[b]`` to ``offsets[b + 1]``; entries may have any
         number of them.
     q : array, shape (B, Hq, n, D), optional
-        Queries of the same positions, or packed ones, (Hq, total, D). They are rotated, too, so
-        `rotary` is needed.
+        Queries of the same positions; with `offsets`, packed queries of shape (Hq, total, D). They
+        are rotated, too, so `rotary` is needed.
     rotary : Rotary, optional
-        Rotates keys and queries by their positions. Without it keys are copied bit by bit, as
-        values always are. On a GPU positions beyond its arrays are clamped.
+        Rotates keys and queries by their positions. Without it, keys are copied bit by bit, as
+        values always are. On a GPU, positions beyond its arrays are clamped.
     positions : array, shape (B, n) or (total,), optional
-        Where rows are rotated, of int32 or int64, living where k lives: the depth in a tree of
-        drafts, for example. By default where the cache has them.
+        The positions by which rows are rotated, as int32 or int64, on the device of `k`; for
+        example, the depth in a tree of drafts. By default they are the positions in the cache.
     out : array, shape of q, optional
         Where to write the rotated queries.
 
     Returns
     -------
     array or None
-        The queries, rotated, in their dtype; None without `q`.
+        The rotated queries, in the dtype of `q`; None without `q`.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        A wrong shape, dtype or place; lengths, offsets, positions or page numbers in host memory
-        that name what is not there. With the environment variable CUPYFLASH_DEBUG=1 those in device
+        A shape, dtype or device is wrong, or lengths, offsets, positions or page numbers in host
+        memory are out of range. With the environment variable CUPYFLASH_DEBUG=1, those in device
         memory are checked, too.
 
     Examples
@@ -154,32 +156,33 @@ def rope(
 ) -> Array:
     """Rotate rows by their positions: rotary position embedding.
 
-    The product of a query and a key that were rotated depends on their positions' difference alone.
-    It is computed in float32, or float64 for float64 arrays, and rounded once.
+    The product of a rotated query and a rotated key depends only on the difference of their
+    positions. The rotation is computed in float32, or in float64 for float64 arrays, and rounded
+    once.
 
     Parameters
     ----------
     x : array, shape (B, H, L, D) or (H, total, D)
-        Queries or keys; dtypes, strides and kinds of arrays as in `attention`.
+        Queries or keys. Dtypes, strides and kinds of arrays are those of `attention`.
     positions : array, shape (B, L) or (L,)
-        Positions of the rows, the same for all heads, of int32 or int64, living where x lives.
-        Those in device memory are clamped to the angles that there are.
+        Positions of the rows, the same for all heads, as int32 or int64, on the device of `x`. In
+        device memory, positions beyond the angles are clamped.
     rotary : Rotary
         The angles.
     inverse : bool
-        Rotate back. This is also the gradient: of dout follows dx.
+        Rotate back. This is also the gradient: it turns dout into dx.
     out : array, shape of x, optional
         Where to write the result.
 
     Returns
     -------
     array
-        Shape and dtype of `x`.
+        The rotated rows, with the shape and dtype of `x`.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        A wrong shape, dtype or place; positions in host memory that have no angles.
+        A shape, dtype or device is wrong, or positions in host memory have no angles.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""Which back end computes a call: chosen once, by the type of its arrays."""
+"""Which back end computes a call. It is chosen once, by the type of the call's arrays."""
 
 from __future__ import annotations
 

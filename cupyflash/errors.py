@@ -1,4 +1,4 @@
-"""The exceptions of cupyflash: each says which argument, what came, what was wanted, the remedy."""
+"""The exceptions of cupyflash. Each names the argument, what was expected, and the remedy."""
 
 from __future__ import annotations
 

@@ -24,16 +24,16 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class Request:
-    """A call as it came. It is validated when that is needed, and then once.
+    """A call as the user made it. It is validated once, when that is first needed.
 
     Parameters
     ----------
     q, k, v : Any
         As users pass them.
     options : Options
-        The same of them.
+        As users pass them.
     offsets : tuple, optional
-        Of packed arrays.
+        The offsets of packed arrays.
     check : bool
         Whether offsets in device memory are read back.
     """
@@ -83,7 +83,7 @@ class Request:
 
 
 class CachedRequest(Request):
-    """A call over a cache as it came; `lengths`, `table` and `offsets_q` are as users pass them."""
+    """A call over a cache; `lengths`, `table` and `offsets_q` are as users pass them."""
 
     def __init__(
         self, q: Any, k: Any, v: Any, options: Options, lengths: Any, table: Any, offsets_q: Any
@@ -123,14 +123,16 @@ def dense_or_packed(
 ) -> Call:
     """Validate a call on dense arrays, or with offsets one on packed arrays."""
     if (offsets_q is None) != (offsets_k is None):
-        raise ArgumentError("offsets_q and offsets_k belong together; one came without the other.")
+        raise ArgumentError(
+            "offsets_q, offsets_k: got one without the other; expected both or neither."
+        )
     offsets = None if offsets_q is None else (offsets_q, offsets_k)
     return Request(q, k, v, options, offsets).call
 
 
 def _check_flag(value: Any, name: str) -> None:
     if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{name}: {value!r} came; wanted True or False.")
+        raise ArgumentTypeError(f"{name}: got {value!r}; expected True or False.")
 
 
 def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,10 +13,10 @@ from .errors import ArgumentError
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Give a path beside a file to write to; when that is done, it takes the file's place.
+    """Yield a path beside a file; what is written there replaces the file at the end.
 
-    After an error the file is as it was. What is no regular file, such as /dev/stdout, is written
-    to directly.
+    After an error, the file is as it was. If the file exists and is not a regular file, such as
+    /dev/stdout, it is written to directly.
 
     Parameters
     ----------
@@ -50,8 +50,7 @@ def check_writable(path: Path, option: str) -> None:
     Raises
     ------
     ArgumentError
-        The path is a folder, its folder is missing, its name is too long, or nothing may be
-        written there.
+        The path is a folder, its folder is missing, its name is too long, or it is not writable.
     """
     try:
         obstacle = _obstacle(path)

@@ -1,6 +1,6 @@
 """Masks: which query i may see which key j. True means attend.
 
-Every mask is one expression over the batch entry b, the query head h and the positions i and j; the
+Every mask is one expression over the batch entry b, the query head h and the positions i and j. The
 CPU's and the GPU's code, and the proof of which tiles can be skipped, are made from it. Masks
 combine with ``&``, ``|`` and ``~``, and `mask` makes one from a function.
 """
@@ -90,8 +90,8 @@ class Mask:
     def _join(self, other: Any, how: Callable[[Expr, Expr], Expr]) -> Mask:
         if not isinstance(other, Mask):
             raise ArgumentTypeError(
-                f"a mask was joined with {type(other).__name__}; wanted another mask. Wrap an "
-                "array with masks.dense(array), a function with masks.mask(function)."
+                f"got {type(other).__name__} joined with a mask; expected another mask. Wrap an "
+                "array with masks.dense(array), or a function with masks.mask(function)."
             )
         return Mask(how(self.expr, other.expr))
 
@@ -122,13 +122,13 @@ class Mask:
         b, h, i, j : array_like of int
             Positions that broadcast against each other; b is the flat batch index.
         sizes : object
-            The problem's ``lead``, ``heads``, ``len_q``, ``len_k``, ``start_q``, ``start_k``:
-            numbers, or in variable-length problems arrays that broadcast with `b`.
+            The problem's ``lead``, ``heads``, ``len_q``, ``len_k``, ``start_q`` and ``start_k``.
+            They are numbers, or in variable-length problems arrays that broadcast with `b`.
 
         Returns
         -------
         numpy.ndarray
-            Of bool, of the broadcast shape of b, h, i and j.
+            An array of bool, with the broadcast shape of b, h, i and j.
         """
         symbols = position_symbols(b, h, i, j, sizes)
         bound = bind(self.expr, flat_sizes(sizes))
@@ -143,17 +143,17 @@ class Mask:
         Parameters
         ----------
         B : int or tuple of int
-            Batch entries, or the leading axes whose product they are.
+            The number of batch entries, or the leading axes, whose product is that number.
         H : int
             Query heads.
         Lq, Lk : int
-            Queries and keys.
+            The numbers of queries and keys.
 
         Returns
         -------
         numpy.ndarray
-            Of bool and shape ``(B, H, Lq, Lk)``, or ``(*B, H, Lq, Lk)`` for a tuple; True means
-            attend.
+            An array of bool of shape ``(B, H, Lq, Lk)``, or ``(*B, H, Lq, Lk)`` for a tuple; True
+            means attend.
         """
         lead = B if isinstance(B, tuple) else (B,)
         sizes = Dense(lead, H, Lq, Lk)
@@ -200,9 +200,9 @@ def mask(function: Callable[[Expr, Expr, Expr, Expr], Any]) -> Mask:
     Parameters
     ----------
     function : callable
-        Called once with symbols: the flat batch index b, the query head h, the query position i,
-        the key position j. It returns a condition, made of arithmetic, comparisons, ``&``, ``|``,
-        ``~``, `lookup` and the functions of `cupyflash.expr`.
+        It is called once with symbols: the flat batch index b, the query head h, the query position
+        i and the key position j. It returns a condition, made of arithmetic, comparisons, ``&``,
+        ``|``, ``~``, `lookup` and the functions of `cupyflash.expr`.
 
     Returns
     -------
@@ -211,7 +211,7 @@ def mask(function: Callable[[Expr, Expr, Expr, Expr], Any]) -> Mask:
     Raises
     ------
     TraceError
-        Where the function branches on a symbol (use ``where``), or returns no condition.
+        If the function branches on a symbol (use ``where``), or does not return a condition.
 
     Examples
     --------
@@ -222,7 +222,7 @@ def mask(function: Callable[[Expr, Expr, Expr, Expr], Any]) -> Mask:
     """
     expr = traced(function, POSITIONS, "mask")
     if expr.type != "bool":
-        raise TraceError(f"mask: its function returned {expr} ({expr.type}); wanted a condition.")
+        raise TraceError(f"mask: its function returned {expr} ({expr.type}); expected a condition.")
     return Mask(expr)
 
 
@@ -253,8 +253,8 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
     Parameters
     ----------
     left, right : int or None
-        Keys before and after the query's own, 0 or more; None is unbounded. ``window(None, 0)`` is
-        causal.
+        How many keys before and after the query's own it sees, 0 or more; None is unbounded.
+        ``window(None, 0)`` is causal.
     offset : int or array of int, optional
         As in `causal`.
 
@@ -265,7 +265,8 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        If a bound is negative, as other libraries write "unbounded", or no integer.
+        If a bound is not an integer, or is negative (some libraries write -1 for "unbounded"; write
+        None).
     """
     diagonal = _diagonal(offset, "window: offset")
     expr = as_expr(True)
@@ -274,12 +275,12 @@ def window(left: int | None, right: int | None, offset: Any = None) -> Mask:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise ArgumentTypeError(
-                f"window: {side} is {value!r}; wanted an integer, or None for unbounded."
+                f"window: {side} is {value!r}; expected an integer, or None for unbounded."
             )
         if value < 0:
             raise ArgumentError(
-                f"window: {side} is {value!r}; wanted 0 or more keys, or None for unbounded. A "
-                "window that lies elsewhere is moved by offset=."
+                f"window: {side} is {value!r}; expected 0 or more keys, or None for unbounded. "
+                "Pass offset= to move the window."
             )
         bound = diagonal - int(value) <= _J if side == "left" else diagonal + int(value) >= _J
         expr = bound if expr.op == "constant" else expr & bound
@@ -293,10 +294,10 @@ def lengths(k_lengths: Any, q_lengths: Any = None) -> Mask:
     Parameters
     ----------
     k_lengths : int or array of int
-        True number of keys, for all or per batch entry, 0 or more. A number beyond Lk lets every
-        key be seen, so that the lengths from before a batch was cut off serve it, too.
+        The true number of keys, 0 or more, for all batch entries or for each. With a number beyond
+        Lk, queries see every key; so after a batch is truncated, its old lengths still work.
     q_lengths : int or array of int, optional
-        True number of queries; later queries see nothing (output 0, LSE -inf, zero gradients).
+        The true number of queries. Later queries see nothing (output 0, LSE -inf, zero gradients).
 
     Returns
     -------
@@ -305,12 +306,12 @@ def lengths(k_lengths: Any, q_lengths: Any = None) -> Mask:
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        If a length is negative, or no integer. Arrays in device memory are not read for that: there
+        If a length is negative, or not an integer. Arrays in device memory are not checked: there,
         a negative length counts as 0.
 
     Notes
     -----
-    Masks never see each other: causal alignment by true lengths is
+    Joined masks do not know of each other. For causal attention aligned by true lengths, write
     ``lengths(n) & causal(offset=n - q_lengths)``.
     """
     expr = length_or_per_batch(k_lengths, "lengths: k_lengths") > _J
@@ -325,9 +326,10 @@ def segments(q_ids: Any, k_ids: Any = None) -> Mask:
     Parameters
     ----------
     q_ids : array of int
-        Segment of every query, (Lq,) or one row per batch entry; (total,) in variable-length calls.
+        The segment of every query: (Lq,), or one row per batch entry; (total,) in variable-length
+        calls.
     k_ids : array of int, optional
-        Segment of every key. Default: `q_ids`.
+        The segment of every key. Default: `q_ids`.
 
     Returns
     -------
@@ -337,7 +339,7 @@ def segments(q_ids: Any, k_ids: Any = None) -> Mask:
     def ids(array: Any, argument: str, size: str, index: Expr) -> Expr:
         array = as_array(array, argument)
         if np.dtype(array.dtype).kind not in "iub":
-            raise ArgumentTypeError(f"{argument}: dtype {array.dtype} came; wanted integers.")
+            raise ArgumentTypeError(f"{argument}: got dtype {array.dtype}; expected integers.")
         return aligned(Alignment(array, argument, (Axis(index, size),), packed=True))
 
     return Mask(
@@ -348,12 +350,13 @@ def segments(q_ids: Any, k_ids: Any = None) -> Mask:
 
 @remembered
 def prefix(n: Any) -> Mask:
-    """Let every query see the first `n` keys: join with `causal` for a prefix language model.
+    """Let every query see the first `n` keys; join it with `causal` for a prefix language model.
 
     Parameters
     ----------
     n : int or array of int
-        0 or more, for all or per batch entry; beyond Lk every key is seen.
+        A number of keys, 0 or more, for all batch entries or for each. With a number beyond Lk,
+        queries see every key.
 
     Returns
     -------
@@ -362,7 +365,7 @@ def prefix(n: Any) -> Mask:
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        As of `lengths`.
+        As in `lengths`.
     """
     return Mask(length_or_per_batch(n, "prefix: n") > _J)
 
@@ -373,7 +376,7 @@ def _is_positive(value: Any) -> bool:
 
 @remembered
 def dilated(step: int) -> Mask:
-    """Let query i see every `step`-th key, counted from its own: ``(i + Lk - Lq - j) % step == 0``.
+    """Let query i see every `step`-th key from its own on: ``(i + Lk - Lq - j) % step == 0``.
 
     Parameters
     ----------
@@ -385,17 +388,17 @@ def dilated(step: int) -> Mask:
     Mask
     """
     if not _is_positive(step):
-        raise ArgumentError(f"dilated: step is {step!r}; wanted an integer of 1 or more.")
+        raise ArgumentError(f"dilated: step is {step!r}; expected an integer of 1 or more.")
     return Mask((_I + len_k - len_q - _J) % int(step) == 0)
 
 
 def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
-    r"""Let block (i // block_q) of queries see block (j // block_k) of keys where `layout` says so.
+    r"""Let block (i // block_q) of queries see block (j // block_k) of keys if `layout` says so.
 
     Parameters
     ----------
     layout : array of bool
-        Broadcasts to (..., Hq, ceil(Lq / block_q), ceil(Lk / block_k)).
+        One entry per block; it broadcasts to (..., Hq, ceil(Lq / block_q), ceil(Lk / block_k)).
     block_q, block_k : int
         Block sizes, 1 or more.
 
@@ -409,7 +412,7 @@ def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
     """
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         if not _is_positive(size):
-            raise ArgumentError(f"blocks: {name} is {size!r}; wanted an integer of 1 or more.")
+            raise ArgumentError(f"blocks: {name} is {size!r}; expected an integer of 1 or more.")
     array = _boolean(layout, "blocks: layout")
     axes = (
         Axis(_H, "heads"),
@@ -420,7 +423,7 @@ def blocks(layout: Any, block_q: int, block_k: int) -> Mask:
 
 
 def tree(ancestors: Any) -> Mask:
-    """Let the last Lq positions, a tree of drafts, see what lies before them and their ancestors.
+    """Let a tree of drafts, the last Lq positions, see all earlier positions and their ancestors.
 
     The drafts are the queries and the last Lq keys: query i sees key j when ``j < Lk - Lq`` or
     ``ancestors[i, j - (Lk - Lq)]``. One call then verifies several continuations of a sequence.
@@ -428,8 +431,8 @@ def tree(ancestors: Any) -> Mask:
     Parameters
     ----------
     ancestors : array of bool, shape (Lq, Lq) or (B, Lq, Lq)
-        Whether draft i descends from draft n; a draft usually is its own ancestor, too. In calls on
-        packed queries (B, max Lq, max Lq). It is read in place, as in `dense`.
+        Whether draft i descends from draft n; usually a draft counts as its own ancestor, too. For
+        packed queries the shape is (B, max Lq, max Lq). The array is read in place, as in `dense`.
 
     Returns
     -------
@@ -438,7 +441,7 @@ def tree(ancestors: Any) -> Mask:
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        If the array has other axes, is not square, or is not of bool.
+        If the array has other axes, is not square, or is not of dtype bool.
 
     Examples
     --------
@@ -456,8 +459,8 @@ def tree(ancestors: Any) -> Mask:
     shape = tuple(array.shape)
     if len(shape) not in (2, 3) or shape[-1] != shape[-2]:
         raise ArgumentError(
-            f"tree: ancestors of shape {shape} came; wanted (Lq, Lq) or (B, Lq, Lq), whose element "
-            "(i, n) says whether query i sees draft n."
+            f"tree: got ancestors of shape {shape}; expected (Lq, Lq) or (B, Lq, Lq), whose "
+            "element (i, n) says whether query i sees draft n."
         )
     draft = _J - (len_k - len_q)
     held = clip(draft, 0, len_q - 1)  # it is read for keys before the drafts, too
@@ -466,13 +469,13 @@ def tree(ancestors: Any) -> Mask:
 
 
 def dense(array: Any) -> Mask:
-    r"""Make a mask of a boolean array; a plain array given as ``mask=`` means the same.
+    r"""Make a mask from a boolean array; passing the plain array as ``mask=`` means the same.
 
     Parameters
     ----------
     array : array of bool
-        Broadcasts to (..., Hq, Lq, Lk); to (n, Hq, max Lq, max Lk) in variable-length calls. It
-        is read in place: a later change of its elements changes the mask.
+        It broadcasts to (..., Hq, Lq, Lk), or to (n, Hq, max Lq, max Lk) in variable-length calls.
+        It is read in place: if its elements change later, so does the mask.
 
     Returns
     -------
@@ -486,7 +489,7 @@ def _boolean(array: Any, argument: str) -> Any:
     array = as_array(array, argument)
     if np.dtype(array.dtype) != np.bool_:
         raise ArgumentTypeError(
-            f"{argument}: an array of dtype {array.dtype} came; wanted bool, True meaning attend. "
-            "Additive masks go to bias=."
+            f"{argument}: got an array of dtype {array.dtype}; expected bool, where True means "
+            "attend. Pass an additive mask as bias=."
         )
     return array

@@ -32,7 +32,7 @@ def plan(
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
 ) -> Plan:
-    """Say which kernel would serve a call, with which tiles, and why; nothing is computed.
+    """Say which kernel would serve a call, with which tiles, and why. Nothing is computed.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def workspace_size(
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
 ) -> int:
-    """Return how many bytes of workspace `attention_backward` needs at most; linear in Lq and Lk.
+    """Return the most bytes of workspace that `attention_backward` needs: linear in Lq and Lk.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Score changes: what happens to scale * q.k before bias, mask and softmax.
 
-Every change is one expression of the score s and the positions b, h, i, j. Its derivative by s,
-which the backward needs, is made from the same tree. Changes are chained in order: ``score_mod=[a,
-b]`` or ``a.then(b)``.
+Every change is one expression of the score s and the positions b, h, i, j. Its derivative with
+respect to s, which the backward needs, is made from the same tree. Changes are chained in order:
+``score_mod=[a, b]`` or ``a.then(b)``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Score:
         """Return the change that applies this one first and `other` to its result."""
         if not isinstance(other, Score):
             raise ArgumentTypeError(
-                f"then: {type(other).__name__} came; wanted a score change of cupyflash.scores."
+                f"then: got {type(other).__name__}; expected a score change of cupyflash.scores."
             )
         return Score(rebuild(other.expr, lambda node: self.expr if is_score(node) else None))
 
@@ -78,7 +78,7 @@ class Score:
     def evaluate(
         self, s: Any, b: Any, h: Any, i: Any, j: Any, sizes: Any
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the changed scores and their derivative by the score.
+        """Return the changed scores and their derivative with respect to the score.
 
         Parameters
         ----------
@@ -92,7 +92,7 @@ class Score:
         Returns
         -------
         changed, slope : numpy.ndarray
-            Of the shape and dtype of `s`.
+            Arrays with the shape and dtype of `s`.
         """
         bound = bind(self.expr, flat_sizes(sizes))
         symbols = position_symbols(b, h, i, j, sizes) | {"score": s}
@@ -105,7 +105,7 @@ class Score:
     def evaluate_with_error(
         self, s: Any, s_error: Any, b: Any, h: Any, i: Any, j: Any, sizes: Any, unit: float
     ) -> tuple[np.ndarray[Any, Any], ...]:
-        """Return changed scores and slopes, each with a bound on its computed value's error.
+        """Return changed scores and slopes, each with a bound on the error of its computed value.
 
         Parameters
         ----------
@@ -116,12 +116,12 @@ class Score:
         b, h, i, j, sizes
             As in `evaluate`.
         unit : float
-            Unit roundoff of the arithmetic that the bounds speak of.
+            Unit roundoff of the arithmetic for which the bounds hold.
 
         Returns
         -------
         changed, changed_error, slope, slope_error : numpy.ndarray
-            Of the shape of `s`; an error is infinite where it cannot be bounded.
+            Arrays with the shape of `s`; an error is infinite where it cannot be bounded.
         """
         bound = bind(self.expr, flat_sizes(sizes))
         symbols = position_symbols(b, h, i, j, sizes) | {"score": s}
@@ -152,8 +152,8 @@ def chain(changes: Any) -> Score | None:
         else:
             return result
     raise ArgumentTypeError(
-        f"score_mod: {type(changes).__name__} came; wanted a score change of cupyflash.scores, or "
-        "a sequence of them. A function is wrapped by scores.score(function)."
+        f"score_mod: got {type(changes).__name__}; expected a score change of cupyflash.scores, "
+        "or a sequence of them. Wrap a function with scores.score(function)."
     )
 
 
@@ -163,8 +163,9 @@ def score(function: Callable[[Expr, Expr, Expr, Expr, Expr], Any]) -> Score:
     Parameters
     ----------
     function : callable
-        Called once with symbols: the score s (scale * q.k), the flat batch index b, the query head
-        h, the query position i, the key position j. It returns the new score. -inf hides the pair.
+        It is called once with symbols: the score s (scale * q.k), the flat batch index b, the query
+        head h, the query position i and the key position j. It returns the new score; -inf hides
+        the pair.
 
     Returns
     -------
@@ -173,7 +174,7 @@ def score(function: Callable[[Expr, Expr, Expr, Expr, Expr], Any]) -> Score:
     Raises
     ------
     TraceError
-        Where the function branches on a symbol (use ``where``), or returns no number.
+        If the function branches on a symbol (use ``where``), or does not return a number.
 
     Examples
     --------
@@ -183,7 +184,7 @@ def score(function: Callable[[Expr, Expr, Expr, Expr, Expr], Any]) -> Score:
     """
     expr = traced(function, (SCORE, *POSITIONS), "score")
     if expr.type == "bool":
-        raise TraceError(f"score: its function returned the condition {expr}; wanted a number.")
+        raise TraceError(f"score: its function returned the condition {expr}; expected a number.")
     return Score(expr)
 
 
@@ -193,9 +194,9 @@ def alibi(slopes: Any) -> Score:
     Parameters
     ----------
     slopes : array of float
-        One per query head, (Hq,), or per batch entry and query head, (..., Hq), whose leading axes
-        broadcast with those of q, k and v; in variable-length calls (n, Hq). `alibi_slopes` has the
-        usual ones.
+        One slope per query head, (Hq,), or per batch entry and query head, (..., Hq), with leading
+        axes that broadcast with those of q, k and v; (n, Hq) in variable-length calls.
+        `alibi_slopes` returns the usual slopes.
 
     Returns
     -------
@@ -213,24 +214,24 @@ def alibi(slopes: Any) -> Score:
 def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
     """Return the slopes of ALiBi for a number of heads: a geometric sequence below 1.
 
-    For n heads, a power of 2, they are ``2**(-8 / n)``, ``2**(-16 / n)``, … down to ``2**-8``. For
-    other numbers the largest power of 2 below gives the first slopes; the others are every second
-    one of twice that power, from the first on.
+    If the number of heads n is a power of 2, they are ``2**(-8 / n)``, ``2**(-16 / n)``, … down to
+    ``2**-8``. For any other n, let p be the largest power of 2 below it. The first p slopes are
+    those for p heads; the rest are the first, third, fifth, … slope for 2 p heads.
 
     Parameters
     ----------
     heads : int
-        Query heads, at least 1.
+        The number of query heads, at least 1.
 
     Returns
     -------
     numpy.ndarray of float32, shape (heads,)
-        For `alibi`; with CuPy arrays, ``cupy.asarray`` of them.
+        The slopes for `alibi`. For calls on CuPy arrays, convert them with ``cupy.asarray``.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        `heads` is no whole number from 1 on.
+        `heads` is not a whole number of 1 or more.
 
     References
     ----------
@@ -244,9 +245,9 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
     array([0.25      , 0.0625    , 0.015625  , 0.00390625], dtype=float32)
     """
     if isinstance(heads, bool) or not isinstance(heads, (int, np.integer)):
-        raise ArgumentTypeError(f"alibi_slopes: heads is {heads!r}; wanted a whole number.")
+        raise ArgumentTypeError(f"alibi_slopes: heads is {heads!r}; expected a whole number.")
     if heads < 1:
-        raise ArgumentError(f"alibi_slopes: heads is {heads}; wanted at least 1.")
+        raise ArgumentError(f"alibi_slopes: heads is {heads}; expected at least 1.")
     power = 1 << (int(heads).bit_length() - 1)
     first = np.arange(1, power + 1) / power
     between = np.arange(1, 2 * power, 2)[: int(heads) - power] / (2 * power)
@@ -256,7 +257,7 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
 
 @remembered
 def softcap(c: float) -> Score:
-    """Hold scores softly within (-c, c): ``c tanh(s / c)``.
+    """Limit scores smoothly to (-c, c): ``c tanh(s / c)``.
 
     Parameters
     ----------
@@ -268,9 +269,9 @@ def softcap(c: float) -> Score:
     Score
     """
     if isinstance(c, bool) or not isinstance(c, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"softcap: c is {c!r}; wanted a positive number.")
+        raise ArgumentTypeError(f"softcap: c is {c!r}; expected a positive number.")
     if not (math.isfinite(c) and c > 0):
-        raise ArgumentError(f"softcap: c is {c!r}; wanted a positive, finite number.")
+        raise ArgumentError(f"softcap: c is {c!r}; expected a positive, finite number.")
     cap = float(c)
     if 2.0**-100 < cap < 2.0**100:  # its reciprocal is a normal number of float32, too
         return Score(cap * tanh(SCORE * (1.0 / cap)))
@@ -285,8 +286,8 @@ def relative_bias(table: Any) -> Score:
     Parameters
     ----------
     table : array of float
-        (Hq, 2 R + 1), (1, 2 R + 1) or (2 R + 1,): from R keys before the query's own to R after it.
-        Distances beyond R use the ends.
+        Shape (Hq, 2 R + 1), (1, 2 R + 1) or (2 R + 1,), with entries from R keys before the query's
+        own to R keys after it. Distances beyond R use the first or last entry.
 
     Returns
     -------
@@ -300,8 +301,8 @@ def relative_bias(table: Any) -> Score:
     table = _floats(table, "relative_bias: table")
     if table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
         raise ArgumentError(
-            f"relative_bias: a table of shape {tuple(table.shape)} came; wanted (Hq, 2 R + 1) or "
-            "(2 R + 1,), an odd number of distances."
+            f"relative_bias: got a table of shape {tuple(table.shape)}; expected (Hq, 2 R + 1) or "
+            "(2 R + 1,), with an odd number of distances."
         )
     size = int(table.shape[-1])
     reach = size // 2
@@ -315,5 +316,5 @@ def _floats(value: Any, argument: str) -> Any:
         value = value.array
     array = as_array(value, argument)
     if np.dtype(array.dtype).name not in DTYPES:
-        raise ArgumentTypeError(f"{argument}: dtype {array.dtype} came; wanted floats.")
+        raise ArgumentTypeError(f"{argument}: got dtype {array.dtype}; expected floats.")
     return array

@@ -1,4 +1,4 @@
-"""Names that were misspelt: which of those there are was probably meant."""
+"""Misspelt names: which known name was probably meant."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     Parameters
     ----------
     name : str
-        What came.
+        The name that was given.
     known : iterable of str
-        What there is.
+        The names that exist.
     """
     near = nearest(name, known)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def nearest(name: str, known: Iterable[str], most: int = 2) -> list[str]:
-    """Return the names like one that is not among them: those that begin so, or similar ones."""
+    """Return the known names that begin with `name`, or else those that are similar to it."""
     by_lower, wanted = {each.lower(): each for each in known}, name.lower()
     begun = [each for each in by_lower if wanted and each.startswith(wanted)]
     found = begun[:most] or difflib.get_close_matches(wanted, by_lower, most)

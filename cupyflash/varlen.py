@@ -116,20 +116,21 @@ def attention_varlen(
     v : array, shape (Hkv, total_k, Dv)
         Values of all sequences.
     offsets_q, offsets_k : array of int, shape (n + 1,)
-        Sequence b has the rows from ``offsets[b]`` to ``offsets[b + 1]``: from 0 to the total,
-        never decreasing.
+        Sequence b has the rows from ``offsets[b]`` to ``offsets[b + 1]``. Offsets run from 0 to the
+        total and never decrease.
     check : bool
-        Offsets on a GPU are read back and checked, which waits for them; with False they are not
-        read, and kernels hold them within the arrays. Offsets in host memory are always checked.
+        Whether offsets on a GPU are read back and checked, which waits for them. With False they
+        are not read, and kernels keep them within the arrays. Offsets in host memory are always
+        checked.
     mask, score_mod, bias, sink, scale, dropout, seed, precision, return_lse, out, lse_out
-        As in `attention`. In masks and scores b is the sequence, i and j count within it, and the
+        As in `attention`. In masks and scores, b is the sequence, i and j count within it, and the
         default offset of `masks.causal` is that sequence's Lk - Lq. `bias` and a mask array
         broadcast to (n, Hq, max Lq, max Lk); `masks.segments` takes packed arrays.
 
     Returns
     -------
     out : array, shape (Hq, total_q, Dv)
-        As of `attention` on every sequence alone.
+        The output, as `attention` returns it for each sequence alone.
     lse : array, shape (Hq, total_q)
         Only with `return_lse`.
 
@@ -199,7 +200,7 @@ def attention_varlen_backward(
     Returns
     -------
     Gradients
-        dq, dk, dv, dbias, dsink, each of its input's shape and dtype.
+        dq, dk, dv, dbias, dsink, each with its input's shape and dtype.
 
     Raises
     ------
@@ -321,12 +322,12 @@ def attention_varlen_vjp(
     return_lse : bool
         Return (out, lse, vjp) instead of (out, vjp).
     deterministic : bool
-        Of the gradients, as in `attention_varlen_backward`.
+        Whether gradients are bitwise equal in every run; see `attention_backward`.
 
     Returns
     -------
     out : array
-        As of `attention_varlen`.
+        As returned by `attention_varlen`.
     lse : array
         Only with `return_lse`.
     vjp : callable

@@ -1,4 +1,4 @@
-"""What GPUs can do by their data sheets: frozen facts, with their sources."""
+"""What GPUs can do according to their data sheets: frozen facts, with their sources."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ class Device:
     Attributes
     ----------
     name : str
-        As in `DEVICES`.
+        Its name in `DEVICES`.
     bandwidth : float
-        Of the device's memory, bytes per second.
+        Bandwidth of the device's memory, bytes per second.
     peak : mapping of str to float
         FLOP per second by dtype: float16 and bfloat16 on tensor cores without sparsity and with
         float32 accumulation, float32 and float64 outside tensor cores.
     sram : int
-        Bytes of shared memory of a multiprocessor.
+        Bytes of shared memory of one multiprocessor.
     multiprocessors : int
-        How many there are.
+        Number of multiprocessors.
     source : str
-        Where the numbers stand.
+        Where the numbers are published.
     driver_names : tuple of str
-        What the driver calls it, in lower case. Other models of a name have other limits.
+        The driver's names for it, in lower case. Other models with a similar name have other
+        limits.
     capability : tuple of int
         Compute capability, (9, 0) for Hopper.
     l2 : int
-        Bytes of the second-level cache, through which everything passes.
+        Bytes of the L2 cache, through which all traffic passes.
     matrix_peak : mapping of str to float
-        FLOP per second on tensor cores in types that `peak` tells without them: "float64", and
-        "tf32", numbers of 32 bits whose fractions are cut to 11.
+        FLOP per second on tensor cores in types for which `peak` excludes them: "float64", and
+        "tf32", which are 32-bit numbers whose fractions are cut to 11 bits.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Device:
     matrix_peak: Mapping[str, float]
 
     def sram_elements(self, dtype: str) -> int:
-        """Return M of a multiprocessor, for `block_sizes` and `theorem_2`.
+        """Return M of one multiprocessor, for `block_sizes` and `theorem_2`.
 
         Parameters
         ----------
@@ -67,12 +68,12 @@ class Device:
         Returns
         -------
         int
-            Elements that its shared memory holds.
+            How many elements its shared memory holds.
         """
         return self.sram // itemsize(dtype)
 
     def ridge(self, dtype: str) -> float:
-        """Return the arithmetic intensity from which on the arithmetic is the limit.
+        """Return the arithmetic intensity from which arithmetic, not bandwidth, is the limit.
 
         Parameters
         ----------
@@ -102,12 +103,12 @@ class Device:
         Raises
         ------
         ArgumentError
-            If the device does not know the dtype.
+            If no peak is known for the dtype.
         """
         if str(dtype) not in self.peak:
             raise ArgumentError(
-                f"dtype={dtype!r}: no peak of the {self.name} is known; there are "
-                f"{', '.join(self.peak)}"
+                f"dtype: got {dtype!r}, for which no peak of the {self.name} is known; expected "
+                f"one of {', '.join(self.peak)}"
             )
         return self.peak[str(dtype)]
 
@@ -309,35 +310,39 @@ def device(name: str | None = None) -> Device:
     Parameters
     ----------
     name : str, optional
-        A name in `DEVICES`, in any case and with or without its hyphens and spaces; its part
-        before a hyphen where it is one device's ("H100" is H100-SXM, "H20" is never H200); or what
-        the driver calls it. Without it, the current device's, which needs CuPy.
+        A name in `DEVICES`, in any case and with or without its hyphens and spaces; the part of a
+        name before a hyphen, if only one device has it ("H100" is H100-SXM, but "H20" is never
+        H200); or the driver's name. Without it, the current device is meant, which needs CuPy.
 
     Returns
     -------
     Device
-        What its maker states.
+        The limits that its maker states.
 
     Raises
     ------
     ArgumentError
-        If nothing is known of the device, or there is none at hand.
+        If the device is not known, or no name is given and no GPU is available.
     """
-    known = f"known are {', '.join(DEVICES)}"
+    known = f"expected one of {', '.join(DEVICES)}"
     if name is not None:
         meant = _meant(str(name))
         if len(meant) == 1:
             return meant[0]
         if meant:
             names = " or ".join(each.name for each in meant)
-            raise ArgumentError(f"device={name!r}: several have this name; say {names}")
+            raise ArgumentError(
+                f"device: got {name!r}, which several devices are called; expected {names}"
+            )
         near = did_you_mean(str(name), DEVICES)
-        raise ArgumentError(f"device={name!r}: nothing is known of it; {known}{near}")
+        raise ArgumentError(f"device: got {name!r}, which is not known; {known}{near}")
     try:
         here = cuda_device.here().name
     except Exception as error:
-        raise ArgumentError(f"there is no device at hand ({error}): name one; {known}") from error
+        raise ArgumentError(
+            f"device: got None, but no GPU is available ({error}); {known}"
+        ) from error
     for each in DEVICES.values():
         if _at_hand(here, each):
             return each
-    raise ArgumentError(f"nothing is known of the device at hand, {here!r}; {known}")
+    raise ArgumentError(f"device: got None, and the current GPU, {here!r}, is not known; {known}")

@@ -38,7 +38,8 @@ def flash_attention(
     Returns
     -------
     Traffic
-        Q, O, l and m pass once per block of keys, with a causal mask too: no tile is skipped.
+        Q, O, l and m pass once per block of keys; with a causal mask, too, because no tile is
+        skipped.
 
     References
     ----------
@@ -68,7 +69,8 @@ def flash_attention(
 
 
 def _update_peak(rows: int, cols: int, d: int, d_v: int, padding: bool, dropout: bool) -> int:
-    # K_j, V_j, padding; Q_i, O_i; l and m: of before, of the tile and new; S_ij; the state.
+    # K_j, V_j, padding; Q_i, O_i; l and m: the old ones, the tile's and the new ones; S_ij; the
+    # state.
     keys = cols * (d + d_v + padding)
     return keys + rows * (d + d_v) + 6 * rows + rows * cols + dropout
 
@@ -84,7 +86,7 @@ def flash_attention_backward(
     padding: bool = False,
     dropout: bool = False,
 ) -> Traffic:
-    """Return the traffic of FlashAttention's gradients, which computes P again.
+    """Return the traffic of FlashAttention's gradients, which recompute P.
 
     Parameters
     ----------
@@ -150,7 +152,7 @@ def block_sparse_attention(
     Parameters
     ----------
     layout : array_like of bool, shape (ceil(n_q / block_q), ceil(n_k / block_kv))
-        Which blocks are not zero.
+        True for the blocks that are not zero.
     n_q, n_k : int
         Queries and keys.
     d, d_v : int
@@ -163,8 +165,8 @@ def block_sparse_attention(
     Returns
     -------
     Traffic
-        Q, O, l and m pass for blocks that are not zero: Theta(N d + N**2 d**2 s / M), where s is
-        their fraction.
+        Q, O, l and m pass only for blocks that are not zero: Theta(N d + N**2 d**2 s / M), where s
+        is the fraction of such blocks.
 
     References
     ----------
@@ -175,7 +177,9 @@ def block_sparse_attention(
     layout = np.asarray(layout, bool)
     t_r, t_c = parts(n_q, block_q), parts(n_k, block_kv)
     if layout.shape != (t_r, t_c):
-        raise ArgumentError(f"layout has the shape {layout.shape}, not {(t_r, t_c)}: one per block")
+        raise ArgumentError(
+            f"layout: got shape {layout.shape}; expected {(t_r, t_c)}, one per block"
+        )
     rows = np.minimum(block_q, n_q - block_q * np.arange(t_r))
     cols = np.minimum(block_kv, n_k - block_kv * np.arange(t_c))
     passed = int(rows @ layout.sum(axis=1))  # rows of Q that are loaded
@@ -238,7 +242,7 @@ def flash_attention_2(
     block_q, block_kv : int
         B_r and B_c.
     causal : bool
-        Whether query i sees keys up to i + n_k - n_q only; tiles without a pair are skipped.
+        Whether query i sees only keys up to i + n_k - n_q; tiles without a pair are skipped.
 
     Returns
     -------
@@ -276,7 +280,7 @@ def flash_attention_3(
     block_q, block_kv : int
         B_r and B_c.
     causal : bool
-        Whether query i sees keys up to i + n_k - n_q only; tiles without a pair are skipped.
+        Whether query i sees only keys up to i + n_k - n_q; tiles without a pair are skipped.
 
     Returns
     -------
@@ -323,7 +327,7 @@ def split_kv(
     block_kv: int,
     causal: bool = False,
 ) -> Traffic:
-    """Return the traffic of attention over parts of the keys, put together at the end.
+    """Return the traffic of attention over parts of the keys, which are combined at the end.
 
     Parameters
     ----------
@@ -332,16 +336,17 @@ def split_kv(
     d, d_v : int
         Columns of q and k, and of v; d_v is d unless given.
     splits : int
-        At most so many parts, of ceil(n_k / splits) keys.
+        The most parts; each has ceil(n_k / splits) keys.
     block_q, block_kv : int
         B_r and B_c.
     causal : bool
-        Whether query i sees keys up to i + n_k - n_q only.
+        Whether query i sees only keys up to i + n_k - n_q.
 
     Returns
     -------
     Traffic
-        FlashAttention-2's of every part, and the outputs and log-sum-exps of all parts.
+        The traffic of FlashAttention-2 on every part, and the outputs and log-sum-exps of all
+        parts.
 
     References
     ----------
@@ -352,7 +357,7 @@ def split_kv(
     size = parts(n_k, splits)
     starts = range(0, n_k, size)
     each = []
-    read = 0  # outputs of parts of which a query sees something
+    read = 0  # outputs of those parts that a query sees something of
     for start in starts:
         offset = n_k - n_q - start if causal else None
         keys = min(size, n_k - start)
@@ -375,25 +380,25 @@ def split_kv(
 def packed_qkv(
     n: int, heads: int, d: int, *, block_q: int, block_kv: int, causal: bool = False
 ) -> Traffic:
-    """Return the traffic of FlashAttention-2 on a packed array (n, 3, heads, d), of all heads.
+    """Return the traffic of FlashAttention-2 for all heads of a packed array (n, 3, heads, d).
 
     Parameters
     ----------
     n : int
-        Queries, and keys.
+        Number of queries, and of keys.
     heads : int
-        How many there are.
+        Number of heads.
     d : int
         Columns of q, k and v.
     block_q, block_kv : int
         B_r and B_c.
     causal : bool
-        Whether query i sees keys up to i only.
+        Whether query i sees only keys up to i.
 
     Returns
     -------
     Traffic
-        That of one head, times their number: unpacking moves nothing.
+        The traffic of one head, times the number of heads: unpacking moves nothing.
     """
     check(heads=heads)
     one = flash_attention_2(n, n, d, block_q=block_q, block_kv=block_kv, causal=causal)

@@ -21,17 +21,17 @@ class Problem:
     d : int
         Columns of q and k.
     d_v : int or None
-        Columns of v; those of q unless given.
+        Columns of v; by default as many as q has.
     batch, heads : int
-        Batch entries, and query heads of each.
+        Number of batch entries, and of query heads in each.
     heads_kv : int or None
-        Key and value heads; as many as query heads unless given.
+        Number of key and value heads; by default as many as query heads.
     dtype : str
-        Of q, k, v and out.
+        The dtype of q, k, v and out.
     causal : bool
-        Whether query i sees keys up to i + n_k - n_q only.
+        Whether query i sees only keys up to i + n_k - n_q.
     backward : bool
-        Whether the gradients are meant, not the forward.
+        Whether this is the backward instead of the forward.
     """
 
     n_q: int
@@ -50,7 +50,9 @@ class Problem:
         check(d_v=self.columns, heads_kv=self.shared)
         itemsize(self.dtype)
         if self.heads % self.shared:
-            raise ArgumentError(f"heads={self.heads} is no multiple of heads_kv={self.heads_kv}")
+            raise ArgumentError(
+                f"heads: got {self.heads}; expected a multiple of heads_kv={self.heads_kv}"
+            )
 
     @property
     def columns(self) -> int:
@@ -82,13 +84,13 @@ class Problem:
         q_and_o, k_and_v = queries * (self.d + self.columns), keys * (self.d + self.columns)
         if not self.backward:
             return size * (q_and_o + k_and_v) + lse
-        gradients = queries * self.d + k_and_v  # dq, dk, dv; do is shaped like o
+        gradients = queries * self.d + k_and_v  # dq, dk, dv; do has the shape of o
         return size * (q_and_o + k_and_v + queries * self.columns + gradients) + lse
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The least time that a device's limits allow, and which of them it is.
+    """The least time that a device's limits allow, and which limit sets it.
 
     Attributes
     ----------
@@ -97,13 +99,13 @@ class Roofline:
     bound : str
         "compute" or "memory".
     compute_seconds, memory_seconds : float
-        For the arithmetic alone, and for the traffic alone.
+        The time for the arithmetic alone, and for the traffic alone.
     flops, bytes : int
-        What has to be done.
+        The operations to compute, and the bytes to move.
     intensity : float
         FLOP per byte.
     ridge : float
-        The intensity from which on the device is bound by its arithmetic.
+        The intensity from which arithmetic bounds the device.
     """
 
     seconds: float
@@ -127,10 +129,10 @@ def flops(problem: Problem) -> int:
     Returns
     -------
     int
-        2 (d + d_v) for each pair that attends, forward; 2 (3 d + 2 d_v) backward, whose five
-        products compute the scores again: 2.5 forwards where d_v = d. The exponentials and sums of
-        the softmax are not counted, nor pairs that are masked, exactly: some tables of other
-        projects count half of all pairs for a causal mask.
+        For each pair that attends, 2 (d + d_v) in the forward and 2 (3 d + 2 d_v) in the backward,
+        whose five products recompute the scores; this is 2.5 times the forward if d_v = d. The
+        exponentials and sums of the softmax are not counted, and neither are masked pairs. Some
+        tables of other projects count exactly half of all pairs for a causal mask.
     """
     d, d_v = problem.d, problem.columns
     each = 2 * (3 * d + 2 * d_v) if problem.backward else 2 * (d + d_v)
@@ -149,13 +151,13 @@ def roofline(
     device : Device or str, optional
         A device or its name in `DEVICES`; without it, the current device.
     traffic : Traffic, optional
-        What an algorithm moves for one head, so that the roofline is that algorithm's. Without it,
-        every array moves once: what caches can spare in the best case.
+        What an algorithm moves for one head; the roofline is then that algorithm's. Without it,
+        every array moves once, the best case with perfect caches.
 
     Returns
     -------
     Roofline
-        Time and bound.
+        The time and its bound.
 
     References
     ----------

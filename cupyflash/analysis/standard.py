@@ -12,7 +12,7 @@ def safe_softmax(n_rows: int, n: int) -> Traffic:
     Parameters
     ----------
     n_rows, n : int
-        Rows, and elements of each.
+        Number of rows, and of elements in each.
 
     Returns
     -------
@@ -33,7 +33,7 @@ def online_softmax(n_rows: int, n: int) -> Traffic:
     Parameters
     ----------
     n_rows, n : int
-        Rows, and elements of each.
+        Number of rows, and of elements in each.
 
     Returns
     -------
@@ -67,8 +67,8 @@ def standard_attention(
     d, d_v : int
         Columns of q and k, and of v; d_v is d unless given.
     block_q, block_kv : int, optional
-        Blocks of the two matrix products; None holds whole matrices on chip, which is the least
-        traffic there can be.
+        Blocks of the two matrix products; None keeps whole matrices on chip, which gives the least
+        traffic.
     padding : bool
         Whether there is a key-padding mask.
 
@@ -111,7 +111,7 @@ def standard_attention_backward(
     block_q: int | None = None,
     block_kv: int | None = None,
 ) -> Traffic:
-    """Return the traffic of the gradients of standard attention, P being in HBM.
+    """Return the traffic of the gradients of standard attention, with P in HBM.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def standard_attention_backward(
     d, d_v : int
         Columns of q and k, and of v; d_v is d unless given.
     block_q, block_kv : int, optional
-        Blocks of the matrix products; None holds whole matrices on chip.
+        Blocks of the matrix products; None keeps whole matrices on chip.
 
     Returns
     -------
@@ -153,7 +153,7 @@ def standard_attention_backward(
 def one_pass_attention(
     n_q: int, n_k: int, d: int, d_v: int | None = None, *, causal: bool = False
 ) -> Traffic:
-    """Return the traffic of attention in one pass, a query at a time.
+    """Return the traffic of attention in one pass, one query at a time.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def one_pass_attention(
     d, d_v : int
         Columns of q and k, and of v; d_v is d unless given.
     causal : bool
-        Whether query i sees keys up to i + n_k - n_q only.
+        Whether query i sees only keys up to i + n_k - n_q.
 
     Returns
     -------
@@ -205,7 +205,7 @@ def rabe_staats(
     Returns
     -------
     Traffic
-        Every chunk of keys writes an output of its own, which is read again when all are there.
+        Every chunk of keys writes its own output; all outputs are read again at the end.
 
     References
     ----------

@@ -9,7 +9,7 @@ from .traffic import check, parts
 
 
 class IOComplexity(NamedTuple):
-    """The expressions inside Theta of Theorem 2, in elements; constants are left out.
+    """The expressions inside Theta of Theorem 2, in elements and without constants.
 
     Attributes
     ----------
@@ -42,8 +42,8 @@ def block_sizes(sram: int, d: int) -> tuple[int, int]:
     -------
     block_q, block_kv : int
         B_r = min(ceil(M / 4 d), d) and B_c = ceil(M / 4 d). Blocks of K and V then take M / 2
-        elements, those of Q and O up to as much again, and a tile of S up to M / 4 on top, all
-        rounded up to whole rows: M bounds what is on chip up to a constant (see `Traffic.peak`).
+        elements, blocks of Q and O up to another M / 2, and a tile of S up to M / 4 more, all
+        rounded up to whole rows. So M bounds what is on chip up to a constant (see `Traffic.peak`).
 
     Raises
     ------
@@ -57,8 +57,8 @@ def block_sizes(sram: int, d: int) -> tuple[int, int]:
     check(sram=sram, d=d)
     if sram < 4 * d:
         raise ArgumentError(
-            f"sram={sram} is too small for d={d}: one row of each of Q, K, V and O takes "
-            f"4 d = {4 * d} elements"
+            f"sram: got {sram} with d={d}; expected at least 4 d = {4 * d} elements, for one row "
+            "of each of Q, K, V and O"
         )
     block_kv = parts(sram, 4 * d)
     return min(block_kv, d), block_kv
@@ -94,6 +94,6 @@ def theorem_2(n: int, d: int, sram: int) -> IOComplexity:
     check(n=n, d=d, sram=sram)
     if not d <= sram <= n * d:
         raise ArgumentError(
-            f"sram={sram} is outside of what Theorem 2 assumes, d <= M <= N d: from {d} to {n * d}"
+            f"sram: got {sram}; expected {d} to {n * d}, because Theorem 2 assumes d <= M <= N d"
         )
     return IOComplexity(n * d + n * n, n * n * d * d / sram)

@@ -1,4 +1,4 @@
-"""Which tiles a causal mask leaves, by formulas for each block of queries."""
+"""Which tiles a causal mask leaves, from a formula for each block of queries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TileCount(NamedTuple):
     Attributes
     ----------
     empty, partial, full : int
-        Tiles without a pair, with some, with all of their pairs.
+        Tiles in which no pair attends, some pairs do, and all pairs do.
     """
 
     empty: int
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def rows_of(n_q: int, n_k: int, block_q: int, block_kv: int, offset: int | None) -> Iterator[Row]:
-    """Go through the blocks of queries, of which query i sees keys j <= i + offset; None: all."""
+    """Go through the blocks of queries, where query i sees keys j <= i + offset; None: all."""
     most = parts(n_k, block_kv)
     for first in range(0, n_q, block_q):
         rows = min(block_q, n_q - first)
@@ -64,13 +64,13 @@ def causal_tiles(n_q: int, n_k: int, block_q: int, block_kv: int) -> TileCount:
     n_q, n_k : int
         Queries and keys.
     block_q, block_kv : int
-        Rows of a tile, of queries and of keys.
+        Numbers of queries and of keys in a tile.
 
     Returns
     -------
     TileCount
-        With square tiles, n of them along each side: n (n - 1) / 2 empty, n partial and the rest
-        full, so that 528 of 32 x 32 are visited.
+        With n x n square tiles, n (n - 1) / 2 are empty, n are partial and the rest are full; so
+        528 of 32 x 32 tiles are visited.
 
     References
     ----------

@@ -35,7 +35,7 @@ class Traffic:
     Attributes
     ----------
     reads, writes : mapping of str to int
-        Elements read from and written to HBM, by array; names are the papers'.
+        Elements read from and written to HBM, by array, under the papers' names.
     peak : int
         The most elements that are on chip at once.
     """
@@ -55,8 +55,8 @@ class Traffic:
         Parameters
         ----------
         dtype : str
-            Of q, k, v and matrices like them. Log-sum-exps, row sums and maxima and partial outputs
-            are float32, or float64 for float64.
+            The dtype of q, k, v and matrices like them. Log-sum-exps, row sums, row maxima and
+            partial outputs are float32, or float64 if the dtype is float64.
 
         Returns
         -------
@@ -70,7 +70,7 @@ class Traffic:
         return sum(sizes.get(name, size) * count for name, count in moved)
 
     def times(self, count: int) -> Traffic:
-        """Return the traffic of so many heads, one after the other.
+        """Return the traffic of several heads, one after the other.
 
         Parameters
         ----------
@@ -80,7 +80,7 @@ class Traffic:
         Returns
         -------
         Traffic
-            With the same peak.
+            The traffic, with the same peak.
         """
         return made(
             self.peak,
@@ -93,7 +93,7 @@ def itemsize(dtype: str) -> int:
     """Return the bytes of an element; raise for a dtype that attention does not know."""
     name = str(dtype)
     if name not in DTYPES:
-        raise ArgumentError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+        raise ArgumentError(f"dtype: got {dtype!r}; expected one of {', '.join(DTYPES)}")
     return DTYPES[name].itemsize
 
 
@@ -110,7 +110,7 @@ def check(**sizes: Any) -> None:
     """Raise unless every size is a positive integer."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ArgumentError(f"{name}={value!r} is not a positive integer")
+            raise ArgumentError(f"{name}: got {value!r}; expected a positive integer")
 
 
 def given(value: int | None, default: int) -> int:

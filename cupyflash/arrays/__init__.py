@@ -1,1 +1,1 @@
-"""Arrays of NumPy, CuPy and others: how they come in, where they live, what is made of them."""
+"""Arrays of NumPy, CuPy and others: how they are read, where they are, how new ones are made."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_GRID = 2**31 - 1  # blocks of one launch, along x
-OLDEST_CAPABILITY = (7, 5)  # Turing's; for older ones the kernels are never compiled in tests
+OLDEST_CAPABILITY = (7, 5)  # Turing's; tests never compile the kernels for older ones
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Target:
     device : int
         Its number in this process.
     name : str
-        As the driver calls it.
+        The driver's name for it.
     capability : tuple of int
         Compute capability, (9, 0) for Hopper.
     multiprocessors : int
-        How many there are.
+        Number of SMs.
     shared_memory : int
         Bytes of shared memory that one block may have.
     lacks : str
-        What kernels for compute capability 9.0 alone need and is not installed, in words.
+        In words, what the kernels for compute capability 9.0 only need but is not installed.
     """
 
     device: int
@@ -59,7 +59,7 @@ def of(device: int) -> Target:
     )
 
 
-_HOPPER_NVRTC = (12, 9)  # the first that compiles for sm_90a where CuPy asks for sm_90
+_HOPPER_NVRTC = (12, 9)  # the first that compiles for sm_90a if CuPy asks for sm_90
 
 
 def _lacks() -> str:

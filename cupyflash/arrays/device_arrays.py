@@ -1,7 +1,7 @@
-"""The few things that only CuPy can say of its arrays or do with them.
+"""The few things for which arrays of CuPy need CuPy itself.
 
-CuPy is imported when one of these functions is called, and `is_device_array` does not even then:
-an object is a CuPy array only where CuPy has been imported already.
+CuPy is imported when one of these functions is called; but `is_device_array` never imports it,
+because an object can be a CuPy array only if CuPy has been imported already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_device_array(value: Any) -> bool:
     return True
 
 
-_kinds: set[type] = set()  # types of CuPy arrays that were seen
+_kinds: set[type] = set()  # types of CuPy arrays that have been seen
 
 
 def device_of(array: Any) -> int | None:
@@ -56,12 +56,12 @@ def read_back(array: Any) -> np.ndarray[Any, Any]:
 
 
 class OutputSpec:
-    """Shape, dtype and memory order of an array that is to be made.
+    """Shape, dtype and memory order of an array to make.
 
     Parameters
     ----------
     array : array
-        One like it, without gaps.
+        An array like it, without gaps.
     """
 
     __slots__ = ("_alloc", "_dtype", "_nbytes", "_ndarray", "_shape", "_strides")
@@ -138,7 +138,7 @@ def _add_note(error: Exception, shape: tuple[int, ...], dtype: Any) -> None:
 
 
 def _slowest_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    # Of two equal strides, that of an axis of length 1 belongs to the faster axis.
+    # If two strides are equal, an axis of length 1 counts as the faster one.
     return sorted(range(len(shape)), key=lambda axis: (-strides[axis], shape[axis] == 1))
 
 
@@ -157,14 +157,14 @@ def _converter() -> Any:
 
 def convert(array: Any, to: Any) -> None:
     """Write the elements of an array, rounded, to another one on the current device."""
-    _converter()(array, to)  # in half the host's time of an assignment
+    _converter()(array, to)  # in half the host time of an assignment
 
 
 def empty_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return an uninitialised array of a shape, with the axes in memory as those of an array.
+    """Return an uninitialised array of a shape, with its axes in the memory order of another array.
 
-    `shape` may have more leading axes; they, and axes along which the array repeats itself, lie
-    farthest apart.
+    `shape` may have more leading axes; these, and axes along which the array repeats itself, become
+    the slowest axes.
     """
     missing = len(shape) - array.ndim
     strides = [*(0,) * missing, *(abs(stride) for stride in array.strides)]

@@ -1,4 +1,4 @@
-"""The element types of q, k and v: one table of all that is known of them."""
+"""The element types of q, k and v: one table of all that is known about them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class DType:
     Attributes
     ----------
     name : str
-        As NumPy has it; bfloat16 is that of ml_dtypes.
+        Its name in NumPy; bfloat16 is that of ml_dtypes.
     code : int
         Its number in CUDA: the value of STORAGE, and its specialisation of `Element`.
     suffix : str
-        Its name in that of a kernel.
+        Its part in the name of a kernel.
     kind : int
-        Its number among all types that kernels read, as KINDS in reference/cpu/program.py.
+        Its number among all types that kernels read: see KINDS in reference/cpu/program.py.
     itemsize : int
         Bytes of an element.
     accumulator : str
         The type of scores, sums, LSE and every intermediate result.
     mma : str
-        The type that tensor cores multiply it in.
+        The type in which tensor cores multiply it.
     unit_roundoff : float
         Largest relative error of rounding to it.
     underflow : float
@@ -79,7 +79,7 @@ FLOATS = tuple(DTYPES)  # their names
 WORDS = f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]}"  # for messages
 
 
-@functools.cache  # a dtype's name is made anew each time
+@functools.cache  # a dtype makes its name again each time
 def accumulator(dtype: Any) -> np.dtype[Any]:
     """Return the type in which arrays of a type are computed."""
     held: np.dtype[Any] = np.dtype(DTYPES[np.dtype(dtype).name].accumulator)

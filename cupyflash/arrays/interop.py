@@ -1,4 +1,4 @@
-"""Arrays as users pass them: NumPy's, or other libraries' by DLPack; and what memory they share."""
+"""Arrays as users pass them, from NumPy or by DLPack from others, and the memory they share."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def array(value: Any, name: str) -> Array:
     Raises
     ------
     ArgumentTypeError
-        If it is no array, or lives where this version has no kernels.
+        If it is not an array, or is on a device for which there are no kernels.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentTypeError(
-            f"{name}: a masked array came; wanted a plain array: pass its .data, and what to leave "
-            "out as mask= (True = attend)."
+            f"{name}: got a masked array; expected a plain array. Pass its .data, and say by "
+            "mask= what to attend to (True = attend)."
         )
     if isinstance(value, np.matrix):
         raise ArgumentTypeError(
-            f"{name}: a numpy.matrix came; wanted a NumPy array: np.asarray of it."
+            f"{name}: got a numpy.matrix; expected a NumPy array. Convert it with np.asarray."
         )
     if isinstance(value, np.ndarray):
         return value
@@ -51,8 +51,8 @@ def array(value: Any, name: str) -> Array:
         if isinstance(value, np.generic):
             came = f"a scalar of {came}"
         raise ArgumentTypeError(
-            f"{name}: {came} came; wanted a NumPy array, or an array that exports "
-            "DLPack. Convert it with np.asarray."
+            f"{name}: got {came}; expected a NumPy array, or an array that exports DLPack. "
+            "Convert it with np.asarray."
         )
     try:
         kind = int(value.__dlpack_device__()[0])
@@ -62,8 +62,8 @@ def array(value: Any, name: str) -> Array:
         return _of_device(_device_from_dlpack(value, name), name)
     if kind not in (1, 3):  # kDLCPU, kDLCUDAHost
         raise ArgumentTypeError(
-            f"{name}: {type(value).__name__} in device memory came (DLPack device type {kind}); "
-            "wanted arrays in host memory, or of an NVIDIA GPU. Copy it to the CPU first."
+            f"{name}: got {type(value).__name__} in device memory (DLPack device type {kind}); "
+            "expected an array in host memory or on an NVIDIA GPU. Copy it to the CPU first."
         )
     try:
         return np.from_dlpack(value)
@@ -78,7 +78,7 @@ def of_device(**named: Any) -> list[Any]:
     """Return arrays of other libraries in device memory as CuPy's, and anything else as it is."""
     values = list(named.values())
     if isinstance(values[0], np.ndarray) or is_device_array(values[0]):
-        return values  # then the others are such arrays too, or wrong
+        return values  # then the others must be such arrays, too
     for n, (name, value) in enumerate(named.items()):
         device = getattr(value, "__dlpack_device__", None)
         if device is not None and not isinstance(value, np.ndarray):
@@ -86,7 +86,7 @@ def of_device(**named: Any) -> list[Any]:
                 if int(device()[0]) in _DLPACK_DEVICE:
                     values[n] = array(value, name)
             except _DLPACK_FAILURES:
-                pass  # is refused where it is read
+                pass  # it is refused where it is read
     return values
 
 
@@ -95,8 +95,9 @@ def _of_device(value: Any, name: str) -> Array:
     steps = [stride for stride, size in zip(value.strides, value.shape, strict=True) if size > 1]
     if value.size and any(x % value.itemsize for x in (address(value), *steps)):
         raise ArgumentError(
-            f"{name}: an array came whose elements do not lie at multiples of their size (address "
-            f"{address(value):#x}, strides {value.strides}); wanted an aligned one, such as a copy."
+            f"{name}: got an array whose elements do not lie at multiples of their size (address "
+            f"{address(value):#x}, strides {value.strides}); expected an aligned array, such as a "
+            "copy of it."
         )
     result: Array = value
     return result
@@ -107,19 +108,19 @@ def _device_from_dlpack(value: Any, name: str) -> Any:
         return from_dlpack(value)
     except (ImportError, *_DLPACK_FAILURES) as error:
         raise ArgumentTypeError(
-            f"{name}: {type(value).__name__} in device memory came (DLPack device type 2), which "
-            f"CuPy could not take ({error}); wanted a CuPy array, or one in host memory. Install "
-            f"CuPy ({CUPY}), or copy it to the CPU."
+            f"{name}: got {type(value).__name__} in device memory (DLPack device type 2), which "
+            f"CuPy could not take ({error}); expected a CuPy array, or an array in host memory. "
+            f"Install CuPy ({CUPY}), or copy it to the CPU."
         ) from None
 
 
 def one_home(named: dict[str, Any]) -> int | None:
-    """Return the device on which all arrays of a call live; None for host memory.
+    """Return the device of all arrays of a call; None for host memory.
 
     Raises
     ------
     ArgumentTypeError
-        If they live in different places.
+        If they are in different places.
     """
     homes = {name: device_of(x) for name, x in named.items()}
     first = next(iter(homes))
@@ -129,9 +130,9 @@ def one_home(named: dict[str, Any]) -> int | None:
             if home is not None and homes[first] is not None:
                 remedy = f"cupy.asarray, with device {homes[first]} current,"
             raise ArgumentTypeError(
-                f"{name}: an array in {_place(home)} came, and {first} is in "
-                f"{_place(homes[first])}; wanted every array of a call in one place. Move one: "
-                f"{remedy} makes a copy."
+                f"{name}: got an array in {_place(home)}, but {first} is in "
+                f"{_place(homes[first])}; expected all arrays of a call in one place. Move one of "
+                f"them: {remedy} makes a copy."
             )
     return homes[first]
 
@@ -145,8 +146,8 @@ _DLPACK_FAILURES = (BufferError, RuntimeError, TypeError, ValueError)
 
 def _refused(value: Any, name: str, reason: object) -> ArgumentTypeError:
     return ArgumentTypeError(
-        f"{name}: {type(value).__name__} came, which could not be taken by DLPack ({reason}); "
-        f"wanted {WORDS} in host memory. Convert it, or pass a NumPy array."
+        f"{name}: got {type(value).__name__}, which DLPack could not convert ({reason}); expected "
+        f"{WORDS} in host memory. Convert it, or pass a NumPy array."
     )
 
 
@@ -182,7 +183,7 @@ def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"{name}: bfloat16 came; wanted the package ml_dtypes for it: {ML_DTYPES}."
+            f"{name}: got bfloat16, which needs the package ml_dtypes: {ML_DTYPES}."
         ) from None
     code_and_bits[0] = unsigned
     try:
@@ -198,16 +199,16 @@ def floats(value: Any, name: str) -> Array:
     result = array(value, name)
     if result.dtype.name not in FLOATS or not result.dtype.isnative:
         raise ArgumentTypeError(
-            f"{name}: dtype {result.dtype} came; wanted {WORDS} (bfloat16 is that of ml_dtypes) in "
-            "native byte order. Convert it with .astype(...)."
+            f"{name}: got dtype {result.dtype}; expected {WORDS} (bfloat16 is the type of "
+            "ml_dtypes) in native byte order. Convert it with .astype(...)."
         )
     return result
 
 
 def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[str, Array]) -> None:
-    """Check arrays that a call is to write: kind, shape, dtype, and that no element is shared.
+    """Check the arrays that a call writes: kind, shape, dtype, and that they share no element.
 
-    `targets` maps a name to (array, wanted shape, wanted dtype).
+    `targets` maps a name to (array, expected shape, expected dtype).
     """
     for name, (target, shape, dtype) in targets.items():
         on_device = is_device_array(target)
@@ -216,24 +217,26 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
         )
         if not plain and not on_device:
             raise ArgumentTypeError(
-                f"{name}: {type(target).__name__} came; wanted a NumPy array to write to (one that "
-                "shares the memory of another library's array is made by np.from_dlpack)."
+                f"{name}: got {type(target).__name__}; expected a NumPy array to write to. For an "
+                "array of another library, np.from_dlpack makes one that shares its memory."
             )
         if target.shape != shape or target.dtype != dtype:
             raise ArgumentError(
-                f"{name}: shape {target.shape}, dtype {target.dtype} came; wanted {shape}, "
-                f"{dtype}, as np.empty({shape}, {dtype.name}) makes."
+                f"{name}: got shape {target.shape}, dtype {target.dtype}; expected shape {shape}, "
+                f"dtype {dtype}, for instance np.empty({shape}, {dtype.name})."
             )
         if on_device:
             _of_device(target, name)
         elif not target.flags.writeable:
             raise ArgumentError(
-                f"{name}: a read-only array came; wanted one that can be written, such as a copy."
+                f"{name}: got a read-only array; expected one that can be written to, such as "
+                "a copy."
             )
         if repeats_an_address(target):
             raise ArgumentError(
-                f"{name}: several of its elements share one address (strides {target.strides}, a "
-                "broadcast view?); wanted an array with an address per element, as np.empty makes."
+                f"{name}: got an array with several elements at one address (strides "
+                f"{target.strides}, perhaps a broadcast view); expected an address of its own for "
+                "every element, as np.empty gives."
             )
     if targets:
         one_home(inputs | {name: held for name, (held, _, _) in targets.items()})
@@ -247,8 +250,8 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
                 continue
             if share_memory(targets[name][0], named[other]):
                 raise ArgumentError(
-                    f"{name} and {other} share memory; wanted an output that overlaps no input and "
-                    "no other output. Pass a fresh array, or none."
+                    f"{name} and {other} share memory; expected an output that overlaps no input "
+                    "and no other output. Pass a fresh array, or leave it out."
                 )
 
 

@@ -1,1 +1,1 @@
-"""What computes calls: an object for NumPy arrays and one for CuPy arrays, with equal methods."""
+"""The back ends, which compute calls: one object for NumPy arrays and one for CuPy arrays."""

@@ -1,4 +1,4 @@
-"""What every back end does with a validated call."""
+"""What every back end can do with a validated call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Backend(Protocol):
         plan: Plan | None = None,
         deterministic: bool = False,
     ) -> CallResult:
-        """Compute `gradients`, of which those that the call has not are None."""
+        """Compute `gradients`; those that the call does not have are None."""
         ...
 
     def workspace_size(self, call: Call) -> int:
@@ -75,9 +75,9 @@ class Backend(Protocol):
         lse: Array | None = None,
         want_lse: bool = True,
     ) -> tuple[Array, Array | None]:
-        """Return out and lse as they are, or where they are None uninitialised arrays.
+        """Return out and lse, or uninitialised arrays in place of None.
 
-        A new out has the memory order of q. A back end that needs no LSE makes none unless
+        A new out has the memory order of q. A back end that does not need the LSE makes it only if
         `want_lse`.
         """
         ...

@@ -17,7 +17,7 @@ from .backend import output_shape
 
 
 def _programs(call: Call, len_k: Array | None = None) -> Any:
-    """Lower a call's mask and score changes; programs keep the arrays that they read alive.
+    """Lower a call's mask and score changes. Programs keep alive the arrays that they read.
 
     `len_k` is as in `cpu_ranges.ends`.
     """
@@ -28,7 +28,7 @@ def _programs(call: Call, len_k: Array | None = None) -> Any:
 
     bound = trees(call)
     ends = cpu_ranges.ends(call.problem, bound.allowed, len_k)
-    if ends is not None:  # they say all that the mask says
+    if ends is not None:  # they replace the mask
         bound = bound._replace(allowed=None, classes=None)
     score, slope, mask, tile = (empty_program() if tree is None else lower(tree) for tree in bound)
     return Programs(score, slope, mask, tile, bound, ends)
@@ -123,7 +123,7 @@ class Cpu:
         cache, batch = call.cache, call.problem.batch
         assert lse is not None
         assert cache is not None
-        # A copy: nobody changes it between the ends of the mask and the kernel.
+        # A copy, so that it cannot change between the ends of the mask and the kernel.
         lengths = np.array(np.broadcast_to(np.asarray(cache.lengths, np.int64), (batch,)))
         visited = decode_launch.decode(
             replace(call.problem, len_k=lengths),

@@ -1,7 +1,7 @@
-"""The first and last key of every query, of masks that leave each query neighbouring keys.
+"""The first and last key of every query, for masks that let each query see one range of keys.
 
-Causal masks, windows, lengths, prefixes and what is made of them are such masks: the CPU kernels
-then compare keys with two numbers, and interpret nothing.
+Causal masks, windows, lengths, prefixes and many combinations of them are such masks. For these the
+CPU kernels compare keys with two numbers, and interpret nothing.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _FIRST, _LAST = 0, 2**62
 def ends(
     problem: Problem, allowed: Expr | None, len_k: Array | None = None
 ) -> tuple[Array, Array] | None:
-    """Return the ends of each query's keys, or None without a mask or where it has no ranges.
+    """Return the ends of each query's keys; None without a mask, or if it does not give ranges.
 
     Parameters
     ----------
     problem : Problem
-        Whose queries they are.
+        The problem.
     allowed : Expr or None
         The bound mask.
     len_k : numpy.ndarray, optional
-        The keys of each batch entry, (B,), where the problem has but the range of their number.
+        The number of keys of each batch entry, (B,), if the problem has only its range.
 
     Returns
     -------
     tuple of (numpy.ndarray, numpy.ndarray) or None
-        The first and the last key, int64, (B or 1, H or 1, L), or (H or 1, total) of packed
-        sequences. A query without keys has a last key before its first.
+        The first and the last key, int64, (B or 1, H or 1, L), or (H or 1, total) for packed
+        sequences. If a query has no keys, its last key is before its first.
     """
     found = None if allowed is None else key_range(allowed, problem)
     if found is None:

@@ -1,6 +1,7 @@
 """Tiles of the CPU kernels: a pure function of sizes and types.
 
-It never reads the batch size, so that a result does not depend on the batch it is computed in.
+It never reads the batch size, so that a result does not depend on the batch in which it is
+computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is timed: a problem's sizes, which pairs attend, and how its operations are counted."""
+"""Cases to time: a problem's sizes, which pairs attend, and how its operations are counted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import ArgumentError
 
 CAP = 20.0  # of softcap
 PASSES = ("forward", "backward")
-# Each is causal but full and documents. The numbers of the sized ones are for a length of 8192,
-# and in proportion for others.
+# All are causal except full and documents. The sizes are for a length of 8192, and scale with other
+# lengths.
 VARIANTS = {
     "full": "every query sees every key",
     "causal": "query i sees the keys up to its own",
@@ -35,7 +35,7 @@ class Case:
     Attributes
     ----------
     batch, heads, heads_kv : int
-        Batch entries, and query and key-value heads of each.
+        Numbers of batch entries, and of query heads and key-value heads in each.
     len_q, len_k : int
         Queries and keys.
     d : int
@@ -45,7 +45,7 @@ class Case:
     variant : str
         A name in `VARIANTS`.
     size : int
-        Keys of the window, of a document or of the prefix; 0 in other variants.
+        Number of keys of the window, of a document or of the prefix; 0 for other variants.
     direction : str
         forward or backward.
     """
@@ -64,22 +64,28 @@ class Case:
     def __post_init__(self) -> None:
         numbers = (self.batch, self.heads, self.heads_kv, self.len_q, self.len_k, self.d)
         if min(numbers) < 1:
-            raise ArgumentError(f"sizes {numbers} came; wanted whole numbers from 1")
+            raise ArgumentError(f"sizes: got {numbers}; expected whole numbers of 1 or more")
         if self.heads % self.heads_kv:
-            raise ArgumentError(f"{self.heads} query heads are no multiple of {self.heads_kv}")
+            raise ArgumentError(
+                f"heads: got {self.heads} query heads; expected a multiple of {self.heads_kv}"
+            )
         for name, value, known in (
             ("variant", self.variant, tuple(VARIANTS)),
             ("dtype", self.dtype, FLOATS),
             ("direction", self.direction, PASSES),
         ):
             if value not in known:
-                raise ArgumentError(f"{name}={value!r}; there are {', '.join(known)}")
+                raise ArgumentError(f"{name}: got {value!r}; expected one of {', '.join(known)}")
         if (self.variant in SIZED) != (self.size > 0):
-            raise ArgumentError(f"size={self.size} came with the variant {self.variant}")
+            raise ArgumentError(
+                f"size: got {self.size} with the variant {self.variant}; expected a number of 1 "
+                f"or more for {', '.join(SIZED)}, and 0 for the others"
+            )
         if self.len_q > self.len_k and self.variant != "full":
             raise ArgumentError(
-                f"{self.len_q} queries and {self.len_k} keys came; with the variant {self.variant} "
-                "some queries would see no key"
+                f"shape: got {self.len_q} queries and {self.len_k} keys; expected at least as "
+                f"many keys as queries, because with the variant {self.variant} some queries "
+                "would see no key"
             )
 
     @property
@@ -106,10 +112,10 @@ class Case:
 
     @property
     def pairs(self) -> float:
-        """Pairs of a query and a key of one head that are counted.
+        """How many pairs of a query and a key are counted for one head.
 
-        Those that attend; of a square causal one half of all pairs, as the tables of other projects
-        count them.
+        These are the pairs that attend; but for a square causal case they are half of all pairs, as
+        in the tables of other projects.
         """
         if self.variant in ("causal", *CHANGES_SCORES) and self.len_q == self.len_k:
             return self.len_q * self.len_k / 2
@@ -135,10 +141,10 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the matrix products that are counted.
+        """How many floating-point operations of the matrix products are counted.
 
-        4 D for each pair of `pairs` forward, 2.5 times that backward; neither exponentials nor what
-        the score changes compute.
+        Each pair of `pairs` counts 4 D in the forward, and 2.5 times that in the backward.
+        Exponentials and score changes do not count.
         """
         return (10 if self.backward else 4) * self.batch * self.heads * self.pairs * self.d
 
@@ -170,22 +176,23 @@ def variant_of(text: str) -> tuple[str, int | None]:
     Parameters
     ----------
     text : str
-        A name in `VARIANTS`; a number may follow where the variant has one.
+        A name in `VARIANTS`; ``=`` and a number may follow if the variant has a size.
 
     Returns
     -------
     name : str
         The variant.
     size : int or None
-        Its number.
+        Its size.
     """
     match = _VARIANT.fullmatch(text)
     name, number = match.groups() if match else (text, None)
     if name not in VARIANTS:
-        raise ArgumentError(f"variant {text!r} came; there are {', '.join(VARIANTS)}")
+        raise ArgumentError(f"variant: got {text!r}; expected one of {', '.join(VARIANTS)}")
     if number is not None and (name not in SIZED or int(number) < 1):
         raise ArgumentError(
-            f"variant {text!r} came; a number from 1 goes with {', '.join(SIZED)} only"
+            f"variant: got {text!r}; expected a number of 1 or more, and only after "
+            f"{', '.join(SIZED)}"
         )
     return name, int(number) if number else None
 
@@ -206,13 +213,13 @@ def shape_of(text: str) -> tuple[int, int, int, int, int, int]:
     match = _SHAPE.fullmatch(text.replace(" ", "").strip("()"))
     if match is None:
         raise ArgumentError(
-            f"shape {text!r} came; wanted B,H,L,D such as 2,8,1024,64, where H may be Hq/Hkv "
+            f"shape: got {text!r}; expected B,H,L,D, such as 2,8,1024,64, where H may be Hq/Hkv "
             "(query and key heads) and L may be Lq/Lk (queries and keys)"
         )
     b, hq, hkv, lq, lk, d = match.groups()
     numbers = int(b), int(hq), int(hkv or hq), int(lq), int(lk or lq), int(d)
     if min(numbers) < 1:
-        raise ArgumentError(f"shape {text!r} came; wanted numbers from 1")
+        raise ArgumentError(f"shape: got {text!r}; expected numbers of 1 or more")
     return numbers
 
 
@@ -234,7 +241,8 @@ def made(
     variant : str
         A name in `VARIANTS`.
     size : int or None
-        Of the window, a document or the prefix; None for one in proportion to the number of keys.
+        Size of the window, a document or the prefix; None for a size in proportion to the number of
+        keys.
     direction : str
         forward or backward.
 

@@ -1,4 +1,4 @@
-"""Who computes attention in a benchmark: this package, and standard attention beside it."""
+"""What computes attention in a benchmark: this package, and standard attention for comparison."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A case made ready by a contender.
+    """A case that a contender has prepared.
 
     Attributes
     ----------
     work : callable
-        What is timed: a forward, or a backward whose forward has run.
+        The function to time: a forward, or a backward whose forward has run.
     whole : callable
-        What memory is measured of: the same, but a backward with its forward.
+        The function whose memory is measured: the same, but a backward includes its forward.
     arrays : callable
         Turns what `work` returns into arrays of the meter's array module: o, or dq, dk, dv.
     peak_memory : callable
-        Bytes that a function holds at its peak.
+        Returns the bytes that a function holds at its peak.
     capture : callable or None
-        Makes of `work` a replay of a CUDA graph, and returns it with the results that it writes,
-        for `arrays`; None where that is not possible.
+        Turns `work` into a replay of a CUDA graph, and returns it with the results that it writes,
+        for `arrays`; None if that is not possible.
     """
 
     work: Work
@@ -60,16 +60,16 @@ class Job:
 
 
 class Contender(ABC):
-    """Somebody who computes attention.
+    """An implementation of attention that takes part in a benchmark.
 
     Attributes
     ----------
     name : str
-        As the command line knows it.
+        Its name on the command line.
     what : str
-        In words.
+        What it is, in words.
     kinds : tuple of str
-        cpu, gpu: where it can be timed.
+        Where it can be timed: cpu, gpu.
     """
 
     name: str
@@ -168,7 +168,7 @@ class Standard(Contender):
 
     def prepare(self, meter: Meter, case: Case, inputs: Inputs) -> Job:
         """Make a case ready."""
-        # p, of a backward ds too, what a changed score keeps; and half a matrix for all the rest.
+        # p, in a backward ds too, what a changed score keeps; and half a matrix for all the rest.
         matrices = 1.5 + case.backward + (case.variant in CHANGES_SCORES)
         needs_memory(meter, matrices * case.score_bytes)
         xp, change = meter.xp, Change(meter.xp, case)
@@ -252,7 +252,7 @@ def draw(meter: Meter, case: Case) -> Inputs:
     return Inputs(normal(0, queries), normal(1, keys), normal(2, keys), normal(3, queries))
 
 
-KEPT = 2**26  # numbers of an array that are kept for the next case, which often has as many
+KEPT = 2**26  # numbers of an array, kept for the next case, which often needs as many
 
 
 def _numbers(seed: int, count: int, name: str) -> np.ndarray[Any, Any]:

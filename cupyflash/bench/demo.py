@@ -1,7 +1,7 @@
 """What `cupyflash demo` measures: real attention against standard attention, and its error.
 
-The data are q, k and v of one transformer layer over a text (``data/README.md``). Everything is
-written for an array module ``xp``, ``numpy`` or ``cupy``. Nothing here prints: the command does.
+The data are q, k and v of one transformer layer for a text (``data/README.md``). All functions work
+with an array module ``xp``, ``numpy`` or ``cupy``. Only the command prints.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def score_bytes(dtype: str, repeat: int) -> int:
 
 
 def gpu_repeat(dtype: str, free: int) -> int:
-    """How often a GPU with so many `free` bytes gets the text, so that times are not of launches.
+    """Return how often a GPU with `free` bytes repeats the text, so that launches do not dominate.
 
-    The largest of `GPU_REPEATS` for which standard attention fits too.
+    It is the largest of `GPU_REPEATS` for which standard attention fits, too.
     """
     fits = (n for n in GPU_REPEATS if MATRICES * score_bytes(dtype, n) <= free)
     return next(fits, GPU_REPEATS[-1])
@@ -62,9 +62,9 @@ def load(dtype: str = "float32", repeat: int = 1, xp: Any = np) -> Inputs:
     dtype : str, optional
         float16, bfloat16 (of ml_dtypes), float32 or float64.
     repeat : int, optional
-        How often the text's 512 tokens stand one after the other.
+        How often the text's 512 tokens are repeated.
     xp : module, optional
-        The array module that shall hold them.
+        The array module for the arrays.
 
     Returns
     -------
@@ -117,13 +117,13 @@ def compare(meter: Meter, inputs: Inputs, most_runs: int, seconds: float = 0.6) 
     Parameters
     ----------
     meter : Meter
-        Of the device where the inputs live.
+        The meter of the device that holds the inputs.
     inputs : Inputs
         As `load` returns them.
     most_runs : int
-        Runs that a median is of, at most.
+        The most runs for a median.
     seconds : float, optional
-        Time for the runs of one line; fewer runs where they do not fit.
+        Time for the runs of one line; if it is too short, there are fewer runs.
 
     Returns
     -------
@@ -152,14 +152,14 @@ def compare(meter: Meter, inputs: Inputs, most_runs: int, seconds: float = 0.6) 
 
 @dataclass(frozen=True)
 class Checked:
-    """Worst errors of one mask, by name (O, LSE, dQ, dK, dV).
+    """The worst errors with one mask, by name (O, LSE, dQ, dK, dV).
 
     Attributes
     ----------
     mask : str
         full or causal.
     share : dict of str to float
-        Largest error as a share of the rounding-error bound of its element: at most 1 is right.
+        Largest error as a share of its element's rounding-error bound: at most 1 is right.
     largest : float
         Largest absolute error of O.
     """
@@ -170,13 +170,13 @@ class Checked:
 
 
 def check(inputs: Inputs, every: int = 1) -> list[Checked]:
-    """Hold output, LSE and gradients against exact values and their rounding-error bound.
+    """Compare output, LSE and gradients with exact values and their rounding-error bound.
 
     Parameters
     ----------
     inputs : Inputs
-        As `load` returns them. The exact values and the bound take some twenty (L, L) matrices of
-        float64 per head (of long double for float64).
+        As `load` returns them. The exact values and the bound take about twenty (L, L) matrices of
+        float64 per head (long double for float64 inputs).
     every : int, optional
         Check every n-th head, beginning with the first.
 

@@ -1,4 +1,4 @@
-"""How long work takes and how much memory it holds: on the CPU, on the current GPU of CuPy."""
+"""How long work takes and how much memory it holds, on the CPU or on CuPy's current GPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SMALLEST_FLUSH, LARGEST_FLUSH = 2**26, 2**30  # bytes
 
 
 class Meter(ABC):
-    """Measures on one kind of device.
+    """Measure on one kind of device.
 
     Attributes
     ----------
     xp : module
-        The array module whose arrays live there: ``numpy`` or ``cupy``.
+        The array module of that device: ``numpy`` or ``cupy``.
     """
 
     xp: Any
@@ -39,7 +39,7 @@ class Meter(ABC):
     def peak_memory(self, work: Work) -> int:
         """Return the bytes that one call holds at its peak, its results included.
 
-        Only what goes beyond what was held before counts.
+        Memory that was held before the call does not count.
         """
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Meter(ABC):
     def medians(
         self, work: Sequence[Work], most_runs: int, seconds: float
     ) -> tuple[list[float], int]:
-        """Time functions in turn, so that a change of the machine's speed meets all of them.
+        """Time functions in turn, so that a change of the machine's speed affects all of them.
 
         Parameters
         ----------
@@ -66,7 +66,7 @@ class Meter(ABC):
         most_runs : int
             Rounds at most.
         seconds : float
-            No round is begun after that time; one round is always run.
+            No round begins after this time; at least one round runs.
 
         Returns
         -------
@@ -99,15 +99,15 @@ class Cpu(Meter):
     def peak_memory(self, work: Work) -> int:
         """Return the bytes that one call holds at its peak, its results included.
 
-        The larger of two measurements, each of which may miss something: `tracemalloc` sees the
-        arrays that NumPy makes but not memory that compiled code takes by itself; the peak of the
-        process's resident memory (Linux) sees that too, but not pages that an earlier call left
+        This is the larger of two measurements, because each may miss something: `tracemalloc` sees
+        the arrays that NumPy makes, but not memory that compiled code allocates itself. The peak of
+        the process's resident memory (Linux) sees both, but misses pages that an earlier call left
         behind.
         """
         self.release()
         before = None
         try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts anew
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
             before = _resident("VmRSS")
         except OSError:
             pass
@@ -179,7 +179,7 @@ class Gpu(Meter):
     def peak_memory(self, work: Work) -> int:
         """Return the bytes of CuPy's memory pool that one call holds at its peak.
 
-        Memory that libraries take from the driver by themselves is not among them.
+        Memory that libraries take directly from the driver is not included.
         """
         hook = _peak_hook(self.xp.cuda.MemoryHook)
         with hook:
@@ -203,8 +203,8 @@ class Gpu(Meter):
     def settle(self) -> None:
         """Write a buffer that is larger than the L2 cache, on the current stream.
 
-        The host is ahead of the device by the time this takes, so what it needs to start a call is
-        not measured, unless it is longer.
+        While the device does this, the host runs ahead; so the time to start a call is not measured
+        unless it is longer.
         """
         if self._buffer is None:
             facts = self.xp.cuda.runtime.getDeviceProperties(self.number())
@@ -222,12 +222,12 @@ class Gpu(Meter):
     def captured(self, work: Work) -> Work:
         """Return a function that replays a call as a CUDA graph on the current stream.
 
-        Its results and scratch must have a place that outlives the call, and so must its inputs.
+        Its results, scratch memory and inputs must outlive the call.
         """
         cuda = self.xp.cuda
         cuda.Device().synchronize()
         with cuda.Stream(non_blocking=True) as stream:
-            work()  # whatever is made at the first use is made now
+            work()  # everything that is made at the first use is made now
             stream.synchronize()
             stream.begin_capture()
             try:

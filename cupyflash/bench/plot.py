@@ -18,7 +18,8 @@ from .suites import OURS
 
 Axes = Any  # of matplotlib
 SUFFIXES = (".svg", ".png")
-# Okabe and Ito's colours, which colour-blind people tell apart; the same for a name in any picture.
+# Okabe and Ito's colours, which colour-blind people can tell apart. A name has the same colour in
+# all pictures.
 COLOURS = {
     OURS: "#0072B2",
     "standard": "#8C8C8C",
@@ -51,7 +52,7 @@ STYLE = {
     "legend.frameon": False,
     "svg.hashsalt": "cupyflash bench",  # the same numbers give the same file
 }
-MANY = 3  # groups of curves: of more the rates alone are drawn
+MANY = 3  # groups of curves; if there are more, only the rates are drawn
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Group:
     kind : str
         cpu or gpu.
     grows : bool
-        Whether the axis is one of numbers that grow, along which a curve means something.
+        Whether the axis has growing numbers, so that a curve makes sense.
     """
 
     title: str
@@ -222,28 +223,30 @@ def draw(report: Report, file: Path, against: str, pictures: Sequence[str] = ())
     report : Report
         What was measured.
     file : Path
-        Ends in .svg or .png.
+        Its name ends in .svg or .png.
     against : str
-        Whom the speed-up is over.
+        The contender that speed-ups compare with.
     pictures : sequence of str, optional
-        Names in `PICTURES`; all, or of many groups only the rates.
+        Names in `PICTURES`; by default all, or only the rates if there are many groups.
 
     Raises
     ------
     ArgumentError
-        There is nothing to draw, or the file has another ending.
+        If there is nothing to draw, or the file has another ending.
     ImportError
-        matplotlib is not installed.
+        If matplotlib is not installed.
     """
     check_suffix(file)
     found = [group for group in groups(report) if group.contenders]
     if not found:
-        raise ArgumentError("there is nothing to draw: nobody measured anything")
+        raise ArgumentError("there is nothing to draw, because nothing was measured")
     curves = len(found) <= MANY and all(group.grows for group in found)
     chosen = list(pictures) or list(PICTURES if curves else ["rate"])
     if "speed-up" in chosen and (against not in report.contenders or len(report.contenders) < 2):
         if pictures:
-            raise ArgumentError(f"a speed-up needs {against} and somebody else to be measured")
+            raise ArgumentError(
+                f"a speed-up needs measurements of {against} and of another contender"
+            )
         chosen.remove("speed-up")
     matplotlib = library()
     with matplotlib.rc_context(STYLE):
@@ -294,7 +297,9 @@ def _figure(report: Report, found: list[Group], chosen: list[str], against: str)
 def check_suffix(file: Path) -> None:
     """Refuse a file that is no picture by its name."""
     if file.suffix not in SUFFIXES:
-        raise ArgumentError(f"{file} came; wanted a name that ends in {' or '.join(SUFFIXES)}")
+        raise ArgumentError(
+            f"got the file {file}; expected a name that ends in {' or '.join(SUFFIXES)}"
+        )
 
 
 def library() -> Any:

@@ -23,7 +23,8 @@ class Result:
     contender : str
         Its name.
     status : str
-        measured, refused (it cannot do this case) or WRONG (its result is not the first one's).
+        measured, refused (it cannot do this case) or WRONG (its result differs from the first
+        contender's).
     reason : str
         Why it was not measured.
     seconds : float or None
@@ -33,11 +34,11 @@ class Result:
     runs : int
         How many runs there were.
     peak_bytes : int or None
-        Memory held at the peak beyond the inputs, results included; of a backward together with its
-        forward, since what that keeps counts.
+        Memory held at the peak, including results but not inputs. A backward is measured together
+        with its forward, because what the forward keeps counts, too.
     difference : float or None
-        From the first contender's result: the largest norm of a difference over the norm of the
-        result.
+        Difference from the first contender's result: the largest norm of a difference, divided by
+        the norm of the result.
     """
 
     contender: str
@@ -83,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a run of the benchmarks found, and under which conditions.
+    """Everything that a run of the benchmarks measured, and under which conditions.
 
     Attributes
     ----------
@@ -94,13 +95,13 @@ class Report:
     device : str
         Its name, and on a CPU the numbers of threads.
     versions : dict of str to str
-        Of what took part.
+        Versions of the packages that took part.
     method : str
         How times were taken.
     rows : tuple of Row
         In the order of the run.
     absent : dict of str to str
-        Contenders that could not take part at all, and why; with the remedy.
+        Contenders that could not take part at all, with the reason and the remedy.
     """
 
     suite: str
@@ -138,14 +139,14 @@ class Report:
         Raises
         ------
         ArgumentError
-            If it is something else.
+            If the text is something else.
         """
         try:
             content = json.loads(text)
             if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
                 raise ArgumentError(f"its format is not {FORMAT!r}, which --json writes")
             if content["kind"] not in ("cpu", "gpu"):
-                raise ArgumentError(f"its kind is {content['kind']!r}, neither cpu nor gpu")
+                raise ArgumentError(f"its kind is {content['kind']!r}; expected cpu or gpu")
             content["rows"] = tuple(_row(row) for row in content["rows"])
             return cls(**content)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Runs a case: every contender is held to the first one's result, then all are timed in turn."""
+"""Run a case: compare every contender's result with the first one's, then time all in turn."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .measure import Gpu, Meter, Work
 from .results import MEASURED, REFUSED, WRONG, Result, Row
 
 # How far a result may be from the first contender's, as a share of its norm: some roundings of the
-# stored type, and half of the digits of the type that is summed in. This finds wrong attention, not
-# bad rounding, which is what `cupyflash verify` is for.
+# stored type, and half of the accumulator's digits. This finds wrong attention, not bad rounding;
+# for that, there is `cupyflash verify`.
 _ACCUMULATED = {"float32": 1e-3, "float64": 1e-8}
 TOLERANCE = {
     name: min(3e-2, 16 * dtype.unit_roundoff + _ACCUMULATED[dtype.accumulator])
     for name, dtype in DTYPES.items()
 }
-ROUNDED_PENALTIES = 5e-2  # some peers take ALiBi's in 16 bits
+ROUNDED_PENALTIES = 5e-2  # some peers take ALiBi's slopes in 16 bits
 WARM_UP = {"cpu": 1, "gpu": 3}  # rounds
 Progress = Callable[[Case, str], None]
 
@@ -45,19 +45,19 @@ def run_case(
     Parameters
     ----------
     meter : Meter
-        Of the device.
+        The meter of the device.
     case : Case
         The problem.
     contenders : sequence of Contender
-        The first that can do the case is the one that the others' results are held to.
+        The results of the others are compared with those of the first one that can do the case.
     runs : int
-        Runs that a median is of, at most.
+        The most runs for a median.
     seconds : float
-        No round of runs is begun after that time; one is always run.
+        No round of runs begins after this time; at least one runs.
     graphs : bool, optional
         Time replays of CUDA graphs.
     progress : callable, optional
-        Is told the case and what is done with it: a contender's name, or "timing".
+        Called with the case and what is being done: a contender's name, or "timing".
 
     Returns
     -------
@@ -69,7 +69,7 @@ def run_case(
     wanted: list[Any] | None = None
     try:
         inputs = draw(meter, case)
-    except MemoryError as error:  # CuPy's is one too
+    except MemoryError as error:  # CuPy's error is one, too
         told = f"there is no memory for its arrays ({str(error).partition(chr(10))[0]})"
         return Row(case, tuple(Result(x.name, REFUSED, told) for x in contenders))
     for contender in contenders:
@@ -137,9 +137,9 @@ def _ready(
 
 
 def difference(found: Sequence[Any], wanted: Sequence[Any] | None) -> float:
-    """Return the largest norm of a difference over the norm of what was wanted.
+    """Return the largest norm of a difference, divided by the norm of the expected result.
 
-    Without anything wanted, how far results are from finite: 0 or NaN.
+    Without an expected result, return 0 if all results are finite, and NaN otherwise.
     """
     if wanted is None:
         return worse(*(norm(x) * 0 for x in found))

@@ -1,6 +1,6 @@
-"""Standard attention (FlashAttention, Algorithm 0), which holds all scores: what is compared with.
+"""Standard attention (FlashAttention, Algorithm 0), which stores all scores: the baseline.
 
-Written for an array module ``xp``, ``numpy`` or ``cupy``.
+The functions work with an array module ``xp``, ``numpy`` or ``cupy``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def standard_forward(
     xp : module
         The array module of all arrays.
     q, k, v : array, shape (..., L, D)
-        16-bit types are widened to float32: NumPy's products of them are no match for anybody, and
-        CuPy itself widens those of more than one head.
+        16-bit types are widened to float32: NumPy multiplies them far too slowly for a fair
+        comparison, and CuPy itself widens those of more than one head.
     causal : bool
-        Whether query i sees keys up to i only.
+        Whether query i sees only keys up to i.
     change : callable, optional
         Changes the scaled scores in place.
 
@@ -64,18 +64,18 @@ def standard_backward(
     p: Array,
     slope: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Compute the gradients of standard attention, from the probabilities that the forward kept.
+    """Compute the gradients of standard attention from the probabilities that the forward kept.
 
     Parameters
     ----------
     xp : module
         The array module of all arrays.
     inputs : tuple of array
-        q, k and v, as they went into the forward, and do, the gradient of its output.
+        q, k and v, as given to the forward, and do, the gradient of its output.
     o, p : array
         What `standard_forward` returned.
     slope : array, optional
-        Derivative of the changed scores by the scaled ones; 1 unless given.
+        Derivative of the changed scores with respect to the scaled scores; by default 1.
 
     Returns
     -------
@@ -97,10 +97,10 @@ def standard_backward(
 
 
 def transposed_product(xp: Any, a: Array, b: Array) -> Array:
-    """Return the product of the transposed large `a`, (..., L, L), and of `b`, (..., L, D).
+    """Return aᵀ b, where `a` is the large one, (..., L, L), and `b` is (..., L, D).
 
-    CuPy copies an operand that is transposed, so there the small one is; NumPy copies none, and is
-    slower that way round.
+    CuPy copies a transposed operand, so with CuPy the small operand is transposed. NumPy copies
+    neither, and is slower in that order.
     """
     if xp is np:
         return a.swapaxes(-1, -2) @ b

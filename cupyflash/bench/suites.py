@@ -1,4 +1,4 @@
-"""Which cases belong to a suite, and who is timed on them."""
+"""Which cases belong to a suite, and which contenders are timed on them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ OURS = "cupyflash"
 
 @dataclass(frozen=True)
 class Suite:
-    """Shapes with what is done with each.
+    """Shapes, and what is timed for each.
 
     Attributes
     ----------
     what : str
-        In words.
+        What it is, in words.
     shapes : tuple of tuple of int
         B, Hq, Hkv, Lq, Lk, D.
     dtype : str
-        Unless another is wanted.
+        The dtype, unless another one is asked for.
     variants : tuple of str
         Names in `VARIANTS`.
     passes : tuple of str
         forward, backward.
     contenders : tuple of str
-        Who is timed, in order.
+        Which contenders are timed, in order.
     """
 
     what: str
@@ -151,7 +151,7 @@ SUITES: dict[str, dict[str, Suite]] = {
 
 
 def own_shapes(kind: str, shapes: Sequence[Shape]) -> Suite:
-    """Return a suite of a user's shapes: forward, without a mask, everybody of the quick suite.
+    """Return a suite of a user's shapes: forwards without a mask, by the quick suite's contenders.
 
     Parameters
     ----------

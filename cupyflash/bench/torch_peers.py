@@ -1,6 +1,6 @@
-"""PyTorch's attention, kernel by kernel, on the same numbers by DLPack.
+"""PyTorch's attention, kernel by kernel, on the same numbers (shared by DLPack).
 
-PyTorch is imported when one of these is asked whether it can take part.
+PyTorch is imported when one of these is first asked whether it can take part.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ def find() -> tuple[Any, str]:
         version = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "torch":
-            return None, f"PyTorch is not installed, or too old: {INSTALL}"
+            return None, f"PyTorch is not installed, or is too old: {INSTALL}"
         return None, f"PyTorch lacks {error.name}: {INSTALL}"
     except Exception as error:  # noqa: BLE001 (libraries fail to load in many ways; all are told)
         words = f"{type(error).__name__}: {error}".splitlines()[0]
-        return None, f"PyTorch cannot be imported ({words}); install it anew: {INSTALL}"
+        return None, f"PyTorch cannot be imported ({words}); reinstall it: {INSTALL}"
     if version < OLDEST:
         wanted = ".".join(map(str, OLDEST))
-        return None, f"PyTorch is {torch.__version__}, {wanted} is wanted: {INSTALL} --upgrade"
+        return (
+            None,
+            f"got PyTorch {torch.__version__}; expected {wanted} or newer: {INSTALL} --upgrade",
+        )
     return torch, ""
 
 
@@ -60,7 +63,7 @@ class TorchPeer(Contender):
     Attributes
     ----------
     matrices : int
-        Of all scores, which it may hold.
+        How many matrices of all scores it may hold.
     """
 
     matrices = 0
@@ -241,7 +244,7 @@ def torch_mask(torch: Any, case: Case, q: Tensor) -> Tensor | None:
 def to_torch(torch: Any, array: Any) -> Tensor:
     """Return an array as a tensor on the same memory, which keeps it alive.
 
-    bfloat16 passes as 16-bit integers, which every DLPack knows.
+    bfloat16 is passed as 16-bit integers, which every DLPack supports.
     """
     if array.dtype.name != "bfloat16":
         return torch.from_dlpack(array)

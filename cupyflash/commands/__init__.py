@@ -1,1 +1,1 @@
-"""What `cupyflash` does on the command line: a module for a command, and what they share."""
+"""The command line of `cupyflash`: one module for each command, and what they share."""

@@ -1,4 +1,4 @@
-"""The command `cupyflash bench`: time and memory against sequence length, beside others."""
+"""The command `cupyflash bench`: time and memory against sequence length, compared with others."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def chosen_suite(options: argparse.Namespace, kind: str) -> tuple[str, Suite]:
 
     if options.shape:
         if options.suite:
-            raise ArgumentError("--suite and --shape came; wanted one of them")
+            raise ArgumentError("got --suite and --shape; expected only one of them")
         shapes = [bench.shape_of(text) for text in options.shape]
         return "own shapes", bench.own_shapes(kind, shapes)
     name = options.suite or "quick"
@@ -108,7 +108,7 @@ def chosen_suite(options: argparse.Namespace, kind: str) -> tuple[str, Suite]:
 def chosen_contenders(
     options: argparse.Namespace, suite: Suite, kind: str
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Return who takes part, and why the others that were asked for do not."""
+    """Return which contenders take part, and why the others that were asked for do not."""
     from .. import bench
 
     known = {contender.name: contender for contender in bench.CONTENDERS}
@@ -117,7 +117,7 @@ def chosen_contenders(
         names.append(options.against)
     for name in names:
         if name not in known:
-            raise ArgumentError(f"contender {name!r} came; there are {', '.join(known)}")
+            raise ArgumentError(f"contender: got {name!r}; expected one of {', '.join(known)}")
     absent = {name: known[name].obstacle(kind) for name in names}
     there = [known[name] for name in names if not absent[name]]
     if not there:
@@ -132,7 +132,7 @@ def progress_bar(total: int) -> Iterator[Callable[[Case, str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    # Drawn when something is told, not by a thread that would work while calls are timed.
+    # It is drawn at each report, not by a thread, which would work while calls are timed.
     hidden = not console.is_terminal
     columns = (
         BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
@@ -164,7 +164,9 @@ def measured(options: argparse.Namespace) -> tuple[Report, str]:
     variants = [bench.variant_of(text) for text in options.variant or ()]
     cases = list(suite.cases(options.dtype or (), variants, getattr(options, "pass") or ()))
     if options.graphs and kind == "cpu":
-        raise ArgumentError("--graphs came; CUDA graphs are replayed on a GPU only")
+        raise ArgumentError(
+            "got --graphs on the CPU; CUDA graphs are replayed on a GPU only. Leave it out"
+        )
     meter: measure.Meter = measure.Cpu() if kind == "cpu" else measure.Gpu()
     device, versions, method = conditions(kind, any(x.name.startswith("torch") for x in contenders))
     runs, seconds = options.runs or RUNS[kind], options.seconds or SECONDS[kind]
@@ -212,7 +214,7 @@ def show(report: Report) -> None:
 
     from ..bench.results import unit
 
-    # What a file says is no markup.
+    # Text from a file is not markup.
     width = None if sys.stdout.isatty() else COLUMNS
     console = Console(width=width, highlight=False, markup=False)
     decodes = all(row.case.decodes for row in report.rows)
@@ -285,7 +287,7 @@ def three_digits(number: float) -> str:
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Refuse before anything is measured what could not be written or is not what it seems."""
+    """Refuse, before anything is measured, unwritable files and options that clash."""
     from ..bench import plot
 
     for name, file in (("--json", options.json), ("--plot", options.plot)):
@@ -294,12 +296,16 @@ def check_files(options: argparse.Namespace) -> None:
     if options.plot is not None:
         plot.check_suffix(options.plot)
     if options.picture and options.plot is None:
-        raise ArgumentError("--picture came without --plot FILE, where it would be drawn")
+        raise ArgumentError(
+            "got --picture without --plot FILE, which names the file to draw; expected both"
+        )
     if options.load is not None:
         other = [name for name in MEASURING if getattr(options, name)]
         if other:
             names = ", ".join(f"--{name}" for name in other)
-            raise ArgumentError(f"{names} came with --load, which measures nothing")
+            raise ArgumentError(
+                f"got {names} with --load, which measures nothing; expected only one of the two"
+            )
 
 
 MEASURING = (
@@ -355,7 +361,7 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} came, a positive number was wanted")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a positive number")
     return value
 
 

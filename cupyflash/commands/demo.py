@@ -26,7 +26,7 @@ from .text import (
 if TYPE_CHECKING:
     from ..bench.demo import Checked, Comparison
 
-CPU_RUNS, GPU_RUNS = 5, 20  # of a median, at most
+CPU_RUNS, GPU_RUNS = 5, 20  # the most for a median
 
 
 def comparison_table(lines: Sequence[Comparison]) -> str:
@@ -61,12 +61,12 @@ def error_table(checks: Sequence[Checked]) -> str:
 
 
 def choose_device(wanted: str | None) -> tuple[str, str]:
-    """Return the demo's device, cpu or gpu, and in words why no other, or how to choose it.
+    """Return the demo's device, cpu or gpu, and in words why, or how to choose the other one.
 
     Raises
     ------
     ValueError
-        A GPU was wanted, and none can be used; the message says why and what to do.
+        If a GPU was asked for, and none can be used; the message says why and what to do.
     """
     if wanted == "cpu":
         return "cpu", "--device gpu measures a GPU"
@@ -74,8 +74,8 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
     if not obstacle:
         return "gpu", "--device cpu measures the CPU"
     if wanted == "gpu":
-        raise ValueError(f"--device gpu: no GPU can be used, since {obstacle}")
-    return "cpu", f"no GPU can be used, since {obstacle}"
+        raise ValueError(f"--device gpu: no GPU can be used, because {obstacle}")
+    return "cpu", f"no GPU can be used, because {obstacle}"
 
 
 def demo(options: argparse.Namespace) -> int:

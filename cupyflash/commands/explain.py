@@ -48,7 +48,7 @@ def shape(text: str) -> tuple[int, ...]:
         found = ()
     if len(found) < 2 or min(found) < 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} came, lengths of 1 or more were wanted: B,H,L,D or L,D"
+            f"got {text!r}; expected lengths of 1 or more, as B,H,L,D or L,D"
         )
     return found
 

@@ -1,7 +1,7 @@
-"""What `cupyflash info` says: versions, devices and which kernels serve them, cache folders.
+"""What `cupyflash info` shows: versions, devices and the kernels that serve them, cache folders.
 
-Nothing here fails: what cannot be found out is said in words, with the remedy. Nothing here prints:
-the command does.
+Nothing here fails: if something cannot be found out, the text says so, with the remedy. Nothing
+here prints, either; the command does.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def cpu_lines() -> list[Line]:
     """Say what serves NumPy arrays."""
     from ..reference.cpu import jit, threads
 
-    with warnings.catch_warnings():  # said below in words of its own
+    with warnings.catch_warnings():  # has its own line below
         warnings.simplefilter("ignore")
         obstacle = jit.cache_obstacle()
     how = os.environ.get("CUPYFLASH_NUM_THREADS")
     how = f"CUPYFLASH_NUM_THREADS={how}" if how else "CUPYFLASH_NUM_THREADS sets it"
     try:
         number_of_threads = f"{threads.num_threads()} ({how})"
-    except ValueError as error:  # a wrong setting is what somebody may be looking for here
+    except ValueError as error:  # a user may be here to look for a wrong setting
         number_of_threads = str(error)
     return [
         ("CPU", f"{processor()}, {usable_cores()} usable cores"),
@@ -193,7 +193,7 @@ def served(capability: tuple[int, int]) -> str:
     if not there:
         oldest = min(spec.capability for spec in cores)
         return f"{said}; tensor cores are used from compute capability {_dotted(oldest)} on"
-    # Kernels by what they serve: types, the largest head, the precision that is asked for.
+    # Kernels by what they serve: dtypes, the largest head, the requested precision.
     groups: dict[tuple[str, int, str | None], list[str]] = {}
     for spec in there:
         for largest, precision, dtypes in _types(spec):

@@ -1,4 +1,4 @@
-"""The command line: its parser, and which function serves a command."""
+"""The command line: its parser, and the function for each command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors command no terminal, whatever the arguments hold."""
+    """A parser whose errors contain no control characters, even if the arguments do."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and an error, and exit with 2."""
@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        What follows the program's name; ``sys.argv`` unless given. Without any, the help is
-        printed.
+        What follows the program's name; by default from ``sys.argv``. If there are none, the help
+        is printed.
 
     Returns
     -------

@@ -1,6 +1,6 @@
-"""How the commands write: tables, units, lines, and how they read numbers.
+"""How the commands write tables, units and lines, and how they read numbers.
 
-Plain text, so that it runs on what the package itself depends on.
+It is plain text, so it needs only the package's own dependencies.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def complain(error: object, before: str = "error: ") -> None:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1, header: int = 1) -> str:
-    """Lay out rows of cells, columns two spaces apart, with a rule below the header.
+    """Lay out rows of cells in columns that are two spaces apart, with a rule below the header.
 
     Parameters
     ----------
     rows : sequence of sequence of str
-        The header first; all of one length.
+        The header comes first; all rows have the same length.
     left : int, optional
-        Columns that are flush left; the others, numbers, are flush right.
+        How many columns are flush left; the others hold numbers and are flush right.
     header : int, optional
-        Rows that the header has.
+        How many rows the header has.
 
     Returns
     -------
@@ -115,7 +115,9 @@ def whole_number(low: int) -> Callable[[str], int]:
         except ValueError:
             value = low - 1
         if value < low:
-            raise argparse.ArgumentTypeError(f"{text!r} came, a whole number from {low} was wanted")
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}; expected a whole number of {low} or more"
+            )
         return value
 
     return read

@@ -18,10 +18,11 @@ from .text import complain, printable, whole_number
 if TYPE_CHECKING:
     from ..testing import Precision, Report, Result
 
-# On two cores a minute. On a GPU some minutes: every problem has its own kernels to compile.
+# A minute on two cores; some minutes on a GPU, because every problem has its own kernels to
+# compile.
 EXAMPLES = {"cpu": 40, "gpu": 3}
 BAR = 24
-# Rows and keys of a tile that lengths are drawn around; no kernel's tiles have fewer keys.
+# The tile sizes around which lengths are drawn; no kernel's tiles have fewer keys.
 TILES = {"cpu": (128, 64), "gpu": (64, 8)}
 
 

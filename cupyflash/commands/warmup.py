@@ -1,4 +1,4 @@
-"""The command `cupyflash warmup`: compile kernels ahead of need, for images and read-only homes."""
+"""The command `cupyflash warmup`: compile kernels in advance, for images and read-only homes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import info
 from .text import complain, whole_number
 
 Report = Callable[[str, int, int], None]  # a step's name, its number, and how many there are
-QUERIES = 1024  # of a call on a GPU: enough for the kernels of long sequences
+QUERIES = 1024  # sizes of a call on a GPU: enough for the kernels of long sequences
 
 
 def add_command(subparsers: Any) -> None:

@@ -21,7 +21,7 @@ from ..similar import did_you_mean
 def documents(length: Any) -> masks.Mask:
     """Return the mask of documents of one length, counted from the first key."""
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ArgumentError(f"documents: {length!r} came; wanted an integer of 1 or more.")
+        raise ArgumentError(f"documents: got {length!r}; expected an integer of 1 or more.")
     return masks.mask(lambda b, h, i, j: (i + len_k - len_q) // length == j // length)
 
 
@@ -49,30 +49,30 @@ _JOINS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return what a text of the command line means.
+    """Return the mask or score that a text of the command line means.
 
     Parameters
     ----------
     text : str
         Words with arguments in parentheses, masks joined by ``&``, ``|``, ``^`` and ``~``; or
-        ``module:name`` of an object of the user's.
+        ``module:name``, an object of the user's.
     option : str
-        Whose text it is, for errors.
+        The option that has this text, for errors.
     words : mapping of str to callable
         What each word makes.
 
     Raises
     ------
     ArgumentError
-        If it means nothing.
+        If the text has no meaning.
     """
     if ":" in text:
         return _imported(text, option)
-    wanted = f"wanted {', '.join(words)}, with arguments in parentheses, or module:name"
+    wanted = f"expected {', '.join(words)}, with arguments in parentheses, or module:name"
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ArgumentError(f"{option}: {shortened(text)!r} came; {wanted}.") from None
+        raise ArgumentError(f"{option}: got {shortened(text)!r}; {wanted}.") from None
 
     def made(node: ast.expr) -> Any:
         if isinstance(node, ast.BinOp) and type(node.op) in _JOINS:
@@ -83,7 +83,7 @@ def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any
         name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
         if name not in words or any(each.arg is None for each in call.keywords):
             near = did_you_mean(name, words) if name not in words else ""
-            raise ArgumentError(f"{option}: {ast.unparse(node)!r} came; {wanted}{near or '.'}")
+            raise ArgumentError(f"{option}: got {ast.unparse(node)!r}; {wanted}{near or '.'}")
         try:
             values = [ast.literal_eval(each) for each in call.args]
             named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
@@ -95,8 +95,8 @@ def read(text: str, option: str, words: Mapping[str, Callable[..., Any]]) -> Any
         return made(tree)
     except RecursionError:
         raise ArgumentError(
-            f"{option}: {shortened(text)!r} came, which is nested too deep; join fewer words, or "
-            "name an object of a module by module:name."
+            f"{option}: got {shortened(text)!r}, which is nested too deeply; join fewer words, or "
+            "name an object of a module as module:name."
         ) from None
 
 
@@ -109,6 +109,6 @@ def _imported(text: str, option: str) -> Any:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(
-            f"{option}: {text!r} came, which cannot be imported ({error}); wanted module:name of "
-            "an object in a module that Python finds from this folder."
+            f"{option}: got {text!r}, which cannot be imported ({error}); expected module:name, "
+            "an object in a module that Python can import from this folder."
         ) from None

@@ -1,4 +1,4 @@
-"""`explain`: from shapes to what a call would run."""
+"""`explain`: shows from shapes what a call would run."""
 
 from __future__ import annotations
 
@@ -60,39 +60,41 @@ def explain(
     Parameters
     ----------
     q : tuple of int, or array
-        Shape of q: (..., Hq, Lq, D), or (Lq, D) for one head; or q itself, of which shape and dtype
+        Shape of q: (..., Hq, Lq, D), or (Lq, D) for one head; or q itself, whose shape and dtype
         are read.
     k, v : tuple of int, or array, optional
-        The same of k, (..., Hkv, Lk, D), and of v, (..., Hkv, Lk, Dv). Those of q and of k unless
-        given. Arrays are taken to lie without gaps.
+        The same for k, (..., Hkv, Lk, D), and for v, (..., Hkv, Lk, Dv). By default, k is like q
+        and v is like k. Arrays are assumed to be contiguous.
     dtype : dtype or str, optional
-        float16, bfloat16, float32 or float64. Default: that of the arrays, or float16.
+        float16, bfloat16, float32 or float64. Default: the dtype of the arrays, or float16 for
+        shapes.
     mask, score_mod : Mask, Score or list of Score, optional
-        As of `attention`.
+        As in `attention`.
     device : Device or str, optional
-        A name in `cupyflash.analysis.DEVICES`, which need not be at hand; "cpu"; "gpu" for the
-        current GPU. Default: where the arrays are, or the current GPU where there is one, else the
-        CPU.
+        A name in `cupyflash.analysis.DEVICES` (you need not have this device), "cpu", or "gpu" for
+        the current GPU. Default: where the arrays are; for shapes, the current GPU, or the CPU if
+        there is none.
     backward : bool
         Explain the gradients instead of the forward.
     deterministic : bool
-        As of `attention_backward`.
+        As in `attention_backward`.
     precision : str, optional
-        As of `attention`.
+        As in `attention`.
     compile : bool
-        Whether kernels are compiled, which takes a second each, to tell registers and occupancy.
-        That needs NVRTC and no GPU.
+        Whether to compile kernels, which takes a second each, to find out registers and occupancy.
+        This needs NVRTC but no GPU.
 
     Returns
     -------
     Explanation
         Kernels, tiles by class, traffic, FLOPs, time by the roofline, and what standard attention
-        would need. Tiles are counted exactly, in memory that does not grow with their number.
+        would need. Tiles are counted exactly; the memory that this takes does not grow with their
+        number.
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        If a shape, mask or device does not fit.
+        If a shape, mask or device is wrong.
 
     Examples
     --------
@@ -183,14 +185,14 @@ def explain(
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:
-    wanted = "wanted an array, or integers of 1 or more: (..., H, L, D), or (L, D) for one head."
+    wanted = "expected an array, or integers of 1 or more: (..., H, L, D), or (L, D) for one head."
     if not isinstance(value, (tuple, list)) or len(value) < 2:
-        raise ArgumentTypeError(f"{name}: {value!r} came; {wanted}")
+        raise ArgumentTypeError(f"{name}: got {value!r}; {wanted}")
     for n in value:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-            raise ArgumentError(f"{name}: {tuple(value)} came; {wanted}")
+            raise ArgumentError(f"{name}: got {tuple(value)}; {wanted}")
     if math.prod(map(int, value)) >= 2**59:  # addresses of the widest type end at 2^63 bytes
-        raise ArgumentError(f"{name}: {tuple(value)} came; wanted fewer than 2^59 numbers.")
+        raise ArgumentError(f"{name}: got {tuple(value)}; expected fewer than 2^59 numbers.")
     return tuple(int(n) for n in value)
 
 
@@ -200,20 +202,20 @@ def _dtype(value: Any, arrays: Mapping[str, Any]) -> np.dtype[Any]:
     if value is None:
         if len(found) > 1:
             came = ", ".join(f"{name} {dtype}" for dtype, name in found.items())
-            raise ArgumentTypeError(f"{came} came; wanted one dtype. Convert with .astype(...).")
+            raise ArgumentTypeError(f"got {came}; expected one dtype. Convert with .astype(...).")
         value = next(iter(found), FLOATS[0])
     name = value if isinstance(value, str) else getattr(value, "__name__", str(value))
     if name not in FLOATS:
         name = str(np.dtype(value)) if not isinstance(value, str) else value
     if name not in FLOATS:
-        raise ArgumentTypeError(f"dtype: {value!r} came; wanted one of {', '.join(FLOATS)}.")
+        raise ArgumentTypeError(f"dtype: got {value!r}; expected one of {', '.join(FLOATS)}.")
     if name != "bfloat16":
         return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"dtype: bfloat16 came; wanted the package ml_dtypes for it: {ML_DTYPES}."
+            f"dtype: got bfloat16, which needs the package ml_dtypes: {ML_DTYPES}."
         ) from None
     made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return made

@@ -1,4 +1,4 @@
-"""How many blocks a multiprocessor holds: by shared memory, registers, warps and their number."""
+"""How many blocks a multiprocessor holds: shared memory, registers and warps limit them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..gpu.kernels.spec import REGISTERS, Tiles
 from .results import Occupancy
 
 WARP = 32
-PARTS = 4  # of a multiprocessor, each with a quarter of the registers
+PARTS = 4  # per multiprocessor, each with a quarter of the registers
 REGISTER_UNIT = 256  # registers that a warp gets at a time
 
 
@@ -22,8 +22,8 @@ class Limits(NamedTuple):
     warps: int
     blocks: int
     shared_memory: int  # bytes
-    reserved: int  # bytes of it that every block takes besides
-    unit: int  # bytes that shared memory is given out by
+    reserved: int  # bytes of it that every block takes in addition
+    unit: int  # unit in which shared memory is allocated, bytes
 
 
 KIB = 1024

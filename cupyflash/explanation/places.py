@@ -1,4 +1,4 @@
-"""Where a call would run: the device at hand, one of the table, or the CPU."""
+"""Where a call would run: the current device, one from the table, or the CPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .occupancy import LIMITS
 
 @dataclass(frozen=True)
 class Place:
-    """A device as kernels see it, and what is known of its limits.
+    """A device as kernels see it, and what is known about its limits.
 
     Attributes
     ----------
     target : Target or None
         None is the CPU.
     device : Device or None
-        None where no limits are known.
+        None if no limits are known.
     words : str
         What it is, and where the facts come from.
     """
@@ -38,18 +38,20 @@ def place(device: Device | str | None) -> Place:
     Parameters
     ----------
     device : Device, str or None
-        One of `DEVICES` or its name; "cpu"; "gpu" for the current GPU; None for that or, where
-        there is none, the CPU.
+        One of `DEVICES` or its name; "cpu"; "gpu" for the current GPU; None for the current GPU, or
+        for the CPU if there is none.
 
     Raises
     ------
     ArgumentError
-        If nothing is known of the device, or there is none.
+        If the device is not known, or there is none.
     """
     if isinstance(device, Device):
         return _of_table(device)
     if device is not None and not isinstance(device, str):
-        raise ArgumentTypeError(f"device: {type(device).__name__} came; wanted a name, {_names()}.")
+        raise ArgumentTypeError(
+            f"device: got {type(device).__name__}; expected a name, {_names()}."
+        )
     name = None if device is None else device.lower()
     if name == "cpu":
         return Place(None, None, "CPU")
@@ -59,15 +61,15 @@ def place(device: Device | str | None) -> Place:
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             if name is None:
-                return Place(None, None, f"CPU, because no GPU is at hand ({why})")
+                return Place(None, None, f"CPU, because no GPU is available ({why})")
             raise ArgumentError(
-                f'device: "gpu" came, and no GPU is at hand ({why}); wanted {_names()}.'
+                f'device: got "gpu", but no GPU is available ({why}); expected {_names()}.'
             ) from error
     try:
         return _of_table(analysis.device(device))
     except ArgumentError:
         near = did_you_mean(str(device), ("cpu", "gpu", *DEVICES)) or "."
-        raise ArgumentError(f"device: {device!r} came; wanted {_names()}{near}") from None
+        raise ArgumentError(f"device: got {device!r}; expected {_names()}{near}") from None
 
 
 def _names() -> str:
@@ -78,8 +80,8 @@ def _of_table(device: Device) -> Place:
     has = LIMITS.get(device.capability)
     if has is None:
         raise ArgumentError(
-            f"device: {device.name} of compute capability {device.capability} came; wanted one of "
-            f"{', '.join(map(str, LIMITS))}, whose multiprocessors are known."
+            f"device: got {device.name} of compute capability {device.capability}; expected one "
+            f"of {', '.join(map(str, LIMITS))}, the compute capabilities whose limits are known."
         )
     made = Target(
         device=0,

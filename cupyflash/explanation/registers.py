@@ -1,4 +1,4 @@
-"""Registers and spills of a kernel, as the compiler's assembler tells them: no GPU is needed."""
+"""Registers and spills of a kernel, as the compiler's assembler reports them. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..gpu.source import Specialisation, source
 from .results import Registers
 
 REMEDY = "pip install cuda-bindings nvidia-cuda-nvrtc"
-# CuPy's own, beside those of cupyflash/gpu/jit.py, and the assembler's notes.
+# CuPy's own options, in addition to those of cupyflash/gpu/jit.py, and the assembler's notes.
 OPTIONS = ("-std=c++17", "-ftz=true", "--ptxas-options=-v")
 
 
@@ -19,19 +19,19 @@ class UnknownError(Exception):
 
 
 def registers(special: Specialisation, capability: tuple[int, int]) -> Registers:
-    """Compile a kernel, and return what a thread of it takes.
+    """Compile a kernel, and return the registers and spills of a thread.
 
     Parameters
     ----------
     special : Specialisation
         The kernel.
     capability : tuple of int
-        Of the device that it is compiled for.
+        Compute capability of the device for which it is compiled.
 
     Raises
     ------
     UnknownError
-        If there is no NVRTC, or it does not know the device.
+        If there is no NVRTC, or if it does not know the device.
     """
     architecture = special.architecture or f"sm_{capability[0]}{capability[1]}"
     return _compiled(source(special), special.name, architecture)
@@ -48,7 +48,7 @@ def _compiled(text: str, name: str, architecture: str) -> Registers:
     }
     used = re.search(r"Used (\d+) registers", said)
     if used is None:
-        raise UnknownError(f"registers: NVRTC {version} says nothing of them for {architecture}")
+        raise UnknownError(f"registers: NVRTC {version} does not report them for {architecture}")
     stores, loads = (int(x[1]) if x else 0 for x in numbers.values())
     return Registers(int(used[1]), stores, loads, f"NVRTC {version}, {architecture}")
 

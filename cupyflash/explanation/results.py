@@ -15,12 +15,12 @@ from ..figures import Figure
 
 @dataclass(frozen=True)
 class Bytes:
-    """What passes between a device's memory and its chip.
+    """Traffic between a device's memory and its chip.
 
     Attributes
     ----------
     reads, writes : mapping of str to int
-        Bytes by array; names are the papers'.
+        Bytes by array, under the papers' names.
     """
 
     reads: Mapping[str, int]
@@ -44,17 +44,17 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Registers:
-    """What the compiler gives a thread.
+    """The registers that the compiler gives a thread.
 
     Attributes
     ----------
     count : int
-        Registers of 32 bits when the kernel begins.
+        Number of 32-bit registers when the kernel begins.
     spill_stores, spill_loads : int
-        Bytes that a thread writes to and reads from memory because registers are too few: of the
-        code, not counted by how often it runs.
+        Bytes that a thread writes to and reads from memory because it has too few registers. Each
+        instruction counts once, however often it runs.
     compiler : str
-        Whose numbers these are.
+        The compiler that these numbers come from.
     """
 
     count: int
@@ -70,11 +70,11 @@ class Occupancy:
     Attributes
     ----------
     blocks, warps : int
-        Blocks, and warps of 32 threads, of a multiprocessor.
+        Blocks, and warps of 32 threads, on a multiprocessor.
     most_warps : int
         Warps that a multiprocessor can hold.
     limited_by : str
-        What leaves no room for one block more: "shared memory", "registers", "warps" or "blocks".
+        What leaves no room for another block: "shared memory", "registers", "warps" or "blocks".
     waves : float
         Blocks of the launch divided by those that the whole device holds at a time.
     """
@@ -95,36 +95,36 @@ class KernelUse:
     name : str
         The kernel's file, without its ending.
     computes : str
-        Which results.
+        Which results it computes.
     blocks : int
-        Thread blocks of the launch; on the CPU parts that threads take one after the other.
+        Thread blocks of the launch; on the CPU, the parts that threads take one after the other.
     block_q, block_kv : int
-        Queries and keys of a tile; 0 where the kernel has none.
+        Queries and keys of a tile; 0 if the kernel has no tiles.
     warps : int or None
-        Warps of 32 threads of a block; None on the CPU, as what follows.
+        Warps of 32 threads in a block; None on the CPU, like the following attributes.
     stages : int or None
-        Places in shared memory that what passes by is copied to ahead; None also where the kernel
-        has none.
+        Pipeline stages: buffers in shared memory into which tiles are copied in advance. None also
+        if the kernel has no pipeline.
     shared_memory : int or None
-        Bytes of a block.
+        Shared memory of a block, in bytes.
     registers : Registers or None
-        None also where they could not be found out: see `Explanation.unknown`.
+        None also if they could not be found out; see `Explanation.unknown`.
     occupancy : Occupancy or None
-        The same.
+        None also if it could not be found out.
     tiles : TileCount or None
-        Tiles over all batch entries and heads, those that are EMPTY are skipped; None where the
-        kernel works on rows of results.
+        Tiles over all batch entries and heads; EMPTY ones are skipped. None if the kernel works on
+        rows of results.
     visited_pairs : int
         Pairs of a query and a key in the tiles that are not skipped.
     flops : int
-        Floating-point operations of the products of these tiles, masked pairs too, and on a GPU
-        those rows and columns of a tile that do not exist.
+        Floating-point operations of the products of these tiles, including masked pairs and, on a
+        GPU, rows and columns of a tile that lie outside the matrix.
     once, most : Bytes
-        What passes between memory and chip if every array that it touches moves once, and if every
-        load of a block goes to memory.
+        Traffic between memory and chip if every array that the kernel touches moves once, and if
+        every load of a block goes to memory.
     in_cache : bool or None
-        Whether what the blocks that run at a time read again has room in the cache, so that `once`
-        is to be expected, not `most`; None where the cache is not known.
+        Whether the data that blocks running at the same time read again fit into the cache. If so,
+        expect `once` rather than `most`. None if the cache is not known.
     """
 
     name: str
@@ -152,19 +152,19 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class Standard:
-    """What standard attention would need, which holds all scores.
+    """What standard attention would need, which stores all scores.
 
     Attributes
     ----------
     matrices : int
-        Score matrices that it holds: S and P, backward P, dP and dS.
+        Score matrices that it stores: S and P in the forward, P, dP and dS in the backward.
     memory : int
         Bytes of its results and of these matrices.
     traffic : Bytes
         What it reads and writes, if its products read every matrix once.
     roofline : Roofline or None
-        The least time that this takes, all pairs being computed; None where the device's limits
-        are not known.
+        The least time for this if all pairs are computed; None if the device's limits are not
+        known.
     """
 
     matrices: int
@@ -175,7 +175,7 @@ class Standard:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call of attention would run, and what that costs by arithmetic alone.
+    """What a call of attention would run, and what that costs according to arithmetic alone.
 
     A notebook shows the tiles of its main kernel.
 
@@ -188,40 +188,40 @@ class Explanation:
     dtype : str
         Of the arrays.
     mask, score : str
-        In words.
+        The mask and the score change, in words.
     backward : bool
-        Whether gradients are meant.
+        Whether this is about the gradients.
     device : str
         The device, and where its facts come from.
     reason : str
-        Why the first of the main kernels, and its tiles, serve the call.
+        Why the first of the main kernels and its tiles serve the call.
     kernels : tuple of KernelUse
         In the order of their launches.
     pairs : int or None
-        Pairs of a query and a key that attend, over all batch entries and heads; None where they
-        are too many to be asked one by one.
+        Pairs of a query and a key that attend, over all batch entries and heads; None if there are
+        too many to examine one by one.
     flops : int
-        Floating-point operations of the products for pairs that attend, or where `pairs` is None
-        for all pairs of visited tiles.
+        Floating-point operations of the products for pairs that attend, or, if `pairs` is None, for
+        all pairs of visited tiles.
     least, most, expected : Bytes
-        What passes between memory and chip: if every array of the call moves once, of k and v what
-        lies in tiles that are not skipped; if every load of a kernel's block goes to memory; and
-        what each kernel's `expected` sums up to.
+        Traffic between memory and chip: if every array of the call moves once (of k and v, only
+        tiles that are not skipped); if every load of a kernel's block goes to memory; and the sum
+        of each kernel's `expected`.
     roofline : Roofline or None
         The least time in seconds for `flops` and `least` on the device's fastest units for the
-        dtype; None where its limits are not known.
+        dtype; None if its limits are not known.
     kernels_roofline : Roofline or None
-        The same for what the kernels compute, one after the other, on the units and no more
-        multiprocessors than they use, every array that each touches moving once. Tiles count as
-        whole ones, of which kernels may leave out parts that see nothing. How fast kernels are,
-        only a measurement tells.
+        The same for what the kernels compute, one after the other, on the units and multiprocessors
+        that they use, if every array that each kernel touches moves once. Every tile counts as a
+        whole one, although kernels may leave out parts that see nothing. Only a measurement tells
+        how fast kernels are.
     memory : int
-        Bytes that the call allocates: its results and scratch, without the little that each thread
-        of a CPU has.
+        Bytes that the call allocates for results and scratch memory, except the little that each
+        thread of a CPU has.
     standard : Standard
         What standard attention would need.
     unknown : tuple of str
-        What could not be found out, why, and what helps.
+        What could not be found out, with the reason and the remedy.
     figure : Figure
         The tiles of the main kernel for the first batch entry and head.
     """
@@ -275,7 +275,7 @@ class Explanation:
         Returns
         -------
         dict
-            With `intensity` and `share`, and the totals of every `Bytes`.
+            The attributes, and `intensity`, `share` and the totals of every `Bytes`.
         """
         made: dict[str, Any] = _plain(dataclasses.replace(self, figure=Figure("", "")))
         del made["figure"]
@@ -287,7 +287,7 @@ class Explanation:
         Returns
         -------
         str
-            Indented lines.
+            JSON, in indented lines.
         """
         return json.dumps(self.to_dict(), indent=2)
 

@@ -1,4 +1,4 @@
-"""The least times that a device allows: for the problem, its kernels, standard attention."""
+"""The least times that a device allows for a problem, its kernels and standard attention."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def rooflines(
     least: Bytes,
     unknown: list[str],
 ) -> tuple[Roofline | None, Roofline | None]:
-    """Return the rooflines of the problem and of its kernels; tell why where one is not known.
+    """Return the rooflines of the problem and of its kernels, and why one is not known.
 
-    `tensor_cores` says which kernels multiply by them.
+    `tensor_cores` says which kernels use them to multiply.
     """
     device, dtype = where.device, call.problem.dtype.name
     if device is None:
@@ -96,7 +96,7 @@ def standard(call: Call, where: Place, backward: bool, results: int) -> Standard
     )
     matrices = 3 if backward else 2
     pairs = heads * n_q * n_k
-    # P is there before its gradients are computed: four products instead of five.
+    # P exists before its gradients are computed: four products instead of five.
     flops = 2 * pairs * ((2 * d + 2 * d_v) if backward else (d + d_v))
     roofline = None
     if where.device is not None:

@@ -43,14 +43,15 @@ class Sizes:
         self.q, self.k, self.v = (math.prod(x.shape) * self.item for x in (call.q, call.k, call.v))
         self.o = self.queries * problem.d_v * self.item
         self.row = self.queries * self.wide  # lse, delta
-        # Sums of dq in memory: of 16-bit types in groups of columns, else dq itself.
+        # Sums of dq in memory: in groups of columns for 16-bit types, otherwise dq itself.
         columns = -(-problem.d // UNIT) * UNIT if self.item < self.wide else problem.d
         self.sum_row = columns * self.wide
 
     def seen(self, found: Survey) -> dict[str, int]:
-        """Return bytes of keys and values in tiles that are visited, each once.
+        """Return the bytes of keys and values in visited tiles, each counted once.
 
-        Where a mask differs between query heads that share keys, as if they saw different ones.
+        If a mask differs between query heads that share keys, they count as if they saw different
+        keys.
         """
         group = 1 if found.by_head else self.problem.heads // self.problem.heads_kv
         rows = found.touched_keys // group * self.item
@@ -66,12 +67,12 @@ class Sizes:
         return Bytes(inputs | more, {"dq": self.q, "dk": self.k, "dv": self.v})
 
     def moved(self, part: str, atomic_dq: bool, found: Survey | None) -> tuple[Bytes, Bytes]:
-        """Return what a kernel moves once, and at most.
+        """Return what a kernel moves at least (everything once) and at most.
 
         Parameters
         ----------
         part : str
-            What the kernel computes: a part as specs name it.
+            What the kernel computes: the name of a part in the specs.
         atomic_dq : bool
             Whether it adds its share of dq to memory.
         found : Survey or None
@@ -101,7 +102,7 @@ class Sizes:
             once = {"q": self.q, "do": self.o} | statistics
             once = {name: min(n, pass_by[name]) for name, n in once.items()}
             name = "dq_accum" if self.item < self.wide else "dq"
-            # Sums are 0 before; each visit of a tile reads and writes its rows.
+            # Sums start at 0; each visit to a tile reads and writes its rows.
             added = queries * self.sum_row if atomic_dq else 0
             zeroed = sums if atomic_dq else 0
             return (
@@ -127,10 +128,10 @@ class Sizes:
 
 
 def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
-    """Return the floating-point operations of a kernel's products over so many pairs.
+    """Return the floating-point operations of a kernel's products over a number of pairs.
 
-    Two of a forward, S and P v; five of a backward in one kernel, S, dP, dv, dk and dq; of two
-    kernels each computes S and dP.
+    A forward has two products, S and P v. A backward in one kernel has five: S, dP, dv, dk and dq.
+    If there are two kernels, each computes S and dP.
     """
     if part == "dkdv":
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)

@@ -1,4 +1,4 @@
-"""Which kernels a call launches: what the recipe of a real call says, without arrays' elements."""
+"""Which kernels a call launches, from the recipe of a real call, without arrays' elements."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..gpu.workspace import ArraySpec
 from ..problem.call import Call, Gradients, Problem
 from .places import Place
 
-# What the kernels of the CPU compute: their part, and the same in words.
+# What the CPU's kernels compute: their part, and the same in words.
 CPU_COMPUTES = {
     "forward": "out and log-sum-exp",
     "delta": "delta = rowsum(do * out)",
     "dkdv": "dk and dv",
     "dq": "dq",
 }
-ALIGNMENT = 256  # bytes, of arrays as a GPU's memory is given out
+ALIGNMENT = 256  # bytes; arrays are counted in the units of a GPU's allocator
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Work:
     blocks: int
     block_q: int = 0
     block_kv: int = 0
-    special: Specialisation | None = None  # None: of the CPU
+    special: Specialisation | None = None  # None: on the CPU
 
     @property
     def spec(self) -> KernelSpec | None:
@@ -81,7 +81,7 @@ def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
     }
     queries = problem.batch * problem.heads * int(problem.len_q)
     copies = 0
-    if problem.dtype.itemsize == 2:  # arrays are widened to float32, and one result rounded
+    if problem.dtype.itemsize == 2:  # arrays are widened to float32, and one result is rounded
         out, inputs = queries * problem.d_v, [call.q.size, call.k.size, call.v.size]
         copies = 4 * (2 if backward else 1) * (out + sum(inputs))
         copies += 2 * (max(inputs) if backward else out)
@@ -113,7 +113,7 @@ def on_gpu(
     out, lse = fake_array(shape, problem.dtype), ArraySpec(shape[:-1], problem.accumulator)
     if backward:
         arrays = out, out, lse, None, Gradients(call.q, call.k, call.v)
-        # A recipe reads shapes and strides, which memory that is not there yet has too.
+        # A recipe reads only shapes and strides, so the memory need not exist yet.
         made = recipe.backward(call, facts, *arrays, deterministic=deterministic)  # type: ignore[arg-type]
     else:
         made = recipe.forward(call, facts, out, None)

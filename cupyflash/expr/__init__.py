@@ -1,4 +1,4 @@
-"""Expressions for masks and scores: what a function of (b, h, i, j) may be made of."""
+"""Expressions for masks and scores: the parts from which a function of (b, h, i, j) is made."""
 
 from .functions import (
     absolute,

@@ -1,4 +1,4 @@
-"""What constructors of masks and scores are given, as expressions: numbers, arrays, functions."""
+"""Turns arguments of mask and score constructors (numbers, arrays, functions) into expressions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def remembered(make: _Make) -> _Make:
 def number_or_per_batch(value: Any, argument: str) -> Expr:
     """Return an integer, or a look-up of one integer per batch entry."""
     if isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{argument}: a bool came; wanted an integer.")
+        raise ArgumentTypeError(f"{argument}: got a bool; expected an integer.")
     if isinstance(value, (int, np.integer)):
         return as_expr(int(value))
     if isinstance(value, Expr):
@@ -49,7 +49,7 @@ def number_or_per_batch(value: Any, argument: str) -> Expr:
     if not hasattr(value, "dtype") or np.dtype(value.dtype).kind not in "iu":
         kind = getattr(value, "dtype", type(value).__name__)
         raise ArgumentTypeError(
-            f"{argument}: {kind} came; wanted an integer, or an integer array with one entry per "
+            f"{argument}: got {kind}; expected an integer, or an integer array with one entry per "
             "batch entry."
         )
     return aligned(Alignment(value, argument, ()))
@@ -59,7 +59,7 @@ def traced(function: Callable[..., Any], symbols: Sequence[Expr], what: str) -> 
     """Call a user's function once, on symbols, and return what it computed."""
     if not callable(function):
         raise ArgumentTypeError(
-            f"{what}: {type(function).__name__} came; wanted a function of "
+            f"{what}: got {type(function).__name__}; expected a function of "
             f"({', '.join(str(s)[0] for s in symbols)})."
         )
     try:
@@ -68,10 +68,10 @@ def traced(function: Callable[..., Any], symbols: Sequence[Expr], what: str) -> 
         names = ", ".join("s" if str(s) == "score" else str(s) for s in symbols)
         raise ArgumentTypeError(f"{what}: its function must take ({names}): {error}.") from None
     except ValueError:
-        pass  # a built-in without a signature: calling it will tell
+        pass  # a built-in without a signature: the call will show whether it fits
     result = function(*symbols)
     if result is None:
-        raise TraceError(f"{what}: its function returned None; wanted an expression.")
+        raise TraceError(f"{what}: its function returned None; expected an expression.")
     return as_expr(result)
 
 
@@ -82,7 +82,7 @@ def length_or_per_batch(value: Any, argument: str) -> Expr:
         held = expr.value.array if expr.op == "aligned" else expr.value
         least = 0 if is_device_array(held) else np.min(held, initial=0)
         if least < 0:
-            raise ArgumentError(f"{argument}: {least} came; wanted integers of 0 or more.")
+            raise ArgumentError(f"{argument}: got {least}; expected integers of 0 or more.")
     return expr
 
 

@@ -1,4 +1,4 @@
-"""Give an expression a problem's shape: aligned arrays become look-ups, indices are proven.
+"""Binds an expression to a problem's shape: aligned arrays become look-ups, indices are proven.
 
 An array that a constructor aligns with the batch, the heads or the positions (`dense`, `segments`,
 `lengths`, a bias) broadcasts like any array operand. Which of its axes have length 1, and how the
@@ -109,8 +109,8 @@ def bind(root: Expr, sizes: Sizes) -> Expr:
     Raises
     ------
     ArgumentError
-        Where an array does not broadcast, an index may fall out of range, a divisor may be 0, or an
-        integer may leave 64 bits.
+        If an array does not broadcast, or if an index may be out of range, a divisor may be 0, or
+        an integer may leave 64 bits.
     """
 
     def resolved(node: Expr) -> Expr | None:
@@ -122,14 +122,14 @@ def bind(root: Expr, sizes: Sizes) -> Expr:
 
 
 def hold_indices(root: Expr) -> Expr:
-    """Return `root` with each index that hangs on an array's elements held within its axis.
+    """Return `root` with each index that depends on an array's elements clamped to its axis.
 
-    The elements may change between the proof and the kernel, which reads them again. The smaller
-    one is taken first: the length of an axis is unknown to compilers, so that they cannot infer
-    from what they take for granted of the index that it needs no holding.
+    The elements may change between the proof and the kernel, which reads them again. The minimum is
+    taken first: compilers do not know the length of an axis, so they cannot infer from their
+    assumptions about the index that clamping is unnecessary.
     """
     done: dict[Expr, Expr] = {}
-    reads: set[Expr] = set()  # nodes that hang on elements
+    reads: set[Expr] = set()  # nodes that depend on elements
     for node in walk(root):
         args = tuple(done[arg] for arg in node.args)
         if node.op == "lookup":
@@ -201,8 +201,8 @@ def _resolve(alignment: Alignment, sizes: Sizes) -> Expr:
     if not fits:
         names = "".join(f", {axis.size}" for axis in axes if axis.exact is None)
         raise ArgumentError(
-            f"{alignment.argument}: an array of shape {shape} came; wanted one that broadcasts to "
-            f"{full}{' (the leading axes' + names + ')' if lead else ''}."
+            f"{alignment.argument}: got an array of shape {shape}; expected one that broadcasts "
+            f"to {full}{' (the leading axes' + names + ')' if lead else ''}."
         )
     indices: list[Expr] = []
     stride = math.prod(lead)
@@ -228,21 +228,21 @@ _OVERFLOWING = ("add", "subtract", "multiply", "negative", "absolute")
 
 
 def prove(root: Expr, sizes: Sizes) -> None:
-    """Prove that no index of a bound expression leaves its array, and no integer 64 bits.
+    """Prove that no index of a bound expression leaves its array, and that integers fit 64 bits.
 
     Raises
     ------
     ArgumentError
-        Where one may, or a divisor may be 0.
+        If one may, or if a divisor may be 0.
     """
     ranges = {name: _range(name, sizes) for name in EVERYTHING}
     if not math.prod(sizes.lead) or any(high < low for low, high in ranges.values()):
-        return  # an empty axis: nothing is ever evaluated
+        return  # an empty axis: nothing is evaluated
     symbols: dict[str, int | float] = {}
     for name, (low, high) in ranges.items():
         symbols |= {f"{name}_low": low, f"{name}_high": high}
     ends = bounds(root, EVERYTHING)
-    # A score's floats may be of either type, and an integer may hang on how they round.
+    # A score's floats may be of either type, and an integer may depend on how they round.
     float_types: list[Any] = [np.float32]
     if any(node.op == "floor" or _compares_floats(node) for node in ends):
         float_types.append(np.float64)
@@ -281,14 +281,14 @@ def _prove_no_overflow(node: Expr, low: int, high: int) -> None:
     if low < -(2**63) or high >= 2**63:
         raise ArgumentError(
             f"{node} may leave the range of 64-bit integers (it lies between {low} and {high}); "
-            "hold its operands with cupyflash.expr.clip."
+            "limit its operands with cupyflash.expr.clip."
         )
 
 
 def _prove_divisor(divisor: Expr, low: int, high: int) -> None:
     if low <= 0 <= high:
         raise ArgumentError(
-            f"the divisor {divisor} may be 0 (it lies between {low} and {high}); hold it with "
+            f"the divisor {divisor} may be 0 (it lies between {low} and {high}); limit it with "
             "cupyflash.expr.maximum(..., 1)."
         )
 
@@ -298,7 +298,7 @@ def _prove_index(array: Any, axis: int, index: Expr, low: int, high: int) -> Non
     if low < 0 or high >= size:
         raise ArgumentError(
             f"lookup: axis {axis} of an array of shape {tuple(array.shape)} is read at {index}, "
-            f"which lies between {low} and {high} here; wanted 0 to {size - 1}. Hold the index "
+            f"which lies between {low} and {high} here; expected 0 to {size - 1}. Limit the index "
             "with cupyflash.expr.clip."
         )
 

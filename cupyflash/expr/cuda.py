@@ -1,15 +1,14 @@
 """Turn expressions into CUDA C++: the functions that a kernel calls for masks and scores.
 
-Only a tree's structure stands in the text, and the type of the arrays that it looks up. Its numbers
-are parameters of the kernel (``p.ints``, ``p.floats``) and so are those arrays (``p.tables``), so
+The text contains only a tree's structure and the types of the arrays that it looks up. Its numbers
+are parameters of the kernel (``p.ints``, ``p.floats``), and so are those arrays (``p.tables``), so
 that a thousand different offsets compile one kernel. Numbers that `interval`, `key_range` and
-`derivative` bring in belong to the structure and are written out.
+`derivative` introduce belong to the structure and are written out.
 
 Every node becomes one statement, ``const long long t3 = t1 + t2;``, and equal nodes become one.
-Floats are float32 in masks and of the accumulator's type in scores. A product that a comparison or
-`floor` hangs on is rounded before it is added to something, as NumPy does; elsewhere the compiler
-may contract. Integers have 64 bits; those of a pair have 32 where `width` shows that these hold
-them.
+Floats are float32 in masks and of the accumulator's type in scores. A product on which a comparison
+or `floor` depends is rounded before it is added to something, as in NumPy; elsewhere the compiler
+may contract. Integers have 64 bits; those of a pair have 32 if `width` shows that they fit.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from .width import narrow
 
 MAX_AXES = 8  # of a looked-up array, as in params.cuh
 
-# How an operation is written, given the names of its operands, by the type of its result. Functions
-# that are not part of C++ stand in common/lookup.cuh and common/expression.cuh. A tile's
-# class computes with bounds of integers: they may lie at the ends of 64 bits.
+# How an operation is written, by the type of its result, with the names of its operands. Functions
+# that are not part of C++ are in common/lookup.cuh and common/expression.cuh. A tile's class
+# computes with bounds of integers, which may be at the ends of 64 bits.
 _FLOAT = {
     "add": "{0} + {1}",
     "subtract": "{0} - {1}",
@@ -46,7 +45,7 @@ _FLOAT = {
     "to_float": "static_cast<{type}>({0})",
     "where": "{0} ? {1} : {2}",
 }
-# Of integers, those whose results may not fit where their operands do.
+# Integer operations whose results may not fit although their operands do.
 _ARITHMETIC = {
     "add", "subtract", "multiply", "negative", "absolute", "floor_divide", "remainder",
 }  # fmt: skip
@@ -84,7 +83,7 @@ _BOOL = {
 }
 
 
-# Operations that cost more than a multiplication, about.
+# Operations that cost more than a multiplication, with their approximate cost.
 _STEPS = {
     "exp": 4, "log": 12, "tanh": 16, "divide": 12, "floor": 8, "floor_divide": 24, "remainder": 24,
 }  # fmt: skip
@@ -92,7 +91,7 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of a call's expressions: what a kernel is compiled for.
+    """The functions of a call's expressions, for which a kernel is compiled.
 
     Attributes
     ----------
@@ -101,15 +100,16 @@ class Functions:
     num_ints, num_floats, num_tables : int
         How many constants and looked-up arrays they read at run time.
     has_mask, has_score, has_slope, has_range : bool
-        Which functions are defined; the last one is that of the range of keys.
+        Which functions are defined; the last one is for the range of keys.
     has_edges : bool
-        Whether the mask has: see `edges.has_edges`.
+        Whether the mask has edges: see `edges.has_edges`.
     mask_steps, score_steps : int
-        How long the mask takes, and the changed score with its slope, in multiplications, about.
+        The approximate cost of the mask, and of the changed score with its slope, in
+        multiplications.
     score_reads : bool
-        Whether changed scores hang on what lies at the query's or the key's place of an array.
+        Whether changed scores depend on elements of an array at the query's or the key's position.
     num_given : int
-        How many numbers of scores are the same for all pairs of a head.
+        How many numbers in scores are the same for all pairs of a head.
     """
 
     source: str = ""
@@ -129,12 +129,12 @@ class Functions:
 
 @dataclass(frozen=True)
 class Generated:
-    """What a call's expressions became.
+    """The generated code of a call's expressions, and its data.
 
     Attributes
     ----------
     functions : Functions
-        What kernels are compiled for.
+        The functions for which kernels are compiled.
     ints, floats : tuple
         Constants, in the order of ``p.ints`` and ``p.floats``.
     arrays : tuple
@@ -151,7 +151,7 @@ class Generated:
 class _Parameters:
     """What the functions of one kernel share: constants and tables, numbered as they are met."""
 
-    structural: bool = False  # constants met now are written out
+    structural: bool = False  # from here on, constants are written out
     places: dict[Expr, str] = field(default_factory=dict)
     ints: list[int] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
@@ -173,7 +173,7 @@ class _Parameters:
     def table(self, array: Any) -> str:
         if array.ndim > MAX_AXES:
             raise ArgumentError(
-                f"lookup: an array with {array.ndim} axes came; wanted at most {MAX_AXES}."
+                f"lookup: got an array with {array.ndim} axes; expected at most {MAX_AXES}."
             )
         if not any(array is known for known in self.arrays):
             self.arrays.append(array)
@@ -196,24 +196,24 @@ def generate(
     allowed, classes : Expr, optional
         The mask, and its class over a tile.
     changed, slope : Expr, optional
-        The changed score, with the bias, and the derivative of the score change without it. There
-        is no function of a derivative that is 1 everywhere.
+        The changed score, with the bias, and the derivative of the score change without it. A
+        derivative that is 1 everywhere has no function.
     keys : KeyRange, optional
-        The range of keys that the mask lets a query see, if it is one.
+        The range of keys that the mask lets a query see, if it has one.
     short : bool
         Whether positions and lengths are at most `width.LIMIT`.
     """
     if slope is not None and slope.op == "constant" and slope.value == 1.0:
         slope = None
     parameters = _Parameters()
-    for root in (allowed, changed):  # the users' numbers, before those that follow from structure
+    for root in (allowed, changed):  # the users' numbers come first, then those of the structure
         for node in walk(root) if root is not None else ():
             if node.op == "constant":
                 parameters.constant(node)
     parameters.structural = True
     parts = []
     mask_steps = 0
-    scored: dict[str, int] = {}  # operations of both functions of scores, which share some
+    scored: dict[str, int] = {}  # operations of both score functions, which share some
     if allowed is not None:
         body = _site_body(allowed, "float", parameters, short)
         parts.append(_function("bool mask_allows", "Site", allowed, body))
@@ -296,7 +296,7 @@ def _given_function(given: list[Expr], parameters: _Parameters, short: bool) -> 
 def _given(root: Expr, parameters: _Parameters) -> list[Expr]:
     """Return the floats below `root` that are the same for all pairs of a head.
 
-    None is an operand of another one, and none is a number that is written out.
+    None of them is an operand of another one, or a number that is written out.
     """
     nodes = walk(root)
     varies: set[Expr] = set()
@@ -368,7 +368,7 @@ class _Body:
         self.rounded = rounded
         self.bounds = bounds
         self.words = words
-        self.steps: dict[str, int] = {}  # what an operation costs, by how it is written
+        self.steps: dict[str, int] = {}  # the cost of an operation, by its text
         self.lines: list[str] = []
         self.text: dict[Expr, str] = {}  # the tree in Python, numbers by their place
         self._names: dict[str, str] = {}  # type and right-hand side -> name
@@ -426,7 +426,7 @@ class _Body:
         else:
             text = (_BOUND if self.bounds else _INT)[node.op]
             if node not in self.words and node.op in _ARITHMETIC:
-                # C++ computes in the operands' type, whatever the result is assigned to.
+                # C++ computes in the operands' type, whatever the type of the variable.
                 args = [
                     f"static_cast<long long>({arg})" if operand in self.words else arg
                     for operand, arg in zip(node.args, args, strict=True)
@@ -448,7 +448,7 @@ class _Body:
     def _read(self, node: Expr, args: list[str]) -> str:
         array = node.value[0]
         table, axes = self.parameters.table(array), array.ndim
-        # Of an axis of length 1 there is one element, whatever the index's tree.
+        # An axis of length 1 has one element, whatever the index's tree is.
         args = ["0LL" if array.shape[n % axes] == 1 else arg for n, arg in enumerate(args)]
         kind = "float" if node.type == "float" else "int"
         element = f"KIND_{array.dtype.name.upper()}"

@@ -1,4 +1,4 @@
-"""The derivative of a score change by the score, as another expression (forward mode, by node)."""
+"""The derivative of a score change with respect to the score, as an expression (forward mode)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .nodes import Expr, as_expr, operation, walk
 def derivative(root: Expr) -> Expr:
     """Return d `root` / d score.
 
-    Where the change has a kink (`absolute`, `minimum`, `maximum`, `where`) it is the derivative of
-    the branch that is taken; at a tie the first operand's, and 1 for `absolute` at 0. Conditions,
-    `floor` and look-ups are locally constant.
+    If the change has a kink (`absolute`, `minimum`, `maximum`, `where`), it is the derivative of
+    the branch that is taken; at a tie, that of the first operand, and 1 for `absolute` at 0.
+    Conditions, `floor` and look-ups are locally constant.
     """
     known: dict[Expr, Expr | None] = {}  # None stands for a derivative that is zero everywhere
     for node in walk(root):

@@ -1,8 +1,8 @@
-"""Distances as floats: what is linear in a pair's place, made so that most of it is known before.
+"""Distances as floats: integers linear in a pair's position, arranged to share most of the work.
 
-A kernel's thread has many pairs, whose places differ by numbers that its compiler knows. So of
+A kernel's thread has many pairs, whose positions differ by numbers that its compiler knows. So for
 ``i + (len_k - len_q) - j`` as a float, all pairs share one conversion, and each adds a constant.
-Integers up to 2**24 are floats, whose sums are exact below that.
+Integers up to 2**24 are exact floats, and so are sums below that.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from .nodes import Expr, as_expr, rebuild, walk
 from .width import spans
 
-_EXACT = 2**24 - 2**10  # by so much at most, what pairs share may lie beyond
+_EXACT = 2**24 - 2**10  # the shared part may be beyond the limit by at most this
 
 
 class Line(NamedTuple):
-    """The integer ``rest + i * (times of i) + j * (times of j)``; `rest` hangs on neither."""
+    """The integer ``rest + i * (times of i) + j * (times of j)``; `rest` depends on neither."""
 
     i: int
     j: int
@@ -26,7 +26,7 @@ class Line(NamedTuple):
 def with_distances(root: Expr) -> Expr:
     """Return `root` with the op "distance" for integers that are linear in i and j, as floats.
 
-    Its operand is the rest, its value the multiples of i and j, each -1, 0 or 1.
+    The operand of this op is the rest, and its value has the multiples of i and j, each -1, 0 or 1.
     """
     known, lines = spans(root), _lines(root)
 

@@ -1,4 +1,4 @@
-"""Whether a mask has edges: larger regions of pairs, so that tiles between edges are all alike."""
+"""Whether a mask has edges between large regions of pairs, within which all tiles are alike."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from .nodes import Expr, walk
 
 
 def has_edges(mask: Expr) -> bool:
-    """Return whether a bound condition changes rarely from key to key, as its form has it.
+    """Return whether a bound condition, judged by its form, changes rarely from key to key.
 
-    Comparisons of positions and of what arrays say of a position do. Remainders, and conditions
-    that an array has for each key, may change at every key: no tile of theirs may be FULL.
+    Comparisons of positions, and of array elements at a position, change rarely. Remainders, and
+    conditions that an array has for each key, may change at every key, so that possibly no tile is
+    FULL.
     """
     of_key: set[Expr] = set()  # nodes that vary with j
     for node in walk(mask):

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import device_arrays
 from .nodes import Expr, walk
 
-# The ends between which a proof takes an int64 array in device memory to lie: it is not read.
+# The range that a proof assumes for an int64 array in device memory, which is not read.
 DEVICE_INT = 2**53
 
 
@@ -22,7 +22,7 @@ def _to_int64(x: Any) -> Any:
 def _floor(x: Any) -> Any:
     x = np.floor(x)
     inside = (x >= -(2.0**63)) & (x < 2.0**63)
-    beyond = np.where(x > 0, np.int64(2**63 - 1), np.int64(-(2**63)))  # the latter for NaN, too
+    beyond = np.where(x > 0, np.int64(2**63 - 1), np.int64(-(2**63)))  # also for NaN
     return np.where(inside, _to_int64(np.where(inside, x, 0)), beyond)
 
 
@@ -53,7 +53,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "where": np.where,
 }
 
-# Integers and conditions, exact and unbounded, so that an overflow of 64 bits shows.
+# Integers and conditions, exact and unbounded, so that an overflow of 64 bits is visible.
 EXACT: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -87,12 +87,14 @@ def evaluate(root: Expr, symbols: Mapping[str, Any], float_type: Any = np.float3
     symbols : mapping of str to array of int64 (float for ``score``)
         Values of the symbols, broadcastable against each other.
     float_type : dtype
-        In which every float is computed: float32 for masks, the accumulator's type for scores.
+        The type in which every float is computed: float32 for masks, the accumulator's type for
+        scores.
 
     Returns
     -------
     numpy.ndarray
-        Of dtype bool, int64 or `float_type`; it broadcasts against the symbols, and may be smaller.
+        An array of bool, int64 or `float_type`; it broadcasts against the symbols, and may be
+        smaller.
     """
     values: dict[Expr, Any] = {}
     with np.errstate(all="ignore"):
@@ -126,7 +128,7 @@ def evaluate_exactly(
 
     ``range_minimum`` and ``range_maximum`` nodes read their array between two index bounds. Floats
     are computed as `evaluate` computes them, so that the bounds of an expression hold for it.
-    `values` keeps what is known, from call to call.
+    `values` keeps known values from call to call.
     """
     with np.errstate(all="ignore"):
         for node in walk(root):

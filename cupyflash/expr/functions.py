@@ -1,4 +1,4 @@
-"""What a mask or score function may call: symbols of a problem, functions of expressions."""
+"""What a mask or score function may use: symbols of a problem, and functions of expressions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from .nodes import Expr, Operand, operation, symbol
 
-# Lengths of the sequence at hand, so that a function can say `i + len_k - len_q`.
+# Lengths of the current sequence, so that a function can say `i + len_k - len_q`.
 len_q = symbol("len_q")
 len_k = symbol("len_k")
 
@@ -38,7 +38,7 @@ def tanh(x: Operand) -> Expr:
 def floor(x: Operand) -> Expr:
     """Return the largest integer that is at most `x`, as an integer.
 
-    Beyond 64 bits it is the nearest integer of 64 bits; for NaN the smallest.
+    Beyond 64 bits, it is the nearest integer of 64 bits; for NaN, it is the smallest.
     """
     return operation("floor", x)
 

@@ -1,4 +1,4 @@
-"""Interval arithmetic on expressions: from one tree, the trees of its lower and upper bound.
+"""Interval arithmetic on expressions: makes the trees of a tree's lower and upper bounds.
 
 The bounds of an expression over a whole tile are themselves expressions, of the tile's corners
 ``i_low``, ``i_high``, ``j_low``, ``j_high``. Every reader of expressions therefore also reads
@@ -25,8 +25,8 @@ EVERYTHING = ("b", "h", "i", "j", "len_q", "len_k", "start_q", "start_k")
 
 Bounds = tuple[Expr, Expr]
 
-# Relative and absolute widening of functions that are not correctly rounded: far above the few
-# units in the last place of float32 that any library's exp, log or tanh is off.
+# Relative and absolute widening of functions that are not correctly rounded: far more than the few
+# units in the last place of float32 by which any library's exp, log or tanh is off.
 _WIDEN = 2.0**-18
 _TINY = 2.0**-100
 
@@ -58,7 +58,7 @@ def _rule(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
     if op == "constant":
         return node, node
     if op == "symbol":
-        if node.value == "score":  # any float, NaN too
+        if node.value == "score":  # any float, even NaN
             return as_expr(float("nan")), as_expr(float("nan"))
         if node.value in varying:
             return symbol(f"{node.value}_low"), symbol(f"{node.value}_high")
@@ -101,7 +101,7 @@ def _nan_unless_finite(result: Bounds, ends: list[Bounds]) -> Bounds:
 
 def _lookup(node: Expr, ends: list[Bounds], varying: Collection[str]) -> Bounds:
     array, proven = node.value
-    # What holds for every tile is told in host memory, where no element of the device is known.
+    # The classes of all tiles are bounded in host memory, where no element of the device is known.
     known = tuple(varying) == TILE or not device_arrays.is_device_array(array)
     if known and all(low is high for low, high in ends):
         exact = Expr("lookup", tuple(low for low, _ in ends), node.type, (array, proven))

@@ -1,12 +1,12 @@
-"""The keys that a query sees as one range: a mask solved for the key's position.
+"""The keys that a query sees, as one range: a mask solved for the key's position.
 
-Most masks let a query see neighbouring keys: causal ones, windows, prefixes, lengths. Where a
-condition is made of comparisons in which j stands alone, of conditions without j, and of joints of
-these that leave one range, its two ends are expressions of everything but j. A kernel then asks
-once for a row of a tile instead of once for every pair.
+Most masks let a query see neighbouring keys: causal ones, windows, prefixes, lengths. If a
+condition consists of comparisons in which j can be isolated, conditions without j, and combinations
+of these that leave one range, the two ends of the range are expressions without j. A kernel then
+evaluates them once for a row of a tile instead of once for every pair.
 
-Solving moves terms from one side of a comparison to the other, so the ends are proven to fit into
-64 bits as the mask itself was; where that fails, the mask has no range.
+Solving moves terms from one side of a comparison to the other, so the ends, like the mask itself,
+must be proven to fit into 64 bits; if that fails, the mask has no range.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class KeyRange(NamedTuple):
 
 
 def key_range(mask: Expr, sizes: Sizes) -> KeyRange | None:
-    """Return the ends of a bound condition's range of keys, or None where it has none.
+    """Return the ends of a bound condition's range of keys, or None if it has none.
 
     Parameters
     ----------
     mask : Expr
         The condition.
     sizes : Sizes
-        The problem it is bound to.
+        The problem to which it is bound.
     """
     found = _Solver(mask).ranges[mask]
     if found is None:

@@ -1,8 +1,8 @@
 """Turn an expression into a `reference.program.Program`, the form the CPU kernels run as data.
 
-A new mask or score is therefore no new machine code. Equal operations are computed once; what does
-not depend on the key position or the score is computed once per tile, the rest once per key; what
-does not depend on the query position is computed for one lane and spread.
+So a new mask or score needs no new machine code. Equal operations are computed once. Operations
+that do not depend on the key position or the score are computed once per tile, and the others once
+per key. Operations that do not depend on the query position are computed for one lane and spread.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _kind(node: Expr) -> str:
 def lower(root: Expr) -> Program:
     """Return the program of a bound expression.
 
-    The program holds addresses of the expression's arrays: they must live until it has run.
+    The program holds addresses of the expression's arrays, which must be kept alive until it has
+    run.
     """
     state = _Lowering()
     known: dict[Expr, tuple[int, bool, bool]] = {}

@@ -1,9 +1,9 @@
 """The typed expression tree: symbols, numbers, look-ups and operations.
 
 A tree is a value of type ``bool``, ``int`` (behaves as int64) or ``float`` (float32 in a mask, the
-accumulator's type in a score). Python's operators build it; nothing is computed here. What an
-operation means for each reader of the tree stands in one table per reader: `evaluate` (NumPy and
-exact Python), `interval`, `derivative`, `rounding` and `lower`.
+accumulator's type in a score). Python's operators build it; nothing is computed here. Each reader
+of the tree has a table with the meaning of every operation: `evaluate` (NumPy and exact Python),
+`interval`, `derivative`, `rounding` and `lower`.
 """
 
 from __future__ import annotations
@@ -228,7 +228,9 @@ def array_type(array: Any, argument: str = "lookup") -> Type:
     """Return the type an array's elements have in an expression, or raise."""
     dtype = np.dtype(array.dtype)
     if not dtype.isnative:
-        raise ArgumentTypeError(f"{argument}: {dtype} has foreign byte order; use .astype().")
+        raise ArgumentTypeError(
+            f"{argument}: {dtype} has foreign byte order; convert it with .astype()."
+        )
     if dtype.kind == "b":
         return "bool"
     if dtype.kind in "iu" and dtype != np.uint64:
@@ -236,7 +238,7 @@ def array_type(array: Any, argument: str = "lookup") -> Type:
     if dtype.name in DTYPES:
         return "float"
     raise ArgumentTypeError(
-        f"{argument}: an array of dtype {dtype} came; wanted bool, a signed integer, uint8 to "
+        f"{argument}: got an array of dtype {dtype}; expected bool, a signed integer, uint8 to "
         f"uint32, {WORDS}. Convert it with .astype()."
     )
 
@@ -256,7 +258,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, LookupTable):
         value._not_a_number()
     if isinstance(value, np.ndarray) and not value.ndim:
-        value = value[()]  # NumPy makes its own numbers arrays before it hands them over
+        value = value[()]  # NumPy turns its own numbers into arrays before it passes them on
     if isinstance(value, (bool, np.bool_)):
         return Expr("constant", (), "bool", bool(value))
     if isinstance(value, (int, np.integer)):
@@ -266,8 +268,8 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, (float, np.floating)) or type(value).__name__ == "bfloat16":
         return Expr("constant", (), "float", float(value))
     raise TraceError(
-        f"{type(value).__name__} cannot stand in a mask or score; wanted a number or an "
-        "expression. An array enters through cupyflash.lookup(array)[...]."
+        f"got {type(value).__name__} in a mask or score; expected a number or an expression. Wrap "
+        "an array: cupyflash.lookup(array)[...]."
     )
 
 
@@ -292,26 +294,27 @@ def operation(name: str, *operands: Any) -> Expr:
     arity, rule = OPERATIONS[name]
     nodes = tuple(as_expr(operand) for operand in operands)
     if len(nodes) != arity:
-        raise TraceError(f"{name} takes {arity} operands; {len(nodes)} came.")
+        raise TraceError(f"{name}: got {len(nodes)} operands; expected {arity}.")
     types = [node.type for node in nodes]
     if rule == "convert":
         return convert(nodes[0], "float" if name == "to_float" else "int")
     if rule == "logic":
         if any(type != "bool" for type in types):
             raise TraceError(
-                f"{name} joins conditions; a {next(t for t in types if t != 'bool')} came. Compare "
-                "it first (x != 0), and put comparisons in parentheses: (i < j) & (j < n)."
+                f"{name}: got a {next(t for t in types if t != 'bool')}; expected conditions. "
+                "Compare it first (x != 0), and put comparisons in parentheses: (i < j) & (j < "
+                "n)."
             )
         return Expr(name, nodes, "bool")
     if rule == "where":
         if types[0] != "bool":
-            raise TraceError(f"where: its first operand must be a condition; a {types[0]} came.")
+            raise TraceError(f"where: got a {types[0]} as the first operand; expected a condition.")
         chosen = _common(types[1:])
         return Expr(name, (nodes[0], *(convert(node, chosen) for node in nodes[1:])), chosen)
     if rule == "int":
         if "float" in types:
             raise TraceError(
-                f"{name} takes integers; a float came. Use cupyflash.expr.floor(x / y)."
+                f"{name}: got a float; expected integers. Use cupyflash.expr.floor(x / y)."
             )
         return Expr(name, tuple(convert(node, "int") for node in nodes), "int")
     if rule == "float":
@@ -335,7 +338,9 @@ def _common(types: list[Type]) -> Type:
 
 def _power(base: Any, exponent: Any) -> Expr:
     if not isinstance(exponent, (int, np.integer)) or isinstance(exponent, bool) or exponent < 0:
-        raise TraceError("`**` takes a non-negative whole number as exponent; use exp and log.")
+        raise TraceError(
+            "`**` takes a non-negative whole number as exponent; otherwise, use exp and log."
+        )
     result, factor, left = None, as_expr(base), int(exponent)
     while left:
         if left & 1:
@@ -389,7 +394,7 @@ _INFIX = {
 }
 
 
-# Longer lines are abbreviated: a shared operation is written out wherever it is used.
+# Longer lines are abbreviated, because a shared operation is written out wherever it is used.
 _LONGEST = 400
 
 

@@ -1,15 +1,15 @@
-"""Running rounding-error analysis: how far a computed expression can be from the exact one.
+"""Running rounding-error analysis: how far a computed expression can be from its exact value.
 
-Beside its exact value every node carries a bound on what a kernel may compute instead, given the
-error of the score and the unit roundoff of the arithmetic. An operation passes its operands' errors
-on and then rounds: ``|fl(z) - z| <= unit |z| + tiny``. A condition carries which outcomes are
-possible. Where both are, `where` may take either branch, so that its error is the larger of the
-taken branch's error and the distance to the other branch; `minimum`, `maximum` and `absolute` never
-move further apart than their operands do, so that their kinks need no such care. An error that
-cannot be bounded is infinite.
+In addition to its exact value, every node carries a bound on the error of the computed value, given
+the error of the score and the unit roundoff of the arithmetic. An operation propagates its
+operands' errors and then rounds: ``|fl(z) - z| <= unit |z| + tiny``. A condition carries the set of
+possible outcomes. If both are possible, `where` may take either branch, so its error is the larger
+of the taken branch's error and the distance to the other branch; `minimum`, `maximum` and
+`absolute` never move further apart than their operands do, so their kinks need no special
+treatment. An error that cannot be bounded is infinite.
 
-Nothing is gained for operations that happen to be exact (times 1.0): a chain's derivative, computed
-in one go, rounds where the product of its members' derivatives multiplies by 1.
+Operations that happen to be exact (times 1.0) get no smaller bound: a chain's derivative, computed
+at once, rounds where the product of its members' derivatives multiplies by 1.
 
 References
 ----------
@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 # Units in the last place by which a kernel's exp, log and tanh may be off; one is at most 2 units.
 FUNCTION_ULPS = 4
-# Differences of float64 numbers, by which the outcome of a comparison is judged, round themselves.
+# The outcome of a comparison is judged by differences of float64 numbers, which are rounded, too.
 _SLACK = 1 + 2.0**-50
 _SMALLEST = 2.0**-1074
 
@@ -95,7 +95,7 @@ def evaluate_with_error(
     Parameters
     ----------
     roots : tuple of Expr
-        Bound trees of type float; what they share is evaluated once.
+        Bound trees of type float; parts that they share are evaluated once.
     symbols : mapping of str to array
         Values of the symbols; the type of ``score`` is the type of the exact values.
     score_error : array_like
@@ -260,7 +260,7 @@ def _floor(o: _Operation) -> Any:
 
 
 def _remainder(o: _Operation) -> Any:
-    # Exact operands give it exactly; else it is anything between 0 and the divisor.
+    # Exact operands give an exact result; otherwise it is anything between 0 and the divisor.
     return np.where((o.e[0] > 0) | (o.e[1] > 0), _size(o.x[1]) + o.e[1], 0.0)
 
 
@@ -283,10 +283,10 @@ def _log(o: _Operation) -> Any:
 def _tanh(o: _Operation) -> Any:
     nearest = np.maximum(_size(o.x[0]) - o.e[0], 0)  # to 0, where the slope is largest
     error = np.minimum(o.e[0] / np.cosh(nearest) ** 2 * _SLACK, 2.0)
-    return np.where(np.isinf(o.e[0]), np.inf, error)  # what is computed may be NaN
+    return np.where(np.isinf(o.e[0]), np.inf, error)  # the computed value may be NaN
 
 
-# How an operation passes its operands' errors on, before it rounds.
+# How an operation propagates its operands' errors before it rounds.
 _PROPAGATION: dict[str, Callable[[_Operation], Any]] = {
     "add": lambda o: o.e[0] + o.e[1],
     "subtract": lambda o: o.e[0] + o.e[1],

@@ -1,4 +1,4 @@
-"""What a tree computes, apart from the arrays it reads: something to compare and to look up.
+"""What a tree computes, apart from the arrays that it reads: a value to compare and to look up.
 
 Nodes compare by identity, because ``==`` makes a condition; a `Structure` compares by value.
 """
@@ -48,7 +48,7 @@ def _value(node: Expr, arrays: list[Any]) -> Any:
         axes = tuple((axis.size, axis.exact) for axis in alignment.axes)
         own = alignment.argument, alignment.lead, alignment.packed
         return _place(alignment.array, arrays), axes, own
-    # -0.0 equals 0.0 and no NaN equals itself, but they compute what their digits say.
+    # -0.0 equals 0.0 and NaN does not equal itself, so numbers are compared by their digits.
     return node.value.hex() if isinstance(node.value, float) else node.value
 
 

@@ -1,8 +1,8 @@
-"""Classes of many tiles at a time, by NumPy: the answers that the kernels' own code gives.
+"""Classes of many tiles at a time, by NumPy: the same answers as the kernels' own code gives.
 
-The kernels look at few elements of an array for a tile, and compute with bounds of integers in 64
-bits that wrap (CPU) or stop at the ends (GPU). Both are repeated here, so that a tile counts as
-PARTIAL wherever a kernel takes it for that. Only last bits of `exp`, `log` and `tanh` may differ.
+The kernels examine few elements of an array for a tile, and compute bounds of integers in 64 bits,
+which wrap (CPU) or saturate (GPU). Both are repeated here, so that a tile counts as PARTIAL
+whenever a kernel treats it as PARTIAL. Only the last bits of `exp`, `log` and `tanh` may differ.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 from .evaluate import host, node_value
 from .nodes import Expr, walk
 
-# Elements that are looked at for a tile: reference/cpu/program.py, kernels_cu/common/lookup.cuh.
+# Elements that are examined for a tile: reference/cpu/program.py, kernels_cu/common/lookup.cuh.
 RANGE_LIMIT = {"cpu": 16384, "gpu": 1024, "exact": 2**63}
 _LOW, _HIGH = -(2**63), 2**63 - 1
-_SURE = 2.0**62  # below this a product of floats shows that one of integers does not overflow
+_SURE = 2.0**62  # below this, a product of floats shows that integers do not overflow
 
 
 def tile_classes(root: Expr, symbols: Mapping[str, Any], machine: str) -> Any:
-    """Return EMPTY, PARTIAL or FULL of many tiles.
+    """Return the classes (EMPTY, PARTIAL or FULL) of many tiles.
 
     Parameters
     ----------
     root : Expr
-        What `interval.tile_class` made.
+        A result of `interval.tile_class`.
     symbols : mapping of str to array of int64
         Corners of the tiles and the other symbols, broadcastable against each other.
     machine : {"cpu", "gpu", "exact"}
-        Whose kernels; "exact" looks at every element of a range.
+        The kernels to follow; "exact" examines every element of a range.
 
     Returns
     -------
     numpy.ndarray
-        Of int64; it broadcasts against the symbols, and may be smaller.
+        An array of int64; it broadcasts against the symbols, and may be smaller.
     """
     values: dict[Expr, Any] = {}
     with np.errstate(all="ignore"):

@@ -1,8 +1,8 @@
 """Which integers of an expression fit into 32 bits, whatever the numbers of the call are.
 
-Only the structure of a tree may decide, so that a thousand different offsets compile one kernel:
-every position, length and constant is taken to be anything of a magnitude up to `LIMIT`, and the
-problem and its constants are held to that.
+Only the structure of a tree may decide this, so that a thousand different offsets compile one
+kernel: every position, length and constant is assumed to have any magnitude up to `LIMIT`, and it
+is checked that the problem and its constants keep to that.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _TYPES: dict[str, _Span] = {
 
 
 def narrow(root: Expr) -> set[Expr]:
-    """Return the integers below a bound expression that 32 bits hold, as they do their operands.
+    """Return the integers below a bound expression that, like their operands, fit into 32 bits.
 
     Parameters
     ----------
     root : Expr
-        The tree. Its positions, lengths and integer constants are at most `LIMIT`, and of constants
-        beyond it nothing is returned.
+        The tree. Its positions, lengths and integer constants are at most `LIMIT`; constants beyond
+        it are not returned.
     """
     return {node for node, span in spans(root).items() if node.type == "int" and span is not None}
 
 
 def spans(root: Expr) -> dict[Expr, _Span | None]:
-    """Return between which numbers the integers and conditions below `root` lie.
+    """Return the ranges of the integers and conditions below `root`.
 
-    None stands for what 32 bits do not hold, or not its operands.
+    None means that a node or one of its operands does not fit into 32 bits.
     """
     found: dict[Expr, _Span | None] = {}
     for node in walk(root):

@@ -1,6 +1,7 @@
-"""Pictures of masks: which tiles of the score matrix are skipped, masked, or computed as they are.
+"""Pictures of masks: which tiles of the score matrix are skipped, masked, or computed in full.
 
-A figure is an SVG document, shown by notebooks, and the same in characters for a terminal.
+A figure is an SVG document, which notebooks show, and the same picture in characters, for a
+terminal.
 """
 
 from .example_size import example

@@ -1,4 +1,4 @@
-"""A mask draws itself: at sizes that its arrays and numbers suggest."""
+"""How a mask draws itself, at sizes that its arrays and numbers suggest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..expr.bind import Dense, bind
 from ..expr.nodes import Expr, walk
 from .mask import Figure, HasExpr, mask_pairs, mask_tiles
 
-LENGTH = 32  # of a mask that says nothing of one
+LENGTH = 32  # if the mask suggests none
 LONGEST = 2**20
 TILES = 32  # along each side, at most
 LARGEST = 2**26  # elements of an array that is looked at for a drawing
@@ -22,13 +22,13 @@ def example(mask: HasExpr) -> Figure | None:
     Parameters
     ----------
     mask : Mask
-        Of `cupyflash.masks`.
+        A mask of `cupyflash.masks`.
 
     Returns
     -------
     Figure or None
-        Pair by pair where it is small; None where no size was found that fits its arrays, or
-        they are so large that a notebook would have to wait.
+        A figure, pair by pair if it is small; None if no size fits the mask's arrays, or if they
+        are so large that a notebook would have to wait.
     """
     for sizes in _candidates(mask.expr):
         try:

@@ -40,7 +40,7 @@ class Figure:
     svg : str
         An SVG document.
     text : str
-        The same in block characters, as wide as a terminal.
+        The same picture in block characters, as wide as a terminal.
     """
 
     svg: str
@@ -68,8 +68,9 @@ def _condition(mask: Any, sizes: Dense) -> Expr | None:
         return None
     if not isinstance(getattr(mask, "expr", None), Expr) or mask.expr.type != "bool":
         raise ArgumentTypeError(
-            f"mask: {type(mask).__name__} came; wanted a mask of cupyflash.masks, or None for "
-            "none. Wrap an array, masks.dense(array); call a constructor, masks.causal()."
+            f"mask: got {type(mask).__name__}; expected a mask of cupyflash.masks, or None for no "
+            "mask. Wrap an array with masks.dense(array); call a constructor, as in "
+            "masks.causal()."
         )
     return bind(in_host_memory(mask.expr), sizes)
 
@@ -78,7 +79,7 @@ def checked(sizes: dict[str, Any]) -> None:
     """Raise unless every size is a positive integer."""
     for name, n in sizes.items():
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-            raise ArgumentError(f"{name}: {n!r} came; wanted an integer of 1 or more.")
+            raise ArgumentError(f"{name}: got {n!r}; expected an integer of 1 or more.")
 
 
 def _sizes(
@@ -90,7 +91,8 @@ def _sizes(
     checked({"batch": math.prod(lead)})
     if not (0 <= at[0] < math.prod(lead) and 0 <= at[1] < heads):
         raise ArgumentError(
-            f"at: {at} came; wanted a batch entry below {math.prod(lead)} and a head below {heads}."
+            f"at: got {at}; expected a batch entry below {math.prod(lead)} and a head below "
+            f"{heads}."
         )
     return Dense(tuple(int(n) for n in lead), int(heads), int(len_q), int(len_k))
 
@@ -104,7 +106,7 @@ def _survey(
     machine: str,
 ) -> tuple[Grid, ...]:
     if machine not in RANGE_LIMIT:
-        raise ArgumentError(f"machine: {machine!r} came; wanted one of {', '.join(RANGE_LIMIT)}.")
+        raise ArgumentError(f"machine: got {machine!r}; expected one of {', '.join(RANGE_LIMIT)}.")
     return survey(
         allowed, sizes, *blocks, machine=machine, most_cells=most, at=at, only_grids=True
     ).grids
@@ -129,29 +131,30 @@ def mask_tiles(
     Parameters
     ----------
     mask : Mask or None
-        Of `cupyflash.masks`; None is no mask.
+        A mask of `cupyflash.masks`; None is no mask.
     len_q, len_k : int
-        Queries and keys; as many keys as queries unless given.
+        Numbers of queries and keys; by default there are as many keys as queries.
     block_q, block_kv : int
         Queries and keys of a tile.
     batch : int or tuple of int
-        Batch entries, or the leading axes.
+        Number of batch entries, or the leading axes.
     heads : int
         Query heads.
     at : tuple of int
         Batch entry and head that are drawn.
     machine : {"exact", "gpu", "cpu"}
-        How many elements of the mask's arrays are looked at for a tile: all, or as many as the
-        kernels do, who take a tile for partial where there are too many.
+        How many elements of the mask's arrays are examined for a tile: all, or as many as the
+        kernels examine. Kernels treat a tile as partial if there are too many.
     title : str, optional
-        Above the drawing; the mask's condition unless given.
+        Title above the drawing; by default the mask's condition.
     notes : sequence of str
         Lines below the drawing.
 
     Returns
     -------
     Figure
-        With one cell for each tile, or in large matrices for several, as it says.
+        A figure with one cell for each tile, or for several tiles if the matrix is large; it says
+        for how many.
 
     Examples
     --------
@@ -213,27 +216,27 @@ def mask_pairs(
     title: str | None = None,
     notes: Sequence[str] = (),
 ) -> Figure:
-    """Draw a mask pair by pair, and over the pairs the tiles of a kernel.
+    """Draw a mask pair by pair, with a kernel's tiles over the pairs.
 
     Parameters
     ----------
     mask : Mask or None
-        Of `cupyflash.masks`; None is no mask.
+        A mask of `cupyflash.masks`; None is no mask.
     len_q, len_k : int
-        Queries and keys, at most 256; as many keys as queries unless given.
+        Numbers of queries and keys, at most 256; by default there are as many keys as queries.
     block_q, block_kv : int, optional
-        Queries and keys of a tile; without them no tiles are drawn.
+        Numbers of queries and keys in a tile; without them no tiles are drawn.
     batch : int or tuple of int
-        Batch entries, or the leading axes.
+        Number of batch entries, or the leading axes.
     heads : int
         Query heads.
     at : tuple of int
         Batch entry and head that are drawn.
     machine : {"exact", "gpu", "cpu"}
-        How many elements of the mask's arrays are looked at for a tile: all, or as many as the
-        kernels do, who take a tile for partial where there are too many.
+        How many elements of the mask's arrays are examined for a tile: all, or as many as the
+        kernels examine. Kernels treat a tile as partial if there are too many.
     title : str, optional
-        Above the drawing; the mask's condition unless given.
+        Title above the drawing; by default the mask's condition.
     notes : sequence of str
         Lines below the drawing.
 
@@ -250,8 +253,8 @@ def mask_pairs(
     sizes = _sizes(len_q, len_k, batch, heads, at)
     if max(sizes.len_q, sizes.len_k) > MOST_PAIRS:
         raise ArgumentError(
-            f"len_q, len_k: {sizes.len_q} and {sizes.len_k} came; wanted at most {MOST_PAIRS} for "
-            "a drawing pair by pair. figures.mask_tiles draws any number."
+            f"len_q, len_k: got {sizes.len_q} and {sizes.len_k}; expected at most {MOST_PAIRS}, "
+            "because every pair is drawn. figures.mask_tiles draws any number."
         )
     tiled = block_q is not None or block_kv is not None
     block_q = sizes.len_q if block_q is None else block_q

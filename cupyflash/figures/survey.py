@@ -1,8 +1,8 @@
-"""Which tiles of a score matrix are empty, partial and full: counted by blocks, never as a whole.
+"""Which tiles of a score matrix are empty, partial and full, counted block by block.
 
-Rectangles of tiles are looked at, the whole matrix first, and those that are PARTIAL again by their
-quarters: what a bound says of a rectangle holds for every tile in it. So time and memory grow with
-the edges of a mask, not with the square of the length.
+The search examines rectangles of tiles, beginning with the whole matrix, and splits each PARTIAL
+rectangle into quarters: a bound for a rectangle holds for every tile in it. So time and memory grow
+with the edges of a mask, not with the square of the length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..expr.tile_classes import tile_classes
 Array = np.ndarray[Any, Any]
 
 AT_A_TIME = 2**16  # rectangles
-MOST_LOOKS = 2**25  # rectangles that are looked at: some seconds, or a minute in many small steps
+MOST_LOOKS = 2**25  # rectangles that are examined: some seconds, or a minute in many small steps
 OF_A_STEP = 2**8  # that a step counts for, at least
 PAIRS_AT_A_TIME = 2**21
 MOST_PAIRS = 2**27  # that are asked one by one: some seconds
@@ -38,11 +38,11 @@ class Grid:
     Attributes
     ----------
     len_q, len_k : int
-        Queries, from top to bottom, and keys, from left to right.
+        Numbers of queries, from top to bottom, and of keys, from left to right.
     block_q, block_kv : int
         Queries and keys of a tile.
     down, across : int
-        Tiles that a cell stands for, along each side; at the ends fewer.
+        Number of tiles along each side of a cell; cells at the ends may have fewer.
     tiles : numpy.ndarray of int, shape (rows, columns, 3)
         Tiles in a cell that are EMPTY, PARTIAL and FULL, in this order.
     """
@@ -75,24 +75,25 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """What a mask leaves of the tiles of a problem, over all its batch entries and heads.
+    """What a mask leaves of a problem's tiles, over all its batch entries and heads.
 
     Attributes
     ----------
     tiles : TileCount
         How many are EMPTY, PARTIAL and FULL.
     pairs : int or None
-        Pairs of a query and a key that attend; None where too many would have to be asked.
+        Number of pairs of a query and a key that attend; None if too many would have to be
+        examined.
     visited_pairs : int
         Pairs in tiles that are not skipped.
     visited_keys, visited_queries : int
-        Keys, and queries, of those tiles, summed over the tiles.
+        Keys and queries of those tiles, summed over the tiles.
     touched_keys : int
         Keys in at least one of those tiles, of every batch entry and query head.
     by_head : bool
         Whether the mask may differ between heads.
     grids : tuple of Grid
-        The tiles of one batch entry and head, as coarse as each picture wants them.
+        The tiles of one batch entry and head, one grid for each picture, as coarse as it needs.
     """
 
     tiles: TileCount
@@ -110,9 +111,9 @@ def _edges(length: int, step: int) -> Array:
 
 
 class _Rectangles(NamedTuple):
-    """Rectangles of tiles: their rows and columns from `top` and `left` up to `bottom` and `right`.
+    """Rectangles of tiles: rows from `top` to `bottom`, and columns from `left` to `right`.
 
-    Each is an array of int64, one entry for every rectangle.
+    Each is an array of int64 with one entry for every rectangle.
     """
 
     top: Array
@@ -170,36 +171,37 @@ def survey(
     Parameters
     ----------
     allowed : Expr or None
-        The bound mask; None: every pair attends.
+        The bound mask; if None, every pair attends.
     sizes : Sizes
-        Of the problem; no axis is empty.
+        Sizes of the problem; no axis is empty.
     block_q, block_kv : int
         Queries and keys of a tile.
     machine : {"gpu", "cpu", "exact"}
-        Whose kernels' classes; "exact" looks at every element of the arrays that a mask reads.
+        Which kernels' classes to return; "exact" examines every element of the arrays that a mask
+        reads.
     most_cells : sequence of tuple of int
-        The most rows and columns of cells that each grid has.
+        The most rows and columns of cells for each grid.
     at : tuple of int
         The batch entry and the head that the grids show.
     count_pairs : bool
         Whether pairs are counted, too.
     only_grids : bool
-        Whether they are all that is wanted: the counts are those of their batch entry and head.
+        Whether only the grids are needed; the counts are then those of their batch entry and head.
 
     Returns
     -------
     Survey
-        Exact, whatever the size; but for `pairs`, which may be None.
+        Exact counts for any size, except that `pairs` may be None.
 
     Raises
     ------
     ArgumentError
-        If a head has 2^62 pairs or more, or the mask so many edges that it would take minutes.
+        If a head has 2^62 pairs or more, or the mask has so many edges that it would take minutes.
     """
     if sizes.len_q * sizes.len_k >= 2**62:
         raise ArgumentError(
-            f"{sizes.len_q:,} queries and {sizes.len_k:,} keys came; wanted fewer than 2^62 pairs "
-            "of them."
+            f"len_q, len_k: got {sizes.len_q:,} queries and {sizes.len_k:,} keys; expected fewer "
+            "than 2^62 pairs."
         )
     batch = int(np.prod(sizes.lead))
     classes = None if allowed is None else tile_class(allowed)
@@ -223,9 +225,9 @@ def survey(
             looks += max(looked, OF_A_STEP)
             if looks > MOST_LOOKS:
                 raise ArgumentError(
-                    f"mask: more than {MOST_LOOKS:,} tiles of {block_q} queries x {block_kv} keys "
-                    "would have to be looked at one by one; wanted fewer queries, keys, heads or "
-                    "batch entries, or a mask of which large parts are EMPTY or FULL."
+                    f"mask: got one with more than {MOST_LOOKS:,} tiles of {block_q} queries x "
+                    f"{block_kv} keys to examine one by one; expected fewer queries, keys, heads "
+                    "or batch entries, or a mask with large parts that are EMPTY or FULL."
                 )
             np.add.at(counts, kinds, found.tiles)
             if (b, h) == at:
@@ -292,16 +294,16 @@ def _classes(
     b: int,
     h: int,
 ) -> Iterator[tuple[_Rectangles, Array, int]]:
-    """Go through the tiles of a batch entry and head.
+    """Go through the tiles of one batch entry and head.
 
     Yields
     ------
     found : _Rectangles
-        Some whose tiles are all alike; those that are PARTIAL are single tiles.
+        Rectangles whose tiles are all alike; PARTIAL ones are single tiles.
     kinds : numpy.ndarray of int64
         Their classes.
     looked : int
-        How many rectangles were looked at for that.
+        How many rectangles were examined.
     """
     waiting = [_Rectangles(*(np.array([n], np.int64) for n in (0, shape[0], 0, shape[1])))]
     while waiting:

@@ -1,8 +1,7 @@
 """Score matrices as SVG, written by hand: a few paths, whatever the number of cells.
 
-Text and axes are of a grey that can be read on a light and on a dark page, the background is that
-of the page, and the colours are told apart by those who do not see all of them: their lightness
-differs, too.
+Text and axes have a grey that is readable on light and dark pages, and the background is the
+page's. The colours also differ in lightness, so colour-blind readers can tell them apart.
 """
 
 from __future__ import annotations
@@ -80,18 +79,19 @@ def matrix(
     notes: Sequence[str] = (),
     lines: tuple[Any, Any] = ((), ()),
 ) -> str:
-    """Return the SVG of a matrix of cells: queries from top to bottom, keys from left to right.
+    """Return a matrix of cells as SVG: queries from top to bottom, keys from left to right.
 
     Parameters
     ----------
     layers : sequence of (str, array of bool)
-        How cells are painted (attributes of SVG), and which: (rows, columns).
+        How cells are painted (attributes of SVG), and which cells: (rows, columns).
     edges_q, edges_k : array of int
-        Where rows and columns of cells begin, and the last one ends: queries and keys.
+        The queries and keys at which rows and columns of cells begin, and at which the last one
+        ends.
     title : str
-        Above the matrix.
+        Title above the matrix.
     legend : sequence of (str, str)
-        Paint and words.
+        Paint and description.
     notes : sequence of str
         Lines below the legend.
     lines : tuple of two arrays of int

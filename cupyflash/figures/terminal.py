@@ -1,4 +1,4 @@
-"""Score matrices in a terminal: two characters a cell, block characters or ASCII."""
+"""Score matrices in a terminal: two characters for each cell, block characters or ASCII."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .svg import ticks
 
 NAMES = {EMPTY: "EMPTY", PARTIAL: "PARTIAL", FULL: "FULL"}
 SIGNS = {EMPTY: "··", PARTIAL: "▒▒", FULL: "██"}
-MOST_CELLS = (32, 40)  # rows and columns that find room in 100 columns
+MOST_CELLS = (32, 40)  # rows and columns that fit into 100 columns
 _ASCII = str.maketrans({"·": ".", "▒": "+", "█": "#", "│": "|", "→": ">", "↓": "v"})
 
 
@@ -28,8 +28,8 @@ def picture(grid: Grid) -> str:
     Returns
     -------
     str
-        Lines without trailing space; the last ones say what a cell is. Where all tiles are alike
-        one line says so.
+        Lines without trailing space; the last lines say what a cell is. If all tiles are alike, one
+        line says so.
     """
     alike = _alike(grid)
     if alike:

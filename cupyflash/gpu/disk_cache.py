@@ -20,9 +20,9 @@ def folder() -> str:
 
 
 def distrust() -> str:
-    """Return in words why code in the folder could be somebody else's; nothing where it is safe.
+    """Return in words why code in the folder could be somebody else's; empty if the folder is safe.
 
-    Nothing is said of a folder that is not there, and of systems without owners and modes.
+    It is also empty if there is no folder, or if the system has no owners and modes.
     """
     if os.name != "posix" or in_memory():
         return ""
@@ -31,9 +31,11 @@ def distrust() -> str:
     except OSError:
         return ""
     if found.st_uid != os.geteuid():
-        return "it belongs to another user, and what it holds is run; choose another one"
+        return (
+            "it belongs to another user, who could put code there that is run; choose another one"
+        )
     if found.st_mode & 0o022:
-        return "others may write to it, and what it holds is run; chmod go-w"
+        return "others may write to it, and could put code there that is run; use chmod go-w"
     return ""
 
 
@@ -46,7 +48,7 @@ def warn_once() -> None:
     if why:
         _warned = True
         warnings.warn(
-            f"CuPy's folder of compiled kernels, {folder()}: {why}. CUPY_CACHE_DIR sets it.",
+            f"CuPy keeps compiled kernels in {folder()}: {why}. CUPY_CACHE_DIR names another.",
             RuntimeWarning,
             stacklevel=2,
         )

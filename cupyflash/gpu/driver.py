@@ -1,8 +1,9 @@
 """Launches compiled kernels by one call of CUDA's driver, which is half of CuPy's way to it.
 
-A kernel's parameters lie in a buffer that is used again and again; only addresses change in it.
-CuPy documents neither `cupy.cuda.driver` nor `Function.ptr`: with versions whose sources nobody has
-read for this, and where the environment makes streams of a thread the default ones, CuPy launches.
+A kernel's parameters are in a buffer that is used again and again; only addresses change in it.
+CuPy documents neither `cupy.cuda.driver` nor `Function.ptr`. So CuPy itself launches if its version
+is not among those whose sources were checked for this, or if the environment selects per-thread
+default streams.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MAP_WORDS = 16  # of an encoded tensor map
-KNOWN = ("13", "14")  # versions of CuPy where both are as they are used here
+KNOWN = ("13", "14")  # versions of CuPy in which both work as they are used here
 
 
 class Buffer(NamedTuple):
@@ -24,11 +25,11 @@ class Buffer(NamedTuple):
     Attributes
     ----------
     words : memoryview
-        Eight bytes each, to be written to.
+        Words of eight bytes, to write to.
     arguments : tuple of numpy.ndarray
-        The same memory as arguments of CuPy's.
+        The same memory, as CuPy's arguments.
     pointers : int
-        The address of the list of arguments, as the driver wants it.
+        The address of the list of arguments, as the driver expects it.
     """
 
     words: Any
@@ -48,7 +49,7 @@ def buffer(template: bytes, maps: int = 0) -> Buffer:
     memory = np.zeros(end + 1 + maps, np.uint64)
     memory.view(np.uint8)[: len(template)] = np.frombuffer(template, np.uint8)
     start = memory.ctypes.data
-    memory[end] = start  # the list of arguments has this one entry, and those of maps
+    memory[end] = start  # the list of arguments has this entry, and those of maps
     arguments = [memory.view(np.uint8)[: len(template)].view(f"V{len(template)}")]
     for n in range(maps):
         first = count + MAP_WORDS * n
@@ -68,7 +69,7 @@ _thread = _Thread()
 
 
 class Queue:
-    """Where launches on one device go: the current stream of whoever asks."""
+    """Where launches on one device go: the current stream of the calling thread."""
 
     def __init__(self, device: int) -> None:
         import cupy
@@ -85,7 +86,7 @@ class Queue:
         return here
 
     def pointer(self) -> Any:
-        """Return the current stream's pointer for `launch`, or None where CuPy must launch.
+        """Return the current stream's pointer for `launch`, or None if CuPy must launch.
 
         The device must be the current one.
         """

@@ -1,8 +1,8 @@
-"""From a specialisation to a kernel that can be launched: compiled once, cached per device.
+"""Compiles a specialisation to a kernel that can be launched, once per device.
 
-CuPy compiles with NVRTC for the device at hand, and keeps the result on disk under the text and the
-compiler's version (``CUPY_CACHE_DIR``, or ``~/.cupy/kernel_cache``). The folder holds native code:
-there is one warning where others can write to it.
+CuPy compiles with NVRTC for the current device, and keeps the result on disk (``CUPY_CACHE_DIR``,
+or ``~/.cupy/kernel_cache``); the key is the text and the compiler's version. The folder holds
+native code, so there is one warning if others can write to it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from . import disk_cache
 from .source import Specialisation, source
 
-# Compilers before 12.9 refuse a second -arch, and CuPy gives its own, that of the device. Only
-# kernels that need it ask for another.
+# Compilers before 12.9 refuse a second -arch, and CuPy already gives that of the device. Only
+# kernels that need another one ask for it.
 OPTIONS = ("-std=c++17",)
-_DEFAULT_SHARED_MEMORY = 48 * 1024  # what a block may have without being asked
+_DEFAULT_SHARED_MEMORY = 48 * 1024  # what a block may have without a request
 
 _lock = threading.Lock()
 _kernels: dict[tuple[int, str], Any] = {}

@@ -1,8 +1,8 @@
 """Runs recipes on a GPU: compiles their kernels, gives them addresses, launches them in order.
 
-Everything happens on the current stream of the arrays' device, and nothing waits for it. Memory
-beyond the results is what `workspace_size` says. With ``CUPYFLASH_DEBUG=1`` every launch is waited
-for, so that an error names its kernel.
+Everything happens on the current stream of the arrays' device, and nothing waits for it. In
+addition to the results, it needs the memory that `workspace_size` states. With
+``CUPYFLASH_DEBUG=1`` it waits for every launch, so that an error names its kernel.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class CompiledLaunch:
             )
             for n, made in enumerate(launch.maps)
         )
-        self._unused: list[driver.Buffer] = []  # one per thread that ever launched with others
+        self._unused: list[driver.Buffer] = []  # one for each thread that has launched
         self.name = special.name
 
     def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
         """Launch on the current device's current stream.
 
-        `stream` is what `driver.Queue.pointer` says of it.
+        `stream` is what `driver.Queue.pointer` returns.
         """
         try:
             buffer = self._unused.pop()
@@ -84,12 +84,12 @@ class CompiledLaunch:
         except Exception as error:
             error.add_note(f"while running the kernel {self.name}")
             raise
-        self._unused.append(buffer)  # a launch has copied its parameters when it returns
+        self._unused.append(buffer)  # when a launch returns, it has copied its parameters
 
 
 @dataclass(frozen=True)
 class CompiledRecipe:
-    """A recipe that can be launched again and again, by any thread; it keeps no array alive.
+    """A recipe that any thread can launch again and again; it keeps no array alive.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class CompiledRecipe:
     launches : tuple of CompiledLaunch
         In order.
     scratch : tuple of (str, int, ArraySpec)
-        As in the recipe, with the bytes that each takes.
+        As in the recipe, with the size of each in bytes.
     all_zero, atomic_dq : bool
         As in the recipe.
     """
@@ -112,7 +112,7 @@ class CompiledRecipe:
     def forward(self, addresses: Addresses, workspace: Array | None = None) -> object:
         """Launch a forward; the device must be the current one. `addresses` may grow.
 
-        Returns what holds its scratch memory, which a captured graph needs as long as it lives.
+        Returns the owner of its scratch memory, which a captured graph needs as long as it exists.
         """
         taken = self._take_scratch(addresses, workspace)
         stream = self.queue.pointer()
@@ -159,16 +159,16 @@ class CompiledRecipe:
 
 
 class CallResult(NamedTuple):
-    """What is left of a call that was computed.
+    """What remains of a computed call.
 
     Attributes
     ----------
     visited : int
         On the CPU, how many tiles were not EMPTY.
     compiled : CompiledRecipe or None
-        On a GPU, what can be launched again, unless arrays had to be copied first.
+        On a GPU, the launches, which can be repeated unless arrays had to be copied first.
     tables : tuple of array
-        What its kernels look up.
+        The arrays that its kernels look up.
     """
 
     visited: int = 0
@@ -244,9 +244,9 @@ def _copy(array: Array, name: str, dtype: Any) -> Array:
     if cuda_device.is_capturing():
         place = "device" if device_arrays.is_device_array(array) else "host"
         raise ArgumentError(
-            f"{name}: {array.dtype} with strides {array.strides} in {place} memory came while a "
-            f"CUDA graph is being captured; wanted contiguous {dtype} in device memory, "
-            "which is read in place at every replay."
+            f"{name}: got {array.dtype} with strides {array.strides} in {place} memory while a "
+            f"CUDA graph is being captured; expected contiguous {dtype} in device memory, which "
+            "is read in place at every replay."
         )
     copy: Array = device_arrays.to_device(array, dtype)
     return copy
@@ -262,8 +262,8 @@ def forward(
 ) -> CallResult:
     """Write out and, unless it is None, lse.
 
-    A `plan` gives other tiles than the table's. `visited`, one uint64 in device memory, grows by
-    the number of tiles that were not EMPTY.
+    A `plan` gives tiles instead of the table. `visited`, one uint64 in device memory, grows by the
+    number of tiles that were not EMPTY.
     """
     device = _device(call)
     with cuda_device.current(device):
@@ -299,7 +299,7 @@ def backward(
 ) -> CallResult:
     """Write every gradient; `plan` and `visited` are as in `forward`.
 
-    Unless `deterministic`, dq may be the sum of what blocks add in any order.
+    Unless `deterministic`, blocks may add to dq in any order.
     """
     device = _device(call)
     with cuda_device.current(device):
@@ -320,9 +320,8 @@ def backward(
 
 def _no_workspace(size: int) -> ArgumentError:
     return ArgumentError(
-        "workspace: None came while a CUDA graph is being captured; wanted "
-        f"cupy.empty({size}, cupy.uint8). Memory of CuPy's pool would serve others before the "
-        "graph is replayed."
+        f"workspace: got None while a CUDA graph is being captured; expected cupy.empty({size}, "
+        "cupy.uint8). Memory of CuPy's pool would be reused before the graph is replayed."
     )
 
 
@@ -370,8 +369,8 @@ def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
             # Intermediate results keep the accumulator's type.
             if cuda_device.is_capturing():
                 raise ArgumentError(
-                    f"combine: {len(parts)} parts came while a CUDA graph is being captured; "
-                    f"wanted at most {MAX_PARTS}. Combine them in groups."
+                    f"combine: got {len(parts)} parts while a CUDA graph is being captured; "
+                    f"expected at most {MAX_PARTS}. Combine them in groups."
                 )
             wide = tuple(device_arrays.empty(x.shape, lse.dtype) for x in (out, lse))
             _combine(left[:MAX_PARTS], wide[0], wide[1], device, out.dtype.name)

@@ -1,11 +1,11 @@
-"""Calls on a GPU that look like one before: recognised, and launched again without being checked.
+"""Recognises calls on a GPU that look like an earlier one, and launches it again without checks.
 
-A call's signature is all that checks, proofs and the choice of kernels depend on: shapes, strides,
-dtypes, alignments and places of its arrays, the structure and the numbers of its mask and score
-changes, and every other number. Of equal signatures only addresses (and an integer seed) differ.
-Signatures hold no array, and what was longest unused is forgotten.
+A call's signature has everything on which checks, proofs and the choice of kernels depend: shapes,
+strides, dtypes, alignments and devices of its arrays, the structure and the numbers of its mask and
+score changes, and every other number. Calls with equal signatures differ only in addresses (and an
+integer seed). Signatures hold no array, and the least recently used ones are forgotten.
 
-This is the host's whole work for most calls. It reads every attribute of an array once.
+For most calls, this is all the work of the host. It reads every attribute of an array once.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ MOST = 512  # signatures that are remembered
 
 
 class Entry:
-    """What is kept of a call.
+    """What is kept about a call.
 
     Attributes
     ----------
     compiled : CompiledRecipe
         Its launches.
     specs : tuple of (OutputSpec or None)
-        Of its results.
+        The specs of its results.
     tables : tuple of (str, str)
-        Names of arrays that its kernels look up: theirs, and the signature's.
+        Names of the arrays that its kernels look up: in the kernels, and in the signature.
     pairs : tuple of Pair
-        What may not overlap.
+        The arrays that must not overlap.
     used : int
-        Larger for those that were used later.
+        A counter: larger for entries that were used later.
     """
 
     __slots__ = ("compiled", "pairs", "specs", "tables", "used")
@@ -66,9 +66,10 @@ class Pair(NamedTuple):
     written, other : str
         Their names.
     low, high : int
-        Between these distances of their first elements, in bytes, their memory overlaps.
+        If the distance of their first elements, in bytes, is between these, their memory overlaps.
     checked : frozenset of int
-        Such distances at which they are known to share no element, as columns of one array.
+        Distances between these at which they are known to share no element, such as columns of one
+        array.
     """
 
     written: str
@@ -83,16 +84,16 @@ class _UnlikeError(Exception):
 
 
 class Signature:
-    """A call's key, and what stands apart from it: its arrays and the integer seed.
+    """A call's key, and what is not part of it: its arrays and the integer seed.
 
     Attributes
     ----------
     key : hashable
-        Equal for calls that differ in addresses only.
+        Equal for calls that differ only in addresses.
     addresses : dict
-        As kernels name them, without those of tables.
+        Addresses by the kernels' names, without those of tables.
     read : list of array
-        What masks, score changes and the bias read.
+        The arrays that masks, score changes and the bias read.
     written : list of str
         Names of arrays that are written.
     """
@@ -167,7 +168,7 @@ class Signature:
         raise _UnlikeError
 
     def _probability(self, value: Any) -> Hashable:
-        # 0.0 and -0.0 are one probability, other types than float have other checks
+        # 0.0 and -0.0 are the same probability; types other than float have other checks
         return value if type(value) is float else self._number(value)
 
     def _word(self, value: Any) -> Hashable:
@@ -196,7 +197,7 @@ class Signature:
         return "array"
 
 
-# Field of `Options` -> what a signature takes of it.
+# Field of `Options` -> its part of a signature.
 _TAKE: dict[str, Callable[[Signature, Any], Hashable]] = {
     "mask": Signature._expression,
     "score_mod": Signature._expression,
@@ -215,14 +216,14 @@ def signature(
     options: Options,
     written: Mapping[str, Any],
 ) -> Signature | None:
-    """Return the signature of a call on a GPU, or None of one that is checked every time.
+    """Return the signature of a call on a GPU, or None if it must be checked every time.
 
     Parameters
     ----------
     kind : str
         Which function.
     read, written : mapping of str to (array or None)
-        Arrays by the names that kernels have for them.
+        Arrays by the kernels' names.
     options : Options
         The options of the call.
     """
@@ -232,7 +233,7 @@ def signature(
         return None
 
 
-_lock = threading.Lock()  # of writers; to look up takes none
+_lock = threading.Lock()  # for writing; look-ups need no lock
 _entries: dict[Hashable, Entry] = {}
 _clock = itertools.count()
 
@@ -257,9 +258,9 @@ def find(seen: Signature) -> Entry | None:
 def forward(
     entry: Entry, addresses: Addresses, out: Any, lse: Any, workspace: Any = None
 ) -> tuple[Any, Any] | None:
-    """Compute a call that is kept, into the arrays given or into new ones.
+    """Compute a call with a kept entry, into the given arrays or into new ones.
 
-    None where it must be checked again.
+    Returns None if the call must be checked again.
     """
     compiled = entry.compiled
     if not compiled.queue.is_here():
@@ -267,7 +268,7 @@ def forward(
             return forward(entry, addresses, out, lse, workspace)
     own_scratch = compiled.scratch and workspace is None
     if own_scratch and compiled.queue.current_stream().is_capturing():
-        return None  # scratch has to live as long as the graph
+        return None  # scratch memory must live as long as the graph
     out_spec, lse_spec = entry.specs
     if out is None and out_spec is not None:
         out = out_spec.empty()
@@ -282,13 +283,13 @@ def forward(
 def backward(
     entry: Entry, addresses: Addresses, grads_out: Gradients | None, workspace: Any
 ) -> Gradients | None:
-    """Compute the gradients of a call that is kept; None where it must be checked again."""
+    """Compute the gradients of a call with a kept entry; None if it must be checked again."""
     compiled = entry.compiled
     if not compiled.queue.is_here():
         with cuda_device.current(compiled.queue.device):
             return backward(entry, addresses, grads_out, workspace)
     if workspace is None and compiled.queue.current_stream().is_capturing():
-        return None  # which is an error, and is said there
+        return None  # this is an error, which the full check reports
     made = [None] * len(entry.specs) if grads_out is None else list(grads_out)
     for n, spec in enumerate(entry.specs):
         if spec is not None and made[n] is None:
@@ -322,9 +323,9 @@ def keep(seen: Signature, result: CallResult, results: Sequence[Any]) -> None:
 
 
 def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:
-    """Return every array that is written, with every other one, as a checked call has them.
+    """Return the pairs of each written array with every other array of a checked call.
 
-    `before` are those of a call with the same key, whose distances were checked too.
+    `before` are the pairs of a call with the same key, whose distances were checked, too.
     """
     pairs: list[Pair] = []
     arrays = seen.arrays

@@ -1,4 +1,4 @@
-"""What a kernel is told at run time: the twin of kernels_cu/common/params.cuh, field by field."""
+"""A kernel's parameters at run time: the twin of kernels_cu/common/params.cuh, field by field."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class Layout:
         self._fields: Mapping[str, Any] = self.dtype.fields or {}
         self._struct = struct.Struct("=" + _format(fields))
         self.size = self._struct.size
-        # For every field: its name, whether it has several entries, whether those are structs, and
-        # the numbers of a field that nothing is said of.
+        # For every field: its name, whether it has several entries, whether these are structs, and
+        # its default numbers.
         self._rows = [
             (name, count > 1 or _is_array(name), not isinstance(kind, str), (0,) * _width([field]))
             for field in fields
@@ -127,7 +127,7 @@ class Layout:
         self._names = frozenset(name for name, _, _ in fields)
 
     def place(self, name: str) -> int:
-        """Return the offset of a number or an address: a field's, or its entry's, as in "table 3".
+        """Return the offset of a field, or of one of its entries as in "table 3".
 
         Raises
         ------
@@ -139,14 +139,14 @@ class Layout:
         return int(offset + int(entry or 0) * kind.base.itemsize)
 
     def pack(self, values: Mapping[str, Any]) -> bytes:
-        """Return the bytes of the struct. What `values` does not name is zero.
+        """Return the bytes of the struct. Fields that `values` does not name are zero.
 
         Raises
         ------
         KeyError
-            If a name is no field.
+            If a name is not a field.
         ValueError
-            If a field gets more entries than it has.
+            If there are more values than a field has entries.
         """
         if not values.keys() <= self._names:
             raise KeyError(f"no field {sorted(values.keys() - self._names)}")
@@ -166,7 +166,7 @@ class Layout:
                 numbers.append(value)
             missing = len(zeros) - len(numbers) + start
             if missing < 0:
-                raise ValueError(f"{name}: {len(value)} entries came, which are too many")
+                raise ValueError(f"{name}: got {len(value)} entries, which do not fit")
             numbers += zeros[:missing]
         return self._struct.pack(*numbers)
 

@@ -33,8 +33,8 @@ def forward(
 ) -> Recipe:
     """Return the recipe of out and, unless it is None, lse.
 
-    A `plan` gives other tiles than the table's. Counting tiles needs kernels of their own, which
-    add the number of those that were not EMPTY to the uint64 at ``tiles_visited``.
+    A `plan` gives tiles instead of the table. Counting tiles needs special kernels, which add the
+    number of tiles that were not EMPTY to the uint64 at ``tiles_visited``.
     """
     rows = ArraySpec(out.shape[:-1], call.problem.accumulator) if lse is None else lse
     if not math.prod(rows.shape):
@@ -65,10 +65,10 @@ def backward(
     count_tiles: bool = False,
     deterministic: bool = False,
 ) -> Recipe:
-    """Return the recipe of every gradient; `plan` and `count_tiles` as in `forward`.
+    """Return the recipe of all gradients; `plan` and `count_tiles` are as in `forward`.
 
-    Unless it has to be `deterministic`, one kernel may compute dk, dv and dq, which its blocks add
-    to memory in any order: five products of tiles instead of seven.
+    Unless `deterministic`, one kernel may compute dk, dv and dq, and its blocks add dq to memory in
+    any order: five products of tiles instead of seven.
     """
     problem = call.problem
     if not problem.batch or not problem.heads:

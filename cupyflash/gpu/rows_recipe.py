@@ -1,4 +1,4 @@
-"""The launches that move rows, as data: new keys and values into a cache, and rows rotated.
+"""The launches that move rows, as data: new keys and values go into a cache, and rows are rotated.
 
 As in `recipe`, nothing here touches CuPy or an array's elements.
 """

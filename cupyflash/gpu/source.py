@@ -1,7 +1,7 @@
 """One string of CUDA C++ per kernel: a prelude, the kernel's file with its includes, expressions.
 
-Quoted includes are put in place of themselves, once each: the compiler needs no include path, and
-the disk cache, whose key is the text, sees every change.
+Each quoted include is replaced once by its file: so the compiler needs no include path, and the
+disk cache, whose key is the text, sees every change.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from ..arrays.dtypes import DTYPES
 from ..expr.cuda import Functions
 from .kernels.spec import KernelSpec, Tiles
 
-# racecheck of CUDA's compute-sanitizer does not follow the order between lanes that meet and the
-# one of them that arrives at a barrier in shared memory for all. For such tools each arrives.
+# Racecheck of CUDA's compute-sanitizer does not see the order between lanes that synchronise and
+# the one of them that arrives at a barrier in shared memory for all. For such tools, each lane
+# arrives.
 EACH_LANE_ARRIVES = os.environ.get("CUPYFLASH_EACH_LANE_ARRIVES") == "1"
 _VOCABULARY = ("common/expression.cuh",)  # what generated code calls
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*\n', re.MULTILINE)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
 
 
-NONE = Functions()  # of a call without mask and score changes
+NONE = Functions()  # for a call without mask and score changes
 
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What a kernel is compiled for; everything else it is told at run time.
+    """What a kernel is compiled for; everything else is a parameter at run time.
 
     Attributes
     ----------
@@ -41,16 +42,17 @@ class Specialisation:
     dtype : str
         Name of the storage type.
     d, d_v : int
-        Head sizes; 0 where the kernel has no use for them.
+        Head sizes; 0 if the kernel does not use them.
     tiles : Tiles
         Tile, threads and shared memory of a block.
     packed, cached, paged : bool
-        Whether sequences are packed, keys and values those of a cache, and the cache in pages.
+        Whether sequences are packed, whether keys and values are those of a cache, and whether it
+        has pages.
     dropout, count_tiles, atomic_dq, tma_store : bool
-        Whether pairs are dropped, tiles counted, whether the kernel that computes
-        dk and dv adds its share of dq to memory, too, and whether results leave by TMA.
+        Whether pairs are dropped, whether tiles are counted, whether the kernel that computes dk
+        and dv also adds its share of dq to memory, and whether results are stored by TMA.
     functions : Functions
-        Those of the call's expressions.
+        The functions of the call's expressions.
     """
 
     spec: KernelSpec
@@ -74,7 +76,7 @@ class Specialisation:
 
     @property
     def architecture(self) -> str | None:
-        """What the kernel is compiled for, where it is not the device at hand."""
+        """What the kernel is compiled for, if that is not the current device."""
         return self.spec.architecture
 
     @property
@@ -118,7 +120,7 @@ def prelude(special: Specialisation) -> str:
             "THREADS": special.tiles.threads,
             "SHARED_BYTES": special.tiles.shared_memory,
             "RESIDENT_BLOCKS": special.tiles.resident_blocks,
-            # An array has one element at least.
+            # An array has at least one element.
             "NUM_INTS": max(has.num_ints, 1),
             "NUM_FLOATS": max(has.num_floats, 1),
             "NUM_TABLES": max(has.num_tables, 1),

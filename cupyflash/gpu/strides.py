@@ -1,4 +1,4 @@
-"""How the arrays of a launch lie in memory: strides in elements, and few leading axes.
+"""The layout of a launch's arrays in memory: strides in elements, and few leading axes.
 
 Pure functions of shapes and strides: nothing here touches CuPy or an array's elements.
 """
@@ -15,14 +15,14 @@ Strides = tuple[int, ...]
 
 
 class Lead(NamedTuple):
-    """The leading axes of a launch, after neighbours that can be joined were joined.
+    """The leading axes of a launch, after neighbours have been joined where possible.
 
     Attributes
     ----------
     sizes : tuple of int
         `MAX_LEAD` lengths, the slowest axis first; unused ones are 1.
     strides : dict of str to tuple of int
-        Of every array, in elements; 0 along broadcast axes.
+        The strides of every array, in elements; 0 along broadcast axes.
     """
 
     sizes: tuple[int, ...]
@@ -37,7 +37,7 @@ class Lead(NamedTuple):
 
 
 def lead_of(lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]]) -> Lead:
-    """Broadcast the leading axes of arrays to `lead`, and join neighbours that all arrays allow.
+    """Broadcast the leading axes of arrays to `lead`, and join neighbours if all arrays allow it.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ def lead_of(lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]]) -> Lea
     if len(joined) > MAX_LEAD:
         sizes = tuple(size for size, _ in reversed(joined))
         raise ArgumentError(
-            f"q, k, v: leading axes {lead} came, of which {len(joined)} stay apart, {sizes}, when "
-            f"neighbours are joined; wanted at most {MAX_LEAD}. Make the arrays contiguous."
+            f"q, k, v: got leading axes {lead}, which leave {len(joined)}, {sizes}, after "
+            f"neighbours are joined; expected at most {MAX_LEAD}. Make the arrays contiguous."
         )
     joined += [(1, [0] * len(names))] * (MAX_LEAD - len(joined))
     return Lead(

@@ -1,7 +1,7 @@
-"""How arrays lie in memory, as TMA is told: tensor maps.
+"""Tensor maps, which describe to TMA how arrays are laid out in memory.
 
-A map is data, a function of shapes and strides; `encode` makes of it and an address what a kernel
-takes, 128 bytes that the driver writes.
+A map is data, a function of shapes and strides. `encode` turns it and an address into what a kernel
+takes: 128 bytes, which the driver writes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _KEPT = 64  # addresses of an array
 
 
 class TensorMap(NamedTuple):
-    """An array that TMA copies; what lies outside of it counts as 0.
+    """An array that TMA copies; elements outside it count as 0.
 
     Attributes
     ----------
     name : str
-        Whose address belongs to it.
+        The name of the array whose address belongs to it.
     dtype : str
         float16 or bfloat16.
     shape, strides : tuple of int
-        Of `AXES` axes, the fastest first; strides in bytes, without that of the fastest. An axis
-        along which the array repeats itself has length 1.
+        Lengths and strides of `AXES` axes, the fastest first; strides are in bytes, without that of
+        the fastest axis. An axis along which the array repeats itself has length 1.
     rows : int
-        Of a TMA tile, which is `LINE` columns wide.
+        Rows of a TMA tile, which is `LINE` columns wide.
     """
 
     name: str
@@ -53,7 +53,7 @@ def obstacle(operand: Operand, address: int, sizes: tuple[int, ...]) -> str | No
     operand : Operand
         Its strides.
     address : int
-        Of its first element, or what is left of it by 16.
+        Address of its first element, or that modulo 16.
     sizes : tuple of int
         The lengths of its leading axes (those of the launch), heads, rows and columns.
     """
@@ -101,7 +101,7 @@ def encode(made: TensorMap, address: int) -> bytes:
     Raises
     ------
     RuntimeError
-        If the driver refuses, which `obstacle` foresees.
+        If the driver refuses the map; `obstacle` should have found the reason.
     """
     from cuda.bindings import driver
 

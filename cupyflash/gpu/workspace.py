@@ -1,4 +1,4 @@
-"""What a backward keeps beside its results: memory that is not there yet, as shapes and types."""
+"""The scratch memory of a backward, as shapes and types, before it is allocated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..problem.call import Call
 
-GROUP_ROWS, UNIT = 8, 16  # of sums of dq: rows and columns that lie together
+GROUP_ROWS, UNIT = 8, 16  # of sums of dq: rows and columns that are stored together
 
 
 class ArraySpec(NamedTuple):
@@ -44,10 +44,10 @@ class ArraySpec(NamedTuple):
 
 
 def scratch_of(call: Call, atomic_dq: bool) -> dict[str, ArraySpec]:
-    """Return what the backward keeps beside its results: delta, one number per query.
+    """Return the scratch memory of a backward: delta, one number for each query.
 
-    Where k and v are broadcast over different axes, also their gradients before they are summed;
-    with `atomic_dq` the sums of dq, unless dq has the accumulator's type.
+    If k and v are broadcast over different axes, it also has their gradients before they are
+    summed; with `atomic_dq` also the sums of dq, unless dq has the accumulator's type.
     """
     problem = call.problem
     lead = () if problem.packed else problem.lead

@@ -45,11 +45,12 @@ class Launch:
     grid : int
         Blocks.
     template : bytes
-        Its parameters, with 0 for what `slots` names.
+        Its parameters, with 0 in the places of `slots`.
     slots : tuple of (int, str)
-        Byte offset, and whose address (or for "seed" the number itself) belongs there.
+        Byte offset, and the name of the array whose address belongs there (for "seed", the number
+        itself).
     maps : tuple of TensorMap
-        Of arrays that it copies by TMA; encoded they follow the parameters.
+        Maps of the arrays that it copies by TMA; encoded, they follow the parameters.
     """
 
     special: Specialisation
@@ -73,25 +74,26 @@ class Recipe:
     Attributes
     ----------
     launches : tuple of Launch
-        None of them is empty.
+        The launches; no grid is empty.
     scratch : dict of str to ArraySpec
-        Memory that the launches need beside the call's arrays. What has a gradient's name is
-        computed there first, and then summed over the axes along which its input was broadcast.
+        Memory that the launches need in addition to the call's arrays. A gradient in it is computed
+        there first, and then summed over the axes along which its input was broadcast.
     tables : tuple of array
-        Looked-up arrays; number n goes by the name ``table n``.
+        Looked-up arrays; the name of number n is ``table n``.
     """
 
     launches: tuple[Launch, ...] = ()
     scratch: Mapping[str, ArraySpec] = field(default_factory=dict)
     tables: tuple[Any, ...] = ()
     all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
-    atomic_dq: bool = False  # launches add to dq_accum or, without one, to dq; it is 0 before
+    atomic_dq: bool = False  # launches add to dq_accum or, without it, to dq; it is 0 before
 
 
 class Writer:
-    """Writes the launches of one call: its expressions, and what all its kernels are told.
+    """Writes the launches of one call, with its expressions and the parameters of all its kernels.
 
-    `arrays` maps a field's name to an array and its trailing axes: H, L, D or, without D, 2.
+    `arrays` maps a field's name to an array and its number of trailing axes: 3 (H, L, D), or 2
+    without D.
     """
 
     def __init__(
@@ -187,8 +189,8 @@ class Writer:
     ) -> tuple[Grid, Tiles]:
         """Add the kernel that serves a part of the call; return its grid and its tiles.
 
-        `fields` of its parameters go before those of all kernels, and `named` addresses behind
-        them; `adds_dq` says whether it adds its share of dq to memory.
+        `fields` override the common parameters, and `named` are additional addresses; `adds_dq`
+        says whether it adds its share of dq to memory.
         """
         problem = self.call.problem
         functions = self.generated.functions
@@ -205,7 +207,7 @@ class Writer:
         spec, tiles, _ = registry.select(part, request)
         grid = spec.grid(extent, tiles)
         tma = tma_operands.use(spec.tma, request, tiles)
-        if adds_dq and "dq_accum" in self.told:  # who reads the sums is told, too
+        if adds_dq and "dq_accum" in self.told:  # the kernel that reads the sums needs this, too
             sums = self.told["dq_accum"]
             self.told["dq_accum"] = sums._replace(col=spec.dq_accum_step)
         told = self.told | {"blocks": grid.blocks}
@@ -258,7 +260,7 @@ def check_grid(kernel: str, blocks: int) -> None:
     """Refuse a launch of more blocks than devices take."""
     if blocks > MAX_GRID:
         raise ArgumentError(
-            f"q: batch, heads and lengths make {blocks} blocks of {kernel}; wanted at most "
+            f"q: batch, heads and lengths make {blocks} blocks of {kernel}; expected at most "
             f"{MAX_GRID}. Split the batch over several calls."
         )
 
@@ -286,9 +288,10 @@ def _check_size(has: Functions) -> None:
     size = _size(has)
     if size > params.MAX_BYTES:
         raise ArgumentError(
-            f"mask, score_mod: {has.num_tables} arrays and {has.num_ints + has.num_floats} numbers "
-            f"came, which make {size} bytes of parameters; wanted at most {params.MAX_BYTES}. Join "
-            "arrays into one with another axis, or compute numbers before they enter."
+            f"mask, score_mod: got {has.num_tables} arrays and {has.num_ints + has.num_floats} "
+            f"numbers, which make {size} bytes of parameters; expected at most "
+            f"{params.MAX_BYTES}. Join several arrays into one with another axis, or combine "
+            "numbers before you pass them."
         )
 
 
@@ -305,7 +308,7 @@ def keys_of(call: Call) -> int:
 def _lead(call: Call, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
     problem = call.problem
     if call.cache is not None:
-        # Entries are one axis, which pages do not have, and packed queries neither.
+        # Entries are one axis, which pages and packed queries do not have.
         sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
         own = {}
         for name, (array, axes) in arrays.items():
@@ -316,6 +319,6 @@ def _lead(call: Call, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
         return Lead(sizes, own)
     if not problem.packed:
         return lead_of(problem.lead, arrays)
-    # Offsets tell where a sequence lies, and arrays have no leading axes.
+    # Offsets say where a sequence is, and arrays have no leading axes.
     sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
     return Lead(sizes, dict.fromkeys(arrays, (0,) * params.MAX_LEAD))

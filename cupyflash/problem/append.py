@@ -22,24 +22,25 @@ class Append:
     Attributes
     ----------
     k_new, v_new : array
-        (B, Hkv, n, D) and (B, Hkv, n, Dv), or packed (Hkv, total, D) and (Hkv, total, Dv). Where
-        values are columns of the keys, those of no column are left: keys say all.
+        (B, Hkv, n, D) and (B, Hkv, n, Dv), or packed (Hkv, total, D) and (Hkv, total, Dv). If
+        values are columns of the keys, v_new and v have no columns here, because the keys contain
+        them.
     k, v : array
         (B, Hkv, S, D) and (B, Hkv, S, Dv), or pages.
     cache : Cache
-        Where positions lie, and how many are held afterwards.
+        Where positions are, and how many the cache holds afterwards.
     batch : int
         Entries.
     offsets : array or None
-        (B + 1,), of packed rows.
+        (B + 1,), for packed rows.
     q, out : array or None
-        Queries, and where to write them rotated, or None for a new array.
+        Queries, and where to write the rotated ones, or None for a new array.
     rotary : Rotary or None
         The angles.
     positions : array or None
-        Where rows are rotated; None where the cache has them.
+        The positions by which rows are rotated; None for those in the cache.
     device : int or None
-        Where the arrays live.
+        The device of the arrays.
     """
 
     k_new: Array
@@ -136,8 +137,8 @@ def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:
     """Refuse arguments that would do nothing."""
     if q is not None and rotary is None:
         raise ArgumentError(
-            "q: queries came without rotary, and nothing else is done with them; wanted "
-            "rotary=Rotary(cos, sin) beside them. Leave q out."
+            "q: got queries without rotary, but this function only rotates them; expected "
+            "rotary=Rotary(cos, sin) as well. Otherwise, leave q out."
         )
     for name, value, needs, other in (
         ("positions", positions, "rotary", rotary),
@@ -145,8 +146,8 @@ def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:
     ):
         if value is not None and other is None:
             raise ArgumentError(
-                f"{name}: {type(value).__name__} came without {needs}, for which alone it is; "
-                f"wanted both or none. Leave {name} out."
+                f"{name}: got {type(value).__name__} without {needs}, which it belongs to; "
+                f"expected both or neither. Leave {name} out."
             )
 
 
@@ -161,26 +162,26 @@ def _check_rows(arrays: dict[str, Array], packed: bool) -> None:
         heads, columns = ("Hq", "D") if name == "q" else ("Hkv", "Dv" if name == "v_new" else "D")
         wanted = f"({lead}{heads}, {rows}, {columns}){', packed by offsets' if packed else ''}"
         if x.ndim != axes:
-            raise ArgumentError(f"{name}: shape {x.shape} came; wanted {wanted}.")
+            raise ArgumentError(f"{name}: got shape {x.shape}; expected {wanted}.")
         if (*x.shape[:-3], x.shape[-2]) != (*k_new.shape[:-3], k_new.shape[-2]):
             raise ArgumentError(
-                f"{name}: shape {x.shape} came with k_new of shape {k_new.shape}; wanted {wanted} "
-                "with as many rows of as many entries."
+                f"{name}: got shape {x.shape} with k_new of shape {k_new.shape}; expected "
+                f"{wanted}, with as many batch entries and rows as k_new."
             )
         if name == "q":
             if x.shape[-1] != k_new.shape[-1]:
                 raise ArgumentError(
-                    f"q: shape {x.shape} came with k_new of shape {k_new.shape}; their last axes "
-                    f"(the head size D) must be equal, {x.shape[-1]} is not {k_new.shape[-1]}."
+                    f"q: got shape {x.shape} with k_new of shape {k_new.shape}; expected equal "
+                    f"last axes (the head size D), but {x.shape[-1]} is not {k_new.shape[-1]}."
                 )
             continue
         cache = "v" if name == "v_new" else "k"
         into = arrays[cache]
         if (x.shape[-3], x.shape[-1]) != (into.shape[-3], into.shape[-1]):
             raise ArgumentError(
-                f"{name}: shape {x.shape} came with {cache} of shape {into.shape}; wanted "
+                f"{name}: got shape {x.shape} with {cache} of shape {into.shape}; expected "
                 f"{into.shape[-3]} heads of {into.shape[-1]} columns, as {cache} has. The head "
-                "axis is the third from the end: arrays of shape (B, L, H, D) are passed as "
+                "axis is the third from the end: pass an array of shape (B, L, H, D) as "
                 "x.swapaxes(-3, -2)."
             )
     if "q" in arrays:
@@ -192,9 +193,9 @@ def _check_room(after: Array, counts: Array) -> None:
     if bad.size:
         b = int(bad[0])
         raise ArgumentError(
-            f"lengths: entry {b} is {int(after[b])} with {int(counts[b])} new rows; wanted "
-            f"{int(counts[b])} or more: lengths counts what the cache holds after this step, the "
-            "new rows among it. Add their number to lengths first."
+            f"lengths: entry {b} is {int(after[b])} with {int(counts[b])} new rows; expected "
+            f"{int(counts[b])} or more: lengths counts what the cache holds after this step, "
+            "including the new rows. Add their number to lengths first."
         )
 
 
@@ -212,12 +213,12 @@ def _is_view_of_keys(v: Array, k: Array) -> bool:
 def _check_views(v_new: Array, k_new: Array, rotary: Rotary | None) -> None:
     if k_new.size and not _is_view_of_keys(v_new, k_new):
         raise ArgumentError(
-            "v_new: an array of its own came, and v is the first columns of k, which k_new fills; "
-            f"wanted v_new=k_new[..., :{v_new.shape[-1]}]."
+            "v_new: got a separate array, but v is the first columns of k, which k_new fills; "
+            f"expected v_new=k_new[..., :{v_new.shape[-1]}]."
         )
     if rotary is not None:
         raise ArgumentError(
-            "rotary: came with a v that is the first columns of k, which would be rotated, too; "
-            "wanted k_new whose last columns are rotated already. Call rope on them first, and "
-            "leave rotary out."
+            "rotary: got one with a v that is the first columns of k, so that v would be "
+            "rotated, too; expected a k_new whose last columns are already rotated. Call rope on "
+            "them first, and leave rotary out."
         )

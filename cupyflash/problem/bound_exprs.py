@@ -1,4 +1,4 @@
-"""The expressions of a call, given its shape: what its mask and score changes compute, and more."""
+"""The expressions of a call, bound to its shape: its mask, score changes and what they imply."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _B, _H, _I, _J = POSITIONS
 
 
 class Trees(NamedTuple):
-    """Bound expressions; None for what a call does not have.
+    """Bound expressions; None for those that a call does not have.
 
     Attributes
     ----------
     changed : Expr
         The score after the score changes and the bias.
     slope : Expr
-        The derivative of the score changes, without the bias, by the score.
+        The derivative of the score changes, without the bias, with respect to the score.
     allowed : Expr
         Whether a pair takes part.
     classes : Expr
-        EMPTY, PARTIAL or FULL of a tile.
+        The class of a tile: EMPTY, PARTIAL or FULL.
     """
 
     changed: Expr | None

@@ -1,7 +1,7 @@
-"""Calls over a cache of keys and values: what users pass, turned into a `Call`, or into an error.
+"""Calls over a cache of keys and values: turns what users pass into a `Call`, or into an error.
 
-Lengths and tables in device memory are not read: kernels hold them in range. What lies in host
-memory is checked, and with ``CUPYFLASH_DEBUG=1`` everything is.
+Lengths and tables in device memory are not read: kernels keep them in range. Those in host memory
+are checked, and with ``CUPYFLASH_DEBUG=1``, all of them are.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def call(
     checked = validate.with_options(problem, q, k, v, (False, False, False), options)
     if checked.problem.dropout:
         raise ArgumentError(
-            f"dropout: {checked.problem.dropout} came; attention over a cache has none. Leave it "
-            "out, or call attention for training."
+            f"dropout: got {checked.problem.dropout}; expected 0, because attention over a cache "
+            "has no dropout. Leave it out, or call attention for training."
         )
     offsets_pair = None if held is None else (held, None)
     checked = replace(checked, cache=made, offsets=offsets_pair)
@@ -95,14 +95,14 @@ def call(
 def too_few_entries(k: Array, batch: int) -> ArgumentError:
     """Return the error for a cache that has no place for some of the entries."""
     return ArgumentError(
-        f"k: shape {k.shape} came with {batch} batch entries; wanted a first axis of length "
+        f"k: got shape {k.shape} with {batch} batch entries; expected a first axis of length "
         f"{batch}, or a table (B, N) of page numbers for a cache in pages."
     )
 
 
 def _check_axes(name: str, value: Array, axes: int, wanted: str) -> None:
     if value.ndim != axes:
-        raise ArgumentError(f"{name}: shape {value.shape} came; wanted {wanted}.")
+        raise ArgumentError(f"{name}: got shape {value.shape}; expected {wanted}.")
 
 
 def cache(k: Array, v: Array, table: Any) -> Cache:
@@ -112,8 +112,9 @@ def cache(k: Array, v: Array, table: Any) -> Cache:
         _check_axes(name, x, 4, wanted)
     if k.shape[0] != v.shape[0]:
         raise ArgumentError(
-            f"v: shape {v.shape} came with k of shape {k.shape}; wanted as many "
-            f"{'batch entries' if table is None else 'pages'}, {v.shape[0]} is not {k.shape[0]}."
+            f"v: got shape {v.shape} with k of shape {k.shape}; expected equal numbers of "
+            f"{'batch entries' if table is None else 'pages'}, but {v.shape[0]} is not "
+            f"{k.shape[0]}."
         )
     rows = k.shape[-2]
     if table is None:
@@ -122,15 +123,17 @@ def cache(k: Array, v: Array, table: Any) -> Cache:
         table = array(table, "table")
         if table.ndim != 2 or table.dtype not in (np.int32, np.int64):
             raise ArgumentTypeError(
-                f"table: shape {table.shape}, dtype {table.dtype} came; wanted (B, N) of int32 or "
-                "int64, the page numbers of every batch entry."
+                f"table: got shape {table.shape}, dtype {table.dtype}; expected (B, N) of int32 "
+                "or int64, with the page numbers of every batch entry."
             )
         if not rows:
-            raise ArgumentError(f"k: pages of shape {k.shape[1:]} came; wanted a position or more.")
+            raise ArgumentError(
+                f"k: got pages of shape {k.shape[1:]}; expected pages of one position or more."
+            )
         capacity = rows * table.shape[1] if k.shape[0] else 0  # without pages there is no room
     if capacity > MOST_POSITIONS:
         raise ArgumentError(
-            f"k: room for {capacity} positions came; wanted at most {MOST_POSITIONS} for a batch "
+            f"k: got room for {capacity} positions; expected at most {MOST_POSITIONS} for a batch "
             "entry. Pass fewer pages in table."
         )
     return Cache(capacity, 0, None, rows)
@@ -143,7 +146,7 @@ def table_array(value: Any, batch: int) -> Array | None:
     table = array(value, "table")
     if table.shape[0] != batch:
         raise ArgumentError(
-            f"table: shape {table.shape} came with {batch} batch entries; wanted ({batch}, N)."
+            f"table: got shape {table.shape} with {batch} batch entries; expected ({batch}, N)."
         )
     return table
 
@@ -152,14 +155,14 @@ def lengths_of(value: Any, batch: int, capacity: int) -> Any:
     """Return lengths as a number or an array (B,), checked where they can be read."""
     wanted = f"an integer from 0 to {capacity}, or ({batch},) of int32 or int64"
     if isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"lengths: {value!r} came; wanted {wanted}.")
+        raise ArgumentTypeError(f"lengths: got {value!r}; expected {wanted}.")
     if isinstance(value, (int, np.integer)):
         _check_lengths(np.array([value]), capacity)
         return int(value)
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
     if not hasattr(value, "__dlpack__") and not device_arrays.is_device_array(value):
-        raise ArgumentTypeError(f"lengths: {value!r} came; wanted {wanted}.")
+        raise ArgumentTypeError(f"lengths: got {value!r}; expected {wanted}.")
     lengths = array(value, "lengths")
     if (
         not lengths.ndim
@@ -169,8 +172,8 @@ def lengths_of(value: Any, batch: int, capacity: int) -> Any:
         return lengths_of(int(lengths), batch, capacity)
     if lengths.shape != (batch,) or lengths.dtype not in (np.int32, np.int64):
         raise ArgumentTypeError(
-            f"lengths: shape {lengths.shape}, dtype {lengths.dtype} came; wanted {wanted}: how "
-            "many positions the cache holds for each batch entry, with those of this step."
+            f"lengths: got shape {lengths.shape}, dtype {lengths.dtype}; expected {wanted}: how "
+            "many positions the cache holds for each batch entry, including those of this step."
         )
     read = readable(lengths)
     if read is not None:
@@ -183,8 +186,9 @@ def _check_lengths(lengths: Array, capacity: int) -> None:
     if bad.size:
         n = int(bad[0])
         raise ArgumentError(
-            f"lengths: entry {n} is {int(lengths[n])}; wanted 0 to {capacity}, which is all that "
-            "the cache has room for. Make k and v longer, or give the entry more pages in table."
+            f"lengths: entry {n} is {int(lengths[n])}; expected 0 to {capacity}, because the "
+            "cache has room for no more. Make k and v longer, or give the entry more pages in "
+            "table."
         )
 
 
@@ -201,9 +205,9 @@ def readable(value: Any) -> Array | None:
 
 
 def check_pages(cache: Cache, pages: int, new: Array | None = None) -> None:
-    """Check the page numbers that are used, where they and the lengths can be read.
+    """Check the page numbers in use, if they and the lengths can be read.
 
-    Of entries of which only the last rows are written, `new` (B,) says how many these are.
+    If only the last rows of entries are written, `new` (B,) says how many these are.
     """
     if cache.table is None:
         return
@@ -221,7 +225,7 @@ def check_pages(cache: Cache, pages: int, new: Array | None = None) -> None:
         b, n = (int(x) for x in bad[0])
         raise ArgumentError(
             f"table: entry ({b}, {n}) is {int(table[b, n])}, and the cache has {pages} pages; "
-            f"wanted 0 to {pages - 1} for the pages that lengths says are held."
+            f"expected 0 to {pages - 1} for the pages that lengths says are in use."
         )
 
 
@@ -230,6 +234,6 @@ def _refuse_packed_rows(mask: Any) -> None:
         node.op == "aligned" and node.value.packed for node in walk(mask.expr)
     ):
         raise ArgumentError(
-            "mask: masks.segments came with offsets_q; a cache has no packed keys. Compare "
-            "look-ups by position in masks.mask, or leave offsets_q out."
+            "mask: got masks.segments with offsets_q; expected another mask, because a cache has "
+            "no packed keys. Compare look-ups by position in masks.mask, or leave offsets_q out."
         )

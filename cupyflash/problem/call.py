@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Gradients(NamedTuple):
-    """Gradients, each with the shape and dtype of what it belongs to.
+    """Gradients, each with the shape and dtype of its array.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class Gradients(NamedTuple):
         Summed over the axes along which q, k or v was broadcast, and over the query heads that
         share a key-value head.
     dbias, dsink : array or None
-        None where the call had no bias or no sink.
+        None if the call had no bias or no sink.
     """
 
     dq: Any
@@ -56,7 +56,7 @@ class Problem:
     dropout: float = 0.0
     seed: Any = 0  # a number, or a 0-d array of uint64 in device memory
     precision: str | None = None  # "tf32x3": float32 may be multiplied by tensor cores
-    heads_in_rows: int = 1  # query heads whose queries are those of one: see rows_of_heads
+    heads_in_rows: int = 1  # query heads whose queries are rows of one head: see pack_gqa
 
     @property
     def accumulator(self) -> np.dtype[Any]:
@@ -71,19 +71,19 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Where the keys and values of a call over a cache lie, and how many are held.
+    """Where the keys and values of a call over a cache are, and how many it holds.
 
     Attributes
     ----------
     capacity : int
-        Positions that an entry can have.
+        The most positions of an entry.
     lengths : int or array
-        Positions that every entry holds, or (B,) of integers, of each.
+        How many positions every entry holds, or (B,) integers, how many each entry holds.
     table : array or None
-        (B, N) of integers: in which pages an entry's positions lie; None where k and v have a row
-        for each position.
+        (B, N) integers, the pages of each entry's positions; None if k and v have a row for each
+        position.
     page_size : int
-        Positions of a page; without a table the capacity.
+        Positions of a page; without a table, the capacity.
     """
 
     capacity: int
@@ -105,9 +105,9 @@ class Call:
     bias: Array | None
     sink: Array | None
     were_matrices: tuple[bool, bool, bool]  # q, k, v came as two-dimensional arrays, one head
-    offsets: tuple[Any, Any] | None = None  # of packed arrays, as they came; a cache has the first
+    offsets: tuple[Any, Any] | None = None  # of packed arrays, as passed; a cache has the first
     cache: Cache | None = None  # k and v are its arrays, and lengths of keys lie in its capacity
-    device: int | None = None  # where every array of the call lives; None: in host memory
+    device: int | None = None  # the device of all arrays of the call; None: host memory
 
     @property
     def matrices(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of what only calls on a GPU have: offsets and seeds in device memory, graph capture."""
+"""Checks that only calls on a GPU need: offsets and seeds in device memory, graph capture."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .call import Array
 
 
 def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> tuple[Array, Array | None]:
-    """Return offsets for the kernels, and the same in host memory, or None if they are not read.
+    """Return offsets for the kernels, and a copy in host memory, or None if they are not read.
 
-    Offsets that are checked are a copy, which nobody changes before the kernels read it.
+    Checked offsets are a copy, so nobody can change them before the kernels read them.
 
     Raises
     ------
     ArgumentError
-        If they are to be read while a graph is being captured.
+        If they must be read while a graph is being captured.
     """
     if not device_arrays.is_device_array(value):
         copy = np.array(value)
@@ -34,8 +34,8 @@ def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> tuple[Ar
     with cuda_device.current(device):
         if cuda_device.is_capturing():
             raise ArgumentError(
-                f"check: True came while a CUDA graph is being captured, and {name} would have to "
-                "be read back; wanted check=False, which trusts the offsets and holds them in "
+                f"check: got True while a CUDA graph is being captured, when {name} cannot be "
+                "read back; expected check=False, which trusts the offsets and holds them in "
                 "range."
             )
         copy = value.copy()
@@ -43,15 +43,15 @@ def offsets_to_check(value: Array, name: str, q: Array, check: bool) -> tuple[Ar
 
 
 def unread(total: int, longest: int) -> tuple[Array, Array]:
-    """Return lengths and starts that stand for those of sequences whose offsets are not read.
+    """Return lengths and starts to use if the offsets of sequences are not read.
 
-    Their extremes are those that the sequences' may have.
+    Their extremes are the most extreme ones that the sequences may have.
     """
     return np.array([0, longest]), np.array([0, max(total - longest, 0)])
 
 
 def longest(size: str, total: int, aligned: Iterable[Array], exprs: Iterable[Expr]) -> int:
-    """Return the longest sequence that arrays made for queries or keys serve; at most `total`.
+    """Return the length of the longest sequence that the given arrays fit; at most `total`.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def seed(value: Any) -> Any:
     """Return a seed in device memory: a 0-d array of uint64, which kernels read."""
     if value.ndim or value.dtype != np.uint64:
         raise ArgumentTypeError(
-            f"seed: shape {value.shape}, dtype {value.dtype} came; wanted an integer, or a 0-d "
+            f"seed: got shape {value.shape}, dtype {value.dtype}; expected an integer, or a 0-d "
             "array of uint64."
         )
     return value

@@ -16,7 +16,7 @@ from ..similar import nearest
 from .options import NAMES
 
 _OPTIONS = (
-    f"the options are {', '.join(NAMES)}; beside them attention takes return_lse, out, lse_out, "
+    f"the options are {', '.join(NAMES)}; attention also takes return_lse, out, lse_out, "
     "and attention_backward dlse, deterministic, grads_out, workspace"
 )
 _ARRAY_MASK = "say mask=array (bool, True = attend), or bias=array (added to the scores)"
@@ -41,7 +41,7 @@ _OFFSETS = (
     "attention_varlen takes offsets_{0}: 0, and the running sum of the sequences' lengths, on "
     "arrays of shape (H, total, D)"
 )
-_OTHER_NAMES = {  # of other libraries, or of other functions of this one
+_OTHER_NAMES = {  # names in other libraries, or in other functions of this one
     "alibi_slopes": "say score_mod=scores.alibi(slopes)",
     "attention_mask": _ARRAY_MASK,
     "attn_bias": "say bias=array",
@@ -115,10 +115,10 @@ R = TypeVar("R")
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Make an argument that a function does not have an error that names the remedy.
+    """Turn an argument that a function does not have into an error that names the remedy.
 
-    Nothing is looked at before the call: only where Python could not bind its arguments are they
-    compared with the signature.
+    Nothing is checked before the call: only if Python cannot bind the arguments are they compared
+    with the signature.
     """
 
     @functools.wraps(function)
@@ -132,7 +132,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
                 for name in keywords:
                     if name not in known:
                         raise ArgumentTypeError(
-                            f"{name}: no argument of this function; {_remedy(name, known)}."
+                            f"{name}: this function has no such argument; {_remedy(name, known)}."
                         ) from None
                 by_position = [
                     each for each in known.values() if each.kind is each.POSITIONAL_OR_KEYWORD
@@ -141,7 +141,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
                     names = ", ".join(each.name for each in by_position)
                     more = args[len(by_position)]
                     raise ArgumentTypeError(
-                        f"{len(args)} arguments came by position; wanted {len(by_position)}, "
+                        f"got {len(args)} arguments by position; expected {len(by_position)}, "
                         f"{names}, and every option by its name: {_named(more, known)}."
                     ) from None
             raise
@@ -159,7 +159,7 @@ def _remedy(name: str, known: Mapping[str, inspect.Parameter]) -> str:
 
 
 def _named(value: Any, known: Mapping[str, inspect.Parameter]) -> str:
-    """Return how to write a value that came by position."""
+    """Return how to write a value that was passed by position."""
     if isinstance(value, Score):
         return "say score_mod=score"
     if isinstance(value, Mask):

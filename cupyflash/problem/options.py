@@ -1,4 +1,4 @@
-"""The options of a call, as users pass them: one list, which everything else iterates."""
+"""The options of a call, as users pass them: one list, over which everything else iterates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..scores import Score
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What a call of attention may say beside q, k and v. Nothing is checked yet.
+    """What a call of attention may specify in addition to q, k and v. Nothing is checked yet.
 
     The public functions have these fields as keywords, with these types and defaults; a test
     compares them. A new option is a field here, a keyword there, its check in `validate` and its
@@ -31,10 +31,10 @@ class Options:
 
     @staticmethod
     def of(**named: Any) -> Options:
-        """Return options of which every field is given, in their order.
+        """Return options from the values of all fields, in their order.
 
-        Every call makes some, and the constructor of a frozen class, which sets field by field,
-        takes 0.7 us longer.
+        Every call makes options, and the constructor of a frozen class, which sets the fields one
+        by one, takes 0.7 us longer.
         """
         options = _new(Options)
         _set(options, "__dict__", named)

@@ -1,8 +1,8 @@
-"""Query heads that share a key head, as rows of one head: few queries then fill a tile together.
+"""Query heads that share a key head become rows of one head, so that few queries fill a tile.
 
 One tile of scores serves a whole group, and its keys and values are read once. It is the same call
-with fewer heads and more queries: views of the same memory, and for the mask and the score changes
-what head and query a row is.
+with fewer heads and more queries: the arrays are views of the same memory, and the mask and the
+score changes compute the head and the query of a row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..expr.functions import POSITIONS
 from ..expr.nodes import Expr, as_expr, rebuild
 from .call import Call, Problem
 
-MOST_QUERIES = 64  # of a head: with more, its own tiles are at least half full
+MOST_QUERIES = 64  # queries of a head: with more, its own tiles are at least half full
 
 _, _H, _I, _ = POSITIONS
 
@@ -30,7 +30,7 @@ def obstacle(call: Call) -> str | None:
         return f"there are {problem.len_q} queries"
     if call.sink is not None or problem.dropout > 0:
         return "sinks and dropout are those of a head"
-    # What a score becomes is computed for every pair, and to divide by a length takes long.
+    # Score changes are computed for every pair, and dividing by a length is slow.
     if problem.len_q > 1 and (call.score_mod is not None or call.bias is not None):
         return "scores change"
     return None if _joins(call.q, 3) else "rows of heads do not follow each other"
@@ -44,19 +44,20 @@ def _joins(array: Any, axes: int) -> bool:
 
 
 def joined(call: Call, *written: tuple[Any, int]) -> tuple[Call, tuple[Any, ...]]:
-    """Return a call with the heads of a group as rows of one, and with it what it writes.
+    """Return a call with the heads of a group as rows of one head, and the arrays that it writes.
 
     Parameters
     ----------
     call : Call
         A call.
     written : tuple of (array, int)
-        What it writes, and how many axes follow the leading ones: H, L, D or, without D, 2.
+        The arrays that it writes, and how many axes follow the leading ones: 3 (H, L, D), or 2
+        without D.
 
     Returns
     -------
     Call, tuple of array
-        The same as came where there is an obstacle.
+        The arguments, unchanged, if this is not possible.
     """
     arrays = tuple(array for array, _ in written)
     if obstacle(call) is not None or not all(_joins(*each) for each in written):

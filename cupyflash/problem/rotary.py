@@ -1,4 +1,4 @@
-"""Rotary embeddings: the record of their angles, and calls that rotate, checked."""
+"""Rotary embeddings: the record of their angles, and the checks of calls that rotate."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Rotary:
 
     Row n holds the angles of position n. The first R columns of a row of q or k are rotated in
     pairs, and the others stay as they are: pair m becomes (x cos - y sin, y cos + x sin) with the
-    angle in column m. Base and scaling are yours, so that any scheme is a way to fill two arrays.
+    angle in column m. Base and scaling are up to you: any scheme is a way to fill two arrays.
 
     Parameters
     ----------
     cos : array of float32, shape (S, R / 2)
-        Cosines, living where q lives, of S positions; any strides. R is at most the head size.
+        Cosines of S positions, on the device of q, with any strides. R is at most the head size.
     sin : array of float32, shape (S, R / 2)
-        Sines, in radians' sense of the same angles.
+        Sines of the same angles.
     interleaved : bool
         Whether pair m is columns 2 m and 2 m + 1 (GPT-J); otherwise it is m and m + R / 2 (Llama,
         GPT-NeoX).
@@ -34,7 +34,7 @@ class Rotary:
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        The arrays are no such pair.
+        If the arrays are not such a pair.
 
     References
     ----------
@@ -59,24 +59,25 @@ class Rotary:
             angles = array(getattr(self, name), name)
             if angles.ndim != 2 or angles.dtype != np.float32 or not angles.dtype.isnative:
                 raise ArgumentTypeError(
-                    f"{name}: shape {angles.shape}, dtype {angles.dtype} came; wanted (S, R / 2) "
-                    "of float32, a row of angles for each position. Convert it with "
+                    f"{name}: got shape {angles.shape}, dtype {angles.dtype}; expected (S, R / 2) "
+                    "of float32, with one row of angles for each position. Convert it with "
                     ".astype(np.float32)."
                 )
             if not angles.size:
                 raise ArgumentError(
-                    f"{name}: shape {angles.shape} came; wanted a position and a pair or more."
+                    f"{name}: got shape {angles.shape}; expected at least one position and "
+                    "one pair."
                 )
             object.__setattr__(self, name, angles)
         if self.arrays["sin"].shape != self.arrays["cos"].shape:
             raise ArgumentError(
-                f"sin: shape {self.arrays['sin'].shape} came with cos of shape "
-                f"{self.arrays['cos'].shape}; wanted both of the same angles."
+                f"sin: got shape {self.arrays['sin'].shape} with cos of shape "
+                f"{self.arrays['cos'].shape}; expected equal shapes."
             )
         if not isinstance(self.interleaved, (bool, np.bool_)):
             raise ArgumentTypeError(
-                f"interleaved: {self.interleaved!r} came; wanted True (pairs of neighbours) or "
-                "False (pairs half of the rotated columns apart)."
+                f"interleaved: got {self.interleaved!r}; expected True (pairs of neighbours) or "
+                "False (pairs that are half of the rotated columns apart)."
             )
         object.__setattr__(self, "interleaved", bool(self.interleaved))
         one_home(self.arrays)
@@ -112,9 +113,9 @@ class Rotation:
     inverse : bool
         Whether rows are rotated back.
     out : array or None
-        Where to write, or None for a new array.
+        Where to write the result, or None for a new array.
     device : int or None
-        Where the arrays live.
+        The device of the arrays.
     """
 
     x: Array
@@ -130,11 +131,11 @@ def rotation(x: Any, positions: Any, rotary: Any, inverse: Any, out: Any) -> Rot
     x = floats(x, "x")
     if x.ndim not in (3, 4):
         raise ArgumentError(
-            f"x: shape {x.shape} came; wanted (B, H, L, D), or packed (H, total, D)."
+            f"x: got shape {x.shape}; expected (B, H, L, D), or packed (H, total, D)."
         )
     check_rotary(rotary, "x", x)
     if not isinstance(inverse, (bool, np.bool_)):
-        raise ArgumentTypeError(f"inverse: {inverse!r} came; wanted True or False.")
+        raise ArgumentTypeError(f"inverse: got {inverse!r}; expected True or False.")
     shapes = [x.shape[-2:-1]] if x.ndim == 3 else [(x.shape[0], x.shape[2]), x.shape[-2:-1]]
     at = position_array(positions, shapes, rotary)
     device = one_home({"x": x, "positions": at} | rotary.arrays)
@@ -148,18 +149,18 @@ def check_rotary(rotary: Any, name: str, x: Array) -> None:
     """Check that rows of `x`, which users know by `name`, can be rotated."""
     if not isinstance(rotary, Rotary):
         raise ArgumentTypeError(
-            f"rotary: {type(rotary).__name__} came; wanted cupyflash.Rotary(cos, sin)."
+            f"rotary: got {type(rotary).__name__}; expected cupyflash.Rotary(cos, sin)."
         )
     if not 1 <= x.shape[-1] <= MAX_HEAD_SIZE:
         raise ArgumentError(
-            f"{name}: its last axis (the head size) has length {x.shape[-1]}; wanted 1 to "
+            f"{name}: its last axis (the head size) has length {x.shape[-1]}; expected 1 to "
             f"{MAX_HEAD_SIZE}."
         )
     if 2 * rotary.pairs > x.shape[-1]:
         raise ArgumentError(
-            f"rotary: {rotary.pairs} pairs of columns came with {name} of shape {x.shape}, whose "
-            f"rows have {x.shape[-1]} columns; wanted cos and sin of at most "
-            f"{x.shape[-1] // 2} columns."
+            f"rotary: got {rotary.pairs} pairs of columns with {name} of shape {x.shape}, whose "
+            f"rows have {x.shape[-1]} columns; expected cos and sin of at most {x.shape[-1] // 2} "
+            "columns."
         )
 
 
@@ -173,8 +174,8 @@ def position_array(value: Any, shapes: list[tuple[int, ...]], rotary: Rotary) ->
     positions = array(value, "positions")
     if positions.shape not in shapes or positions.dtype not in (np.int32, np.int64):
         raise ArgumentTypeError(
-            f"positions: shape {positions.shape}, dtype {positions.dtype} came; wanted "
-            f"{' or '.join(map(str, shapes))} of int32 or int64, a position for each row."
+            f"positions: got shape {positions.shape}, dtype {positions.dtype}; expected "
+            f"{' or '.join(map(str, shapes))} of int32 or int64, one position for each row."
         )
     read = readable(positions)
     if read is not None:
@@ -187,6 +188,7 @@ def check_positions(positions: Array, rotary: Rotary, name: str) -> None:
     bad = positions[(positions < 0) | (positions >= rotary.rows)]
     if bad.size:
         raise ArgumentError(
-            f"{name}: a row at position {int(bad.flat[0])} came, and rotary has angles for 0 to "
-            f"{rotary.rows - 1}; wanted positions among them. Make cos and sin of more rows."
+            f"{name}: got a row at position {int(bad.flat[0])}, but rotary has angles for 0 to "
+            f"{rotary.rows - 1}; expected positions in this range. Make cos and sin with more "
+            "rows."
         )

@@ -1,4 +1,4 @@
-"""The numbers and words among a call's options, checked."""
+"""Checks of the numbers and words among a call's options."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def _number(value: Any, name: str) -> float:
         value, (int, float, np.integer, np.floating)
     ):
         raise ArgumentTypeError(
-            f"{name}: {type(value).__name__} came; wanted a number, an int or a float."
+            f"{name}: got {type(value).__name__}; expected a number, an int or a float."
         )
     try:
         return float(value)
     except OverflowError:
-        raise ArgumentError(f"{name}: an integer beyond every float came; wanted less.") from None
+        raise ArgumentError(
+            f"{name}: got an integer larger than every float; expected a smaller one."
+        ) from None
 
 
 def scale(value: Any, d: int, accumulator: np.dtype[Any]) -> float:
@@ -34,7 +36,7 @@ def scale(value: Any, d: int, accumulator: np.dtype[Any]) -> float:
     factor = _number(value, "scale")
     if not abs(factor) <= float(np.finfo(accumulator).max):
         raise ArgumentError(
-            f"scale: {factor} came; wanted a finite number within the range of {accumulator}, or "
+            f"scale: got {factor}; expected a finite number within the range of {accumulator}, or "
             "None for 1 / sqrt(D)."
         )
     return factor
@@ -44,15 +46,15 @@ def dropout(value: Any, its_seed: Any) -> float:
     """Return the probability of dropping a pair."""
     p = _number(value, "dropout")
     if not 0 <= p < 1:
-        raise ArgumentError(f"dropout: {p} came; wanted a probability, 0 or more and less than 1.")
+        raise ArgumentError(f"dropout: got {p}; expected a probability, 0 or more and less than 1.")
     if round(p * 2**32) == 2**32:
         raise ArgumentError(
-            f"dropout: {p!r} came, which rounds to 1 in 32 bits; wanted less than 1 - 2**-33."
+            f"dropout: got {p!r}, which rounds to 1 in 32 bits; expected less than 1 - 2**-33."
         )
     if p and its_seed is None:
         raise ArgumentError(
-            f"dropout: {p} came without a seed; pass seed=number. The same seed gives the same "
-            "dropped pairs, in the backward too."
+            f"dropout: got {p} without a seed; expected seed=number as well. The same seed "
+            "drops the same pairs, in the backward, too."
         )
     return p
 
@@ -67,11 +69,11 @@ def seed(value: Any) -> Any:
         value = value[()]
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise ArgumentTypeError(
-            f"seed: {type(value).__name__} came; wanted an integer, or a 0-d uint64 array."
+            f"seed: got {type(value).__name__}; expected an integer, or a 0-d uint64 array."
         )
     if not 0 <= int(value) < 2**64:
         raise ArgumentError(
-            f"seed: {value} came; wanted 0 to 2**64 - 1, for instance seed % 2**64."
+            f"seed: got {value}; expected 0 to 2**64 - 1, for instance seed % 2**64."
         )
     return int(value)
 
@@ -82,14 +84,14 @@ def precision(value: Any, dtype: np.dtype[Any]) -> str | None:
         return None
     if not isinstance(value, str):
         raise ArgumentTypeError(
-            f'precision: {type(value).__name__} came; wanted "tf32x3", or None for full {dtype}.'
+            f'precision: got {type(value).__name__}; expected "tf32x3", or None for full {dtype}.'
         )
     if value != "tf32x3":
         raise ArgumentError(
-            f'precision: {value!r} came; wanted "tf32x3", or None for full {dtype}.'
+            f'precision: got {value!r}; expected "tf32x3", or None for full {dtype}.'
         )
     if dtype != np.float32:
         raise ArgumentError(
-            f'precision: "tf32x3" came with arrays of {dtype}; wanted float32 arrays, or None.'
+            f'precision: got "tf32x3" with arrays of {dtype}; expected float32 arrays, or None.'
         )
     return value

@@ -1,7 +1,6 @@
-"""What users pass, turned into a `Call`, or into an error that names the remedy.
+"""Turns what users pass into a `Call`, or into an error that names the remedy.
 
-Nothing is computed and nothing is written here: a call that is refused leaves every array as it
-was.
+Nothing is computed or written here: a call that is refused leaves every array as it was.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
     """Return the dtype that all arrays have."""
     if len({x.dtype for x in arrays.values()}) > 1:
         came = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
-        raise ArgumentTypeError(f"{came} came; wanted one dtype. Convert with .astype(...).")
+        raise ArgumentTypeError(f"got {came}; expected one dtype. Convert with .astype(...).")
     common: np.dtype[Any] = next(iter(arrays.values())).dtype
     return common
 
@@ -40,18 +39,18 @@ def head_sizes(q: Array, k: Array, v: Array, most: int = MAX_HEAD_SIZE) -> tuple
     d, d_v = q.shape[-1], v.shape[-1]
     if k.shape[-1] != d:
         raise ArgumentError(
-            f"k: shape {k.shape} came with q of shape {q.shape}; their last axes (the head size D) "
-            f"must be equal, {k.shape[-1]} is not {d}."
+            f"k: got shape {k.shape} with q of shape {q.shape}; expected equal last axes (the "
+            f"head size D), but {k.shape[-1]} is not {d}."
         )
     for name, size in (("q", d), ("v", d_v)):
         if not 1 <= size <= most:
             raise ArgumentError(
-                f"{name}: its last axis (the head size) has length {size}; wanted 1 to {most}."
+                f"{name}: its last axis (the head size) has length {size}; expected 1 to {most}."
             )
     if k.shape[-2] != v.shape[-2]:
         raise ArgumentError(
-            f"v: shape {v.shape} came with k of shape {k.shape}; there is one value per key, so "
-            f"their axes before last (Lk) must be equal, {v.shape[-2]} is not {k.shape[-2]}."
+            f"v: got shape {v.shape} with k of shape {k.shape}; expected one value per key, that "
+            f"is, equal axes before the last (Lk), but {v.shape[-2]} is not {k.shape[-2]}."
         )
     return d, d_v
 
@@ -61,15 +60,15 @@ def heads_of(q: Array, k: Array, v: Array) -> tuple[int, int]:
     heads, heads_kv = q.shape[-3], k.shape[-3]
     if v.shape[-3] != heads_kv:
         raise ArgumentError(
-            f"v: shape {v.shape} came with k of shape {k.shape}; they have the same heads, "
-            f"so their axes third from the end must be equal, {v.shape[-3]} is not {heads_kv}."
+            f"v: got shape {v.shape} with k of shape {k.shape}; expected the same heads, that is, "
+            f"equal axes third from the end, but {v.shape[-3]} is not {heads_kv}."
         )
     if heads != heads_kv and (not heads_kv or heads % heads_kv or not heads):
         raise ArgumentError(
-            f"q: shape {q.shape} came with k of shape {k.shape}, {heads} query heads for "
-            f"{heads_kv} key-value heads; wanted a multiple of them (grouped-query attention). The "
-            "head axis is the third from the end: arrays of shape (B, L, H, D) are passed as "
-            "x.swapaxes(-3, -2)."
+            f"q: got shape {q.shape} with k of shape {k.shape}, that is, {heads} query heads for "
+            f"{heads_kv} key-value heads; expected a multiple of {heads_kv} (grouped-query "
+            "attention). The head axis is the third from the end: pass an array of shape (B, L, "
+            "H, D) as x.swapaxes(-3, -2)."
         )
     return heads, heads_kv
 
@@ -81,7 +80,7 @@ def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS) -> Call:
     for name, x in operands.items():
         if x.ndim < 2:
             raise ArgumentError(
-                f"{name}: shape {x.shape} came; wanted (..., H, L, D), or (L, D) for one head."
+                f"{name}: got shape {x.shape}; expected (..., H, L, D), or (L, D) for one head."
             )
     q, k, v = operands.values()
     matrices = (q.ndim == 2, k.ndim == 2, v.ndim == 2)
@@ -92,8 +91,8 @@ def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS) -> Call:
         lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except ValueError:
         raise ArgumentError(
-            f"q, k and v came with leading axes {q.shape[:-3]}, {k.shape[:-3]} and {v.shape[:-3]}, "
-            "which do not broadcast; wanted equal lengths, or 1."
+            f"q, k, v: got leading axes {q.shape[:-3]}, {k.shape[:-3]} and {v.shape[:-3]}, which "
+            "do not broadcast; expected equal lengths, or 1."
         ) from None
     problem = Problem(
         lead=lead,
@@ -122,13 +121,13 @@ def varlen_call(
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked."""
     if not isinstance(check, (bool, np.bool_)):
-        raise ArgumentTypeError(f"check: {check!r} came; wanted True or False.")
+        raise ArgumentTypeError(f"check: got {check!r}; expected True or False.")
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
     dtype = same_dtype(operands)
     for name, x in operands.items():
         if x.ndim != 3:
             raise ArgumentError(
-                f"{name}: shape {x.shape} came; wanted packed sequences, (H, total, D)."
+                f"{name}: got shape {x.shape}; expected packed sequences, (H, total, D)."
             )
     q, k, v = operands.values()
     d, d_v = head_sizes(q, k, v)
@@ -147,8 +146,8 @@ def varlen_call(
             ends[f"len_{size}"], ends[f"start_{size}"] = np.diff(bounds), bounds[:-1]
     if held["offsets_q"].size != held["offsets_k"].size:
         raise ArgumentError(
-            f"offsets_k: {held['offsets_k'].size - 1} sequences came, and "
-            f"{held['offsets_q'].size - 1} in offsets_q; wanted as many."
+            f"offsets_k: got {held['offsets_k'].size - 1} sequences, but there are "
+            f"{held['offsets_q'].size - 1} in offsets_q; expected equal numbers."
         )
     problem = Problem(
         lead=(held["offsets_q"].size - 1,),
@@ -182,12 +181,13 @@ def offsets_array(value: Any, name: str) -> Array:
             value = np.asarray(value)
         except ValueError:
             raise ArgumentTypeError(
-                f"{name}: a {type(value).__name__} that makes no array came; wanted {wanted}."
+                f"{name}: got a {type(value).__name__} that NumPy cannot make an array of; "
+                f"expected {wanted}."
             ) from None
     offsets = array(value, name)
     if offsets.dtype.kind not in "iu" or offsets.ndim != 1 or not offsets.size:
         raise ArgumentTypeError(
-            f"{name}: shape {offsets.shape}, dtype {offsets.dtype} came; wanted {wanted}."
+            f"{name}: got shape {offsets.shape}, dtype {offsets.dtype}; expected {wanted}."
         )
     return offsets
 
@@ -199,17 +199,17 @@ def checked_offsets(offsets: Array, name: str, total: int) -> Array:
         n = int(bad[0])
         raise ArgumentError(
             f"{name}: entry {n + 1} is {offsets[n + 1]}, smaller than {offsets[n]} before it; "
-            "wanted offsets that never decrease."
+            "expected offsets that never decrease."
         )
     if offsets[0] != 0 or offsets[-1] != total:
         raise ArgumentError(
-            f"{name}: runs from {offsets[0]} to {offsets[-1]}; wanted 0 to {total}, the packed "
+            f"{name}: runs from {offsets[0]} to {offsets[-1]}; expected 0 to {total}, the packed "
             "array's length."
         )
     return offsets.astype(np.int64)
 
 
-# Field of `Options` -> its check, of all options and the problem that has none yet.
+# Field of `Options` -> its check, a function of all options and of the problem without options.
 _CHECKS: dict[str, Callable[[Options, Problem], Any]] = {
     "mask": lambda options, _: _mask(options.mask),
     "score_mod": lambda options, _: chain(options.score_mod),
@@ -248,9 +248,9 @@ def _mask(value: Any) -> Mask | None:
     else:
         if callable(value) or isinstance(value, (Expr, LookupTable, str, bool, list, tuple, Score)):
             raise ArgumentTypeError(
-                f"mask: {type(value).__name__} came; wanted a mask of cupyflash.masks or a boolean "
-                "array. Call a constructor, masks.causal(); wrap a function of your own, "
-                "masks.mask(function); make an array of a list, np.asarray(list)."
+                f"mask: got {type(value).__name__}; expected a mask of cupyflash.masks or a "
+                "boolean array. Call a constructor, as in masks.causal(); wrap a function of "
+                "your own with masks.mask(function); convert a list with np.asarray(list)."
             )
         result = dense(array(value, "mask"))
     return result
@@ -266,8 +266,8 @@ def _bias(value: Any, problem: Problem) -> Array | None:
         own not in (1, want) for own, want in zip(shape, wanted, strict=True)
     ):
         raise ArgumentError(
-            f"bias: shape {bias.shape} came; wanted one that broadcasts to {wanted} (leading axes, "
-            "Hq, Lq, Lk)."
+            f"bias: got shape {bias.shape}; expected a shape that broadcasts to {wanted} (leading "
+            "axes, Hq, Lq, Lk)."
         )
     return bias
 
@@ -284,7 +284,7 @@ def _sink(value: Any, problem: Problem) -> Array | None:
     sink = floats(value, "sink")
     if sink.shape != (problem.heads,):
         raise ArgumentError(
-            f"sink: shape {sink.shape} came; wanted ({problem.heads},), one logit per query head."
+            f"sink: got shape {sink.shape}; expected ({problem.heads},), one logit per query head."
         )
     return sink
 
@@ -328,8 +328,8 @@ def given(value: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     result = array(value, name)
     if result.shape != shape or result.dtype != dtype:
         raise ArgumentError(
-            f"{name}: shape {result.shape}, dtype {result.dtype} came; wanted {shape}, {dtype}"
-            f"{', ' + _ORIGINS[name] if name in _ORIGINS else ''}."
+            f"{name}: got shape {result.shape}, dtype {result.dtype}; expected shape {shape}, "
+            f"dtype {dtype}{', ' + _ORIGINS[name] if name in _ORIGINS else ''}."
         )
     return result
 
@@ -343,8 +343,8 @@ def gradients(value: Any, request: Call, inputs: dict[str, Array]) -> Gradients:
         if isinstance(value, (tuple, list)):
             came += f" of length {len(value)}"
         raise ArgumentTypeError(
-            f"grads_out: {came} came; wanted Gradients, or a tuple of arrays (or None) for dq, dk, "
-            "dv[, dbias[, dsink]]."
+            f"grads_out: got {came}; expected Gradients, or a tuple of arrays (or None) for dq, "
+            "dk, dv[, dbias[, dsink]]."
         )
     result = Gradients(*value)
     owners = (request.q, request.k, request.v, request.bias, request.sink)
@@ -355,7 +355,7 @@ def gradients(value: Any, request: Call, inputs: dict[str, Array]) -> Gradients:
             continue
         if owner is None:
             raise ArgumentError(
-                f"grads_out.{name}: an array came, but the call has no {name[1:]}; pass None."
+                f"grads_out.{name}: got an array, but the call has no {name[1:]}; expected None."
             )
         targets[f"grads_out.{name}"] = (
             target,
@@ -372,21 +372,21 @@ def parts(value: Any) -> list[tuple[Array, Array]]:
         came = type(value).__name__
         if isinstance(value, (list, tuple)):
             came = f"an empty {came}"
-        raise ArgumentTypeError(f"combine: {came} came; wanted a non-empty list of (out, lse).")
+        raise ArgumentTypeError(f"combine: got {came}; expected a non-empty list of (out, lse).")
     pairs: list[tuple[Array, Array]] = []
     for n, pair in enumerate(value):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise ArgumentTypeError(
-                f"combine: entry {n} is {type(pair).__name__}; wanted a pair (out, lse)."
+                f"combine: entry {n} is {type(pair).__name__}; expected a pair (out, lse)."
             )
         out = floats(pair[0], f"combine: out of entry {n}")
         if out.ndim < 1:
-            raise ArgumentError(f"combine: out of entry {n} has no axis; wanted (..., Lq, Dv).")
+            raise ArgumentError(f"combine: out of entry {n} has no axis; expected (..., Lq, Dv).")
         first = pairs[0][0] if pairs else out
         if out.shape != first.shape or out.dtype != first.dtype:
             raise ArgumentError(
-                f"combine: out of entry {n} has shape {out.shape}, dtype {out.dtype}; wanted "
-                f"{first.shape}, {first.dtype}, as entry 0."
+                f"combine: out of entry {n} has shape {out.shape}, dtype {out.dtype}; expected "
+                f"{first.shape}, {first.dtype}, as in entry 0."
             )
         accumulator = dtypes.accumulator(out.dtype)
         pairs.append(
@@ -409,12 +409,12 @@ def workspace(
         if is_array:
             came = f"shape {value.shape}, dtype {value.dtype}, strides {value.strides}"
         raise ArgumentTypeError(
-            f"workspace: {came} came; wanted a contiguous one-dimensional array of uint8, "
+            f"workspace: got {came}; expected a contiguous one-dimensional array of uint8, "
             f"np.empty({size}, np.uint8)."
         )
     if value.size < size:
         raise ArgumentError(
-            f"workspace: {value.size} bytes came; this call wants {size}, as {function} says: "
+            f"workspace: got {value.size} bytes; expected at least {size}, as {function} says: "
             f"np.empty({size}, np.uint8)."
         )
     outputs({"workspace": (value, value.shape, value.dtype)}, inputs)

@@ -1,19 +1,19 @@
 """The verification kit: judge an attention kernel, this package's or your own.
 
-`verify` runs every property of attention that applies on a kernel, and returns a report; from the
-shell, ``cupyflash verify`` does that for this package's. The parts are public:
+`verify` tests a kernel for every property of attention that applies to it, and returns a report.
+From the shell, ``cupyflash verify`` does that for this package's kernels. The parts are public:
 
 - `forward_bound` and `backward_bound` give the exact values of a problem and, elementwise, how far
   a computed value may lie from them in a given arithmetic (`Precision`); `rho` is the worst ratio
   of error to bound, and at most 1 for a correct kernel whatever its order of summation, tiles or
   schedule.
-- `problem` makes the inputs of one call from one line; `problems` and `plain` are strategies that
-  draw them by hypothesis, `expressions` draws expression trees.
+- `problem` makes the inputs of one call from one line; `problems` and `plain` are hypothesis
+  strategies that draw them, and `expressions` draws expression trees.
 - `PROPERTIES` are the properties, by name; `check` tries one on one problem.
 - `Placed` puts an array into poisoned memory, with any strides.
 
-What draws needs hypothesis (``pip install hypothesis``, or the extra ``verify``); the rest does
-not.
+The parts that draw need hypothesis (``pip install hypothesis``, or the extra ``verify``); the
+others do not.
 
 Examples
 --------
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .strategies import mask_names, plain, problems
     from .trees import expressions
 
-# What needs hypothesis is imported when it is asked for.
+# Modules that need hypothesis are imported on first use.
 _DRAWN = {
     "expressions": "trees",
     "mask_names": "strategies",

@@ -5,11 +5,11 @@ arithmetic, whatever its order of summation, tiles, splits or schedule; there is
 choose. The bound is a function of the problem alone. `rounding` has its derivation.
 
 It also has teeth, because it is componentwise and follows the data: a dropped key, a constant with
-four digits or an epsilon in a row sum exceed it.
+four digits or an epsilon in a row sum exceeds it.
 
 Rows whose logits are so large that their rounding errors reach the weights (half or more of a
-row's sum) are ill-conditioned. Nothing can be claimed of them, so their bound is infinite and they
-are counted: a test that wants its problem to be judged checks that the count is 0.
+row's sum) are ill-conditioned. Nothing can be claimed about them, so their bound is infinite, and
+they are counted. A test that needs every row judged checks that the count is 0.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ BLOCK_KV = 64
 
 
 class Bounded(NamedTuple):
-    """An exact array and the bound of what may be computed in its place.
+    """An exact array, and a bound on the error of computed values.
 
     Parameters
     ----------
     exact : ndarray
-        Exact values (float64; long double where float64 is what is bounded).
+        Exact values (float64; long double if float64 results are bounded).
     bound : ndarray of float64
         Largest legal absolute difference, elementwise.
     """
@@ -71,7 +71,7 @@ class ForwardBound(NamedTuple):
     out, lse : Bounded
         O as stored, and LSE.
     ill_conditioned : int
-        Number of rows of which nothing is claimed.
+        Number of rows about which nothing is claimed.
     """
 
     out: Bounded
@@ -87,11 +87,11 @@ class BackwardBound(NamedTuple):
     dq, dk, dv : Bounded
         Gradients as stored.
     dbias, dsink : Bounded or None
-        None where there was no bias or sink.
+        None if there was no bias or sink.
     delta : Bounded
         Row sums of do * out, with the stored out.
     ill_conditioned : int
-        Number of rows of which nothing is claimed.
+        Number of rows about which nothing is claimed.
     """
 
     dq: Bounded
@@ -112,7 +112,7 @@ class Rho:
     value : float
         ``max |actual - exact| / bound``; at most 1 is right.
     index : tuple of int
-        Where it is reached; empty for an empty array.
+        Where the ratio is reached; empty for an empty array.
     """
 
     value: float
@@ -132,9 +132,9 @@ def rho(actual: ArrayLike, exact: ArrayLike, bound: ArrayLike) -> Rho:
     Returns
     -------
     Rho
-        The worst ratio and its index. No error counts 0 even where the bound is 0, and so do equal
-        infinities and any number under an infinite bound. NaN in `actual` or `exact` counts as
-        infinite, whatever the bound: select such elements away where NaN is what is right.
+        The worst ratio and its index. An element without error counts 0 even if its bound is 0, and
+        so do equal infinities and any number with an infinite bound. NaN in `actual` or `exact`
+        counts as infinite, whatever the bound; leave out elements that should be NaN.
     """
     computed = np.asarray(actual).astype(np.longdouble)
     right = np.asarray(exact).astype(np.longdouble)
@@ -221,9 +221,9 @@ def forward_bound(
     precision : Precision
         The kernel's arithmetic, for example ``Precision.of(q.dtype)``.
     block_kv : int
-        Keys per tile; smaller is looser. 64 unless said.
+        Keys per tile; a smaller number gives a looser bound. Default: 64.
     splits : int
-        Parts the keys are split into and combined by their LSE.
+        Number of parts into which the keys are split; they are combined by their LSE.
     **options
         `mask`, `score_mod`, `bias`, `sink`, `scale`, `dropout`, `seed` as in `attention`. Score
         changes need ``evaluate_with_error``.
@@ -261,18 +261,18 @@ def backward_bound(
     Parameters
     ----------
     do : array_like
-        Gradient by the output.
+        Gradient of the output.
     q, k, v : array_like
         Queries, keys and values.
     dlse : array_like or None
-        Gradient by the LSE.
+        Gradient of the LSE.
     precision : Precision
         The kernel's arithmetic.
     block_kv, splits : int
         As in `forward_bound`.
     **options
-        As in `forward_bound`; the output and LSE that the backward is given are taken to be the
-        forward kernel's.
+        As in `forward_bound`. The output and LSE given to the backward are taken to be the forward
+        kernel's.
 
     Returns
     -------
@@ -381,7 +381,7 @@ def backward_bound_varlen(
     do, q, k, v, offsets_q, offsets_k : array_like
         As the call takes them.
     dlse : array_like or None
-        Gradient by the LSE.
+        Gradient of the LSE.
     precision : Precision
         The kernel's arithmetic.
     block_kv, splits : int

@@ -1,8 +1,8 @@
-"""Calibrate the bound: many random problems on the CPU kernels, the worst ratios, false alarms.
+"""Calibrate the bound: find the CPU kernels' worst ratios and false alarms on random problems.
 
 ``python -m cupyflash.testing.calibrate`` prints, for each output and type, the largest ratio of
-error to bound that a search found. Above 1 it is a false alarm (or a fault of a kernel); far below
-1 the bound would be slack beyond use.
+error to bound that a search found. A ratio above 1 is a false alarm (or a fault of a kernel); far
+below 1, the bound would be too slack to be useful.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .cases import Problem
 
 CHUNK = 500
-CLIMBS = 10  # every so many searches one climbs, which takes hypothesis longer than the problems
+CLIMBS = 10  # one search in this many climbs, which takes hypothesis longer than the problems
 OUTPUTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsink")
 
 
@@ -63,12 +63,13 @@ def calibrate(
     seed : int
         The first seed.
     seconds : float
-        For each type: no search begins later.
+        Time for each type; no search begins later.
 
     Returns
     -------
     dict
-        By dtype: problems, seconds, alarms (lines that make the problems) and worst, by output.
+        For each dtype: problems, seconds, alarms (lines that make the problems) and worst, by
+        output.
     """
     prop = Property("calibration", "", _both, frozenset({"backward"}), draws="any")
     subject = Subject(api.attention, api.attention_backward, tiles=(128, 64))

@@ -1,4 +1,4 @@
-"""A problem: the inputs and options of one call, all of them given by one line of Python."""
+"""A problem: the inputs and options of one call, all given by one line of Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 
 LAYOUTS = ("fresh", "plain", "rows", "random")
-# What a line need not say.
+# Defaults, which a line need not mention.
 DEFAULTS: dict[str, Any] = {
     "offsets": None, "family": "normal", "mask": None, "scores": (), "bias": None, "sink": None,
     "scale": None, "dropout": 0.0, "dlse": False, "layouts": "fresh", "tiles": None,
@@ -37,31 +37,31 @@ class Problem:
     Attributes
     ----------
     dtype : dtype
-        Of q, k, v and do.
+        The dtype of q, k, v and do.
     family : str
-        Of the arrays' elements.
+        The family of the arrays' elements.
     q, k, v, do : ndarray
-        The inputs, and a gradient by the output.
+        The inputs, and a gradient of the output.
     dlse : ndarray or None
-        A gradient by the LSE.
+        A gradient of the LSE.
     options : dict
-        mask, score_mod, bias, sink, scale, dropout and seed, those that there are.
+        Those of mask, score_mod, bias, sink, scale, dropout and seed that the call has.
     offsets : tuple of 2 lists of int, or None
-        Of packed sequences.
+        The offsets of packed sequences.
     tiles : tuple of 2 int, or None
-        Rows and keys of a tile that the lengths were drawn for.
+        The rows and keys of a tile for which the lengths were drawn.
     layouts : str
         How the arrays lie in memory.
     workspace : bool
         Whether the backward is to be given a workspace.
     seed : int
-        Where the elements came from.
+        The seed of the elements.
     hard : bool
         Whether logits are so large that single rows may be ill-conditioned.
     placed : list of Placed
         The arrays' surroundings; empty for fresh arrays.
     rng : numpy.random.Generator
-        For what else a property draws.
+        The generator for everything else that a property draws.
     line : str
         The call that makes this problem.
     """
@@ -122,39 +122,39 @@ def problem(
     workspace: bool = False,
     seed: int = 0,
 ) -> Problem:
-    """Make a problem: sizes and options are said, elements come from the seed.
+    """Make a problem: the call gives sizes and options, and elements come from the seed.
 
     Parameters
     ----------
     dtype : dtype_like
         float16, bfloat16, float32 or float64.
     q, k, v : tuple of int
-        Shapes, as `cupyflash.attention` takes them; k like q and v like k unless given.
+        Shapes, as in `cupyflash.attention`. By default, k is like q and v is like k.
     offsets : tuple of 2 sequences of int, optional
         Offsets of packed sequences in q and in k and v.
     family : str
         One of `cupyflash.testing.FAMILIES`.
     mask : str, optional
-        One of ``options.MASKS``, "~" of one, "&" or "|" of two, or "array".
+        One of ``options.MASKS``, one with "~", two joined by "&" or "|", or "array".
     scores : sequence of str
-        Of ``options.SCORES``.
+        Names in ``options.SCORES``.
     bias, sink : str, optional
-        Its dtype. Some seeds make some of its elements -inf.
+        The dtype of bias and sink. With some seeds, some elements are -inf.
     scale : float, optional
         As in `cupyflash.attention`.
     dropout : float
         As in `cupyflash.attention`; its seed follows from `seed`.
     dlse : bool
-        Whether there is a gradient by the LSE.
+        Whether there is a gradient of the LSE.
     layouts : str
-        "fresh": arrays as NumPy makes them. Otherwise read-only in poisoned memory: "plain" in C
-        order, "rows" with the heads inside the rows, "random" with any strides.
+        "fresh": arrays as NumPy makes them. The others are read-only arrays in poisoned memory:
+        "plain" in C order, "rows" with the heads inside the rows, "random" with any strides.
     tiles : tuple of 2 int, optional
         Rows and keys of a tile.
     workspace : bool
         Whether the backward is to be given a workspace.
     seed : int
-        Of every element.
+        The seed of every element.
 
     Returns
     -------
@@ -169,9 +169,9 @@ def problem(
     ((2, 4, 33, 16), (2, 2, 65, 16), <mask (j <= (i + (len_k - len_q)))>)
     """
     if layouts not in LAYOUTS:
-        raise ValueError(f"layouts: {layouts!r} came; wanted one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"layouts: got {layouts!r}; expected one of {', '.join(LAYOUTS)}")
     if family not in FAMILIES:
-        raise ValueError(f"family: {family!r} came; wanted one of {', '.join(FAMILIES)}")
+        raise ValueError(f"family: got {family!r}; expected one of {', '.join(FAMILIES)}")
     held = float_type(dtype)
     shapes = {"q": tuple(q), "k": tuple(k or q)}
     shapes["v"] = tuple(v or shapes["k"])

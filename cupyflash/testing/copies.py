@@ -1,7 +1,7 @@
 """Arrays copied for one call, with their strides, between guards that must not change.
 
-In host memory and on a GPU the same: each array comes to lie in memory of its own that is full of
-poison, bytes that as any floating type are NaN, with the strides and the alignment that it had.
+It works the same way in host memory and on a GPU. Each array gets its own memory, full of poison
+(bytes that are NaN in any floating type), and keeps its strides and alignment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 class Memory(Protocol):
     """How bytes get to where a kernel reads them, and back."""
 
-    any_address: bool  # whether an element may lie off a multiple of its size
+    any_address: bool  # whether an element may be off a multiple of its size
 
     def upload(self, data: Array) -> Any:
         """Copy bytes to a 64-byte boundary."""
@@ -93,7 +93,7 @@ class CuPyMemory:
 
     def result(self, array: Any) -> Array:
         """Copy what a kernel returned."""
-        raw = np.asarray(array.view(f"u{array.dtype.itemsize}").get())  # bfloat16 is not CuPy's own
+        raw = np.asarray(array.view(f"u{array.dtype.itemsize}").get())  # CuPy has no bfloat16
         return raw.view(array.dtype)
 
 
@@ -107,7 +107,7 @@ class Copy:
     like : ndarray
         What is copied.
     output : bool
-        Whether it is to be written; its elements start as NaN.
+        Whether the call writes it; its elements then start as NaN.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ class Copy:
         value = _view(after, self._first, self._like, self._like.dtype)
         if not self._output:
             if not np.array_equal(after, self._before):
-                raise AssertionError("changed an input, or wrote beside it")
+                raise AssertionError("changed an input, or wrote outside it")
             return value
         mine = np.zeros(after.shape, bool)
         for n in range(self._like.itemsize if self._like.size else 0):
@@ -159,7 +159,7 @@ class Copies:
     Parameters
     ----------
     memory : Memory
-        Where it is to lie.
+        Where the copies are.
     """
 
     def __init__(self, memory: Memory) -> None:

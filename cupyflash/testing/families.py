@@ -1,4 +1,4 @@
-"""Families of arrays: elements that are drawn from a seed, each family for a fault of its own.
+"""Families of arrays: elements drawn from a seed. Each family is for one kind of fault.
 
 ====================  =============================================================================
 normal                standard normal elements

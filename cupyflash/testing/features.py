@@ -1,4 +1,4 @@
-"""What a kernel may know beyond softmax(scale q kᵀ) v on arrays of one shape (B, H, L, D)."""
+"""What a kernel may support beyond softmax(scale q kᵀ) v on arrays of one shape (B, H, L, D)."""
 
 from __future__ import annotations
 
@@ -37,5 +37,7 @@ def features_of(names: Iterable[str] | None) -> frozenset[str]:
     given = frozenset(names)
     unknown = sorted(given - ALL)
     if unknown:
-        raise ValueError(f"features: {', '.join(unknown)} came; wanted {', '.join(FEATURES)}")
+        raise ValueError(
+            f"features: got {', '.join(unknown)}; expected some of {', '.join(FEATURES)}"
+        )
     return given | ({"causal"} if "masks" in given else set())

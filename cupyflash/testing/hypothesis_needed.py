@@ -1,4 +1,4 @@
-"""Hypothesis, or what to install where it is missing: the one module that imports it."""
+"""The one module that imports Hypothesis; without it, the error says what to install."""
 
 from cupyflash.install import extra
 

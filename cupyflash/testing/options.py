@@ -1,4 +1,4 @@
-"""Masks and score changes by name: what a problem's line says, made for its sizes from its seed."""
+"""Masks and score changes by name: those of a problem's line, made for its sizes from its seed."""
 
 from __future__ import annotations
 
@@ -225,7 +225,9 @@ def mask_of(text: str | None, z: Sizes) -> Any:
     name = text.removeprefix("~")
     if name not in MASKS:
         known = ", ".join(MASKS)
-        raise ValueError(f"mask: {text!r} came; wanted array, or ~, & and | over {known}")
+        raise ValueError(
+            f"mask: got {text!r}; expected array, or these joined by ~, & and |: {known}"
+        )
     return ~MASKS[name](z) if text.startswith("~") else MASKS[name](z)
 
 
@@ -272,7 +274,7 @@ def scores_of(names: Sequence[str], z: Sizes) -> Any:
     """Make None, one score change, or several in order: as a list, or joined by `then`."""
     for name in names:
         if name not in SCORES:
-            raise ValueError(f"scores: {name!r} came; wanted {', '.join(SCORES)}")
+            raise ValueError(f"scores: got {name!r}; expected some of {', '.join(SCORES)}")
     chain = [SCORES[name](z) for name in names]
     if not chain:
         return None

@@ -9,7 +9,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 GUARD = 160  # bytes on either side: two vectors and a half
-POISON = 0xFF  # as bytes of any of the four float types a NaN
+POISON = 0xFF  # bytes that are NaN in each of the four float types
 
 
 class Layout(NamedTuple):
@@ -20,7 +20,8 @@ class Layout(NamedTuple):
     order : tuple of int or None
         Axes from the slowest to the fastest.
     steps : tuple of int or None
-        Per axis: 1, a gap between elements (2), backwards (-1, -2) or one element repeated (0).
+        For each axis: 1, 2 for a gap between elements, -1 or -2 for backwards, 0 for one repeated
+        element.
     shift : int
         Bytes by which the start is off a 64-byte boundary.
     """
@@ -41,7 +42,7 @@ def random_layout(
     Parameters
     ----------
     rng : numpy.random.Generator
-        Where it comes from.
+        The source of random numbers.
     ndim, itemsize : int
         Number of axes, and bytes of an element.
     repeats : bool
@@ -50,10 +51,10 @@ def random_layout(
     Returns
     -------
     Layout
-        Any order of axes, gaps, axes that run backwards, and starts off alignment.
+        A layout with any order of axes, gaps, axes that run backwards, and unaligned starts.
     """
     order = tuple(int(axis) for axis in rng.permutation(ndim))
-    if ndim > 1 and rng.random() < 0.5:  # elements of a row side by side, as users' arrays have
+    if ndim > 1 and rng.random() < 0.5:  # elements of a row are adjacent, as in users' arrays
         order = (*(axis for axis in order if axis != ndim - 1), ndim - 1)
     steps = [int(rng.choice([1, 1, 1, 2, -1, -2])) for _ in range(ndim)]
     if repeats and ndim and rng.random() < 0.2:
@@ -63,7 +64,7 @@ def random_layout(
 
 
 class Placed:
-    """An array in a buffer of poison.
+    """An array in a poisoned buffer.
 
     Parameters
     ----------
@@ -74,12 +75,12 @@ class Placed:
     layout : Layout
         Where its elements lie.
     values : array_like, optional
-        Its values, which makes it an input; an output without.
+        Its values, if it is an input; an output has none.
 
     Attributes
     ----------
     view : ndarray
-        The array. Of an input it is read-only, of an output it starts as NaN.
+        The array. An input is read-only; an output starts as NaN.
     """
 
     def __init__(
@@ -124,16 +125,16 @@ class Placed:
             if not np.array_equal(self._bytes[~mine], self._before[~mine]):
                 raise AssertionError("wrote outside an output")
         elif not np.array_equal(self._bytes, self._before):
-            raise AssertionError("changed an input, or wrote beside it")
+            raise AssertionError("changed an input, or wrote outside it")
 
 
 def bits(array: Array) -> Array:
-    """Return an array's bits as one row of integers: NaN equals itself and -0 is not 0.
+    """Return an array's bits as one row of integers, so that NaN equals itself and -0 is not 0.
 
     Parameters
     ----------
     array : ndarray
-        Of any type whose elements have 1, 2, 4 or 8 bytes.
+        An array of any type whose elements have 1, 2, 4 or 8 bytes.
 
     Returns
     -------
@@ -149,7 +150,7 @@ def same_bits(a: Array, b: Array) -> bool:
     Parameters
     ----------
     a, b : ndarray
-        What is compared.
+        The arrays to compare.
 
     Returns
     -------

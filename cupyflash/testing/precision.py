@@ -12,24 +12,25 @@ from numpy.typing import DTypeLike, NDArray
 from cupyflash.arrays import dtypes
 from cupyflash.arrays.dtypes import DTYPES
 
-# float32 in three products by tensor cores. A number is split into one of 11 bits, rounded to
-# nearest, and what remains, of which tensor cores cut off what is beyond 11 bits: at most 2**-23 of
-# the number, twice in a product. The product of the two small parts, at most 2**-22, is left out.
-# Tensor cores add 8 large products and what was there, 9 terms, cut off at 2**-23 of the largest of
-# them; the sums of small products are apart, and lose 2**-11 of that. The kernel for 8.0 and newer
-# adds up to 16 products so, two times 9 terms, and rounds longer sums to nearest; Hopper's kernel
-# adds so all products of a score, of at most 128 numbers, and those of 64 keys. Of 9 terms, 8 are
-# what `truncates` counts for 8 products; the others are at most 16, one for each 8 of 128. So
-# beyond that a product errs by (1 + 1 + 2 + 16 + less than 2) * 2**-23 of the sum of magnitudes.
+# float32 in three products on tensor cores. A number is split into a large part of 11 bits, rounded
+# to nearest, and the remainder, which tensor cores cut off after 11 bits: this loses at most 2**-23
+# of the number, twice in a product. The product of the two small parts, at most 2**-22, is left
+# out. Tensor cores add 8 large products to the sum so far, 9 terms, which are cut off at 2**-23 of
+# the largest of them. The sums of small products are separate, and lose 2**-11 of that. The kernel
+# for 8.0 and newer adds up to 16 products in this way, two times 9 terms, and rounds longer sums to
+# nearest. Hopper's kernel adds all products of a score in this way, at most 128 numbers, and those
+# of 64 keys. `truncates` counts 8 of 9 terms, one for each product; there are at most 16 others,
+# one for each 8 of 128 products. So beyond that, a product errs by (1 + 1 + 2 + 16 + less than 2) *
+# 2**-23 of the sum of magnitudes.
 SPLIT = 22 * 2.0**-23
-# What is below the normal range is lost of either operand's small part, or of a tiny operand.
+# Parts below the normal range are lost: of either operand's small part, or of a tiny operand.
 SPLIT_UNDERFLOW = 2.0**-125
 
-# Powers of two by which dS is multiplied before it is rounded to float16 bring the largest of those
-# that share one to this at least.
+# Before dS is rounded to float16, it is multiplied by a power of two that brings the largest dS
+# that shares this power to this number at least.
 LEAST_LARGEST = 2.0**7
 
-# Kernels for tensor cores of 16-bit types let a maximum stay as long as no weight exceeds 2^8.
+# Kernels for tensor cores of 16-bit types keep an old maximum as long as no weight exceeds 2^8.
 LAG = 8 * math.log(2)
 
 
@@ -67,7 +68,7 @@ class Rounding:
         """
         name = np.dtype(dtype).name
         if name not in DTYPES:
-            raise TypeError(f"dtype is {name}; it must be one of {', '.join(DTYPES)}")
+            raise TypeError(f"dtype: got {name}; expected one of {', '.join(DTYPES)}")
         known = DTYPES[name]
         return cls(known.unit_roundoff, known.underflow, known.largest)
 
@@ -89,19 +90,20 @@ class Precision:
     product : Rounding
         Rounding u_p of P and dS to an operand of the second matrix product; unit 0 for none.
     output : Rounding
-        Rounding u_o of O, dQ, dK and dV as they are stored. The LSE and delta stay accumulators.
+        Rounding u_o of O, dQ, dK and dV when they are stored. The LSE and delta keep the
+        accumulator's type.
     truncates : bool
         Whether the accumulator rounds toward zero, as tensor cores do, which doubles the bound of
         every rounding.
     scaled_underflow : float
         Largest absolute error of a dS below the normal range of `product`, relative to the largest
-        ``|dS|``, where dS is multiplied by a power of two before it is rounded; 0 where it is not.
+        ``|dS|``, if dS is multiplied by a power of two before it is rounded; 0 if it is not.
     split : float
-        Largest relative error of a product of two numbers that are split for tensor cores, beside
-        those of its sum; 0 where they are multiplied as they are.
+        Largest relative error of a product of two numbers that are split for tensor cores, apart
+        from the errors of its sum; 0 if they are not split.
     lag : float
-        How far below a row's largest logit that one may be which stands for it: weights are up to
-        ``exp(lag)`` before they are divided by their sum.
+        How far below a row's largest logit the number used in its place may be. Weights are then up
+        to ``exp(lag)`` before they are divided by their sum.
     """
 
     unit: float
@@ -119,22 +121,22 @@ class Precision:
     def of(
         cls, dtype: DTypeLike, tensor_cores: bool = False, precision: str | None = None
     ) -> Precision:
-        """Return what the package's kernels compute with for inputs of a type.
+        """Return the arithmetic of the package's kernels for inputs of a type.
 
         Parameters
         ----------
         dtype : dtype_like
             float16, bfloat16, float32 or float64: the type of q, k, v and of the output.
         tensor_cores : bool
-            Of a 16-bit type: whether P and dS are rounded to it for a tensor core, whose
-            accumulator truncates. Tensor cores multiply float64 as other units do.
+            For a 16-bit type: whether P and dS are rounded to it for a tensor core, whose
+            accumulator truncates. Tensor cores multiply float64 like other units.
         precision : {None, "tf32x3"}
             As given to `cupyflash.attention`.
 
         Returns
         -------
         Precision
-            Accumulation in float64 for float64, else in float32.
+            The arithmetic. Accumulation is in float64 for float64, and in float32 otherwise.
         """
         output = Rounding.to(dtype)
         computed = dtypes.accumulator(np.dtype(dtype))
@@ -167,7 +169,7 @@ class Precision:
         output: DTypeLike | None = None,
         lag: float = 0.0,
     ) -> Precision:
-        """Return the arithmetic of a kernel in words.
+        """Return the arithmetic of a kernel that you describe in words.
 
         Parameters
         ----------
@@ -176,16 +178,16 @@ class Precision:
         p : dtype_like or None
             Type that P and dS are rounded to before the second product; None for none.
         exp2_error : float, optional
-            Largest relative error of the kernel's exponential. 2**-50 for float64 and 2**-22 for
-            others unless given.
+            Largest relative error of the kernel's exponential. Default: 2**-50 for float64, and
+            2**-22 for others.
         truncates : bool
             Whether the accumulator rounds toward zero.
         output : dtype_like, optional
-            Type of O and the gradients; the accumulator's unless given. `verify` replaces it by
-            the type of each problem.
+            Type of O and the gradients; by default the accumulator's. `verify` replaces it by the
+            type of each problem.
         lag : float
-            How far below a row's largest logit that one may be which stands for it: ``8 * log(2)``
-            of a kernel that rescales its sums only where a maximum grows by a factor of 2^8.
+            How far below a row's largest logit the number used in its place may be: ``8 * log(2)``
+            for a kernel that rescales its sums only if the maximum grows by a factor of 2^8.
 
         Returns
         -------

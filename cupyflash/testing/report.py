@@ -15,7 +15,7 @@ PASSED, FAILED, NOT_APPLICABLE = "passed", "FAILED", "not applicable"
 
 @dataclass(frozen=True)
 class Failure:
-    """A property that does not hold, by a problem as small as was found.
+    """A property that does not hold, with the smallest problem that was found.
 
     Attributes
     ----------
@@ -31,18 +31,18 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one property.
+    """The result of one property.
 
     Attributes
     ----------
     name, formula : str
-        Its name, and what it says.
+        Its name, and what it claims.
     status : str
         "passed", "FAILED" or "not applicable".
     reason : str
         Why it is not applicable.
     examples : int
-        Problems that were tried until it failed, or all of them.
+        How many problems were tried: all, or those until it failed.
     seconds : float
         How long that took.
     worst : tuple of Worst
@@ -69,13 +69,13 @@ class Report:
     Attributes
     ----------
     results : list of Result
-        In the order in which they were run.
+        The results, in the order in which they were run.
     seed, examples : int
         As given to `verify`.
     device : str
         As given to `verify`.
     dtypes, features : tuple of str
-        What the kernel was said to know.
+        The dtypes that were tested, and the features that the kernel was said to have.
     """
 
     seed: int

@@ -1,6 +1,6 @@
-"""Problems drawn by hypothesis: sizes, options and memory are drawn, elements come of a seed.
+"""Problems drawn by hypothesis: sizes, options and memory are drawn; elements come from a seed.
 
-So a failure shrinks to few rows, keys and options quickly, and is said by one line of Python.
+So a failure shrinks quickly to few rows, keys and options, and one line of Python describes it.
 Lengths are drawn around the edges of tiles: 0, 1, b - 1, b, b + 1 and the same for several tiles.
 """
 
@@ -37,12 +37,12 @@ LEADS = [(), (), (1,), (2,), (3,), (2, 2), (1, 3), (0,)]
 
 @st.composite
 def mask_names(draw: Any, features: Iterable[str] = ALL) -> str | None:
-    """Draw the name of a mask, or of two that are combined.
+    """Draw the name of a mask, or of two masks that are combined.
 
     Parameters
     ----------
     features : iterable of str
-        What the kernel knows: masks, or causal alone.
+        What the kernel supports: masks, or only causal.
 
     Returns
     -------
@@ -97,14 +97,14 @@ def problems(
     dtype : dtype_like
         The type of q, k and v.
     families : iterable of str
-        Families to draw the arrays from, of `cupyflash.testing.FAMILIES`.
+        The families in `cupyflash.testing.FAMILIES` from which arrays are drawn.
     packed : bool
         Whether the arrays hold packed sequences.
     features : iterable of str
-        What the kernel knows; no other option is drawn.
+        What the kernel supports; no other option is drawn.
     tiles : tuple of 2 int, optional
-        Rows and keys of the kernel's tiles. Unless given, `tiles` of the problem is drawn, and
-        None for those of the public functions.
+        Rows and keys of the kernel's tiles. By default, the problem's `tiles` is drawn; it may be
+        None, which means those of the public functions.
 
     Returns
     -------
@@ -121,7 +121,7 @@ def problems(
         small = st.tuples(*[st.sampled_from(SMALL_TILES)] * 2)
         tiles = draw(st.one_of(small, small, small, st.none()))
         lengths_of = [edges(block) for block in tiles or (64, 64)]
-    else:  # kernels have edges at the multiples of smaller powers of 2 too
+    else:  # kernels have edges at multiples of smaller powers of 2, too
         lengths_of = [edges(draw(st.sampled_from([8, 16, 32, 64, block]))) for block in tiles]
     if "empty" not in features:
         lengths_of = [[n for n in each if n] for each in lengths_of]
@@ -159,7 +159,7 @@ def problems(
                  (heads_kv, lengths[1], d_v)]  # fmt: skip
         own = [_part_of_lead(rng, kept) if "broadcast" in features else kept for _ in "qkv"]
         shapes = [(*a, *b) for a, b in zip(own, tails, strict=True)]
-        if "broadcast" in features:  # one head may come as a matrix
+        if "broadcast" in features:  # one head may be a matrix
             shapes = [
                 x[1:] if len(x) == 3 and x[0] == 1 and draw(st.booleans()) else x for x in shapes
             ]
@@ -206,22 +206,22 @@ def plain(
     Parameters
     ----------
     dtypes : iterable of dtype_like, optional
-        Types to draw from; all of them.
+        Types to draw from; all by default.
     integers : bool
         Whether elements are eighths of small whole numbers.
     square : bool
         Whether there are as many keys as queries.
     group : int, optional
-        Query heads per key head; 1 or 2 unless given.
+        Query heads per key head; by default 1 or 2.
     features : iterable of str
-        What the kernel knows.
+        What the kernel supports.
     tiles : tuple of 2 int, optional
-        Rows and keys of the kernel's tiles; small ones are drawn unless given.
+        Rows and keys of the kernel's tiles; by default small ones are drawn.
 
     Returns
     -------
     Problem
-        With fresh, writable arrays of 1 to 40 rows (1 to 130, for larger `tiles`).
+        A problem with fresh, writable arrays of 1 to 40 rows (1 to 130 for larger `tiles`).
     """
     features = frozenset(features)
     seed = draw(st.integers(0, 2**32 - 1))

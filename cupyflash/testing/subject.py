@@ -1,8 +1,8 @@
-"""A kernel under test: how it is called, what it knows, and what may be assumed of its arithmetic.
+"""A kernel under test: how to call it, what it supports, and what its arithmetic is.
 
-Every property speaks to a kernel through a `Subject`. Each call's arrays are copied into poisoned
-memory with their strides, in host memory or on a GPU, and checked after it: so inputs that change
-and writes beside outputs are found whatever property is being looked at.
+Every property calls a kernel through a `Subject`. It copies each call's arrays, with their strides,
+into poisoned memory on the host or on a GPU, and checks them afterwards. So every property finds
+inputs that change and writes outside outputs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
     out : ndarray
         O.
     lse : ndarray or None
-        None from a kernel without the feature "lse".
+        None if the kernel lacks the feature "lse".
     """
 
     out: Array
@@ -79,7 +79,7 @@ class Worst:
     ratio : float
         At most 1 is right.
     output : str
-        Of which output: out, lse, dq, dk, dv, dbias or dsink.
+        The output: out, lse, dq, dk, dv, dbias or dsink.
     dtype : str
         Of q, k and v.
     index : tuple of int
@@ -98,21 +98,21 @@ class Subject:
     Parameters
     ----------
     forward : callable
-        With the signature of `cupyflash.attention`, returning (out, lse).
+        It has the signature of `cupyflash.attention` and returns (out, lse).
     backward : callable, optional
-        With the signature of `cupyflash.attention_backward`.
+        It has the signature of `cupyflash.attention_backward`.
     varlen, varlen_backward : callable, optional
-        With those of `cupyflash.attention_varlen` and `attention_varlen_backward`.
+        They have the signatures of `cupyflash.attention_varlen` and `attention_varlen_backward`.
     combine : callable, optional
-        With that of `cupyflash.combine`.
+        It has the signature of `cupyflash.combine`.
     features : iterable of str, optional
-        What the kernel knows, of `cupyflash.testing.FEATURES`; all of it unless given.
+        What the kernel supports, among `cupyflash.testing.FEATURES`; by default everything.
     precision : Precision or callable, optional
-        Its arithmetic, or a function of the dtype. `Precision.of` unless given.
+        Its arithmetic, or a function of the dtype. Default: `Precision.of`.
     tiles : tuple of 2 int
         Rows and keys of its tiles.
     memory : Memory, optional
-        Where its arrays live; in host memory unless given.
+        Where its arrays are; by default in host memory.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Subject:
                  "combine": combine}  # fmt: skip
         self.knows = self.features | {name for name, part in parts.items() if part is not None}
         self.worst: dict[tuple[str, str], Worst] = {}
-        self.highest = 0.0  # ratio since it was last set to 0
+        self.highest = 0.0  # largest ratio since this was last set to 0
         self._dtype = ""
 
     def precision(self, dtype: Any) -> Precision:
@@ -164,9 +164,9 @@ class Subject:
 
     def _result(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> Array:
         host = self.memory.result(array)
-        expect(host.shape == shape, f"{name} has the shape {host.shape}; {shape} was wanted")
+        expect(host.shape == shape, f"{name} has the shape {host.shape}; expected {shape}")
         if dtype is not None:
-            expect(host.dtype == dtype, f"{name} has the dtype {host.dtype}; {dtype} was wanted")
+            expect(host.dtype == dtype, f"{name} has the dtype {host.dtype}; expected {dtype}")
         return host
 
     def attend(self, q: Array, k: Array, v: Array, *, offsets: Any = None, **options: Any) -> Rows:
@@ -178,7 +178,7 @@ class Subject:
         assert function is not None, "a property that needs it asks for varlen"
         returned = function(*arrays, *(offsets or ()), **given, return_lse=True)
         copies.check()
-        expect(isinstance(returned, tuple) and len(returned) == 2, "(out, lse) was wanted")
+        expect(isinstance(returned, tuple) and len(returned) == 2, "expected (out, lse)")
         shape = out_shape(q, k, v)
         out = self._result("out", returned[0], shape, q.dtype)
         if "lse" not in self.features:

@@ -1,7 +1,7 @@
-"""Random expression trees drawn by hypothesis: of every operation, with numbers that are hard.
+"""Random expression trees drawn by hypothesis, with every operation and with hard numbers.
 
-These are for what reads trees (evaluators, code generators); the masks and scores of attention
-problems are the moderate ones of `options`.
+They are for code that reads trees (evaluators, code generators). The masks and scores of attention
+problems are the moderate ones in `options`.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ def expressions(
     Returns
     -------
     Expr
-        Not bound to sizes: look-ups are clipped into range, floors may still be refused by `bind`.
+        A tree that is not bound to sizes: look-ups are clipped into range, but `bind` may still
+        refuse floors.
     """
-    if depth is None:  # small ones find most
+    if depth is None:  # small ones find the most
         depth = draw(st.sampled_from([1, 1, 1, 2, 2, 3, 4]))
 
     deep = depth - 1

@@ -1,4 +1,4 @@
-"""Run every property that applies on a kernel: this package's, or any with our signature."""
+"""Test a kernel for every property that applies: this package's, or any with the same signature."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def memory_of(device: str) -> Memory:
     if device == "cpu":
         return HostMemory()
     if device != "gpu":
-        raise ValueError(f"device: {device!r} came; wanted 'cpu' or 'gpu'")
+        raise ValueError(f"device: got {device!r}; expected 'cpu' or 'gpu'")
     try:
         memory = CuPyMemory()
     except ImportError as error:
@@ -66,13 +66,13 @@ def strategy_of(
     Parameters
     ----------
     prop : Property
-        What is to be tried.
+        The property to try.
     dtypes : sequence of dtype
         Types of q, k and v.
     features : iterable of str
-        What the kernel knows.
+        What the kernel supports.
     tiles : tuple of 2 int or None
-        Rows and keys of its tiles; small ones are drawn for None.
+        Rows and keys of its tiles; for None, small ones are drawn.
 
     Returns
     -------
@@ -120,22 +120,22 @@ def run(
     Parameters
     ----------
     prop : Property
-        What is tried.
+        The property.
     subject : Subject
         The kernel.
     dtypes : sequence of dtype
         Types of q, k and v.
     examples, seed : int
-        How many problems, and where they come from.
+        The number of problems, and their seed.
     shrink : bool
         Whether to look for a smaller problem after a failure, for some seconds.
     climb : bool
-        Whether to search where ratios of error to bound are large.
+        Whether to search where the ratios of error to bound are large.
 
     Returns
     -------
     Result
-        With the smallest failure that was found.
+        The result, with the smallest failure that was found.
     """
     from .hypothesis_needed import hypothesis
 
@@ -220,31 +220,33 @@ def verify(
     ----------
     attention_fn : callable
         ``attention_fn(q, k, v, *, mask, score_mod, bias, sink, scale, dropout, seed,
-        return_lse=True) -> (out, lse)``, as `cupyflash.attention`. An option comes only where a
-        problem has it, and only if ``features`` has it.
+        return_lse=True) -> (out, lse)``, as in `cupyflash.attention`. An option is passed only if
+        a problem uses it and ``features`` includes it.
     backward_fn : callable, optional
-        ``backward_fn(do, q, k, v, out, lse, *, dlse, ...) -> (dq, dk, dv, dbias, dsink)``, as
-        `cupyflash.attention_backward`; the last two may be left out where there is no such input.
+        ``backward_fn(do, q, k, v, out, lse, *, dlse, ...) -> (dq, dk, dv, dbias, dsink)``, as in
+        `cupyflash.attention_backward`; the last two may be left out if there is no such input.
     device : str
-        "cpu": arrays are NumPy's. "gpu": CuPy's. Either way they have guards of NaN around them.
+        "cpu" for NumPy arrays, "gpu" for CuPy arrays. In both cases, they have guards of NaN around
+        them.
     precision : Precision or callable, optional
-        What the bound may assume of the kernel's arithmetic, such as ``Precision.stated("float32",
-        p="bfloat16", truncates=True)``; or a function of the dtype. ``Precision.of`` unless given.
+        What the bound may assume about the kernel's arithmetic, such as
+        ``Precision.stated("float32", p="bfloat16", truncates=True)``; or a function of the dtype.
+        Default: ``Precision.of``.
     dtypes : iterable of dtype_like, optional
-        Types of q, k and v; all four unless given (without ml_dtypes those of NumPy).
+        Types of q, k and v; by default all four, or without ml_dtypes those of NumPy.
     features : iterable of str, optional
-        What the kernel knows, of ``cupyflash.testing.FEATURES``; everything unless given.
+        What the kernel supports, among ``cupyflash.testing.FEATURES``; by default everything.
     examples : int
-        Problems for each property; those that say most get several times as many.
+        Number of problems for each property; the most telling ones get several times as many.
     seed : int
-        Where problems come from: the same ones for the same seed.
+        The seed of the problems: the same seed gives the same ones.
     tiles : tuple of 2 int
-        Rows and keys of the kernel's tiles, as far as known: lengths are drawn around their
-        multiples, and the bound allows for one rescaling a tile.
+        Rows and keys of the kernel's tiles, as far as you know them. Lengths are drawn around their
+        multiples, and the bound allows for one rescaling per tile.
     varlen, varlen_backward, combine : callable, optional
-        As `cupyflash.attention_varlen`, `attention_varlen_backward` and `combine`.
+        Functions like `cupyflash.attention_varlen`, `attention_varlen_backward` and `combine`.
     only : str or iterable of str, optional
-        Names of properties; the others are left out.
+        Names of the properties to run; the others are left out.
     stop : bool
         Whether to stop at the first property that fails, without looking for a smaller problem.
     progress : callable, optional
@@ -253,17 +255,17 @@ def verify(
     Returns
     -------
     Report
-        `passed`, and for each property its name, examples, worst ratio of error to bound, and for a
-        failure a minimal problem as a line of Python.
+        It has `passed`, and for each property its name, examples and worst ratio of error to bound;
+        for a failure, also a minimal problem as a line of Python.
 
     Raises
     ------
     ImportError
-        Where hypothesis, or for a GPU CuPy, is not installed.
+        If hypothesis is not installed, or if CuPy is not installed and the device is a GPU.
 
     Examples
     --------
-    A kernel that knows only q, k, v and causal is verified through an adapter:
+    A kernel that supports only q, k, v and causal is verified through an adapter:
 
     >>> import numpy as np
     >>> from cupyflash import testing
@@ -287,9 +289,9 @@ def verify(
     given = [float_type(x) for x in dtypes] if dtypes is not None else list(known_floats())
     unknown = [x.name for x in given if x.name not in FLOATS]
     if unknown or not given:
-        raise ValueError(f"dtypes: {unknown} came; wanted some of {', '.join(FLOATS)}")
+        raise ValueError(f"dtypes: got {unknown}; expected some of {', '.join(FLOATS)}")
     if examples < 1:
-        raise ValueError(f"examples: {examples} came; a number from 1 was wanted")
+        raise ValueError(f"examples: got {examples}; expected a whole number of 1 or more")
     chosen = chosen_properties(only)
     report = Report(
         seed, examples, device, tuple(x.name for x in given),
@@ -319,8 +321,8 @@ def chosen_properties(only: str | Iterable[str] | None) -> list[Property]:
             if not near:
                 hint = f"there are {', '.join(PROPERTIES)}."
             raise ValueError(
-                f"only: {name!r} came, which is no property; {hint} `cupyflash verify --list` says "
-                "what each of them means."
+                f"only: got {name!r}, which is not a property; {hint} `cupyflash verify --list` "
+                "says what each of them means."
             )
     return [PROPERTIES[name] for name in names]
 
@@ -339,15 +341,14 @@ def check(
     device: str = "cpu",
     **options: Any,
 ) -> None:
-    """Try one property on one problem, as a report's last lines do; hypothesis is not needed.
+    """Try one property on one problem, as a report's last lines do. Hypothesis is not needed.
 
     Parameters
     ----------
     name : str
         The property's name.
     problem : Problem
-        Made by `problem`; fresh, as what it draws beyond its line comes from a generator of its
-        own.
+        A fresh result of `problem`: its generator draws everything that its line does not say.
     attention_fn, backward_fn : callable
         As given to `verify`.
     device : str
@@ -358,7 +359,7 @@ def check(
     Raises
     ------
     PropertyError
-        Where the property does not hold.
+        If the property does not hold.
     """
     (prop,) = chosen_properties(name)
     subject = Subject(attention_fn, backward_fn, memory=memory_of(device), **options)

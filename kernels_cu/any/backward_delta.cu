@@ -48,8 +48,8 @@ struct GlobalRows {
 };
 
 // A lane's partial sums of AHEAD rows from row `first` on, or of the last that exists. The order of
-// a sum does not depend on strides. If there is a sink, outputs of 0 are skipped: an empty row has
-// no part in the sink's gradient, whatever its do holds.
+// a sum does not depend on strides. If there is a sink, outputs of 0 are skipped: an empty row adds
+// nothing to the sink's gradient, whatever its do contains.
 template <bool VECTORS>
 __device__ __forceinline__ void sum_rows(accum_t (&value)[AHEAD], const GlobalRows& out,
                                          const GlobalRows& d_out, int first, int valid,

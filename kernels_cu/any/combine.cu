@@ -1,6 +1,6 @@
 // Combines attention over disjoint sets of keys: the twin of reference/cpu/combine.py.
 //
-// From (out, lse) of each set follows the result of one call over all keys:
+// From (out, lse) of each set, it computes the result of one call over all keys:
 // lse = log sum exp(lse_n) and out = sum exp(lse_n - lse) out_n. Each part is multiplied by its
 // normalised weight before the sum, and no element of the sum is larger than the parts' largest, so
 // that finite parts have a finite mean. A set without keys has lse = -inf and is skipped, so (0,
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int c = 0; c < COLUMNS; ++c) {
       const long long d = first + c * ptx::WARP_SIZE;
       if (d < p.columns) {
-        // Weights that are rounded may add up to more than 1; a mean is no larger than its
+        // Rounded weights may add up to more than 1, but a mean must not be larger than its
         // elements.
         const accum_t held = sums[c] < 0 ? -most[c] : most[c];
         number::store(p.out.data, p.kind_out, target + d * p.out.col,

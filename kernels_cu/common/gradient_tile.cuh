@@ -47,8 +47,8 @@ __device__ __forceinline__ int query_of(int r, int n) {
 }
 
 // Turns a thread's products q k into probabilities, in registers and at the thread's cells of the
-// tile, and with dropout also into those after it. A masked pair gets the weight of one. What the
-// caller does next must begin with a barrier before it reads the cells of other threads.
+// tile, and with dropout also into those after it. A masked pair gets the weight of one. The caller
+// must pass a barrier before it reads the cells of other threads.
 template <bool KEYS_ARE_ROWS, int STRIDE, int ROWS, int COLUMNS>
 __device__ __forceinline__ void probabilities(const Params& p, const TileBox& box, int tile_class,
                                               accum_t (&s)[ROWS][COLUMNS], const Scratch& scratch) {

@@ -6,7 +6,7 @@
 #include "../ptx/warp.cuh"
 #include "number.cuh"
 
-// A range of more elements than this is not searched: its bounds are those of the type.
+// A range of more elements than this is not searched; its bounds are those of the type.
 constexpr long long RANGE_LIMIT = 1024;
 constexpr long long SMALLEST_INT = -0x7fffffffffffffffLL - 1;
 constexpr long long LARGEST_INT = 0x7fffffffffffffffLL;
@@ -264,7 +264,7 @@ __device__ __forceinline__ FloatEnds<T> float_extremes(const Table& table, const
 
 }  // namespace lookup
 
-// Called by generated code. Indices come one per axis; of a range all first ones, then all last
+// Called by generated code. There is one index per axis; for a range, all first ones, then all last
 // ones.
 
 template <int KIND, typename... Index>

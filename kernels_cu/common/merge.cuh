@@ -24,7 +24,7 @@ __device__ __forceinline__ double product(double x, double y) { return __dmul_rn
 // What the outputs of two sets are multiplied by before they are added.
 struct Factors {
   accum_t own, other;
-  bool keeps, replaces;  // the other set, or the own one, has no keys
+  bool keeps, replaces;  // the other set, or this one, has no keys
 
   __device__ __forceinline__ accum_t apply(accum_t o, accum_t other_o) const {
     const accum_t sum = fma(other_o, other, product(o, own));

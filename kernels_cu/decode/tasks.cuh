@@ -3,10 +3,10 @@
 // The keys of an entry are leaves of 64 keys at absolute positions, and 8 neighbouring nodes are
 // one node of the next level; this tree is the same whatever is launched. A task is a block of
 // rows, the queries of heads that share a key head, and its units are the nodes of one level that
-// hold visible leaves. All units of all tasks stand in one row, of which every thread block has an
-// equal share, and within a block every warp. Which level that is hangs on how much there is to do:
-// a leaf where little is, so that every warp has some, and larger nodes where that still fills the
-// device, so that fewer results are kept. No bit of a result depends on it.
+// hold visible leaves. All units of all tasks form one list, and every thread block has an equal
+// share of it, as has every warp within a block. The level depends on the amount of work: leaves if
+// there is little, so that every warp has some, and larger nodes if these still fill the device, so
+// that fewer results are kept. No bit of a result depends on it.
 #pragma once
 #include "../common/tile.cuh"
 #include "../common/cache.cuh"

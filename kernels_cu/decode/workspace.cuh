@@ -92,7 +92,7 @@ __device__ __forceinline__ void fold_rows(const Workspace& workspace, int first_
   const bool exists = lane < CHILDREN && unit < end - first;
   const int held = exists ? unit : 0;
   const int step = workspace.rows * VECTORS;
-  // All parts are on their way before the first is added: no load hangs on a condition. Where there
+  // All parts are loaded before the first is added, and no load depends on a condition. Where there
   // is no child, row or column, another one is loaded and not used.
   merge::Statistics mine[ROWS_AT_ONCE];
   Vector parts[ROWS_AT_ONCE][CHILDREN][EACH];
@@ -218,7 +218,7 @@ __device__ __forceinline__ void finish_row(const Params& p, const Workspace& wor
                          layout::offset(p.out, task.entry(), head, false) + i * p.out.row;
   for (int column = ptx::lane_index(); column < D_V; column += ptx::WARP_SIZE) {
     const accum_t o = held.l == accum_t(0) ? accum_t(0) : workspace.row(slot, row)[column];
-    // A sum of 0 has no sign: it would hang on pairs that take no part.
+    // A sum of 0 gets no sign, because the sign would depend on masked pairs.
     number::narrow(fma(o, inverse, accum_t(0)), out + column * p.out.col);
   }
   // 9 store lse

@@ -1,7 +1,8 @@
 // What blocks of a launch need to read what others wrote: one PTX instruction per function.
 //
-// Who has written executes fence_device and then swaps a counter; who has swapped it later executes
-// fence_device and then reads. Barriers pass both on to the other threads of a block.
+// A thread that has written executes fence_device and then swaps a counter; a thread that swaps it
+// later executes fence_device and then reads. Barriers pass both on to the other threads of a
+// block.
 #pragma once
 
 namespace ptx {

@@ -303,7 +303,7 @@ __device__ __forceinline__ bool recompute_modified(
           if (HAS_DROPOUT && (kept[r] >> (column + n + x) & 1) == 0) weight[x] *= 0.0f;
           if constexpr (HAS_DSCORE) {
             const float product = p_ij * score_mod_derivative(p, constants, score, at);
-            // It stays 0 whatever the derivative; and never becomes -0.0, which means masked.
+            // It stays 0 for any derivative, and never becomes -0.0, which means masked.
             if (p_ij != 0.0f) p_ij = product == 0.0f ? 0.0f : product;
           }
           s[r][n + x] = p_ij;

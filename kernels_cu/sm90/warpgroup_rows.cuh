@@ -1,6 +1,6 @@
-// Tiles in shared memory that wgmma reads by itself: how they get there without TMA, what has to be
-// done to them before, as to values that are not finite, and how results get back to global memory.
-// The twin of reference/cpu/accumulate.py where values are not finite.
+// Tiles in shared memory that wgmma reads by itself: how they get there without TMA, how non-finite
+// values are removed before, and how results get back to global memory. The twin of
+// reference/cpu/accumulate.py where values are not finite.
 #pragma once
 #include "../ptx/pair.cuh"
 #include "../sm80/fragment.cuh"

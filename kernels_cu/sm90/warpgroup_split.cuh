@@ -3,10 +3,11 @@
 // capability 9.0.
 //
 // fragment_wide.cuh says how a number is split into a large and a small part. Tiles of k and v are
-// split once for the block, on their way through registers to shared memory: there a tile of large
-// parts has one of small parts behind it. For TF32, wgmma takes both operands with the dimension of
-// the sum contiguous, so v lies transposed: a row for each of its columns. Both tiles are slabs of
-// 32 numbers along the sum, with rows of 128 bytes whose 16-byte piece c lies at c ^ (row % 8).
+// split once for the block, on their way through registers to shared memory: there, a tile of small
+// parts follows each tile of large parts. For TF32, wgmma takes both operands with the dimension of
+// the sum contiguous, so v is stored transposed, with a row for each of its columns. Both tiles are
+// slabs of 32 numbers along the sum, with rows of 128 bytes whose 16-byte piece c lies at
+// c ^ (row % 8).
 //
 // Along a sum, 8 numbers lie in the order 0 2 4 6 1 3 5 7. So the two columns of the left operand
 // that the instruction takes from a thread, lane % 4 and 4 more, are two neighbours in memory.

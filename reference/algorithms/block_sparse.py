@@ -1,8 +1,8 @@
 """Block-sparse FlashAttention: Dao, Fu, Ermon, Rudra, Re 2022, Algorithm 5.
 
-Algorithm 2 that skips the blocks of S that a mask of blocks calls zero, so that the traffic of
-Q, O, l and m shrinks with the fraction of blocks that are not (Proposition 4). K_j and V_j are
-loaded, as the paper has it, even where the whole column of blocks is zero.
+This is Algorithm 2, but it skips the blocks of S that a mask of blocks declares to be zero. So the
+traffic of Q, O, l and m shrinks with the fraction of other blocks (Proposition 4). K_j and V_j are
+loaded, as in the paper, even if the whole column of blocks is zero.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the algorithms share: blocks of rows, masks, dropout, and exponentials of -inf.
 
 The papers leave out queries that may see no key. Here such a row has m = -inf and l = 0, and gives
-0 with log-sum-exp -inf: `exponentials` and `divide` are the two places that know. No epsilon is
-ever added to a row sum.
+0 with log-sum-exp -inf: only `exponentials` and `divide` handle this case. No epsilon is ever added
+to a row sum.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Tiles(NamedTuple):
 def tiles_for(sram: int, d: int) -> Tiles:
     """B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d): FlashAttention, Algorithm 1, line 1.
 
-    K and V then take M / 2, Q and O up to as much again, and S, of B_r x B_c, up to M / 4 on top:
-    up to 5/4 M, rounded up to whole rows. M is `sram`, in elements.
+    K and V then take M / 2, Q and O up to another M / 2, and S, of B_r x B_c, up to M / 4 more: up
+    to 5/4 M in total, rounded up to whole rows. M is `sram`, in elements.
     """
     if sram < 4 * d:
         raise ValueError(
-            f"SRAM of {sram} elements holds no row of each of Q, K, V and O with d = {d}: "
-            f"it takes at least 4 d = {4 * d}"
+            f"sram: got {sram} elements with d = {d}; expected at least 4 d = {4 * d}, for one row "
+            "of each of Q, K, V and O"
         )
     block_kv = -(-sram // (4 * d))
     return Tiles(min(block_kv, d), block_kv)
@@ -42,7 +42,7 @@ def tiles_for(sram: int, d: int) -> Tiles:
 def blocks(n: int, size: int | None) -> Iterator[slice]:
     """Cut n rows into blocks of `size`, the last one ragged; None is one block of them all."""
     if size is not None and size < 1:
-        raise ValueError(f"a block has at least one row, not {size}")
+        raise ValueError(f"block: got {size} rows; expected at least one")
     step = max(n, 1) if size is None else size
     for first in range(0, n, step):
         yield slice(first, min(first + step, n))
@@ -66,7 +66,7 @@ class Mask(NamedTuple):
     offset : int or None
         Query i sees keys j <= i + offset; None: all. Lk - Lq lets the last query see every key.
     padded : bool
-        Whether a key-padding mask lies in HBM as "padding", (Lk,) bool, True = attend.
+        Whether there is a key-padding mask in HBM, called "padding", (Lk,) bool, True = attend.
     """
 
     offset: int | None = None

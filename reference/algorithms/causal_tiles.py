@@ -1,8 +1,8 @@
 """Causal tile skipping: FlashAttention-2 (Dao 2023), section 3.1, "Causal masking".
 
-A tile of S whose keys all come after its queries holds nothing and is skipped, about half of them;
-only the tiles that the diagonal crosses are masked; the others need no mask. With 32 x 32 square
-tiles 528 of 1024 remain: 32 on the diagonal and 496 below it.
+A tile of S whose keys all come after its queries is empty and is skipped; about half of the tiles
+are. Only the tiles that the diagonal crosses are masked; the others need no mask. With 32 x 32
+square tiles, 528 of 1024 remain: 32 on the diagonal and 496 below it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FlashAttention, forward: Dao, Fu, Ermon, Rudra, Re 2022, Algorithms 1 and 2.
 
-Keys and values are in the outer loop: each of their blocks is read once, and Q, O, l and m pass by
-once for every one of them. O in HBM is normalised after every block. Line numbers are those of
+Keys and values are in the outer loop: each of their blocks is read once, and Q, O, l and m are
+streamed once for every block. O in HBM is normalised after every block. Line numbers are those of
 Algorithm 2 (Appendix B.3); Algorithm 1 is the same without scale, mask and dropout (scale=1).
 """
 

@@ -1,12 +1,13 @@
 """FlashAttention-2, forward: Dao 2023, Algorithm 1, as `reference/cpu/forward.py` runs it.
 
 Queries are in the outer loop, so that O, l and m never leave the chip and each block of queries is
-work of its own; O is divided by l once, at the end; the log-sum-exp stands for l and m. (The paper
-prints an exponent -1 at the factor in line 10; the factor is e^(m_old - m_new), as in line 9.)
+independent. O is divided by l once, at the end, and the log-sum-exp replaces l and m. (In line 10,
+the paper prints the factor with an exponent -1; the right factor is e^(m_old - m_new), as in line
+9.)
 
-There is no second copy of the algorithm: `forward` runs the package's own CPU kernel, walks the
-tiles that it must have visited to count what they move, and stops if their number is not the
-kernel's. Steps are numbered as in the kernel.
+There is no second copy of the algorithm: `forward` runs the package's own CPU kernel, goes through
+the tiles that it must have visited to count what they move, and fails if the kernel visited a
+different number. Steps are numbered as in the kernel.
 """
 
 from __future__ import annotations

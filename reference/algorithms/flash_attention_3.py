@@ -1,12 +1,12 @@
 """FlashAttention-3's order of products and softmax: Shah et al. 2024, Algorithm 2.
 
-The softmax of tile j depends on the product Q K_j^T alone, and the product P V of tile j - 1 on the
-softmax of tile j - 1 alone. So both products are issued before either is waited for, and while the
-tensor cores multiply, the softmax of tile j runs: two stages, at the price of a second tile of
-scores on chip. The numbers are those of FlashAttention-2.
+The softmax of tile j depends only on the product Q K_j^T, and the product P V of tile j - 1 only on
+the softmax of tile j - 1. So both products are issued before either is waited for, and the softmax
+of tile j runs while the tensor cores multiply. These two stages cost a second tile of scores on
+chip. The results are those of FlashAttention-2.
 
-The paper prints the loop as 1 <= j < T_c - 1, which would leave out tile T_c - 1; here it ends
-there. Each Q_i is a thread block's; a copy to shared memory is a load from HBM.
+The paper prints the loop as 1 <= j < T_c - 1, which would leave out tile T_c - 1; here, the loop
+includes it. Each thread block has one Q_i, and a copy to shared memory is a load from HBM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FlashAttention, backward: Dao, Fu, Ermon, Rudra, Re 2022, Algorithm 4.
 
 P is computed again from Q, K, l and m, and the dropout mask Z from the generator's state, so the
-forward leaves O(N) numbers behind and nothing of N^2 is ever in HBM.
+forward keeps only O(N) numbers, and no array of N^2 elements is ever in HBM.
 """
 
 from __future__ import annotations

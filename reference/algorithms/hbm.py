@@ -1,10 +1,10 @@
-"""HBM and the chip beside it: who reads, writes and keeps how many elements, by array name.
+"""HBM and the chip: counts elements that are read, written and kept, by array name.
 
-An algorithm reaches arrays in HBM through `Memory.load` and `Memory.store` alone, so what is
-counted is what it touches. What `load` returns stays on chip under the array's name until something
-else takes that name or `release` frees it; `hold` does the same for results made on chip. Results
-that an algorithm's lines name count; factors and temporaries inside a line, loop variables and
-scalars given as arguments do not.
+An algorithm accesses arrays in HBM only through `Memory.load` and `Memory.store`, so every access
+is counted. What `load` returns stays on chip under the array's name until something else takes that
+name or `release` frees it; `hold` does the same for results made on chip. Results that have a name
+in an algorithm's lines count; factors and temporaries inside a line, loop variables and scalar
+arguments do not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One pass over keys and values, a query at a time: Rabe & Staats 2021, sections 2 and 3.
+"""One pass over keys and values, one query at a time: Rabe & Staats 2021, sections 2 and 3.
 
 The online softmax with the output carried along: v* and s* of section 2 are o and l here, m* of
-section 3 is m, and one division ends each row. Nothing but the output is stored, at the price of
-reading every key and value once per query.
+section 3 is m, and one division ends each row. Only the output is stored, but every key and value
+is read once per query.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packed QKV: one array (L, 3, H, D), as a projection writes it; FlashAttention's code takes it so.
+"""Packed QKV: one array (L, 3, H, D), as a projection writes it and FlashAttention's code takes it.
 
 Queries, keys and values of a head are strided views of it: nothing is unpacked by copying. Heads
 are independent, and each runs FlashAttention-2.

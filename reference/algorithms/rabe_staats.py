@@ -1,10 +1,10 @@
 """Chunked attention: Rabe & Staats 2021, "Self-attention Does Not Need O(n^2) Memory", section 4.
 
 Queries and keys are cut into chunks. Every chunk of keys yields its own sum of values, sum of
-weights and maximum, and all of them are put together when the last is there: one copy per chunk of
-keys, where FlashAttention keeps a single one up to date. Names and line numbers are those of the
-paper's program, Figure 1. Backward (section 5.2), a chunk is checkpointed, line 11 there: what it
-computed on the way is forgotten and computed again.
+weights and maximum, and all of them are combined at the end: there is one summary per chunk of
+keys, where FlashAttention keeps updating a single one. Names and line numbers are those of the
+paper's program, Figure 1. In the backward (section 5.2), a chunk is checkpointed (line 11 there):
+its intermediate results are forgotten and computed again.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ def backward(
     block_kv: int = 4096,
     hbm: Memory | None = None,
 ) -> Gradients:
-    """Pull gradients back through `forward`, a chunk at a time.
+    """Pull gradients back through `forward`, one chunk at a time.
 
     O = all_values / all_weights, so d all_values = dO / all_weights and d all_weights =
-    -rowsum(dO o O) / all_weights; a chunk's share is its factor times that. Differentiation by a
-    program would keep each chunk's maximum as well; the one computed again serves here.
+    -rowsum(dO o O) / all_weights; a chunk's share is its factor times that. Automatic
+    differentiation would also keep each chunk's maximum; here it is computed again.
     """
     check(q, k, v, do)
     hbm = hbm or Memory()

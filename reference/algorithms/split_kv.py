@@ -2,7 +2,7 @@
 
 For few queries and many keys there are too few blocks of queries to fill a device. So (1) keys and
 values are cut into parts, views without a copy; (2) FlashAttention runs on every part at once, and
-leaves O and the log-sum-exp of each; (3) a second kernel puts them together. Steps 2 and 3 are the
+leaves O and the log-sum-exp of each; (3) a second kernel combines them. Steps 2 and 3 are the
 package's own kernels, `reference/cpu/forward.py` and `reference/cpu/combine.py`.
 """
 
@@ -53,7 +53,7 @@ def forward(
     hbm.make("lse", (n_q,), q.dtype)
 
     for n, part in enumerate(parts):  # step 2; on a GPU, side by side
-        # Within a part keys count from its first one, and so does the causal offset.
+        # Within a part, keys count from its first key, and so does the causal offset.
         own = None if offset is None else offset - part.start
         made = kernel(q, k[part], v[part], tau, own, Dropout(), (block_q, block_kv))
 
@@ -75,7 +75,7 @@ def forward(
         lse_row = hbm.load("lse_parts", slice(None), row)
         hbm.reserve("acc", d_v)
         for n in range(len(parts)):
-            if lse_row[n, 0] != -np.inf:  # a part that this query does not see takes no part
+            if lse_row[n, 0] != -np.inf:  # parts that this query does not see are left out
                 hbm.load("o_parts", n, row)
         hbm.store("o", o[row], row)
         hbm.store("lse", lse[row], row)

@@ -1,8 +1,8 @@
 """Standard attention: FlashAttention (Dao et al. 2022), Algorithm 0, and Algorithm 3, its backward.
 
-S, P and, backward, dP and dS are written to HBM and read again, N^2 elements each time. Scale, mask
-and dropout, which Algorithms 0 and 3 leave out, stand where the equations of the paper's
-Appendix B.3 put them.
+S, P and, in the backward, dP and dS are written to HBM and read again, N^2 elements each time.
+Algorithms 0 and 3 leave out scale, mask and dropout; here they are where the equations of the
+paper's Appendix B.3 have them.
 """
 
 from __future__ import annotations

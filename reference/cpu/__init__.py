@@ -1,1 +1,1 @@
-"""The tiled kernels for the CPU, twins of those in `kernels_cu/`, and what launches them."""
+"""The tiled kernels for the CPU, twins of those in `kernels_cu/`, and the code to launch them."""

@@ -13,7 +13,7 @@ def accumulate(
 ):
     """acc[i] += sum over j < nj of tile[i * across + j * along] * row (first + j), for i < ni.
 
-    With `careful`, pairs that take no part are left out instead of being multiplied by 0: a NaN in
+    With `careful`, masked pairs are left out instead of being multiplied by 0, because a NaN in
     their row must not spread.
     """
     one = acc.dtype.type(1)

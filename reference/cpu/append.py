@@ -26,9 +26,9 @@ def append(
     rotary: Rotary | None,
     positions: Array | None,
 ) -> None:
-    """Write new rows (B, H, n, D), or with offsets (H, total, D), behind those of a cache.
+    """Append new rows (B, H, n, D), or with offsets (H, total, D), to those of a cache.
 
-    `lengths` (B,) counts what the cache holds afterwards. Everything was checked.
+    `lengths` (B,) counts what the cache holds afterwards. All arguments are already checked.
     """
     rows = k_new.shape[-2]
     if offsets is None:

@@ -1,4 +1,4 @@
-"""What the kernels take of a problem: sizes, what happens to scores, and function pointers."""
+"""The arguments of kernels: sizes, mask and score changes, and function pointers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Shape(NamedTuple):
     lanes_per_vector: int
     scale: Any  # of the accumulator's type
     log2_e: Any
-    drop_below: int  # a pair is dropped where its random word is smaller; 0 without dropout
+    drop_below: int  # a pair is dropped if its random word is smaller; 0 without dropout
     keep_scale: Any  # 1 / (1 - dropout)
     seed: int  # uint64 as int64
 
 
 class KeyRanges(NamedTuple):
-    """The first and last key that each query sees, of masks that leave it neighbouring keys.
+    """The first and last key that each query sees, for masks that let it see one range of keys.
 
     Query i of batch entry b and head h has element ``batch[b] + h * head + i``. Without such a mask
     the arrays are empty.
@@ -67,7 +67,7 @@ class Changes(NamedTuple):
     slope: Program
     mask: Program
     tile: Program
-    ranges: KeyRanges  # instead of mask and tile, where the mask has them
+    ranges: KeyRanges  # replace mask and tile, if the mask has ranges
     pointers: FunctionPointers
     careful: int  # 1 if an operand holds NaN or infinity: masked pairs must not meet it
 

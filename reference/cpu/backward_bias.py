@@ -1,7 +1,7 @@
 """The gradient of a bias, summed over the axes along which it was broadcast.
 
-One work item per tile of the bias, as the bias is stored: it loops over the batch entries, heads
-and blocks that were given this tile, in that order, and recomputes their dS.
+There is one work item for each tile of the stored bias. It loops over the batch entries, heads and
+blocks that use this tile, in that order, and recomputes their dS.
 """
 
 from __future__ import annotations

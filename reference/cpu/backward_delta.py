@@ -1,4 +1,4 @@
-"""delta = rowsum(do * out) - dlse, and the gradient of the sink: before the backward kernels.
+"""delta = rowsum(do * out) - dlse, and the gradient of the sink; runs before the backward kernels.
 
 FlashAttention-2 (Dao 2023), Algorithm 2, line 4.
 """
@@ -27,8 +27,8 @@ def backward_delta(first, last, shape, do, out, dlse, lse, sink, delta, dsink):
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     for item in range(first, last):
         b, h = item // shape.heads, item % shape.heads
-        # Where there is a sink, outputs of 0 are left out: an empty row has no part in the sink's
-        # gradient, whatever its do holds.
+        # If there is a sink, outputs of 0 are left out: an empty row adds nothing to the sink's
+        # gradient, whatever its do contains.
         skips = sink[h] != -math.inf
         for i in range(shape.len_q[b]):
             do_row = row_address(do, b, h, i, itemsize)

@@ -1,6 +1,6 @@
-"""Where the keys and values of a cache lie, and a leaf of them as rows that products can read.
+"""Where the keys and values of a cache are, and a leaf of them as rows that products can read.
 
-Position j of batch entry b is a row of k and v itself, or one of page table[b, j // page].
+Position j of batch entry b is row j of its k and v, or a row of page table[b, j // page].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .memory import first_address, load, store
 from .structs import Struct
 
 NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the accumulator's type
-FAR = 16  # bytes between elements, beyond which rows are not loaded ahead
+FAR = 16  # bytes between elements; if there are more, rows are not loaded ahead
 WIDENED = 16  # elements that are widened at a time
 _WORD = ir.IntType(64)
 
@@ -33,7 +33,7 @@ class Source(NamedTuple):
     row: int
     column: int
     columns: int
-    in_place: int  # whether products can read rows where they lie
+    in_place: int  # whether products can read rows in place
 
 
 class Cache(NamedTuple):
@@ -50,7 +50,7 @@ class Cache(NamedTuple):
 
 
 _SOURCE = Struct(Source, (INT,) * len(Source._fields))
-CACHE = Struct(Cache, (_SOURCE, _SOURCE, *(INT,) * 6))  # what a kernel takes
+CACHE = Struct(Cache, (_SOURCE, _SOURCE, *(INT,) * 6))  # the type for kernels
 
 
 def source_of(array: np.ndarray[Any, Any], itemsize: int, lanes: int) -> Source:

@@ -1,4 +1,4 @@
-"""How Python calls kernels: by their addresses, with words for arguments."""
+"""How Python calls kernels: by their addresses, with words as arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .structs import ArrayForm, Packed, Struct
 
 @functools.cache
 def _entry(pointer: int, words: int) -> Any:
-    """Return the function at an address, which takes `words` words after its two results.
+    """Return the function at an address, which takes two results and then `words` words.
 
-    Numba's functions return a status, and take first where to write a value and an error. ctypes
-    releases the GIL while they run.
+    Numba's functions return a status; their first arguments are the addresses for a value and an
+    error. ctypes releases the GIL while they run.
     """
     results = ctypes.c_void_p, ctypes.c_void_p
     return ctypes.CFUNCTYPE(ctypes.c_int32, *results, *(ctypes.c_int64,) * words)(pointer)
@@ -60,21 +60,21 @@ def no_scratch() -> tuple[Any, ...]:
 
 
 class Bound:
-    """A kernel with its arguments: ``bound(first, last)`` computes these items.
+    """A kernel with its arguments: ``bound(first, last)`` computes items `first` to `last`.
 
-    It holds the arrays whose addresses the kernel gets, and keeps the scratch of threads that have
-    finished a chunk for the next ones.
+    It holds the arrays whose addresses the kernel gets. When a thread has finished a chunk, its
+    scratch memory is kept for the next chunk.
 
     Parameters
     ----------
     compiled : Kernel
-        What `prepare` has made ready.
+        A kernel that `prepare` has compiled.
     number : dtype
         The accumulator that it computes in.
     *arguments
-        What it takes after `first` and `last`. Structures may come as named tuples.
+        Its arguments after `first` and `last`. Structures may be named tuples.
     scratch : callable
-        Makes its last arguments, of which each thread has its own.
+        Makes its last arguments, separately for each thread.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Join attention over disjoint sets of keys: the CPU twin of the combine kernel.
 
-Given (out, lse) of each set, the result is what one call over all keys gives:
+From (out, lse) of each set, it computes the result of one call over all keys:
 ``lse = log sum exp(lse_n)`` and ``out = sum exp(lse_n - lse) out_n``. Each part is multiplied by
 its normalised weight before the sum, and no element of the sum is larger than the parts' largest,
-so that finite parts have a finite mean. A set that saw nothing (lse = -inf) takes no part, so
-(0, -inf) is the unit.
+so that finite parts have a finite mean. A set that saw nothing (lse = -inf) is ignored, so (0,
+-inf) is the unit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def combine(first, last, outs, lses, columns, itemsize, out, lse, most):
                 element = load(source + d * itemsize, one)
                 out[row, d] += weight * element
                 most[d] = abs(element) if abs(element) > most[d] else most[d]
-        # Weights that are rounded may add up to more than 1; a mean is no larger than its elements.
+        # Rounded weights may add up to more than 1, but a mean must not be larger than its
+        # elements.
         for d in range(columns):
             if abs(out[row, d]) > most[d]:
                 out[row, d] = math.copysign(most[d], out[row, d])

@@ -16,7 +16,7 @@ from .merge import merge
 from .microkernel import round_up
 from .threads import num_threads, parallel
 
-# What a call of the kernel multiplies, so that it takes some hundredths of a second.
+# How much a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
 
 
@@ -35,7 +35,7 @@ def decode(
 ) -> int:
     """Write out and lse; return how many leaves were visited (not EMPTY).
 
-    `problem` has the lengths that the cache holds as lengths of keys, one of each batch entry, and
+    The lengths of keys in `problem` are those that the cache holds, one for each batch entry, and
     `k` and `v` are the cache's arrays.
     """
     number = problem.accumulator

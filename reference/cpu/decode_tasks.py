@@ -1,11 +1,11 @@
 """How few queries and many keys are divided among threads.
 
 The keys of an entry are leaves of 64 keys at absolute positions, and 8 neighbouring nodes are one
-node of the next level; this tree is the same whatever is computed beside it. A task is a block of
-rows, the queries of heads that share a key head, and its units are the nodes of one level that hold
-visible leaves. Which level that is hangs on how much there is to do: nodes of 512 keys, or larger
-ones where that still occupies all threads, so that fewer results are kept. No bit of a result
-depends on it.
+node of the next level; this tree does not depend on anything else in the call. A task is a block of
+rows, the queries of heads that share a key head, and its units are the nodes of one level that
+contain visible leaves. The level depends on the amount of work: its nodes have 512 keys, or more if
+that still occupies all threads, so that fewer results are kept. No bit of a result depends on the
+level.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Array = np.ndarray[Any, Any]
 
 LEAF, LOG_LEAF, LOG_CHILDREN = 64, 6, 3
 MOST_ROWS = 32
-MOST_UNITS = 64  # for each thread, of tasks that have several
+MOST_UNITS = 64  # units for each thread, if tasks have several
 
 
 class Schedule(NamedTuple):
-    """Tasks, and their units at one level, as tables for the kernel.
+    """Tasks and their units of one level, as tables for the kernel.
 
     Attributes
     ----------
     tasks : array
         (T, 9): batch entry, key head, first head, heads, first query, queries, first unit, units,
-        and the element of its first unit's place among those kept.
+        and the first element of its units' kept results.
     units : array
-        (U, 4): task, node, first leaf, and the leaf behind the last one.
+        (U, 4): task, node, first leaf, and the leaf after the last one.
     level, top : int
-        The level of units, and one whose first node has all keys.
+        The level of units, and a level whose first node has all keys.
     kept : int
-        Elements that are kept of units of tasks that have several.
+        Number of elements that are kept for units of tasks with several units.
     """
 
     tasks: Array
@@ -115,7 +115,7 @@ def _leaves(shape: Shape, rows: Array, ranges: KeyRanges) -> tuple[Array, Array]
     """Return the first visible leaf of every task, and the one behind the last."""
     b, _, head, heads, i0, queries = rows.T
     sees = ranges.low <= ranges.high
-    # An element more, because the last row's end is one behind it.
+    # One more element, because the last row ends there.
     lows = np.append(np.where(sees, ranges.low, np.iinfo(np.int64).max), 0)
     highs = np.append(np.where(sees, ranges.high, -1), 0)
     begin, end = np.full(len(rows), np.iinfo(np.int64).max), np.full(len(rows), -1)

@@ -15,8 +15,8 @@ from .jit import FASTMATH
 LOG2_E = math.log2(math.e)
 
 # 2**f = sum of (f log 2)**k / k! on [-1/2, 1/2], and e**r = sum of r**k / k! where |r| is at most
-# half of log 2. float32 takes the terms to k = 7, float64 all: the first term left out is below
-# 2**-27 and 2**-57.
+# half of log 2. float32 uses the terms up to k = 7, and float64 all of them: the first omitted term
+# is below 2**-27 and 2**-57.
 _TERMS = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(14))
 _EXP_TERMS = tuple(1.0 / math.factorial(k) for k in range(14))
 # log 2 in two parts. The first has so few bits that its product with a number below 2**8 and 2**11
@@ -25,7 +25,7 @@ _LOG_2 = {
     32: (float.fromhex("0x1.62e4p-1"), float.fromhex("0x1.7f7d1cp-20")),
     64: (float.fromhex("0x1.62e42fefa3p-1"), float.fromhex("0x1.3de6af278ece6p-42")),
 }
-# Where exp has become 0 and infinity.
+# The arguments at which exp has become 0 and infinity.
 _EXP_RANGE = {32: (-104.0, 89.0), 64: (-746.0, 710.0)}
 _TANH_IS_1 = 20.0
 
@@ -155,7 +155,7 @@ def _exp(x):
         held = lowest if x < lowest else x
         held = highest if held > highest else held
         shifted, grown = _power_of_e(held)
-        # 2**n in two steps, because 2**-150 and 2**128 are no normal numbers.
+        # 2**n in two steps, because 2**-150 and 2**128 are not normal numbers.
         n = shifted - shift
         first = n * half + shift
         rest = n - (first - shift) + shift
@@ -181,7 +181,7 @@ def _tanh(x):
         held = lowest if y < lowest else y
         shifted, grown = _power_of_e(held)
         power = _power_of_two(shifted)
-        t = (power - one) + power * grown  # e**y - 1, of which nothing cancels where y is small
+        t = (power - one) + power * grown  # e**y - 1 without cancellation if y is small
         value = -t / (two + t)
         value = -value if x < zero else value
         return x if x == zero else value

@@ -35,11 +35,11 @@ from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Products may be fused into additions; nothing else of IEEE arithmetic is given up: NaN and
-# infinity keep their meaning and sums keep their order.
+# Products may be fused with additions; otherwise this is IEEE arithmetic: NaN and infinity keep
+# their meaning, and sums keep their order.
 FASTMATH = {"contract"}
-# Kernels allocate nothing and count no references: their memory belongs to whoever calls them. No
-# code is made by which Python could call one with Python's objects.
+# Kernels allocate nothing and count no references: their memory belongs to the caller. There are no
+# wrappers through which Python could call them with Python objects.
 _OPTIONS: dict[str, Any] = {
     "nogil": True, "fastmath": FASTMATH, "error_model": "numpy", "_nrt": False,
     "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
@@ -58,14 +58,14 @@ def cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
     try:
         return (Path(root) if root else Path("~/.cache").expanduser()) / "cupyflash"
-    except RuntimeError:  # a user without a home, as in some containers: a folder that cannot be
+    except RuntimeError:  # a user without a home, as in some containers: an impossible folder
         return Path(os.devnull) / "cupyflash"
 
 
 def cache_obstacle() -> str:
-    """Return in words why kernels cannot be kept in `cache_folder`; nothing where they can.
+    """Return in words why kernels cannot be kept in `cache_folder`; empty if they can.
 
-    The folder is made if it is not there.
+    The folder is created if necessary.
     """
     try:
         with _opened_folder(make=True) as folder:
@@ -76,13 +76,13 @@ def cache_obstacle() -> str:
 
 
 class _UntrustedError(PermissionError):
-    """A folder or file that somebody else could have written: its code is not run."""
+    """A folder or file that somebody else could have written, so that its code is not run."""
 
     def __init__(self, what: str, found: os.stat_result) -> None:
-        whose = "another user" if found.st_uid != os.geteuid() else "others who may write to it"
-        remedy = "chmod go-w" if found.st_uid == os.geteuid() else "choose another one"
+        whose = "belongs to another user" if found.st_uid != os.geteuid() else "is open to others"
+        remedy = "use chmod go-w" if found.st_uid == os.geteuid() else "choose another one"
         super().__init__(
-            errno.EPERM, f"the {what} belongs to {whose}, and what it holds is run; {remedy}"
+            errno.EPERM, f"the {what} {whose}, who could put code there that is run; {remedy}"
         )
 
 
@@ -93,10 +93,10 @@ _TEMPORARY, _OLD = ".tmp", 24 * 3600  # ending of files that are being written; 
 
 @contextlib.contextmanager
 def _opened_folder(make: bool = False) -> Iterator[int | None]:
-    """Open `cache_folder`, which must be the user's and writable by nobody else.
+    """Open `cache_folder`, which must belong to the user and be writable by nobody else.
 
-    Yields its descriptor: whatever happens to its path afterwards, files are looked for in the
-    folder that was looked at. On Windows, where there are none, yields None.
+    Yields its descriptor: even if its path changes afterwards, files are looked for in the folder
+    that was checked. On Windows, which has no such descriptors, yields None.
     """
     path = cache_folder()
     if make:
@@ -135,7 +135,7 @@ def _temporary(name: str) -> str:
 def _read_file(folder: int | None, name: str) -> bytes:
     """Return a regular file's bytes; raises OSError for anything else."""
     flags = os.O_RDONLY
-    if _POSIX:  # a FIFO must not be waited for
+    if _POSIX:  # do not wait for a FIFO
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     else:
         flags |= getattr(os, "O_BINARY", 0)
@@ -143,10 +143,10 @@ def _read_file(folder: int | None, name: str) -> bytes:
     with open(handle, "rb") as file:  # noqa: PTH123 (a handle, not a path)
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise OSError(errno.EINVAL, "no file with a kernel")
+            raise OSError(errno.EINVAL, "it is not a file with a kernel")
         if _POSIX and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
             raise _UntrustedError("file", found)
-        return file.read(found.st_size)  # memory for no more than that
+        return file.read(found.st_size)  # reads no more than that
 
 
 def _write_file(folder: int | None, name: str, content: bytes) -> None:
@@ -185,11 +185,11 @@ def _source_stamp() -> bytes:
     return digest.digest()
 
 
-# Read when the package is imported: later its files may hold another text than what runs here.
+# Read when the package is imported: later, its files may differ from the code that runs here.
 _STAMP = _source_stamp()
 
 
-# What changes the code that Numba makes, beside its arguments and the CPU.
+# What changes Numba's code, besides its arguments and the CPU.
 _CODE_FLAGS = (
     "OPT", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "DISABLE_INTEL_SVML", "ENABLE_AVX",
     "LLVM_REFPRUNE_FLAGS", "LLVM_REFPRUNE_PASS", "LOOP_VECTORIZE", "SLP_VECTORIZE",
@@ -197,12 +197,13 @@ _CODE_FLAGS = (
 
 
 class _KernelCache:
-    """Where Numba looks for a kernel's machine code, and leaves it: one file per signature.
+    """Where Numba looks for a kernel's machine code and stores it: one file per signature.
 
-    A file's name hangs on all that its code hangs on, and it begins with a digest of the rest.
-    Processes that fill a folder at once therefore cannot mix up signatures (those that share an
-    index file, as in Numba's own cache, can), and a damaged file counts as none. A file is code: it
-    is read only where it and its folder belong to the user and nobody else may write to them.
+    A file's name depends on everything that its code depends on, and its content begins with a
+    digest of the rest. So processes that fill a folder at the same time cannot mix up signatures
+    (as they can with an index file, which Numba's own cache has), and a damaged file is ignored. A
+    file is code: it is read only if it and its folder belong to the user and nobody else may write
+    to them.
     """
 
     warned = False  # in this process
@@ -277,8 +278,8 @@ class _KernelCache:
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child has none of its parent's threads: it must not inherit a lock that one of them
-    # holds while it compiles.
+    # A forked child has none of its parent's threads, so it must not inherit a lock that one of
+    # them holds while it compiles.
     os.register_at_fork(
         before=global_compiler_lock.acquire,
         after_in_parent=global_compiler_lock.release,
@@ -293,12 +294,12 @@ def helper(function: F) -> F:
 
 
 class Kernel:
-    """A function that is compiled once for each accumulator, and called by its address.
+    """A function that is compiled once for each accumulator and called by its address.
 
     Attributes
     ----------
     dispatcher : numba.core.dispatcher.Dispatcher
-        What compiles it.
+        Numba's object that compiles it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -343,9 +344,9 @@ def takes(types_of: Types) -> Callable[[Kernel], Kernel]:
 
 
 def caller(compiled: Kernel, result: Any = types.none) -> Any:
-    """Make the function ``call(pointer, arguments)`` by which kernels call another one.
+    """Make the function ``call(pointer, arguments)`` by which kernels call another kernel.
 
-    `compiled` is a kernel that returns a `result`. It is not compiled into its callers, which get
+    `compiled` is a kernel that returns a `result`. It is not compiled into its callers; they get
     its address from `pointer_of`, so that a call compiles only what it uses.
     """
 
@@ -396,10 +397,10 @@ def prepare(wanted: Iterable[Wanted], report: Report | None = None) -> None:
     Parameters
     ----------
     wanted : iterable of (kernel, dtype)
-        Which, and the accumulator that each computes in.
+        The kernels, and the accumulator of each.
     report : callable, optional
-        Called before each kernel that is compiled, with its name, its number and how many there
-        are. By default stderr says so.
+        Called before each kernel is compiled, with its name, its number and how many there are. By
+        default, this is printed to stderr.
     """
     missing = [each for each in dict.fromkeys(wanted) if each not in _ready]
     if not missing:

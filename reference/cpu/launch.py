@@ -1,7 +1,7 @@
 """One call on the CPU: scratch, work items, and the kernels in their order.
 
-Memory grows with L, never with L squared. Programs arrive lowered; they hold addresses, so the
-caller keeps their arrays alive.
+Memory grows with L, never with L squared. Programs are already lowered; they contain addresses, so
+the caller must keep their arrays alive.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .tile import (
     score_by_program,
 )
 
-# What a caller asked NumPy to do where numbers overflow or vanish is meant for its own arithmetic.
+# A caller's settings for overflow and underflow in NumPy are meant for the caller's own arithmetic.
 QUIET = np.errstate(all="ignore")
 
 
@@ -199,7 +199,7 @@ def backward(
 ) -> int:
     """Write every gradient; return how many tiles `backward_dkdv` visited."""
     layout, scratch = Layout(problem, block_q, block_kv), Scratch(workspace)
-    if not layout.batch:  # what was broadcast to no batch entry at all still has a gradient
+    if not layout.batch:  # an array that was broadcast to no batch entry still has a gradient
         for gradient in (dq, dk, dv, dbias, dsink):
             if gradient is not None:
                 gradient[...] = 0

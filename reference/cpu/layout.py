@@ -1,8 +1,8 @@
-"""How the arrays of one call lie in memory: addresses, strides, copies where needed, work lists.
+"""The memory layout of a call's arrays: addresses, strides, copies where needed, work lists.
 
 Arrays arrive validated, as ``(*lead, H, L, D)`` whose leading axes broadcast, or packed as
-``(H, total, D)``. What a kernel cannot read in place (16-bit floats, unaligned or strided rows,
-rows that do not fill whole vectors) is copied once, in the accumulator's type.
+``(H, total, D)``. Arrays that a kernel cannot read in place (16-bit floats, unaligned or strided
+rows, rows that do not fill whole vectors) are copied once, in the accumulator's type.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Programs:
     slope: Program
     mask: Program
     tile: Program
-    tables: object = None  # holds the arrays that programs read by their addresses
-    ranges: tuple[Array, Array] | None = None  # instead of mask and tile: see `KeyRanges`
+    tables: object = None  # keeps alive the arrays that programs read by their addresses
+    ranges: tuple[Array, Array] | None = None  # replaces mask and tile: see `KeyRanges`
 
     @property
     def may_mask(self) -> bool:
@@ -160,7 +160,7 @@ class Layout:
         )
 
     def _per_entry(self, value: Any) -> Array:
-        # A copy always: a read-only array would be another type, and compile every kernel again.
+        # Always a copy: a read-only array would be another type, and compile every kernel again.
         return np.array(np.broadcast_to(np.asarray(value, np.int64), (self.batch,)))
 
     def entries(self, lead: tuple[int, ...]) -> Array:
@@ -234,7 +234,7 @@ class Layout:
     def shared_blocks(
         self, lead: tuple[int, ...], lengths: Array, block: int, last_first: bool
     ) -> tuple[Array, Array]:
-        """Return work of (first member, last member, block), and the members it speaks of.
+        """Return work items (first member, last member, block), and the members.
 
         Batch entries to which an operand was broadcast are members of one group.
         """
@@ -255,7 +255,7 @@ class Layout:
         return len(starts), members, starts
 
     def panels(self, array: Array, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
-        """Return every query block of an array as a (depth, lanes) panel, and where each lies.
+        """Return every query block of an array as a (depth, lanes) panel, and the place of each.
 
         A short block has a narrow panel, whose last lanes are 0 where there is no query.
         """
@@ -306,7 +306,7 @@ class Layout:
         return entry[:, : self.len_q[b]]
 
     def key_ranges(self, ends: tuple[Array, Array] | None) -> KeyRanges:
-        """Return where each query's first and last key lie.
+        """Return the ranges of keys, with the place of each query's first and last key.
 
         The ends have axes (B, H, L), or (H, total) of packed sequences, of which all but the last
         may have length 1.

@@ -16,8 +16,8 @@ from .structs import Struct
 class Rows(NamedTuple):
     """Rows of contiguous elements of the accumulator's type, by batch entry, head and position.
 
-    Element (b, h, i, d) lies ``batch[b] + h * head + i * row + d`` elements behind `address`. For a
-    quantity of one number per row (lse, delta) a row has one element.
+    Element (b, h, i, d) is ``batch[b] + h * head + i * row + d`` elements after `address`. A
+    quantity with one number per row (lse, delta) has rows of one element.
     """
 
     address: int
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     row: int
 
 
-# What a kernel takes.
+# The type for kernels.
 ROWS = Struct(Rows, (INT, INTS, INT, INT))
 
 

@@ -1,9 +1,9 @@
 """Two sets of keys become one: their row maximum m, row sum l and output o, not yet divided by l.
 
-A set without keys has l = 0 and changes no bit of another; merged into one without keys, a set is
-copied. Every product and every sum is written as one instruction, and all merges run one compiled
-kernel, by its address: in whichever order in time sets are merged, the same two sets give the same
-bits.
+A set without keys has l = 0 and changes no bit of another set; a set that is merged into an empty
+one is copied. Every product and every sum is written as one instruction, and all merges run the
+same compiled kernel, by its address: so two sets always give the same bits, whenever they are
+merged.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from .jit import helper
 ROUNDS = 10
 MULTIPLIER_0 = 0xD2511F53
 MULTIPLIER_1 = 0xCD9E8D57
-# The key is bumped each round by the golden ratio and by sqrt(3) - 1, as 32-bit fractions.
+# Each round adds the golden ratio and sqrt(3) - 1, as 32-bit fractions, to the key.
 WEYL_0 = 0x9E3779B9
 WEYL_1 = 0xBB67AE85
 MASK_32 = 0xFFFFFFFF
@@ -77,7 +77,7 @@ def split_seed(seed: int) -> tuple[int, int]:
     Parameters
     ----------
     seed : int
-        A 64-bit unsigned number; a 0-d integer array is taken too.
+        A 64-bit unsigned number, or a 0-d integer array.
 
     Returns
     -------
@@ -103,7 +103,7 @@ def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: 
     tuple of 4 ndarray of uint32
         The random words, each of the broadcast shape of the counter.
     """
-    # uint64 throughout: a product of two 32-bit words then holds its high word as well.
+    # uint64 throughout, so that a product of two 32-bit words includes its high word.
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(c).astype(np.uint64) for c in counter))
     low = np.uint64(MASK_32)
     shift = np.uint64(32)

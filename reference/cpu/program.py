@@ -2,8 +2,8 @@
 
 An instruction is six integers, ``opcode, lanes, target, a, b, c``. Registers hold one row of a
 tile, one value per query (``lanes`` = 1) or a single value (``lanes`` = 0). Integers and conditions
-live in int64 registers, floats in registers of the accumulator's type (float32 for masks), each
-written once. Every operation rounds by itself, as NumPy's does: nothing is contracted.
+are in int64 registers, and floats in registers of the accumulator's type (float32 for masks); each
+register is written once. Every operation rounds separately, as in NumPy: nothing is contracted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SYMBOLS = tuple("b h j len_q len_k start_q start_k i_low i_high j_low j_high".sp
 # A table: address, element kind, axes, smallest and largest element, lengths, byte strides.
 MAX_AXES = 8
 TABLE_WORDS = 5 + 2 * MAX_AXES
-# A range of more elements than this is bounded by the whole array's extremes.
+# For a range of more elements than this, the bounds are the whole array's extremes.
 RANGE_LIMIT = 16384
 
 KINDS = tuple(
@@ -79,7 +79,7 @@ def empty_program() -> Program:
     )
 
 
-# What a kernel takes.
+# The type for kernels.
 PROGRAM = Struct(Program, (TABLE, INT, INT, INT, INT, INTS, INTS, vector(types.float64), TABLE))
 
 
@@ -87,7 +87,7 @@ def describe_table(array: np.ndarray[Any, Any]) -> list[int]:
     """Return the table row by which a program reads `array`, in place."""
     if array.ndim > MAX_AXES:
         raise ValueError(
-            f"lookup: an array with {array.ndim} axes came; wanted at most {MAX_AXES}."
+            f"lookup: got an array with {array.ndim} axes; expected at most {MAX_AXES}."
         )
     low, high = 0, 0
     if array.size > RANGE_LIMIT and array.dtype.kind in "iub":
@@ -157,7 +157,7 @@ def bfloat_to_float(bits):
 @helper
 def _load_as_int(place, kind):
     if kind == 0:
-        return np.int64(_load_uint8(place) != 0)  # a view of other bytes as bool holds more than 1
+        return np.int64(_load_uint8(place) != 0)  # a bool view of other bytes may hold more than 1
     if kind == 5:
         return _load_uint8(place)
     if kind == 1:
@@ -198,8 +198,8 @@ def _find_places(table, operands, start, ri, n, places):
 @helper
 def _index_range(table, operands, start, ri, axis):
     """Return the first index and the number of indices that a range reads along an axis."""
-    # Indices are proven in range; their bounds may be wider, where floats were rounded outward, or
-    # cross, where elements that they hang on change in between.
+    # Indices are proven in range. Their bounds may be wider, if floats were rounded outward, or
+    # cross, if elements that they depend on change in between.
     first = max(ri[operands[start + axis], 0], 0)
     last = min(ri[operands[start + table[2] + axis], 0], table[5 + axis] - 1)
     return first, max(last - first + 1, 0)
@@ -426,10 +426,11 @@ def run(program, first, last, lanes, symbols, i0, score, ri, rf):
     code, ints, floats = program.code, program.ints, program.floats
     for step in range(first, last):
         op, n = code[step, 0], lanes if code[step, 1] else 1
-        # Unsigned, because a negative index would count from the end, which is asked for each lane.
+        # Unsigned, because otherwise each lane would check for negative indices, which count from
+        # the end.
         to, a = np.uint64(code[step, 2]), np.uint64(code[step, 3])
         b, c = np.uint64(code[step, 4]), np.uint64(code[step, 5])
-        # Here and not in a function, to which all it needs would have to be handed.
+        # Here and not in a function, which would need too many arguments.
         if op == Op.SYMBOL:
             ri[to, 0] = symbols[a]
         elif op == Op.I:

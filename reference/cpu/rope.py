@@ -33,7 +33,7 @@ def rope(
     else:
         firsts, seconds = slice(0, pairs), slice(pairs, rotated)
     out[..., rotated:] = x[..., rotated:]
-    # So few rows at a time that what is between their loads and stores stays in the cache.
+    # Only a few rows at a time, so that they stay in the cache between loads and stores.
     length = x.shape[-2]
     step = max(1, CHUNK * length // max(1, x[..., 0].size * pairs))
     for begin in range(0, length, step):

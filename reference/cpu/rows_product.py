@@ -1,8 +1,8 @@
-"""Products with rows that lie anywhere: queries times keys, weights times values of a leaf.
+"""Products with rows at any addresses: queries times keys, weights times values of a leaf.
 
 Rows of keys and values are given by their addresses, so that a page table costs nothing. Every
-element of a result is one sum in one order, by fused operations that are written as such: it is the
-same whatever else is computed beside it.
+element of a result is one sum in a fixed order, with explicit fused operations, so it does not
+depend on what else is computed.
 """
 
 from __future__ import annotations
@@ -234,8 +234,9 @@ def multiply_keys(
 ):
     """s[r, j] = scale * sum over d of q[r, d] * key j's element d.
 
-    `q`, `places` and `s` are addresses. Keys are taken four at a time: `places` and the rows of `s`
-    are filled up to that. The values' rows, of `value_size` bytes, begin to be loaded meanwhile.
+    `q`, `places` and `s` are addresses. Keys are processed four at a time: `places` and the rows of
+    `s` are padded to a multiple of four. Meanwhile, rows of the values, of `value_size` bytes, are
+    prefetched.
     """
     vectors = columns * itemsize // VECTOR_BYTES
     for j in range(0, keys, KEYS):
@@ -255,7 +256,7 @@ def multiply_values(
 ):
     """o[r, d] = sum over j < keys of p[r, j] * value j's element d; all are addresses.
 
-    `ahead_rows` rows of `ahead_size` bytes begin to be loaded meanwhile.
+    Meanwhile, `ahead_rows` rows of `ahead_size` bytes are prefetched.
     """
     lanes = VECTOR_BYTES // itemsize
     vectors = columns // lanes

@@ -1,8 +1,8 @@
-"""Structures in memory: what kernels take by one address instead of by a hundred values.
+"""Structures in memory, which kernels take as one address instead of a hundred values.
 
 A structure is a named tuple of numbers, contiguous arrays and other structures. Python packs it
-into words of 8 bytes; a kernel reads a field by its name, where it uses it. An array is its address
-and its lengths; a structure within another one is its words.
+into words of 8 bytes, and a kernel reads a field by its name when it uses it. An array is stored as
+its address and its lengths; a structure within another one as its words.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Struct(types.Type):  # type: ignore[misc]
     fields : type
         The named tuple.
     members : tuple of numba.types.Type
-        What its fields are: int64, float32, float64, C-contiguous arrays, and structures.
+        The types of its fields: int64, float32, float64, C-contiguous arrays, and structures.
     """
 
     def __init__(self, fields: Any, members: tuple[types.Type, ...]) -> None:
@@ -53,7 +53,8 @@ class Struct(types.Type):  # type: ignore[misc]
             )
             for member in members
         ]
-        # Numba tells types by their names, which become part of the names of functions: short ones.
+        # Numba distinguishes types by their names, which become part of the names of functions, so
+        # they are short.
         digest = hashlib.sha256(repr((fields.__module__, members)).encode()).hexdigest()
         super().__init__(f"{fields.__name__}_{digest[:12]}")
 
@@ -105,7 +106,7 @@ class ArrayForm:
                 f"got an array {array.dtype} {array.shape} with strides {array.strides}, expected "
                 f"{self._kind}"
             )
-        # Nothing of an array without elements is read.
+        # An array without elements is never read.
         return address(array) if array.size else 0, *array.shape
 
 
@@ -130,7 +131,7 @@ def _read_field(context: Any, builder: Any, kind: Struct, value: Any, name: str)
     def word_at(offset: int, of: ir.Type) -> Any:
         place = builder.add(value, word(offset))
         read = builder.load(builder.inttoptr(place, of.as_pointer()))
-        # A structure is written before its kernel begins, and by nobody while it runs.
+        # A structure is written before its kernel begins, and never while it runs.
         read.set_metadata("invariant.load", builder.module.add_metadata([]))
         return read
 

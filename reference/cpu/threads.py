@@ -1,7 +1,7 @@
-"""The CPU's threads: work items handed out in order to whoever is free.
+"""The CPU's threads: work items are handed out in order to threads that are free.
 
 Kernels release the GIL, so Python's threads are enough, and any number of callers may share them.
-Every item is computed the same way whoever computes it: results do not depend on the threads.
+Every item is computed in the same way by any thread, so results do not depend on the threads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def num_threads() -> int:
     if chosen:
         if not chosen.isdecimal() or int(chosen) < 1:
             raise ValueError(
-                f"CUPYFLASH_NUM_THREADS is {chosen!r}; wanted a whole number, 1 or more. Correct "
-                "this environment variable, or unset it for one thread per CPU."
+                f"CUPYFLASH_NUM_THREADS is {chosen!r}; expected a whole number, 1 or more. "
+                "Correct this environment variable, or unset it for one thread per CPU."
             )
         return int(chosen)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,14 +48,14 @@ def _shared_pool(workers: int) -> ThreadPoolExecutor:
         return _pool
 
 
-_SHORT, _LONG = 0.02, 0.1  # seconds that a chunk should take: between chunks Ctrl-C is heard
+_SHORT, _LONG = 0.02, 0.1  # seconds that a chunk should take; Ctrl-C takes effect between chunks
 
 
 class _Job:
     """One call's items: threads take them in chunks until none is left, or one chunk has failed.
 
-    A kernel knows addresses only, so the job holds the arrays that they belong to. A helper holds
-    the job: however its caller leaves, what it writes to is there.
+    A kernel has only addresses, so the job holds the arrays that they belong to. A helper holds the
+    job: even if its caller leaves, the memory that it writes to exists.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class _Job:
                     self._changed.wait_for(lambda: not self._helpers)
                     self._run = self._arrays = None  # a late helper may hold the job for a while
                 break
-            except KeyboardInterrupt as again:  # a second Ctrl-C, and memory is still being written
+            except KeyboardInterrupt as again:  # a second Ctrl-C, while memory is being written
                 self._error = self._error or again
         error, self._error = self._error, None
         try:
@@ -129,19 +129,19 @@ class _Job:
 def parallel(run: Callable[[int, int], None], items: int, arrays: object = None) -> None:
     """Call ``run(first, last)`` over all of ``range(items)``, in chunks, on several threads.
 
-    The caller works too, so that callers that share the pool never wait for each other's turn. An
-    exception of any chunk is raised here, once all threads have stopped; chunks that nobody has
-    begun are then left out. Chunks are short, so that Ctrl-C is heard soon.
+    The caller works, too, so that callers that share the pool never wait for each other's turn. If
+    a chunk raises an exception, it is raised here once all threads have stopped; chunks that have
+    not begun are left out. Chunks are short, so that Ctrl-C soon takes effect.
 
     Parameters
     ----------
     run : callable
-        Computes the items from `first` to `last`, without the latter.
+        Computes the items from `first` up to, but not including, `last`.
     items : int
         How many there are.
     arrays : object
-        Whatever holds the arrays whose addresses `run` knows. They stay alive as long as any thread
-        computes.
+        Any object that holds the arrays whose addresses `run` uses. They stay alive as long as any
+        thread computes.
     """
     workers = min(num_threads(), items)
     if not items:
@@ -152,7 +152,8 @@ def parallel(run: Callable[[int, int], None], items: int, arrays: object = None)
         job.finish()
         return
     try:
-        # Where no thread can be had (a limit, or the interpreter is ending) fewer do the work.
+        # If no thread can be started (there is a limit, or the interpreter is ending), fewer
+        # threads do the work.
         with contextlib.suppress(RuntimeError):
             pool = _shared_pool(workers - 1)
             for _ in range(workers - 1):

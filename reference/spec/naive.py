@@ -1,9 +1,9 @@
-"""The specification's public calls: shapes in front of the formulas of `naive_formulas`.
+"""The specification's public calls, which handle shapes for the formulas of `naive_formulas`.
 
 `attention` and `attention_backward` follow `numpy.matmul`: leading axes broadcast, two-dimensional
-arrays are one head, query heads share key heads in groups of Hq / Hkv, and the gradient of whatever
-was broadcast or shared is a sum. The variable-length calls run the same formulas once per sequence.
-Nothing here is tiled, and nothing is rounded to the type of the inputs.
+arrays are one head, query heads share key heads in groups of Hq / Hkv, and the gradient of an array
+that was broadcast or shared is a sum. The variable-length calls run the same formulas once per
+sequence. Nothing here is tiled, and nothing is rounded to the type of the inputs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Naive(NamedTuple):
     lse : ndarray, shape (..., Hq, Lq)
         Natural logarithm of the row sums, before dropout, with the sink.
     probs : ndarray, shape (..., Hq, Lq, Lk), or None
-        P before dropout, where asked for.
+        P before dropout, if asked for.
     """
 
     out: Array
@@ -64,7 +64,7 @@ class Gradients(NamedTuple):
     dq, dk, dv : ndarray
         Shaped like q, k and v.
     dbias, dsink : ndarray or None
-        Shaped like the bias and the sink; None where there was none.
+        Shaped like the bias and the sink; None if there was none.
     """
 
     dq: Array
@@ -86,7 +86,7 @@ class Lead(NamedTuple):
     heads : int
         Query heads Hq.
     flat : bool
-        Whether all three arrays are two-dimensional, so that results are too.
+        Whether all three arrays are two-dimensional; then results are, too.
     """
 
     axes: tuple[int, ...]
@@ -105,9 +105,9 @@ def lead_of(q: Array, k: Array, v: Array) -> Lead:
     flat = q.ndim == k.ndim == v.ndim == 2
     q, k, v = with_heads(q), with_heads(k), with_heads(v)
     if k.shape[-3] != v.shape[-3] or (k.shape[-3] and q.shape[-3] % k.shape[-3]):
-        raise ValueError(f"heads of q, k, v do not fit: {q.shape}, {k.shape}, {v.shape}")
+        raise ValueError(f"heads of q, k, v do not match: {q.shape}, {k.shape}, {v.shape}")
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"q, k, v do not fit: {q.shape}, {k.shape}, {v.shape}")
+        raise ValueError(f"shapes of q, k, v do not match: {q.shape}, {k.shape}, {v.shape}")
     axes = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     return Lead(axes, int(np.prod(axes, dtype=np.int64)), q.shape[-3], flat)
 
@@ -121,7 +121,7 @@ def per_query_head(x: Array, lead: Lead, dtype: Any) -> Array:
 
 
 def sum_to_shape(gradient: Array, lead: Lead, shape: tuple[int, ...]) -> Array:
-    """Sum (B, Hq, ...) over everything that was broadcast or repeated to it from `shape`.
+    """Sum (B, Hq, ...) over all axes along which an array of `shape` was broadcast or repeated.
 
     The heads that share a key or value head are neighbours, so they are summed first.
     """
@@ -189,7 +189,7 @@ def attention(
     dtype: Any = np.float64,
     return_probs: bool = False,
 ) -> Naive:
-    """Compute exact attention with the scores materialised.
+    """Compute exact attention with all scores in memory.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ def attention(
     scale : float, optional
         Factor of q·k; 1/sqrt(D) by default.
     dropout : float
-        Probability of a pair to be dropped from the output.
+        Probability that a pair is dropped from the output.
     seed : int, optional
         64-bit seed of the dropout.
     dtype : type
@@ -253,11 +253,11 @@ def attention_backward(
     Parameters
     ----------
     do : array_like, shaped like the output
-        Gradient by the output.
+        Gradient of the output.
     q, k, v : array_like
         As in `attention`.
     dlse : array_like, shaped like the LSE, or None
-        Gradient by the LSE.
+        Gradient of the LSE.
     mask, score_mod, bias, sink : optional
         As in `attention`.
     scale, dropout, seed, dtype : optional
@@ -266,8 +266,8 @@ def attention_backward(
     Returns
     -------
     Gradients
-        In `dtype`; each of its input's shape, summed over the axes along which that input was
-        broadcast and over the query heads that share a key head.
+        Gradients in `dtype`, each with its input's shape, summed over the axes along which that
+        input was broadcast and over the query heads that share a key head.
     """
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     lead, f = forward_dense(
@@ -309,7 +309,7 @@ def sequences(
         rows_k = slice(int(starts_k[s]), int(starts_k[s + 1]))
         len_q, len_k = int(lengths_q[s]), int(lengths_k[s])
         _, h, i, j = np.ogrid[0:1, 0 : lead.heads, 0:len_q, 0:len_k]
-        b = np.full((1, 1, 1, 1), s, np.int64)  # arrays of b's shape, as a batched call has them
+        b = np.full((1, 1, 1, 1), s, np.int64)  # arrays of b's shape, as in a batched call
         sizes = Sizes((n,), lead.heads, b * 0 + len_q, b * 0 + len_k, b * 0 + rows_q.start,
                       b * 0 + rows_k.start)  # fmt: skip
         here = (slice(s, s + 1), slice(None), slice(0, len_q), slice(0, len_k))
@@ -382,11 +382,11 @@ def attention_varlen_backward(
     Parameters
     ----------
     do : array_like, shape (Hq, total_q, Dv)
-        Gradient by the output.
+        Gradient of the output.
     q, k, v, offsets_q, offsets_k : array_like
         As in `attention_varlen`.
     dlse : array_like, shape (Hq, total_q), or None
-        Gradient by the LSE.
+        Gradient of the LSE.
     dtype : type
         Computing type.
     **options
@@ -395,7 +395,8 @@ def attention_varlen_backward(
     Returns
     -------
     Gradients
-        Packed like the inputs; `dbias` and `dsink` summed over the sequences they were shared by.
+        Gradients packed like the inputs; `dbias` and `dsink` are summed over the sequences that
+        share them.
     """
     q, k, v, do = np.asarray(q), np.asarray(k), np.asarray(v), np.asarray(do).astype(dtype)
     dq, dk, dv = (np.zeros(x.shape, dtype) for x in (q, k, v))

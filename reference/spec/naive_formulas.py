@@ -1,8 +1,8 @@
 """The formulas of the specification: attention and its gradients with every score written out.
 
-This is the text that kernels are compared with, so it follows the formulas and nothing else: no
-tiles, no running maximum, the whole ``(Lq, Lk)`` matrix in memory, float64 or long double. For one
-head, with i over queries, j over keys and c over value columns::
+Kernels are compared with this code, so it follows only the formulas: it has no tiles and no running
+maximum, and the whole ``(Lq, Lk)`` matrix is in memory, in float64 or long double. For one head,
+with i over queries, j over keys and c over value columns::
 
     s_ij = scale * sum_d q_id k_jd                       raw scores
     t_ij = score_mod(s_ij) + bias_ij                     logits; allowed where the mask is True
@@ -13,7 +13,7 @@ head, with i over queries, j over keys and c over value columns::
     Z_ij = kept_ij / P(kept)                             dropout; 1 without it
     O_ic = sum_j P_ij Z_ij v_jc
 
-and backward, for a loss whose derivatives by O and LSE are dO and dLSE::
+and in the backward, for a loss whose derivatives with respect to O and LSE are dO and dLSE::
 
     dV_jc    = sum_i P_ij Z_ij dO_ic
     dP_ij    = Z_ij sum_c dO_ic v_jc
@@ -25,9 +25,8 @@ and backward, for a loss whose derivatives by O and LSE are dO and dLSE::
     dsink    = sum_i p_i (dLSE_i - delta_i)
 
 A row that may see nothing has O = 0, LSE = -inf (O = 0 and LSE = sink with a sink) and zero
-gradients. A pair that is not allowed takes part in nothing: whatever its query, key or value holds,
-NaN included, changes no other number, because products are selected away and never multiplied by
-zero.
+gradients. A pair that is not allowed has no influence: nothing in its query, key or value, not even
+NaN, changes another number, because its products are left out instead of being multiplied by zero.
 
 References
 ----------
@@ -47,7 +46,7 @@ Array = NDArray[Any]
 
 
 class Sizes(NamedTuple):
-    """What a mask or a score may know of the problem beside the position of a pair.
+    """What a mask or a score may know about the problem besides the position of a pair.
 
     Parameters
     ----------
@@ -59,7 +58,7 @@ class Sizes(NamedTuple):
     len_q, len_k : int or ndarray
         Lengths; arrays that broadcast with b in variable-length calls.
     start_q, start_k : int or ndarray
-        First packed row of sequence b; 0 where nothing is packed.
+        First packed row of sequence b; 0 if nothing is packed.
     """
 
     lead: tuple[int, ...]
@@ -71,7 +70,7 @@ class Sizes(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Everything the forward pass materialises, four-dimensional, one entry per *query* head.
+    """All arrays of the forward pass, four-dimensional, with one entry per *query* head.
 
     Parameters
     ----------
@@ -84,7 +83,7 @@ class Forward(NamedTuple):
     positions : tuple of 4 ndarray
         b, h, i, j, shaped to broadcast to (B, Hq, Lq, Lk).
     sizes : Sizes
-        What masks and scores were given.
+        The sizes that masks and scores get.
     scores, logits, slope : ndarray, shape (B, Hq, Lq, Lk)
         s, t and dt/ds; 0, -inf and 0 where not allowed.
     allowed : ndarray of bool, shape (B, Hq, Lq, Lk)
@@ -126,12 +125,12 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Everything the backward pass materialises, one entry per query head, nothing summed yet.
+    """All arrays of the backward pass, with one entry per query head; nothing is summed yet.
 
     Parameters
     ----------
     do, dlse : ndarray, shape (B, Hq, Lq, Dv) and (B, Hq, Lq)
-        What came in; zeros for an absent `dlse`.
+        The incoming gradients; zeros for an absent `dlse`.
     dprobs, dlogits, dscores : ndarray, shape (B, Hq, Lq, Lk)
         dP (with its dropout weights), dT and dS.
     delta : ndarray, shape (B, Hq, Lq)
@@ -162,17 +161,17 @@ def score_chain(score_mod: Any) -> tuple[Any, ...]:
 
 
 def select_matmul(weights: Array, allowed: Array, values: Array) -> Array:
-    """Sum ``weights[m, n] * values[n]`` over n, over the allowed pairs only.
+    """Sum ``weights[m, n] * values[n]`` over n, for allowed pairs only.
 
-    A pair that is not allowed has weight 0, which is enough for finite values; rows of `values`
-    with NaN or infinities are added one by one, to the rows that may see them and to no other.
+    A pair that is not allowed has weight 0, which is enough for finite values. Rows of `values`
+    with NaN or infinities are added one by one, only to the rows that may see them.
 
     Parameters
     ----------
     weights, allowed : ndarray, shape (B, H, M, N)
-        Weights, 0 where not allowed, and which pairs are.
+        Weights (0 for pairs that are not allowed), and which pairs are allowed.
     values : ndarray, shape (B, H, N, C)
-        What is summed.
+        The values to sum.
 
     Returns
     -------
@@ -233,7 +232,7 @@ def forward_block(
     logits = np.where(allowed, logits, -np.inf)
     slope = np.where(allowed, slope, 0)
 
-    # Softmax. Subtracting the maximum changes nothing but the range of the exponentials.
+    # Softmax. Subtracting the maximum changes only the range of the exponentials.
     maximum = logits.max(axis=-1, initial=-np.inf)
     if sink is not None:
         maximum = np.maximum(maximum, sink)
@@ -270,7 +269,7 @@ def backward_block(forward: Forward, do: Array, dlse: Array | None) -> Backward:
     dprobs = np.where(allowed, f.weights * (do @ f.v.swapaxes(-1, -2)), 0)
     delta = np.where(allowed.any(axis=-1), (do * f.out).sum(axis=-1), 0)
     dlogits = np.where(allowed, f.probs * (dprobs - (delta - dlse)[..., None]), 0)
-    # Selected, because the slope of a score may be infinite where the gradient is selected away.
+    # Selected, because the slope of a score may be infinite where the gradient is left out.
     dscores = np.where(allowed, dlogits * f.slope, 0)
     dq = f.scale * select_matmul(dscores, allowed, f.k)
     dk = f.scale * select_matmul(dscores.swapaxes(-1, -2), allowed_t, f.q)

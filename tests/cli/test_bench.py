@@ -300,7 +300,7 @@ def test_a_pytorch_that_does_not_serve_is_told(forget, monkeypatch):
     assert peers["torch-math"].obstacle("cpu") == ""
     fake_torch(monkeypatch, version="2.3.1")
     torch_peers.find.cache_clear()
-    assert "2.3.1, 2.5 is wanted" in peers["torch-math"].obstacle("cpu")
+    assert "got PyTorch 2.3.1; expected 2.5" in peers["torch-math"].obstacle("cpu")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs PyTorch")

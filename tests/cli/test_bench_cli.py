@@ -143,19 +143,19 @@ def test_ended_early_it_shows_what_there_is(error, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--only", "torch"], "contender 'torch' came; there are cupyflash, standard"),
-        (["--against", "xformers"], "contender 'xformers'"),
+        (["--only", "torch"], "contender: got 'torch'; expected one of cupyflash, standard"),
+        (["--against", "xformers"], "contender: got 'xformers'"),
         (["--only", "torch-flash"], "on a GPU only"),
-        (["--shape", "1,2"], "shape '1,2' came"),
-        (["--shape", "1,2,8,8", "--suite", "quick"], "--suite and --shape came"),
-        (["--variant", "causal=3"], "variant 'causal=3'"),
+        (["--shape", "1,2"], "shape: got '1,2'"),
+        (["--shape", "1,2,8,8", "--suite", "quick"], "got --suite and --shape"),
+        (["--variant", "causal=3"], "variant: got 'causal=3'"),
         (["--graphs"], "on a GPU only"),
         (["--plot", "picture.pdf"], "ends in .svg or .png"),
         (["--plot", "nowhere/picture.svg"], "--plot: there is no folder nowhere"),
         (["--json", "nowhere/found.json"], "--json: there is no folder nowhere"),
-        (["--picture", "rate"], "--picture came without --plot"),
+        (["--picture", "rate"], "got --picture without --plot"),
         (["--load", "absent.json"], "absent.json"),
-        (["--load", "absent.json", "--suite", "quick"], "--suite, --device came with --load"),
+        (["--load", "absent.json", "--suite", "quick"], "got --suite, --device with --load"),
     ],
 )
 def test_what_cannot_be_done_is_told_before_anything_is_measured(
@@ -247,7 +247,7 @@ def test_nothing_to_draw_is_told(tmp_path):
     nothing = dataclasses.replace(report, rows=())
     with pytest.raises(ValueError, match="nothing to draw"):
         plot.draw(nothing, tmp_path / "x.svg", "standard")
-    with pytest.raises(ValueError, match="a speed-up needs torch-math"):
+    with pytest.raises(ValueError, match="a speed-up needs measurements of torch-math"):
         plot.draw(report, tmp_path / "x.svg", "torch-math", ["speed-up"])
 
 

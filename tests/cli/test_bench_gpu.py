@@ -154,6 +154,6 @@ def test_no_gpu_is_told(monkeypatch, capsys):
     pytest.importorskip("rich", reason='pip install ".[bench]"')
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert main(["bench", "--device", "gpu"]) == 2
-    assert "--device gpu: no GPU can be used, since CuPy is not installed" in " ".join(
+    assert "--device gpu: no GPU can be used, because CuPy is not installed" in " ".join(
         capsys.readouterr().err.split()
     )

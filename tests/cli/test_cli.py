@@ -84,9 +84,9 @@ def test_the_script_is_installed():
          "info\n"),
         (["--"], "COMMAND"),
         (["demo", "--dtype", "int8"], "'int8'"),
-        (["demo", "--repeat", "0"], "'0' came, a whole number from 1 was wanted"),
+        (["demo", "--repeat", "0"], "got '0'; expected a whole number of 1 or more"),
         (["demo", "--device", "tpu"], "'tpu'"),
-        (["demo", "--runs", "x"], "'x' came, a whole number from 1 was wanted"),
+        (["demo", "--runs", "x"], "got 'x'; expected a whole number of 1 or more"),
         (["info", "--all"], "--all"),
     ],
 )  # fmt: skip

@@ -150,10 +150,10 @@ def test_the_device_at_hand():
     with mock.patch.object(cuda_device, "here", return_value=known):
         assert explain(SHAPE, device="gpu").roofline == explain(SHAPE).roofline
     with mock.patch.object(cuda_device, "here", side_effect=ImportError("no cupy")):
-        assert "CPU, because no GPU is at hand (ImportError: no cupy)" in explain(
+        assert "CPU, because no GPU is available (ImportError: no cupy)" in explain(
             SHAPE, device=None
         ).device  # fmt: skip
-        with pytest.raises(ArgumentError, match=r'"gpu" came, and no GPU is at hand .*no cupy'):
+        with pytest.raises(ArgumentError, match=r'got "gpu", but no GPU is available .*no cupy'):
             explain(SHAPE, device="gpu")
 
 
@@ -357,17 +357,22 @@ def test_limits_are_those_of_the_tables():
             ((2, 0, 64),),
             {},
             ArgumentError,
-            r"q: \(2, 0, 64\) came; wanted an array, or integers of 1",
+            r"q: got \(2, 0, 64\); expected an array, or integers of 1",
         ),
-        (("2,3",), {}, ArgumentTypeError, "q: '2,3' came; wanted an array"),
+        (("2,3",), {}, ArgumentTypeError, "q: got '2,3'; expected an array"),
         (((8, 64), (8, 32)), {}, ArgumentError, "64"),
         (((3, 8, 64), (2, 8, 64)), {}, ArgumentError, "grouped-query"),
-        (((8, 64),), {"dtype": "int8"}, ArgumentTypeError, "dtype: 'int8' came; wanted one of"),
-        (((8, 64),), {"device": "V100"}, ArgumentError, r"'V100' came; wanted \"cpu\", .*T4, A10,"),
+        (((8, 64),), {"dtype": "int8"}, ArgumentTypeError, "dtype: got 'int8'; expected one of"),
+        (
+            ((8, 64),),
+            {"device": "V100"},
+            ArgumentError,
+            r"got 'V100'; expected \"cpu\", .*T4, A10,",
+        ),
         (((8, 64),), {"device": "A100"}, ArgumentError, "did you mean A100-40GB or A100-80GB"),
-        (((8, 64),), {"device": "H2"}, ArgumentError, r"'H2' came; .*did you mean H20 or H200\?"),
-        (((8, 64),), {"device": 3}, ArgumentTypeError, "device: int came"),
-        (((8, 64),), {"mask": "causal"}, ArgumentTypeError, "mask: str came; wanted a mask"),
+        (((8, 64),), {"device": "H2"}, ArgumentError, r"got 'H2'; .*did you mean H20 or H200\?"),
+        (((8, 64),), {"device": 3}, ArgumentTypeError, "device: got int"),
+        (((8, 64),), {"mask": "causal"}, ArgumentTypeError, "mask: got str; expected a mask"),
         (((8, 64),), {"mask": masks.segments(np.arange(7))}, ArgumentError, "shape"),
     ],
 )
@@ -468,17 +473,17 @@ def test_a_terminal_without_block_characters(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["256,64", "--mask", "cusal"], "--mask: 'cusal' came; wanted causal, window, prefix"),
+        (["256,64", "--mask", "cusal"], "--mask: got 'cusal'; expected causal, window, prefix"),
         (["256,64", "--mask", "causl"], "or module:name; did you mean causal?"),
-        (["256,64", "--mask", "window(1"], "--mask: 'window(1' came; wanted causal"),
+        (["256,64", "--mask", "window(1"], "--mask: got 'window(1'; expected causal"),
         (["256,64", "--mask", "window(1)"], "missing 1 required positional argument: 'right'"),
-        (["256,64", "--mask", "dilated(0)"], "dilated: step is 0; wanted an integer of 1 or more"),
-        (["256,64", "--mask", "documents(0)"], "documents: 0 came"),
+        (["256,64", "--mask", "dilated(0)"], "dilated: step is 0; expected an integer of 1"),
+        (["256,64", "--mask", "documents(0)"], "documents: got 0"),
         (["256,64", "--mask", "causal(open('x'))"], "--mask: \"causal(open('x'))\""),
         (["256,64", "--mask", "no_module:x"], "cannot be imported (No module named 'no_module')"),
-        (["256,64", "--mask", "cupyflash.masks:causal"], "Call a constructor"),
+        (["256,64", "--mask", "cupyflash.masks:causal"], "masks.causal()"),
         (["256,64", "--score", "softcap(0)"], "softcap"),
-        (["256,64", "--device", "B300"], "device: 'B300' came; wanted \"cpu\", \"gpu\""),
+        (["256,64", "--device", "B300"], "device: got 'B300'; expected \"cpu\", \"gpu\""),
         (["256,64", "--svg", "no/folder/x.svg", "--device", "cpu"], "no/folder"),
     ],
 )  # fmt: skip
@@ -494,4 +499,4 @@ def test_wrong_shapes(capsys, shape):
     with pytest.raises(SystemExit) as error:
         main(["explain", shape])
     assert error.value.code == 2
-    assert f"'{shape}' came, lengths of 1 or more were wanted" in capsys.readouterr().err
+    assert f"got '{shape}'; expected lengths of 1 or more" in capsys.readouterr().err

@@ -46,22 +46,22 @@ def test_axes():
 @pytest.mark.parametrize(
     ("shapes", "options", "words"),
     [
-        (((8, 64),), {"score": None}, "score: no argument of this function; say score_mod="),
+        (((8, 64),), {"score": None}, "score: this function has no such argument; say score_mod="),
         (
             ((8, 64),),
             {"bias": None},
-            "bias: no argument of this .*; it takes q, k, v, dtype,",
+            "bias: this function has no .*; it takes q, k, v, dtype,",
         ),
-        (((8, 64),), {"sinks": None}, "sinks: no argument of this .*; it takes q, k, v, dtype"),
+        (((8, 64),), {"sinks": None}, "sinks: this function has no .*; it takes q, k, v, dtype"),
         (
             ((8, 64), (8, 64), (8, 64), "causal"),
             {},
-            "4 arguments came by position; wanted 3",
+            "got 4 arguments by position; expected 3",
         ),
         (
             (np.ones((8, 64)), np.ones((8, 64), np.float32)),
             {},
-            "q float64, k float32 came; wanted one dtype",
+            "got q float64, k float32; expected one dtype",
         ),
     ],
 )

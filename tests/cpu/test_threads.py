@@ -1,4 +1,4 @@
-"""Threads and processes: the same bits whoever computes them, and nobody waits for ever."""
+"""Threads and processes: the same bits from any thread, and nothing waits for ever."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_too_little_shared_memory_is_an_error():
 def test_a_gpu_that_is_too_old_is_an_error():
     target = Target(0, "an old GPU", (7, 0), 80, 98304)
     q = np.zeros((1, 64), np.float32)
-    with pytest.raises(ArgumentError, match=r"7\.0; wanted a GPU of 7\.5"):
+    with pytest.raises(ArgumentError, match=r"7\.0; expected a GPU of 7\.5"):
         registry.plan(Request(validate.call(q, q, q).problem, target))
 
 

@@ -201,7 +201,7 @@ def test_packed_bytes_are_what_was_told():
     assert read["v"]["data"] == 0
     with pytest.raises(KeyError, match="sorted"):
         layout.pack({"sorted": 1})
-    with pytest.raises(ValueError, match="ints: 3 entries came"):
+    with pytest.raises(ValueError, match="ints: got 3 entries"):
         layout.pack({"ints": [1, 2, 3]})
 
 

@@ -28,7 +28,7 @@ def surrounded(values, guard):
 
 @pytest.fixture
 def changed(monkeypatch):
-    """Change an array whenever the indices that hang on it have been proven."""
+    """Change an array whenever the indices that depend on it have been proven."""
 
     def change(array, value, run="cpu"):
         prove, proven = binding.prove, array.copy()

@@ -108,7 +108,7 @@ def test_one_number_per_batch_entry(argument, make, formula, lead, shape):
     else:
         wide = np.broadcast_to(numbers.reshape(()) if lead == () else numbers, lead)
     same(make(numbers), lead, 2, 5, 6, formula(i, j, wide[..., None, None, None]))
-    with pytest.raises(ArgumentError, match=rf"{argument}: an array of shape \(5,\) came; wanted"):
+    with pytest.raises(ArgumentError, match=rf"{argument}: got an array of shape \(5,\); expected"):
         make(np.arange(5)).to_array(lead, 1, 2, 2)
 
 
@@ -305,10 +305,10 @@ def test_packed_sequences(name):
 def test_packed_arrays_of_wrong_size():
     whole = Sizes((3,), 2, np.diff(OFFSETS_Q), np.diff(OFFSETS_K), OFFSETS_Q[:-1], OFFSETS_K[:-1])
     for mask, words in (
-        (masks.segments(IDS_Q[:-1], IDS_K), r"segments: q_ids: .*\(6,\) came; wanted .*\(7,\)"),
-        (masks.segments(IDS_Q), r"segments: k_ids: .*\(7,\) came; wanted .*\(11,\)"),
-        (masks.dense(DENSE[..., :-1]), r"mask: .*\(3, 1, 5, 5\) came; wanted .*\(3, 2, 5, 6\)"),
-        (masks.lengths([1, 2]), r"lengths: k_lengths: .*\(2,\) came; wanted .*\(3,\)"),
+        (masks.segments(IDS_Q[:-1], IDS_K), r"segments: q_ids: got .*\(6,\); expected .*\(7,\)"),
+        (masks.segments(IDS_Q), r"segments: k_ids: got .*\(7,\); expected .*\(11,\)"),
+        (masks.dense(DENSE[..., :-1]), r"mask: got .*\(3, 1, 5, 5\); expected .*\(3, 2, 5, 6\)"),
+        (masks.lengths([1, 2]), r"lengths: k_lengths: got .*\(2,\); expected .*\(3,\)"),
     ):
         with pytest.raises(ArgumentError, match=words):
             bind(mask.expr, flat_sizes(whole))
@@ -323,20 +323,24 @@ def test_packed_arrays_of_wrong_size():
         (
             lambda: masks.causal(True),
             ArgumentTypeError,
-            "causal: offset: a bool came; wanted an int",
+            "causal: offset: got a bool; expected an int",
         ),
-        (lambda: masks.causal(1.5), ArgumentTypeError, "causal: offset: float came; wanted an int"),
+        (
+            lambda: masks.causal(1.5),
+            ArgumentTypeError,
+            "causal: offset: got float; expected an int",
+        ),
         (
             lambda: masks.causal([1.5]),
             ArgumentTypeError,
-            "offset: float64 came.*one entry per batch",
+            "offset: got float64.*one entry per batch",
         ),
-        (lambda: masks.causal("a"), ArgumentTypeError, "causal: offset: str came"),
+        (lambda: masks.causal("a"), ArgumentTypeError, "causal: offset: got str"),
         (lambda: masks.causal(2**63), ArgumentError, "does not fit into 64 bits"),
         (
             lambda: masks.window(1.0, 2),
             ArgumentTypeError,
-            "window: left is 1.0; wanted an integer, or",
+            "window: left is 1.0; expected an integer, or",
         ),
         (
             lambda: masks.window(1, True),
@@ -346,59 +350,79 @@ def test_packed_arrays_of_wrong_size():
         (
             lambda: masks.window(-1, 0),
             ArgumentError,
-            "window: left is -1; wanted 0 or more keys, or None for unbounded",
+            "window: left is -1; expected 0 or more keys, or None for unbounded",
         ),
-        (lambda: masks.window(0, np.int64(-3)), ArgumentError, "window: right is .*-3.*; wanted 0"),
-        (lambda: masks.lengths(-1), ArgumentError, "lengths: k_lengths: -1 came; wanted int"),
-        (lambda: masks.prefix([3, -1]), ArgumentError, "prefix: n: -1 came; wanted integers of 0 "),
+        (
+            lambda: masks.window(0, np.int64(-3)),
+            ArgumentError,
+            "window: right is .*-3.*; expected 0",
+        ),
+        (lambda: masks.lengths(-1), ArgumentError, "lengths: k_lengths: got -1; expected int"),
+        (
+            lambda: masks.prefix([3, -1]),
+            ArgumentError,
+            "prefix: n: got -1; expected integers of 0 ",
+        ),
         (
             lambda: masks.lengths(3, np.array([2, -5])),
             ArgumentError,
-            "lengths: q_lengths: -5 came; wanted integers of 0 or more",
+            "lengths: q_lengths: got -5; expected integers of 0 or more",
         ),
-        (lambda: masks.window(1, 1, 0.5), ArgumentTypeError, "window: offset: float came"),
-        (lambda: masks.lengths(None), ArgumentTypeError, "lengths: k_lengths: NoneType came"),
-        (lambda: masks.lengths(3, 0.5), ArgumentTypeError, "lengths: q_lengths: float came"),
-        (lambda: masks.prefix(np.ones(3)), ArgumentTypeError, "prefix: n: float64 came; wanted"),
+        (lambda: masks.window(1, 1, 0.5), ArgumentTypeError, "window: offset: got float"),
+        (lambda: masks.lengths(None), ArgumentTypeError, "lengths: k_lengths: got NoneType"),
+        (lambda: masks.lengths(3, 0.5), ArgumentTypeError, "lengths: q_lengths: got float"),
+        (lambda: masks.prefix(np.ones(3)), ArgumentTypeError, "prefix: n: got float64; expected"),
         (lambda: masks.prefix(np.ones(3, np.uint64)), ArgumentTypeError, "prefix: n: .*uint64"),
-        (lambda: masks.segments(3), ArgumentTypeError, "segments: q_ids: int came; wanted a"),
-        (lambda: masks.segments([0.5]), ArgumentTypeError, "segments: q_ids: dtype float64 came"),
-        (lambda: masks.segments([1], [0.5]), ArgumentTypeError, "segments: k_ids: dtype float64"),
-        (lambda: masks.dilated(0), ArgumentError, "dilated: step is 0; wanted an integer of 1 or"),
-        (lambda: masks.dilated(2.0), ArgumentError, "dilated: step is 2.0; wanted an integer"),
+        (lambda: masks.segments(3), ArgumentTypeError, "segments: q_ids: got int; expected a"),
+        (lambda: masks.segments([0.5]), ArgumentTypeError, "segments: q_ids: got dtype float64"),
+        (
+            lambda: masks.segments([1], [0.5]),
+            ArgumentTypeError,
+            "segments: k_ids: got dtype float64",
+        ),
+        (
+            lambda: masks.dilated(0),
+            ArgumentError,
+            "dilated: step is 0; expected an integer of 1 or",
+        ),
+        (lambda: masks.dilated(2.0), ArgumentError, "dilated: step is 2.0; expected an integer"),
         (lambda: masks.dilated(True), ArgumentError, "dilated: step is True"),
-        (lambda: masks.blocks([[True]], 0, 1), ArgumentError, "blocks: block_q is 0; wanted"),
-        (lambda: masks.blocks([[True]], 1, 2.5), ArgumentError, "blocks: block_k is 2.5; wanted"),
+        (lambda: masks.blocks([[True]], 0, 1), ArgumentError, "blocks: block_q is 0; expected"),
+        (lambda: masks.blocks([[True]], 1, 2.5), ArgumentError, "blocks: block_k is 2.5; expected"),
         (
             lambda: masks.blocks([[1]], 1, 1),
             ArgumentTypeError,
-            "blocks: layout: .*int64.*wanted bool",
+            "blocks: layout: .*int64.*expected bool",
         ),
         (
             lambda: masks.tree(np.ones((2, 3), bool)),
             ArgumentError,
-            r"tree: .*\(2, 3\) .*\(Lq, Lq\)",
+            r"tree: .*\(2, 3\); .*\(Lq, Lq\)",
         ),
-        (lambda: masks.tree(np.ones(2, bool)), ArgumentError, r"tree: .*\(2,\) came; wanted"),
+        (lambda: masks.tree(np.ones(2, bool)), ArgumentError, r"tree: got .*\(2,\); expected"),
         (lambda: masks.tree(np.eye(2)), ArgumentTypeError, "tree: ancestors: .*float64.*bool"),
         (lambda: masks.dense(np.ones((2, 2))), ArgumentTypeError, "mask: .*float64.*bool.*bias="),
-        (lambda: masks.dense(None), ArgumentTypeError, "mask: NoneType came; wanted a"),
+        (lambda: masks.dense(None), ArgumentTypeError, "mask: got NoneType; expected a"),
         (
             lambda: masks.mask(3),
             ArgumentTypeError,
-            r"mask: int came; wanted a function of \(b, h, i",
+            r"mask: got int; expected a function of \(b, h, i",
         ),
         (lambda: masks.mask(lambda i, j: i < j), ArgumentTypeError, r"must take \(b, h, i, j\)"),
         (lambda: masks.mask(lambda b, h, i, j: None), TraceError, "returned None"),
         (lambda: masks.mask(lambda b, h, i, j: i - j), TraceError, r"returned \(i - j\) \(int\)"),
-        (lambda: masks.mask(lambda b, h, i, j: 1), TraceError, "wanted a condition"),
-        (lambda: masks.mask(lambda b, h, i, j: "no"), TraceError, "str cannot stand in a mask"),
+        (lambda: masks.mask(lambda b, h, i, j: 1), TraceError, "expected a condition"),
+        (lambda: masks.mask(lambda b, h, i, j: "no"), TraceError, "got str in a mask"),
         (lambda: masks.mask(lambda b, h, i, j: i < j or j < 3), TraceError, "where"),
         (lambda: masks.mask(lambda b, h, i, j: np.ones(3)[i] > 0), TraceError, "lookup"),
         (lambda: masks.causal() & np.ones((2, 2), bool), ArgumentTypeError, "masks.dense"),
         (lambda: np.ones((2, 2), bool) & masks.causal(), ArgumentTypeError, "masks.dense"),
-        (lambda: True | masks.causal(), ArgumentTypeError, "joined with bool"),
-        (lambda: masks.causal() ^ 3, ArgumentTypeError, "joined with int; wanted another mask"),
+        (lambda: True | masks.causal(), ArgumentTypeError, "got bool joined"),
+        (
+            lambda: masks.causal() ^ 3,
+            ArgumentTypeError,
+            "got int joined with a mask; expected another mask",
+        ),
         (lambda: masks.causal() and masks.prefix(3), TraceError, r"join masks with &, \| and ~"),
         (lambda: not masks.causal(), TraceError, "no truth value"),
     ],
@@ -413,12 +437,12 @@ def test_errors(make, error, words):
     [
         (
             masks.dense(np.ones((2, 3), bool)),
-            r"mask: an array of shape \(2, 3\) came; wanted one that "
+            r"mask: got an array of shape \(2, 3\); expected one that "
             r"broadcasts to \(2, 3, 4, 5\) \(the leading axes, heads, len_q, len_k\)",
         ),
-        (masks.dense(np.ones((1, 2, 3, 4, 5), bool)), r"\(1, 2, 3, 4, 5\) came; wanted"),
+        (masks.dense(np.ones((1, 2, 3, 4, 5), bool)), r"\(1, 2, 3, 4, 5\); expected"),
         (masks.blocks(np.ones((3, 3), bool), 2, 2), r"blocks: layout: .*\(2, 3, 2, 3\)"),
-        (masks.segments(np.arange(4)), r"segments: k_ids: .*shape \(4,\) came; wanted .*\(2, 5\)"),
+        (masks.segments(np.arange(4)), r"segments: k_ids: got .*shape \(4,\); expected .*\(2, 5\)"),
         (masks.mask(lambda b, h, i, j: lookup(np.arange(4))[j] > 0), "clip"),
         (masks.mask(lambda b, h, i, j: i % j == 0), r"maximum\(\.\.\., 1\)"),
         (masks.causal(2**62) & masks.mask(lambda b, h, i, j: (i + 2**62) * 2 > 0), "64-bit"),

@@ -1,4 +1,4 @@
-"""Bad input: the error names the argument, what came, what was wanted and the remedy.
+"""Bad input: the error names the argument, what it got and expected, and the remedy.
 
 Every case also shows that every array is bit for bit as it was.
 """
@@ -91,43 +91,44 @@ TABLE = lookup(np.ones(4, F32))
 
 FORWARD = {
     # kinds of array
-    "cupy k": case(T, "k: an array in the memory of GPU 0 came", "cupy.asnumpy",
+    "cupy k": case(T, "k: got an array in the memory of GPU 0", "cupy.asnumpy",
                    k=FakeCuPyArray((B, HKV, LK, D))),
-    "cupy q": case(T, "k: an array in host memory came", "q is in the memory of GPU 0", "asarray",
+    "cupy q": case(T, "k: got an array in host memory", "q is in the memory of GPU 0", "asarray",
                    q=FakeCuPyArray()),
-    "cupy mask": case(T, "of mask: an array in the memory of GPU 0",
+    "cupy mask": case(T, "of mask: got an array in the memory of GPU 0",
                       mask=FakeCuPyArray((LQ, LK), np.bool_)),
-    "cupy bias": case(T, "bias: an array in the memory of GPU 0", bias=FakeCuPyArray((LQ, LK))),
-    "list": case(T, "v: list came", "np.asarray", v=x["v"].tolist()),
-    "None": case(T, "k: NoneType came", "wanted a NumPy array", k=None),
-    "scalar": case(T, "q: float came", q=1.0),
-    "masked array": case(T, "q: a masked array came", ".data", "mask=", q=np.ma.array(x["q"])),
-    "matrix": case(T, "k: a numpy.matrix came", "np.asarray", k=x["k"][0, 0].view(np.matrix)),
+    "cupy bias": case(T, "bias: got an array in the memory of GPU 0", bias=FakeCuPyArray((LQ, LK))),
+    "list": case(T, "v: got list", "np.asarray", v=x["v"].tolist()),
+    "None": case(T, "k: got NoneType", "expected a NumPy array", k=None),
+    "scalar": case(T, "q: got float", q=1.0),
+    "masked array": case(T, "q: got a masked array", ".data", "mask=", q=np.ma.array(x["q"])),
+    "matrix": case(T, "k: got a numpy.matrix", "np.asarray", k=x["k"][0, 0].view(np.matrix)),
     # dtypes
-    "int": case(T, "q: dtype int64", "float32", ".astype", q=x["q"].astype(int)),
-    "complex": case(T, "v: dtype complex64", "float32", v=x["v"].astype(np.complex64)),
-    "long double": case(T, "v: dtype", "float64", v=x["v"].astype(np.longdouble)),
-    "object": case(T, "q: dtype object", q=x["q"].astype(object)),
-    "other small float": case(T, "k: dtype float8", k=x["k"].astype(ml_dtypes.float8_e4m3fn)),
-    "foreign byte order": case(T, "k: dtype >f4", "byte order", k=x["k"].astype(">f4")),
+    "int": case(T, "q: got dtype int64", "float32", ".astype", q=x["q"].astype(int)),
+    "complex": case(T, "v: got dtype complex64", "float32", v=x["v"].astype(np.complex64)),
+    "long double": case(T, "v: got dtype", "float64", v=x["v"].astype(np.longdouble)),
+    "object": case(T, "q: got dtype object", q=x["q"].astype(object)),
+    "other small float": case(T, "k: got dtype float8", k=x["k"].astype(ml_dtypes.float8_e4m3fn)),
+    "foreign byte order": case(T, "k: got dtype >f4", "byte order", k=x["k"].astype(">f4")),
     "two dtypes": case(T, "q float32, k float64, v float32", "one dtype", k=x["k"].astype(float)),
     "bfloat16 and float16": case(T, "bfloat16", "float16", "one dtype", change=lambda a: {
         n: a[n].astype(ml_dtypes.bfloat16 if n == "q" else np.float16) for n in "qkv"}),
     # shapes
-    "one axis": case(V, "q: shape (8,) came", "(..., H, L, D)", q=filled(D)),
-    "no axis": case(V, "v: shape () came", v=np.ones((), F32)),
-    "NumPy scalar": case(T, "v: a scalar of float32 came", v=F32(1)),
-    "head sizes": case(V, "k: shape (2, 2, 6, 7)", "7 is not 8", k=filled(B, 2, LK, 7)),
-    "keys and values": case(V, "v: shape (2, 2, 4, 3)", "4 is not 6", v=filled(B, 2, 4, DV)),
-    "heads of v": case(V, "v: shape (2, 4, 6, 3)", "4 is not 2", v=filled(B, H, LK, DV)),
-    "not a multiple": case(V, "q: shape (2, 3, 5, 8)", "swapaxes", q=filled(B, 3, LQ, D)),
+    "one axis": case(V, "q: got shape (8,)", "(..., H, L, D)", q=filled(D)),
+    "no axis": case(V, "v: got shape ()", v=np.ones((), F32)),
+    "NumPy scalar": case(T, "v: got a scalar of float32", v=F32(1)),
+    "head sizes": case(V, "k: got shape (2, 2, 6, 7)", "7 is not 8", k=filled(B, 2, LK, 7)),
+    "keys and values": case(V, "v: got shape (2, 2, 4, 3)", "4 is not 6", v=filled(B, 2, 4, DV)),
+    "heads of v": case(V, "v: got shape (2, 4, 6, 3)", "4 is not 2", v=filled(B, H, LK, DV)),
+    "not a multiple": case(V, "q: got shape (2, 3, 5, 8)", "swapaxes", q=filled(B, 3, LQ, D)),
     "one query head": case(V, "1 query heads for 2", "multiple", q=filled(B, 1, LQ, D)),
-    "matrix q, two heads": case(V, "q: shape (1, 5, 8)", "multiple", q=filled(LQ, D)),
+    "matrix q, two heads": case(V, "q: got shape (1, 5, 8)", "multiple", q=filled(LQ, D)),
     "no kv heads": case(V, "4 query heads for 0", change=lambda a: {
         "k": a["k"][:, :0], "v": a["v"][:, :0]}),
     "no query heads": case(V, "0 query heads for 2", q=filled(B, 0, LQ, D)),
-    "batch": case(V, "q, k and v", "(3,)", "do not broadcast", "or 1", q=filled(3, H, LQ, D)),
-    "batch of v": case(V, "leading axes (2,), (2,) and (5, 3)", v=filled(5, 3, HKV, LK, DV)),
+    "batch": case(V, "q, k, v: got leading axes", "(3,)", "do not broadcast", "or 1", q=filled(3,
+        H, LQ, D)),
+    "batch of v": case(V, "got leading axes (2,), (2,) and (5, 3)", v=filled(5, 3, HKV, LK, DV)),
     "D of 0": case(V, "q: its last axis", "length 0", "1 to 512", change=lambda a: {
         "q": a["q"][..., :0], "k": a["k"][..., :0]}),
     "D of 513": case(V, "q: its last axis", "length 513", "1 to 512", change=lambda a: {
@@ -135,57 +136,59 @@ FORWARD = {
     "Dv of 0": case(V, "v: its last axis", "length 0", v=filled(B, HKV, LK, 0)),
     "Dv of 513": case(V, "v: its last axis", "length 513", v=filled(B, HKV, LK, 513)),
     # options
-    "scale NaN": case(V, "scale: nan", "finite", scale=float("nan")),
-    "scale inf": case(V, "scale: -inf", "finite", scale=-np.inf),
-    "scale beyond float32": case(V, "scale: 1e+39", "float32", scale=1e39),
-    "scale beyond floats": case(V, "scale", "beyond every float", scale=10**400),
-    "scale str": case(T, "scale: str came", "number", scale="auto"),
-    "scale bool": case(T, "scale: bool came", scale=True),
-    "scale array": case(T, "scale: ndarray came", scale=np.ones(H, F32)),
-    "p of 1": case(V, "dropout: 1.0 came", "less than 1", dropout=1, seed=1),
-    "p negative": case(V, "dropout: -0.1 came", dropout=-0.1, seed=1),
-    "p NaN": case(V, "dropout: nan came", dropout=float("nan"), seed=1),
-    "p rounds to 1": case(V, "dropout: 0.99999", "rounds to 1", dropout=1 - 2**-34, seed=1),
-    "p without seed": case(V, "dropout: 0.5 came without a seed", "pass seed=", dropout=0.5),
-    "p None": case(T, "dropout: NoneType came", dropout=None),
-    "seed negative": case(V, "seed: -1 came", "2**64 - 1", seed=-1),
-    "seed too large": case(V, f"seed: {2**64} came", "2**64 - 1", dropout=0.5, seed=2**64),
-    "seed float": case(T, "seed: float came", "integer", dropout=0.5, seed=1.0),
-    "seed float array": case(T, "seed: float64 came", seed=np.array(1.0)),
-    "seed array": case(T, "seed: ndarray came", "0-d", seed=np.array([1, 2], np.uint64)),
-    "precision word": case(V, "precision: 'tf32' came", 'wanted "tf32x3", or None for full float32',
-                           precision="tf32"),
-    "precision number": case(T, "precision: int came", 'wanted "tf32x3"', precision=3),
-    "seed bool": case(T, "seed: bool came", seed=True),
-    "return_lse": case(T, "return_lse: 1 came", "True or False", return_lse=1),
+    "scale NaN": case(V, "scale: got nan", "finite", scale=float("nan")),
+    "scale inf": case(V, "scale: got -inf", "finite", scale=-np.inf),
+    "scale beyond float32": case(V, "scale: got 1e+39", "float32", scale=1e39),
+    "scale beyond floats": case(V, "scale", "larger than every float", scale=10**400),
+    "scale str": case(T, "scale: got str", "number", scale="auto"),
+    "scale bool": case(T, "scale: got bool", scale=True),
+    "scale array": case(T, "scale: got ndarray", scale=np.ones(H, F32)),
+    "p of 1": case(V, "dropout: got 1.0", "less than 1", dropout=1, seed=1),
+    "p negative": case(V, "dropout: got -0.1", dropout=-0.1, seed=1),
+    "p NaN": case(V, "dropout: got nan", dropout=float("nan"), seed=1),
+    "p rounds to 1": case(V, "dropout: got 0.99999", "rounds to 1", dropout=1 - 2**-34, seed=1),
+    "p without seed": case(V, "dropout: got 0.5 without a seed", "expected seed=", dropout=0.5),
+    "p None": case(T, "dropout: got NoneType", dropout=None),
+    "seed negative": case(V, "seed: got -1", "2**64 - 1", seed=-1),
+    "seed too large": case(V, f"seed: got {2**64}", "2**64 - 1", dropout=0.5, seed=2**64),
+    "seed float": case(T, "seed: got float", "integer", dropout=0.5, seed=1.0),
+    "seed float array": case(T, "seed: got float64", seed=np.array(1.0)),
+    "seed array": case(T, "seed: got ndarray", "0-d", seed=np.array([1, 2], np.uint64)),
+    "precision word": case(V, "precision: got 'tf32'",
+                           'expected "tf32x3", or None for full float32', precision="tf32"),
+    "precision number": case(T, "precision: got int", 'expected "tf32x3"', precision=3),
+    "seed bool": case(T, "seed: got bool", seed=True),
+    "return_lse": case(T, "return_lse: got 1", "True or False", return_lse=1),
     # masks, scores, bias, sink
-    "mask function": case(T, "mask: function came", "masks.mask(", mask=lambda b, h, i, j: i == j),
-    "mask constructor": case(T, "mask: function came", "cupyflash.masks", mask=masks.causal),
-    "mask str": case(T, "mask: str came", mask="causal"),
-    "mask bool": case(T, "mask: bool came", mask=True),
-    "mask list": case(T, "mask: list came", "np.asarray", mask=BOOL.tolist()),
-    "mask score": case(T, "mask: Score came", mask=scores.softcap(1.0)),
-    "mask lookup": case(T, "mask: LookupTable came", mask=lookup(BOOL)),
-    "mask int": case(T, "mask: an array of dtype int64", "bool", "bias=", mask=BOOL.astype(int)),
-    "mask float": case(T, "mask: an array of dtype float32", "bool", mask=BOOL.astype(F32)),
-    "mask shape": case(V, "mask: an array of shape (6, 5)", "to (2, 4, 5, 6)", mask=BOOL.T),
-    "mask axes": case(V, "mask: an array of shape", "broadcasts to", mask=BOOL[None, None, None]),
-    "masked mask": case(T, "mask: a masked array came", mask=np.ma.array(BOOL)),
+    "mask function": case(T, "mask: got function", "masks.mask(", mask=lambda b, h, i, j: i == j),
+    "mask constructor": case(T, "mask: got function", "cupyflash.masks", mask=masks.causal),
+    "mask str": case(T, "mask: got str", mask="causal"),
+    "mask bool": case(T, "mask: got bool", mask=True),
+    "mask list": case(T, "mask: got list", "np.asarray", mask=BOOL.tolist()),
+    "mask score": case(T, "mask: got Score", mask=scores.softcap(1.0)),
+    "mask lookup": case(T, "mask: got LookupTable", mask=lookup(BOOL)),
+    "mask int": case(T, "mask: got an array of dtype int64", "bool", "bias=",
+        mask=BOOL.astype(int)),
+    "mask float": case(T, "mask: got an array of dtype float32", "bool", mask=BOOL.astype(F32)),
+    "mask shape": case(V, "mask: got an array of shape (6, 5)", "to (2, 4, 5, 6)", mask=BOOL.T),
+    "mask axes": case(V, "mask: got an array of shape", "broadcasts to", mask=BOOL[None, None,
+        None]),
+    "masked mask": case(T, "mask: got a masked array", mask=np.ma.array(BOOL)),
     "causal per batch": case(V, "causal: offset", "(3,)", mask=masks.causal(np.zeros(3, int))),
-    "score function": case(T, "score_mod: function came", "scores.score", score_mod=lambda s: s),
-    "score list": case(T, "score_mod: Mask came", score_mod=[scores.softcap(1.0), masks.causal()]),
-    "score str": case(T, "score_mod: str came", score_mod="alibi"),
+    "score function": case(T, "score_mod: got function", "scores.score", score_mod=lambda s: s),
+    "score list": case(T, "score_mod: got Mask", score_mod=[scores.softcap(1.0), masks.causal()]),
+    "score str": case(T, "score_mod: got str", score_mod="alibi"),
     "score slopes": case(V, "alibi: slopes", "(3,)", score_mod=scores.alibi(np.ones(3, F32))),
     "lookup out of range": case(V, "lookup", "between 0 and 5", "clip",
                                 score_mod=scores.score(lambda s, b, h, i, j: s + TABLE[j])),
-    "bias shape": case(V, "bias: shape (4,) came", "(2, 4, 5, 6)", bias=filled(4)),
-    "bias axes": case(V, "bias: shape (1, 1, 1, 5, 6)", "(2, 4,", bias=filled(1, 1, 1, LQ, LK)),
-    "bias dtype": case(T, "bias: dtype int32", "float32", bias=np.ones((LQ, LK), np.int32)),
-    "bias bool": case(T, "bias: dtype bool", "float32", bias=BOOL),
-    "bias list": case(T, "bias: list came", bias=[[0.0]]),
-    "sink shape": case(V, "sink: shape (2,) came", "(4,)", "query head", sink=filled(2)),
-    "sink scalar": case(T, "sink: float came", "wanted a NumPy array", sink=0.5),
-    "sink dtype": case(T, "sink: dtype int64", sink=np.zeros(H, int)),
+    "bias shape": case(V, "bias: got shape (4,)", "(2, 4, 5, 6)", bias=filled(4)),
+    "bias axes": case(V, "bias: got shape (1, 1, 1, 5, 6)", "(2, 4,", bias=filled(1, 1, 1, LQ, LK)),
+    "bias dtype": case(T, "bias: got dtype int32", "float32", bias=np.ones((LQ, LK), np.int32)),
+    "bias bool": case(T, "bias: got dtype bool", "float32", bias=BOOL),
+    "bias list": case(T, "bias: got list", bias=[[0.0]]),
+    "sink shape": case(V, "sink: got shape (2,)", "(4,)", "query head", sink=filled(2)),
+    "sink scalar": case(T, "sink: got float", "expected a NumPy array", sink=0.5),
+    "sink dtype": case(T, "sink: got dtype int64", sink=np.zeros(H, int)),
     # names of other libraries
     "causal": case(T, "causal", "mask=masks.causal()", causal=True),
     "is_causal": case(T, "is_causal", "mask=masks.causal()", is_causal=True),
@@ -202,7 +205,7 @@ FORWARD = {
 }  # fmt: skip
 
 VARLEN = {
-    "one sequence less": case(V, "offsets_k: 1 sequences", "2 in offsets_q", offsets_k=[0, 9]),
+    "one sequence less": case(V, "offsets_k: got 1 sequences", "2 in offsets_q", offsets_k=[0, 9]),
     "decreasing": case(V, "offsets_q: entry 2 is 3, smaller than 5", offsets_q=[0, 5, 3, 7]),
     "wraps": case(V, "offsets_q: entry 2", "smaller", offsets_q=[0, 2**63 - 1, -(2**63), -1, 7]),
     "unsigned wraps": case(V, "offsets_q: entry 2 is 7", offsets_q=np.array([0, 2**63, 7], "u8")),
@@ -215,43 +218,47 @@ VARLEN = {
     "list of text": case(T, "offsets_q", "integers", offsets_q=["0", "7"]),
     "ragged": case(T, "offsets_q", "integers", offsets_q=[0, [3], 7]),
     "bools": case(T, "offsets_q", "dtype bool", offsets_q=[False, True]),
-    "empty": case(T, "offsets_q: shape (0,)", "one more than", offsets_q=[]),
-    "two axes": case(T, "offsets_q: shape (1, 3)", "one axis", offsets_q=np.array([[0, 3, 7]])),
-    "a number": case(T, "offsets_q: int came", "NumPy array", offsets_q=7),
-    "check": case(T, "check: 1 came", "True or False", check=1),
-    "four axes": case(V, "q: shape (1, 4, 7, 8)", "(H, total, D)", q=filled(1, H, 7, D)),
-    "matrix": case(V, "k: shape (9, 8)", "(H, total, D)", k=filled(9, D)),
-    "bias": case(V, "bias: shape (2, 4, 4, 4)", "(2, 4, 4, 5)", bias=filled(2, 4, 4, 4)),
-    "mask": case(V, "mask: an array of shape (4, 4)", "(2, 4, 4, 5)", mask=BOOL[:4, :4]),
+    "empty": case(T, "offsets_q: got shape (0,)", "one more than", offsets_q=[]),
+    "two axes": case(T, "offsets_q: got shape (1, 3)", "one axis", offsets_q=np.array([[0, 3, 7]])),
+    "a number": case(T, "offsets_q: got int", "NumPy array", offsets_q=7),
+    "check": case(T, "check: got 1", "True or False", check=1),
+    "four axes": case(V, "q: got shape (1, 4, 7, 8)", "(H, total, D)", q=filled(1, H, 7, D)),
+    "matrix": case(V, "k: got shape (9, 8)", "(H, total, D)", k=filled(9, D)),
+    "bias": case(V, "bias: got shape (2, 4, 4, 4)", "(2, 4, 4, 5)", bias=filled(2, 4, 4, 4)),
+    "mask": case(V, "mask: got an array of shape (4, 4)", "(2, 4, 4, 5)", mask=BOOL[:4, :4]),
     "segments": case(V, "segments: q_ids", "(5,)", mask=masks.segments(np.zeros(5, int))),
     "causal": case(T, "causal", "mask=masks.causal()", causal=True),
 }  # fmt: skip
 
 BACKWARD = {
-    "do shape": case(V, "do: shape (2, 4, 5, 8)", "(2, 4, 5, 3)", do=filled(B, H, LQ, D)),
-    "do dtype": case(V, "do: shape", "float64 came", do=filled(B, H, LQ, DV, dtype=float)),
-    "do foreign": case(V, "do: shape", ">f4", do=filled(B, H, LQ, DV, dtype=">f4")),
-    "do list": case(T, "do: list came", do=[1.0]),
-    "out shape": case(V, "out: shape", "that the forward returned", out=filled(B, H, LQ, D)),
-    "lse dtype": case(V, "lse: shape", "float64 came", "return_lse", lse=np.zeros((B, H, LQ))),
-    "lse axes": case(V, "lse: shape (2, 4, 5, 1)", "(2, 4, 5)", lse=filled(B, H, LQ, 1)),
-    "lse None": case(T, "lse: NoneType came", lse=None),
-    "dlse shape": case(V, "dlse: shape (4, 5)", "dtype of lse", dlse=filled(H, LQ)),
-    "cupy do": case(T, "do: an array in the memory of GPU 0", do=FakeCuPyArray((B, H, LQ, DV))),
-    "deterministic": case(T, "deterministic: None came", "True or False", deterministic=None),
+    "do shape": case(V, "do: got shape (2, 4, 5, 8)", "(2, 4, 5, 3)", do=filled(B, H, LQ, D)),
+    "do dtype": case(V, "do: got shape", "dtype float64;", do=filled(B, H, LQ, DV, dtype=float)),
+    "do foreign": case(V, "do: got shape", ">f4", do=filled(B, H, LQ, DV, dtype=">f4")),
+    "do list": case(T, "do: got list", do=[1.0]),
+    "out shape": case(V, "out: got shape", "that the forward returned", out=filled(B, H, LQ, D)),
+    "lse dtype": case(V, "lse: got shape", "dtype float64;", "return_lse", lse=np.zeros((B, H,
+        LQ))),
+    "lse axes": case(V, "lse: got shape (2, 4, 5, 1)", "(2, 4, 5)", lse=filled(B, H, LQ, 1)),
+    "lse None": case(T, "lse: got NoneType", lse=None),
+    "dlse shape": case(V, "dlse: got shape (4, 5)", "dtype of lse", dlse=filled(H, LQ)),
+    "cupy do": case(T, "do: got an array in the memory of GPU 0", do=FakeCuPyArray((B, H, LQ, DV))),
+    "deterministic": case(T, "deterministic: got None", "True or False", deterministic=None),
     "return_lse": case(T, "return_lse", "attention_vjp", return_lse=True),
-    "grads array": case(T, "grads_out: ndarray came", "Gradients", grads_out=x["q"]),
-    "grads of two": case(T, "grads_out: tuple of length 2", "dq, dk, dv", grads_out=(None, None)),
-    "grads of six": case(T, "grads_out: list of length 6", grads_out=[None] * 6),
+    "grads array": case(T, "grads_out: got ndarray", "Gradients", grads_out=x["q"]),
+    "grads of two": case(T, "grads_out: got tuple of length 2", "dq, dk, dv", grads_out=(None,
+        None)),
+    "grads of six": case(T, "grads_out: got list of length 6", grads_out=[None] * 6),
     "dbias without bias": case(
         V, "grads_out.dbias", "no bias", "None", grads_out=(None, None, None, filled(LQ, LK))),
     "dsink without sink": case(
         V, "grads_out.dsink", "no sink", grads_out=(None, None, None, None, filled(H))),
-    "workspace list": case(T, "workspace: list came", "uint8", "np.empty(", workspace=[0]),
-    "workspace dtype": case(T, "workspace: shape (9,), dtype int8", workspace=np.zeros(9, "i1")),
-    "workspace axes": case(T, "workspace: shape (3, 3)", workspace=np.zeros((3, 3), "u1")),
+    "workspace list": case(T, "workspace: got list", "uint8", "np.empty(", workspace=[0]),
+    "workspace dtype": case(T, "workspace: got shape (9,), dtype int8", workspace=np.zeros(9,
+        "i1")),
+    "workspace axes": case(T, "workspace: got shape (3, 3)", workspace=np.zeros((3, 3), "u1")),
     "workspace strided": case(T, "workspace", "contiguous", workspace=np.zeros(99, "u1")[::2]),
-    "workspace small": case(V, "workspace: 8 bytes", "workspace_size", workspace=np.zeros(8, "u1")),
+    "workspace small": case(V, "workspace: got 8 bytes", "workspace_size", workspace=np.zeros(8,
+        "u1")),
 }  # fmt: skip
 
 
@@ -328,7 +335,7 @@ def test_plan_and_workspace_size(function, name):
 @pytest.mark.parametrize("function", [plan, workspace_size])
 def test_offsets_belong_together(function):
     one = {n: value for n, value in packed().items() if n != "offsets_k"}
-    refused(function, one, case(V, "offsets_q and offsets_k", "without the other"))
+    refused(function, one, case(V, "offsets_q, offsets_k: got one without the other"))
 
 
 def broadcast(*shape: int) -> np.ndarray:
@@ -342,15 +349,18 @@ def read_only(*shape: int) -> np.ndarray:
 
 
 TARGETS = {
-    "list": case(T, "{name}: list came", "np.from_dlpack", change=lambda *shape: [0.0]),
-    "cupy": case(T, "{name}: an array in the memory of GPU 0 came",
+    "list": case(T, "{name}: got list", "np.from_dlpack", change=lambda *shape: [0.0]),
+    "cupy": case(T, "{name}: got an array in the memory of GPU 0",
                  change=lambda *shape: FakeCuPyArray(shape)),
-    "masked": case(T, "{name}: MaskedArray came", change=lambda *shape: np.ma.zeros(shape)),
-    "shape": case(V, "{name}: shape (1, 2", "np.empty(", change=lambda *shape: filled(1, *shape)),
-    "dtype": case(V, "{name}: shape", "float64 came", change=lambda *shape: np.empty(shape)),
-    "foreign": case(V, "{name}: shape", ">f4 came", change=lambda *shape: np.empty(shape, ">f4")),
-    "read-only": case(V, "{name}: a read-only", "written", change=read_only),
-    "broadcast": case(V, "{name}: several of its elements", "np.empty", change=broadcast),
+    "masked": case(T, "{name}: got MaskedArray", change=lambda *shape: np.ma.zeros(shape)),
+    "shape": case(V, "{name}: got shape (1, 2", "np.empty(", change=lambda *shape: filled(1,
+        *shape)),
+    "dtype": case(V, "{name}: got shape", "dtype float64;", change=lambda *shape: np.empty(shape)),
+    "foreign": case(V, "{name}: got shape", "dtype >f4;", change=lambda *shape: np.empty(shape,
+        ">f4")),
+    "read-only": case(V, "{name}: got a read-only", "written", change=read_only),
+    "broadcast": case(V, "{name}: got an array with several elements at one address", "np.empty",
+        change=broadcast),
 }  # fmt: skip
 
 
@@ -431,14 +441,15 @@ def test_a_workspace_that_shares_an_element(name):
 
 
 COMBINE = {
-    "nothing": case(T, "combine", "an empty list came", "non-empty", parts=[]),
-    "an array": case(T, "combine", "ndarray came", "list of (out, lse)", parts=filled(2, 3)),
+    "nothing": case(T, "combine", "got an empty list", "non-empty", parts=[]),
+    "an array": case(T, "combine", "got ndarray", "list of (out, lse)", parts=filled(2, 3)),
     "not pairs": case(T, "combine: entry 0 is ndarray", "(out, lse)", parts=[filled(2, 3)]),
     "shapes": case(V, "out of entry 1", "(3, 3)", "(2, 3)", parts=[
         (filled(2, 3), filled(2)), (filled(3, 3), filled(3))]),
     "dtypes": case(V, "out of entry 1", "float64", parts=[
         (filled(2, 3), filled(2)), (filled(2, 3, dtype=float), filled(2, dtype=float))]),
-    "lse": case(V, "lse of entry 0", "(2, 3)", "wanted (2,)", parts=[(filled(2, 3), filled(2, 3))]),
+    "lse": case(V, "lse of entry 0", "(2, 3)", "expected shape (2,)", parts=[(filled(2, 3),
+        filled(2, 3))]),
     "lse dtype": case(V, "lse of entry 0", "float16", "float32", parts=[
         (filled(2, 3, dtype="f2"), filled(2, dtype="f2"))]),
     "int": case(T, "out of entry 0", "int64", parts=[(np.ones((2, 3), int), filled(2))]),
@@ -453,7 +464,7 @@ def test_combine(name):
 
 
 LOOKUP = {
-    "a number": case(T, "lookup: int came", array=3),
+    "a number": case(T, "lookup: got int", array=3),
     "complex": case(T, "lookup", "complex128", ".astype", array=np.ones(3, complex)),
     "uint64": case(T, "lookup", "uint64", "uint32", array=np.ones(3, np.uint64)),
     "foreign": case(T, "lookup", "byte order", array=np.ones(3, ">i4")),
@@ -485,5 +496,5 @@ def test_cases_name_their_argument(name):
 def test_a_precision_is_one_of_float32():
     for dtype in (np.float64, np.float16):
         q = filled(B, H, LQ, D).astype(dtype)
-        with pytest.raises(V, match=f"precision: .*arrays of {q.dtype}; wanted float32 arrays"):
+        with pytest.raises(V, match=f"precision: .*arrays of {q.dtype}; expected float32 arrays"):
             attention(q, q, q, precision="tf32x3")

@@ -53,7 +53,7 @@ def test_too_many_arguments_by_position(function):
         if each.kind is each.POSITIONAL_OR_KEYWORD
     )
     message = (
-        rf"^12 arguments came by position; wanted \d, {wanted}, and every option by its name: "
+        rf"^got 12 arguments by position; expected \d, {wanted}, and every option by its name: "
     )
     with pytest.raises(ArgumentTypeError, match=message) as caught:
         function(*[None] * 12)
@@ -70,7 +70,7 @@ def test_too_many_arguments_by_position(function):
     ],
 )
 def test_an_option_by_position(value, remedy):
-    with pytest.raises(ArgumentTypeError, match=f"wanted 3, q, k, v, .*: {remedy}"):
+    with pytest.raises(ArgumentTypeError, match=f"expected 3, q, k, v, .*: {remedy}"):
         attention(*[np.ones((2, 3))] * 3, value)
 
 
@@ -81,7 +81,7 @@ def test_keywords_of_other_libraries(name):
     hint = keywords._OTHER_NAMES[name]
     with pytest.raises(ArgumentTypeError) as caught:
         without[0](**{name: None})
-    assert str(caught.value) == f"{name}: no argument of this function; {hint}."
+    assert str(caught.value) == f"{name}: this function has no such argument; {hint}."
     everything = {word for each in WITH_OPTIONS for word in inspect.signature(each).parameters}
     assert set(re.findall(r"\b(\w+)=", hint)) <= everything
     for space, called in re.findall(r"\b(masks|scores)\.(\w+)", hint):

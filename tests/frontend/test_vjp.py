@@ -50,5 +50,5 @@ def test_it_asks_for_what_it_was_made_with(packed, wanted, monkeypatch):
 
 @KINDS
 def test_deterministic_is_a_truth_value(packed):
-    with pytest.raises(ArgumentTypeError, match="deterministic: 'yes' came"):
+    with pytest.raises(ArgumentTypeError, match="deterministic: got 'yes'"):
         vjp_of(packed, deterministic="yes")

@@ -133,10 +133,10 @@ def test_a_graph_serves_all_later_lengths(cupy, gpu):
 def test_arrays_live_in_one_place(cupy):
     k, v = cupy.zeros((2, 1, 1, 8, 4), np.float32)
     new = cupy.ones((1, 1, 1, 4), np.float32)
-    with pytest.raises(ArgumentTypeError, match="lengths: an array in host memory"):
+    with pytest.raises(ArgumentTypeError, match="lengths: got an array in host memory"):
         cupyflash.append(new, new, k, v, np.array([1]))
     cos = cupy.ones((9, 2), np.float32)
-    with pytest.raises(ArgumentTypeError, match="positions: an array in host memory"):
+    with pytest.raises(ArgumentTypeError, match="positions: got an array in host memory"):
         cupyflash.rope(new, np.array([0]), Rotary(cos, cos))
-    with pytest.raises(ArgumentTypeError, match="sin: an array in the memory of GPU 0"):
+    with pytest.raises(ArgumentTypeError, match="sin: got an array in the memory of GPU 0"):
         Rotary(cos.get(), cos)

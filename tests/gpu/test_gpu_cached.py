@@ -120,7 +120,7 @@ def test_a_graph_needs_a_workspace(cupy):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        with pytest.raises(ArgumentError, match="workspace: None came while a CUDA graph"):
+        with pytest.raises(ArgumentError, match="workspace: got None while a CUDA graph"):
             cupyflash.attention_cached(q, k, v, lengths)
         stream.end_capture()
 

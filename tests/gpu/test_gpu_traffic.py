@@ -1,4 +1,4 @@
-"""tests/tools/gpu_traffic.py, without a GPU: each kernel is put beside its own prediction."""
+"""tests/tools/gpu_traffic.py, without a GPU: each kernel is compared with its own prediction."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_writing_beside_an_array_and_changing_an_input_are_failures():
     options = {"only": "exact_mean", "examples": 2, "dtypes": ["float32"], "features": ["lse"]}
     for kernel in (beside, changes):
         report = testing.verify(kernel, **options)
-        assert "wrote beside it" in report.failures[0].failures[0].message
+        assert "wrote outside it" in report.failures[0].failures[0].message
 
 
 def test_the_precision_stated_is_the_one_that_judges():
@@ -222,17 +222,17 @@ def test_the_precision_stated_is_the_one_that_judges():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"features": ["causl"]}, "causl came; wanted causal"),
+        ({"features": ["causl"]}, "features: got causl; expected some of causal"),
         ({"only": "keys_permutd"}, "did you mean keys_permuted"),
         (
             {"only": "lse_shift"},
             "did you mean lse_between_its_limits or one_more_key_raises_lse or",
         ),
         ({"only": "xyzzy"}, "there are forward_within_bound, gradients_within_bound"),
-        ({"device": "tpu"}, "'tpu' came; wanted 'cpu' or 'gpu'"),
+        ({"device": "tpu"}, "got 'tpu'; expected 'cpu' or 'gpu'"),
         ({"dtypes": ["int32"]}, "int32"),
-        ({"dtypes": []}, "wanted some of float16"),
-        ({"examples": 0}, "a number from 1"),
+        ({"dtypes": []}, "expected some of float16"),
+        ({"examples": 0}, "a whole number of 1 or more"),
     ],
 )
 def test_wrong_arguments(options, message):

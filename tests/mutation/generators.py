@@ -260,7 +260,7 @@ def structure(make: Make) -> str | None:
 
 
 def checks(make: Make) -> list[_Generated]:
-    """Return what generated code is held to."""
+    """Return the values that generated code must compute."""
     return [MaskCheck(make), ScoreCheck("float32", make), ScoreCheck("float64", make)]
 
 

@@ -74,7 +74,7 @@ def test_listings_are_seen(tmp_path):
         '"""Of float16, bfloat16, float32 or float64."""\n'
         'A = ("float16", "bfloat16", "float32", "float64")\n'
         'B = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}\n'
-        'C = f"{A}: wanted float16, bfloat16, " "float32 or float64."\n'
+        'C = f"{A}: expected float16, bfloat16, " "float32 or float64."\n'
         'D = ("float16", "float32")\n'
         'E = "int8 float16 bfloat16 float32 float64".split()\n'
         'F = "float16 and bfloat16 by tensor cores, float32 and float64 without"\n'

@@ -8,7 +8,7 @@ The table in kernels_cu/README.md says which files are twins. The rules:
   steps are its comments in the order of the text, with those of a function where it is called; a
   step that comes again counts where it came first. They are the same, in the same order, as those
   of the twin's function of the kernel's name, which is the file's stem without its hardware.
-- Namespaces: a header's namespace has the name of the file, of a file beside it whose name begins
+- Namespaces: a header's namespace has the name of the file, of a file next to it whose name begins
   its own (`fragment_rows.cuh` continues `fragment.cuh`), or of the folder.
 """
 

@@ -124,7 +124,7 @@ def counted() -> list[tuple[str, int, int]]:
 
 
 def compared(kernels: Sequence[tuple[str, int, int]], device: str = "gpu") -> list[Row]:
-    """Put every kernel beside its prediction, in the order of the calls."""
+    """Pair every kernel with its prediction, in the order of the calls."""
     import cupyflash
     from cupyflash import analysis, masks
 

@@ -9,7 +9,7 @@ from .sm80 import CAPABILITY, HALVES
 from .spec import KernelSpec, Request, Tiles
 
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
-RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # a block on so many rows
+RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 SINK_THREADS = 512
 _METHOD = "sums in {accumulator}"
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)

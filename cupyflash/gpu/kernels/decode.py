@@ -1,7 +1,7 @@
 """Sizes of the kernels for few queries and many keys: tasks, slots, workspace.
 
-The twin of kernels_cu/decode/tasks.cuh and workspace.cuh, as far as the host has to know. All of it
-follows from shapes: lengths may lie on the device.
+This is the twin of kernels_cu/decode/tasks.cuh and workspace.cuh, as far as the host needs it. All
+of it follows from shapes, because lengths may be on the device.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single step
 
 
 def wanted(problem: Problem) -> bool:
-    """Whether a call on dense arrays is one of few queries and many keys.
+    """Return whether a call on dense arrays has few queries and many keys.
 
-    It never depends on the batch size, so that no result does.
+    It never depends on the batch size, and so results do not, either.
     """
     if problem.packed or problem.dropout > 0 or not problem.heads_kv:
         return False
@@ -51,9 +51,9 @@ class Slots(NamedTuple):
     Attributes
     ----------
     units : int
-        As many as there can be units.
+        The most units that there can be.
     held : int
-        For each warp beside them: none where no unit can have nodes below it that are kept.
+        Additional places for each warp; none if no unit can have kept nodes below it.
     """
 
     units: int
@@ -78,7 +78,7 @@ def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capaci
     Parameters
     ----------
     grid : Grid
-        With as many pieces of work as tasks.
+        The grid, with one piece of work for each task.
     tiles : Tiles
         The kernel's.
     group : int
@@ -88,7 +88,7 @@ def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capaci
     itemsize : int
         Bytes of the accumulator's type.
     capacity : int
-        The longest entry that there may be.
+        The longest possible entry.
     """
     heads, queries = rows_of_task(group, tiles.block_q)
     made = slots(grid.work_tiles, capacity, grid.size)

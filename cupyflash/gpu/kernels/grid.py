@@ -38,10 +38,10 @@ def by_warps(extent: Extent, tiles: Tiles) -> Grid:
 
 
 def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
-    """Tiles of queries, which as many blocks share as there are SMs.
+    """Return a grid of tiles of queries that are shared among as many blocks as there are SMs.
 
-    Tiles are dealt out beforehand, and a block prepares its next one. Those of packed sequences and
-    of caches may differ in any way: each has a block, and goes to whichever SM is free.
+    Tiles are dealt out in advance, and a block prepares its next one. Tiles of packed sequences and
+    of caches may take very different times, so each has its own block, which goes to any free SM.
     """
     grid = by_queries(extent, tiles)
     if extent.sequences or extent.differ:

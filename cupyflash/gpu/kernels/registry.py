@@ -1,7 +1,7 @@
-"""Which kernel serves a part of a call on a GPU: for each part the first spec that does.
+"""Which kernel serves a part of a call on a GPU: the first spec of this part that can.
 
-The choice never depends on the batch size, so that a result does not depend on the batch it is
-computed in.
+The choice never depends on the batch size, so that a result does not depend on the batch in which
+it is computed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
     tiles : Tiles
         Its configuration.
     passed_over : tuple of (KernelSpec, str)
-        Better kernels for such a type on such a device, and why they do not serve.
+        Better kernels for this type on this device, and why they do not serve the call.
     """
 
     spec: KernelSpec
@@ -58,16 +58,16 @@ def select(part: str, request: Request) -> Choice:
     Raises
     ------
     ArgumentError
-        If the device is too old, has too little shared memory for these head sizes, or cannot have
-        the precision that is asked for.
+        If the device is too old, has too little shared memory for these head sizes, or does not
+        support the requested precision.
     """
     problem, device = request.problem, request.device
     _check_precision(request)
     if device.capability < OLDEST_CAPABILITY:
         wanted, came = (".".join(map(str, x)) for x in (OLDEST_CAPABILITY, device.capability))
         raise ArgumentError(
-            f"q: an array on {device.name} came, of compute capability {came}; wanted a GPU of "
-            f"{wanted} (Turing) or newer. NumPy arrays, as cupy.asnumpy makes, run on the CPU."
+            f"q: got an array on {device.name}, of compute capability {came}; expected a GPU of "
+            f"{wanted} (Turing) or newer. NumPy arrays run on the CPU; cupy.asnumpy makes them."
         )
     passed_over: list[tuple[KernelSpec, str]] = []
     for spec in KERNELS[part]:
@@ -81,9 +81,9 @@ def select(part: str, request: Request) -> Choice:
             why = f"its tiles take more than {device.shared_memory} bytes of shared memory"
         passed_over.append((spec, why))
     raise ArgumentError(
-        f"q, v: head sizes {problem.d} and {problem.d_v} of {problem.dtype} came; "
+        f"q, v: got head sizes {problem.d} and {problem.d_v} of {problem.dtype}, for which "
         f"{KERNELS[part][-1].name} needs more than the {device.shared_memory} bytes of shared "
-        f"memory of {device.name} for them. Wanted smaller heads or elements."
+        f"memory of {device.name}; expected smaller heads or elements."
     )
 
 
@@ -132,7 +132,7 @@ def prefills(problem: Problem, device: Target) -> bool:
 
 
 def adds_dq(request: Request, deterministic: bool) -> bool:
-    """Whether the kernel that computes dk and dv adds dq to memory, in any order of its blocks.
+    """Return whether the kernel of dk and dv adds dq to memory, in any order of its blocks.
 
     A request without arrays is enough: a kernel that depends on them adds dq for the same types as
     the one that serves without.
@@ -160,7 +160,7 @@ def _check_precision(request: Request) -> None:
     problem, device = request.problem, request.device
     if problem.precision is None:
         return
-    # The last kernel that knows it is for most devices and heads.
+    # The last kernel that has this precision serves the most devices and heads.
     spec = next(
         spec
         for spec in reversed(KERNELS["forward"])
@@ -169,13 +169,13 @@ def _check_precision(request: Request) -> None:
     if device.capability < spec.capability:
         oldest, came = (".".join(map(str, x)) for x in (spec.capability, device.capability))
         raise ArgumentError(
-            f'precision: "{problem.precision}" came with arrays on {device.name}, of compute '
-            f"capability {came}; it needs {oldest}. Leave it out: without it any GPU computes in "
-            "float32."
+            f'precision: got "{problem.precision}" with arrays on {device.name}, of compute '
+            f"capability {came}; expected {oldest} or newer. Leave precision out: without it, any "
+            "GPU computes in float32."
         )
     largest = spec.heads[problem.dtype.name]
     if max(problem.d, problem.d_v) > largest:
         raise ArgumentError(
-            f'precision: "{problem.precision}" came with head sizes {problem.d} and '
-            f"{problem.d_v}; it serves heads up to {largest}. Leave it out for larger ones."
+            f'precision: got "{problem.precision}" with head sizes {problem.d} and {problem.d_v}; '
+            f"expected at most {largest}. Leave precision out for larger heads."
         )

@@ -1,7 +1,7 @@
-"""The portable kernels: their tiles, what these take of shared memory and registers, their specs.
+"""The portable kernels: their tiles, the shared memory and registers of these, and their specs.
 
-The formulas are those of kernels_cu/common/matmul.cuh; every kernel asserts that it and this
-module agree on the bytes.
+The formulas are those of kernels_cu/common/matmul.cuh; every kernel asserts that it agrees with
+this module about the bytes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Shape:
         return 2 * max(chunk, step * self.padded_columns(wide))
 
 
-HEAD_BYTES = 128  # of what backward_simt_dkdv.cu knows of the head whose queries are streamed
+HEAD_BYTES = 128  # of what backward_simt_dkdv.cu keeps of the head whose queries are streamed
 
 
 def _ceil(x: int, y: int) -> int:
@@ -146,8 +146,8 @@ KERNELS: dict[str, tuple[Callable[[Shape, int, int, int], int], bool, Callable[[
     "backward_bias": (backward_bias, False, lambda x: 0),
 }
 
-# Kernel, bytes of the accumulator's type -> rows of a block's results, rows that pass by at a time,
-# threads, and the largest head that this is for; the best first.
+# Kernel, bytes of the accumulator's type -> rows of a block's results, rows that are streamed at a
+# time, threads, and the largest head for this; the best first.
 BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("forward_simt", 4): ((64, 128, 128, 512), (64, 64, 128, 512)),
     ("backward_simt_dkdv", 4): ((64, 128, 128, 512), (128, 64, 256, 512), (64, 64, 128, 512)),
@@ -155,7 +155,7 @@ BEST: dict[tuple[str, int], tuple[tuple[int, int, int, int], ...]] = {
     ("backward_bias", 4): ((64, 64, 256, 512),),
     ("backward_bias", 8): ((64, 64, 256, 512),),
 }
-# After those, and for every kernel: smaller tiles, for larger heads and elements or less memory.
+# After these, for every kernel: smaller tiles, for larger heads and elements or less memory.
 SMALLER: tuple[tuple[int, int, int, int], ...] = (
     (32, 64, 128, 512),
     (64, 64, 256, 512),
@@ -165,11 +165,11 @@ SMALLER: tuple[tuple[int, int, int, int], ...] = (
     (8, 32, 128, 512),
     (4, 32, 128, 512),
 )
-# Registers for a thread's part of the block's results and of a tile: with more it would spill, and
-# with few it needs no more than FEW_REGISTERS in all, so that more blocks run at a time.
+# Registers for a thread's part of the block's results and of a tile: with more, it would spill;
+# with few, it needs at most FEW_REGISTERS in total, so that more blocks run at a time.
 MOST_NUMBERS, FEW_NUMBERS = 160, 64
 MOST_REGISTERS, FEW_REGISTERS = 255, 168
-FEWEST_THREADS = 256  # that an SM needs, in one block or several, to be busy
+FEWEST_THREADS = 256  # threads that an SM needs, in one block or several, to be busy
 
 
 @functools.lru_cache(maxsize=1024)
@@ -194,7 +194,7 @@ def fit(
     d, d_v : int
         Head sizes.
     spare : int
-        Tiles beside the first: one for dropout, one for slopes.
+        Tiles in addition to the first: one for dropout, one for slopes.
     limit : int
         Bytes of shared memory that a block may have.
     blocks : tuple of int, optional

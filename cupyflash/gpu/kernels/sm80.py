@@ -1,7 +1,7 @@
 """The kernels for tensor cores since compute capability 8.0: tiles, shared memory, specs.
 
-The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it and
-this module agree on the bytes. `sm80_f64` has the backward of float64.
+The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it agrees
+with this module about the bytes. `sm80_f64` has the backward of float64.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from . import decode, grid
 from .spec import RESERVED, KernelSpec, Request, Tiles, at_head, row_bytes
 
 CAPABILITY = (8, 0)  # the oldest with matrix instructions for these types
-LANES = 32  # of a warp: between the numbers that one adds to `dq_accum` lie those of the others
+LANES = 32  # of a warp: the distance in `dq_accum` of two numbers of one lane
 
 # Bytes of an element -> largest head -> what fits, the best first: queries and keys of a tile,
-# warps, stages that keys and values pass through, and blocks that share an SM's registers.
+# warps, stages for keys and values, and blocks that share an SM's registers.
 FORWARD_TILES: dict[int, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
     2: {
         64: ((128, 128, 4, 2, 2),),
@@ -55,7 +55,7 @@ BACKWARD_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]]
         256: ((64, 64, 4, 1, 1), (64, 32, 4, 1, 1)),
     },
 }
-# What a block keeps of the batch entry and the head whose operand is streamed; with barriers.
+# What a block keeps of the batch entry and the head whose operand is streamed, and barriers.
 ENTRY_BYTES, HEAD_BYTES, STREAM_BYTES, BIAS_BYTES = 72, 192, 136, 648
 
 
@@ -105,7 +105,7 @@ def fit_forward(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None
     Parameters
     ----------
     d, d_v : int
-        Head sizes, for which there are tiles.
+        Head sizes; there must be tiles for them.
     limit : int
         Bytes of shared memory that a block may have.
     itemsize : int
@@ -121,7 +121,7 @@ def fit_forward(d: int, d_v: int, limit: int, itemsize: int = 2) -> Tiles | None
 def fit_backward(kernel: str, d: int, d_v: int, limit: int) -> Tiles | None:
     """Return the best tiles of a kernel of the backward, as `fit_forward` does.
 
-    Those whose blocks find room beside each other come first.
+    Tiles with which several blocks fit on an SM come first.
     """
     fitting = []
     for block_q, block_kv, warps, stages, resident in at_head(BACKWARD_TILES[kernel], d, d_v):

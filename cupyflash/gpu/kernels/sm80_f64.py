@@ -1,7 +1,7 @@
-"""The kernels that multiply float64 by tensor cores in the backward: their tiles and specs.
+"""The kernels that multiply float64 on tensor cores in the backward: their tiles and specs.
 
-The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it and
-this module agree on the bytes.
+The formulas are those of kernels_cu/sm80/fragment_rows.cuh; every kernel asserts that it agrees
+with this module about the bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The kernels for compute capability 9.0 alone: tiles, which calls they serve, specs.
+"""The kernels for compute capability 9.0 only: tiles, the calls that they serve, specs.
 
-Every kernel asserts that it and this module agree on the bytes of shared memory.
+Every kernel asserts that it agrees with this module about the bytes of shared memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 CAPABILITY, ARCHITECTURE = (9, 0), "sm_90a"
 SHARED_MEMORY = 232448  # bytes, of a block
-SHORTEST = 512  # queries, and keys: for fewer the smaller tiles of sm80 are not slower
+SHORTEST = 512  # queries, and keys: for fewer, the smaller tiles of sm80 are not slower
 MOST_PADDING = 1.25  # times the products that sm80's kernel computes
 KV_STAGES = 2  # of keys, and of values; in the backward of queries, and of do
 
@@ -27,16 +27,16 @@ _MASKED: dict[int, tuple[int, int]] = {
     192: (128, 112),
     256: (128, 80),
 }
-# What takes registers beside products, or how long rows are -> largest head -> queries and keys of
-# a tile of forward_sm90.cu. Of masked pairs a word has the bits of a row.
+# What takes registers in addition to products, or how long rows are -> largest head -> queries and
+# keys of a tile of forward_sm90.cu. A word has the bits of a row's masked pairs.
 FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "plain": _MASKED | {128: (128, 176)},
-    "plain, few keys": _MASKED,  # less of a tile lies beyond the last, and results have room
+    "plain, few keys": _MASKED,  # less of a tile is beyond the last query, and results have room
     "masks": _MASKED,
-    "masks, few queries": _MASKED | {64: (128, 128)},  # less of a tile lies beyond a diagonal
+    "masks, few queries": _MASKED | {64: (128, 128)},  # less of a tile is beyond a diagonal
     "scores": _MASKED | {64: (192, 112)},
 }
-SMALL_HEAD = 64  # columns of q, k and v, of which tiles leave room for more stages
+SMALL_HEAD = 64  # columns of q, k and v whose tiles leave room for more stages
 FEW_QUERIES, FEW_KEYS = 1024, 4096
 WORK_STAGES, CHECKER_WARPS = 3, 2  # work tiles at a time; warps of the finite check
 TILE_GROUPS = 2048  # that have a class each
@@ -46,7 +46,7 @@ STAGE_BYTES = 40 + 4 * CHECKER_WARPS  # barriers of a stage of k and v; as many 
 
 
 def register_class(call: Call) -> str:
-    """Return what a call's tiles depend on beside its heads: a key of `FORWARD_TILES`."""
+    """Return what a call's tiles depend on besides its heads: a key of `FORWARD_TILES`."""
     if call.score_mod is not None or call.bias is not None:
         return "scores"
     # No sequence's result may depend on the lengths of others that are packed with it, nor on how
@@ -72,9 +72,9 @@ def _forward_bytes(block_q: int, block_kv: int, d: int, d_v: int, room: bool) ->
 
 
 def forward_tiles(block_q: int, block_kv: int, d: int, d_v: int, room: bool) -> Tiles:
-    """Return tiles of forward_sm90.cu: a consumer warpgroup for 64 queries each, and a producer.
+    """Return tiles of forward_sm90.cu, with one consumer warpgroup per 64 queries, and a producer.
 
-    With `room`, results have some in shared memory if it is large enough, and small tiles have more
+    With `room`, results get room in shared memory if there is enough, and small tiles have more
     stages.
     """
     least = _forward_bytes(block_q, block_kv, d, d_v, room)
@@ -92,7 +92,7 @@ def results_have_room(tiles: Tiles, d: int, d_v: int) -> bool:
 def fit_forward(d: int, d_v: int, registers: str = "plain") -> Tiles:
     """Return the tiles of forward_sm90.cu; `registers` is a key of `FORWARD_TILES`."""
     blocks = at_head(FORWARD_TILES[registers], d, d_v)
-    # What a bias reads lies in the cache that shared memory takes its room from.
+    # A bias is read through the L1 cache, which shares its memory with shared memory.
     return forward_tiles(*blocks, d, d_v, room=registers != "scores")
 
 
@@ -103,7 +103,7 @@ def _configure_forward(request: Request) -> Tiles | None:
 
 
 def _padding(d: int, d_v: int) -> float:
-    """Return how many times the products of forward_sm80 are computed: columns come by 64."""
+    """Return the factor by which padding columns to 64 increases the products of forward_sm80."""
     scores = -(-d // 16) * 16
     return (scores + -(-d_v // 64) * 64) / (scores + -(-d_v // 16) * 16)
 
@@ -157,7 +157,7 @@ FORWARD = KernelSpec(
 
 # -- forward_sm90_tf32 ----------------------------------------------------------------------------
 
-# Largest head -> queries and keys of a tile of forward_sm90_tf32.cu. Its bound counts on sums over
+# Largest head -> queries and keys of a tile of forward_sm90_tf32.cu. Its bound relies on sums over
 # heads up to 128 and tiles of 64 keys.
 TF32_TILES: dict[int, tuple[int, int]] = {128: (128, 64)}
 
@@ -193,7 +193,7 @@ TF32_FORWARD = KernelSpec(
 
 # Largest head -> queries and keys of a tile of backward_sm90_dkdv.cu.
 DKDV_TILES: dict[int, tuple[int, int]] = {128: (64, 128), 256: (64, 64)}
-DKDV_STORAGE_BYTES = 816  # beside operands, lse and delta
+DKDV_STORAGE_BYTES = 816  # in addition to operands, lse and delta
 _MAPS_BYTES = 7 * tma.BYTES  # of q, k, v, do, dk and dv, and what aligns them
 
 
@@ -219,9 +219,9 @@ def _line(d: int, d_v: int) -> int:
 
 
 def _dkdv_padding(d: int, d_v: int) -> float:
-    """Return how many times the products of backward_sm80_dkdv are computed.
+    """Return the factor by which padding increases the products of backward_sm80_dkdv.
 
-    Scores and dP are as they are; dv, dk and dq come by lines.
+    Scores and dP are computed unpadded, and dv, dk and dq in whole lines.
     """
     line = _line(d, d_v)
     wide, wide_v = (-(-n // line) * line for n in (d, d_v))
@@ -278,7 +278,7 @@ DKDV = KernelSpec(
 # -- backward_sm90_bias ---------------------------------------------------------------------------
 
 # Largest head -> queries and keys of a tile of backward_sm90_bias.cu, and blocks that share an SM:
-# one multiplies while another one makes weights.
+# one multiplies while another computes weights.
 BIAS_TILES: dict[int, tuple[int, int, int]] = {
     128: (64, 128, 2),
     192: (64, 64, 2),

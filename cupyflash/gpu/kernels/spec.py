@@ -1,7 +1,7 @@
-"""What the package knows of a CUDA kernel: one `KernelSpec` each.
+"""What the package knows about CUDA kernels: one `KernelSpec` for each.
 
-`plan`, `explain`, `info` and launches read specs and nothing else. A spec is data and pure
-functions of a `Request`: of shapes, strides, and where arrays begin within 16 bytes.
+`plan`, `explain`, `info` and launches read only specs. A spec is data and pure functions of a
+`Request`, that is, of shapes, strides, and addresses modulo 16.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..tma import TensorMap
 Entry = TypeVar("Entry")
 
 REGISTERS = 65536  # of an SM
-RESERVED = 1024  # bytes of an SM's shared memory that every block takes beside its own
+RESERVED = 1024  # bytes of an SM's shared memory that every block takes in addition to its own
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A kernel's configuration: the tiles of a block, and the memory they take.
+    """A kernel's configuration: the tiles of a block, and their memory.
 
     Attributes
     ----------
@@ -38,11 +38,9 @@ class Tiles:
     shared_memory : int
         Bytes of shared memory of a block.
     resident_blocks : int
-        Blocks that an SM has registers for at a time: the compiler gives a thread no more than its
-        share.
+        Blocks that share the registers of an SM: the compiler gives a thread at most its share.
     stages : int or None
-        Stages of shared memory that the streamed operand passes through; None where nothing is
-        streamed.
+        Pipeline stages in shared memory for the streamed operand; None if nothing is streamed.
     """
 
     block_q: int
@@ -55,7 +53,7 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A part of a call that wants a kernel.
+    """A part of a call that needs a kernel.
 
     Attributes
     ----------
@@ -64,18 +62,18 @@ class Request:
     device : Target
         The device.
     call : Call, optional
-        The call. Without it nothing is known of its arrays, and a kernel that depends on them does
-        not serve.
+        The call. Without it, nothing is known about its arrays, and a kernel that depends on them
+        does not serve.
     arrays : mapping of str to array
-        The arrays of the launch beside q, k and v, as kernels name them.
+        The arrays of the launch other than q, k and v, by the kernels' names.
     lead : Lead, optional
-        The leading axes of the launch; without it those of q, k and v alone.
+        The leading axes of the launch; by default those of q, k and v.
     slope : bool
         Whether scores are changed, so that a backward kernel keeps their derivatives.
     params_bytes : int
         Bytes of a kernel's parameters.
     blocks : tuple of int, optional
-        Queries and keys of a tile, where a user's plan gives them.
+        Queries and keys of a tile, if a user's plan gives them.
     """
 
     problem: Problem
@@ -130,18 +128,18 @@ class Request:
 
 
 class Extent(NamedTuple):
-    """How much a launch covers.
+    """The extent of a launch.
 
     Attributes
     ----------
     queries, keys : int
-        Of the longest entry; of packed sequences, all together.
+        Number of queries and keys of the longest entry, or of all packed sequences together.
     heads : int
-        Heads of the rows that blocks own: of keys where they own keys.
+        Number of heads of the rows that blocks own: key heads if they own keys.
     entries : int
-        Of the leading axes that the result has; 1 where sequences are packed.
+        Number of entries of the result's leading axes; 1 if sequences are packed.
     sequences : int
-        How many are packed, or 0.
+        Number of packed sequences, or 0.
     multiprocessors : int
         SMs of the device.
     group : int
@@ -168,9 +166,9 @@ class Grid(NamedTuple):
     work_tiles : int
         Pieces of work.
     blocks : int
-        What kernels are told as ``blocks``: pieces of one head.
+        The kernels' parameter ``blocks``: pieces of one head.
     size : int
-        Blocks that are launched: as many as there are pieces, unless blocks share them.
+        Number of launched blocks: one for each piece, unless blocks share the pieces.
     """
 
     work_tiles: int
@@ -179,14 +177,14 @@ class Grid(NamedTuple):
 
 
 class TmaUse(NamedTuple):
-    """What a launch of a kernel with TMA operands gets.
+    """What a launch of a kernel with TMA operands needs.
 
     Attributes
     ----------
     maps : tuple of TensorMap
         One for each operand, in the kernel's order.
     stores : bool
-        Whether results leave by TMA, too.
+        Whether results are stored by TMA, too.
     """
 
     maps: tuple[TensorMap, ...] = ()
@@ -205,9 +203,9 @@ class TmaOperands:
     Attributes
     ----------
     loads : tuple of str
-        What it loads. Where TMA cannot, the kernel does not serve.
+        The arrays that it loads. If TMA cannot load one, the kernel does not serve.
     stores : tuple of str
-        What it stores, where it can.
+        The arrays that it stores, if TMA can.
     rows : function
         Returns the rows of a TMA tile of each array.
     has_room : function
@@ -231,37 +229,37 @@ class KernelSpec:
     Attributes
     ----------
     source : str
-        Its file in `kernels_cu`. The stem is its name, and how its symbols begin.
+        Its file in `kernels_cu`. The stem is its name, and its symbols begin with it.
     part : str
         Which part of a call it computes: a key of `registry.KERNELS`.
     computes : str
         The same in words.
     method : str
         How it computes, in words that follow a device's name; {dtype}, {accumulator} and {products}
-        stand for what depends on the type.
+        stand for words that depend on the type.
     heads : mapping of str to int
         Storage types that it serves -> the largest head.
     capability : tuple of int
         The oldest compute capability; with an `architecture` the only one.
     configure : function
-        Returns its configuration, or None where no tiles fit the device.
+        Returns its configuration, or None if no tiles fit the device.
     grid : function
         Returns its grid.
     architecture : str or None
-        What it is compiled for, where that is not the device at hand.
+        What it is compiled for, if that is not the current device.
     tensor_cores : bool
-        Whether it multiplies by them.
+        Whether it multiplies on tensor cores.
     precisions : mapping of str to str
         Storage types that it serves only with this ``precision=``.
     condition : str
-        What `obstacle` asks, in words for a table.
+        The condition that `obstacle` checks, in words for a table.
     obstacle : function
-        Returns None, or in words why it does not serve a request whose type, heads and device it is
-        for.
+        Returns None, or in words why it does not serve a request although it is for its type, heads
+        and device.
     chooses_tiles : bool
-        Whether it takes other tiles than its own, where a plan gives them.
+        Whether it accepts tiles from a plan instead of its own.
     tma : TmaOperands, optional
-        What it copies by TMA.
+        The arrays that it copies by TMA.
     caches : bool
         Whether it reads a cache: lengths and pages that the device knows.
     scores : bool
@@ -269,11 +267,11 @@ class KernelSpec:
     slope : bool
         Whether it evaluates the derivatives of scores.
     sizes : tuple of str
-        The head sizes it is compiled for.
+        The head sizes for which it is compiled.
     atomic_dq : tuple of str
         Storage types for which it can also add its share of dq to memory.
     dq_accum_step : int
-        Distance in `dq_accum` of the numbers that one thread adds.
+        Distance in `dq_accum` between the numbers that one thread adds.
     """
 
     source: str
@@ -307,9 +305,9 @@ class KernelSpec:
         return posixpath.splitext(posixpath.basename(self.source))[0]
 
     def is_for(self, problem: Problem, device: Target) -> bool:
-        """Whether it is one for such types, and built for such a device at all.
+        """Return whether it is for the problem's types and for the device at all.
 
-        Where it is not, nobody asks why it does not serve.
+        If it is not, nobody asks why it does not serve.
         """
         dtype = problem.dtype.name
         if self.architecture is not None and device.capability != self.capability:

@@ -10,11 +10,11 @@ from ...arrays import device_arrays
 from .. import tma
 from .spec import Request, Tiles, TmaOperands, TmaUse
 
-# initcheck of CUDA's compute-sanitizer does not see that TMA writes to memory, and calls a read of
-# it one of what was never written. For such tools results leave otherwise.
+# Initcheck of CUDA's compute-sanitizer does not see that TMA writes to memory, and reports reads of
+# it as reads of uninitialised memory. For such tools, results are stored without TMA.
 NO_TMA_STORE = os.environ.get("CUPYFLASH_NO_TMA_STORE") == "1"
 FEWEST_PAGE_ROWS = 8  # that TMA loads at a time: the pattern of shared memory repeats after them
-_SAID = {"d_out": "do"}  # what callers know an array by
+_SAID = {"d_out": "do"}  # the callers' names of arrays
 
 
 def obstacle(request: Request, names: Iterable[str]) -> str | None:
@@ -37,10 +37,10 @@ def page_rows(request: Request, rows: int) -> int:
 
 
 def can_store(request: Request, names: Iterable[str]) -> bool:
-    """Whether results may leave by TMA.
+    """Return whether TMA may store the results.
 
-    Not those of packed sequences: a tile may reach into the next one's rows. Not where a result has
-    another type than what is stored, because it is to be summed on.
+    It may not for packed sequences, because a tile may reach into the next one's rows, and not if a
+    result has another type than the storage type, because it will be summed later.
     """
     problem = request.problem
     if NO_TMA_STORE or problem.packed:
@@ -51,9 +51,9 @@ def can_store(request: Request, names: Iterable[str]) -> bool:
 
 
 def use(operands: TmaOperands | None, request: Request, tiles: Tiles) -> TmaUse:
-    """Return what a launch copies by TMA, for whose loads there is no obstacle.
+    """Return what a launch copies by TMA. There must be no obstacle to its loads.
 
-    Where results cannot be stored so, the kernel's maps for them are any.
+    If results cannot be stored by TMA, the kernel ignores their maps.
     """
     if operands is None:
         return TmaUse()

@@ -1,7 +1,8 @@
 """Every property of attention that the kit knows, as a named function with its formula.
 
-``PROPERTIES`` holds them in the order in which `verify` runs them, those first that find most.
-What was thought of and is not run is said here, with the reason, and in every report.
+``PROPERTIES`` holds them in the order in which `verify` runs them; those that find the most faults
+come first. The following properties are not run, for the reasons given; every report lists them,
+too.
 
 ============================  ====================================================================
 paged = contiguous            the package has no paged key cache
@@ -11,8 +12,8 @@ other streams                 no option chooses one
 second derivatives            the package has none
 ============================  ====================================================================
 
-Beside the properties, three kinds of checks take place in every call of each of them: shapes and
-types of results, inputs that must not change, and guards of NaN around every array.
+In addition, every call of every property checks three things: results have the right shapes and
+types, inputs do not change, and the guards of NaN around every array are intact.
 """
 
 from __future__ import annotations

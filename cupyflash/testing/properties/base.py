@@ -1,4 +1,4 @@
-"""What a property is: a function of a kernel and a problem, and what it needs of either."""
+"""What a property is: a function of a kernel and a problem, and what it needs from both."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
-WIDE = ("bfloat16", "float32", "float64")  # types of a wide exponent
+WIDE = ("bfloat16", "float32", "float64")  # types with a wide exponent
 ROUNDED = tuple(
     x.name for x in DTYPES.values() if x.accumulator != x.name
-)  # types that are computed in a wider one
+)  # types that are computed in a wider type
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class Property:
     Attributes
     ----------
     name : str
-        What it is called.
+        Its name.
     formula : str
-        What it says, the first line of the function's docstring.
+        What it claims: the first line of the function's docstring.
     check : callable
-        ``check(subject, problem)`` raises `PropertyError` where it does not hold.
+        ``check(subject, problem)`` raises `PropertyError` if the property does not hold.
     needs : frozenset of str
-        Features, and of backward, varlen, varlen_backward and combine the functions, that a kernel
-        must have for it.
+        What a kernel must have for it: features, and functions among backward, varlen,
+        varlen_backward and combine.
     dtypes : tuple of str or None
-        Types of q, k and v that it is about; None for all.
+        Types of q, k and v that it applies to; None for all.
     draws : str
-        "plain": arrays (2, H, L, D) without options; "any": whatever the kernel knows; "packed":
-        the same of packed sequences.
+        "plain": arrays (2, H, L, D) without options; "any": all options that the kernel supports;
+        "packed": the same with packed sequences.
     more : dict
-        What else the strategy is told.
+        Other arguments of the strategy.
     weight : float
-        Examples of it for each one that was asked for.
+        How many examples it gets for each one that was asked for.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Properties of calls: where results are written, how arrays lie, and calling twice.
+"""Properties of calls: where results are written, how arrays are laid out, and calling twice.
 
-That inputs stay as they are, and that nothing is read or written beside arrays, is checked in every
-call of every property: all arrays lie between guards of NaN.
+Every call of every property checks that inputs do not change and that nothing is read or written
+outside arrays: all arrays are between guards of NaN.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def strides_do_not_matter(s: Subject, p: Problem) -> None:
 
 @a_property("out lse", draws="any")
 def given_outputs_are_written(s: Subject, p: Problem) -> None:
-    """out=, lse_out= and grads_out=, of any strides: written whole, returned, nothing beside them.
+    """out=, lse_out= and grads_out=, of any strides: written whole, returned, nothing outside them.
 
     Their memory starts as NaN; the bits are those of fresh outputs.
     """

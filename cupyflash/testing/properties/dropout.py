@@ -1,6 +1,6 @@
 """Properties of dropout: which pairs are dropped, and what that does to the results.
 
-With Q = 0 every weight of a row is the same, and with V the unit matrix each output shows its pair.
+If Q = 0, all weights of a row are equal, and if V is the unit matrix, each output shows one pair.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def dropped_pairs(s: Subject, p: Problem) -> None:
     s.judge("out", out, *s.bound(q, k, v, **options).out)
     if "backward" in s.knows and p.q.shape[1] == p.k.shape[1]:
         rows = q.shape[2]
-        if v.shape[3] != rows:  # dO is the unit matrix, so V is as wide as there are rows
+        if v.shape[3] != rows:  # dO is the unit matrix, so V has as many columns as there are rows
             if "widths" not in s.features:
                 return
             v = np.zeros((*v.shape[:3], rows), p.dtype)
@@ -108,7 +108,7 @@ def mean_over_seeds(s: Subject, p: Problem) -> None:
     sigma = np.sqrt((probs**2 @ wide(v) ** 2) * rate / (1 - rate) / number)
     off = np.abs(np.mean([wide(x) for x in drawn], axis=0) - whole)
     limit = 6 * sigma + 2 * s.bound(q, k, v).out.bound
-    # Few keys draw from few values, far from normal: one key is dropped or not.
+    # With few keys the distribution is far from normal: a single key is dropped or not.
     if k.shape[2] >= 4:
         expect(off <= limit, "the mean over seeds is not the row without dropout")
     expect(

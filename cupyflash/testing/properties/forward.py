@@ -1,7 +1,7 @@
 """Properties of the output: its bound, exact cases, its weights, and its linearity in v.
 
-Unless a property says otherwise it holds under every mask, score change, bias, scale and sink; the
-plain arrays that it draws let a failure speak of the property itself.
+Unless a property says otherwise, it holds with every mask, score change, bias, scale and sink. It
+draws plain arrays, so that a failure is about the property itself.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def forward_within_bound(s: Subject, p: Problem) -> None:
 def logits_of_any_size(s: Subject, p: Problem) -> None:
     """O is finite and min V - g <= O <= max V + g, even where no bound can be claimed.
 
-    Holds without dropout, for scores and sums of values that do not overflow. g is the rounding of
-    the row sums and of the result; 0 counts among the values, for a sink or an empty row. L is -inf
-    where nothing is seen, and there alone.
+    This holds without dropout, for scores and sums of values that do not overflow. g is the
+    rounding of the row sums and of the result. With a sink or an empty row, 0 is one of the values.
+    L is -inf in rows that see nothing, and only there.
     """
     options = {name: x for name, x in p.options.items() if name not in ("dropout", "seed")}
     rows, exact = s.attend(p.q, p.k, p.v, **options), s.bound(p.q, p.k, p.v, **options)
@@ -101,8 +101,9 @@ def exact_selection(s: Subject, p: Problem) -> None:
 def unbiased_rounding(s: Subject, p: Problem) -> None:
     """|mean of sign(O) (O' - O) / (u_o |O|)| <= 6 / sqrt(n) + mean of B / (u_o |O|) (tier T2).
 
-    B is the bound before the output is rounded, at most what an accumulator that truncates may
-    shift O by. About float16 and bfloat16: in wider types B is no smaller than u_o |O|.
+    B is the bound before the output is rounded: the most by which a truncating accumulator may
+    shift O. The property is for float16 and bfloat16, because in wider types B is no smaller than
+    u_o |O|.
     """
     shape = (2, p.q.shape[1], 48, 16)
     q, k, v = (p.rng.standard_normal(shape).astype(p.dtype) for _ in "qkv")
@@ -115,7 +116,9 @@ def unbiased_rounding(s: Subject, p: Problem) -> None:
     shift = float(abs(error.mean()))
     limit = 6 / math.sqrt(error.size) + float((bound.out.bound / (unit * np.abs(exact))).mean())
     if not shift <= limit:
-        raise PropertyError(f"O is off by {shift:.3g} u |O| in the mean; {limit:.3g} is legal")
+        raise PropertyError(
+            f"O is off by {shift:.3g} u |O| on average; expected at most {limit:.3g}"
+        )
 
 
 @a_property()

@@ -1,7 +1,7 @@
 """Properties of the gradients.
 
-Sums that vanish (rows of dS, columns of dK, dQ and dK under a constant V) hold without dLSE and
-without a sink; all others under every option.
+The sums that vanish (rows of dS, columns of dK, dQ and dK with a constant V) do so without dLSE and
+without a sink. All other properties hold with every option.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _gradients(s: Subject, p: Problem, **options: Any) -> tuple[Gradients, Backw
 def gradients_within_bound(s: Subject, p: Problem) -> None:
     """|dX' - dX| <= B_dX for dQ, dK, dV, dbias and dsink, whatever the options (tier T1).
 
-    Where O overflowed in float16 nothing can be said: the backward reads the stored O.
+    If O overflowed in float16, nothing can be claimed, because the backward reads the stored O.
     """
     rows = s.attend_problem(p)
     if not np.isfinite(rows.out.astype(np.float32)).all():
@@ -221,7 +221,7 @@ def later_keys_get_nothing(s: Subject, p: Problem) -> None:
 def empty_rows_give_no_gradient(s: Subject, p: Problem) -> None:
     """A row without keys adds nothing to any gradient, whatever its dO, Q and dLSE hold.
 
-    Under a sink its LSE is the sink, so that there dLSE counts.
+    With a sink, its LSE is the sink, so dLSE counts there.
     """
     n = p.q.shape[2]
     empty = p.rng.random(n) < 0.5
@@ -283,9 +283,9 @@ def _differentiable(s: Subject, p: Problem) -> tuple[dict[str, Any], dict[str, A
 def adjoint(s: Subject, p: Problem) -> None:
     """<(dO, dL), JVP(d)> = <VJP(dO, dL), d>, JVP by central differences in float64.
 
-    The steps h and h / 2 differ by 3/4 of the coarser one's error, which is h**2's term, so that
-    their difference bounds the finer one's error threefold; roundings are bounded by B_O / h.
-    Holds under every option but scores and masks that jump.
+    The results for h and h / 2 differ by 3/4 of the coarser one's error, whose term is h**2; so
+    their difference is three times the finer one's error. Roundings are bounded by B_O / h. This
+    holds with every option except scores and masks that jump.
     """
     inputs, options = _differentiable(s, p)
     dlse = None

@@ -1,7 +1,7 @@
 """Properties of sets of keys: their order, their number, and attention over parts of them.
 
-They hold without dropout, whose draws follow a key's position, and without position-dependent
-scores and masks where keys move.
+They hold without dropout, which depends on a key's position; those that move keys hold only without
+position-dependent scores and masks.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def joined(rows: list[Rows], bounds: list[ForwardBound]) -> tuple[Array, Array, 
 def keys_in_parts(s: Subject, p: Problem) -> None:
     """L = logaddexp of the parts' L_p, O = sum exp(L_p - L) O_p, for any split of the keys."""
     options: dict[str, Any] = {}
-    if "sink" in s.features and p.rng.random() < 0.5:  # one of the parts gets it
+    if "sink" in s.features and p.rng.random() < 0.5:  # one of the parts gets the sink
         options["sink"] = p.rng.standard_normal(p.q.shape[1]).astype(np.float32)
     parts = parts_of(s, p, int(p.rng.integers(1, 6)))
     out, lse, out_limit, lse_limit = joined(*attend_parts(s, p, parts, **options))
@@ -220,7 +220,7 @@ def sink_of_minus_infinity(s: Subject, p: Problem) -> None:
 def decoding_is_prefill(s: Subject, p: Problem) -> None:
     """Causal: queries in chunks with the keys so far, down to one query, give the rows of one shot.
 
-    Holds under causal masks and windows aligned at the last query.
+    This holds with causal masks and windows that are aligned at the last query.
     """
     length = min(p.q.shape[2], p.k.shape[2])
     q, k, v = p.q[:, :, :length], p.k[:, :, :length], p.v[:, :, :length]

@@ -1,8 +1,8 @@
 """Properties of NaN and infinities: where they may not reach, not a bit changes.
 
-Hidden pairs are hidden by a mask, a bias of -inf or a score of -inf. On kernels that multiply whole
-tiles (tensor cores), a value that some row of its tile sees may reach other rows of it as 0 * NaN;
-those lack the feature "nonfinite".
+A mask, a bias of -inf or a score of -inf hides a pair. In kernels that multiply whole tiles (tensor
+cores), a value that one row of a tile sees may reach other rows of the tile as 0 * NaN; such
+kernels lack the feature "nonfinite".
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _results(s: Subject, *arrays: Array, **options: Any) -> dict[str, Any]:
 def unseen_keys_reach_no_row(s: Subject, p: Problem) -> None:
     """K_j, V_j not finite change no bit of rows that may not see j (pairwise), nor out of reach.
 
-    Out of reach are the gradients of keys that are seen by no row which sees such a key.
+    A key's gradients are out of reach if no row that sees this key also sees a non-finite one.
     """
     heads, keys = p.q.shape[1], p.k.shape[2]
     allowed = p.rng.random((2, heads, p.q.shape[2], keys)) < p.rng.choice([0.2, 0.6])
@@ -81,7 +81,7 @@ def unseen_keys_reach_no_row(s: Subject, p: Problem) -> None:
     for name in ("out", "lse", "dq"):
         if name in before:
             _unchanged(name, before[name][clean], after[name][clean], "in a row that may not see")
-    # Keys that no row sees which sees a poisoned key, of any query head of theirs.
+    # Keys that no row sees together with a poisoned key, for any of their query heads.
     seen = (allowed & ~clean[..., None]).any(axis=2)
     unseen = ~seen.reshape(2, p.k.shape[1], -1, keys).any(axis=2)
     for name in ("dk", "dv"):

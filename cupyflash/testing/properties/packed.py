@@ -1,4 +1,4 @@
-"""Properties of packed sequences: what each sequence is alone."""
+"""Properties of packed sequences: each sequence gives what it gives alone."""
 
 from __future__ import annotations
 

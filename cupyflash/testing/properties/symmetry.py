@@ -1,4 +1,4 @@
-"""Properties of options and axes: the same attention said in two ways, and entries kept apart."""
+"""Properties of options and axes: the same attention in two ways, and independent entries."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def idle_options(s: Subject, p: Problem) -> None:
         idle.append({"dropout": 0.0, "seed": 4})
     for option in idle:
         s.same_rows(ours, s.attend(p.q, p.k, p.v, **option, **options), lambda: bound)
-    # Code of its own, which may scale and subtract in another order.
+    # This is separate code, which may scale and subtract in another order.
     idle = []
     if "bias" in s.features:
         idle.append({"bias": np.zeros((), np.float16)})
