@@ -80,8 +80,10 @@ def attention_cached(
     `lengths` counts what the cache holds after this step, the keys of these queries among them:
     query i of entry b stands at position ``lengths[b] - Lq + i``. Masks and scores see Lk =
     lengths[b], so that ``masks.causal()`` lets every query see what was there before it. No bit of
-    a result depends on other entries, on how much room the cache has, on pages, or on how many
-    queries come in one call.
+    a result depends on other entries, on how much room the cache has, or on pages. It does not
+    depend on how many queries come in one call either; on tensor cores, this holds up to 64 queries
+    of the heads that share a key head. An entry with more queries, such as a prompt, is computed by
+    the kernels of `attention`, which are faster there, within the same bounds.
 
     Parameters
     ----------
