@@ -363,12 +363,7 @@ def test_limits_are_those_of_the_tables():
         (((8, 64), (8, 32)), {}, ArgumentError, "64"),
         (((3, 8, 64), (2, 8, 64)), {}, ArgumentError, "grouped-query"),
         (((8, 64),), {"dtype": "int8"}, ArgumentTypeError, "dtype: got 'int8'; expected one of"),
-        (
-            ((8, 64),),
-            {"device": "V100"},
-            ArgumentError,
-            r"got 'V100'; expected \"cpu\", .*T4, A10,",
-        ),
+        (((8, 64),), {"device": "V100"}, ArgumentError, r"got 'V100'; expected .*T4, A10,"),
         (((8, 64),), {"device": "A100"}, ArgumentError, "did you mean A100-40GB or A100-80GB"),
         (((8, 64),), {"device": "H2"}, ArgumentError, r"got 'H2'; .*did you mean H20 or H200\?"),
         (((8, 64),), {"device": 3}, ArgumentTypeError, "device: got int"),
