@@ -273,8 +273,8 @@ def test_import_is_light(tmp_path):
 
 def test_import_is_quick(tmp_path):
     program = (
-        "import numpy, time; begin = time.perf_counter(); import cupyflash; "
-        "cupyflash.masks, cupyflash.scores; print(time.perf_counter() - begin)"
+        "import numpy, time; begin = time.process_time(); import cupyflash; "
+        "cupyflash.masks, cupyflash.scores; print(time.process_time() - begin)"
     )
     # The best of five: other processes can only add to it.
     seconds = min(in_a_fresh_process(program, tmp_path) for _ in range(5))

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from host_cupy import HostCupy
+from recognised import draw
 
 import cupyflash
-from cupyflash import ArgumentError, cache_update, lookup, masks, scores
-from cupyflash.arrays import cuda_device, device_arrays
-from cupyflash.gpu import driver, launch_cache, params, tma
-from cupyflash.gpu import jit as compiler
-from cupyflash.problem import cached as cached_calls
+from cupyflash import ArgumentError, lookup, masks, scores
+from cupyflash.gpu import launch_cache, tma
 from cupyflash.problem import validate
 from cupyflash.problem.options import NAMES, Options
 
 PLACES = {"q": 0, "k": 8, "v": 16, "out": 24}  # of addresses among a kernel's words
-
-
-@pytest.fixture
-def install(monkeypatch):
-    """Make a module the CuPy of this process, with nothing remembered of another one."""
-
-    def install(cupy):
-        monkeypatch.setitem(sys.modules, "cupy", cupy)
-        monkeypatch.setattr(compiler, "_kernels", {})
-        monkeypatch.setattr(launch_cache, "_entries", {})
-        monkeypatch.setattr(driver, "_thread", driver._Thread())
-        for cached in (driver.queue, cuda_device.of):
-            cached.cache_clear()
-        return cupy
-
-    yield install
-    for cached in (driver.queue, cuda_device.of):
-        cached.cache_clear()
-
-
-@pytest.fixture
-def cupy(install):
-    return install(HostCupy())
 
 
 @pytest.fixture
@@ -58,10 +32,6 @@ def unchecked(monkeypatch):
         monkeypatch.setattr(validate, "varlen_call", refuse)
 
     return forbid
-
-
-def draw(cupy, shape=(2, 4, 40, 16), dtype=np.float32, count=3):
-    return [cupy.asarray(np.zeros(shape, dtype)) for _ in range(count)]
 
 
 def told(launch, **arrays):
@@ -84,46 +54,6 @@ def test_a_recognised_call_tells_the_same_but_addresses(cupy, unchecked):
         same = np.delete(launch.words, list(PLACES.values()))
         assert (same == np.delete(cupy.launches[0].words, list(PLACES.values()))).all()
         assert launch[2:5] == cupy.launches[0][2:5]
-
-
-@pytest.mark.parametrize("given", [False, True], ids=["new memory", "memory given"])
-def test_a_step_over_a_cache_is_recognised(cupy, monkeypatch, given):
-    """Also where lengths and pages have changed: the device knows them."""
-    (q,) = draw(cupy, (2, 4, 1, 16), count=1)
-    k, v = draw(cupy, (6, 2, 16, 16), count=2)
-    table = cupy.asarray(np.zeros((2, 3), np.int32))
-    size = cupyflash.workspace_size_cached(q, k, v, table=table)
-    held = []
-    for n in range(3):
-        lengths = cupy.asarray(np.full(2, n + 7, np.int32))
-        more = {}
-        if given:
-            more["workspace"] = cupy.asarray(np.zeros(size, np.uint8))
-            more["out"] = cupy.asarray(np.zeros(q.shape, np.float32))
-        out = cupyflash.attention_cached(q, k, v, lengths, table=table, **more)
-        assert not given or out is more["out"]
-        held.append((lengths, out, more))
-        if n == 0:
-            monkeypatch.setattr(cached_calls, "call", None)
-    assert [x.by_driver for x in cupy.launches] == [False, True, True]
-    layout = params.params(0, 0, 0)
-    for (lengths, out, more), launch in zip(held, cupy.launches, strict=True):
-        found = fields(launch, layout)
-        assert found["lengths"] == lengths.data.ptr
-        assert found["table"] == table.data.ptr
-        assert found["out"]["data"] == out.data.ptr
-        if given:
-            begin = more["workspace"].data.ptr
-            assert begin <= found["workspace"] < begin + 512
-
-
-def test_a_length_of_all_entries_is_told_anew(cupy):
-    (q,) = draw(cupy, (2, 4, 1, 16), count=1)
-    k, v = draw(cupy, (2, 2, 64, 16), count=2)
-    for n in (7, 8):
-        cupyflash.attention_cached(q, k, v, n)
-    told = [fields(x, params.params(0, 0, 0))["len_k"] for x in cupy.launches]
-    assert told == [7, 8]
 
 
 def test_maps_follow_the_parameters(cupy, unchecked, monkeypatch):
@@ -427,160 +357,3 @@ def test_seeds_are_told(cupy, unchecked):
     for seed in (2, 2**64 - 1):
         cupyflash.attention(*arrays, dropout=0.5, seed=seed)
         assert seed in [int(x) for x in cupy.launches[-1].words]
-
-
-def fields(launch, layout):
-    """Return what a kernel that is no part of attention was told, by its fields."""
-    return np.frombuffer(launch.words.tobytes()[: layout.size], layout.dtype)[0]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_cache_is_written_by_what_device_memory_holds_then(cupy, packed):
-    lead, total = ((), 5) if packed else ((2,), 3)
-    k_new, v_new = (cupy.asarray(np.zeros((*lead, 3, total, n), np.float16)) for n in (8, 16))
-    k, v = (cupy.asarray(np.zeros((5, 3, 4, n), np.float16)) for n in (8, 16))
-    q = cupy.asarray(np.zeros((*lead, 6, total, 8), np.float16))
-    cos, sin = draw(cupy, (40, 2), count=2)
-    # What reads them finds no such method of these arrays, and numbers that would be refused.
-    lengths, table = cupy.asarray(np.array([-7, 10**9])), cupy.asarray(np.full((2, 6), 99, "i4"))
-    positions = cupy.asarray(np.full((*lead, total), 10**12))
-    offsets = cupy.asarray(np.array([4, 0, -9])) if packed else None
-    rotary = cupyflash.Rotary(cos, sin, interleaved=True)
-    out = cupyflash.append(
-        k_new, v_new, k, v, lengths,
-        table=table, offsets=offsets, q=q, rotary=rotary, positions=positions,
-    )  # fmt: skip
-    assert (out.shape, out.dtype, out.strides) == (q.shape, q.dtype, q.strides)
-    (launch,) = cupy.launches
-    assert launch.kernel == "append__f16"
-    warps = (5 if packed else 6) * (3 + 3 + 6)
-    assert (launch.threads, launch.grid) == (256, -(-warps // 8))
-    told = fields(launch, params.append())
-    arrays = {
-        "k_new": k_new,
-        "v_new": v_new,
-        "k": k,
-        "v": v,
-        "q": q,
-        "out": out,
-        "cos": cos,
-        "sin": sin,
-    }
-    for name, array in (
-        arrays | {"lengths": lengths, "table": table, "positions": positions}
-    ).items():
-        assert told[name]["data"] == array.data.ptr, name
-    assert told["offsets"] == (offsets.data.ptr if packed else 0)
-    sizes = {
-        "batch": 2,
-        "rows": total,
-        "capacity": 24,
-        "pages": 5,
-        "page_size": 4,
-        "rotary_rows": 40,
-    }
-    sizes |= {
-        "heads": 6,
-        "heads_kv": 3,
-        "columns": 8,
-        "columns_v": 16,
-        "pairs": 2,
-        "interleaved": 1,
-    }
-    assert {name: told[name] for name in sizes} == sizes
-
-
-def test_writes_to_a_cache_are_recognised(cupy, monkeypatch):
-    k, v = draw(cupy, (6, 3, 4, 8), count=2)
-    cos, sin = draw(cupy, (40, 2), count=2)
-    table = cupy.asarray(np.zeros((2, 3), np.int32))
-    held = []
-    for n in range(3):
-        k_new, v_new = draw(cupy, (2, 3, 1, 8), count=2)
-        (q,) = draw(cupy, (2, 6, 1, 8), count=1)
-        lengths = cupy.asarray(np.full(2, n + 1, np.int64))
-        rotary = cupyflash.Rotary(cos, sin, interleaved=n == 2)
-        with monkeypatch.context() as patch:
-            if n == 1:
-                patch.setattr(cache_update, "checked_append", None)
-            out = cupyflash.append(k_new, v_new, k, v, lengths, table=table, q=q, rotary=rotary)
-        held.append((k_new, v_new, q, out, lengths))
-    for n, (arrays, launch) in enumerate(zip(held, cupy.launches, strict=True)):
-        told = fields(launch, params.append())
-        for name, array in zip(("k_new", "v_new", "q", "out", "lengths"), arrays, strict=True):
-            assert told[name]["data"] == array.data.ptr, name
-        assert told["interleaved"] == (n == 2)
-        assert launch.by_driver == (n > 0)
-
-
-def test_a_write_that_overlaps_is_checked_again(cupy):
-    k, v, others, values = draw(cupy, (2, 3, 20, 8), count=4)
-    lengths = cupy.asarray(np.full(2, 3, np.int64))
-    cupyflash.append(others[:, :, :1], values[:, :, :1], k, v, lengths)
-    with pytest.raises(ArgumentError, match="k and k_new share memory"):
-        cupyflash.append(k[:, :, :1], v[:, :, :1], k, v, lengths)
-
-
-def test_rotations_are_recognised(cupy, monkeypatch):
-    cos, sin = draw(cupy, (9, 8), count=2)
-    rotary = cupyflash.Rotary(cos, sin)
-    positions = cupy.asarray(np.full(5, 3, "i4"))
-    xs = [draw(cupy, (2, 4, 5, 16), count=1)[0] for _ in range(3)]
-    held = []
-    for n, x in enumerate(xs):
-        with monkeypatch.context() as patch:
-            if n == 1:
-                patch.setattr(cache_update, "rotation", None)
-            held.append(cupyflash.rope(x, positions, rotary, inverse=n == 2))
-    for n, (x, out, launch) in enumerate(zip(xs, held, cupy.launches, strict=True)):
-        told = fields(launch, params.rope())
-        assert (told["x"]["data"], told["out"]["data"]) == (x.data.ptr, out.data.ptr)
-        assert told["inverse"] == (n == 2)
-
-
-def test_a_step_without_queries_and_a_length_of_all(cupy):
-    k_new, v_new = draw(cupy, (2, 3, 1, 8), count=2)
-    k, v = draw(cupy, (2, 3, 20, 8), count=2)
-    assert cupyflash.append(k_new, v_new, k, v, 7) is None
-    told = fields(cupy.launches[0], params.append())
-    for name in ("q", "out", "cos", "sin", "lengths", "table", "positions"):
-        assert told[name]["data"] == 0, name
-    assert (told["length"], told["capacity"], told["page_size"]) == (7, 20, 20)
-    assert (told["heads"], told["pairs"]) == (0, 0)
-    cupyflash.append(*draw(cupy, (0, 3, 1, 8), count=2), *draw(cupy, (0, 3, 9, 8), count=2), 7)
-    assert len(cupy.launches) == 1
-
-
-def test_rows_are_rotated_by_what_device_memory_holds_then(cupy):
-    (x,), (cos, sin) = draw(cupy, (2, 4, 5, 16), count=1), draw(cupy, (9, 8), count=2)
-    positions = cupy.asarray(np.full(5, 99, "i4"))
-    out = cupyflash.rope(x, positions, cupyflash.Rotary(cos, sin), inverse=True)
-    told = fields(cupy.launches[0], params.rope())
-    for name, array in {"x": x, "out": out, "cos": cos, "sin": sin, "positions": positions}.items():
-        assert told[name]["data"] == array.data.ptr, name
-    assert told["positions"]["lead"].tolist() == [0, 0, 0, 0]
-    assert (told["inverse"], told["interleaved"], told["pairs"]) == (1, 0, 8)
-
-
-@pytest.mark.parametrize("name", ["lengths", "table", "positions"])
-def test_everything_is_checked_where_that_is_asked_for(cupy, name, monkeypatch):
-    monkeypatch.setattr(cached_calls, "CHECKS_ALL", True)
-    monkeypatch.setattr(device_arrays, "read_back", lambda array: array.host.copy())
-    k_new, v_new = draw(cupy, (2, 3, 1, 8), count=2)
-    k, v = draw(cupy, (5, 3, 4, 8), count=2)
-    cos, sin = draw(cupy, (40, 2), count=2)
-    right = {
-        "lengths": np.array([1, 8]),
-        "table": np.array([[0, -1], [1, 4]]),
-        "positions": np.array([[0], [39]]),
-    }
-    wrong = {"lengths": [0, 8], "table": [[0, -1], [1, 5]], "positions": [[0], [40]]}
-    rotary = cupyflash.Rotary(cos, sin)
-
-    def call(integers):
-        keywords = {each: cupy.asarray(np.array(values)) for each, values in integers.items()}
-        return cupyflash.append(k_new, v_new, k, v, rotary=rotary, **keywords)
-
-    call(right)
-    with pytest.raises(ArgumentError, match=f"{name}: "):
-        call(right | {name: wrong[name]})

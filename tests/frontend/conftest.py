@@ -1,0 +1,35 @@
+"""The CuPy that is nowhere, as fixtures."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from host_cupy import HostCupy
+
+from cupyflash.arrays import cuda_device
+from cupyflash.gpu import driver, launch_cache
+from cupyflash.gpu import jit as compiler
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Make a module the CuPy of this process, with nothing remembered of another one."""
+
+    def install(cupy):
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        monkeypatch.setattr(compiler, "_kernels", {})
+        monkeypatch.setattr(launch_cache, "_entries", {})
+        monkeypatch.setattr(driver, "_thread", driver._Thread())
+        for cached in (driver.queue, cuda_device.of):
+            cached.cache_clear()
+        return cupy
+
+    yield install
+    for cached in (driver.queue, cuda_device.of):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def cupy(install):
+    return install(HostCupy())
