@@ -54,6 +54,12 @@ def array(value: Any, name: str) -> Array:
             f"{name}: {came} came; wanted a NumPy array, or an array that exports "
             "DLPack. Convert it with np.asarray."
         )
+    if getattr(value, "requires_grad", False) is True:
+        raise ArgumentTypeError(
+            f"{name}: a tensor that requires a gradient came, and none flows through here; wanted "
+            "its .detach(). Gradients flow through q, k, v, bias and sink of "
+            "cupyflash.torch.attention."
+        )
     try:
         kind = int(value.__dlpack_device__()[0])
     except _DLPACK_FAILURES as error:
