@@ -38,8 +38,11 @@ class _Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[4]
         if do is None and dlse is None:
             return (None,) * (1 + len(operands))
-        rows = do, dlse, out, lse
-        made = list(_run(_Gradients, ctx.settings, wanted, *rows, *operands))
+        if torch.is_grad_enabled() or _is_transformed():  # somebody wants derivatives of these
+            made = _run(_Gradients, ctx.settings, wanted, do, dlse, out, lse, *operands)
+        else:
+            x = Operands(*operands)
+            made = compute.backward(ctx.settings, x, (out, lse), do, dlse, wanted)
         gradients = [None, *made[:3], made[3] if wanted else None]
         gradients.append(None if operands[4] is None else made[-1])
         return (*gradients, *(None,) * (1 + len(operands) - len(gradients)))

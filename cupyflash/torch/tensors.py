@@ -24,6 +24,7 @@ _DTYPES = {
     torch.int64: np.dtype(np.int64),
     torch.uint64: np.dtype(np.uint64),
 }
+_NUMPY_KNOWS = frozenset(_DTYPES.values())
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = ("cpu", "cuda", "meta")  # of devices; a meta tensor is its shape alone
 
@@ -98,7 +99,8 @@ def array_of(x: Any) -> Any:
         return device_arrays.borrowed(
             x.data_ptr(), tuple(x.shape), dtype, strides, x.device.index, x
         )
-    x = x.detach()
+    if x.requires_grad:
+        x = x.detach()
     if x.dtype is torch.bfloat16:
         return x.view(torch.int16).numpy().view(_bfloat16())
     return x.numpy()
@@ -106,9 +108,9 @@ def array_of(x: Any) -> Any:
 
 def tensor_of(array: Any) -> torch.Tensor:
     """Return an array in host memory as a tensor of the same memory."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    if array.dtype in _NUMPY_KNOWS:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
 def empty_in_order_of(q: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
