@@ -6,9 +6,27 @@
 
 from __future__ import annotations
 
+from .cached import attention_cached
+from .flash_attn import (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from .functions import attention, attention_varlen
+from .sdpa import scaled_dot_product_attention
 
 __all__ = [
     "attention",
+    "attention_cached",
     "attention_varlen",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "scaled_dot_product_attention",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -54,7 +54,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(*_: Any) -> NoReturn:
         raise ArgumentError(
-            f"attention: a derivative in forward mode was asked for; wanted reverse mode. Else {_OTHER}."
+            "attention: a derivative in forward mode was asked for; wanted reverse mode. Else "
+            f"{_OTHER}."
         )
 
 
@@ -110,7 +111,8 @@ _FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors),
 # more than the method of its base class, which it calls where none is.
 _is_transformed = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _APPLY = {
-    function: super(torch.autograd.Function, function).apply for function in (_Attention, _Gradients)
+    function: super(torch.autograd.Function, function).apply
+    for function in (_Attention, _Gradients)
 }
 
 

@@ -102,7 +102,14 @@ def _together(
     if not rule.expands:
         return tuple(x.squeeze(1) for x in made) if are_matrices else tuple(made)
     owners = [*operands[:3], *(x for x in operands[3:5] if x is not None)]
-    at = [*dims[rule.leading :][:3], *(d for d, x in zip(dims[rule.leading :][3:5], operands[3:5], strict=True) if x is not None)]
+    at = [
+        *dims[rule.leading :][:3],
+        *(
+            d
+            for d, x in zip(dims[rule.leading :][3:5], operands[3:5], strict=True)
+            if x is not None
+        ),
+    ]
     if len(made) == 3:
         owners, at = owners[:3], at[:3]
     return tuple(

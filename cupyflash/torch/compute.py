@@ -173,9 +173,7 @@ def empty_gradients(x: Operands, wants_bias: bool) -> list[torch.Tensor]:
     return [torch.empty_like(each) for each in owners if each is not None]
 
 
-def _workspace(
-    request: execute.Request, settings: Settings, x: Operands
-) -> torch.Tensor | None:
+def _workspace(request: execute.Request, settings: Settings, x: Operands) -> torch.Tensor | None:
     """Return scratch memory of PyTorch's allocator for a backward on a GPU."""
     if not x.q.is_cuda:
         return None
@@ -198,5 +196,9 @@ def _key(settings: Settings, x: Operands) -> Any:
     """Return all that the size of the scratch memory depends on."""
     parts: list[Any] = [settings.precision, settings.dropout > 0]
     for each in (x.q, x.k, x.v, x.sink, x.offsets_q):
-        parts.append(None if each is None else (each.dtype, each.device, each.shape, each.stride()))
+        parts += (each is None,) if each is None else _form(each)
     return tuple(parts)
+
+
+def _form(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.device, x.shape, x.stride()

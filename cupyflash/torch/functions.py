@@ -11,7 +11,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..masks import Mask
 from ..problem.keywords import explained
 from ..scores import Score
-from . import autograd, operators, tensors
+from . import autograd, operators, recipes, tensors
 from .compute import Operands, Settings
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -204,8 +204,8 @@ def run(
         settings = settings._replace(seed=None)
     if mask is not None and mask.dtype is not torch.bool:
         raise ArgumentTypeError(
-            f"mask: a tensor of {mask.dtype} came; wanted bool, True meaning attend. Additive masks "
-            "go to bias=."
+            f"mask: a tensor of {mask.dtype} came; wanted bool, True meaning attend. Additive "
+            "masks go to bias=."
         )
     q, k, v = tensors.to_autocast(q, k, v)
     tensors.same_dtype(q, k, v)
@@ -213,6 +213,12 @@ def run(
     if torch.compiler.is_compiling() or home.type == "meta" or type(q) not in _PLAIN:
         out, lse = operators.attention(settings, operands)
     else:
+        if type(settings.mask) is tuple or type(settings.score_mod) is list:
+            changes = settings.score_mod
+            settings = settings._replace(
+                mask=recipes.made(settings.mask),
+                score_mod=[*map(recipes.made, changes)] if type(changes) is list else changes,
+            )
         out, lse = autograd.attention(settings, operands)
     return (out, lse) if return_lse else out
 
@@ -221,8 +227,8 @@ def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
     """Return a seed that is a tensor."""
     if seed.ndim or seed.dtype not in (torch.int64, torch.uint64):
         raise ArgumentTypeError(
-            f"seed: a tensor of shape {tuple(seed.shape)}, {seed.dtype} came; wanted an integer, or "
-            "a 0-d tensor of int64 or uint64."
+            f"seed: a tensor of shape {tuple(seed.shape)}, {seed.dtype} came; wanted an integer, "
+            "or a 0-d tensor of int64 or uint64."
         )
     if seed.device.type != "cpu" and seed.device != home:
         raise ArgumentError(
@@ -230,3 +236,8 @@ def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
             "on the CPU."
         )
     return seed
+
+
+def drawn_seed(dropout_p: float) -> torch.Tensor | None:
+    """Return a seed from PyTorch's generator."""
+    return torch.randint(2**63 - 1, (), dtype=torch.int64) if dropout_p else None

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import ArgumentError
-from . import compute, tensors
+from . import compute, recipes
 from .batching import Rule, batched
 from .compute import Operands, Settings
 
@@ -23,13 +23,16 @@ _count = itertools.count(1)
 
 
 @torch.compiler.assume_constant_result  # it is called while it is compiled, for these very objects
-def _number(scale: Any, precision: Any, deterministic: Any, check: Any, mask: Any, *changes: Any) -> int:
-    key = scale, precision, deterministic, check, id(mask), *map(id, changes)
+def _number(
+    scale: Any, precision: Any, deterministic: Any, check: Any, mask: Any, *changes: Any
+) -> int:
+    known = [each if isinstance(each, tuple) else id(each) for each in (mask, *changes)]
+    key = scale, precision, deterministic, check, *known
     if key not in _numbers:
         number = next(_count)
         _kept[number] = Settings(
-            mask=mask,
-            score_mod=changes or None,
+            mask=recipes.made(mask),
+            score_mod=tuple(map(recipes.made, changes)) or None,
             scale=scale,
             precision=precision,
             deterministic=deterministic,
@@ -44,7 +47,7 @@ def attention(settings: Settings, x: Operands) -> tuple[torch.Tensor, torch.Tens
     changes = settings.score_mod
     if changes is None:
         changes = ()
-    elif not isinstance(changes, (list, tuple)):
+    elif not isinstance(changes, list) and not _is_sequence(changes):
         changes = (changes,)
     number = _number(
         settings.scale,
@@ -60,6 +63,10 @@ def attention(settings: Settings, x: Operands) -> tuple[torch.Tensor, torch.Tens
         seed -= 2**64
     out, lse = _attention(*x, number, settings.dropout, has_seed, seed)
     return out, lse
+
+
+def _is_sequence(changes: Any) -> bool:
+    return isinstance(changes, tuple) and not (changes and type(changes[0]) is str)
 
 
 def _settings(number: int, dropout: float, has_seed: bool, seed: int) -> Settings:
@@ -149,7 +156,8 @@ _attention.register_autograd(_backward, setup_context=_setup)
 
 def _no_second(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG001
     raise ArgumentError(
-        "attention: a second derivative was asked for; wanted first ones alone (create_graph=False)."
+        "attention: a second derivative was asked for; wanted first ones alone "
+        "(create_graph=False)."
     )
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's tensors as arrays of NumPy or CuPy in the same memory, and the tensors that cannot be."""
+"""PyTorch's tensors as arrays of NumPy or CuPy in the same memory, and which of them cannot be."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()
             continue
         if not isinstance(x, torch.Tensor):
             raise ArgumentTypeError(
-                f"{name}: {type(x).__name__} came; wanted a tensor. Convert it with torch.as_tensor."
+                f"{name}: {type(x).__name__} came; wanted a tensor. Convert it with "
+                "torch.as_tensor."
             )
         if x.layout is not torch.strided or x.is_nested:
             raise ArgumentTypeError(f"{name}: {_layout(x)}")
@@ -68,8 +69,8 @@ def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()
             first, home = name, x.device
             if home.type not in _KINDS:
                 raise ArgumentTypeError(
-                    f"{name}: a tensor on device {home} came; wanted one on the CPU or on an NVIDIA "
-                    'GPU. Copy it with .to("cpu").'
+                    f"{name}: a tensor on device {home} came; wanted one on the CPU or on an "
+                    'NVIDIA GPU. Copy it with .to("cpu").'
                 )
         elif x.device != home:
             raise ArgumentTypeError(
@@ -168,3 +169,16 @@ def refuse_gradients(named: Mapping[str, Any], remedy: str) -> None:
     for name, x in named.items():
         if isinstance(x, torch.Tensor) and x.requires_grad:
             raise ArgumentError(f"{name}: a tensor that requires a gradient came; {remedy}")
+
+
+def refuse_meta(home: torch.device) -> None:
+    """Refuse tensors without elements where no operator gives their shapes."""
+    if home.type == "meta":
+        raise ArgumentTypeError(
+            "q: a meta tensor came, which has no elements; wanted one on the CPU or on a GPU."
+        )
+
+
+def of_results(results: Any) -> Any:
+    """Return arrays in host memory, one or a tuple of them, as tensors."""
+    return tuple(map(tensor_of, results)) if isinstance(results, tuple) else tensor_of(results)
