@@ -1,7 +1,7 @@
 """Models of Hugging Face's transformers that compute their attention here.
 
-`register` makes "cupy_attention" a value of a model's ``attn_implementation``. Masks are those of the
-library's "sdpa": boolean tensors, or none where a mask is causal without padding.
+`register` makes "cupy_attention" a value of a model's ``attn_implementation``. Masks are those that
+the library makes for "sdpa": boolean tensors, or none where a mask is causal without padding.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def register(name: str = "cupy_attention") -> None:
     """
     if "flash" in name:
         raise ArgumentError(
-            f'name: {name!r} came; wanted one without "flash", which transformers takes for a kernel '
-            "of flash_attn."
+            f'name: {name!r} came; wanted one without "flash", which transformers takes for a '
+            "kernel of flash_attn."
         )
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -108,8 +108,8 @@ def attention_forward(
     """
     if options.get("output_attentions"):
         raise ArgumentError(
-            "output_attentions: True came; wanted False, because weights are never stored. Load the "
-            'model with attn_implementation="eager" to see them.'
+            "output_attentions: True came; wanted False, because weights are never stored. Load "
+            'the model with attn_implementation="eager" to see them.'
         )
     mask: Any = attention_mask
     bias = position_bias
