@@ -35,6 +35,7 @@ FUNCTIONS = {
     "attention_varlen_vjp",
     "attention_vjp",
     "combine",
+    "convert",
     "explain",
     "lookup",
     "plan",
