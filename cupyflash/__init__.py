@@ -15,6 +15,7 @@ from .api import (
     attention_backward,
     attention_vjp,
     combine,
+    convert,
     lookup,
 )
 from .cache_update import append, rope
@@ -49,6 +50,7 @@ __all__ = [
     "attention_varlen_vjp",
     "attention_vjp",
     "combine",
+    "convert",
     "explain",
     "expr",
     "figures",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,6 +54,12 @@ def array(value: Any, name: str) -> Array:
         raise ArgumentTypeError(
             f"{name}: got {came}; expected a NumPy array, or an array that exports DLPack. "
             "Convert it with np.asarray."
+        )
+    if getattr(value, "requires_grad", False) is True:
+        raise ArgumentTypeError(
+            f"{name}: a tensor that requires a gradient came, and none flows through here; wanted "
+            "its .detach(). Gradients flow through q, k, v, bias and sink of "
+            "cupyflash.torch.attention."
         )
     try:
         kind = int(value.__dlpack_device__()[0])
@@ -164,20 +171,33 @@ class _Reexport:
         return (1, 0)
 
 
-def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
-    """Take a bfloat16 array by telling NumPy that its elements are 16-bit integers."""
+_UNSIGNED, _BFLOAT = 1, 4  # DLDataTypeCode
+
+
+def _type_of(capsule: Any) -> Any:
+    """Return the code and the bits of a capsule's element type, to be read and written."""
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    # DLTensor: data pointer (8 bytes), device (8), ndim (4), then dtype: code, bits, lanes.
+    return (ctypes.c_uint8 * 2).from_address(get_pointer(capsule, b"dltensor") + 20)
+
+
+def _bfloat16_capsule(array: Array) -> Any:
+    """Export a bfloat16 array of NumPy by telling its reader what its 16-bit integers are."""
+    capsule = array.view(np.uint16).__dlpack__()
+    _type_of(capsule)[0] = _BFLOAT
+    return capsule
+
+
+def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
+    """Take a bfloat16 array by telling NumPy that its elements are 16-bit integers."""
     try:
         capsule = value.__dlpack__()
-        tensor = get_pointer(capsule, b"dltensor")
+        code_and_bits = _type_of(capsule)
     except _DLPACK_FAILURES as error:
         raise _refused(value, name, error) from None
-    # DLTensor: data pointer (8 bytes), device (8), ndim (4), then dtype: code, bits, lanes.
-    code_and_bits = (ctypes.c_uint8 * 2).from_address(tensor + 20)
     code, bits = code_and_bits
-    bfloat, unsigned = 4, 1  # DLDataTypeCode
-    if (code, bits) != (bfloat, 16):
+    if (code, bits) != (_BFLOAT, 16):
         raise _refused(value, name, f"NumPy knows no {bits}-bit elements of type code {code}")
     try:
         import ml_dtypes
@@ -185,13 +205,57 @@ def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
         raise ArgumentTypeError(
             f"{name}: got bfloat16, which needs the package ml_dtypes: {ML_DTYPES}."
         ) from None
-    code_and_bits[0] = unsigned
+    code_and_bits[0] = _UNSIGNED
     try:
         integers = np.from_dlpack(_Reexport(capsule))
     except _DLPACK_FAILURES as error:
         raise _refused(value, name, error) from None
-    code_and_bits[0] = bfloat  # the exporter's struct, which lives as long as `integers`
+    code_and_bits[0] = _BFLOAT  # the exporter's struct, which lives as long as `integers`
     return integers.view(ml_dtypes.bfloat16)
+
+
+def to_library_of(value: Any, like: Any) -> Any:
+    """Return an array, or tuple of arrays, of NumPy or CuPy as arrays of another's library.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If `like` is no array, or its library does not take them by DLPack.
+    """
+    if isinstance(value, tuple):
+        made = [to_library_of(each, like) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    if value is None or (isinstance(like, np.ndarray) and isinstance(value, np.ndarray)):
+        return value
+    if is_device_array(like) and is_device_array(value):
+        return value
+    library = _namespace(like)
+    exporter = value
+    if isinstance(value, np.ndarray) and value.dtype.name == "bfloat16":
+        exporter = _Reexport(_bfloat16_capsule(value))  # NumPy exports none
+    try:
+        return library.from_dlpack(exporter)
+    except (AttributeError, *_DLPACK_FAILURES) as error:
+        raise ArgumentTypeError(
+            f"like: {type(like).__name__} came, whose library does not take an array of "
+            f"{value.dtype} in {_place(device_of(value))} ({error}); wanted an array of a library "
+            "that takes such by DLPack, living there."
+        ) from None
+
+
+def _namespace(like: Any) -> Any:
+    """Return the module of an array's library, which has from_dlpack."""
+    if isinstance(like, np.ndarray):
+        return np
+    if hasattr(like, "__array_namespace__"):
+        return like.__array_namespace__()
+    library = sys.modules.get(type(like).__module__.partition(".")[0])
+    if not hasattr(like, "__dlpack__") or not hasattr(library, "from_dlpack"):
+        raise ArgumentTypeError(
+            f"like: {type(like).__name__} came; wanted an array of a library with from_dlpack, "
+            "such as NumPy, CuPy, PyTorch or JAX."
+        )
+    return library
 
 
 def floats(value: Any, name: str) -> Array:

@@ -305,7 +305,7 @@ def test_registers_are_those_of_the_table(device, arch, options, row):
     except cuda_table.CannotCompile as error:
         pytest.skip(str(error))
     made_with, rows = cuda_table.read()
-    wanted = rows[cuda_table.Key(*row, False, arch)]
+    wanted = rows[cuda_table.Key(*row, False, "", arch)]
     main = cupyflash.explain(SHAPE, device=device, **options).main
     assert (main.block_q, main.block_kv, 32 * main.warps, main.shared_memory) == wanted[:4]
     if version == made_with:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -78,6 +79,34 @@ def test_every_public_name_is_there(site):
     for module in ("cupyflash", *MODULES):
         for name in importlib.import_module(module).__all__:
             assert f"{module}.{name}" in documented, f"{module}.{name} is not in docs/reference"
+
+
+@pytest.mark.parametrize(
+    ("page", "module"),
+    [
+        ("torch", "cupyflash.torch"),
+        ("torch", "cupyflash.torch.transformers"),
+        ("jax", "cupyflash.jax"),
+    ],
+)
+def test_pages_of_other_libraries_are_as_their_docstrings(page, module):
+    """The site is built without these libraries, so that these pages are written by hand."""
+    pytest.importorskip(page, reason=f"{module} needs {page}")
+    text = (ROOT / "docs" / "reference" / f"{page}.rst").read_text()
+    described = importlib.import_module(module)
+    for name in described.__all__:
+        function = getattr(described, name)
+        words = []
+        for each in inspect.signature(function).parameters.values():
+            if each.kind is each.KEYWORD_ONLY and "*" not in words:
+                words.append("*")
+            stars = "**" if each.kind is each.VAR_KEYWORD else ""
+            default = "" if each.default is each.empty else f"={each.default!r}"
+            words.append(f"{stars}{each.name}{default}")
+        summary = " ".join(inspect.getdoc(function).partition("\n\n")[0].split())
+        wanted = f".. py:function:: {module}.{name}({', '.join(words)})\n\n   {summary}\n"
+        assert wanted in text, wanted
+    assert text.count(f":: {module}.") >= len(described.__all__)
 
 
 @pytest.mark.thorough("the whole site; the code of its pages is quick")

@@ -8,7 +8,7 @@ import sys
 import tomllib
 
 import pytest
-from documents import FENCE, NEEDS_A_GPU, PAGES, ROOT, Block, blocks, code, run
+from documents import FENCE, PAGES, ROOT, Block, blocks, code, kind, libraries, run
 
 import cupyflash
 from cupyflash import masks, scores
@@ -54,6 +54,9 @@ COMMANDS = {
     'pip install ".[cuda13]"': "an extra",
     'pip install ".[bench]"': "an extra",
     'pip install ".[verify]"': "an extra",
+    'pip install ".[torch]"': "an extra",
+    'pip install ".[jax]"': "an extra",
+    "python examples/train_transformers.py": "tests/repo/test_train_transformers.py",
 }
 
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -88,10 +91,13 @@ RUN = [document for document in RUN if blocks(document, "python")]
 
 
 def gpu_blocks(document: str) -> list[Block]:
-    return [each for each in blocks(document, "python") if NEEDS_A_GPU.search(each.text)]
+    return [each for each in blocks(document, "python") if kind(document, each) == "gpu"]
 
 
-ON_A_CPU = [name for name in RUN if len(blocks(name, "python")) > len(gpu_blocks(name))]
+ON_A_CPU = [
+    name for name in RUN if any(kind(name, each) == "cpu" for each in blocks(name, "python"))
+]
+WITH_A_LIBRARY = [name for name in RUN if libraries(name)]
 
 
 @pytest.mark.parametrize("document", ON_A_CPU)
@@ -99,6 +105,22 @@ def test_the_code_runs(document, tmp_path, monkeypatch):
     # One namespace for a document, in order, as a reader would type it; away from the checkout.
     monkeypatch.chdir(tmp_path)
     assert run(document, same)
+
+
+@pytest.mark.filterwarnings("ignore")  # of other libraries
+@pytest.mark.parametrize("document", WITH_A_LIBRARY)
+def test_the_code_for_other_libraries_runs(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in libraries(document):
+        pytest.importorskip(name, reason=f"this page has code for {name}, which is not installed")
+    assert run(document, same, "library")
+
+
+def test_there_is_code_for_other_libraries():
+    assert "README.md" in WITH_A_LIBRARY
+    assert {name for document in WITH_A_LIBRARY for name in libraries(document)} == {
+        "torch", "jax", "transformers",
+    }  # fmt: skip
 
 
 GPU_BLOCKS = [(document, block) for document in RUN for block in gpu_blocks(document)]
@@ -112,7 +134,7 @@ def test_there_is_code_for_gpus():
     together = "".join(block.text for block in gpu_blocks("docs/howto/gpu.md"))
     for name in (
         "cupy.asarray",
-        "torch.from_dlpack",
+        "cupyflash.convert",
         "torch.bfloat16",
         "workspace=",
         "end_capture",

@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-NEEDS_A_GPU = re.compile(r"^import (?:cupy|torch)$", re.MULTILINE)
+NEEDS_A_GPU = re.compile(r"^import cupy$|device=\"cuda\"", re.MULTILINE)
+# Libraries for which cupyflash has functions; it needs none of them, so that they may be missing.
+LIBRARIES = re.compile(r"^(?:import|from) (?:cupyflash\.)?(torch|jax|transformers)\b", re.MULTILINE)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -47,12 +49,30 @@ def code(document: str, line: int, text: str) -> CodeType:
     return compile("\n" * (line - 1) + text, str(ROOT / document), "exec")
 
 
-def run(document: str, printed: Callable[[Block, str], None]) -> int:
-    """Run the blocks that need no GPU in one namespace; return how many there are.
+def kind(document: str, block: Block) -> str:
+    """Return what a block of Python needs: a "gpu", a "library", or a "cpu".
+
+    All blocks of a page whose first one needs a library are for readers who have it.
+    """
+    if NEEDS_A_GPU.search(block.text):
+        return "gpu"
+    first = blocks(document, "python")[0]
+    is_library = any(LIBRARIES.search(each.text) for each in (first, block))
+    return "library" if is_library else "cpu"
+
+
+def libraries(document: str) -> list[str]:
+    """Return the libraries that a document's blocks import."""
+    texts = [x.text for x in blocks(document, "python") if kind(document, x) == "library"]
+    return sorted({name for text in texts for name in LIBRARIES.findall(text)})
+
+
+def run(document: str, printed: Callable[[Block, str], None], what: str = "cpu") -> int:
+    """Run the blocks of one kind in one namespace; return how many there are.
 
     `printed` is called with each block that shows what it prints, and what it printed.
     """
-    found = [each for each in blocks(document, "python") if not NEEDS_A_GPU.search(each.text)]
+    found = [each for each in blocks(document, "python") if kind(document, each) == what]
     namespace: dict[str, object] = {"__name__": "document"}
     for block in found:
         stream = io.StringIO()
@@ -73,7 +93,8 @@ def write(document: str) -> None:
         shown = f"```python\n{block.text}```\n\n```text\n"
         text = text.replace(f"{shown}{block.shown}```", f"{shown}{output}```")
 
-    run(document, replace)
+    for what in ("cpu", "library"):
+        run(document, replace, what)
     path.write_text(text)
 
 

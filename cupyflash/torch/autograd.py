@@ -1,0 +1,126 @@
+"""Derivatives of calls on tensors in reverse mode, and calls under torch.func.vmap."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import ArgumentError
+from . import compute
+from .batching import Rule, batched
+from .compute import Operands, Settings
+
+_OTHER = (
+    "compute this derivative through torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has it"
+)
+
+
+class _Attention(torch.autograd.Function):
+    """out and lse of a call."""
+
+    @staticmethod
+    def forward(settings: Settings, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return compute.forward(settings, Operands(*operands))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.settings = inputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[1:], *output)
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        *operands, out, lse = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4]
+        if do is None and dlse is None:
+            return (None,) * (1 + len(operands))
+        if torch.is_grad_enabled() or _is_transformed():  # somebody wants derivatives of these
+            made = _run(_Gradients, ctx.settings, wanted, do, dlse, out, lse, *operands)
+        else:
+            x = Operands(*operands)
+            made = compute.backward(ctx.settings, x, (out, lse), do, dlse, wanted)
+        gradients = [None, *made[:3], made[3] if wanted else None]
+        gradients.append(None if operands[4] is None else made[-1])
+        return (*gradients, *(None,) * (1 + len(operands) - len(gradients)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, *operands: Any) -> Any:
+        return batched(_FORWARD, info.batch_size, in_dims[1:], settings, operands)
+
+    @staticmethod
+    def jvp(*_: Any) -> NoReturn:
+        raise ArgumentError(
+            "attention: a derivative in forward mode was asked for; wanted reverse mode. Else "
+            f"{_OTHER}."
+        )
+
+
+class _Gradients(torch.autograd.Function):
+    """Gradients of a call: the list that `compute.backward` returns."""
+
+    @staticmethod
+    def forward(
+        settings: Settings,
+        wants_bias: bool,
+        do: Any,
+        dlse: Any,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *operands: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        rows = do, dlse
+        made = compute.backward(settings, Operands(*operands), (out, lse), *rows, wants_bias)
+        return tuple(made)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(*_: Any) -> NoReturn:
+        raise ArgumentError(
+            "attention: a second derivative was asked for; wanted first ones alone "
+            f"(create_graph=False). Else {_OTHER}."
+        )
+
+    jvp = backward
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], settings: Settings, wants_bias: bool, *tensors: Any
+    ) -> Any:
+        rule = Rule(
+            lambda settings, *tensors: _run(_Gradients, settings, wants_bias, *tensors),
+            leading=4,
+            expands=True,
+        )
+        return batched(rule, info.batch_size, in_dims[2:], settings, tensors)
+
+
+for _function in (_Attention, _Gradients):
+    # Kept, because PyTorch asks for it at every call of `apply`.
+    _function.forward.__signature__ = inspect.signature(_function.forward)
+
+_FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False)
+
+# Whether a transform of torch.func is active. PyTorch's own `apply` asks this first and takes 20 us
+# more than the method of its base class, which it calls where none is.
+_is_transformed = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_APPLY = {
+    function: super(torch.autograd.Function, function).apply
+    for function in (_Attention, _Gradients)
+}
+
+
+def _run(function: Any, *args: Any) -> Any:
+    return function.apply(*args) if _is_transformed() else _APPLY[function](*args)
+
+
+def attention(settings: Settings, operands: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse of a call, through which gradients flow."""
+    out, lse = _run(_Attention, settings, *operands)
+    return out, lse

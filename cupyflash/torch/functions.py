@@ -1,0 +1,243 @@
+"""The public functions on tensors: signatures and documentation, checks, no computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..masks import Mask
+from ..problem.keywords import explained
+from ..scores import Score
+from . import autograd, operators, recipes, tensors
+from .compute import Operands, Settings
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@explained
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | torch.Tensor | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """Compute exact attention on tensors, through which gradients flow.
+
+    The options are those of `cupyflash.attention`. On a GPU the call runs on PyTorch's current
+    stream, and its results and scratch memory come from PyTorch's allocator.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape (..., Hq, Lq, D)
+        Queries, of float16, bfloat16, float32 or float64, on the CPU or a GPU; any strides. Under
+        torch.autocast they are converted, and k and v too.
+    k : torch.Tensor, shape (..., Hkv, Lk, D)
+        Keys.
+    v : torch.Tensor, shape (..., Hkv, Lk, Dv)
+        Values.
+    mask : Mask or torch.Tensor of bool, optional
+        Which pairs attend (True). Arrays in a mask have no gradient; they live where `q` lives.
+    score_mod : Score or sequence of Score, optional
+        Changes of the scores. Arrays in them have no gradient.
+    bias : torch.Tensor, optional
+        Added to the scores; broadcasts to (..., Hq, Lq, Lk). Its gradient is computed where it
+        requires one.
+    sink : torch.Tensor, shape (Hq,), optional
+        Logit of one extra key of value 0 per head.
+    scale : float, optional
+        Any finite number. Default: 1 / sqrt(D).
+    dropout : float
+        Probability in [0, 1) of dropping a pair, after the softmax; needs `seed`.
+    seed : int or 0-d torch.Tensor of int64, optional
+        The same seed drops the same pairs everywhere. A tensor on the GPU is read when the kernel
+        runs.
+    precision : {None, "tf32x3"}
+        Of float32 tensors, as in `cupyflash.attention`.
+    return_lse : bool
+        Return (out, lse) instead of out. Gradients flow through both.
+    deterministic : bool
+        Ask for bitwise equal gradients in every run. It is also asked for by
+        ``torch.use_deterministic_algorithms(True)``.
+
+    Returns
+    -------
+    out : torch.Tensor, shape (..., Hq, Lq, Dv)
+        In the dtype and memory order of `q`.
+    lse : torch.Tensor, shape (..., Hq, Lq)
+        Only with `return_lse`: float32, or float64.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        An argument does not fit; the message names it, what came, what was wanted and the remedy.
+        A derivative in forward mode, or a second one, was asked for.
+
+    Notes
+    -----
+    Under torch.compile make masks and scores outside of the compiled function, and keep them: it is
+    compiled again for an object that it has not seen. Under torch.func.vmap the mapped axis becomes
+    a leading axis; where b, dropout or a mapped sink would then mean something else, the calls
+    are made one by one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupyflash import masks
+    >>> from cupyflash.torch import attention
+    >>> x = torch.ones(2, 4, 100, 32, requires_grad=True)
+    >>> attention(x, x, x, mask=masks.causal()).sum().backward()
+    >>> x.grad.shape
+    torch.Size([2, 4, 100, 32])
+    """
+    settings = Settings(
+        mask, score_mod, scale, dropout, seed, precision, _is_deterministic(deterministic)
+    )
+    return run(settings, q, k, v, bias, sink, None, None, return_lse)
+
+
+@explained
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets_q: torch.Tensor,
+    offsets_k: torch.Tensor,
+    *,
+    check: bool = True,
+    mask: Mask | torch.Tensor | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """Compute attention within each of several sequences that lie one after the other.
+
+    The options are those of `cupyflash.attention_varlen`; tensors and gradients are as in
+    `cupyflash.torch.attention`.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape (Hq, total_q, D)
+        Queries of all sequences.
+    k : torch.Tensor, shape (Hkv, total_k, D)
+        Keys of all sequences.
+    v : torch.Tensor, shape (Hkv, total_k, Dv)
+        Values of all sequences.
+    offsets_q, offsets_k : torch.Tensor of int, shape (n + 1,)
+        Sequence b has the rows from ``offsets[b]`` to ``offsets[b + 1]``, on the device of `q`.
+    check : bool
+        Offsets on a GPU are read back and checked, which waits for them; with False they are not
+        read.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention`, and in `cupyflash.attention_varlen`.
+    return_lse, deterministic
+        As in `attention`.
+
+    Returns
+    -------
+    out : torch.Tensor, shape (Hq, total_q, Dv)
+        As of `attention` on every sequence alone.
+    lse : torch.Tensor, shape (Hq, total_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `attention`.
+    """
+    settings = Settings(
+        mask, score_mod, scale, dropout, seed, precision, _is_deterministic(deterministic), check
+    )
+    return run(settings, q, k, v, bias, sink, offsets_q, offsets_k, return_lse)
+
+
+def _is_deterministic(value: Any) -> Any:
+    return torch.are_deterministic_algorithms_enabled() if value is False else value
+
+
+def run(
+    settings: Settings,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    offsets_q: torch.Tensor | None,
+    offsets_k: torch.Tensor | None,
+    return_lse: bool,
+) -> Any:
+    """Compute a call whose options are not checked yet."""
+    if type(return_lse) is not bool:
+        raise ArgumentTypeError(f"return_lse: {return_lse!r} came; wanted True or False.")
+    named = {"q": q, "k": k, "v": v}
+    mask = seed = None
+    if bias is not None:
+        named["bias"] = bias
+    if sink is not None:
+        named["sink"] = sink
+    if isinstance(settings.mask, torch.Tensor):
+        named["mask"] = mask = settings.mask
+        settings = settings._replace(mask=None)
+    if offsets_q is not None:
+        named |= {"offsets_q": offsets_q, "offsets_k": offsets_k}
+    home = tensors.check(named, ("q", "k", "v", "bias", "sink"))
+    if isinstance(settings.seed, torch.Tensor):
+        seed = checked_seed(settings.seed, home)
+        settings = settings._replace(seed=None)
+    if mask is not None and mask.dtype is not torch.bool:
+        raise ArgumentTypeError(
+            f"mask: a tensor of {mask.dtype} came; wanted bool, True meaning attend. Additive "
+            "masks go to bias=."
+        )
+    q, k, v = tensors.to_autocast(q, k, v)
+    tensors.same_dtype(q, k, v)
+    operands = Operands(q, k, v, bias, sink, mask, seed, offsets_q, offsets_k)
+    if torch.compiler.is_compiling() or home.type == "meta" or type(q) not in _PLAIN:
+        out, lse = operators.attention(settings, operands)
+    else:
+        if type(settings.mask) is tuple or type(settings.score_mod) is list:
+            changes = settings.score_mod
+            settings = settings._replace(
+                mask=recipes.made(settings.mask),
+                score_mod=[*map(recipes.made, changes)] if type(changes) is list else changes,
+            )
+        out, lse = autograd.attention(settings, operands)
+    return (out, lse) if return_lse else out
+
+
+def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
+    """Return a seed that is a tensor."""
+    if seed.ndim or seed.dtype not in (torch.int64, torch.uint64):
+        raise ArgumentTypeError(
+            f"seed: a tensor of shape {tuple(seed.shape)}, {seed.dtype} came; wanted an integer, "
+            "or a 0-d tensor of int64 or uint64."
+        )
+    if seed.device.type != "cpu" and seed.device != home:
+        raise ArgumentError(
+            f"seed: a tensor on device {seed.device} came, and q is on {home}; wanted it there, or "
+            "on the CPU."
+        )
+    return seed
+
+
+def drawn_seed(dropout_p: float) -> torch.Tensor | None:
+    """Return a seed from PyTorch's generator."""
+    return torch.randint(2**63 - 1, (), dtype=torch.int64) if dropout_p else None

@@ -1,0 +1,183 @@
+"""The same calls as operators of PyTorch, for torch.compile, which cannot follow them inside.
+
+An operator takes tensors and numbers alone. Masks, score changes and what else a call says are
+therefore kept under a number, one for each call that torch.compile sees while it compiles. They are
+kept as long as the process lives, so that the number always means the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import ArgumentError
+from . import compute, recipes
+from .batching import Rule, batched
+from .compute import Operands, Settings
+
+_kept: dict[int, Settings] = {}
+_numbers: dict[Any, int] = {}
+_count = itertools.count(1)
+
+
+@torch.compiler.assume_constant_result  # it is called while it is compiled, for these very objects
+def _number(
+    scale: Any, precision: Any, deterministic: Any, check: Any, mask: Any, *changes: Any
+) -> int:
+    known = [each if isinstance(each, tuple) else id(each) for each in (mask, *changes)]
+    key = scale, precision, deterministic, check, *known
+    if key not in _numbers:
+        number = next(_count)
+        _kept[number] = Settings(
+            mask=recipes.made(mask),
+            score_mod=tuple(map(recipes.made, changes)) or None,
+            scale=scale,
+            precision=precision,
+            deterministic=deterministic,
+            check=check,
+        )
+        _numbers[key] = number
+    return _numbers[key]
+
+
+def attention(settings: Settings, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse of a call, through which gradients flow."""
+    changes = settings.score_mod
+    if changes is None:
+        changes = ()
+    elif not isinstance(changes, list) and not _is_sequence(changes):
+        changes = (changes,)
+    number = _number(
+        settings.scale,
+        settings.precision,
+        settings.deterministic,
+        settings.check,
+        settings.mask,
+        *changes,
+    )
+    has_seed = settings.seed is not None
+    seed = settings.seed if has_seed else 0
+    if seed >= 2**63:  # an operator's integers have a sign
+        seed -= 2**64
+    out, lse = _attention(*x, number, settings.dropout, has_seed, seed)
+    return out, lse
+
+
+def _is_sequence(changes: Any) -> bool:
+    return isinstance(changes, tuple) and not (changes and type(changes[0]) is str)
+
+
+def _settings(number: int, dropout: float, has_seed: bool, seed: int) -> Settings:
+    if number not in _kept:
+        raise ArgumentError(
+            "attention: a graph came that another process made; wanted one of this process, "
+            "because masks and scores are Python objects. Compile it here."
+        )
+    return _kept[number]._replace(dropout=dropout, seed=seed % 2**64 if has_seed else None)
+
+
+@torch.library.custom_op("cupyflash::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    seed_tensor: torch.Tensor | None,
+    offsets_q: torch.Tensor | None,
+    offsets_k: torch.Tensor | None,
+    number: int,
+    dropout: float,
+    has_seed: bool,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = Operands(q, k, v, bias, sink, mask, seed_tensor, offsets_q, offsets_k)
+    return compute.forward(_settings(number, dropout, has_seed, seed), x, place=True)
+
+
+@_attention.register_fake
+def _(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return compute.empty(Operands(*args[:9]))
+
+
+@torch.library.custom_op("cupyflash::attention_backward", mutates_args=())
+def _attention_backward(
+    wants_bias: bool,
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    seed_tensor: torch.Tensor | None,
+    offsets_q: torch.Tensor | None,
+    offsets_k: torch.Tensor | None,
+    number: int,
+    dropout: float,
+    has_seed: bool,
+    seed: int,
+) -> list[torch.Tensor]:
+    x = Operands(q, k, v, bias, sink, mask, seed_tensor, offsets_q, offsets_k)
+    settings = _settings(number, dropout, has_seed, seed)
+    return compute.backward(settings, x, (out, lse), do, dlse, wants_bias, place=True)
+
+
+@_attention_backward.register_fake
+def _(wants_bias: bool, *args: Any) -> list[torch.Tensor]:
+    return compute.empty_gradients(Operands(*args[4:13]), wants_bias)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.numbers = inputs[9:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:9], *output)
+
+
+def _backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+    *operands, out, lse = ctx.saved_tensors
+    if do is None and dlse is None:
+        return (None,) * 13
+    wanted = ctx.needs_input_grad[3]
+    made = _attention_backward(wanted, do, dlse, out, lse, *operands, *ctx.numbers)
+    dbias = made[3] if wanted else None
+    dsink = None if operands[4] is None else made[-1]
+    return (*made[:3], dbias, dsink, *(None,) * 8)
+
+
+_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def _no_second(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG001
+    raise ArgumentError(
+        "attention: a second derivative was asked for; wanted first ones alone "
+        "(create_graph=False)."
+    )
+
+
+_attention_backward.register_autograd(_no_second)
+
+
+@_attention.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    numbers = args[9:]
+    rule = Rule(lambda _, *tensors: _attention(*tensors, *numbers), 0, expands=False)
+    settings = _settings(numbers[0], *numbers[1:])
+    return batched(rule, info.batch_size, in_dims[:9], settings, args[:9])
+
+
+@_attention_backward.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], wants_bias: bool, *args: Any) -> Any:
+    numbers = args[13:]
+    rule = Rule(
+        lambda _, *tensors: _attention_backward(wants_bias, *tensors, *numbers), 4, expands=True
+    )
+    settings = _settings(numbers[0], *numbers[1:])
+    made, dims = batched(rule, info.batch_size, in_dims[1:14], settings, args[:13])
+    return list(made), list(dims)

@@ -1,0 +1,65 @@
+"""Masks and score changes as tuples of words and numbers, which torch.compile can follow.
+
+It cannot follow the constructors of `cupyflash.masks` and `cupyflash.scores`. Where a function that
+it compiles calls one of these, it finds a tuple instead: the constructor's name and its arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import masks, scores
+from ..errors import ArgumentTypeError
+
+_CONSTRUCTORS = {
+    "causal": masks.causal,
+    "window": masks.window,
+    "softcap": scores.softcap,
+}
+
+
+def made(value: Any) -> Any:
+    """Return the mask or score change that a tuple describes, and anything else as it is."""
+    if type(value) is tuple and value and value[0] in _CONSTRUCTORS:
+        return _CONSTRUCTORS[value[0]](*value[1:])
+    return value
+
+
+def band(causal: bool, left: int | None, right: int | None, offset: int | None) -> Any:
+    """Return the mask of a diagonal band, or None where it holds every pair."""
+    if causal:
+        right = 0
+    if left is None:
+        return None if right is None else ("causal", offset) if right == 0 else _window(left, right)
+    return _window(left, right)
+
+
+def _window(left: int | None, right: int | None) -> Any:
+    return ("window", left, right)
+
+
+def _numbers(name: str, *args: Any) -> Any:
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            raise ArgumentTypeError(
+                f"{name}: a tensor came in a function that torch.compile compiles; wanted a "
+                "number. Make such a mask outside of it."
+            )
+    return (name, *args)
+
+
+@torch.compiler.substitute_in_graph(masks.causal)
+def _causal(offset: Any = None) -> Any:
+    return _numbers("causal", offset)
+
+
+@torch.compiler.substitute_in_graph(masks.window)
+def _windowed(left: int | None, right: int | None, offset: Any = None) -> Any:
+    return _numbers("window", left, right, offset)
+
+
+@torch.compiler.substitute_in_graph(scores.softcap)
+def _capped(c: float) -> Any:
+    return _numbers("softcap", c)

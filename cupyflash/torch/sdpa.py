@@ -1,0 +1,95 @@
+"""PyTorch's own function of attention, with its arguments. Its docstring says what differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from ..problem.keywords import explained
+from . import functions, tensors
+from .compute import Settings
+
+
+@explained
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Compute attention as ``torch.nn.functional.scaled_dot_product_attention`` does.
+
+    What differs: dropout draws one number from PyTorch's generator of the CPU, so that
+    ``torch.manual_seed`` repeats it, but drops other pairs than PyTorch; head sizes are at most
+    512; a query that sees no key gets 0; the dtypes of `query` and of a float mask may differ.
+
+    Parameters
+    ----------
+    query : torch.Tensor, shape (..., Hq, L, E)
+        Queries.
+    key : torch.Tensor, shape (..., H, S, E)
+        Keys.
+    value : torch.Tensor, shape (..., H, S, Ev)
+        Values.
+    attn_mask : torch.Tensor, optional
+        Broadcasts to (..., Hq, L, S): of bool, True attends; of floats, it is added to the scores,
+        and has a gradient if it requires one.
+    dropout_p : float
+        Probability in [0, 1) of dropping a pair.
+    is_causal : bool
+        Let query i see keys 0 to i: aligned at the top left, unlike ``masks.causal()``.
+    scale : float, optional
+        Default: 1 / sqrt(E).
+    enable_gqa : bool
+        Whether Hq may be a multiple of H.
+
+    Returns
+    -------
+    torch.Tensor, shape (..., Hq, L, Ev)
+        In the dtype of `query`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `attention`, and where `attn_mask` and `is_causal` come together.
+    """
+    mask: Any = None
+    bias = None
+    if is_causal:
+        if attn_mask is not None:
+            raise ArgumentError(
+                "is_causal: True came with an attn_mask; wanted one of them. Join them, "
+                "attn_mask & torch.ones(L, S, dtype=torch.bool).tril()."
+            )
+        mask = ("causal", 0)
+    if attn_mask is not None:
+        if isinstance(attn_mask, torch.Tensor) and attn_mask.dtype is not torch.bool:
+            bias = attn_mask
+        else:
+            mask = attn_mask
+    named = {"query": query, "key": key, "value": value}
+    tensors.check(
+        {**named, "attn_mask": attn_mask}, (*named, *(["attn_mask"] if bias is not None else []))
+    )
+    if not enable_gqa and query.ndim > 2 and key.ndim > 2:
+        heads, heads_kv = query.shape[-3], key.shape[-3]
+        if heads_kv not in (1, heads):
+            raise ArgumentError(
+                f"key: shape {tuple(key.shape)} came with a query of shape {tuple(query.shape)}; "
+                "wanted as many heads, or enable_gqa=True."
+            )
+    settings = Settings(
+        mask=mask,
+        scale=scale,
+        dropout=dropout_p,
+        seed=functions.drawn_seed(dropout_p),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    result: torch.Tensor = functions.run(settings, query, key, value, bias, None, None, None, False)
+    return result

@@ -1,0 +1,184 @@
+"""PyTorch's tensors as arrays of NumPy or CuPy in the same memory, and which of them cannot be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..arrays import device_arrays
+from ..errors import ArgumentError, ArgumentTypeError
+from ..install import ML_DTYPES
+
+_DTYPES = {
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.uint64: np.dtype(np.uint64),
+}
+_NUMPY_KNOWS = frozenset(_DTYPES.values())
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_KINDS = ("cpu", "cuda", "meta")  # of devices; a meta tensor is its shape alone
+
+
+@functools.cache
+def _bfloat16() -> np.dtype[Any]:
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ArgumentTypeError(
+            f"bfloat16 came; wanted the package ml_dtypes for it: {ML_DTYPES}."
+        ) from None
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()) -> torch.device:
+    """Return the device on which all tensors of a call live; those of `floats` must be floats.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If something is no tensor with strides, or lives elsewhere than the first.
+    """
+    first = ""
+    home = None
+    for name, x in named.items():
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentTypeError(
+                f"{name}: {type(x).__name__} came; wanted a tensor. Convert it with "
+                "torch.as_tensor."
+            )
+        if x.layout is not torch.strided or x.is_nested:
+            raise ArgumentTypeError(f"{name}: {_layout(x)}")
+        if name in floats and x.dtype not in _FLOATS:
+            raise ArgumentTypeError(
+                f"{name}: a tensor of {x.dtype} came; wanted float16, bfloat16, float32 or "
+                "float64. Convert it with .to(dtype)."
+            )
+        if home is None:
+            first, home = name, x.device
+            if home.type not in _KINDS:
+                raise ArgumentTypeError(
+                    f"{name}: a tensor on device {home} came; wanted one on the CPU or on an "
+                    'NVIDIA GPU. Copy it with .to("cpu").'
+                )
+        elif x.device != home:
+            raise ArgumentTypeError(
+                f"{name}: a tensor on device {x.device} came, and {first} is on {home}; wanted all "
+                f'tensors of a call on one device. Copy it with .to("{home}").'
+            )
+    assert home is not None
+    return home
+
+
+def _layout(x: torch.Tensor) -> str:
+    if x.is_nested:
+        return (
+            "a nested tensor came; wanted one with strides. Pass its .values(), whose shape is "
+            "(total, H, D), as x.swapaxes(0, 1) to attention_varlen, with its .offsets()."
+        )
+    return f"a tensor of layout {x.layout} came; wanted a dense one. Convert it with .to_dense()."
+
+
+def array_of(x: Any) -> Any:
+    """Return a tensor as an array in the same memory, and anything else as it is."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.is_cuda:
+        dtype = _bfloat16() if x.dtype is torch.bfloat16 else _DTYPES[x.dtype]
+        strides = tuple([step * dtype.itemsize for step in x.stride()])
+        return device_arrays.borrowed(
+            x.data_ptr(), tuple(x.shape), dtype, strides, x.device.index, x
+        )
+    if x.requires_grad:
+        x = x.detach()
+    if x.dtype is torch.bfloat16:
+        return x.view(torch.int16).numpy().view(_bfloat16())
+    return x.numpy()
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """Return an array in host memory as a tensor of the same memory."""
+    if array.dtype in _NUMPY_KNOWS:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def empty_in_order_of(q: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an uninitialised tensor, with the axes in memory as those of `q`.
+
+    `shape` may have more leading axes; they, and axes along which `q` repeats itself, lie farthest
+    apart.
+    """
+    if len(shape) == q.ndim and q.is_contiguous():
+        return q.new_empty(shape)
+    steps = [2**62] * (len(shape) - q.ndim) + [step or 2**62 for step in q.stride()]
+    order = sorted(range(len(shape)), key=lambda axis: (-steps[axis], shape[axis] == 1))
+    made = q.new_empty([shape[axis] for axis in order])
+    return made.permute([order.index(axis) for axis in range(len(shape))])
+
+
+def lse_dtype(q: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the LSE of queries."""
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+def to_autocast(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v in the dtype of torch.autocast where it is on, as PyTorch's attention."""
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
+def stream_of(device: torch.device) -> AbstractContextManager[Any]:
+    """Make PyTorch's current stream and its device CuPy's, for a while."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return device_arrays.on_stream(stream, device.index)
+
+
+def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse q, k and v of different dtypes, whose remedy has other words than for arrays."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise ArgumentTypeError(
+            f"q {q.dtype}, k {k.dtype}, v {v.dtype} came; wanted one dtype. Convert with "
+            f".to({q.dtype})."
+        )
+
+
+def refuse_gradients(named: Mapping[str, Any], remedy: str) -> None:
+    """Refuse tensors that require a gradient where none is computed."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in named.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            raise ArgumentError(f"{name}: a tensor that requires a gradient came; {remedy}")
+
+
+def refuse_meta(home: torch.device) -> None:
+    """Refuse tensors without elements where no operator gives their shapes."""
+    if home.type == "meta":
+        raise ArgumentTypeError(
+            "q: a meta tensor came, which has no elements; wanted one on the CPU or on a GPU."
+        )
+
+
+def of_results(results: Any) -> Any:
+    """Return arrays in host memory, one or a tuple of them, as tensors."""
+    return tuple(map(tensor_of, results)) if isinstance(results, tuple) else tensor_of(results)

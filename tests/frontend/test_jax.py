@@ -1,0 +1,145 @@
+"""Attention on JAX's arrays under jit, grad and vmap: the bits of arrays, gradients, refusals."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import ArgumentError, ArgumentTypeError, masks, scores
+
+jax = pytest.importorskip("jax", reason='needs JAX: pip install ".[jax]"')
+
+import jax.numpy as jnp  # noqa: E402
+
+from cupyflash.jax import attention  # noqa: E402
+
+if jax.default_backend() != "cpu":
+    pytest.skip("cupyflash.jax is for JAX's CPU", allow_module_level=True)
+
+CAUSAL = masks.causal()
+
+
+def draw(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def qkv(dtype=np.float32):
+    shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6)
+    return [draw(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_arrays_give_the_bits_of_numpy(dtype, jit):
+    bias, sink = draw(4, 5, 7), draw(4, dtype=dtype)
+    options = {"mask": CAUSAL, "score_mod": scores.softcap(3.0), "dropout": 0.25, "seed": 7}
+
+    def loss(q, k, v, bias, sink):
+        out, lse = attention(q, k, v, bias=bias, sink=sink, return_lse=True, **options)
+        return (3 * out.astype(jnp.float32)).sum() + (2 * lse).sum(), (out, lse)
+
+    arrays = [*qkv(dtype), bias, sink]
+    function = jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)
+    gradients, (out, lse) = (jax.jit(function) if jit else function)(*map(jnp.asarray, arrays))
+    options |= {"bias": bias, "sink": sink}
+    wanted, wanted_lse, vjp = cupyflash.attention_vjp(*arrays[:3], return_lse=True, **options)
+    assert np.array_equal(out, wanted)
+    assert np.array_equal(lse, wanted_lse)
+    do = np.full(wanted.shape, 3, dtype)
+    for found, wished in zip(gradients, vjp(do, np.full(lse.shape, 2, lse.dtype)), strict=True):
+        assert found.dtype == wished.dtype
+        assert np.array_equal(found, wished)
+
+
+def test_float64(monkeypatch):
+    with jax.enable_x64(True):
+        q, k, v = map(jnp.asarray, qkv(np.float64))
+        out, lse = attention(q, k, v, return_lse=True)
+        assert out.dtype == lse.dtype == np.float64
+
+
+BATCHED = {
+    "causal": {"mask": CAUSAL},
+    "lengths": {"mask": masks.lengths([3, 5])},
+    "b": {"mask": masks.mask(lambda b, h, i, j: (j + b) % 2 == 0)},
+    "dropout": {"dropout": 0.5, "seed": 3},
+    "sink": {"sink": draw(4)},
+    "bias": {"bias": draw(5, 6)},
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_vmap_is_a_loop(name):
+    q, k, v = draw(3, 2, 4, 5, 8), draw(2, 3, 2, 6, 8), draw(2, 6, 8)
+
+    def loss(q, k, v):
+        out = attention(q, k, v, **BATCHED[name])
+        return (out * out).sum(), out
+
+    function = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+    found, out = jax.jit(jax.vmap(function, in_axes=(0, 1, None)))(q, k, v)
+    for n in range(3):
+        gradients, wanted = function(q[n], k[:, n], v)
+        assert np.array_equal(out[n], wanted)
+        for a, b in zip(found, gradients, strict=True):
+            np.testing.assert_allclose(a[n], b, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_traced_beside_q_k_and_v():
+    x = draw(1, 2, 4, 8)
+    dense = np.arange(16).reshape(4, 4) % 3 != 1
+    call = jax.jit(lambda seed, mask: attention(x, x, x, dropout=0.5, seed=seed, mask=mask))
+    wanted = cupyflash.attention(x, x, x, dropout=0.5, seed=9, mask=dense)
+    assert np.array_equal(call(9, dense), wanted)
+    gradient = jax.grad(
+        lambda x, seed, mask: attention(x, x, x, dropout=0.5, seed=seed, mask=mask).sum()
+    )
+    assert gradient(jnp.asarray(x), jnp.int32(9), jnp.asarray(dense)).shape == x.shape
+
+
+def test_matrices():
+    x = draw(5, 8)
+    out, lse = attention(x, x, x, return_lse=True)
+    assert (out.shape, lse.shape) == ((5, 8), (5,))
+    found = jax.vmap(lambda x: attention(x, x, x))(draw(3, 5, 8))
+    each = [cupyflash.attention(y, y, y) for y in draw(3, 5, 8)]
+    assert np.array_equal(found, each)
+
+
+@pytest.mark.thorough("large arrays, for which a callback could wait for itself")
+def test_large_arrays_do_not_wait_for_themselves():
+    x = jnp.asarray(draw(1, 8, 1024, 64))
+    loss = jax.jit(jax.grad(lambda x: (attention(x * 2, x, x, mask=CAUSAL) * 3).sum()))
+    assert loss(x).block_until_ready().shape == x.shape
+
+
+X = draw(2, 4, 8)
+REFUSED = {
+    "another shape": (lambda: attention(X, X[..., :2], X), "k: .*2 is not 8"),
+    "the same, traced": (lambda: jax.jit(attention)(X, X[..., :2], X), "k: .*2 is not 8"),
+    "a number": (lambda: attention(3, X, X), r"q: int.*jnp\.asarray"),
+    "integers": (lambda: attention(X, X, X.astype(np.int32)), "v: dtype int32"),
+    "two dtypes": (lambda: attention(X, X, X.astype(np.float16)), "wanted one dtype"),
+    "a mask of floats": (lambda: attention(X, X, X, mask=jnp.ones(4)), "mask: .*bias="),
+    "no seed": (lambda: attention(X, X, X, dropout=0.5), "dropout: .*seed=number"),
+    "an unknown option": (lambda: attention(X, X, X, bais=1), "did you mean bias"),
+    "return_lse": (lambda: attention(X, X, X, return_lse=1), "return_lse: 1 came"),
+    "a second derivative": (
+        lambda: jax.grad(lambda x: jax.grad(lambda y: attention(y, y, y).sum())(x).sum())(X),
+        r"second derivative.*jax\.nn\.dot_product_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_with_the_remedy(name):
+    call, words = REFUSED[name]
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
+        call()
+
+
+def test_forward_mode_is_refused_by_jax():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: attention(x, x, x), (X,), (X,))

@@ -1,0 +1,255 @@
+"""Attention on PyTorch's tensors on a GPU: bits, gradients, streams, memory, graphs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
+
+torch = pytest.importorskip("torch", reason="needs PyTorch, compiled for CUDA")
+
+from cupyflash.torch import (  # noqa: E402
+    attention,
+    attention_cached,
+    attention_varlen,
+    flash_attn_with_kvcache,
+    scaled_dot_product_attention,
+)
+from cupyflash.torch.tensors import array_of  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+CAUSAL = masks.causal()
+TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.fixture
+def cupy(gpu):
+    import cupy
+
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    return cupy
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to("cuda", dtype)
+
+
+def qkv(dtype=torch.float32, length=100):
+    return [draw(2, 4, length, 64, dtype=dtype, seed=n) for n in range(3)]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_tensors_give_the_bits_of_arrays(cupy, dtype):
+    tensors = [*qkv(dtype), draw(4, 100, 100), draw(4, dtype=dtype)]
+    for x in tensors:
+        x.requires_grad_()
+    options = {"mask": CAUSAL, "score_mod": [scores.softcap(3.0)], "dropout": 0.25, "seed": 7}
+    for _ in range(2):  # the second one is recognised
+        for x in tensors:
+            x.grad = None
+        out, lse = attention(
+            *tensors[:3], bias=tensors[3], sink=tensors[4], return_lse=True,
+            deterministic=True, **options,
+        )  # fmt: skip
+        (out * 3 + lse[..., None].to(dtype)).sum().backward()
+        torch.cuda.synchronize()
+    arrays = [array_of(x.detach()) for x in tensors]
+    options |= {"bias": arrays[3], "sink": arrays[4]}
+    wanted, wanted_lse, vjp = cupyflash.attention_vjp(
+        *arrays[:3], return_lse=True, deterministic=True, **options
+    )
+    gradients = vjp(cupy.full_like(wanted, 3), cupy.full_like(wanted_lse, 64))
+    assert bool((array_of(out.detach()) == wanted).all())
+    assert bool((array_of(lse.detach()) == wanted_lse).all())
+    for x, gradient in zip(tensors, gradients, strict=True):
+        np.testing.assert_allclose(
+            array_of(x.grad).get().astype(np.float64),
+            gradient.get().astype(np.float64),
+            rtol=2e-2, atol=2e-2,
+        )  # fmt: skip
+
+
+def test_gradcheck(cupy):
+    tensors = [draw(2, 4, 5, 16, dtype=torch.float64, seed=n).requires_grad_() for n in range(3)]
+    tensors.append(draw(4, 5, 5, dtype=torch.float64).requires_grad_())
+
+    def function(q, k, v, bias):
+        return attention(q, k, v, bias=bias, mask=CAUSAL, return_lse=True)
+
+    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
+
+
+def test_a_call_runs_on_the_current_stream(cupy):
+    q, k, v = qkv(torch.float16, 2000)
+    attention(q, k, v)
+    wanted = attention(q * 2, k, v)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # some 30 ms, before q is doubled
+        late = q * 2
+        found = attention(late, k, v)
+        assert not stream.query()  # nothing was waited for
+    stream.synchronize()
+    assert torch.equal(found, wanted)
+    assert cupy.cuda.get_current_stream().ptr == cupy.cuda.Stream.null.ptr
+
+
+def test_memory_is_pytorchs(cupy):
+    q, k, v = (x.requires_grad_() for x in qkv(torch.float16, 1000))
+    attention(q, k, v, mask=CAUSAL).sum().backward()  # compiles
+    torch.cuda.synchronize()
+    cupy.get_default_memory_pool().free_all_blocks()
+    held = cupy.get_default_memory_pool().total_bytes()
+    allocated = torch.cuda.memory_allocated()
+    out = attention(q, k, v, mask=CAUSAL)
+    assert torch.cuda.memory_allocated() >= allocated + out.nbytes
+    out.sum().backward()
+    assert cupy.get_default_memory_pool().total_bytes() == held
+
+
+def test_masks_and_seeds_in_device_memory(cupy):
+    q, k, v = qkv()
+    document = torch.arange(100, device="cuda") // 30
+    table = lookup(document)
+    mask = masks.mask(lambda b, h, i, j: table[i] == table[j])
+    dense = document[:, None] == document
+    torch.testing.assert_close(attention(q, k, v, mask=mask), attention(q, k, v, mask=dense))
+    number = attention(q, k, v, dropout=0.5, seed=5)
+    seed = torch.tensor(5, device="cuda")
+    assert torch.equal(attention(q, k, v, dropout=0.5, seed=seed), number)
+    assert torch.equal(attention(q, k, v, dropout=0.5, seed=seed.cpu()), number)
+
+
+def test_a_cuda_graph(cupy):
+    q, k, v = (x.requires_grad_() for x in qkv(torch.float16, 500))
+
+    def step():
+        return torch.autograd.grad(
+            attention(q, k, v, mask=CAUSAL).float().square().sum(), (q, k, v)
+        )
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            wanted = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        q.mul_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+def test_packed_and_cached(cupy):
+    packed = draw(4, 90, 64, dtype=torch.float16).requires_grad_()
+    offsets = torch.tensor([0, 40, 40, 90], dtype=torch.int32, device="cuda")
+    for check in (True, False):
+        out = attention_varlen(packed, packed, packed, offsets, offsets, check=check, mask=CAUSAL)
+        out.sum().backward()
+        alone = packed[None, :, 40:].detach()
+        torch.testing.assert_close(out[:, 40:], attention(alone, alone, alone, mask=CAUSAL)[0])
+    q, k, v = draw(2, 4, 1, 64), draw(2, 2, 300, 64), draw(2, 2, 300, 64, seed=1)
+    lengths = torch.tensor([300, 120], dtype=torch.int32, device="cuda")
+    out = attention_cached(q, k, v, lengths)
+    wanted = attention(q[1:], k[1:, :, :120], v[1:, :, :120])
+    torch.testing.assert_close(out[1:], wanted)
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    found = flash_attn_with_kvcache(*rows, cache_seqlens=lengths)
+    assert torch.equal(found.transpose(1, 2), out)
+
+
+def test_names_and_autocast(cupy):
+    q, k, v = qkv(torch.float16)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    ours = scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert attention(*qkv()).dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled(cupy):
+    q, k, v = (x.requires_grad_() for x in qkv(torch.float16))
+
+    def function(q, k, v):
+        return attention(2 * q, k, v, mask=CAUSAL).float().square().sum()
+
+    compiled = torch.compile(function, fullgraph=True)
+    wanted = torch.autograd.grad(function(q, k, v), (q, k, v))
+    for a, b in zip(torch.autograd.grad(compiled(q, k, v), (q, k, v)), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_wrong_places(cupy):
+    q, k, v = qkv()
+    with pytest.raises(ArgumentTypeError, match=r"k: a tensor on device cpu .*\.to\(\"cuda:0\"\)"):
+        attention(q, k.cpu(), v)
+    with pytest.raises(ArgumentTypeError, match="array 0 of mask"):
+        attention(q, k, v, mask=masks.lengths([3, 5]))
+    out = attention(q.requires_grad_(), k, v)
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(ArgumentError, match="second derivative"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("order", ["cupy, torch", "torch, cupy"])
+def test_both_libraries_in_either_order(cupy, order, tmp_path):
+    program = f"""
+import {order}
+import cupyflash, cupyflash.torch
+y = cupy.ones((1, 2, 50, 64), cupy.float16)
+x = torch.ones(1, 2, 50, 64, dtype=torch.float16, device="cuda", requires_grad=True)
+out = cupyflash.torch.attention(x, x, x)
+out.sum().backward()
+assert float(cupyflash.attention(y, y, y).sum()) == float(out.sum()) == 6400
+assert torch.isfinite(x.grad).all()
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.thorough("times; what is computed is quick")
+def test_the_time_of_the_host(cupy):
+    """A call on tensors costs little beyond one on arrays, forward and backward."""
+    x = draw(1, 1, 8, 64, dtype=torch.float16).requires_grad_()
+    array = array_of(x.detach())
+    do, d_array = torch.ones_like(x), cupy.ones_like(array)
+    out, lse = cupyflash.attention(array, array, array, return_lse=True)
+    made = attention(x, x, x)
+
+    def best(function):
+        taken = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(100):
+                function()
+            taken.append((time.perf_counter() - begin) / 100)
+        return 1e6 * min(taken)
+
+    with torch.no_grad():
+        tensors = best(lambda: attention(x, x, x))
+    arrays = best(lambda: cupyflash.attention(array, array, array, return_lse=True))
+    back = best(lambda: torch.autograd.grad(made, x, do, retain_graph=True))
+    back_arrays = best(lambda: cupyflash.attention_backward(d_array, array, array, array, out, lse))
+    print(
+        f"forward {tensors:.1f} and {arrays:.1f} us, backward {back:.1f} and {back_arrays:.1f} us"
+    )
+    assert tensors - arrays < 50
+    assert back - back_arrays < 150  # with PyTorch's engine, which adds up three gradients
