@@ -14,12 +14,14 @@ from ..arrays import device_arrays
 from ..errors import ArgumentError, ArgumentTypeError
 from ..install import ML_DTYPES
 
-_DTYPES = {
+_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float16: np.dtype(np.float16),
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
     torch.bool: np.dtype(np.bool_),
     torch.uint8: np.dtype(np.uint8),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
     torch.int32: np.dtype(np.int32),
     torch.int64: np.dtype(np.int64),
     torch.uint64: np.dtype(np.uint64),
