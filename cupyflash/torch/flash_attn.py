@@ -346,10 +346,12 @@ def flash_attn_with_kvcache(
         No keys before the first can be left out.
     block_table : torch.Tensor, shape (B, N), optional
         Page numbers.
-    softmax_scale, causal, window_size, softcap, alibi_slopes
+    softmax_scale, causal, window_size, softcap
         As in `flash_attn_func`.
     rotary_interleaved : bool
         Whether neighbouring columns are rotated together, or those half of them apart.
+    alibi_slopes : torch.Tensor, optional
+        As in `flash_attn_func`.
     num_splits : int
         Of no effect.
     return_softmax_lse : bool
