@@ -128,7 +128,7 @@ def attention(
     if not traced_mask:
         options["mask"] = mask
     operands: dict[str, Any] = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
-    if traced_mask:
+    if isinstance(mask, jax.Array):
         if mask.dtype != bool:
             raise ArgumentTypeError(
                 f"mask: an array of {mask.dtype} came; wanted bool, True meaning attend. Additive "
@@ -258,7 +258,7 @@ def _no_second(*_: Any) -> NoReturn:
 
 
 def _numpy(operands: dict[str, Any]) -> dict[str, Any]:
-    made = {name: np.asarray(x) for name, x in operands.items()}
+    made: dict[str, Any] = {name: np.asarray(x) for name, x in operands.items()}
     if "seed" in made:
         made["seed"] = int(made["seed"]) % 2**64
     return made

@@ -103,7 +103,7 @@ class _Gradients(torch.autograd.Function):
 
 for _function in (_Attention, _Gradients):
     # Kept, because PyTorch asks for it at every call of `apply`.
-    _function.forward.__signature__ = inspect.signature(_function.forward)
+    vars(_function)["forward"].__func__.__signature__ = inspect.signature(_function.forward)
 
 _FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False)
 

@@ -74,48 +74,31 @@ def _without(x: torch.Tensor, axis: int) -> list[int]:
 def _together(
     rule: Rule, size: int, dims: Sequence[Any], settings: Settings, tensors: Sequence[Any]
 ) -> tuple[torch.Tensor, ...]:
-    own = [
-        None if x is None else x.ndim - (dim is not None)
-        for x, dim in zip(tensors, dims, strict=True)
-    ]
-    operands = Operands(*tensors[rule.leading :])
-    ranks = Operands(*own[rule.leading :])
-    are_matrices = ranks.q == ranks.k == ranks.v == 2
-    axes = max(3, ranks.q or 0, ranks.k or 0, ranks.v or 0)  # of a call, with heads
+    pairs = list(zip(tensors, dims, strict=True))
+    ranks = [0 if x is None else x.ndim - (dim is not None) for x, dim in pairs]
+    q, k, v = ranks[rule.leading : rule.leading + 3]
+    axes = max(3, q, k, v)  # of a call, with heads
     moved = []
-    for n, (x, dim, rank) in enumerate(zip(tensors, dims, own, strict=True)):
-        name = Operands._fields[n - rule.leading] if n >= rule.leading else ""
-        if x is None or name in ("sink", "seed"):
+    for n, ((x, dim), rank) in enumerate(zip(pairs, ranks, strict=True)):
+        operand = n - rule.leading
+        if x is None or operand in _WITHOUT_LEAD or (dim is None and not rule.expands):
             moved.append(x)
             continue
-        if dim is not None:
-            x = x.movedim(dim, 0)  # noqa: PLW2901
-        elif rule.expands:
-            x = x.expand(size, *x.shape)  # noqa: PLW2901
-        else:
-            moved.append(x)
-            continue
-        wanted = axes - 1 if n in (1, 3) and rule.leading else axes  # dlse and lse have no columns
-        shape = (size, *(1,) * (wanted - rank), *x.shape[1:])
-        moved.append(x.reshape(shape))
+        first = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        wanted = axes - 1 if operand < 0 and n in _ROWS else axes
+        moved.append(first.reshape(size, *(1,) * (wanted - rank), *first.shape[1:]))
     made = rule.run(settings, *moved)
     if not rule.expands:
-        return tuple(x.squeeze(1) for x in made) if are_matrices else tuple(made)
-    owners = [*operands[:3], *(x for x in operands[3:5] if x is not None)]
-    at = [
-        *dims[rule.leading :][:3],
-        *(
-            d
-            for d, x in zip(dims[rule.leading :][3:5], operands[3:5], strict=True)
-            if x is not None
-        ),
-    ]
-    if len(made) == 3:
-        owners, at = owners[:3], at[:3]
+        return tuple(x.squeeze(1) for x in made) if q == k == v == 2 else tuple(made)
+    owners = [(x, dim) for x, dim in pairs[rule.leading :][: len(made)] if x is not None]
     return tuple(
-        x.reshape(size, *(owner.shape if d is None else _without(owner, d)))
-        for x, owner, d in zip(made, owners, at, strict=True)
+        x.reshape(size, *(owner.shape if dim is None else _without(owner, dim)))
+        for x, (owner, dim) in zip(made, owners, strict=True)
     )
+
+
+_WITHOUT_LEAD = tuple(Operands._fields.index(name) for name in ("sink", "seed"))
+_ROWS = 1, 3  # of do, dlse, out and lse, those without columns
 
 
 def _reads_the_batch(settings: Settings) -> bool:

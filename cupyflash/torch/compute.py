@@ -151,16 +151,15 @@ def backward(
     out, lse = results
     request = _request(settings, x, bias_is_score=x.bias is not None and not wants_bias)
     rows = [torch.zeros_like(out) if do is None else do, out, lse, dlse]
-    arrays = [array_of(each) for each in rows]
+    do_array, out_array, lse_array, dlse_array = map(array_of, rows)
+    arrays = do_array, out_array, lse_array, dlse_array
     if not place and not x.q.is_cuda:
         made = execute.backward(request, *arrays, settings.deterministic, None, None)
         return [tensor_of(each) for each in made if each is not None]
     gradients = empty_gradients(x, wants_bias)
-    targets = Gradients(
-        *(array_of(each) for each in gradients[:3]),
-        dbias=array_of(gradients[3]) if wants_bias else None,
-        dsink=None if x.sink is None else array_of(gradients[-1]),
-    )
+    dq, dk, dv, *others = map(array_of, gradients)
+    dbias = others[0] if wants_bias else None
+    targets = Gradients(dq, dk, dv, dbias, None if x.sink is None else others[-1])
     with tensors.stream_of(x.q.device):
         scratch = _workspace(request, settings, x)
         execute.backward(request, *arrays, settings.deterministic, targets, array_of(scratch))

@@ -346,10 +346,12 @@ def flash_attn_with_kvcache(
         No keys before the first can be left out.
     block_table : torch.Tensor, shape (B, N), optional
         Page numbers.
-    softmax_scale, causal, window_size, softcap, alibi_slopes
+    softmax_scale, causal, window_size, softcap
         As in `flash_attn_func`.
     rotary_interleaved : bool
         Whether neighbouring columns are rotated together, or those half of them apart.
+    alibi_slopes : torch.Tensor, optional
+        As in `flash_attn_func`.
     num_splits : int
         Of no effect.
     return_softmax_lse : bool
@@ -398,16 +400,16 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and rotary_sin is not None:
         if k is None:
             raise ArgumentError("rotary_cos came without k; wanted the new keys, too.")
-        angles = (tensors.array_of(x.float()) for x in (rotary_cos, rotary_sin))
-        rotary = Rotary(*angles, interleaved=rotary_interleaved)
+        cos, sin = (tensors.array_of(x.float()) for x in (rotary_cos, rotary_sin))
+        rotary = Rotary(cos, sin, rotary_interleaved)
         rows = torch.arange(q.shape[1], device=home, dtype=held.dtype)
         is_band = causal or tuple(window_size) != (-1, -1)
         positions = held[:, None] + (rows if is_band else torch.zeros_like(rows))
         q = rope(q.transpose(1, 2), positions, rotary).transpose(1, 2)
     if k is not None and v is not None:
         lengths = held + k.shape[1]
-        new = (x.transpose(1, 2) for x in (k, v, k_cache, v_cache))
-        append(*new, lengths, block_table, rotary)
+        k_new, v_new, k_held, v_held = (x.transpose(1, 2) for x in (k, v, k_cache, v_cache))
+        append(k_new, v_new, k_held, v_held, lengths, block_table, rotary)
     out, lse = _cached(
         (q, k_cache, v_cache), lengths, block_table, None, softmax_scale, causal, window_size,
         softcap, alibi_slopes,

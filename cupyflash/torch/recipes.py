@@ -6,6 +6,7 @@ it compiles calls one of these, it finds a tuple instead: the constructor's name
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from .. import masks, scores
 from ..errors import ArgumentTypeError
 
-_CONSTRUCTORS = {
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "causal": masks.causal,
     "window": masks.window,
     "softcap": scores.softcap,

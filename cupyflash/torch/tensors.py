@@ -11,26 +11,17 @@ import numpy as np
 import torch
 
 from ..arrays import device_arrays
+from ..arrays.dtypes import FLOATS, WORDS
 from ..errors import ArgumentError, ArgumentTypeError
 from ..install import ML_DTYPES
 
-_DTYPES = {
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.uint64: np.dtype(np.uint64),
-}
-_NUMPY_KNOWS = frozenset(_DTYPES.values())
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_KINDS = ("cpu", "cuda", "meta")  # of devices; a meta tensor is its shape alone
+_FLOATS = tuple(getattr(torch, name) for name in FLOATS)
 
 
 @functools.cache
-def _bfloat16() -> np.dtype[Any]:
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    if dtype is not torch.bfloat16:
+        return np.dtype(str(dtype).removeprefix("torch."))
     try:
         import ml_dtypes
     except ImportError:
@@ -62,12 +53,11 @@ def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()
             raise ArgumentTypeError(f"{name}: {_layout(x)}")
         if name in floats and x.dtype not in _FLOATS:
             raise ArgumentTypeError(
-                f"{name}: a tensor of {x.dtype} came; wanted float16, bfloat16, float32 or "
-                "float64. Convert it with .to(dtype)."
+                f"{name}: a tensor of {x.dtype} came; wanted {WORDS}. Convert it with .to(dtype)."
             )
         if home is None:
             first, home = name, x.device
-            if home.type not in _KINDS:
+            if not (x.is_cpu or x.is_cuda or x.is_meta):
                 raise ArgumentTypeError(
                     f"{name}: a tensor on device {home} came; wanted one on the CPU or on an "
                     'NVIDIA GPU. Copy it with .to("cpu").'
@@ -95,23 +85,21 @@ def array_of(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     if x.is_cuda:
-        dtype = _bfloat16() if x.dtype is torch.bfloat16 else _DTYPES[x.dtype]
+        dtype = _numpy_dtype(x.dtype)
         strides = tuple([step * dtype.itemsize for step in x.stride()])
         return device_arrays.borrowed(
             x.data_ptr(), tuple(x.shape), dtype, strides, x.device.index, x
         )
-    if x.requires_grad:
-        x = x.detach()
     if x.dtype is torch.bfloat16:
-        return x.view(torch.int16).numpy().view(_bfloat16())
-    return x.numpy()
+        return x.view(torch.int16).numpy(force=True).view(_numpy_dtype(x.dtype))
+    return x.numpy(force=True)  # in less time than of its .detach()
 
 
 def tensor_of(array: Any) -> torch.Tensor:
     """Return an array in host memory as a tensor of the same memory."""
-    if array.dtype in _NUMPY_KNOWS:
-        return torch.from_numpy(array)
-    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype.kind == "V":  # how NumPy knows bfloat16
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def empty_in_order_of(q: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -137,8 +125,8 @@ def to_autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v in the dtype of torch.autocast where it is on, as PyTorch's attention."""
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    kind = "cuda" if q.is_cuda else "cpu"
+    if q.is_meta or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (q, k, v))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
+from dataclasses import fields
 
 import numpy as np
+import numpydoc.validate
 import pytest
+from test_public_api import PARAMETERS, SUMMARY
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, lookup, masks, scores
+from cupyflash.problem.options import Options
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
+import cupyflash.torch  # noqa: E402
 from cupyflash.torch import attention, attention_cached, attention_varlen  # noqa: E402
 from cupyflash.torch.tensors import array_of, empty_in_order_of  # noqa: E402
 
@@ -156,7 +162,15 @@ def test_gradcheck(fast_mode):
     assert torch.autograd.gradcheck(function, tensors, fast_mode=fast_mode)
 
 
-def test_a_bias_that_wants_no_gradient_changes_no_other():
+def test_a_bias_that_wants_no_gradient_changes_no_other(monkeypatch):
+    computed = []
+    own = cupyflash.execute.backward
+
+    def seen(*args):
+        computed.append(own(*args))
+        return computed[-1]
+
+    monkeypatch.setattr(cupyflash.execute, "backward", seen)
     q, k, v = qkv(torch.float64, True)
     bias = draw(4, 5, 6, dtype=torch.float64)
     bias[:, 2, 3:] = -torch.inf
@@ -166,7 +180,7 @@ def test_a_bias_that_wants_no_gradient_changes_no_other():
     wanted = torch.autograd.grad(attention(q, k, v, bias=bias, **options).sum(), (q, k, v, bias))
     for a, b in zip(found, wanted[:3], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
-    assert bias.grad is None
+    assert [gradients.dbias is None for gradients in computed] == [True, False]
 
 
 def test_gradients_that_nobody_asks_for_are_not_there():
@@ -342,3 +356,22 @@ def test_other_libraries_are_not_imported(tmp_path):
     )  # fmt: skip
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert loaded & {"cupy", "jax", "transformers", "numba"} == set()
+
+
+@pytest.mark.parametrize("function", [attention, attention_varlen], ids=lambda f: f.__name__)
+def test_the_options_are_those_of_arrays(function):
+    names = {
+        name
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind is each.KEYWORD_ONLY
+    }
+    array_names = inspect.signature(getattr(cupyflash, function.__name__)).parameters
+    wanted = {field.name for field in fields(Options)} | {"return_lse", "deterministic"}
+    assert names == wanted | ({"check"} & set(array_names))
+
+
+@pytest.mark.parametrize("name", cupyflash.torch.__all__)
+def test_docstrings(name):
+    checks = SUMMARY | PARAMETERS
+    errors = numpydoc.validate.validate(f"cupyflash.torch.{name}")["errors"]
+    assert not [text for code, text in errors if code in checks]
