@@ -4,8 +4,6 @@
 What was thought of and is not run is said here, with the reason, and in every report.
 
 ============================  ====================================================================
-paged = contiguous            the package has no paged key cache
-caches over decoding steps    the package keeps no state between calls
 other tiles, splits, threads  no option chooses them; the package's own tests do
 other streams                 no option chooses one
 second derivatives            the package has none
@@ -18,6 +16,8 @@ types of results, inputs that must not change, and guards of NaN around every ar
 from __future__ import annotations
 
 from . import (
+    appending,
+    cached,
     calls,
     dropout,
     forward,
@@ -25,13 +25,12 @@ from . import (
     keys,
     nonfinite,
     packed,
+    rotary,
     symmetry,
 )
 from .base import Property
 
 NOT_APPLICABLE = {
-    "paged = contiguous": "the package has no paged key cache",
-    "caches over decoding steps": "the package keeps no state between calls",
     "other tiles, splits, threads": "no option chooses them; the package's own tests do",
     "other streams": "no option chooses one",
     "second derivatives": "the package has none",
@@ -42,6 +41,7 @@ _FIRST = (
     gradients.gradients_within_bound,
     packed.packed_within_bound,
     packed.packed_gradients_within_bound,
+    cached.cached_within_bound,
     nonfinite.unseen_keys_reach_no_row,
     calls.twice_is_the_same,
     calls.strides_do_not_matter,
@@ -49,7 +49,10 @@ _FIRST = (
 
 
 def _all() -> dict[str, Property]:
-    modules = (forward, keys, symmetry, gradients, dropout, nonfinite, packed, calls)
+    modules = (
+        *(forward, keys, symmetry, gradients, dropout, nonfinite, packed, calls),
+        *(cached, appending, rotary),
+    )
     found = {each.name: each for each in _FIRST}
     for module in modules:
         for each in vars(module).values():
