@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -175,4 +176,4 @@ class Cache:
             parts = [
                 Rows(x.out[one], None if x.lse is None else x.lse[one]) for x in (ours, expected)
             ]
-            s.same_rows(parts[0], parts[1], lambda b=b: self.bound(s, b, **options))
+            s.same_rows(parts[0], parts[1], functools.partial(self.bound, s, b, **options))

@@ -309,7 +309,7 @@ class Subject:
         assert self._append is not None, "a property that needs it asks for append"
         returned = self._append(*new, *held, copies.array(lengths), **given)
         copies.check()
-        after = [copies.value(x) for x in laid]
+        after = copies.value(laid[0]), copies.value(laid[1])
         if q is None:
             expect(returned is None, "without q None was wanted")
             return Appended(*after, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def entries_of_a_cache_apart(s: Subject, p: Problem) -> None:
     for b, n in enumerate(c.lengths):
         alone = s.attend_cached(*c.entry(b), int(n), **options)
         part = cut_rows(together, slice(b, b + 1))
-        s.same_rows(part, alone, lambda b=b: c.bound(s, b, **options))
+        s.same_rows(part, alone, functools.partial(c.bound, s, b, **options))
 
 
 @a_property("cached causal")
@@ -94,7 +95,7 @@ def packed_queries_of_a_cache(s: Subject, p: Problem) -> None:
         own = c.q[b : b + 1, :, :n]
         alone = s.attend_cached(own, k, v, int(c.lengths[b]), **options)
         part = cut_rows(rows, None, slice(None), slice(offsets[b], offsets[b + 1]))
-        s.same_rows(part, alone, lambda own=own, k=k, v=v: s.bound(own, k, v, **options))
+        s.same_rows(part, alone, functools.partial(s.bound, own, k, v, **options))
 
 
 @a_property("cached masks nonfinite")

@@ -115,12 +115,13 @@ def rotated_products_are_relative(s: Subject, p: Problem) -> None:
     q, at, angles = _drawn(p)
     k = p.rng.standard_normal(q.shape).astype(p.dtype)
     other = p.rng.integers(0, POSITIONS, at.shape).astype(at.dtype)
-    further = np.minimum(p.rng.integers(0, 100), POSITIONS - 1 - np.maximum(at, other))
+    room = POSITIONS - 1 - np.maximum(at, other)
+    further = np.minimum(np.full(at.shape, p.rng.integers(0, 100)), room)
     products, limits = [], []
     for t in (0 * further, further):
         true, off, made = [], [], []
         for x, near in ((q, at), (k, other)):
-            where = (near + t).astype(at.dtype)
+            where = np.asarray(near + t, at.dtype)
             made.append(wide(s.rope(x, where, angles)))
             true.append(_true(x, where, angles))
             limit = _limit(s, x, _exact(x, where, angles), angles)
