@@ -113,7 +113,7 @@ def rotations_keep_norms(s: Subject, p: Problem) -> None:
 def rotated_products_are_relative(s: Subject, p: Problem) -> None:
     """<R_i q, R_j k> = <R_(i+t) q, R_(j+t) k>: only the distance of positions counts."""
     q, at, angles = _drawn(p)
-    k = p.rng.standard_normal(q.shape).astype(p.dtype)
+    k = p.rng.standard_normal((*q.shape,)).astype(p.dtype)
     other = p.rng.integers(0, POSITIONS, at.shape).astype(at.dtype)
     room = POSITIONS - 1 - np.maximum(at, other)
     further = np.minimum(np.full(at.shape, p.rng.integers(0, 100)), room)
