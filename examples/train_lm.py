@@ -1,10 +1,10 @@
 """Train a transformer language model without a framework, its attention by cupyflash.
 
 The layers and their gradients are in ``transformer.py``; here are the text, the optimiser and the
-command line. Run it as ::
+command line. ``generate.py`` lets a saved model write. Run it as ::
 
     pip install ".[examples]"
-    python examples/train_lm.py --plot loss.svg
+    python examples/train_lm.py --plot loss.svg --save model.safetensors
     python examples/train_lm.py --check
 
 The model reads bytes and predicts the next one. On the CPU it learns from the Python language
@@ -27,7 +27,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import model_file
 import numpy as np
+from generate import CachedReader, Sampler, written
+from program import UnusableError, array_module, readable, require, whole
 from transformer import (
     BYTES,
     STEP,
@@ -35,7 +38,6 @@ from transformer import (
     Setting,
     Weights,
     check_gradients,
-    generate,
     initial_weights,
     loss_vjp,
 )
@@ -52,12 +54,7 @@ PIECE = 8  # contexts in a piece of text
 HOLD_OUT = 20  # every twentieth piece
 BETA1, BETA2, ADAM_EPSILON, DECAY, CLIP = 0.9, 0.98, 1e-8, 0.1, 1.0
 REPORTS = 10  # of the validation loss
-INSTALL = 'pip install ".[examples]" in the clone'
-CUPY = 'pip install ".[cuda13]" "cuda-toolkit[cublas]==13.*" in the clone, or the same with 12'
-
-
-class UnusableError(Exception):
-    """Something that was asked for cannot be had; the message says what, and the remedy."""
+SHOWN = 300  # bytes that the model writes at the end
 
 
 def standard_text(large: bool) -> bytes:
@@ -125,41 +122,6 @@ def train(
         yield loss
 
 
-def require(module: str, install: str = INSTALL) -> Any:
-    """Import an optional module, or say which command installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UnusableError(
-            f"the module {module!r} cannot be imported ({error}); install it by: {install}"
-        ) from error
-
-
-def usable_cupy() -> Any:
-    """Return CuPy if it can use a GPU and multiply matrices there."""
-    cupy = require("cupy", CUPY)
-    if not cupy.is_available():
-        raise UnusableError("CuPy finds no usable NVIDIA GPU; `cupyflash info` says more")
-    try:
-        cupy.ones((2, 2)) @ cupy.ones((2, 2))
-    except Exception as error:
-        raise UnusableError(f"CuPy cannot multiply matrices ({error}); install: {CUPY}") from error
-    return cupy
-
-
-def array_module(device: str) -> tuple[Any, str]:
-    """Return the array module of cpu, gpu or auto, and in words what was chosen."""
-    if device == "cpu":
-        return np, "CPU"
-    try:
-        cupy = usable_cupy()
-    except UnusableError as error:
-        if device == "gpu":
-            raise UnusableError(f"--device gpu: {error}. --device cpu needs none of it") from error
-        return np, f"CPU ({error})"
-    return cupy, "GPU"
-
-
 def read_text(files: Sequence[Path] | None, large: bool) -> bytes:
     """Text of the files given, one after the other, or else of the standard library."""
     try:
@@ -195,14 +157,14 @@ def plot(
     figure.savefig(path)
 
 
-def readable(text: bytes) -> str:
-    """Text to print: what is no letter, a control character above all, becomes a dot."""
-    letters = text.decode(errors="replace")
-    return "".join(x if x.isascii() and (x.isprintable() or x == "\n") else "." for x in letters)
-
-
 def run(
-    setting: Setting, text: bytes, seed: int, device: str, xp: Any, picture: Path | None
+    setting: Setting,
+    text: bytes,
+    seed: int,
+    device: str,
+    xp: Any,
+    picture: Path | None,
+    model: Path | None,
 ) -> None:
     """Train, and show how the loss falls, the curve, and what the model writes."""
     rich, progress = require("rich.console"), require("rich.progress")
@@ -246,10 +208,16 @@ def run(
         what = f"{size:,} weights, {setting.steps:,} steps, {seconds:.0f} s on the {device[:3]}"
         plot(picture, [float(loss) for loss in losses], validation, frequencies, what)
         print(f"the curve is in {picture}")
+    if model:
+        model_file.save(model, weights, setting, xp)
+        print(f"the model is in {model}")
 
     prompt = held_out[: min(60, setting.context)].tobytes()
-    written = generate(prompt, 300, weights, setting, rng, xp)[len(prompt) :]
-    print(f"\n--- given\n{readable(prompt)}\n--- written\n{readable(written)}")
+    reader = CachedReader([len(prompt)], SHOWN, setting, "float32", xp)
+    sampler = Sampler.of(1, seed, temperature=0.8, top_k=BYTES)
+    chosen = np.ravel(list(written([prompt], SHOWN, reader, weights, sampler)))
+    text = bytes(chosen.tolist())
+    print(f"\n--- given\n{readable(prompt)}\n--- written\n{readable(text)}")
 
 
 def check(seed: int, xp: Any) -> int:
@@ -269,13 +237,6 @@ def check(seed: int, xp: Any) -> int:
     return 0
 
 
-def whole(text: str) -> int:
-    """Read a positive whole number."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} came, a whole number from 1 was wanted")
-    return int(text)
-
-
 def rate(text: str) -> float:
     """Read a learning rate."""
     number = float(text)
@@ -291,6 +252,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: %(default)s")
     add("--text", type=Path, nargs="+", metavar="FILE", help="text to learn")
     add("--plot", type=Path, metavar="FILE", help="draw the loss to a .svg, .png or .pdf")
+    add("--save", type=Path, metavar="FILE", help="write the model to a file of safetensors")
     add("--seed", type=whole, default=1, help="of weights and batches (default: %(default)s)")
     add("--check", action="store_true", help="check the gradients instead, in float64")
     kinds: dict[str, Any] = {"rate": rate, "attention": str}
@@ -320,8 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if setting.attention == "bfloat16":
             require("ml_dtypes", "pip install ml_dtypes")
         picture = options.plot and writable_picture(options.plot)
+        model = options.save and model_file.writable(options.save)
         text = read_text(options.text, large=xp is not np)
-        run(setting, text, options.seed, device, xp, picture)
+        run(setting, text, options.seed, device, xp, picture, model)
     except (UnusableError, cupyflash.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

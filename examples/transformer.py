@@ -33,6 +33,8 @@ ROUNDING = 100 * np.finfo(np.float64).eps  # of a loss, generously
 Array = Any  # a NumPy or a CuPy array
 Weights = dict[str, Array]
 Vjp = Callable[[Array], Any]  # gradient of a value -> gradients of what it was made from
+# The number of a layer, and its queries, keys and values, shape (T, 3 C), to shape (T, C).
+Attend = Callable[[int, Array], tuple[Array, Vjp]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,30 +92,36 @@ def penalty(heads: int, xp: Any) -> scores.Score:
     return scores.alibi(xp.asarray(2.0 ** (1 - 8.0 * np.arange(heads) / heads)))
 
 
+def split_heads(qkv: Array, batch: int, heads: int) -> list[Array]:
+    """Views of the queries, keys and values in (T, 3 C): three of shape (B, H, L, D)."""
+    rows = qkv.reshape(batch, -1, 3, heads, qkv.shape[-1] // (3 * heads))
+    return [rows[:, :, n].swapaxes(1, 2) for n in range(3)]
+
+
+def join_heads(o: Array) -> Array:
+    """Rows of shape (T, C) of (B, H, L, D), without a copy where o has the memory order of q."""
+    return o.swapaxes(1, 2).reshape(o.shape[0] * o.shape[2], -1)
+
+
 def attend(qkv: Array, batch: int, heads: int, dtype: str, xp: Any) -> tuple[Array, Vjp]:
     """Causal attention of packed queries, keys and values, shape (T, 3 C), to shape (T, C).
 
     The model knows positions from the mask and from the penalty on distance alone.
     """
-    packed = qkv.reshape(batch, -1, 3, heads, qkv.shape[-1] // (3 * heads))  # (B, L, 3, H, D)
-
-    def split(array: Array) -> list[Array]:
-        return [array[:, :, n].swapaxes(1, 2) for n in range(3)]  # views of shape (B, H, L, D)
-
-    q, k, v = split(packed.astype(dtype, copy=False))
+    q, k, v = split_heads(qkv.astype(dtype, copy=False), batch, heads)
     o, attention_vjp = cupyflash.attention_vjp(
         q, k, v, mask=masks.causal(), score_mod=penalty(heads, xp)
     )
 
     def vjp(dy: Array) -> Array:
         do = dy.reshape(batch, -1, heads, o.shape[-1]).swapaxes(1, 2).astype(dtype, copy=False)
-        dpacked = xp.empty_like(packed)
-        for place, gradient in zip(split(dpacked), attention_vjp(do)[:3], strict=True):
+        dqkv = xp.empty_like(qkv)
+        places = split_heads(dqkv, batch, heads)
+        for place, gradient in zip(places, attention_vjp(do)[:3], strict=True):
             place[...] = gradient.astype(qkv.dtype, copy=False)
-        return dpacked.reshape(qkv.shape)
+        return dqkv
 
-    joined = o.swapaxes(1, 2).reshape(len(qkv), -1)  # o has the memory order of q: no copy
-    return joined.astype(qkv.dtype, copy=False), vjp
+    return join_heads(o).astype(qkv.dtype, copy=False), vjp
 
 
 def cross_entropy(logits: Array, targets: Array, xp: Any) -> tuple[Array, Callable[[], Array]]:
@@ -132,40 +140,48 @@ def cross_entropy(logits: Array, targets: Array, xp: Any) -> tuple[Array, Callab
     return loss, vjp
 
 
-def initial_weights(setting: Setting, rng: np.random.Generator, xp: Any, dtype: Any) -> Weights:
-    """Draw the weights; the last matrix is 0, so that the first loss is ln 256 = 5.545."""
+def weight_shapes(setting: Setting) -> dict[str, tuple[int, ...]]:
+    """Name the arrays of weights, and give their shapes: a gain has one axis, a matrix two."""
     width = setting.width
     inner = 8 * -(-width // 3)  # two halves for swiglu, each 4/3 of the width
+    of_a_layer = (
+        (width,),
+        (width, 3 * width),
+        (width, width),
+        (width,),
+        (width, inner),
+        (inner // 2, width),
+    )
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (BYTES, width)}
+    for n in range(setting.layers):
+        names = (f"{n}.{name}" for name in OF_A_LAYER)
+        shapes |= dict(zip(names, of_a_layer, strict=True))
+    return shapes | {"norm": (width,), "logits": (width, BYTES)}
 
-    def matrix(inputs: int, outputs: int, scale: float = 1.0) -> Array:
-        drawn = rng.standard_normal((inputs, outputs)) * (scale / math.sqrt(inputs))
-        return xp.asarray(drawn.astype(dtype))
 
+def initial_weights(setting: Setting, rng: np.random.Generator, xp: Any, dtype: Any) -> Weights:
+    """Draw the weights; the last matrix is 0, so that the first loss is ln 256 = 5.545."""
     # What a layer adds to its input starts small, so that depth changes no size.
     small = 1 / math.sqrt(2 * setting.layers)
-    weights = {"embedding": matrix(BYTES, width, math.sqrt(BYTES))}
-    for n in range(setting.layers):
-        drawn = (
-            xp.ones(width, dtype),
-            matrix(width, 3 * width),
-            matrix(width, width, small),
-            xp.ones(width, dtype),
-            matrix(width, inner),
-            matrix(inner // 2, width, small),
-        )
-        weights |= {f"{n}.{name}": w for name, w in zip(OF_A_LAYER, drawn, strict=True)}
-    return weights | {"norm": xp.ones(width, dtype), "logits": matrix(width, BYTES, 0)}
+    scales = {"embedding": math.sqrt(BYTES), "logits": 0.0}
+    weights = {}
+    for name, shape in weight_shapes(setting).items():
+        if len(shape) == 1:
+            weights[name] = xp.ones(shape, dtype)
+            continue
+        scale = small if name.endswith(" out") else scales.get(name, 1.0)
+        drawn = rng.standard_normal(shape) * (scale / math.sqrt(shape[0]))
+        weights[name] = xp.asarray(drawn.astype(dtype))
+    return weights
 
 
-def layer(
-    x: Array, weights: Weights, n: int, batch: int, setting: Setting, xp: Any
-) -> tuple[Array, Vjp]:
+def layer(x: Array, weights: Weights, n: int, attend: Attend, xp: Any) -> tuple[Array, Vjp]:
     """Add attention, then a perceptron, each of the normalised sum before it."""
     gain1, qkv, out1, gain2, in2, out2 = (weights[f"{n}.{name}"] for name in OF_A_LAYER)
 
     y, norm1_vjp = rms_norm(x, gain1)
     y, qkv_vjp = linear(y, qkv)
-    y, attend_vjp = attend(y, batch, setting.heads, setting.attention, xp)
+    y, attend_vjp = attend(n, y)
     y, out1_vjp = linear(y, out1)
     x = x + y
     y, norm2_vjp = rms_norm(x, gain2)
@@ -189,12 +205,16 @@ def layer(
     return x + y, vjp
 
 
-def model(tokens: Array, weights: Weights, setting: Setting, xp: Any) -> tuple[Array, Vjp]:
-    """Logits of the byte that follows each of `tokens`, shape (B, L), as rows: shape (B L, 256)."""
-    batch, flat = len(tokens), tokens.ravel()
-    x, layer_vjps = weights["embedding"][flat], []
-    for n in range(setting.layers):
-        x, layer_vjp = layer(x, weights, n, batch, setting, xp)
+def model(
+    tokens: Array, weights: Weights, layers: int, attend: Attend, xp: Any
+) -> tuple[Array, Vjp]:
+    """Logits of the byte that follows each of the T `tokens`, shape (T, 256).
+
+    Attention alone knows which of them belong together.
+    """
+    x, layer_vjps = weights["embedding"][tokens], []
+    for n in range(layers):
+        x, layer_vjp = layer(x, weights, n, attend, xp)
         layer_vjps.append(layer_vjp)
     x, norm_vjp = rms_norm(x, weights["norm"])
     logits, logits_vjp = linear(x, weights["logits"])
@@ -207,7 +227,7 @@ def model(tokens: Array, weights: Weights, setting: Setting, xp: Any) -> tuple[A
             dx, named = layer_vjp(dx)
             gradients |= named
         dembedding = xp.zeros_like(weights["embedding"])
-        xp.add.at(dembedding, flat, dx)  # a byte that comes twice adds twice
+        xp.add.at(dembedding, tokens, dx)  # a byte that comes twice adds twice
         return gradients | {"embedding": dembedding}
 
     return logits, vjp
@@ -218,28 +238,14 @@ def loss_vjp(
 ) -> tuple[Array, Callable[[], Weights]]:
     """Mean loss of windows of text, shape (B, L + 1): each byte but the first is predicted."""
     windows = windows.astype(np.int64, copy=False)
-    logits, model_vjp = model(windows[:, :-1], weights, setting, xp)
+
+    def attend_windows(_: int, qkv: Array) -> tuple[Array, Vjp]:
+        return attend(qkv, len(windows), setting.heads, setting.attention, xp)
+
+    tokens = windows[:, :-1].ravel()
+    logits, model_vjp = model(tokens, weights, setting.layers, attend_windows, xp)
     loss, entropy_vjp = cross_entropy(logits, windows[:, 1:].ravel(), xp)
     return loss, lambda: model_vjp(entropy_vjp())
-
-
-def generate(
-    prompt: bytes,
-    number: int,
-    weights: Weights,
-    setting: Setting,
-    rng: np.random.Generator,
-    xp: Any,
-) -> bytes:
-    """Continue a text by so many bytes, each drawn at temperature 0.8."""
-    text = bytearray(prompt)
-    for _ in range(number):
-        tokens = xp.asarray([list(text[-setting.context :])])
-        logits = model(tokens, weights, setting, xp)[0][-1]
-        z = np.asarray(logits.get() if xp is not np else logits, np.float64) / 0.8
-        p = np.exp(z - z.max())
-        text.append(int(rng.choice(BYTES, p=p / p.sum())))
-    return bytes(text)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import api, varlen
+from .. import api, cache_update, cached, varlen
 from ..arrays import cuda_device
 from ..files import check_writable, write_text
 from ..gpu.kernels import registry
@@ -77,6 +77,9 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         varlen=varlen.attention_varlen,
         varlen_backward=functools.partial(varlen.attention_varlen_backward, deterministic=True),
         combine=api.combine,
+        cached=cached.attention_cached,
+        append=cache_update.append,
+        rope=cache_update.rope,
         device=options.device,
         examples=options.examples,
         seed=options.seed,

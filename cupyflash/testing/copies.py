@@ -107,7 +107,9 @@ class Copy:
     like : ndarray
         What is copied.
     output : bool
-        Whether the call writes it; its elements then start as NaN.
+        Whether the call writes it.
+    filled : bool, optional
+        Whether it starts with the elements of `like`; by default, an output starts as NaN.
 
     Attributes
     ----------
@@ -115,7 +117,9 @@ class Copy:
         The copy.
     """
 
-    def __init__(self, memory: Memory, like: Array, output: bool = False) -> None:
+    def __init__(
+        self, memory: Memory, like: Array, output: bool = False, filled: bool | None = None
+    ) -> None:
         self._memory, self._like, self._output = memory, like, output
         low, high = np.lib.array_utils.byte_bounds(like)
         span = high - low if like.size else 0
@@ -126,7 +130,7 @@ class Copy:
         self._first = GUARD + (off - GUARD - (place - low)) % 64 + (place - low)
         start = self._first - (place - low)
         self._before = np.full(start + span + GUARD, POISON, np.uint8)
-        if span and not output:
+        if span and (not output if filled is None else filled):
             self._before[start : start + span] = np.frombuffer(
                 ctypes.string_at(low, span), np.uint8
             )
@@ -167,12 +171,12 @@ class Copies:
         self._all: dict[int, Copy] = {}
         self._kept: list[Any] = []  # so that no address is used twice
 
-    def array(self, array: Array | None, output: bool = False) -> Any:
+    def array(self, array: Array | None, output: bool = False, filled: bool | None = None) -> Any:
         """Copy an array; the same one comes back for the same array."""
         if array is None:
             return None
         if id(array) not in self._all:
-            self._all[id(array)] = Copy(self._memory, array, output)
+            self._all[id(array)] = Copy(self._memory, array, output, filled)
             self._kept.append(array)
         return self._all[id(array)].view
 

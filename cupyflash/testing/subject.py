@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.rotary import Rotary
 
 from .bound import (
     BackwardBound,
@@ -70,6 +71,38 @@ class Rows(NamedTuple):
     lse: Any
 
 
+class Angles(NamedTuple):
+    """What a `cupyflash.Rotary` is made of.
+
+    Attributes
+    ----------
+    cos, sin : ndarray of float32, shape (S, R / 2)
+        Cosines and sines of each position.
+    interleaved : bool
+        Whether pairs are neighbours.
+    """
+
+    cos: Array
+    sin: Array
+    interleaved: bool
+
+
+class Appended(NamedTuple):
+    """What a call of append left behind.
+
+    Attributes
+    ----------
+    k, v : ndarray
+        The cache.
+    q : ndarray or None
+        Queries, rotated.
+    """
+
+    k: Array
+    v: Array
+    q: Array | None
+
+
 @dataclass(frozen=True)
 class Worst:
     """The worst ratio of error to bound that was met.
@@ -105,6 +138,8 @@ class Subject:
         They have the signatures of `cupyflash.attention_varlen` and `attention_varlen_backward`.
     combine : callable, optional
         It has the signature of `cupyflash.combine`.
+    cached, append, rope : callable, optional
+        They have the signatures of `cupyflash.attention_cached`, `append` and `rope`.
     features : iterable of str, optional
         What the kernel supports, among `cupyflash.testing.FEATURES`; by default everything.
     precision : Precision or callable, optional
@@ -123,6 +158,9 @@ class Subject:
         varlen: Callable[..., Any] | None = None,
         varlen_backward: Callable[..., Any] | None = None,
         combine: Callable[..., Any] | None = None,
+        cached: Callable[..., Any] | None = None,
+        append: Callable[..., Any] | None = None,
+        rope: Callable[..., Any] | None = None,
         features: Iterable[str] | None = None,
         precision: Precision | Callable[[np.dtype[Any]], Precision] | None = None,
         tiles: tuple[int, int] = (64, 64),
@@ -131,10 +169,12 @@ class Subject:
         self._forward, self._backward = forward, backward
         self._varlen, self._varlen_backward = varlen, varlen_backward
         self._combine, self._precision = combine, precision
+        self._cached, self._append, self._rope = cached, append, rope
         self.tiles, self.memory = tiles, memory or HostMemory()
         self.features = features_of(features)
         parts = {"backward": backward, "varlen": varlen, "varlen_backward": varlen_backward,
-                 "combine": combine}  # fmt: skip
+                 "combine": combine, "cached": cached, "append": append,
+                 "rope": rope}  # fmt: skip
         self.knows = self.features | {name for name, part in parts.items() if part is not None}
         self.worst: dict[tuple[str, str], Worst] = {}
         self.highest = 0.0  # largest ratio since this was last set to 0
@@ -229,6 +269,66 @@ class Subject:
             self._result("out", out, parts[0].out.shape, parts[0].out.dtype),
             self._result("lse", lse, parts[0].lse.shape, parts[0].lse.dtype),
         )
+
+    def attend_cached(
+        self, q: Array, k: Array, v: Array | int, lengths: Array | int, *,
+        table: Array | None = None, offsets: Any = None, **options: Any,
+    ) -> Rows:  # fmt: skip
+        """Attend to a cache; values may be so many first columns of the keys."""
+        copies, self._dtype = Copies(self.memory), q.dtype.name
+        given = self._copied(copies, options | {"table": table})
+        if offsets is not None:
+            given["offsets_q"] = offsets
+        queries, keys = (copies.array(self._laid(x)) for x in (q, k))
+        values = keys[..., :v] if isinstance(v, int) else copies.array(self._laid(v))
+        counted = lengths if isinstance(lengths, int) else copies.array(lengths)
+        assert self._cached is not None, "a property that needs it asks for cached"
+        returned = self._cached(queries, keys, values, counted, **given, return_lse=True)
+        copies.check()
+        expect(isinstance(returned, tuple) and len(returned) == 2, "(out, lse) was wanted")
+        shape = (*q.shape[:-1], v if isinstance(v, int) else v.shape[-1])
+        out = self._result("out", returned[0], shape, q.dtype)
+        if "lse" not in self.features:
+            return Rows(out, None)
+        return Rows(out, self._result("lse", returned[1], shape[:-1], None))
+
+    def append(
+        self, k_new: Array, v_new: Array, k: Array, v: Array, lengths: Array, *,
+        offsets: Any = None, q: Array | None = None, rotary: Angles | None = None, **options: Any,
+    ) -> Appended:  # fmt: skip
+        """Write rows to copies of a cache; what lies beside it must stay."""
+        copies = Copies(self.memory)
+        given = self._copied(copies, options | {"q": q})
+        if offsets is not None:
+            given["offsets"] = offsets
+        if rotary is not None:
+            given["rotary"] = self._rotary(copies, rotary)
+        new = [copies.array(self._laid(x)) for x in (k_new, v_new)]
+        laid = [np.array(self._laid(x)) for x in (k, v)]
+        held = [copies.array(x, output=True, filled=True) for x in laid]
+        assert self._append is not None, "a property that needs it asks for append"
+        returned = self._append(*new, *held, copies.array(lengths), **given)
+        copies.check()
+        after = copies.value(laid[0]), copies.value(laid[1])
+        if q is None:
+            expect(returned is None, "without q None was wanted")
+            return Appended(*after, None)
+        return Appended(*after, self._result("q", returned, q.shape, q.dtype))
+
+    def rope(self, x: Array, positions: Array, rotary: Angles, **options: Any) -> Array:
+        """Rotate rows."""
+        copies, self._dtype = Copies(self.memory), x.dtype.name
+        angles = self._rotary(copies, rotary)
+        assert self._rope is not None, "a property that needs it asks for rope"
+        returned = self._rope(
+            copies.array(self._laid(x)), copies.array(positions), angles, **options
+        )
+        copies.check()
+        return self._result("out", returned, x.shape, x.dtype)
+
+    def _rotary(self, copies: Copies, angles: Angles) -> Rotary:
+        cos, sin = (copies.array(self._laid(x)) for x in angles[:2])
+        return Rotary(cos, sin, angles.interleaved)
 
     def call(self, *arguments: Any, **options: Any) -> Any:
         """Call the forward function itself, for properties of its signature."""

@@ -33,6 +33,9 @@ FUNCTIONS = {
     "varlen": "no varlen function was given",
     "varlen_backward": "no varlen_backward function was given",
     "combine": "no combine function was given",
+    "cached": "no cached function was given",
+    "append": "no append function was given",
+    "rope": "no rope function was given",
 }
 
 
@@ -210,6 +213,9 @@ def verify(
     varlen: Callable[..., Any] | None = None,
     varlen_backward: Callable[..., Any] | None = None,
     combine: Callable[..., Any] | None = None,
+    cached: Callable[..., Any] | None = None,
+    append: Callable[..., Any] | None = None,
+    rope: Callable[..., Any] | None = None,
     only: str | Iterable[str] | None = None,
     stop: bool = False,
     progress: Callable[[int, int, Result], None] | None = None,
@@ -245,6 +251,8 @@ def verify(
         multiples, and the bound allows for one rescaling per tile.
     varlen, varlen_backward, combine : callable, optional
         Functions like `cupyflash.attention_varlen`, `attention_varlen_backward` and `combine`.
+    cached, append, rope : callable, optional
+        Functions like `cupyflash.attention_cached`, `append` and `rope`.
     only : str or iterable of str, optional
         Names of the properties to run; the others are left out.
     stop : bool
@@ -284,7 +292,8 @@ def verify(
     memory = memory_of(device)
     subject = Subject(
         attention_fn, backward_fn, varlen=varlen, varlen_backward=varlen_backward,
-        combine=combine, features=features, precision=precision, tiles=tiles, memory=memory,
+        combine=combine, cached=cached, append=append, rope=rope, features=features,
+        precision=precision, tiles=tiles, memory=memory,
     )  # fmt: skip
     given = [float_type(x) for x in dtypes] if dtypes is not None else list(known_floats())
     unknown = [x.name for x in given if x.name not in FLOATS]
@@ -354,7 +363,8 @@ def check(
     device : str
         As given to `verify`.
     **options
-        precision, features, tiles, varlen, varlen_backward and combine, as given to `verify`.
+        precision, features, tiles, varlen, varlen_backward, combine, cached, append and rope, as
+        given to `verify`.
 
     Raises
     ------

@@ -161,6 +161,14 @@ def test_many_levels_of_nodes():
     case.check(*case.with_options(masks.causal()).run())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_leaves_whose_scores_lie_far_apart(order):
+    """A maximum that grows from leaf to leaf: weights by the first one would overflow."""
+    case = Case(np.random.default_rng(17), FLOAT32, [1100], group=2, d=8, d_v=8)
+    case.q[...], case.k[..., 0] = 1, 300 * (np.arange(1100) // 64)[::order]
+    case.check(*case.with_options().run())
+
+
 def test_long_prompts():
     case = Case(np.random.default_rng(2), FLOAT32, [300, 170], group=3, heads_kv=2, len_q=150)
     case.check(*case.with_options(masks.causal()).run())

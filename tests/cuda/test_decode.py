@@ -174,6 +174,18 @@ def test_no_bit_depends_on_the_grid_or_the_schedule(dtype, blocks, multiprocesso
     got = run(q, k, v, lengths, other, schedule=schedule)
     assert same_bits(got[0], want[0])
     assert same_bits(got[1], want[1])
+    within_the_bound(blocks, q, k, v, lengths, *got)
+
+
+@BOTH
+def test_leaves_whose_scores_lie_far_apart(dtype, blocks):
+    """A maximum that grows from leaf to leaf: weights by the first one would overflow."""
+    blocks = dataclasses.replace(blocks, multiprocessors=1)  # units are nodes of 8 leaves
+    q, k, v = draw(dtype, (1, 2, 1, 8), (1, 1, 1536, 8), (1, 1, 1536, 8), seed=16)
+    q[...], k[..., 0] = 1, 300 * (np.arange(1536) // 64)
+    for order in (1, -1):
+        arrays = q, k[:, :, ::order], v
+        within_the_bound(blocks, *arrays, [1536], *run(*arrays, 1536, blocks))
 
 
 @BOTH

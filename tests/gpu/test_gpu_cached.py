@@ -5,6 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from cache_machine import CacheMachine
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
 import cupyflash
 from cupyflash import ArgumentError, masks, scores
@@ -149,3 +152,8 @@ def test_lengths_and_pages_out_of_range_stay_in_the_cache(cupy):
     held = cupy.clip(table, 0, 2)
     want = cupyflash.attention_cached(q, k, v, cupy.asarray([32, 32, 0]), table=held)
     assert np.array_equal(bits(out), bits(want))
+
+
+def test_a_paged_cache_is_lists_of_rows(cupy):
+    machine = type("OnTheGpu", (CacheMachine,), {"xp": cupy})
+    run_state_machine_as_test(machine, settings=settings(max_examples=5, stateful_step_count=20))

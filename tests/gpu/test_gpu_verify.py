@@ -25,5 +25,6 @@ def test_property(name):
         cupyflash.attention, backward, device="gpu", only=name, examples=3,
         varlen=cupyflash.attention_varlen, combine=cupyflash.combine, tiles=TILES["gpu"],
         varlen_backward=varlen_backward, precision=precision_of("gpu"),
+        cached=cupyflash.attention_cached, append=cupyflash.append, rope=cupyflash.rope,
     )  # fmt: skip
     assert report.passed, str(report)

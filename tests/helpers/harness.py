@@ -60,6 +60,9 @@ def small_tiles(problem: Problem) -> Iterator[Subject]:
             varlen=cupyflash.attention_varlen,
             varlen_backward=cupyflash.attention_varlen_backward,
             combine=cupyflash.combine,
+            cached=cupyflash.attention_cached,
+            append=cupyflash.append,
+            rope=cupyflash.rope,
             tiles=problem.tiles or (64, block_kv(problem)),
         )
 

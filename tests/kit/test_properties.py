@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from cupyflash.testing import FEATURES, PROPERTIES
 from cupyflash.testing.options import known_floats
-from cupyflash.testing.verification import strategy_of
+from cupyflash.testing.verification import FUNCTIONS, strategy_of
 
 # Of some, `verify` tries several times as many problems: that is a thorough test.
 WEIGHTS = [(name, min(prop.weight, 1)) for name, prop in PROPERTIES.items()]
@@ -56,4 +56,4 @@ def test_each_property_says_what_it_holds_under():
     for name, prop in PROPERTIES.items():
         assert prop.name == name
         assert prop.formula.endswith((".", ":")), name
-        assert prop.needs <= set(FEATURES) | {"backward", "varlen", "varlen_backward", "combine"}
+        assert prop.needs <= set(FEATURES) | set(FUNCTIONS)

@@ -47,7 +47,13 @@ COMMANDS = {
     ),
     'pip install ".[examples]"': "ci",
     "python examples/sentence_embeddings.py": "tests/repo/test_examples.py",
-    "python examples/train_lm.py --plot loss.svg": "tests/repo/test_train_lm.py",
+    "python examples/train_lm.py --plot loss.svg --save model.safetensors": (
+        "tests/repo/test_train_lm.py"
+    ),
+    'python examples/generate.py model.safetensors --prompt "The import statement" "A class"': (
+        "tests/repo/test_generate.py"
+    ),
+    "python examples/generate.py model.safetensors --no-cache": "tests/repo/test_generate.py",
     "python examples/train_lm.py --check": "tests/repo/test_train_lm.py",
     # Needs a GPU's driver to be of use; the extra's name is checked in test_packaging.
     'pip install ".[cuda12]"': "an extra",

@@ -5,8 +5,6 @@ come first. The following properties are not run, for the reasons given; every r
 too.
 
 ============================  ====================================================================
-paged = contiguous            the package has no paged key cache
-caches over decoding steps    the package keeps no state between calls
 other tiles, splits, threads  no option chooses them; the package's own tests do
 other streams                 no option chooses one
 second derivatives            the package has none
@@ -19,6 +17,8 @@ types, inputs do not change, and the guards of NaN around every array are intact
 from __future__ import annotations
 
 from . import (
+    appending,
+    cached,
     calls,
     dropout,
     forward,
@@ -26,13 +26,12 @@ from . import (
     keys,
     nonfinite,
     packed,
+    rotary,
     symmetry,
 )
 from .base import Property
 
 NOT_APPLICABLE = {
-    "paged = contiguous": "the package has no paged key cache",
-    "caches over decoding steps": "the package keeps no state between calls",
     "other tiles, splits, threads": "no option chooses them; the package's own tests do",
     "other streams": "no option chooses one",
     "second derivatives": "the package has none",
@@ -43,6 +42,7 @@ _FIRST = (
     gradients.gradients_within_bound,
     packed.packed_within_bound,
     packed.packed_gradients_within_bound,
+    cached.cached_within_bound,
     nonfinite.unseen_keys_reach_no_row,
     calls.twice_is_the_same,
     calls.strides_do_not_matter,
@@ -50,7 +50,10 @@ _FIRST = (
 
 
 def _all() -> dict[str, Property]:
-    modules = (forward, keys, symmetry, gradients, dropout, nonfinite, packed, calls)
+    modules = (
+        *(forward, keys, symmetry, gradients, dropout, nonfinite, packed, calls),
+        *(cached, appending, rotary),
+    )
     found = {each.name: each for each in _FIRST}
     for module in modules:
         for each in vars(module).values():

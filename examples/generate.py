@@ -1,0 +1,260 @@
+"""Continue texts by a model that ``train_lm.py --save`` wrote, a byte at a time from a paged cache.
+
+Run it as ::
+
+    python examples/train_lm.py --save model.safetensors
+    python examples/generate.py model.safetensors --prompt "The import statement" "A class"
+
+The prompts are read in one call. Then every step reads one byte of each text: `cupyflash.append`
+writes its keys and values to the cache, and `cupyflash.attention_cached` attends to all that the
+cache holds. Pages of the cache are handed out as texts grow, and come back when no later byte sees
+them. ``--no-cache`` reads all texts anew at each step instead; it writes the same, later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from model_file import load
+from program import UnusableError, array_module, readable, require, whole
+from transformer import (
+    Array,
+    Setting,
+    Vjp,
+    Weights,
+    join_heads,
+    model,
+    penalty,
+    split_heads,
+)
+
+import cupyflash
+from cupyflash import masks
+
+PAGE = 16  # positions
+PROMPTS = ("The import statement", "A class definition is", "If no expression is given, ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Choose a byte by its probability. The temperature 0 takes the most probable one.
+
+    Every text has random numbers of its own, so that its bytes do not hang on the others.
+    """
+
+    rngs: Sequence[np.random.Generator]
+    temperature: float
+    top_k: int
+
+    @classmethod
+    def of(cls, texts: int, seed: int, temperature: float, top_k: int) -> Sampler:
+        """Return a sampler for so many texts."""
+        rngs = [np.random.default_rng([seed, b]) for b in range(texts)]
+        return cls(rngs, temperature, top_k)
+
+    def __call__(self, logits: np.ndarray) -> np.ndarray:
+        """Return a byte for each row of logits, shape (B, 256)."""
+        order = np.argsort(-logits, axis=-1, kind="stable")[:, : self.top_k]  # the best first
+        if not self.temperature:
+            return order[:, 0]
+        best = np.take_along_axis(logits, order, axis=-1).astype(np.float64)
+        p = np.exp((best - best[:, :1]) / self.temperature)
+        below = np.cumsum(p / p.sum(axis=-1, keepdims=True), axis=-1)[:, :-1]
+        drawn = [rng.random() for rng in self.rngs]
+        places = (below <= np.array(drawn)[:, None]).sum(axis=-1)
+        return np.take_along_axis(order, places[:, None], axis=-1)[:, 0]
+
+
+class Reader:
+    """Reads all texts anew whenever a byte is added: what a cache spares."""
+
+    def __init__(self, texts: int, setting: Setting, dtype: str, xp: Any) -> None:
+        self.setting, self.dtype, self.xp = setting, dtype, xp
+        # The model has seen so many bytes at once, so later ones do not see farther back.
+        self.options = {
+            "mask": masks.window(setting.context - 1, 0),
+            "score_mod": penalty(setting.heads, xp),
+        }
+        self.texts = [np.empty(0, np.int64)] * texts
+
+    def read(self, new: Sequence[np.ndarray], weights: Weights) -> Array:
+        """Read more bytes of each text; return the logits of the next, shape (B, 256)."""
+        self.texts = [np.concatenate(pair) for pair in zip(self.texts, new, strict=True)]
+        return self._last_logits(self.texts, weights)
+
+    def _last_logits(self, texts: Sequence[np.ndarray], weights: Weights) -> Array:
+        self.offsets = np.cumsum([0, *map(len, texts)])
+        tokens = self.xp.asarray(np.concatenate(texts))
+        logits, _ = model(tokens, weights, self.setting.layers, self._attend, self.xp)
+        return logits[self.xp.asarray(self.offsets[1:] - 1)]
+
+    def _attend(self, n: int, qkv: Array) -> tuple[Array, Vjp]:
+        packed = split_heads(qkv.astype(self.dtype, copy=False), 1, self.setting.heads)
+        o = self._attention(n, *(x[0] for x in packed))
+        return join_heads(o[None]).astype(qkv.dtype, copy=False), _no_gradient
+
+    def _attention(self, n: int, q: Array, k: Array, v: Array) -> Array:
+        """Attention of layer n over the bytes that are read, shape (H, T, D)."""
+        del n
+        return cupyflash.attention_varlen(q, k, v, self.offsets, self.offsets, **self.options)
+
+
+class CachedReader(Reader):
+    """Reads each byte once, and keeps its keys and values in pages.
+
+    Page p of layer n is ``k[n, p]`` and ``v[n, p]``. Row b of the table names the pages of text b,
+    which are those from `dropped[b]` to `held[b]`; the others belong to nobody or to other texts.
+    """
+
+    def __init__(
+        self, prompts: Sequence[int], number: int, setting: Setting, dtype: str, xp: Any
+    ) -> None:
+        super().__init__(len(prompts), setting, dtype, xp)
+        ends = [pages(n + number) for n in prompts]
+        # At most a whole prompt is held, or the pages that a byte sees.
+        window = pages(setting.context - 1) + 1
+        most = [min(end, max(pages(n), window)) for end, n in zip(ends, prompts, strict=True)]
+        self.free = list(range(sum(most)))[::-1]
+        self.table = np.zeros((len(prompts), max(ends)), np.int32)
+        self.lengths = np.zeros(len(prompts), np.int32)
+        self.held, self.dropped = np.zeros((2, len(prompts)), int)
+        dim = setting.width // setting.heads
+        shape = (setting.layers, sum(most), setting.heads, PAGE, dim)
+        self.k, self.v = xp.empty(shape, dtype), xp.empty(shape, dtype)
+        self.on_device: dict[str, Any] = {}
+
+    def read(self, new: Sequence[np.ndarray], weights: Weights) -> Array:
+        """Read more bytes of each text; return the logits of the next, shape (B, 256)."""
+        self._grow(np.array([len(x) for x in new], np.int32))
+        return self._last_logits(new, weights)
+
+    def _grow(self, counts: np.ndarray) -> None:
+        """Count the new bytes, take back the pages that they do not see, and give them room."""
+        seen_from = np.maximum(self.lengths - (self.setting.context - 1), 0)
+        self.lengths = self.lengths + counts
+        for b, length in enumerate(self.lengths):
+            first, last = seen_from[b] // PAGE, pages(length)
+            # Their numbers may stay in the table, which is not read there.
+            self.free.extend(self.table[b, self.dropped[b] : first].tolist())
+            for n in range(self.held[b], last):
+                self.table[b, n] = self.free.pop()
+            self.dropped[b], self.held[b] = first, last
+        asarray = self.xp.asarray
+        self.on_device = {"lengths": asarray(self.lengths), "table": asarray(self.table)}
+
+    def _attention(self, n: int, q: Array, k: Array, v: Array) -> Array:
+        """Write the new keys and values of layer n, then attend to all that it holds."""
+        cache = self.k[n], self.v[n]
+        cupyflash.append(k, v, *cache, offsets=self.offsets, **self.on_device)
+        return cupyflash.attention_cached(
+            q, *cache, offsets_q=self.offsets, **self.on_device, **self.options
+        )
+
+
+def pages(positions: int) -> int:
+    """Return how many pages hold so many positions."""
+    return -(-positions // PAGE)
+
+
+def _no_gradient(_: Array) -> Any:
+    raise AssertionError("no gradient of texts that are read is asked for")
+
+
+def written(
+    prompts: Sequence[bytes], number: int, reader: Reader, weights: Weights, sampler: Sampler
+) -> Iterator[np.ndarray]:
+    """Yield the next byte of each text, so many times."""
+    new = [np.frombuffer(prompt, np.uint8).astype(np.int64) for prompt in prompts]
+    for _ in range(number):
+        logits = reader.read(new, weights)
+        chosen = sampler(logits if reader.xp is np else logits.get())
+        yield chosen
+        new = list(chosen[:, None])
+
+
+def run(options: argparse.Namespace, device: str, xp: Any) -> None:
+    """Write, and show how fast."""
+    rich, progress = require("rich.console"), require("rich.progress")
+    if options.attention == "bfloat16":
+        require("ml_dtypes", "pip install ml_dtypes")
+    weights, setting = load(options.model, xp)
+    prompts = [text.encode() for text in options.prompt]
+    if not all(prompts):
+        raise UnusableError("--prompt: got an empty text, expected a byte or more of each")
+    lengths, number = [len(prompt) for prompt in prompts], options.tokens
+    size = sum(w.size for w in weights.values())
+    print(f"model   {size:,} weights, {setting.layers} layers, each byte sees {setting.context}")
+    print(f"texts   {len(prompts)} of {sum(lengths)} bytes, and {number} more of each")
+    print(f"device  {device}; attention in {options.attention}")
+    if options.no_cache:
+        reader = Reader(len(prompts), setting, options.attention, xp)
+    else:
+        cache = CachedReader(lengths, number, setting, options.attention, xp)
+        print(f"cache   {len(cache.free)} pages of {PAGE} positions in each layer")
+        reader = cache
+
+    sampler = Sampler.of(len(prompts), options.seed, options.temperature, options.top_k)
+    columns = ["{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()]
+    columns += [progress.TimeRemainingColumn()]
+    console = rich.Console(highlight=False, markup=False)
+    chosen, times = [], [time.perf_counter()]
+    with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("prompts", total=number)
+        for some in written(prompts, number, reader, weights, sampler):
+            chosen.append(some)
+            times.append(time.perf_counter())
+            rate = len(prompts) * len(times[2:]) / max(times[-1] - times[1], 1e-9)
+            bar.update(task, advance=1, description=f"{rate:,.0f} bytes/s")
+    print(f"\nprompts read at {sum(lengths) / (times[1] - times[0]):,.0f} bytes/s")
+    if number > 1:
+        print(f"written at {rate:,.0f} bytes/s, {rate / len(prompts):,.0f} of each text")
+    for prompt, line in zip(prompts, np.transpose(chosen), strict=True):
+        print(f"\n--- given\n{readable(prompt)}\n--- written\n{readable(bytes(line.tolist()))}")
+
+
+def temperature(text: str) -> float:
+    """Read a temperature."""
+    number = float(text)
+    if not 0 <= number < np.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number from 0")
+    return number
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    top = argparse.ArgumentParser(description="Continue texts by a model that train_lm.py saved.")
+    add = top.add_argument
+    add("model", type=Path, metavar="FILE", help="what train_lm.py --save wrote")
+    add("--prompt", nargs="+", default=PROMPTS, metavar="TEXT", help="texts to continue")
+    add("--tokens", type=whole, default=200, help="bytes to write (default: %(default)s)")
+    add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: %(default)s")
+    add("--seed", type=whole, default=1, help="of what is drawn (default: %(default)s)")
+    add("--temperature", type=temperature, default=0.8, help="0 is greedy (default: %(default)s)")
+    add("--top-k", type=whole, default=256, help="draw among so many (default: all)")
+    add("--no-cache", action="store_true", help="read all texts anew for each byte")
+    kinds = ("float32", "bfloat16")
+    add("--attention", choices=kinds, default="float32", help="default: %(default)s")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    options = parser().parse_args(arguments)
+    try:
+        xp, device = array_module(options.device)
+        run(options, device, xp)
+    except (UnusableError, cupyflash.ArgumentError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
