@@ -15,11 +15,11 @@ from .api import (
     attention_backward,
     attention_vjp,
     combine,
-    convert,
     lookup,
 )
 from .cache_update import append, rope
 from .cached import attention_cached, workspace_size_cached
+from .conversion import convert
 from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .planning import plan, workspace_size
 from .problem.call import Gradients, Plan

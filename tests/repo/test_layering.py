@@ -28,7 +28,7 @@ ORDER = [
     ["backends"],
     ["dispatch"],
     ["execute", "explanation"],
-    ["api", "cache_update", "cached", "planning", "varlen"],
+    ["api", "cache_update", "cached", "conversion", "planning", "varlen"],
     ["jax", "torch"],
     ["testing"],
     ["bench"],
