@@ -11,13 +11,18 @@
 """
 
 from .cases import Case, made, shape_of, variant_of
-from .contenders import Contender, Cupyflash, Job, RefusalError, Standard
+from .contenders import Contender, Cupyflash, CupyflashPages, Job, RefusalError, Standard
 from .results import Report, Result, Row
 from .run import run_case
 from .suites import SUITES, Suite, own_shapes
 from .torch_peers import PEERS
 
-CONTENDERS: tuple[Contender, ...] = (Cupyflash(), Standard(), *PEERS)
+CONTENDERS: tuple[Contender, ...] = (
+    Cupyflash(),
+    Standard(),
+    CupyflashPages(),
+    *PEERS,
+)
 
 __all__ = [
     "CONTENDERS",
@@ -25,6 +30,7 @@ __all__ = [
     "Case",
     "Contender",
     "Cupyflash",
+    "CupyflashPages",
     "Job",
     "RefusalError",
     "Report",

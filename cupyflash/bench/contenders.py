@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import api, masks, planning, scores
+from .. import api, cached, masks, planning, scores
 from ..testing.options import float_type
 from .cases import CAP, CHANGES_SCORES, Case, hidden
 from .measure import Gpu, Meter, Work
@@ -134,6 +134,59 @@ class Cupyflash(Contender):
         if case.backward:
             return Job(backward, step, lambda x: list(x[:3]), meter.peak_memory, capture)
         return Job(forward, forward, lambda x: [x], meter.peak_memory, capture)
+
+
+class CupyflashPages(Contender):
+    """The package over a cache in pages, which lie in a random order."""
+
+    name = "cupyflash-pages"
+    what = "this package over a cache in pages of 16: attention_cached"
+    page = 16
+
+    def prepare(self, meter: Meter, case: Case, inputs: Inputs) -> Job:
+        """Make a case ready."""
+        if case.backward:
+            raise RefusalError("attention over a cache has no backward")
+        if case.variant == "documents":
+            raise RefusalError(
+                "its documents are arrays of the keys' length; a cache has more room"
+            )
+        xp, options = meter.xp, options_of(case, meter.xp)
+        each = -(-case.len_k // self.page)
+        order = np.random.default_rng(0).permutation(case.batch * each)
+        table = xp.asarray(order.reshape(case.batch, each).astype(np.int32))
+        lengths = xp.full(case.batch, case.len_k, np.int32)
+        k, v = (self._in_pages(xp, x, xp.asarray(order)) for x in (inputs.k, inputs.v))
+        arrays = inputs.q, k, v, lengths
+
+        def forward() -> Array:
+            return cached.attention_cached(*arrays, table=table, **options)
+
+        out = forward()
+
+        def graph() -> tuple[Work, Any]:
+            """Replay the same with a place for everything, which is emptied before."""
+            assert isinstance(meter, Gpu)
+            size = cached.workspace_size_cached(inputs.q, k, v, table=table)
+            places: dict[str, Any] = {"out": out, "workspace": xp.empty(size, np.uint8)}
+            work = meter.captured(
+                lambda: cached.attention_cached(*arrays, table=table, **places, **options)
+            )
+            out.fill(0)
+            return work, out
+
+        capture = graph if isinstance(meter, Gpu) else None
+        return Job(forward, forward, lambda x: [x], meter.peak_memory, capture)
+
+    def _in_pages(self, xp: Any, x: Array, order: Array) -> Array:
+        batch, heads, length, columns = x.shape
+        each = -(-length // self.page)
+        whole = xp.zeros((batch, heads, each * self.page, columns), x.dtype)
+        whole[:, :, :length] = x
+        split = whole.reshape(batch, heads, each, self.page, columns).swapaxes(1, 2)
+        pages = xp.empty((batch * each, heads, self.page, columns), x.dtype)
+        pages[order] = split.reshape(pages.shape)
+        return pages
 
 
 def options_of(case: Case, xp: Any = np) -> dict[str, Any]:

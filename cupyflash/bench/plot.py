@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .results import MEASURED, Report, Row, rate, unit
-from .suites import OURS
+from .suites import OURS, PAGES
 
 Axes = Any  # of matplotlib
 SUFFIXES = (".svg", ".png")
@@ -22,6 +22,7 @@ SUFFIXES = (".svg", ".png")
 # all pictures.
 COLOURS = {
     OURS: "#0072B2",
+    PAGES: "#F0E442",
     "standard": "#8C8C8C",
     "torch-cudnn": "#009E73",
     "torch-flash": "#E69F00",

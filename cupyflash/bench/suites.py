@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .cases import PASSES, VARIANTS, Case, made
 
 Shape = tuple[int, int, int, int, int, int]  # B, Hq, Hkv, Lq, Lk, D
-OURS = "cupyflash"
+OURS, PAGES = "cupyflash", "cupyflash-pages"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ SUITES: dict[str, dict[str, Suite]] = {
             "float32",
             ("full",),
             ("forward",),
-            (OURS, "standard", "torch-cpu"),
+            (OURS, PAGES, "standard", "torch-cpu"),
         ),
     },
     "gpu": {
@@ -144,7 +144,7 @@ SUITES: dict[str, dict[str, Suite]] = {
             "bfloat16",
             ("full",),
             ("forward",),
-            (OURS, "torch-cudnn", "torch-flash"),
+            (OURS, PAGES, "torch-cudnn", "torch-flash"),
         ),
     },
 }

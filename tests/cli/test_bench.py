@@ -314,3 +314,16 @@ def test_pytorch_agrees(direction, dtype):
         results = bench.run_case(measure.Cpu(), case, peers, runs=1, seconds=1.0).results
         wanted = "refused" if variant == "softcap" else "measured"
         assert {x.status for x in results[1:]} == {wanted}, results
+
+
+def test_pages_are_timed_beside_whole_arrays():
+    suite = bench.own_shapes("cpu", [(2, 4, 2, 1, 70, 16)])
+    known = {each.name: each for each in bench.CONTENDERS}
+    contenders = [known[name] for name in ("cupyflash", "cupyflash-pages")]
+    for variant, size, status in (("full", None, "measured"), ("documents", 7, "refused")):
+        (case,) = suite.cases(variants=[(variant, size)])
+        row = bench.run_case(measure.Cpu(), case, contenders, runs=1, seconds=0.01)
+        assert [each.status for each in row.results] == ["measured", status]
+    (case,) = suite.cases(passes=["backward"])
+    row = bench.run_case(measure.Cpu(), case, contenders[1:], runs=1, seconds=0.01)
+    assert "no backward" in row.results[0].reason
