@@ -159,8 +159,10 @@ class CupyflashPages(Contender):
         k, v = (self._in_pages(xp, x, xp.asarray(order)) for x in (inputs.k, inputs.v))
         arrays = inputs.q, k, v, lengths
 
-        def forward() -> Array:
-            return cached.attention_cached(*arrays, table=table, **options)
+        def forward(**places: Any) -> Array:
+            given = {"table": table} | places | options
+            attend: Callable[..., Array] = cached.attention_cached
+            return attend(*arrays, **given)
 
         out = forward()
 
@@ -168,10 +170,8 @@ class CupyflashPages(Contender):
             """Replay the same with a place for everything, which is emptied before."""
             assert isinstance(meter, Gpu)
             size = cached.workspace_size_cached(inputs.q, k, v, table=table)
-            places: dict[str, Any] = {"out": out, "workspace": xp.empty(size, np.uint8)}
-            work = meter.captured(
-                lambda: cached.attention_cached(*arrays, table=table, **places, **options)
-            )
+            workspace = xp.empty(size, np.uint8)
+            work = meter.captured(lambda: forward(out=out, workspace=workspace))
             out.fill(0)
             return work, out
 
