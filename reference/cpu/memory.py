@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import INT, INTS, helper, kernel, takes, vector
+from .jit import INT, INTS, address, helper, kernel, takes, vector
 from .structs import Struct
 
 
@@ -24,6 +24,17 @@ class Rows(NamedTuple):
     batch: np.ndarray[Any, Any]  # (B,) int64: a broadcast axis repeats an offset
     head: int
     row: int
+
+
+LINE = 64  # bytes of a cache line, and of the longest vector
+
+
+def aligned(count: int, dtype: Any) -> np.ndarray[Any, Any]:
+    """Return an uninitialised array that begins at a cache line, so that vectors cross none."""
+    kind = np.dtype(dtype)
+    memory = np.empty(count * kind.itemsize + LINE, np.uint8)
+    begin = -address(memory) % LINE
+    return memory[begin : begin + count * kind.itemsize].view(kind)
 
 
 # What a kernel takes.
