@@ -16,8 +16,8 @@ def is_one_pass_faster(heads: int) -> bool:
     return -(-heads // threads) * threads * 5 <= heads * 7
 
 
-# Products of two numbers after which Ctrl-C should be heard: some tenths of a second.
-_MOST_PRODUCTS = 10**10
+# Products of two numbers after which Ctrl-C should be heard: about a tenth of a second.
+_MOST_PRODUCTS = 3 * 10**9
 
 
 def key_blocks(layout: Layout, starts: Array, counts: Array, one_pass: bool) -> Iterator[Array]:

@@ -80,17 +80,22 @@ def forward_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> Fo
     columns = round_up(shape.d_v, shape.lanes_per_vector)
     panel = min(lanes, changes.panel)
     cells = shape.block_kv * panel
+    dropped = cells if shape.drop_below else 0
+    pairs = size_of_pairs(shape.block_kv, columns, shape.itemsize)
+    qt, v_pairs, s, z, acc, m, m_new, l = aligned(
+        (shape.d * lanes, pairs, cells, dropped, lanes * columns, lanes, panel, lanes), number
+    )
     return ForwardScratch(
-        aligned(shape.d * lanes, number),
-        aligned(size_of_pairs(shape.block_kv, columns, shape.itemsize), number),
-        aligned(cells, number),
-        aligned(cells if shape.drop_below else 0, number),
+        qt,
+        v_pairs,
+        s,
+        z,
         np.empty((4, panel if shape.drop_below else 0), np.uint32),
         np.empty(cells if changes.careful else 0, np.bool_),
-        aligned(lanes * columns, number),
-        aligned(lanes, number),
-        aligned(panel, number),
-        aligned(lanes, number),
+        acc,
+        m,
+        m_new,
+        l,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
         *make_registers(changes.score, lanes, number),

@@ -74,15 +74,17 @@ def gradient_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> G
     """Allocate the scratch of a problem."""
     lanes = min(round_up(shape.block_q, shape.lanes_per_vector), changes.panel)
     cells = shape.block_kv * lanes
+    dropped, changed = bool(shape.drop_below) * cells, bool(len(changes.slope.code)) * cells
+    p, ds, z, slope, lse, delta = aligned((cells, cells, dropped, changed, lanes, lanes), number)
     return GradientScratch(
-        aligned(cells, number),
-        aligned(cells, number),
-        aligned(cells if shape.drop_below else 0, number),
+        p,
+        ds,
+        z,
         np.empty((4, lanes if shape.drop_below else 0), np.uint32),
-        aligned(cells if len(changes.slope.code) else 0, number),
+        slope,
         np.empty(cells if changes.careful else 0, np.bool_),
-        aligned(lanes, number),
-        aligned(lanes, number),
+        lse,
+        delta,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
         *make_registers(changes.score, lanes, number),

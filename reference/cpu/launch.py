@@ -294,7 +294,7 @@ def backward(
 
     def tiles(*sizes: int) -> tuple[Any, ...]:
         scratch = gradient_scratch(shape, changes, accumulator)
-        return scratch, *(aligned(size, accumulator) for size in (pairs, *sizes))
+        return scratch, *aligned((pairs, *sizes), accumulator)
 
     visited = 0
     for work in key_blocks(layout, starts, counts, one_pass):

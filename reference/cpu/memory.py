@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +30,17 @@ class Rows(NamedTuple):
 LINE = 64  # bytes of a cache line, and of the longest vector
 
 
-def aligned(count: int, dtype: Any) -> np.ndarray[Any, Any]:
-    """Return an uninitialised array that begins at a cache line, so that vectors cross none."""
-    kind = np.dtype(dtype)
-    memory = np.empty(count * kind.itemsize + LINE, np.uint8)
-    begin = -address(memory) % LINE
-    return memory[begin : begin + count * kind.itemsize].view(kind)
+def aligned(counts: Iterable[int], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
+    """Return uninitialised arrays that begin at cache lines, so that vectors cross none."""
+    each = LINE // dtype.itemsize
+    sizes = [(count, -(-count // each) * each) for count in counts]
+    memory = np.empty(sum(size for _, size in sizes) + each, dtype)
+    begin = -address(memory) % LINE // dtype.itemsize
+    arrays = []
+    for count, size in sizes:
+        arrays.append(memory[begin : begin + count])
+        begin += size
+    return arrays
 
 
 # What a kernel takes.

@@ -60,7 +60,7 @@ BY_KIND = mostly_thorough("kind", KINDS, quick=QUICK, why="the same loops for ot
 
 
 def gradients(monkeypatch: pytest.MonkeyPatch, kind: str, threads: int) -> list:
-    """Return the gradients of a case, by this number of threads, and how many tiles were visited."""
+    """Return a case's gradients by this number of threads, and how many tiles were visited."""
     monkeypatch.setenv("CUPYFLASH_NUM_THREADS", str(threads))
     arrays, options = problem(kind)
     return list(attend_backward(*arrays, TILES, **options))
