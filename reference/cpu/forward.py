@@ -32,6 +32,7 @@ from .tile import (
     class_of_tile,
     describe_tile,
     dropout_factors,
+    look_at_all,
     make_registers,
     note_seen,
     scale_tile,
@@ -183,10 +184,9 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
                     note_seen(s, seen, nj * lanes)
                 # 5 row max
                 if is_changed:
-                    row_max(s, begin, end, lanes, m_new)
-                else:
-                    row_max(s, begin, edges[WHOLE_FIRST], lanes, m_new)
-                    row_max(s, edges[WHOLE_LAST], end, lanes, m_new)
+                    look_at_all(edges, nj)
+                for side in (FIRST, WHOLE_LAST):
+                    row_max(s, max(edges[side], begin), min(edges[side + 1], end), lanes, m_new)
                 # 6 rescale
                 rescale(m, m_new, l, acc, lanes, columns, shape.log2_e)
                 exponentiate(s, begin, end, lanes, m, l, shape.log2_e)

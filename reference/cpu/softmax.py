@@ -37,13 +37,33 @@ def begin_maxima(m, lanes, m_new):
         m_new[i] = m[i]
 
 
+@intrinsic
+def _row_max(typingctx, s, row_size, keys, m_new, like):
+    """Make a vector of maxima those of themselves and of every key's scores."""
+
+    def codegen(context, builder, sig, args):
+        s, row_size, keys, m_new, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[4]))
+
+        def step(j, largest):
+            place = builder.add(s, builder.mul(j, row_size))
+            return [emit.larger(emit.load(place), largest[0])]
+
+        (largest,) = emit_loop(builder, keys, [emit.load(m_new)], step)
+        emit.store(largest, m_new)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, like), codegen
+
+
 @helper
 def row_max(s, first, last, lanes, m_new):
     """m_new = max(m_new, maxima of the tile's keys from `first` to `last`), lane by lane."""
-    for j in range(first, last):
-        row = s[j * lanes : (j + 1) * lanes]
-        for i in range(lanes):
-            m_new[i] = row[i] if row[i] > m_new[i] else m_new[i]
+    like = s.dtype.type(0)
+    size = lanes * s.itemsize
+    tile, maxima = first_address(s) + first * size, first_address(m_new)
+    for x in range(0, size, VECTOR_BYTES):
+        _row_max(tile + x, size, last - first, maxima + x, like)
 
 
 @helper
