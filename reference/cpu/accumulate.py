@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from .jit import helper
-from .memory import first_address, row_address
-from .microkernel import multiply
+from .memory import row_address
+from .microkernel import multiply, pair_lanes
 
 
 @helper
 def accumulate(
-    pointers, tile, across, along, ni, nj, rows, b, h, first, columns, itemsize, acc, careful, seen
-):
-    """acc[i] += sum over j < nj of tile[i * across + j * along] * row (first + j), for i < ni.
+    one, pointers, tile, across, along, ni, nj, rows, b, h, first, pairs, pair, columns,
+    itemsize, target, target_row, careful, seen,
+):  # fmt: skip
+    """target[i] += sum over j < nj of tile[i * across + j * along] * row (first + j), for i < ni.
 
-    With `careful`, masked pairs are left out instead of being multiplied by 0, because a NaN in
-    their row must not spread.
+    `tile` and `target` are addresses; rows of the target begin `target_row` elements apart. If
+    `pair` is not 0, rows are at `pairs` as `load_pairs` leaves them, `pair` elements apart. With
+    `careful`, masked pairs are left out instead of being multiplied by 0, because a NaN in their
+    row must not spread.
     """
-    one = acc.dtype.type(1)
-    place, target = first_address(tile), first_address(acc)
     if not careful:
-        row = row_address(rows, b, h, first, itemsize)
+        row, stride = row_address(rows, b, h, first, itemsize), rows.row
+        if pair:
+            row, stride = pairs, pair_lanes(itemsize)
         whole_tile = (
-            one, place, across, along, row, rows.row, target, columns, ni, columns, nj, itemsize, 1
+            one, tile, across, along, row, stride, pair, target, target_row, ni, columns, nj,
+            itemsize, 1, 0,
         )  # fmt: skip
         multiply(pointers.product, whole_tile)
         return
@@ -30,8 +34,9 @@ def accumulate(
             cell = i * across + j * along
             if seen[cell]:
                 row = row_address(rows, b, h, first + j, itemsize)
-                weight, result = place + cell * itemsize, target + i * columns * itemsize
+                weight, result = tile + cell * itemsize, target + i * target_row * itemsize
                 one_pair = (
-                    one, weight, 1, 1, row, rows.row, result, columns, 1, columns, 1, itemsize, 1
+                    one, weight, 1, 1, row, rows.row, 0, result, target_row, 1, columns, 1,
+                    itemsize, 1, 0,
                 )  # fmt: skip
                 multiply(pointers.product, one_pair)

@@ -70,11 +70,12 @@ class Changes(NamedTuple):
     ranges: KeyRanges  # replace mask and tile, if the mask has ranges
     pointers: FunctionPointers
     careful: int  # 1 if an operand holds NaN or infinity: masked pairs must not meet it
+    panel: int  # queries of a block that are worked on at once, at most
 
 
 KEY_RANGES = Struct(KeyRanges, (INTS, INTS, INTS, INT))
 FUNCTION_POINTERS = Struct(FunctionPointers, (INT,) * len(FunctionPointers._fields))
-CHANGES = Struct(Changes, (PROGRAM,) * 4 + (KEY_RANGES, FUNCTION_POINTERS, INT))
+CHANGES = Struct(Changes, (PROGRAM,) * 4 + (KEY_RANGES, FUNCTION_POINTERS, INT, INT))
 
 
 def shape_of(number: types.Type) -> Struct:

@@ -1,24 +1,50 @@
 """Tiled attention, backward: the CPU twin of the backward kernels.
 
-FlashAttention-2 (Dao 2023), Algorithm 2, in two passes that share `gradient_tile`: `backward_dkdv`
-keeps a block of keys and values and lets the queries pass by, `backward_dq` keeps a block of
-queries. Nothing is written by two work items, so the result does not depend on their order.
+FlashAttention-2 (Dao 2023), Algorithm 2. `backward_dkdv` keeps a block of keys and values and lets
+the queries pass by. A work item of it that has all blocks of a key-value head adds to dq in memory
+too, which no other item does: one pass of five products. Where there are fewer heads than threads,
+an item has one block, and `backward_dq`, which keeps a block of queries, computes dq in a second
+pass. Every element of a gradient is the same sum in the same order either way, and whoever computes
+it.
 """
 
 from __future__ import annotations
 
 from .accumulate import accumulate
 from .arguments import CHANGES, shape_of
-from .gradient_tile import apply_dscore, gradient_scratch_of, gradient_tile, load_row_statistics
-from .jit import INT, INTS, TABLE, kernel, takes, vector
-from .memory import ROWS, first_address, load_transposed, row_address, store
-from .microkernel import padded
-from .tile import EMPTY, class_of_tile, describe_tile
+from .gradient_tile import (
+    apply_dscore,
+    gradient_scratch_of,
+    gradient_tile,
+    load_row_statistics,
+)
+from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
+from .memory import ROWS, first_address, load, load_transposed, row_address, store
+from .microkernel import load_pairs, padded, pair_lanes
+from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
+
+
+@helper
+def scale_rows(rows, b, h, count, columns, itemsize, factor):
+    """Multiply the rows of a head by a factor."""
+    for i in range(count):
+        target = row_address(rows, b, h, i, itemsize)
+        for x in range(target, target + columns * itemsize, itemsize):
+            store(x, load(x, factor) * factor)
+
+
+@helper
+def clear_rows(rows, b, h, count, columns, itemsize, zero):
+    """Set the rows of a head to 0."""
+    for i in range(count):
+        target = row_address(rows, b, h, i, itemsize)
+        for x in range(target, target + columns * itemsize, itemsize):
+            store(x, zero)
 
 
 @takes(
-    lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 10
-    + (INTS, gradient_scratch_of(number), vector(number), vector(number))
+    lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 8
+    + (INT, ROWS, ROWS, ROWS, INTS, gradient_scratch_of(number)) + (vector(number),) * 3
 )  # fmt: skip
 @kernel
 def backward_dkdv(
@@ -36,122 +62,126 @@ def backward_dkdv(
     delta,
     qt,
     dot,
+    adds_dq,
+    dq,
     dk,
     dv,
     visited,
     scratch,
+    k_pairs,
     dk_tile,
     dv_tile,
 ):
     """Compute dk and dv of the work items from `first` to `last`.
 
-    Item n is key block ``work[n // heads_kv, 2]`` of key-value head ``n % heads_kv``; the batch
-    entries that share these keys are ``members[work[n // heads_kv, 0] : work[n // heads_kv, 1]]``.
-    `qt` and `dot` are panels of q and do. The sum runs over those entries, the group's heads and
-    the query blocks, in that order.
+    Item n has the blocks of keys from ``work[n // heads_kv, 2]`` to before
+    ``work[n // heads_kv, 3]`` of key-value head ``n % heads_kv``; the batch entries that share
+    these keys are ``members[work[n // heads_kv, 0] : work[n // heads_kv, 1]]``. `qt` and `dot` are
+    panels of q and do. The sum runs over those entries, the group's heads and the query blocks, in
+    that order. With `adds_dq`, an item adds what its blocks give to the rows of `dq`; that of the
+    first block begins them, and that of the last one scales them.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     heads_kv = shape.heads // shape.group
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
-    zero = dk_tile.dtype.type(0)
+    zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
+    edges = scratch.edges
     for item in range(first, last):
         place = item // heads_kv
         h_kv = item % heads_kv
-        j0 = work[place, 2] * shape.block_kv
         keys = members[work[place, 0]]
-        nj = min(shape.block_kv, shape.len_k[keys] - j0)
-        for n in range(nj * columns):
-            dk_tile[n] = zero
-        for n in range(nj * columns_v):
-            dv_tile[n] = zero
+        len_k = shape.len_k[keys]
+        begin_head, end_head = h_kv * shape.group, (h_kv + 1) * shape.group
+        if adds_dq and work[place, 2] == 0:
+            for member in range(work[place, 0], work[place, 1]):
+                b = members[member]
+                for h in range(begin_head, end_head):
+                    clear_rows(dq, b, h, shape.len_q[b], columns, itemsize, zero)
         count = 0
-        for member in range(work[place, 0], work[place, 1]):
-            b = members[member]
-            for h in range(h_kv * shape.group, (h_kv + 1) * shape.group):
-                for i0 in range(0, shape.len_q[b], shape.block_q):
-                    ni = min(shape.block_q, shape.len_q[b] - i0)
-                    lanes = padded(ni, vector)
-                    describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
-                    tile_class = class_of_tile(
-                        changes, scratch.symbols, ni, nj, scratch.tile_ri, scratch.tile_rf
-                    )
-                    if tile_class == EMPTY:
-                        continue
-                    count += 1
-                    load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch)
-                    q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
-                    do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
-                    gradient_tile(
-                        changes.pointers.gradient,
-                        (
-                            shape,
-                            changes,
-                            scratch,
-                            tile_class,
-                            b,
-                            h,
-                            i0,
-                            ni,
-                            j0,
-                            nj,
-                            lanes,
-                            q_panel,
-                            do_panel,
-                            k,
-                            v,
-                        ),
-                    )
-                    # 6 accumulate dv and dk
-                    accumulate(
-                        changes.pointers,
-                        scratch.p,
-                        lanes,
-                        1,
-                        nj,
-                        ni,
-                        do,
-                        b,
-                        h,
-                        i0,
-                        columns_v,
-                        itemsize,
-                        dv_tile,
-                        changes.careful,
-                        scratch.seen,
-                    )
-                    if changes.slope.code.shape[0]:
-                        apply_dscore(scratch, ni, nj, lanes)
-                    accumulate(
-                        changes.pointers,
-                        scratch.ds,
-                        lanes,
-                        1,
-                        nj,
-                        ni,
-                        q,
-                        b,
-                        h,
-                        i0,
-                        columns,
-                        itemsize,
-                        dk_tile,
-                        changes.careful,
-                        scratch.seen,
-                    )
-        # 7 scale and store
-        for j in range(nj):
-            target = row_address(dk, keys, h_kv, j0 + j, itemsize)
-            for d in range(shape.d):
-                store(target + d * itemsize, dk_tile[j * columns + d] * shape.scale)
-            target = row_address(dv, keys, h_kv, j0 + j, itemsize)
-            for d in range(shape.d_v):
-                store(target + d * itemsize, dv_tile[j * columns_v + d])
-        visited[item] = count
+        for block in range(work[place, 2], work[place, 3]):
+            j0 = block * shape.block_kv
+            nj = min(shape.block_kv, len_k - j0)
+            pair = nj * pair_lanes(itemsize)
+            if adds_dq and not changes.careful:
+                k_rows = row_address(k, keys, h_kv, j0, itemsize)
+                load_pairs(k_rows, k.row * itemsize, nj, columns, itemsize, k_pairs)
+            for n in range(nj * columns):
+                dk_tile[n] = zero
+            for n in range(nj * columns_v):
+                dv_tile[n] = zero
+            for member in range(work[place, 0], work[place, 1]):
+                b = members[member]
+                for h in range(begin_head, end_head):
+                    for i0 in range(0, shape.len_q[b], shape.block_q):
+                        end_i = min(i0 + shape.block_q, shape.len_q[b])
+                        is_visited = 0
+                        for i in range(i0, end_i, changes.panel):
+                            ni = min(changes.panel, end_i - i)
+                            lanes = padded(ni, vector)
+                            describe_tile(scratch.symbols, shape, b, h, i, ni, j0, nj)
+                            ri, rf = scratch.tile_ri, scratch.tile_rf
+                            if class_of_tile(
+                                changes, scratch.symbols, ni, nj, edges, ri, rf
+                            ) == EMPTY:  # fmt: skip
+                                continue
+                            is_visited = 1
+                            load_row_statistics(shape, lse, delta, b, h, i, ni, lanes, scratch)
+                            q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
+                            do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
+                            q_panel += (i - i0) * shape.d * itemsize
+                            do_panel += (i - i0) * shape.d_v * itemsize
+                            tile = (
+                                shape, changes, scratch, b, h, i, ni, j0, nj, lanes, q_panel,
+                                do_panel, k, v,
+                            )  # fmt: skip
+                            gradient_tile(changes.pointers.gradient, tile)
+                            begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
+                            cells = begin * lanes * itemsize
+                            p, ds = first_address(scratch.p), first_address(scratch.ds)
+                            # 6 accumulate dv and dk
+                            target = first_address(dv_tile) + begin * columns_v * itemsize
+                            accumulate(
+                                one, changes.pointers, p + cells, lanes, 1, nk, ni, do, b, h, i,
+                                0, 0, columns_v, itemsize, target, columns_v, changes.careful,
+                                scratch.seen,
+                            )  # fmt: skip
+                            if changes.slope.code.shape[0]:
+                                apply_dscore(scratch, ni, lanes)
+                            target = first_address(dk_tile) + begin * columns * itemsize
+                            accumulate(
+                                one, changes.pointers, ds + cells, lanes, 1, nk, ni, q, b, h, i,
+                                0, 0, columns, itemsize, target, columns, changes.careful,
+                                scratch.seen,
+                            )  # fmt: skip
+                            if adds_dq:
+                                pairs = first_address(k_pairs)
+                                pairs += begin * pair_lanes(itemsize) * itemsize
+                                accumulate(
+                                    one, changes.pointers, ds + cells, 1, lanes, ni, nk, k, b,
+                                    h_kv, j0 + begin, pairs, pair, columns, itemsize,
+                                    row_address(dq, b, h, i, itemsize), dq.row, changes.careful,
+                                    scratch.seen,
+                                )  # fmt: skip
+                        count += is_visited
+            # 7 scale and store
+            for j in range(nj):
+                target = row_address(dk, keys, h_kv, j0 + j, itemsize)
+                for d in range(shape.d):
+                    store(target + d * itemsize, dk_tile[j * columns + d] * shape.scale)
+                target = row_address(dv, keys, h_kv, j0 + j, itemsize)
+                for d in range(shape.d_v):
+                    store(target + d * itemsize, dv_tile[j * columns_v + d])
+        if adds_dq and work[place, 3] * shape.block_kv >= len_k:
+            for member in range(work[place, 0], work[place, 1]):
+                b = members[member]
+                for h in range(begin_head, end_head):
+                    scale_rows(dq, b, h, shape.len_q[b], columns, itemsize, shape.scale)
+        visited[item] += count
 
 
 @takes(
     lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 7
-    + (INTS, gradient_scratch_of(number)) + (vector(number),) * 3
+    + (gradient_scratch_of(number),) + (vector(number),) * 4
 )  # fmt: skip
 @kernel
 def backward_dq(
@@ -161,15 +191,15 @@ def backward_dq(
     members,
     shape,
     changes,
+    q,
     k,
     v,
-    q,
     do,
     lse,
     delta,
     dq,
-    visited,
     scratch,
+    k_pairs,
     q_panel,
     do_panel,
     dq_tile,
@@ -181,76 +211,64 @@ def backward_dq(
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     columns = padded(shape.d, vector)
-    zero = dq_tile.dtype.type(0)
+    zero, one = dq_tile.dtype.type(0), dq_tile.dtype.type(1)
+    edges = scratch.edges
     for item in range(first, last):
         place = item // shape.heads
         h = item % shape.heads
+        h_kv = h // shape.group
         i0 = work[place, 2] * shape.block_q
         queries = members[work[place, 0]]
-        ni = min(shape.block_q, shape.len_q[queries] - i0)
-        lanes = padded(ni, vector)
+        end_i = min(i0 + shape.block_q, shape.len_q[queries])
         # 1 load q
-        load_transposed(q, queries, h, i0, ni, lanes, shape.d, itemsize, q_panel)
-        for n in range(ni * columns):
+        for i in range(i0, end_i, changes.panel):
+            ni = min(changes.panel, end_i - i)
+            panel = q_panel[(i - i0) * shape.d :]
+            lanes = padded(ni, vector)
+            load_transposed(q, queries, h, i, ni, lanes, shape.d, itemsize, panel)
+        for n in range((end_i - i0) * columns):
             dq_tile[n] = zero
-        count = 0
         for member in range(work[place, 0], work[place, 1]):
             b = members[member]
-            h_kv = h // shape.group
-            load_transposed(do, b, h, i0, ni, lanes, shape.d_v, itemsize, do_panel)
-            load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch)
+            for i in range(i0, end_i, changes.panel):
+                ni = min(changes.panel, end_i - i)
+                panel = do_panel[(i - i0) * shape.d_v :]
+                lanes = padded(ni, vector)
+                load_transposed(do, b, h, i, ni, lanes, shape.d_v, itemsize, panel)
             for j0 in range(0, shape.len_k[b], shape.block_kv):
                 nj = min(shape.block_kv, shape.len_k[b] - j0)
-                describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
-                tile_class = class_of_tile(
-                    changes, scratch.symbols, ni, nj, scratch.tile_ri, scratch.tile_rf
-                )
-                if tile_class == EMPTY:
-                    continue
-                count += 1
-                gradient_tile(
-                    changes.pointers.gradient,
-                    (
-                        shape,
-                        changes,
-                        scratch,
-                        tile_class,
-                        b,
-                        h,
-                        i0,
-                        ni,
-                        j0,
-                        nj,
-                        lanes,
-                        first_address(q_panel),
-                        first_address(do_panel),
-                        k,
-                        v,
-                    ),
-                )
-                # 6 accumulate dq
-                if changes.slope.code.shape[0]:
-                    apply_dscore(scratch, ni, nj, lanes)
-                accumulate(
-                    changes.pointers,
-                    scratch.ds,
-                    1,
-                    lanes,
-                    ni,
-                    nj,
-                    k,
-                    b,
-                    h_kv,
-                    j0,
-                    columns,
-                    itemsize,
-                    dq_tile,
-                    changes.careful,
-                    scratch.seen,
-                )
+                pair = nj * pair_lanes(itemsize)
+                if not changes.careful:
+                    k_rows = row_address(k, b, h_kv, j0, itemsize)
+                    load_pairs(k_rows, k.row * itemsize, nj, columns, itemsize, k_pairs)
+                for i in range(i0, end_i, changes.panel):
+                    ni = min(changes.panel, end_i - i)
+                    lanes = padded(ni, vector)
+                    describe_tile(scratch.symbols, shape, b, h, i, ni, j0, nj)
+                    ri, rf = scratch.tile_ri, scratch.tile_rf
+                    if class_of_tile(changes, scratch.symbols, ni, nj, edges, ri, rf) == EMPTY:
+                        continue
+                    load_row_statistics(shape, lse, delta, b, h, i, ni, lanes, scratch)
+                    tile = (
+                        shape, changes, scratch, b, h, i, ni, j0, nj, lanes,
+                        first_address(q_panel) + (i - i0) * shape.d * itemsize,
+                        first_address(do_panel) + (i - i0) * shape.d_v * itemsize, k, v,
+                    )  # fmt: skip
+                    gradient_tile(changes.pointers.gradient, tile)
+                    # 6 accumulate dq
+                    if changes.slope.code.shape[0]:
+                        apply_dscore(scratch, ni, lanes)
+                    begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
+                    accumulate(
+                        one, changes.pointers,
+                        first_address(scratch.ds) + begin * lanes * itemsize, 1, lanes, ni, nk, k,
+                        b, h_kv, j0 + begin,
+                        first_address(k_pairs) + begin * pair_lanes(itemsize) * itemsize, pair,
+                        columns, itemsize, first_address(dq_tile) + (i - i0) * columns * itemsize,
+                        columns, changes.careful, scratch.seen,
+                    )  # fmt: skip
         # 7 scale and store
-        for i in range(ni):
-            target = row_address(dq, queries, h, i0 + i, itemsize)
+        for i in range(i0, end_i):
+            target = row_address(dq, queries, h, i, itemsize)
             for d in range(shape.d):
-                store(target + d * itemsize, dq_tile[i * columns + d] * shape.scale)
-        visited[item] = count
+                store(target + d * itemsize, dq_tile[(i - i0) * columns + d] * shape.scale)

@@ -13,7 +13,7 @@ from .gradient_tile import gradient_scratch_of, gradient_tile, load_row_statisti
 from .jit import INT, INTS, TABLE, kernel, takes
 from .memory import ROWS, row_address
 from .microkernel import padded
-from .tile import EMPTY, class_of_tile, describe_tile
+from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
 
 
 @takes(
@@ -58,33 +58,16 @@ def backward_bias(
                     for j0 in range(j_start, j_end, shape.block_kv):
                         nj = min(shape.block_kv, shape.len_k[b] - j0)
                         describe_tile(scratch.symbols, shape, b, h, i0, ni, j0, nj)
-                        tile_class = class_of_tile(
-                            changes, scratch.symbols, ni, nj, scratch.tile_ri, scratch.tile_rf
-                        )
-                        if tile_class == EMPTY:
+                        edges, ri, rf = scratch.edges, scratch.tile_ri, scratch.tile_rf
+                        if class_of_tile(changes, scratch.symbols, ni, nj, edges, ri, rf) == EMPTY:
                             continue
-                        gradient_tile(
-                            changes.pointers.gradient,
-                            (
-                                shape,
-                                changes,
-                                scratch,
-                                tile_class,
-                                b,
-                                h,
-                                i0,
-                                ni,
-                                j0,
-                                nj,
-                                lanes,
-                                q_panel,
-                                do_panel,
-                                k,
-                                v,
-                            ),
-                        )
+                        tile = (
+                            shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, q_panel, do_panel,
+                            k, v,
+                        )  # fmt: skip
+                        gradient_tile(changes.pointers.gradient, tile)
                         # 6 accumulate dbias
-                        for j in range(nj):
+                        for j in range(edges[FIRST], edges[LAST]):
                             for i in range(ni):
                                 row, column = 0 if one_query else i0 + i, 0 if one_key else j0 + j
                                 target[row, column] += scratch.ds[j * lanes + i]

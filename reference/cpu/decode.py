@@ -34,6 +34,7 @@ from .tile import (
     apply_score,
     class_of_tile,
     describe_tile,
+    look_at_all,
     make_registers,
 )
 
@@ -59,6 +60,7 @@ class DecodeScratch(NamedTuple):
     seen: Array  # which pairs take part, (rows, LEAF)
     turned: Array  # scores of a head as [key, query]
     symbols: Array
+    edges: Array  # of a leaf's keys, see `tile.FIRST`
     score_ri: Array
     score_rf: Array
     mask_ri: Array
@@ -72,7 +74,18 @@ def decode_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         DecodeScratch,
-        (*(tile,) * 4, INTS, tile, *(INTS,) * 3, tile, tile, vector(types.boolean), tile, INTS)
+        (
+            *(tile,) * 4,
+            INTS,
+            tile,
+            *(INTS,) * 3,
+            tile,
+            tile,
+            vector(types.boolean),
+            tile,
+            INTS,
+            INTS,
+        )
         + (TABLE, whole_rows(number))
         + (TABLE, of_mask) * 2,
     )
@@ -101,6 +114,7 @@ def decode_scratch(
         np.empty(rows * LEAF if changed else 0, np.bool_),
         np.empty(across * LEAF if changed else 0, number),
         np.empty(SYMBOL_COUNT, np.int64),
+        np.empty(4, np.int64),
         *make_registers(changes.score, across, number),
         *make_registers(changes.mask, across, np.dtype(np.float32)),
         *make_registers(changes.tile, 1, np.dtype(np.float32)),
@@ -134,14 +148,14 @@ def load_queries(q, shape, b, head, heads, i0, queries, width, panel):
 
 
 @helper
-def class_of_leaf(shape, changes, symbols, b, head, heads, i0, queries, j0, keys, ri, rf):
+def class_of_leaf(shape, changes, symbols, b, head, heads, i0, queries, j0, keys, edges, ri, rf):
     """Return the class of a leaf for all heads of a task."""
     if changes.pointers.classify == 0:
         return FULL
     some, full = False, True
     for h in range(head, head + heads):
         describe_tile(symbols, shape, b, h, i0, queries, j0, keys)
-        found = class_of_tile(changes, symbols, queries, keys, ri, rf)
+        found = class_of_tile(changes, symbols, queries, keys, edges, ri, rf)
         some |= found != EMPTY
         full &= found == FULL
     return FULL if full else (PARTIAL if some else EMPTY)
@@ -280,6 +294,7 @@ def decode(
     across = padded(shape.block_q, lanes)
     panel, s, leaf, nodes = scratch.panel, scratch.s, scratch.leaf, scratch.nodes
     filled, part, symbols = scratch.filled, scratch.part, scratch.symbols
+    edges = scratch.edges
     k_rows, v_rows, next_rows = scratch.k_rows, scratch.v_rows, scratch.next_rows
     seen, turned = scratch.seen, scratch.turned
     has_score = changes.score.code.shape[0] > 0
@@ -310,8 +325,8 @@ def decode(
             j0 = n * LEAF
             keys = min(LEAF, shape.len_k[b] - j0)
             leaf_class = class_of_leaf(
-                shape, changes, symbols, b, head, heads, i0, queries, j0, keys, scratch.tile_ri,
-                scratch.tile_rf,
+                shape, changes, symbols, b, head, heads, i0, queries, j0, keys, edges,
+                scratch.tile_ri, scratch.tile_rf,
             )  # fmt: skip
             if leaf_class == EMPTY:
                 continue
@@ -335,6 +350,7 @@ def decode(
                 LEAF, rows, keys, width, itemsize, first_address(v_rows), value_size,
             )  # fmt: skip
             if has_score or leaf_class == PARTIAL:
+                look_at_all(edges, keys)
                 for x in range(heads):
                     block = s[x * queries * LEAF : (x + 1) * queries * LEAF]
                     for i in range(queries):
@@ -344,13 +360,13 @@ def decode(
                     # 3 score mod
                     if has_score:
                         apply_score(
-                            changes.pointers, changes.score, symbols, i0, queries, keys, across,
+                            changes.pointers, changes.score, symbols, queries, edges, across,
                             turned, turned, scratch.score_ri, scratch.score_rf,
                         )  # fmt: skip
                     # 4 mask
                     if leaf_class == PARTIAL:
                         apply_mask(
-                            changes, symbols, queries, keys, across, turned, scratch.mask_ri,
+                            changes, symbols, queries, edges, across, turned, scratch.mask_ri,
                             scratch.mask_rf,
                         )  # fmt: skip
                     for i in range(queries):

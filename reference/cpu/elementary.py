@@ -11,13 +11,12 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from .jit import FASTMATH
+from .vectors import emit_exp2
 
 LOG2_E = math.log2(math.e)
 
-# 2**f = sum of (f log 2)**k / k! on [-1/2, 1/2], and e**r = sum of r**k / k! where |r| is at most
-# half of log 2. float32 uses the terms up to k = 7, and float64 all of them: the first omitted term
-# is below 2**-27 and 2**-57.
-_TERMS = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(14))
+# e**r = sum of r**k / k! where |r| is at most half of log 2. float32 uses the terms up to k = 7, and
+# float64 all of them: the first omitted term is below 2**-27 and 2**-57.
 _EXP_TERMS = tuple(1.0 / math.factorial(k) for k in range(14))
 # log 2 in two parts. The first has so few bits that its product with a number below 2**8 and 2**11
 # is exact (Cody and Waite 1980).
@@ -45,8 +44,13 @@ def _power_of_two(typingctx, shifted):
     return shifted(shifted), codegen
 
 
+@intrinsic
+def _emitted_exp2(typingctx, x):
+    return x(x), lambda context, builder, sig, args: emit_exp2(builder, args[0])
+
+
 def exp2(x: float) -> float:
-    """Return 2**x for x <= 0; 0 where that is below the smallest normal number; NaN for NaN."""
+    """Return 2**x for x <= 0; 0 where `emit_exp2` says so; NaN for NaN."""
     return float(np.exp2(x))
 
 
@@ -58,40 +62,11 @@ def _is_float(x):
 def _exp2(x):
     if not _is_float(x):
         return None
-    number = np.float32 if x.bitwidth == 32 else np.float64
-    lowest = number(-126.0 if x.bitwidth == 32 else -1022.0)
-    shift = number(1.5 * 2.0 ** (23 if x.bitwidth == 32 else 52))
-    zero = number(0.0)
-    t = tuple(number(c) for c in _TERMS)
 
-    if x.bitwidth == 32:
+    def compiled(x):
+        return _emitted_exp2(x)
 
-        def single(x):
-            held = lowest if x < lowest else x
-            shifted = held + shift
-            f = held - (shifted - shift)
-            p = t[6] + f * t[7]
-            p = t[4] + f * (t[5] + f * p)
-            p = t[2] + f * (t[3] + f * p)
-            p = t[0] + f * (t[1] + f * p)
-            return zero if x < lowest else p * _power_of_two(shifted)
-
-        return single
-
-    def double(x):
-        held = lowest if x < lowest else x
-        shifted = held + shift
-        f = held - (shifted - shift)
-        p = t[12] + f * t[13]
-        p = t[10] + f * (t[11] + f * p)
-        p = t[8] + f * (t[9] + f * p)
-        p = t[6] + f * (t[7] + f * p)
-        p = t[4] + f * (t[5] + f * p)
-        p = t[2] + f * (t[3] + f * p)
-        p = t[0] + f * (t[1] + f * p)
-        return zero if x < lowest else p * _power_of_two(shifted)
-
-    return double
+    return compiled
 
 
 def _power_of_e(x: Any) -> tuple[Any, Any]:

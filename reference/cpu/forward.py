@@ -15,20 +15,24 @@ from numba import types
 from .accumulate import accumulate
 from .arguments import CHANGES, Changes, Shape, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
-from .memory import ROWS, first_address, load_transposed, row_address, store
-from .microkernel import multiply, padded, round_up
-from .softmax import exponentiate, init_state, rescale, row_max
+from .memory import ROWS, aligned, first_address, load_transposed, row_address, store
+from .microkernel import load_pairs, multiply, padded, pair_lanes, round_up, size_of_pairs
+from .softmax import begin_maxima, exponentiate, init_state, rescale, row_max
 from .structs import Struct
 from .tile import (
     EMPTY,
-    PARTIAL,
+    FIRST,
+    LAST,
     SYMBOL_COUNT,
+    WHOLE_FIRST,
+    WHOLE_LAST,
     WORDS,
     apply_mask,
     apply_score,
     class_of_tile,
     describe_tile,
     dropout_factors,
+    look_at_all,
     make_registers,
     note_seen,
     scale_tile,
@@ -41,6 +45,7 @@ class ForwardScratch(NamedTuple):
     """What one thread needs to work on tiles; tiles of scores are kept as [key, query]."""
 
     qt: Array  # queries, (D, lanes)
+    v_pairs: Array  # values, as `load_pairs` leaves them
     s: Array  # scores, then probabilities
     z: Array  # dropout factors
     words: Array  # of the generator, (4, lanes)
@@ -50,6 +55,7 @@ class ForwardScratch(NamedTuple):
     m_new: Array
     l: Array
     symbols: Array
+    edges: Array  # of the tile's keys, see `tile.FIRST`
     score_ri: Array
     score_rf: Array
     mask_ri: Array
@@ -63,7 +69,7 @@ def forward_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         ForwardScratch,
-        (tile, tile, tile, WORDS, vector(types.boolean), *(tile,) * 4, INTS)
+        (tile, tile, tile, tile, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
         + (TABLE, whole_rows(number))
         + (TABLE, of_mask) * 2,
     )
@@ -73,18 +79,26 @@ def forward_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> Fo
     """Allocate the scratch of a problem."""
     lanes = round_up(shape.block_q, shape.lanes_per_vector)
     columns = round_up(shape.d_v, shape.lanes_per_vector)
-    cells = shape.block_kv * lanes
+    panel = min(lanes, changes.panel)
+    cells = shape.block_kv * panel
+    dropped = cells if shape.drop_below else 0
+    pairs = size_of_pairs(shape.block_kv, columns, shape.itemsize)
+    qt, v_pairs, s, z, acc, m, m_new, l = aligned(
+        (shape.d * lanes, pairs, cells, dropped, lanes * columns, lanes, panel, lanes), number
+    )
     return ForwardScratch(
-        np.empty(shape.d * lanes, number),
-        np.empty(cells, number),
-        np.empty(cells if shape.drop_below else 0, number),
-        np.empty((4, lanes if shape.drop_below else 0), np.uint32),
+        qt,
+        v_pairs,
+        s,
+        z,
+        np.empty((4, panel if shape.drop_below else 0), np.uint32),
         np.empty(cells if changes.careful else 0, np.bool_),
-        np.empty(lanes * columns, number),
-        np.empty(lanes, number),
-        np.empty(lanes, number),
-        np.empty(lanes, number),
+        acc,
+        m,
+        m_new,
+        l,
         np.empty(SYMBOL_COUNT, np.int64),
+        np.empty(4, np.int64),
         *make_registers(changes.score, lanes, number),
         *make_registers(changes.mask, lanes, np.dtype(np.float32)),
         *make_registers(changes.tile, 1, np.dtype(np.float32)),
@@ -108,8 +122,9 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     columns = padded(shape.d_v, vector)
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
-    qt, s, z, seen, acc = scratch.qt, scratch.s, scratch.z, scratch.seen, scratch.acc
-    m, m_new, l, symbols = scratch.m, scratch.m_new, scratch.l, scratch.symbols
+    s, z, seen, m_new = scratch.s, scratch.z, scratch.seen, scratch.m_new
+    symbols, edges = scratch.symbols, scratch.edges
+    is_changed = changes.score.code.shape[0]
 
     for item in range(first, last):
         b = work[item // shape.heads, 0]
@@ -117,75 +132,86 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
         h_kv = h // shape.group
         i0 = work[item // shape.heads, 1] * shape.block_q
         ni = min(shape.block_q, shape.len_q[b] - i0)
-        lanes = padded(ni, vector)
         count = 0
 
         # 1 load q
-        load_transposed(q, b, h, i0, ni, lanes, shape.d, itemsize, qt)
-        init_state(m, l, acc, lanes, columns, sink[h])
+        for p0 in range(0, ni, changes.panel):
+            n = min(changes.panel, ni - p0)
+            lanes = padded(n, vector)
+            qt = scratch.qt[p0 * shape.d :]
+            load_transposed(q, b, h, i0 + p0, n, lanes, shape.d, itemsize, qt)
+        init_state(scratch.m, scratch.l, scratch.acc, padded(ni, vector), columns, sink[h])
         for j0 in range(0, shape.len_k[b], shape.block_kv):
             nj = min(shape.block_kv, shape.len_k[b] - j0)
-            describe_tile(symbols, shape, b, h, i0, ni, j0, nj)
-            tile_class = class_of_tile(changes, symbols, ni, nj, scratch.tile_ri, scratch.tile_rf)
-            if tile_class == EMPTY:
-                continue
-            count += 1
+            is_visited = 0
+            for p0 in range(0, ni, changes.panel):
+                n = min(changes.panel, ni - p0)
+                lanes = padded(n, vector)
+                describe_tile(symbols, shape, b, h, i0 + p0, n, j0, nj)
+                ri, rf = scratch.tile_ri, scratch.tile_rf
+                if class_of_tile(changes, symbols, n, nj, edges, ri, rf) == EMPTY:
+                    continue
+                if not is_visited and not changes.careful:
+                    v_rows = row_address(v, b, h_kv, j0, itemsize)
+                    load_pairs(v_rows, v.row * itemsize, nj, columns, itemsize, scratch.v_pairs)
+                is_visited = 1
+                begin, end = edges[FIRST], edges[LAST]
+                m, l, acc = scratch.m[p0:], scratch.l[p0:], scratch.acc[p0 * columns :]
+                qt = first_address(scratch.qt) + p0 * shape.d * itemsize
 
-            # 2 scores
-            k_tile = row_address(k, b, h_kv, j0, itemsize)
-            scores = (
-                shape.scale, k_tile, k.row, 1, first_address(qt), lanes, first_address(s), lanes,
-                nj, lanes, shape.d, itemsize, 0,
-            )  # fmt: skip
-            multiply(changes.pointers.product, scores)
-            # 3 score mod
-            if changes.score.code.shape[0]:
-                ri, rf = scratch.score_ri, scratch.score_rf
-                apply_score(
-                    changes.pointers, changes.score, symbols, i0, ni, nj, lanes, s, s, ri, rf
-                )
-            # 4 mask
-            if tile_class == PARTIAL:
-                ri, rf = scratch.mask_ri, scratch.mask_rf
-                apply_mask(changes, symbols, ni, nj, lanes, s, ri, rf)
-            if changes.careful:
-                note_seen(s, seen, nj * lanes)
-            # 5 row max
-            if row_max(s, nj, lanes, m, m_new):
+                # 2 scores
+                begin_maxima(m, lanes, m_new)
+                for part in range(3):
+                    j = edges[part]
+                    if j < edges[part + 1]:
+                        # The product finds the maxima of scores that stay as they are.
+                        is_whole = part == WHOLE_FIRST and not is_changed
+                        k_rows = row_address(k, b, h_kv, j0 + j, itemsize)
+                        scores = (
+                            shape.scale, k_rows, k.row, 1, qt, lanes, 0,
+                            first_address(s) + j * lanes * itemsize, lanes, edges[part + 1] - j,
+                            lanes, shape.d, itemsize, 0, first_address(m_new) if is_whole else 0,
+                        )  # fmt: skip
+                        multiply(changes.pointers.product, scores)
+                # 3 score mod
+                if is_changed:
+                    ri, rf = scratch.score_ri, scratch.score_rf
+                    score = changes.score
+                    apply_score(changes.pointers, score, symbols, n, edges, lanes, s, s, ri, rf)
+                # 4 mask
+                apply_mask(changes, symbols, n, edges, lanes, s, scratch.mask_ri, scratch.mask_rf)
+                if changes.careful:
+                    note_seen(s, seen, nj * lanes)
+                # 5 row max
+                if is_changed:
+                    look_at_all(edges, nj)
+                for side in (FIRST, WHOLE_LAST):
+                    row_max(s, max(edges[side], begin), min(edges[side + 1], end), lanes, m_new)
                 # 6 rescale
                 rescale(m, m_new, l, acc, lanes, columns, shape.log2_e)
-            exponentiate(s, nj, lanes, m, l, shape.log2_e)
-            # 7 accumulate p v
-            if shape.drop_below:
-                words = scratch.words
-                dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z, words)
-                scale_tile(s, z, nj * lanes)
-            accumulate(
-                changes.pointers,
-                s,
-                1,
-                lanes,
-                ni,
-                nj,
-                v,
-                b,
-                h_kv,
-                j0,
-                columns,
-                itemsize,
-                acc,
-                changes.careful,
-                seen,
-            )
+                exponentiate(s, begin, end, lanes, m, l, shape.log2_e)
+                # 7 accumulate p v
+                if shape.drop_below:
+                    words = scratch.words
+                    dropout_factors(shape, changes, b, h, i0 + p0, n, j0, nj, lanes, z, words)
+                    scale_tile(s, z, begin * lanes, end * lanes)
+                accumulate(
+                    one, changes.pointers, first_address(s) + begin * lanes * itemsize, 1, lanes, n,
+                    end - begin, v, b, h_kv, j0 + begin,
+                    first_address(scratch.v_pairs) + begin * pair_lanes(itemsize) * itemsize,
+                    nj * pair_lanes(itemsize), columns, itemsize, first_address(acc), columns,
+                    changes.careful, seen,
+                )  # fmt: skip
+            count += is_visited
 
         for i in range(ni):
             # 8 normalise
-            empty = l[i] == 0
-            inverse = zero if empty else one / l[i]
+            empty = scratch.l[i] == 0
+            inverse = zero if empty else one / scratch.l[i]
             target = row_address(out, b, h, i0 + i, itemsize)
             for d in range(shape.d_v):
-                store(target + d * itemsize, acc[i * columns + d] * inverse)
+                store(target + d * itemsize, scratch.acc[i * columns + d] * inverse)
             # 9 store lse
-            natural = -math.inf if empty else m[i] + math.log(l[i])
+            natural = -math.inf if empty else scratch.m[i] + math.log(scratch.l[i])
             store(row_address(lse, b, h, i0 + i, itemsize), sink.dtype.type(natural))
         visited[item] = count

@@ -10,16 +10,18 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
 from .arguments import CHANGES, Changes, Shape, shape_of
-from .elementary import exp2
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
-from .memory import ROWS, first_address, load, row_address
-from .microkernel import multiply, round_up
+from .memory import ROWS, aligned, first_address, load, row_address
+from .microkernel import VECTOR_BYTES, multiply, round_up
 from .structs import Struct
 from .tile import (
-    PARTIAL,
+    FIRST,
+    LAST,
     SYMBOL_COUNT,
     WORDS,
     apply_mask,
@@ -28,6 +30,8 @@ from .tile import (
     make_registers,
     note_seen,
 )
+from .vectors import INT as WORD
+from .vectors import Emitter, emit_exp2, emit_loop
 
 Array = np.ndarray[Any, Any]
 
@@ -44,6 +48,7 @@ class GradientScratch(NamedTuple):
     lse: Array  # of the tile's queries
     delta: Array
     symbols: Array
+    edges: Array  # of the tile's keys, see `tile.FIRST`
     score_ri: Array
     score_rf: Array
     slope_ri: Array
@@ -59,7 +64,7 @@ def gradient_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         GradientScratch,
-        (tile, tile, tile, WORDS, tile, vector(types.boolean), tile, tile, INTS)
+        (tile, tile, tile, WORDS, tile, vector(types.boolean), tile, tile, INTS, INTS)
         + (TABLE, whole_rows(number)) * 2
         + (TABLE, of_mask) * 2,
     )
@@ -67,18 +72,21 @@ def gradient_scratch_of(number: types.Type) -> Struct:
 
 def gradient_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> GradientScratch:
     """Allocate the scratch of a problem."""
-    lanes = round_up(shape.block_q, shape.lanes_per_vector)
+    lanes = min(round_up(shape.block_q, shape.lanes_per_vector), changes.panel)
     cells = shape.block_kv * lanes
+    dropped, changed = bool(shape.drop_below) * cells, bool(len(changes.slope.code)) * cells
+    p, ds, z, slope, lse, delta = aligned((cells, cells, dropped, changed, lanes, lanes), number)
     return GradientScratch(
-        np.empty(cells, number),
-        np.empty(cells, number),
-        np.empty(cells if shape.drop_below else 0, number),
+        p,
+        ds,
+        z,
         np.empty((4, lanes if shape.drop_below else 0), np.uint32),
-        np.empty(cells if len(changes.slope.code) else 0, number),
+        slope,
         np.empty(cells if changes.careful else 0, np.bool_),
-        np.empty(lanes, number),
-        np.empty(lanes, number),
+        lse,
+        delta,
         np.empty(SYMBOL_COUNT, np.int64),
+        np.empty(4, np.int64),
         *make_registers(changes.score, lanes, number),
         *make_registers(changes.slope, lanes, number),
         *make_registers(changes.mask, lanes, np.dtype(np.float32)),
@@ -99,88 +107,107 @@ def load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch):
         scratch.delta[i] = 0
 
 
+@intrinsic
+def _weigh(typingctx, p, ds, z, row_size, keys, lse, delta, log2_e):
+    """Make a vector of every key's scores and dP into weights and the gradient of the scores."""
+
+    def codegen(context, builder, sig, args):
+        p, ds, z, row_size, keys, lse, delta, log2_e = args
+        emit = Emitter(builder, context.get_value_type(sig.args[7]))
+        nothing = ir.Constant(emit.vector, [-math.inf] * emit.lanes)
+        one = ir.Constant(emit.vector, [1.0] * emit.lanes)
+        lse, delta, factor = emit.load(lse), emit.load(delta), emit.splat(log2_e)
+        drops = builder.icmp_signed("!=", z, WORD(0))
+        factors = builder.select(drops, z, p)  # some address to read from
+        zero = emit.zero
+
+        def step(j, values):
+            offset = builder.mul(j, row_size)
+            p_place, ds_place = builder.add(p, offset), builder.add(ds, offset)
+            score, dp = emit.load(p_place), emit.load(ds_place)
+            kept = builder.select(drops, emit.load(builder.add(factors, offset)), one)
+            # A probability is at most 1; NaN stays.
+            below = builder.fsub(score, lse)
+            is_above = builder.fcmp_ordered(">", below, zero)
+            below = builder.select(is_above, builder.fsub(below, below), below)
+            weight = emit_exp2(builder, builder.fmul(below, factor))
+            gradient = builder.fmul(weight, builder.fsub(builder.fmul(dp, kept), delta))
+            weight = builder.fmul(weight, kept)
+            masked = builder.fcmp_ordered("==", score, nothing)
+            emit.store(builder.select(masked, zero, weight), p_place)
+            emit.store(builder.select(masked, zero, gradient), ds_place)
+            return []
+
+        emit_loop(builder, keys, [], step)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7, log2_e), codegen
+
+
 @takes(
     lambda number: (
-        shape_of(number), CHANGES, gradient_scratch_of(number), *(INT,) * 10, ROWS, ROWS
+        shape_of(number), CHANGES, gradient_scratch_of(number), *(INT,) * 9, ROWS, ROWS
     )
 )  # fmt: skip
 @kernel
-def fill_gradient_tile(
-    shape, changes, scratch, tile_class, b, h, i0, ni, j0, nj, lanes, qt, dot, k, v
-):
+def fill_gradient_tile(shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, qt, dot, k, v):
     """Fill scratch.p with p (after dropout) and scratch.ds with the gradient of the changed scores.
 
-    `qt` and `dot` are addresses of the tile's queries and output gradients as (D, lanes) and
-    (Dv, lanes). Where scores are changed, scratch.slope is their derivative: the gradient of the
-    scores themselves is ds * slope.
+    They are filled for the keys between the ends of `scratch.edges`. `qt` and `dot` are addresses
+    of the tile's queries and output gradients as (D, lanes) and (Dv, lanes). Where scores are
+    changed, scratch.slope is their derivative: the gradient of the scores themselves is ds * slope.
     """
     itemsize = shape.itemsize
     h_kv = h // shape.group
-    p, ds, symbols = scratch.p, scratch.ds, scratch.symbols
-    zero, one = p.dtype.type(0), p.dtype.type(1)
-    k_tile = row_address(k, b, h_kv, j0, itemsize)
-    v_tile = row_address(v, b, h_kv, j0, itemsize)
-    p_place, ds_place = first_address(p), first_address(ds)
+    p, ds, symbols, edges = scratch.p, scratch.ds, scratch.symbols, scratch.edges
+    one = p.dtype.type(1)
+    begin, keys, size = edges[FIRST], edges[LAST] - edges[FIRST], lanes * itemsize
+    k_tile = row_address(k, b, h_kv, j0 + begin, itemsize)
+    v_tile = row_address(v, b, h_kv, j0 + begin, itemsize)
+    p_place, ds_place = first_address(p) + begin * size, first_address(ds) + begin * size
     # 2 scores
     scores = (
-        shape.scale, k_tile, k.row, 1, qt, lanes, p_place, lanes, nj, lanes, shape.d, itemsize, 0
+        shape.scale, k_tile, k.row, 1, qt, lanes, 0, p_place, lanes, keys, lanes, shape.d, itemsize,
+        0, 0,
     )  # fmt: skip
     multiply(changes.pointers.product, scores)
     # 3 score mod
     if changes.slope.code.shape[0]:
         ri, rf = scratch.slope_ri, scratch.slope_rf
         slope = scratch.slope
-        apply_score(changes.pointers, changes.slope, symbols, i0, ni, nj, lanes, p, slope, ri, rf)
+        apply_score(changes.pointers, changes.slope, symbols, ni, edges, lanes, p, slope, ri, rf)
     if changes.score.code.shape[0]:
         ri, rf = scratch.score_ri, scratch.score_rf
-        apply_score(changes.pointers, changes.score, symbols, i0, ni, nj, lanes, p, p, ri, rf)
+        apply_score(changes.pointers, changes.score, symbols, ni, edges, lanes, p, p, ri, rf)
     # 4 mask
-    if tile_class == PARTIAL:
-        ri, rf = scratch.mask_ri, scratch.mask_rf
-        apply_mask(changes, symbols, ni, nj, lanes, p, ri, rf)
+    apply_mask(changes, symbols, ni, edges, lanes, p, scratch.mask_ri, scratch.mask_rf)
     if changes.careful:
         note_seen(p, scratch.seen, nj * lanes)
     # 5 probabilities and the gradient of the output's weights
-    dp = one, v_tile, v.row, 1, dot, lanes, ds_place, lanes, nj, lanes, shape.d_v, itemsize, 0
+    dp = (
+        one, v_tile, v.row, 1, dot, lanes, 0, ds_place, lanes, keys, lanes, shape.d_v, itemsize,
+        0, 0,
+    )  # fmt: skip
     multiply(changes.pointers.product, dp)
+    z_place = 0
     if shape.drop_below:
         z, words = scratch.z, scratch.words
         dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z, words)
-    lse, delta = scratch.lse, scratch.delta
-    for j in range(nj):
-        p_row = p[j * lanes : (j + 1) * lanes]
-        ds_row = ds[j * lanes : (j + 1) * lanes]
-        if shape.drop_below:
-            z_row = scratch.z[j * lanes : (j + 1) * lanes]
-            for i in range(ni):
-                masked = p_row[i] == -math.inf
-                below = p_row[i] - lse[i]
-                weight = exp2(at_most_zero(below) * shape.log2_e)
-                ds_row[i] = zero if masked else weight * (ds_row[i] * z_row[i] - delta[i])
-                p_row[i] = zero if masked else weight * z_row[i]
-        else:
-            for i in range(ni):
-                masked = p_row[i] == -math.inf
-                below = p_row[i] - lse[i]
-                weight = exp2(at_most_zero(below) * shape.log2_e)
-                ds_row[i] = zero if masked else weight * (ds_row[i] - delta[i])
-                p_row[i] = zero if masked else weight
+        z_place = first_address(z) + begin * size
+    lse, delta = first_address(scratch.lse), first_address(scratch.delta)
+    for x in range(0, size, VECTOR_BYTES):
+        z = z_place + x if z_place else 0
+        _weigh(p_place + x, ds_place + x, z, size, keys, lse + x, delta + x, shape.log2_e)
 
 
 gradient_tile = caller(fill_gradient_tile)
 
 
 @helper
-def at_most_zero(x):
-    """Return x held at 0: a probability is at most 1. NaN stays, which `min` does not promise."""
-    return x - x if x > 0 else x
-
-
-@helper
-def apply_dscore(scratch, ni, nj, lanes):
+def apply_dscore(scratch, ni, lanes):
     """Make ds the gradient of the scores before they were changed; masked pairs stay 0."""
     zero = scratch.ds.dtype.type(0)
-    for j in range(nj):
+    for j in range(scratch.edges[FIRST], scratch.edges[LAST]):
         for i in range(ni):
             n = j * lanes + i
             ds = scratch.ds[n]

@@ -15,6 +15,7 @@ from .arguments import Changes, FunctionPointers
 from .backward import backward_dkdv, backward_dq
 from .backward_bias import backward_bias
 from .backward_delta import backward_delta
+from .backward_work import is_one_pass_faster, key_blocks
 from .calls import Bound
 from .combine import combine as combine_kernel
 from .decode import decode as decode_kernel
@@ -30,9 +31,9 @@ from .layout import (
     Scratch,
     finish,
 )
-from .memory import Rows, count_nonfinite
+from .memory import Rows, aligned, count_nonfinite
 from .merge import merge
-from .microkernel import product, round_up
+from .microkernel import PANEL, product, round_up, size_of_pairs
 from .program import run
 from .threads import parallel
 from .tile import (
@@ -119,8 +120,22 @@ def changes_of(
 ) -> Changes:
     """Return what happens to scores, for kernels at these addresses."""
     ranges = layout.key_ranges(programs.ranges)
+    # What works on whole rows of a tile costs least for long ones.
+    whole_rows = (
+        careful
+        or layout.problem.dropout
+        or any(len(program.code) for program in (programs.score, programs.slope, programs.mask))
+    )
+    block = round_up(layout.block_q, layout.lanes)
     return Changes(
-        programs.score, programs.slope, programs.mask, programs.tile, ranges, pointers, int(careful)
+        programs.score,
+        programs.slope,
+        programs.mask,
+        programs.tile,
+        ranges,
+        pointers,
+        int(careful),
+        block if whole_rows else min(block, PANEL),
     )
 
 
@@ -204,7 +219,7 @@ def backward(
             if gradient is not None:
                 gradient[...] = 0
         return 0
-    kernels = [backward_delta, backward_dkdv, backward_dq]
+    kernels = [backward_delta, backward_dkdv]
     if dbias is not None:
         kernels.append(backward_bias)
     pointers = _prepare(problem, programs, called_kernels(problem, programs, True), *kernels)
@@ -244,8 +259,6 @@ def backward(
     if dsink is not None:
         dsink[...] = dsinks.reshape(layout.batch, heads).sum(axis=0, dtype=accumulator)
 
-    qt_memory, qt = layout.panels(q_read, problem.d, scratch)
-    dot_memory, dot = layout.panels(do_read, problem.d_v, scratch)
     careful = layout.careful(
         programs,
         [
@@ -255,6 +268,8 @@ def backward(
         ],
     )
     changes = changes_of(layout, programs, pointers, careful)
+    qt_memory, qt = layout.panels(q_read, problem.d, changes.panel, scratch)
+    dot_memory, dot = layout.panels(do_read, problem.d_v, changes.panel, scratch)
 
     kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
     if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):
@@ -263,75 +278,86 @@ def backward(
         dv_made = scratch.empty((*kv_lead, *dv.shape[-3:]), accumulator)
     else:
         dk_made, dv_made = layout.result(dk, scratch), layout.result(dv, scratch)
-    dq_made = layout.result(dq, scratch)
+    heads_kv = problem.heads_kv
+    kv_groups, members, starts = layout.groups(kv_lead)
+    one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(
+        kv_groups * heads_kv
+    )
+    dq_made = layout.result(dq, scratch, whole_vectors=one_pass)
+    dq_rows = layout.rows(dq_made)
     dk_rows, dv_rows = layout.rows(dk_made, keys=True), layout.rows(dv_made, keys=True)
-    kv_work, members = layout.shared_blocks(kv_lead, layout.len_k, block_kv, last_first=False)
-    visited = np.zeros(len(kv_work) * problem.heads_kv, np.int64)
+    counts = -(-layout.len_k[members[starts]] // block_kv)
     columns, columns_v, lanes = (
         round_up(count, layout.lanes) for count in (problem.d, problem.d_v, block_q)
     )
+    pairs = size_of_pairs(block_kv, columns, layout.itemsize)
 
     def tiles(*sizes: int) -> tuple[Any, ...]:
         scratch = gradient_scratch(shape, changes, accumulator)
-        return scratch, *(np.empty(size, accumulator) for size in sizes)
+        return scratch, *aligned((pairs, *sizes), accumulator)
 
-    parallel(
-        Bound(
-            backward_dkdv,
-            accumulator,
-            kv_work,
-            members,
-            shape,
-            changes,
-            q_rows,
-            k_rows,
-            v_rows,
-            do_rows,
-            lse_rows,
-            delta_rows,
-            qt,
-            dot,
-            dk_rows,
-            dv_rows,
-            visited,
-            scratch=lambda: tiles(block_kv * columns, block_kv * columns_v),
-        ),
-        visited.size,
-        (read, qt_memory, dot_memory, dk_made, dv_made),
-    )
-    dq_rows = layout.rows(dq_made)
-    q_work, q_members = layout.shared_blocks(
-        q.shape[:-3] if not problem.packed else (), layout.len_q, block_q, last_first=True
-    )
-    visited_q = np.zeros(len(q_work) * heads, np.int64)
-    parallel(
-        Bound(
-            backward_dq,
-            accumulator,
-            q_work,
-            q_members,
-            shape,
-            changes,
-            k_rows,
-            v_rows,
-            q_rows,
-            do_rows,
-            lse_rows,
-            delta_rows,
-            dq_rows,
-            visited_q,
-            scratch=lambda: tiles(problem.d * lanes, problem.d_v * lanes, lanes * columns),
-        ),
-        visited_q.size,
-        (read, dq_made),
-    )
+    visited = 0
+    for work in key_blocks(layout, starts, counts, one_pass):
+        visited_here = np.zeros(len(work) * heads_kv, np.int64)
+        parallel(
+            Bound(
+                backward_dkdv,
+                accumulator,
+                work,
+                members,
+                shape,
+                changes,
+                q_rows,
+                k_rows,
+                v_rows,
+                do_rows,
+                lse_rows,
+                delta_rows,
+                qt,
+                dot,
+                int(one_pass),
+                dq_rows,
+                dk_rows,
+                dv_rows,
+                visited_here,
+                scratch=lambda: tiles(block_kv * columns, block_kv * columns_v),
+            ),
+            visited_here.size,
+            (read, qt_memory, dot_memory, dk_made, dv_made, dq_made),
+        )
+        visited += int(visited_here.sum())
+    if not one_pass:
+        prepare([(backward_dq, accumulator)])
+        q_work, q_members = layout.shared_blocks(
+            q.shape[:-3] if not problem.packed else (), layout.len_q, block_q, last_first=True
+        )
+        parallel(
+            Bound(
+                backward_dq,
+                accumulator,
+                q_work,
+                q_members,
+                shape,
+                changes,
+                q_rows,
+                k_rows,
+                v_rows,
+                do_rows,
+                lse_rows,
+                delta_rows,
+                dq_rows,
+                scratch=lambda: tiles(problem.d * lanes, problem.d_v * lanes, lanes * columns),
+            ),
+            len(q_work) * heads,
+            (read, dq_made),
+        )
     if dbias is not None:
         rows = k_rows, v_rows, lse_rows, delta_rows, qt, dot
         _bias_gradient(layout, changes, *rows, dbias, (read, qt_memory, dot_memory))
-    finish(dq, dq_made)
+    finish(dq, dq_made if dq_made is dq else dq_made[..., : problem.d])
     finish(dk, _summed_to(dk_made, dk.shape))
     finish(dv, _summed_to(dv_made, dv.shape))
-    return int(visited.sum())
+    return visited
 
 
 def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:

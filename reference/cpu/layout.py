@@ -216,11 +216,12 @@ class Layout:
         copy[..., width:] = 0
         return np.broadcast_to(copy, (*array.shape[:-1], columns))
 
-    def result(self, array: Array, scratch: Scratch) -> Array:
+    def result(self, array: Array, scratch: Scratch, whole_vectors: bool = False) -> Array:
         """Return the array itself, or a stand-in that `finish` copies to it."""
-        if self.readable(array, whole_vectors=False):
+        if self.readable(array, whole_vectors):
             return array
-        return scratch.empty(array.shape, self.number)
+        columns = round_up(array.shape[-1], self.lanes) if whole_vectors else array.shape[-1]
+        return scratch.empty((*array.shape[:-1], columns), self.number)
 
     def blocks(self, lengths: Array, block: int, last_first: bool) -> Array:
         """Return (batch entry, block) of every block, the causal mask's longest first."""
@@ -254,16 +255,16 @@ class Layout:
         starts = np.flatnonzero(np.diff(entries[members], prepend=-1)).astype(np.int64)
         return len(starts), members, starts
 
-    def panels(self, array: Array, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
-        """Return every query block of an array as a (depth, lanes) panel, and the place of each.
+    def panels(self, array: Array, depth: int, most: int, scratch: Scratch) -> tuple[Array, Rows]:
+        """Return every `most` queries of a block as a (depth, lanes) panel, and where blocks lie.
 
-        A short block has a narrow panel, whose last lanes are 0 where there is no query.
+        The last panel of a block may be narrow; its last lanes are 0 where there is no query.
         """
         lanes = self.panel_lanes()
         head, first = depth * int(lanes.sum()), depth * (np.cumsum(lanes) - lanes)
         heads = self.problem.heads
         memory = scratch.empty((heads, head), self.number)
-        fill = partial(self._fill_panels, array, depth, memory, first)
+        fill = partial(self._fill_panels, array, depth, most, memory, first)
         parallel(fill, self.batch * heads, (array, memory))
         size = depth * round_up(self.block_q, self.lanes)
         return memory, Rows(address(memory), first, head, size)
@@ -276,24 +277,38 @@ class Layout:
         return result
 
     def _fill_panels(
-        self, array: Array, depth: int, memory: Array, begins: Array, first: int, last: int
+        self,
+        array: Array,
+        depth: int,
+        most: int,
+        memory: Array,
+        begins: Array,
+        first: int,
+        last: int,
     ) -> None:
-        block, most = self.block_q, round_up(self.block_q, self.lanes)
+        block, whole_block = self.block_q, round_up(self.block_q, self.lanes)
         for item in range(first, last):
             b, h = divmod(item, self.problem.heads)
             rows = self._entry(array, b)[h, :, :depth]
-            whole, rest = divmod(len(rows), block)
+            blocks, rest = divmod(len(rows), block)
             split = len(rows) - rest
-            begin = begins[b]
-            end = begin + whole * depth * most
-            panels = memory[h, begin:end].reshape(whole, depth, most)
-            panels[..., :block] = rows[:split].reshape(whole, block, depth).swapaxes(1, 2)
-            panels[..., block:] = 0
-            if rest:
-                lanes = round_up(rest, self.lanes)
-                panel = memory[h, end : end + depth * lanes].reshape(depth, lanes)
-                panel[:, :rest] = rows[split:].T
-                panel[:, rest:] = 0
+            begin, end = begins[b], begins[b] + blocks * depth * whole_block
+            of_blocks = memory[h, begin:end].reshape(blocks, depth * whole_block)
+            for i in range(0, block, most):
+                self._fill_panel(rows[:split].reshape(blocks, block, depth), i, most, of_blocks)
+            of_rest = memory[h, end : end + depth * round_up(rest, self.lanes)].reshape(1, -1)
+            for i in range(0, rest, most):
+                self._fill_panel(rows[None, split:], i, most, of_rest)
+
+    def _fill_panel(self, rows: Array, first: int, most: int, memory: Array) -> None:
+        """Fill panels of (blocks, queries, depth) from query `first` on in (blocks, elements)."""
+        rows = rows[:, first : first + most]
+        blocks, count, depth = rows.shape
+        lanes = round_up(count, self.lanes)
+        begin = first * depth
+        panels = memory[:, begin : begin + depth * lanes].reshape(blocks, depth, lanes)
+        panels[..., :count] = rows.swapaxes(1, 2)
+        panels[..., count:] = 0
 
     def _entry(self, array: Array, b: int) -> Array:
         """Return the (H, L, D) queries, or what has their shape, of a batch entry."""

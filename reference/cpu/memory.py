@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import INT, INTS, helper, kernel, takes, vector
+from .jit import INT, INTS, address, helper, kernel, takes, vector
 from .structs import Struct
 
 
@@ -24,6 +25,22 @@ class Rows(NamedTuple):
     batch: np.ndarray[Any, Any]  # (B,) int64: a broadcast axis repeats an offset
     head: int
     row: int
+
+
+LINE = 64  # bytes of a cache line, and of the longest vector
+
+
+def aligned(counts: Iterable[int], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
+    """Return uninitialised arrays that begin at cache lines, so that vectors cross none."""
+    each = LINE // dtype.itemsize
+    sizes = [(count, -(-count // each) * each) for count in counts]
+    memory = np.empty(sum(size for _, size in sizes) + each, dtype)
+    begin = -address(memory) % LINE // dtype.itemsize
+    arrays = []
+    for count, size in sizes:
+        arrays.append(memory[begin : begin + count])
+        begin += size
+    return arrays
 
 
 # The type for kernels.

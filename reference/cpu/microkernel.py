@@ -1,8 +1,7 @@
 """Products of small matrices in registers: the CPU's matrix unit.
 
-`product` works on addresses and element strides. A block of `ROWS` x 2 vectors of the result stays
-in registers while the contraction runs; it is emitted as LLVM vector code, because no loop that
-Numba compiles keeps so many accumulators. The type of `alpha` is the element type.
+`product` works on addresses and element strides. A block of some rows and two vectors of the result
+stays in registers while the contraction runs. The type of `alpha` is the element type.
 """
 
 from __future__ import annotations
@@ -10,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from .jit import caller, helper, kernel, takes
+from .memory import first_address
+from .vectors import HOST, INT, Emitter, emit_loop
 
-VECTOR_BYTES = 64
-ROWS = 8
-INT = ir.IntType(64)
+VECTOR_BYTES, ROWS = HOST
+FEW = 4  # rows of the blocks for what `ROWS` leaves
+
+
+PANEL = 32  # queries whose scores lie side by side, where nothing wants a whole block's
 
 
 def vector_lanes(itemsize: int) -> int:
-    """Elements in one vector; the last axis of every operand is padded to a multiple of it."""
-    return VECTOR_BYTES // itemsize
+    """Elements to a multiple of which the last axis of every operand is padded: whole vectors."""
+    return max(VECTOR_BYTES, 32) // itemsize
 
 
 def round_up(count: int, lanes: int) -> int:
@@ -34,88 +36,79 @@ def round_up(count: int, lanes: int) -> int:
 padded = helper(round_up)  # the same in kernels
 
 
+def emit_block(emit: Emitter, rows: int, vectors: int, args: Any) -> None:
+    """Emit the whole contraction of `rows` x `vectors` vectors of C."""
+    a, a_row, a_k, b, b_row, c, c_row, depth, alpha, adds, maxima = args
+    builder, size = emit.builder, INT(emit.itemsize)
+    cells = [(i, j) for i in range(rows) for j in range(vectors)]
+    # An address of x86 adds one or two or four times a number, ARM's adds one.
+    a_size = builder.mul(a_row, size)
+    far = [emit.opaque(builder.mul(a_size, INT(i))) if i else INT(0) for i in range(rows)]
+    c_cells = [emit.at(c, i, c_row, INT(j * emit.lanes)) for i, j in cells]
+    a_step, b_step = builder.mul(a_k, size), builder.mul(b_row, size)
+
+    before = builder.block
+    given, start = builder.append_basic_block("given"), builder.append_basic_block("start")
+    is_given = builder.icmp_signed("!=", adds, INT(0))
+    builder.cbranch(is_given, given, start)
+    builder.position_at_end(given)
+    old = [emit.load(place) for place in c_cells]
+    builder.branch(start)
+    builder.position_at_end(start)
+    initial = [builder.phi(emit.vector) for _ in cells]
+    for phi, value in zip(initial, old, strict=True):
+        phi.add_incoming(emit.zero, before)
+        phi.add_incoming(value, given)
+
+    def step(k: Any, values: list[Any]) -> list[Any]:
+        column, row, *sums = values
+        b_vectors = [
+            emit.load(builder.add(row, INT(j * emit.lanes * emit.itemsize))) for j in range(vectors)
+        ]
+        updated = []
+        for i in range(rows):
+            element = emit.load(builder.add(column, far[i]), emit.scalar)
+            spread = emit.splat(element)
+            updated += [
+                emit.multiply_add(spread, b_vectors[j], sums[i * vectors + j])
+                for j in range(vectors)
+            ]
+        return [builder.add(column, a_step), builder.add(row, b_step), *updated]
+
+    _, _, *sums = emit_loop(builder, depth, [a, b, *initial], step)
+    added, fresh = builder.append_basic_block("added"), builder.append_basic_block("fresh")
+    compared, end = builder.append_basic_block("compared"), builder.append_basic_block("done")
+    builder.cbranch(is_given, added, fresh)
+    builder.position_at_end(added)
+    for value, place in zip(sums, c_cells, strict=True):
+        emit.store(value, place)
+    builder.branch(end)
+    builder.position_at_end(fresh)
+    factor = emit.splat(alpha)
+    scaled = [builder.fmul(value, factor) for value in sums]
+    for value, place in zip(scaled, c_cells, strict=True):
+        emit.store(value, place)
+    builder.cbranch(builder.icmp_signed("!=", maxima, INT(0)), compared, end)
+    builder.position_at_end(compared)
+    for j in range(vectors):
+        place = emit.at(maxima, 0, INT(0), INT(j * emit.lanes))
+        largest = emit.load(place)
+        for i in range(rows):
+            largest = emit.larger(scaled[i * vectors + j], largest)
+        emit.store(largest, place)
+    builder.branch(end)
+    builder.position_at_end(end)
+
+
 def _block(rows: int, vectors: int) -> Callable[..., Any]:
     """Make the function that computes `rows` x `vectors` vectors of C from a whole contraction."""
 
     @intrinsic
-    def block(typingctx, a, a_row, a_k, b, b_row, c, c_row, depth, alpha, adds):
-        signature = types.void(*[types.int64] * 8, alpha, types.int64)
+    def block(typingctx, a, a_row, a_k, b, b_row, c, c_row, depth, alpha, adds, maxima):
+        signature = types.void(*[types.int64] * 8, alpha, types.int64, types.int64)
 
         def codegen(context, builder, sig, args):
-            a_base, a_row, a_k, b_base, b_row, c_base, c_row, depth, alpha, adds = args
-            scalar = context.get_value_type(sig.args[8])
-            itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
-            lanes = vector_lanes(itemsize)
-            vector = ir.VectorType(scalar, lanes)
-
-            def pointer(base, row, row_stride, element, kind):
-                offset = builder.add(builder.mul(row, row_stride), element)
-                byte = builder.add(base, builder.mul(offset, INT(itemsize)))
-                return builder.inttoptr(byte, kind.as_pointer())
-
-            def load(base, row, row_stride, element, kind):
-                place = pointer(base, row, row_stride, element, kind)
-                value = builder.load(place)
-                value.align = itemsize
-                return value
-
-            def splat(value):
-                undefined = ir.Constant(vector, ir.Undefined)
-                first = builder.insert_element(undefined, value, ir.IntType(32)(0))
-                lane_zero = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
-                return builder.shuffle_vector(first, undefined, lane_zero)
-
-            cells = [(i, j) for i in range(rows) for j in range(vectors)]
-            zero = ir.Constant(vector, [0.0] * lanes)
-            before = builder.block
-            given = builder.append_basic_block("given")
-            start = builder.append_basic_block("start")
-            loop = builder.append_basic_block("contraction")
-            end = builder.append_basic_block("store")
-            builder.cbranch(builder.icmp_signed("!=", adds, INT(0)), given, start)
-
-            builder.position_at_end(given)
-            old = {(i, j): load(c_base, INT(i), c_row, INT(j * lanes), vector) for i, j in cells}
-            builder.branch(start)
-
-            builder.position_at_end(start)
-            initial = {}
-            for cell in cells:
-                initial[cell] = builder.phi(vector)
-                initial[cell].add_incoming(zero, before)
-                initial[cell].add_incoming(old[cell], given)
-            builder.cbranch(builder.icmp_signed(">", depth, INT(0)), loop, end)
-
-            builder.position_at_end(loop)
-            k = builder.phi(INT)
-            k.add_incoming(INT(0), start)
-            running = {}
-            for cell in cells:
-                running[cell] = builder.phi(vector)
-                running[cell].add_incoming(initial[cell], start)
-            b_vectors = [load(b_base, k, b_row, INT(j * lanes), vector) for j in range(vectors)]
-            updated = {}
-            for i in range(rows):
-                a_value = splat(load(a_base, INT(i), a_row, builder.mul(k, a_k), scalar))
-                for j in range(vectors):
-                    product = builder.fmul(a_value, b_vectors[j], flags=("contract",))
-                    updated[i, j] = builder.fadd(product, running[i, j], flags=("contract",))
-            k_next = builder.add(k, INT(1))
-            k.add_incoming(k_next, loop)
-            for cell in cells:
-                running[cell].add_incoming(updated[cell], loop)
-            builder.cbranch(builder.icmp_signed("<", k_next, depth), loop, end)
-
-            builder.position_at_end(end)
-            results = {}
-            for cell in cells:
-                results[cell] = builder.phi(vector)
-                results[cell].add_incoming(initial[cell], start)
-                results[cell].add_incoming(updated[cell], loop)
-            for i, j in cells:
-                value = builder.fmul(results[i, j], splat(alpha))
-                place = pointer(c_base, INT(i), c_row, INT(j * lanes), vector)
-                builder.store(value, place).align = itemsize
+            emit_block(Emitter(builder, context.get_value_type(sig.args[8])), rows, vectors, args)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -124,38 +117,90 @@ def _block(rows: int, vectors: int) -> Callable[..., Any]:
     return function
 
 
-_wide = _block(ROWS, 2)
-_narrow = _block(ROWS, 1)
-_row_wide = _block(1, 2)
-_row_narrow = _block(1, 1)
+_wide, _few_wide, _row_wide = (_block(rows, 2) for rows in (ROWS, FEW, 1))
+_narrow, _row_narrow = (_block(rows, 1) for rows in (ROWS, 1))
 
 
-@takes(lambda number: (number, *(types.int64,) * 12))
+@takes(lambda number: (number, *(types.int64,) * 14))
 @kernel
-def product(alpha, a, a_row, a_k, b, b_row, c, c_row, rows, columns, depth, itemsize, adds):
-    """C = alpha * A B, or alpha * (C + A B) with `adds`.
+def product(
+    alpha, a, a_row, a_k, b, b_row, b_pair, c, c_row, rows, columns, depth, itemsize, adds, maxima
+):
+    """C = alpha * A B; with `adds`, C += A B.
 
     A is (rows, depth), B (depth, columns), C (rows, columns). `a`, `b`, `c` are addresses and
     strides count elements: A's element (i, k) lies at ``i * a_row + k * a_k``; rows of B and C are
-    contiguous, and `columns` is a multiple of the vector's lanes.
+    contiguous, and `columns` is a multiple of the vector's lanes. B's columns come in pairs of
+    vectors, `b_pair` elements apart, or side by side where that is 0. Where `maxima` is an address,
+    the `columns` numbers there become the maxima of themselves and C's columns.
     """
     lanes = VECTOR_BYTES // itemsize
+    b_next = (b_pair or 2 * lanes) * itemsize
     for j in range(0, columns, 2 * lanes):
-        bj = b + j * itemsize
-        for i in range(0, rows - ROWS + 1, ROWS):
+        bj = b + j // (2 * lanes) * b_next
+        largest = maxima + j * itemsize if maxima else 0
+        wide = j + lanes < columns
+        i = 0
+        while i < rows:
             ai = a + i * a_row * itemsize
             ci = c + (i * c_row + j) * itemsize
-            if j + lanes < columns:
-                _wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds)
+            left = rows - i
+            if wide:
+                if left >= ROWS and left != 2 * FEW:
+                    _wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds, largest)
+                    i += ROWS
+                elif left >= FEW:
+                    _few_wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds, largest)
+                    i += FEW
+                else:
+                    _row_wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds, largest)
+                    i += 1
+            elif left >= ROWS:
+                _narrow(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds, largest)
+                i += ROWS
             else:
-                _narrow(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds)
-        for i in range(rows - rows % ROWS, rows):
-            ai = a + i * a_row * itemsize
-            ci = c + (i * c_row + j) * itemsize
-            if j + lanes < columns:
-                _row_wide(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds)
-            else:
-                _row_narrow(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds)
+                _row_narrow(ai, a_row, a_k, bj, b_row, ci, c_row, depth, alpha, adds, largest)
+                i += 1
 
 
 multiply = caller(product)
+
+
+@intrinsic
+def _copy_vector(typingctx, source, target, like):
+    def codegen(context, builder, sig, args):
+        emit = Emitter(builder, context.get_value_type(sig.args[2]))
+        emit.store(emit.load(args[0]), args[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, like), codegen
+
+
+@helper
+def load_pairs(source, row_size, rows, columns, itemsize, target):
+    """Load rows so that pairs of vectors of a column lie side by side, one row after the other.
+
+    A column of long rows is spread over memory so that the first cache cannot hold it. The pairs of
+    all rows begin ``rows * pair_lanes(itemsize)`` elements apart.
+    """
+    like = target.dtype.type(0)
+    size, pair = columns * itemsize, rows * 2 * VECTOR_BYTES
+    for j in range(rows):
+        row, place = source + j * row_size, first_address(target) + j * 2 * VECTOR_BYTES
+        for x in range(0, size - VECTOR_BYTES, 2 * VECTOR_BYTES):
+            _copy_vector(row + x, place, like)
+            _copy_vector(row + x + VECTOR_BYTES, place + VECTOR_BYTES, like)
+            place += pair
+        if size % (2 * VECTOR_BYTES):
+            _copy_vector(row + size - VECTOR_BYTES, place, like)
+
+
+@helper
+def pair_lanes(itemsize):
+    """Return the elements of a pair of vectors."""
+    return 2 * VECTOR_BYTES // itemsize
+
+
+def size_of_pairs(rows: int, columns: int, itemsize: int) -> int:
+    """Return the elements that `load_pairs` fills."""
+    return rows * round_up(columns, 2 * VECTOR_BYTES // itemsize)

@@ -15,9 +15,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from .jit import helper
+from .vectors import INT, LANE, Emitter, emit_loop
 
-INT = ir.IntType(64)
-LANE = ir.IntType(32)
 KEYS = 4
 LINE = 64  # bytes of a cache line
 # Bytes of a vector; queries of a block of scores; rows and vectors of a block of values: the sums
@@ -27,51 +26,11 @@ VECTOR_BYTES, QUERIES, ROWS, VECTORS = (
 )
 
 
-class _Emitter:
-    """Emits loads, stores and shuffles of vectors of one element type."""
+class _Emitter(Emitter):
+    """Emits sums over lanes too."""
 
     def __init__(self, builder: Any, scalar: Any) -> None:
-        self.builder, self.scalar = builder, scalar
-        self.itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
-        self.lanes = VECTOR_BYTES // self.itemsize
-        self.vector = ir.VectorType(scalar, self.lanes)
-        self.zero = ir.Constant(self.vector, [0.0] * self.lanes)
-
-    def at(self, base: Any, row: int, row_stride: Any, column: Any) -> Any:
-        """Return the address of an element, `column` elements into a row."""
-        builder = self.builder
-        element = builder.add(builder.mul(INT(row), row_stride), column)
-        return builder.add(base, builder.mul(element, INT(self.itemsize)))
-
-    def load(self, place: Any, kind: Any = None) -> Any:
-        kind = kind or self.vector
-        value = self.builder.load(self.builder.inttoptr(place, kind.as_pointer()))
-        value.align = 8 if kind is INT else self.itemsize
-        return value
-
-    def store(self, value: Any, place: Any) -> None:
-        pointer = self.builder.inttoptr(place, value.type.as_pointer())
-        self.builder.store(value, pointer).align = self.itemsize
-
-    def splat(self, value: Any, lanes: int) -> Any:
-        undefined = ir.Constant(ir.VectorType(self.scalar, lanes), ir.Undefined)
-        first = self.builder.insert_element(undefined, value, LANE(0))
-        zeros = ir.Constant(ir.VectorType(LANE, lanes), [0] * lanes)
-        return self.builder.shuffle_vector(first, undefined, zeros)
-
-    def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
-        indices = ir.Constant(ir.VectorType(LANE, len(lanes)), lanes)
-        return self.builder.shuffle_vector(a, b, indices)
-
-    def fma(self, x: Any, y: Any, z: Any) -> Any:
-        """Return x * y + z of vectors, rounded once."""
-        kind = self.vector
-        name = f"llvm.fma.v{self.lanes}f{8 * self.itemsize}"
-        known = self.builder.module.globals.get(name)
-        made = known or ir.Function(
-            self.builder.module, ir.FunctionType(kind, (kind, kind, kind)), name
-        )
-        return self.builder.call(made, (x, y, z))
+        super().__init__(builder, scalar, VECTOR_BYTES)
 
     def sums(self, vectors: list[Any]) -> Any:
         """Return the sums over the lanes of four vectors, as a vector of four."""
@@ -94,33 +53,6 @@ class _Emitter:
         return total
 
 
-def _loop(
-    builder: Any, count: Any, initial: list[Any], body: Callable[..., list[Any]]
-) -> list[Any]:
-    """Emit ``for n in range(count)`` over values that `body(n, values)` makes anew."""
-    start = builder.block
-    loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
-    builder.cbranch(builder.icmp_signed(">", count, INT(0)), loop, end)
-    builder.position_at_end(loop)
-    n = builder.phi(INT)
-    n.add_incoming(INT(0), start)
-    running = [builder.phi(value.type) for value in initial]
-    updated = body(n, running)
-    following = builder.add(n, INT(1))
-    n.add_incoming(following, builder.block)
-    for phi, before, after in zip(running, initial, updated, strict=True):
-        phi.add_incoming(before, start)
-        phi.add_incoming(after, builder.block)
-    last = builder.block
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, end)
-    builder.position_at_end(end)
-    results = [builder.phi(value.type) for value in initial]
-    for result, before, after in zip(results, initial, updated, strict=True):
-        result.add_incoming(before, start)
-        result.add_incoming(after, last)
-    return results
-
-
 def _score_block(rows: int) -> Callable[..., Any]:
     """Make the function that multiplies `rows` queries by four keys."""
 
@@ -140,7 +72,7 @@ def _score_block(rows: int) -> Callable[..., Any]:
                 cells = [(r, j) for r in range(rows) for j in range(KEYS)]
                 return [emit.fma(x[r], k[j], sums[r * KEYS + j]) for r, j in cells]
 
-            sums = _loop(builder, vectors, [emit.zero] * (rows * KEYS), body)
+            sums = emit_loop(builder, vectors, [emit.zero] * (rows * KEYS), body)
             for r in range(rows):
                 total = emit.sums(sums[r * KEYS : (r + 1) * KEYS])
                 scaled = builder.fmul(total, emit.splat(scale, KEYS))
@@ -175,7 +107,7 @@ def _value_block(rows: int, vectors: int) -> Callable[..., Any]:
                     made += [emit.fma(weight, v[n], sums[r * vectors + n]) for n in range(vectors)]
                 return made
 
-            sums = _loop(builder, keys, [emit.zero] * (rows * vectors), body)
+            sums = emit_loop(builder, keys, [emit.zero] * (rows * vectors), body)
             for r in range(rows):
                 for n in range(vectors):
                     emit.store(sums[r * vectors + n], emit.at(o, r, o_row, columns[n]))

@@ -46,53 +46,73 @@ def describe_tile(symbols, shape, b, h, i0, ni, j0, nj):
     symbols[10] = j0 + nj - 1
 
 
-@takes(lambda number: (CHANGES, INTS, INT, INT, TABLE, whole_rows(types.float32)))
+# Where a tile's keys begin that any query sees, those that all see, those behind these, and those
+# that no query sees.
+FIRST, WHOLE_FIRST, WHOLE_LAST, LAST = range(4)
+
+
+@takes(lambda number: (CHANGES, INTS, INT, INT, INTS, TABLE, whole_rows(types.float32)))
 @kernel
-def classify_by_ranges(changes, symbols, ni, nj, ri, rf):
+def classify_by_ranges(changes, symbols, ni, nj, edges, ri, rf):
     """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes, by its rows' ranges."""
     ranges, j0 = changes.ranges, symbols[9]
-    first = ranges.batch[symbols[0]] + symbols[1] * ranges.head + symbols[7]
-    some, every = False, True
-    for n in range(first, first + ni):
-        low, high = max(ranges.low[n], j0), min(ranges.high[n], j0 + nj - 1)
-        some |= low <= high
-        every &= high - low == nj - 1
-    return FULL if every else (PARTIAL if some else EMPTY)
+    begin = ranges.batch[symbols[0]] + symbols[1] * ranges.head + symbols[7]
+    first, whole_first, whole_last, last = nj, 0, nj, 0
+    for n in range(begin, begin + ni):
+        low, high = max(ranges.low[n] - j0, 0), min(ranges.high[n] - j0 + 1, nj)
+        first = min(first, low if low < high else nj)
+        last = max(last, high if low < high else 0)
+        whole_first, whole_last = max(whole_first, low), min(whole_last, high)
+    if whole_first >= whole_last:
+        whole_first = whole_last = last
+    edges[FIRST], edges[LAST] = first, last
+    edges[WHOLE_FIRST], edges[WHOLE_LAST] = whole_first, whole_last
+    if first >= last:
+        return EMPTY
+    return FULL if whole_last - whole_first == nj else PARTIAL
 
 
-@takes(lambda number: (CHANGES, INTS, INT, INT, TABLE, whole_rows(types.float32)))
+@takes(lambda number: (CHANGES, INTS, INT, INT, INTS, TABLE, whole_rows(types.float32)))
 @kernel
-def classify_by_program(changes, symbols, ni, nj, ri, rf):
+def classify_by_program(changes, symbols, ni, nj, edges, ri, rf):
     """Return the class of a tile by the program of a mask."""
     program, pointer = changes.tile, changes.pointers.run_float32
     _run(pointer, (program, 0, program.code.shape[0], 1, symbols, 0, rf[0], ri, rf))
-    return ri[program.result, 0]
+    found = ri[program.result, 0]
+    edges[FIRST], edges[LAST] = 0, nj
+    edges[WHOLE_FIRST], edges[WHOLE_LAST] = nj if found == PARTIAL else 0, nj
+    return found
 
 
 _classify = caller(classify_by_program, INT)
 
 
 @helper
-def class_of_tile(changes, symbols, ni, nj, ri, rf):
-    """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes."""
+def class_of_tile(changes, symbols, ni, nj, edges, ri, rf):
+    """Return EMPTY, PARTIAL or FULL for the tile that `symbols` describes, and fill `edges`."""
     if changes.pointers.classify == 0:
+        edges[FIRST] = edges[WHOLE_FIRST] = 0
+        edges[LAST] = edges[WHOLE_LAST] = nj
         return FULL
-    return _classify(changes.pointers.classify, (changes, symbols, ni, nj, ri, rf))
+    found = _classify(changes.pointers.classify, (changes, symbols, ni, nj, edges, ri, rf))
+    if changes.careful:  # every pair is looked at
+        edges[FIRST], edges[LAST] = 0, nj
+    return found
 
 
 @takes(
     lambda number: (
-        INT, PROGRAM, INTS, INT, INT, INT, INT, vector(number), vector(number), TABLE,
+        INT, PROGRAM, INTS, INT, INT, INT, INT, INT, vector(number), vector(number), TABLE,
         whole_rows(number),
     )
 )  # fmt: skip
 @kernel
-def score_by_program(pointer, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
-    """Write the program's values for a tile of scores `s` to `changed`, which may be `s`."""
+def score_by_program(pointer, program, symbols, i0, ni, begin, end, lanes, s, changed, ri, rf):
+    """Write the program's values for some keys of a tile of scores to `changed`, maybe `s`."""
     _run(pointer, (program, 0, program.once_per_tile, ni, symbols, i0, s[:lanes], ri, rf))
     first, last = program.once_per_tile, program.code.shape[0]
     j0 = symbols[9]
-    for j in range(nj):
+    for j in range(begin, end):
         symbols[2] = j0 + j
         row = s[j * lanes : (j + 1) * lanes]
         _run(pointer, (program, first, last, ni, symbols, i0, row, ri, rf))
@@ -106,27 +126,28 @@ _score_by_program = caller(score_by_program)
 
 
 @helper
-def apply_score(pointers, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
+def apply_score(pointers, program, symbols, ni, edges, lanes, s, changed, ri, rf):
     """Write the program's values for a tile of scores `s` to `changed`, which may be `s`."""
+    i0, begin, end = symbols[7], edges[FIRST], edges[LAST]
     _score_by_program(
         pointers.score,
-        (pointers.run_number, program, symbols, i0, ni, nj, lanes, s, changed, ri, rf),
+        (pointers.run_number, program, symbols, i0, ni, begin, end, lanes, s, changed, ri, rf),
     )
 
 
 def _mask_arguments(number: types.Type) -> tuple[types.Type, ...]:
-    return CHANGES, INTS, INT, INT, INT, vector(number), TABLE, whole_rows(types.float32)
+    return CHANGES, INTS, INT, INT, INT, INT, vector(number), TABLE, whole_rows(types.float32)
 
 
 @takes(_mask_arguments)
 @kernel
-def mask_by_ranges(changes, symbols, ni, nj, lanes, s, ri, rf):
+def mask_by_ranges(changes, symbols, ni, begin, end, lanes, s, ri, rf):
     """Set the scores of keys outside of their row's range to -inf."""
     ranges, j0 = changes.ranges, symbols[9]
     first = ranges.batch[symbols[0]] + symbols[1] * ranges.head + symbols[7]
     low, high = ranges.low[first : first + ni], ranges.high[first : first + ni]
     minus_infinity = s.dtype.type(-math.inf)
-    for j in range(nj):
+    for j in range(begin, end):
         row = s[j * lanes : (j + 1) * lanes]
         for i in range(ni):
             row[i] = row[i] if low[i] <= j0 + j <= high[i] else minus_infinity
@@ -134,14 +155,14 @@ def mask_by_ranges(changes, symbols, ni, nj, lanes, s, ri, rf):
 
 @takes(_mask_arguments)
 @kernel
-def mask_by_program(changes, symbols, ni, nj, lanes, s, ri, rf):
+def mask_by_program(changes, symbols, ni, begin, end, lanes, s, ri, rf):
     """Set the scores of pairs that the program hides to -inf."""
     program, pointer, i0 = changes.mask, changes.pointers.run_float32, symbols[7]
     _run(pointer, (program, 0, program.once_per_tile, ni, symbols, i0, rf[0], ri, rf))
     first, last = program.once_per_tile, program.code.shape[0]
     minus_infinity = s.dtype.type(-math.inf)
     j0 = symbols[9]
-    for j in range(nj):
+    for j in range(begin, end):
         symbols[2] = j0 + j
         _run(pointer, (program, first, last, ni, symbols, i0, rf[0], ri, rf))
         allowed = ri[program.result]
@@ -154,9 +175,19 @@ _mask = caller(mask_by_program)
 
 
 @helper
-def apply_mask(changes, symbols, ni, nj, lanes, s, ri, rf):
-    """Set the scores of pairs that may not attend to -inf."""
-    _mask(changes.pointers.mask, (changes, symbols, ni, nj, lanes, s, ri, rf))
+def apply_mask(changes, symbols, ni, edges, lanes, s, ri, rf):
+    """Set the scores of pairs that may not attend to -inf: of keys that not all queries see."""
+    for side in (FIRST, WHOLE_LAST):
+        first, last = edges[side], edges[side + 1]
+        if first < last:
+            _mask(changes.pointers.mask, (changes, symbols, ni, first, last, lanes, s, ri, rf))
+
+
+@helper
+def look_at_all(edges, nj):
+    """Make all of a tile's keys such that not all queries see them."""
+    edges[FIRST] = 0
+    edges[WHOLE_FIRST] = edges[WHOLE_LAST] = edges[LAST] = nj
 
 
 @helper
@@ -192,7 +223,7 @@ def dropout_factors(shape, changes, b, h, i0, ni, j0, nj, lanes, z, words):
 
 
 @helper
-def scale_tile(s, z, count):
-    """Multiply a tile by factors, element by element."""
-    for n in range(count):
+def scale_tile(s, z, first, last):
+    """Multiply some elements of a tile by factors."""
+    for n in range(first, last):
         s[n] *= z[n]
