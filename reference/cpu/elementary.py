@@ -15,7 +15,7 @@ from .vectors import emit_exp2
 
 LOG2_E = math.log2(math.e)
 
-# e**r = sum of r**k / k! where |r| is at most half of log 2. float32 uses the terms up to k = 7, and
+# e**r = sum of r**k / k! where |r| is at most half of log 2. float32 uses the terms to k = 7, and
 # float64 all of them: the first omitted term is below 2**-27 and 2**-57.
 _EXP_TERMS = tuple(1.0 / math.factorial(k) for k in range(14))
 # log 2 in two parts. The first has so few bits that its product with a number below 2**8 and 2**11
