@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 
 
 _ON_A_GPU = (
-    "an array on a GPU came; wanted one on the CPU. There call cupyflash.attention on "
+    "got an array on a GPU; expected one on the CPU. On a GPU, call cupyflash.attention on "
     "cupy.from_dlpack(x), which copies nothing, outside of jax.jit."
 )
 
@@ -93,7 +93,7 @@ def attention(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        An argument does not fit; the message names it, what came, what was wanted and the remedy.
+        An argument is wrong. The message names it, what it got and expected, and the remedy.
         Where a function is traced, that is when an argument is refused.
 
     Examples
@@ -108,7 +108,7 @@ def attention(
     (2, 4, 100, 32)
     """
     if type(return_lse) is not bool:
-        raise ArgumentTypeError(f"return_lse: {return_lse!r} came; wanted True or False.")
+        raise ArgumentTypeError(f"return_lse: got {return_lse!r}; expected True or False.")
     named = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
     arrays = {name: None if x is None else _array(name, x) for name, x in named.items()}
     traced_mask = isinstance(mask, jax.Array)
@@ -131,7 +131,7 @@ def attention(
     if isinstance(mask, jax.Array):
         if mask.dtype != bool:
             raise ArgumentTypeError(
-                f"mask: an array of {mask.dtype} came; wanted bool, True meaning attend. Additive "
+                f"mask: got an array of {mask.dtype}; expected bool, True meaning attend. Additive "
                 "masks go to bias=."
             )
         operands["mask"] = _with_axes(mask, axes)
@@ -149,7 +149,7 @@ def attention(
 def _array(name: str, x: Any) -> jax.Array:
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ArgumentTypeError(
-            f"{name}: {type(x).__name__} came; wanted an array of JAX. Convert it with jnp.asarray."
+            f"{name}: got {type(x).__name__}; expected an array of JAX. Convert it by jnp.asarray."
         )
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         _refuse_gpu(name, x)
@@ -252,7 +252,7 @@ def _call(options: dict[str, Any], operands: dict[str, Any]) -> tuple[jax.Array,
 
 def _no_second(*_: Any) -> NoReturn:
     raise ArgumentError(
-        "attention: a second derivative was asked for; wanted first ones alone. Else compute it "
+        "attention: got a request for a second derivative; only first ones exist. Compute it "
         "through jax.nn.dot_product_attention, which has it."
     )
 

@@ -57,7 +57,7 @@ def array(value: Any, name: str) -> Array:
         )
     if getattr(value, "requires_grad", False) is True:
         raise ArgumentTypeError(
-            f"{name}: a tensor that requires a gradient came, and none flows through here; wanted "
+            f"{name}: got a tensor that requires a gradient, but none flows through here; pass "
             "its .detach(). Gradients flow through q, k, v, bias and sink of "
             "cupyflash.torch.attention."
         )
@@ -237,9 +237,9 @@ def to_library_of(value: Any, like: Any) -> Any:
         return library.from_dlpack(exporter)
     except (AttributeError, *_DLPACK_FAILURES) as error:
         raise ArgumentTypeError(
-            f"like: {type(like).__name__} came, whose library does not take an array of "
-            f"{value.dtype} in {_place(device_of(value))} ({error}); wanted an array of a library "
-            "that takes such by DLPack, living there."
+            f"like: got {type(like).__name__}, whose library does not take an array of "
+            f"{value.dtype} in {_place(device_of(value))} ({error}); expected one of a library "
+            "that takes such arrays by DLPack, on the same device."
         ) from None
 
 
@@ -252,7 +252,7 @@ def _namespace(like: Any) -> Any:
     library = sys.modules.get(type(like).__module__.partition(".")[0])
     if not hasattr(like, "__dlpack__") or not hasattr(library, "from_dlpack"):
         raise ArgumentTypeError(
-            f"like: {type(like).__name__} came; wanted an array of a library with from_dlpack, "
+            f"like: got {type(like).__name__}; expected an array of a library with from_dlpack, "
             "such as NumPy, CuPy, PyTorch or JAX."
         )
     return library

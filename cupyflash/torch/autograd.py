@@ -54,7 +54,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(*_: Any) -> NoReturn:
         raise ArgumentError(
-            "attention: a derivative in forward mode was asked for; wanted reverse mode. Else "
+            "attention: got a request for a derivative in forward mode; expected reverse mode. Or "
             f"{_OTHER}."
         )
 
@@ -83,8 +83,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(*_: Any) -> NoReturn:
         raise ArgumentError(
-            "attention: a second derivative was asked for; wanted first ones alone "
-            f"(create_graph=False). Else {_OTHER}."
+            "attention: got a request for a second derivative; expected only first ones "
+            f"(create_graph=False). Or {_OTHER}."
         )
 
     jvp = backward

@@ -17,7 +17,7 @@ from . import tensors
 from .tensors import array_of
 
 _NO_GRADIENT = (
-    "no gradient flows through a cache; wanted its .detach(), or the call under torch.no_grad(). "
+    "no gradient flows through a cache; pass its .detach(), or call under torch.no_grad(). "
     "cupyflash.torch.attention computes gradients."
 )
 

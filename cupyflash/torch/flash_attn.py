@@ -32,7 +32,7 @@ def _changes(softcap: float, alibi_slopes: torch.Tensor | None) -> Any:
     if alibi_slopes is not None:
         tensors.refuse_gradients(
             {"alibi_slopes": alibi_slopes},
-            "no gradient flows through slopes; wanted its .detach().",
+            "no gradient flows through slopes; pass its .detach().",
         )
         changes.append(scores.alibi(tensors.array_of(alibi_slopes)))
     return changes or None
@@ -57,7 +57,7 @@ def _flash(
     for name, x in zip("qkv", qkv, strict=True):
         if x.ndim != axes:
             wanted = "(B, L, H, D)" if axes == 4 else "(total, H, D)"
-            raise ArgumentError(f"{name}: shape {tuple(x.shape)} came; wanted {wanted}.")
+            raise ArgumentError(f"{name}: got shape {tuple(x.shape)}; expected {wanted}.")
     settings = Settings(
         mask=_band(causal, window_size),
         score_mod=_changes(softcap, alibi_slopes),
@@ -185,7 +185,7 @@ def flash_attn_qkvpacked_func(
     """
     tensors.check({"qkv": qkv}, ("qkv",))
     if qkv.ndim != 5 or qkv.shape[2] != 3:
-        raise ArgumentError(f"qkv: shape {tuple(qkv.shape)} came; wanted (B, L, 3, H, D).")
+        raise ArgumentError(f"qkv: got shape {tuple(qkv.shape)}; expected (B, L, 3, H, D).")
     offsets = None, None
     return _flash_call(
         qkv.unbind(2), offsets, dropout_p, softmax_scale, causal, window_size, softcap,
@@ -256,7 +256,7 @@ def flash_attn_varlen_func(
             softcap, alibi_slopes, deterministic, return_attn_probs,
         )  # fmt: skip
     if dropout_p:
-        raise ArgumentError(f"dropout_p: {dropout_p} came with a block_table; wanted 0.0.")
+        raise ArgumentError(f"dropout_p: got {dropout_p} with a block_table; expected 0.0.")
     out, lse = _cached(
         (q, k, v), cu_seqlens_k.diff(), block_table, cu_seqlens_q, softmax_scale, causal,
         window_size, softcap, alibi_slopes,
@@ -372,34 +372,36 @@ def flash_attn_with_kvcache(
     del num_splits
     if cache_leftpad is not None:
         raise ArgumentError(
-            "cache_leftpad: a tensor came; wanted None. Call cupyflash.torch.attention_cached with "
-            "mask=masks.mask(lambda b, h, i, j: j >= pad[b]), where pad = lookup(cache_leftpad)."
+            "cache_leftpad: got a tensor; expected None. Call cupyflash.torch.attention_cached "
+            "with mask=masks.mask(lambda b, h, i, j: j >= pad[b]) and pad = lookup(cache_leftpad)."
         )
     if (k is None) != (v is None):
-        raise ArgumentError("k and v belong together; one came without the other.")
+        raise ArgumentError("k, v: got one without the other; expected both or neither.")
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     home = tensors.check(named, tuple(named))
     tensors.refuse_meta(home)
     for name, x in named.items():
         if x is not None and x.ndim != 4:
             raise ArgumentError(
-                f"{name}: shape {tuple(x.shape)} came; wanted four axes, (B, L, H, D)."
+                f"{name}: got shape {tuple(x.shape)}; expected four axes, (B, L, H, D)."
             )
-    tensors.refuse_gradients(named, "no gradient flows through a cache; wanted its .detach().")
+    tensors.refuse_gradients(named, "no gradient flows through a cache; pass its .detach().")
     if cache_batch_idx is not None:
         if block_table is not None:
-            raise ArgumentError("cache_batch_idx came with a block_table; wanted one of them.")
+            raise ArgumentError(
+                "cache_batch_idx: got it with a block_table; expected only one of them."
+            )
         block_table = cache_batch_idx[:, None]  # every entry of the cache is one page
     held = _held(cache_seqlens, q, k_cache, k is not None, block_table)
     lengths = held
     rotary = None
     if (rotary_cos is None) != (rotary_sin is None):
         raise ArgumentError(
-            "rotary_cos and rotary_sin belong together; one came without the other."
+            "rotary_cos, rotary_sin: got one without the other; expected both or neither."
         )
     if rotary_cos is not None and rotary_sin is not None:
         if k is None:
-            raise ArgumentError("rotary_cos came without k; wanted the new keys, too.")
+            raise ArgumentError("rotary_cos: got it without k; expected the new keys, too.")
         cos, sin = (tensors.array_of(x.float()) for x in (rotary_cos, rotary_sin))
         rotary = Rotary(cos, sin, rotary_interleaved)
         rows = torch.arange(q.shape[1], device=home, dtype=held.dtype)
@@ -428,14 +430,14 @@ def _held(
     if value is None:
         if appends:
             raise ArgumentError(
-                "cache_seqlens: None came with new keys; wanted how many positions the cache holds."
+                "cache_seqlens: got None with new keys; expected how many positions are held."
             )
         value = k_cache.shape[1] * (1 if table is None else table.shape[1])
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(
-            f"cache_seqlens: {type(value).__name__} came; wanted an int, or a tensor of int32, "
+            f"cache_seqlens: got {type(value).__name__}; expected an int, or a tensor of int32, "
             "(B,)."
         )
     return torch.full((q.shape[0],), value, dtype=torch.int32, device=q.device)

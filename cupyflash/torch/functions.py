@@ -82,7 +82,7 @@ def attention(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        An argument does not fit; the message names it, what came, what was wanted and the remedy.
+        An argument is wrong. The message names it, what it got and expected, and the remedy.
         A derivative in forward mode, or a second one, was asked for.
 
     Notes
@@ -186,7 +186,7 @@ def run(
 ) -> Any:
     """Compute a call whose options are not checked yet."""
     if type(return_lse) is not bool:
-        raise ArgumentTypeError(f"return_lse: {return_lse!r} came; wanted True or False.")
+        raise ArgumentTypeError(f"return_lse: got {return_lse!r}; expected True or False.")
     named = {"q": q, "k": k, "v": v}
     mask = seed = None
     if bias is not None:
@@ -204,7 +204,7 @@ def run(
         settings = settings._replace(seed=None)
     if mask is not None and mask.dtype is not torch.bool:
         raise ArgumentTypeError(
-            f"mask: a tensor of {mask.dtype} came; wanted bool, True meaning attend. Additive "
+            f"mask: got a tensor of {mask.dtype}; expected bool, True meaning attend. Additive "
             "masks go to bias=."
         )
     q, k, v = tensors.to_autocast(q, k, v)
@@ -227,13 +227,13 @@ def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
     """Return a seed that is a tensor."""
     if seed.ndim or seed.dtype not in (torch.int64, torch.uint64):
         raise ArgumentTypeError(
-            f"seed: a tensor of shape {tuple(seed.shape)}, {seed.dtype} came; wanted an integer, "
+            f"seed: got a tensor of shape {tuple(seed.shape)}, {seed.dtype}; expected an integer, "
             "or a 0-d tensor of int64 or uint64."
         )
     if seed.device.type != "cpu" and seed.device != home:
         raise ArgumentError(
-            f"seed: a tensor on device {seed.device} came, and q is on {home}; wanted it there, or "
-            "on the CPU."
+            f"seed: got a tensor on device {seed.device}, but q is on {home}; expected it there, "
+            "or on the CPU."
         )
     return seed
 

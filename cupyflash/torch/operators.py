@@ -72,7 +72,7 @@ def _is_sequence(changes: Any) -> bool:
 def _settings(number: int, dropout: float, has_seed: bool, seed: int) -> Settings:
     if number not in _kept:
         raise ArgumentError(
-            "attention: a graph came that another process made; wanted one of this process, "
+            "attention: got a graph that another process made; expected one of this process, "
             "because masks and scores are Python objects. Compile it here."
         )
     return _kept[number]._replace(dropout=dropout, seed=seed % 2**64 if has_seed else None)
@@ -156,7 +156,7 @@ _attention.register_autograd(_backward, setup_context=_setup)
 
 def _no_second(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG001
     raise ArgumentError(
-        "attention: a second derivative was asked for; wanted first ones alone "
+        "attention: got a request for a second derivative; expected only first ones "
         "(create_graph=False)."
     )
 

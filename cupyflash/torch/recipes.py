@@ -45,8 +45,8 @@ def _numbers(name: str, *args: Any) -> Any:
     for value in args:
         if isinstance(value, torch.Tensor):
             raise ArgumentTypeError(
-                f"{name}: a tensor came in a function that torch.compile compiles; wanted a "
-                "number. Make such a mask outside of it."
+                f"{name}: got a tensor in a function that torch.compile compiles; expected a "
+                "number. Make such a mask outside of the function."
             )
     return (name, *args)
 

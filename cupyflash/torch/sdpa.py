@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
     if is_causal:
         if attn_mask is not None:
             raise ArgumentError(
-                "is_causal: True came with an attn_mask; wanted one of them. Join them, "
+                "is_causal: got True with an attn_mask; expected only one of them. Join them: "
                 "attn_mask & torch.ones(L, S, dtype=torch.bool).tril()."
             )
         mask = ("causal", 0)
@@ -81,8 +81,8 @@ def scaled_dot_product_attention(
         heads, heads_kv = query.shape[-3], key.shape[-3]
         if heads_kv not in (1, heads):
             raise ArgumentError(
-                f"key: shape {tuple(key.shape)} came with a query of shape {tuple(query.shape)}; "
-                "wanted as many heads, or enable_gqa=True."
+                f"key: got shape {tuple(key.shape)} with a query of shape {tuple(query.shape)}; "
+                "expected equal numbers of heads, or enable_gqa=True."
             )
     settings = Settings(
         mask=mask,

@@ -26,7 +26,7 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise ArgumentTypeError(
-            f"bfloat16 came; wanted the package ml_dtypes for it: {ML_DTYPES}."
+            f"got bfloat16, which needs the package ml_dtypes: {ML_DTYPES}."
         ) from None
     return np.dtype(ml_dtypes.bfloat16)
 
@@ -46,26 +46,26 @@ def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()
             continue
         if not isinstance(x, torch.Tensor):
             raise ArgumentTypeError(
-                f"{name}: {type(x).__name__} came; wanted a tensor. Convert it with "
+                f"{name}: got {type(x).__name__}; expected a tensor. Convert it with "
                 "torch.as_tensor."
             )
         if x.layout is not torch.strided or x.is_nested:
             raise ArgumentTypeError(f"{name}: {_layout(x)}")
         if name in floats and x.dtype not in _FLOATS:
             raise ArgumentTypeError(
-                f"{name}: a tensor of {x.dtype} came; wanted {WORDS}. Convert it with .to(dtype)."
+                f"{name}: got a tensor of {x.dtype}; expected {WORDS}. Convert it with .to(dtype)."
             )
         if home is None:
             first, home = name, x.device
             if not (x.is_cpu or x.is_cuda or x.is_meta):
                 raise ArgumentTypeError(
-                    f"{name}: a tensor on device {home} came; wanted one on the CPU or on an "
+                    f"{name}: got a tensor on device {home}; expected one on the CPU or on an "
                     'NVIDIA GPU. Copy it with .to("cpu").'
                 )
         elif x.device != home:
             raise ArgumentTypeError(
-                f"{name}: a tensor on device {x.device} came, and {first} is on {home}; wanted all "
-                f'tensors of a call on one device. Copy it with .to("{home}").'
+                f"{name}: got a tensor on device {x.device}, but {first} is on {home}; expected "
+                f'all tensors of a call on one device. Copy it with .to("{home}").'
             )
     assert home is not None
     return home
@@ -74,10 +74,10 @@ def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()
 def _layout(x: torch.Tensor) -> str:
     if x.is_nested:
         return (
-            "a nested tensor came; wanted one with strides. Pass its .values(), whose shape is "
+            "got a nested tensor; expected one with strides. Pass its .values(), whose shape is "
             "(total, H, D), as x.swapaxes(0, 1) to attention_varlen, with its .offsets()."
         )
-    return f"a tensor of layout {x.layout} came; wanted a dense one. Convert it with .to_dense()."
+    return f"got a tensor of layout {x.layout}; expected a dense one. Convert it with .to_dense()."
 
 
 def array_of(x: Any) -> Any:
@@ -145,7 +145,7 @@ def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse q, k and v of different dtypes, whose remedy has other words than for arrays."""
     if not q.dtype == k.dtype == v.dtype:
         raise ArgumentTypeError(
-            f"q {q.dtype}, k {k.dtype}, v {v.dtype} came; wanted one dtype. Convert with "
+            f"got q {q.dtype}, k {k.dtype}, v {v.dtype}; expected one dtype. Convert with "
             f".to({q.dtype})."
         )
 
@@ -156,14 +156,14 @@ def refuse_gradients(named: Mapping[str, Any], remedy: str) -> None:
         return
     for name, x in named.items():
         if isinstance(x, torch.Tensor) and x.requires_grad:
-            raise ArgumentError(f"{name}: a tensor that requires a gradient came; {remedy}")
+            raise ArgumentError(f"{name}: got a tensor that requires a gradient, but {remedy}")
 
 
 def refuse_meta(home: torch.device) -> None:
     """Refuse tensors without elements where no operator gives their shapes."""
     if home.type == "meta":
         raise ArgumentTypeError(
-            "q: a meta tensor came, which has no elements; wanted one on the CPU or on a GPU."
+            "q: got a meta tensor, which has no elements; expected one on the CPU or on a GPU."
         )
 
 

@@ -41,7 +41,7 @@ def register(name: str = "cupy_attention") -> None:
     """
     if "flash" in name:
         raise ArgumentError(
-            f'name: {name!r} came; wanted one without "flash", which transformers takes for a '
+            f'name: got {name!r}; expected one without "flash", which transformers takes for a '
             "kernel of flash_attn."
         )
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -108,7 +108,7 @@ def attention_forward(
     """
     if options.get("output_attentions"):
         raise ArgumentError(
-            "output_attentions: True came; wanted False, because weights are never stored. Load "
+            "output_attentions: got True; expected False, because weights are never stored. Load "
             'the model with attn_implementation="eager" to see them.'
         )
     mask: Any = attention_mask

@@ -109,8 +109,7 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
                                                   unsigned int round, ScheduledTile& work_smem) {
   const unsigned int index = scheduler.tile_index(p, round);
   const unsigned int work_tiles = scheduler.heads * scheduler.blocks;
-  const layout::WorkTile work =
-      cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
+  const layout::WorkTile work = cache::work_tile_of(p, index < work_tiles ? index : work_tiles - 1);
   const bool idle = work.idle || index == work_tiles;
   const long long first = work.block * BLOCK_Q;
   const int rows = idle ? 0 : tile::rows_from(first, work.entry.len_q, BLOCK_Q);

@@ -291,7 +291,7 @@ def test_torch_outputs(torch):
 def test_torch_tensors_that_cannot_be_taken(torch):
     x = filled(2, 5, 8)
     recorded = torch.ones(2, 5, 8, requires_grad=True)
-    with pytest.raises(ArgumentTypeError, match=r"q: a tensor .*detach"):
+    with pytest.raises(ArgumentTypeError, match=r"q: got a tensor .*detach"):
         attention(recorded, x, x)
     nowhere = torch.ones(2, 5, 8, device="meta")
     with pytest.raises(ArgumentTypeError, match="k: got Tensor"):

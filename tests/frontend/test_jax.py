@@ -119,13 +119,13 @@ X = draw(2, 4, 8)
 REFUSED = {
     "another shape": (lambda: attention(X, X[..., :2], X), "k: .*2 is not 8"),
     "the same, traced": (lambda: jax.jit(attention)(X, X[..., :2], X), "k: .*2 is not 8"),
-    "a number": (lambda: attention(3, X, X), r"q: int.*jnp\.asarray"),
-    "integers": (lambda: attention(X, X, X.astype(np.int32)), "v: dtype int32"),
-    "two dtypes": (lambda: attention(X, X, X.astype(np.float16)), "wanted one dtype"),
+    "a number": (lambda: attention(3, X, X), r"q: got int.*jnp\.asarray"),
+    "integers": (lambda: attention(X, X, X.astype(np.int32)), "v: got dtype int32"),
+    "two dtypes": (lambda: attention(X, X, X.astype(np.float16)), "expected one dtype"),
     "a mask of floats": (lambda: attention(X, X, X, mask=jnp.ones(4)), "mask: .*bias="),
     "no seed": (lambda: attention(X, X, X, dropout=0.5), "dropout: .*seed=number"),
     "an unknown option": (lambda: attention(X, X, X, bais=1), "did you mean bias"),
-    "return_lse": (lambda: attention(X, X, X, return_lse=1), "return_lse: 1 came"),
+    "return_lse": (lambda: attention(X, X, X, return_lse=1), "return_lse: got 1"),
     "a second derivative": (
         lambda: jax.grad(lambda x: jax.grad(lambda y: attention(y, y, y).sum())(x).sum())(X),
         r"second derivative.*jax\.nn\.dot_product_attention",

@@ -306,17 +306,17 @@ def nested(layout):
 REFUSED = {
     "another device": ({"k": torch.ones(2, 2, 6, 3, device="meta")}, r"k: .*device meta.*\.to\("),
     "sparse": ({"k": torch.ones(2, 2, 6, 3).to_sparse()}, r"k: .*sparse.*\.to_dense\(\)"),
-    "nested": ({"k": lambda: nested(torch.jagged)}, r"k: a nested tensor.*attention_varlen"),
-    "strided nested": ({"k": lambda: nested(torch.strided)}, r"k: a nested.*attention_varlen"),
-    "an array": ({"k": np.ones((2, 2, 6, 3))}, r"k: ndarray.*torch\.as_tensor"),
+    "nested": ({"k": lambda: nested(torch.jagged)}, r"k: got a nested tensor.*attention_varlen"),
+    "strided nested": ({"k": lambda: nested(torch.strided)}, r"k: got a nested.*attention_varlen"),
+    "an array": ({"k": np.ones((2, 2, 6, 3))}, r"k: got ndarray.*torch\.as_tensor"),
     "another dtype": ({"k": torch.ones(2, 2, 6, 3).double()}, r"float64.*\.to\(torch\.float32\)"),
-    "integers": ({"q": torch.ones(2, 4, 5, 3).int()}, r"q: a tensor of torch\.int32"),
+    "integers": ({"q": torch.ones(2, 4, 5, 3).int()}, r"q: got a tensor of torch\.int32"),
     "another shape": ({"q": torch.ones(2, 4, 5, 2)}, r"k: .*3 is not 2"),
     "a mask of floats": ({"mask": torch.ones(6)}, r"mask: .*bias="),
     "dropout without a seed": ({"dropout": 0.1}, r"dropout: .*seed=number"),
     "a seed of floats": ({"dropout": 0.1, "seed": torch.tensor(1.0)}, r"seed: .*0-d"),
     "an unknown option": ({"attn_mask": 1}, r"attn_mask: .*mask=array"),
-    "return_lse": ({"return_lse": 1}, r"return_lse: 1 came"),
+    "return_lse": ({"return_lse": 1}, "return_lse: got 1"),
 }
 
 

@@ -84,8 +84,8 @@ def test_dropout_follows_the_generator():
 REFUSED = {
     "mask and causal": ({"attn_mask": DENSE, "is_causal": True}, "is_causal: .*one of them"),
     "heads": ({"query": draw(2, 8, 5, 8)}, "key: .*enable_gqa=True"),
-    "integers": ({"attn_mask": DENSE.int()}, "attn_mask: a tensor of torch.int32"),
-    "a list": ({"attn_mask": [1]}, "attn_mask: list came"),
+    "integers": ({"attn_mask": DENSE.int()}, "attn_mask: got a tensor of torch.int32"),
+    "a list": ({"attn_mask": [1]}, "attn_mask: got list"),
 }
 
 
@@ -257,14 +257,14 @@ def test_entries_of_a_cache_may_be_chosen():
 
 KV_REFUSED = {
     "leftpad": ({"cache_leftpad": torch.ones(2)}, r"cache_leftpad: .*masks\.mask"),
-    "k without v": ({"k": draw(2, 1, 2, 8)}, "k and v belong together"),
-    "no lengths": ({"k": draw(2, 1, 2, 8), "v": draw(2, 1, 2, 8)}, "cache_seqlens: None"),
-    "cos alone": ({"rotary_cos": torch.ones(9, 2)}, "rotary_cos and rotary_sin"),
+    "k without v": ({"k": draw(2, 1, 2, 8)}, "k, v: got one without the other"),
+    "no lengths": ({"k": draw(2, 1, 2, 8), "v": draw(2, 1, 2, 8)}, "cache_seqlens: got None"),
+    "cos alone": ({"rotary_cos": torch.ones(9, 2)}, "rotary_cos, rotary_sin: got one"),
     "two tables": (
         {"block_table": torch.ones(2, 1), "cache_batch_idx": torch.ones(2)}, "one of them",
     ),
     "too long": ({"cache_seqlens": 10}, "lengths: entry 0 is 10"),
-    "a float": ({"cache_seqlens": 1.5}, "cache_seqlens: float"),
+    "a float": ({"cache_seqlens": 1.5}, "cache_seqlens: got float"),
     "three axes": ({"q": draw(2, 4, 8)}, "q: .*four axes"),
     "a gradient": ({"q": draw(2, 5, 4, 8).requires_grad_()}, "q: .*requires a gradient"),
 }  # fmt: skip

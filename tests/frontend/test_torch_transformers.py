@@ -116,5 +116,5 @@ def test_what_models_add_to_scores():
 def test_refusals():
     with pytest.raises(ArgumentError, match=r'output_attentions.*"eager"'):
         layer(attention_mask=None, output_attentions=True)
-    with pytest.raises(ArgumentError, match='wanted one without "flash"'):
+    with pytest.raises(ArgumentError, match='expected one without "flash"'):
         adapter.register("cupyflash")
