@@ -45,7 +45,7 @@ def load(path: Path, xp: Any) -> tuple[Weights, Setting]:
             metadata = file.metadata() or {}
             if (metadata.get("made by"), metadata.get("tokens")) != (MADE_BY, TOKENS):
                 raise UnusableError(f"{path} holds no model of train_lm.py; {REMEDY}")
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
     except OSError as error:
         raise UnusableError(f"{path} cannot be read ({error}); {REMEDY}") from error
     except safetensors.SafetensorError as error:

@@ -154,7 +154,7 @@ def _backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
 _attention.register_autograd(_backward, setup_context=_setup)
 
 
-def _no_second(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG001
+def _no_second(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG001 (PyTorch passes it)
     raise ArgumentError(
         "attention: got a request for a second derivative; expected only first ones "
         "(create_graph=False)."

@@ -11,9 +11,9 @@ from cupyflash import ArgumentError, ArgumentTypeError, masks, scores
 
 jax = pytest.importorskip("jax", reason='needs JAX: pip install ".[jax]"')
 
-import jax.numpy as jnp  # noqa: E402
+import jax.numpy as jnp  # noqa: E402 (after the skip)
 
-from cupyflash.jax import attention  # noqa: E402
+from cupyflash.jax import attention  # noqa: E402 (after the skip)
 
 if jax.default_backend() != "cpu":
     pytest.skip("cupyflash.jax is for JAX's CPU", allow_module_level=True)
