@@ -226,7 +226,7 @@ def test_a_folder_is_no_file(tmp_path, capsys):
     pytest.importorskip("safetensors", reason=program.INSTALL)
     assert generate.main([str(tmp_path), "--device", "cpu"]) == 1
     assert str(tmp_path) in capsys.readouterr().err
-    with pytest.raises(program.UnusableError, match="it is a folder"):
+    with pytest.raises(program.UnusableError, match="got a folder"):
         model_file.writable(tmp_path)
     with pytest.raises(program.UnusableError, match="make it first"):
         model_file.writable(tmp_path / "none" / "model.safetensors")
