@@ -238,7 +238,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: %(default)s")
     add("--seed", type=whole, default=1, help="of the random numbers (default: %(default)s)")
     add("--temperature", type=temperature, default=0.8, help="0 is greedy (default: %(default)s)")
-    add("--top-k", type=whole, default=256, help="how many of the best bytes to draw from (default: all)")
+    add("--top-k", type=whole, default=256, help="draw from so many best bytes (default: all)")
     add("--no-cache", action="store_true", help="read all texts again for each byte")
     kinds = ("float32", "bfloat16")
     add("--attention", choices=kinds, default="float32", help="default: %(default)s")

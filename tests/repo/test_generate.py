@@ -197,10 +197,10 @@ def sizes(**changed):
     ("damage", "wanted"),
     [
         (lambda path: path.unlink(), "cannot be read"),
-        (lambda path: path.write_bytes(b"no model at all"), "no file of safetensors"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "no file of safetensors"),
-        (lambda path: change(path, **{"made by": "somebody"}), "holds no model of train_lm.py"),
-        (lambda path: change(path, tokens="words"), "holds no model of train_lm.py"),
+        (lambda path: path.write_bytes(b"no model at all"), "is not a safetensors file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "is not a safetensors file"),
+        (lambda path: change(path, **{"made by": "somebody"}), "does not contain a model of train_lm.py"),
+        (lambda path: change(path, tokens="words"), "does not contain a model of train_lm.py"),
         (lambda path: change(path, setting="{"), "got the sizes '{'"),
         (lambda path: change(path, setting="[1]"), "got the sizes '[1]'"),
         (lambda path: change(path, **sizes(colour=1)), "got the sizes"),
@@ -272,10 +272,10 @@ def test_both_ways_print_the_same_texts(saved, capsys):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--tokens", "0"], "a whole number from 1"),
-        (["--temperature", "-1"], "a finite number from 0"),
-        (["--temperature", "nan"], "a finite number from 0"),
-        (["--top-k", "0"], "a whole number from 1"),
+        (["--tokens", "0"], "a whole number of 1 or more"),
+        (["--temperature", "-1"], "a finite number of 0 or more"),
+        (["--temperature", "nan"], "a finite number of 0 or more"),
+        (["--top-k", "0"], "a whole number of 1 or more"),
         (["--attention", "float16"], "bfloat16"),
     ],
 )
