@@ -292,7 +292,7 @@ def test_a_precision_is_asked_for():
 
 @pytest.mark.parametrize(
     ("arch", "d", "words"),
-    [("sm_75", 64, "7.5; it needs 8.0. Leave it out"), ("sm_90", 257, "heads up to 256. Leave")],
+    [("sm_75", 64, "7.5; expected 8.0 or newer. Leave"), ("sm_90", 257, "at most 256. Leave")],
 )
 def test_a_precision_that_cannot_be_had_is_an_error(arch, d, words):
     split = dataclasses.replace(problem_of(F32, 64, d), precision="tf32x3")

@@ -27,6 +27,7 @@ from cupyflash.reference.cpu.jit import (
     vector,
     whole_rows,
 )
+from cupyflash.reference.cpu.microkernel import PANEL
 from cupyflash.reference.spec.naive import Sizes
 from cupyflash.testing.trees import (  # noqa: F401
     FUNCTIONS,
@@ -108,28 +109,37 @@ REGISTERS = whole_rows(types.float32)
 # Kernels of one item: what the real ones do with a tile.
 
 
-@takes(lambda number: (INT, INT, CHANGES, INTS, INT, INT, INT, vector(number), TABLE, REGISTERS))
+@takes(lambda number: (
+    INT, INT, CHANGES, INTS, INT, INT, INTS, INT, vector(number), TABLE, REGISTERS,
+))  # fmt: skip
 @kernel
-def run_mask(first, last, changes, symbols, ni, nj, lanes, s, ri, rf):
-    tile.apply_mask(changes, symbols, ni, nj, lanes, s, ri, rf)
+def run_mask(first, last, changes, symbols, ni, nj, edges, lanes, s, ri, rf):
+    tile.look_at_all(edges, nj)
+    tile.apply_mask(changes, symbols, ni, edges, lanes, s, ri, rf)
 
 
 def _score_arguments(number):
     tiles = vector(number), vector(number)
-    return INT, INT, CHANGES, INTS, INT, INT, INT, INT, *tiles, TABLE, whole_rows(number)
+    return INT, INT, CHANGES, INTS, INT, INT, INTS, INT, *tiles, TABLE, whole_rows(number)
 
 
 @takes(_score_arguments)
 @kernel
-def run_score(first, last, changes, symbols, i0, ni, nj, lanes, s, changed, ri, rf):
+def run_score(first, last, changes, symbols, ni, nj, edges, lanes, s, changed, ri, rf):
     pointers, score = changes.pointers, changes.score
-    tile.apply_score(pointers, score, symbols, i0, ni, nj, lanes, s, changed, ri, rf)
+    tile.look_at_all(edges, nj)
+    tile.apply_score(pointers, score, symbols, ni, edges, lanes, s, changed, ri, rf)
 
 
-@takes(lambda number: (INT, INT, CHANGES, INTS, INT, INT, INTS, TABLE, REGISTERS))
+@takes(lambda number: (INT, INT, CHANGES, INTS, INT, INT, INTS, INTS, TABLE, REGISTERS))
 @kernel
-def run_class(first, last, changes, symbols, ni, nj, found, ri, rf):
-    found[0] = tile.class_of_tile(changes, symbols, ni, nj, ri, rf)
+def run_class(first, last, changes, symbols, ni, nj, edges, found, ri, rf):
+    found[0] = tile.class_of_tile(changes, symbols, ni, nj, edges, ri, rf)
+
+
+def edges():
+    """Memory for the edges of a tile's keys."""
+    return np.zeros(4, np.int64)
 
 
 def call(compiled, number, *arguments):
@@ -153,7 +163,7 @@ def changes_of(number=np.float32, **programs):
     )
     none = program.empty_program()
     four = [programs.get(name, none) for name in ("score", "slope", "mask", "tile")]
-    return Changes(*four, no_ranges(), pointers, careful=0)
+    return Changes(*four, no_ranges(), pointers, careful=0, panel=PANEL)
 
 
 def machine_symbols(sizes, where_):
@@ -168,7 +178,7 @@ def mask_by_machine(bound, sizes, where_):
     s = np.ones(nj * lanes, np.float32)
     changes, symbols = changes_of(mask=lower(bound)), machine_symbols(sizes, where_)
     registers = tile.make_registers(changes.mask, lanes, np.dtype(np.float32))
-    call(run_mask, np.float32, changes, symbols, ni, nj, lanes, s, *registers)
+    call(run_mask, np.float32, changes, symbols, ni, nj, edges(), lanes, s, *registers)
     s = s.reshape(nj, lanes)
     assert (s[:, ni:] == 1).all()  # lanes beyond the tile stay as they were
     assert np.isin(s, (1, -np.inf)).all()
@@ -177,7 +187,7 @@ def mask_by_machine(bound, sizes, where_):
 
 def score_by_machine(bound, sizes, where_, score):
     """The changed scores over a tile, (ni, nj), in the type of `score`."""
-    _, _, i0, ni, _, nj = where_
+    _, _, _, ni, _, nj = where_
     lanes = ni + 2
     s = np.zeros((nj, lanes), score.dtype)
     s[:, :ni] = score.T
@@ -185,7 +195,7 @@ def score_by_machine(bound, sizes, where_, score):
     changes, symbols = changes_of(score.dtype, score=lower(bound)), machine_symbols(sizes, where_)
     registers = tile.make_registers(changes.score, lanes, score.dtype)
     tiles = s.reshape(-1), changed
-    call(run_score, score.dtype, changes, symbols, i0, ni, nj, lanes, *tiles, *registers)
+    call(run_score, score.dtype, changes, symbols, ni, nj, edges(), lanes, *tiles, *registers)
     return changed.reshape(nj, lanes)[:, :ni].T
 
 
@@ -193,7 +203,7 @@ def class_of_tile(changes, symbols, ni, nj):
     """EMPTY, PARTIAL or FULL of the tile that `symbols` describes."""
     found = np.zeros(1, np.int64)
     registers = tile.make_registers(changes.tile, 1, np.dtype(np.float32))
-    call(run_class, np.float32, changes, symbols, ni, nj, found, *registers)
+    call(run_class, np.float32, changes, symbols, ni, nj, edges(), found, *registers)
     return found[0]
 
 
