@@ -199,7 +199,10 @@ def sizes(**changed):
         (lambda path: path.unlink(), "cannot be read"),
         (lambda path: path.write_bytes(b"no model at all"), "is not a safetensors file"),
         (lambda path: path.write_bytes(path.read_bytes()[:-7]), "is not a safetensors file"),
-        (lambda path: change(path, **{"made by": "somebody"}), "does not contain a model of train_lm.py"),
+        (
+            lambda path: change(path, **{"made by": "somebody"}),
+            "does not contain a model of train_lm.py",
+        ),
         (lambda path: change(path, tokens="words"), "does not contain a model of train_lm.py"),
         (lambda path: change(path, setting="{"), "got the sizes '{'"),
         (lambda path: change(path, setting="[1]"), "got the sizes '[1]'"),
