@@ -77,40 +77,40 @@ def attention_cached(
 ) -> Any:
     """Compute attention of new queries over a cache of keys and values.
 
-    `lengths` counts what the cache holds after this step, the keys of these queries among them:
-    query i of entry b stands at position ``lengths[b] - Lq + i``. Masks and scores see Lk =
-    lengths[b], so that ``masks.causal()`` lets every query see what was there before it. No bit of
-    a result depends on other entries, on how much room the cache has, or on pages. It does not
-    depend on how many queries come in one call either; on tensor cores, this holds up to 64 queries
-    of the heads that share a key head. An entry with more queries, such as a prompt, is computed by
-    the kernels of `attention`, which are faster there, within the same bounds.
+    `lengths` counts the positions that are in use after this step, including those of the queries:
+    query i of entry b has position ``lengths[b] - Lq + i``. For masks and scores, Lk is lengths[b],
+    so that under ``masks.causal()`` every query sees the positions up to its own. No bit of a
+    result depends on other entries, on the room of the cache, on pages, or on how many queries a
+    call has. On tensor cores, the last of these holds if the heads that share a key head have at
+    most 64 queries in all. The kernels of `attention`, which are faster for many queries, compute
+    an entry with more, such as a prompt, within the same bounds.
 
     Parameters
     ----------
     q : array, shape (B, Hq, Lq, D)
-        Queries, or with `offsets_q` packed ones, (Hq, total, D); dtypes, strides and kinds of
-        arrays as in `attention`.
+        Queries. With `offsets_q` they are packed: (Hq, total, D). Dtypes, strides and kinds of
+        arrays are those of `attention`.
     k : array, shape (B, Hkv, S, D)
-        Keys, with room for S positions, of which the first ``lengths[b]`` are held and read; the
-        others may hold anything. With `table`, pages: (P, Hkv, page, D), of any length.
+        Keys, with room for S positions. The first ``lengths[b]`` are read; the others may contain
+        anything. With `table`, they are in pages of any length: (P, Hkv, page, D).
     v : array, shape (B, Hkv, S, Dv)
-        Values; with `table` (P, Hkv, page, Dv).
+        Values. With `table`, they are in pages: (P, Hkv, page, Dv).
     lengths : int or array, shape (B,)
-        Positions that the cache holds, of int32 or int64, living where q lives. On a GPU they are
-        not read back, and are held in range: a captured CUDA graph serves all later lengths.
+        How many positions are in use, as int32 or int64, on the device of `q`. On a GPU, lengths
+        are clamped and not read back, so a captured CUDA graph works for all later lengths.
     table : array, shape (B, N), optional
-        Page numbers, of int32 or int64, living where q lives: position j of entry b is row
-        ``j % page`` of page ``table[b, j // page]``. Only those that `lengths` needs are read. On a
-        GPU they are held in range.
+        Page numbers, as int32 or int64, on the device of `q`. Position j of entry b is row
+        ``j % page`` of page ``table[b, j // page]``. Only the numbers that `lengths` needs are
+        read. On a GPU, they are clamped.
     offsets_q : array, shape (B + 1,), optional
-        Entry b has the packed queries from ``offsets_q[b]`` to ``offsets_q[b + 1]``; entries may
+        Entry b has the packed queries from ``offsets_q[b]`` to ``offsets_q[b + 1]``. Entries may
         have any number of them.
     mask : Mask or array of bool, optional
-        As in `attention`; an array broadcasts to (B, Hq, Lq, S).
+        As in `attention`. An array broadcasts to (B, Hq, Lq, S).
     score_mod : Score or sequence of Score, optional
         As in `attention`.
     bias : array, optional
-        As in `attention`; broadcasts to (B, Hq, Lq, S).
+        As in `attention`. It broadcasts to (B, Hq, Lq, S).
     sink : array, shape (Hq,), optional
         As in `attention`.
     scale : float, optional
@@ -120,10 +120,10 @@ def attention_cached(
     out : array, optional
         Where to write the output.
     lse_out : array, optional
-        Where to write the LSE.
+        Where to write the log-sum-exp.
     workspace : array of uint8, optional
-        Scratch memory of at least `workspace_size_cached` bytes, where q lives; it may hold
-        anything. Needed while a CUDA graph is being captured.
+        Scratch memory of at least `workspace_size_cached` bytes on the device of `q`, with any
+        contents. It is needed while a CUDA graph is being captured.
 
     Returns
     -------
@@ -135,14 +135,13 @@ def attention_cached(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        As in `attention`; also where `lengths` or `table` in host memory name what the cache does
-        not have. With the environment variable CUPYFLASH_DEBUG=1 those in device memory are
-        checked, too.
+        As in `attention`, and if `lengths` or `table` in host memory are out of range. With the
+        environment variable CUPYFLASH_DEBUG=1, those in device memory are checked, too.
 
     References
     ----------
-    T. Dao and others, "Flash-Decoding for long-context inference", 2023; the sums over keys form a
-    fixed tree of leaves of 64 keys.
+    T. Dao and others, "Flash-Decoding for long-context inference", 2023. Here, the sums over keys
+    form a fixed tree, whose leaves have 64 keys each.
 
     Examples
     --------
@@ -177,7 +176,7 @@ def workspace_size_cached(
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
 ) -> int:
-    """Return how many bytes of workspace `attention_cached` needs at most, by shapes alone.
+    """Return how many bytes of workspace `attention_cached` needs at most for these shapes.
 
     Parameters
     ----------
@@ -187,7 +186,7 @@ def workspace_size_cached(
     Returns
     -------
     int
-        Bytes; 0 for NumPy arrays.
+        The number of bytes, which is 0 for NumPy arrays.
 
     Raises
     ------

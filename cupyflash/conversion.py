@@ -1,4 +1,4 @@
-"""The public function that gives results back to other libraries."""
+"""The public function that converts results to arrays of other libraries."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from .arrays.interop import DLPackArray
 def convert(results: Any, *, like: DLPackArray) -> Any:
     """Return results as arrays of the library that another array comes from.
 
-    All functions take arrays of other libraries, and return arrays of NumPy or CuPy. This gives
-    them back in the same memory, without a copy.
+    All functions take arrays of other libraries, and return arrays of NumPy or CuPy. This function
+    converts such arrays without a copy.
 
     Parameters
     ----------
     results : array, Gradients or tuple
         What a function returned.
     like : array
-        One of NumPy, CuPy, PyTorch, JAX or another library that takes arrays by DLPack, living
-        where the results live.
+        An array of NumPy, CuPy, PyTorch, JAX or another library that takes arrays by DLPack, on the
+        device of the results.
 
     Returns
     -------
     array, Gradients or tuple
-        Of the library of `like`; arrays of a subclass of NumPy's stand for NumPy.
+        Arrays of the library of `like`. If `like` is of a subclass of NumPy's array, they are
+        NumPy arrays.
 
     Raises
     ------
     ArgumentTypeError
-        `like` is no array, or its library does not take such arrays there.
+        `like` is not an array, or its library cannot take an array of this dtype on this device.
 
     Examples
     --------

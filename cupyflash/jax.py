@@ -1,7 +1,7 @@
-"""Attention on JAX's arrays on the CPU, under jit, grad and vmap.
+"""Attention on JAX arrays on the CPU, under jit, grad and vmap.
 
-The kernels for NumPy arrays are called back from XLA by `jax.pure_callback`. Arrays on a GPU are an
-error: CuPy takes them by DLPack, outside of jit, without a copy.
+XLA calls the kernels for NumPy arrays by `jax.pure_callback`. Arrays on a GPU are an error, because
+CuPy can take them by DLPack, outside jit, without a copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def __dir__() -> list[str]:
 
 _ON_A_GPU = (
     "got an array on a GPU; expected one on the CPU. On a GPU, call cupyflash.attention on "
-    "cupy.from_dlpack(x), which copies nothing, outside of jax.jit."
+    "cupy.from_dlpack(x), which copies nothing, outside jax.jit."
 )
 
 
@@ -51,10 +51,11 @@ def attention(
     precision: Literal["tf32x3"] | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Compute exact attention on arrays of JAX, under jit, grad and vmap.
+    """Compute exact attention on JAX arrays, under jit, grad and vmap.
 
-    The options are those of `cupyflash.attention`. Under vmap the mapped axis becomes a leading
-    axis; where b, dropout or a sink would then mean something else, calls are made one by one.
+    The options are those of `cupyflash.attention`. Under vmap, the mapped axis becomes a leading
+    axis of a single call. With dropout or a sink, or if a mask or a score depends on the batch
+    index b, calls are made one by one.
 
     Parameters
     ----------
@@ -65,11 +66,12 @@ def attention(
     v : jax.Array, shape (..., Hkv, Lk, Dv)
         Values.
     mask : Mask or jax.Array of bool, optional
-        Which pairs attend (True). Arrays in a mask are constants, not traced, and have no gradient.
+        True where a query attends to a key. Arrays in a `Mask` are constants, which are not traced
+        and have no gradient.
     score_mod : Score or sequence of Score, optional
         Changes of the scores. Arrays in them are constants, too.
     bias : jax.Array, optional
-        Added to the scores; broadcasts to (..., Hq, Lq, Lk).
+        It is added to the scores, and broadcasts to (..., Hq, Lq, Lk).
     sink : jax.Array, shape (Hq,), optional
         Logit of one extra key of value 0 per head.
     scale : float, optional
@@ -79,7 +81,7 @@ def attention(
     seed : int or 0-d jax.Array of integers, optional
         The same seed drops the same pairs everywhere. An array may be traced.
     precision : {None, "tf32x3"}
-        As in `cupyflash.attention`; without effect on the CPU.
+        As in `cupyflash.attention`. It has no effect on the CPU.
     return_lse : bool
         Return (out, lse) instead of out. Gradients flow through both.
 
@@ -94,7 +96,7 @@ def attention(
     ------
     ArgumentError, ArgumentTypeError
         An argument is wrong. The message names it, what it got and expected, and the remedy.
-        Where a function is traced, that is when an argument is refused.
+        In a function that is traced, this happens while it is traced.
 
     Examples
     --------
@@ -117,7 +119,7 @@ def attention(
     are_matrices = q.ndim == k.ndim == v.ndim == 2
     q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     axes = max(q.ndim, k.ndim, v.ndim)
-    # As many axes everywhere, so that those of vmap come before all of a call's own.
+    # All arrays get the same number of axes, so that those of vmap come before the call's own.
     q, k, v, bias = (x if x is None else _with_axes(x, axes) for x in (q, k, v, bias))
     options: dict[str, Any] = {
         "score_mod": score_mod,
@@ -149,7 +151,7 @@ def attention(
 def _array(name: str, x: Any) -> jax.Array:
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ArgumentTypeError(
-            f"{name}: got {type(x).__name__}; expected an array of JAX. Convert it by jnp.asarray."
+            f"{name}: got {type(x).__name__}; expected a JAX array. Convert it by jnp.asarray."
         )
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         _refuse_gpu(name, x)
@@ -165,7 +167,7 @@ def _check(
     seed: Any,
     precision: Any,
 ) -> None:
-    """Refuse what does not fit when it is traced, by arrays of the same shapes and dtypes."""
+    """Check arguments while they are traced, by arrays of the same shapes and dtypes."""
     alike = {
         name: None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape)
         for name, x in arrays.items()
@@ -194,7 +196,7 @@ def _with_axes(x: jax.Array, axes: int) -> jax.Array:
 
 
 def _call(options: dict[str, Any], operands: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """Return out and lse of operands by name, all of whose leading axes are as many."""
+    """Return out and lse for named operands, which have the same number of leading axes."""
     alone = "sink" in operands or options["dropout"] != 0 or _reads_the_batch(options)
 
     @jax.custom_vjp
@@ -252,7 +254,7 @@ def _call(options: dict[str, Any], operands: dict[str, Any]) -> tuple[jax.Array,
 
 def _no_second(*_: Any) -> NoReturn:
     raise ArgumentError(
-        "attention: got a request for a second derivative; only first ones exist. Compute it "
+        "attention: got a request for a second derivative; expected only first ones. Compute it "
         "through jax.nn.dot_product_attention, which has it."
     )
 
@@ -278,7 +280,7 @@ def _callback(run: Callable[..., Any], results: Any, method: str, *args: Any) ->
 
 
 def _reads_the_batch(options: dict[str, Any]) -> bool:
-    """Whether a mask or score change says something of batch entries, of which vmap makes more."""
+    """Whether a mask or score change depends on batch entries, of which vmap adds more."""
     changes = options["score_mod"]
     made = [options.get("mask"), *(changes if isinstance(changes, (list, tuple)) else [changes])]
     return any(

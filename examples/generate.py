@@ -1,4 +1,4 @@
-"""Continue texts by a model that ``train_lm.py --save`` wrote, a byte at a time from a paged cache.
+"""Continue texts with a model that ``train_lm.py --save`` wrote, byte by byte from a paged cache.
 
 Run it as ::
 
@@ -6,9 +6,9 @@ Run it as ::
     python examples/generate.py model.safetensors --prompt "The import statement" "A class"
 
 The prompts are read in one call. Then every step reads one byte of each text: `cupyflash.append`
-writes its keys and values to the cache, and `cupyflash.attention_cached` attends to all that the
-cache holds. Pages of the cache are handed out as texts grow, and come back when no later byte sees
-them. ``--no-cache`` reads all texts anew at each step instead; it writes the same, later.
+writes its keys and values to the cache, and `cupyflash.attention_cached` attends to everything in
+the cache. Pages of the cache are allocated as texts grow, and freed when no later byte sees them.
+``--no-cache`` reads all texts again at each step instead. It writes the same bytes more slowly.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PROMPTS = ("The import statement", "A class definition is", "If no expression is
 class Sampler:
     """Choose a byte by its probability. The temperature 0 takes the most probable one.
 
-    Every text has random numbers of its own, so that its bytes do not hang on the others.
+    Every text has its own random numbers, so that its bytes do not depend on the other texts.
     """
 
     rngs: Sequence[np.random.Generator]
@@ -55,7 +55,7 @@ class Sampler:
 
     @classmethod
     def of(cls, texts: int, seed: int, temperature: float, top_k: int) -> Sampler:
-        """Return a sampler for so many texts."""
+        """Return a sampler for a number of texts."""
         rngs = [np.random.default_rng([seed, b]) for b in range(texts)]
         return cls(rngs, temperature, top_k)
 
@@ -73,11 +73,11 @@ class Sampler:
 
 
 class Reader:
-    """Reads all texts anew whenever a byte is added: what a cache spares."""
+    """Reads all texts again for every byte, which a cache makes unnecessary."""
 
     def __init__(self, texts: int, setting: Setting, dtype: str, xp: Any) -> None:
         self.setting, self.dtype, self.xp = setting, dtype, xp
-        # The model has seen so many bytes at once, so later ones do not see farther back.
+        # The model was trained on windows of this length, so no byte sees farther back.
         self.options = {
             "mask": masks.window(setting.context - 1, 0),
             "score_mod": penalty(setting.heads, xp),
@@ -101,7 +101,7 @@ class Reader:
         return join_heads(o[None]).astype(qkv.dtype, copy=False), _no_gradient
 
     def _attention(self, n: int, q: Array, k: Array, v: Array) -> Array:
-        """Attention of layer n over the bytes that are read, shape (H, T, D)."""
+        """Return attention of layer n over the bytes that are read, shape (H, T, D)."""
         del n
         return cupyflash.attention_varlen(q, k, v, self.offsets, self.offsets, **self.options)
 
@@ -109,8 +109,9 @@ class Reader:
 class CachedReader(Reader):
     """Reads each byte once, and keeps its keys and values in pages.
 
-    Page p of layer n is ``k[n, p]`` and ``v[n, p]``. Row b of the table names the pages of text b,
-    which are those from `dropped[b]` to `held[b]`; the others belong to nobody or to other texts.
+    Page p of layer n is ``k[n, p]`` and ``v[n, p]``. Row b of the table has the page numbers of
+    text b. Only its elements from `dropped[b]` to `held[b]` are in use; the pages that the others
+    name are free or belong to other texts.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class CachedReader(Reader):
     ) -> None:
         super().__init__(len(prompts), setting, dtype, xp)
         ends = [pages(n + number) for n in prompts]
-        # At most a whole prompt is held, or the pages that a byte sees.
+        # A text needs at most the pages of its prompt, or those that a byte sees.
         window = pages(setting.context - 1) + 1
         most = [min(end, max(pages(n), window)) for end, n in zip(ends, prompts, strict=True)]
         self.free = list(range(sum(most)))[::-1]
@@ -136,12 +137,12 @@ class CachedReader(Reader):
         return self._last_logits(new, weights)
 
     def _grow(self, counts: np.ndarray) -> None:
-        """Count the new bytes, take back the pages that they do not see, and give them room."""
+        """Count the new bytes, free the pages that they do not see, and allocate new ones."""
         seen_from = np.maximum(self.lengths - (self.setting.context - 1), 0)
         self.lengths = self.lengths + counts
         for b, length in enumerate(self.lengths):
             first, last = seen_from[b] // PAGE, pages(length)
-            # Their numbers may stay in the table, which is not read there.
+            # The numbers of freed pages may stay in the table, which is not read there.
             self.free.extend(self.table[b, self.dropped[b] : first].tolist())
             for n in range(self.held[b], last):
                 self.table[b, n] = self.free.pop()
@@ -150,7 +151,7 @@ class CachedReader(Reader):
         self.on_device = {"lengths": asarray(self.lengths), "table": asarray(self.table)}
 
     def _attention(self, n: int, q: Array, k: Array, v: Array) -> Array:
-        """Write the new keys and values of layer n, then attend to all that it holds."""
+        """Write the new keys and values of layer n, and attend to all in its cache."""
         cache = self.k[n], self.v[n]
         cupyflash.append(k, v, *cache, offsets=self.offsets, **self.on_device)
         return cupyflash.attention_cached(
@@ -159,18 +160,18 @@ class CachedReader(Reader):
 
 
 def pages(positions: int) -> int:
-    """Return how many pages hold so many positions."""
+    """Return how many pages a number of positions needs."""
     return -(-positions // PAGE)
 
 
 def _no_gradient(_: Array) -> Any:
-    raise AssertionError("no gradient of texts that are read is asked for")
+    raise AssertionError("the gradient of a text that is read is never needed")
 
 
 def written(
     prompts: Sequence[bytes], number: int, reader: Reader, weights: Weights, sampler: Sampler
 ) -> Iterator[np.ndarray]:
-    """Yield the next byte of each text, so many times."""
+    """Yield the next byte of each text, `number` times."""
     new = [np.frombuffer(prompt, np.uint8).astype(np.int64) for prompt in prompts]
     for _ in range(number):
         logits = reader.read(new, weights)
@@ -180,14 +181,14 @@ def written(
 
 
 def run(options: argparse.Namespace, device: str, xp: Any) -> None:
-    """Write, and show how fast."""
+    """Continue the texts, and show the speed."""
     rich, progress = require("rich.console"), require("rich.progress")
     if options.attention == "bfloat16":
         require("ml_dtypes", "pip install ml_dtypes")
     weights, setting = load(options.model, xp)
     prompts = [text.encode() for text in options.prompt]
     if not all(prompts):
-        raise UnusableError("--prompt: got an empty text, expected a byte or more of each")
+        raise UnusableError("--prompt: got an empty text; expected one byte or more in each")
     lengths, number = [len(prompt) for prompt in prompts], options.tokens
     size = sum(w.size for w in weights.values())
     print(f"model   {size:,} weights, {setting.layers} layers, each byte sees {setting.context}")
@@ -223,22 +224,22 @@ def temperature(text: str) -> float:
     """Read a temperature."""
     number = float(text)
     if not 0 <= number < np.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number from 0")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a finite number of 0 or more")
     return number
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
-    top = argparse.ArgumentParser(description="Continue texts by a model that train_lm.py saved.")
+    top = argparse.ArgumentParser(description="Continue texts with a model that train_lm.py saved.")
     add = top.add_argument
-    add("model", type=Path, metavar="FILE", help="what train_lm.py --save wrote")
+    add("model", type=Path, metavar="FILE", help="the file that train_lm.py --save wrote")
     add("--prompt", nargs="+", default=PROMPTS, metavar="TEXT", help="texts to continue")
     add("--tokens", type=whole, default=200, help="bytes to write (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: %(default)s")
-    add("--seed", type=whole, default=1, help="of what is drawn (default: %(default)s)")
+    add("--seed", type=whole, default=1, help="of the random numbers (default: %(default)s)")
     add("--temperature", type=temperature, default=0.8, help="0 is greedy (default: %(default)s)")
-    add("--top-k", type=whole, default=256, help="draw among so many (default: all)")
-    add("--no-cache", action="store_true", help="read all texts anew for each byte")
+    add("--top-k", type=whole, default=256, help="draw from so many best bytes (default: all)")
+    add("--no-cache", action="store_true", help="read all texts again for each byte")
     kinds = ("float32", "bfloat16")
     add("--attention", choices=kinds, default="float32", help="default: %(default)s")
     return top

@@ -40,7 +40,7 @@ def main() -> None:
     tokenizer.enable_truncation(TOKENS)
     ids = np.array([tokenizer.encode(text).ids])
     if ids.shape != (1, TOKENS):
-        raise SystemExit(f"the text has {ids.shape[1]} tokens; {TOKENS} are wanted")
+        raise SystemExit(f"got a text of {ids.shape[1]} tokens; expected {TOKENS}")
 
     x = embed(ids, weights)
     for layer in range(LAYER):

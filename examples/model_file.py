@@ -1,4 +1,4 @@
-"""The file of a trained model: its weights, its sizes and what its tokens are, as safetensors."""
+"""Reads and writes a trained model as safetensors: its weights, its sizes and its tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from program import UnusableError, require
 from transformer import Setting, Weights, weight_shapes
 
 MADE_BY = "cupyflash examples/train_lm.py"
-TOKENS = "bytes"  # token n is the byte n: there is nothing to split, and no vocabulary to keep
-REMEDY = "write one by train_lm.py --save FILE"
+TOKENS = "bytes"  # token n is the byte n, so no tokenizer and no vocabulary are needed
+REMEDY = "Write one with train_lm.py --save FILE."
 
 
 def writable(path: Path) -> Path:
-    """Return the path if a model can go there, which is asked before the training."""
+    """Return the path if a model can be written there. This is checked before the training."""
     require("safetensors.numpy")
     if not path.parent.is_dir():
         raise UnusableError(f"--save {path}: there is no folder {path.parent}; make it first")
     if path.is_dir():
-        raise UnusableError(f"--save {path}: it is a folder; name a file")
+        raise UnusableError(f"--save {path}: got a folder; expected a file")
     return path
 
 
@@ -44,26 +44,26 @@ def load(path: Path, xp: Any) -> tuple[Weights, Setting]:
         with safetensors.safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             if (metadata.get("made by"), metadata.get("tokens")) != (MADE_BY, TOKENS):
-                raise UnusableError(f"{path} holds no model of train_lm.py; {REMEDY}")
+                raise UnusableError(f"{path} does not contain a model of train_lm.py. {REMEDY}")
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
     except OSError as error:
-        raise UnusableError(f"{path} cannot be read ({error}); {REMEDY}") from error
+        raise UnusableError(f"{path} cannot be read ({error}). {REMEDY}") from error
     except safetensors.SafetensorError as error:
-        raise UnusableError(f"{path} is no file of safetensors ({error}); {REMEDY}") from error
+        raise UnusableError(f"{path} is not a safetensors file ({error}). {REMEDY}") from error
     setting = _setting(path, metadata)
     got = {name: f"{w.dtype} of shape {w.shape}" for name, w in weights.items()}
     expected = {name: f"float32 of shape {x}" for name, x in weight_shapes(setting).items()}
     for name in sorted(got.keys() | expected):
         if got.get(name) != expected.get(name):
             raise UnusableError(
-                f"{path}: got {got.get(name, 'nothing')} for the weights {name!r}, expected "
-                f"{expected.get(name, 'nothing')}; {REMEDY}"
+                f"{path}: got {got.get(name, 'nothing')} for the weights {name!r}; expected "
+                f"{expected.get(name, 'nothing')}. {REMEDY}"
             )
     return {name: xp.asarray(w) for name, w in weights.items()}, setting
 
 
 def _setting(path: Path, metadata: dict[str, str]) -> Setting:
-    """Return the sizes that a file tells."""
+    """Return the sizes in a file's metadata."""
     told = metadata.get("setting", "nothing")
     try:
         setting = Setting(**json.loads(told))
@@ -72,4 +72,4 @@ def _setting(path: Path, metadata: dict[str, str]) -> Setting:
             return setting
     except (TypeError, ValueError):
         pass
-    raise UnusableError(f"{path}: got the sizes {told!r}, expected those of a model; {REMEDY}")
+    raise UnusableError(f"{path}: got the sizes {told!r}; expected those of a model. {REMEDY}")

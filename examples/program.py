@@ -1,4 +1,4 @@
-"""What the programs of this folder share: the device, optional packages, numbers, and errors."""
+"""Functions that the programs of this folder share: devices, optional packages, and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUPY = 'pip install ".[cuda13]" "cuda-toolkit[cublas]==13.*" in the clone, or th
 
 
 class UnusableError(Exception):
-    """Something that was asked for cannot be had; the message says what, and the remedy."""
+    """Something that was asked for is not available. The message says what, and the remedy."""
 
 
 def require(module: str, install: str = INSTALL) -> Any:
@@ -39,14 +39,14 @@ def usable_cupy() -> Any:
 
 
 def array_module(device: str) -> tuple[Any, str]:
-    """Return the array module of cpu, gpu or auto, and in words what was chosen."""
+    """Return the array module for cpu, gpu or auto, and words that say which it is."""
     if device == "cpu":
         return np, "CPU"
     try:
         cupy = usable_cupy()
     except UnusableError as error:
         if device == "gpu":
-            raise UnusableError(f"--device gpu: {error}. --device cpu needs none of it") from error
+            raise UnusableError(f"--device gpu: {error}. --device cpu does not need it") from error
         return np, f"CPU ({error})"
     return cupy, "GPU"
 
@@ -54,11 +54,11 @@ def array_module(device: str) -> tuple[Any, str]:
 def whole(text: str) -> int:
     """Read a positive whole number."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} came, a whole number from 1 was wanted")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number of 1 or more")
     return int(text)
 
 
 def readable(text: bytes) -> str:
-    """Text to print: what is no letter, a control character above all, becomes a dot."""
+    """Return text to print, in which a dot replaces each byte that is not printable ASCII."""
     letters = text.decode(errors="replace")
     return "".join(x if x.isascii() and (x.isprintable() or x == "\n") else "." for x in letters)

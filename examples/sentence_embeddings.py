@@ -392,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sentences = tuple(options.sentences) or SENTENCES
     if len(sentences) < 2:
-        parser.error("one sentence came, and a similarity needs at least two: add another one")
+        parser.error("got one sentence; expected two or more to compare. Add another one.")
     try:
         xp = array_module(options.device)
         weights, tokenizer = load_weights(xp=xp), load_tokenizer()

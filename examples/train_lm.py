@@ -1,17 +1,17 @@
-"""Train a transformer language model without a framework, its attention by cupyflash.
+"""Train a transformer language model without a framework, with attention by cupyflash.
 
-The layers and their gradients are in ``transformer.py``; here are the text, the optimiser and the
-command line. ``generate.py`` lets a saved model write. Run it as ::
+The layers and their gradients are in ``transformer.py``. This file has the text, the optimiser and
+the command line. ``generate.py`` continues texts with a saved model. Run it as ::
 
     pip install ".[examples]"
     python examples/train_lm.py --plot loss.svg --save model.safetensors
     python examples/train_lm.py --check
 
-The model reads bytes and predicts the next one. On the CPU it learns from the Python language
-reference that ``pydoc`` shows (``pydoc_data/topics.py``, 0.4 MB of prose), on a GPU from that and
-the modules at the top of the standard library (5 MB); ``--text`` names other files. A loss is the
-mean of -ln p(the byte that came), in nats per byte. Every twentieth piece of the text is held out,
-and the validation loss is that of these pieces.
+The model reads bytes and predicts the next one. On the CPU, it learns from the Python language
+reference that ``pydoc`` shows (``pydoc_data/topics.py``, 0.4 MB of prose). On a GPU, it also learns
+from the top modules of the standard library (5 MB in all). ``--text`` names other files. The loss
+is the mean of -ln p(next byte), in nats per byte. Every twentieth piece of the text is held out,
+and the validation loss is the loss on these pieces.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ SHOWN = 300  # bytes that the model writes at the end
 
 
 def standard_text(large: bool) -> bytes:
-    """Text of the standard library: the language reference and, if `large`, its top modules.
+    """Return the language reference and, if `large`, the top modules of the standard library.
 
-    Some chapters of the reference hold others, so each paragraph is taken once.
+    Some chapters of the reference contain others, so each paragraph is taken once.
     """
     topics = importlib.import_module("pydoc_data.topics").topics
     paragraphs = "\n\n".join(topics.values()).split("\n\n")
@@ -70,13 +70,13 @@ def standard_text(large: bool) -> bytes:
 
 
 def split_text(text: bytes, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes to train on and, from pieces all over the text, bytes to validate on."""
+    """Return bytes to train on and, from pieces all over the text, bytes to validate on."""
     size = PIECE * context
     number = len(text) // size
     if number < HOLD_OUT:
         raise UnusableError(
-            f"the text has {len(text):,} bytes, and a context of {context} wants "
-            f"{HOLD_OUT * size:,} at least: add text by --text, or lower --context"
+            f"--text: got {len(text):,} bytes; expected {HOLD_OUT * size:,} or more for a context "
+            f"of {context}. Add text by --text, or lower --context."
         )
     pieces = np.frombuffer(text, np.uint8, number * size).reshape(number, size)
     held_out = np.arange(number) % HOLD_OUT == HOLD_OUT - 1
@@ -84,7 +84,7 @@ def split_text(text: bytes, context: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def validate(text: np.ndarray, weights: Weights, setting: Setting, xp: Any) -> float:
-    """Mean loss of a text that is cut into windows without overlap."""
+    """Return the mean loss of a text that is cut into windows without overlap."""
     starts = np.arange(0, len(text) - setting.context, setting.context)
     total = 0.0
     for some in np.split(starts, range(setting.batch, len(starts), setting.batch)):
@@ -96,7 +96,7 @@ def validate(text: np.ndarray, weights: Weights, setting: Setting, xp: Any) -> f
 def train(
     text: np.ndarray, weights: Weights, setting: Setting, rng: np.random.Generator, xp: Any
 ) -> Iterator[Array]:
-    """Yield the loss of each step's windows, after changing the weights in place by AdamW."""
+    """Change the weights in place by AdamW, and yield the loss of each step's windows."""
     mean = {name: xp.zeros_like(w) for name, w in weights.items()}
     square = {name: xp.zeros_like(w) for name, w in weights.items()}
     warm_up = max(setting.steps // 20, 1)
@@ -123,21 +123,21 @@ def train(
 
 
 def read_text(files: Sequence[Path] | None, large: bool) -> bytes:
-    """Text of the files given, one after the other, or else of the standard library."""
+    """Return the joined text of the given files, or without any, of the standard library."""
     try:
         if files:
             return b"\n".join(path.read_bytes() for path in files)
         return standard_text(large)
     except (OSError, ImportError) as error:
-        raise UnusableError(f"no text: {error}. Name files that exist by --text") from error
+        raise UnusableError(f"--text: cannot read it ({error}). Name files that exist.") from error
 
 
 def writable_picture(path: Path) -> Path:
-    """Return the path if a picture can go there, which is asked before the training."""
+    """Return the path if a picture can be written there. This is checked before the training."""
     figure = require("matplotlib.figure").Figure()
     known = sorted(figure.canvas.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
-        raise UnusableError(f"--plot {path}: its ending is none of {', '.join(known)}")
+        raise UnusableError(f"--plot {path}: got this ending; expected one of {', '.join(known)}")
     if not path.parent.is_dir():
         raise UnusableError(f"--plot {path}: there is no folder {path.parent}; make it first")
     return path
@@ -146,7 +146,7 @@ def writable_picture(path: Path) -> Path:
 def plot(
     path: Path, losses: Sequence[float], validation: dict[int, float], frequencies: float, what: str
 ) -> None:
-    """Draw the loss of each step, the validation losses, and what counting bytes gives."""
+    """Draw the loss of each step, the validation losses, and the loss of single frequencies."""
     figure = require("matplotlib.figure").Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(range(1, len(losses) + 1), losses, lw=0.7, alpha=0.6, label="each step's windows")
@@ -166,7 +166,7 @@ def run(
     picture: Path | None,
     model: Path | None,
 ) -> None:
-    """Train, and show how the loss falls, the curve, and what the model writes."""
+    """Train, show how the loss falls, draw the curve, and show what the model writes."""
     rich, progress = require("rich.console"), require("rich.progress")
     console = rich.Console(highlight=False, markup=False)
     training, held_out = split_text(text, setting.context)
@@ -241,19 +241,19 @@ def rate(text: str) -> float:
     """Read a learning rate."""
     number = float(text)
     if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} came, a number between 0 and 1 was wanted")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a number between 0 and 1")
     return number
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
-    top = argparse.ArgumentParser(description="Train a language model, attention by cupyflash.")
+    top = argparse.ArgumentParser(description="Train a language model with cupyflash's attention.")
     add = top.add_argument
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: %(default)s")
     add("--text", type=Path, nargs="+", metavar="FILE", help="text to learn")
     add("--plot", type=Path, metavar="FILE", help="draw the loss to a .svg, .png or .pdf")
-    add("--save", type=Path, metavar="FILE", help="write the model to a file of safetensors")
-    add("--seed", type=whole, default=1, help="of weights and batches (default: %(default)s)")
+    add("--save", type=Path, metavar="FILE", help="write the model to a safetensors file")
+    add("--seed", type=whole, default=1, help="of the weights and batches (default: %(default)s)")
     add("--check", action="store_true", help="check the gradients instead, in float64")
     kinds: dict[str, Any] = {"rate": rate, "attention": str}
     for field in dataclasses.fields(Setting):

@@ -1,8 +1,8 @@
-"""Train small models of transformers with cupyflash's attention, and with PyTorch's beside it.
+"""Train small models of transformers with cupyflash's attention and, to compare, with PyTorch's.
 
-A Llama-like and a GPT-2-like model, with random weights, learn a sequence that repeats itself. Both
-implementations start from the same weights and see the same tokens, so that their losses agree.
-Needs PyTorch and transformers. On a GPU the peak of its memory is printed, too.
+A model like Llama and one like GPT-2, with random weights, learn a sequence that repeats itself.
+Both implementations start from the same weights and see the same tokens, so their losses agree.
+The program needs PyTorch and transformers. On a GPU, it also prints the peak memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY = 64
 
 
 def llama(length: int) -> transformers.PreTrainedModel:
-    """Return a model like Llama: rotated queries, two key heads for four heads."""
+    """Return a model like Llama, with rotary positions and two key heads for four query heads."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -61,7 +61,7 @@ def train(
     length: int,
     device: str,
 ) -> tuple[list[float], float, int, list[int]]:
-    """Return the losses, seconds of a step, peak bytes of a GPU, and the tokens that follow."""
+    """Return the losses, the seconds per step, the peak bytes on a GPU, and generated tokens."""
     torch.manual_seed(0)
     model = make(length).to(device)
     model.set_attn_implementation(implementation)
@@ -72,7 +72,7 @@ def train(
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for step in range(steps + 1):
-        if step == 1:  # the first one compiles
+        if step == 1:  # the first step compiles
             if device == "cuda":
                 torch.cuda.synchronize()
             begin = time.perf_counter()
@@ -113,7 +113,7 @@ def main() -> None:
             )
         first, second = (results[name][0][0] for name in ("sdpa", OURS))
         if abs(first - second) > 1e-3:
-            raise SystemExit(f"{make.__name__}: the losses differ, {first} and {second}")
+            raise SystemExit(f"{make.__name__}: the first losses differ: {first} and {second}")
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ _UNSIGNED, _BFLOAT = 1, 4  # DLDataTypeCode
 
 
 def _type_of(capsule: Any) -> Any:
-    """Return the code and the bits of a capsule's element type, to be read and written."""
+    """Return a view of the code and the bits of a capsule's element type."""
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     # DLTensor: data pointer (8 bytes), device (8), ndim (4), then dtype: code, bits, lanes.
@@ -183,7 +183,7 @@ def _type_of(capsule: Any) -> Any:
 
 
 def _bfloat16_capsule(array: Array) -> Any:
-    """Export a bfloat16 array of NumPy by telling its reader what its 16-bit integers are."""
+    """Export a NumPy array of bfloat16 as 16-bit integers, and then change the element type."""
     capsule = array.view(np.uint16).__dlpack__()
     _type_of(capsule)[0] = _BFLOAT
     return capsule
@@ -198,7 +198,7 @@ def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
         raise _refused(value, name, error) from None
     code, bits = code_and_bits
     if (code, bits) != (_BFLOAT, 16):
-        raise _refused(value, name, f"NumPy knows no {bits}-bit elements of type code {code}")
+        raise _refused(value, name, f"NumPy has no {bits}-bit elements of type code {code}")
     try:
         import ml_dtypes
     except ImportError:
@@ -210,17 +210,17 @@ def _bfloat16_from_dlpack(value: Any, name: str) -> Array:
         integers = np.from_dlpack(_Reexport(capsule))
     except _DLPACK_FAILURES as error:
         raise _refused(value, name, error) from None
-    code_and_bits[0] = _BFLOAT  # the exporter's struct, which lives as long as `integers`
+    code_and_bits[0] = _BFLOAT  # in the exporter's struct, which exists as long as `integers`
     return integers.view(ml_dtypes.bfloat16)
 
 
 def to_library_of(value: Any, like: Any) -> Any:
-    """Return an array, or tuple of arrays, of NumPy or CuPy as arrays of another's library.
+    """Return a NumPy or CuPy array, or a tuple of them, as arrays of the library of `like`.
 
     Raises
     ------
     ArgumentTypeError
-        If `like` is no array, or its library does not take them by DLPack.
+        If `like` is not an array, or its library does not take the arrays by DLPack.
     """
     if isinstance(value, tuple):
         made = [to_library_of(each, like) for each in value]
@@ -232,7 +232,7 @@ def to_library_of(value: Any, like: Any) -> Any:
     library = _namespace(like)
     exporter = value
     if isinstance(value, np.ndarray) and value.dtype.name == "bfloat16":
-        exporter = _Reexport(_bfloat16_capsule(value))  # NumPy exports none
+        exporter = _Reexport(_bfloat16_capsule(value))  # NumPy does not export bfloat16
     try:
         return library.from_dlpack(exporter)
     except (AttributeError, *_DLPACK_FAILURES) as error:

@@ -1,4 +1,4 @@
-"""The launches of few queries and many keys, and of calls over a cache, as data."""
+"""Recipes for calls with few queries and many keys, and for calls over a cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .writer import Recipe, Writer, group_of, keys_of
 
 
 def forward(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> Recipe:
-    """Return the recipe of few queries and many keys, or over a cache.
+    """Return the recipe for a call with few queries and many keys, or over a cache.
 
-    Over a cache forward kernels have entries of many queries. Where the numbers of packed queries
-    are on the device both are launched, and each passes over the other's entries.
+    Over a cache, a decode kernel serves entries with few queries, and a forward kernel those with
+    many. If the numbers of packed queries are on the device, both are launched, and each skips the
+    entries of the other.
     """
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (lse, 2)}
@@ -43,7 +44,7 @@ def forward(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> 
 
 
 def _entries_by_rows(call: Call, facts: Target) -> tuple[bool, bool]:
-    """Return whether a call may have entries for a decode kernel, and some for a forward kernel."""
+    """Return whether a call may have entries for a decode kernel, and for a forward kernel."""
     if call.cache is None or not registry.prefills(call.problem, facts):
         return True, False
     rows = group_of(call.problem) * np.asarray(call.problem.len_q)
@@ -65,7 +66,7 @@ def _decode_bytes(call: Call, grid: Grid, tiles: Tiles) -> int:
 
 
 def workspace_size(call: Call, facts: Target) -> int:
-    """Return the bytes of workspace of a call over a cache."""
+    """Return the size in bytes of the workspace for a call over a cache."""
     if not _entries_by_rows(call, facts)[0]:
         return 0
     choice = registry.select("decode", Request(call.problem, facts, call))

@@ -1,7 +1,7 @@
-"""What writes launches: one writer for a call, to which recipes add kernels.
+"""The writer of the launches of a call, to which recipes add kernels.
 
-A recipe is a function of shapes, strides, numbers and a device's facts; addresses are filled in
-later. Nothing here touches CuPy or an array's elements.
+A recipe depends on shapes, strides, numbers and the facts of a device. Addresses are filled in
+later. Nothing here uses CuPy or reads elements of arrays.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ _ADDRESS = struct.Struct("=Q")
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel's launch.
+    """The launch of one kernel.
 
     Attributes
     ----------
     special : Specialisation
-        The kernel.
+        Which kernel is launched.
     grid : int
-        Blocks.
+        The number of blocks.
     template : bytes
-        Its parameters, with 0 in the places of `slots`.
+        The parameters of the kernel, with 0 in the places of `slots`.
     slots : tuple of (int, str)
-        Byte offset, and the name of the array whose address belongs there (for "seed", the number
-        itself).
+        Byte offsets, each with the name of the array whose address belongs there. In the place of
+        "seed" belongs the number itself.
     maps : tuple of TensorMap
-        Maps of the arrays that it copies by TMA; encoded, they follow the parameters.
+        Maps of the arrays that the kernel copies by TMA. They are encoded and follow the
+        parameters.
     """
 
     special: Specialisation
@@ -69,31 +70,32 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a call launches, in order.
+    """The launches of a call, in order.
 
     Attributes
     ----------
     launches : tuple of Launch
-        The launches; no grid is empty.
+        The launches. No grid is empty.
     scratch : dict of str to ArraySpec
-        Memory that the launches need in addition to the call's arrays. A gradient in it is computed
-        there first, and then summed over the axes along which its input was broadcast.
+        Memory that the launches need in addition to the call's arrays. A gradient that has scratch
+        memory is computed there first, and then summed over the axes along which its input was
+        broadcast.
     tables : tuple of array
-        Looked-up arrays; the name of number n is ``table n``.
+        Arrays of look-ups. The one with index n has the name ``table n``.
     """
 
     launches: tuple[Launch, ...] = ()
     scratch: Mapping[str, ArraySpec] = field(default_factory=dict)
     tables: tuple[Any, ...] = ()
-    all_zero: bool = False  # no entry or head: what was broadcast to none still has a gradient
-    atomic_dq: bool = False  # launches add to dq_accum or, without it, to dq; it is 0 before
+    all_zero: bool = False  # no entry or head: gradients of what was broadcast to it are 0
+    atomic_dq: bool = False  # launches add to dq_accum or, without it, to dq, which starts as 0
 
 
 class Writer:
     """Writes the launches of one call, with its expressions and the parameters of all its kernels.
 
-    `arrays` maps a field's name to an array and its number of trailing axes: 3 (H, L, D), or 2
-    without D.
+    `arrays` maps the name of a field to an array and its number of trailing axes: 3 for (H, L, D),
+    or 2 for (H, L).
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class Writer:
             self.told["kind_sink"] = KINDS[call.sink.dtype.name]
 
     def _tell_cache(self, cache: Cache) -> None:
-        """Tell kernels where lengths and pages lie."""
+        """Tell kernels the layout of lengths, table and pages."""
         call, lengths, table = self.call, cache.lengths, cache.table
         self.told["len_k"] = cache.capacity
         self.told["page_size"] = cache.page_size
@@ -187,10 +189,10 @@ class Writer:
         named: tuple[str, ...] = (),
         adds_dq: bool = False,
     ) -> tuple[Grid, Tiles]:
-        """Add the kernel that serves a part of the call; return its grid and its tiles.
+        """Add the kernel that serves a part of the call, and return its grid and its tiles.
 
-        `fields` override the common parameters, and `named` are additional addresses; `adds_dq`
-        says whether it adds its share of dq to memory.
+        `fields` override the common parameters, and `named` are additional addresses. `adds_dq`
+        says whether the kernel adds its share of dq to memory.
         """
         problem = self.call.problem
         functions = self.generated.functions
@@ -207,7 +209,7 @@ class Writer:
         spec, tiles, _ = registry.select(part, request)
         grid = spec.grid(extent, tiles)
         tma = tma_operands.use(spec.tma, request, tiles)
-        if adds_dq and "dq_accum" in self.told:  # the kernel that reads the sums needs this, too
+        if adds_dq and "dq_accum" in self.told:  # the kernel that reads the sums needs it, too
             sums = self.told["dq_accum"]
             self.told["dq_accum"] = sums._replace(col=spec.dq_accum_step)
         told = self.told | {"blocks": grid.blocks}
@@ -245,7 +247,7 @@ class Writer:
         return grid, tiles
 
     def extent(self, entries: tuple[int, ...], of_keys: bool = False) -> Extent:
-        """Return the extent of a launch whose result has leading axes of these lengths."""
+        """Return the extent of a launch whose result has leading axes of the lengths `entries`."""
         problem = self.call.problem
         heads = problem.heads_kv if of_keys else problem.heads
         sms = self.facts.multiprocessors
@@ -266,7 +268,7 @@ def check_grid(kernel: str, blocks: int) -> None:
 
 
 def _is_short(call: Call, made: Trees) -> bool:
-    """Whether 32 bits hold a call's positions, lengths, heads and entries, and tables' strides."""
+    """Whether positions, lengths, heads, entries and the strides of tables fit into 32 bits."""
     problem = call.problem
     sizes = problem.batch, problem.heads, call.q.shape[-2], keys_of(call)
     strides = [
@@ -280,7 +282,7 @@ def _is_short(call: Call, made: Trees) -> bool:
 
 
 def _size(has: Functions) -> int:
-    """Return the bytes of parameters of a kernel with such functions."""
+    """Return the size in bytes of the parameters of a kernel with these functions."""
     return params.params(has.num_ints, has.num_floats, has.num_tables).size
 
 
@@ -301,14 +303,14 @@ def group_of(problem: Problem) -> int:
 
 
 def keys_of(call: Call) -> int:
-    """Return the keys of the longest entry that there may be; of packed arrays, all."""
+    """Return an upper bound of the keys of an entry; for packed arrays, the number of all keys."""
     return int(call.k.shape[-2]) if call.cache is None else call.cache.capacity
 
 
 def _lead(call: Call, arrays: Mapping[str, tuple[Any, int]]) -> Lead:
     problem = call.problem
     if call.cache is not None:
-        # Entries are one axis, which pages and packed queries do not have.
+        # The entries form one axis. Pages and packed queries do not have it.
         sizes = (*(1,) * (params.MAX_LEAD - 1), problem.batch)
         own = {}
         for name, (array, axes) in arrays.items():

@@ -1,4 +1,4 @@
-"""Caches of keys and values that properties draw: contiguous, in pages, with anything unused."""
+"""Caches of keys and values that properties draw: contiguous or in pages, partly unused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# A leaf of the sums has 64 keys and a node 512; both have edges.
+# The edges of the sums: a leaf has 64 keys, and a node has 512.
 LENGTHS = (0, 1, 2, 63, 64, 65, 130, 512, 513)
 PAGES = (1, 3, 16, 64, 100)
 NO_PAGE = (-1, 2**31 - 1, -(2**31))
@@ -31,9 +31,9 @@ class Pages(NamedTuple):
     k, v : ndarray, shape (P, Hkv, page, D)
         The pages.
     table : ndarray, shape (B, N)
-        Where those of each entry are.
+        The page numbers of each entry.
     owned : ndarray of bool, shape (B, N)
-        Which entries of the table are needed.
+        True for the elements of the table that are needed.
     """
 
     k: Array
@@ -44,20 +44,20 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True)
 class Cache:
-    """A contiguous cache, and queries of the last positions of each entry.
+    """A contiguous cache, and queries for the last positions of each entry.
 
     Attributes
     ----------
     q : ndarray, shape (B, Hq, Lq, D)
         Queries.
     k, v : ndarray, shape (B, Hkv, S, D)
-        Keys and values; behind those that are held, `fill`.
+        Keys and values. Positions behind the length of an entry contain `fill`.
     lengths : ndarray of int64, shape (B,)
-        How many positions are held.
+        How many positions of each entry are used.
     fill : float
-        What is not held.
+        The value of the unused positions.
     rng : numpy.random.Generator
-        For what else is drawn.
+        The generator for everything else that is drawn.
     """
 
     q: Array
@@ -69,23 +69,23 @@ class Cache:
 
     @classmethod
     def drawn(cls, s: Subject, p: Problem, len_q: int | None = None, least: int = 0) -> Cache:
-        """Draw a cache of a problem's type, heads and widths.
+        """Draw a cache with the dtype, heads and head sizes of a problem.
 
         Parameters
         ----------
         s : Subject
-            Who will read it: NaN lies unused if that is among its features.
+            The kernel that will read it. Unused positions are NaN if its features include that.
         p : Problem
-            Whose generator draws.
+            The problem, whose generator draws.
         len_q : int, optional
-            Queries of an entry; 1 to 9 unless given.
+            The number of queries of an entry. By default, 1 to 9 are drawn.
         least : int
-            The shortest length.
+            The least length that is drawn.
 
         Returns
         -------
         Cache
-            Of 1 to 3 entries.
+            A cache of 1 to 3 entries.
         """
         rng = p.rng
         batch = int(rng.integers(1, 4))
@@ -108,29 +108,29 @@ class Cache:
         return made.filled(made.fill)
 
     def filled(self, value: float) -> Cache:
-        """Return a copy with another value in what is not held."""
+        """Return a copy whose unused positions have another value."""
         unused = np.arange(self.k.shape[2])[:, None] >= self.lengths[:, None, None, None]
         fill = np.array(value, self.k.dtype)
         k, v = (np.where(unused, fill, x) for x in (self.k, self.v))
         return replace(self, k=k, v=v, fill=value)
 
     def entry(self, b: int) -> tuple[Array, Array, Array]:
-        """Return the queries of an entry, and the keys and values that it holds."""
+        """Return the queries of an entry, and the keys and values that are used."""
         n, one = self.lengths[b], slice(b, b + 1)
         return self.q[one], self.k[one, :, :n], self.v[one, :, :n]
 
     def paged(self, page: int | None = None) -> Pages:
-        """Return the same in pages that lie anywhere, `fill` in all others and in their tails.
+        """Return the same cache in pages of any order; unused pages and rows contain `fill`.
 
         Parameters
         ----------
         page : int, optional
-            Positions of a page; drawn unless given.
+            The number of positions of a page. By default, it is drawn.
 
         Returns
         -------
         Pages
-            In one of the usual layouts, with table entries that name nothing where none is needed.
+            Pages in one of the usual layouts, and a table whose unneeded elements name no page.
         """
         rng = self.rng
         page = int(rng.choice(PAGES)) if page is None else page
@@ -166,11 +166,11 @@ class Cache:
         return s.attend_cached(self.q, pages.k, pages.v, lengths, table=pages.table, **options)
 
     def bound(self, s: Subject, b: int, **options: Any) -> ForwardBound:
-        """Return exact values and bounds of an entry."""
+        """Return the exact results of an entry, and their error bounds."""
         return s.bound(*self.entry(b), **options)
 
     def same(self, s: Subject, ours: Rows, expected: Rows, **options: Any) -> None:
-        """Expect equal bits, or without that feature agreement within two bounds."""
+        """Expect equal bits or, without that feature, agreement within the bounds of both."""
         for b in range(len(self.lengths)):
             one = slice(b, b + 1)
             parts = [

@@ -72,14 +72,14 @@ class Rows(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """What a `cupyflash.Rotary` is made of.
+    """The parts of a `cupyflash.Rotary`.
 
     Attributes
     ----------
     cos, sin : ndarray of float32, shape (S, R / 2)
         Cosines and sines of each position.
     interleaved : bool
-        Whether pairs are neighbours.
+        Whether the columns of a pair are neighbours.
     """
 
     cos: Array
@@ -88,14 +88,14 @@ class Angles(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """What a call of append left behind.
+    """The results of a call of append.
 
     Attributes
     ----------
     k, v : ndarray
-        The cache.
+        The cache after the call.
     q : ndarray or None
-        Queries, rotated.
+        The rotated queries.
     """
 
     k: Array
@@ -274,7 +274,7 @@ class Subject:
         self, q: Array, k: Array, v: Array | int, lengths: Array | int, *,
         table: Array | None = None, offsets: Any = None, **options: Any,
     ) -> Rows:  # fmt: skip
-        """Attend to a cache; values may be so many first columns of the keys."""
+        """Attend to a cache. An integer `v` makes the first `v` columns of the keys the values."""
         copies, self._dtype = Copies(self.memory), q.dtype.name
         given = self._copied(copies, options | {"table": table})
         if offsets is not None:
@@ -285,7 +285,7 @@ class Subject:
         assert self._cached is not None, "a property that needs it asks for cached"
         returned = self._cached(queries, keys, values, counted, **given, return_lse=True)
         copies.check()
-        expect(isinstance(returned, tuple) and len(returned) == 2, "(out, lse) was wanted")
+        expect(isinstance(returned, tuple) and len(returned) == 2, "expected (out, lse)")
         shape = (*q.shape[:-1], v if isinstance(v, int) else v.shape[-1])
         out = self._result("out", returned[0], shape, q.dtype)
         if "lse" not in self.features:
@@ -296,7 +296,7 @@ class Subject:
         self, k_new: Array, v_new: Array, k: Array, v: Array, lengths: Array, *,
         offsets: Any = None, q: Array | None = None, rotary: Angles | None = None, **options: Any,
     ) -> Appended:  # fmt: skip
-        """Write rows to copies of a cache; what lies beside it must stay."""
+        """Write rows to copies of a cache, and check that no memory beside it changes."""
         copies = Copies(self.memory)
         given = self._copied(copies, options | {"q": q})
         if offsets is not None:
@@ -311,7 +311,7 @@ class Subject:
         copies.check()
         after = copies.value(laid[0]), copies.value(laid[1])
         if q is None:
-            expect(returned is None, "without q None was wanted")
+            expect(returned is None, "expected None without q")
             return Appended(*after, None)
         return Appended(*after, self._result("q", returned, q.shape, q.dtype))
 

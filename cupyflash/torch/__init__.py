@@ -1,7 +1,7 @@
-"""Attention on PyTorch's tensors, with autograd, and the names under which other libraries have it.
+"""Attention on PyTorch tensors, with autograd, and under the names that other libraries use.
 
-`attention`, `attention_varlen` and `attention_cached` take the options of their namesakes in
-`cupyflash`. The other names take the arguments of PyTorch's and of flash_attn's functions.
+`attention`, `attention_varlen` and `attention_cached` take the options of the functions of the same
+names in `cupyflash`. The others take the arguments of PyTorch's and flash_attn's functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Derivatives of calls on tensors in reverse mode, and calls under torch.func.vmap."""
+"""Autograd functions: derivatives in reverse mode, and rules for torch.func.vmap."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .batching import Rule, batched
 from .compute import Operands, Settings
 
 _OTHER = (
-    "compute this derivative through torch.nn.functional.scaled_dot_product_attention under "
-    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has it"
+    "Compute this derivative through torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has it."
 )
 
 
 class _Attention(torch.autograd.Function):
-    """out and lse of a call."""
+    """Computes out and lse of a call."""
 
     @staticmethod
     def forward(settings: Settings, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +38,7 @@ class _Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[4]
         if do is None and dlse is None:
             return (None,) * (1 + len(operands))
-        if torch.is_grad_enabled() or _is_transformed():  # somebody wants derivatives of these
+        if torch.is_grad_enabled() or _is_transformed():  # they may be differentiated
             made = _run(_Gradients, ctx.settings, wanted, do, dlse, out, lse, *operands)
         else:
             x = Operands(*operands)
@@ -54,13 +54,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(*_: Any) -> NoReturn:
         raise ArgumentError(
-            "attention: got a request for a derivative in forward mode; expected reverse mode. Or "
-            f"{_OTHER}."
+            "attention: got a request for a derivative in forward mode; expected reverse mode. "
+            f"{_OTHER}"
         )
 
 
 class _Gradients(torch.autograd.Function):
-    """Gradients of a call: the list that `compute.backward` returns."""
+    """Computes the gradients of a call, which `compute.backward` returns."""
 
     @staticmethod
     def forward(
@@ -84,7 +84,7 @@ class _Gradients(torch.autograd.Function):
     def backward(*_: Any) -> NoReturn:
         raise ArgumentError(
             "attention: got a request for a second derivative; expected only first ones "
-            f"(create_graph=False). Or {_OTHER}."
+            f"(create_graph=False). {_OTHER}"
         )
 
     jvp = backward
@@ -102,13 +102,13 @@ class _Gradients(torch.autograd.Function):
 
 
 for _function in (_Attention, _Gradients):
-    # Kept, because PyTorch asks for it at every call of `apply`.
+    # PyTorch asks for the signature at every call of `apply`, so it is stored here.
     vars(_function)["forward"].__func__.__signature__ = inspect.signature(_function.forward)
 
 _FORWARD = Rule(lambda settings, *tensors: _run(_Attention, settings, *tensors), 0, expands=False)
 
-# Whether a transform of torch.func is active. PyTorch's own `apply` asks this first and takes 20 us
-# more than the method of its base class, which it calls where none is.
+# Whether a transform of torch.func is active. PyTorch's own `apply` asks this first. Without a
+# transform it then calls the method of its base class; calling that directly saves 20 us.
 _is_transformed = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _APPLY = {
     function: super(torch.autograd.Function, function).apply

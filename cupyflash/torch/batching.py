@@ -1,8 +1,8 @@
-"""Calls whose tensors have one more axis, that of torch.func.vmap.
+"""The rule for torch.func.vmap, under which tensors have one more axis.
 
-It becomes a leading axis of one call where that means the same. Else the calls are made one by one:
-where something depends on the flat batch index, as dropout does, or is an operand without leading
-axes, as a sink is.
+The mapped axis becomes a leading axis of a single call if that gives the same results. Otherwise
+the calls are made one by one. This happens if something depends on the flat batch index, as dropout
+does, or if a mapped operand cannot have leading axes, as a sink.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from .compute import Operands, Settings
 
 
 class Rule(NamedTuple):
-    """A function of settings and tensors that is to be batched.
+    """A function of settings and tensors that vmap maps.
 
     Attributes
     ----------
     run : callable
-        Called with settings and tensors; returns tensors.
+        It takes settings and tensors, and returns tensors.
     leading : int
-        How many tensors, with the axes of out or lse, come before the operands of the call.
+        The number of tensors before the operands of the call; they have the axes of out or lse.
     expands : bool
-        Whether results belong to operands, so that each of them needs the axis.
+        Whether each result belongs to an operand, as gradients do. Then each operand needs the
+        mapped axis.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
@@ -39,7 +40,7 @@ class Rule(NamedTuple):
 def batched(
     rule: Rule, size: int, dims: Sequence[Any], settings: Settings, tensors: Sequence[Any]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """Return the results with the axis first, and where it is, as `vmap` of PyTorch wants it."""
+    """Return the results, whose mapped axis is the first, and its place in each, for PyTorch."""
     dims = [None if x is None else dim for dim, x in zip(dims, tensors, strict=True)]
     operands, axes = Operands(*tensors[rule.leading :]), Operands(*dims[rule.leading :])
     together = (
@@ -57,7 +58,7 @@ def _one_by_one(
     rule: Rule, size: int, dims: Sequence[Any], settings: Settings, tensors: Sequence[Any]
 ) -> tuple[torch.Tensor, ...]:
     pairs = list(zip(tensors, dims, strict=True))
-    if not size:  # what one call would give says the shapes
+    if not size:  # a call with zeros tells the shapes
         zeros = [x if d is None else x.new_zeros(_without(x, d)) for x, d in pairs]
         return tuple(x.new_empty((0, *x.shape)) for x in rule.run(settings, *zeros))
     calls = [
@@ -77,7 +78,7 @@ def _together(
     pairs = list(zip(tensors, dims, strict=True))
     ranks = [0 if x is None else x.ndim - (dim is not None) for x, dim in pairs]
     q, k, v = ranks[rule.leading : rule.leading + 3]
-    axes = max(3, q, k, v)  # of a call, with heads
+    axes = max(3, q, k, v)  # of the call, including heads
     moved = []
     for n, ((x, dim), rank) in enumerate(zip(pairs, ranks, strict=True)):
         operand = n - rule.leading
@@ -98,7 +99,7 @@ def _together(
 
 
 _WITHOUT_LEAD = tuple(Operands._fields.index(name) for name in ("sink", "seed"))
-_ROWS = 1, 3  # of do, dlse, out and lse, those without columns
+_ROWS = 1, 3  # dlse and lse, which have no columns, among do, dlse, out, lse
 
 
 def _reads_the_batch(settings: Settings) -> bool:
@@ -112,5 +113,5 @@ def _reads_the_batch(settings: Settings) -> bool:
                 if node.op == "aligned" and node.value.array.ndim > len(node.value.axes):
                     return True
         elif getattr(each, "ndim", 0) > 3:
-            return True  # an array of NumPy's, a mask with leading axes
+            return True  # a NumPy mask with leading axes
     return False

@@ -1,4 +1,4 @@
-"""Attention of tensors over a cache of keys and values, for inference: no gradient is computed."""
+"""Attention on tensors over a cache of keys and values, for inference, without gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_GRADIENT = (
 )
 
 
-@torch.compiler.disable(reason="a call over a cache is no operator of torch.compile's")
+@torch.compiler.disable(reason="calls over a cache are not operators of torch.compile")
 @explained
 def attention_cached(
     q: torch.Tensor,
@@ -41,24 +41,24 @@ def attention_cached(
 ) -> Any:
     """Compute attention of new queries over a cache of keys and values.
 
-    The arguments are those of `cupyflash.attention_cached`. There is no gradient, and under
-    torch.compile the call stands between two graphs.
+    The arguments are those of `cupyflash.attention_cached`. No gradient is computed. Under
+    torch.compile, the call breaks the graph in two.
 
     Parameters
     ----------
     q : torch.Tensor, shape (B, Hq, Lq, D)
-        Queries, or with `offsets_q` packed ones, (Hq, total, D).
+        Queries. With `offsets_q` they are packed: (Hq, total, D).
     k : torch.Tensor, shape (B, Hkv, S, D)
-        Keys, with room for S positions; with `table`, pages: (P, Hkv, page, D).
+        Keys, with room for S positions. With `table` they are in pages: (P, Hkv, page, D).
     v : torch.Tensor, shape (B, Hkv, S, Dv)
-        Values; with `table` (P, Hkv, page, Dv).
+        Values. With `table` they are in pages: (P, Hkv, page, Dv).
     lengths : int or torch.Tensor, shape (B,)
-        Positions that the cache holds, with those of the queries, of int32 or int64, on the device
-        of `q`.
+        The number of positions that the cache holds, including those of the queries. A tensor is
+        of int32 or int64, on the device of `q`.
     table : torch.Tensor, shape (B, N), optional
-        Page numbers, of int32 or int64.
+        The page numbers of each sequence, of int32 or int64.
     offsets_q : torch.Tensor, shape (B + 1,), optional
-        Of packed queries.
+        Sequence b has the packed queries from ``offsets_q[b]`` to ``offsets_q[b + 1]``.
     mask, score_mod, bias, sink, scale
         As in `cupyflash.attention_cached`.
     return_lse : bool
@@ -74,7 +74,7 @@ def attention_cached(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        As in `cupyflash.attention_cached`; also where a tensor requires a gradient.
+        As in `cupyflash.attention_cached`, and if a tensor requires a gradient.
     """
     named = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
     given = {"lengths": lengths, "table": table, "offsets_q": offsets_q, "mask": mask}
@@ -122,14 +122,14 @@ def append(
     table: torch.Tensor | None,
     rotary: Rotary | None,
 ) -> None:
-    """Write new rows to a cache in place, as `cupyflash.append`."""
+    """Write new rows to a cache in place, as `cupyflash.append` does."""
     with tensors.stream_of(k.device):
         rows = map(array_of, (k_new, v_new, k, v, lengths))
         cache_update.append(*rows, table=array_of(table), rotary=rotary)
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotate rows by their positions, as `cupyflash.rope`."""
+    """Rotate rows by their positions, as `cupyflash.rope` does."""
     rotated = torch.empty_like(x)
     with tensors.stream_of(x.device):
         cache_update.rope(array_of(x), array_of(positions), rotary, out=array_of(rotated))

@@ -1,4 +1,4 @@
-"""Calls on tensors by the kernels for arrays. No derivative is recorded here."""
+"""Computes calls on tensors with the kernels for arrays, without recording derivatives."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _, _H, _I, _J = POSITIONS
 
 
 class Settings(NamedTuple):
-    """What a call says beside its tensors.
+    """The options of a call that are not tensors, as `cupyflash.attention` takes them.
 
     Attributes
     ----------
     mask : Mask or None
-        As of `cupyflash.attention`, as are the next four and `precision`; a mask that is a tensor
-        is among the tensors.
+        A mask that is a tensor is in `Operands` instead.
     score_mod : Score, sequence of Score or None
     scale : float or None
     dropout : float
     seed : int or None
-        Unless it is a tensor.
+        A seed that is a tensor is in `Operands` instead.
     precision : str or None
     deterministic : bool
-        Of the gradients.
+        Whether gradients have the same bits in every run.
     check : bool
-        Of offsets on a GPU.
+        Whether offsets on a GPU are read back and checked.
     """
 
     mask: Any = None
@@ -50,7 +49,7 @@ class Settings(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call; what it does not have is None."""
+    """The tensors of a call. Those that it does not have are None."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -87,7 +86,7 @@ def _request(settings: Settings, x: Operands, bias_is_score: bool = False) -> ex
 
 
 def _seed(x: Operands) -> Any:
-    """Return a seed on a GPU as an array that is read at launch, and another as a number."""
+    """Return a seed on a GPU as an array that the kernel reads, and any other as a number."""
     assert x.seed is not None
     if x.seed.is_cuda and x.q.is_cuda:
         return array_of(x.seed.view(torch.uint64))
@@ -95,7 +94,7 @@ def _seed(x: Operands) -> Any:
 
 
 def _added(bias: Any) -> Score:
-    """Return the score change that adds a bias whose gradient nobody wants."""
+    """Return the score change that adds a bias without a gradient."""
     axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
     number = aligned(Alignment(bias, "bias", axes))
     hidden = float("-inf")
@@ -103,7 +102,7 @@ def _added(bias: Any) -> Score:
 
 
 def shapes(x: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of out and lse; what does not fit is refused when the call is computed."""
+    """Return the shapes of out and lse. The computation refuses operands that do not fit."""
     if x.offsets_q is not None:
         rows = tuple(x.q.shape[:-1])
     else:
@@ -115,7 +114,7 @@ def shapes(x: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def empty(x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse, uninitialised, of PyTorch's memory."""
+    """Return uninitialised out and lse from PyTorch's allocator."""
     out, lse = shapes(x)
     return tensors.empty_in_order_of(x.q, out), x.q.new_empty(lse, dtype=tensors.lse_dtype(x.q))
 
@@ -123,7 +122,7 @@ def empty(x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
 def forward(
     settings: Settings, x: Operands, place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse; with `place` in memory as `empty` makes it, wherever it lies."""
+    """Return out and lse. With `place`, tensors on the CPU have the strides of `empty`, too."""
     request = _request(settings, x)
     if not place and not x.q.is_cuda:
         out, lse = execute.forward(request, True, None, None)
@@ -131,7 +130,7 @@ def forward(
     try:
         out, lse = empty(x)
     except (IndexError, RuntimeError):
-        _ = request.call  # says what does not fit
+        _ = request.call  # its error says what does not fit
         raise
     with tensors.stream_of(x.q.device):
         execute.forward(request, True, array_of(out), array_of(lse))
@@ -147,7 +146,7 @@ def backward(
     wants_bias: bool,
     place: bool = False,
 ) -> list[torch.Tensor]:
-    """Return dq, dk, dv and, where there is a bias that wants one, dbias, and dsink if there is."""
+    """Return dq, dk, dv, dbias if `wants_bias`, and dsink if there is a sink."""
     out, lse = results
     request = _request(settings, x, bias_is_score=x.bias is not None and not wants_bias)
     rows = [torch.zeros_like(out) if do is None else do, out, lse, dlse]
@@ -167,13 +166,13 @@ def backward(
 
 
 def empty_gradients(x: Operands, wants_bias: bool) -> list[torch.Tensor]:
-    """Return what `backward` does, uninitialised."""
+    """Return uninitialised tensors for the results of `backward`."""
     owners = [x.q, x.k, x.v, x.bias if wants_bias else None, x.sink]
     return [torch.empty_like(each) for each in owners if each is not None]
 
 
 def _workspace(request: execute.Request, settings: Settings, x: Operands) -> torch.Tensor | None:
-    """Return scratch memory of PyTorch's allocator for a backward on a GPU."""
+    """Return scratch memory from PyTorch's allocator for a backward on a GPU."""
     if not x.q.is_cuda:
         return None
     key = _key(settings, x)
@@ -187,12 +186,12 @@ def _workspace(request: execute.Request, settings: Settings, x: Operands) -> tor
     return x.q.new_empty(size, dtype=torch.uint8)
 
 
-_MOST = 512  # calls of which the size of the scratch memory is remembered
+_MOST = 512  # calls whose scratch size is remembered
 _sizes: OrderedDict[Any, int] = OrderedDict()
 
 
 def _key(settings: Settings, x: Operands) -> Any:
-    """Return all that the size of the scratch memory depends on."""
+    """Return everything on which the size of the scratch memory depends."""
     parts: list[Any] = [settings.precision, settings.dropout > 0]
     for each in (x.q, x.k, x.v, x.sink, x.offsets_q):
         parts += (each is None,) if each is None else _form(each)

@@ -1,6 +1,6 @@
 """The functions of flash_attn, with their arguments. Each docstring says what differs.
 
-All that is not served is an error.
+An argument without support here is an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _flash(
     deterministic: bool,
     return_attn_probs: bool,
 ) -> Any:
-    """Compute attention of tensors whose axis of heads is the last but one."""
+    """Compute attention of tensors whose axis of heads is the second to last."""
     named = dict(zip(("q", "k", "v"), qkv, strict=True)) | {"alibi_slopes": alibi_slopes}
     tensors.check(named, tuple(named))
     axes = 4 if offsets[0] is None else 3
@@ -74,7 +74,7 @@ def _flash(
 
 
 _flash_eager = torch.compiler.disable(
-    _flash, reason="alibi_slopes= makes a score change of a tensor, outside of graphs"
+    _flash, reason="alibi_slopes= makes a score change from a tensor, outside graphs"
 )
 
 
@@ -99,9 +99,9 @@ def flash_attn_func(
 ) -> Any:
     """Compute attention as flash_attn's function of this name does.
 
-    What differs: tensors may be on the CPU, and of float32 and float64; head sizes are at most 512,
-    and the values' may differ; dropout draws one number from PyTorch's generator of the CPU, and
-    drops other pairs; the LSE of a query that sees no key is -inf.
+    What differs: tensors may be on the CPU, and may be float32 or float64. Head sizes are at most
+    512, and that of the values may differ. Dropout draws its seed from PyTorch's generator of the
+    CPU, and drops other pairs. The log-sum-exp of a query that sees no key is -inf.
 
     Parameters
     ----------
@@ -116,18 +116,18 @@ def flash_attn_func(
     softmax_scale : float, optional
         Default: 1 / sqrt(D).
     causal : bool
-        Let query i see keys up to i + Lk - Lq: aligned at the bottom right.
+        Whether query i sees only keys up to i + Lk - Lq, which aligns the mask at the end.
     window_size : tuple of int
-        Keys before and after a query's own that it sees; -1 is unbounded.
+        How many keys before and after its own position a query sees; -1 means all.
     softcap : float
-        Hold scores within (-softcap, softcap); 0 is none.
+        Bound of the scores, which then lie in (-softcap, softcap); 0 means no bound.
     alibi_slopes : torch.Tensor, shape (Hq,) or (B, Hq), optional
-        Subtract slope * abs(i + Lk - Lq - j). They have no gradient. Under torch.compile such a
-        call stands between two graphs.
+        Slopes of ALiBi, which subtracts slope * abs(i + Lk - Lq - j) from the scores. They have no
+        gradient. Under torch.compile, a call with slopes breaks the graph in two.
     deterministic : bool
-        Ask for bitwise equal gradients in every run.
+        Whether gradients have the same bits in every run.
     return_attn_probs : bool
-        Return (out, lse, None): probabilities are never stored.
+        Return (out, lse, None). Probabilities are never stored.
 
     Returns
     -------
@@ -174,7 +174,7 @@ def flash_attn_qkvpacked_func(
     Returns
     -------
     out : torch.Tensor, shape (B, L, H, D)
-        As of `flash_attn_func`.
+        As in `flash_attn_func`.
     lse : torch.Tensor, shape (B, H, L)
         Only with `return_attn_probs`.
 
@@ -214,33 +214,33 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute attention as flash_attn's function of this name does; see `flash_attn_func`.
 
-    What differs further: the longest sequences are not needed and not looked at. With a
-    `block_table` there is no gradient and no dropout.
+    In addition, `max_seqlen_q` and `max_seqlen_k` are ignored. With a `block_table`, there is no
+    gradient and no dropout.
 
     Parameters
     ----------
     q : torch.Tensor, shape (total_q, Hq, D)
         Queries of all sequences.
     k : torch.Tensor, shape (total_k, Hkv, D)
-        Keys of all sequences; with `block_table` pages, (P, page, Hkv, D).
+        Keys of all sequences. With `block_table` they are in pages: (P, page, Hkv, D).
     v : torch.Tensor, shape (total_k, Hkv, Dv)
-        Values of all sequences; with `block_table` pages.
+        Values of all sequences. With `block_table` they are in pages: (P, page, Hkv, Dv).
     cu_seqlens_q, cu_seqlens_k : torch.Tensor of int, shape (n + 1,)
-        Sequence b has the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. On a GPU they are
-        not read back.
+        Sequence b has the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They are not read
+        back from a GPU.
     max_seqlen_q, max_seqlen_k : int
-        Of no effect.
+        Ignored.
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-        As in `flash_attn_func`; slopes are (Hq,) or (n, Hq).
+        As in `flash_attn_func`. Slopes have the shape (Hq,) or (n, Hq).
     deterministic, return_attn_probs
         As in `flash_attn_func`.
     block_table : torch.Tensor of int, shape (n, N), optional
-        Page numbers of every sequence.
+        The page numbers of each sequence.
 
     Returns
     -------
     out : torch.Tensor, shape (total_q, Hq, Dv)
-        As of `flash_attn_func`.
+        As in `flash_attn_func`.
     lse : torch.Tensor, shape (Hq, total_q)
         Only with `return_attn_probs`.
 
@@ -275,7 +275,7 @@ def _cached(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention over a cache of tensors whose axis of heads is the last but one."""
+    """Compute attention over a cache whose axis of heads is the second to last."""
     changes = _changes(softcap, alibi_slopes)
     q, k, v = (x.transpose(-3, -2) for x in qkv)
     out, lse = attention_cached(
@@ -293,7 +293,7 @@ def _cached(
     return out.transpose(-3, -2), lse
 
 
-@torch.compiler.disable(reason="a call over a cache is no operator of torch.compile's")
+@torch.compiler.disable(reason="calls over a cache are not operators of torch.compile")
 @explained
 def flash_attn_with_kvcache(
     q: torch.Tensor,
@@ -318,42 +318,43 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Compute attention over a cache as flash_attn's function of this name does.
 
-    What differs: tensors may be on the CPU, and of float32 and float64; head sizes are at most 576;
-    pages may have any length; how keys are divided among blocks is not asked for, and changes no
-    bit; `cache_leftpad` is an error; the LSE of a query that sees no key is -inf.
+    What differs: tensors may be on the CPU, and may be float32 or float64. Head sizes are at most
+    576, and pages may have any length. `num_splits` is ignored, and no bit depends on how keys are
+    divided among blocks. `cache_leftpad` is an error. The log-sum-exp of a query that sees no key
+    is -inf.
 
     Parameters
     ----------
     q : torch.Tensor, shape (B, Lq, Hq, D)
         Queries.
     k_cache : torch.Tensor, shape (B, S, Hkv, D)
-        Keys, with room for S positions; with `block_table` pages, (P, page, Hkv, D). New keys are
-        written in place.
+        Keys, with room for S positions. With `block_table` they are in pages: (P, page, Hkv, D).
+        New keys are written in place.
     v_cache : torch.Tensor, shape (B, S, Hkv, Dv)
-        Values; with `block_table` pages.
+        Values. With `block_table` they are in pages: (P, page, Hkv, Dv).
     k : torch.Tensor, shape (B, n, Hkv, D), optional
-        New keys, which are written behind those that the cache holds.
+        New keys, which are written after those that the cache holds.
     v : torch.Tensor, shape (B, n, Hkv, Dv), optional
         New values.
     rotary_cos, rotary_sin : torch.Tensor, shape (M, R / 2), optional
-        Angles of M positions, by which new keys and the queries are rotated. Without `causal` and a
-        window, all queries are rotated as the first one.
+        Cosines and sines for M positions, by which new keys and queries are rotated. Without
+        `causal` and without a window, all queries are rotated as the first one is.
     cache_seqlens : int or torch.Tensor, shape (B,), optional
-        Positions that the cache holds, without the new ones. Default: S.
+        The number of positions that the cache holds, without the new ones. Default: S.
     cache_batch_idx : torch.Tensor, shape (B,), optional
-        Which entry of the cache belongs to each of the queries'.
+        The entry of the cache that belongs to each entry of `q`.
     cache_leftpad : None
-        No keys before the first can be left out.
+        Padding at the start of a cache is not supported.
     block_table : torch.Tensor, shape (B, N), optional
-        Page numbers.
+        The page numbers of each entry.
     softmax_scale, causal, window_size, softcap
         As in `flash_attn_func`.
     rotary_interleaved : bool
-        Whether neighbouring columns are rotated together, or those half of them apart.
+        Whether pairs are neighbouring columns. Otherwise the columns of a pair are R / 2 apart.
     alibi_slopes : torch.Tensor, optional
         As in `flash_attn_func`.
     num_splits : int
-        Of no effect.
+        Ignored.
     return_softmax_lse : bool
         Return (out, lse) instead of out.
 

@@ -1,4 +1,4 @@
-"""The public functions on tensors: signatures and documentation, checks, no computation."""
+"""The public functions on tensors: their signatures, documentation and checks."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ def attention(
 ) -> Any:
     """Compute exact attention on tensors, through which gradients flow.
 
-    The options are those of `cupyflash.attention`. On a GPU the call runs on PyTorch's current
+    The options are those of `cupyflash.attention`. On a GPU, the call runs on PyTorch's current
     stream, and its results and scratch memory come from PyTorch's allocator.
 
     Parameters
     ----------
     q : torch.Tensor, shape (..., Hq, Lq, D)
-        Queries, of float16, bfloat16, float32 or float64, on the CPU or a GPU; any strides. Under
-        torch.autocast they are converted, and k and v too.
+        Queries of float16, bfloat16, float32 or float64, on the CPU or a GPU, with any strides.
+        Under torch.autocast, q, k and v are converted.
     k : torch.Tensor, shape (..., Hkv, Lk, D)
         Keys.
     v : torch.Tensor, shape (..., Hkv, Lk, Dv)
         Values.
     mask : Mask or torch.Tensor of bool, optional
-        Which pairs attend (True). Arrays in a mask have no gradient; they live where `q` lives.
+        True where a query attends to a key. Arrays in a mask have no gradient, and are on the
+        device of `q`.
     score_mod : Score or sequence of Score, optional
         Changes of the scores. Arrays in them have no gradient.
     bias : torch.Tensor, optional
-        Added to the scores; broadcasts to (..., Hq, Lq, Lk). Its gradient is computed where it
-        requires one.
+        It is added to the scores, and broadcasts to (..., Hq, Lq, Lk). Its gradient is computed
+        only if it requires one.
     sink : torch.Tensor, shape (Hq,), optional
         Logit of one extra key of value 0 per head.
     scale : float, optional
@@ -65,11 +66,11 @@ def attention(
         The same seed drops the same pairs everywhere. A tensor on the GPU is read when the kernel
         runs.
     precision : {None, "tf32x3"}
-        Of float32 tensors, as in `cupyflash.attention`.
+        How float32 tensors are multiplied, as in `cupyflash.attention`.
     return_lse : bool
         Return (out, lse) instead of out. Gradients flow through both.
     deterministic : bool
-        Ask for bitwise equal gradients in every run. It is also asked for by
+        Whether gradients have the same bits in every run. They also do under
         ``torch.use_deterministic_algorithms(True)``.
 
     Returns
@@ -83,14 +84,14 @@ def attention(
     ------
     ArgumentError, ArgumentTypeError
         An argument is wrong. The message names it, what it got and expected, and the remedy.
-        A derivative in forward mode, or a second one, was asked for.
+        Derivatives in forward mode and second derivatives also raise ArgumentError.
 
     Notes
     -----
-    Under torch.compile make masks and scores outside of the compiled function, and keep them: it is
-    compiled again for an object that it has not seen. Under torch.func.vmap the mapped axis becomes
-    a leading axis; where b, dropout or a mapped sink would then mean something else, the calls
-    are made one by one.
+    Under torch.compile, make masks and scores outside the compiled function, and keep them: each
+    new object compiles the function again. Under torch.func.vmap, the mapped axis becomes a leading
+    axis of a single call. If that would change the meaning of b, dropout or a mapped sink, the
+    calls are made one by one.
 
     Examples
     --------
@@ -144,8 +145,7 @@ def attention_varlen(
     offsets_q, offsets_k : torch.Tensor of int, shape (n + 1,)
         Sequence b has the rows from ``offsets[b]`` to ``offsets[b + 1]``, on the device of `q`.
     check : bool
-        Offsets on a GPU are read back and checked, which waits for them; with False they are not
-        read.
+        Whether offsets on a GPU are read back and checked, for which the call waits.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
         As in `attention`, and in `cupyflash.attention_varlen`.
     return_lse, deterministic
@@ -154,7 +154,7 @@ def attention_varlen(
     Returns
     -------
     out : torch.Tensor, shape (Hq, total_q, Dv)
-        As of `attention` on every sequence alone.
+        What `attention` returns for each sequence alone.
     lse : torch.Tensor, shape (Hq, total_q)
         Only with `return_lse`.
 
@@ -184,7 +184,7 @@ def run(
     offsets_k: torch.Tensor | None,
     return_lse: bool,
 ) -> Any:
-    """Compute a call whose options are not checked yet."""
+    """Check the tensors of a call, and compute it."""
     if type(return_lse) is not bool:
         raise ArgumentTypeError(f"return_lse: got {return_lse!r}; expected True or False.")
     named = {"q": q, "k": k, "v": v}
@@ -224,7 +224,7 @@ def run(
 
 
 def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
-    """Return a seed that is a tensor."""
+    """Return a seed that is a tensor, after checks of its shape, dtype and device."""
     if seed.ndim or seed.dtype not in (torch.int64, torch.uint64):
         raise ArgumentTypeError(
             f"seed: got a tensor of shape {tuple(seed.shape)}, {seed.dtype}; expected an integer, "
@@ -239,5 +239,5 @@ def checked_seed(seed: torch.Tensor, home: torch.device) -> torch.Tensor:
 
 
 def drawn_seed(dropout_p: float) -> torch.Tensor | None:
-    """Return a seed from PyTorch's generator."""
+    """Return a seed from PyTorch's generator if there is dropout."""
     return torch.randint(2**63 - 1, (), dtype=torch.int64) if dropout_p else None

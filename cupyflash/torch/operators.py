@@ -1,8 +1,8 @@
-"""The same calls as operators of PyTorch, for torch.compile, which cannot follow them inside.
+"""The same calls as PyTorch operators for torch.compile, which cannot trace their Python code.
 
-An operator takes tensors and numbers alone. Masks, score changes and what else a call says are
-therefore kept under a number, one for each call that torch.compile sees while it compiles. They are
-kept as long as the process lives, so that the number always means the same.
+An operator takes only tensors and numbers. Masks, score changes and the other options of a call are
+therefore stored under a number. Each call that torch.compile meets while it compiles gets one. The
+options are stored until the process ends, so a number never changes its meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _numbers: dict[Any, int] = {}
 _count = itertools.count(1)
 
 
-@torch.compiler.assume_constant_result  # it is called while it is compiled, for these very objects
+@torch.compiler.assume_constant_result  # called at compile time, for these very objects
 def _number(
     scale: Any, precision: Any, deterministic: Any, check: Any, mask: Any, *changes: Any
 ) -> int:
@@ -59,7 +59,7 @@ def attention(settings: Settings, x: Operands) -> tuple[torch.Tensor, torch.Tens
     )
     has_seed = settings.seed is not None
     seed = settings.seed if has_seed else 0
-    if seed >= 2**63:  # an operator's integers have a sign
+    if seed >= 2**63:  # integers of operators are signed
         seed -= 2**64
     out, lse = _attention(*x, number, settings.dropout, has_seed, seed)
     return out, lse

@@ -1,7 +1,8 @@
-"""Masks and score changes as tuples of words and numbers, which torch.compile can follow.
+"""Masks and score changes as tuples of names and numbers, which torch.compile can trace.
 
-It cannot follow the constructors of `cupyflash.masks` and `cupyflash.scores`. Where a function that
-it compiles calls one of these, it finds a tuple instead: the constructor's name and its arguments.
+torch.compile cannot trace the constructors of `cupyflash.masks` and `cupyflash.scores`. If a
+compiled function calls one of the three constructors below, the result there is a tuple instead:
+the constructor's name and its arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def made(value: Any) -> Any:
 
 
 def band(causal: bool, left: int | None, right: int | None, offset: int | None) -> Any:
-    """Return the mask of a diagonal band, or None where it holds every pair."""
+    """Return the mask of a diagonal band, or None if it contains every pair."""
     if causal:
         right = 0
     if left is None:
@@ -46,7 +47,7 @@ def _numbers(name: str, *args: Any) -> Any:
         if isinstance(value, torch.Tensor):
             raise ArgumentTypeError(
                 f"{name}: got a tensor in a function that torch.compile compiles; expected a "
-                "number. Make such a mask outside of the function."
+                "number. Make such a mask outside the function."
             )
     return (name, *args)
 

@@ -1,4 +1,4 @@
-"""PyTorch's own function of attention, with its arguments. Its docstring says what differs."""
+"""Attention with the arguments of PyTorch's own function. Its docstring says what differs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """Compute attention as ``torch.nn.functional.scaled_dot_product_attention`` does.
 
-    What differs: dropout draws one number from PyTorch's generator of the CPU, so that
-    ``torch.manual_seed`` repeats it, but drops other pairs than PyTorch; head sizes are at most
-    512; a query that sees no key gets 0; the dtypes of `query` and of a float mask may differ.
+    What differs: dropout draws its seed from PyTorch's generator of the CPU, so that
+    ``torch.manual_seed`` makes it repeatable, but it drops other pairs than PyTorch does. Head
+    sizes are at most 512. A query that sees no key gets 0. A float mask may have another dtype than
+    `query`.
 
     Parameters
     ----------
@@ -38,12 +39,12 @@ def scaled_dot_product_attention(
     value : torch.Tensor, shape (..., H, S, Ev)
         Values.
     attn_mask : torch.Tensor, optional
-        Broadcasts to (..., Hq, L, S): of bool, True attends; of floats, it is added to the scores,
-        and has a gradient if it requires one.
+        It broadcasts to (..., Hq, L, S). If it is bool, True means attend. If it is of floats, it
+        is added to the scores, and has a gradient if it requires one.
     dropout_p : float
         Probability in [0, 1) of dropping a pair.
     is_causal : bool
-        Let query i see keys 0 to i: aligned at the top left, unlike ``masks.causal()``.
+        Whether query i sees only keys 0 to i. This aligns at the start, unlike ``masks.causal()``.
     scale : float, optional
         Default: 1 / sqrt(E).
     enable_gqa : bool
@@ -57,7 +58,7 @@ def scaled_dot_product_attention(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        As in `attention`, and where `attn_mask` and `is_causal` come together.
+        As in `attention`, and if both `attn_mask` and `is_causal` are given.
     """
     mask: Any = None
     bias = None

@@ -1,4 +1,4 @@
-"""PyTorch's tensors as arrays of NumPy or CuPy in the same memory, and which of them cannot be."""
+"""PyTorch tensors as NumPy or CuPy arrays in the same memory, and refusals of other tensors."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def check(named: Mapping[str, torch.Tensor | None], floats: tuple[str, ...] = ()) -> torch.device:
-    """Return the device on which all tensors of a call live; those of `floats` must be floats.
+    """Return the device of all tensors of a call, of which those in `floats` must be floats.
 
     Raises
     ------
     ArgumentTypeError
-        If something is no tensor with strides, or lives elsewhere than the first.
+        If something is not a tensor with strides, or is on another device than the first.
     """
     first = ""
     home = None
@@ -81,7 +81,7 @@ def _layout(x: torch.Tensor) -> str:
 
 
 def array_of(x: Any) -> Any:
-    """Return a tensor as an array in the same memory, and anything else as it is."""
+    """Return a tensor as an array in the same memory, and anything else unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     if x.is_cuda:
@@ -92,21 +92,21 @@ def array_of(x: Any) -> Any:
         )
     if x.dtype is torch.bfloat16:
         return x.view(torch.int16).numpy(force=True).view(_numpy_dtype(x.dtype))
-    return x.numpy(force=True)  # in less time than of its .detach()
+    return x.numpy(force=True)  # faster than .detach().numpy()
 
 
 def tensor_of(array: Any) -> torch.Tensor:
-    """Return an array in host memory as a tensor of the same memory."""
-    if array.dtype.kind == "V":  # how NumPy knows bfloat16
+    """Return an array in host memory as a tensor in the same memory."""
+    if array.dtype.kind == "V":  # NumPy's kind of bfloat16
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def empty_in_order_of(q: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return an uninitialised tensor, with the axes in memory as those of `q`.
+    """Return an uninitialised tensor, whose axes have the order in memory of those of `q`.
 
-    `shape` may have more leading axes; they, and axes along which `q` repeats itself, lie farthest
-    apart.
+    `shape` may have more leading axes than `q`. These have the largest strides, and so have axes
+    along which `q` is broadcast.
     """
     if len(shape) == q.ndim and q.is_contiguous():
         return q.new_empty(shape)
@@ -117,14 +117,14 @@ def empty_in_order_of(q: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def lse_dtype(q: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the LSE of queries."""
+    """Return the dtype of the log-sum-exp for queries."""
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
 def to_autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v in the dtype of torch.autocast where it is on, as PyTorch's attention."""
+    """Return q, k and v, converted as PyTorch's attention does if torch.autocast is on."""
     kind = "cuda" if q.is_cuda else "cpu"
     if q.is_meta or not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -134,7 +134,7 @@ def to_autocast(
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[Any]:
-    """Make PyTorch's current stream and its device CuPy's, for a while."""
+    """Return a context in which PyTorch's current stream and its device are also CuPy's."""
     if device.type != "cuda":
         return nullcontext()
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -142,7 +142,7 @@ def stream_of(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse q, k and v of different dtypes, whose remedy has other words than for arrays."""
+    """Refuse q, k and v of different dtypes, with the remedy for tensors."""
     if not q.dtype == k.dtype == v.dtype:
         raise ArgumentTypeError(
             f"got q {q.dtype}, k {k.dtype}, v {v.dtype}; expected one dtype. Convert with "
@@ -151,7 +151,7 @@ def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def refuse_gradients(named: Mapping[str, Any], remedy: str) -> None:
-    """Refuse tensors that require a gradient where none is computed."""
+    """Refuse tensors that require a gradient, in a function that computes none."""
     if not torch.is_grad_enabled():
         return
     for name, x in named.items():
@@ -160,7 +160,7 @@ def refuse_gradients(named: Mapping[str, Any], remedy: str) -> None:
 
 
 def refuse_meta(home: torch.device) -> None:
-    """Refuse tensors without elements where no operator gives their shapes."""
+    """Refuse meta tensors, in a function that is not an operator of PyTorch."""
     if home.type == "meta":
         raise ArgumentTypeError(
             "q: got a meta tensor, which has no elements; expected one on the CPU or on a GPU."
@@ -168,5 +168,5 @@ def refuse_meta(home: torch.device) -> None:
 
 
 def of_results(results: Any) -> Any:
-    """Return arrays in host memory, one or a tuple of them, as tensors."""
+    """Return an array in host memory, or a tuple of them, as tensors."""
     return tuple(map(tensor_of, results)) if isinstance(results, tuple) else tensor_of(results)

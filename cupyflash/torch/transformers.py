@@ -1,7 +1,7 @@
-"""Models of Hugging Face's transformers that compute their attention here.
+"""An attention implementation for models of Hugging Face's transformers.
 
-`register` makes "cupy_attention" a value of a model's ``attn_implementation``. Masks are those that
-the library makes for "sdpa": boolean tensors, or none where a mask is causal without padding.
+`register` makes "cupy_attention" a value for a model's ``attn_implementation``. The library makes
+the same masks as for "sdpa": boolean tensors, or none for a causal mask without padding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["attention_forward", "register"]
 
 
 def register(name: str = "cupy_attention") -> None:
-    """Make a name known to transformers, for ``attn_implementation=`` of models.
+    """Register a name with transformers, for ``attn_implementation=`` of models.
 
     Parameters
     ----------
     name : str
-        The name. It must not contain "flash": transformers takes such names for kernels of
-        flash_attn, whose masks it makes otherwise.
+        The name. It must not contain "flash", because transformers takes such names for kernels of
+        flash_attn and makes other masks for them.
 
     Raises
     ------
@@ -36,8 +36,9 @@ def register(name: str = "cupy_attention") -> None:
     >>> from cupyflash.torch import transformers
     >>> transformers.register()
 
-    Then ``AutoModelForCausalLM.from_pretrained(..., attn_implementation="cupy_attention")``,
-    or ``model.set_attn_implementation("cupy_attention")`` for a model that is there.
+    Then load a model by ``AutoModelForCausalLM.from_pretrained(...,
+    attn_implementation="cupy_attention")``, or change a loaded one by
+    ``model.set_attn_implementation("cupy_attention")``.
     """
     if "flash" in name:
         raise ArgumentError(
@@ -70,7 +71,7 @@ def attention_forward(
     Parameters
     ----------
     module : torch.nn.Module
-        The layer, whose ``is_causal`` counts where the argument is None.
+        The layer. Its ``is_causal`` is used if the argument is None.
     query : torch.Tensor, shape (B, Hq, Lq, D)
         Queries.
     key : torch.Tensor, shape (B, Hkv, Lk, D)
@@ -78,33 +79,34 @@ def attention_forward(
     value : torch.Tensor, shape (B, Hkv, Lk, Dv)
         Values.
     attention_mask : torch.Tensor or None
-        Broadcasts to (B, Hq, Lq, Lk): of bool, True attends; of floats, it is added to the scores.
+        It broadcasts to (B, Hq, Lq, Lk). If it is bool, True means attend. If it is of floats, it
+        is added to the scores.
     dropout : float
-        Probability of dropping a pair; PyTorch's generator of the CPU gives the seed.
+        Probability of dropping a pair. The seed comes from PyTorch's generator of the CPU.
     scaling : float, optional
         Default: 1 / sqrt(D).
     is_causal : bool, optional
-        Whether queries see no later keys where there is no mask.
+        Whether queries see no later keys if there is no mask.
     softcap : float, optional
-        Hold scores within (-softcap, softcap).
+        Bound of the scores, which then lie in (-softcap, softcap).
     s_aux : torch.Tensor, shape (Hq,), optional
         Logits of one extra key of value 0 per head.
     position_bias : torch.Tensor, optional
-        Broadcasts to (B, Hq, Lq, Lk); it is added to the scores.
+        It broadcasts to (B, Hq, Lq, Lk), and is added to the scores.
     **options : object
-        What other implementations need.
+        Arguments for other implementations, which are ignored.
 
     Returns
     -------
     out : torch.Tensor, shape (B, Lq, Hq, Dv)
         In the dtype of `query`.
     weights : None
-        They are never stored.
+        Weights are never stored.
 
     Raises
     ------
     ArgumentError
-        Weights are asked for.
+        ``output_attentions`` is True.
     """
     if options.get("output_attentions"):
         raise ArgumentError(
@@ -116,7 +118,7 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if attention_mask is None:
-        # The first query sees the first key alone: a static cache that is empty has more keys.
+        # The first query sees only the first key, because an empty static cache has more keys.
         mask = ("causal", 0) if is_causal and query.shape[2] > 1 else None
     elif attention_mask.dtype is not torch.bool:
         mask, bias = None, attention_mask if bias is None else attention_mask + bias

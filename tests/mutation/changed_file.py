@@ -55,7 +55,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def changed(text: str, before: str, after: str) -> str:
     """Return a text with one place changed, which must be there once."""
     if text.count(before) != 1:
-        raise ValueError(f"{before!r} is there {text.count(before)} times, once was wanted")
+        raise ValueError(f"got {text.count(before)} occurrences of {before!r}; expected one")
     return text.replace(before, after)
 
 

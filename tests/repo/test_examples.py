@@ -147,7 +147,7 @@ def test_one_sentence_is_an_error(capsys):
     with pytest.raises(SystemExit) as error:
         example.main(["alone"])
     assert error.value.code == 2
-    assert "at least two" in capsys.readouterr().err
+    assert "expected two or more" in capsys.readouterr().err
 
 
 def test_padding_changes_no_embedding():

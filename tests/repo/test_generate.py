@@ -197,10 +197,13 @@ def sizes(**changed):
     ("damage", "wanted"),
     [
         (lambda path: path.unlink(), "cannot be read"),
-        (lambda path: path.write_bytes(b"no model at all"), "no file of safetensors"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "no file of safetensors"),
-        (lambda path: change(path, **{"made by": "somebody"}), "holds no model of train_lm.py"),
-        (lambda path: change(path, tokens="words"), "holds no model of train_lm.py"),
+        (lambda path: path.write_bytes(b"no model at all"), "is not a safetensors file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "is not a safetensors file"),
+        (
+            lambda path: change(path, **{"made by": "somebody"}),
+            "does not contain a model of train_lm.py",
+        ),
+        (lambda path: change(path, tokens="words"), "does not contain a model of train_lm.py"),
         (lambda path: change(path, setting="{"), "got the sizes '{'"),
         (lambda path: change(path, setting="[1]"), "got the sizes '[1]'"),
         (lambda path: change(path, **sizes(colour=1)), "got the sizes"),
@@ -226,7 +229,7 @@ def test_a_folder_is_no_file(tmp_path, capsys):
     pytest.importorskip("safetensors", reason=program.INSTALL)
     assert generate.main([str(tmp_path), "--device", "cpu"]) == 1
     assert str(tmp_path) in capsys.readouterr().err
-    with pytest.raises(program.UnusableError, match="it is a folder"):
+    with pytest.raises(program.UnusableError, match="got a folder"):
         model_file.writable(tmp_path)
     with pytest.raises(program.UnusableError, match="make it first"):
         model_file.writable(tmp_path / "none" / "model.safetensors")
@@ -272,10 +275,10 @@ def test_both_ways_print_the_same_texts(saved, capsys):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--tokens", "0"], "a whole number from 1"),
-        (["--temperature", "-1"], "a finite number from 0"),
-        (["--temperature", "nan"], "a finite number from 0"),
-        (["--top-k", "0"], "a whole number from 1"),
+        (["--tokens", "0"], "a whole number of 1 or more"),
+        (["--temperature", "-1"], "a finite number of 0 or more"),
+        (["--temperature", "nan"], "a finite number of 0 or more"),
+        (["--top-k", "0"], "a whole number of 1 or more"),
         (["--attention", "float16"], "bfloat16"),
     ],
 )

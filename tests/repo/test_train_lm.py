@@ -267,7 +267,7 @@ def test_what_cannot_be_served_is_explained(arguments, wanted, with_extra, capsy
     ("arguments", "wanted"),
     [
         (["--width", "30", "--heads", "4"], "not a multiple of --heads 4"),
-        (["--steps", "0"], "a whole number from 1"),
+        (["--steps", "0"], "a whole number of 1 or more"),
         (["--rate", "nan"], "between 0 and 1"),
         (["--attention", "float16"], "bfloat16"),
     ],

@@ -1,4 +1,4 @@
-"""Properties of appending: what is written to a cache, and that nothing else is."""
+"""Properties of append: new rows are written to a cache, and nothing else is."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _expect_cache(ours: tuple[Array, Array], expected: tuple[Array, Array]) -> N
 
 @a_property("append")
 def appended_rows_are_written(s: Subject, p: Problem) -> None:
-    """New rows are the last ones that the cache holds, and no other bit of it changes."""
+    """New rows become the last ones of each entry, and no other bit of the cache changes."""
     n = int(p.rng.choice([1, 1, 2, ROOM_FOR]))
     c = Cache.drawn(s, p, 1, least=n)
     new = _rows(p, c, np.full(len(c.lengths), n))
@@ -80,7 +80,7 @@ def _pages_after(
 
 @a_property("append")
 def packed_rows_are_written(s: Subject, p: Problem) -> None:
-    """Packed rows, of any number for each entry, go to their entry's end and nowhere else."""
+    """Packed rows, any number for each entry, become its last ones, and no other bit changes."""
     c = Cache.drawn(s, p, 1, least=ROOM_FOR)
     counts = p.rng.integers(0, ROOM_FOR + 1, len(c.lengths))
     new = _rows(p, c, counts)
@@ -92,7 +92,7 @@ def packed_rows_are_written(s: Subject, p: Problem) -> None:
 
 @a_property("append")
 def appended_in_chunks(s: Subject, p: Problem) -> None:
-    """Rows that are appended in several calls leave the cache that one call leaves."""
+    """Appending rows in several calls leaves the same cache as appending them in one."""
     n = int(p.rng.integers(2, ROOM_FOR + 1))
     c = Cache.drawn(s, p, 1, least=n)
     k_new, v_new = (np.stack(x) for x in _rows(p, c, np.full(len(c.lengths), n)))
@@ -106,7 +106,7 @@ def appended_in_chunks(s: Subject, p: Problem) -> None:
 
 @a_property("append rope widths")
 def appended_rows_are_rotated(s: Subject, p: Problem) -> None:
-    """With rotary, keys and queries are bitwise what rope gives, and values stay as they are."""
+    """With rotary, keys and queries have the bits that rope gives, and values are unchanged."""
     n = int(p.rng.choice([1, 3, ROOM_FOR]))
     c = Cache.drawn(s, p, n, least=n)
     if c.k.shape[-1] < 2:  # nothing to rotate

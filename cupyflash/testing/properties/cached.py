@@ -1,4 +1,4 @@
-"""Properties of attention over a cache: where keys and values lie, and who else is there."""
+"""Properties of attention over a cache: layouts, unused positions and other entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _some_options(s: Subject, p: Problem) -> dict[str, Any]:
-    """Draw a mask and a sink, as far as the kernel knows them."""
+    """Draw a mask and a sink, if the kernel supports them."""
     options = some_mask(s, p)
     if "sink" in s.features and p.rng.random() < 0.5:
         options["sink"] = p.rng.standard_normal(p.q.shape[1]).astype(np.float32)
@@ -40,14 +40,14 @@ def cached_within_bound(s: Subject, p: Problem) -> None:
 
 @a_property("cached", weight=2)
 def pages_are_contiguous(s: Subject, p: Problem) -> None:
-    """A cache in pages is bitwise the contiguous one, whatever their size, order and layout."""
+    """A cache in pages of any size, order and layout gives the bits of a contiguous cache."""
     c, options = Cache.drawn(s, p), _some_options(s, p)
     c.same(s, c.read_pages(s, c.paged(), **options), c.read(s, **options), **options)
 
 
 @a_property("cached nonfinite")
 def unused_parts_of_a_cache_change_nothing(s: Subject, p: Problem) -> None:
-    """NaN and infinities behind the lengths, in other pages and in page numbers change no bit."""
+    """NaN and infinities in unused positions, and unused page numbers, change no bit."""
     c, options = Cache.drawn(s, p), _some_options(s, p)
     expected = c.filled(0.0).read(s, **options)
     c = c.filled(float(p.rng.choice([np.nan, np.inf, -np.inf])))
@@ -57,7 +57,7 @@ def unused_parts_of_a_cache_change_nothing(s: Subject, p: Problem) -> None:
 
 @a_property("cached")
 def entries_of_a_cache_apart(s: Subject, p: Problem) -> None:
-    """An entry is bitwise what it is alone, with no more room than it needs and a plain length."""
+    """An entry has the bits that it has alone, with an integer length and without spare room."""
     c, options = Cache.drawn(s, p), _some_options(s, p)
     together = c.read(s, **options)
     for b, n in enumerate(c.lengths):
@@ -68,7 +68,7 @@ def entries_of_a_cache_apart(s: Subject, p: Problem) -> None:
 
 @a_property("cached causal")
 def drafts_are_steps(s: Subject, p: Problem) -> None:
-    """n queries in one call are bitwise n calls of one query, each over a cache of its time."""
+    """n queries in one call have the bits of n calls with one query each, as the cache grows."""
     len_q = int(p.rng.choice([2, 3, 9]))
     c = Cache.drawn(s, p, len_q, least=len_q)
     windows = [masks.window(5, 0), masks.window(70, 0)] if "masks" in s.features else []
@@ -84,7 +84,7 @@ def drafts_are_steps(s: Subject, p: Problem) -> None:
 
 @a_property("cached")
 def packed_queries_of_a_cache(s: Subject, p: Problem) -> None:
-    """Packed queries, of any number for each entry, are bitwise those of the entry alone."""
+    """Packed queries, any number for each entry, have the bits of calls on single entries."""
     c, options = Cache.drawn(s, p, 9), _some_options(s, p)
     counts = p.rng.integers(0, 10, len(c.lengths))
     offsets = [0, *np.cumsum(counts).tolist()]
@@ -100,7 +100,7 @@ def packed_queries_of_a_cache(s: Subject, p: Problem) -> None:
 
 @a_property("cached masks nonfinite")
 def windows_drop_pages(s: Subject, p: Problem) -> None:
-    """Pages before a window may be anybody's: neither their rows nor their numbers change a bit."""
+    """Neither the rows nor the numbers of pages before a window change a bit."""
     c = Cache.drawn(s, p, least=1)
     left = int(p.rng.choice([0, 3, 70]))
     options = {"mask": masks.window(left, 0)}
@@ -117,7 +117,7 @@ def windows_drop_pages(s: Subject, p: Problem) -> None:
 
 @a_property("cached masks")
 def trees_are_dense_masks(s: Subject, p: Problem) -> None:
-    """Drafts under masks.tree are attention of each entry under the dense mask that it means."""
+    """Drafts under masks.tree get the attention of each entry under the same dense mask."""
     len_q = int(p.rng.choice([1, 3, 7]))
     c = Cache.drawn(s, p, len_q, least=len_q)
     ancestors = p.rng.random((len(c.lengths), len_q, len_q)) < 0.5
@@ -132,7 +132,7 @@ def trees_are_dense_masks(s: Subject, p: Problem) -> None:
 
 @a_property("cached widths gqa")
 def values_in_keys_are_copies(s: Subject, p: Problem) -> None:
-    """Values that are the first columns of the keys are bitwise values of their own."""
+    """Values that are the first columns of the keys give the bits of separate values."""
     c = Cache.drawn(s, p)
     width, options = int(p.rng.integers(1, c.k.shape[-1] + 1)), _some_options(s, p)
     c = replace(c, v=c.k[..., :width].copy())

@@ -1,8 +1,8 @@
 """Properties of rotary position embeddings: the rotation, its inverse, and relative positions.
 
-What a computed row may be off by follows from the formula x cos - y sin in the accumulator's type,
-rounded once. The angles are float32; where a property speaks of the angles themselves and not of
-the numbers that are given for them, they are off by half a unit of that type, too.
+The error bound of a computed row follows from the formula x cos - y sin in the accumulator's type,
+rounded once. Cosines and sines are given as float32. If a property is about the true angles, it
+also allows for the rounding of these numbers, which is half a unit of that type.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 POSITIONS = 300
-ANGLE_ERROR = 2.0**-25 + 2.0**-40  # of a cosine or a sine in float32, and of the angle
+ANGLE_ERROR = 2.0**-25 + 2.0**-40  # of a float32 cosine or sine, and of the angle
 
 
 def _frequencies(pairs: int) -> Array:
@@ -28,7 +28,7 @@ def _frequencies(pairs: int) -> Array:
 
 
 def drawn_angles(p: Problem, width: int, positions: int = POSITIONS) -> Angles:
-    """Draw how many columns of `width` are rotated, and in which pairs."""
+    """Draw how many of `width` columns are rotated, and how they are paired."""
     pairs = int(p.rng.integers(1, width // 2 + 1))
     angles = np.outer(np.arange(positions), _frequencies(pairs))
     cos, sin = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
@@ -52,19 +52,19 @@ def _turned(x: Array, cos: Array, sin: Array, angles: Angles) -> Array:
 
 
 def _exact(x: Array, at: Array, angles: Angles, inverse: bool = False) -> Array:
-    """Rotate by the numbers that are given for the angles."""
+    """Rotate by the given cosines and sines."""
     cos, sin = (wide(each)[at][..., None, :, :] for each in angles[:2])
     return _turned(x, cos, -sin if inverse else sin, angles)
 
 
 def _true(x: Array, at: Array, angles: Angles) -> Array:
-    """Rotate by the angles themselves."""
+    """Rotate by the true angles."""
     by = wide(at)[..., None] * _frequencies(angles.cos.shape[1])
     return _turned(x, np.cos(by)[..., None, :, :], np.sin(by)[..., None, :, :], angles)
 
 
 def _sums(x: Array, angles: Angles) -> Array:
-    """Return |x| + |y| of each pair in both of its columns, and 0 in those that stay."""
+    """Return |x| + |y| of each pair in both of its columns, and 0 in columns that stay."""
     sums, (first, second) = np.zeros(x.shape, np.longdouble), _columns(angles)
     both = abs(wide(x[..., first])) + abs(wide(x[..., second]))
     sums[..., first] = sums[..., second] = both
@@ -72,7 +72,7 @@ def _sums(x: Array, angles: Angles) -> Array:
 
 
 def _limit(s: Subject, x: Array, exact: Array, angles: Angles) -> Array:
-    """Bound what a rotated row is off by; columns that stay are exact."""
+    """Return the error bound of a rotated row, which is 0 in columns that stay."""
     precision = s.precision(x.dtype)
     sums = _sums(x, angles)
     inner = precision.gamma(3) * sums + 4 * precision.underflow * (sums > 0)
