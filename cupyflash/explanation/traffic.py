@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 
 from ..figures.survey import Survey
+from ..gpu.kernels import decode
 from ..gpu.workspace import UNIT
 from ..problem.call import Call
 from .results import Bytes
@@ -46,6 +47,7 @@ class Sizes:
         # Sums of dq in memory: in groups of columns for 16-bit types, otherwise dq itself.
         columns = -(-problem.d // UNIT) * UNIT if self.item < self.wide else problem.d
         self.sum_row = columns * self.wide
+        self.piece_row = decode.row_bytes(problem.d_v, self.wide)  # o, m and l of some keys
 
     def seen(self, found: Survey) -> dict[str, int]:
         """Return the bytes of keys and values in visited tiles, each counted once.
@@ -85,8 +87,13 @@ class Sizes:
         if part == "dq_rows":
             rows = made({"dq_accum": sums}, {"dq": self.q})
             return rows, rows
-        assert found is not None
         d, d_v = self.problem.d, self.problem.d_v
+        leaves = max(-(-int(self.problem.len_k) // decode.LEAF), 1)
+        pieces = [{"pieces": n * self.queries * self.piece_row} for n in (1, leaves)]
+        if part == "join":
+            results = {"o": self.o, "lse": self.row}
+            return made(pieces[0], results), made(pieces[1], results)
+        assert found is not None
         keys, queries = found.visited_keys * self.item, found.visited_queries
         again = {"k": keys * d, "v": keys * d_v}
         statistics = {"lse": self.row, "delta": self.row}
@@ -115,6 +122,8 @@ class Sizes:
         else:
             mine, results = {"q": self.q}, {"o": self.o, "lse": self.row}
         once = self.seen(found)
+        if part == "decode":
+            return made(mine | once, pieces[0]), made(mine | again, pieces[1])
         return made(mine | once, results), made(mine | again, results)
 
     def passing(self, part: str, atomic_dq: bool) -> int:
@@ -137,6 +146,6 @@ def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:
         return 2 * pairs * ((3 if atomic_dq else 2) * d + 2 * d_v)
     if part == "dq":
         return 2 * pairs * (2 * d + d_v)
-    if part in ("delta", "dq_rows"):
+    if part in ("delta", "dq_rows", "join"):
         return 0
     return 2 * pairs * (d + d_v)

@@ -33,14 +33,28 @@ def forward(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> 
         writer.told["few_rows"] = 2**31 - 1
     scratch = {}
     if few:
-        grid, tiles = writer.add("decode", _extent_of_tasks(call, facts), named=("workspace",))
-        size = _decode_bytes(call, grid, tiles)
+        size = _add_decode(writer, _extent_of_tasks(call, facts))
         scratch["workspace"] = ArraySpec((size,), np.dtype(np.uint8))
     if many:
         extent = writer.extent(writer.lead.sizes)
         assert call.cache is not None
         writer.add("forward", extent._replace(differ=not isinstance(call.cache.lengths, int)))
     return Recipe(tuple(writer.launches), scratch, writer.generated.arrays)
+
+
+def _add_decode(writer: Writer, extent: Extent) -> int:
+    """Add the kernel of few queries and the one that joins its pieces; return their workspace."""
+    call, named = writer.call, ("workspace",)
+    grid, tiles = writer.add("decode", extent, named=named)
+    if grid.size:
+        # Maxima are scores; logits where scores are changed, and in the portable kernel.
+        spec = writer.launches[-1].special.spec
+        has_scores = spec.tensor_cores and not writer.generated.functions.has_score
+        fields = dict(decode.fields(grid, keys_of(call)))
+        fields["scale"] = abs(call.problem.scale) if has_scores else 1.0
+        blocks = tiles.block_q, tiles.block_kv
+        writer.add("join", extent, fields, named, blocks=blocks)
+    return _decode_bytes(call, grid, tiles)
 
 
 def _entries_by_rows(call: Call, facts: Target) -> tuple[bool, bool]:

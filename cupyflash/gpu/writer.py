@@ -188,11 +188,13 @@ class Writer:
         fields: Mapping[str, Any] | None = None,
         named: tuple[str, ...] = (),
         adds_dq: bool = False,
+        blocks: tuple[int, int] | None = None,
     ) -> tuple[Grid, Tiles]:
         """Add the kernel that serves a part of the call, and return its grid and its tiles.
 
         `fields` override the common parameters, and `named` are additional addresses. `adds_dq`
-        says whether the kernel adds its share of dq to memory.
+        says whether the kernel adds its share of dq to memory. `blocks` are the queries and keys of
+        a tile, if those of another kernel decide.
         """
         problem = self.call.problem
         functions = self.generated.functions
@@ -204,7 +206,7 @@ class Writer:
             self.lead,
             slope=functions.has_slope,
             params_bytes=_size(functions),
-            blocks=self.blocks,
+            blocks=blocks or self.blocks,
         )
         spec, tiles, _ = registry.select(part, request)
         grid = spec.grid(extent, tiles)
@@ -235,7 +237,7 @@ class Writer:
             atomic_dq=adds_dq,
             tma_store=tma.stores,
         )
-        check_grid(spec.name, grid.work_tiles)
+        check_grid(spec.name, max(grid.work_tiles, grid.size))
         if part == "decode":
             told |= decode.fields(grid, keys_of(self.call))
         told["tma_rows"] = next((x.rows for x in tma.maps if request.is_paged(x.name)), 0)

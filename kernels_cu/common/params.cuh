@@ -92,7 +92,7 @@ struct Params {
   // Of a call over a cache (cache.cuh); decode kernels read the workspace of every call.
   const char* lengths;    // (batch,) of positions that are held; null: len_k everywhere
   const char* table;      // (batch, pages of an entry) of page numbers; null: no pages
-  char* workspace;        // of decode kernels: see decode/workspace.cuh
+  char* workspace;        // of decode kernels and decode_combine: see decode/workspace.cuh
   long long length_step;  // elements between neighbours of lengths, entries and pages of table
   long long table_batch;
   long long table_step;

@@ -7,7 +7,7 @@ namespace decode {
 
 // A leaf of a unit. A unit without visible leaves has one without keys, because it has a result.
 struct Leaf {
-  int unit, index_of_unit;  // its slot, and which of its task's units it is
+  int unit;  // its slot
   int index, keys, tile_class;
   int place;  // of its task among the warp's two
   bool exists;
@@ -33,11 +33,10 @@ class Cursor {
   __device__ __forceinline__ Cursor(const Params& p, const Schedule& schedule, const Units& units,
                                     const Workspace& workspace, WarpTasks& tasks_smem)
       : p_(p), workspace_(workspace), tasks_smem_(tasks_smem), level_(units.level) {
-    block_begin_ = units.begin(blockIdx.x);
-    block_end_ = units.begin(blockIdx.x + 1);
-    const int all = block_end_ - block_begin_, warp = threadIdx.x / ptx::WARP_SIZE;
-    unit_ = block_begin_ + all * warp / WARPS;
-    end_ = block_begin_ + all * (warp + 1) / WARPS;
+    const int begin = units.begin(blockIdx.x), all = units.begin(blockIdx.x + 1) - begin;
+    const int warp = threadIdx.x / ptx::WARP_SIZE;
+    unit_ = begin + all * warp / WARPS;
+    end_ = begin + all * (warp + 1) / WARPS;
     if (unit_ == end_) return;
     const Found found = find_unit(p, schedule, unit_);
     index_ = found.index;
@@ -54,12 +53,12 @@ class Cursor {
         yielded_ = true;
         const long long first = static_cast<long long>(leaf_) << LOG_LEAF;
         const int keys = tile::rows_from(first, task.len_k, LEAF);
-        return Leaf{unit_, index_, leaf_++, keys, tile_class, place_, true};
+        return Leaf{unit_, leaf_++, keys, tile_class, place_, true};
       }
       if (leaf_ < leaf_end_) continue;
       if (!yielded_) {
         yielded_ = true;
-        return Leaf{unit_, index_, leaf_begin_, 0, PARTIAL, place_, true};
+        return Leaf{unit_, leaf_begin_, 0, PARTIAL, place_, true};
       }
       if (++unit_ == end_) break;
       if (++index_ == task.units(level_)) {
@@ -71,17 +70,7 @@ class Cursor {
       }
       begin_unit();
     }
-    return Leaf{unit_, 0, 0, 0, EMPTY, place_, false};
-  }
-
-  // Prepares the counter of a task that other blocks have units of, too: for the first and the last
-  // unit of the block.
-  __device__ __forceinline__ void prepare_counter(const Task& task, const Leaf& leaf) const {
-    const int index = leaf.index_of_unit;
-    const int first = leaf.unit - index, end = first + task.units(level_);
-    const bool at_end = leaf.unit == block_begin_ || leaf.unit == block_end_ - 1;
-    const bool is_shared = at_end && (first < block_begin_ || end > block_end_);
-    if (is_shared && ptx::lane_index() == 0) prepare(workspace_.counters + task.number);
+    return Leaf{unit_, 0, 0, EMPTY, place_, false};
   }
 
  private:
@@ -100,9 +89,9 @@ class Cursor {
     leaf_end_ = tile::smaller((static_cast<long long>(node) + 1) << shift, task.last);
     leaf_ = leaf_begin_;
     yielded_ = false;
-    if (ptx::lane_index() == 0) {
-      workspace_.units[unit_] =
-          UnitRecord{task.number, index_, task.units(level_), task.first_node(level_)};
+    if (index_ == 0 && ptx::lane_index() == 0) {
+      workspace_.records[task.number] =
+          TaskRecord{unit_, task.units(level_), task.first_node(level_), level_};
     }
   }
 
@@ -143,7 +132,6 @@ class Cursor {
   const Workspace& workspace_;
   WarpTasks& tasks_smem_;
   int unit_ = 0, end_ = 0;  // its unit's slot, and the end of the warp's
-  int block_begin_, block_end_;
   int level_, index_ = 0, place_ = 0;
   int leaf_ = 0, leaf_begin_ = 0, leaf_end_ = 0;
   int classified_ = 0;  // leaves before this one have bits, the last 32 of them

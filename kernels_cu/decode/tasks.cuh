@@ -13,7 +13,7 @@
 
 namespace decode {
 
-constexpr int LEAF = 64, LOG_LEAF = 6, LOG_CHILDREN = 3;
+constexpr int LEAF = 64, LOG_LEAF = 6, LOG_CHILDREN = 3, CHILDREN = 1 << LOG_CHILDREN;
 constexpr int MOST_ROWS = BLOCK_Q;
 constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
@@ -226,12 +226,9 @@ struct Units {
 
   __device__ __forceinline__ explicit Units(const Schedule& schedule)
       : level(schedule.level), total(schedule.total()) {}
-  // The first unit of a block, and the block of a unit.
+  // The first unit of a block.
   __device__ __forceinline__ int begin(int block) const {
     return static_cast<int>(static_cast<long long>(block) * total / gridDim.x);
-  }
-  __device__ __forceinline__ int block_of(int unit) const {
-    return static_cast<int>((static_cast<long long>(unit + 1) * gridDim.x - 1) / total);
   }
 };
 

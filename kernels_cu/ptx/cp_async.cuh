@@ -30,6 +30,16 @@ __device__ __forceinline__ void cp_async_partial(unsigned int address, const voi
                : "memory");
 }
 
+// The same for what is read only once: it leaves the L2 cache before other data.
+__device__ __forceinline__ void cp_async_once(unsigned int address, const void* from_gmem,
+                                              int bytes) {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(address),
+               "l"(__cvta_generic_to_global(from_gmem)), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
 // Stores 16 bytes to a 16-byte boundary of global memory.
 __device__ __forceinline__ void store(void* to_gmem, const Bytes16& bytes) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to_gmem)),

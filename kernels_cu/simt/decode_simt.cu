@@ -5,8 +5,10 @@
 // the columns of the output. Every product is a scalar multiply-add in the accumulator's type.
 // Nodes are merged in the slots of the workspace.
 //
-// Grid: a share of all units for each block. Shared memory: SharedStorage. BLOCK_KV is 64.
+// Grid: a share of all units for each block; decode_combine.cu joins what they leave behind.
+// Shared memory: SharedStorage. BLOCK_KV is 64.
 #include "../common/params.cuh"
+#include "../common/softmax.cuh"
 #include "../decode/cursor.cuh"
 
 namespace {
@@ -24,7 +26,6 @@ struct SharedStorage {
   decode::WarpTasks tasks[decode::WARPS];
   WarpStorage warps[decode::WARPS];
   decode::Schedule schedule;
-  int last[2];
 };
 
 static_assert(BLOCK_KV == LEAF, "BLOCK_KV");
@@ -59,9 +60,10 @@ __device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspa
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     if (r >= rows) break;
-    merge::Statistics own = fresh ? merge::no_keys() : workspace.statistic(slot, r);
+    accum_t* const to = workspace.row(slot, r);
+    merge::Statistics own = fresh ? merge::no_keys() : decode::statistics_of(to);
     const merge::Factors factors = merge::statistics(own, state.row[r], c);
-    accum_t* const sums = workspace.row(slot, r);
+    accum_t* const sums = to + decode::STATISTICS;
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; ++n) {
       const int column = ptx::lane_index() + n * ptx::WARP_SIZE;
@@ -70,7 +72,7 @@ __device__ __forceinline__ void merge_into_slot(const decode::Workspace& workspa
       }
     }
     __syncwarp();  // the statistics, read by all lanes
-    if (ptx::lane_index() == 0) workspace.statistic(slot, r) = own;
+    if (ptx::lane_index() == 0) decode::statistics_of(to) = own;
   }
   __syncwarp();  // the slot, written by all lanes
 }
@@ -80,11 +82,12 @@ __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, lo
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     if (r >= rows) break;
-    state.row[r] = workspace.statistic(slot, r);
+    accum_t* const from = workspace.row(slot, r);
+    state.row[r] = decode::statistics_of(from);
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; ++n) {
       const int column = ptx::lane_index() + n * ptx::WARP_SIZE;
-      if (column < D_V) state.o[r][n] = workspace.row(slot, r)[column];
+      if (column < D_V) state.o[r][n] = from[decode::STATISTICS + column];
     }
   }
   __syncwarp();  // the slot, read by all lanes before it is written again
@@ -107,9 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 
   const accum_t scale = static_cast<accum_t>(p.scale);
   constexpr accum_t C = static_cast<accum_t>(1.4426950408889634);  // scores are logits here
-  const int top = units.level > 0 ? units.level : 1;  // the level of what a unit's slot gets
-  unsigned int fresh = ~0u;                           // bit n: nothing is in the node of level n
-  int loaded = -1;                                    // the number of the task with loaded queries
+  unsigned int fresh = ~0u;  // bit n: nothing is in the node of level n
+  int loaded = -1;           // the number of the task with loaded queries
   decode::Leaf now = cursor.next();
 
 #pragma unroll 1
@@ -133,7 +135,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       __syncwarp();  // the queries, written by all lanes
     }
-    cursor.prepare_counter(task, now);
     // 2 scores
 #pragma unroll 1
     for (int first = 0; first < LEAF; first += KEYS_AT_ONCE) {
@@ -211,16 +212,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // The leaf joins its node: merges stand for step 6.
     const decode::Leaf next = cursor.next();
 #pragma unroll 1
-    for (int level = 1; level <= top; ++level) {
-      const long long slot = level == top ? now.unit : workspace.held(p, level);
+    for (int level = 1;; ++level) {
+      const bool is_unit = level >= units.level;
+      const long long slot = is_unit ? now.unit : workspace.held(p, level);
       merge_into_slot(workspace, slot, leaf, task.rows, (fresh >> level & 1) != 0, C);
       fresh &= ~(1u << level);
-      if (level == top || now.shares_node(next, level)) break;
+      if (is_unit || now.shares_node(next, level)) break;
       load_slot(workspace, slot, leaf, task.rows);
       fresh |= 1u << level;
     }
     if (!next.exists || next.unit != now.unit) fresh = ~0u;
     now = next;
   }
-  decode::fold_and_finish(p, workspace, units, decode::Scale{accum_t(1), C}, storage_smem->last);
 }

@@ -22,15 +22,15 @@ struct LeafPlaces {
       }
     }
   }
-  // The place of a row of half HALF of the leaf. All lanes call it together.
-  template <int HALF>
-  __device__ __forceinline__ cache::Place of(int row) const {
-    if constexpr (PAGED) {
-      const int lane = row % ptx::WARP_SIZE;
-      return cache::Place{ptx::shuffle(at[HALF].page, lane), ptx::shuffle(at[HALF].row, lane)};
-    } else {
-      return cache::Place{0, first + row};
-    }
+  // Elements before the row of the lane's own key of a half of the leaf. Without pages lanes need
+  // none.
+  __device__ __forceinline__ long long own(int half, long long page_step,
+                                           long long row_step) const {
+    return PAGED ? at[PAGED ? half : 0].offset(page_step, row_step) : 0;
+  }
+  // Elements before the row of a key, given what its half's lanes have. All lanes call it together.
+  __device__ __forceinline__ long long of(int key, long long own, long long row_step) const {
+    return PAGED ? ptx::shuffle(own, key % ptx::WARP_SIZE) : (first + key) * row_step;
   }
 };
 
@@ -70,21 +70,26 @@ struct Lanes {
 };
 
 // The copies of `begin_copy`, one after the other, of rows that are copied 16 bytes at a time.
+// `own` is what the lane has of the half of the leaf in which the rows lie.
 template <int FIRST, int KEYS, int WIDTH, int ROW = 0>
 __device__ __forceinline__ void copy_vectors(unsigned int stage_address, const Source& from,
                                              const storage_t* source, const LeafPlaces& places,
-                                             const Lanes<WIDTH>& lanes, int bytes, int left) {
+                                             const Lanes<WIDTH>& lanes, int bytes, int left,
+                                             long long own = 0) {
   if constexpr (ROW < KEYS) {
     if constexpr (PAGED) {  // as many rows as are copied at a time lie in one half of the leaf
-      const cache::Place at = places.of<(FIRST + ROW) / ptx::WARP_SIZE>(FIRST + ROW + lanes.row);
-      source = from.data + at.offset(from.page, from.row) + STORED_VECTOR * lanes.piece;
+      constexpr int KEY = FIRST + ROW;
+      if (ROW == 0 || KEY % ptx::WARP_SIZE == 0) {
+        own = places.own(KEY / ptx::WARP_SIZE, from.page, from.row);
+      }
+      source = from.data + places.of(KEY + lanes.row, own, from.row) + STORED_VECTOR * lanes.piece;
     }
     if (Lanes<WIDTH>::EACH == Lanes<WIDTH>::PIECES || lanes.piece < Lanes<WIDTH>::PIECES) {
-      ptx::cp_async_partial(stage_address + lanes.at(ROW), source, ROW < left ? bytes : 0);
+      ptx::cp_async_once(stage_address + lanes.at(ROW), source, ROW < left ? bytes : 0);
     }
     constexpr int AT_ONCE = Lanes<WIDTH>::AT_ONCE;
     copy_vectors<FIRST, KEYS, WIDTH, ROW + AT_ONCE>(
-        stage_address, from, source + AT_ONCE * from.row, places, lanes, bytes, left);
+        stage_address, from, source + AT_ONCE * from.row, places, lanes, bytes, left, own);
   }
 }
 
@@ -102,17 +107,18 @@ __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
     return;
   }
   constexpr int COLUMNS = fragment::whole_columns(WIDTH);
+  const long long own[2] = {places.own(0, from.page, from.row), places.own(1, from.page, from.row)};
 #pragma unroll 1
   for (int row = 0; row < KEYS; ++row) {
-    const cache::Place at =
-        FIRST + row < ptx::WARP_SIZE ? places.of<0>(FIRST + row) : places.of<1>(FIRST + row);
-    const storage_t* const source = from.data + at.offset(from.page, from.row);
+    const int key = FIRST + row;
+    const storage_t* const source =
+        from.data + places.of(key, own[key < ptx::WARP_SIZE ? 0 : 1], from.row);
 #pragma unroll 1
     for (int column = ptx::lane_index(); column < COLUMNS; column += ptx::WARP_SIZE) {
       const int offset =
           fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, column / STORED_VECTOR);
       reinterpret_cast<storage_t*>(stage_smem + offset)[column % STORED_VECTOR] =
-          FIRST + row < valid && column < WIDTH ? source[column * from.col] : storage_t(0);
+          key < valid && column < WIDTH ? source[column * from.col] : storage_t(0);
     }
   }
 }

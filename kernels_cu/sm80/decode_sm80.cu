@@ -6,8 +6,9 @@
 // keys are the 16 rows of one matrix instruction. Each warp has its own pipeline of STAGES stages
 // in shared memory, and meets no other one before its keys are done.
 //
-// Grid: a share of all units for each block. Shared memory: SharedStorage; of every warp its stages
-// and its queries. BLOCK_Q is 16, BLOCK_KV 64.
+// Grid: a share of all units for each block; decode_combine.cu joins what they leave behind.
+// Shared memory: SharedStorage; of every warp its stages and its queries. BLOCK_Q is 16,
+// BLOCK_KV 64.
 #include "../common/params.cuh"
 #include "decode_rows.cuh"
 #include "fragment_softmax.cuh"
@@ -30,7 +31,6 @@ constexpr int QUERY_BYTES = 16 * Q_BYTES;
 struct SharedStorage {
   decode::Schedule schedule;
   decode::WarpTasks tasks[decode::WARPS];
-  int last[2];
 };
 constexpr int SHARED_STORAGE_BYTES = matmul::round_up(static_cast<int>(sizeof(SharedStorage)), 128);
 constexpr int WARP_BYTES = (SHARED_BYTES - SHARED_STORAGE_BYTES) / decode::WARPS;
@@ -168,12 +168,13 @@ __device__ __forceinline__ void store_slot(const decode::Workspace& workspace, l
   for (int r = 0; r < ROWS; ++r) {
     const int row = fragment::lane_row() + 8 * r;
     if (row >= rows) continue;
-    accum_t* const sums = workspace.row(slot, row) + fragment::lane_column();
+    accum_t* const to = workspace.row(slot, row);
+    accum_t* const sums = to + decode::STATISTICS + fragment::lane_column();
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; n += 2) {
       *reinterpret_cast<Pair*>(sums + 4 * n) = Pair{state.o[r][n], state.o[r][n + 1]};
     }
-    if (ptx::lane_index() % 4 == 0) workspace.statistic(slot, row) = state.row[r];
+    if (ptx::lane_index() % 4 == 0) decode::statistics_of(to) = state.row[r];
   }
 }
 
@@ -183,8 +184,9 @@ __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, lo
   for (int r = 0; r < ROWS; ++r) {
     const int row = fragment::lane_row() + 8 * r;
     if (row >= rows) continue;
-    state.row[r] = workspace.statistic(slot, row);
-    const accum_t* const sums = workspace.row(slot, row) + fragment::lane_column();
+    accum_t* const from = workspace.row(slot, row);
+    state.row[r] = decode::statistics_of(from);
+    const accum_t* const sums = from + decode::STATISTICS + fragment::lane_column();
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; n += 2) {
       const Pair pair = *reinterpret_cast<const Pair*>(sums + 4 * n);
@@ -275,9 +277,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const fragment::Left<D, false> q(q_smem);
   State node;  // of level 1, if it is in registers
   clear(node);
-  const int top = units.level > 0 ? units.level : 1;  // the level of what a unit's slot gets
-  unsigned int fresh = ~0u;                           // bit n: nothing is in the node of level n
-  int loaded = -1;  // the number of the task whose queries are loaded
+  unsigned int fresh = ~0u;  // bit n: nothing is in the node of level n
+  int loaded = -1;           // the number of the task whose queries are loaded
 
 #pragma unroll 1
   while (now.exists) {
@@ -287,7 +288,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       loaded = task.number;
       decode_rows::load_queries(p, task, q_smem);
     }
-    cursor.prepare_counter(task, now);
     bool masked = now.tile_class == PARTIAL || now.keys < LEAF;
     unsigned int mask[ROWS];
     if (MAY_MASK && masked) evaluate_mask(p, task, now, mask);
@@ -368,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     // Nodes that are not in registers are in slots.
 #pragma unroll 1
     while (whole) {
-      const bool is_unit = level >= top;
+      const bool is_unit = level >= units.level;
       const long long slot = is_unit ? now.unit : workspace.held(p, level);
       if ((fresh >> level & 1) != 0) {
         store_slot(workspace, slot, leaf, task.rows);
@@ -391,5 +391,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       next_places = places_of(next);
     }
   }
-  decode::fold_and_finish(p, workspace, units, decode::Scale{logit_scale, c}, storage_smem->last);
 }

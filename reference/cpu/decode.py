@@ -267,6 +267,37 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
             store(target, sink.dtype.type(natural))
 
 
+@helper
+def decode_combine(
+    merge, units, first_unit, count, level, top, kept, place, size, c, nodes, filled, shape, b,
+    head, heads, i0, queries, columns, sink, out, lse,
+):  # fmt: skip
+    """Join the units of a task, and write its out and lse.
+
+    A task with several units has `kept` them from `place` on; that of another is in `nodes`.
+    """
+    result, before, none = level, -1, -1
+    if count > 1:
+        result = top
+        filled[:] = 0
+        for n in range(count):
+            index = units[first_unit + n, 1]
+            if before >= 0:
+                close_nodes(
+                    merge, nodes, size, heads * queries, columns, c, filled, before, index, level,
+                    top,
+                )  # fmt: skip
+            before = index
+            add_to_node(
+                merge, nodes, size, level + 1, kept, place + n * size, heads * queries, columns, c,
+                filled,
+            )  # fmt: skip
+        close_nodes(
+            merge, nodes, size, heads * queries, columns, c, filled, before, none, level, top
+        )
+    finish_task(shape, b, head, heads, i0, queries, nodes, size * result, columns, sink, out, lse)
+
+
 @takes(
     lambda number: (
         INT, INT, INT, INTS, TABLE, TABLE, INT, INT, shape_of(number), CHANGES, INT, CACHE, ROWS,
@@ -403,29 +434,13 @@ def decode(
             )
         else:
             clear(nodes, size * level, rows)
-        result = level
         if count > 1:
             at = place + (unit - first_unit) * size
             for n in range(size):
                 kept[at + n] = nodes[size * level + n]
             if arrive(first_address(done) + 8 * task) != count - 1:
                 continue
-            filled[:] = 0
-            before = none
-            for n in range(count):
-                index = units[first_unit + n, 1]
-                if before >= 0:
-                    close_nodes(
-                        merge, nodes, size, rows, columns, c, filled, before, index, level,
-                        top,
-                    )  # fmt: skip
-                before = index
-                add_to_node(
-                    merge, nodes, size, level + 1, kept, place + n * size, rows, columns, c,
-                    filled,
-                )  # fmt: skip
-            close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, level, top)
-            result = top
-        finish_task(
-            shape, b, head, heads, i0, queries, nodes, size * result, columns, sink, out, lse
-        )
+        decode_combine(
+            merge, units, first_unit, count, level, top, kept, place, size, c, nodes, filled, shape,
+            b, head, heads, i0, queries, columns, sink, out, lse,
+        )  # fmt: skip

@@ -230,8 +230,11 @@ def test_keys_that_nobody_sees_are_not_read():
     q, k = (8, 1, 64), (2, 4096, 64)
     made = explain(q, k, mask=masks.mask(lambda b, h, i, j: j >= 2048))
     assert made.least.reads == {"q": 8 * 64 * 2, "k": 2 * 2048 * 64 * 2, "v": 2 * 2048 * 64 * 2}
-    assert made.main.once == made.least
-    assert made.main.once == made.main.most  # four heads are four rows of a tile
+    main, join = made.kernels  # four heads are four rows of a tile
+    assert main.once.reads == main.most.reads == made.least.reads
+    for moved, of, n in ((main.once, join.once, 1), (main.most, join.most, 64)):
+        assert moved.writes == of.reads == {"pieces": n * 8 * (64 + 4) * 4}  # o, m and l
+    assert (join.once.writes, join.flops) == (made.least.writes, 0)
     apart = explain((8, 65, 64), k, mask=masks.mask(lambda b, h, i, j: j >= 2048))
     assert apart.main.most.reads["k"] == 4 * apart.least.reads["k"]
     each = explain(q, k, mask=masks.mask(lambda b, h, i, j: j // 512 == h))

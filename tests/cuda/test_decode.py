@@ -225,6 +225,16 @@ def test_large_nodes(dtype, blocks):
     within_the_bound(blocks, q, k, v, lengths, *got)
 
 
+@pytest.mark.thorough("many keys; fewer nodes are quick")
+@BOTH
+def test_more_nodes_than_have_room_in_shared_memory(dtype, blocks):
+    """Their kernel keeps 64 nodes of 512 keys there, and others where their units were."""
+    q, k, v = draw(dtype, (1, 1, 1, 8), (1, 1, 33_000, 8), (1, 1, 33_000, 8), seed=17)
+    blocks = dataclasses.replace(blocks, multiprocessors=60)
+    for lengths in ([32_768], [33_000]):
+        within_the_bound(blocks, q, k, v, lengths, *run(q, k, v, lengths[0], blocks))
+
+
 @BOTH
 def test_packed_queries(dtype, blocks):
     counts, lengths = [3, 0, 5, 1], np.array([600, 300, 70, 5])
@@ -313,9 +323,8 @@ def test_attention_takes_them_where_queries_are_few(dtype, blocks):
     out, lse = np.full(q.shape, np.nan, dtype), np.full(q.shape[:-1], np.nan)
     lse = lse.astype(call.problem.accumulator)
     emulator.forward(call, out, lse)
-    assert set(names) == {
-        "decode_sm80" if blocks.tensor and dtype in (F16, BF16) else "decode_simt"
-    }
+    decode = "decode_sm80" if blocks.tensor and dtype in (F16, BF16) else "decode_simt"
+    assert set(names) == {decode, "decode_combine"}
     precision = Precision.of(dtype, blocks.tensor and dtype in (F16, BF16))
     bound = forward_bound(q, k, v, precision=precision, block_kv=64, mask=masks.causal())
     assert rho(out, *bound.out).value <= 1

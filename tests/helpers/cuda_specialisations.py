@@ -126,6 +126,8 @@ def cases() -> list[Case]:
         for kernel, dtype, packed in (
             ("decode_sm80", dtypes[1 + n], n == 1),
             ("decode_simt", dtypes[3 * n], n == 0),
+            ("decode_combine", dtypes[1 + n], n == 1),
+            ("decode_combine", dtypes[3 * n], n == 0),
         ):
             found.append(Case(kernel, dtype, own, options, packed, "paged" if packed else ""))
     for kernel, dtype, own, options, packed, cache in [
@@ -207,7 +209,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     functions = generate(*parts, short=True).functions if spec.scores else NONE
     if not spec.slope:
         functions = dataclasses.replace(functions, has_slope=False)
-    request = Request(problem, target_of(arch), call, slope=functions.has_slope)
+    blocks = (16, 64) if spec.part == "join" else None  # those of a decode kernel
+    request = Request(problem, target_of(arch), call, slope=functions.has_slope, blocks=blocks)
     assert spec.is_for(problem, request.device)
     tiles = _tiles(spec, case, request)
     return Specialisation(

@@ -32,14 +32,14 @@ class Fault(NamedTuple):
 
 
 MERGE, CACHE, ROTARY = (f"kernels_cu/common/{x}.cuh" for x in ("merge", "cache", "rotary"))
-TASKS, CURSOR, WORKSPACE = (f"kernels_cu/decode/{x}.cuh" for x in ("tasks", "cursor", "workspace"))
+TASKS, CURSOR = (f"kernels_cu/decode/{x}.cuh" for x in ("tasks", "cursor"))
+JOIN = "kernels_cu/any/decode_combine.cu"
 SIMT, ROWS = "kernels_cu/simt/decode_simt.cu", "kernels_cu/sm80/decode_rows.cuh"
 APPEND = "kernels_cu/any/append.cu"
 DECODED, APPENDED = "cuda/test_decode.py::test_", "cuda/test_append.py::test_"
 IN_RANGE = DECODED + "lengths_and_tables_of_a_device_are_held_in_range"
 WITHIN = DECODED + "every_entry_is_attention_over_what_it_holds"
 GRID = DECODED + "no_bit_depends_on_the_grid_or_the_schedule"
-SERVES_AGAIN = DECODED + "a_workspace_may_hold_anything_and_serves_again"
 OPTIONS = DECODED + "masks_and_scores"
 LOOPS, NO_ROOM = APPENDED + "a_step_is_what_loops_write", APPENDED + "nothing_is_written_where"
 
@@ -155,20 +155,20 @@ ON_A_GPU = {
     ),
     "missing rows of strided keys are read": Fault(
         ROWS,
-        "FIRST + row < valid && column < WIDTH ?",
+        "key < valid && column < WIDTH ?",
         "column < WIDTH ?",
         DECODED + "heads_of_any_size",
         "sm80 and 7",
     ),
     "the fold begins at the second child": Fault(
-        WORKSPACE,
+        JOIN,
         "for (int n = 0; n < CHILDREN; ++n) {\n      const accum_t other_l",
         "for (int n = 1; n < CHILDREN; ++n) {\n      const accum_t other_l",
         WITHIN,
         "simt-f32",
     ),
     "the fold runs backwards": Fault(
-        WORKSPACE,
+        JOIN,
         "for (int n = 0; n < CHILDREN; ++n) {\n      const accum_t other_l",
         "for (int n = CHILDREN - 1; n >= 0; --n) {\n      const accum_t other_l",
         WITHIN,
@@ -191,46 +191,47 @@ ON_A_GPU = {
         "simt",
     ),
     "a sink for every unit": Fault(
-        WORKSPACE,
+        JOIN,
         "(sink == top ? accum_t(1) : softmax::exponential(sink - top));",
-        "task.units(0) * (sink == top ? accum_t(1) : softmax::exponential(sink - top));",
+        "(p.len_k / 64) * (sink == top ? accum_t(1) : softmax::exponential(sink - top));",
         OPTIONS,
         "simt and sink",
     ),
-    "no fence before a block arrives": Fault(
-        WORKSPACE,
-        "    ptx::fence_device();  // what all threads stored before the last barrier\n",
-        "",
+    "a level of nodes is left out": Fault(
+        JOIN,
+        "for (; tree.first(above) < tree.last(above); ++above) {",
+        "for (; above < 1 && tree.first(above) < tree.last(above); ++above) {",
         GRID,
-        "simt and 3",
+        "simt and 40",
     ),
-    "every block is the last": Fault(
-        WORKSPACE,
-        "const bool last = static_cast<int>(before & ~UPPER) + units == count;",
-        "const bool last = true;",
+    "nodes lie where their second child does": Fault(
+        JOIN,
+        "const int unit = matmul::larger((node << (LOG_CHILDREN * above)) - first(0), 0);",
+        """const int unit = matmul::larger((node << (LOG_CHILDREN * above)) - first(0), 0) +
+                         (above > 0);""",
         GRID,
-        "simt and 3",
+        "simt and 40",
     ),
-    "no block is the last": Fault(
-        WORKSPACE,
-        "+ units == count;",
-        "+ units == count + 1;",
-        GRID,
-        "simt and 3",
-    ),
-    "a counter is not set back": Fault(
-        WORKSPACE,
-        "if (last) ptx::fetch_add(counter, 0ull - count);",
-        "",
-        SERVES_AGAIN,
+    "shared memory for one node less": Fault(
+        JOIN,
+        "last(1) - first(1) < NODES",
+        "last(1) - first(1) < NODES + 1",
+        DECODED + "more_nodes_than_have_room_in_shared_memory",
         "simt",
     ),
-    "a counter is not prepared": Fault(
-        WORKSPACE,
-        "if (seen != 0 && (seen & UPPER) != MARK) ptx::compare_and_swap(counter, seen, MARK);",
+    "the record of a task is that of its second unit": Fault(
+        CURSOR,
+        "if (index_ == 0 && ptx::lane_index() == 0) {",
+        "if (index_ == 1 && ptx::lane_index() == 0) {",
+        GRID,
+        "simt and 3",
+    ),
+    "a missing child is folded": Fault(
+        JOIN,
+        "if (!exists) mine = merge::no_keys();",
         "",
-        SERVES_AGAIN,
-        "simt",
+        WITHIN,
+        "simt-f32",
     ),
     "rotation by the other sign": Fault(
         ROTARY,
@@ -396,10 +397,10 @@ ON_A_CPU = {
     ),
     "the last fold runs backwards": Fault(
         DECODE_CPU,
-        """            for n in range(count):
-                index = units""",
-        """            for n in range(count - 1, -1, -1):
-                index = units""",
+        """        for n in range(count):
+            index = units""",
+        """        for n in range(count - 1, -1, -1):
+            index = units""",
         BITS,
     ),
     "nodes are never closed": Fault(

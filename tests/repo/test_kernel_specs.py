@@ -126,7 +126,9 @@ def test_a_spec_tells_what_its_kernel_is(name):
 def test_every_part_has_a_kernel_for_every_device_and_type(part):
     for arch, dtype, d in itertools.product(SHARED_MEMORY, DTYPES, (1, 64, 200, 512)):
         q = np.zeros((1, d), dtype)
-        request = Request(validate.call(q, q, q, Options()).problem, target_of(arch))
+        blocks = (16, 64) if part == "join" else None  # those of a decode kernel
+        problem = validate.call(q, q, q, Options()).problem
+        request = Request(problem, target_of(arch), blocks=blocks)
         assert registry.select(part, request).spec in KERNELS[part]
 
 
@@ -159,6 +161,8 @@ def test_the_first_that_serves_wins_and_the_plan_says_why():
         for part, specs in KERNELS.items():
             if part == "dq_rows" or (part == "decode" and request.blocks is not None):
                 continue
+            if part == "join" and request.blocks is None:
+                continue
             choice = registry.select(part, request)
             chosen.add(choice.spec)
             before = specs[: specs.index(choice.spec)]
@@ -188,11 +192,14 @@ def spec_has_no_room(request):
 @pytest.mark.parametrize("name", SPECS)
 def test_a_grid_covers_everything(name):
     spec = SPECS[name]
-    tiles = spec.configure(next(x for x in requests() if x.problem.dtype.name in spec.heads))
-    tiles = tiles or Tiles(32, 32, 128, 0)
+    request = next(x for x in requests() if x.problem.dtype.name in spec.heads)
+    if spec.part == "join":
+        request = dataclasses.replace(request, blocks=(16, 64))
+    tiles = spec.configure(request) or Tiles(32, 32, 128, 0)
     for extent in (Extent(1000, 700, 3, 2, 0, 5), Extent(1000, 700, 3, 1, 4, 5)):
         grid = spec.grid(extent, tiles)
-        assert 0 < grid.size <= grid.work_tiles
+        rows = tiles.block_q if spec.part == "join" else 1
+        assert 0 < grid.size <= grid.work_tiles * rows
     assert spec.grid(Extent(0, 0, 0, 0, 0, 5), tiles).size == 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...arrays.dtypes import FLOATS
-from . import grid
+from . import decode, grid
 from .simt import LARGEST_HEAD, LARGEST_HEAD_OF_CACHE
 from .sm80 import CAPABILITY, HALVES
 from .spec import KernelSpec, Request, Tiles
@@ -11,6 +13,7 @@ from .spec import KernelSpec, Request, Tiles
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 SINK_THREADS = 512
+NODES, SHARED_MEMORY = 64, 48 << 10  # rows that decode_combine keeps at most, and their bytes
 _METHOD = "sums in {accumulator}"
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
 _HEADS_OF_CACHE = dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE)
@@ -19,6 +22,17 @@ _HEADS_OF_CACHE = dict.fromkeys(FLOATS, LARGEST_HEAD_OF_CACHE)
 def _configure_sink(request: Request) -> Tiles | None:
     shared = SINK_THREADS * request.problem.accumulator.itemsize
     return Tiles(block_q=0, block_kv=0, threads=SINK_THREADS, shared_memory=shared)
+
+
+def _configure_decode_combine(request: Request) -> Tiles | None:
+    """Return a large block for each of few rows, so that its warps fold all nodes at once."""
+    problem = request.problem
+    assert request.blocks is not None  # the rows of a task are those of the decode kernel
+    rows = problem.batch * problem.heads * int(np.max(problem.len_q, initial=0))
+    threads = 128 if rows >= 4 * request.device.multiprocessors else 512
+    row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize)
+    nodes = min(NODES, SHARED_MEMORY // row)
+    return Tiles(request.blocks[0], 0, threads, nodes * row)
 
 
 DELTA = KernelSpec(
@@ -66,6 +80,18 @@ COMBINE = KernelSpec(
     grid=grid.by_warps,
     scores=False,
     sizes=(),
+)
+DECODE_COMBINE = KernelSpec(
+    source="any/decode_combine.cu",
+    part="join",
+    computes="out and log-sum-exp of few queries out of pieces",
+    method=_METHOD,
+    heads=_HEADS_OF_CACHE,
+    configure=_configure_decode_combine,
+    grid=grid.by_rows_of_tasks,
+    caches=True,
+    scores=False,
+    sizes=("d_v",),
 )
 APPEND = KernelSpec(
     source="any/append.cu",

@@ -17,7 +17,7 @@ MOST_UNITS = 64  # for each block, unless there are more of the largest
 FILL = 3  # units of a block from which on they may be larger nodes
 HELD = 2  # slots of a warp for nodes below its unit
 TASK_BYTES, LEVELS = 80, 4  # of a task that a warp has; levels of units
-COLUMNS = 16  # rows of o in slots are multiples of it
+COLUMNS, STATISTICS_BYTES = 16, 16  # rows of o in slots are multiples of it; their m and l
 MOST_ROWS = 16  # queries of the heads that share a key head, and
 FEWEST_KEYS = 512  # keys, for which other kernels leave most of a GPU idle
 MOST_CACHED_ROWS = 64  # of a cache: as many drafts have the bits of single steps
@@ -93,8 +93,12 @@ def nbytes(grid: Grid, tiles: Tiles, group: int, d_v: int, itemsize: int, capaci
     heads, queries = rows_of_task(group, tiles.block_q)
     made = slots(grid.work_tiles, capacity, grid.size)
     rows = (made.units + grid.size * tiles.threads // 32 * made.held) * heads * queries
-    row = -(-d_v // COLUMNS) * COLUMNS + 2  # o, m and l
-    return 16 * made.units + rows * row * itemsize + 8 * grid.work_tiles
+    return 16 * grid.work_tiles + rows * row_bytes(d_v, itemsize)
+
+
+def row_bytes(d_v: int, itemsize: int) -> int:
+    """Bytes of a row in a slot: m and l, and o."""
+    return -(-d_v // COLUMNS) * COLUMNS * itemsize + STATISTICS_BYTES
 
 
 def fields(grid: Grid, capacity: int) -> Mapping[str, Any]:

@@ -50,11 +50,19 @@ def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
 
 
 def by_units(extent: Extent, tiles: Tiles) -> Grid:
-    """Tasks of the heads that share keys, whose units as many blocks share as the device holds."""
+    """Tasks of heads that share keys, whose leaves as many blocks share as the device holds."""
     heads = min(extent.group, tiles.block_q)
     tasks = _by_rows(extent.queries, tiles.block_q // heads, extent)
     tasks = tasks._replace(work_tiles=tasks.work_tiles * -(-extent.group // heads))
     return tasks._replace(size=extent.multiprocessors * tiles.resident_blocks * (tasks.size > 0))
+
+
+def by_rows_of_tasks(extent: Extent, tiles: Tiles) -> Grid:
+    """A block for each row of each of the tasks of `by_units`."""
+    heads = min(extent.group, tiles.block_q)
+    tasks = by_units(extent, tiles)
+    rows = heads * min(max(extent.queries, 1), tiles.block_q // heads)
+    return tasks._replace(size=tasks.work_tiles * rows)
 
 
 def _by_rows(rows: int, block: int, extent: Extent) -> Grid:

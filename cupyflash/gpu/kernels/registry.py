@@ -21,6 +21,7 @@ from .spec import KernelSpec, Request, Tiles
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
     "decode": (sm80.DECODE, simt.DECODE),
+    "join": (all_hardware.DECODE_COMBINE,),
     "delta": (all_hardware.DELTA,),
     "sink": (all_hardware.SINK,),
     "dkdv": (sm90.DKDV, sm80.DKDV, sm80_f64.DKDV, simt.DKDV),

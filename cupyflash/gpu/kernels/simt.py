@@ -239,7 +239,7 @@ LARGEST_HEAD_OF_CACHE = 576  # compressed keys, with their rotated columns
 def decode_bytes(warps: int, d: int, itemsize: int) -> int:
     """Bytes of decode_simt.cu: each warp's tasks, queries and weights, and the schedule."""
     own = 2 * decode.TASK_BYTES + DECODE_ROWS * (d + decode.LEAF) * itemsize
-    return _round_up(warps * own + decode.schedule_bytes(warps) + 8, 8)
+    return _round_up(warps * own + decode.schedule_bytes(warps), 8)
 
 
 def _configure_decode(request: Request) -> Tiles | None:

@@ -152,7 +152,7 @@ DECODE_ROWS, DECODE_STAGE = 16, 8192
 
 def decode_bytes(warps: int, stages: int, d: int, _: int) -> int:
     """Bytes of decode_sm80.cu: its SharedStorage, and each warp's stages and queries."""
-    storage = -(-decode.schedule_bytes(warps) // 8) * 8 + 2 * decode.TASK_BYTES * warps + 8
+    storage = -(-decode.schedule_bytes(warps) // 8) * 8 + 2 * decode.TASK_BYTES * warps
     queries = DECODE_ROWS * row_bytes(d)
     return -(-storage // 128) * 128 + warps * (queries + stages * DECODE_STAGE)
 

@@ -16,6 +16,10 @@ inline void cp_async_partial(unsigned int address, const void* from_gmem, int by
   emulator::begin_copy(to, from_gmem, 16, static_cast<unsigned int>(bytes));
 }
 
+inline void cp_async_once(unsigned int address, const void* from_gmem, int bytes) {
+  cp_async_partial(address, from_gmem, bytes);
+}
+
 inline void store(void* to_gmem, const Bytes16& bytes) {
   if (reinterpret_cast<unsigned long long>(to_gmem) % 16 != 0) __builtin_trap();
   *static_cast<Bytes16*>(to_gmem) = bytes;

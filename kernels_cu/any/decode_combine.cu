@@ -1,0 +1,157 @@
+// Joins what a decode kernel left in its workspace, and writes out and lse: part of the twin of
+// reference/cpu/decode.py.
+//
+// A block has a row of a task. It folds units to nodes of the next level, and so on: a warp folds
+// the children of a node in their order, lane n with the statistics of child n, and all lanes with
+// columns.
+//
+// Grid: a block for each row of each task. Shared memory: NODES rows. BLOCK_Q is the decode
+// kernel's. `scale` is the number of logits to the base e per score.
+#include "../common/params.cuh"
+#include "../common/softmax.cuh"
+#include "../decode/workspace.cuh"
+
+namespace {
+
+using decode::CHILDREN;
+using decode::LOG_CHILDREN;
+using decode::ROW;
+constexpr int NODES = SHARED_BYTES / (ROW * static_cast<int>(sizeof(accum_t)));
+constexpr int VECTORS = decode::COLUMNS / VECTOR;
+static_assert(NODES > 0, "SHARED_BYTES");
+
+// A row of a task's tree. Nodes of a level are numbered from the first one of all keys.
+struct Tree {
+  const decode::Workspace& workspace;
+  decode::TaskRecord units;
+  accum_t* nodes_smem;
+  int row;
+
+  // The first and the last node `above` levels above units.
+  __device__ __forceinline__ int first(int above) const {
+    return units.first_node >> (LOG_CHILDREN * above);
+  }
+  __device__ __forceinline__ int last(int above) const {
+    return (units.first_node + units.units - 1) >> (LOG_CHILDREN * above);
+  }
+  // The place of a node: that of its first child, which is in shared memory if all nodes just above
+  // units have room there.
+  __device__ __forceinline__ accum_t* place(int above, int node) const {
+    if (above > 0 && last(1) - first(1) < NODES) {
+      const int child = node << (LOG_CHILDREN * (above - 1));
+      return nodes_smem + ROW * matmul::larger(child - first(1), 0);
+    }
+    const int unit = matmul::larger((node << (LOG_CHILDREN * above)) - first(0), 0);
+    return workspace.row(units.slot + unit, row);
+  }
+};
+
+// Folds children in their order, and stores the node. Lane n, of the first CHILDREN, has child n
+// or, where there is none, another one. The node may lie where one of its children does.
+__device__ __forceinline__ void fold(accum_t* child, bool exists, accum_t* node, accum_t c) {
+  const int lane = ptx::lane_index();
+  merge::Statistics mine = decode::statistics_of(child);
+  if (!exists) mine = merge::no_keys();
+  // The maximum of this child and those before it, and of those before it.
+  accum_t top = mine.m;
+#pragma unroll
+  for (int lanes = 1; lanes < CHILDREN; lanes *= 2) {
+    const accum_t other = ptx::shuffle(top, (lane - lanes) & 31);
+    top = lane >= lanes && other > top ? other : top;
+  }
+  accum_t before = ptx::shuffle(top, (lane - 1) & 31);
+  before = lane == 0 ? -number::infinity() : before;
+  const accum_t own = merge::factor(before, top, c), other = merge::factor(mine.m, top, c);
+  const long long address = reinterpret_cast<long long>(child + decode::STATISTICS);
+  accum_t l = 0;
+#pragma unroll 1
+  for (int first = 0; first < VECTORS; first += ptx::WARP_SIZE) {
+    const int place = first + lane;
+    Vector parts[CHILDREN];  // all loaded before the first is added
+#pragma unroll
+    for (int n = 0; n < CHILDREN; ++n) {
+      const Vector* const from = reinterpret_cast<const Vector*>(ptx::shuffle(address, n));
+      parts[n] = from[place < VECTORS ? place : 0];
+    }
+    Vector sums{};
+    l = 0;
+#pragma unroll
+    for (int n = 0; n < CHILDREN; ++n) {
+      const accum_t other_l = ptx::shuffle(mine.l, n);
+      const merge::Factors factors{ptx::shuffle(own, n), ptx::shuffle(other, n), other_l == 0,
+                                   l == 0};
+      l = factors.apply(l, other_l);
+#pragma unroll
+      for (int x = 0; x < VECTOR; ++x) sums.x[x] = factors.apply(sums.x[x], parts[n].x[x]);
+    }
+    __syncwarp();  // the parts, loaded by all lanes before one of them is replaced
+    if (place < VECTORS) reinterpret_cast<Vector*>(node + decode::STATISTICS)[place] = sums;
+  }
+  top = ptx::shuffle(top, CHILDREN - 1);
+  if (lane == 0) decode::statistics_of(node) = merge::Statistics{top, l};
+}
+
+// Writes a row of out and lse from the place that holds all of its keys.
+__device__ __forceinline__ void write_row(const Params& p, const decode::Task& task, int row,
+                                          accum_t* held, accum_t scale) {
+  const merge::Statistics statistics = decode::statistics_of(held);
+  const long long head = task.head_of(row), i = task.query_of(row);
+  accum_t m = statistics.m, l = statistics.l, weight = 1;
+  if (m != -number::infinity()) m *= scale;
+  const accum_t sink =
+      p.sink == nullptr ? -number::infinity() : number::load<accum_t>(p.sink, p.kind_sink, head);
+  if (sink != -number::infinity()) {
+    const accum_t top = m > sink ? m : sink;
+    weight = m == top ? accum_t(1) : softmax::exponential(m - top);
+    l = l * weight + (sink == top ? accum_t(1) : softmax::exponential(sink - top));
+    m = top;
+  }
+  // 8 normalise
+  const accum_t inverse = l == accum_t(0) ? accum_t(0) : weight / l;
+  storage_t* const out = reinterpret_cast<storage_t*>(p.out.data) +
+                         layout::offset(p.out, task.entry(), head, false) + i * p.out.row;
+#pragma unroll 1
+  for (int column = threadIdx.x; column < D_V; column += THREADS) {
+    const accum_t o = statistics.l == accum_t(0) ? accum_t(0) : held[decode::STATISTICS + column];
+    // A sum of 0 gets no sign, because the sign would depend on masked pairs.
+    number::narrow(fma(o, inverse, accum_t(0)), out + column * p.out.col);
+  }
+  // 9 store lse
+  if (p.lse.data != nullptr && threadIdx.x == 0) {
+    const memory::RowStatistic lse = memory::row_statistic(p.lse, task.entry(), head);
+    lse.data[i * lse.row] = l == accum_t(0) ? -number::infinity() : m + log(l);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p) {
+  extern __shared__ Vector shared_smem[];
+  const int rows = gridDim.x / p.tasks, number = blockIdx.x / rows, row = blockIdx.x % rows;
+  const int warp = threadIdx.x / ptx::WARP_SIZE;
+  const decode::Workspace workspace(p);
+  const decode::Task task = decode::task_of(p, number);
+  if (row >= task.rows) return;
+  const Tree tree{workspace, workspace.records[number], reinterpret_cast<accum_t*>(shared_smem),
+                  row};
+  const accum_t scale = static_cast<accum_t>(p.scale);
+  constexpr accum_t LOG2_E = static_cast<accum_t>(1.4426950408889634);
+  const accum_t c = fmin(scale * LOG2_E, number::largest());
+
+  int above = 0;
+#pragma unroll 1
+  for (; tree.first(above) < tree.last(above); ++above) {
+    const int low = tree.first(above), high = tree.last(above);
+#pragma unroll 1
+    for (int node = tree.first(above + 1) + warp; node <= tree.last(above + 1);
+         node += decode::WARPS) {
+      const int wanted = (node << LOG_CHILDREN) + ptx::lane_index() % CHILDREN;
+      const int child = tile::smaller(matmul::larger(wanted, low), high);
+      fold(tree.place(above, child), child == wanted && ptx::lane_index() < CHILDREN,
+           tree.place(above + 1, node), c);
+    }
+    __syncthreads();  // the nodes, folded by all warps
+  }
+  write_row(p, task, row, tree.place(above, tree.first(above)), scale);
+}
