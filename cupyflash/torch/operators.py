@@ -2,9 +2,9 @@
 
 An operator takes only tensors and numbers. Masks, score changes and the other options of a call are
 therefore stored under a number. Each call that torch.compile meets while it compiles gets one. The
-options are stored until the process ends, so a number never changes its meaning, and no other object
-gets the identity of a stored one, which a graph's guards compare. There are at most as many options
-as graphs were compiled, and they are much smaller than these.
+options are stored until the process ends: a number never changes its meaning, and no new object
+gets the identity of a stored one, which a graph's guards compare. Only a compilation stores
+anything, and what it makes itself takes far more memory.
 """
 
 from __future__ import annotations
