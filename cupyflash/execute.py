@@ -158,14 +158,21 @@ def _check_outputs(call: Call, out: Any, lse_out: Any) -> dict[str, Array]:
     return inputs | {name: array for name, (array, _, _) in targets.items()}
 
 
+def forward_signature(
+    request: Request, want_lse: bool, out: Any, lse_out: Any
+) -> launch_cache.Signature | None:
+    """Return what tells a call of `forward` from others, if it is one that is recognised."""
+    kind = "forward" if want_lse else "forward without lse"
+    written = _NOTHING if out is None and lse_out is None else {"out": out, "lse": lse_out}
+    return request.signature(kind, _NOTHING, written)
+
+
 def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     """Compute a call, into the arrays given or into new ones."""
     if return_lse is not False:
         _check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None
-    kind = "forward" if want_lse else "forward without lse"
-    written = _NOTHING if out is None and lse_out is None else {"out": out, "lse": lse_out}
-    signature = request.signature(kind, _NOTHING, written)
+    signature = forward_signature(request, want_lse, out, lse_out)
     if signature is not None and (entry := launch_cache.find(signature)) is not None:
         results = launch_cache.forward(entry, signature.addresses, out, lse_out)
         if results is not None:
@@ -280,6 +287,26 @@ def rope(
     return made
 
 
+def backward_signature(
+    request: Request,
+    do: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    deterministic: bool,
+    grads_out: Gradients | None,
+    workspace: Any,
+) -> launch_cache.Signature | None:
+    """Return what tells a call of `backward` from others, if it is one that is recognised."""
+    read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
+    written: dict[str, Any] = {}
+    if grads_out is not None or workspace is not None:
+        written = {} if grads_out is None else grads_out._asdict()
+        written["workspace"] = workspace
+    kind = "deterministic backward" if deterministic else "backward"
+    return request.signature(kind, read, written)
+
+
 def backward(
     request: Request,
     do: Any,
@@ -298,13 +325,9 @@ def backward(
     if type(grads_out) in (tuple, list) and 3 <= len(grads_out) <= len(Gradients._fields):
         grads_out = Gradients(*grads_out)
     if grads_out is None or type(grads_out) is Gradients:
-        read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
-        written = {}
-        if grads_out is not None or workspace is not None:
-            written = {} if grads_out is None else grads_out._asdict()
-            written["workspace"] = workspace
-        kind = "deterministic backward" if deterministic else "backward"
-        signature = request.signature(kind, read, written)
+        signature = backward_signature(
+            request, do, out, lse, dlse, deterministic, grads_out, workspace
+        )
     if signature is not None and (entry := launch_cache.find(signature)) is not None:
         gradients = launch_cache.backward(entry, signature.addresses, grads_out, workspace)
         if gradients is not None:

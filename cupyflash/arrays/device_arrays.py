@@ -73,15 +73,25 @@ def borrowed(
 @contextmanager
 def on_stream(stream: int, device: int) -> Iterator[None]:
     """Make a device, and a stream of another library on it, CuPy's current ones for a while."""
-    with current(device), _stream(stream, device):
+    with current(device), _stream(stream):
         yield
 
 
+class _Foreign:
+    """A stream of another library, as CUDA's stream protocol describes it."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer  # the version of the protocol, and the stream
+
+
 @functools.lru_cache(maxsize=64)
-def _stream(stream: int, device: int) -> Any:
+def _stream(pointer: int) -> Any:
     import cupy
 
-    return cupy.cuda.ExternalStream(stream, device)
+    return cupy.cuda.Stream.from_external(_Foreign(pointer))
 
 
 def read_back(array: Any) -> np.ndarray[Any, Any]:

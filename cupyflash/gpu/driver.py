@@ -79,11 +79,16 @@ class Queue:
         self.current_stream = cupy.cuda.get_current_stream
         self._is_known = _is_known(cupy)
         self.launch: Any = cupy.cuda.driver.launchKernel if self._is_known else None
+        self.memset: Any = cupy.cuda.runtime.memsetAsync
 
     def is_here(self) -> bool:
         """Whether the device is the current one."""
         here: bool = self._current_device() == self.device
         return here
+
+    def is_open(self) -> bool:
+        """Whether `launch` works in this thread, on any stream of the device."""
+        return self.device in _thread.devices and self.is_here()
 
     def pointer(self) -> Any:
         """Return the current stream's pointer for `launch`, or None if CuPy must launch.

@@ -7,6 +7,7 @@ addition to the results, it needs the memory that `workspace_size` states. With
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,6 +121,36 @@ class CompiledRecipe:
             launch.start(addresses, stream)
         return taken
 
+    @property
+    def needs_arrays(self) -> bool:
+        """Whether a launch takes more than addresses: it sums arrays, or waits for CuPy."""
+        sums = any(name in Gradients._fields for name, _, _ in self.scratch)
+        return self.all_zero or sums or WAIT_AFTER_LAUNCH
+
+    @functools.cached_property
+    def adds_to_dq(self) -> bool:
+        """Whether a backward adds to dq itself, which must hold zeros before."""
+        return self.atomic_dq and all(name != "dq_accum" for name, _, _ in self.scratch)
+
+    @property
+    def workspace_size(self) -> int:
+        """The bytes of workspace that `start` needs."""
+        return sum(_rounded(size) for _, size, _ in self.scratch) + ALIGNMENT * bool(self.scratch)
+
+    def start(self, addresses: Addresses, workspace: int, stream: int) -> None:
+        """Launch on a stream, with a workspace at an address; `addresses` grows.
+
+        The queue must be open, and `needs_arrays` False.
+        """
+        begin = _rounded(workspace)
+        for name, size, _ in self.scratch:
+            addresses[name] = begin
+            if name == "dq_accum":
+                self.queue.memset(begin, 0, size, stream)
+            begin += _rounded(size)
+        for launch in self.launches:
+            launch.start(addresses, stream)
+
     def _take_scratch(
         self, addresses: Addresses, workspace: Array | None
     ) -> list[tuple[str, ArraySpec, Any]]:
@@ -147,7 +178,7 @@ class CompiledRecipe:
         for name, part, memory in made:
             if name == "dq_accum":
                 memory.memset_async(0, part.nbytes)
-        if self.atomic_dq and "dq_accum" not in addresses:
+        if self.adds_to_dq:
             device_arrays.fill(gradients.dq, 0)
         stream = self.queue.pointer()
         for launch in self.launches:

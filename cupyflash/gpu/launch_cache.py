@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import cuda_device, device_arrays
+from ..arrays import cuda_device
 from ..arrays.device_arrays import OutputSpec
 from ..masks import Mask
 from ..problem.call import Gradients
@@ -79,7 +79,7 @@ class Pair(NamedTuple):
     checked: frozenset[int]
 
 
-class _UnlikeError(Exception):
+class UnlikeError(Exception):
     """An argument that is not to be recognised: the call is checked, and says what is wrong."""
 
 
@@ -131,7 +131,7 @@ class Signature:
                 parts.append(None)
                 continue
             if not isinstance(array, kind):
-                raise _UnlikeError
+                raise UnlikeError
             data = array.data
             addresses[name] = place = data.ptr
             parts += (array.dtype, array.shape, array.strides, data.device_id, place & 15)
@@ -165,7 +165,7 @@ class Signature:
             return value
         if isinstance(value, (bool, int, float, np.generic)):
             return repr(value)
-        raise _UnlikeError
+        raise UnlikeError
 
     def _probability(self, value: Any) -> Hashable:
         # 0.0 and -0.0 are the same probability; types other than float have other checks
@@ -173,7 +173,7 @@ class Signature:
 
     def _word(self, value: Any) -> Hashable:
         if type(value) is not str:
-            raise _UnlikeError
+            raise UnlikeError
         return value
 
     def _place(self, array: Any) -> int:
@@ -181,7 +181,7 @@ class Signature:
             if known is array:
                 return place
         if array is None:
-            raise _UnlikeError
+            raise UnlikeError
         self._take_arrays({f"read {len(self.read)}": array})
         self.read = [*self.read, array]
         return len(self.read) - 1
@@ -191,8 +191,6 @@ class Signature:
         if type(value) is int and 0 <= value < 2**64:
             self.addresses["seed"] = value
             return False
-        if not device_arrays.is_device_array(value):
-            raise _UnlikeError
         self._take_arrays({"seed_gmem": value})
         return "array"
 
@@ -229,7 +227,7 @@ def signature(
     """
     try:
         return Signature(kind, read, options, written)
-    except _UnlikeError:
+    except UnlikeError:
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from ..expr.functions import POSITIONS, SCORE, where
 from ..problem.call import Gradients
 from ..problem.options import Options
 from ..scores import Score, chain
-from . import tensors
+from . import recognised, tensors
 from .tensors import array_of, tensor_of
 
 _, _H, _I, _J = POSITIONS
@@ -123,8 +122,14 @@ def forward(
     settings: Settings, x: Operands, place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse. With `place`, tensors on the CPU have the strides of `empty`, too."""
+    on_gpu = x.q.is_cuda
+    if on_gpu:
+        seen = _signature("forward", settings, x, {})
+        made = recognised.launch(seen, x.q)
+        if made is not None:
+            return made[0], made[1]
     request = _request(settings, x)
-    if not place and not x.q.is_cuda:
+    if not place and not on_gpu:
         out, lse = execute.forward(request, True, None, None)
         return tensor_of(out), tensor_of(lse)
     try:
@@ -132,8 +137,12 @@ def forward(
     except (IndexError, RuntimeError):
         _ = request.call  # its error says what does not fit
         raise
+    results = array_of(out), array_of(lse)
     with tensors.stream_of(x.q.device):
-        execute.forward(request, True, array_of(out), array_of(lse))
+        execute.forward(request, True, *results)
+    if on_gpu:
+        of_arrays = execute.forward_signature(request, True, *results)
+        recognised.keep(seen, of_arrays, {"out": out, "lse": lse})
     return out, lse
 
 
@@ -148,55 +157,69 @@ def backward(
 ) -> list[torch.Tensor]:
     """Return dq, dk, dv, dbias if `wants_bias`, and dsink if there is a sink."""
     out, lse = results
-    request = _request(settings, x, bias_is_score=x.bias is not None and not wants_bias)
-    rows = [torch.zeros_like(out) if do is None else do, out, lse, dlse]
-    do_array, out_array, lse_array, dlse_array = map(array_of, rows)
-    arrays = do_array, out_array, lse_array, dlse_array
-    if not place and not x.q.is_cuda:
-        made = execute.backward(request, *arrays, settings.deterministic, None, None)
-        return [tensor_of(each) for each in made if each is not None]
+    if do is None:
+        do = torch.zeros_like(out)
+    bias_is_score = x.bias is not None and not wants_bias
+    on_gpu = x.q.is_cuda
+    if on_gpu:
+        kind = "deterministic backward" if settings.deterministic else "backward"
+        kind += ", bias without gradient" if bias_is_score else ""
+        read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
+        seen = _signature(kind, settings, x, read)
+        made = recognised.launch(seen, x.q)
+        if made is not None:
+            return made
+    request = _request(settings, x, bias_is_score)
+    arrays = array_of(do), array_of(out), array_of(lse), array_of(dlse)
+    if not place and not on_gpu:
+        host = execute.backward(request, *arrays, settings.deterministic, None, None)
+        return [tensor_of(each) for each in host if each is not None]
     gradients = empty_gradients(x, wants_bias)
-    dq, dk, dv, *others = map(array_of, gradients)
-    dbias = others[0] if wants_bias else None
-    targets = Gradients(dq, dk, dv, dbias, None if x.sink is None else others[-1])
+    names = [*_QKV, *(["dbias"] if wants_bias else []), *([] if x.sink is None else ["dsink"])]
+    named = dict(zip(names, gradients, strict=True))
+    targets = Gradients(*(array_of(named.get(name)) for name in Gradients._fields))
+    rest = *arrays, settings.deterministic, targets
     with tensors.stream_of(x.q.device):
-        scratch = _workspace(request, settings, x)
-        execute.backward(request, *arrays, settings.deterministic, targets, array_of(scratch))
+        if not on_gpu:
+            execute.backward(request, *rest, None)
+            return gradients
+        call = request.call
+        size = dispatch.backend_of(call.q).workspace_size(call)
+        scratch = array_of(x.q.new_empty(size, dtype=torch.uint8))
+        execute.backward(request, *rest, scratch)
+    recognised.keep(seen, execute.backward_signature(request, *rest, scratch), named)
     return gradients
+
+
+_QKV = "dq", "dk", "dv"
+
+
+def _signature(
+    kind: str, settings: Settings, x: Operands, read: dict[str, Any]
+) -> recognised.Signature | None:
+    """Return the signature of a call on a GPU that reads more tensors than its operands."""
+    named = {"q": x.q, "k": x.k, "v": x.v, **read}
+    if x.offsets_q is not None:
+        if settings.check is not False:
+            return None  # what its offsets hold is read every time
+        named["offsets_q"], named["offsets_k"] = x.offsets_q, x.offsets_k
+    seed = settings.seed
+    if x.seed is not None:
+        seed = x.seed if x.seed.is_cuda else _seed(x)
+    options = Options.of(
+        mask=settings.mask if x.mask is None else x.mask,
+        score_mod=settings.score_mod,
+        bias=x.bias,
+        sink=x.sink,
+        scale=settings.scale,
+        dropout=settings.dropout,
+        seed=seed,
+        precision=settings.precision,
+    )
+    return recognised.signature(kind, named, options)
 
 
 def empty_gradients(x: Operands, wants_bias: bool) -> list[torch.Tensor]:
     """Return uninitialised tensors for the results of `backward`."""
     owners = [x.q, x.k, x.v, x.bias if wants_bias else None, x.sink]
     return [torch.empty_like(each) for each in owners if each is not None]
-
-
-def _workspace(request: execute.Request, settings: Settings, x: Operands) -> torch.Tensor | None:
-    """Return scratch memory from PyTorch's allocator for a backward on a GPU."""
-    if not x.q.is_cuda:
-        return None
-    key = _key(settings, x)
-    size = _sizes.get(key)
-    if size is None:
-        call = request.call
-        size = dispatch.backend_of(call.q).workspace_size(call)
-        _sizes[key] = size
-        while len(_sizes) > _MOST:
-            _sizes.popitem(last=False)
-    return x.q.new_empty(size, dtype=torch.uint8)
-
-
-_MOST = 512  # calls whose scratch size is remembered
-_sizes: OrderedDict[Any, int] = OrderedDict()
-
-
-def _key(settings: Settings, x: Operands) -> Any:
-    """Return everything on which the size of the scratch memory depends."""
-    parts: list[Any] = [settings.precision, settings.dropout > 0]
-    for each in (x.q, x.k, x.v, x.sink, x.offsets_q):
-        parts += (each is None,) if each is None else _form(each)
-    return tuple(parts)
-
-
-def _form(x: torch.Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.device, x.shape, x.stride()

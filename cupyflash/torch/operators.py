@@ -2,11 +2,14 @@
 
 An operator takes only tensors and numbers. Masks, score changes and the other options of a call are
 therefore stored under a number. Each call that torch.compile meets while it compiles gets one. The
-options are stored until the process ends, so a number never changes its meaning.
+options are stored until the process ends: a number never changes its meaning, and no new object
+gets the identity of a stored one, which a graph's guards compare. Only a compilation stores
+anything, and what it makes itself takes far more memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from typing import Any, NoReturn
 
@@ -22,14 +25,15 @@ _numbers: dict[Any, int] = {}
 _count = itertools.count(1)
 
 
-@torch.compiler.assume_constant_result  # called at compile time, for these very objects
+@torch.compiler.assume_constant_result  # called at compile time, while the objects are alive
 def _number(
     scale: Any, precision: Any, deterministic: Any, check: Any, mask: Any, *changes: Any
 ) -> int:
-    known = [each if isinstance(each, tuple) else id(each) for each in (mask, *changes)]
-    key = scale, precision, deterministic, check, *known
+    """Return the number of a call. It takes what `_constant` returns of a mask and of changes."""
+    key = scale, precision, deterministic, check, mask, *changes
     if key not in _numbers:
         number = next(_count)
+        mask, *changes = map(_object, (mask, *changes))
         _kept[number] = Settings(
             mask=recipes.made(mask),
             score_mod=tuple(map(recipes.made, changes)) or None,
@@ -40,6 +44,22 @@ def _number(
         )
         _numbers[key] = number
     return _numbers[key]
+
+
+def _constant(value: Any) -> Any:
+    """Return a value that torch.compile takes for a constant: of an object, its identity.
+
+    To ask for `id` makes the identity of the object a guard of the graph. Before 2.13, PyTorch
+    passes objects themselves to no function with a constant result.
+    """
+    return value if value is None or isinstance(value, tuple) else id(value)
+
+
+def _object(constant: Any) -> Any:
+    """Return the value for which `_constant` returned a constant."""
+    if type(constant) is not int:
+        return constant
+    return ctypes.cast(constant, ctypes.py_object).value
 
 
 def attention(settings: Settings, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,8 +74,8 @@ def attention(settings: Settings, x: Operands) -> tuple[torch.Tensor, torch.Tens
         settings.precision,
         settings.deterministic,
         settings.check,
-        settings.mask,
-        *changes,
+        _constant(settings.mask),
+        *map(_constant, changes),
     )
     has_seed = settings.seed is not None
     seed = settings.seed if has_seed else 0

@@ -137,8 +137,15 @@ def stream_of(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which PyTorch's current stream and its device are also CuPy's."""
     if device.type != "cuda":
         return nullcontext()
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return device_arrays.on_stream(stream, device.index)
+    return device_arrays.on_stream(raw_stream(device.index), device.index)
+
+
+def _stream_of_object(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# The pointer of PyTorch's current stream on a device. The public way makes an object first.
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_object)
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

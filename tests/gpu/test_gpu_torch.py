@@ -196,7 +196,7 @@ def test_compiled(cupy):
 def test_wrong_places(cupy):
     q, k, v = qkv()
     with pytest.raises(
-        ArgumentTypeError, match=r"k: got a tensor on device cpu .*\.to\(\"cuda:0\"\)"
+        ArgumentTypeError, match=r"k: got a tensor on device cpu, .*\.to\(\"cuda:0\"\)"
     ):
         attention(q, k.cpu(), v)
     with pytest.raises(ArgumentTypeError, match="array 0 of mask"):

@@ -143,6 +143,7 @@ class HostCupy(ModuleType):
                 getDevice=lambda: self.device,
                 getDeviceCount=lambda: devices,
                 getDeviceProperties=properties,
+                memsetAsync=lambda place, value, size, _: ctypes.memset(place, value, size),
             ),
         )
 

@@ -1,0 +1,165 @@
+"""Recognised calls on tensors on a GPU, without a GPU: what kernels are told, and on which stream.
+
+Tensors in host memory say that they are on a GPU, whose memory is that of `host_cupy`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from host_cupy import MemoryPointer
+
+from cupyflash import masks, scores
+from cupyflash.arrays import device_arrays
+from cupyflash.problem import validate
+
+torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
+
+from cupyflash.torch import attention, autograd, recognised, tensors  # noqa: E402
+
+PLACES = {"q": 0, "k": 8, "v": 16, "out": 24}  # of addresses among a forward's words
+CAUSAL = masks.causal()
+
+
+@pytest.fixture
+def gpu_tensors(cupy, monkeypatch):
+    """Make a function that makes tensors, with CuPy's module as `cupy`."""
+
+    def borrowed(place, shape, dtype, strides, device, owner):
+        made = object.__new__(cupy.ndarray)
+        made.host = np.ndarray(shape, dtype, array_at(place, shape, dtype, strides), 0, strides)
+        made.data, made.device = MemoryPointer(made.host), cupy.cuda.Device(device)
+        return made
+
+    def array_at(place, shape, dtype, strides):
+        reach = sum(step * (n - 1) for step, n in zip(strides, shape, strict=True)) + dtype.itemsize
+        return (ctypes.c_uint8 * reach).from_address(place)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0, raising=False)
+    monkeypatch.setattr(device_arrays, "borrowed", borrowed)
+    monkeypatch.setattr(device_arrays, "on_stream", lambda *_: nullcontext())
+    monkeypatch.setattr(tensors, "raw_stream", lambda device: 70 + device)
+    monkeypatch.setattr(recognised, "_known", {})
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda _: Device()), raising=False)
+
+    class Device:
+        type, index = "cuda", 0
+
+        def __eq__(self, other):
+            return isinstance(other, Device)
+
+        __hash__ = None
+
+    return lambda count=3, dtype=torch.float32, size=40: [
+        torch.zeros(2, 4, size, 16, dtype=dtype) for _ in range(count)
+    ]
+
+
+def unchecked(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the call was checked, or made arrays, again")
+
+    monkeypatch.setattr(validate, "call", refuse)
+    monkeypatch.setattr(device_arrays, "borrowed", refuse)
+
+
+def gradients(q, k, v, do, **options):
+    """Return the gradients of a call, without PyTorch's engine, which would look for a GPU."""
+    settings = autograd.compute.Settings(**options)
+    x = autograd.Operands(q, k, v)
+    results = autograd.compute.forward(settings, x)
+    return autograd.compute.backward(settings, x, results, do, None, False)
+
+
+def test_what_a_recognised_call_tells(cupy, gpu_tensors, monkeypatch):
+    first, second = gpu_tensors(), gpu_tensors()
+    attention(*first, mask=CAUSAL)
+    unchecked(monkeypatch)
+    out = attention(*second, mask=CAUSAL)
+    slow, quick = cupy.launches
+    assert (slow.by_driver, quick.by_driver, quick.stream) == (False, True, 70)
+    for name, x in zip(PLACES, (*second, out), strict=True):
+        assert quick.words[PLACES[name]] == x.data_ptr(), name
+    different = set(np.flatnonzero(quick.words != slow.words).tolist())
+    assert len(different - set(PLACES.values())) <= 1  # the address of the log-sum-exp
+    assert quick[2:5] == slow[2:5]
+    assert out.shape == first[0].shape
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(cupy, gpu_tensors, monkeypatch, deterministic):
+    gradients(*gpu_tensors(4, torch.float16), mask=CAUSAL, deterministic=deterministic)
+    before = len(cupy.launches)
+    gradients(*gpu_tensors(4, torch.float16), mask=CAUSAL, deterministic=deterministic)
+    half = len(cupy.launches)
+    unchecked(monkeypatch)
+    arrays = gpu_tensors(4, torch.float16)
+    made = gradients(*arrays, mask=CAUSAL, deterministic=deterministic)
+    slow, quick = cupy.launches[before:half], cupy.launches[half:]
+    assert [x.kernel for x in quick] == [x.kernel for x in slow]
+    for a, b in zip(slow, quick, strict=True):
+        assert a[2:5] == b[2:5]
+        assert b.stream == 70
+    told = {int(word) for launch in quick for word in launch.words}
+    assert {x.data_ptr() for x in (*arrays, *made)} <= told
+    assert [x.shape for x in made] == [x.shape for x in arrays[:3]]
+
+
+def test_other_calls_are_told_apart(cupy, gpu_tensors):
+    q, k, v = gpu_tensors()
+    kinds = [
+        {},
+        {"mask": CAUSAL},
+        {"mask": masks.causal(3)},
+        {"mask": torch.ones(40, 40, dtype=torch.bool)},
+        {"score_mod": scores.softcap(2.0)},
+        {"score_mod": [scores.softcap(2.0), scores.softcap(3.0)]},
+        {"bias": torch.zeros(40, 40)},
+        {"bias": torch.zeros(1, 40)},
+        {"sink": torch.zeros(4)},
+        {"scale": 2.0},
+        {"dropout": 0.5, "seed": 3},
+        {"dropout": 0.5, "seed": torch.tensor(3)},
+    ]
+    calls = [lambda o=o: attention(q, k, v, **o) for o in kinds]
+    calls += [
+        lambda: attention(*(x.half() for x in (q, k, v))),
+        lambda: attention(q[:, :, :7], k, v),
+        lambda: attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+    ]
+    for call in calls:
+        call()
+    assert len(recognised._known) == len(calls)
+    for call in calls:
+        call()
+    assert len(recognised._known) == len(calls)
+
+
+def test_an_integer_seed_is_not_part_of_a_call(cupy, gpu_tensors, monkeypatch):
+    q, k, v = gpu_tensors()
+    attention(q, k, v, dropout=0.5, seed=3)
+    unchecked(monkeypatch)
+    attention(q, k, v, dropout=0.5, seed=2**64 - 7)
+    assert 2**64 - 7 in cupy.launches[-1].words.tolist()
+
+
+def test_looked_up_arrays_are_read_where_they_lie(cupy, gpu_tensors, monkeypatch):
+    q, k, v = gpu_tensors()
+    bias, other = torch.zeros(40, 40), torch.zeros(40, 40)
+    attention(q, k, v, bias=bias)
+    unchecked(monkeypatch)
+    attention(q, k, v, bias=other)
+    words = cupy.launches[-1].words.tolist()
+    assert other.data_ptr() in words
+    assert bias.data_ptr() not in words
+
+
+def test_new_calls_displace_old_ones(cupy, gpu_tensors, monkeypatch):
+    monkeypatch.setattr(recognised, "MOST", 2)
+    for size in (1, 2, 3):
+        attention(*gpu_tensors(size=size))
+    assert len(recognised._known) == 2
