@@ -33,10 +33,10 @@ def _number(
     key = scale, precision, deterministic, check, mask, *changes
     if key not in _numbers:
         number = next(_count)
-        mask, *changes = map(_object, (mask, *changes))
+        made = [recipes.made(_object(each)) for each in (mask, *changes)]
         _kept[number] = Settings(
-            mask=recipes.made(mask),
-            score_mod=tuple(map(recipes.made, changes)) or None,
+            mask=made[0],
+            score_mod=tuple(made[1:]) or None,
             scale=scale,
             precision=precision,
             deterministic=deterministic,
