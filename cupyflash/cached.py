@@ -23,7 +23,6 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
-    shared: int = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -45,7 +44,6 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
-    shared: int = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -67,7 +65,6 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
-    shared: int = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -108,10 +105,6 @@ def attention_cached(
     offsets_q : array, shape (B + 1,), optional
         Entry b has the packed queries from ``offsets_q[b]`` to ``offsets_q[b + 1]``. Entries may
         have any number of them.
-    shared : int
-        How many positions, from the first on, all entries have in the same pages, for example those
-        of a common prompt. It is a hint for the L2 cache of a GPU, which keeps these pages longer
-        than others, and changes no bit. It needs `table`.
     mask : Mask or array of bool, optional
         As in `attention`. An array broadcasts to (B, Hq, Lq, S).
     score_mod : Score or sequence of Score, optional
@@ -170,7 +163,7 @@ def attention_cached(
         seed=None,
         precision=None,
     )
-    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, shared)
+    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q)
     return execute.cached(request, return_lse, out, lse_out, workspace)
 
 

@@ -86,19 +86,10 @@ class CachedRequest(Request):
     """A call over a cache; `lengths`, `table` and `offsets_q` are as users pass them."""
 
     def __init__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        options: Options,
-        lengths: Any,
-        table: Any,
-        offsets_q: Any,
-        shared: Any = 0,
+        self, q: Any, k: Any, v: Any, options: Options, lengths: Any, table: Any, offsets_q: Any
     ) -> None:
         super().__init__(q, k, v, options)
         self._lengths, self._table, self._offsets_q = lengths, table, offsets_q
-        self._shared = shared
 
     @functools.cached_property
     def call(self) -> Call:
@@ -111,7 +102,6 @@ class CachedRequest(Request):
             self._table,
             self._offsets_q,
             self._options,
-            self._shared,
         )
 
     def signature(
@@ -125,10 +115,6 @@ class CachedRequest(Request):
             return None
         named = {"q": self._q, "k": self._k, "v": self._v, **read, "lengths": self._lengths}
         named |= {"table": self._table, "offsets_q": self._offsets_q}
-        if type(self._shared) is not int:
-            return None
-        if self._shared:
-            kind = f"{kind} with {self._shared} shared"
         return launch_cache.signature(kind, named, self._options, written)
 
 

@@ -76,10 +76,7 @@ _FIXED: Fields = [
     *((name, "i", 1) for name in "heads heads_kv group bias_heads".split()),
     *((f"kind_{name}", "i", 1) for name in "sink dsink dq dk dv dbias".split()),
     *((name, "Q", 1) for name in "lengths table workspace".split()),
-    *(
-        (name, "q", 1)
-        for name in "length_step table_batch table_step pages k_page v_page shared".split()
-    ),
+    *((name, "q", 1) for name in "length_step table_batch table_step pages k_page v_page".split()),
     *((name, "i", 1) for name in "tasks slots few_rows tma_rows".split()),
     *((name, "i", 1) for name in "page_size kind_lengths kind_table held".split()),
 ]

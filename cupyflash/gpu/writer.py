@@ -177,7 +177,6 @@ class Writer:
             self.told["table_batch"], self.told["table_step"] = steps
             self.told["kind_table"] = KINDS[table.dtype.name]
             self.told["pages"] = call.k.shape[0]
-            self.told["shared"] = cache.shared
             self.told["k_page"], self.told["v_page"] = (
                 x.strides[0] // x.itemsize for x in (call.k, call.v)
             )

@@ -34,7 +34,6 @@ def call(
     table: Any = None,
     offsets_q: Any = None,
     options: Options = DEFAULTS,
-    shared: Any = 0,
 ) -> Call:
     """Validate a call over a cache."""
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -63,7 +62,6 @@ def call(
         made,
         table=table_array(table, batch),
         lengths=lengths_of(lengths, batch, made.capacity),
-        shared=shared_of(shared, made, table),
     )
     if made.table is None and k.shape[0] not in (1, batch):
         raise too_few_entries(k, batch)
@@ -181,21 +179,6 @@ def lengths_of(value: Any, batch: int, capacity: int) -> Any:
     if read is not None:
         _check_lengths(read, capacity)
     return lengths
-
-
-def shared_of(value: Any, cache: Cache, table: Any) -> int:
-    """Return how many positions all entries have in the same pages."""
-    wanted = f"an integer from 0 to {cache.capacity}"
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ArgumentTypeError(f"shared: got {value!r}; expected {wanted}.")
-    if not 0 <= value <= cache.capacity:
-        raise ArgumentError(f"shared: got {value}; expected {wanted}, the room of an entry.")
-    if value and table is None:
-        raise ArgumentError(
-            f"shared: got {value} without table; expected 0, because only a cache in pages can "
-            "share positions. Pass table, whose entries share page numbers."
-        )
-    return int(value)
 
 
 def _check_lengths(lengths: Array, capacity: int) -> None:

@@ -84,15 +84,12 @@ class Cache:
         position.
     page_size : int
         Positions of a page; without a table, the capacity.
-    shared : int
-        How many positions, from the first on, all entries have in the same pages, as a user says.
     """
 
     capacity: int
     lengths: Any
     table: Array | None
     page_size: int
-    shared: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,7 +99,6 @@ struct Params {
   long long pages;   // of k and v
   long long k_page;  // elements between pages
   long long v_page;
-  long long shared;  // positions, from the first on, that all entries have in the same pages
   int tasks;  // of a decode kernel: see decode/tasks.cuh
   int slots;
   int few_rows;   // of packed queries: an entry with more rows of a key head is a forward kernel's

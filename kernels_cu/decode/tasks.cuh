@@ -145,9 +145,9 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
 
 // Units of the tasks of threads 0 to t, at the level that was chosen: in shared memory.
 struct Schedule {
-  int level;
-  int sums[THREADS];
   int totals[LEVELS][WARPS];  // of each warp's threads
+  int sums[THREADS];
+  int level;
 
   __device__ __forceinline__ int total() const { return sums[THREADS - 1]; }
 };

@@ -30,22 +30,11 @@ __device__ __forceinline__ void cp_async_partial(unsigned int address, const voi
                : "memory");
 }
 
-// What the L2 cache does with data: what is read once leaves it before other data does, and what
-// others will read after it.
-__device__ __forceinline__ unsigned long long evict_first() {
+// The same for what is read only once: it leaves the L2 cache before other data.
+__device__ __forceinline__ void cp_async_once(unsigned int address, const void* from_gmem,
+                                              int bytes) {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ unsigned long long evict_last() {
-  unsigned long long policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// `cp_async_partial` with such a policy.
-__device__ __forceinline__ void cp_async_policy(unsigned int address, const void* from_gmem,
-                                                int bytes, unsigned long long policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(address),
                "l"(__cvta_generic_to_global(from_gmem)), "r"(bytes), "l"(policy)
                : "memory");

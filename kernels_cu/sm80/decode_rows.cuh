@@ -38,7 +38,6 @@ struct LeafPlaces {
 struct Source {
   const storage_t* data;  // row 0 of its head
   long long page, row, col;
-  unsigned long long policy;  // of the L2 cache
 
   // 16-byte copies are possible: rows are contiguous and begin at 16 bytes.
   __device__ __forceinline__ bool vectors() const {
@@ -86,8 +85,7 @@ __device__ __forceinline__ void copy_vectors(unsigned int stage_address, const S
       source = from.data + places.of(KEY + lanes.row, own, from.row) + STORED_VECTOR * lanes.piece;
     }
     if (Lanes<WIDTH>::EACH == Lanes<WIDTH>::PIECES || lanes.piece < Lanes<WIDTH>::PIECES) {
-      ptx::cp_async_policy(stage_address + lanes.at(ROW), source, ROW < left ? bytes : 0,
-                           from.policy);
+      ptx::cp_async_once(stage_address + lanes.at(ROW), source, ROW < left ? bytes : 0);
     }
     constexpr int AT_ONCE = Lanes<WIDTH>::AT_ONCE;
     copy_vectors<FIRST, KEYS, WIDTH, ROW + AT_ONCE>(
@@ -142,7 +140,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const decode::Task
   constexpr int STEPS = 16 / Row::AT_ONCE;
   const Row lanes;
   const storage_t* const first = query_row(p, task, 0);
-  const bool vectors = Source{first, 0, p.q.row | p.q.head, p.q.col, 0}.vectors() && D % 8 == 0;
+  const bool vectors = Source{first, 0, p.q.row | p.q.head, p.q.col}.vectors() && D % 8 == 0;
   const bool has_piece = lanes.piece < Row::PIECES;
   __syncwarp();  // the queries before, read by all lanes
   if (vectors) {

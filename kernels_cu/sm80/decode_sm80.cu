@@ -58,13 +58,11 @@ struct Producer {
   __device__ __forceinline__ void copy(const decode::Leaf& leaf, const decode::Task& task,
                                        const decode_rows::LeafPlaces& places, int ahead) const {
     if (leaf.exists) {
-      const bool is_shared = PAGED && leaf.first_key() < p.shared;
-      const unsigned long long policy = is_shared ? ptx::evict_last() : ptx::evict_first();
       if constexpr (N < STEPS) {
-        const decode_rows::Source k{task.k, p.k_page, p.k.row, p.k.col, policy};
+        const decode_rows::Source k{task.k, p.k_page, p.k.row, p.k.col};
         decode_rows::begin_copy<N * STEP_KEYS, STEP_KEYS, D>(at(ahead), k, places, leaf.keys);
       } else {
-        const decode_rows::Source v{task.v, p.v_page, p.v.row, p.v.col, policy};
+        const decode_rows::Source v{task.v, p.v_page, p.v.row, p.v.col};
         decode_rows::begin_copy<(N - STEPS) * STEP_KEYS, STEP_KEYS, D_V>(at(ahead), v, places,
                                                                          leaf.keys);
       }

@@ -10,7 +10,7 @@ from placement import same_bits
 from strategies import DTYPES
 
 import cupyflash
-from cupyflash import ArgumentError, ArgumentTypeError, attention_cached, masks, scores
+from cupyflash import attention_cached, masks, scores
 from cupyflash.reference.cpu import decode_launch, decode_tasks
 from cupyflash.testing import Precision, forward_bound, rho
 
@@ -396,21 +396,3 @@ def test_the_callers_error_state_of_numpy_changes_nothing():
     expected = case.with_options().run()
     with np.errstate(all="raise"):
         assert same(case.run(), expected)
-
-
-@pytest.mark.parametrize(
-    ("shared", "paged", "words"),
-    [
-        (-1, True, "shared: got -1; expected an integer from 0 to 32"),
-        (33, True, "shared: got 33; expected an integer from 0 to 32"),
-        (True, True, "shared: got True; expected an integer"),
-        (1.0, True, "shared: got 1.0; expected an integer"),
-        (8, False, "shared: got 8 without table; .*Pass table"),
-    ],
-)
-def test_what_is_shared_is_a_number_of_positions_in_pages(shared, paged, words):
-    q, k = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 32, 4), np.float32)
-    table = np.zeros((1, 1), np.int32) if paged else None
-    with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
-        attention_cached(q, k, k, 9, table=table, shared=shared)
-    assert not attention_cached(q, k, k, 9, table=np.zeros((1, 1), np.int32), shared=9).any()

@@ -56,11 +56,10 @@ def run(
     offsets_q=None,
     schedule=REVERSE,
     workspace=None,
-    shared=0,
     **options,
 ):
     """Compute out and lse over a cache, into memory that holds NaN."""
-    call = cached.call(q, k, v, lengths, table, offsets_q, Options(**options), shared)
+    call = cached.call(q, k, v, lengths, table, offsets_q, Options(**options))
     out, lse = results(call)
     Emulator(blocks, schedule).forward(call, out, lse, workspace=workspace)
     return out, lse
@@ -160,7 +159,7 @@ def test_pages_change_no_bit(dtype, blocks, page):
     assert same_bits(got[0], want[0])
     assert same_bits(got[1], want[1])
     wide = run(q, *split, lengths.astype(np.int32), blocks, table.astype(np.int64),
-               mask=masks.causal(), shared=70)  # fmt: skip
+               mask=masks.causal())  # fmt: skip
     assert same_bits(wide[0], want[0])
 
 

@@ -357,7 +357,7 @@ CASES = [
         _copied,
     ),
     Case(
-        "cp_async_partial cp_async_policy evict_first evict_last cp_async_commit cp_async_wait",
+        "cp_async_partial cp_async_once cp_async_commit cp_async_wait",
         """
           for (int n = 0; n < 2; ++n) {
             for (int k = 0; k < 4; ++k) smem[2 * t + n].x[k] = in[10];
@@ -366,8 +366,7 @@ CASES = [
           const unsigned int to = ptx::shared_address(smem + 2 * t);
           ptx::cp_async_partial(to, in, in[8]);
           ptx::cp_async_commit();
-          const unsigned long long policy = t % 2 ? ptx::evict_first() : ptx::evict_last();
-          ptx::cp_async_policy(to + 16, in + 4, in[9], policy);
+          ptx::cp_async_once(to + 16, in + 4, in[9]);
           ptx::cp_async_commit();
           const int from = (t + 37) % THREADS;
           ptx::cp_async_wait<1>();

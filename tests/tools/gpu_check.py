@@ -53,6 +53,12 @@ WATCHED = {
         "test_gpu_contract.py::test_look_ups_are_read_at_every_call",
         "test_gpu_contract.py::test_causal_visits_528_of_1024_tiles",
     ),
+    "a cache": (
+        "test_gpu_cached.py::test_every_entry_is_within_the_bound",
+        "test_gpu_cached.py::test_pages_drafts_and_batches_change_no_bit",
+        "-k",
+        "plain or window or 16-float",
+    ),
     "Hopper": (
         "test_gpu_hopper.py::test_its_results_are_within_the_bound",
         "test_gpu_hopper.py::test_gradients_of_packed_sequences_are_within_the_bound",

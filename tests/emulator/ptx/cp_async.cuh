@@ -16,11 +16,7 @@ inline void cp_async_partial(unsigned int address, const void* from_gmem, int by
   emulator::begin_copy(to, from_gmem, 16, static_cast<unsigned int>(bytes));
 }
 
-inline unsigned long long evict_first() { return 0; }
-inline unsigned long long evict_last() { return 1; }
-
-inline void cp_async_policy(unsigned int address, const void* from_gmem, int bytes,
-                            unsigned long long) {
+inline void cp_async_once(unsigned int address, const void* from_gmem, int bytes) {
   cp_async_partial(address, from_gmem, bytes);
 }
 
