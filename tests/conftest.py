@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -72,6 +73,23 @@ def nvrtc() -> None:
         pytest.skip(remedy)
 
 
+def compile_for_all_workers(config: pytest.Config) -> None:
+    """Compile the CPU kernels before a run of all tests, whose workers need them at once."""
+    if (
+        not config.getoption("numprocesses", None)
+        or config.option.collectonly
+        or config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    ):
+        return
+    command = [sys.executable, "-m", "cupyflash", "warmup", "--dtype"]
+    processes = [  # not in the checkout, whose `cupyflash/` is not the whole package
+        subprocess.Popen([*command, dtype], cwd=tempfile.gettempdir(), stdout=subprocess.DEVNULL)
+        for dtype in ("float32", "float64")
+    ]
+    for process in processes:
+        process.wait()  # if it fails, it says why, and the tests compile for themselves
+
+
 def pytest_configure(config: pytest.Config) -> None:
     installed_package_is_this_checkout()
     if EMULATOR_CACHE not in os.environ:  # workers and programs that tests start find it there
@@ -83,6 +101,8 @@ def pytest_configure(config: pytest.Config) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
         config.add_cleanup(forget)
+    if not hasattr(config, "workerinput"):
+        compile_for_all_workers(config)
 
 
 def pytest_terminal_summary(

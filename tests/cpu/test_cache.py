@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from halves import mostly_thorough
 
 import cupyflash
 from cupyflash import attention_varlen_vjp, attention_vjp, lookup, masks, scores
@@ -290,6 +291,7 @@ def test_a_full_disk(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits of processes are POSIX's")
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_disk_that_takes_only_so_much(tmp_path):
     program = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
     folder = tmp_path / "cache"
@@ -301,6 +303,7 @@ def test_a_disk_that_takes_only_so_much(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills by a signal")
+@pytest.mark.thorough("what is damaged is compiled again, which is quick")
 def test_killed_while_it_fills_the_folder(tmp_path):
     """What it left is no kernel: the next process compiles, and the one after that finds it."""
     folder = tmp_path / "cache"
@@ -329,6 +332,7 @@ os.replace = kill
     assert run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder)).compiled == 0
 
 
+@pytest.mark.thorough("other obstacles; a folder that cannot be written is quick")
 def test_a_folder_that_vanishes(tmp_path):
     folder = tmp_path / "cache"
     program = CALL + (
@@ -377,31 +381,34 @@ def test_a_folder_that_can_only_be_read_is_read(cache, tmp_path):
 # Damage, and many processes
 
 
-def test_a_damaged_file_is_compiled_again(filled, tmp_path):
+@mostly_thorough(
+    "change",
+    [
+        lambda good: good[: len(good) // 2],
+        lambda good: (
+            good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :]
+        ),
+        lambda good: b"",
+    ],
+    quick=lambda change: len(change(b"good")) == len(b"good"),
+    why="a file that is cut short is damaged, too",
+    ids=["cut short", "another byte of the machine code", "empty"],
+)
+def test_a_damaged_file_is_compiled_again(filled, tmp_path, change):
     (kernel,) = files(filled[0])
     good = kernel.read_bytes()
-    middle = len(good) // 2
-    ways = {
-        "cut short": good[:middle],
-        "a bit of the machine code": good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :],
-        "empty": b"",
-    }
-
-    def check(how: str) -> None:
-        folder = tmp_path / how.replace(" ", "-")
-        folder.mkdir()
-        (folder / kernel.name).write_bytes(ways[how])
-        seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
-        assert seen.compiled >= 1, how
-        assert ANNOUNCEMENT.fullmatch(seen.warned), how
-        (mended,) = files(folder)
-        assert mended.name == kernel.name, how
-        assert len(mended.read_bytes()) == len(good), how
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(check, ways))
+    assert change(good) != good
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / kernel.name).write_bytes(change(good))
+    seen = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
+    assert seen.compiled >= 1
+    assert ANNOUNCEMENT.fullmatch(seen.warned)
+    (mended,) = files(folder)
+    assert mended.name == kernel.name
+    assert len(mended.read_bytes()) == len(good)
     # What was compiled again is found again.
-    again = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(tmp_path / "cut-short"))
+    again = run(ONCE, tmp_path, CUPYFLASH_CACHE_DIR=str(folder))
     assert (again.compiled, again.warned) == (0, "")
 
 

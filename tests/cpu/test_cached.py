@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from halves import mostly_thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import same_bits
@@ -131,6 +132,9 @@ def cases(draw, dtype, options=True):
     )
 
 
+WIDE = [(128, 128), (512, 512), (96, 130)]
+
+
 def same(ours, expected):
     return all(same_bits(a, b) for a, b in zip(ours, expected, strict=True))
 
@@ -138,9 +142,10 @@ def same(ours, expected):
 # The bound
 
 
+@mostly_thorough("times", [1, 4], quick=[1], why="the same, searched for longer")
 @BY_DTYPE
-def test_out_and_lse_are_within_the_bound(dtype):
-    @settings(max_examples=2 * settings().max_examples)
+def test_out_and_lse_are_within_the_bound(dtype, times):
+    @settings(max_examples=times * settings().max_examples)
     @given(cases(dtype))
     def check(case):
         case.check(*case.run())
@@ -148,8 +153,13 @@ def test_out_and_lse_are_within_the_bound(dtype):
     check()
 
 
-@BY_DTYPE
-@pytest.mark.parametrize(("d", "d_v"), [(128, 128), (512, 512), (96, 130)])
+@mostly_thorough(
+    ("dtype", "d", "d_v"),
+    [(dtype, *sizes) for sizes in WIDE for dtype in DTYPES],
+    quick=[(DTYPES[0], *WIDE[0]), (DTYPES[1], *WIDE[1]), (DTYPES[2], *WIDE[2])],
+    why="other types of the same heads, which small problems have",
+    ids=str,
+)
 def test_long_caches_and_wide_heads(dtype, d, d_v):
     rng = np.random.default_rng(d)
     case = Case(rng, dtype, [4097, 0, 700], group=4, heads_kv=1, d=d, d_v=d_v)

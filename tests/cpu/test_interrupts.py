@@ -9,6 +9,7 @@ import time
 import weakref
 
 import pytest
+from halves import mostly_thorough
 from test_threads import PATIENCE, output_of, set_threads
 
 from cupyflash.reference.cpu import threads
@@ -51,7 +52,7 @@ def test_ctrl_c_waits_for_the_helpers(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends itself a signal, as Ctrl-C does")
-@pytest.mark.parametrize("number", ["1", "2"])
+@mostly_thorough("number", ["1", "2"], quick=["2"], why="without helpers it is simpler")
 def test_ctrl_c_is_heard_within_half_a_second(tmp_path, number):
     """Of a call of many seconds; the next call is right."""
     program = """

@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import attention, attention_varlen_vjp, attention_vjp, masks, scores
@@ -295,7 +296,7 @@ def test_eight_threads_at_once(set_threads):
         assert all(pool.map(thread, range(8), timeout=PATIENCE))
 
 
-@pytest.mark.parametrize("number", [2, 3, 7, 16])
+@mostly_thorough("number", [2, 3, 7, 16], quick=[3, 16], why="numbers between those")
 def test_results_do_not_depend_on_the_threads(set_threads, number):
     for run in calls():
         set_threads(1)
@@ -358,9 +359,10 @@ def test_fork_after_use(tmp_path):
 
 
 @CAN_FORK
-def test_fork_while_other_threads_call_and_compile(tmp_path):
+@mostly_thorough("forks", [2, 8], quick=[2], why="the same, tried more often")
+def test_fork_while_other_threads_call_and_compile(tmp_path, forks):
     """A child must not inherit a lock that a thread of its parent holds: it would wait for ever."""
-    program = WORK + textwrap.dedent("""
+    program = WORK + textwrap.dedent(f"""
         from numba import njit
         expected, stop = work(), threading.Event()
 
@@ -373,7 +375,7 @@ def test_fork_while_other_threads_call_and_compile(tmp_path):
         for thread in others:
             thread.start()
         codes = []
-        for _ in range(8):
+        for _ in range({forks}):
             child = os.fork()
             if not child:
                 os._exit(0 if work() == expected and njit(lambda a: a + 2)(1) == 3 else 3)
@@ -384,10 +386,15 @@ def test_fork_while_other_threads_call_and_compile(tmp_path):
         print(codes)
     """)
     environment = {"CUPYFLASH_NUM_THREADS": "2", "PYTHONWARNINGS": "ignore::DeprecationWarning"}
-    assert output_of(program, tmp_path, **environment) == str([0] * 8)
+    assert output_of(program, tmp_path, **environment) == str([0] * forks)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@mostly_thorough(
+    "method",
+    ["fork", "spawn", "forkserver"],
+    quick=["spawn"],
+    why="a fork by hand is quick, and a server forks what was spawned",
+)
 def test_multiprocessing(tmp_path, method):
     if method != "spawn" and not hasattr(os, "fork"):
         pytest.skip("this system has no fork")

@@ -88,7 +88,13 @@ def test_sums_over_what_was_broadcast(name):
 
 
 @emulated
-@pytest.mark.parametrize("blocks", [TILES[0], HOPPER], ids=["sm80", "sm90"])
+@mostly_thorough(
+    "blocks",
+    [TILES[0], HOPPER],
+    quick=[HOPPER],
+    why="the other kernel has a quick case of another order of threads",
+    ids=["sm80", "sm90"],
+)
 @mostly_thorough(
     "shared",
     [False, True],

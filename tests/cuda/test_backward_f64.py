@@ -81,8 +81,12 @@ def test_every_share_of_a_product(deterministic, blocks, d, d_v):
 
 
 @emulated
-@MODES
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@mostly_thorough(
+    ("deterministic", "value"),
+    [(mode, value) for mode in (False, True) for value in (np.nan, np.inf)],
+    quick=[(False, np.inf)],
+    why="the other sum, and infinities make NaN, too",
+)
 def test_masked_queries_and_keys_change_no_bit(deterministic, value):
     q, k, v, do = draw(*[(2, 70, 24)] * 4)
     mask = masks.mask(lambda b, h, i, j: (j <= i) & (i != 50) & (j != 3))
@@ -96,7 +100,9 @@ def test_masked_queries_and_keys_change_no_bit(deterministic, value):
 
 
 @emulated
-@MODES
+@mostly_thorough(
+    "deterministic", [False, True], quick=[True], why="the other sum of the same product"
+)
 def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic):
     q, k, v, do = draw(*[(1, 70, 24)] * 4)
     do[0, 40, 5] = np.nan
@@ -110,7 +116,9 @@ def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic):
 
 
 @emulated
-@MODES
+@mostly_thorough(
+    "deterministic", [False, True], quick=[False], why="the other sum of the same product"
+)
 def test_far_probabilities_vanish(deterministic):
     # Scores up to some thousands: of the powers of 2 most are 0, and some are not normal numbers.
     q, k, v, do = draw(*[(1, 40, 16)] * 4)

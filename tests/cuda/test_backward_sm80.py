@@ -27,6 +27,13 @@ HALF = np.dtype(np.float16)
 BLOCKS = Blocks(32, 32, 64)
 # Two warps share the queries of their keys, or each has all queries of its own, in two parts.
 TILES = pytest.mark.parametrize("blocks", [BLOCKS, Blocks(64, 64, 64)], ids=["shared", "held"])
+DIAGONAL = mostly_thorough(
+    ("deterministic", "blocks"),
+    [(mode, blocks) for mode in (False, True) for blocks in (BLOCKS, Blocks(64, 64, 64))],
+    quick=[(False, BLOCKS), (True, Blocks(64, 64, 64))],
+    why="both sums and both ways to share queries, but each with the other",
+    ids=["adds-shared", "adds-held", "deterministic-shared", "deterministic-held"],
+)
 MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["adds", "deterministic"])
 
 
@@ -63,7 +70,7 @@ def worst(q, k, v, do, made, **options):
 
 
 @emulated
-@MODES
+@mostly_thorough("deterministic", [False, True], quick=[False], why="tiles are classified alike")
 @mostly_thorough("name", FAR, quick=("both ends",), why="masks with fewer ranges")
 def test_more_tiles_than_are_classified_at_once(name, deterministic):
     # One warp: 32 tiles of 16 at a time.
@@ -82,8 +89,7 @@ def test_more_blocks_of_keys_than_take_turns():
 
 
 @emulated
-@MODES
-@TILES
+@DIAGONAL
 @pytest.mark.parametrize("order", [1, -1], ids=["grows", "shrinks"])
 @mostly_thorough("heads", [1, 2], quick=[2], why="one head is simpler")
 def test_ds_of_any_size(deterministic, blocks, order, heads):
@@ -116,8 +122,7 @@ def test_gradients_of_nothing_are_0(deterministic, blocks):
 
 
 @emulated
-@MODES
-@TILES
+@DIAGONAL
 @mostly_thorough("value", [np.nan, np.inf], quick=[np.inf], why="infinities make NaN, too")
 def test_masked_queries_and_keys_change_no_bit(deterministic, blocks, value):
     q, k, v, do = (x.astype(HALF) for x in draw(*[(2, 70, 24)] * 4))
@@ -132,8 +137,7 @@ def test_masked_queries_and_keys_change_no_bit(deterministic, blocks, value):
 
 
 @emulated
-@MODES
-@TILES
+@DIAGONAL
 def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic, blocks):
     q, k, v, do = (x.astype(HALF) for x in draw(*[(1, 70, 24)] * 4))
     do[0, 40, 5] = np.nan
@@ -151,7 +155,9 @@ def test_a_query_that_is_not_finite_spoils_what_it_sees(deterministic, blocks):
 
 
 @emulated
-@MODES
+@mostly_thorough(
+    "deterministic", [False, True], quick=[True], why="tiles without pairs are passed by alike"
+)
 @mostly_thorough("first", [0, 40, 2290, 2399], quick=(40,), why="the same at the ends")
 def test_many_tiles_without_pairs_are_passed_by(deterministic, first):
     # 75 tiles of queries, of which one or two have pairs: after none, few or many that have none.

@@ -130,6 +130,7 @@ def test_warps_have_scales_of_their_own(d, order):
         assert worst(q, k, v, do, made) <= 1
 
 
+@pytest.mark.thorough("a scale of its own; dS of any size is quick")
 @emulated
 def test_the_first_scale_is_of_dk_alone():
     # The first tile's queries see one key, and of do one column is not 0, so that their dS is 0
@@ -183,7 +184,9 @@ def test_packed_sequences(dtype, deterministic):
 
 
 @emulated
-@pytest.mark.parametrize("cap", [None, 3.0], ids=["slope 1", "any slope"])
+@mostly_thorough(
+    "cap", [None, 3.0], quick=[3.0], why="a slope of 1 is simpler", ids=["slope 1", "any slope"]
+)
 def test_scores_of_queries_that_do_not_exist_are_nobodys(cap):
     # Behind the last query it is the logarithm of what is negative, and NaN.
     late = scores.score(lambda s, b, h, i, j: s + log(len_q - i) * 0.1)

@@ -21,6 +21,13 @@ from cupyflash.testing.copies import HostMemory
 
 NO_EMULATOR = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+SOME_QUICK = mostly_thorough(
+    "case",
+    CASES,
+    quick=lambda case: case in CASES[::3],
+    why="the whole conformance; kernels that use these functions are held to their bounds",
+    ids=lambda case: case.name,
+)
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -58,7 +65,7 @@ def test_a_case_is_about_what_it_calls(case):
 
 
 @NO_EMULATOR
-@EVERY_CASE
+@SOME_QUICK
 @mostly_thorough(
     "schedule",
     [FORWARD, REVERSE, randomly(5)],
@@ -140,7 +147,7 @@ def test_how_wrong_exp2_may_be(x, found, right):
 
 @pytest.mark.usefixtures("nvrtc")
 @mostly_thorough("arch", ARCHS, quick=["sm_90"], why="the older and newer architectures")
-@EVERY_CASE
+@SOME_QUICK
 def test_its_kernel_compiles(case, arch):
     if case.runs_on(capability(arch)):
         assert "'probe'" in compiled(case.cuda(), case.architecture or arch)

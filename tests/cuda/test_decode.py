@@ -41,6 +41,17 @@ BOTH = pytest.mark.parametrize(
 )
 
 
+def of_one(name):
+    """Parametrize with both kernels; one is quick, for both deal out work and join it alike."""
+    return mostly_thorough(
+        ("dtype", "blocks"),
+        [KERNELS["sm80-f16"], KERNELS["simt-f32"]],
+        quick=[KERNELS[name]],
+        why="the other kernel shares what this is about; its own products have quick tests",
+        ids=["sm80", "simt"],
+    )
+
+
 def draw(dtype, *shapes, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -105,9 +116,7 @@ OPTIONS = {
 
 
 @BOTH
-@mostly_thorough(
-    "name", OPTIONS, quick=["causal", "not a range"], why="other masks and scores, a build each"
-)
+@mostly_thorough("name", OPTIONS, quick=["not a range"], why="other masks and scores, a build each")
 def test_masks_and_scores(dtype, blocks, name):
     lengths = (600, 70)
     q, k, v = draw(dtype, (2, 4, 3, 32), (2, 2, 640, 32), (2, 2, 640, 32), seed=1)
@@ -116,7 +125,7 @@ def test_masks_and_scores(dtype, blocks, name):
     within_the_bound(blocks, q, k, v, lengths, out, lse, lambda b: options)
 
 
-@BOTH
+@of_one("sm80-f16")
 def test_a_bias_and_a_mask_as_arrays(dtype, blocks):
     lengths = (600, 70)
     q, k, v = draw(dtype, (2, 4, 2, 32), (2, 2, 640, 32), (2, 2, 640, 32), seed=2)
@@ -134,7 +143,7 @@ def test_a_bias_and_a_mask_as_arrays(dtype, blocks):
     within_the_bound(blocks, q, k, v, lengths, out, lse, of_entry)
 
 
-@BOTH
+@of_one("simt-f32")
 def test_what_is_masked_may_hold_anything(dtype, blocks):
     q, k, v = draw(dtype, (1, 2, 2, 32), (1, 1, 200, 32), (1, 1, 200, 32), seed=4)
     mask = np.ones((2, 200), bool)
@@ -146,7 +155,7 @@ def test_what_is_masked_may_hold_anything(dtype, blocks):
     assert same_bits(got[1], want[1])
 
 
-@BOTH
+@of_one("sm80-f16")
 @mostly_thorough("page", [1, 3, 16, 64, 100], quick=[3], why="other sizes of pages")
 def test_pages_change_no_bit(dtype, blocks, page):
     lengths, rng = np.array([600, 131]), np.random.default_rng(page)
@@ -163,7 +172,7 @@ def test_pages_change_no_bit(dtype, blocks, page):
     assert same_bits(wide[0], want[0])
 
 
-@BOTH
+@of_one("sm80-f16")
 @mostly_thorough("multiprocessors", [1, 3, 40], quick=[3], why="grids of other sizes")
 @pytest.mark.parametrize("schedule", [FORWARD, randomly(7)], ids=["forward", "random"])
 def test_no_bit_depends_on_the_grid_or_the_schedule(dtype, blocks, multiprocessors, schedule):
@@ -177,7 +186,7 @@ def test_no_bit_depends_on_the_grid_or_the_schedule(dtype, blocks, multiprocesso
     within_the_bound(blocks, q, k, v, lengths, *got)
 
 
-@BOTH
+@of_one("simt-f32")
 def test_leaves_whose_scores_lie_far_apart(dtype, blocks):
     """A maximum that grows from leaf to leaf: weights by the first one would overflow."""
     blocks = dataclasses.replace(blocks, multiprocessors=1)  # units are nodes of 8 leaves
@@ -201,7 +210,7 @@ def test_no_bit_depends_on_the_batch_or_the_capacity(dtype, blocks):
             assert same_bits(got[1], want[1][b : b + 1])
 
 
-@BOTH
+@of_one("sm80-f16")
 def test_drafts_are_single_steps(dtype, blocks):
     """Verifying n tokens in one call gives the bits of n calls."""
     end = 580
@@ -235,7 +244,7 @@ def test_more_nodes_than_have_room_in_shared_memory(dtype, blocks):
         within_the_bound(blocks, q, k, v, lengths, *run(q, k, v, lengths[0], blocks))
 
 
-@BOTH
+@of_one("simt-f32")
 def test_packed_queries(dtype, blocks):
     counts, lengths = [3, 0, 5, 1], np.array([600, 300, 70, 5])
     offsets = np.cumsum([0, *counts])
@@ -260,7 +269,7 @@ def test_groups_of_any_size(dtype, blocks, heads, heads_kv):
     within_the_bound(blocks, q, k, v, [130], out, lse, lambda b: {"mask": masks.causal()})
 
 
-@BOTH
+@of_one("sm80-f16")
 @mostly_thorough("d", [1, 7, 40, 128, 200, 256], quick=[7], why="other heads, a build each")
 def test_heads_of_any_size(dtype, blocks, d):
     q, k, v = draw(dtype, (1, 2, 1, d), (1, 1, 130, d), (1, 1, 130, max(d - 3, 1)), seed=d)
@@ -268,7 +277,7 @@ def test_heads_of_any_size(dtype, blocks, d):
     within_the_bound(blocks, q, k, v, [130], out, lse)
 
 
-@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@mostly_thorough("dtype", [F16, F32], quick=[F16], why="the other kernel of wide heads", ids=str)
 def test_compressed_keys(dtype):
     """Values are a view of the keys: D = 576, Dv = 512."""
     q, k = draw(dtype, (1, 4, 1, 576), (1, 1, 130, 576), seed=11)
@@ -286,7 +295,7 @@ def test_any_strides(dtype, blocks):
     assert same_bits(got[0], want[0])
 
 
-@BOTH
+@of_one("sm80-f16")
 def test_lengths_and_tables_of_a_device_are_held_in_range(dtype, blocks, monkeypatch):
     """They are not read before the kernel runs, and lead nowhere outside of the cache."""
     q, k, v = draw(dtype, (3, 2, 1, 16), (5, 1, 16, 16), (5, 1, 16, 16), seed=13)
@@ -299,7 +308,7 @@ def test_lengths_and_tables_of_a_device_are_held_in_range(dtype, blocks, monkeyp
     assert same_bits(got[0], want[0])
 
 
-@BOTH
+@of_one("simt-f32")
 def test_a_workspace_may_hold_anything_and_serves_again(dtype, blocks):
     q, k, v = draw(dtype, (2, 2, 1, 16), (2, 1, 1100, 16), (2, 1, 1100, 16), seed=14)
     blocks = dataclasses.replace(blocks, multiprocessors=9)
@@ -314,7 +323,13 @@ def test_a_workspace_may_hold_anything_and_serves_again(dtype, blocks):
             assert same_bits(got[0], want[0])
 
 
-@EACH
+@mostly_thorough(
+    ("dtype", "blocks"),
+    KERNELS.values(),
+    quick=[KERNELS["sm80-bf16"], KERNELS["simt-f64"]],
+    why="each type has a quick test over a cache",
+    ids=KERNELS,
+)
 def test_attention_takes_them_where_queries_are_few(dtype, blocks):
     q, k, v = draw(dtype, (2, 3, 8, 4, 16), (3, 2, 600, 16), (2, 1, 2, 600, 16), seed=15)
     call = validate.call(q, k, v, Options(mask=masks.causal()))

@@ -45,14 +45,18 @@ FEW = settings(max_examples=max(2, settings().max_examples // 5), phases=PHASES)
 F32 = np.dtype(np.float32)
 
 
-EACH_PRECISION = pytest.mark.parametrize(
-    ("dtype", "precision"), [*((dtype, None) for dtype in DTYPES), (F32, "tf32x3")], ids=str
-)
+PRECISIONS = [*((dtype, None) for dtype in DTYPES), (F32, "tf32x3")]
+EACH_PRECISION = pytest.mark.parametrize(("dtype", "precision"), PRECISIONS, ids=str)
 DENSE_AND_PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 
 
-@EACH_PRECISION
-@DENSE_AND_PACKED
+@mostly_thorough(
+    ("dtype", "precision", "packed"),
+    [(*each, packed) for packed in (False, True) for each in PRECISIONS],
+    quick=lambda case: case[2] == PRECISIONS.index(case[:2]) % 2,
+    why="each type dense or packed; its kernels have quick tests of the other",
+    ids=str,
+)
 @TWO
 @given(data=st.data())
 def test_every_output_is_within_the_bound(dtype, precision, packed, data):
@@ -113,7 +117,7 @@ KINDS = [("mask", name) for name in MASKS] + [("score_mod", name) for name in SC
 @mostly_thorough(
     ("kind", "dtype"),
     list(zip(KINDS, itertools.cycle(DTYPES), strict=False)),
-    quick=list(zip(KINDS, itertools.cycle(DTYPES), strict=False))[::5],
+    quick=list(zip(KINDS, itertools.cycle(DTYPES), strict=False))[::9],
     why="every kind is quick on the CPU",
     ids=str,
 )
@@ -125,7 +129,12 @@ def test_every_kind_of_mask_and_score(kind, dtype):
     assert max(found.values()) <= 1, found
 
 
-@pytest.mark.parametrize("blocks", [(16, 16, 32), (32, 16, 64), (16, 32, 128), (64, 64, 256)])
+@mostly_thorough(
+    "blocks",
+    [(16, 16, 32), (32, 16, 64), (16, 32, 128), (64, 64, 256)],
+    quick=[(16, 32, 128)],
+    why="drawn problems are quick, and have these and others",
+)
 def test_every_size_of_a_tile(blocks):
     options = {"mask": masks.causal(), "score_mod": scores.softcap(2.0)}
     problem = _with_options(F32, lambda z: options)
@@ -194,7 +203,12 @@ def test_dropped_pairs_are_those_of_the_twin():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("option", [{}, {"mask": masks.causal()}, {"mask": masks.window(9, 3)}])
+@mostly_thorough(
+    "option",
+    [{}, {"mask": masks.causal()}, {"mask": masks.window(9, 3)}],
+    quick=lambda option: str(option) == str({"mask": masks.window(9, 3)}),
+    why="a window has tiles of every class",
+)
 def test_as_many_tiles_are_visited_as_by_the_twin(monkeypatch, option, deterministic):
     monkeypatch.setattr(pack_gqa, "MOST_QUERIES", 0)  # the twin has no such rows
     problem = _with_options(F32, lambda z: option)

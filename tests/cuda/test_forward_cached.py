@@ -25,9 +25,8 @@ F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 SM80, SM90 = Blocks(), Blocks(hopper=True)
 KERNELS = {"sm80": (F16, SM80), "sm80-f64": (F64, SM80), "sm90": (BF16, SM90)}
-BOTH = pytest.mark.parametrize(
-    ("dtype", "blocks"), [KERNELS["sm80"], KERNELS["sm90"]], ids=["sm80", "sm90"]
-)
+BOTH_KERNELS = [KERNELS["sm80"], KERNELS["sm90"]]
+BOTH = pytest.mark.parametrize(("dtype", "blocks"), BOTH_KERNELS, ids=["sm80", "sm90"])
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +104,13 @@ def test_pages_change_no_bit(dtype, blocks, page):
     assert same_bits(got[1], want[1])
 
 
-@BOTH
+@mostly_thorough(
+    ("dtype", "blocks"),
+    BOTH_KERNELS,
+    quick=BOTH_KERNELS[:1],
+    why="the entries are dealt out alike; several builds each",
+    ids=["sm80", "sm90"],
+)
 @mostly_thorough("paged", [False, True], quick=[True], why="memory without pages is simpler")
 def test_each_entry_has_the_kernel_for_its_own_queries(dtype, blocks, paged, monkeypatch):
     """Packed queries of different number: no bit depends on what else is in the batch."""

@@ -34,8 +34,8 @@ MASKS = {
 @mostly_thorough(
     "name",
     MASKS,
-    quick=("causal", "documents", "no range", "no key"),
-    why="more masks; of each class of tiles some are quick",
+    quick=("documents", "no key"),
+    why="more masks; causal and no range are quick below, in other tiles and packed sequences",
 )
 def test_masks(monkeypatch, name):
     rows = ["masks", "masks, few queries"][list(MASKS).index(name) % 2]
@@ -117,7 +117,13 @@ def test_tiles_that_lie_far_apart():
 
 
 @emulated
-@pytest.mark.parametrize(("value", "d"), [(np.nan, 64), (-np.inf, 64), (np.inf, 256)], ids=str)
+@mostly_thorough(
+    ("value", "d"),
+    [(np.nan, 64), (-np.inf, 64), (np.inf, 256)],
+    quick=lambda case: case[1] == 64,
+    why="another tile of the same code",
+    ids=str,
+)
 def test_a_value_reaches_only_the_rows_that_see_it(value, d):
     dtype = TYPES[d // 256]
     q, k, v = draw(dtype, *[(1, 300, d)] * 3)
@@ -173,8 +179,8 @@ PACKED = {
 @mostly_thorough(
     ("name", "d"),
     [("plain", 64), ("causal", 136), ("window", 136), ("alibi", 64)],
-    quick=[("plain", 64), ("window", 136)],
-    why="options alone that the window has together",
+    quick=[("window", 136)],
+    why="options alone that the window has together; neighbours are quick with causal",
 )
 def test_packed_sequences(name, d):
     dtype, options = TYPES[d // 136], PACKED[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from emulator.machine import FORWARD, randomly
 from halves import mostly_thorough
 from placement import same_bits
@@ -68,7 +67,13 @@ def test_values_of_keys_that_a_score_leaves_out(dtype):
 
 @emulated
 @EACH_TYPE
-@pytest.mark.parametrize("options", [{}, {"mask": masks.causal(300)}], ids=["plain", "masked"])
+@mostly_thorough(
+    "options",
+    [{}, {"mask": masks.causal(300)}],
+    quick=lambda options: bool(options),
+    why="with a mask, tiles without one are dropped from, too",
+    ids=["plain", "masked"],
+)
 def test_dropped_pairs_are_those_of_the_twin(dtype, options):
     size, seed, p = 256, 2**63 + 12345, 0.37
     q = np.zeros((2, 1, size, 8), dtype)

@@ -116,32 +116,36 @@ def test_masks_are_numpys(compiled, drawn):
         assert found == tile_classes(bound, corners, "gpu"), root
 
 
-@batches
 @mostly_thorough(
-    "double",
-    [False, True],
-    quick=[False],
-    why="the other type; those by hand are quick",
-    ids=["float32", "float64"],
+    ("double", "number"),
+    [(False, 3), (False, 8), (True, 8)],
+    quick=[(False, 3)],
+    why="more batches, and the other type; those by hand are quick",
+    ids=["float32", "float32, more", "float64"],
 )
-@given(st.lists(bound_expressions("float", score=True), min_size=BATCH, max_size=BATCH))
-def test_scores_and_slopes_are_numpys(compiled, double, drawn):
-    cases = [case for case in drawn if case is not None]
-    assume(cases)
+def test_scores_and_slopes_are_numpys(compiled, double, number):
     kind = np.float64 if double else np.float32
-    trees = [(root, convert(derivative(root), "float")) for root, _, _ in cases]
-    made = [
-        generate(changed=root, slope=slope, short=n % 2 == 0)
-        for n, (root, slope) in enumerate(trees)
-    ]
-    code = compiled(made, double, scores=True)
-    rng = np.random.default_rng(0)
-    for n, (roots, (_, sizes, where_)) in enumerate(zip(trees, cases, strict=True)):
-        symbols, _ = tile_symbols(sizes, where_)
-        score = rng.standard_normal((where_[3], where_[5])).astype(kind)
-        for found, root in zip(code.score(n, symbols, score), roots, strict=True):
-            wanted = by_numpy(root, sizes, where_, score, kind)
-            assert_same_numbers(found, wanted, root)
+
+    @settings(batches, max_examples=number)
+    @given(st.lists(bound_expressions("float", score=True), min_size=BATCH, max_size=BATCH))
+    def check(drawn):
+        cases = [case for case in drawn if case is not None]
+        assume(cases)
+        trees = [(root, convert(derivative(root), "float")) for root, _, _ in cases]
+        made = [
+            generate(changed=root, slope=slope, short=n % 2 == 0)
+            for n, (root, slope) in enumerate(trees)
+        ]
+        code = compiled(made, double, scores=True)
+        rng = np.random.default_rng(0)
+        for n, (roots, (_, sizes, where_)) in enumerate(zip(trees, cases, strict=True)):
+            symbols, _ = tile_symbols(sizes, where_)
+            score = rng.standard_normal((where_[3], where_[5])).astype(kind)
+            for found, root in zip(code.score(n, symbols, score), roots, strict=True):
+                wanted = by_numpy(root, sizes, where_, score, kind)
+                assert_same_numbers(found, wanted, root)
+
+    check()
 
 
 def assert_same_numbers(found, wanted, root):
@@ -173,13 +177,13 @@ either = pytest.mark.parametrize("short", [False, True], ids=["64 bits", "32 bit
 
 
 @either
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_by_hand(compiled, name, short):
-    root = bind(MASKS[name], flat_sizes(SIZES))
-    code = compiled([generate(root, tile_class(root), short=short)])
+def test_masks_by_hand(compiled, short):
+    roots = [bind(mask, flat_sizes(SIZES)) for mask in MASKS.values()]
+    code = compiled([generate(root, tile_class(root), short=short) for root in roots])
     symbols, _ = tile_symbols(SIZES, TILE)
-    wanted = by_numpy(root, SIZES, TILE)
-    np.testing.assert_array_equal(code.mask(0, symbols, wanted.shape), wanted)
+    for n, (name, root) in enumerate(zip(MASKS, roots, strict=True)):
+        wanted = by_numpy(root, SIZES, TILE)
+        np.testing.assert_array_equal(code.mask(n, symbols, wanted.shape), wanted, name)
 
 
 SCORES = {
@@ -192,17 +196,18 @@ SCORES = {
 
 @either
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
-@pytest.mark.parametrize("name", SCORES)
-def test_scores_by_hand(compiled, name, kind, short):
-    root = bind(SCORES[name], flat_sizes(SIZES))
-    slope = convert(derivative(root), "float")
-    made = generate(changed=root, slope=slope, short=short)
-    code = compiled([made], kind == np.float64, scores=True)
+def test_scores_by_hand(compiled, kind, short):
+    roots = [bind(score, flat_sizes(SIZES)) for score in SCORES.values()]
+    trees = [(root, convert(derivative(root), "float")) for root in roots]
+    made = [generate(changed=root, slope=slope, short=short) for root, slope in trees]
+    code = compiled(made, kind == np.float64, scores=True)
     symbols, _ = tile_symbols(SIZES, TILE)
     score = np.random.default_rng(1).standard_normal((TILE[3], TILE[5])).astype(kind)
-    for found, tree in zip(code.score(0, symbols, score), (root, slope), strict=True):
-        wanted = by_numpy(tree, SIZES, TILE, score, kind)
-        np.testing.assert_allclose(found, wanted, rtol=8 * np.finfo(kind).eps)
+    for n, (name, both) in enumerate(zip(SCORES, trees, strict=True)):
+        for found, tree in zip(code.score(n, symbols, score), both, strict=True):
+            wanted = by_numpy(tree, SIZES, TILE, score, kind)
+            rtol = 8 * np.finfo(kind).eps
+            np.testing.assert_allclose(found, wanted, rtol=rtol, err_msg=name)
 
 
 @given(data=st.data())

@@ -278,6 +278,5 @@ def test_import_is_quick(tmp_path):
         "import numpy, time; begin = time.process_time(); import cupyflash; "
         "cupyflash.masks, cupyflash.scores; print(time.process_time() - begin)"
     )
-    # The best of five: other processes can only add to it.
-    seconds = min(in_a_fresh_process(program, tmp_path) for _ in range(5))
-    assert seconds < 0.3
+    # The best of some: other processes can only add to it.
+    assert any(in_a_fresh_process(program, tmp_path) < 0.3 for _ in range(5))

@@ -82,7 +82,7 @@ SCORES = {
 @mostly_thorough(
     "name",
     [*MASKS, *SCORES],
-    quick=[*MASKS, *SCORES][::3],
+    quick=[*MASKS, *SCORES][1::5],
     why="more masks and changes of the same rows",
 )
 def test_one_query_of_each_head(monkeypatch, dtype, name):
@@ -103,7 +103,12 @@ def test_one_query_of_each_head(monkeypatch, dtype, name):
 
 
 @emulated
-@pytest.mark.parametrize("name", [name for name in MASKS if name not in ("dense", "documents")])
+@mostly_thorough(
+    "name",
+    [name for name in MASKS if name not in ("dense", "documents")],
+    quick=["none", "heads differ"],
+    why="masks that are quick with one query of each head, or on the CPU",
+)
 @mostly_thorough("len_q", [2, 7, 11, 64], quick=(7,), why="other numbers of rows in a tile")
 def test_some_queries_of_each_head(monkeypatch, name, len_q):
     q, k, v = draw(BRAIN, len_q)
