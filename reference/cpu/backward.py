@@ -19,8 +19,9 @@ from .gradient_tile import (
     load_row_statistics,
 )
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
-from .memory import ROWS, first_address, load, load_transposed, row_address, store
-from .microkernel import load_pairs, padded, pair_lanes
+from .memory import ROWS, first_address, load, row_address, store
+from .microkernel import padded
+from .packing import load_pairs, load_transposed, pair_lanes
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
 
 
@@ -44,7 +45,7 @@ def clear_rows(rows, b, h, count, columns, itemsize, zero):
 
 @takes(
     lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 8
-    + (INT, ROWS, ROWS, ROWS, INTS, gradient_scratch_of(number)) + (vector(number),) * 3
+    + (INT, ROWS, ROWS, ROWS, INTS, gradient_scratch_of(number)) + (vector(number),) * 5
 )  # fmt: skip
 @kernel
 def backward_dkdv(
@@ -71,6 +72,8 @@ def backward_dkdv(
     k_pairs,
     dk_tile,
     dv_tile,
+    q_pairs,
+    do_pairs,
 ):
     """Compute dk and dv of the work items from `first` to `last`.
 
@@ -85,7 +88,7 @@ def backward_dkdv(
     heads_kv = shape.heads // shape.group
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
-    edges = scratch.edges
+    edges, width = scratch.edges, pair_lanes(itemsize)
     for item in range(first, last):
         place = item // heads_kv
         h_kv = item % heads_kv
@@ -101,13 +104,13 @@ def backward_dkdv(
         for block in range(work[place, 2], work[place, 3]):
             j0 = block * shape.block_kv
             nj = min(shape.block_kv, len_k - j0)
-            pair = nj * pair_lanes(itemsize)
+            pair = nj * width
             if adds_dq and not changes.careful:
                 k_rows = row_address(k, keys, h_kv, j0, itemsize)
                 load_pairs(k_rows, k.row * itemsize, nj, columns, itemsize, k_pairs)
-            for n in range(nj * columns):
+            for n in range((columns + width - 1) // width * pair):
                 dk_tile[n] = zero
-            for n in range(nj * columns_v):
+            for n in range((columns_v + width - 1) // width * pair):
                 dv_tile[n] = zero
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -135,42 +138,50 @@ def backward_dkdv(
                                 do_panel, k, v,
                             )  # fmt: skip
                             gradient_tile(changes.pointers.gradient, tile)
+                            if not changes.careful:
+                                rows = row_address(do, b, h, i, itemsize)
+                                size = do.row * itemsize
+                                load_pairs(rows, size, ni, columns_v, itemsize, do_pairs)
+                                rows = row_address(q, b, h, i, itemsize)
+                                load_pairs(rows, q.row * itemsize, ni, columns, itemsize, q_pairs)
                             begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
                             cells = begin * lanes * itemsize
                             p, ds = first_address(scratch.p), first_address(scratch.ds)
                             # 6 accumulate dv and dk
-                            target = first_address(dv_tile) + begin * columns_v * itemsize
+                            target = first_address(dv_tile) + begin * width * itemsize
                             accumulate(
                                 one, changes.pointers, p + cells, lanes, 1, nk, ni, do, b, h, i,
-                                0, 0, columns_v, itemsize, target, columns_v, changes.careful,
-                                scratch.seen,
+                                first_address(do_pairs), ni * width, columns_v, itemsize, target,
+                                width, pair, changes.careful, scratch.seen,
                             )  # fmt: skip
                             if changes.slope.code.shape[0]:
                                 apply_dscore(scratch, ni, lanes)
-                            target = first_address(dk_tile) + begin * columns * itemsize
+                            target = first_address(dk_tile) + begin * width * itemsize
                             accumulate(
                                 one, changes.pointers, ds + cells, lanes, 1, nk, ni, q, b, h, i,
-                                0, 0, columns, itemsize, target, columns, changes.careful,
-                                scratch.seen,
+                                first_address(q_pairs), ni * width, columns, itemsize, target,
+                                width, pair, changes.careful, scratch.seen,
                             )  # fmt: skip
                             if adds_dq:
                                 pairs = first_address(k_pairs)
-                                pairs += begin * pair_lanes(itemsize) * itemsize
+                                pairs += begin * width * itemsize
                                 accumulate(
                                     one, changes.pointers, ds + cells, 1, lanes, ni, nk, k, b,
                                     h_kv, j0 + begin, pairs, pair, columns, itemsize,
-                                    row_address(dq, b, h, i, itemsize), dq.row, changes.careful,
-                                    scratch.seen,
+                                    row_address(dq, b, h, i, itemsize), dq.row, 0,
+                                    changes.careful, scratch.seen,
                                 )  # fmt: skip
                         count += is_visited
             # 7 scale and store
             for j in range(nj):
                 target = row_address(dk, keys, h_kv, j0 + j, itemsize)
                 for d in range(shape.d):
-                    store(target + d * itemsize, dk_tile[j * columns + d] * shape.scale)
+                    cell = d // width * pair + j * width + d % width
+                    store(target + d * itemsize, dk_tile[cell] * shape.scale)
                 target = row_address(dv, keys, h_kv, j0 + j, itemsize)
                 for d in range(shape.d_v):
-                    store(target + d * itemsize, dv_tile[j * columns_v + d])
+                    cell = d // width * pair + j * width + d % width
+                    store(target + d * itemsize, dv_tile[cell])
         if adds_dq and work[place, 3] * shape.block_kv >= len_k:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -265,7 +276,7 @@ def backward_dq(
                         b, h_kv, j0 + begin,
                         first_address(k_pairs) + begin * pair_lanes(itemsize) * itemsize, pair,
                         columns, itemsize, first_address(dq_tile) + (i - i0) * columns * itemsize,
-                        columns, changes.careful, scratch.seen,
+                        columns, 0, changes.careful, scratch.seen,
                     )  # fmt: skip
         # 7 scale and store
         for i in range(i0, end_i):

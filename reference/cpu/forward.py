@@ -15,8 +15,9 @@ from numba import types
 from .accumulate import accumulate
 from .arguments import CHANGES, Changes, Shape, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
-from .memory import ROWS, aligned, first_address, load_transposed, row_address, store
-from .microkernel import load_pairs, multiply, padded, pair_lanes, round_up, size_of_pairs
+from .memory import ROWS, aligned, first_address, row_address, store
+from .microkernel import multiply, padded, round_up
+from .packing import load_pairs, load_transposed, pair_lanes, size_of_pairs
 from .softmax import begin_maxima, exponentiate, init_state, rescale, row_max
 from .structs import Struct
 from .tile import (
@@ -44,7 +45,7 @@ Array = np.ndarray[Any, Any]
 class ForwardScratch(NamedTuple):
     """What one thread needs to work on tiles; tiles of scores are kept as [key, query]."""
 
-    qt: Array  # queries, (D, lanes)
+    qt: Array  # queries, as `load_transposed` leaves them
     v_pairs: Array  # values, as `load_pairs` leaves them
     s: Array  # scores, then probabilities
     z: Array  # dropout factors
@@ -83,8 +84,9 @@ def forward_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> Fo
     cells = shape.block_kv * panel
     dropped = cells if shape.drop_below else 0
     pairs = size_of_pairs(shape.block_kv, columns, shape.itemsize)
+    queries = size_of_pairs(shape.d, lanes, shape.itemsize)
     qt, v_pairs, s, z, acc, m, m_new, l = aligned(
-        (shape.d * lanes, pairs, cells, dropped, lanes * columns, lanes, panel, lanes), number
+        (queries, pairs, cells, dropped, lanes * columns, lanes, panel, lanes), number
     )
     return ForwardScratch(
         qt,
@@ -120,6 +122,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
     tiles of keys were not EMPTY.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
+    pair = pair_lanes(itemsize)
     columns = padded(shape.d_v, vector)
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     s, z, seen, m_new = scratch.s, scratch.z, scratch.seen, scratch.m_new
@@ -168,9 +171,10 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
                         is_whole = part == WHOLE_FIRST and not is_changed
                         k_rows = row_address(k, b, h_kv, j0 + j, itemsize)
                         scores = (
-                            shape.scale, k_rows, k.row, 1, qt, lanes, 0,
-                            first_address(s) + j * lanes * itemsize, lanes, edges[part + 1] - j,
-                            lanes, shape.d, itemsize, 0, first_address(m_new) if is_whole else 0,
+                            shape.scale, k_rows, k.row, 1, qt, pair, pair * shape.d,
+                            first_address(s) + j * lanes * itemsize, lanes, 0,
+                            edges[part + 1] - j, lanes, shape.d, itemsize, 0,
+                            first_address(m_new) if is_whole else 0,
                         )  # fmt: skip
                         multiply(changes.pointers.product, scores)
                 # 3 score mod
@@ -198,9 +202,8 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
                 accumulate(
                     one, changes.pointers, first_address(s) + begin * lanes * itemsize, 1, lanes, n,
                     end - begin, v, b, h_kv, j0 + begin,
-                    first_address(scratch.v_pairs) + begin * pair_lanes(itemsize) * itemsize,
-                    nj * pair_lanes(itemsize), columns, itemsize, first_address(acc), columns,
-                    changes.careful, seen,
+                    first_address(scratch.v_pairs) + begin * pair * itemsize, nj * pair, columns,
+                    itemsize, first_address(acc), columns, 0, changes.careful, seen,
                 )  # fmt: skip
             count += is_visited
 

@@ -18,6 +18,7 @@ from .arguments import CHANGES, Changes, Shape, shape_of
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
 from .memory import ROWS, aligned, first_address, load, row_address
 from .microkernel import VECTOR_BYTES, multiply, round_up
+from .packing import pair_lanes
 from .structs import Struct
 from .tile import (
     FIRST,
@@ -154,10 +155,10 @@ def fill_gradient_tile(shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, qt,
     """Fill scratch.p with p (after dropout) and scratch.ds with the gradient of the changed scores.
 
     They are filled for the keys between the ends of `scratch.edges`. `qt` and `dot` are addresses
-    of the tile's queries and output gradients as (D, lanes) and (Dv, lanes). Where scores are
+    of the tile's queries and output gradients as `load_transposed` leaves them. Where scores are
     changed, scratch.slope is their derivative: the gradient of the scores themselves is ds * slope.
     """
-    itemsize = shape.itemsize
+    itemsize, pair = shape.itemsize, pair_lanes(shape.itemsize)
     h_kv = h // shape.group
     p, ds, symbols, edges = scratch.p, scratch.ds, scratch.symbols, scratch.edges
     one = p.dtype.type(1)
@@ -167,8 +168,8 @@ def fill_gradient_tile(shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, qt,
     p_place, ds_place = first_address(p) + begin * size, first_address(ds) + begin * size
     # 2 scores
     scores = (
-        shape.scale, k_tile, k.row, 1, qt, lanes, 0, p_place, lanes, keys, lanes, shape.d, itemsize,
-        0, 0,
+        shape.scale, k_tile, k.row, 1, qt, pair, pair * shape.d, p_place, lanes, 0, keys, lanes,
+        shape.d, itemsize, 0, 0,
     )  # fmt: skip
     multiply(changes.pointers.product, scores)
     # 3 score mod
@@ -185,8 +186,8 @@ def fill_gradient_tile(shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, qt,
         note_seen(p, scratch.seen, nj * lanes)
     # 5 probabilities and the gradient of the output's weights
     dp = (
-        one, v_tile, v.row, 1, dot, lanes, 0, ds_place, lanes, keys, lanes, shape.d_v, itemsize,
-        0, 0,
+        one, v_tile, v.row, 1, dot, pair, pair * shape.d_v, ds_place, lanes, 0, keys, lanes,
+        shape.d_v, itemsize, 0, 0,
     )  # fmt: skip
     multiply(changes.pointers.product, dp)
     z_place = 0

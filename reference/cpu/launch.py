@@ -33,7 +33,8 @@ from .layout import (
 )
 from .memory import Rows, aligned, count_nonfinite
 from .merge import merge
-from .microkernel import PANEL, product, round_up, size_of_pairs
+from .microkernel import PANEL, product, round_up
+from .packing import size_of_pairs
 from .program import run
 from .threads import parallel
 from .tile import (
@@ -268,8 +269,8 @@ def backward(
         ],
     )
     changes = changes_of(layout, programs, pointers, careful)
-    qt_memory, qt = layout.panels(q_read, problem.d, changes.panel, scratch)
-    dot_memory, dot = layout.panels(do_read, problem.d_v, changes.panel, scratch)
+    qt_memory, qt = layout.panels(q_read, problem.d, scratch)
+    dot_memory, dot = layout.panels(do_read, problem.d_v, scratch)
 
     kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
     if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):
@@ -287,14 +288,16 @@ def backward(
     dq_rows = layout.rows(dq_made)
     dk_rows, dv_rows = layout.rows(dk_made, keys=True), layout.rows(dv_made, keys=True)
     counts = -(-layout.len_k[members[starts]] // block_kv)
-    columns, columns_v, lanes = (
-        round_up(count, layout.lanes) for count in (problem.d, problem.d_v, block_q)
+    itemsize = layout.itemsize
+    columns, columns_v = (round_up(count, layout.lanes) for count in (problem.d, problem.d_v))
+    of_keys, of_queries = (
+        [size_of_pairs(rows, wide, itemsize) for wide in (columns, columns_v)]
+        for rows in (block_kv, changes.panel)
     )
-    pairs = size_of_pairs(block_kv, columns, layout.itemsize)
 
     def tiles(*sizes: int) -> tuple[Any, ...]:
         scratch = gradient_scratch(shape, changes, accumulator)
-        return scratch, *aligned((pairs, *sizes), accumulator)
+        return scratch, *aligned((of_keys[0], *sizes), accumulator)
 
     visited = 0
     for work in key_blocks(layout, starts, counts, one_pass):
@@ -320,7 +323,7 @@ def backward(
                 dk_rows,
                 dv_rows,
                 visited_here,
-                scratch=lambda: tiles(block_kv * columns, block_kv * columns_v),
+                scratch=lambda: tiles(*of_keys, *of_queries),
             ),
             visited_here.size,
             (read, qt_memory, dot_memory, dk_made, dv_made, dq_made),
@@ -331,6 +334,7 @@ def backward(
         q_work, q_members = layout.shared_blocks(
             q.shape[:-3] if not problem.packed else (), layout.len_q, block_q, last_first=True
         )
+        queries = [size_of_pairs(d, block_q, itemsize) for d in (problem.d, problem.d_v)]
         parallel(
             Bound(
                 backward_dq,
@@ -346,7 +350,7 @@ def backward(
                 lse_rows,
                 delta_rows,
                 dq_rows,
-                scratch=lambda: tiles(problem.d * lanes, problem.d_v * lanes, lanes * columns),
+                scratch=lambda: tiles(*queries, block_q * columns),
             ),
             len(q_work) * heads,
             (read, dq_made),

@@ -20,6 +20,7 @@ from .calls import Bound
 from .jit import address
 from .memory import Rows, count_nonfinite
 from .microkernel import round_up, vector_lanes
+from .packing import lanes_of_pair
 from .program import Program
 from .threads import parallel
 
@@ -255,60 +256,53 @@ class Layout:
         starts = np.flatnonzero(np.diff(entries[members], prepend=-1)).astype(np.int64)
         return len(starts), members, starts
 
-    def panels(self, array: Array, depth: int, most: int, scratch: Scratch) -> tuple[Array, Rows]:
-        """Return every `most` queries of a block as a (depth, lanes) panel, and where blocks lie.
+    def panels(self, array: Array, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
+        """Return the queries of every block as pairs of columns, and where blocks lie.
 
-        The last panel of a block may be narrow; its last lanes are 0 where there is no query.
+        They are what `load_transposed` makes of a block. Columns without a query are 0.
         """
         lanes = self.panel_lanes()
         head, first = depth * int(lanes.sum()), depth * (np.cumsum(lanes) - lanes)
         heads = self.problem.heads
         memory = scratch.empty((heads, head), self.number)
-        fill = partial(self._fill_panels, array, depth, most, memory, first)
+        fill = partial(self._fill_panels, array, depth, memory, first)
         parallel(fill, self.batch * heads, (array, memory))
-        size = depth * round_up(self.block_q, self.lanes)
-        return memory, Rows(address(memory), first, head, size)
+        return memory, Rows(address(memory), first, head, depth * self._in_pairs(self.block_q))
 
     def panel_lanes(self) -> Array:
-        """Return the lanes of all panels of every batch entry."""
+        """Return the columns of all blocks of every batch entry."""
         blocks, rest = np.divmod(self.len_q, self.block_q)
-        narrow: Array = -(-rest // self.lanes) * self.lanes
-        result: Array = blocks * round_up(self.block_q, self.lanes) + narrow
+        result: Array = blocks * self._in_pairs(self.block_q) + self._in_pairs(rest)
         return result
 
+    def _in_pairs(self, count: Any) -> Any:
+        pair = lanes_of_pair(self.itemsize)
+        return -(-count // pair) * pair
+
     def _fill_panels(
-        self,
-        array: Array,
-        depth: int,
-        most: int,
-        memory: Array,
-        begins: Array,
-        first: int,
-        last: int,
+        self, array: Array, depth: int, memory: Array, begins: Array, first: int, last: int
     ) -> None:
-        block, whole_block = self.block_q, round_up(self.block_q, self.lanes)
+        block = self.block_q
         for item in range(first, last):
             b, h = divmod(item, self.problem.heads)
             rows = self._entry(array, b)[h, :, :depth]
             blocks, rest = divmod(len(rows), block)
             split = len(rows) - rest
-            begin, end = begins[b], begins[b] + blocks * depth * whole_block
-            of_blocks = memory[h, begin:end].reshape(blocks, depth * whole_block)
-            for i in range(0, block, most):
-                self._fill_panel(rows[:split].reshape(blocks, block, depth), i, most, of_blocks)
-            of_rest = memory[h, end : end + depth * round_up(rest, self.lanes)].reshape(1, -1)
-            for i in range(0, rest, most):
-                self._fill_panel(rows[None, split:], i, most, of_rest)
+            begin, end = begins[b], begins[b] + blocks * depth * self._in_pairs(block)
+            whole = rows[:split].reshape(blocks, block, depth)
+            self._fill_panel(whole, memory[h, begin:end])
+            end_of_rest = end + depth * self._in_pairs(rest)
+            self._fill_panel(rows[None, split:], memory[h, end:end_of_rest])
 
-    def _fill_panel(self, rows: Array, first: int, most: int, memory: Array) -> None:
-        """Fill panels of (blocks, queries, depth) from query `first` on in (blocks, elements)."""
-        rows = rows[:, first : first + most]
+    def _fill_panel(self, rows: Array, memory: Array) -> None:
+        """Fill the memory of some blocks with their rows (blocks, queries, depth)."""
         blocks, count, depth = rows.shape
-        lanes = round_up(count, self.lanes)
-        begin = first * depth
-        panels = memory[:, begin : begin + depth * lanes].reshape(blocks, depth, lanes)
-        panels[..., :count] = rows.swapaxes(1, 2)
-        panels[..., count:] = 0
+        pair = lanes_of_pair(self.itemsize)
+        panels = memory.reshape(blocks, -(-count // pair), depth, pair)
+        for n in range(panels.shape[1]):
+            some = rows[:, n * pair : (n + 1) * pair]
+            panels[:, n, :, : some.shape[1]] = some.swapaxes(1, 2)
+            panels[:, n, :, some.shape[1] :] = 0
 
     def _entry(self, array: Array, b: int) -> Array:
         """Return the (H, L, D) queries, or what has their shape, of a batch entry."""

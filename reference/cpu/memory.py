@@ -87,19 +87,6 @@ def row_address(rows, b, h, i, itemsize):
     return rows.address + (rows.batch[b] + h * rows.head + i * rows.row) * itemsize
 
 
-@helper
-def load_transposed(rows, b, h, i0, count, lanes, depth, itemsize, tile):
-    """Load `count` rows as the columns of `tile` (depth, lanes), flat; the other columns are 0."""
-    zero = tile.dtype.type(0)
-    for d in range(depth):
-        for i in range(count, lanes):
-            tile[d * lanes + i] = zero
-    for i in range(count):
-        source = row_address(rows, b, h, i0 + i, itemsize)
-        for d in range(depth):
-            tile[d * lanes + i] = load(source + d * itemsize, zero)
-
-
 @takes(lambda number: (INT, INT, INT, INTS, ROWS, INT, INT, vector(number)))
 @kernel
 def count_nonfinite(first, last, heads, lengths, rows, columns, itemsize, found):
