@@ -17,7 +17,9 @@ from .vectors import HOST, INT, Emitter, emit_loop
 
 VECTOR_BYTES, ROWS = HOST
 FEW = 4  # rows of the blocks for what `ROWS` leaves
-PANEL = 32  # queries whose scores lie side by side, where nothing wants a whole block's
+# Queries whose scores lie side by side, where nothing wants a whole block's: blocks of 6 rows divide
+# 48, and blocks of 12 and 8 divide 32.
+PANEL = 48 if ROWS == 6 else 32
 
 
 def vector_lanes(itemsize: int) -> int:
