@@ -18,11 +18,13 @@ from . import philox
 from .arguments import KeyRanges, Shape, no_ranges
 from .calls import Bound
 from .jit import address
-from .memory import Rows, count_nonfinite
+from .memory import Rows
 from .microkernel import round_up, vector_lanes
+from .nonfinite import count_nonfinite
 from .packing import lanes_of_pair
 from .program import Program
 from .threads import parallel
+from .widen import NATIVE, kind_of
 
 Array = np.ndarray[Any, Any]
 
@@ -178,7 +180,7 @@ class Layout:
 
     def rows(self, array: Array, keys: bool = False) -> Rows:
         """Return where the rows of an array of the accumulator's type lie."""
-        strides = [stride // self.itemsize for stride in array.strides]
+        strides = [stride // array.itemsize for stride in array.strides]
         row, head = strides[-2], strides[-3]
         if self.problem.packed:
             batch = (self.start_k if keys else self.start_q) * row
@@ -189,7 +191,8 @@ class Layout:
                 steps = np.arange(lead[axis], dtype=np.int64) * stride
                 places += steps.reshape((-1,) + (1,) * (len(lead) - axis - 1))
             batch = places.reshape(-1)[self.entries(lead)]
-        return Rows(address(array), np.ascontiguousarray(batch), head, row)
+        batch = np.ascontiguousarray(batch)
+        return Rows(address(array), batch, head, row, array.itemsize, kind_of(array.dtype))
 
     def readable(self, array: Array, whole_vectors: bool) -> bool:
         """Whether kernels can use an array's rows in place."""
@@ -200,6 +203,18 @@ class Layout:
             and all(stride % self.itemsize == 0 for stride in array.strides)
             and (not whole_vectors or array.shape[-1] % self.lanes == 0)
         )
+
+    def input(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
+        """Return `operand`, or the array itself if kernels widen its rows of 16-bit floats."""
+        size = array.itemsize
+        if (
+            kind_of(array.dtype) != NATIVE
+            and array.flags.aligned
+            and (array.shape[-1] <= 1 or array.strides[-1] == size)
+            and all(stride % size == 0 for stride in array.strides)
+        ):
+            return array
+        return self.operand(array, scratch, whole_vectors)
 
     def operand(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
         """Return the array itself, or a copy of its rows that kernels can use.
@@ -267,7 +282,8 @@ class Layout:
         memory = scratch.empty((heads, head), self.number)
         fill = partial(self._fill_panels, array, depth, memory, first)
         parallel(fill, self.batch * heads, (array, memory))
-        return memory, Rows(address(memory), first, head, depth * self._in_pairs(self.block_q))
+        block = depth * self._in_pairs(self.block_q)
+        return memory, Rows(address(memory), first, head, block, self.itemsize, NATIVE)
 
     def panel_lanes(self) -> Array:
         """Return the columns of all blocks of every batch entry."""
@@ -301,7 +317,8 @@ class Layout:
         panels = memory.reshape(blocks, -(-count // pair), depth, pair)
         for n in range(panels.shape[1]):
             some = rows[:, n * pair : (n + 1) * pair]
-            panels[:, n, :, : some.shape[1]] = some.swapaxes(1, 2)
+            with np.errstate(all="ignore"):  # of a thread
+                panels[:, n, :, : some.shape[1]] = some.swapaxes(1, 2)
             panels[:, n, :, some.shape[1] :] = 0
 
     def _entry(self, array: Array, b: int) -> Array:
@@ -332,15 +349,28 @@ class Layout:
         batch = np.arange(self.batch, dtype=np.int64) * (heads * queries if entries > 1 else 0)
         return KeyRanges(low, high, batch, queries if heads > 1 else 0)
 
-    def careful(self, programs: Programs, arrays: list[tuple[Array, Rows, Array]]) -> bool:
-        """Whether masked pairs could meet NaN or infinity in one of the arrays."""
+    def _wide_rows(self, count: int, columns: int) -> tuple[Array, ...]:
+        return tuple(np.empty((count, columns), self.number))
+
+    def careful(
+        self, programs: Programs, widen: int, arrays: list[tuple[Array, Rows, Array]]
+    ) -> bool:
+        """Whether masked pairs could meet NaN or infinity in one of the arrays.
+
+        `widen` is the address of `widen_rows`, which is read if they are 16-bit floats.
+        """
         if not programs.may_mask:
             return False
         for array, rows, lengths in arrays:
             found = np.zeros(self.batch * array.shape[-3], self.number)
             heads, columns = array.shape[-3], array.shape[-1]
-            counted = heads, lengths, rows, columns, self.itemsize, found
-            count = Bound(count_nonfinite, self.number, *counted)
+            counted = widen, heads, lengths, rows, columns, found
+            count = Bound(
+                count_nonfinite,
+                self.number,
+                *counted,
+                scratch=partial(self._wide_rows, 1, columns if rows.kind else 0),
+            )
             parallel(count, found.size, array)
             if found.any():
                 return True

@@ -17,8 +17,8 @@ from .vectors import HOST, INT, Emitter, emit_loop
 
 VECTOR_BYTES, ROWS = HOST
 FEW = 4  # rows of the blocks for what `ROWS` leaves
-# Queries whose scores lie side by side, where nothing wants a whole block's: blocks of 6 rows divide
-# 48, and blocks of 12 and 8 divide 32.
+# Queries whose scores lie side by side, where nothing wants a whole block's: blocks of 6 rows
+# divide 48, and blocks of 12 and 8 divide 32.
 PANEL = 48 if ROWS == 6 else 32
 
 

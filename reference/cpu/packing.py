@@ -11,7 +11,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .jit import helper
-from .memory import first_address, load, row_address
+from .memory import first_address, load
 from .microkernel import VECTOR_BYTES, round_up
 from .vectors import Emitter
 
@@ -55,16 +55,15 @@ def load_pairs(source, row_size, rows, columns, itemsize, target):
 
 
 @helper
-def load_transposed(rows, b, h, i0, count, lanes, depth, itemsize, tile):
+def load_transposed(source, row_size, count, lanes, depth, itemsize, tile):
     """Load `count` rows as pairs of columns (depth, pair); the columns up to `lanes` are 0."""
     zero = tile.dtype.type(0)
     pair = pair_lanes(itemsize)
     for i in range(lanes):
         begin = i // pair * pair * depth + i % pair
         if i < count:
-            source = row_address(rows, b, h, i0 + i, itemsize)
             for d in range(depth):
-                tile[begin + d * pair] = load(source + d * itemsize, zero)
+                tile[begin + d * pair] = load(source + i * row_size + d * itemsize, zero)
         else:
             for d in range(depth):
                 tile[begin + d * pair] = zero
