@@ -1,8 +1,9 @@
 """The memory layout of a call's arrays: addresses, strides, copies where needed, work lists.
 
 Arrays arrive validated, as ``(*lead, H, L, D)`` whose leading axes broadcast, or packed as
-``(H, total, D)``. Arrays that a kernel cannot read in place (16-bit floats, unaligned or strided
-rows, rows that do not fill whole vectors) are copied once, in the accumulator's type.
+``(H, total, D)``. Arrays that a kernel cannot read in place (unaligned or strided rows, rows that
+do not fill whole vectors) are copied once, in the accumulator's type. Rows of 16-bit floats stay
+as they are, and kernels widen those of a tile.
 """
 
 from __future__ import annotations
