@@ -296,6 +296,7 @@ class Layout:
         pair = lanes_of_pair(self.itemsize)
         return -(-count // pair) * pair
 
+    @np.errstate(all="ignore")  # a thread does not have its caller's
     def _fill_panels(
         self, array: Array, depth: int, memory: Array, begins: Array, first: int, last: int
     ) -> None:
@@ -304,23 +305,26 @@ class Layout:
             b, h = divmod(item, self.problem.heads)
             rows = self._entry(array, b)[h, :, :depth]
             blocks, rest = divmod(len(rows), block)
-            split = len(rows) - rest
-            begin, end = begins[b], begins[b] + blocks * depth * self._in_pairs(block)
-            whole = rows[:split].reshape(blocks, block, depth)
-            self._fill_panel(whole, memory[h, begin:end])
-            end_of_rest = end + depth * self._in_pairs(rest)
-            self._fill_panel(rows[None, split:], memory[h, end:end_of_rest])
+            begin, split = begins[b], len(rows) - rest
+            end = begin + blocks * depth * self._in_pairs(block)
+            if blocks:
+                whole = rows[:split].reshape(blocks, block, depth)
+                self._fill_panel(whole, memory[h, begin:end])
+            if rest:
+                end_of_rest = end + depth * self._in_pairs(rest)
+                self._fill_panel(rows[None, split:], memory[h, end:end_of_rest])
 
     def _fill_panel(self, rows: Array, memory: Array) -> None:
         """Fill the memory of some blocks with their rows (blocks, queries, depth)."""
         blocks, count, depth = rows.shape
         pair = lanes_of_pair(self.itemsize)
         panels = memory.reshape(blocks, -(-count // pair), depth, pair)
-        for n in range(panels.shape[1]):
-            some = rows[:, n * pair : (n + 1) * pair]
-            with np.errstate(all="ignore"):  # of a thread
-                panels[:, n, :, : some.shape[1]] = some.swapaxes(1, 2)
-            panels[:, n, :, some.shape[1] :] = 0
+        full, rest = divmod(count, pair)
+        whole = rows[:, : count - rest].reshape(blocks, full, pair, depth)
+        panels[:, :full] = whole.swapaxes(2, 3)
+        if rest:
+            panels[:, full, :, :rest] = rows[:, count - rest :].swapaxes(1, 2)
+            panels[:, full, :, rest:] = 0
 
     def _entry(self, array: Array, b: int) -> Array:
         """Return the (H, L, D) queries, or what has their shape, of a batch entry."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the ac
 WIDENED = 16  # elements that are widened at a time
 
 
+@functools.cache
 def kind_of(dtype: np.dtype[Any]) -> int:
     """Return how elements of a type are stored."""
     return {"float16": FLOAT16, "bfloat16": BFLOAT16}.get(dtype.name, NATIVE)
