@@ -10,7 +10,7 @@ from ..problem.call import Plan, Problem
 
 # Largest head size -> (block_q, block_kv). A tile of scores, the block of queries and the
 # accumulated output share the L2 cache of a core.
-TILES = ((64, (128, 128)), (128, (128, 256)), (512, (64, 64)))
+TILES = ((128, (192, 128)), (512, (64, 64)))
 
 
 def choose(problem: Problem) -> Plan:

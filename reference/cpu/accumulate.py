@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from .jit import helper
-from .memory import row_address
-from .microkernel import multiply, pair_lanes
+from .microkernel import multiply
+from .packing import pair_lanes
 
 
 @helper
 def accumulate(
-    one, pointers, tile, across, along, ni, nj, rows, b, h, first, pairs, pair, columns,
-    itemsize, target, target_row, careful, seen,
+    one, pointers, tile, across, along, ni, nj, pairs, pair, columns, itemsize, target, target_row,
+    target_pair, careful, seen,
 ):  # fmt: skip
-    """target[i] += sum over j < nj of tile[i * across + j * along] * row (first + j), for i < ni.
+    """target[i] += sum over j < nj of tile[i * across + j * along] * row j, for i < ni.
 
-    `tile` and `target` are addresses; rows of the target begin `target_row` elements apart. If
-    `pair` is not 0, rows are at `pairs` as `load_pairs` leaves them, `pair` elements apart. With
-    `careful`, masked pairs are left out instead of being multiplied by 0, because a NaN in their
-    row must not spread.
+    `tile`, `pairs` and `target` are addresses. Rows are at `pairs` as `load_pairs` leaves them,
+    `pair` elements apart. Rows of the target begin `target_row` elements apart, and its pairs of
+    columns `target_pair`, if this is not 0. With `careful`, masked pairs are left out instead of
+    being multiplied by 0, because a NaN in their row must not spread.
     """
+    width = pair_lanes(itemsize)
     if not careful:
-        row, stride = row_address(rows, b, h, first, itemsize), rows.row
-        if pair:
-            row, stride = pairs, pair_lanes(itemsize)
         whole_tile = (
-            one, tile, across, along, row, stride, pair, target, target_row, ni, columns, nj,
-            itemsize, 1, 0,
+            one, tile, across, along, pairs, width, pair, target, target_row, target_pair, ni,
+            columns, nj, itemsize, 1, 0,
         )  # fmt: skip
         multiply(pointers.product, whole_tile)
         return
@@ -33,10 +31,10 @@ def accumulate(
         for j in range(nj):
             cell = i * across + j * along
             if seen[cell]:
-                row = row_address(rows, b, h, first + j, itemsize)
+                row = pairs + j * width * itemsize
                 weight, result = tile + cell * itemsize, target + i * target_row * itemsize
                 one_pair = (
-                    one, weight, 1, 1, row, rows.row, 0, result, target_row, 1, columns, 1,
-                    itemsize, 1, 0,
+                    one, weight, 1, 1, row, width, pair, result, target_row, target_pair, 1,
+                    columns, 1, itemsize, 1, 0,
                 )  # fmt: skip
                 multiply(pointers.product, one_pair)

@@ -51,6 +51,7 @@ class FunctionPointers(NamedTuple):
     """Addresses of the kernels that others call; 0 for those that a call does not need."""
 
     product: int
+    widen: int  # rows of 16-bit floats
     run_float32: int  # programs with these registers: masks
     run_number: int  # programs with registers of the accumulator's type: score changes
     classify: int

@@ -19,16 +19,18 @@ from .gradient_tile import (
     load_row_statistics,
 )
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
-from .memory import ROWS, first_address, load, load_transposed, row_address, store
-from .microkernel import load_pairs, padded, pair_lanes
+from .memory import ROWS, first_address, load, row_address, store
+from .microkernel import padded
+from .packing import load_pairs, load_transposed, pair_lanes
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
+from .widen import find_rows_at
 
 
 @helper
 def scale_rows(rows, b, h, count, columns, itemsize, factor):
     """Multiply the rows of a head by a factor."""
     for i in range(count):
-        target = row_address(rows, b, h, i, itemsize)
+        target = row_address(rows, b, h, i)
         for x in range(target, target + columns * itemsize, itemsize):
             store(x, load(x, factor) * factor)
 
@@ -37,14 +39,14 @@ def scale_rows(rows, b, h, count, columns, itemsize, factor):
 def clear_rows(rows, b, h, count, columns, itemsize, zero):
     """Set the rows of a head to 0."""
     for i in range(count):
-        target = row_address(rows, b, h, i, itemsize)
+        target = row_address(rows, b, h, i)
         for x in range(target, target + columns * itemsize, itemsize):
             store(x, zero)
 
 
 @takes(
     lambda number: (INT, INT, TABLE, INTS, shape_of(number), CHANGES) + (ROWS,) * 8
-    + (INT, ROWS, ROWS, ROWS, INTS, gradient_scratch_of(number)) + (vector(number),) * 3
+    + (INT, ROWS, ROWS, ROWS, INTS, gradient_scratch_of(number)) + (vector(number),) * 5
 )  # fmt: skip
 @kernel
 def backward_dkdv(
@@ -71,6 +73,8 @@ def backward_dkdv(
     k_pairs,
     dk_tile,
     dv_tile,
+    q_pairs,
+    do_pairs,
 ):
     """Compute dk and dv of the work items from `first` to `last`.
 
@@ -85,7 +89,7 @@ def backward_dkdv(
     heads_kv = shape.heads // shape.group
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
-    edges = scratch.edges
+    edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
     for item in range(first, last):
         place = item // heads_kv
         h_kv = item % heads_kv
@@ -101,13 +105,18 @@ def backward_dkdv(
         for block in range(work[place, 2], work[place, 3]):
             j0 = block * shape.block_kv
             nj = min(shape.block_kv, len_k - j0)
-            pair = nj * pair_lanes(itemsize)
-            if adds_dq and not changes.careful:
-                k_rows = row_address(k, keys, h_kv, j0, itemsize)
-                load_pairs(k_rows, k.row * itemsize, nj, columns, itemsize, k_pairs)
-            for n in range(nj * columns):
+            pair = nj * width
+            k_place, k_row = find_rows_at(
+                widen, k, keys, h_kv, j0, nj, shape.d, columns, scratch.k_wide
+            )
+            v_place, v_row = find_rows_at(
+                widen, v, keys, h_kv, j0, nj, shape.d_v, columns_v, scratch.v_wide
+            )
+            if adds_dq:
+                load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
+            for n in range((columns + width - 1) // width * pair):
                 dk_tile[n] = zero
-            for n in range(nj * columns_v):
+            for n in range((columns_v + width - 1) // width * pair):
                 dv_tile[n] = zero
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -126,51 +135,60 @@ def backward_dkdv(
                                 continue
                             is_visited = 1
                             load_row_statistics(shape, lse, delta, b, h, i, ni, lanes, scratch)
-                            q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
-                            do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
+                            q_panel = row_address(qt, b, h, i0 // shape.block_q)
+                            do_panel = row_address(dot, b, h, i0 // shape.block_q)
                             q_panel += (i - i0) * shape.d * itemsize
                             do_panel += (i - i0) * shape.d_v * itemsize
                             tile = (
                                 shape, changes, scratch, b, h, i, ni, j0, nj, lanes, q_panel,
-                                do_panel, k, v,
+                                do_panel, k_place, k_row, v_place, v_row,
                             )  # fmt: skip
                             gradient_tile(changes.pointers.gradient, tile)
+                            row, size = find_rows_at(
+                                widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
+                            )
+                            load_pairs(row, size * itemsize, ni, columns_v, itemsize, do_pairs)
+                            row, size = find_rows_at(
+                                widen, q, b, h, i, ni, shape.d, columns, scratch.q_wide
+                            )
+                            load_pairs(row, size * itemsize, ni, columns, itemsize, q_pairs)
                             begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
                             cells = begin * lanes * itemsize
                             p, ds = first_address(scratch.p), first_address(scratch.ds)
                             # 6 accumulate dv and dk
-                            target = first_address(dv_tile) + begin * columns_v * itemsize
+                            target = first_address(dv_tile) + begin * width * itemsize
                             accumulate(
-                                one, changes.pointers, p + cells, lanes, 1, nk, ni, do, b, h, i,
-                                0, 0, columns_v, itemsize, target, columns_v, changes.careful,
-                                scratch.seen,
+                                one, changes.pointers, p + cells, lanes, 1, nk, ni,
+                                first_address(do_pairs), ni * width, columns_v, itemsize, target,
+                                width, pair, changes.careful, scratch.seen,
                             )  # fmt: skip
                             if changes.slope.code.shape[0]:
                                 apply_dscore(scratch, ni, lanes)
-                            target = first_address(dk_tile) + begin * columns * itemsize
+                            target = first_address(dk_tile) + begin * width * itemsize
                             accumulate(
-                                one, changes.pointers, ds + cells, lanes, 1, nk, ni, q, b, h, i,
-                                0, 0, columns, itemsize, target, columns, changes.careful,
-                                scratch.seen,
+                                one, changes.pointers, ds + cells, lanes, 1, nk, ni,
+                                first_address(q_pairs), ni * width, columns, itemsize, target,
+                                width, pair, changes.careful, scratch.seen,
                             )  # fmt: skip
                             if adds_dq:
                                 pairs = first_address(k_pairs)
-                                pairs += begin * pair_lanes(itemsize) * itemsize
+                                pairs += begin * width * itemsize
                                 accumulate(
-                                    one, changes.pointers, ds + cells, 1, lanes, ni, nk, k, b,
-                                    h_kv, j0 + begin, pairs, pair, columns, itemsize,
-                                    row_address(dq, b, h, i, itemsize), dq.row, changes.careful,
-                                    scratch.seen,
+                                    one, changes.pointers, ds + cells, 1, lanes, ni, nk,
+                                    pairs, pair, columns, itemsize, row_address(dq, b, h, i),
+                                    dq.row, 0, changes.careful, scratch.seen,
                                 )  # fmt: skip
                         count += is_visited
             # 7 scale and store
             for j in range(nj):
-                target = row_address(dk, keys, h_kv, j0 + j, itemsize)
+                target = row_address(dk, keys, h_kv, j0 + j)
                 for d in range(shape.d):
-                    store(target + d * itemsize, dk_tile[j * columns + d] * shape.scale)
-                target = row_address(dv, keys, h_kv, j0 + j, itemsize)
+                    cell = d // width * pair + j * width + d % width
+                    store(target + d * itemsize, dk_tile[cell] * shape.scale)
+                target = row_address(dv, keys, h_kv, j0 + j)
                 for d in range(shape.d_v):
-                    store(target + d * itemsize, dv_tile[j * columns_v + d])
+                    cell = d // width * pair + j * width + d % width
+                    store(target + d * itemsize, dv_tile[cell])
         if adds_dq and work[place, 3] * shape.block_kv >= len_k:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -210,9 +228,9 @@ def backward_dq(
     share these queries are ``members[work[n // heads, 0] : work[n // heads, 1]]``.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
-    columns = padded(shape.d, vector)
+    columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dq_tile.dtype.type(0), dq_tile.dtype.type(1)
-    edges = scratch.edges
+    edges, widen = scratch.edges, changes.pointers.widen
     for item in range(first, last):
         place = item // shape.heads
         h = item % shape.heads
@@ -225,7 +243,8 @@ def backward_dq(
             ni = min(changes.panel, end_i - i)
             panel = q_panel[(i - i0) * shape.d :]
             lanes = padded(ni, vector)
-            load_transposed(q, queries, h, i, ni, lanes, shape.d, itemsize, panel)
+            row, size = find_rows_at(widen, q, queries, h, i, ni, shape.d, columns, scratch.q_wide)
+            load_transposed(row, size * itemsize, ni, lanes, shape.d, itemsize, panel)
         for n in range((end_i - i0) * columns):
             dq_tile[n] = zero
         for member in range(work[place, 0], work[place, 1]):
@@ -234,13 +253,20 @@ def backward_dq(
                 ni = min(changes.panel, end_i - i)
                 panel = do_panel[(i - i0) * shape.d_v :]
                 lanes = padded(ni, vector)
-                load_transposed(do, b, h, i, ni, lanes, shape.d_v, itemsize, panel)
+                row, size = find_rows_at(
+                    widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
+                )
+                load_transposed(row, size * itemsize, ni, lanes, shape.d_v, itemsize, panel)
             for j0 in range(0, shape.len_k[b], shape.block_kv):
                 nj = min(shape.block_kv, shape.len_k[b] - j0)
                 pair = nj * pair_lanes(itemsize)
-                if not changes.careful:
-                    k_rows = row_address(k, b, h_kv, j0, itemsize)
-                    load_pairs(k_rows, k.row * itemsize, nj, columns, itemsize, k_pairs)
+                k_place, k_row = find_rows_at(
+                    widen, k, b, h_kv, j0, nj, shape.d, columns, scratch.k_wide
+                )
+                v_place, v_row = find_rows_at(
+                    widen, v, b, h_kv, j0, nj, shape.d_v, columns_v, scratch.v_wide
+                )
+                load_pairs(k_place, k_row * itemsize, nj, columns, itemsize, k_pairs)
                 for i in range(i0, end_i, changes.panel):
                     ni = min(changes.panel, end_i - i)
                     lanes = padded(ni, vector)
@@ -252,7 +278,8 @@ def backward_dq(
                     tile = (
                         shape, changes, scratch, b, h, i, ni, j0, nj, lanes,
                         first_address(q_panel) + (i - i0) * shape.d * itemsize,
-                        first_address(do_panel) + (i - i0) * shape.d_v * itemsize, k, v,
+                        first_address(do_panel) + (i - i0) * shape.d_v * itemsize,
+                        k_place, k_row, v_place, v_row,
                     )  # fmt: skip
                     gradient_tile(changes.pointers.gradient, tile)
                     # 6 accumulate dq
@@ -261,14 +288,13 @@ def backward_dq(
                     begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
                     accumulate(
                         one, changes.pointers,
-                        first_address(scratch.ds) + begin * lanes * itemsize, 1, lanes, ni, nk, k,
-                        b, h_kv, j0 + begin,
+                        first_address(scratch.ds) + begin * lanes * itemsize, 1, lanes, ni, nk,
                         first_address(k_pairs) + begin * pair_lanes(itemsize) * itemsize, pair,
                         columns, itemsize, first_address(dq_tile) + (i - i0) * columns * itemsize,
-                        columns, changes.careful, scratch.seen,
+                        columns, 0, changes.careful, scratch.seen,
                     )  # fmt: skip
         # 7 scale and store
         for i in range(i0, end_i):
-            target = row_address(dq, queries, h, i, itemsize)
+            target = row_address(dq, queries, h, i)
             for d in range(shape.d):
                 store(target + d * itemsize, dq_tile[(i - i0) * columns + d] * shape.scale)

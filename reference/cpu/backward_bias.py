@@ -14,6 +14,7 @@ from .jit import INT, INTS, TABLE, kernel, takes
 from .memory import ROWS, row_address
 from .microkernel import padded
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
+from .widen import find_rows_at
 
 
 @takes(
@@ -29,7 +30,9 @@ def backward_bias(
     Row n of `work` names a tile: the range of `members` (batch entries that share it), the bias's
     own batch entry, head, query block and key block; a broadcast axis has the single index 0.
     """
-    itemsize, vector = shape.itemsize, shape.lanes_per_vector
+    vector = shape.lanes_per_vector
+    columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
+    widen = changes.pointers.widen
     one_head, one_query, one_key = dbias.shape[1] == 1, dbias.shape[2] == 1, dbias.shape[3] == 1
     for item in range(first, last):
         entry, head = work[item, 2], work[item, 3]
@@ -52,8 +55,8 @@ def backward_bias(
                     ni = min(shape.block_q, shape.len_q[b] - i0)
                     lanes = padded(ni, vector)
                     load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch)
-                    q_panel = row_address(qt, b, h, i0 // shape.block_q, itemsize)
-                    do_panel = row_address(dot, b, h, i0 // shape.block_q, itemsize)
+                    q_panel = row_address(qt, b, h, i0 // shape.block_q)
+                    do_panel = row_address(dot, b, h, i0 // shape.block_q)
                     j_start = 0 if one_key else kv_block * shape.block_kv
                     for j0 in range(j_start, j_end, shape.block_kv):
                         nj = min(shape.block_kv, shape.len_k[b] - j0)
@@ -61,9 +64,16 @@ def backward_bias(
                         edges, ri, rf = scratch.edges, scratch.tile_ri, scratch.tile_rf
                         if class_of_tile(changes, scratch.symbols, ni, nj, edges, ri, rf) == EMPTY:
                             continue
+                        h_kv = h // shape.group
+                        k_place, k_row = find_rows_at(
+                            widen, k, b, h_kv, j0, nj, shape.d, columns, scratch.k_wide
+                        )
+                        v_place, v_row = find_rows_at(
+                            widen, v, b, h_kv, j0, nj, shape.d_v, columns_v, scratch.v_wide
+                        )
                         tile = (
                             shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, q_panel, do_panel,
-                            k, v,
+                            k_place, k_row, v_place, v_row,
                         )  # fmt: skip
                         gradient_tile(changes.pointers.gradient, tile)
                         # 6 accumulate dbias

@@ -5,22 +5,18 @@ Position j of batch entry b is row j of its k and v, or a row of page table[b, j
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from .jit import INT, address, helper
 from .memory import first_address, load, store
 from .structs import Struct
+from .widen import BFLOAT16, NATIVE, WIDENED, kind_of, widen, widen_several
 
-NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the accumulator's type
 FAR = 16  # bytes between elements; if there are more, rows are not loaded ahead
-WIDENED = 16  # elements that are widened at a time
-_WORD = ir.IntType(64)
 
 
 class Source(NamedTuple):
@@ -55,7 +51,7 @@ CACHE = Struct(Cache, (_SOURCE, _SOURCE, *(INT,) * 6))  # the type for kernels
 
 def source_of(array: np.ndarray[Any, Any], itemsize: int, lanes: int) -> Source:
     """Describe keys or values, (B or P, H, rows, D), for an accumulator of this many bytes."""
-    kind = {"float16": FLOAT16, "bfloat16": BFLOAT16}.get(array.dtype.name, NATIVE)
+    kind = kind_of(array.dtype)
     page, head, row, column = array.strides
     columns = array.shape[-1]
     whole = column == itemsize and columns % lanes == 0 and array.flags.aligned
@@ -117,51 +113,6 @@ def find_rows(cache, b, h, first, keys, k_rows, v_rows):
         j += count
 
 
-def _widener(lanes: int) -> Callable[..., Any]:
-    """Make the function that converts 16-bit floats at an address to the type of `like`."""
-
-    @intrinsic
-    def widen(typingctx, source, bfloat, target, like):
-        def codegen(context, builder, sig, args):
-            number = context.get_value_type(sig.args[3])
-            scalars = ir.IntType(16), ir.IntType(32), ir.FloatType(), number
-            half, word, single, wide = (
-                x if lanes == 1 else ir.VectorType(x, lanes) for x in scalars
-            )
-
-            def constant(value, kind=word):
-                return ir.Constant(kind, value if lanes == 1 else [value] * lanes)
-
-            stored = builder.load(builder.inttoptr(args[0], half.as_pointer()))
-            stored.align = 1
-            bits = builder.zext(stored, word)
-            as_bfloat = builder.shl(bits, constant(16))
-            # float16: exponents are 112 smaller, also those of subnormal numbers.
-            magnitude = builder.and_(bits, constant(0x7FFF))
-            moved = builder.bitcast(builder.shl(magnitude, constant(13)), single)
-            scaled = builder.bitcast(builder.fmul(moved, constant(2.0**112, single)), word)
-            nonfinite = builder.or_(builder.shl(magnitude, constant(13)), constant(0x7F800000))
-            is_finite = builder.icmp_unsigned("<", magnitude, constant(0x7C00))
-            sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
-            as_half = builder.or_(builder.select(is_finite, scaled, nonfinite), sign)
-            chosen = builder.select(
-                builder.icmp_signed("!=", args[1], _WORD(0)), as_bfloat, as_half
-            )
-            value = builder.bitcast(chosen, single)
-            if isinstance(number, ir.DoubleType):
-                value = builder.fpext(value, wide)
-            builder.store(value, builder.inttoptr(args[2], wide.as_pointer())).align = 1
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64, like), codegen
-
-    function: Callable[..., Any] = widen
-    return function
-
-
-_widen_several, _widen = _widener(WIDENED), _widener(1)
-
-
 @intrinsic
 def move(typingctx, source, target, like):
     """Copy an element of the type of `like`, aligned or not."""
@@ -186,12 +137,12 @@ def load_rows(source, rows, keys, width, itemsize, tile):
         place, target = rows[j], first_address(tile) + j * width * itemsize
         whole = source.columns // WIDENED * WIDENED if packed else 0
         for d in range(0, whole, WIDENED):
-            _widen_several(place + 2 * d, bfloat, target + d * itemsize, zero)
+            widen_several(place + 2 * d, bfloat, target + d * itemsize, zero)
         for d in range(whole, source.columns):
             if source.kind == NATIVE:
                 move(place + d * source.column, target + d * itemsize, zero)
             else:
-                _widen(place + d * source.column, bfloat, target + d * itemsize, zero)
+                widen(place + d * source.column, bfloat, target + d * itemsize, zero)
         for d in range(source.columns, width):
             store(target + d * itemsize, zero)
         rows[j] = target

@@ -139,7 +139,7 @@ def load_queries(q, shape, b, head, heads, i0, queries, width, panel):
     zero = panel.dtype.type(0)
     for n in range(heads):
         for i in range(queries):
-            source = row_address(q, b, head + n, i0 + i, shape.itemsize)
+            source = row_address(q, b, head + n, i0 + i)
             first = (n * queries + i) * width
             for d in range(shape.d):
                 panel[first + d] = load(source + d * shape.itemsize, zero)
@@ -255,7 +255,7 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
                 m, l = top, fma(l, weight, own)
             # 8 normalise
             inverse = zero if empty else weight / l
-            target = row_address(out, b, head + n, i0 + i, shape.itemsize)
+            target = row_address(out, b, head + n, i0 + i)
             o = at + 2 * rows + r * columns
             for d in range(shape.d_v):
                 # A sum of 0 has no sign: it would hang on pairs that take no part.
@@ -263,7 +263,7 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
                 store(target + d * shape.itemsize, value)
             # 9 store lse
             natural = -math.inf if l == 0 else m + math.log(l)
-            target = row_address(lse, b, head + n, i0 + i, shape.itemsize)
+            target = row_address(lse, b, head + n, i0 + i)
             store(target, sink.dtype.type(natural))
 
 

@@ -15,8 +15,9 @@ from numba import types
 from .accumulate import accumulate
 from .arguments import CHANGES, Changes, Shape, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
-from .memory import ROWS, aligned, first_address, load_transposed, row_address, store
-from .microkernel import load_pairs, multiply, padded, pair_lanes, round_up, size_of_pairs
+from .memory import ROWS, aligned, first_address, row_address, store
+from .microkernel import multiply, padded, round_up
+from .packing import load_pairs, load_transposed, pair_lanes, size_of_pairs
 from .softmax import begin_maxima, exponentiate, init_state, rescale, row_max
 from .structs import Struct
 from .tile import (
@@ -37,6 +38,7 @@ from .tile import (
     note_seen,
     scale_tile,
 )
+from .widen import find_rows_at
 
 Array = np.ndarray[Any, Any]
 
@@ -44,10 +46,11 @@ Array = np.ndarray[Any, Any]
 class ForwardScratch(NamedTuple):
     """What one thread needs to work on tiles; tiles of scores are kept as [key, query]."""
 
-    qt: Array  # queries, (D, lanes)
+    qt: Array  # queries, as `load_transposed` leaves them
     v_pairs: Array  # values, as `load_pairs` leaves them
     s: Array  # scores, then probabilities
     z: Array  # dropout factors
+    wide: Array  # rows of 16-bit floats, widened
     words: Array  # of the generator, (4, lanes)
     seen: Array  # which pairs take part
     acc: Array  # output before it is normalised, (lanes, columns)
@@ -69,7 +72,7 @@ def forward_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         ForwardScratch,
-        (tile, tile, tile, tile, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
+        (tile, tile, tile, tile, tile, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
         + (TABLE, whole_rows(number))
         + (TABLE, of_mask) * 2,
     )
@@ -83,14 +86,18 @@ def forward_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> Fo
     cells = shape.block_kv * panel
     dropped = cells if shape.drop_below else 0
     pairs = size_of_pairs(shape.block_kv, columns, shape.itemsize)
-    qt, v_pairs, s, z, acc, m, m_new, l = aligned(
-        (shape.d * lanes, pairs, cells, dropped, lanes * columns, lanes, panel, lanes), number
+    queries = size_of_pairs(shape.d, lanes, shape.itemsize)
+    rows = max(shape.block_kv, panel) if changes.pointers.widen else 0
+    wide = rows * max(columns, round_up(shape.d, shape.lanes_per_vector))
+    qt, v_pairs, s, z, wide_rows, acc, m, m_new, l = aligned(
+        (queries, pairs, cells, dropped, wide, lanes * columns, lanes, panel, lanes), number
     )
     return ForwardScratch(
         qt,
         v_pairs,
         s,
         z,
+        wide_rows,
         np.empty((4, panel if shape.drop_below else 0), np.uint32),
         np.empty(cells if changes.careful else 0, np.bool_),
         acc,
@@ -120,7 +127,9 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
     tiles of keys were not EMPTY.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
-    columns = padded(shape.d_v, vector)
+    pair = pair_lanes(itemsize)
+    columns, width = padded(shape.d_v, vector), padded(shape.d, vector)
+    widen, wide = changes.pointers.widen, scratch.wide
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     s, z, seen, m_new = scratch.s, scratch.z, scratch.seen, scratch.m_new
     symbols, edges = scratch.symbols, scratch.edges
@@ -139,11 +148,12 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
             n = min(changes.panel, ni - p0)
             lanes = padded(n, vector)
             qt = scratch.qt[p0 * shape.d :]
-            load_transposed(q, b, h, i0 + p0, n, lanes, shape.d, itemsize, qt)
+            row, size = find_rows_at(widen, q, b, h, i0 + p0, n, shape.d, width, wide)
+            load_transposed(row, size * itemsize, n, lanes, shape.d, itemsize, qt)
         init_state(scratch.m, scratch.l, scratch.acc, padded(ni, vector), columns, sink[h])
         for j0 in range(0, shape.len_k[b], shape.block_kv):
             nj = min(shape.block_kv, shape.len_k[b] - j0)
-            is_visited = 0
+            is_visited = k_place = k_row = 0
             for p0 in range(0, ni, changes.panel):
                 n = min(changes.panel, ni - p0)
                 lanes = padded(n, vector)
@@ -151,9 +161,10 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
                 ri, rf = scratch.tile_ri, scratch.tile_rf
                 if class_of_tile(changes, symbols, n, nj, edges, ri, rf) == EMPTY:
                     continue
-                if not is_visited and not changes.careful:
-                    v_rows = row_address(v, b, h_kv, j0, itemsize)
-                    load_pairs(v_rows, v.row * itemsize, nj, columns, itemsize, scratch.v_pairs)
+                if not is_visited:
+                    row, size = find_rows_at(widen, v, b, h_kv, j0, nj, shape.d_v, columns, wide)
+                    load_pairs(row, size * itemsize, nj, columns, itemsize, scratch.v_pairs)
+                    k_place, k_row = find_rows_at(widen, k, b, h_kv, j0, nj, shape.d, width, wide)
                 is_visited = 1
                 begin, end = edges[FIRST], edges[LAST]
                 m, l, acc = scratch.m[p0:], scratch.l[p0:], scratch.acc[p0 * columns :]
@@ -166,11 +177,12 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
                     if j < edges[part + 1]:
                         # The product finds the maxima of scores that stay as they are.
                         is_whole = part == WHOLE_FIRST and not is_changed
-                        k_rows = row_address(k, b, h_kv, j0 + j, itemsize)
                         scores = (
-                            shape.scale, k_rows, k.row, 1, qt, lanes, 0,
-                            first_address(s) + j * lanes * itemsize, lanes, edges[part + 1] - j,
-                            lanes, shape.d, itemsize, 0, first_address(m_new) if is_whole else 0,
+                            shape.scale, k_place + j * k_row * itemsize, k_row, 1, qt, pair,
+                            pair * shape.d,
+                            first_address(s) + j * lanes * itemsize, lanes, 0,
+                            edges[part + 1] - j, lanes, shape.d, itemsize, 0,
+                            first_address(m_new) if is_whole else 0,
                         )  # fmt: skip
                         multiply(changes.pointers.product, scores)
                 # 3 score mod
@@ -197,10 +209,9 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
                     scale_tile(s, z, begin * lanes, end * lanes)
                 accumulate(
                     one, changes.pointers, first_address(s) + begin * lanes * itemsize, 1, lanes, n,
-                    end - begin, v, b, h_kv, j0 + begin,
-                    first_address(scratch.v_pairs) + begin * pair_lanes(itemsize) * itemsize,
-                    nj * pair_lanes(itemsize), columns, itemsize, first_address(acc), columns,
-                    changes.careful, seen,
+                    end - begin,
+                    first_address(scratch.v_pairs) + begin * pair * itemsize, nj * pair, columns,
+                    itemsize, first_address(acc), columns, 0, changes.careful, seen,
                 )  # fmt: skip
             count += is_visited
 
@@ -208,10 +219,10 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
             # 8 normalise
             empty = scratch.l[i] == 0
             inverse = zero if empty else one / scratch.l[i]
-            target = row_address(out, b, h, i0 + i, itemsize)
+            target = row_address(out, b, h, i0 + i)
             for d in range(shape.d_v):
                 store(target + d * itemsize, scratch.acc[i * columns + d] * inverse)
             # 9 store lse
             natural = -math.inf if empty else scratch.m[i] + math.log(scratch.l[i])
-            store(row_address(lse, b, h, i0 + i, itemsize), sink.dtype.type(natural))
+            store(row_address(lse, b, h, i0 + i), sink.dtype.type(natural))
         visited[item] = count

@@ -16,8 +16,9 @@ from numba.extending import intrinsic
 
 from .arguments import CHANGES, Changes, Shape, shape_of
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
-from .memory import ROWS, aligned, first_address, load, row_address
+from .memory import aligned, first_address, load, row_address
 from .microkernel import VECTOR_BYTES, multiply, round_up
+from .packing import pair_lanes
 from .structs import Struct
 from .tile import (
     FIRST,
@@ -47,6 +48,9 @@ class GradientScratch(NamedTuple):
     seen: Array  # which pairs take part
     lse: Array  # of the tile's queries
     delta: Array
+    k_wide: Array  # rows of 16-bit floats, widened: the tile's keys, its values, its queries
+    v_wide: Array
+    q_wide: Array
     symbols: Array
     edges: Array  # of the tile's keys, see `tile.FIRST`
     score_ri: Array
@@ -64,7 +68,7 @@ def gradient_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         GradientScratch,
-        (tile, tile, tile, WORDS, tile, vector(types.boolean), tile, tile, INTS, INTS)
+        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 5, INTS, INTS)
         + (TABLE, whole_rows(number)) * 2
         + (TABLE, of_mask) * 2,
     )
@@ -75,7 +79,12 @@ def gradient_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> G
     lanes = min(round_up(shape.block_q, shape.lanes_per_vector), changes.panel)
     cells = shape.block_kv * lanes
     dropped, changed = bool(shape.drop_below) * cells, bool(len(changes.slope.code)) * cells
-    p, ds, z, slope, lse, delta = aligned((cells, cells, dropped, changed, lanes, lanes), number)
+    wide, wide_v = (round_up(columns, shape.lanes_per_vector) for columns in (shape.d, shape.d_v))
+    rows_q, rows_k = (bool(changes.pointers.widen) * rows for rows in (lanes, shape.block_kv))
+    p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide = aligned(
+        (cells, cells, dropped, changed, lanes, lanes, rows_k * wide, rows_k * wide_v,
+         rows_q * max(wide, wide_v)), number
+    )  # fmt: skip
     return GradientScratch(
         p,
         ds,
@@ -85,6 +94,9 @@ def gradient_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> G
         np.empty(cells if changes.careful else 0, np.bool_),
         lse,
         delta,
+        k_wide,
+        v_wide,
+        q_wide,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
         *make_registers(changes.score, lanes, number),
@@ -99,9 +111,9 @@ def load_row_statistics(shape, lse, delta, b, h, i0, ni, lanes, scratch):
     """Load lse and delta of the tile's queries. An empty row gets lse = inf, so that its p is 0."""
     one = scratch.lse.dtype.type(1)
     for i in range(ni):
-        value = load(row_address(lse, b, h, i0 + i, shape.itemsize), one)
+        value = load(row_address(lse, b, h, i0 + i), one)
         scratch.lse[i] = math.inf if value == -math.inf else value
-        scratch.delta[i] = load(row_address(delta, b, h, i0 + i, shape.itemsize), one)
+        scratch.delta[i] = load(row_address(delta, b, h, i0 + i), one)
     for i in range(ni, lanes):
         scratch.lse[i] = math.inf
         scratch.delta[i] = 0
@@ -146,29 +158,31 @@ def _weigh(typingctx, p, ds, z, row_size, keys, lse, delta, log2_e):
 
 @takes(
     lambda number: (
-        shape_of(number), CHANGES, gradient_scratch_of(number), *(INT,) * 9, ROWS, ROWS
+        shape_of(number), CHANGES, gradient_scratch_of(number), *(INT,) * 13
     )
 )  # fmt: skip
 @kernel
-def fill_gradient_tile(shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, qt, dot, k, v):
+def fill_gradient_tile(
+    shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, qt, dot, k, k_row, v, v_row
+):
     """Fill scratch.p with p (after dropout) and scratch.ds with the gradient of the changed scores.
 
     They are filled for the keys between the ends of `scratch.edges`. `qt` and `dot` are addresses
-    of the tile's queries and output gradients as (D, lanes) and (Dv, lanes). Where scores are
-    changed, scratch.slope is their derivative: the gradient of the scores themselves is ds * slope.
+    of the tile's queries and output gradients as `load_transposed` leaves them; `k` and `v` are
+    those of its keys and values, whose rows begin `k_row` and `v_row` elements apart. Where scores
+    are changed, scratch.slope is their derivative: the gradient of the scores themselves is
+    ds * slope.
     """
-    itemsize = shape.itemsize
-    h_kv = h // shape.group
+    itemsize, pair = shape.itemsize, pair_lanes(shape.itemsize)
     p, ds, symbols, edges = scratch.p, scratch.ds, scratch.symbols, scratch.edges
     one = p.dtype.type(1)
     begin, keys, size = edges[FIRST], edges[LAST] - edges[FIRST], lanes * itemsize
-    k_tile = row_address(k, b, h_kv, j0 + begin, itemsize)
-    v_tile = row_address(v, b, h_kv, j0 + begin, itemsize)
+    k_tile, v_tile = k + begin * k_row * itemsize, v + begin * v_row * itemsize
     p_place, ds_place = first_address(p) + begin * size, first_address(ds) + begin * size
     # 2 scores
     scores = (
-        shape.scale, k_tile, k.row, 1, qt, lanes, 0, p_place, lanes, keys, lanes, shape.d, itemsize,
-        0, 0,
+        shape.scale, k_tile, k_row, 1, qt, pair, pair * shape.d, p_place, lanes, 0, keys, lanes,
+        shape.d, itemsize, 0, 0,
     )  # fmt: skip
     multiply(changes.pointers.product, scores)
     # 3 score mod
@@ -185,8 +199,8 @@ def fill_gradient_tile(shape, changes, scratch, b, h, i0, ni, j0, nj, lanes, qt,
         note_seen(p, scratch.seen, nj * lanes)
     # 5 probabilities and the gradient of the output's weights
     dp = (
-        one, v_tile, v.row, 1, dot, lanes, 0, ds_place, lanes, keys, lanes, shape.d_v, itemsize,
-        0, 0,
+        one, v_tile, v_row, 1, dot, pair, pair * shape.d_v, ds_place, lanes, 0, keys, lanes,
+        shape.d_v, itemsize, 0, 0,
     )  # fmt: skip
     multiply(changes.pointers.product, dp)
     z_place = 0

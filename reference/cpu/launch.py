@@ -31,9 +31,11 @@ from .layout import (
     Scratch,
     finish,
 )
-from .memory import Rows, aligned, count_nonfinite
+from .memory import Rows, aligned
 from .merge import merge
-from .microkernel import PANEL, product, round_up, size_of_pairs
+from .microkernel import PANEL, product, round_up
+from .nonfinite import count_nonfinite
+from .packing import size_of_pairs
 from .program import run
 from .threads import parallel
 from .tile import (
@@ -44,6 +46,7 @@ from .tile import (
     mask_by_ranges,
     score_by_program,
 )
+from .widen import NATIVE, kind_of, widen_rows
 
 # A caller's settings for overflow and underflow in NumPy are meant for the caller's own arithmetic.
 QUIET = np.errstate(all="ignore")
@@ -62,14 +65,21 @@ _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumul
 KERNELS = (
     forward_kernel, backward_delta, backward_dkdv, backward_dq, backward_bias, combine_kernel,
     product, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges, draw_dropout,
-    fill_gradient_tile, decode_kernel, merge, *_CLASSES,
+    fill_gradient_tile, decode_kernel, merge, widen_rows, *_CLASSES,
 )  # fmt: skip
 
 
-def called_kernels(problem: Problem, programs: Programs, backward: bool) -> dict[str, Wanted]:
-    """Return the kernels that tiles of scores need, by their fields in `FunctionPointers`."""
+def called_kernels(
+    problem: Problem, programs: Programs, backward: bool, kind: int = NATIVE
+) -> dict[str, Wanted]:
+    """Return the kernels that tiles of scores need, by their fields in `FunctionPointers`.
+
+    `kind` says how the elements of operands are stored.
+    """
     number = problem.accumulator
     called: dict[str, Wanted] = {}
+    if kind != NATIVE:
+        called["widen"] = widen_rows, number
     if programs.ranges is not None:
         called |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
     elif len(programs.mask.code):
@@ -153,16 +163,21 @@ def forward(
     block_kv: int,
 ) -> int:
     """Write out and lse; return how many tiles were visited (not EMPTY)."""
-    pointers = _prepare(problem, programs, called_kernels(problem, programs, False), forward_kernel)
+    pointers = _prepare(
+        problem,
+        programs,
+        called_kernels(problem, programs, False, kind_of(q.dtype)),
+        forward_kernel,
+    )
     layout, scratch = Layout(problem, block_q, block_kv), Scratch()
-    q_read = layout.operand(q, scratch, whole_vectors=False)
-    k_read = layout.operand(k, scratch, whole_vectors=False)
-    v_read = layout.operand(v, scratch, whole_vectors=True)
+    q_read = layout.input(q, scratch, whole_vectors=False)
+    k_read = layout.input(k, scratch, whole_vectors=False)
+    v_read = layout.input(v, scratch, whole_vectors=True)
     out_made = layout.result(out, scratch)
     lse_made = layout.result(lse[..., None], scratch)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
-    careful = layout.careful(programs, [(v_read, v_rows, layout.len_k)])
+    careful = layout.careful(programs, pointers.widen, [(v_read, v_rows, layout.len_k)])
     changes = changes_of(layout, programs, pointers, careful)
     sinks = sinks_of(layout, sink)
     work = layout.blocks(layout.len_q, block_q, last_first=True)
@@ -222,11 +237,13 @@ def backward(
     kernels = [backward_delta, backward_dkdv]
     if dbias is not None:
         kernels.append(backward_bias)
-    pointers = _prepare(problem, programs, called_kernels(problem, programs, True), *kernels)
+    pointers = _prepare(
+        problem, programs, called_kernels(problem, programs, True, kind_of(q.dtype)), *kernels
+    )
     accumulator, heads = layout.number, problem.heads
     shape = layout.shape
-    q_read, do_read, k_read = (layout.operand(x, scratch, whole_vectors=True) for x in (q, do, k))
-    v_read, out_read = (layout.operand(x, scratch, whole_vectors=False) for x in (v, out))
+    q_read, do_read, k_read = (layout.input(x, scratch, whole_vectors=True) for x in (q, do, k))
+    v_read, out_read = (layout.input(x, scratch, whole_vectors=False) for x in (v, out))
     lse_read = layout.operand(lse[..., None], scratch, whole_vectors=False)
     if dlse is None:
         dlse = np.broadcast_to(np.zeros((), accumulator), lse.shape)
@@ -245,6 +262,7 @@ def backward(
             backward_delta,
             accumulator,
             shape,
+            pointers.widen,
             do_rows,
             out_rows,
             dlse_rows,
@@ -252,6 +270,7 @@ def backward(
             sinks,
             delta_rows,
             dsinks,
+            scratch=lambda: tuple(np.empty((2, problem.d_v), accumulator)),
         ),
         dsinks.size,
         read,
@@ -261,6 +280,7 @@ def backward(
 
     careful = layout.careful(
         programs,
+        pointers.widen,
         [
             (q_read, q_rows, layout.len_q),
             (do_read, do_rows, layout.len_q),
@@ -268,8 +288,8 @@ def backward(
         ],
     )
     changes = changes_of(layout, programs, pointers, careful)
-    qt_memory, qt = layout.panels(q_read, problem.d, changes.panel, scratch)
-    dot_memory, dot = layout.panels(do_read, problem.d_v, changes.panel, scratch)
+    qt_memory, qt = layout.panels(q_read, problem.d, scratch)
+    dot_memory, dot = layout.panels(do_read, problem.d_v, scratch)
 
     kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
     if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):
@@ -287,14 +307,16 @@ def backward(
     dq_rows = layout.rows(dq_made)
     dk_rows, dv_rows = layout.rows(dk_made, keys=True), layout.rows(dv_made, keys=True)
     counts = -(-layout.len_k[members[starts]] // block_kv)
-    columns, columns_v, lanes = (
-        round_up(count, layout.lanes) for count in (problem.d, problem.d_v, block_q)
+    itemsize = layout.itemsize
+    columns, columns_v = (round_up(count, layout.lanes) for count in (problem.d, problem.d_v))
+    of_keys, of_queries = (
+        [size_of_pairs(rows, wide, itemsize) for wide in (columns, columns_v)]
+        for rows in (block_kv, changes.panel)
     )
-    pairs = size_of_pairs(block_kv, columns, layout.itemsize)
 
     def tiles(*sizes: int) -> tuple[Any, ...]:
         scratch = gradient_scratch(shape, changes, accumulator)
-        return scratch, *aligned((pairs, *sizes), accumulator)
+        return scratch, *aligned((of_keys[0], *sizes), accumulator)
 
     visited = 0
     for work in key_blocks(layout, starts, counts, one_pass):
@@ -320,7 +342,7 @@ def backward(
                 dk_rows,
                 dv_rows,
                 visited_here,
-                scratch=lambda: tiles(block_kv * columns, block_kv * columns_v),
+                scratch=lambda: tiles(*of_keys, *of_queries),
             ),
             visited_here.size,
             (read, qt_memory, dot_memory, dk_made, dv_made, dq_made),
@@ -331,6 +353,7 @@ def backward(
         q_work, q_members = layout.shared_blocks(
             q.shape[:-3] if not problem.packed else (), layout.len_q, block_q, last_first=True
         )
+        queries = [size_of_pairs(d, block_q, itemsize) for d in (problem.d, problem.d_v)]
         parallel(
             Bound(
                 backward_dq,
@@ -346,7 +369,7 @@ def backward(
                 lse_rows,
                 delta_rows,
                 dq_rows,
-                scratch=lambda: tiles(problem.d * lanes, problem.d_v * lanes, lanes * columns),
+                scratch=lambda: tiles(*queries, block_q * columns),
             ),
             len(q_work) * heads,
             (read, dq_made),

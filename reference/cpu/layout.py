@@ -1,8 +1,9 @@
 """The memory layout of a call's arrays: addresses, strides, copies where needed, work lists.
 
 Arrays arrive validated, as ``(*lead, H, L, D)`` whose leading axes broadcast, or packed as
-``(H, total, D)``. Arrays that a kernel cannot read in place (16-bit floats, unaligned or strided
-rows, rows that do not fill whole vectors) are copied once, in the accumulator's type.
+``(H, total, D)``. Arrays that a kernel cannot read in place (unaligned or strided rows, rows that
+do not fill whole vectors) are copied once, in the accumulator's type. Rows of 16-bit floats stay
+as they are, and kernels widen those of a tile.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from . import philox
 from .arguments import KeyRanges, Shape, no_ranges
 from .calls import Bound
 from .jit import address
-from .memory import Rows, count_nonfinite
+from .memory import Rows
 from .microkernel import round_up, vector_lanes
+from .nonfinite import count_nonfinite
+from .packing import lanes_of_pair
 from .program import Program
 from .threads import parallel
+from .widen import NATIVE, kind_of
 
 Array = np.ndarray[Any, Any]
 
@@ -177,7 +181,7 @@ class Layout:
 
     def rows(self, array: Array, keys: bool = False) -> Rows:
         """Return where the rows of an array of the accumulator's type lie."""
-        strides = [stride // self.itemsize for stride in array.strides]
+        strides = [stride // array.itemsize for stride in array.strides]
         row, head = strides[-2], strides[-3]
         if self.problem.packed:
             batch = (self.start_k if keys else self.start_q) * row
@@ -188,7 +192,8 @@ class Layout:
                 steps = np.arange(lead[axis], dtype=np.int64) * stride
                 places += steps.reshape((-1,) + (1,) * (len(lead) - axis - 1))
             batch = places.reshape(-1)[self.entries(lead)]
-        return Rows(address(array), np.ascontiguousarray(batch), head, row)
+        batch = np.ascontiguousarray(batch)
+        return Rows(address(array), batch, head, row, array.itemsize, kind_of(array.dtype))
 
     def readable(self, array: Array, whole_vectors: bool) -> bool:
         """Whether kernels can use an array's rows in place."""
@@ -199,6 +204,18 @@ class Layout:
             and all(stride % self.itemsize == 0 for stride in array.strides)
             and (not whole_vectors or array.shape[-1] % self.lanes == 0)
         )
+
+    def input(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
+        """Return `operand`, or the array itself if kernels widen its rows of 16-bit floats."""
+        size = array.itemsize
+        if (
+            kind_of(array.dtype) != NATIVE
+            and array.flags.aligned
+            and (array.shape[-1] <= 1 or array.strides[-1] == size)
+            and all(stride % size == 0 for stride in array.strides)
+        ):
+            return array
+        return self.operand(array, scratch, whole_vectors)
 
     def operand(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
         """Return the array itself, or a copy of its rows that kernels can use.
@@ -255,60 +272,59 @@ class Layout:
         starts = np.flatnonzero(np.diff(entries[members], prepend=-1)).astype(np.int64)
         return len(starts), members, starts
 
-    def panels(self, array: Array, depth: int, most: int, scratch: Scratch) -> tuple[Array, Rows]:
-        """Return every `most` queries of a block as a (depth, lanes) panel, and where blocks lie.
+    def panels(self, array: Array, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
+        """Return the queries of every block as pairs of columns, and where blocks lie.
 
-        The last panel of a block may be narrow; its last lanes are 0 where there is no query.
+        They are what `load_transposed` makes of a block. Columns without a query are 0.
         """
         lanes = self.panel_lanes()
         head, first = depth * int(lanes.sum()), depth * (np.cumsum(lanes) - lanes)
         heads = self.problem.heads
         memory = scratch.empty((heads, head), self.number)
-        fill = partial(self._fill_panels, array, depth, most, memory, first)
+        fill = partial(self._fill_panels, array, depth, memory, first)
         parallel(fill, self.batch * heads, (array, memory))
-        size = depth * round_up(self.block_q, self.lanes)
-        return memory, Rows(address(memory), first, head, size)
+        block = depth * self._in_pairs(self.block_q)
+        return memory, Rows(address(memory), first, head, block, self.itemsize, NATIVE)
 
     def panel_lanes(self) -> Array:
-        """Return the lanes of all panels of every batch entry."""
+        """Return the columns of all blocks of every batch entry."""
         blocks, rest = np.divmod(self.len_q, self.block_q)
-        narrow: Array = -(-rest // self.lanes) * self.lanes
-        result: Array = blocks * round_up(self.block_q, self.lanes) + narrow
+        result: Array = blocks * self._in_pairs(self.block_q) + self._in_pairs(rest)
         return result
 
+    def _in_pairs(self, count: Any) -> Any:
+        pair = lanes_of_pair(self.itemsize)
+        return -(-count // pair) * pair
+
+    @np.errstate(all="ignore")  # a thread does not have its caller's
     def _fill_panels(
-        self,
-        array: Array,
-        depth: int,
-        most: int,
-        memory: Array,
-        begins: Array,
-        first: int,
-        last: int,
+        self, array: Array, depth: int, memory: Array, begins: Array, first: int, last: int
     ) -> None:
-        block, whole_block = self.block_q, round_up(self.block_q, self.lanes)
+        block = self.block_q
         for item in range(first, last):
             b, h = divmod(item, self.problem.heads)
             rows = self._entry(array, b)[h, :, :depth]
             blocks, rest = divmod(len(rows), block)
-            split = len(rows) - rest
-            begin, end = begins[b], begins[b] + blocks * depth * whole_block
-            of_blocks = memory[h, begin:end].reshape(blocks, depth * whole_block)
-            for i in range(0, block, most):
-                self._fill_panel(rows[:split].reshape(blocks, block, depth), i, most, of_blocks)
-            of_rest = memory[h, end : end + depth * round_up(rest, self.lanes)].reshape(1, -1)
-            for i in range(0, rest, most):
-                self._fill_panel(rows[None, split:], i, most, of_rest)
+            begin, split = begins[b], len(rows) - rest
+            end = begin + blocks * depth * self._in_pairs(block)
+            if blocks:
+                whole = rows[:split].reshape(blocks, block, depth)
+                self._fill_panel(whole, memory[h, begin:end])
+            if rest:
+                end_of_rest = end + depth * self._in_pairs(rest)
+                self._fill_panel(rows[None, split:], memory[h, end:end_of_rest])
 
-    def _fill_panel(self, rows: Array, first: int, most: int, memory: Array) -> None:
-        """Fill panels of (blocks, queries, depth) from query `first` on in (blocks, elements)."""
-        rows = rows[:, first : first + most]
+    def _fill_panel(self, rows: Array, memory: Array) -> None:
+        """Fill the memory of some blocks with their rows (blocks, queries, depth)."""
         blocks, count, depth = rows.shape
-        lanes = round_up(count, self.lanes)
-        begin = first * depth
-        panels = memory[:, begin : begin + depth * lanes].reshape(blocks, depth, lanes)
-        panels[..., :count] = rows.swapaxes(1, 2)
-        panels[..., count:] = 0
+        pair = lanes_of_pair(self.itemsize)
+        panels = memory.reshape(blocks, -(-count // pair), depth, pair)
+        full, rest = divmod(count, pair)
+        whole = rows[:, : count - rest].reshape(blocks, full, pair, depth)
+        panels[:, :full] = whole.swapaxes(2, 3)
+        if rest:
+            panels[:, full, :, :rest] = rows[:, count - rest :].swapaxes(1, 2)
+            panels[:, full, :, rest:] = 0
 
     def _entry(self, array: Array, b: int) -> Array:
         """Return the (H, L, D) queries, or what has their shape, of a batch entry."""
@@ -338,15 +354,28 @@ class Layout:
         batch = np.arange(self.batch, dtype=np.int64) * (heads * queries if entries > 1 else 0)
         return KeyRanges(low, high, batch, queries if heads > 1 else 0)
 
-    def careful(self, programs: Programs, arrays: list[tuple[Array, Rows, Array]]) -> bool:
-        """Whether masked pairs could meet NaN or infinity in one of the arrays."""
+    def _wide_rows(self, count: int, columns: int) -> tuple[Array, ...]:
+        return tuple(np.empty((count, columns), self.number))
+
+    def careful(
+        self, programs: Programs, widen: int, arrays: list[tuple[Array, Rows, Array]]
+    ) -> bool:
+        """Whether masked pairs could meet NaN or infinity in one of the arrays.
+
+        `widen` is the address of `widen_rows`, which is read if they are 16-bit floats.
+        """
         if not programs.may_mask:
             return False
         for array, rows, lengths in arrays:
             found = np.zeros(self.batch * array.shape[-3], self.number)
             heads, columns = array.shape[-3], array.shape[-1]
-            counted = heads, lengths, rows, columns, self.itemsize, found
-            count = Bound(count_nonfinite, self.number, *counted)
+            counted = widen, heads, lengths, rows, columns, found
+            count = Bound(
+                count_nonfinite,
+                self.number,
+                *counted,
+                scratch=partial(self._wide_rows, 1, columns if rows.kind else 0),
+            )
             parallel(count, found.size, array)
             if found.any():
                 return True

@@ -10,12 +10,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import INT, INTS, address, helper, kernel, takes, vector
+from .jit import INT, INTS, address, helper
 from .structs import Struct
 
 
 class Rows(NamedTuple):
-    """Rows of contiguous elements of the accumulator's type, by batch entry, head and position.
+    """Rows of contiguous elements, by batch entry, head and position.
 
     Element (b, h, i, d) is ``batch[b] + h * head + i * row + d`` elements after `address`. A
     quantity with one number per row (lse, delta) has rows of one element.
@@ -25,6 +25,8 @@ class Rows(NamedTuple):
     batch: np.ndarray[Any, Any]  # (B,) int64: a broadcast axis repeats an offset
     head: int
     row: int
+    itemsize: int
+    kind: int  # see `widen`
 
 
 LINE = 64  # bytes of a cache line, and of the longest vector
@@ -44,7 +46,7 @@ def aligned(counts: Iterable[int], dtype: np.dtype[Any]) -> list[np.ndarray[Any,
 
 
 # The type for kernels.
-ROWS = Struct(Rows, (INT, INTS, INT, INT))
+ROWS = Struct(Rows, (INT, INTS, INT, INT, INT, INT))
 
 
 @intrinsic
@@ -82,35 +84,6 @@ def first_address(typingctx, array):
 
 
 @helper
-def row_address(rows, b, h, i, itemsize):
+def row_address(rows, b, h, i):
     """Return the address of row i of head h of batch entry b."""
-    return rows.address + (rows.batch[b] + h * rows.head + i * rows.row) * itemsize
-
-
-@helper
-def load_transposed(rows, b, h, i0, count, lanes, depth, itemsize, tile):
-    """Load `count` rows as the columns of `tile` (depth, lanes), flat; the other columns are 0."""
-    zero = tile.dtype.type(0)
-    for d in range(depth):
-        for i in range(count, lanes):
-            tile[d * lanes + i] = zero
-    for i in range(count):
-        source = row_address(rows, b, h, i0 + i, itemsize)
-        for d in range(depth):
-            tile[d * lanes + i] = load(source + d * itemsize, zero)
-
-
-@takes(lambda number: (INT, INT, INT, INTS, ROWS, INT, INT, vector(number)))
-@kernel
-def count_nonfinite(first, last, heads, lengths, rows, columns, itemsize, found):
-    """Count the elements that are not finite in found[n], n = b * heads + h."""
-    like = found.dtype.type(0)
-    for item in range(first, last):
-        b, h = item // heads, item % heads
-        total = 0
-        for i in range(lengths[b]):
-            row = row_address(rows, b, h, i, itemsize)
-            for d in range(columns):
-                value = load(row + d * itemsize, like)
-                total += value - value != 0
-        found[item] = total
+    return rows.address + (rows.batch[b] + h * rows.head + i * rows.row) * rows.itemsize

@@ -13,14 +13,13 @@ from numba import types
 from numba.extending import intrinsic
 
 from .jit import caller, helper, kernel, takes
-from .memory import first_address
 from .vectors import HOST, INT, Emitter, emit_loop
 
 VECTOR_BYTES, ROWS = HOST
 FEW = 4  # rows of the blocks for what `ROWS` leaves
-
-
-PANEL = 32  # queries whose scores lie side by side, where nothing wants a whole block's
+# Queries whose scores lie side by side, where nothing wants a whole block's: blocks of 6 rows
+# divide 48, and blocks of 12 and 8 divide 32.
+PANEL = 48 if ROWS == 6 else 32
 
 
 def vector_lanes(itemsize: int) -> int:
@@ -121,29 +120,45 @@ _wide, _few_wide, _row_wide = (_block(rows, 2) for rows in (ROWS, FEW, 1))
 _narrow, _row_narrow = (_block(rows, 1) for rows in (ROWS, 1))
 
 
-@takes(lambda number: (number, *(types.int64,) * 14))
+@takes(lambda number: (number, *(types.int64,) * 15))
 @kernel
 def product(
-    alpha, a, a_row, a_k, b, b_row, b_pair, c, c_row, rows, columns, depth, itemsize, adds, maxima
+    alpha,
+    a,
+    a_row,
+    a_k,
+    b,
+    b_row,
+    b_pair,
+    c,
+    c_row,
+    c_pair,
+    rows,
+    columns,
+    depth,
+    itemsize,
+    adds,
+    maxima,
 ):
     """C = alpha * A B; with `adds`, C += A B.
 
     A is (rows, depth), B (depth, columns), C (rows, columns). `a`, `b`, `c` are addresses and
     strides count elements: A's element (i, k) lies at ``i * a_row + k * a_k``; rows of B and C are
-    contiguous, and `columns` is a multiple of the vector's lanes. B's columns come in pairs of
-    vectors, `b_pair` elements apart, or side by side where that is 0. Where `maxima` is an address,
-    the `columns` numbers there become the maxima of themselves and C's columns.
+    contiguous, and `columns` is a multiple of the vector's lanes. Columns of B and C come in pairs
+    of vectors, `b_pair` and `c_pair` elements apart, or side by side where that is 0. Where
+    `maxima` is an address, the `columns` numbers there become the maxima of themselves and C's
+    columns.
     """
     lanes = VECTOR_BYTES // itemsize
-    b_next = (b_pair or 2 * lanes) * itemsize
+    b_next, c_next = (b_pair or 2 * lanes) * itemsize, (c_pair or 2 * lanes) * itemsize
     for j in range(0, columns, 2 * lanes):
-        bj = b + j // (2 * lanes) * b_next
+        bj, cj = b + j // (2 * lanes) * b_next, c + j // (2 * lanes) * c_next
         largest = maxima + j * itemsize if maxima else 0
         wide = j + lanes < columns
         i = 0
         while i < rows:
             ai = a + i * a_row * itemsize
-            ci = c + (i * c_row + j) * itemsize
+            ci = cj + i * c_row * itemsize
             left = rows - i
             if wide:
                 if left >= ROWS and left != 2 * FEW:
@@ -164,43 +179,3 @@ def product(
 
 
 multiply = caller(product)
-
-
-@intrinsic
-def _copy_vector(typingctx, source, target, like):
-    def codegen(context, builder, sig, args):
-        emit = Emitter(builder, context.get_value_type(sig.args[2]))
-        emit.store(emit.load(args[0]), args[1])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, like), codegen
-
-
-@helper
-def load_pairs(source, row_size, rows, columns, itemsize, target):
-    """Load rows so that pairs of vectors of a column lie side by side, one row after the other.
-
-    A column of long rows is spread over memory so that the first cache cannot hold it. The pairs of
-    all rows begin ``rows * pair_lanes(itemsize)`` elements apart.
-    """
-    like = target.dtype.type(0)
-    size, pair = columns * itemsize, rows * 2 * VECTOR_BYTES
-    for j in range(rows):
-        row, place = source + j * row_size, first_address(target) + j * 2 * VECTOR_BYTES
-        for x in range(0, size - VECTOR_BYTES, 2 * VECTOR_BYTES):
-            _copy_vector(row + x, place, like)
-            _copy_vector(row + x + VECTOR_BYTES, place + VECTOR_BYTES, like)
-            place += pair
-        if size % (2 * VECTOR_BYTES):
-            _copy_vector(row + size - VECTOR_BYTES, place, like)
-
-
-@helper
-def pair_lanes(itemsize):
-    """Return the elements of a pair of vectors."""
-    return 2 * VECTOR_BYTES // itemsize
-
-
-def size_of_pairs(rows: int, columns: int, itemsize: int) -> int:
-    """Return the elements that `load_pairs` fills."""
-    return rows * round_up(columns, 2 * VECTOR_BYTES // itemsize)

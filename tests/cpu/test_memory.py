@@ -249,6 +249,19 @@ def test_packed_qkv_is_not_copied(two_threads):
     assert peak < 0.2 * q.nbytes
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=str)
+def test_keys_of_16_bits_are_not_copied(dtype, two_threads):
+    # A copy in float32 would be twice as large as they are.
+    q, k, v = (filled(1, 2, length, 24, dtype=dtype) for length in (5, 40_000, 40_000))
+    for mask in (None, masks.causal()):
+        attention(q, k[:, :, :9], v[:, :, :9], mask=mask)  # compiles
+        found: list[Any] = []
+        peak = peak_bytes(lambda m=mask, to=found: to.append(attention(q, k, v, mask=m)))
+        assert peak < 0.2 * k.nbytes
+        exact = attention(*(x.astype(F32) for x in (q, k, v)), mask=mask)
+        assert same_bits(found[0], exact.astype(dtype))
+
+
 # Repeated rows
 
 # Axes of k and v, (3, 2, 4096, 9), that repeat what is there once.

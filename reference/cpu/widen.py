@@ -1,0 +1,106 @@
+"""Floats of 16 bits, which become numbers of the accumulator's type in registers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .jit import caller, helper, kernel, takes
+from .memory import first_address, row_address, store
+from .vectors import INT
+
+NATIVE, FLOAT16, BFLOAT16 = 0, 1, 2  # how elements are stored: NATIVE is the accumulator's type
+WIDENED = 16  # elements that are widened at a time
+
+
+@functools.cache
+def kind_of(dtype: np.dtype[Any]) -> int:
+    """Return how elements of a type are stored."""
+    return {"float16": FLOAT16, "bfloat16": BFLOAT16}.get(dtype.name, NATIVE)
+
+
+def _widener(lanes: int) -> Callable[..., Any]:
+    """Make the function that converts 16-bit floats at an address to the type of `like`."""
+
+    @intrinsic
+    def widen(typingctx, source, bfloat, target, like):
+        def codegen(context, builder, sig, args):
+            number = context.get_value_type(sig.args[3])
+            scalars = ir.IntType(16), ir.IntType(32), ir.FloatType(), number
+            half, word, single, wide = (
+                x if lanes == 1 else ir.VectorType(x, lanes) for x in scalars
+            )
+
+            def constant(value, kind=word):
+                return ir.Constant(kind, value if lanes == 1 else [value] * lanes)
+
+            stored = builder.load(builder.inttoptr(args[0], half.as_pointer()))
+            stored.align = 1
+            bits = builder.zext(stored, word)
+            as_bfloat = builder.shl(bits, constant(16))
+            # float16: exponents are 112 smaller, also those of subnormal numbers.
+            magnitude = builder.and_(bits, constant(0x7FFF))
+            moved = builder.bitcast(builder.shl(magnitude, constant(13)), single)
+            scaled = builder.bitcast(builder.fmul(moved, constant(2.0**112, single)), word)
+            nonfinite = builder.or_(builder.shl(magnitude, constant(13)), constant(0x7F800000))
+            is_finite = builder.icmp_unsigned("<", magnitude, constant(0x7C00))
+            sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
+            as_half = builder.or_(builder.select(is_finite, scaled, nonfinite), sign)
+            chosen = builder.select(builder.icmp_signed("!=", args[1], INT(0)), as_bfloat, as_half)
+            value = builder.bitcast(chosen, single)
+            if isinstance(number, ir.DoubleType):
+                value = builder.fpext(value, wide)
+            builder.store(value, builder.inttoptr(args[2], wide.as_pointer())).align = 1
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, like), codegen
+
+    function: Callable[..., Any] = widen
+    return function
+
+
+widen_several, widen = _widener(WIDENED), _widener(1)
+
+
+@takes(lambda number: (types.int64,) * 8 + (number,))
+@kernel
+def widen_rows(source, row_size, bfloat, rows, columns, width, itemsize, target, zero):
+    """Widen rows to rows of `width` elements; those from `columns` on are 0.
+
+    `source` and `target` are addresses, and `row_size` counts bytes.
+    """
+    whole = columns // WIDENED * WIDENED
+    for j in range(rows):
+        place, cell = source + j * row_size, target + j * width * itemsize
+        for d in range(0, whole, WIDENED):
+            widen_several(place + 2 * d, bfloat, cell + d * itemsize, zero)
+        for d in range(whole, columns):
+            widen(place + 2 * d, bfloat, cell + d * itemsize, zero)
+        for d in range(columns, width):
+            store(cell + d * itemsize, zero)
+
+
+_widen_rows = caller(widen_rows)
+
+
+@helper
+def find_rows_at(pointer, rows, b, h, first, count, columns, width, tile):
+    """Return the address of rows of the accumulator's type, and the elements from one to the next.
+
+    Rows of 16-bit floats are widened to `tile`, in rows of `width` elements, by the kernel at
+    `pointer`.
+    """
+    place = row_address(rows, b, h, first)
+    if rows.kind == NATIVE:
+        return place, rows.row
+    target = first_address(tile)
+    bfloat = np.int64(rows.kind == BFLOAT16)
+    size, itemsize, zero = rows.row * rows.itemsize, tile.itemsize, tile.dtype.type(0)
+    _widen_rows(pointer, (place, size, bfloat, count, columns, width, itemsize, target, zero))
+    return target, width
