@@ -28,7 +28,8 @@ ORDER = [
     ["backends"],
     ["dispatch"],
     ["execute", "explanation"],
-    ["api", "cache_update", "cached", "conversion", "planning", "varlen"],
+    ["pieces"],
+    ["api", "cache_update", "cached", "conversion", "planning", "streamed", "varlen"],
     ["jax", "torch"],
     ["testing"],
     ["bench"],
@@ -41,7 +42,7 @@ INSIDE = {
     "problem": [
         ["call", "options"],
         ["keywords"],
-        ["pack_gqa"],
+        ["pack_gqa", "positions"],
         ["bound_exprs"],
         ["device_args"],
         ["scalars"],
@@ -50,6 +51,7 @@ INSIDE = {
         ["rotary"],
         ["append"],
     ],
+    "pieces": [["schedule"], ["parts", "place"], ["compute", "device"], ["steps"]],
     "gpu": [
         ["disk_cache", "driver", "params"],
         ["strides", "tma"],
