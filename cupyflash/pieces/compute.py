@@ -75,15 +75,15 @@ def forward(call: Call, schedule: Schedule, place: Place, out: Array, lse: Array
     """Write out and lse, wherever they live."""
     problem, pieces = call.problem, list(schedule.by_rows())
     readers = _Readers(call, pieces, place, lambda _: {})
-    for rows, group in itertools.groupby(pieces, lambda piece: piece.rows):
-        shape = *problem.lead, problem.heads, len(rows)
-        wide = place.empty((*shape, problem.d_v), problem.accumulator)
-        wide_lse = place.empty(shape, problem.accumulator)
-        for piece in group:
-            place.backend.forward_piece(readers.of(piece)[0], wide, wide_lse, piece.first)
-        place.store(wide, part(out, rows))
-        place.store(wide_lse, part_of_statistic(lse, rows))
-    place.finish()
+    with place:
+        for rows, group in itertools.groupby(pieces, lambda piece: piece.rows):
+            shape = *problem.lead, problem.heads, len(rows)
+            wide = place.empty((*shape, problem.d_v), problem.accumulator)
+            wide_lse = place.empty(shape, problem.accumulator)
+            for piece in group:
+                place.backend.forward_piece(readers.of(piece)[0], wide, wide_lse, piece.first)
+            place.store(wide, part(out, rows))
+            place.store(wide_lse, part_of_statistic(lse, rows))
 
 
 def backward(
@@ -107,71 +107,91 @@ def backward(
             "dlse": None if dlse is None else part_of_statistic(dlse, rows),
         }
 
-    number = call.problem.accumulator
     pieces = [x for x in schedule.by_keys() if x.keys or call.sink is not None]
     readers = _Readers(call, pieces, place, rows_too)
-    dq, dbias = place.sums(call.q, number), _BiasGradient(call, place, gradients.dbias)
-    dsink = None if call.sink is None else place.sums(call.sink, number)
-    for keys in set(schedule.keys) - {x.keys for x in pieces}:  # which no query sees
-        for gradient in (gradients.dk, gradients.dv):
-            place.clear(part(gradient, keys))
-    for keys, group in itertools.groupby(pieces, lambda piece: piece.keys):
-        sums: list[Array] = []
-        for piece in group:
-            own, rows = readers.of(piece)
-            computed = Gradients(*(
-                None if x is None else place.empty(x.shape, number)
-                for x in (own.q, own.k, own.v, own.bias, own.sink)
-            ))  # fmt: skip
-            place.backend.backward(
-                own,
-                *(rows[name] for name in ("do", "out", "lse", "dlse")),
-                computed,
-                workspace=None,
-                deterministic=deterministic,
-            )
-            place.add(computed.dq, part(dq, piece.rows))
-            if computed.dbias is not None:
-                dbias.add(computed.dbias, piece)
-            if dsink is not None and computed.dsink is not None:
-                place.add(computed.dsink, dsink)
-            if sums:
-                for total, summand in zip(sums, (computed.dk, computed.dv), strict=True):
-                    place.add(summand, total)
-            else:
-                sums = [computed.dk, computed.dv]
-        if keys:
-            for total, gradient in zip(sums, (gradients.dk, gradients.dv), strict=True):
-                place.store(total, part(gradient, keys))
-    place.store(dq, gradients.dq)
-    dbias.store()
-    if dsink is not None:
-        place.store(dsink, gradients.dsink)
-    place.finish()
+    with place:
+        sums = _Sums(call, place, gradients)
+        for keys in set(schedule.keys) - {x.keys for x in pieces}:  # which no query sees
+            sums.clear_keys(keys)
+        for keys, group in itertools.groupby(pieces, lambda piece: piece.keys):
+            for piece in group:
+                own, rows = readers.of(piece)
+                computed = sums.empty(own)
+                do_rows, out_rows, lse_rows = rows["do"], rows["out"], rows["lse"]
+                assert do_rows is not None
+                assert out_rows is not None
+                assert lse_rows is not None
+                place.backend.backward(
+                    own,
+                    do_rows,
+                    out_rows,
+                    lse_rows,
+                    rows["dlse"],
+                    computed,
+                    workspace=None,
+                    deterministic=deterministic,
+                )
+                sums.add(computed, piece)
+            sums.store_keys(keys)
+        sums.store()
 
 
-class _BiasGradient:
-    """The gradient of the bias: sums, if several pieces have the same part of it."""
+class _Sums:
+    """The gradients of a call, as sums over pieces in the accumulator's type."""
 
-    def __init__(self, call: Call, place: Place, target: Array | None) -> None:
+    def __init__(self, call: Call, place: Place, targets: Gradients) -> None:
+        self._place, self._targets = place, targets
+        self._number = call.problem.accumulator
+        self._dq = place.sums(call.q, self._number)
+        self._keys: tuple[Array, Array] | None = None  # dk and dv of the current keys
+        self._dsink = None if call.sink is None else place.sums(call.sink, self._number)
+        self._dbias: Array | None = None
         bias = call.bias
-        self._place, self._target = place, target
-        self._total: Array | None = None
-        if bias is None or target is None:
-            return
-        if bias.ndim < 2 or 1 in bias.shape[-2:]:
-            self._total = place.sums(bias, call.problem.accumulator)
-        else:
-            place.clear(target)  # of pieces that are not computed
+        if bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:]):
+            self._dbias = place.sums(bias, self._number)  # several pieces have the same part of it
+        elif bias is not None:
+            place.clear(targets.dbias)  # of pieces that are not computed
 
-    def add(self, computed: Array, piece: Piece) -> None:
-        """Add what a piece gives."""
-        if self._total is not None:
-            self._place.add(computed, part_of_pairs(self._total, piece.rows, piece.keys))
-        elif self._target is not None:
-            self._place.store(computed, part_of_pairs(self._target, piece.rows, piece.keys))
+    def empty(self, piece: Call) -> Gradients:
+        """Return uninitialised gradients of a piece."""
+        owners = piece.q, piece.k, piece.v, piece.bias, piece.sink
+        return Gradients(*(
+            None if x is None else self._place.empty(x.shape, self._number) for x in owners
+        ))  # fmt: skip
+
+    def add(self, computed: Gradients, piece: Piece) -> None:
+        """Add the gradients of a piece. They may become the sums themselves."""
+        place = self._place
+        place.add(computed.dq, part(self._dq, piece.rows))
+        if computed.dbias is not None and self._dbias is not None:
+            place.add(computed.dbias, part_of_pairs(self._dbias, piece.rows, piece.keys))
+        elif computed.dbias is not None:
+            own = part_of_pairs(self._targets.dbias, piece.rows, piece.keys)
+            place.store(computed.dbias, own)
+        if computed.dsink is not None and self._dsink is not None:
+            place.add(computed.dsink, self._dsink)
+        if self._keys is None:
+            self._keys = computed.dk, computed.dv
+        else:
+            for summand, total in zip((computed.dk, computed.dv), self._keys, strict=True):
+                place.add(summand, total)
+
+    def clear_keys(self, keys: range) -> None:
+        """Write 0 to dk and dv of keys that are in no piece."""
+        for gradient in (self._targets.dk, self._targets.dv):
+            self._place.clear(part(gradient, keys))
+
+    def store_keys(self, keys: range) -> None:
+        """Write dk and dv of the current keys."""
+        assert self._keys is not None
+        for total, gradient in zip(self._keys, self._targets[1:3], strict=True):
+            self._place.store(total, part(gradient, keys))
+        self._keys = None
 
     def store(self) -> None:
-        """Write the sums, if there are any."""
-        if self._total is not None and self._target is not None:
-            self._place.store(self._total, self._target)
+        """Write what depends on all keys."""
+        totals = self._dq, self._dbias, self._dsink
+        targets = self._targets.dq, self._targets.dbias, self._targets.dsink
+        for total, target in zip(totals, targets, strict=True):
+            if total is not None:
+                self._place.store(total, target)

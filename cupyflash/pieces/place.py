@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -51,9 +51,10 @@ class Place(Protocol):
         """Write what was computed at this place, or summed by `add`, to an array, rounded."""
         ...
 
-    def finish(self) -> None:
-        """Wait until the host may read everything that was added or stored."""
-        ...
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None:
+        """Wait until the host may read what was added or stored, and change what was read."""
 
 
 class Host:
@@ -104,7 +105,10 @@ class Host:
         with np.errstate(all="ignore"):
             to[...] = computed.astype(to.dtype, copy=False)
 
-    def finish(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Return at once: everything was done when it was asked for."""
 
 

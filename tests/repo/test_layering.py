@@ -38,7 +38,7 @@ ORDER = [
 # The same inside of folders whose modules depend on each other one way, too. Modules of the other
 # folders may import each other.
 INSIDE = {
-    "arrays": [["cuda_device", "dtypes"], ["device_arrays"], ["interop"]],
+    "arrays": [["cuda_device", "dtypes"], ["device_arrays"], ["interop", "transfers"]],
     "problem": [
         ["call", "options"],
         ["keywords"],
@@ -83,6 +83,7 @@ REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_na
 USERS_OF_CUPY = [
     "cupyflash.arrays.cuda_device",
     "cupyflash.arrays.device_arrays",
+    "cupyflash.arrays.transfers",
     "cupyflash.gpu.driver",
     "cupyflash.gpu.jit",
     "cupyflash.gpu.tma",
