@@ -68,16 +68,13 @@ class Device:
     def feed(self, requests: Iterable[Parts]) -> Iterator[Parts]:
         """Return the parts in device memory; those of the next request follow meanwhile."""
         slots = _Slot(), _Slot()
-        try:
-            for n, request in enumerate(requests):
-                slot, before = slots[n % 2], slots[1 - n % 2]
-                if n:
-                    before.consumed = self._transfers.mark()
-                with cuda_device.current(self._device):
-                    filled = self._filled(slot, request)
-                yield filled
-        finally:
-            self._transfers.compute_after_uploads()  # whoever gets the memory next
+        for n, request in enumerate(requests):
+            slot, before = slots[n % 2], slots[1 - n % 2]
+            if n:
+                before.consumed = self._transfers.mark()
+            with cuda_device.current(self._device):
+                filled = self._filled(slot, request)
+            yield filled
 
     def _filled(self, slot: _Slot, request: Parts) -> Parts:
         in_host = {
