@@ -131,6 +131,7 @@ def dense_or_packed(
 
 
 def check_flag(value: Any, name: str) -> None:
+    """Refuse anything but True and False."""
     if not isinstance(value, (bool, np.bool_)):
         raise ArgumentTypeError(f"{name}: got {value!r}; expected True or False.")
 

@@ -8,6 +8,7 @@ current one of the device in the beginning: nothing waits on the host but for a 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,9 +109,7 @@ class Transfers:
         memory = self._cuda.alloc_pinned_memory(source.nbytes)
         self._down.wait_event(self.mark())
         place = device_arrays.address(source)
-        self._cuda.runtime.memcpyAsync(
-            memory.ptr, place, source.nbytes, _TO_HOST, self._down.ptr
-        )
+        self._cuda.runtime.memcpyAsync(memory.ptr, place, source.nbytes, _TO_HOST, self._down.ptr)
         arrived = self._event(self._down)
         self._downloads.append(_Download(arrived, memory, source, target, adds))
 
@@ -172,7 +171,7 @@ class Transfers:
         ends = np.linspace(0, to.shape[axis], self._threads + 1).astype(int).tolist()
         parts = [
             (*(slice(None),) * axis, slice(first, last))
-            for first, last in zip(ends, ends[1:], strict=False)
+            for first, last in itertools.pairwise(ends)
             if first < last
         ]
         for _ in self._pool.map(lambda part: work(to[part], source[part]), parts):

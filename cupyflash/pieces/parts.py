@@ -32,9 +32,7 @@ def part_of_pairs(array: Array, rows: range, keys: range) -> Array:
     return view
 
 
-def call_of(
-    whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array | None
-) -> Call:
+def call_of(whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array | None) -> Call:
     """Return the call of a piece, given its parts of the arrays of the whole call.
 
     Its positions and lengths, as masks, scores and dropout see them, are those of the whole call.

@@ -69,7 +69,7 @@ class Schedule:
         for rows, classes in zip(self.rows, self.classes, strict=True):
             needed = np.flatnonzero(classes != EMPTY)
             for n in needed:
-                yield Piece(rows, self.keys[n], bool(classes[n] != FULL), bool(n == needed[0]))
+                yield Piece(rows, self.keys[int(n)], bool(classes[n] != FULL), bool(n == needed[0]))
             if not needed.size:
                 yield Piece(rows, NO_KEYS, False, True)
 

@@ -1,4 +1,4 @@
-"""The steps of a streamed call: check, say which pieces there are, allocate what is missing, run."""
+"""The steps of a streamed call: check, find its pieces, allocate what is missing, run."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ def _check_targets(
     by_home: dict[int | None, dict[str, Target]] = {}
     for name, target in targets.items():
         home, own = device_of(target[0]), device_of(owners[name])
-        if isinstance(target[0], np.ndarray) or home is not None:
-            if home != own:
-                raise ArgumentTypeError(
-                    f"{name}: got an array in {_where(home)}; expected one in {_where(own)}."
-                )
+        is_array = isinstance(target[0], np.ndarray) or home is not None
+        if is_array and home != own:
+            raise ArgumentTypeError(
+                f"{name}: got an array in {_where(home)}; expected one in {_where(own)}."
+            )
         by_home.setdefault(home, {})[name] = target
     for home, here in by_home.items():
         interop.outputs(here, {name: x for name, x in inputs.items() if device_of(x) == home})

@@ -73,10 +73,8 @@ def heads_of(q: Array, k: Array, v: Array) -> tuple[int, int]:
     return heads, heads_kv
 
 
-def call(
-    q: Any, k: Any, v: Any, options: Options = DEFAULTS, in_one_place: bool = True
-) -> Call:
-    """Validate a call on dense arrays. Those of a call that is streamed need not be in one place."""
+def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS, in_one_place: bool = True) -> Call:
+    """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
     dtype = same_dtype(operands)
     for name, x in operands.items():

@@ -164,8 +164,8 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
   load_cells<STRIDE>(s, tile_smem);
 }
 
-// The first query and the first key of a launch, as dropout counts them. A piece of a larger problem
-// has them as the last two numbers of its expressions.
+// The first query and the first key of a launch, as dropout counts them. A piece of a larger
+// problem has them as the last two numbers of its expressions.
 __device__ __forceinline__ long long origin_q(const Params& p) {
   if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 2];
   return 0;

@@ -135,11 +135,11 @@ def test_files_are_read_and_written_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr(place, "_read_ahead", lambda x: asked.append(type(x)))
     shapes = (2, 40, 8), (2, 90, 8), (2, 90, 8), (2, 40, 8)
     arrays = draw(*shapes, dtype=ml_dtypes.bfloat16)
-    mapped = []
     for n, x in enumerate(arrays):
         x.tofile(tmp_path / f"{n}")
-        mapped.append(np.memmap(tmp_path / f"{n}", x.dtype, "r", shape=x.shape))
-    q, k, v, do = mapped
+    q, k, v, do = (
+        np.memmap(tmp_path / f"{n}", x.dtype, "r", shape=x.shape) for n, x in enumerate(arrays)
+    )
     options = {"mask": masks.causal(), "chunk": (16, 32)}
     out = np.memmap(tmp_path / "out", q.dtype, "w+", shape=do.shape)
     ours, lse = streamed.attention(q, k, v, out=out, return_lse=True, **options)
@@ -168,8 +168,7 @@ def test_the_next_part_of_a_file_is_asked_for(tmp_path):
             order.append(f"ask {n}")
             yield {"k": part}
 
-    for _ in place.Host(None).feed(requests()):
-        order.append("compute")
+    order.extend("compute" for _ in place.Host(None).feed(requests()))
     assert order == ["ask 0", "ask 1", "compute", "ask 2", "compute", "compute"]
 
 

@@ -230,7 +230,7 @@ class Emulator:
         )
 
     def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
-        """Write out and lse, or join a piece's keys to them, as `cupyflash.launch.forward_piece`."""
+        """Write out and lse of a piece, as `cupyflash.launch.forward_piece`."""
         before = out.copy(), lse.copy()
 
         def work() -> None:

@@ -13,7 +13,6 @@ import pytest
 from placement import same_bits
 from stream_cupy import StreamCupy
 
-
 from cupyflash import ArgumentError, ArgumentTypeError, dispatch, masks, scores, streamed
 from cupyflash.arrays import transfers
 from cupyflash.backends.gpu import Gpu
@@ -134,9 +133,7 @@ def compare(cupy, arrays, homes, chunk, options):
 
 
 @pytest.mark.parametrize("homes", ["hhhhh", "dhhdh", "ddhhd", "hdddd"])
-@pytest.mark.parametrize(
-    "kind", ["plain", "window", "segments", "bias", "shared bias", "dropout"]
-)
+@pytest.mark.parametrize("kind", ["plain", "window", "segments", "bias", "shared bias", "dropout"])
 def test_transfers_change_no_bit(device, kind, homes):
     arrays = draw(ml_dtypes.bfloat16 if kind in ("plain", "dropout") else np.float32)
     places = [DEVICE if home == "d" else HOST for home in homes]
@@ -181,10 +178,12 @@ def test_arrays_and_numbers_of_another_device_are_refused(device):
         streamed.attention(q, cupy.asarray(k), v)
     with pytest.raises(ArgumentTypeError, match="out: got an array in host memory; expected one"):
         streamed.attention(cupy.asarray(q), k, v, out=np.empty_like(do))
-    with pytest.raises(ArgumentTypeError, match="grads_out.dk: got an array in the memory of GPU"):
-        out, lse = streamed.attention(q, k, v, device=0, return_lse=True)
-        given = (None, cupy.asarray(k), None)
-        streamed.attention_backward(do, q, k, v, out, lse, device=0, grads_out=given)
+    out, lse = streamed.attention(q, k, v, device=0, return_lse=True)
+    targets = None, cupy.asarray(k), None
+    with pytest.raises(
+        ArgumentTypeError, match=r"grads_out\.dk: got an array in the memory of GPU"
+    ):
+        streamed.attention_backward(do, q, k, v, out, lse, device=0, grads_out=targets)
 
 
 def test_a_capture_is_refused(device, monkeypatch):

@@ -134,9 +134,7 @@ class StreamCupy(HostCupy):
         """Let streams take turns until the host waits no longer."""
         while not reached():
             ready = [
-                queue
-                for queue in self.queues.values()
-                if queue and getattr(queue[0], "done", True)
+                queue for queue in self.queues.values() if queue and getattr(queue[0], "done", True)
             ]
             assert ready, "the host waits for what never happens"
             work = ready[self.rng.integers(len(ready))].popleft()
