@@ -27,7 +27,7 @@ from .problem.rotary import Rotary
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 if TYPE_CHECKING:
-    from . import figures
+    from . import figures, streamed
     from .explanation import Explanation, explain
 
 __version__ = "0.1.0"
@@ -59,11 +59,17 @@ __all__ = [
     "plan",
     "rope",
     "scores",
+    "streamed",
     "workspace_size",
     "workspace_size_cached",
 ]
 
-_WHEN_NEEDED = {"figures": "figures", "Explanation": "explanation", "explain": "explanation"}
+_WHEN_NEEDED = {
+    "Explanation": "explanation",
+    "explain": "explanation",
+    "figures": "figures",
+    "streamed": "streamed",
+}
 
 
 if not TYPE_CHECKING:  # for which a misspelt name is an error

@@ -130,12 +130,13 @@ def dense_or_packed(
     return Request(q, k, v, options, offsets).call
 
 
-def _check_flag(value: Any, name: str) -> None:
+def check_flag(value: Any, name: str) -> None:
+    """Refuse anything but True and False."""
     if not isinstance(value, (bool, np.bool_)):
         raise ArgumentTypeError(f"{name}: got {value!r}; expected True or False.")
 
 
-def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def result_shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes that users see of out and lse."""
     problem = call.problem
     rows = call.q.shape[-2]
@@ -147,7 +148,7 @@ def _shapes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _check_outputs(call: Call, out: Any, lse_out: Any) -> dict[str, Array]:
     """Check where results go, and return all arrays of a call by name."""
-    out_shape, lse_shape = _shapes(call)
+    out_shape, lse_shape = result_shapes(call)
     wanted = {
         "out": (out, out_shape, call.problem.dtype),
         "lse_out": (lse_out, lse_shape, call.problem.accumulator),
@@ -170,7 +171,7 @@ def forward_signature(
 def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
     """Compute a call, into the arrays given or into new ones."""
     if return_lse is not False:
-        _check_flag(return_lse, "return_lse")
+        check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None
     signature = forward_signature(request, want_lse, out, lse_out)
     if signature is not None and (entry := launch_cache.find(signature)) is not None:
@@ -198,7 +199,7 @@ def forward(request: Request, return_lse: bool, out: Any, lse_out: Any) -> Any:
 
 def cached(request: CachedRequest, return_lse: bool, out: Any, lse_out: Any, workspace: Any) -> Any:
     """Compute a call over a cache, into the arrays given or into new ones."""
-    _check_flag(return_lse, "return_lse")
+    check_flag(return_lse, "return_lse")
     want_lse = return_lse or lse_out is not None
     written = {"out": out, "lse": lse_out, "workspace": workspace}
     kind = "cached" if want_lse else "cached without lse"
@@ -318,7 +319,7 @@ def backward(
     workspace: Any,
 ) -> Gradients:
     """Compute the gradients of a call, into the arrays given or into new ones."""
-    _check_flag(deterministic, "deterministic")
+    check_flag(deterministic, "deterministic")
     if not is_device_array(do):
         do, out, lse, dlse = interop.of_device(do=do, out=out, lse=lse, dlse=dlse)
     signature = None
@@ -333,7 +334,7 @@ def backward(
         if gradients is not None:
             return gradients
     call = request.call
-    out_shape, lse_shape = _shapes(call)
+    out_shape, lse_shape = result_shapes(call)
     problem = call.problem
     rows = {
         "do": validate.given(do, "do", out_shape, problem.dtype),
@@ -383,8 +384,8 @@ def backward(
 
 def vjp_of(request: Request, return_lse: bool, deterministic: bool) -> Any:
     """Compute a call, and return it with the function that computes its gradients."""
-    _check_flag(return_lse, "return_lse")
-    _check_flag(deterministic, "deterministic")
+    check_flag(return_lse, "return_lse")
+    check_flag(deterministic, "deterministic")
     out, lse = forward(request, True, None, None)
     vjp = Vjp(request, out, lse, deterministic)
     return (out, lse, vjp) if return_lse else (out, vjp)

@@ -205,6 +205,14 @@ def convert(array: Any, to: Any) -> None:
     _converter()(array, to)  # in half the host time of an assignment
 
 
+def add(array: Any, to: Any) -> None:
+    """Add the elements of an array to another one of the same dtype."""
+    import cupy
+
+    with to.device:
+        cupy.add(to, array, to)
+
+
 def empty_like(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an uninitialised array of a shape, with its axes in the memory order of another array.
 

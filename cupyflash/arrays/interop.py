@@ -305,7 +305,7 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
     if targets:
         one_home(inputs | {name: held for name, (held, _, _) in targets.items()})
     named = inputs | {name: held for name, (held, _, _) in targets.items()}
-    spans = {name: _span(held) for name, held in named.items()}
+    spans = {name: span(held) for name, held in named.items()}
     names = list(targets)
     for place, name in enumerate(names):
         low, high = spans[name]
@@ -319,7 +319,7 @@ def outputs(targets: dict[str, tuple[Any, tuple[int, ...], Any]], inputs: dict[s
                 )
 
 
-def _span(x: Any) -> tuple[int, int]:
+def span(x: Any) -> tuple[int, int]:
     """Return the first address of an array, and that behind its last one."""
     low = high = address(x)
     if not x.size:

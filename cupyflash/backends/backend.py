@@ -23,6 +23,14 @@ class Backend(Protocol):
         """Compute `out` and `lse`, which is what `empty_output` returns or like it."""
         ...
 
+    def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
+        """Compute a piece's `out` and `lse`, contiguous arrays of the accumulator's type.
+
+        Unless it is the `first` piece of its queries, they have the result over the pieces before
+        it, which its keys join.
+        """
+        ...
+
     def backward(
         self,
         call: Call,

@@ -34,6 +34,24 @@ def _programs(call: Call, len_k: Array | None = None) -> Any:
     return Programs(score, slope, mask, tile, bound, ends)
 
 
+def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> int:
+    from cupyflash.reference.cpu import launch
+
+    return launch.forward(
+        call.problem,
+        _programs(call),
+        call.q,
+        call.k,
+        call.v,
+        call.sink,
+        out,
+        lse,
+        plan.block_q,
+        plan.block_kv,
+        resumes,
+    )
+
+
 def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
     arrays = rotary.arrays
     return arrays["cos"], arrays["sin"], rotary.interleaved
@@ -50,24 +68,12 @@ class Cpu:
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
     ) -> CallResult:
         """Compute `out` and `lse`."""
-        from cupyflash.reference.cpu import launch
-
         assert lse is not None
-        plan = plan or self.plan(call)
-        programs = _programs(call)
-        visited = launch.forward(
-            call.problem,
-            programs,
-            call.q,
-            call.k,
-            call.v,
-            call.sink,
-            out,
-            lse,
-            plan.block_q,
-            plan.block_kv,
-        )
-        return CallResult(visited)
+        return CallResult(_forward(call, out, lse, plan or self.plan(call), resumes=False))
+
+    def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
+        """Compute a piece's `out` and `lse`, or join its keys to them."""
+        _forward(call, out, lse, self.plan(call), resumes=not first)
 
     def backward(
         self,

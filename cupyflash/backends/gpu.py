@@ -40,6 +40,10 @@ class Gpu:
         """Compute `out` and, unless it is None, `lse`."""
         return launch.forward(call, out, lse, plan)
 
+    def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
+        """Compute a piece's `out` and `lse`, or join its keys to them."""
+        launch.forward_piece(call, out, lse, first)
+
     def backward(
         self,
         call: Call,

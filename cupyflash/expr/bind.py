@@ -8,12 +8,13 @@ flat batch index splits over leading axes, is known only when it meets a problem
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays.device_arrays import is_device_array
+from ..arrays.device_arrays import is_device_array, to_device
 from ..errors import ArgumentError
 from .evaluate import evaluate_exactly, host
 from .functions import POSITIONS
@@ -149,21 +150,33 @@ def hold_indices(root: Expr) -> Expr:
 
 def in_host_memory(root: Expr) -> Expr:
     """Return `root` with copies of the arrays that it reads in device memory."""
+    return _copied(root, lambda array: host(array) if is_device_array(array) else array)
+
+
+def in_device_memory(root: Expr) -> Expr:
+    """Return `root` with copies, on the current device, of the arrays it reads in host memory."""
+    return _copied(
+        root, lambda array: array if is_device_array(array) else to_device(array, array.dtype)
+    )
+
+
+def _copied(root: Expr, copy: Callable[[Any], Any]) -> Expr:
+    """Return `root` with a copy of each array that it reads, or the array itself."""
     copies: dict[int, Any] = {}
 
-    def copied(node: Expr) -> Expr | None:
+    def replaced(node: Expr) -> Expr | None:
         if node.op not in ("lookup", "aligned"):
             return None
         array = node.value[0] if node.op == "lookup" else node.value.array
-        if not is_device_array(array):
-            return None
-        mine = copies.setdefault(id(array), host(array))
-        args = tuple(rebuild(arg, copied) for arg in node.args)
+        if id(array) not in copies:
+            copies[id(array)] = copy(array)
+        mine = copies[id(array)]
+        args = tuple(rebuild(arg, replaced) for arg in node.args)
         if node.op == "lookup":
             return Expr(node.op, args, node.type, (mine, *node.value[1:]))
         return Expr(node.op, args, node.type, replace(node.value, array=mine))
 
-    return rebuild(root, copied)
+    return rebuild(root, replaced)
 
 
 def extent(sizes: Sizes, name: str) -> int:

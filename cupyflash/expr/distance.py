@@ -13,6 +13,7 @@ from .nodes import Expr, as_expr, rebuild, walk
 from .width import spans
 
 _EXACT = 2**24 - 2**10  # the shared part may be beyond the limit by at most this
+_NOTHING = as_expr(0)  # what is left of a position alone; a user's 0 is a number as any other
 
 
 class Line(NamedTuple):
@@ -59,7 +60,7 @@ def _lines(root: Expr) -> dict[Expr, Line]:
         if node not in varies:
             lines[node] = Line(0, 0, node)
         elif place:
-            lines[node] = Line(int(node.value == "i"), int(node.value == "j"), as_expr(0))
+            lines[node] = Line(int(node.value == "i"), int(node.value == "j"), _NOTHING)
         elif node.op in ("add", "subtract", "negative"):
             parts = [lines[arg] for arg in node.args if arg in lines]
             if len(parts) == len(node.args):
@@ -69,18 +70,14 @@ def _lines(root: Expr) -> dict[Expr, Line]:
 
 def _joined(op: str, parts: list[Line]) -> Line:
     if op == "negative":
-        parts = [Line(0, 0, as_expr(0)), *parts]
+        parts = [Line(0, 0, _NOTHING), *parts]
     a, b = parts
     if op == "add":
         return Line(a.i + b.i, a.j + b.j, _plus(a.rest, b.rest))
-    return Line(a.i - b.i, a.j - b.j, a.rest if _is_zero(b.rest) else a.rest - b.rest)
+    return Line(a.i - b.i, a.j - b.j, a.rest if b.rest is _NOTHING else a.rest - b.rest)
 
 
 def _plus(a: Expr, b: Expr) -> Expr:
-    if _is_zero(a) or _is_zero(b):
-        return b if _is_zero(a) else a
+    if a is _NOTHING or b is _NOTHING:
+        return b if a is _NOTHING else a
     return a + b
-
-
-def _is_zero(node: Expr) -> bool:
-    return node.op == "constant" and node.value == 0

@@ -316,6 +316,19 @@ def forward(
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
 
 
+def forward_piece(call: Call, out: Array, lse: Array, first: bool) -> None:
+    """Write out and lse, of the accumulator's type, or join a piece's keys to them."""
+    if first:
+        forward(call, out, lse)
+        return
+    with cuda_device.current(_device(call)):
+        joined = device_arrays.empty(lse.shape, lse.dtype)  # lanes read the old one to the end
+        part = tuple(device_arrays.empty(x.shape, x.dtype) for x in (out, lse))
+        forward(call, part[0], part[1])
+        combine([(out, lse), (part[0], part[1])], out, joined)
+        device_arrays.convert(joined, lse)
+
+
 def backward(
     call: Call,
     do: Array,

@@ -40,7 +40,10 @@ def forward(
     if not math.prod(rows.shape):
         return Recipe()
     if call.cache is not None or (
-        plan is None and not count_tiles and registry.decodes(call.problem, facts)
+        plan is None
+        and not count_tiles
+        and call.problem.whole is None
+        and registry.decodes(call.problem, facts)
     ):
         return decode_recipe.forward(call, facts, out, rows, lse is not None)
     call, (out, rows) = pack_gqa.joined(call, (out, 3), (rows, 2))

@@ -51,6 +51,9 @@ class Specialisation:
     dropout, count_tiles, atomic_dq, tma_store : bool
         Whether pairs are dropped, whether tiles are counted, whether the kernel that computes dk
         and dv also adds its share of dq to memory, and whether results are stored by TMA.
+    origins, wide_result : bool
+        For pieces of a larger problem: whether dropout counts positions from other numbers than 0,
+        and whether the result has the accumulator's type.
     functions : Functions
         The functions of the call's expressions.
     """
@@ -68,6 +71,8 @@ class Specialisation:
     functions: Functions = NONE
     atomic_dq: bool = False
     tma_store: bool = False
+    origins: bool = False
+    wide_result: bool = False
 
     @property
     def kernel(self) -> str:
@@ -93,6 +98,8 @@ class Specialisation:
             "count": self.count_tiles,
             "dq": self.atomic_dq,
             "boxes": self.tma_store,
+            "origins": self.origins,
+            "wide": self.wide_result,
         }
         sizes = {"d": self.d, "dv": self.d_v}
         blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
@@ -142,6 +149,8 @@ def prelude(special: Specialisation) -> str:
             "COUNT_TILES": special.count_tiles,
             "ATOMIC_DQ": special.atomic_dq,
             "TMA_STORE": special.tma_store,
+            "HAS_ORIGINS": special.origins,
+            "WIDE_RESULT": special.wide_result,
             "EACH_LANE_ARRIVES": EACH_LANE_ARRIVES,
         },
     }

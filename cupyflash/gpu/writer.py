@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays.cuda_device import MAX_GRID, Target
 from ..errors import ArgumentError
 from ..expr import width
-from ..expr.cuda import Functions, generate
+from ..expr.cuda import Functions, Generated, generate
 from ..expr.key_range import key_range
 from ..expr.nodes import walk
 from ..problem.bound_exprs import Trees, trees
@@ -32,6 +32,7 @@ from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
+_RESULT = {"forward": "out", "dq_rows": "dq"}  # the result of parts that know two types of it
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,9 @@ class Writer:
         self.launches: list[Launch] = []
         _check_size(self.generated.functions)
         problem = call.problem
+        self.has_origins = problem.dropout > 0 and problem.whole is not None
+        if self.has_origins:
+            self.generated = _with_origins(self.generated, problem)
         drop_below = round(problem.dropout * 2.0**32)
         self.told: dict[str, Any] = {
             "batch": problem.batch,
@@ -236,6 +240,8 @@ class Writer:
             functions=functions,
             atomic_dq=adds_dq,
             tma_store=tma.stores,
+            origins=spec.scores and self.has_origins,
+            wide_result=part in _RESULT and self.arrays[_RESULT[part]].dtype != problem.dtype,
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
         if part == "decode":
@@ -258,6 +264,13 @@ class Writer:
             return Extent(*totals, heads, 1, problem.batch, sms)
         lengths = self.told["len_q"], self.told["len_k"]
         return Extent(*lengths, heads, math.prod(entries), 0, sms)
+
+
+def _with_origins(generated: Generated, problem: Problem) -> Generated:
+    """Return expressions whose last numbers are a piece's first query and its first key."""
+    functions = replace(generated.functions, num_ints=generated.functions.num_ints + 2)
+    ints = (*generated.ints, problem.origin_q, problem.origin_k)
+    return replace(generated, functions=functions, ints=ints)
 
 
 def check_grid(kernel: str, blocks: int) -> None:

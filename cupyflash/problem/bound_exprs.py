@@ -11,6 +11,7 @@ from ..expr.interval import tile_class
 from ..expr.nodes import Expr, convert
 from .call import Call
 from .pack_gqa import apart, of_rows
+from .positions import of_piece, whole
 
 _B, _H, _I, _J = POSITIONS
 
@@ -39,16 +40,22 @@ class Trees(NamedTuple):
 def trees(call: Call) -> Trees:
     """Return the expressions of a call. They hold the arrays that they read."""
     changed, slope, allowed, classes = SCORE, None, None, None
-    sizes = apart(call.problem)
+    problem = call.problem
+    sizes = apart(problem)
+
+    def bound(root: Expr) -> Expr:
+        return of_rows(of_piece(bind(root, whole(sizes)), sizes), problem)
+
     if call.score_mod is not None:
-        changed = of_rows(bind(call.score_mod.expr, sizes), call.problem)
+        changed = bound(call.score_mod.expr)
         slope = convert(derivative(changed), "float")
     if call.bias is not None:
         axes = (Axis(_H, "heads"), Axis(_I, "len_q"), Axis(_J, "len_k"))
-        bias = of_rows(bind(aligned(Alignment(call.bias, "bias", axes)), sizes), call.problem)
+        # A piece has its own part of the bias.
+        bias = of_rows(bind(aligned(Alignment(call.bias, "bias", axes)), sizes), problem)
         hidden = float("-inf")
         changed = where(bias == hidden, hidden, changed + bias)  # hides even a NaN score
     if call.mask is not None:
-        allowed = of_rows(bind(call.mask.expr, sizes), call.problem)
+        allowed = bound(call.mask.expr)
         classes = tile_class(allowed)
     return Trees(None if changed is SCORE else changed, slope, allowed, classes)

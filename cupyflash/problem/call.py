@@ -57,6 +57,11 @@ class Problem:
     seed: Any = 0  # a number, or a 0-d array of uint64 in device memory
     precision: str | None = None  # "tf32x3": float32 may be multiplied by tensor cores
     heads_in_rows: int = 1  # query heads whose queries are rows of one head: see pack_gqa
+    # The problem may be a piece of a larger one. Its first query and its first key have these
+    # positions there, and `whole` has the queries and the keys of all of it: see positions.
+    origin_q: int = 0
+    origin_k: int = 0
+    whole: tuple[int, int] | None = None
 
     @property
     def accumulator(self) -> np.dtype[Any]:

@@ -73,8 +73,8 @@ def heads_of(q: Array, k: Array, v: Array) -> tuple[int, int]:
     return heads, heads_kv
 
 
-def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS) -> Call:
-    """Validate a call on dense arrays."""
+def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS, in_one_place: bool = True) -> Call:
+    """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
     dtype = same_dtype(operands)
     for name, x in operands.items():
@@ -107,7 +107,7 @@ def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS) -> Call:
         d_v=d_v,
         dtype=dtype,
     )
-    return with_options(problem, q, k, v, matrices, options)
+    return with_options(problem, q, k, v, matrices, options, in_one_place)
 
 
 def varlen_call(
@@ -230,13 +230,14 @@ def with_options(
     v: Array,
     matrices: tuple[bool, bool, bool],
     options: Options,
+    in_one_place: bool = True,
 ) -> Call:
     """Check every option, and put it where the problem or the call has it."""
     checked = {name: _CHECKS[name](options, problem) for name in NAMES}
     of_problem = {name: checked.pop(name) for name in NAMES if name in _OF_PROBLEM}
     problem = replace(problem, **of_problem)
     call = Call(problem, q, k, v, **checked, were_matrices=matrices)
-    return replace(call, device=one_home(read_arrays(call)))
+    return replace(call, device=one_home(read_arrays(call))) if in_one_place else call
 
 
 def _mask(value: Any) -> Mask | None:
@@ -334,7 +335,12 @@ def given(value: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     return result
 
 
-def gradients(value: Any, request: Call, inputs: dict[str, Array]) -> Gradients:
+def gradients(
+    value: Any,
+    request: Call,
+    inputs: dict[str, Array],
+    check: Callable[[dict[str, Any], dict[str, Array]], None] = outputs,
+) -> Gradients:
     """Check ``grads_out``: None, or arrays (or None) for dq, dk, dv, dbias, dsink in this order."""
     if value is None:
         return Gradients(None, None, None)
@@ -362,7 +368,7 @@ def gradients(value: Any, request: Call, inputs: dict[str, Array]) -> Gradients:
             owner.shape[1:] if matrix else owner.shape,
             owner.dtype,
         )
-    outputs(targets, inputs)
+    check(targets, inputs)
     return result
 
 

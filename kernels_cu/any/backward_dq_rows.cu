@@ -33,8 +33,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float* const sums = reinterpret_cast<const float*>(p.dq_accum.data) +
                             layout::grouped_offset(p.dq_accum, work.entry, work.head) +
                             i0 * p.dq_accum.row;
-  storage_t* const rows = reinterpret_cast<storage_t*>(p.dq.data) +
-                          layout::offset(p.dq, work.entry, work.head, false) + i0 * p.dq.row;
+  result_t* const rows = reinterpret_cast<result_t*>(p.dq.data) +
+                         layout::offset(p.dq, work.entry, work.head, false) + i0 * p.dq.row;
   const float scale = static_cast<float>(p.scale);
 #pragma unroll 2
   for (int n = threadIdx.x; n < BLOCK_Q * UNITS; n += THREADS) {
@@ -57,23 +57,40 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const int lane = column_of_unit % 8 / 2, number = column_of_unit / 8 * 2 + column_of_unit % 2;
       return adjacent ? value[4 * lane + number] : value[4 * number + lane];
     };
-    storage_t* const to = rows + row * p.dq.row + 16 * unit * p.dq.col;
+    result_t* const to = rows + row * p.dq.row + 16 * unit * p.dq.col;
     const bool vectors = p.dq.col == 1 && reinterpret_cast<unsigned long long>(to) % 16 == 0;
+    if constexpr (WIDE_RESULT) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      ptx::Bytes16 words;
+      for (int m = 0; m < 4; ++m) {
+        Floats four;
 #pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        words.x[x] =
-            number::narrow_pair(column(8 * m + 2 * x) * scale, column(8 * m + 2 * x + 1) * scale);
+        for (int x = 0; x < 4; ++x) four.x[x] = column(4 * m + x) * scale;
+        if (vectors && 16 * unit + 4 * m + 4 <= D) {
+          *reinterpret_cast<Floats*>(to + 4 * m) = four;
+        } else {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            if (16 * unit + 4 * m + x < D) to[(4 * m + x) * p.dq.col] = four.x[x];
+          }
+        }
       }
-      if (vectors && 16 * unit + 8 * m + 8 <= D) {
-        ptx::store(to + 8 * m, words);
-      } else {
+    } else {
 #pragma unroll
-        for (int x = 0; x < 8; ++x) {
-          const auto stored = static_cast<storage_t>(words.x[x / 2] >> 16 * (x % 2));
-          if (16 * unit + 8 * m + x < D) to[(8 * m + x) * p.dq.col] = stored;
+      for (int m = 0; m < 2; ++m) {
+        ptx::Bytes16 words;
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          words.x[x] =
+              number::narrow_pair(column(8 * m + 2 * x) * scale, column(8 * m + 2 * x + 1) * scale);
+        }
+        if (vectors && 16 * unit + 8 * m + 8 <= D) {
+          ptx::store(to + 8 * m, words);
+        } else {
+#pragma unroll
+          for (int x = 0; x < 8; ++x) {
+            const auto stored = static_cast<storage_t>(words.x[x / 2] >> 16 * (x % 2));
+            if (16 * unit + 8 * m + x < D) to[(8 * m + x) * p.dq.col] = stored;
+          }
         }
       }
     }

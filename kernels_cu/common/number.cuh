@@ -35,6 +35,17 @@ struct Element<3> {  // float64
 using storage_t = Element<STORAGE>::stored;
 using accum_t = Element<STORAGE>::accumulated;
 
+// The type of out in the forward, and of dq: the accumulator's if those of other keys will join it.
+template <bool WIDE>
+struct Result {
+  using type = storage_t;
+};
+template <>
+struct Result<true> {
+  using type = accum_t;
+};
+using result_t = Result<WIDE_RESULT>::type;
+
 constexpr bool IS_FLOAT16 = STORAGE == 0, IS_BFLOAT16 = STORAGE == 1;
 constexpr bool IS_FLOAT32 = STORAGE == 2, IS_FLOAT64 = STORAGE == 3;
 constexpr bool IS_16_BIT = IS_FLOAT16 || IS_BFLOAT16;

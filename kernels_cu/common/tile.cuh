@@ -164,6 +164,17 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
   load_cells<STRIDE>(s, tile_smem);
 }
 
+// The first query and the first key of a launch, as dropout counts them. A piece of a larger
+// problem has them as the last two numbers of its expressions.
+__device__ __forceinline__ long long origin_q(const Params& p) {
+  if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 2];
+  return 0;
+}
+__device__ __forceinline__ long long origin_k(const Params& p) {
+  if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 1];  // a multiple of 4
+  return 0;
+}
+
 // Applies dropout to a tile of weights and writes the result to `to_smem`, which may be the tile
 // itself: 0 for a dropped pair, else the weight divided by the probability of being kept. One draw
 // serves four keys, so threads work on cells of others: the caller synchronises before and after.
@@ -180,8 +191,9 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
     // Neighbouring threads work on neighbouring cells.
     const int i = KEYS_ARE_ROWS ? n % BLOCK_Q : n / (BLOCK_KV / 4);
     const int group = KEYS_ARE_ROWS ? n / BLOCK_Q : n % (BLOCK_KV / 4);
-    const philox::Words drawn = philox::words(key, static_cast<unsigned int>(box.j_low / 4 + group),
-                                              static_cast<unsigned int>(box.i_low + i), b_h);
+    const philox::Words drawn =
+        philox::words(key, static_cast<unsigned int>((origin_k(p) + box.j_low) / 4 + group),
+                      static_cast<unsigned int>(origin_q(p) + box.i_low + i), b_h);
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int j = 4 * group + x;

@@ -191,16 +191,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll
   for (int r = 0; r < ROWS; ++r)
     weight[r] = l[r] == accum_t(0) ? accum_t(0) : keep_scale * weight[r] / l[r];
-  if (visited == 0) {
+  if constexpr (WIDE_RESULT) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the queries, copied by all threads to where the output goes
+    fragment::store_wide<D_V>(
+        acc, weight, p.out,
+        layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
+        ni - fragment::warp_row());
+  } else {
+    if (visited == 0) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // the queries, copied by all threads to where the output goes
+    }
+    char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
+    fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
+    __syncwarp();  // the warp's rows of the output, written by its lanes
+    fragment::copy_out<D_V>(
+        p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
+        fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE,
+        out_smem);
   }
-  char* const out_smem = q_smem + fragment::warp_row() * V_BYTES;
-  fragment::put_rows<D_V>(fragment::Kind(), acc, weight, out_smem);
-  __syncwarp();  // the warp's rows of the output, written by its lanes
-  fragment::copy_out<D_V>(
-      p.out, layout::offset(p.out, entry, h, false) + (i0 + fragment::warp_row()) * p.out.row,
-      fragment::WARP_ROWS, ni - fragment::warp_row(), ptx::lane_index(), ptx::WARP_SIZE, out_smem);
   // 9 store lse
   const memory::RowStatistic lse = memory::row_statistic(p.lse, entry, h);
 #pragma unroll

@@ -87,9 +87,9 @@ __device__ __forceinline__ void draw_dropout(const Params& p, const TileBox& box
   const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
   constexpr int STEP = KEYS_ARE_ROWS ? 4 : 2;
   const int index = KEYS_ARE_ROWS ? ptx::lane_index() / 4 % 4 : ptx::lane_index() % 2;
-  const long long i = box.i_low + (KEYS_ARE_ROWS ? corner.column + 8 * (index / 2) + index % 2
-                                                 : corner.row + 8 * index);
-  const long long j = box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
+  const int at = KEYS_ARE_ROWS ? corner.column + index / 2 * 8 + index % 2 : corner.row + 8 * index;
+  const long long i = tile::origin_q(p) + box.i_low + at;
+  const long long j = tile::origin_k(p) + box.j_low + (KEYS_ARE_ROWS ? corner.row : corner.column);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) kept[r] = 0;
 #pragma unroll 1

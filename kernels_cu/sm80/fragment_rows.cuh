@@ -298,4 +298,39 @@ __device__ __forceinline__ void copy_out(const Operand& to, long long offset, in
   }
 }
 
+// Two elements of the accumulator's type.
+struct alignas(2 * sizeof(accum_t)) Pair {
+  accum_t x[2];
+};
+
+// Writes a warp's rows of a result of WIDTH columns, each times a factor, to an array of the
+// accumulator's type. The warp's row 0 goes to `offset`; `valid` rows exist.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_wide(const accum_t (&result)[ROWS][COLUMNS],
+                                           const accum_t (&factor)[ROWS], const Operand& to,
+                                           long long offset, int valid) {
+  accum_t* const data = reinterpret_cast<accum_t*>(to.data) + offset;
+  const bool pairs = WIDTH % 2 == 0 && to.col == 1 && to.row % 2 == 0 &&
+                     reinterpret_cast<unsigned long long>(data) % sizeof(Pair) == 0;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = 8 * r + lane_row();
+    if (row >= valid) break;
+    accum_t* const row_gmem = data + row * to.row;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 2) {
+      const int column = 4 * n + lane_column();
+      const Pair stored{{result[r][n] * factor[r], result[r][n + 1] * factor[r]}};
+      if (pairs && column < WIDTH) {
+        *reinterpret_cast<Pair*>(row_gmem + column) = stored;
+      } else {
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          if (column + x < WIDTH) row_gmem[(column + x) * to.col] = stored.x[x];
+        }
+      }
+    }
+  }
+}
+
 }  // namespace fragment

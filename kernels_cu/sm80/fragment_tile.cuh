@@ -239,9 +239,11 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
   const philox::Key key = philox::split_seed(seed);
   const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
   const bool second = ptx::lane_index() % 2 != 0;
-  const unsigned int i = static_cast<unsigned int>(box.i_low + fragment::warp_row() +
-                                                   fragment::lane_row() + (second ? 8 : 0));
-  unsigned int group = static_cast<unsigned int>(box.j_low / 4 + fragment::lane_column() / 4);
+  const unsigned int i =
+      static_cast<unsigned int>(tile::origin_q(p) + box.i_low + fragment::warp_row() +
+                                fragment::lane_row() + (second ? 8 : 0));
+  unsigned int group =
+      static_cast<unsigned int>((tile::origin_k(p) + box.j_low) / 4 + fragment::lane_column() / 4);
 #pragma unroll 1
   for (int column = 0; column < COLUMNS; column += 2) {
 #pragma unroll

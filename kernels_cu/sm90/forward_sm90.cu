@@ -415,9 +415,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       weight[r] = l[r] == 0.0f ? 0.0f : keep_scale * weight[r] * ptx::reciprocal(l[r]);
     }
     unsigned int out[2][COLUMNS_V / 2];
-    warpgroup_rows::narrow_rows(acc, weight, out);
+    if constexpr (!WIDE_RESULT) warpgroup_rows::narrow_rows(acc, weight, out);
     more_work = shared.has_work(w + 1);  // asked where registers are free, before the stores
-    if constexpr (TMA_STORE) {
+    if constexpr (WIDE_RESULT) {
+      fragment::store_wide<D_V>(acc, weight, p.out,
+                                layout::offset(p.out, work.entry, work.head, false) +
+                                    (work.first + fragment::warp_row()) * p.out.row,
+                                work.rows - fragment::warp_row());
+    } else if constexpr (TMA_STORE) {
       if (work.rows > 0) {
         warpgroup_rows::tma_store_wait();
         warpgroup_rows::tma_store_rows<D_V, OUT_SLAB_BYTES>(

@@ -58,6 +58,8 @@ class OneHead:
     heads_kv: int = 1
     start_q: int = 0
     start_k: int = 0
+    origin_q: int = 0
+    origin_k: int = 0
     packed: bool = False
 
 

@@ -32,6 +32,8 @@ class Shape(NamedTuple):
     drop_below: int  # a pair is dropped if its random word is smaller; 0 without dropout
     keep_scale: Any  # 1 / (1 - dropout)
     seed: int  # uint64 as int64
+    origin_q: int  # positions of the first query and key, as dropout counts them
+    origin_k: int
 
 
 class KeyRanges(NamedTuple):

@@ -18,7 +18,7 @@ from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
 from .memory import ROWS, aligned, first_address, row_address, store
 from .microkernel import multiply, padded, round_up
 from .packing import load_pairs, load_transposed, pair_lanes, size_of_pairs
-from .softmax import begin_maxima, exponentiate, init_state, rescale, row_max
+from .softmax import begin_maxima, exponentiate, init_state, rescale, resume_state, row_max
 from .structs import Struct
 from .tile import (
     EMPTY,
@@ -114,17 +114,18 @@ def forward_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> Fo
 
 @takes(
     lambda number: (
-        INT, INT, TABLE, shape_of(number), CHANGES, ROWS, ROWS, ROWS, vector(number), ROWS, ROWS,
-        INTS, forward_scratch_of(number),
+        INT, INT, TABLE, shape_of(number), CHANGES, ROWS, ROWS, ROWS, vector(number), INT, ROWS,
+        ROWS, INTS, forward_scratch_of(number),
     )
 )  # fmt: skip
 @kernel
-def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited, scratch):
+def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse, visited, scratch):
     """Compute out and lse of the work items from `first` to `last`.
 
     Item n is query block ``work[n // heads, 1]`` of batch entry ``work[n // heads, 0]``, head
-    ``n % heads``. `sink` has one logit per head (-inf: none). ``visited[n]`` receives how many
-    tiles of keys were not EMPTY.
+    ``n % heads``. `sink` has one logit per head (-inf: none). With `resumes`, `out` and `lse` have
+    the result over other keys, and these keys join it. ``visited[n]`` receives how many tiles of
+    keys were not EMPTY.
     """
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     pair = pair_lanes(itemsize)
@@ -151,6 +152,11 @@ def forward(first, last, work, shape, changes, q, k, v, sink, out, lse, visited,
             row, size = find_rows_at(widen, q, b, h, i0 + p0, n, shape.d, width, wide)
             load_transposed(row, size * itemsize, n, lanes, shape.d, itemsize, qt)
         init_state(scratch.m, scratch.l, scratch.acc, padded(ni, vector), columns, sink[h])
+        if resumes:
+            resume_state(
+                scratch.m, scratch.l, scratch.acc, columns, out, lse, b, h, i0, ni, shape.d_v,
+                itemsize,
+            )  # fmt: skip
         for j0 in range(0, shape.len_k[b], shape.block_kv):
             nj = min(shape.block_kv, shape.len_k[b] - j0)
             is_visited = k_place = k_row = 0

@@ -161,8 +161,13 @@ def forward(
     lse: Array,
     block_q: int,
     block_kv: int,
+    resumes: bool = False,
 ) -> int:
-    """Write out and lse; return how many tiles were visited (not EMPTY)."""
+    """Write out and lse; return how many tiles were visited (not EMPTY).
+
+    With `resumes`, out and lse have the result over other keys, and these keys join it. Kernels
+    must be able to use both arrays in place, and there must be no sink.
+    """
     pointers = _prepare(
         problem,
         programs,
@@ -175,6 +180,7 @@ def forward(
     v_read = layout.input(v, scratch, whole_vectors=True)
     out_made = layout.result(out, scratch)
     lse_made = layout.result(lse[..., None], scratch)
+    assert not resumes or out_made is out
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
     careful = layout.careful(programs, pointers.widen, [(v_read, v_rows, layout.len_k)])
@@ -193,6 +199,7 @@ def forward(
             k_rows,
             v_rows,
             sinks,
+            int(resumes),
             out_rows,
             lse_rows,
             visited,

@@ -89,6 +89,14 @@ class Problem(Protocol):
     def seed(self) -> int:
         """Key of the generator."""
 
+    @property
+    def origin_q(self) -> int:
+        """Position of the first query, as dropout counts it."""
+
+    @property
+    def origin_k(self) -> int:
+        """Position of the first key."""
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -161,6 +169,8 @@ class Layout:
             drop_below=philox.threshold(problem.dropout),
             keep_scale=number(1.0 / kept),
             seed=int(np.uint64(problem.seed).astype(np.int64)),
+            origin_q=problem.origin_q,
+            origin_k=problem.origin_k,
         )
 
     def _per_entry(self, value: Any) -> Array:

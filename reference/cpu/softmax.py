@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from .elementary import exp2
 from .jit import helper
-from .memory import first_address
+from .memory import first_address, load, row_address
 from .microkernel import VECTOR_BYTES
 from .vectors import Emitter, emit_exp2, emit_loop
 
@@ -28,6 +28,18 @@ def init_state(m, l, acc, lanes, columns, sink):
         l[i] = 0 if sink == -math.inf else 1
     for n in range(lanes * columns):
         acc[n] = 0
+
+
+@helper
+def resume_state(m, l, acc, columns, out, lse, b, h, i0, count, d_v, itemsize):
+    """Begin with what `out` and `lse` say of other keys: as one key of that logit and value."""
+    like = m.dtype.type(0)
+    for i in range(count):
+        m[i] = load(row_address(lse, b, h, i0 + i, itemsize), like)
+        l[i] = 0 if m[i] == -math.inf else 1
+        row = row_address(out, b, h, i0 + i, itemsize)
+        for d in range(d_v):
+            acc[i * columns + d] = load(row + d * itemsize, like) if l[i] else like
 
 
 @helper

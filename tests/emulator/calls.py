@@ -229,6 +229,16 @@ class Emulator:
             lambda: launch.forward(_on_device(call), out, lse, visited=visited, workspace=workspace)
         )
 
+    def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
+        """Write out and lse of a piece, as `cupyflash.launch.forward_piece`."""
+        before = out.copy(), lse.copy()
+
+        def work() -> None:
+            out[...], lse[...] = before  # the launches are collected before any of them is run
+            launch.forward_piece(_on_device(call), out, lse, first)
+
+        self._run(work)
+
     def backward(
         self,
         call: Call,
@@ -239,12 +249,16 @@ class Emulator:
         gradients: Gradients,
         workspace: Array | None = None,
         visited: Array | None = None,
+        deterministic: bool | None = None,
     ) -> None:
         """Write every gradient, as `cupyflash.launch.backward`."""
         arrays = do, out, lse, dlse, gradients, workspace
         self._run(
             lambda: launch.backward(
-                _on_device(call), *arrays, visited=visited, deterministic=self.deterministic
+                _on_device(call),
+                *arrays,
+                visited=visited,
+                deterministic=self.deterministic if deterministic is None else deterministic,
             )
         )
 

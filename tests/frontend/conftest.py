@@ -7,9 +7,11 @@ import sys
 import pytest
 from host_cupy import HostCupy
 
-from cupyflash.arrays import cuda_device
+from cupyflash.arrays import cuda_device, device_arrays
 from cupyflash.gpu import driver, launch_cache
 from cupyflash.gpu import jit as compiler
+
+REMEMBERED = driver.queue, cuda_device.of, device_arrays._converter
 
 
 @pytest.fixture
@@ -21,12 +23,12 @@ def install(monkeypatch):
         monkeypatch.setattr(compiler, "_kernels", {})
         monkeypatch.setattr(launch_cache, "_entries", {})
         monkeypatch.setattr(driver, "_thread", driver._Thread())
-        for cached in (driver.queue, cuda_device.of):
+        for cached in REMEMBERED:
             cached.cache_clear()
         return cupy
 
     yield install
-    for cached in (driver.queue, cuda_device.of):
+    for cached in REMEMBERED:
         cached.cache_clear()
 
 

@@ -43,7 +43,7 @@ FUNCTIONS = {
     "workspace_size",
     "workspace_size_cached",
 }
-MODULES = {"analysis", "expr", "figures", "masks", "scores"}
+MODULES = {"analysis", "expr", "figures", "masks", "scores", "streamed"}
 TYPES = {
     "ArgumentError",
     "ArgumentTypeError",

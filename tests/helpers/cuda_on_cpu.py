@@ -118,7 +118,7 @@ class Compiled:
         )
         names = ("NUM_INTS", "NUM_FLOATS", "NUM_TABLES")
         storage = DTYPES["float64" if double else "float32"].code
-        text = SHIM + f"constexpr int STORAGE = {storage};\n"
+        text = SHIM + f"constexpr int STORAGE = {storage};\nconstexpr bool WIDE_RESULT = false;\n"
         text += "".join(
             f"constexpr int {name} = {size};\n"
             for name, size in zip(names, self.sizes, strict=True)

@@ -28,7 +28,8 @@ ORDER = [
     ["backends"],
     ["dispatch"],
     ["execute", "explanation"],
-    ["api", "cache_update", "cached", "conversion", "planning", "varlen"],
+    ["pieces"],
+    ["api", "cache_update", "cached", "conversion", "planning", "streamed", "varlen"],
     ["jax", "torch"],
     ["testing"],
     ["bench"],
@@ -37,11 +38,11 @@ ORDER = [
 # The same inside of folders whose modules depend on each other one way, too. Modules of the other
 # folders may import each other.
 INSIDE = {
-    "arrays": [["cuda_device", "dtypes"], ["device_arrays"], ["interop"]],
+    "arrays": [["cuda_device", "dtypes"], ["device_arrays"], ["interop", "transfers"]],
     "problem": [
         ["call", "options"],
         ["keywords"],
-        ["pack_gqa"],
+        ["pack_gqa", "positions"],
         ["bound_exprs"],
         ["device_args"],
         ["scalars"],
@@ -50,6 +51,7 @@ INSIDE = {
         ["rotary"],
         ["append"],
     ],
+    "pieces": [["schedule"], ["parts", "place"], ["compute", "device"], ["steps"]],
     "gpu": [
         ["disk_cache", "driver", "params"],
         ["strides", "tma"],
@@ -81,6 +83,7 @@ REFERENCE_MAY_IMPORT = {"numpy", "numba", "llvmlite"} | set(sys.stdlib_module_na
 USERS_OF_CUPY = [
     "cupyflash.arrays.cuda_device",
     "cupyflash.arrays.device_arrays",
+    "cupyflash.arrays.transfers",
     "cupyflash.gpu.driver",
     "cupyflash.gpu.jit",
     "cupyflash.gpu.tma",

@@ -1,0 +1,1 @@
+"""Attention by pieces: some queries and some keys at a time, as one call of the back ends each."""

@@ -1,0 +1,197 @@
+"""A call computed piece by piece: partial results in the accumulator's type, in a fixed order.
+
+The forward keeps the output and the LSE of a chunk of queries in the accumulator's type. The keys
+of each piece join them, and the output is rounded once, behind the last piece. The backward of a
+piece gets the output and the LSE of the whole call: so its weights are those of the whole call, and
+gradients are sums over pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..problem.call import Array, Call, Gradients
+from .parts import call_of, part, part_of_pairs, part_of_statistic
+from .place import Parts, Place
+from .schedule import Piece, Schedule
+
+
+class _Reader:
+    """Parts of arrays at the place of computation, in the order in which pieces need them."""
+
+    def __init__(
+        self, place: Place, order: Iterable[Any], parts_at: Callable[[Any], Parts]
+    ) -> None:
+        self._wanted = [key for key, _ in itertools.groupby(order)]
+        self._feed = zip(self._wanted, place.feed(map(parts_at, self._wanted)), strict=True)
+        self._key: Any = None
+        self._parts: Parts = {}
+
+    def at(self, key: Any) -> Parts:
+        """Return the parts at the current or at the next positions."""
+        if key != self._key:
+            self._key, self._parts = next(self._feed)
+            assert key == self._key
+        return self._parts
+
+
+class _Readers:
+    """The parts of a call's arrays; `rows_too` are further ones that a piece's queries have."""
+
+    def __init__(
+        self, call: Call, pieces: list[Piece], place: Place, rows_too: Callable[[range], Parts]
+    ) -> None:
+        self._call, bias = call, call.bias
+        self._rows = _Reader(
+            place,
+            (piece.rows for piece in pieces),
+            lambda rows: {"q": part(call.q, rows), **rows_too(rows)},
+        )
+        self._keys = _Reader(
+            place,
+            (piece.keys for piece in pieces),
+            lambda keys: {"k": part(call.k, keys), "v": part(call.v, keys)},
+        )
+        self._pairs = _Reader(
+            place,
+            ((piece.rows, piece.keys) for piece in pieces),
+            lambda pair: {"bias": None if bias is None else part_of_pairs(bias, *pair)},
+        )
+
+    def of(self, piece: Piece) -> tuple[Call, Parts]:
+        """Return the call of a piece, and the parts that its queries have."""
+        rows, keys = self._rows.at(piece.rows), self._keys.at(piece.keys)
+        bias = self._pairs.at((piece.rows, piece.keys))["bias"]
+        q, k, v = rows["q"], keys["k"], keys["v"]
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        return call_of(self._call, piece, q, k, v, bias), rows
+
+
+def forward(call: Call, schedule: Schedule, place: Place, out: Array, lse: Array) -> None:
+    """Write out and lse, wherever they live."""
+    problem, pieces = call.problem, list(schedule.by_rows())
+    readers = _Readers(call, pieces, place, lambda _: {})
+    with place:
+        for rows, group in itertools.groupby(pieces, lambda piece: piece.rows):
+            shape = *problem.lead, problem.heads, len(rows)
+            wide = place.empty((*shape, problem.d_v), problem.accumulator)
+            wide_lse = place.empty(shape, problem.accumulator)
+            for piece in group:
+                place.backend.forward_piece(readers.of(piece)[0], wide, wide_lse, piece.first)
+            place.store(wide, part(out, rows))
+            place.store(wide_lse, part_of_statistic(lse, rows))
+
+
+def backward(
+    call: Call,
+    schedule: Schedule,
+    place: Place,
+    do: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradients: Gradients,
+    deterministic: bool,
+) -> None:
+    """Write every gradient, wherever it lives. Each of dk and dv is written once."""
+
+    def rows_too(rows: range) -> Parts:
+        return {
+            "do": part(do, rows),
+            "out": part(out, rows),
+            "lse": part_of_statistic(lse, rows),
+            "dlse": None if dlse is None else part_of_statistic(dlse, rows),
+        }
+
+    pieces = [x for x in schedule.by_keys() if x.keys or call.sink is not None]
+    readers = _Readers(call, pieces, place, rows_too)
+    with place:
+        sums = _Sums(call, place, gradients)
+        for keys in set(schedule.keys) - {x.keys for x in pieces}:  # which no query sees
+            sums.clear_keys(keys)
+        for keys, group in itertools.groupby(pieces, lambda piece: piece.keys):
+            for piece in group:
+                own, rows = readers.of(piece)
+                computed = sums.empty(own)
+                do_rows, out_rows, lse_rows = rows["do"], rows["out"], rows["lse"]
+                assert do_rows is not None
+                assert out_rows is not None
+                assert lse_rows is not None
+                place.backend.backward(
+                    own,
+                    do_rows,
+                    out_rows,
+                    lse_rows,
+                    rows["dlse"],
+                    computed,
+                    workspace=None,
+                    deterministic=deterministic,
+                )
+                sums.add(computed, piece)
+            sums.store_keys(keys)
+        sums.store()
+
+
+class _Sums:
+    """The gradients of a call, as sums over pieces in the accumulator's type."""
+
+    def __init__(self, call: Call, place: Place, targets: Gradients) -> None:
+        self._place, self._targets = place, targets
+        self._number = call.problem.accumulator
+        self._dq = place.sums(call.q, self._number)
+        self._keys: tuple[Array, Array] | None = None  # dk and dv of the current keys
+        self._dsink = None if call.sink is None else place.sums(call.sink, self._number)
+        self._dbias: Array | None = None
+        bias = call.bias
+        if bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:]):
+            self._dbias = place.sums(bias, self._number)  # several pieces have the same part of it
+        elif bias is not None:
+            place.clear(targets.dbias)  # of pieces that are not computed
+
+    def empty(self, piece: Call) -> Gradients:
+        """Return uninitialised gradients of a piece."""
+        owners = piece.q, piece.k, piece.v, piece.bias, piece.sink
+        return Gradients(*(
+            None if x is None else self._place.empty(x.shape, self._number) for x in owners
+        ))  # fmt: skip
+
+    def add(self, computed: Gradients, piece: Piece) -> None:
+        """Add the gradients of a piece. They may become the sums themselves."""
+        place = self._place
+        place.add(computed.dq, part(self._dq, piece.rows))
+        if computed.dbias is not None and self._dbias is not None:
+            place.add(computed.dbias, part_of_pairs(self._dbias, piece.rows, piece.keys))
+        elif computed.dbias is not None:
+            own = part_of_pairs(self._targets.dbias, piece.rows, piece.keys)
+            place.store(computed.dbias, own)
+        if computed.dsink is not None and self._dsink is not None:
+            place.add(computed.dsink, self._dsink)
+        if self._keys is None:
+            self._keys = computed.dk, computed.dv
+        else:
+            for summand, total in zip((computed.dk, computed.dv), self._keys, strict=True):
+                place.add(summand, total)
+
+    def clear_keys(self, keys: range) -> None:
+        """Write 0 to dk and dv of keys that are in no piece."""
+        for gradient in (self._targets.dk, self._targets.dv):
+            self._place.clear(part(gradient, keys))
+
+    def store_keys(self, keys: range) -> None:
+        """Write dk and dv of the current keys."""
+        assert self._keys is not None
+        for total, gradient in zip(self._keys, self._targets[1:3], strict=True):
+            self._place.store(total, part(gradient, keys))
+        self._keys = None
+
+    def store(self) -> None:
+        """Write what depends on all keys."""
+        totals = self._dq, self._dbias, self._dsink
+        targets = self._targets.dq, self._targets.dbias, self._targets.dsink
+        for total, target in zip(totals, targets, strict=True):
+            if total is not None:
+                self._place.store(total, target)

@@ -1,0 +1,148 @@
+"""A GPU as the place where pieces are computed, for arrays in host memory or in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+
+from ..arrays import cuda_device, device_arrays
+from ..arrays.device_arrays import is_device_array
+from ..arrays.transfers import Transfers
+from ..backends.backend import Backend
+from ..errors import ArgumentError
+from ..expr.bind import in_device_memory
+from ..masks import Mask
+from ..problem.call import Array, Call
+from ..scores import Score
+from .place import Parts
+
+
+class _Slot:
+    """Device memory for the parts of one request; it grows where a part needs more."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, tuple[int, Any]] = {}
+        self.consumed: Any = None  # an event behind what computes with its parts
+
+    def of(self, name: str, size: int) -> tuple[Any, bool]:
+        """Return memory for a part, and whether it is new."""
+        held, memory = self._memory.get(name, (-1, None))
+        if held >= size:
+            return memory, False
+        self._memory[name] = size, device_arrays.memory(size)
+        return self._memory[name][1], True
+
+
+class Device:
+    """The memory of a GPU.
+
+    Parts of arrays in host memory are copied to it while the parts before them are computed with:
+    two of each are there at a time.
+    """
+
+    def __init__(self, backend: Backend, device: int) -> None:
+        with cuda_device.current(device):
+            if cuda_device.is_capturing():
+                raise ArgumentError(
+                    "q: a streamed call was made while a CUDA graph is being captured; expected "
+                    "none, because the host copies parts of arrays. Capture cupyflash.attention."
+                )
+        self.backend, self._device = backend, device
+        self._transfers = Transfers(device)
+
+    def ready(self, call: Call) -> Call:
+        """Return the call with copies of the sink, and of masks' and scores' arrays, if needed."""
+        sink, mask, score_mod = call.sink, call.mask, call.score_mod
+        with cuda_device.current(self._device):
+            if sink is not None and not is_device_array(sink):
+                sink = device_arrays.to_device(sink, sink.dtype)
+            if mask is not None:
+                mask = Mask(in_device_memory(mask.expr))
+            if score_mod is not None:
+                score_mod = Score(in_device_memory(score_mod.expr))
+        return replace(call, sink=sink, mask=mask, score_mod=score_mod)
+
+    def feed(self, requests: Iterable[Parts]) -> Iterator[Parts]:
+        """Return the parts in device memory; those of the next request follow meanwhile."""
+        slots = _Slot(), _Slot()
+        for n, request in enumerate(requests):
+            slot, before = slots[n % 2], slots[1 - n % 2]
+            if n:
+                before.consumed = self._transfers.mark()
+            with cuda_device.current(self._device):
+                filled = self._filled(slot, request)
+            yield filled
+
+    def _filled(self, slot: _Slot, request: Parts) -> Parts:
+        in_host = {
+            name: x for name, x in request.items() if x is not None and not is_device_array(x)
+        }
+        if not in_host:
+            return request
+        places = {name: slot.of(name, x.nbytes) for name, x in in_host.items()}
+        if any(is_new for _, is_new in places.values()):
+            slot.consumed = self._transfers.mark()  # what computes may still use the memory
+        if slot.consumed is not None:
+            self._transfers.upload_after(slot.consumed)
+        parts = dict(request)
+        for name, x in in_host.items():
+            memory, _ = places[name]
+            self._transfers.upload(x, memory.ptr)
+            parts[name] = device_arrays.view(x.shape, x.dtype, memory)
+        self._transfers.compute_after_uploads()
+        return parts
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an uninitialised array in device memory."""
+        with cuda_device.current(self._device):
+            made: Array = device_arrays.empty(shape, dtype)
+        return made
+
+    def sums(self, owner: Array, dtype: np.dtype[Any]) -> Array:
+        """Return zeros with the shape of an array, where that array is."""
+        if not is_device_array(owner):
+            return np.zeros(owner.shape, dtype)
+        made = self.empty(owner.shape, dtype)
+        device_arrays.fill(made, 0)
+        return made
+
+    def clear(self, array: Array) -> None:
+        """Write 0 to an array."""
+        if is_device_array(array):
+            device_arrays.fill(array, 0)
+        else:
+            array[...] = 0
+
+    def add(self, computed: Array, to: Array) -> None:
+        """Add an array in device memory to one in either memory."""
+        if is_device_array(to):
+            device_arrays.add(computed, to)
+        else:
+            self._transfers.download(computed, to, adds=True)
+
+    def store(self, computed: Array, to: Array) -> None:
+        """Write an array to another one, rounded."""
+        if not is_device_array(computed):  # sums in host memory
+            self._transfers.receive_all()
+            with np.errstate(all="ignore"):
+                to[...] = computed.astype(to.dtype, copy=False)
+        elif is_device_array(to):
+            with cuda_device.current(self._device):
+                device_arrays.convert(computed, to)
+        else:
+            rounded = computed
+            if computed.dtype != to.dtype:
+                rounded = self.empty(computed.shape, to.dtype)
+                with cuda_device.current(self._device):
+                    device_arrays.convert(computed, rounded)
+            self._transfers.download(rounded, to)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for all transfers, not for what computes on arrays of the device."""
+        self._transfers.finish()

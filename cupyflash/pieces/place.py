@@ -1,0 +1,126 @@
+"""Where pieces are computed, and how parts of arrays get there and back."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from ..arrays import interop
+from ..backends.backend import Backend
+from ..problem.call import Array, Call
+
+Parts = Mapping[str, Array | None]
+
+
+class Place(Protocol):
+    """A device whose back end computes pieces, and its connection to the arrays of a call."""
+
+    backend: Backend
+
+    def ready(self, call: Call) -> Call:
+        """Return the call with the arrays at this place that every piece reads whole."""
+        ...
+
+    def feed(self, requests: Iterable[Parts]) -> Iterator[Parts]:
+        """Return parts of arrays at this place, one request after the other.
+
+        The parts of a request may be used until the next one is asked for.
+        """
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an uninitialised array at this place."""
+        ...
+
+    def sums(self, owner: Array, dtype: np.dtype[Any]) -> Array:
+        """Return zeros with the shape of an array, where that array lives."""
+        ...
+
+    def clear(self, array: Array) -> None:
+        """Write 0 to an array, wherever it lives."""
+        ...
+
+    def add(self, computed: Array, to: Array) -> None:
+        """Add what was computed at this place to an array, wherever it lives."""
+        ...
+
+    def store(self, computed: Array, to: Array) -> None:
+        """Write what was computed at this place, or summed by `add`, to an array, rounded."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None:
+        """Wait until the host may read what was added or stored, and change what was read."""
+
+
+class Host:
+    """The memory of the host, where the CPU reads each part in place.
+
+    Parts of files that are mapped to memory are asked for before they are needed.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def ready(self, call: Call) -> Call:
+        """Return the call as it is."""
+        return call
+
+    def feed(self, requests: Iterable[Parts]) -> Iterator[Parts]:
+        """Return the parts as they are; the next ones are being read from their files."""
+        ahead: Parts | None = None
+        for request in requests:
+            for array in request.values():
+                if array is not None:
+                    _read_ahead(array)
+            if ahead is not None:
+                yield ahead
+            ahead = request
+        if ahead is not None:
+            yield ahead
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an uninitialised array."""
+        return np.empty(shape, dtype)
+
+    def sums(self, owner: Array, dtype: np.dtype[Any]) -> Array:
+        """Return zeros with the shape of an array."""
+        return np.zeros(owner.shape, dtype)
+
+    def clear(self, array: Array) -> None:
+        """Write 0 to an array."""
+        array[...] = 0
+
+    def add(self, computed: Array, to: Array) -> None:
+        """Add one array to another."""
+        with np.errstate(all="ignore"):
+            to += computed
+
+    def store(self, computed: Array, to: Array) -> None:
+        """Write an array to another one, rounded."""
+        with np.errstate(all="ignore"):
+            to[...] = computed.astype(to.dtype, copy=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Return at once: everything was done when it was asked for."""
+
+
+def _read_ahead(array: Array) -> None:
+    """Ask the system to read an array from its file, if it is mapped from one."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if not isinstance(owner, mmap.mmap) or not array.size or not hasattr(mmap, "MADV_WILLNEED"):
+        return
+    start = np.frombuffer(owner, np.uint8).ctypes.data
+    for index in np.ndindex(array.shape[:-2]):
+        low, high = interop.span(array[index])
+        first = (low - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        owner.madvise(mmap.MADV_WILLNEED, first, high - start - first)

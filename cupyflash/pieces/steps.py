@@ -1,0 +1,262 @@
+"""The steps of a streamed call: check, find its pieces, allocate what is missing, run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, SupportsIndex, TypeAlias
+
+import numpy as np
+
+from .. import dispatch
+from ..arrays import interop
+from ..arrays.device_arrays import device_of, is_device_array
+from ..errors import ArgumentError, ArgumentTypeError
+from ..execute import Vjp, check_flag, result_shapes
+from ..problem import validate
+from ..problem.call import Array, Call, Gradients
+from ..problem.options import Options
+from . import compute
+from .place import Host, Place
+from .schedule import Schedule, schedule
+
+Chunk: TypeAlias = Literal["auto"] | SupportsIndex | tuple[SupportsIndex, SupportsIndex]
+
+# Queries and keys of a chunk. They do not depend on the batch, so no bit of a result does.
+AUTO = {"cpu": (16384, 8192), "gpu": (32768, 16384)}
+
+
+class Streamed:
+    """A streamed call as the user made it. It is validated once, when that is first needed.
+
+    Parameters
+    ----------
+    q, k, v : Any
+        As users pass them.
+    options : Options
+        As users pass them.
+    chunk, device : Any
+        As users pass them.
+    """
+
+    backward_name = "cupyflash.streamed.attention_backward"
+
+    def __init__(self, q: Any, k: Any, v: Any, options: Options, chunk: Any, device: Any) -> None:
+        self._q, self._k, self._v = q, k, v
+        self._options, self._chunk, self._device = options, chunk, device
+
+    @functools.cached_property
+    def call(self) -> Call:
+        """The validated call. Its arrays are where the user has them."""
+        call = validate.call(self._q, self._k, self._v, self._options, in_one_place=False)
+        read = validate.read_arrays(call)
+        if self._device is None and not is_device_array(call.q):
+            interop.one_home(read)
+            return call
+        device = _device(self._device, call.q)
+        _check_homes(read, device)
+        return replace(call, device=device)
+
+    def place(self) -> Place:
+        """Return a place where pieces are computed, for one run."""
+        if self.call.device is None:
+            return Host(dispatch.CPU)
+        from .device import Device
+
+        return Device(dispatch.GPU, self.call.device)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The pieces."""
+        call = self.call
+        rows, keys = _chunk(self._chunk, "cpu" if call.device is None else "gpu")
+        if call.device is not None:
+            keys = -(-keys // 128) * 128  # kernels draw for four keys at once, and load whole tiles
+            if is_device_array(call.q):
+                rows = max(call.problem.len_q, 1)
+        return schedule(call, rows, keys)
+
+
+def _device(device: Any, q: Array) -> int:
+    """Return the number of the GPU that computes."""
+    own = device_of(q)
+    if device is None:
+        assert own is not None
+        return own
+    if isinstance(device, (bool, np.bool_)) or not isinstance(device, (int, np.integer)):
+        raise ArgumentTypeError(
+            f"device: got {device!r}; expected the number of a GPU, or None for the one that has "
+            "q, or for the CPU if q is in host memory."
+        )
+    if device < 0:
+        raise ArgumentError(f"device: got {device}; expected the number of a GPU, 0 or more.")
+    return int(device)
+
+
+def _where(home: int | None) -> str:
+    return "host memory" if home is None else f"the memory of GPU {home}"
+
+
+def _check_homes(named: Mapping[str, Array], device: int) -> None:
+    for name, array in named.items():
+        home = device_of(array)
+        if home not in (None, device):
+            raise ArgumentTypeError(
+                f"{name}: got an array in {_where(home)}; expected it in host memory or in "
+                f"{_where(device)}, which computes."
+            )
+
+
+def _chunk(chunk: Any, kind: str) -> tuple[int, int]:
+    """Return the queries and keys of a chunk."""
+    if isinstance(chunk, str) and chunk == "auto":
+        return AUTO[kind]
+    sizes = chunk if isinstance(chunk, tuple) else (chunk, chunk)
+    for size in sizes:
+        if isinstance(size, (bool, np.bool_)) or not isinstance(size, (int, np.integer)):
+            raise ArgumentTypeError(
+                f'chunk: got {chunk!r}; expected "auto", a number of queries and keys, or a pair '
+                "of them, (queries, keys)."
+            )
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ArgumentError(
+            f'chunk: got {chunk!r}; expected one or two numbers, 1 or more, or "auto".'
+        )
+    return int(sizes[0]), int(sizes[1])
+
+
+Target = tuple[Any, tuple[int, ...], np.dtype[Any]]
+
+
+def _check_targets(
+    targets: Mapping[str, Target], owners: Mapping[str, Array], inputs: dict[str, Array]
+) -> None:
+    """Check the arrays that are written: each lives where its owner does."""
+    by_home: dict[int | None, dict[str, Target]] = {}
+    for name, target in targets.items():
+        home, own = device_of(target[0]), device_of(owners[name])
+        is_array = isinstance(target[0], np.ndarray) or home is not None
+        if is_array and home != own:
+            raise ArgumentTypeError(
+                f"{name}: got an array in {_where(home)}; expected one in {_where(own)}."
+            )
+        by_home.setdefault(home, {})[name] = target
+    for home, here in by_home.items():
+        interop.outputs(here, {name: x for name, x in inputs.items() if device_of(x) == home})
+
+
+def forward(request: Streamed, return_lse: Any, out: Any, lse_out: Any) -> Any:
+    """Compute a call, into the arrays given or into new ones."""
+    check_flag(return_lse, "return_lse")
+    call = request.call
+    out_shape, lse_shape = result_shapes(call)
+    wanted = {
+        "out": (out, out_shape, call.problem.dtype),
+        "lse_out": (lse_out, lse_shape, call.problem.accumulator),
+    }
+    targets = {name: target for name, target in wanted.items() if target[0] is not None}
+    _check_targets(targets, dict.fromkeys(targets, call.q), validate.read_arrays(call))
+
+    def full(array: Any) -> Any:
+        return array[None] if array is not None and call.matrices else array
+
+    made, lse = dispatch.backend_of(call.q).empty_output(call, full(out), full(lse_out))
+    assert lse is not None
+    place = request.place()
+    compute.forward(place.ready(call), request.schedule, place, made, lse)
+    result = out if out is not None else made[0] if call.matrices else made
+    lse = lse_out if lse_out is not None else lse[0] if call.matrices else lse
+    return (result, lse) if return_lse else result
+
+
+def backward(
+    request: Streamed,
+    do: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    deterministic: Any,
+    grads_out: Any,
+) -> Gradients:
+    """Compute the gradients of a call, into the arrays given or into new ones."""
+    check_flag(deterministic, "deterministic")
+    call, problem = request.call, request.call.problem
+    out_shape, lse_shape = result_shapes(call)
+    rows = {
+        "do": validate.given(do, "do", out_shape, problem.dtype),
+        "out": validate.given(out, "out", out_shape, problem.dtype),
+        "lse": validate.given(lse, "lse", lse_shape, problem.accumulator),
+    }
+    if dlse is not None:
+        rows["dlse"] = validate.given(dlse, "dlse", lse_shape, problem.accumulator)
+    inputs = validate.read_arrays(call) | rows
+    if call.device is None:
+        interop.one_home(inputs)
+    else:
+        _check_homes(rows, call.device)
+    owners = (call.q, call.k, call.v, call.bias, call.sink)
+    given = validate.gradients(grads_out, call, inputs, _check_each(owners))
+    if call.matrices:
+        rows = {name: array[None] for name, array in rows.items()}
+    targets: list[Array | None] = []
+    results: list[Array | None] = []
+    matrices = (*call.were_matrices, False, False)
+    for owner, target, matrix in zip(owners, given, matrices, strict=True):
+        if owner is None:
+            targets.append(None)
+            results.append(None)
+        elif target is None:
+            made = dispatch.backend_of(owner).empty_like(owner)
+            targets.append(made)
+            results.append(made[0] if matrix else made)
+        else:
+            targets.append(target[None] if matrix else target)
+            results.append(target)
+    place = request.place()
+    compute.backward(
+        place.ready(call),
+        request.schedule,
+        place,
+        rows["do"],
+        rows["out"],
+        rows["lse"],
+        rows.get("dlse"),
+        Gradients(*targets),
+        bool(deterministic),
+    )
+    return Gradients(*results)
+
+
+def _check_each(owners: tuple[Array | None, ...]) -> Any:
+    """Return a check of gradients' arrays, each of which lives where its owner does."""
+    named = {f"grads_out.d{name}": x for name, x in zip(_OWNERS, owners, strict=True)}
+
+    def check(targets: dict[str, Target], inputs: dict[str, Array]) -> None:
+        _check_targets(targets, {n: x for n, x in named.items() if x is not None}, inputs)
+
+    return check
+
+
+_OWNERS = ("q", "k", "v", "bias", "sink")
+
+
+class StreamedVjp(Vjp):
+    """The function that computes the gradients of a streamed call."""
+
+    __slots__ = ()
+
+    def __call__(self, do: Any, dlse: Any = None) -> Gradients:
+        """Return the gradients, given those of the output and of the LSE."""
+        request: Any = self._request
+        return backward(request, do, self._out, self._lse, dlse, self._deterministic, None)
+
+
+def vjp_of(request: Streamed, return_lse: Any, deterministic: Any) -> Any:
+    """Compute a call, and return it with the function that computes its gradients."""
+    check_flag(return_lse, "return_lse")
+    check_flag(deterministic, "deterministic")
+    out, lse = forward(request, True, None, None)
+    made: Any = request
+    vjp = StreamedVjp(made, out, lse, deterministic)
+    return (out, lse, vjp) if return_lse else (out, vjp)

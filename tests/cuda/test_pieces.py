@@ -1,0 +1,123 @@
+"""Pieces of a call by the GPU's kernels, on the emulator: positions, wide results, sums."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_specialisations import SHARED_MEMORY
+from emulator import build
+from emulator.calls import Blocks, Emulator
+from halves import mostly_thorough
+
+from cupyflash import masks, scores
+from cupyflash.arrays.cuda_device import Target
+from cupyflash.gpu import recipe
+from cupyflash.pieces import compute
+from cupyflash.pieces.parts import call_of, part
+from cupyflash.pieces.place import Host
+from cupyflash.pieces.schedule import schedule
+from cupyflash.problem import validate
+from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
+from cupyflash.testing import Precision, backward_bound, forward_bound, rho
+
+emulated = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+H200 = Target(0, "an H200", (9, 0), 132, SHARED_MEMORY["sm_90"])
+KERNELS = {
+    "simt": Blocks(16, 16, 64, tensor=False),
+    "sm80": Blocks(32, 16, 64),
+    "sm90": Blocks(hopper=True),
+}
+CASES = [
+    ("simt", BFLOAT16, "causal"),
+    ("sm80", BFLOAT16, "causal"),
+    ("sm90", BFLOAT16, "causal"),
+    ("simt", np.dtype(np.float16), "scores"),
+    ("sm80", BFLOAT16, "scores"),
+    ("sm80", BFLOAT16, "odd heads"),
+    ("sm80", np.dtype(np.float32), "few queries"),
+    ("sm80", np.dtype(np.float64), "causal"),
+    ("sm90", np.dtype(np.float16), "scores"),
+]
+
+
+def options_of(kind):
+    rng = np.random.default_rng(5)
+    if kind == "scores":
+        return {
+            "mask": masks.window(40, 9),
+            "score_mod": scores.alibi(np.ones(4, np.float32)),
+            "bias": rng.standard_normal((1, 90)).astype(np.float32),
+            "sink": np.ones(4, np.float32),
+        }
+    if kind == "few queries":  # whose heads are rows of one
+        return {"mask": masks.mask(lambda b, h, i, j: (i + h + j) % 3 > 0)}
+    return {"mask": masks.causal(), "dropout": 0.4, "seed": 7}
+
+
+@emulated
+@mostly_thorough(
+    ("kernels", "dtype", "kind"), CASES, quick=CASES[1:2],
+    why="the same epilogues and counters in other kernels",
+)  # fmt: skip
+def test_pieces_are_within_the_bound(kernels, dtype, kind):
+    rows, keys = (30 if kind == "few queries" else 70), 90
+    d, chunk = (33 if kind == "odd heads" else 64), (64, 32)
+    if kernels == "sm90":
+        rows, keys, chunk = 200, 90 if kind == "scores" else 300, (256, 128)
+    rng = np.random.default_rng(0)
+    shapes = (1, 4, rows, d), (1, 2, keys, d), (1, 2, keys, d), (1, 4, rows, d)
+    q, k, v, do = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    options = options_of(kind)
+    call, place = validate.call(q, k, v, Options(**options)), Host(Emulator(KERNELS[kernels]))
+    made = schedule(call, *chunk)
+    assert kernels == "sm90" or len(list(made.by_rows())) > len(made.rows)
+    out = np.full(do.shape, np.nan, dtype)
+    lse = np.full(do.shape[:-1], np.nan, call.problem.accumulator)
+    compute.forward(call, made, place, out, lse)
+    owners = q, k, v, call.bias, call.sink
+    gradients = Gradients(*(None if x is None else np.full_like(x, np.nan) for x in owners))
+    compute.backward(call, made, place, do, out, lse, None, gradients, deterministic=False)
+    how = {"precision": Precision.of(dtype, kernels != "simt"), "splits": -(-keys // chunk[1])}
+    how |= {"block_kv": 16, **options}
+    bound = forward_bound(q, k, v, **how)
+    assert rho(out, *bound.out).value <= 1
+    assert rho(lse, *bound.lse).value <= 1
+    bounds = backward_bound(do, q, k, v, **how)
+    for name, gradient in zip(Gradients._fields, gradients, strict=True):
+        if gradient is not None:
+            assert rho(gradient, *getattr(bounds, name)).value <= 1, name
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_one_kernel_serves_all_pieces(dropout):
+    x = np.zeros((1, 4, 4096, 64), BFLOAT16)
+    score = scores.alibi(np.ones(4, np.float32))
+    options = Options(mask=masks.causal(), score_mod=score, dropout=dropout, seed=1)
+    call = validate.call(x, x, x, options)
+    call = dataclasses.replace(call, device=0)
+    launches = []
+    for piece in schedule(call, 1024, 512).by_rows():
+        if piece.masked:
+            own = call_of(call, piece, part(x, piece.rows), *[part(x, piece.keys)] * 2, None)
+            out = np.zeros((1, 4, 1024, 64), np.float32)
+            launches += recipe.forward(own, H200, out, out[..., 0]).launches
+    assert len(launches) == 8
+    (special,) = {launch.special for launch in launches}
+    assert "_wide__" in special.name
+    assert special.origins == (dropout > 0)
+    assert len({launch.template for launch in launches}) == len(launches)
+
+
+def test_a_gpu_rounds_chunks_to_whole_tiles(monkeypatch):
+    from cupyflash.pieces import steps
+
+    x = np.zeros((1, 1000, 8), np.float32)
+    monkeypatch.setattr(steps, "_check_homes", lambda *_: None)
+    request = steps.Streamed(x, x, x, Options(), (300, 129), 0)
+    assert [len(keys) for keys in request.schedule.keys] == [256, 256, 256, 232]
+    assert [len(rows) for rows in request.schedule.rows] == [300, 300, 300, 100]

@@ -1,0 +1,193 @@
+"""Streamed calls on a device whose streams are late: the transfers, without a GPU.
+
+The device's back end is the CPU's: what it is asked for is done when its stream comes to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from placement import same_bits
+from stream_cupy import StreamCupy
+
+from cupyflash import ArgumentError, ArgumentTypeError, dispatch, masks, scores, streamed
+from cupyflash.arrays import transfers
+from cupyflash.backends.gpu import Gpu
+from cupyflash.expr.nodes import rebuild
+from cupyflash.problem.call import Gradients
+
+HOST, DEVICE = "host", "device"
+ROWS, KEYS = 70, 400
+
+
+def _host(x):
+    return x if x is None or isinstance(x, np.ndarray) else x.host
+
+
+class Late(Gpu):
+    """A back end that computes on the CPU, when the stream comes to it."""
+
+    def __init__(self, cupy):
+        self.cupy = cupy
+
+    def forward_piece(self, call, out, lse, first):
+        self._later(dispatch.CPU.forward_piece, call, _host(out), _host(lse), first)
+
+    def backward(self, call, *arrays, workspace, deterministic):
+        *rows, gradients = arrays
+        assert workspace is None
+        made = [_host(x) for x in rows], Gradients(*map(_host, gradients))
+        self._later(lambda call: dispatch.CPU.backward(call, *made[0], made[1], None), call)
+
+    def _later(self, work, call, *arguments):
+        def of_host(made):
+            if made is None:
+                return None
+            return type(made)(rebuild(made.expr, _looked_up_in_host))
+
+        for name in ("q", "k", "v", "bias", "sink"):
+            assert not isinstance(getattr(call, name), np.ndarray), f"{name} is not on the device"
+        changed = {name: _host(getattr(call, name)) for name in ("q", "k", "v", "bias", "sink")}
+        changed |= {"mask": of_host(call.mask), "score_mod": of_host(call.score_mod)}
+        call = dataclasses.replace(call, device=None, **changed)
+        self.cupy.enqueue(lambda: work(call, *arguments))
+
+
+def _looked_up_in_host(node):
+    if node.op not in ("lookup", "aligned"):
+        return None
+    args = tuple(rebuild(arg, _looked_up_in_host) for arg in node.args)
+    if node.op == "lookup":
+        array = _host(node.value[0])
+        return type(node)(node.op, args, node.type, (array, *node.value[1:]))
+    value = dataclasses.replace(node.value, array=_host(node.value.array))
+    return type(node)(node.op, args, node.type, value)
+
+
+@pytest.fixture
+def device(install, monkeypatch):
+    def made(seed=0, pinned=False, block=4096):
+        cupy = install(StreamCupy(seed, pinned))
+        monkeypatch.setattr(dispatch, "GPU", Late(cupy))
+        monkeypatch.setattr(transfers, "BLOCK_BYTES", block)
+        return cupy
+
+    return made
+
+
+def draw(dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(2, 4, ROWS, 16), (2, 2, KEYS, 16), (2, 2, KEYS, 24), (2, 4, ROWS, 24), (2, 4, ROWS)]
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    arrays[4] = arrays[4].astype(np.float32)
+    return arrays
+
+
+def options_of(kind):
+    rng = np.random.default_rng(1)
+    return {
+        "plain": {},
+        "window": {"mask": masks.window(3, 3, offset=130)},
+        "segments": {
+            "mask": masks.segments(np.arange(ROWS) // 20, np.arange(KEYS) // 115),
+            "sink": rng.standard_normal(4).astype(np.float32),
+        },
+        "bias": {
+            "bias": rng.standard_normal((4, ROWS, KEYS)).astype(np.float32),
+            "score_mod": scores.alibi(np.ones(4, np.float32)),
+        },
+        "shared bias": {"bias": rng.standard_normal((1, KEYS)).astype(np.float32)},
+        "dropout": {"mask": masks.causal(), "dropout": 0.4, "seed": 3},
+    }[kind]
+
+
+def compare(cupy, arrays, homes, chunk, options):
+    """Compare a call whose arrays are at these homes with the same one on the CPU, bit by bit."""
+    q, k, v, do, dlse = arrays
+    chunk_of_host = (ROWS if homes[0] == DEVICE else chunk[0], chunk[1])
+    out, lse, vjp = streamed.attention_vjp(q, k, v, chunk=chunk_of_host, return_lse=True, **options)
+    gradients = vjp(do, dlse)
+
+    def place(x, home):
+        return cupy.asarray(x) if home == DEVICE else x
+
+    at = [place(x, home) for x, home in zip((q, k, v, do, dlse), homes, strict=True)]
+    ours, our_lse = streamed.attention(*at[:3], chunk=chunk, device=0, return_lse=True, **options)
+    theirs = streamed.attention_backward(
+        at[3], *at[:3], ours, our_lse, dlse=at[4], chunk=chunk, device=0, **options
+    )
+    assert isinstance(ours, np.ndarray) == (homes[0] == HOST)
+    for name, x, y in zip(Gradients._fields, theirs, gradients, strict=True):
+        if name in ("dq", "dk", "dv"):
+            assert isinstance(x, np.ndarray) == (homes["qkv".index(name[1])] == HOST), name
+        assert (x is None) == (y is None), name
+    cupy.run_all()  # what the device still computes on its own arrays
+    pairs = [("out", ours, out), ("lse", our_lse, lse)]
+    pairs += [*zip(Gradients._fields, theirs, gradients, strict=True)]
+    for name, x, y in pairs:
+        if x is not None:
+            assert same_bits(_host(x), y), name
+
+
+@pytest.mark.parametrize("homes", ["hhhhh", "dhhdh", "ddhhd", "hdddd"])
+@pytest.mark.parametrize("kind", ["plain", "window", "segments", "bias", "shared bias", "dropout"])
+def test_transfers_change_no_bit(device, kind, homes):
+    arrays = draw(ml_dtypes.bfloat16 if kind in ("plain", "dropout") else np.float32)
+    places = [DEVICE if home == "d" else HOST for home in homes]
+    for seed in range(2):
+        cupy = device(seed, pinned=bool(seed))
+        compare(cupy, arrays, places, (30, 128), options_of(kind))
+
+
+def test_keys_that_nobody_sees_are_not_copied(device):
+    q, k, v, *_ = draw()
+    mask = masks.window(3, 3, offset=130)  # keys 127 to 202
+    k[..., 256:, :] = v[..., 256:, :] = np.nan
+    cupy = device()
+    out = streamed.attention(q, k, v, mask=mask, chunk=(ROWS, 128), device=0)
+    assert same_bits(out, streamed.attention(q, k, v, mask=mask, chunk=(ROWS, 128)))
+    moved = sum(size for kind, size in cupy.copies if kind == 1)
+    assert moved == q.nbytes + (k.nbytes + v.nbytes) * 256 // KEYS
+
+
+def test_pinned_arrays_are_copied_from_where_they_are(device):
+    q, k, v, *_ = draw()
+    largest = []
+    for pinned in (False, True):
+        cupy = device(pinned=pinned)
+        streamed.attention(q, k, v, chunk=(ROWS, 256), device=0)
+        largest.append(max(size for kind, size in cupy.copies if kind == 1))
+    assert largest == [4096, 256 * 24 * 4]  # a block, and the values of a head
+
+
+def test_arrays_and_numbers_of_another_device_are_refused(device):
+    cupy = device()
+    q, k, v, do, _ = draw()
+    with pytest.raises(ArgumentError, match="device: got -1; expected the number of a GPU"):
+        streamed.attention(q, k, v, device=-1)
+    with pytest.raises(ArgumentTypeError, match="device: got 'gpu'; expected the number"):
+        streamed.attention(q, k, v, device="gpu")
+    there = cupy.asarray(q)
+    there.device = cupy.Device(1)
+    with pytest.raises(ArgumentTypeError, match="q: got an array in the memory of GPU 1"):
+        streamed.attention(there, k, v, device=0)
+    with pytest.raises(ArgumentTypeError, match="k: got an array in the memory of GPU 0, but q"):
+        streamed.attention(q, cupy.asarray(k), v)
+    with pytest.raises(ArgumentTypeError, match="out: got an array in host memory; expected one"):
+        streamed.attention(cupy.asarray(q), k, v, out=np.empty_like(do))
+    out, lse = streamed.attention(q, k, v, device=0, return_lse=True)
+    targets = None, cupy.asarray(k), None
+    with pytest.raises(
+        ArgumentTypeError, match=r"grads_out\.dk: got an array in the memory of GPU"
+    ):
+        streamed.attention_backward(do, q, k, v, out, lse, device=0, grads_out=targets)
+
+
+def test_a_capture_is_refused(device, monkeypatch):
+    cupy = device()
+    monkeypatch.setattr(cupy.cuda.Stream, "is_capturing", lambda _: True)
+    with pytest.raises(ArgumentError, match="while a CUDA graph is being captured"):
+        streamed.attention(*draw()[:3], device=0)
