@@ -35,9 +35,9 @@ def resume_state(m, l, acc, columns, out, lse, b, h, i0, count, d_v, itemsize):
     """Begin with what `out` and `lse` say of other keys: as one key of that logit and value."""
     like = m.dtype.type(0)
     for i in range(count):
-        m[i] = load(row_address(lse, b, h, i0 + i, itemsize), like)
+        m[i] = load(row_address(lse, b, h, i0 + i), like)
         l[i] = 0 if m[i] == -math.inf else 1
-        row = row_address(out, b, h, i0 + i, itemsize)
+        row = row_address(out, b, h, i0 + i)
         for d in range(d_v):
             acc[i * columns + d] = load(row + d * itemsize, like) if l[i] else like
 
