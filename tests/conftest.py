@@ -73,6 +73,13 @@ def nvrtc() -> None:
         pytest.skip(remedy)
 
 
+def one_thread_for_each_worker(config: pytest.Config) -> None:
+    """Let libraries that wait for their threads by spinning have one: workers share the cores."""
+    if config.getoption("numprocesses", None):
+        for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+            os.environ.setdefault(name, "1")  # what workers start with
+
+
 def compile_for_all_workers(config: pytest.Config) -> None:
     """Compile the CPU kernels before a run of all tests, whose workers need them at once."""
     if (
@@ -102,6 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.add_cleanup(forget)
     if not hasattr(config, "workerinput"):
+        one_thread_for_each_worker(config)
         compile_for_all_workers(config)
 
 
