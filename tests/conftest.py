@@ -81,7 +81,9 @@ def one_thread_for_each_worker(config: pytest.Config) -> None:
 
 
 def compile_for_all_workers(config: pytest.Config) -> None:
-    """Compile the CPU kernels before a run of all tests, whose workers need them at once."""
+    """Compile what every worker needs at once, before a run of all tests: the CPU's kernels, and
+    the emulator's runtime.
+    """
     if (
         not config.getoption("numprocesses", None)
         or config.option.collectonly
@@ -93,6 +95,10 @@ def compile_for_all_workers(config: pytest.Config) -> None:
         subprocess.Popen([*command, dtype], cwd=tempfile.gettempdir(), stdout=subprocess.DEVNULL)
         for dtype in ("float32", "float64")
     ]
+    from emulator import build  # imports cupyflash, whose place is settled above
+
+    if build.missing() is None:
+        build.runtime()
     for process in processes:
         process.wait()  # if it fails, it says why, and the tests compile for themselves
 
