@@ -73,8 +73,17 @@ def nvrtc() -> None:
         pytest.skip(remedy)
 
 
+def one_thread_for_each_worker(config: pytest.Config) -> None:
+    """Let libraries that wait for their threads by spinning have one: workers share the cores."""
+    if config.getoption("numprocesses", None):
+        for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+            os.environ.setdefault(name, "1")  # what workers start with
+
+
 def compile_for_all_workers(config: pytest.Config) -> None:
-    """Compile the CPU kernels before a run of all tests, whose workers need them at once."""
+    """Compile what every worker needs at once, before a run of all tests: the CPU's kernels, and
+    the emulator's runtime.
+    """
     if (
         not config.getoption("numprocesses", None)
         or config.option.collectonly
@@ -86,6 +95,10 @@ def compile_for_all_workers(config: pytest.Config) -> None:
         subprocess.Popen([*command, dtype], cwd=tempfile.gettempdir(), stdout=subprocess.DEVNULL)
         for dtype in ("float32", "float64")
     ]
+    from emulator import build  # imports cupyflash, whose place is settled above
+
+    if build.missing() is None:
+        build.runtime()
     for process in processes:
         process.wait()  # if it fails, it says why, and the tests compile for themselves
 
@@ -102,6 +115,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.add_cleanup(forget)
     if not hasattr(config, "workerinput"):
+        one_thread_for_each_worker(config)
         compile_for_all_workers(config)
 
 

@@ -129,7 +129,13 @@ def test_packed_sequences(blocks, shared):
 
 
 @emulated
-@pytest.mark.parametrize("blocks", [TILES[1], HOPPER], ids=["sm80", "sm90"])
+@mostly_thorough(
+    "blocks",
+    [TILES[1], HOPPER],
+    quick=[TILES[1]],
+    why="the edges of Hopper's tiles are quick with what was broadcast",
+    ids=["sm80", "sm90"],
+)
 @mostly_thorough(
     "case",
     ["dropout", "long change", "no columns together", "odd sizes"],

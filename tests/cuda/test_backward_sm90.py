@@ -328,13 +328,10 @@ def test_what_is_not_finite_spoils_what_sees_it(kind, where):
         assert spoilt["dk"].all()
 
 
+@pytest.mark.thorough("masked keys are quick, and what is not finite")
 @emulated
-@mostly_thorough(
-    ("dtype", "d", "d_v"),
-    [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136)],
-    quick=[(HALF, 64, 64)],
-    why="other tiles, which share the code",
-    ids=str,
+@pytest.mark.parametrize(
+    ("dtype", "d", "d_v"), [(HALF, 64, 64), (BRAIN, 128, 128), (BRAIN, 192, 136)], ids=str
 )
 def test_an_infinite_key_that_weighs_nothing_is_as_if_masked(dtype, d, d_v):
     q, k, v, do = draw(dtype, (1, 200, d), (1, 130, d), (1, 130, d_v), (1, 200, d_v))

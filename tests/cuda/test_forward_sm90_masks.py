@@ -77,10 +77,9 @@ def test_lengths_of_a_batch_one_of_them_zero():
     assert visited == 0 + 1 + 1 + 2 + 3
 
 
+@pytest.mark.thorough("tiles that lie far apart are quick")
 @emulated
-@mostly_thorough(
-    "name", ["causal", "both ends", "window"], quick=("both ends",), why="simpler ranges of keys"
-)
+@pytest.mark.parametrize("name", ["causal", "both ends", "window"])
 def test_neighbouring_tiles_share_a_class_where_there_are_many(monkeypatch, name):
     groups, few = sm90.TILE_GROUPS, 32
 

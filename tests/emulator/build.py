@@ -149,13 +149,14 @@ def _object(name: str, flavour: str) -> Path:
 
 
 @functools.cache
-def _runtime(flavour: str) -> tuple[str, ...]:
+def runtime(flavour: str = "races") -> tuple[str, ...]:
+    """Return the parts that every library has, compiled."""
     return tuple(str(_object(name, flavour)) for name in RUNTIME)
 
 
 def library(kernel: str, name: str, flavour: str = "races") -> Path:
     """Return the library of a kernel's complete text."""
-    parts = _runtime(flavour)
+    parts = runtime(flavour)
 
     def make(to: str) -> None:
         text, compiled = f"{to}.cpp", f"{to}.o"

@@ -45,7 +45,7 @@ def library(folder: Path) -> Path:
     """Link what was compiled last."""
     # A path that is loaded already would be the old library again.
     path = folder / f"kernel{len(list(folder.iterdir()))}.so"
-    parts = *build.linker(), *build._runtime("races")
+    parts = *build.linker(), *build.runtime()
     command = ["g++", "-shared", str(folder / "kernel.o"), *parts, "-o", str(path)]
     subprocess.run(command, check=True, capture_output=True)
     return path
