@@ -23,14 +23,7 @@ from .forward import forward as forward_kernel
 from .forward import forward_scratch
 from .gradient_tile import fill_gradient_tile, gradient_scratch
 from .jit import Kernel, Report, Wanted, address, pointer_of, prepare
-from .layout import (
-    Array,
-    Layout,
-    Problem,
-    Programs,
-    Scratch,
-    finish,
-)
+from .layout import Array, Layout, Problem, Programs, Scratch, finish
 from .memory import Rows, aligned
 from .merge import merge
 from .microkernel import PANEL, product, round_up
@@ -168,12 +161,8 @@ def forward(
     With `resumes`, out and lse have the result over other keys, and these keys join it. Kernels
     must be able to use both arrays in place, and there must be no sink.
     """
-    pointers = _prepare(
-        problem,
-        programs,
-        called_kernels(problem, programs, False, kind_of(q.dtype)),
-        forward_kernel,
-    )
+    called = called_kernels(problem, programs, False, kind_of(q.dtype))
+    pointers = _prepare(problem, programs, called, forward_kernel)
     layout, scratch = Layout(problem, block_q, block_kv), Scratch()
     q_read = layout.input(q, scratch, whole_vectors=False)
     k_read = layout.input(k, scratch, whole_vectors=False)
