@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -143,6 +144,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG_FILES)  # so that workers end together
     keep_share(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what lives to the end out of garbage collections: a million objects of PyTorch, say."""
+    gc.collect()
+    gc.freeze()
 
 
 def keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
