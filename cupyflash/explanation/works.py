@@ -81,10 +81,10 @@ def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
     }
     queries = problem.batch * problem.heads * int(problem.len_q)
     copies = 0
-    if problem.dtype.itemsize == 2:  # arrays are widened to float32, and one result is rounded
-        out, inputs = queries * problem.d_v, [call.q.size, call.k.size, call.v.size]
-        copies = 4 * (2 if backward else 1) * (out + sum(inputs))
-        copies += 2 * (max(inputs) if backward else out)
+    if problem.dtype.itemsize == 2:  # results are made in float32, and rounded one by one
+        inputs = [call.q.size, call.k.size, call.v.size]
+        results = inputs if backward else [queries * problem.d_v]
+        copies = 4 * sum(results) + 2 * max(results)
     tiles = plan.block_q, plan.block_kv
     if not backward:
         rows = blocks["q"] * problem.heads

@@ -33,7 +33,7 @@ SPILLS = {
     "backward_sm80_dq": 4,
     "backward_sm80_bias": 20,
     "backward_f64_dkdv": 216,
-    "decode_sm80": 176,
+    "decode_sm80": 192,
 }
 
 
@@ -49,7 +49,7 @@ def fits(arch: str, found: Resources) -> None:
 
 
 def test_few_cases_cover_much():
-    assert len(CASES) <= 170
+    assert len(CASES) <= 175
     for kernel in simt.KERNELS:
         own = [case for case in CASES if case.kernel == kernel]
         assert len({case.dtype for case in own}) == 4

@@ -13,7 +13,7 @@ from . import build
 from .machine import FORWARD, Machine, Schedule
 
 TEXT = """
-constexpr int STORAGE = {storage}, THREADS = {threads}, SHARED_BYTES = {shared_bytes};
+constexpr int STORAGE = {storage}, THREADS = {threads}, SHARED_BYTES = {shared_bytes}; constexpr bool WIDE_RESULT = false;
 #define KERNEL_NAME probe
 #define FLUSH_SUBNORMALS {flush}
 struct Arrays {{

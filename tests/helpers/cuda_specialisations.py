@@ -126,8 +126,7 @@ def cases() -> list[Case]:
         for kernel, dtype, packed in (
             ("decode_sm80", dtypes[1 + n], n == 1),
             ("decode_simt", dtypes[3 * n], n == 0),
-            ("decode_combine", dtypes[1 + n], n == 1),
-            ("decode_combine", dtypes[3 * n], n == 0),
+            ("decode_combine", dtypes[1 + 2 * n], n == 1),
         ):
             found.append(Case(kernel, dtype, own, options, packed, "paged" if packed else ""))
     for kernel, dtype, own, options, packed, cache in [
