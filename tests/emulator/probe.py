@@ -13,9 +13,10 @@ from . import build
 from .machine import FORWARD, Machine, Schedule
 
 TEXT = """
-constexpr int STORAGE = {storage}, THREADS = {threads}, SHARED_BYTES = {shared_bytes}; constexpr bool WIDE_RESULT = false;
+constexpr int STORAGE = {storage}, THREADS = {threads}, SHARED_BYTES = {shared_bytes};
 #define KERNEL_NAME probe
 #define FLUSH_SUBNORMALS {flush}
+#define WIDE_RESULT false
 struct Arrays {{
   void* in;
   void* out;
