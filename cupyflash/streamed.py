@@ -2,7 +2,7 @@
 
 Keys and values, and maybe queries, are in host memory or in files (`numpy.memmap`). They are read
 chunk by chunk while the chunk before is being computed. Chunks that the mask is proven to hide are
-never read. Results are those of the functions of the same name in `cupyflash`, within rounding.
+never read. Results are those of the functions of the same name in ``cupyflash``, within rounding.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def attention_vjp(
     lse : array
         Only with `return_lse`.
     vjp : callable
-        ``vjp(do, dlse=None)`` returns `Gradients`, as the function that
+        ``vjp(do, dlse=None)`` returns `cupyflash.Gradients`, as the function that
         `cupyflash.attention_vjp` returns.
 
     Raises

@@ -254,14 +254,14 @@ KERNEL, STORAGE, ROWS = (
     "sm90/forward_sm90.cu", "sm90/forward_storage.cuh", "sm90/warpgroup_rows.cuh",
 )  # fmt: skip
 STORES = re.compile(r"void tma_store_(?:wait|rows)\(.*?\n}\n", re.DOTALL)  # of ROWS, what is called
-# What orders accesses. The ping-pong barriers only say who is first.
+# What orders accesses in calls without pages. The ping-pong barriers only say who is first.
 ORDERS = re.compile(
     r"\b[\w.]+\.wait_(?:full|empty)\([^;]*;|"
     r"warpgroup::(?:mbarrier_wait|arrive_warp|arrive_warpgroup)\([^;]*;|"
     r"ptx::(?:wgmma_wait<\d>|wgmma_fence|wgmma_commit|fence_mbarrier_init|mbarrier_arrive|"
     r"mbarrier_arrive_expect_tx|fence_proxy_async|tma_store_commit|tma_store_wait_read)"
     r"\([^;]*;(?!  // again)|"
-    r"ptx::named_barrier_sync\(ALL[^;]*;|__sync(?:threads|warp)\(\);"
+    r"ptx::named_barrier_sync\(ALL[^;]*;|(?<!PAGED\) )__sync(?:threads|warp)\(\);"
 )
 
 

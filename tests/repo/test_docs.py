@@ -17,7 +17,9 @@ from urllib.parse import unquote, urldefrag
 import pytest
 from documents import FENCE, PAGES, ROOT
 
-MODULES = [f"cupyflash.{x}" for x in "masks scores expr figures analysis bench testing".split()]
+MODULES = [
+    f"cupyflash.{x}" for x in "masks scores expr figures analysis bench streamed testing".split()
+]
 FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$]+?\$", re.DOTALL)
 BUILDERS = ("sphinx", "furo", "myst_parser", "numpydoc", "matplotlib")
 REMEDY = 'the site is built by what pip install ".[docs]" brings'
