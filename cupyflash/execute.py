@@ -334,17 +334,8 @@ def backward(
         if gradients is not None:
             return gradients
     call = request.call
-    out_shape, lse_shape = result_shapes(call)
-    problem = call.problem
-    rows = {
-        "do": validate.given(do, "do", out_shape, problem.dtype),
-        "out": validate.given(out, "out", out_shape, problem.dtype),
-        "lse": validate.given(lse, "lse", lse_shape, problem.accumulator),
-    }
-    if dlse is not None:
-        rows["dlse"] = validate.given(dlse, "dlse", lse_shape, problem.accumulator)
+    rows = given_rows(call, do, out, lse, dlse)
     inputs = validate.read_arrays(call) | rows
-    owners = (call.q, call.k, call.v, call.bias, call.sink)
     targets = validate.gradients(grads_out, call, inputs)
     named = {f"grads_out.{name}": x for name, x in targets._asdict().items() if x is not None}
     backend = dispatch.backend_of(call.q)
@@ -353,33 +344,56 @@ def backward(
     interop.one_home(inputs)
     if call.matrices:
         rows = {name: array[None] for name, array in rows.items()}
-    with_heads: list[Array | None] = []
-    results: list[Array | None] = []
-    for owner, target, matrix in zip(
-        owners, targets, (*call.were_matrices, False, False), strict=True
-    ):
-        if owner is None:
-            with_heads.append(None)
-            results.append(None)
-            continue
-        full = backend.empty_like(owner) if target is None else target
-        if target is not None and matrix:
-            full = target[None]
-        with_heads.append(full)
-        results.append(target if target is not None else full[0] if matrix else full)
+    with_heads, results = gradient_arrays(call, targets)
     served = backend.backward(
         call,
         rows["do"],
         rows["out"],
         rows["lse"],
         rows.get("dlse"),
-        Gradients(*with_heads),
+        with_heads,
         scratch,
         deterministic=bool(deterministic),
     )
     if signature is not None:
         launch_cache.keep(signature, served, results)
-    return Gradients(*results)
+    return results
+
+
+def given_rows(call: Call, do: Any, out: Any, lse: Any, dlse: Any) -> dict[str, Array]:
+    """Return what a backward reads of each query, by name and as users see it."""
+    out_shape, lse_shape = result_shapes(call)
+    number, accumulator = call.problem.dtype, call.problem.accumulator
+    rows = {
+        "do": validate.given(do, "do", out_shape, number),
+        "out": validate.given(out, "out", out_shape, number),
+        "lse": validate.given(lse, "lse", lse_shape, accumulator),
+    }
+    if dlse is not None:
+        rows["dlse"] = validate.given(dlse, "dlse", lse_shape, accumulator)
+    return rows
+
+
+def gradient_arrays(call: Call, given: Gradients) -> tuple[Gradients, Gradients]:
+    """Return where gradients are written: with an axis of heads, and as users see them.
+
+    What is not given is allocated where the array is whose gradient it is.
+    """
+    with_heads: list[Array | None] = []
+    results: list[Array | None] = []
+    owners = (call.q, call.k, call.v, call.bias, call.sink)
+    matrices = (*call.were_matrices, False, False)
+    for owner, target, matrix in zip(owners, given, matrices, strict=True):
+        if owner is None:
+            full = shown = None
+        elif target is None:
+            full = dispatch.backend_of(owner).empty_like(owner)
+            shown = full[0] if matrix else full
+        else:
+            full, shown = target[None] if matrix else target, target
+        with_heads.append(full)
+        results.append(shown)
+    return Gradients(*with_heads), Gradients(*results)
 
 
 def vjp_of(request: Request, return_lse: bool, deterministic: bool) -> Any:

@@ -13,7 +13,7 @@ from .. import dispatch
 from ..arrays import interop
 from ..arrays.device_arrays import device_of, is_device_array
 from ..errors import ArgumentError, ArgumentTypeError
-from ..execute import Vjp, check_flag, result_shapes
+from ..execute import Vjp, check_flag, given_rows, gradient_arrays, result_shapes
 from ..problem import validate
 from ..problem.call import Array, Call, Gradients
 from ..problem.options import Options
@@ -181,15 +181,8 @@ def backward(
 ) -> Gradients:
     """Compute the gradients of a call, into the arrays given or into new ones."""
     check_flag(deterministic, "deterministic")
-    call, problem = request.call, request.call.problem
-    out_shape, lse_shape = result_shapes(call)
-    rows = {
-        "do": validate.given(do, "do", out_shape, problem.dtype),
-        "out": validate.given(out, "out", out_shape, problem.dtype),
-        "lse": validate.given(lse, "lse", lse_shape, problem.accumulator),
-    }
-    if dlse is not None:
-        rows["dlse"] = validate.given(dlse, "dlse", lse_shape, problem.accumulator)
+    call = request.call
+    rows = given_rows(call, do, out, lse, dlse)
     inputs = validate.read_arrays(call) | rows
     if call.device is None:
         interop.one_home(inputs)
@@ -199,20 +192,7 @@ def backward(
     given = validate.gradients(grads_out, call, inputs, _check_each(owners))
     if call.matrices:
         rows = {name: array[None] for name, array in rows.items()}
-    targets: list[Array | None] = []
-    results: list[Array | None] = []
-    matrices = (*call.were_matrices, False, False)
-    for owner, target, matrix in zip(owners, given, matrices, strict=True):
-        if owner is None:
-            targets.append(None)
-            results.append(None)
-        elif target is None:
-            made = dispatch.backend_of(owner).empty_like(owner)
-            targets.append(made)
-            results.append(made[0] if matrix else made)
-        else:
-            targets.append(target[None] if matrix else target)
-            results.append(target)
+    targets, results = gradient_arrays(call, given)
     place = request.place()
     compute.backward(
         place.ready(call),
@@ -222,10 +202,10 @@ def backward(
         rows["out"],
         rows["lse"],
         rows.get("dlse"),
-        Gradients(*targets),
+        targets,
         bool(deterministic),
     )
-    return Gradients(*results)
+    return results
 
 
 def _check_each(owners: tuple[Array | None, ...]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 
 import ml_dtypes
@@ -10,7 +12,7 @@ import pytest
 from caches import hidden, in_pages, results
 from emulator import build
 from emulator.calls import Blocks, Emulator
-from emulator.machine import REVERSE, randomly
+from emulator.machine import REVERSE, Fault, randomly
 from halves import mostly_thorough
 from placement import same_bits
 
@@ -143,6 +145,30 @@ def test_what_is_not_finite_reaches_only_those_who_see_it(dtype, blocks):
     sees = np.arange(70) + 210 >= 250
     assert np.isfinite(out[0, :, ~sees]).all()
     assert not np.isfinite(out[0, :, sees, 7]).any()
+
+
+@pytest.mark.thorough(
+    "two builds for one barrier; the others have a test in test_forward_sm90_masks"
+)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_lanes_that_load_pages_meet_before_a_work_tile_is_left(is_there):
+    """All of them read it. A block has several only where all entries have the same length."""
+
+    def read(name):
+        text = build.read(name)
+        if name != "sm90/forward_sm90.cu" or is_there:
+            return text
+        assert text.count("if constexpr (PAGED) __syncwarp();") == 1
+        return text.replace("if constexpr (PAGED) __syncwarp();", "")
+
+    q, k, v = draw(BF16, (6, 2, 70, 64), (6, 1, 200, 64), (6, 1, 200, 64), seed=18)
+    pages, table = in_pages(np.concatenate([k, v], -1), 16, np.random.default_rng(1))
+    split = [np.ascontiguousarray(x) for x in (pages[..., :64], pages[..., 64:])]
+    call = cached.call(q, *split, 200, table, None, Options(mask=masks.causal()))
+    out, lse = results(call)
+    blocks = dataclasses.replace(SM90, multiprocessors=1)
+    with contextlib.nullcontext() if is_there else pytest.raises(Fault, match="with no barrier"):
+        Emulator(blocks, read=read).forward(call, out, lse)
 
 
 def test_types_without_such_a_kernel_have_decode():

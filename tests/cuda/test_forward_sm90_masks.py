@@ -254,7 +254,8 @@ KERNEL, STORAGE, ROWS = (
     "sm90/forward_sm90.cu", "sm90/forward_storage.cuh", "sm90/warpgroup_rows.cuh",
 )  # fmt: skip
 STORES = re.compile(r"void tma_store_(?:wait|rows)\(.*?\n}\n", re.DOTALL)  # of ROWS, what is called
-# What orders accesses in calls without pages. The ping-pong barriers only say who is first.
+# What orders accesses in calls without pages; test_forward_cached.py has what pages need. The
+# ping-pong barriers only say who is first.
 ORDERS = re.compile(
     r"\b[\w.]+\.wait_(?:full|empty)\([^;]*;|"
     r"warpgroup::(?:mbarrier_wait|arrive_warp|arrive_warpgroup)\([^;]*;|"

@@ -19,9 +19,9 @@ from cupyflash.problem.options import Options
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
-import cupyflash.torch  # noqa: E402
-from cupyflash.torch import attention, attention_cached, attention_varlen  # noqa: E402
-from cupyflash.torch.tensors import array_of, empty_in_order_of  # noqa: E402
+import cupyflash.torch  # noqa: E402 (after the skip)
+from cupyflash.torch import attention, attention_cached, attention_varlen  # noqa: E402 (after the skip)
+from cupyflash.torch.tensors import array_of, empty_in_order_of  # noqa: E402 (after the skip)
 
 CAUSAL = masks.causal()
 

@@ -8,7 +8,7 @@ from cupyflash import ArgumentError, masks, scores
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
-from cupyflash.torch import (  # noqa: E402
+from cupyflash.torch import (  # noqa: E402 (after the skip)
     attention,
     attention_varlen,
     flash_attn_func,

@@ -9,9 +9,9 @@ from cupyflash import ArgumentError, ArgumentTypeError, Rotary, append, rope
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
-from torch.nn.functional import scaled_dot_product_attention as pytorch  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as pytorch  # noqa: E402 (after the skip)
 
-from cupyflash.torch import (  # noqa: E402
+from cupyflash.torch import (  # noqa: E402 (after the skip)
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,

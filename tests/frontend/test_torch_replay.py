@@ -18,7 +18,7 @@ from cupyflash.problem import validate
 
 torch = pytest.importorskip("torch", reason='needs PyTorch: pip install ".[torch]"')
 
-from cupyflash.torch import attention, autograd, recognised, tensors  # noqa: E402
+from cupyflash.torch import attention, autograd, recognised, tensors  # noqa: E402 (after the skip)
 
 PLACES = {"q": 0, "k": 8, "v": 16, "out": 24}  # of addresses among a forward's words
 CAUSAL = masks.causal()

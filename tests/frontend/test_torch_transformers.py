@@ -10,7 +10,7 @@ WANTED = 'needs PyTorch and transformers: pip install ".[torch]" transformers'
 torch = pytest.importorskip("torch", reason=WANTED)
 transformers = pytest.importorskip("transformers", reason=WANTED)
 
-from cupyflash.torch import transformers as adapter  # noqa: E402
+from cupyflash.torch import transformers as adapter  # noqa: E402 (after the skip)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries, about each other
 OURS = "cupy_attention"

@@ -25,7 +25,10 @@ def _configure_sink(request: Request) -> Tiles | None:
 
 
 def _configure_decode_combine(request: Request) -> Tiles | None:
-    """Return a large block for each of few rows, so that its warps fold all nodes at once."""
+    """Return a large block for each of few rows, so that its warps fold all nodes at once.
+
+    No bit depends on the number of warps.
+    """
     problem = request.problem
     assert request.blocks is not None  # the rows of a task are those of the decode kernel
     rows = problem.batch * problem.heads * int(np.max(problem.len_q, initial=0))

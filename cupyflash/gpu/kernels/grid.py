@@ -50,7 +50,7 @@ def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
 
 
 def by_units(extent: Extent, tiles: Tiles) -> Grid:
-    """Tasks of heads that share keys, whose leaves as many blocks share as the device holds."""
+    """Tasks of heads that share keys, whose units as many blocks share as the device holds."""
     heads = min(extent.group, tiles.block_q)
     tasks = _by_rows(extent.queries, tiles.block_q // heads, extent)
     tasks = tasks._replace(work_tiles=tasks.work_tiles * -(-extent.group // heads))
