@@ -153,8 +153,11 @@ def pytest_collection_finish() -> None:
 
 
 def keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a share of the tests, say every 8th from the 3rd on, where the environment names it."""
-    share = os.environ.get("CUPYFLASH_TEST_SHARE")  # "3/8"
+    """Keep a share of the tests, say every 8th from the 3rd on, where the environment names it.
+
+    The name is taken out: a pytest that a test starts runs all of the tests it was given.
+    """
+    share = os.environ.pop("CUPYFLASH_TEST_SHARE", None)  # "3/8"
     if share is None:
         return
     number, shares = map(int, share.split("/"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from unittest import mock
@@ -47,6 +48,7 @@ def test_a_share_is_every_so_manieth_test(monkeypatch):
         monkeypatch.setenv("CUPYFLASH_TEST_SHARE", share)
         items = list(range(8))
         conftest.keep_share(mock.Mock(), items)
+        assert "CUPYFLASH_TEST_SHARE" not in os.environ
         found.append(items)
     assert found == [[0, 3, 6], [1, 4, 7], [2, 5]]
 
