@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _warm_cpu(dtypes: list[str], report: Report | None) -> str:
-    from cupyflash.reference.cpu import jit, launch
+    from cupyflash.reference.cpu import jit, kernels
 
     obstacle = jit.cache_obstacle()
     if obstacle:
@@ -73,7 +73,7 @@ def _warm_cpu(dtypes: list[str], report: Report | None) -> str:
             "CUPYFLASH_CACHE_DIR to a folder of yours that is writable."
         )
     numbers = dict.fromkeys(np.dtype(DTYPES[name].accumulator) for name in dtypes)
-    launch.prepare_all(numbers, report)
+    kernels.prepare_all(numbers, report)
     return ""
 
 

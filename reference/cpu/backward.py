@@ -21,7 +21,7 @@ from .gradient_tile import (
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
 from .memory import ROWS, first_address, load, row_address, store
 from .microkernel import padded
-from .packing import load_pairs, load_transposed, pair_lanes
+from .packing import load_pairs, load_transposed, pair_lanes, store_pairs
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
 from .widen import find_rows_at
 
@@ -180,15 +180,10 @@ def backward_dkdv(
                                 )  # fmt: skip
                         count += is_visited
             # 7 scale and store
-            for j in range(nj):
-                target = row_address(dk, keys, h_kv, j0 + j)
-                for d in range(shape.d):
-                    cell = d // width * pair + j * width + d % width
-                    store(target + d * itemsize, dk_tile[cell] * shape.scale)
-                target = row_address(dv, keys, h_kv, j0 + j)
-                for d in range(shape.d_v):
-                    cell = d // width * pair + j * width + d % width
-                    store(target + d * itemsize, dv_tile[cell])
+            target = row_address(dk, keys, h_kv, j0)
+            store_pairs(dk_tile, nj, shape.d, itemsize, shape.scale, target, dk.row * itemsize)
+            target = row_address(dv, keys, h_kv, j0)
+            store_pairs(dv_tile, nj, shape.d_v, itemsize, one, target, dv.row * itemsize)
         if adds_dq and work[place, 3] * shape.block_kv >= len_k:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -241,22 +236,22 @@ def backward_dq(
         # 1 load q
         for i in range(i0, end_i, changes.panel):
             ni = min(changes.panel, end_i - i)
-            panel = q_panel[(i - i0) * shape.d :]
+            panel = first_address(q_panel) + (i - i0) * shape.d * itemsize
             lanes = padded(ni, vector)
             row, size = find_rows_at(widen, q, queries, h, i, ni, shape.d, columns, scratch.q_wide)
-            load_transposed(row, size * itemsize, ni, lanes, shape.d, itemsize, panel)
+            load_transposed(row, size * itemsize, ni, lanes, shape.d, itemsize, panel, zero)
         for n in range((end_i - i0) * columns):
             dq_tile[n] = zero
         for member in range(work[place, 0], work[place, 1]):
             b = members[member]
             for i in range(i0, end_i, changes.panel):
                 ni = min(changes.panel, end_i - i)
-                panel = do_panel[(i - i0) * shape.d_v :]
+                panel = first_address(do_panel) + (i - i0) * shape.d_v * itemsize
                 lanes = padded(ni, vector)
                 row, size = find_rows_at(
                     widen, do, b, h, i, ni, shape.d_v, columns_v, scratch.q_wide
                 )
-                load_transposed(row, size * itemsize, ni, lanes, shape.d_v, itemsize, panel)
+                load_transposed(row, size * itemsize, ni, lanes, shape.d_v, itemsize, panel, zero)
             for j0 in range(0, shape.len_k[b], shape.block_kv):
                 nj = min(shape.block_kv, shape.len_k[b] - j0)
                 pair = nj * pair_lanes(itemsize)

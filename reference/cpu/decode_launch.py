@@ -10,7 +10,8 @@ from .decode import decode as decode_kernel
 from .decode import decode_scratch
 from .decode_tasks import LEAF, MOST_ROWS, schedule
 from .jit import pointer_of, prepare
-from .launch import QUIET, called_kernels, changes_of, pointers_to, sinks_of
+from .kernels import called_kernels, pointers_to
+from .launch import QUIET, changes_of, sinks_of
 from .layout import Array, Layout, Problem, Programs, Scratch, finish
 from .merge import merge
 from .microkernel import round_up

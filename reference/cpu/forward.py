@@ -148,9 +148,9 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
         for p0 in range(0, ni, changes.panel):
             n = min(changes.panel, ni - p0)
             lanes = padded(n, vector)
-            qt = scratch.qt[p0 * shape.d :]
+            qt = first_address(scratch.qt) + p0 * shape.d * itemsize
             row, size = find_rows_at(widen, q, b, h, i0 + p0, n, shape.d, width, wide)
-            load_transposed(row, size * itemsize, n, lanes, shape.d, itemsize, qt)
+            load_transposed(row, size * itemsize, n, lanes, shape.d, itemsize, qt, zero)
         init_state(scratch.m, scratch.l, scratch.acc, padded(ni, vector), columns, sink[h])
         if resumes:
             resume_state(

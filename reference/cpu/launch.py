@@ -6,7 +6,6 @@ the caller must keep their arrays alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,31 +14,21 @@ from .arguments import Changes, FunctionPointers
 from .backward import backward_dkdv, backward_dq
 from .backward_bias import backward_bias
 from .backward_delta import backward_delta
+from .backward_panels import backward_panels
 from .backward_work import is_one_pass_faster, key_blocks
 from .calls import Bound
 from .combine import combine as combine_kernel
-from .decode import decode as decode_kernel
 from .forward import forward as forward_kernel
 from .forward import forward_scratch
-from .gradient_tile import fill_gradient_tile, gradient_scratch
-from .jit import Kernel, Report, Wanted, address, pointer_of, prepare
+from .gradient_tile import gradient_scratch
+from .jit import address, prepare
+from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch, finish
 from .memory import Rows, aligned
-from .merge import merge
-from .microkernel import PANEL, product, round_up
-from .nonfinite import count_nonfinite
-from .packing import size_of_pairs
-from .program import run
+from .microkernel import PANEL, round_up
+from .packing import lanes_of_pair, size_of_pairs
 from .threads import parallel
-from .tile import (
-    classify_by_program,
-    classify_by_ranges,
-    draw_dropout,
-    mask_by_program,
-    mask_by_ranges,
-    score_by_program,
-)
-from .widen import NATIVE, kind_of, widen_rows
+from .widen import kind_of
 
 # A caller's settings for overflow and underflow in NumPy are meant for the caller's own arithmetic.
 QUIET = np.errstate(all="ignore")
@@ -51,71 +40,6 @@ def sinks_of(layout: Layout, sink: Array | None) -> Array:
     if sink is None:
         return np.full(heads, -np.inf, layout.number)
     return np.ascontiguousarray(sink.astype(layout.number))
-
-
-_FLOAT32 = np.dtype(np.float32)
-_CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
-KERNELS = (
-    forward_kernel, backward_delta, backward_dkdv, backward_dq, backward_bias, combine_kernel,
-    product, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges, draw_dropout,
-    fill_gradient_tile, decode_kernel, merge, widen_rows, *_CLASSES,
-)  # fmt: skip
-
-
-def called_kernels(
-    problem: Problem, programs: Programs, backward: bool, kind: int = NATIVE
-) -> dict[str, Wanted]:
-    """Return the kernels that tiles of scores need, by their fields in `FunctionPointers`.
-
-    `kind` says how the elements of operands are stored.
-    """
-    number = problem.accumulator
-    called: dict[str, Wanted] = {}
-    if kind != NATIVE:
-        called["widen"] = widen_rows, number
-    if programs.ranges is not None:
-        called |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
-    elif len(programs.mask.code):
-        called["run_float32"] = run, _FLOAT32
-        called |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
-    if len(programs.score.code) or len(programs.slope.code):
-        called |= {"run_number": (run, number), "score": (score_by_program, number)}
-    if problem.dropout:
-        called["dropout"] = draw_dropout, number
-    if backward:
-        called["gradient"] = fill_gradient_tile, number
-    return called
-
-
-def _prepare(
-    problem: Problem, programs: Programs, called: dict[str, Wanted], *kernels: Kernel
-) -> FunctionPointers:
-    """Compile what is missing; return the addresses of the kernels that others call."""
-    number = problem.accumulator
-    called = {"product": (product, number), **called}
-    own = [(kernel, number) for kernel in kernels]
-    if programs.may_mask:
-        own.append((count_nonfinite, number))
-    prepare([*called.values(), *own])
-    return pointers_to(called)
-
-
-def pointers_to(called: dict[str, Wanted]) -> FunctionPointers:
-    """Return the addresses of kernels that `prepare` has made ready."""
-    return FunctionPointers(
-        **{
-            name: pointer_of(*called[name]) if name in called else 0
-            for name in FunctionPointers._fields
-        }
-    )
-
-
-def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) -> None:
-    """Compile every kernel for these accumulators; `report` is as in `jit.prepare`."""
-    wanted: list[Wanted] = [(kernel, _FLOAT32) for kernel in (*_CLASSES, run)]
-    others = [kernel for kernel in KERNELS if kernel not in _CLASSES]
-    wanted += [(kernel, number) for number in numbers for kernel in others]
-    prepare(wanted, report)
 
 
 def changes_of(
@@ -162,7 +86,7 @@ def forward(
     must be able to use both arrays in place, and there must be no sink.
     """
     called = called_kernels(problem, programs, False, kind_of(q.dtype))
-    pointers = _prepare(problem, programs, called, forward_kernel)
+    pointers = made_ready(problem, programs, called, forward_kernel)
     layout, scratch = Layout(problem, block_q, block_kv), Scratch()
     q_read = layout.input(q, scratch, whole_vectors=False)
     k_read = layout.input(k, scratch, whole_vectors=False)
@@ -230,14 +154,15 @@ def backward(
             if gradient is not None:
                 gradient[...] = 0
         return 0
-    kernels = [backward_delta, backward_dkdv]
+    kernels = [backward_delta, backward_panels, backward_dkdv]
     if dbias is not None:
         kernels.append(backward_bias)
-    pointers = _prepare(
+    pointers = made_ready(
         problem, programs, called_kernels(problem, programs, True, kind_of(q.dtype)), *kernels
     )
     accumulator, heads = layout.number, problem.heads
-    shape = layout.shape
+    shape, itemsize = layout.shape, layout.itemsize
+    columns, columns_v = (round_up(count, layout.lanes) for count in (problem.d, problem.d_v))
     q_read, do_read, k_read = (layout.input(x, scratch, whole_vectors=True) for x in (q, do, k))
     v_read, out_read = (layout.input(x, scratch, whole_vectors=False) for x in (v, out))
     lse_read = layout.operand(lse[..., None], scratch, whole_vectors=False)
@@ -284,8 +209,24 @@ def backward(
         ],
     )
     changes = changes_of(layout, programs, pointers, careful)
-    qt_memory, qt = layout.panels(q_read, problem.d, scratch)
-    dot_memory, dot = layout.panels(do_read, problem.d_v, scratch)
+    qt_memory, qt = layout.panels(problem.d, scratch)
+    dot_memory, dot = layout.panels(problem.d_v, scratch)
+    wide_rows = lanes_of_pair(itemsize) if pointers.widen else 0
+    parallel(
+        Bound(
+            backward_panels,
+            accumulator,
+            shape,
+            pointers.widen,
+            q_rows,
+            qt,
+            do_rows,
+            dot,
+            scratch=lambda: aligned((wide_rows * columns, wide_rows * columns_v), accumulator),
+        ),
+        layout.batch * heads,
+        (read, qt_memory, dot_memory),
+    )
 
     kv_lead = np.broadcast_shapes(k.shape[:-3], v.shape[:-3]) if not problem.packed else ()
     if not problem.packed and (dk.shape[:-3] != kv_lead or dv.shape[:-3] != kv_lead):
@@ -303,8 +244,6 @@ def backward(
     dq_rows = layout.rows(dq_made)
     dk_rows, dv_rows = layout.rows(dk_made, keys=True), layout.rows(dv_made, keys=True)
     counts = -(-layout.len_k[members[starts]] // block_kv)
-    itemsize = layout.itemsize
-    columns, columns_v = (round_up(count, layout.lanes) for count in (problem.d, problem.d_v))
     of_keys, of_queries = (
         [size_of_pairs(rows, wide, itemsize) for wide in (columns, columns_v)]
         for rows in (block_kv, changes.panel)

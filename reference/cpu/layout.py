@@ -282,17 +282,11 @@ class Layout:
         starts = np.flatnonzero(np.diff(entries[members], prepend=-1)).astype(np.int64)
         return len(starts), members, starts
 
-    def panels(self, array: Array, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
-        """Return the queries of every block as pairs of columns, and where blocks lie.
-
-        They are what `load_transposed` makes of a block. Columns without a query are 0.
-        """
+    def panels(self, depth: int, scratch: Scratch) -> tuple[Array, Rows]:
+        """Return memory for every block of queries as pairs of columns, and where blocks lie."""
         lanes = self.panel_lanes()
         head, first = depth * int(lanes.sum()), depth * (np.cumsum(lanes) - lanes)
-        heads = self.problem.heads
-        memory = scratch.empty((heads, head), self.number)
-        fill = partial(self._fill_panels, array, depth, memory, first)
-        parallel(fill, self.batch * heads, (array, memory))
+        memory = scratch.empty((self.problem.heads, head), self.number)
         block = depth * self._in_pairs(self.block_q)
         return memory, Rows(address(memory), first, head, block, self.itemsize, NATIVE)
 
@@ -305,46 +299,6 @@ class Layout:
     def _in_pairs(self, count: Any) -> Any:
         pair = lanes_of_pair(self.itemsize)
         return -(-count // pair) * pair
-
-    @np.errstate(all="ignore")  # a thread does not have its caller's
-    def _fill_panels(
-        self, array: Array, depth: int, memory: Array, begins: Array, first: int, last: int
-    ) -> None:
-        block = self.block_q
-        for item in range(first, last):
-            b, h = divmod(item, self.problem.heads)
-            rows = self._entry(array, b)[h, :, :depth]
-            blocks, rest = divmod(len(rows), block)
-            begin, split = begins[b], len(rows) - rest
-            end = begin + blocks * depth * self._in_pairs(block)
-            if blocks:
-                whole = rows[:split].reshape(blocks, block, depth)
-                self._fill_panel(whole, memory[h, begin:end])
-            if rest:
-                end_of_rest = end + depth * self._in_pairs(rest)
-                self._fill_panel(rows[None, split:], memory[h, end:end_of_rest])
-
-    def _fill_panel(self, rows: Array, memory: Array) -> None:
-        """Fill the memory of some blocks with their rows (blocks, queries, depth)."""
-        blocks, count, depth = rows.shape
-        pair = lanes_of_pair(self.itemsize)
-        panels = memory.reshape(blocks, -(-count // pair), depth, pair)
-        full, rest = divmod(count, pair)
-        whole = rows[:, : count - rest].reshape(blocks, full, pair, depth)
-        panels[:, :full] = whole.swapaxes(2, 3)
-        if rest:
-            panels[:, full, :, :rest] = rows[:, count - rest :].swapaxes(1, 2)
-            panels[:, full, :, rest:] = 0
-
-    def _entry(self, array: Array, b: int) -> Array:
-        """Return the (H, L, D) queries, or what has their shape, of a batch entry."""
-        if self.problem.packed:
-            start = self.start_q[b]
-            return array[:, start : start + self.len_q[b]]
-        lead = self.problem.lead
-        every = np.broadcast_to(array, (*lead, *array.shape[-3:]))
-        entry: Array = every[np.unravel_index(b, lead)]
-        return entry[:, : self.len_q[b]]
 
     def key_ranges(self, ends: tuple[Array, Array] | None) -> KeyRanges:
         """Return the ranges of keys, with the place of each query's first and last key.

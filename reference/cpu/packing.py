@@ -11,9 +11,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from .jit import helper
-from .memory import first_address, load
+from .memory import first_address, load, store
 from .microkernel import VECTOR_BYTES, round_up
-from .vectors import Emitter
+from .vectors import INT, Emitter
 
 
 def lanes_of_pair(itemsize: int) -> int:
@@ -54,16 +54,57 @@ def load_pairs(source, row_size, rows, columns, itemsize, target):
             _copy_vector(row + size - VECTOR_BYTES, place, like)
 
 
+@intrinsic
+def _transpose_square(typingctx, source, row_size, target, step, like):
+    """Write the columns of a square of one vector's length as rows, `step` bytes apart."""
+
+    def codegen(context, builder, sig, args):
+        source, row_size, target, step, _ = args
+        emit = Emitter(builder, context.get_value_type(sig.args[4]))
+        lanes, half = emit.lanes, emit.lanes // 2
+        rows = [emit.load(builder.add(source, builder.mul(row_size, INT(i)))) for i in range(lanes)]
+        low = [n // 2 + n % 2 * lanes for n in range(lanes)]
+        high = [n + half for n in low]
+        # Each round merges rows from both halves. After log2(lanes) of them the square is turned.
+        for _ in range(lanes.bit_length() - 1):
+            pairs = zip(rows[:half], rows[half:], strict=True)
+            rows = [emit.shuffle(a, b, part) for a, b in pairs for part in (low, high)]
+        for d, column in enumerate(rows):
+            emit.store(column, builder.add(target, builder.mul(step, INT(d))))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, like), codegen
+
+
 @helper
-def load_transposed(source, row_size, count, lanes, depth, itemsize, tile):
+def load_transposed(source, row_size, count, lanes, depth, itemsize, target, zero):
     """Load `count` rows as pairs of columns (depth, pair); the columns up to `lanes` are 0."""
-    zero = tile.dtype.type(0)
-    pair = pair_lanes(itemsize)
-    for i in range(lanes):
-        begin = i // pair * pair * depth + i % pair
-        if i < count:
-            for d in range(depth):
-                tile[begin + d * pair] = load(source + i * row_size + d * itemsize, zero)
-        else:
-            for d in range(depth):
-                tile[begin + d * pair] = zero
+    pair, vector = pair_lanes(itemsize), VECTOR_BYTES // itemsize
+    whole = depth // vector * vector
+    step = pair * itemsize
+    for i in range(0, lanes, vector):
+        begin = target + (i // pair * pair * depth + i % pair) * itemsize
+        first = 0
+        if i + vector <= count:
+            for d in range(0, whole, vector):
+                place = source + i * row_size + d * itemsize
+                _transpose_square(place, row_size, begin + d * step, step, zero)
+            first = whole
+        for d in range(first, depth):
+            for n in range(min(vector, lanes - i)):
+                value = zero
+                if i + n < count:
+                    value = load(source + (i + n) * row_size + d * itemsize, zero)
+                store(begin + d * step + n * itemsize, value)
+
+
+@helper
+def store_pairs(source, rows, columns, itemsize, factor, target, row_size):
+    """Write rows that lie as pairs of vectors, multiplied by a factor, `row_size` bytes apart."""
+    width = pair_lanes(itemsize)
+    for d in range(0, columns, width):
+        for j in range(rows):
+            begin = d * rows + j * width
+            place = target + j * row_size + d * itemsize
+            for n in range(min(width, columns - d)):
+                store(place + n * itemsize, source[begin + n] * factor)

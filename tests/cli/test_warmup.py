@@ -80,10 +80,10 @@ def test_what_is_no_choice(words, capsys):
 
 def test_every_kernel_is_prepared():
     """What a call can ask for is among what `warmup` compiles."""
-    from cupyflash.reference.cpu import launch
+    from cupyflash.reference.cpu import kernels
 
     declared = {each for each in jit.declared() if each.__module__.startswith("cupyflash.")}
-    assert declared == set(launch.KERNELS)
+    assert declared == set(kernels.KERNELS)
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ def attend_to_less(q, k, v, lengths, **options):
 )
 def test_the_machine_finds_faults(machine):
     found = settings(
-        max_examples=60, stateful_step_count=20, phases=[Phase.generate], derandomize=True
+        max_examples=1000, stateful_step_count=20, phases=[Phase.generate], derandomize=True
     )
     with pytest.raises(AssertionError):
         run_state_machine_as_test(machine, settings=found)

@@ -9,7 +9,7 @@ from cupyflash import attention_varlen_vjp, attention_vjp, lookup, masks, scores
 from cupyflash.backends import cpu, cpu_ranges
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
-from cupyflash.reference.cpu import launch, program
+from cupyflash.reference.cpu import kernels, program
 
 HEADS, QUERIES, KEYS = 2, 150, 300
 LENGTHS = np.array([7, 0, 290])
@@ -41,7 +41,7 @@ def arrays(dtype=np.float32):
 def wanted(mask, backward):
     """The kernels that those of a call with a mask call by their addresses."""
     call = validate.call(*arrays(), Options(mask=mask))
-    called = launch.called_kernels(call.problem, cpu._programs(call), backward)
+    called = kernels.called_kernels(call.problem, cpu._programs(call), backward)
     return {kernel for kernel, _ in called.values()}
 
 

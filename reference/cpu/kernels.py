@@ -1,0 +1,97 @@
+"""Which kernels a call needs: they are compiled before it, and call one another by address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from .arguments import FunctionPointers
+from .backward import backward_dkdv, backward_dq
+from .backward_bias import backward_bias
+from .backward_delta import backward_delta
+from .backward_panels import backward_panels
+from .combine import combine
+from .decode import decode
+from .forward import forward
+from .gradient_tile import fill_gradient_tile
+from .jit import Kernel, Report, Wanted, pointer_of, prepare
+from .layout import Problem, Programs
+from .merge import merge
+from .microkernel import product
+from .nonfinite import count_nonfinite
+from .program import run
+from .tile import (
+    classify_by_program,
+    classify_by_ranges,
+    draw_dropout,
+    mask_by_program,
+    mask_by_ranges,
+    score_by_program,
+)
+from .widen import NATIVE, widen_rows
+
+_FLOAT32 = np.dtype(np.float32)
+_CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
+KERNELS = (
+    forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
+    product, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges, draw_dropout,
+    fill_gradient_tile, decode, merge, widen_rows, *_CLASSES,
+)  # fmt: skip
+
+
+def called_kernels(
+    problem: Problem, programs: Programs, backward: bool, kind: int = NATIVE
+) -> dict[str, Wanted]:
+    """Return the kernels that tiles of scores need, by their fields in `FunctionPointers`.
+
+    `kind` says how the elements of operands are stored.
+    """
+    number = problem.accumulator
+    called: dict[str, Wanted] = {}
+    if kind != NATIVE:
+        called["widen"] = widen_rows, number
+    if programs.ranges is not None:
+        called |= {"classify": (classify_by_ranges, _FLOAT32), "mask": (mask_by_ranges, number)}
+    elif len(programs.mask.code):
+        called["run_float32"] = run, _FLOAT32
+        called |= {"classify": (classify_by_program, _FLOAT32), "mask": (mask_by_program, number)}
+    if len(programs.score.code) or len(programs.slope.code):
+        called |= {"run_number": (run, number), "score": (score_by_program, number)}
+    if problem.dropout:
+        called["dropout"] = draw_dropout, number
+    if backward:
+        called["gradient"] = fill_gradient_tile, number
+    return called
+
+
+def made_ready(
+    problem: Problem, programs: Programs, called: dict[str, Wanted], *kernels: Kernel
+) -> FunctionPointers:
+    """Compile what is missing; return the addresses of the kernels that others call."""
+    number = problem.accumulator
+    called = {"product": (product, number), **called}
+    own = [(kernel, number) for kernel in kernels]
+    if programs.may_mask:
+        own.append((count_nonfinite, number))
+    prepare([*called.values(), *own])
+    return pointers_to(called)
+
+
+def pointers_to(called: dict[str, Wanted]) -> FunctionPointers:
+    """Return the addresses of kernels that `prepare` has made ready."""
+    return FunctionPointers(
+        **{
+            name: pointer_of(*called[name]) if name in called else 0
+            for name in FunctionPointers._fields
+        }
+    )
+
+
+def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) -> None:
+    """Compile every kernel for these accumulators; `report` is as in `jit.prepare`."""
+    wanted: list[Wanted] = [(kernel, _FLOAT32) for kernel in (*_CLASSES, run)]
+    others = [kernel for kernel in KERNELS if kernel not in _CLASSES]
+    wanted += [(kernel, number) for number in numbers for kernel in others]
+    prepare(wanted, report)
