@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from ..expr.key_range import KeyRange, key_range
 from ..gpu.launch import CallResult
 from ..problem.append import Append
-from ..problem.bound_exprs import trees
+from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Array, Call, Gradients, Plan
 from ..problem.rotary import Rotary, Rotation
 from . import cpu_ranges, cpu_tiles
@@ -22,16 +24,46 @@ def _programs(call: Call, len_k: Array | None = None) -> Any:
     `len_k` is as in `cpu_ranges.ends`.
     """
     from cupyflash.reference.cpu.layout import Programs
-    from cupyflash.reference.cpu.program import empty_program
+    from cupyflash.reference.cpu.program import NO_PROGRAM
 
     from ..expr.lower import lower
 
-    bound = trees(call)
-    ends = cpu_ranges.ends(call.problem, bound.allowed, len_k)
-    if ends is not None:  # they replace the mask
+    bound, found = _proved(call)
+    ends = None
+    if found is not None:  # it replaces the mask
+        ends = cpu_ranges.ends(call.problem, found, len_k)
         bound = bound._replace(allowed=None, classes=None)
-    score, slope, mask, tile = (empty_program() if tree is None else lower(tree) for tree in bound)
+    score, slope, mask, tile = (NO_PROGRAM if tree is None else lower(tree) for tree in bound)
     return Programs(score, slope, mask, tile, bound, ends)
+
+
+_kept: dict[Hashable, tuple[Trees, KeyRange | None]] = {}
+_MOST_KEPT = 64
+
+
+def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
+    """Return a call's expressions, and the range of keys that its mask gives if it gives one.
+
+    What only numbers decide is kept for later calls, because the proofs take longer than a small
+    call.
+    """
+    key, problem = None, call.problem
+    if call.mask is not None and call.score_mod is None and call.bias is None:
+        structure, arrays = call.mask.structure
+        if not arrays and not problem.packed and call.cache is None:
+            key = (
+                structure, problem.lead, problem.heads, problem.len_q, problem.len_k,
+                problem.heads_in_rows, problem.origin_q, problem.origin_k, problem.whole,
+            )  # fmt: skip
+            if key in _kept:
+                return _kept[key]
+    bound = trees(call)
+    result = bound, None if bound.allowed is None else key_range(bound.allowed, problem)
+    if key is not None:
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        _kept[key] = result
+    return result
 
 
 def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> int:

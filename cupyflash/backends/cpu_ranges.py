@@ -12,37 +12,31 @@ from types import SimpleNamespace
 import numpy as np
 
 from ..expr.evaluate import evaluate
-from ..expr.key_range import KeyRange, key_range
-from ..expr.nodes import Expr
+from ..expr.key_range import KeyRange
 from ..masks import position_symbols
 from ..problem.call import Array, Problem
 
 _FIRST, _LAST = 0, 2**62
 
 
-def ends(
-    problem: Problem, allowed: Expr | None, len_k: Array | None = None
-) -> tuple[Array, Array] | None:
-    """Return the ends of each query's keys; None without a mask, or if it does not give ranges.
+def ends(problem: Problem, found: KeyRange, len_k: Array | None = None) -> tuple[Array, Array]:
+    """Return the ends of each query's keys.
 
     Parameters
     ----------
     problem : Problem
         The problem.
-    allowed : Expr or None
-        The bound mask.
+    found : KeyRange
+        Both ends as expressions.
     len_k : numpy.ndarray, optional
         The number of keys of each batch entry, (B,), if the problem has only its range.
 
     Returns
     -------
-    tuple of (numpy.ndarray, numpy.ndarray) or None
+    tuple of (numpy.ndarray, numpy.ndarray)
         The first and the last key, int64, (B or 1, H or 1, L), or (H or 1, total) for packed
         sequences. If a query has no keys, its last key is before its first.
     """
-    found = None if allowed is None else key_range(allowed, problem)
-    if found is None:
-        return None
     if problem.packed:
         return _of_packed(problem, found, problem.len_k if len_k is None else len_k)
     b, h, i = np.ix_(*map(np.arange, (math.prod(problem.lead), problem.heads, problem.len_q)))

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..cpu.launch import forward as run_kernel
 from ..cpu.layout import Programs
-from ..cpu.program import SYMBOLS, TABLE_WORDS, Op, Program, empty_program
+from ..cpu.program import NO_PROGRAM, SYMBOLS, TABLE_WORDS, Op, Program
 from .blocks import (
     Dropout,
     blocks,
@@ -116,7 +116,7 @@ def causal_programs(offset: int) -> Programs:
         ],
         [],
     )
-    return Programs(score=empty_program(), slope=empty_program(), mask=pairs, tile=tiles)
+    return Programs(score=NO_PROGRAM, slope=NO_PROGRAM, mask=pairs, tile=tiles)
 
 
 def kernel(
@@ -128,7 +128,7 @@ def kernel(
     problem = OneHead(
         len(q), len(k), q.shape[1], v.shape[1], q.dtype, scale, drop.p, drop.seed or 0
     )
-    empty = empty_program()
+    empty = NO_PROGRAM
     none = Programs(empty, empty, empty, empty)
     programs = none if offset is None else causal_programs(offset)
     out, lse = np.empty((1, len(q), v.shape[1]), q.dtype), np.empty((1, len(q)), q.dtype)

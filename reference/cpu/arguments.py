@@ -88,6 +88,52 @@ def shape_of(number: types.Type) -> Struct:
     return Struct(Shape, tuple((numbers | arrays).get(name, INT) for name in Shape._fields))
 
 
+class Registers(NamedTuple):
+    """How many registers a program has."""
+
+    int_registers: int
+    float_registers: int
+
+
+class TileSizes(NamedTuple):
+    """What the scratch of a tile depends on. Calls that have it in common share scratch."""
+
+    block_q: int
+    block_kv: int
+    d: int
+    d_v: int
+    itemsize: int
+    lanes_per_vector: int
+    panel: int
+    drops: bool
+    careful: bool
+    widens: bool
+    changes_slope: bool
+    score: Registers
+    slope: Registers
+    mask: Registers
+    tile: Registers
+
+
+def tile_sizes(shape: Shape, changes: Changes) -> TileSizes:
+    """Return the sizes of a call's tiles."""
+    programs = changes.score, changes.slope, changes.mask, changes.tile
+    return TileSizes(
+        shape.block_q,
+        shape.block_kv,
+        shape.d,
+        shape.d_v,
+        shape.itemsize,
+        shape.lanes_per_vector,
+        changes.panel,
+        shape.drop_below > 0,
+        bool(changes.careful),
+        bool(changes.pointers.widen),
+        len(changes.slope.code) > 0,
+        *(Registers(x.int_registers, x.float_registers) for x in programs),
+    )
+
+
 def no_ranges() -> KeyRanges:
     """Return what stands for a mask without ranges of keys, or for no mask."""
     none = np.empty(0, np.int64)

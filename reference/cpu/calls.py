@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,16 @@ def _in_words(forms: list[Struct | ArrayForm | None], values: Any) -> tuple[list
     return words, held
 
 
+@functools.lru_cache(maxsize=4)
+def _shared_spares(
+    compiled: Kernel,
+    number: np.dtype[Any],
+    sizes: Hashable,
+) -> list[tuple[list[int], object]]:
+    """Return a list for the scratch of threads that have finished, for calls of some sizes."""
+    return []
+
+
 def no_scratch() -> tuple[Any, ...]:
     """Return the scratch of a kernel that needs none."""
     return ()
@@ -63,7 +73,7 @@ class Bound:
     """A kernel with its arguments: ``bound(first, last)`` computes items `first` to `last`.
 
     It holds the arrays whose addresses the kernel gets. When a thread has finished a chunk, its
-    scratch memory is kept for the next chunk.
+    scratch memory is kept for the next chunk, and with `sizes` for the next call.
 
     Parameters
     ----------
@@ -75,6 +85,9 @@ class Bound:
         Its arguments after `first` and `last`. Structures may be named tuples.
     scratch : callable
         Makes its last arguments, separately for each thread.
+    sizes : hashable, optional
+        All that the scratch depends on, besides the kernel and the number. Where it is given, later
+        calls of the same sizes use the same memory: making it takes longer than a small call.
     """
 
     def __init__(
@@ -83,12 +96,14 @@ class Bound:
         number: np.dtype[Any],
         *arguments: Any,
         scratch: Callable[[], tuple[Any, ...]] = no_scratch,
+        sizes: Hashable = None,
     ) -> None:
         forms = _forms(compiled, number)
         self._own_forms = forms[len(arguments) :]
         self._words, self._held = _in_words(forms[: len(arguments)], arguments)
         self._name, self._pointer = compiled.__name__, pointer_of(compiled, number)
-        self._scratch, self._spare = scratch, list[tuple[list[int], object]]()
+        self._scratch = scratch
+        self._spare = [] if sizes is None else _shared_spares(compiled, number, sizes)
 
     def __call__(self, first: int, last: int) -> None:
         """Compute the items from `first` to `last`, without the latter."""

@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 
 from .accumulate import accumulate
-from .arguments import CHANGES, Changes, Shape, shape_of
+from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
 from .memory import ROWS, aligned, first_address, row_address, store
 from .microkernel import multiply, padded, round_up
@@ -78,17 +78,17 @@ def forward_scratch_of(number: types.Type) -> Struct:
     )
 
 
-def forward_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> ForwardScratch:
-    """Allocate the scratch of a problem."""
-    lanes = round_up(shape.block_q, shape.lanes_per_vector)
-    columns = round_up(shape.d_v, shape.lanes_per_vector)
-    panel = min(lanes, changes.panel)
-    cells = shape.block_kv * panel
-    dropped = cells if shape.drop_below else 0
-    pairs = size_of_pairs(shape.block_kv, columns, shape.itemsize)
-    queries = size_of_pairs(shape.d, lanes, shape.itemsize)
-    rows = max(shape.block_kv, panel) if changes.pointers.widen else 0
-    wide = rows * max(columns, round_up(shape.d, shape.lanes_per_vector))
+def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
+    """Allocate the scratch of one thread."""
+    lanes = round_up(sizes.block_q, sizes.lanes_per_vector)
+    columns = round_up(sizes.d_v, sizes.lanes_per_vector)
+    panel = min(lanes, sizes.panel)
+    cells = sizes.block_kv * panel
+    dropped = cells if sizes.drops else 0
+    pairs = size_of_pairs(sizes.block_kv, columns, sizes.itemsize)
+    queries = size_of_pairs(sizes.d, lanes, sizes.itemsize)
+    rows = max(sizes.block_kv, panel) if sizes.widens else 0
+    wide = rows * max(columns, round_up(sizes.d, sizes.lanes_per_vector))
     qt, v_pairs, s, z, wide_rows, acc, m, m_new, l = aligned(
         (queries, pairs, cells, dropped, wide, lanes * columns, lanes, panel, lanes), number
     )
@@ -98,17 +98,17 @@ def forward_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> Fo
         s,
         z,
         wide_rows,
-        np.empty((4, panel if shape.drop_below else 0), np.uint32),
-        np.empty(cells if changes.careful else 0, np.bool_),
+        np.empty((4, panel if sizes.drops else 0), np.uint32),
+        np.empty(cells if sizes.careful else 0, np.bool_),
         acc,
         m,
         m_new,
         l,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
-        *make_registers(changes.score, lanes, number),
-        *make_registers(changes.mask, lanes, np.dtype(np.float32)),
-        *make_registers(changes.tile, 1, np.dtype(np.float32)),
+        *make_registers(sizes.score, lanes, number),
+        *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
+        *make_registers(sizes.tile, 1, np.dtype(np.float32)),
     )
 
 

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .arguments import CHANGES, Changes, Shape, shape_of
+from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
 from .memory import aligned, first_address, load, row_address
 from .microkernel import VECTOR_BYTES, multiply, round_up
@@ -74,13 +74,13 @@ def gradient_scratch_of(number: types.Type) -> Struct:
     )
 
 
-def gradient_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> GradientScratch:
-    """Allocate the scratch of a problem."""
-    lanes = min(round_up(shape.block_q, shape.lanes_per_vector), changes.panel)
-    cells = shape.block_kv * lanes
-    dropped, changed = bool(shape.drop_below) * cells, bool(len(changes.slope.code)) * cells
-    wide, wide_v = (round_up(columns, shape.lanes_per_vector) for columns in (shape.d, shape.d_v))
-    rows_q, rows_k = (bool(changes.pointers.widen) * rows for rows in (lanes, shape.block_kv))
+def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch:
+    """Allocate the scratch of one thread."""
+    lanes = min(round_up(sizes.block_q, sizes.lanes_per_vector), sizes.panel)
+    cells = sizes.block_kv * lanes
+    dropped, changed = sizes.drops * cells, sizes.changes_slope * cells
+    wide, wide_v = (round_up(columns, sizes.lanes_per_vector) for columns in (sizes.d, sizes.d_v))
+    rows_q, rows_k = (sizes.widens * rows for rows in (lanes, sizes.block_kv))
     p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide = aligned(
         (cells, cells, dropped, changed, lanes, lanes, rows_k * wide, rows_k * wide_v,
          rows_q * max(wide, wide_v)), number
@@ -89,9 +89,9 @@ def gradient_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> G
         p,
         ds,
         z,
-        np.empty((4, lanes if shape.drop_below else 0), np.uint32),
+        np.empty((4, lanes if sizes.drops else 0), np.uint32),
         slope,
-        np.empty(cells if changes.careful else 0, np.bool_),
+        np.empty(cells if sizes.careful else 0, np.bool_),
         lse,
         delta,
         k_wide,
@@ -99,10 +99,10 @@ def gradient_scratch(shape: Shape, changes: Changes, number: np.dtype[Any]) -> G
         q_wide,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
-        *make_registers(changes.score, lanes, number),
-        *make_registers(changes.slope, lanes, number),
-        *make_registers(changes.mask, lanes, np.dtype(np.float32)),
-        *make_registers(changes.tile, 1, np.dtype(np.float32)),
+        *make_registers(sizes.score, lanes, number),
+        *make_registers(sizes.slope, lanes, number),
+        *make_registers(sizes.mask, lanes, np.dtype(np.float32)),
+        *make_registers(sizes.tile, 1, np.dtype(np.float32)),
     )
 
 

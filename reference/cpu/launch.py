@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import Changes, FunctionPointers
+from .arguments import Changes, FunctionPointers, tile_sizes
 from .backward import backward_dkdv, backward_dq
 from .backward_bias import backward_bias
 from .backward_delta import backward_delta
@@ -98,8 +98,8 @@ def forward(
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
     careful = layout.careful(programs, pointers.widen, [(v_read, v_rows, layout.len_k)])
     changes = changes_of(layout, programs, pointers, careful)
-    sinks = sinks_of(layout, sink)
-    work = layout.blocks(layout.len_q, block_q, last_first=True)
+    sinks, sizes = sinks_of(layout, sink), tile_sizes(layout.shape, changes)
+    work = layout.blocks(block_q, last_first=True)
     visited = np.zeros(len(work) * problem.heads, np.int64)
     parallel(
         Bound(
@@ -116,7 +116,8 @@ def forward(
             out_rows,
             lse_rows,
             visited,
-            scratch=lambda: (forward_scratch(layout.shape, changes, layout.number),),
+            scratch=lambda: (forward_scratch(sizes, layout.number),),
+            sizes=sizes,
         ),
         visited.size,
         (programs, q_read, k_read, v_read, out_made, lse_made),
@@ -222,7 +223,7 @@ def backward(
             qt,
             do_rows,
             dot,
-            scratch=lambda: aligned((wide_rows * columns, wide_rows * columns_v), accumulator),
+            scratch=lambda: tuple(np.empty((2, wide_rows * max(columns, columns_v)), accumulator)),
         ),
         layout.batch * heads,
         (read, qt_memory, dot_memory),
@@ -249,9 +250,11 @@ def backward(
         for rows in (block_kv, changes.panel)
     )
 
-    def tiles(*sizes: int) -> tuple[Any, ...]:
-        scratch = gradient_scratch(shape, changes, accumulator)
-        return scratch, *aligned((of_keys[0], *sizes), accumulator)
+    sizes = tile_sizes(shape, changes)
+
+    def tiles(*counts: int) -> tuple[Any, ...]:
+        scratch = gradient_scratch(sizes, accumulator)
+        return scratch, *aligned((of_keys[0], *counts), accumulator)
 
     visited = 0
     for work in key_blocks(layout, starts, counts, one_pass):
@@ -278,6 +281,7 @@ def backward(
                 dv_rows,
                 visited_here,
                 scratch=lambda: tiles(*of_keys, *of_queries),
+                sizes=sizes,
             ),
             visited_here.size,
             (read, qt_memory, dot_memory, dk_made, dv_made, dq_made),
@@ -305,6 +309,7 @@ def backward(
                 delta_rows,
                 dq_rows,
                 scratch=lambda: tiles(*queries, block_q * columns),
+                sizes=sizes,
             ),
             len(q_work) * heads,
             (read, dq_made),
@@ -362,6 +367,7 @@ def _bias_gradient(
     work = np.stack([starts[entry], ends[entry], entry, head, q_block, kv_block], axis=1)
     work = np.ascontiguousarray(work, np.int64)
     if groups:
+        sizes = tile_sizes(layout.shape, changes)
         parallel(
             Bound(
                 backward_bias,
@@ -377,7 +383,8 @@ def _bias_gradient(
                 qt,
                 dot,
                 computed,
-                scratch=lambda: (gradient_scratch(layout.shape, changes, layout.number),),
+                scratch=lambda: (gradient_scratch(sizes, layout.number),),
+                sizes=sizes,
             ),
             len(work),
             arrays,

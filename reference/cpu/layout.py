@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -135,6 +135,26 @@ class Scratch:
         return made
 
 
+def _contiguous(lead: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of axes that lie one in the other."""
+    return tuple(math.prod(lead[axis + 1 :]) for axis in range(len(lead)))
+
+
+@lru_cache(maxsize=64)
+def _places(lead: tuple[int, ...], own: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    """Return, for every batch entry, its place in an array of `own` leading axes and `strides`.
+
+    The array's axes broadcast to `lead`. Nobody writes to the result.
+    """
+    places = np.zeros(lead, np.int64)
+    missing = len(lead) - len(own)
+    for axis, (size, stride) in enumerate(zip(own, strides, strict=True)):
+        if size > 1:
+            steps = np.arange(size, dtype=np.int64) * stride
+            places += steps.reshape((-1,) + (1,) * (len(lead) - missing - axis - 1))
+    return places.reshape(-1)
+
+
 class Layout:
     """The batch entries of a problem, and how arrays of each kind are laid out over them."""
 
@@ -174,20 +194,14 @@ class Layout:
         )
 
     def _per_entry(self, value: Any) -> Array:
+        if isinstance(value, int):
+            return np.full(self.batch, value, np.int64)
         # Always a copy: a read-only array would be another type, and compile every kernel again.
         return np.array(np.broadcast_to(np.asarray(value, np.int64), (self.batch,)))
 
     def entries(self, lead: tuple[int, ...]) -> Array:
         """Return, for every batch entry, the flat index of its place in an operand."""
-        index = np.zeros(self.batch, np.int64)
-        inner, place = self.batch, 1
-        padded = (1,) * (len(self.problem.lead) - len(lead)) + lead
-        for size, own in zip(self.problem.lead, padded, strict=True):
-            inner //= max(size, 1)
-            position = np.arange(self.batch, dtype=np.int64) // max(inner, 1) % max(size, 1)
-            index = index * own + (position if own == size else 0)
-            place *= own
-        return index
+        return _places(self.problem.lead, lead, _contiguous(lead))
 
     def rows(self, array: Array, keys: bool = False) -> Rows:
         """Return where the rows of an array of the accumulator's type lie."""
@@ -196,12 +210,7 @@ class Layout:
         if self.problem.packed:
             batch = (self.start_k if keys else self.start_q) * row
         else:
-            lead = array.shape[:-3]
-            places = np.zeros(math.prod(lead), np.int64).reshape(lead)
-            for axis, stride in enumerate(strides[:-3]):
-                steps = np.arange(lead[axis], dtype=np.int64) * stride
-                places += steps.reshape((-1,) + (1,) * (len(lead) - axis - 1))
-            batch = places.reshape(-1)[self.entries(lead)]
+            batch = _places(self.problem.lead, array.shape[:-3], tuple(strides[:-3]))
         batch = np.ascontiguousarray(batch)
         return Rows(address(array), batch, head, row, array.itemsize, kind_of(array.dtype))
 
@@ -250,9 +259,15 @@ class Layout:
         columns = round_up(array.shape[-1], self.lanes) if whole_vectors else array.shape[-1]
         return scratch.empty((*array.shape[:-1], columns), self.number)
 
-    def blocks(self, lengths: Array, block: int, last_first: bool) -> Array:
-        """Return (batch entry, block) of every block, the causal mask's longest first."""
-        counts = -(-lengths // block)
+    def blocks(self, block: int, last_first: bool) -> Array:
+        """Return (batch entry, block) of every block of queries; a causal mask's longest first."""
+        if not self.problem.packed:  # all lengths are equal
+            count = -(-self.problem.len_q // block)
+            work = np.empty((count, self.batch, 2), np.int64)
+            work[..., 0] = np.arange(self.batch)
+            work[..., 1] = np.arange(count)[:: -1 if last_first else 1, None]
+            return work.reshape(-1, 2)
+        counts = -(-self.len_q // block)
         entry = np.repeat(np.arange(self.batch, dtype=np.int64), counts)
         first = np.cumsum(counts) - counts
         number = np.arange(entry.size, dtype=np.int64) - np.repeat(first, counts)
@@ -277,7 +292,10 @@ class Layout:
 
     def groups(self, lead: tuple[int, ...]) -> tuple[int, Array, Array]:
         """Return the number of groups, the batch entries by group, and each group's first place."""
-        entries = np.arange(self.batch) if self.problem.packed else self.entries(lead)
+        if self.problem.packed or lead == self.problem.lead:
+            every = np.arange(self.batch, dtype=np.int64)
+            return self.batch, every, every
+        entries = self.entries(lead)
         members = np.argsort(entries, kind="stable").astype(np.int64)
         starts = np.flatnonzero(np.diff(entries[members], prepend=-1)).astype(np.int64)
         return len(starts), members, starts

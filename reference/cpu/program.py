@@ -63,24 +63,23 @@ class Program(NamedTuple):
     tables: np.ndarray[Any, Any]  # (tables, TABLE_WORDS) int64
 
 
-def empty_program() -> Program:
-    """Return the program that changes nothing."""
-    none = np.empty(0, np.int64)
-    return Program(
-        none.reshape(0, 6),
-        0,
-        0,
-        0,
-        0,
-        none,
-        none,
-        none.astype(np.float64),
-        none.reshape(0, TABLE_WORDS),
-    )
-
-
 # The type for kernels.
 PROGRAM = Struct(Program, (TABLE, INT, INT, INT, INT, INTS, INTS, vector(types.float64), TABLE))
+
+_NONE = np.empty(0, np.int64)
+NO_PROGRAM = PROGRAM.keep(
+    Program(
+        _NONE.reshape(0, 6),
+        0,
+        0,
+        0,
+        0,
+        _NONE,
+        _NONE,
+        _NONE.astype(np.float64),
+        _NONE.reshape(0, TABLE_WORDS),
+    )
+)  # changes nothing
 
 
 def describe_table(array: np.ndarray[Any, Any]) -> list[int]:

@@ -46,6 +46,7 @@ class Struct(types.Type):  # type: ignore[misc]
             words += _words(member)
         self.word_count = words
         self.format = "".join(_format(member) for member in members)
+        self._kept: dict[int, tuple[Any, list[Any]]] = {}
         self._forms = [
             (
                 member if isinstance(member, Struct) else None,
@@ -58,8 +59,18 @@ class Struct(types.Type):  # type: ignore[misc]
         digest = hashlib.sha256(repr((fields.__module__, members)).encode()).hexdigest()
         super().__init__(f"{fields.__name__}_{digest[:12]}")
 
+    def keep(self, values: Any) -> Any:
+        """Return `values`, whose words are computed once: they and their arrays never change."""
+        leaves: list[Any] = []
+        self.flatten(values, leaves)
+        self._kept[id(values)] = values, leaves
+        return values
+
     def flatten(self, values: Any, leaves: list[Any]) -> None:
         """Append what the words of `values` hold."""
+        if id(values) in self._kept:
+            leaves += self._kept[id(values)][1]
+            return
         for (within, form), value in zip(self._forms, values, strict=True):
             if form is not None:
                 leaves += form.words(value)

@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 
 from . import philox
-from .arguments import CHANGES, shape_of
+from .arguments import CHANGES, Registers, shape_of
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
 from .program import PROGRAM, SYMBOLS, Program, run
 
@@ -23,7 +23,9 @@ WORDS = whole_rows(types.uint32)  # four words of the generator for every lane
 _run = caller(run)
 
 
-def make_registers(program: Program, lanes: int, number: np.dtype[Any]) -> tuple[Array, Array]:
+def make_registers(
+    program: Program | Registers, lanes: int, number: np.dtype[Any]
+) -> tuple[Array, Array]:
     """Return the registers of a program; the last row of integers is for addresses."""
     ri = np.empty((program.int_registers + 1, lanes), np.int64)
     rf = np.empty((max(program.float_registers, 1), lanes), number)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupyflash import attention_varlen_vjp, attention_vjp, lookup, masks, scores
+from cupyflash import attention, attention_varlen_vjp, attention_vjp, lookup, masks, scores
 from cupyflash.backends import cpu, cpu_ranges
+from cupyflash.expr.key_range import key_range
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 from cupyflash.reference.cpu import kernels, program
@@ -59,7 +60,8 @@ def test_other_masks_need_it(name):
 
 def with_programs(monkeypatch, call):
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_ranges, "ends", lambda problem, allowed, len_k=None: None)
+        patch.setattr(cpu, "key_range", lambda allowed, problem: None)
+        patch.setattr(cpu, "_kept", {})
         return call()
 
 
@@ -92,18 +94,16 @@ def test_packed_sequences(name, monkeypatch):
 
 
 def test_ends_are_kept_per_query_only_where_they_differ():
-    problem = validate.call(*arrays(), Options(mask=masks.causal())).problem
-
     def shape(mask):
         call = validate.call(*arrays(), Options(mask=mask))
-        low, high = cpu_ranges.ends(call.problem, cpu.trees(call).allowed)
+        found = key_range(cpu.trees(call).allowed, call.problem)
+        low, high = cpu_ranges.ends(call.problem, found)
         assert low.shape == high.shape
         return low.shape
 
     assert shape(RANGES["causal"]) == (1, 1, QUERIES)
     assert shape(RANGES["lengths"]) == (3, 1, QUERIES)
     assert shape(RANGES["by head"]) == (1, HEADS, QUERIES)
-    assert cpu_ranges.ends(problem, None) is None
 
 
 def test_a_looked_up_end_is_read_at_the_call():
@@ -114,3 +114,23 @@ def test_a_looked_up_end_is_read_at_the_call():
     ends[:] = 10**9
     assert programs.ranges is not None
     assert programs.ranges[1].max() == KEYS - 1
+
+
+def test_what_numbers_decide_is_kept_for_later_calls(monkeypatch):
+    monkeypatch.setattr(cpu, "_kept", {})
+    x = arrays()
+    want = [attention(*x, mask=masks.window(left, 0)) for left in (3, 4)]
+    assert len(cpu._kept) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "trees", None)  # nothing is proved again
+        got = [attention(*x, mask=masks.window(left, 0)) for left in (3, 4)]
+    assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
+    lengths = np.array([3, 30, 40])
+    before = attention(*x, mask=masks.lengths(lengths))
+    lengths[:] = 40
+    assert not np.array_equal(before, attention(*x, mask=masks.lengths(lengths)))
+    attention(*x, mask=masks.causal(), score_mod=scores.softcap(3.0))
+    assert len(cpu._kept) == 2
+    for left in range(cpu._MOST_KEPT + 5):
+        attention(*(a[..., :1, :] for a in x), mask=masks.window(left, 0))
+    assert len(cpu._kept) <= cpu._MOST_KEPT

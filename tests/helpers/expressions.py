@@ -161,7 +161,7 @@ def changes_of(number=np.float32, **programs):
     pointers = FunctionPointers(
         *(pointer_of(*called[x]) if x in called else 0 for x in FunctionPointers._fields)
     )
-    none = program.empty_program()
+    none = program.NO_PROGRAM
     four = [programs.get(name, none) for name in ("score", "slope", "mask", "tile")]
     return Changes(*four, no_ranges(), pointers, careful=0, panel=PANEL)
 
