@@ -84,6 +84,17 @@ def _forward(call: Call, out: Array, lse: Array, plan: Plan, resumes: bool) -> i
     )
 
 
+def _decode(call: Call, out: Array, lse: Array) -> int:
+    """Compute a call of few queries on dense arrays, as if they were a cache that is full."""
+    from cupyflash.reference.cpu import decode_launch
+
+    k, v = (x[None] if x.ndim == 3 else x for x in (call.k, call.v))
+    programs, rows = _programs(call), k.shape[-2]
+    return decode_launch.decode(
+        call.problem, programs, call.q, k, v, None, rows, call.sink, out, lse
+    )
+
+
 def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
     arrays = rotary.arrays
     return arrays["cos"], arrays["sin"], rotary.interleaved
@@ -101,11 +112,14 @@ class Cpu:
     ) -> CallResult:
         """Compute `out` and `lse`."""
         assert lse is not None
-        return CallResult(_forward(call, out, lse, plan or self.plan(call), resumes=False))
+        plan = plan or self.plan(call)
+        if plan.kernel == cpu_tiles.DECODE:
+            return CallResult(_decode(call, out, lse))
+        return CallResult(_forward(call, out, lse, plan, resumes=False))
 
     def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
         """Compute a piece's `out` and `lse`, or join its keys to them."""
-        _forward(call, out, lse, self.plan(call), resumes=not first)
+        _forward(call, out, lse, cpu_tiles.tiled(call.problem), resumes=not first)
 
     def backward(
         self,
@@ -122,7 +136,7 @@ class Cpu:
         """Compute `gradients`, always in the same order."""
         from cupyflash.reference.cpu import launch
 
-        plan = plan or self.plan(call)
+        plan = plan or cpu_tiles.tiled(call.problem)
         programs = _programs(call)
         visited = launch.backward(
             call.problem,
@@ -146,7 +160,7 @@ class Cpu:
         """Return the bytes of scratch that the call's backward needs."""
         from cupyflash.reference.cpu import launch
 
-        return launch.backward_scratch_size(call.problem, self.plan(call).block_q)
+        return launch.backward_scratch_size(call.problem, cpu_tiles.tiled(call.problem).block_q)
 
     def cached(
         self,

@@ -13,8 +13,37 @@ from ..problem.call import Plan, Problem
 TILES = ((128, (192, 128)), (512, (64, 64)))
 
 
+# Up to these, the kernel of a cache is faster on dense arrays: it reads a key once for all heads of
+# its group, where the tiled kernel computes whole vectors of queries of one head.
+MOST_QUERIES, MOST_ROWS, FEWEST_KEYS = 8, 32, 512
+DECODE = "reference.decode"
+
+
 def choose(problem: Problem) -> Plan:
-    """Return the tiles for a problem on NumPy arrays."""
+    """Return the kernel and the tiles of a forward on NumPy arrays."""
+    if not has_few_queries(problem):
+        return tiled(problem)
+    return Plan(
+        kernel=DECODE,
+        block_q=MOST_ROWS,
+        block_kv=64,
+        reason=f"a key head has at most {MOST_ROWS} rows of queries and there are {FEWEST_KEYS} "
+        f"keys or more, so the Numba kernel for few queries reads them in leaves of 64 in "
+        f"{problem.accumulator}",
+    )
+
+
+def has_few_queries(problem: Problem) -> bool:
+    """Return whether few queries read many keys. It does not depend on the batch size."""
+    if problem.packed or problem.dropout > 0 or problem.whole or len(problem.lead) > 1:
+        return False
+    queries, heads = int(problem.len_q), problem.heads_kv
+    few = heads > 0 and queries <= MOST_QUERIES and problem.heads // heads * queries <= MOST_ROWS
+    return few and queries > 0 and int(problem.len_k) >= FEWEST_KEYS
+
+
+def tiled(problem: Problem) -> Plan:
+    """Return the tiles of the kernels for any problem."""
     widest = max(problem.d, problem.d_v)
     block_q, block_kv = next(tiles for most, tiles in TILES if widest <= most)
     return Plan(

@@ -373,6 +373,32 @@ def test_a_step_is_the_last_row_of_the_prompt():
     assert same_bits(step, out[:, :, -1:])
 
 
+@pytest.mark.parametrize("lead_q, lead_k", [((), ()), ((3,), (3,)), ((3,), (1,)), ((1,), (3,))])
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(100, 0)], ids=str)
+def test_attention_with_few_queries_has_the_bits_of_a_full_cache(lead_q, lead_k, mask):
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((*lead_q, 4, 2, 24), np.float32)
+    k, v = rng.standard_normal((2, *lead_k, 2, 700, 24), np.float32)
+    assert cupyflash.plan(q, k, v, mask=mask).kernel == "reference.decode"
+    out, lse = cupyflash.attention(q, k, v, mask=mask, return_lse=True)
+    batch = max(lead_q + lead_k, default=1)
+    q, k, v = (np.broadcast_to(x, (batch, *x.shape[-3:])) for x in (q, k, v))
+    cached = attention_cached(q, k, v, 700, mask=mask, return_lse=True)
+    for got, want in zip((out, lse), cached, strict=True):
+        assert same_bits(got.reshape(want.shape), want)
+
+
+def test_attention_with_more_queries_fewer_keys_or_dropout_is_tiled():
+    def kernel(queries, keys, heads=2, **options):
+        q, k = np.ones((1, heads, queries, 8), np.float32), np.ones((1, 2, keys, 8), np.float32)
+        return cupyflash.plan(q, k, k, **options).kernel
+
+    assert kernel(8, 512) == kernel(8, 512, heads=8) == "reference.decode"
+    for kernel_of in (kernel(9, 512), kernel(8, 511), kernel(8, 512, heads=10)):
+        assert kernel_of == "reference.forward"
+    assert kernel(8, 512, dropout=0.5, seed=1) == "reference.forward"
+
+
 def test_unaligned_and_read_only_arrays():
     case = Case(np.random.default_rng(14), FLOAT32, [100], group=2)
     expected = case.with_options().run()
