@@ -22,7 +22,8 @@ from .decode import decode as decode_kernel
 from .forward import forward as forward_kernel
 from .forward import forward_scratch
 from .gradient_tile import fill_gradient_tile, gradient_scratch
-from .jit import Kernel, Report, Wanted, address, pointer_of, prepare
+from .hadamard import hadamard
+from .jit import Kernel, Report, Wanted, pointer_of, prepare
 from .layout import Array, Layout, Problem, Programs, Scratch, finish
 from .memory import Rows, aligned
 from .merge import merge
@@ -30,6 +31,7 @@ from .microkernel import PANEL, product, round_up
 from .nonfinite import count_nonfinite
 from .packing import size_of_pairs
 from .program import run
+from .quantize import quantize
 from .threads import parallel
 from .tile import (
     classify_by_program,
@@ -58,7 +60,8 @@ _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumul
 KERNELS = (
     forward_kernel, backward_delta, backward_dkdv, backward_dq, backward_bias, combine_kernel,
     product, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges, draw_dropout,
-    fill_gradient_tile, decode_kernel, merge, widen_rows, *_CLASSES,
+    fill_gradient_tile, decode_kernel, merge, widen_rows, quantize, hadamard,
+    *_CLASSES,
 )  # fmt: skip
 
 
@@ -467,34 +470,3 @@ def backward_scratch_size(problem: Problem, block_q: int) -> int:
         panels * problem.d_v,
     ]
     return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)
-
-
-@QUIET
-def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
-    """Write the combination of several (out, lse) to `out` and `lse`."""
-    accumulator = lse.dtype
-    prepare([(combine_kernel, accumulator)])
-    columns = out.shape[-1]
-    shape = (*lse.shape, columns)
-    outs = [np.ascontiguousarray(np.broadcast_to(o, shape), accumulator) for o, _ in parts]
-    lses = [np.ascontiguousarray(np.broadcast_to(x, lse.shape), accumulator) for _, x in parts]
-    result, result_lse = np.empty((lse.size, columns), accumulator), np.empty(lse.size, accumulator)
-    out_places = np.array([address(o) for o in outs], np.int64)
-    lse_places = np.array([address(x) for x in lses], np.int64)
-    parallel(
-        Bound(
-            combine_kernel,
-            accumulator,
-            out_places,
-            lse_places,
-            columns,
-            accumulator.itemsize,
-            result,
-            result_lse,
-            scratch=lambda: (np.empty(columns, accumulator),),
-        ),
-        lse.size,
-        (outs, lses),
-    )
-    out[...] = result.reshape(shape).astype(out.dtype)
-    lse[...] = result_lse.reshape(lse.shape)
