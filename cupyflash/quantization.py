@@ -21,8 +21,8 @@ def quantize(
     The codes mean ``scale * code``, which differs from x by at most half a step of the codes. The
     scale is the largest magnitude of its columns, divided by the largest code: 127 for int8, 448
     for float8_e4m3fn, 57344 for float8_e5m2 and 7 for int4. A code is x times the inverse of the
-    scale, rounded to nearest even; both are computed in float32, or in float64 for float64
-    arrays. CPU and GPU give equal bits.
+    scale, rounded to nearest even. Inverse and product are rounded to float32, or to float64 for
+    float64 arrays, and CPU and GPU give equal bits.
 
     Parameters
     ----------
@@ -89,7 +89,8 @@ def hadamard(
     Columns get random signs, then rows are multiplied by a Hadamard matrix, whose entries are 1 and
     -1, and by 1 / sqrt(D). The transform keeps norms and products: attention with transformed
     queries and keys has the same scores. A few large columns become a part of all columns, so that
-    `quantize` loses less. It is computed in float32, or in float64 for float64 arrays, and rounded
+    integer codes lose less; those of float8 with a scale for each row have similar relative errors
+    anyway. It is computed in float32, or in float64 for float64 arrays, and rounded
     once.
 
     Parameters

@@ -31,7 +31,9 @@ def quantized(x: Array, form: str, group: int | None = None) -> tuple[Array, Arr
     wide = grouped(x, form, group)
     number = wide.dtype.type
     largest = np.max(np.abs(wide), axis=-1, initial=0)
-    scale = np.maximum(largest / number(LARGEST[form]), number(LEAST)).astype(np.float32)
+    scale = np.maximum(largest / number(LARGEST[form]), number(LEAST))
+    scale = np.asarray(scale, np.float32)
+    scale[np.isnan(scale)] = np.nan  # with the bits that NumPy gives it
     multiple = wide * (number(1) / scale.astype(number))[..., None]
     infinite = np.isinf(wide) & ~np.isnan(scale)[..., None]
     multiple = np.where(infinite, np.copysign(number(LARGEST[form]), wide), multiple)
@@ -66,6 +68,7 @@ def half_step(multiple: Array, form: str) -> Array:
     return 2.0 ** (np.maximum(exponent, least) - fraction - 1)
 
 
+@np.errstate(all="ignore")
 def any_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Array:
     """Draw numbers of one kind: common ones, of all magnitudes, tiny ones, or any bits."""
     dtype = np.dtype(dtype)
@@ -77,8 +80,7 @@ def any_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) ->
     if kind == 1:
         return np.where(np.isfinite(values), values, 0).astype(dtype)
     if kind == 2:  # float32's and bfloat16's subnormal numbers, and somewhat larger ones
-        with np.errstate(all="ignore"):
-            return (rng.standard_normal(shape) * 2.0 ** rng.integers(-150, -100)).astype(dtype)
+        return (rng.standard_normal(shape) * 2.0 ** rng.integers(-150, -100)).astype(dtype)
     if kind == 3:
         return np.zeros(shape, dtype)
     return values
