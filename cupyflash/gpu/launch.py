@@ -442,14 +442,8 @@ def append(checked: Append, out: Array | None) -> CallResult:
     if not checked.k_new.size or not checked.batch:
         return CallResult()
     assert checked.device is not None
-    read: dict[str, Any] = {"k_new": checked.k_new, "v_new": checked.v_new}
-    read |= {
-        "k": checked.k,
-        "v": checked.v,
-        "q": checked.q,
-        "out": out,
-        "positions": checked.positions,
-    }
+    names = "k_new", "v_new", "k", "v", "q", "positions"
+    read: dict[str, Any] = {"out": out} | {name: getattr(checked, name) for name in names}
     read |= {"lengths": checked.cache.lengths, "table": checked.cache.table}
     if checked.rotary is not None:
         read |= checked.rotary.arrays
