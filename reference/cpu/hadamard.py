@@ -16,6 +16,7 @@ from .jit import INT, INTS, kernel, takes, vector, whole_rows
 from .philox import MASK_32, philox4x32, split_seed
 
 Array = np.ndarray[Any, Any]
+LANES = 16  # rows that are transformed at a time
 
 
 def signs_of(seed: int, columns: int, dtype: np.dtype[Any]) -> Array:
@@ -37,34 +38,44 @@ def signs_of(seed: int, columns: int, dtype: np.dtype[Any]) -> Array:
 )
 @kernel
 def hadamard(first, last, x, power, factor, inverse, signs, scale, out, work):
-    """Transform rows `first` to `last` of `x`.
+    """Transform blocks `first` to `last` of `LANES` rows of `x`.
 
     `power` is the power of two. Bit n of ``factor[m]`` is set where column n of the small matrix's
-    row m is -1. `scale` is one number; `work` is scratch, (D,).
+    row m is -1. `scale` is one number; `work` is scratch, (2 * D * LANES,). Rows lie side by side
+    there, so that compilers work on several of them at once.
     """
     columns = x.shape[1]
-    for row in range(first, last):
+    size = columns * LANES
+    for block in range(first, last):
+        begin = block * LANES
+        rows = min(LANES, x.shape[0] - begin)
         for d in range(columns):
-            out[row, d] = x[row, d] if inverse else x[row, d] * signs[d]
-        step = 1
-        while step < power:
-            for begin in range(0, columns, 2 * step):
-                for d in range(begin, begin + step):
-                    a, b = out[row, d], out[row, d + step]
-                    out[row, d] = a + b
-                    out[row, d + step] = a - b
+            sign = signs.dtype.type(1) if inverse else signs[d]
+            for r in range(LANES):
+                work[d * LANES + r] = x[begin + r, d] * sign if r < rows else 0
+        step = LANES
+        while step < power * LANES:
+            for low in range(0, size, 2 * step):
+                lower, upper = work[low : low + step], work[low + step : low + 2 * step]
+                for e in range(step):
+                    a, b = lower[e], upper[e]
+                    lower[e] = a + b
+                    upper[e] = a - b
             step *= 2
+        result = work[:size]
         if factor.size > 1:
+            result = work[size : 2 * size]
+            width = power * LANES
             for m in range(factor.size):
+                total = result[m * width : (m + 1) * width]
                 for n in range(factor.size):
+                    term = work[n * width : (n + 1) * width]
                     negative = (factor[m] >> types.int64(n)) & 1
-                    for d in range(power):
-                        value = out[row, n * power + d]
-                        value = -value if negative else value
-                        total = work[m * power + d] + value if n else value
-                        work[m * power + d] = total
+                    sign = signs.dtype.type(1 - 2 * negative)
+                    for e in range(width):
+                        value = term[e] * sign
+                        total[e] = total[e] + value if n else value
+        for r in range(rows):
             for d in range(columns):
-                out[row, d] = work[d]
-        for d in range(columns):
-            value = out[row, d] * scale[0]
-            out[row, d] = value * signs[d] if inverse else value
+                value = result[d * LANES + r] * scale[0]
+                out[begin + r, d] = value * signs[d] if inverse else value

@@ -8,8 +8,8 @@ import numpy as np
 
 from .calls import Bound
 from .combine import combine as combine_kernel
+from .hadamard import LANES, signs_of
 from .hadamard import hadamard as hadamard_kernel
-from .hadamard import signs_of
 from .jit import address, prepare
 from .launch import QUIET
 from .layout import Array
@@ -56,7 +56,7 @@ def quantize(x: Array, columns: int, form: int, codes: Array, scale: Array) -> N
     """
     number = _accumulator(x)
     prepare([(quantize_kernel, number)])
-    groups = np.ascontiguousarray(x, number).reshape(scale.size, columns)
+    groups = _whole(x, number).reshape(scale.size, columns)
     result = np.empty((scale.size, columns * codes.shape[-1] // max(x.shape[-1], 1)), np.uint8)
     scales = np.empty(scale.size, np.float32)
     run = Bound(quantize_kernel, number, groups, form, result, scales)
@@ -72,8 +72,11 @@ def hadamard(
     """Write transformed rows (..., D) to `out`."""
     number, columns = _accumulator(x), x.shape[-1]
     prepare([(hadamard_kernel, number)])
-    rows = np.ascontiguousarray(x, number).reshape(-1, columns)
-    result = np.empty(rows.shape, number)
+    rows = _whole(x, number).reshape(-1, columns)
+    flags = out.flags
+    in_place = out.dtype == number and flags.c_contiguous and flags.aligned
+    target = out if in_place else np.empty(out.shape, number)
+    result = target.reshape(rows.shape)
     signs = signs_of(seed, columns, number)
     scale = np.array([1.0 / np.sqrt(np.float64(columns))]).astype(number)
     run = Bound(
@@ -86,10 +89,16 @@ def hadamard(
         signs,
         scale,
         result,
-        scratch=lambda: (np.empty(columns, number),),
+        scratch=lambda: (np.empty(2 * columns * LANES, number),),
     )
-    parallel(run, len(rows), (rows, result))
-    out[...] = result.reshape(out.shape).astype(out.dtype)
+    parallel(run, -(-len(rows) // LANES), (rows, result))
+    if not in_place:
+        out[...] = target
+
+
+def _whole(x: Array, number: np.dtype[Any]) -> Array:
+    """Return an array in C order whose elements lie at multiples of their size."""
+    return np.require(x, number, ["C", "A"])
 
 
 def _accumulator(x: Array) -> np.dtype[Any]:
