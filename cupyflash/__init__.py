@@ -24,6 +24,7 @@ from .errors import ArgumentError, ArgumentTypeError, TraceError
 from .planning import plan, workspace_size
 from .problem.call import Gradients, Plan
 from .problem.rotary import Rotary
+from .quantization import hadamard, quantize
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 if TYPE_CHECKING:
@@ -54,9 +55,11 @@ __all__ = [
     "explain",
     "expr",
     "figures",
+    "hadamard",
     "lookup",
     "masks",
     "plan",
+    "quantize",
     "rope",
     "scores",
     "streamed",

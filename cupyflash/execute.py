@@ -17,7 +17,9 @@ from .problem import cached as cached_calls
 from .problem import validate
 from .problem.append import Append
 from .problem.call import Array, Call, Gradients
+from .problem.hadamard import Transform
 from .problem.options import Options
+from .problem.quantize import Quantisation
 from .problem.rotary import Rotary, Rotation
 
 _NOTHING: Mapping[str, Any] = {}
@@ -283,6 +285,31 @@ def rope(
     backend = dispatch.backend_of(checked.x)
     made = backend.empty_like(checked.x) if checked.out is None else checked.out
     served = backend.rope(checked, made)
+    if signature is not None:
+        launch_cache.keep(signature, served, (made, None))
+    return made
+
+
+def quantize(checked: Quantisation) -> tuple[Array, Array]:
+    """Return codes and scales."""
+    return dispatch.backend_of(checked.x).quantize(checked)
+
+
+def hadamard(check: Callable[[], Transform], x: Any, seed: Any, inverse: Any, out: Any) -> Array:
+    """Transform rows, into the array given or into a new one; the rest is as in `append`."""
+    signature = None
+    if is_device_array(x) and isinstance(inverse, bool) and isinstance(seed, int):
+        kind = "hadamard back" if inverse else "hadamard"
+        signature = launch_cache.signature(kind, {"x": x}, Options(seed=seed), {"out": out})
+    if signature is not None and (entry := launch_cache.find(signature)) is not None:
+        results = launch_cache.forward(entry, signature.addresses, out, None)
+        if results is not None:
+            transformed: Array = results[0]
+            return transformed
+    checked = check()
+    backend = dispatch.backend_of(checked.x)
+    made = backend.empty_like(checked.x) if checked.out is None else checked.out
+    served = backend.hadamard(checked, made)
     if signature is not None:
         launch_cache.keep(signature, served, (made, None))
     return made

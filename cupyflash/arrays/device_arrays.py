@@ -213,17 +213,17 @@ def add(array: Any, to: Any) -> None:
         cupy.add(to, array, to)
 
 
-def empty_like(array: Any, shape: tuple[int, ...]) -> Any:
+def empty_like(array: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     """Return an uninitialised array of a shape, with its axes in the memory order of another array.
 
     `shape` may have more leading axes; these, and axes along which the array repeats itself, become
-    the slowest axes.
+    the slowest axes. It has the dtype of the other array, too, unless another one is given.
     """
     missing = len(shape) - array.ndim
     strides = [*(0,) * missing, *(abs(stride) for stride in array.strides)]
     order = _slowest_first(shape, [stride or 2**63 for stride in strides])
     with current(int(array.device.id)):
-        made = empty(tuple(shape[axis] for axis in order), array.dtype)
+        made = empty(tuple(shape[axis] for axis in order), array.dtype if dtype is None else dtype)
     return made.transpose([order.index(axis) for axis in range(len(shape))])
 
 

@@ -7,6 +7,8 @@ from typing import Protocol
 from ..gpu.launch import CallResult
 from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.hadamard import Transform
+from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotation
 
 
@@ -70,6 +72,14 @@ class Backend(Protocol):
 
     def rope(self, checked: Rotation, out: Array) -> CallResult:
         """Write rotated rows to `out`."""
+        ...
+
+    def quantize(self, checked: Quantisation) -> tuple[Array, Array]:
+        """Return new codes and scales."""
+        ...
+
+    def hadamard(self, checked: Transform, out: Array) -> CallResult:
+        """Write transformed rows to `out`."""
         ...
 
     def empty_like(self, array: Array) -> Array:

@@ -10,9 +10,12 @@ import numpy as np
 
 from ..expr.key_range import KeyRange, key_range
 from ..gpu.launch import CallResult
+from ..problem import quantize
 from ..problem.append import Append
 from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.hadamard import Transform
+from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
 from . import cpu_ranges, cpu_tiles
 from .backend import output_shape
@@ -197,12 +200,12 @@ class Cpu:
 
     def combine(self, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
         """Combine several (out, lse) into new arrays."""
-        from cupyflash.reference.cpu import launch
+        from cupyflash.reference.cpu import rows_launch
 
         first_out, first_lse = parts[0]
         out = self.empty_like(first_out)
         lse: Array = np.empty(first_lse.shape, first_lse.dtype)
-        launch.combine(parts, out, lse)
+        rows_launch.combine(parts, out, lse)
         return out, lse
 
     def append(self, checked: Append, out: Array | None) -> CallResult:
@@ -232,6 +235,25 @@ class Cpu:
 
         angles = _angles(checked.rotary)
         rope.rope(checked.x, checked.positions, *angles, checked.inverse, out)
+        return CallResult()
+
+    def quantize(self, checked: Quantisation) -> tuple[Array, Array]:
+        """Return new codes and scales."""
+        from cupyflash.reference.cpu import rows_launch
+
+        x, form = checked.x, checked.form
+        codes = np.empty_like(x, np.uint8, subok=False, shape=checked.shape_of_codes)
+        scale = np.empty_like(x, np.float32, subok=False, shape=checked.shape_of_scale)
+        rows_launch.quantize(x, checked.columns, form.code, codes, scale)
+        return codes.view(quantize.dtype_of(form)), scale
+
+    def hadamard(self, checked: Transform, out: Array) -> CallResult:
+        """Write transformed rows to `out`."""
+        from cupyflash.reference.cpu import rows_launch
+
+        rows_launch.hadamard(
+            checked.x, checked.seed, checked.power, checked.rows, checked.inverse, out
+        )
         return CallResult()
 
     def empty_like(self, array: Array) -> Array:

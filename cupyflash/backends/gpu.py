@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..arrays import cuda_device, device_arrays
 from ..gpu import launch
 from ..gpu.kernels import registry
@@ -10,6 +12,8 @@ from ..gpu.launch import CallResult
 from ..problem import pack_gqa
 from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.hadamard import Transform
+from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotation
 from .backend import output_shape
 
@@ -90,6 +94,18 @@ class Gpu:
     def rope(self, checked: Rotation, out: Array) -> CallResult:
         """Write rotated rows to `out`."""
         return launch.rope(checked, out)
+
+    def quantize(self, checked: Quantisation) -> tuple[Array, Array]:
+        """Return new codes and scales; CuPy has no float8, so these codes are bytes."""
+        dtype = np.int8 if checked.form.name == "int8" else np.uint8
+        codes: Array = device_arrays.empty_like(checked.x, checked.shape_of_codes, dtype)
+        scale: Array = device_arrays.empty_like(checked.x, checked.shape_of_scale, np.float32)
+        launch.quantize(checked, codes, scale)
+        return codes, scale
+
+    def hadamard(self, checked: Transform, out: Array) -> CallResult:
+        """Write transformed rows to `out`."""
+        return launch.hadamard(checked, out)
 
     def empty_like(self, array: Array) -> Array:
         """Return an uninitialised array of the same shape, dtype and memory order."""

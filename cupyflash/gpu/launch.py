@@ -19,6 +19,8 @@ from ..arrays import cuda_device, device_arrays
 from ..errors import ArgumentError
 from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.hadamard import Transform
+from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotation
 from . import decode_recipe, driver, recipe, rows_recipe, tma
 from . import jit as compiler
@@ -440,14 +442,8 @@ def append(checked: Append, out: Array | None) -> CallResult:
     if not checked.k_new.size or not checked.batch:
         return CallResult()
     assert checked.device is not None
-    read: dict[str, Any] = {"k_new": checked.k_new, "v_new": checked.v_new}
-    read |= {
-        "k": checked.k,
-        "v": checked.v,
-        "q": checked.q,
-        "out": out,
-        "positions": checked.positions,
-    }
+    names = "k_new", "v_new", "k", "v", "q", "positions"
+    read: dict[str, Any] = {"out": out} | {name: getattr(checked, name) for name in names}
     read |= {"lengths": checked.cache.lengths, "table": checked.cache.table}
     if checked.rotary is not None:
         read |= checked.rotary.arrays
@@ -464,13 +460,30 @@ def append(checked: Append, out: Array | None) -> CallResult:
 
 def rope(checked: Rotation, out: Array) -> CallResult:
     """Write rotated rows to `out`."""
-    if not checked.x.size:
-        return CallResult()
-    assert checked.device is not None
     read = {"x": checked.x, "out": out, "positions": checked.positions, **checked.rotary.arrays}
-    with cuda_device.current(checked.device):
-        compiled = _compiled(Recipe((rows_recipe.rope(checked, out),)), checked.device)
-        compiled.forward(_addresses(read))
+    return _on_rows(rows_recipe.rope(checked, out), _addresses(read), checked.device)
+
+
+def quantize(checked: Quantisation, codes: Array, scale: Array) -> CallResult:
+    """Write codes, as bytes, and scales."""
+    addresses = _addresses({"x": checked.x, "codes": codes, "scale": scale})
+    return _on_rows(rows_recipe.quantize(checked, codes, scale), addresses, checked.device)
+
+
+def hadamard(checked: Transform, out: Array) -> CallResult:
+    """Write transformed rows to `out`."""
+    addresses = _addresses({"x": checked.x, "out": out}) | {"seed": checked.seed}
+    return _on_rows(rows_recipe.hadamard(checked, out), addresses, checked.device)
+
+
+def _on_rows(launch: Launch, addresses: Addresses, device: int | None) -> CallResult:
+    """Launch a kernel, if there are rows, on the device that has them."""
+    if not launch.grid:
+        return CallResult()
+    assert device is not None
+    with cuda_device.current(device):
+        compiled = _compiled(Recipe((launch,)), device)
+        compiled.forward(addresses)
     return CallResult(compiled=compiled)
 
 

@@ -14,6 +14,7 @@ from ..arrays.dtypes import DTYPES
 MAX_LEAD = 4  # leading axes of a launch
 MAX_AXES = 8  # axes of a look-up
 MAX_PARTS = 16  # operands of one launch of combine
+MAX_FACTOR = 36  # order of the small matrix of hadamard
 MAX_BYTES = 4096  # parameters that every driver takes
 
 # Element kinds, as KINDS in reference/cpu/program.py.
@@ -105,6 +106,21 @@ _ROPE: Fields = [
     *((name, OPERAND, 1) for name in "x out cos sin positions".split()),
     *((name, "q", 1) for name in "batch rows rotary_rows".split()),
     *((name, "i", 1) for name in "heads columns pairs interleaved inverse kind_positions".split()),
+]
+_QUANTIZE: Fields = [
+    *((name, OPERAND, 1) for name in "x codes scale".split()),
+    ("lead_size", "q", MAX_LEAD),
+    *((name, "q", 1) for name in "rows groups columns".split()),
+    *((name, "i", 1) for name in "lanes format".split()),
+]
+_HADAMARD: Fields = [
+    *((name, OPERAND, 1) for name in "x out".split()),
+    ("lead_size", "q", MAX_LEAD),
+    ("rows", "q", 1),
+    ("seed", "Q", 1),
+    ("factor", "Q", MAX_FACTOR),
+    ("scale", "d", 1),
+    *((name, "i", 1) for name in "inverse unused".split()),
 ]
 
 
@@ -198,6 +214,18 @@ def append() -> Layout:
 def rope() -> Layout:
     """Return the layout of `RopeParams`."""
     return Layout(_ROPE)
+
+
+@functools.cache
+def quantize() -> Layout:
+    """Return the layout of `QuantizeParams`."""
+    return Layout(_QUANTIZE)
+
+
+@functools.cache
+def hadamard() -> Layout:
+    """Return the layout of `HadamardParams`."""
+    return Layout(_HADAMARD)
 
 
 def _dtype(fields: Fields) -> np.dtype[Any]:

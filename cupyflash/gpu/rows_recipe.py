@@ -1,18 +1,22 @@
-"""The launches that move rows, as data: new keys and values go into a cache, and rows are rotated.
+"""The launches that work on rows, as data: of append, rope, quantize and hadamard.
 
 As in `recipe`, nothing here touches CuPy or an array's elements.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from ..arrays.dtypes import accumulator
 from ..problem.append import Append
 from ..problem.call import Array
+from ..problem.hadamard import Transform
+from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
 from . import params, strides
 from .kernels import any as all_hardware
-from .kernels.spec import Extent, KernelSpec
+from .kernels.spec import Extent, KernelSpec, Tiles
 from .params import KINDS, MAX_LEAD, Layout, Operand
 from .source import Specialisation
 from .writer import Launch, check_grid
@@ -80,19 +84,69 @@ def rope(checked: Rotation, out: Array) -> Launch:
     return _launch(all_hardware.ROPE, params.rope(), x.dtype.name, warps, values, names)
 
 
+def quantize(checked: Quantisation, codes: Array, scale: Array) -> Launch:
+    """Return the launch that writes codes, as bytes, and scales."""
+    x, columns = checked.x, checked.columns
+    groups = scale.size
+    # Each lane has 8 columns of a group at a time.
+    lanes = min(32, 1 << max(0, -(-columns // 8) - 1).bit_length())
+    arrays = {"x": x, "codes": codes, "scale": scale}
+    values = _leading(arrays)
+    values |= {
+        "rows": groups,
+        "groups": checked.groups,
+        "columns": columns,
+        "lanes": lanes,
+        "format": checked.form.code,
+    }
+    warps = -(-groups * lanes // 32)
+    spec, layout = all_hardware.QUANTIZE, params.quantize()
+    return _launch(spec, layout, x.dtype.name, warps, values, list(arrays))
+
+
+def hadamard(checked: Transform, out: Array) -> Launch:
+    """Return the launch that writes transformed rows to `out`."""
+    x = checked.x
+    columns = x.shape[-1]
+    rows = x.size // columns
+    values = _leading({"x": x, "out": out})
+    values |= {
+        "rows": rows,
+        "factor": checked.rows,
+        "scale": 1.0 / math.sqrt(columns),
+        "inverse": int(checked.inverse),
+    }
+    tiles = all_hardware.hadamard_tiles(columns, accumulator(x.dtype).itemsize)
+    names = ["x", "out", "seed"]
+    spec, layout = all_hardware.HADAMARD, params.hadamard()
+    return _launch(spec, layout, x.dtype.name, rows, values, names, tiles, columns)
+
+
 def _launch(
     spec: KernelSpec,
     layout: Layout,
     dtype: str,
-    warps: int,
+    rows: int,
     values: dict[str, Any],
     names: list[str],
+    tiles: Tiles = all_hardware.ROWS,
+    d: int = 0,
 ) -> Launch:
-    tiles = all_hardware.ROWS
-    grid = spec.grid(Extent(warps, 0, 1), tiles)
+    grid = spec.grid(Extent(rows, 0, 1), tiles)
     check_grid(spec.name, grid.work_tiles)
     slots = tuple((layout.place(name), name) for name in names)
-    return Launch(Specialisation(spec, dtype, 0, 0, tiles), grid.size, layout.pack(values), slots)
+    return Launch(Specialisation(spec, dtype, d, 0, tiles), grid.size, layout.pack(values), slots)
+
+
+def _leading(arrays: dict[str, Array]) -> dict[str, Any]:
+    """Return how arrays (..., columns) of equal leading axes lie in memory, and these axes."""
+    shape = next(iter(arrays.values())).shape[:-1]
+    lead = strides.lead_of(shape, {name: (x, 1) for name, x in arrays.items()}, "x")
+    values: dict[str, Any] = {
+        name: Operand(lead=lead.strides[name], col=x.strides[-1] // x.itemsize)
+        for name, x in arrays.items()
+    }
+    return values | {"lead_size": lead.sizes}
 
 
 def _rows(array: Array) -> Operand:

@@ -36,7 +36,9 @@ class Lead(NamedTuple):
         )
 
 
-def lead_of(lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]]) -> Lead:
+def lead_of(
+    lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]], names: str = "q, k, v"
+) -> Lead:
     """Broadcast the leading axes of arrays to `lead`, and join neighbours if all arrays allow it.
 
     Parameters
@@ -45,14 +47,16 @@ def lead_of(lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]]) -> Lea
         The broadcast leading axes.
     arrays : mapping of str to (array, int)
         Every array of the launch, and how many axes follow its leading ones.
+    names : str
+        Their names for users.
 
     Raises
     ------
     ArgumentError
         If more than `MAX_LEAD` axes remain.
     """
-    names = list(arrays)
-    strides = [_broadcast(*arrays[name], len(lead)) for name in names]
+    keys = list(arrays)
+    strides = [_broadcast(*arrays[name], len(lead)) for name in keys]
     joined: list[tuple[int, list[int]]] = []  # fastest axis first
     for axis in reversed(range(len(lead))):
         size, own = lead[axis], [each[axis] for each in strides]
@@ -67,13 +71,13 @@ def lead_of(lead: tuple[int, ...], arrays: Mapping[str, tuple[Any, int]]) -> Lea
     if len(joined) > MAX_LEAD:
         sizes = tuple(size for size, _ in reversed(joined))
         raise ArgumentError(
-            f"q, k, v: got leading axes {lead}, which leave {len(joined)}, {sizes}, after "
+            f"{names}: got leading axes {lead}, which leave {len(joined)}, {sizes}, after "
             f"neighbours are joined; expected at most {MAX_LEAD}. Make the arrays contiguous."
         )
-    joined += [(1, [0] * len(names))] * (MAX_LEAD - len(joined))
+    joined += [(1, [0] * len(keys))] * (MAX_LEAD - len(joined))
     return Lead(
         tuple(size for size, _ in reversed(joined)),
-        {name: tuple(own[n] for _, own in reversed(joined)) for n, name in enumerate(names)},
+        {name: tuple(own[n] for _, own in reversed(joined)) for n, name in enumerate(keys)},
     )
 
 

@@ -1,5 +1,5 @@
-// The kernels' parameters: one struct for all kernels of attention, one each for combine, append
-// and rope.
+// The kernels' parameters: one struct for all kernels of attention, one each for combine, append,
+// rope, quantize and hadamard.
 //
 // cupyflash/gpu/params.py holds the same layout as a NumPy structured type, field by field in this
 // order. Every field is 8 bytes wide or one of a pair of ints, so there is no unnamed padding.
@@ -9,6 +9,7 @@
 constexpr int MAX_LEAD = 4;    // leading axes, after adjacent ones were merged where possible
 constexpr int MAX_AXES = 8;    // axes of a look-up table
 constexpr int MAX_PARTS = 16;  // operands of one launch of combine
+constexpr int MAX_FACTOR = 36;  // order of the small matrix of hadamard
 
 // Element kinds of look-up tables, sinks and outputs, numbered as KINDS in
 // reference/cpu/program.py.
@@ -180,4 +181,33 @@ struct RopeParams {
   int interleaved;
   int inverse;
   int kind_positions;
+};
+
+// Rows are numbered along the leading axes; of operands only `data`, `lead` and `col` are used.
+struct QuantizeParams {
+  Operand x;      // (lead..., groups * columns)
+  Operand codes;  // (lead..., groups * bytes of a group)
+  Operand scale;  // (lead..., groups) of float32
+
+  long long lead_size[MAX_LEAD];
+  long long rows;     // groups of all rows
+  long long groups;   // of a row
+  long long columns;  // of a group
+
+  int lanes;   // that share a group: a power of two, 32 at most
+  int format;  // see code.cuh
+};
+
+struct HadamardParams {
+  Operand x;  // (lead..., D)
+  Operand out;
+
+  long long lead_size[MAX_LEAD];
+  long long rows;
+  unsigned long long seed;                // of the signs
+  unsigned long long factor[MAX_FACTOR];  // rows of the small matrix: bit n: column n is -1
+  double scale;                           // 1 / sqrt(D)
+
+  int inverse;
+  int unused;
 };

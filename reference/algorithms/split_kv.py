@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cpu.launch import combine as run_combine
+from ..cpu.rows_launch import combine as run_combine
 from .blocks import Dropout, blocks, default_scale, mask_of
 from .causal_tiles import seen
 from .flash_attention_2 import kernel, walk

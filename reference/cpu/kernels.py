@@ -16,12 +16,14 @@ from .combine import combine
 from .decode import decode
 from .forward import forward
 from .gradient_tile import fill_gradient_tile
+from .hadamard import hadamard
 from .jit import Kernel, Report, Wanted, pointer_of, prepare
 from .layout import Problem, Programs
 from .merge import merge
 from .microkernel import product
 from .nonfinite import count_nonfinite
 from .program import run
+from .quantize import quantize
 from .tile import (
     classify_by_program,
     classify_by_ranges,
@@ -37,7 +39,8 @@ _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumul
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
     product, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges, draw_dropout,
-    fill_gradient_tile, decode, merge, widen_rows, *_CLASSES,
+    fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
+    *_CLASSES,
 )  # fmt: skip
 
 

@@ -17,11 +17,10 @@ from .backward_delta import backward_delta
 from .backward_panels import backward_panels
 from .backward_work import is_one_pass_faster, key_blocks
 from .calls import Bound
-from .combine import combine as combine_kernel
 from .forward import forward as forward_kernel
 from .forward import forward_scratch
 from .gradient_tile import gradient_scratch
-from .jit import address, prepare
+from .jit import prepare
 from .kernels import called_kernels, made_ready
 from .layout import Array, Layout, Problem, Programs, Scratch, finish
 from .memory import Rows, aligned
@@ -413,34 +412,3 @@ def backward_scratch_size(problem: Problem, block_q: int) -> int:
         panels * problem.d_v,
     ]
     return sum(size * itemsize + 2 * Scratch.ALIGNMENT for size in elements)
-
-
-@QUIET
-def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
-    """Write the combination of several (out, lse) to `out` and `lse`."""
-    accumulator = lse.dtype
-    prepare([(combine_kernel, accumulator)])
-    columns = out.shape[-1]
-    shape = (*lse.shape, columns)
-    outs = [np.ascontiguousarray(np.broadcast_to(o, shape), accumulator) for o, _ in parts]
-    lses = [np.ascontiguousarray(np.broadcast_to(x, lse.shape), accumulator) for _, x in parts]
-    result, result_lse = np.empty((lse.size, columns), accumulator), np.empty(lse.size, accumulator)
-    out_places = np.array([address(o) for o in outs], np.int64)
-    lse_places = np.array([address(x) for x in lses], np.int64)
-    parallel(
-        Bound(
-            combine_kernel,
-            accumulator,
-            out_places,
-            lse_places,
-            columns,
-            accumulator.itemsize,
-            result,
-            result_lse,
-            scratch=lambda: (np.empty(columns, accumulator),),
-        ),
-        lse.size,
-        (outs, lses),
-    )
-    out[...] = result.reshape(shape).astype(out.dtype)
-    lse[...] = result_lse.reshape(lse.shape)

@@ -478,13 +478,13 @@ def test_a_change_while_a_process_runs_leaves_no_stale_kernel(tmp_path):
     program = """
         import pathlib, sys
         import numpy as np
-        from twins import jit, launch
+        from twins import jit, rows_launch
         text = pathlib.Path(jit.__file__).parent / "softmax.py"
         if sys.argv[1:] == [] and {change}:
             text.write_text(text.read_text() + "# A comment.\\n")
         out, lse = np.ones((3, 2)), np.zeros(3)
-        launch.combine([(out, lse)], out, lse)
-        print(len(launch.combine_kernel.dispatcher.stats.cache_misses))
+        rows_launch.combine([(out, lse)], out, lse)
+        print(len(rows_launch.combine_kernel.dispatcher.stats.cache_misses))
     """
     environment = {"CUPYFLASH_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(site)}
     assert run(program.format(change=True), tmp_path, **environment).compiled == 1

@@ -373,7 +373,7 @@ def test_a_step_is_the_last_row_of_the_prompt():
     assert same_bits(step, out[:, :, -1:])
 
 
-@pytest.mark.parametrize("lead_q, lead_k", [((), ()), ((3,), (3,)), ((3,), (1,)), ((1,), (3,))])
+@pytest.mark.parametrize(("lead_q", "lead_k"), [((), ()), ((3,), (3,)), ((3,), (1,)), ((1,), (3,))])
 @pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(100, 0)], ids=str)
 def test_attention_with_few_queries_has_the_bits_of_a_full_cache(lead_q, lead_k, mask):
     rng = np.random.default_rng(5)

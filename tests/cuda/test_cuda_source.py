@@ -139,6 +139,7 @@ def test_the_layouts_are_those_of_the_header(tmp_path):
         pytest.skip("g++ is not installed, and this test compiles a CUDA header with it")
     layouts = [("Params", params.params(3, 2, 4)), ("CombineParams", params.combine())]
     layouts += [("AppendParams", params.append()), ("RopeParams", params.rope())]
+    layouts += [("QuantizeParams", params.quantize()), ("HadamardParams", params.hadamard())]
     layouts += [("Operand", params.Layout(params.OPERAND)), ("Table", params.Layout(params.TABLE))]
     cases = []
     for what, (struct, layout) in enumerate(layouts):

@@ -37,12 +37,16 @@ FLAVOURS = {
 }
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*(?:include[ \t]*"|pragma[ \t]+once)')
+_WRITES_BYTES = re.compile(r"\breinterpret_cast<unsigned char\*>")
 _SHARED = re.compile(r"\bextern __shared__ (\w+) (\w+)\[\];")
 # Who includes no header of the standard library compiles in a fifth of a second.
 _TRAILER = """
+#ifndef GRAIN
+#define GRAIN 2
+#endif
 EMULATOR_EXPORT const emulator::Kernel emulated_kernel = {
     emulator::Entry<KERNEL_NAME>::run, THREADS, SHARED_BYTES, emulator::Entry<KERNEL_NAME>::SIZE,
-    FLUSH_SUBNORMALS};
+    FLUSH_SUBNORMALS, GRAIN};
 """
 
 
@@ -82,6 +86,8 @@ def text(special: Specialisation, read: Callable[[str], str] = read) -> str:
     flat = source.flatten_with(paths, lambda path: _with_lines(read(path), path))
     flush = "true" if special.dtype != "float64" else "false"
     prelude = source.prelude(special) + f"#define FLUSH_SUBNORMALS {flush}\n"
+    if _WRITES_BYTES.search(flat):
+        prelude += "#define GRAIN 1\n"
     return complete(f'{prelude}{flat}#line 1 "generated"\n{generated}')
 
 

@@ -27,6 +27,8 @@ from cupyflash.gpu.tma import TensorMap
 from cupyflash.gpu.writer import Launch
 from cupyflash.problem.append import Append
 from cupyflash.problem.call import Array, Call, Gradients, Problem
+from cupyflash.problem.hadamard import Transform
+from cupyflash.problem.quantize import Quantisation
 from cupyflash.problem.rotary import Rotation
 
 from . import build
@@ -280,6 +282,16 @@ class Emulator:
         """Write rotated rows, as `cupyflash.launch.rope`."""
         checked = dataclasses.replace(checked, device=0)
         self._run(lambda: launch.rope(checked, out))
+
+    def quantize(self, checked: Quantisation, codes: Array, scale: Array) -> None:
+        """Write codes and scales, as `cupyflash.launch.quantize`."""
+        checked = dataclasses.replace(checked, device=0)
+        self._run(lambda: launch.quantize(checked, codes, scale))
+
+    def hadamard(self, checked: Transform, out: Array) -> None:
+        """Write transformed rows, as `cupyflash.launch.hadamard`."""
+        checked = dataclasses.replace(checked, device=0)
+        self._run(lambda: launch.hadamard(checked, out))
 
     def _run(self, work: Callable[[], Any]) -> None:
         specials: list[Specialisation] = []

@@ -5,6 +5,7 @@
 
 // __shared__ is missing on purpose: build.py replaces the one declaration that kernels have.
 #define __device__
+#define __host__
 #define __global__
 #define __forceinline__ inline
 #define __noinline__
@@ -94,6 +95,10 @@ inline float __double2float_rz(double x) {
 // Kernels are compiled without contraction, so every product is rounded.
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline double __dmul_rn(double x, double y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline double __dadd_rn(double x, double y) { return x + y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline double __ddiv_rn(double x, double y) { return x / y; }
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned int>(x)); }

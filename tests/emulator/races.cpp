@@ -23,7 +23,7 @@ namespace {
 
 using Address = std::uintptr_t;
 
-constexpr std::size_t GRAIN = 2;        // bytes: no kernel shares smaller elements
+constexpr std::size_t GRAIN = 2;        // bytes of shared memory that are checked as one
 constexpr Clock IN_FLIGHT = ~Clock(0);  // of a write by a copy that is not finished
 
 struct Step {
@@ -49,6 +49,7 @@ std::unordered_map<Address, Blocks> swaps;               // what those told who 
 std::vector<Exchange> exchanges;                         // of each thread
 bool exchanging;                                         // whether any of the block knows anything
 Address global_low, global_high;
+std::size_t global_grain;  // bytes of global memory that are checked as one
 long long block_number;
 std::vector<Clock> published;  // of each thread, its last step that matrix instructions see
 
@@ -136,7 +137,8 @@ void check_readers(Address at, int me, const char* does, const void* caller) {
 void touch_global(Address from, std::size_t bytes, bool writes, int me, const void* caller) {
   const char* const does = writes ? "writes" : "reads";
   const Step now = {knows(me, me), me, block_number};
-  for (Address at = from / GRAIN; at <= (from + bytes - 1) / GRAIN; ++at) {
+  const std::size_t grain = global_grain;
+  for (Address at = from / grain; at <= (from + bytes - 1) / grain; ++at) {
     const auto found = global.find(at);
     if (found != global.end()) {
       const Write& write = found->second;
@@ -170,7 +172,7 @@ void touch_swapped(Address from, int me, const void* caller) {
       place.shared_bytes + 2 * place.beside) {
     fault(offset_of(caller), "swaps shared memory: compare_and_swap is for global memory");
   }
-  for (Address at = from / GRAIN; at < (from + 8) / GRAIN; ++at) {
+  for (Address at = from / global_grain; at < (from + 8) / global_grain; ++at) {
     Write& write = global[at];
     if (write.clock != 0 && !write.swapped && !is_known(write, me)) {
       not_known(write, "swaps", "written", caller);
@@ -203,7 +205,8 @@ void touch(const void* pointer, std::size_t bytes, bool writes, const void* call
 
 }  // namespace
 
-void begin_launch(const Memory& memory, unsigned int count) {
+void begin_launch(const Memory& memory, unsigned int count, unsigned int grain) {
+  global_grain = grain;
   place = memory;
   threads = count;
   known.assign(threads * threads, 0);

@@ -16,7 +16,8 @@ struct Memory {
   std::size_t stack_bytes;
 };
 
-void begin_launch(const Memory& memory, unsigned int threads);
+// `grain` bytes of global memory are checked as one: no thread of the kernel writes fewer.
+void begin_launch(const Memory& memory, unsigned int threads, unsigned int grain);
 void begin_block(long long number);
 
 // What these threads did before comes before what they do from now on.

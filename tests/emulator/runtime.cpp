@@ -312,7 +312,7 @@ void allocate() {
   shared = static_cast<char*>(map(2 * BESIDE + emulated_kernel.shared_bytes)) + BESIDE;
 #endif
   races::Memory memory = {shared, emulated_kernel.shared_bytes, BESIDE, stacks, threads * STACK};
-  races::begin_launch(memory, threads);
+  races::begin_launch(memory, threads, emulated_kernel.grain);
 }
 
 // Many kernels stay loaded, and a process may have only so many pieces of memory.

@@ -26,6 +26,7 @@ struct Kernel {
   unsigned int shared_bytes;
   unsigned int params_bytes;
   bool flush_subnormals;
+  unsigned int grain;  // bytes of global memory that threads may share
 };
 
 constexpr unsigned int WARP = 32;

@@ -7,10 +7,11 @@ import pytest
 from recognised import draw, fields
 
 import cupyflash
-from cupyflash import ArgumentError, cache_update
+from cupyflash import ArgumentError, ArgumentTypeError, cache_update, quantization
 from cupyflash.arrays import device_arrays
 from cupyflash.gpu import params
 from cupyflash.problem import cached as cached_calls
+from cupyflash.problem.hadamard import matrix_of
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["new memory", "memory given"])
@@ -157,6 +158,51 @@ def test_rotations_are_recognised(cupy, monkeypatch):
         told = fields(launch, params.rope())
         assert (told["x"]["data"], told["out"]["data"]) == (x.data.ptr, out.data.ptr)
         assert told["inverse"] == (n == 2)
+
+
+def test_transforms_are_recognised_with_their_seeds(cupy, monkeypatch):
+    (x,), (out,) = draw(cupy, (2, 5, 96), count=1), draw(cupy, (2, 5, 96), count=1)
+    made = []
+    for n, (seed, inverse, into) in enumerate([
+        (3, False, None), (2**64 - 1, False, None), (4, True, None), (5, False, out),
+        (6, False, out), (7, True, out),
+    ]):  # fmt: skip
+        with monkeypatch.context() as patch:
+            if n in (1, 4):
+                patch.setattr(quantization, "transform", None)
+            made.append((seed, inverse, cupyflash.hadamard(x, seed, inverse=inverse, out=into)))
+    for (seed, inverse, result), launch in zip(made, cupy.launches, strict=True):
+        told = fields(launch, params.hadamard())
+        assert (told["x"]["data"], told["out"]["data"]) == (x.data.ptr, result.data.ptr)
+        assert (told["seed"], told["inverse"], told["rows"]) == (seed, inverse, 10)
+        assert told["scale"] == 1 / np.sqrt(96)
+        assert told["factor"][12:].tolist() == [0] * 24
+        rows = np.array([[word >> n & 1 for n in range(12)] for word in told["factor"][:12]])
+        small = 1 - 2 * rows.astype(int)
+        assert (small == (matrix_of(12).T if inverse else matrix_of(12))).all()
+    for wrong in (None, 1.0, True, cupy.asarray(np.uint64(3))):
+        with pytest.raises(ArgumentTypeError, match="seed: got"):
+            cupyflash.hadamard(x, wrong)
+
+
+def test_codes_on_a_gpu_are_bytes(cupy):
+    x = cupy.asarray(np.zeros((2, 5, 3, 96), np.float32)).transpose(0, 2, 1, 3)
+    for n, (form, dtype, group) in enumerate([
+        ("int8", np.int8, None), ("float8_e4m3fn", np.uint8, 24), ("int4", np.uint8, None),
+    ]):  # fmt: skip
+        codes, scale = cupyflash.quantize(x, form, group=group)
+        columns = group or (32 if form == "int4" else 96)
+        assert codes.shape == (2, 3, 5, 96 if n < 2 else 48)
+        assert (codes.dtype, scale.dtype) == (dtype, np.float32)
+        assert scale.shape == (2, 3, 5, 96 // columns)
+        assert codes.strides[1] < codes.strides[2]  # the memory order of x
+        told = fields(cupy.launches[n], params.quantize())
+        for name, array in {"x": x, "codes": codes, "scale": scale}.items():
+            assert told[name]["data"] == array.data.ptr
+        assert (told["rows"], told["columns"]) == (scale.size, columns)
+        assert told["format"] == [0, 1, 3][n]
+    assert cupyflash.quantize(x[:, :0], "int8")[0].shape == (2, 0, 5, 96)
+    assert len(cupy.launches) == 3
 
 
 def test_a_step_without_queries_and_a_length_of_all(cupy):

@@ -141,7 +141,9 @@ def cases() -> list[Case]:
         found.append(Case(kernel, dtype, own, options, packed, cache))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
-    for kernel in ("append", "rope"):
+    for size in (128, 96, 288):
+        found += [Case("hadamard", dtype, (size, size), "plain", False) for dtype in dtypes]
+    for kernel in ("append", "rope", "quantize"):
         found += [Case(kernel, dtype, sizes[0], "plain", False) for dtype in dtypes]
     for n, size in enumerate(((64, 64), (40, 72))):
         found.append(Case("backward_dq_rows", dtypes[1 + n], size, "plain", bool(n)))

@@ -1,4 +1,4 @@
-"""Faults of the kernels of a cache are found, each by the test that is there for it."""
+"""Faults of the kernels of a cache and of codes are found, each by the test that is for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from emulator import build
-from mutation.cache_mutants import FAULTS
+from mutation import cache_mutants, code_mutants
 from mutation.changed_file import GIVEN, changed
 
 ROOT = Path(__file__).resolve().parents[2]
+FAULTS = cache_mutants.FAULTS | code_mutants.FAULTS
 # All of them take half an hour; a few show that the tests find what they are there for.
 TRIED = list(FAULTS)
 if os.environ.get("CUPYFLASH_EVERY_FAULT") != "1":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cupyflash.gpu.kernels.any import ANY_HEAD
 from cupyflash.gpu.kernels.registry import KERNELS
 from cupyflash.gpu.kernels.spec import KernelSpec
 
@@ -29,7 +30,10 @@ def _row(spec: KernelSpec) -> tuple[str, ...]:
     groups: dict[int, list[str]] = {}
     for dtype, largest in spec.heads.items():
         groups.setdefault(largest, []).append(_SHORT[dtype])
-    types = "; ".join(f"{' '.join(dtypes)}: {largest}" for largest, dtypes in groups.items())
+    types = "; ".join(
+        f"{' '.join(dtypes)}: {'any' if largest == ANY_HEAD else largest}"
+        for largest, dtypes in groups.items()
+    )
     when = [f'{_SHORT[x]} where `precision="{y}"`' for x, y in spec.precisions.items()]
     when += [spec.condition] if spec.condition else []
     part = spec.part if spec.part == spec.computes else f"{spec.part}: {spec.computes}"

@@ -11,6 +11,8 @@ from .sm80 import CAPABILITY, HALVES
 from .spec import KernelSpec, Request, Tiles
 
 ROWS = Tiles(block_q=0, block_kv=0, threads=256, shared_memory=0)  # a warp works on one row
+ANY_HEAD = 2**31 - 1
+TRANSFORMED = 4096  # elements that a block of hadamard transforms, and columns of a row at most
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 SINK_THREADS = 512
 NODES, SHARED_MEMORY = 64, 48 << 10  # rows that decode_combine keeps at most, and their bytes
@@ -36,6 +38,19 @@ def _configure_decode_combine(request: Request) -> Tiles | None:
     row = decode.row_bytes(problem.d_v, problem.accumulator.itemsize)
     nodes = min(NODES, SHARED_MEMORY // row)
     return Tiles(request.blocks[0], 0, threads, nodes * row)
+
+
+def hadamard_tiles(columns: int, itemsize: int) -> Tiles:
+    """Return a block of as many rows as have room; kernels_cu/any/hadamard.cu says where they are.
+
+    Behind every 64 elements are 8 that are unused, and behind all of them words with the signs of 4
+    columns. `itemsize` is the accumulator's.
+    """
+    rows = max(1, TRANSFORMED // columns)
+    last = rows * columns - 1
+    elements = last + last // 64 * 8 + 1
+    shared = elements * itemsize + (columns + 3) // 4 * 4
+    return Tiles(block_q=rows, block_kv=0, threads=256, shared_memory=shared)
 
 
 DELTA = KernelSpec(
@@ -117,4 +132,28 @@ ROPE = KernelSpec(
     grid=grid.by_warps,
     scores=False,
     sizes=(),
+)
+QUANTIZE = KernelSpec(
+    source="any/quantize.cu",
+    part="quantize",
+    computes="codes of 8 and 4 bits, with their scales",
+    method="rounds in {accumulator}",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),
+    configure=lambda request: ROWS,
+    grid=grid.by_warps,
+    scores=False,
+    sizes=(),
+)
+HADAMARD = KernelSpec(
+    source="any/hadamard.cu",
+    part="hadamard",
+    computes="rows, spread over their columns",
+    method="sums in {accumulator}",
+    heads=dict.fromkeys(FLOATS, TRANSFORMED),
+    configure=lambda request: hadamard_tiles(
+        request.problem.d, request.problem.accumulator.itemsize
+    ),
+    grid=grid.by_queries,
+    scores=False,
+    sizes=("d",),
 )

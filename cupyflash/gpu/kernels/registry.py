@@ -31,6 +31,8 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "combine": (all_hardware.COMBINE,),
     "append": (all_hardware.APPEND,),
     "rope": (all_hardware.ROPE,),
+    "quantize": (all_hardware.QUANTIZE,),
+    "hadamard": (all_hardware.HADAMARD,),
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}
 

@@ -1,0 +1,148 @@
+"""Calls of `quantize`: what users pass, turned into a `Quantisation`, or into an error."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.interop import floats, one_home
+from ..errors import ArgumentError, ArgumentTypeError
+from .call import Array
+
+INT4_GROUP = 32  # columns that share a scale, unless a call says otherwise
+
+
+@dataclass(frozen=True)
+class Format:
+    """How codes represent numbers.
+
+    Attributes
+    ----------
+    name : str
+        The name of the type in ml_dtypes or NumPy.
+    code : int
+        Its number in kernels: see kernels_cu/common/code.cuh and reference/cpu/quantize.py.
+    packed : int
+        Codes in a byte.
+    """
+
+    name: str
+    code: int
+    packed: int
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        Format("int8", 0, 1),
+        Format("float8_e4m3fn", 1, 1),
+        Format("float8_e5m2", 2, 1),
+        Format("int4", 3, 2),
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Quantisation:
+    """A checked call of `quantize`.
+
+    Attributes
+    ----------
+    x : array
+        (..., D).
+    form : Format
+        The format of the codes.
+    columns : int
+        Columns that share a scale.
+    groups : int
+        Scales of a row.
+    device : int or None
+        The device of the array.
+    """
+
+    x: Array
+    form: Format
+    columns: int
+    groups: int
+    device: int | None
+
+    @property
+    def shape_of_codes(self) -> tuple[int, ...]:
+        """(..., D), or (..., D / 2) if two codes share a byte."""
+        return (*self.x.shape[:-1], self.x.shape[-1] // self.form.packed)
+
+    @property
+    def shape_of_scale(self) -> tuple[int, ...]:
+        """(..., groups)."""
+        return (*self.x.shape[:-1], self.groups)
+
+
+def dtype_of(form: Format) -> np.dtype[Any]:
+    """Return the type of codes on a CPU: uint8 if NumPy has no better one."""
+    if form.name.startswith("float8"):
+        try:
+            import ml_dtypes
+        except ImportError:
+            return np.dtype(np.uint8)
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, form.name))
+        return found
+    return np.dtype(np.int8 if form.packed == 1 else np.uint8)
+
+
+def quantisation(x: Any, dtype: Any, group: Any) -> Quantisation:
+    """Validate a call of `quantize`."""
+    x, form = floats(x, "x"), _format_of(dtype)
+    if not x.ndim:
+        raise ArgumentError(
+            "x: got shape (); expected (..., D), rows of which each has a scale. Pass x[None]."
+        )
+    columns = x.shape[-1]
+    if columns % form.packed:
+        raise ArgumentError(
+            f"x: got shape {x.shape} for {form.name}, of which two codes share a byte; expected "
+            "an even number of columns. Pad the last axis with zeros."
+        )
+    groups = 1
+    if group is not None or form.packed > 1:
+        size = _group_of(group, columns, form)
+        columns, groups = size, columns // size
+    return Quantisation(x, form, columns, groups, one_home({"x": x}))
+
+
+def _format_of(dtype: Any) -> Format:
+    name = dtype
+    if not isinstance(dtype, str):
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = repr(dtype)
+    if name not in FORMATS:
+        raise ArgumentTypeError(
+            f"dtype: got {name}; expected {', '.join(FORMATS)}, by name or as the type of NumPy "
+            "or ml_dtypes."
+        )
+    return FORMATS[name]
+
+
+def _group_of(value: Any, columns: int, form: Format) -> int:
+    """Return how many columns share a scale, if it is not all of a row."""
+    group = INT4_GROUP
+    if value is not None:
+        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+            raise ArgumentTypeError(
+                f"group: got {value!r}; expected how many columns share a scale, an integer."
+            )
+        group = operator.index(value)
+    if group < 1 or columns % group or group % form.packed:
+        kind = "an even divisor" if form.packed > 1 else "a divisor"
+        came = f"got {group}" if value is not None else f"got None, which means {group},"
+        fitting = [n for n in range(form.packed, columns + 1, form.packed) if columns % n == 0]
+        near = max((n for n in fitting if n <= group), default=form.packed)
+        raise ArgumentError(
+            f"group: {came} with rows of {columns} columns; expected {kind} of {columns}, for "
+            f"example group={near}."
+        )
+    return group

@@ -1,0 +1,141 @@
+"""The public functions that make codes of 8 and 4 bits, and prepare rows for them."""
+
+from __future__ import annotations
+
+from typing import Any, SupportsIndex
+
+from . import execute
+from .arrays.interop import DLPackArray
+from .problem.call import Array
+from .problem.hadamard import Transform, transform
+from .problem.keywords import explained
+from .problem.quantize import quantisation
+
+
+@explained
+def quantize(
+    x: DLPackArray, dtype: Any, *, group: SupportsIndex | None = None
+) -> tuple[Array, Array]:
+    """Convert numbers to codes of 8 or 4 bits, with a scale for each row or group of columns.
+
+    The codes mean ``scale * code``, which differs from x by at most half a step of the codes. The
+    scale is the largest magnitude of its columns, divided by the largest code: 127 for int8, 448
+    for float8_e4m3fn, 57344 for float8_e5m2 and 7 for int4. A code is x times the inverse of the
+    scale, rounded to nearest even. Inverse and product are rounded to float32, or to float64 for
+    float64 arrays, and CPU and GPU give equal bits.
+
+    Parameters
+    ----------
+    x : array, shape (..., D)
+        Numbers. Dtypes, strides and kinds of arrays are those of `attention`.
+    dtype : str or dtype_like
+        "int8", "float8_e4m3fn", "float8_e5m2" or "int4", or such a type of NumPy or ml_dtypes.
+    group : int, optional
+        How many columns share a scale, a divisor of D; by default all columns of a row, and 32 for
+        int4. It is even for int4.
+
+    Returns
+    -------
+    codes : array, shape (..., D), or (..., D / 2) for int4
+        The codes, in the memory order of x. Those of int8 are int8. Those of float8 are arrays of
+        ml_dtypes; if it is not installed, and on a GPU, they are the same bits as uint8. Those of
+        int4 are uint8: the lower half of a byte is the code of the first of two columns, from -7 to
+        7 in two's complement.
+    scale : array of float32, shape (..., D / group)
+        One for each group; without groups (..., 1). It is at least 2**-126, also where all numbers
+        are 0.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        The type is none of these, or columns cannot be divided into groups.
+
+    Notes
+    -----
+    Nothing that is not finite is lost in silence. A NaN makes the scale of its group NaN; the codes
+    are NaN then, or 0 for integers. An infinity makes the scale of its group infinite; its own code
+    is the largest, with its sign, and finite numbers of the group have the code 0. The same happens
+    to float64 numbers whose scale float32 cannot hold.
+
+    References
+    ----------
+    J. Shah and others, "FlashAttention-3: Fast and Accurate Attention with Asynchrony and
+    Low-precision", 2024, section 3.3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import quantize
+    >>> x = np.array([[0.0, 0.5, -1.0, 2.0]], np.float32)
+    >>> codes, scale = quantize(x, "int8")
+    >>> codes
+    array([[  0,  32, -64, 127]], dtype=int8)
+    >>> bool((abs(x - scale * codes) <= 0.5 * scale).all())
+    True
+    """
+    return execute.quantize(quantisation(x, dtype, group))
+
+
+@explained
+def hadamard(
+    x: DLPackArray,
+    seed: SupportsIndex,
+    *,
+    inverse: bool = False,
+    out: Array | None = None,
+) -> Array:
+    """Spread every row over all of its columns by a random orthogonal transform.
+
+    Columns get random signs, then rows are multiplied by a Hadamard matrix, whose entries are 1 and
+    -1, and by 1 / sqrt(D). The transform keeps norms and products: attention with transformed
+    queries and keys has the same scores. A few large columns become a part of all columns, so that
+    integer codes lose less; those of float8 with a scale for each row have similar relative errors
+    anyway. It is computed in float32, or in float64 for float64 arrays, and rounded
+    once.
+
+    Parameters
+    ----------
+    x : array, shape (..., D)
+        Rows. D is a power of two, or 12, 20, 28 or 36 times one, and at most 4096. Dtypes, strides
+        and kinds of arrays are those of `attention`.
+    seed : int
+        The seed of the signs, 0 to 2**64 - 1; they are the same on CPU and GPU. Arrays whose
+        products matter need the same seed.
+    inverse : bool
+        Transform back. This is also the gradient: it turns dout into dx.
+    out : array, shape of x, optional
+        Where to write the result.
+
+    Returns
+    -------
+    array
+        The transformed rows, with the shape and dtype of `x`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        There is no transform of this size, or a shape, dtype or device is wrong.
+
+    References
+    ----------
+    J. Shah and others, "FlashAttention-3: Fast and Accurate Attention with Asynchrony and
+    Low-precision", 2024, section 3.3. S. Ashkboos and others, "QuaRot: Outlier-Free 4-Bit Inference
+    in Rotated LLMs", 2024.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import hadamard
+    >>> x = np.zeros((1, 64), np.float32)
+    >>> x[0, 7] = 8.0  # an outlier
+    >>> spread = hadamard(x, 0)
+    >>> float(abs(spread).max())
+    1.0
+    >>> bool((hadamard(spread, 0, inverse=True) == x).all())
+    True
+    """
+
+    def check() -> Transform:
+        return transform(x, seed, inverse, out)
+
+    return execute.hadamard(check, x, seed, inverse, out)
