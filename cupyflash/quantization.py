@@ -89,9 +89,9 @@ def hadamard(
     Columns get random signs, then rows are multiplied by a Hadamard matrix, whose entries are 1 and
     -1, and by 1 / sqrt(D). The transform keeps norms and products: attention with transformed
     queries and keys has the same scores. A few large columns become a part of all columns, so that
-    integer codes lose less; those of float8 with a scale for each row have similar relative errors
-    anyway. It is computed in float32, or in float64 for float64 arrays, and rounded
-    once.
+    integer codes lose less. Codes of float8 have the same relative error for large and for small
+    numbers: they gain nothing, and may lose. The transform is computed in float32, or in float64
+    for float64 arrays, and rounded once.
 
     Parameters
     ----------

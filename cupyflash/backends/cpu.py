@@ -115,9 +115,9 @@ class Cpu:
     ) -> CallResult:
         """Compute `out` and `lse`."""
         assert lse is not None
-        plan = plan or self.plan(call)
-        if plan.kernel == cpu_tiles.DECODE:
+        if plan is None and cpu_tiles.has_few_queries(call.problem):
             return CallResult(_decode(call, out, lse))
+        plan = plan or cpu_tiles.tiled(call.problem)
         return CallResult(_forward(call, out, lse, plan, resumes=False))
 
     def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:

@@ -16,7 +16,6 @@ TILES = ((128, (192, 128)), (512, (64, 64)))
 # Up to these, the kernel of a cache is faster on dense arrays: it reads a key once for all heads of
 # its group, where the tiled kernel computes whole vectors of queries of one head.
 MOST_QUERIES, MOST_ROWS, FEWEST_KEYS = 8, 32, 512
-DECODE = "reference.decode"
 
 
 def choose(problem: Problem) -> Plan:
@@ -24,7 +23,7 @@ def choose(problem: Problem) -> Plan:
     if not has_few_queries(problem):
         return tiled(problem)
     return Plan(
-        kernel=DECODE,
+        kernel="reference.decode",
         block_q=MOST_ROWS,
         block_kv=64,
         reason=f"a key head has at most {MOST_ROWS} rows of queries and there are {FEWEST_KEYS} "
