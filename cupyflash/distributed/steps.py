@@ -14,7 +14,6 @@ import numpy as np
 from .. import dispatch
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 from ..execute import Vjp, check_flag
-from ..expr.bind import bind
 from ..pieces import steps as pieces_steps
 from ..pieces.place import Host
 from ..problem import validate
@@ -132,10 +131,7 @@ class Distributed:
                 "q: got a CuPy array; expected a NumPy array. Calls over many ranks compute on "
                 "the CPU."
             )
-        call = replace(call, problem=replace(call.problem, len_q=layout.length))
-        if call.score_mod is not None:
-            bind(call.score_mod.expr, call.problem)
-        return call
+        return replace(call, problem=replace(call.problem, len_q=layout.length))
 
     @functools.cached_property
     def steps(self) -> list[Step]:

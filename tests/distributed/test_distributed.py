@@ -173,6 +173,25 @@ def test_pairs_that_are_proven_empty_neither_travel_nor_run(scheme, monkeypatch)
     assert sorted(sent) == [(rank, rank + 1, 4 * row) for rank in range(3)]
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_queries_without_keys_have_the_sink_alone(scheme):
+    """Some ranks have no other query, and their part of the gradient of the sink is dlse."""
+    q, k, do, sink, dlse = draw((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8), (2,), (1, 2, 40))
+    options = {"mask": masks.lengths(np.array([9]), np.array([13])), "sink": sink}
+    out, vjp = cupyflash.attention_vjp(q, k, k, **options)
+    over = OverRanks(5, scheme=scheme)
+    with blocks_of(4):
+        ours, our_lse = over.attention(q, k, k, return_lse=True, **options)
+        gradients = over.attention_backward(do, q, k, k, ours, our_lse, dlse=dlse, **options)
+    assert not ours[..., 13:, :].any()
+    assert same_bits(our_lse[..., 13:], np.broadcast_to(sink[:, None], (1, 2, 27)))
+    np.testing.assert_allclose(ours, out, atol=1e-6)
+    for mine, theirs in zip(gradients, vjp(do, dlse), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
 def test_any_layout_is_as_good_as_contiguous():
     p = problem(
         "bfloat16", (1, 4, 90, 16), (1, 2, 90, 16), mask="causal", dlse=True, tiles=(8, 8), seed=3

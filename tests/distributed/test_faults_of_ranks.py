@@ -364,6 +364,15 @@ def test_ranks_that_are_none_are_refused_at_once():
         distributed.Threads("two")
 
 
+def test_what_was_sent_may_change_when_it_was_waited_for():
+    first, second = distributed.Threads(2).ranks
+    sent, came = np.full(4, 7, np.uint8), np.zeros(4, np.uint8)
+    first.exchange([(1, sent)], []).wait(TIMEOUT, "nothing")
+    sent[...] = 0
+    second.exchange([], [(0, came)]).wait(TIMEOUT, "a message")
+    assert came.tolist() == [7] * 4
+
+
 def test_nothing_is_under_way_after_a_refused_call():
     """What ranks told each other is used up, so that the next call is not mistaken for it."""
     threads = distributed.Threads(SIZE)

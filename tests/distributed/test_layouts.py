@@ -14,14 +14,18 @@ from cupyflash.distributed.layouts import KINDS
 from cupyflash.distributed.runs import Runs
 
 
+FIRST_QUERIES = masks.mask(lambda b, h, i, j: i < 50)  # have all of the work
+
+
 def rank_of(size, rank=0):
     return distributed.Threads(size).ranks[rank]
 
 
-@given(st.integers(0, 5000), st.integers(1, 9), st.sampled_from(KINDS), st.integers(1, 300))
-def test_every_position_is_held_once_in_whole_blocks(length, size, kind, block):
+@given(st.integers(0, 5000), st.integers(1, 9), st.sampled_from(KINDS), st.integers(1, 300),
+       st.sampled_from([None, masks.causal(), FIRST_QUERIES]))  # fmt: skip
+def test_every_position_is_held_once_in_whole_blocks(length, size, kind, block, mask):
     with blocks_of(block, chunks=3):
-        made = [distributed.layout(comm, length, kind=kind)
+        made = [distributed.layout(comm, length, kind=kind, mask=mask)
                 for comm in distributed.Threads(size).ranks]  # fmt: skip
     assert all(each.runs == made[0].runs for each in made)
     positions = np.concatenate([each.positions for each in made])
@@ -120,6 +124,14 @@ def test_the_cheapest_layout_is_chosen(name):
     found = distributed.prices(64, LENGTH, mask=mask)
     assert found[wanted] == made.price
     assert found[wanted].cost == min(price.cost for price in found.values())
+
+
+def test_keys_that_travel_count_as_pairs():
+    """All ranks could compute as many pairs, but would need nearly all keys."""
+    found = distributed.prices(64, LENGTH, mask=masks.window(2**18, 0))
+    assert found["proofs"].imbalance < 1.01 < 1.1 < found["contiguous"].imbalance
+    assert found["contiguous"].received < 0.3 < 0.9 < found["proofs"].received
+    assert min(found, key=lambda kind: found[kind].cost) == "contiguous"
 
 
 def test_several_masks_share_a_layout():

@@ -42,7 +42,13 @@ def steps_of_all(mask, size, kind, scheme, length=96):
 
 @mostly_thorough(
     ("mask", "most"),
-    [(masks.causal(), 5), (masks.window(10, 0), 1), (masks.window(10, 10), 2), (None, 5)],
+    [
+        (masks.causal(), 5),
+        (masks.window(10, 0), 1),
+        (masks.window(10, 10), 2),
+        (None, 5),
+        (masks.lengths(np.array([10]), np.array([20])), 1),  # most queries see no key
+    ],
     quick=lambda case: case[1] != 2,
     why="the same rounds for other masks",
 )
@@ -58,6 +64,7 @@ def test_every_allowed_pair_is_computed_once_and_its_keys_are_there(mask, most, 
         assert numbers == {2}
     elif kind == "contiguous":
         assert numbers == {most + 1}
+    allowed = np.ones((length, length), bool) if mask is None else mask.to_array(1, 1, 96, 96)[0, 0]
     count = np.zeros((length, length), int)
     for rank, (layout, steps) in enumerate(made):
         firsts = []
@@ -75,11 +82,12 @@ def test_every_allowed_pair_is_computed_once_and_its_keys_are_there(mask, most, 
             for piece in step.pieces:
                 step.keys.rows(piece.keys)  # they are there
                 assert set(piece.rows) <= set(layout.positions.tolist())
-                count[piece.rows.start : piece.rows.stop, piece.keys.start : piece.keys.stop] += 1
+                at = tuple(slice(x.start, x.stop) for x in (piece.rows, piece.keys))
+                assert not piece.keys or allowed[at].any()  # nothing is computed in vain
+                count[at] += 1
                 firsts += [piece.rows] if piece.first else []
         assert sorted(firsts, key=lambda x: x.start) == list(layout.own)
     assert count.max() == 1
-    allowed = np.ones((length, length), bool) if mask is None else mask.to_array(1, 1, 96, 96)[0, 0]
     assert np.all(count[allowed] == 1)
 
 
