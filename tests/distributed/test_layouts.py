@@ -13,7 +13,6 @@ from cupyflash.distributed import layouts
 from cupyflash.distributed.layouts import KINDS
 from cupyflash.distributed.runs import Runs
 
-
 FIRST_QUERIES = masks.mask(lambda b, h, i, j: i < 50)  # have all of the work
 
 
