@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
@@ -73,6 +73,8 @@ class Layout:
         Positions that proofs and transfers treat alike.
     price : Price or None
         What it costs under the mask for which it was made.
+    remembered : dict
+        What each call on this rank sends, receives and computes, as far as it is known.
     """
 
     length: int
@@ -81,6 +83,7 @@ class Layout:
     kind: str
     chunk: int
     price: Price | None = None
+    remembered: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:

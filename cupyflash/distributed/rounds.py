@@ -23,6 +23,7 @@ Scheme: TypeAlias = Literal["auto", "rounds", "gather"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 # Bytes of all keys and values up to which one exchange of everything takes less time than rounds.
 GATHER_UP_TO = 2**22
+MOST_REMEMBERED = 16  # calls of a layout whose steps it keeps
 
 Pair = tuple[int, int]  # the owner of keys, and the rank that uses them
 
@@ -64,11 +65,31 @@ def chosen(call: Call, scheme: Scheme) -> Scheme:
 
 
 def steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
-    """Return the steps of this rank: its own keys first, then a step for each round."""
+    """Return the steps of this rank: its own keys first, then a step for each round.
+
+    The layout remembers them. A mask that reads arrays is examined in every call, because their
+    elements may have changed.
+    """
+    expr, arrays = (None, ()) if call.mask is None else call.mask.structure
+    if arrays:
+        return _steps(call, layout, layout_k, chosen(call, scheme))
+    problem = call.problem
+    key = expr, problem.lead, problem.heads, chosen(call, scheme)
+    known = layout.remembered.get(key)
+    if known is None or known[0] is not layout_k:
+        while len(layout.remembered) >= MOST_REMEMBERED:
+            del layout.remembered[next(iter(layout.remembered))]
+        known = layout_k, _steps(call, layout, layout_k, chosen(call, scheme))
+        layout.remembered[key] = known
+    made: list[Step] = known[1]
+    return made
+
+
+def _steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
     proofs = _Proofs(call, layout, layout_k)
     own = layout.rank
     made = [_step(proofs, {}, {own: proofs.needed(own, own)})]
-    for pairs in _rounds(proofs.pairs(), chosen(call, scheme)):
+    for pairs in _rounds(proofs.pairs(), scheme):
         sends = {user: proofs.needed(user, own) for owner, user in pairs if owner == own}
         receives = {owner: proofs.needed(own, owner) for owner, user in pairs if user == own}
         made.append(_step(proofs, sends, receives))

@@ -65,7 +65,7 @@ def test_all_ranks_together_are_within_the_bound(dtype):
 
 @mostly_thorough(
     "mask", [*MASKS, *(f"~{name}" for name in MASKS)],
-    quick=["causal with offset", "window", "segments", "dense", "user", "~prefix"],
+    quick=["causal with offset", "segments", "user", "~prefix"],
     why="the same steps under other masks",
 )  # fmt: skip
 def test_masks_see_the_positions_of_the_whole_sequence(mask):
@@ -108,7 +108,7 @@ def test_repeats_are_bitwise_equal(kind, scheme):
     over = OverRanks(4, kind, kind, scheme=scheme)
     results = []
     with blocks_of(4):
-        for _ in range(4):
+        for _ in range(3):
             out, lse = over.attention(q, k, v, return_lse=True, **options)
             gradients = over.attention_backward(do, q, k, v, out, lse, **options)
             results.append([out, lse, *gradients[:3], gradients.dsink])
@@ -120,7 +120,7 @@ def test_repeats_are_bitwise_equal(kind, scheme):
 MASKS_WITH_EMPTY_PAIRS = {
     "causal": masks.causal(),
     "window": masks.window(5, 2),
-    "lengths": masks.lengths(np.array([20, 33])),
+    "lengths": masks.lengths(np.array([20, 13])),
 }
 
 
@@ -130,7 +130,7 @@ MASKS_WITH_EMPTY_PAIRS = {
 )  # fmt: skip
 def test_keys_of_empty_pairs_change_no_bit(name, scheme):
     """What they hold does not matter, to the ranks that do not need them."""
-    length, size, mask = 60, 4, MASKS_WITH_EMPTY_PAIRS[name]
+    length, size, mask = 40, 3, MASKS_WITH_EMPTY_PAIRS[name]
     q, k, v, do = draw(*[(2, 2, length, 8)] * 4)
     over = OverRanks(size, "zigzag", "zigzag", scheme=scheme)
     with blocks_of(4):
@@ -194,7 +194,7 @@ def test_queries_without_keys_have_the_sink_alone(scheme):
 
 def test_any_layout_is_as_good_as_contiguous():
     p = problem(
-        "bfloat16", (1, 4, 90, 16), (1, 2, 90, 16), mask="causal", dlse=True, tiles=(8, 8), seed=3
+        "bfloat16", (1, 4, 60, 16), (1, 2, 60, 16), mask="causal", dlse=True, tiles=(8, 8), seed=3
     )
     for kind in KINDS:
         judge(p, OverRanks(5, kind, kind), 4)
@@ -303,7 +303,7 @@ def test_auto_gathers_what_is_short():
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_is_what_the_page_says(backward):
     """Ranks that are threads have a copy of every message in addition."""
-    ranks, c, heads, dim, size = 4, 1024, 2, 64, 4  # positions of a rank; bytes of an element
+    ranks, c, heads, dim, size = 3, 1024, 2, 64, 4  # positions of a rank; bytes of an element
     x = np.zeros((heads, ranks * c, dim), np.float32)
 
     def work(comm):

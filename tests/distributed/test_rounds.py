@@ -109,3 +109,38 @@ def test_what_is_fully_allowed_has_no_mask():
         pieces = [piece for step in steps for piece in step.pieces]
         assert sum(piece.masked for piece in pieces) == 1  # its own keys
         assert len(pieces) == rank + 1
+
+
+def test_steps_are_remembered_unless_the_mask_reads_arrays(monkeypatch):
+    made = []
+    compute = rounds._steps
+    monkeypatch.setattr(rounds, "_steps", lambda *x: made.append(1) or compute(*x))
+    x = np.zeros((2, 96, 4), np.float32)
+    ids = np.zeros(96, int)
+    comm = distributed.Threads(2).ranks[1]
+
+    def steps(mask, layout, layout_k, scheme="rounds"):
+        call = validate.call(*[x] * 3, Options(mask=mask))
+        return rounds.steps(call, layout, layout_k, scheme)
+
+    with blocks_of(4):
+        layout = distributed.layout(comm, 96)
+        others = [distributed.layout(comm, 96, kind="cyclic") for _ in "12"]
+        first = steps(masks.window(3, 0), layout, layout)
+        assert steps(masks.window(3, 0), layout, layout) is first
+        assert len(made) == 1
+        for n, (mask, layout_k, scheme) in enumerate([
+            (masks.window(4, 0), layout, "rounds"), (masks.window(3, 0), layout, "gather"),
+            (masks.window(3, 0), others[0], "rounds"), (masks.window(3, 0), others[1], "rounds"),
+        ]):  # fmt: skip
+            steps(mask, layout, layout_k, scheme)
+            assert len(made) == 2 + n
+        # Elements may change between two calls.
+        sends = []
+        for document in (0, 1):
+            ids[48:] = document
+            sends.append(any(step.receives for step in steps(masks.segments(ids), layout, layout)))
+        assert sends == [True, False]
+        for left in range(100):
+            steps(masks.window(left, 0), layout, layout)
+        assert len(layout.remembered) == rounds.MOST_REMEMBERED
