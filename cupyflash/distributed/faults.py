@@ -30,7 +30,7 @@ def absent(rank: int, missing: Sequence[int], timeout: float, what: str) -> str:
     )
 
 
-def wrong_size(rank: int, peer: int, came: int | str, wanted: int, what: str) -> str:
+def wrong_size(rank: int, peer: int, came: int, wanted: int, what: str) -> str:
     """Return why the communicator ends when a message does not fit."""
     return (
         f"rank {rank} got {came} bytes from rank {peer} and expected {wanted} ({what}). The two "

@@ -12,10 +12,29 @@ from ..errors import ArgumentTypeError, DistributedError
 from .communication import Message
 from .faults import absent, wrong_size
 
-_TELL, _NOTE, _DATA = 1, 2, 3  # tags; exchanges have one each, from the last on
-_TAGS = 2**14  # of exchanges; every MPI has as many
+_TELL, _NOTE, _DATA = 1, 2, 3  # tags; from the last one on they are those of `_Tags`
 _LONGEST_PAUSE = 1e-3  # seconds between two questions
-_kept: list[Any] = []  # what MPI may still read or write after the end of a communicator
+_kept: list[Any] = []  # communicators that have ended: MPI may still use their memory
+
+
+class _Tags:
+    """Tags of messages, by the number of the exchange and by their size.
+
+    A message of another size than the one that is received would have another tag, so that it is
+    not received: where one is too long, not every MPI stops at the end of the memory given.
+    """
+
+    def __init__(self, highest: int) -> None:
+        bits = (highest - _DATA).bit_length() - 1
+        self._exchanges = 1 << bits // 3
+        self._sizes = (1 << bits - bits // 3) - 1  # odd, for sizes differ by powers of 2
+
+    def tag(self, exchange: int, size: int) -> int:
+        return _DATA + exchange % self._exchanges * self._sizes + size % self._sizes
+
+    def is_of(self, tag: int, exchange: int) -> bool:
+        """Whether a message is one of an exchange, of whatever size."""
+        return tag >= _DATA and (tag - _DATA) // self._sizes == exchange % self._exchanges
 
 
 class Mpi:
@@ -35,88 +54,83 @@ class Mpi:
                 f"communicator: got {type(comm).__name__}; expected an intracommunicator of "
                 "mpi4py, as MPI.COMM_WORLD."
             )
-        self._mpi = MPI
-        self._comm = comm.Dup()
+        self.mpi, self.comm = MPI, comm.Dup()
         self.rank, self.size = int(comm.rank), int(comm.size)
-        names = self._comm.allgather(MPI.Get_processor_name())
+        names = self.comm.allgather(MPI.Get_processor_name())
         self.nodes: Sequence[int] = [names.index(name) for name in names]
-        self._ended: str | None = None
-        self._notes: list[Any] = []
+        self.tags = _Tags(int(self.comm.Get_attr(MPI.TAG_UB)))
+        self.in_use: set[Any] = set()  # transfers that have not been waited for
+        self._sent: list[Any] = []  # what this rank told last, or its note
         self._exchanges = 0
+        self._ended: str | None = None
 
     def check(self) -> None:
         """Raise `DistributedError` if a rank gave up."""
         if self._ended is None:
-            status = self._mpi.Status()
-            if self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOTE, status):
-                note = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-                self._comm.Recv([note, self._mpi.BYTE], status.source, _NOTE)
-                self._ended = note.tobytes().decode()
+            status = self.mpi.Status()
+            if self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTE, status):
+                self._end(self._received(status).decode())
         if self._ended is not None:
             raise DistributedError(self._ended)
 
     def abort(self, reason: str) -> None:
         """End the communicator, and tell every rank why."""
-        if self._ended is not None:
-            return
+        if self._ended is None:
+            self._end(reason)
+            self._sent += self._send(reason.encode(), _NOTE)
+
+    def _end(self, reason: str) -> None:
         self._ended = reason
-        note = np.frombuffer(reason.encode(), np.uint8)
-        for rank in self._others():
-            self._notes.append((self._comm.Isend([note, self._mpi.BYTE], rank, _NOTE), note))
-        _kept.extend(self._notes)
+        _kept.append(self)
+
+    def _send(self, message: bytes, tag: int) -> list[Any]:
+        """Send bytes to all other ranks; mpi4py's requests keep them."""
+        content = [np.frombuffer(message, np.uint8), self.mpi.BYTE]
+        return [self.comm.Isend(content, rank, tag) for rank in self._others()]
+
+    def _received(self, status: Any) -> bytes:
+        """Return a message that has arrived."""
+        content = np.empty(status.Get_count(self.mpi.BYTE), np.uint8)
+        self.comm.Recv([content, self.mpi.BYTE], status.source, status.tag)
+        return content.tobytes()
 
     def tell(self, message: bytes, timeout: float) -> list[bytes]:
         """Return the messages of all ranks."""
         self.check()
-        own = np.frombuffer(message, np.uint8)
-        sent = [self._comm.Isend([own, self._mpi.BYTE], rank, _TELL) for rank in self._others()]
+        self._sent = self._send(message, _TELL)
         told = {self.rank: message}
 
         def came() -> bool:
+            status = self.mpi.Status()
             for rank in self._others():
-                status = self._mpi.Status()
-                if rank not in told and self._comm.Iprobe(rank, _TELL, status):
-                    part = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-                    self._comm.Recv([part, self._mpi.BYTE], rank, _TELL)
-                    told[rank] = part.tobytes()
-            return len(told) == self.size and self._mpi.Request.Testall(sent)
+                if rank not in told and self.comm.Iprobe(rank, _TELL, status):
+                    told[rank] = self._received(status)
+            return len(told) == self.size and bool(self.mpi.Request.Testall(self._sent))
 
         def missing() -> list[int]:
             return [rank for rank in self._others() if rank not in told] or self._others()
 
-        self.wait_for(came, missing, timeout, "what the ranks agree on", (own, sent))
+        self.wait_for(came, missing, timeout, "what the ranks agree on")
         return [told[rank] for rank in range(self.size)]
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Transfer:
         """Start to send and to receive."""
         self.check()
-        byte, tag = self._mpi.BYTE, _DATA + self._exchanges % _TAGS
         self._exchanges += 1
-        received = [self._comm.Irecv([x, byte], rank, tag) for rank, x in receives]
-        sent = [self._comm.Isend([x, byte], rank, tag) for rank, x in sends]
-        return _Transfer(self, self._mpi, sends, receives, received + sent)
+        return _Transfer(self, self._exchanges, sends, receives)
 
     def wait_for(
-        self,
-        done: Callable[[], bool],
-        missing: Callable[[], list[int]],
-        timeout: float,
-        what: str,
-        used: Any,
+        self, done: Callable[[], bool], missing: Callable[[], list[int]], timeout: float, what: str
     ) -> None:
-        """Wait until something is done; if it never is, keep what MPI uses for it."""
+        """Wait until something is done."""
         deadline, pause = time.monotonic() + timeout, 0.0
-        try:
-            while not done():
+        while not done():
+            self.check()
+            if time.monotonic() > deadline:
+                self.abort(absent(self.rank, missing(), timeout, what))
                 self.check()
-                if time.monotonic() > deadline:
-                    self.abort(absent(self.rank, missing(), timeout, what))
-                    self.check()
-                time.sleep(pause)
-                pause = min(pause + 1e-5, _LONGEST_PAUSE)
-        except BaseException:
-            _kept.append(used)
-            raise
+            time.sleep(pause)
+            pause = min(pause + 1e-5, _LONGEST_PAUSE)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
@@ -126,46 +140,43 @@ class _Transfer:
     """Requests of MPI, and the memory that they use."""
 
     def __init__(
-        self,
-        comm: Mpi,
-        mpi: Any,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        requests: list[Any],
+        self, comm: Mpi, exchange: int, sends: Sequence[Message], receives: Sequence[Message]
     ) -> None:
-        self._comm, self._mpi = comm, mpi
-        self._sends, self._receives, self._requests = sends, receives, requests
+        self._comm, self._exchange = comm, exchange
+        self._sends, self._receives = sends, receives
+        byte, tag = comm.mpi.BYTE, comm.tags.tag
+        self._requests = [
+            *(comm.comm.Irecv([x, byte], rank, tag(exchange, x.size)) for rank, x in receives),
+            *(comm.comm.Isend([x, byte], rank, tag(exchange, x.size)) for rank, x in sends),
+        ]
+        comm.in_use.add(self)
 
     def wait(self, timeout: float, what: str) -> None:
-        """Wait for all of them, and check how many bytes came."""
+        """Wait for all of them."""
         peers = [rank for rank, _ in (*self._receives, *self._sends)]
-        statuses = [self._mpi.Status() for _ in peers]
-        open_ones = set(range(len(peers)))
+        under_way = set(range(len(peers)))
 
         def done() -> bool:
-            for n in sorted(open_ones):
-                try:
-                    if self._requests[n].Test(statuses[n]):
-                        open_ones.discard(n)
-                except self._mpi.Exception as error:
-                    if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
-                        raise
-                    self._refuse(n, statuses[n], what)
-            return not open_ones
+            for n in sorted(under_way):
+                if self._requests[n].Test():
+                    under_way.discard(n)
+                elif n < len(self._receives):
+                    self._check_size(n, what)
+            return not under_way
 
         def missing() -> list[int]:
-            return sorted({peers[n] for n in open_ones})
+            return sorted({peers[n] for n in under_way})
 
-        used = self._requests, self._sends, self._receives
-        self._comm.wait_for(done, missing, timeout, what, used)
-        for n, (_, target) in enumerate(self._receives):
-            if statuses[n].Get_count(self._mpi.BYTE) != target.size:
-                self._refuse(n, statuses[n], what)
+        self._comm.wait_for(done, missing, timeout, what)
+        self._comm.in_use.discard(self)
 
-    def _refuse(self, n: int, status: Any, what: str) -> None:
-        """End the communicator because a message does not fit."""
-        rank, target = self._receives[n]
-        came = max(int(status.Get_count(self._mpi.BYTE)), 0)
-        words = str(came) if came < target.size else f"more than {target.size}"
-        self._comm.abort(wrong_size(self._comm.rank, rank, words, target.size, what))
-        self._comm.check()
+    def _check_size(self, n: int, what: str) -> None:
+        """End the communicator if a message of another size is there than the one expected."""
+        comm, (rank, target) = self._comm, self._receives[n]
+        status = comm.mpi.Status()
+        there = comm.comm.Iprobe(rank, comm.mpi.ANY_TAG, status)
+        if there and comm.tags.is_of(status.tag, self._exchange):
+            came = int(status.Get_count(comm.mpi.BYTE))
+            if came != target.size:
+                comm.abort(wrong_size(comm.rank, rank, came, target.size, what))
+                comm.check()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from cupyflash.distributed import mpi
+
 ROOT = Path(__file__).resolve().parents[2]
 REMEDY = 'pip install ".[test]" has mpi4py and an MPI'
 SECONDS = 300
@@ -41,6 +43,22 @@ def test_ranks_of_mpi_give_the_bits_of_threads_and_end_when_one_fails(ranks, tmp
     printed = run("tests/tools/mpi_ranks.py", ranks=ranks, cwd=tmp_path)
     for rank in range(ranks):
         assert f"rank {rank} of {ranks} is right\n" in printed
+
+
+@pytest.mark.parametrize("highest", [32767, 2**28 - 1, 2**31 - 1])
+def test_messages_of_another_size_or_exchange_have_another_tag(highest):
+    """They are never received, for Open MPI writes beyond the memory of one that is too short."""
+    tags = mpi._Tags(highest)
+    sizes = [0, 1, *(2**n for n in range(4, 50, 3)), *(3 * 2**n for n in range(4, 50, 3))]
+    made = {(n, size): tags.tag(n, size) for n in range(1, 9) for size in sizes}
+    assert all(mpi._DATA <= tag <= highest for tag in made.values())
+    for (n, size), tag in made.items():
+        assert tags.is_of(tag, n)
+        assert not tags.is_of(tag, n + 1)
+        assert tag != tags.tag(n + 1, size)
+        assert tag != tags.tag(n, 2 * size) or not size
+        assert tag != tags.tag(n, size + 8)
+    assert not tags.is_of(mpi._NOTE, 0)
 
 
 def check_table(printed):

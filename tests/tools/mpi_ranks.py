@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from cupyflash import distributed, masks
+from cupyflash import ArgumentTypeError, distributed, masks
 from cupyflash.distributed import DistributedError
 
 MASKS = {"none": None, "causal": masks.causal(), "window": masks.window(300, 0)}
@@ -87,6 +87,8 @@ def main() -> None:
     comm = distributed.communicator(MPI.COMM_WORLD)
     assert (comm.rank, comm.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     assert list(comm.nodes) == [0] * comm.size
+    with pytest.raises(ArgumentTypeError, match="expected an intracommunicator of mpi4py"):
+        distributed.communicator(MPI.COMM_NULL)
     same_bits_as_threads(comm)
     faults()
     os.write(1, f"rank {comm.rank} of {comm.size} is right\n".encode())  # not mixed with others
