@@ -26,8 +26,8 @@ class _Tags:
 
     def __init__(self, highest: int) -> None:
         bits = (highest - _DATA).bit_length() - 1
-        self._exchanges = 1 << bits // 3
-        self._sizes = (1 << bits - bits // 3) - 1  # odd, for sizes differ by powers of 2
+        self._exchanges = 1 << (bits // 3)
+        self._sizes = (1 << (bits - bits // 3)) - 1  # odd, for sizes differ by powers of 2
 
     def tag(self, exchange: int, size: int) -> int:
         return _DATA + exchange % self._exchanges * self._sizes + size % self._sizes
