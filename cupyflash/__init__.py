@@ -28,7 +28,7 @@ from .quantization import hadamard, quantize
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 if TYPE_CHECKING:
-    from . import figures, streamed
+    from . import distributed, figures, streamed
     from .explanation import Explanation, explain
 
 __version__ = "0.1.0"
@@ -52,6 +52,7 @@ __all__ = [
     "attention_vjp",
     "combine",
     "convert",
+    "distributed",
     "explain",
     "expr",
     "figures",
@@ -69,6 +70,7 @@ __all__ = [
 
 _WHEN_NEEDED = {
     "Explanation": "explanation",
+    "distributed": "distributed",
     "explain": "explanation",
     "figures": "figures",
     "streamed": "streamed",

@@ -13,3 +13,7 @@ class ArgumentTypeError(TypeError):
 
 class TraceError(TypeError):
     """A mask or score function does something that an expression cannot record."""
+
+
+class DistributedError(RuntimeError):
+    """A call over many ranks cannot go on. Every rank gets it; it names the rank and the cause."""

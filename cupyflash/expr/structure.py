@@ -11,19 +11,25 @@ from .nodes import Expr, walk
 
 
 class Structure:
-    """The operations and numbers of a tree. Equal structures compute alike on equal arrays."""
+    """The operations and numbers of a tree. Equal structures compute alike on equal arrays.
 
-    __slots__ = ("_hash", "_nodes")
+    Attributes
+    ----------
+    nodes : tuple
+        Of each node its operation, type, operands by their places, and value.
+    """
+
+    __slots__ = ("_hash", "nodes")
 
     def __init__(self, nodes: tuple[Any, ...]) -> None:
-        self._nodes = nodes
+        self.nodes = nodes
         self._hash = hash(nodes)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Structure) and self._nodes == other._nodes)
+        return self is other or (isinstance(other, Structure) and self.nodes == other.nodes)
 
 
 def structure(root: Expr) -> tuple[Structure, tuple[Any, ...]]:

@@ -110,10 +110,12 @@ def backward(
     pieces = [x for x in schedule.by_keys() if x.keys or call.sink is not None]
     readers = _Readers(call, pieces, place, rows_too)
     with place:
-        sums = _Sums(call, place, gradients)
+        sums = Sums(call, place, gradients)
         for keys in set(schedule.keys) - {x.keys for x in pieces}:  # which no query sees
-            sums.clear_keys(keys)
+            for gradient in gradients[1:3]:
+                place.clear(part(gradient, keys))
         for keys, group in itertools.groupby(pieces, lambda piece: piece.keys):
+            totals: tuple[Array, Array] | None = None  # dk and dv of these keys
             for piece in group:
                 own, rows = readers.of(piece)
                 computed = sums.empty(own)
@@ -131,24 +133,37 @@ def backward(
                     workspace=None,
                     deterministic=deterministic,
                 )
-                sums.add(computed, piece)
-            sums.store_keys(keys)
+                sums.add(computed, piece.rows, piece.keys)
+                if totals is None:
+                    totals = computed.dk, computed.dv
+                else:
+                    for summand, total in zip(computed[1:3], totals, strict=True):
+                        place.add(summand, total)
+            assert totals is not None
+            for total, gradient in zip(totals, gradients[1:3], strict=True):
+                place.store(total, part(gradient, keys))
         sums.store()
 
 
-class _Sums:
-    """The gradients of a call, as sums over pieces in the accumulator's type."""
+class Sums:
+    """The gradients of a call but dk and dv, as sums over pieces in the accumulator's type.
+
+    Attributes
+    ----------
+    dbias, dsink : array or None
+        The sums so far. A bias of which every element is in one piece has none: its gradient is
+        written at once.
+    """
 
     def __init__(self, call: Call, place: Place, targets: Gradients) -> None:
         self._place, self._targets = place, targets
         self._number = call.problem.accumulator
         self._dq = place.sums(call.q, self._number)
-        self._keys: tuple[Array, Array] | None = None  # dk and dv of the current keys
-        self._dsink = None if call.sink is None else place.sums(call.sink, self._number)
-        self._dbias: Array | None = None
+        self.dsink = None if call.sink is None else place.sums(call.sink, self._number)
+        self.dbias: Array | None = None
         bias = call.bias
         if bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:]):
-            self._dbias = place.sums(bias, self._number)  # several pieces have the same part of it
+            self.dbias = place.sums(bias, self._number)  # several pieces have the same part of it
         elif bias is not None:
             place.clear(targets.dbias)  # of pieces that are not computed
 
@@ -159,38 +174,20 @@ class _Sums:
             None if x is None else self._place.empty(x.shape, self._number) for x in owners
         ))  # fmt: skip
 
-    def add(self, computed: Gradients, piece: Piece) -> None:
-        """Add the gradients of a piece. They may become the sums themselves."""
+    def add(self, computed: Gradients, rows: range, keys: range) -> None:
+        """Add the gradients of a piece, whose rows and keys are counted as in the arrays."""
         place = self._place
-        place.add(computed.dq, part(self._dq, piece.rows))
-        if computed.dbias is not None and self._dbias is not None:
-            place.add(computed.dbias, part_of_pairs(self._dbias, piece.rows, piece.keys))
+        place.add(computed.dq, part(self._dq, rows))
+        if computed.dbias is not None and self.dbias is not None:
+            place.add(computed.dbias, part_of_pairs(self.dbias, rows, keys))
         elif computed.dbias is not None:
-            own = part_of_pairs(self._targets.dbias, piece.rows, piece.keys)
-            place.store(computed.dbias, own)
-        if computed.dsink is not None and self._dsink is not None:
-            place.add(computed.dsink, self._dsink)
-        if self._keys is None:
-            self._keys = computed.dk, computed.dv
-        else:
-            for summand, total in zip((computed.dk, computed.dv), self._keys, strict=True):
-                place.add(summand, total)
-
-    def clear_keys(self, keys: range) -> None:
-        """Write 0 to dk and dv of keys that are in no piece."""
-        for gradient in (self._targets.dk, self._targets.dv):
-            self._place.clear(part(gradient, keys))
-
-    def store_keys(self, keys: range) -> None:
-        """Write dk and dv of the current keys."""
-        assert self._keys is not None
-        for total, gradient in zip(self._keys, self._targets[1:3], strict=True):
-            self._place.store(total, part(gradient, keys))
-        self._keys = None
+            place.store(computed.dbias, part_of_pairs(self._targets.dbias, rows, keys))
+        if computed.dsink is not None and self.dsink is not None:
+            place.add(computed.dsink, self.dsink)
 
     def store(self) -> None:
-        """Write what depends on all keys."""
-        totals = self._dq, self._dbias, self._dsink
+        """Write the sums."""
+        totals = self._dq, self.dbias, self.dsink
         targets = self._targets.dq, self._targets.dbias, self._targets.dsink
         for total, target in zip(totals, targets, strict=True):
             if total is not None:

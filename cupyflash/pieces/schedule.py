@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..expr.bind import bind
+from ..expr.bind import Sizes, bind
 from ..expr.interval import EMPTY, FULL, PARTIAL, bounds, tile_class
 from ..expr.nodes import Expr, operation, walk
 from ..expr.tile_classes import tile_classes
+from ..masks import Mask
 from ..problem.call import Array, Call
 
 MOST_CLASSES = 2**22  # of pieces of single heads; with more, all heads and entries share proofs
@@ -87,17 +88,20 @@ def schedule(call: Call, rows: int, keys: int) -> Schedule:
     """Return the schedule of a call, with chunks of so many queries and keys."""
     of_rows = chunks(call.problem.len_q, rows)
     of_keys = chunks(call.problem.len_k, keys)
-    return Schedule(of_rows, of_keys, _classes(call, of_rows, of_keys))
+    return Schedule(of_rows, of_keys, classes(call.mask, call.problem, of_rows, of_keys))
 
 
-def _classes(call: Call, rows: list[range], keys: list[range]) -> Array:
-    problem = call.problem
+def classes(
+    mask: Mask | None, problem: Sizes, rows: Sequence[range], keys: Sequence[range]
+) -> Array:
+    """Return the class of each piece, (chunks of rows, chunks of keys): see `Schedule`."""
     shape = len(rows), len(keys)
-    if not problem.batch * problem.heads:
+    batch = math.prod(problem.lead)
+    if not batch * problem.heads:
         return np.full(shape, EMPTY)
-    if call.mask is None or not all(shape):
+    if mask is None or not all(shape):
         return np.full(shape, FULL)
-    allowed = bind(call.mask.expr, problem)
+    allowed = bind(mask.expr, problem)
     symbols = {
         "i_low": np.array([x.start for x in rows])[:, None],
         "i_high": np.array([x.stop - 1 for x in rows])[:, None],
@@ -109,10 +113,10 @@ def _classes(call: Call, rows: list[range], keys: list[range]) -> Array:
         "start_k": np.int64(0),
     }
     reads = {node.value for node in walk(allowed) if node.op == "symbol"}
-    entries = problem.batch if "b" in reads else 1
+    entries = batch if "b" in reads else 1
     heads = problem.heads if "h" in reads else 1
     if math.prod(shape) * entries * heads > MOST_CLASSES:
-        ends = {"b_low": 0, "b_high": problem.batch - 1, "h_low": 0, "h_high": problem.heads - 1}
+        ends = {"b_low": 0, "b_high": batch - 1, "h_low": 0, "h_high": problem.heads - 1}
         symbols |= {name: np.int64(end) for name, end in ends.items()}
         found = tile_classes(_class_of_all(allowed), symbols, "exact")
         return np.broadcast_to(found, shape)

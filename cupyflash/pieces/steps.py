@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 
@@ -146,10 +146,24 @@ def _check_targets(
         interop.outputs(here, {name: x for name, x in inputs.items() if device_of(x) == home})
 
 
-def forward(request: Streamed, return_lse: Any, out: Any, lse_out: Any) -> Any:
-    """Compute a call, into the arrays given or into new ones."""
-    check_flag(return_lse, "return_lse")
-    call = request.call
+class Outputs(NamedTuple):
+    """Where a forward writes.
+
+    Attributes
+    ----------
+    out, lse : array
+        Arrays with an axis of heads.
+    shown : tuple of 2 array
+        The same as users see them.
+    """
+
+    out: Array
+    lse: Array
+    shown: tuple[Any, Any]
+
+
+def outputs(call: Call, out: Any, lse_out: Any) -> Outputs:
+    """Check the arrays given, and make those that are not given."""
     out_shape, lse_shape = result_shapes(call)
     wanted = {
         "out": (out, out_shape, call.problem.dtype),
@@ -163,11 +177,52 @@ def forward(request: Streamed, return_lse: Any, out: Any, lse_out: Any) -> Any:
 
     made, lse = dispatch.backend_of(call.q).empty_output(call, full(out), full(lse_out))
     assert lse is not None
-    place = request.place()
-    compute.forward(place.ready(call), request.schedule, place, made, lse)
     result = out if out is not None else made[0] if call.matrices else made
-    lse = lse_out if lse_out is not None else lse[0] if call.matrices else lse
-    return (result, lse) if return_lse else result
+    result_lse = lse_out if lse_out is not None else lse[0] if call.matrices else lse
+    return Outputs(made, lse, (result, result_lse))
+
+
+def forward(request: Streamed, return_lse: Any, out: Any, lse_out: Any) -> Any:
+    """Compute a call, into the arrays given or into new ones."""
+    check_flag(return_lse, "return_lse")
+    call = request.call
+    made = outputs(call, out, lse_out)
+    place = request.place()
+    compute.forward(place.ready(call), request.schedule, place, made.out, made.lse)
+    return made.shown if return_lse else made.shown[0]
+
+
+class Targets(NamedTuple):
+    """What a backward reads and where it writes.
+
+    Attributes
+    ----------
+    rows : mapping of str to array
+        do, out, lse and, if it is given, dlse, with an axis of heads.
+    gradients : Gradients
+        Arrays with an axis of heads.
+    shown : Gradients
+        The same as users see them.
+    """
+
+    rows: Mapping[str, Array]
+    gradients: Gradients
+    shown: Gradients
+
+
+def targets(call: Call, do: Any, out: Any, lse: Any, dlse: Any, grads_out: Any) -> Targets:
+    """Check the arrays given, and make those that are not given."""
+    rows = given_rows(call, do, out, lse, dlse)
+    inputs = validate.read_arrays(call) | rows
+    if call.device is None:
+        interop.one_home(inputs)
+    else:
+        _check_homes(rows, call.device)
+    owners = (call.q, call.k, call.v, call.bias, call.sink)
+    given = validate.gradients(grads_out, call, inputs, _check_each(owners))
+    if call.matrices:
+        rows = {name: array[None] for name, array in rows.items()}
+    return Targets(rows, *gradient_arrays(call, given))
 
 
 def backward(
@@ -182,30 +237,20 @@ def backward(
     """Compute the gradients of a call, into the arrays given or into new ones."""
     check_flag(deterministic, "deterministic")
     call = request.call
-    rows = given_rows(call, do, out, lse, dlse)
-    inputs = validate.read_arrays(call) | rows
-    if call.device is None:
-        interop.one_home(inputs)
-    else:
-        _check_homes(rows, call.device)
-    owners = (call.q, call.k, call.v, call.bias, call.sink)
-    given = validate.gradients(grads_out, call, inputs, _check_each(owners))
-    if call.matrices:
-        rows = {name: array[None] for name, array in rows.items()}
-    targets, results = gradient_arrays(call, given)
+    made = targets(call, do, out, lse, dlse, grads_out)
     place = request.place()
     compute.backward(
         place.ready(call),
         request.schedule,
         place,
-        rows["do"],
-        rows["out"],
-        rows["lse"],
-        rows.get("dlse"),
-        targets,
+        made.rows["do"],
+        made.rows["out"],
+        made.rows["lse"],
+        made.rows.get("dlse"),
+        made.gradients,
         bool(deterministic),
     )
-    return results
+    return made.shown
 
 
 def _check_each(owners: tuple[Array | None, ...]) -> Any:

@@ -211,7 +211,7 @@ def checked_offsets(offsets: Array, name: str, total: int) -> Array:
 
 # Field of `Options` -> its check, a function of all options and of the problem without options.
 _CHECKS: dict[str, Callable[[Options, Problem], Any]] = {
-    "mask": lambda options, _: _mask(options.mask),
+    "mask": lambda options, _: mask(options.mask),
     "score_mod": lambda options, _: chain(options.score_mod),
     "bias": lambda options, problem: _bias(options.bias, problem),
     "sink": lambda options, problem: _sink(options.sink, problem),
@@ -240,7 +240,8 @@ def with_options(
     return replace(call, device=one_home(read_arrays(call))) if in_one_place else call
 
 
-def _mask(value: Any) -> Mask | None:
+def mask(value: Any) -> Mask | None:
+    """Return a mask, also of a boolean array."""
     if value is None:
         return None
     result: Mask

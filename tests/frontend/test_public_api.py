@@ -19,6 +19,7 @@ import pytest
 import cupyflash
 import cupyflash.analysis
 import cupyflash.bench
+import cupyflash.distributed
 import cupyflash.figures
 import cupyflash.masks
 import cupyflash.scores
@@ -45,7 +46,7 @@ FUNCTIONS = {
     "workspace_size",
     "workspace_size_cached",
 }
-MODULES = {"analysis", "expr", "figures", "masks", "scores", "streamed"}
+MODULES = {"analysis", "distributed", "expr", "figures", "masks", "scores", "streamed"}
 TYPES = {
     "ArgumentError",
     "ArgumentTypeError",
@@ -125,7 +126,8 @@ def public(module: types.ModuleType) -> dict[str, object]:
 def documented() -> list[str]:
     names = [f"cupyflash.{name}" for name in sorted(FUNCTIONS | TYPES)]
     for module in (
-        cupyflash.analysis, cupyflash.bench, cupyflash.figures, cupyflash.masks, cupyflash.scores,
+        cupyflash.analysis, cupyflash.bench, cupyflash.distributed, cupyflash.figures,
+        cupyflash.masks, cupyflash.scores,
     ):  # fmt: skip
         found = sorted(name for name in module.__all__ if callable(getattr(module, name)))
         names += [f"{module.__name__}.{name}" for name in found]

@@ -18,7 +18,8 @@ import pytest
 from documents import FENCE, PAGES, ROOT
 
 MODULES = [
-    f"cupyflash.{x}" for x in "masks scores expr figures analysis bench streamed testing".split()
+    f"cupyflash.{x}"
+    for x in "masks scores expr figures analysis bench distributed streamed testing".split()
 ]
 FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$]+?\$", re.DOTALL)
 BUILDERS = ("sphinx", "furo", "myst_parser", "numpydoc", "matplotlib")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 HELPERS = sorted((ROOT / "tests" / "helpers").glob("*.py"))
 MODULES = ["cupyflash"] + [
-    f"cupyflash.{x}" for x in "analysis bench expr figures masks scores testing".split()
+    f"cupyflash.{x}" for x in "analysis bench distributed expr figures masks scores testing".split()
 ]
 FEWEST_WORDS = 3  # of a reason
 

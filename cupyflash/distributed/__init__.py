@@ -1,0 +1,27 @@
+"""Attention of a sequence that many ranks hold together, each some of its positions.
+
+A layout says which rank holds which positions. Keys and values travel between the ranks that need
+them, as the mask's own proofs say: what is proven EMPTY is neither sent nor computed. Results are
+those of the functions of the same name in ``cupyflash``, within rounding.
+"""
+
+from ..errors import DistributedError
+from .calls import attention, attention_backward, attention_vjp
+from .communication import Communicator
+from .connect import communicator
+from .layouts import Layout, Price, layout, prices
+from .threads import Threads
+
+__all__ = [
+    "Communicator",
+    "DistributedError",
+    "Layout",
+    "Price",
+    "Threads",
+    "attention",
+    "attention_backward",
+    "attention_vjp",
+    "communicator",
+    "layout",
+    "prices",
+]

@@ -1,0 +1,62 @@
+"""What ranks need of each other: messages of bytes, a small exchange on the host, an end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from ..problem.call import Array
+
+Message = tuple[int, Array]  # the other rank, and contiguous bytes: an array of uint8
+
+
+class Transfer(Protocol):
+    """Messages that are under way."""
+
+    def wait(self, timeout: float, what: str) -> None:
+        """Return when all messages have been received, and what was sent may change.
+
+        If that takes longer than `timeout` seconds, or if a rank gave up, raise `DistributedError`;
+        `what` says in words what was being waited for.
+        """
+        ...
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """The ranks that compute a call together, as one of them sees them.
+
+    Attributes
+    ----------
+    rank, size : int
+        The number of this rank, and how many there are.
+    nodes : sequence of int
+        The machine of each rank.
+    """
+
+    rank: int
+    size: int
+    nodes: Sequence[int]
+
+    def tell(self, message: bytes, timeout: float) -> list[bytes]:
+        """Return the messages of all ranks, in their order; each gives its own one.
+
+        If a rank does not come within `timeout` seconds, or gave up, raise `DistributedError`.
+        """
+        ...
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
+        """Start to send and to receive messages.
+
+        All ranks make the same number of exchanges: those of one exchange are only received in the
+        same exchange of the other rank, in the order in which they are sent.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End this communicator on every rank. Who waits, or calls later, gets the reason."""
+        ...
+
+    def check(self) -> None:
+        """Raise `DistributedError` if a rank gave up."""
+        ...

@@ -1,0 +1,361 @@
+"""Which rank holds which positions of a sequence, and what that costs under a mask.
+
+A rank holds runs of whole blocks, so that the tiles of kernels and the draws of dropout are those
+of one rank. The mask's own proofs say for chunks of queries and of keys whether a pair of them is
+computed at all: that gives the pairs that each rank computes and the keys that it has to receive.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
+
+import numpy as np
+
+from ..arrays.interop import DLPackArray
+from ..errors import ArgumentError, ArgumentTypeError
+from ..expr.bind import Dense
+from ..expr.interval import EMPTY, FULL
+from ..masks import Mask
+from ..pieces.schedule import chunks, classes
+from ..problem import validate
+from ..problem.call import Array
+from .communication import Communicator
+from .runs import Runs
+
+Kind: TypeAlias = Literal["contiguous", "zigzag", "cyclic", "proofs"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+BLOCK = 128  # positions that stay together
+CHUNKS = 8  # of a rank: what proofs and transfers tell apart
+# Pairs that an H100 computes while NVLink brings it one key and its value, per query head of the
+# key's group. It weighs keys against pairs where layouts are compared.
+PAIRS_PER_KEY = 2300
+
+
+class Price(NamedTuple):
+    """What a layout costs under a mask.
+
+    Attributes
+    ----------
+    imbalance : float
+        The pairs that the heaviest rank computes, divided by the mean of all ranks. A tile that
+        the mask hides in part counts half.
+    received : float
+        The keys that the rank with the most of them receives, divided by all keys.
+    cost : float
+        What is compared: pairs of the heaviest rank, including those that it could compute while
+        keys arrive.
+    """
+
+    imbalance: float
+    received: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who holds which positions of a sequence.
+
+    Attributes
+    ----------
+    length : int
+        Positions of the sequence.
+    runs : tuple of Runs
+        What each rank holds.
+    rank : int
+        The rank of this process.
+    kind : str
+        How positions were divided: "contiguous", "zigzag", "cyclic" or "proofs".
+    chunk : int
+        Positions that proofs and transfers treat alike.
+    price : Price or None
+        What it costs under the mask for which it was made.
+    remembered : dict
+        What each call on this rank sends, receives and computes, as far as it is known.
+    """
+
+    length: int
+    runs: tuple[Runs, ...]
+    rank: int
+    kind: str
+    chunk: int
+    price: Price | None = None
+    remembered: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.runs)
+
+    @property
+    def own(self) -> Runs:
+        """What this rank holds."""
+        return self.runs[self.rank]
+
+    @property
+    def count(self) -> int:
+        """The number of positions that this rank holds."""
+        return self.own.count
+
+    @property
+    def positions(self) -> Array:
+        """The positions that this rank holds, int64; rotary embeddings need them."""
+        found = [np.arange(run.start, run.stop) for run in self.own]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    def take(self, x: Any, axis: SupportsIndex = -2) -> Any:
+        """Return what this rank holds of a whole array.
+
+        Parameters
+        ----------
+        x : array
+            An array with all positions, maybe a `numpy.memmap`.
+        axis : int
+            The axis of positions.
+
+        Returns
+        -------
+        array
+            A copy, or a view if the rank holds one run.
+        """
+        places = [self._place(x, axis, run) for run in self.own]
+        if len(places) == 1:
+            return x[places[0]]
+        return np.concatenate([x[self._place(x, axis, range(0))], *(x[at] for at in places)], axis)
+
+    def put(self, x: Any, whole: Any, axis: SupportsIndex = -2) -> None:
+        """Write what this rank holds to its places in a whole array.
+
+        Parameters
+        ----------
+        x : array
+            What `take` returns, or an array of results that belongs to it.
+        whole : array
+            Where it is written, maybe a `numpy.memmap`.
+        axis : int
+            The axis of positions.
+        """
+        if x.shape[axis] != self.count:
+            raise ArgumentError(
+                f"put: got {x.shape[axis]} positions on axis {axis}; expected {self.count}, those "
+                "that this rank holds."
+            )
+        before = (slice(None),) * (int(axis) % x.ndim)
+        for run in self.own:
+            rows = self.own.rows(run)
+            whole[self._place(whole, axis, run)] = x[(*before, slice(rows.start, rows.stop))]
+
+    def _place(self, x: Any, axis: SupportsIndex, run: range) -> tuple[slice, ...]:
+        if x.shape[axis] != self.length:
+            raise ArgumentError(
+                f"layout: got {x.shape[axis]} positions on axis {axis}; expected {self.length}, "
+                "all of the sequence. Name another axis of positions by axis=."
+            )
+        return *(slice(None),) * (int(axis) % x.ndim), slice(run.start, run.stop)
+
+    @functools.cached_property
+    def chunks(self) -> tuple[list[range], Array]:
+        """The chunks of all ranks, one rank after the other, and the rank of each."""
+        of_ranks = [runs.cut(self.chunk) for runs in self.runs]
+        owners = np.repeat(np.arange(self.size), [len(x) for x in of_ranks])
+        return [chunk for each in of_ranks for chunk in each], owners
+
+
+def layout(
+    comm: Communicator,
+    length: SupportsIndex,
+    *,
+    mask: Mask | DLPackArray | Sequence[Mask | DLPackArray | None] | None = None,
+    kind: Literal["auto", "contiguous", "zigzag", "cyclic", "proofs"] = "auto",
+    layout_k: Layout | None = None,
+    lead: tuple[int, ...] = (),
+    heads: SupportsIndex = 1,
+) -> Layout:
+    """Divide the positions of a sequence among the ranks.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks.
+    length : int
+        Positions of the sequence.
+    mask : Mask or array or sequence of them, optional
+        The mask of the calls, or the masks of calls that share the layout, equally often.
+    kind : {"auto", "contiguous", "zigzag", "cyclic", "proofs"}
+        "contiguous": one run for each rank. "zigzag": two runs, from both ends. "cyclic": chunks
+        in turn. "proofs": each chunk, those with most pairs first, goes to the rank that has the
+        fewest pairs so far. "auto": the cheapest of them under the mask, as `prices` says.
+    layout_k : Layout, optional
+        The layout of the keys, if it is another one (cross attention).
+    lead : tuple of int
+        Leading axes of the calls, if the mask depends on them.
+    heads : int
+        Query heads of the calls, if the mask depends on them.
+
+    Returns
+    -------
+    Layout
+        The same on every rank, but for its `rank`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        An argument is wrong.
+
+    Examples
+    --------
+    >>> from cupyflash import distributed, masks
+    >>> comm = distributed.Threads(2).ranks[1]
+    >>> made = distributed.layout(comm, 1000, mask=masks.causal(), kind="zigzag")
+    >>> made.runs[1].ranges, made.count
+    ((range(256, 768),), 512)
+    """
+    if kind not in ("auto", *KINDS):
+        raise ArgumentError(f'layout: got kind={kind!r}; expected "auto" or one of {KINDS}.')
+    if layout_k is not None and layout_k.size != comm.size:
+        raise ArgumentError(
+            f"layout_k: got a layout of {layout_k.size} ranks; expected one of {comm.size}."
+        )
+    asked = _Asked(comm.size, length, mask, layout_k, lead, heads)
+    kinds = KINDS if kind == "auto" else (kind,)
+    found = [(asked.divided(each), each) for each in kinds]
+    priced = [(asked.price(runs), runs, each) for runs, each in found]
+    price, runs, chosen = min(priced, key=lambda x: x[0].cost)
+    return Layout(asked.length, runs, comm.rank, chosen, asked.chunk, price)
+
+
+def prices(
+    ranks: SupportsIndex,
+    length: SupportsIndex,
+    *,
+    mask: Mask | DLPackArray | Sequence[Mask | DLPackArray | None] | None = None,
+    lead: tuple[int, ...] = (),
+    heads: SupportsIndex = 1,
+) -> dict[Kind, Price]:
+    """Return what each kind of layout costs, for any number of ranks and without them.
+
+    Parameters
+    ----------
+    ranks : int
+        The number of ranks.
+    length, mask, lead, heads
+        As in `layout`.
+
+    Returns
+    -------
+    dict of str to Price
+        For each kind of layout.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        An argument is wrong.
+
+    Examples
+    --------
+    >>> from cupyflash import distributed, masks
+    >>> found = distributed.prices(4, 2**16, mask=masks.causal())
+    >>> {kind: round(price.imbalance, 2) for kind, price in found.items()}
+    {'contiguous': 1.75, 'zigzag': 1.0, 'cyclic': 1.09, 'proofs': 1.0}
+    """
+    asked = _Asked(_number(ranks, "ranks", 1), length, mask, None, lead, heads)
+    return {kind: asked.price(asked.divided(kind)) for kind in KINDS}
+
+
+def _number(value: Any, name: str, least: int) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ArgumentTypeError(f"{name}: got {value!r}; expected an integer.")
+    if value < least:
+        raise ArgumentError(f"{name}: got {value}; expected {least} or more.")
+    return int(value)
+
+
+class _Asked:
+    """A sequence that is to be divided, with the pairs of its chunks."""
+
+    def __init__(
+        self,
+        ranks: int,
+        length: Any,
+        mask: Any,
+        layout_k: Layout | None,
+        lead: tuple[int, ...],
+        heads: Any,
+    ) -> None:
+        self.ranks, self.length = ranks, _number(length, "length", 0)
+        blocks = -(-self.length // BLOCK)
+        self.chunk = max(1, -(-blocks // (ranks * CHUNKS))) * BLOCK
+        self.chunks = chunks(self.length, self.chunk)
+        of_keys = self.chunks
+        self._key_ranks: Array | None = None
+        if layout_k is not None:
+            of_keys, self._key_ranks = layout_k.chunks
+        self._key_sizes = np.array([len(x) for x in of_keys], np.int64)
+        len_k = self.length if layout_k is None else layout_k.length
+        sizes = Dense(tuple(lead), _number(heads, "heads", 1), self.length, len_k)
+        several = mask if isinstance(mask, (list, tuple)) else [mask]
+        rows = np.array([len(x) for x in self.chunks], np.int64)
+        area = rows[:, None] * self._key_sizes
+        self.pairs = np.zeros(area.shape)  # of each chunk of queries with each chunk of keys
+        for each in several:
+            found = classes(validate.mask(each), sizes, self.chunks, of_keys)
+            self.pairs += np.where(found == EMPTY, 0, np.where(found == FULL, area, area / 2))
+        self.work = self.pairs.sum(axis=1)
+
+    def divided(self, kind: Kind) -> tuple[Runs, ...]:
+        """Return what each rank holds."""
+        owners = self._owners(kind)
+        return tuple(
+            Runs.of(self.chunks[n] for n in np.flatnonzero(owners == rank))
+            for rank in range(self.ranks)
+        )
+
+    def _owners(self, kind: Kind) -> Array:
+        """Return the rank of each chunk."""
+        count, ranks = len(self.chunks), self.ranks
+        numbers = np.arange(count)
+        if kind == "contiguous":
+            return numbers * ranks // max(count, 1)
+        if kind == "zigzag":
+            stripe = numbers * 2 * ranks // max(count, 1)
+            return np.minimum(stripe, 2 * ranks - 1 - stripe)
+        if kind == "cyclic":
+            return numbers % ranks
+        return self._balanced()
+
+    def _balanced(self) -> Array:
+        """Return the rank of each chunk so that all have as many chunks and pairs alike."""
+        room = [-(-len(self.chunks) // self.ranks)] * self.ranks
+        queue: list[tuple[float, int]] = [(0.0, rank) for rank in range(self.ranks)]
+        owners = np.zeros(len(self.chunks), np.int64)
+        for n in np.argsort(-self.work, kind="stable"):
+            load, rank = heapq.heappop(queue)
+            owners[n] = rank
+            room[rank] -= 1
+            if room[rank]:
+                heapq.heappush(queue, (load + float(self.work[n]), rank))
+        return owners
+
+    def price(self, runs: tuple[Runs, ...]) -> Price:
+        """Return what a layout costs."""
+        count = len(self.chunks)
+        owners = np.empty(count, np.int64)
+        for rank, own in enumerate(runs):
+            for run in own:
+                owners[run.start // self.chunk : -(-run.stop // self.chunk)] = rank
+        of_keys = owners if self._key_ranks is None else self._key_ranks
+        work = np.bincount(owners, self.work, self.ranks)
+        received = np.zeros(self.ranks)
+        for rank in range(self.ranks):
+            needed = (self.pairs[owners == rank] > 0).any(axis=0) & (of_keys != rank)
+            received[rank] = self._key_sizes[needed].sum()
+        mean = work.mean()
+        total = self._key_sizes.sum()
+        return Price(
+            float(work.max() / mean) if mean else 1.0,
+            float(received.max() / total) if total else 0.0,
+            float((work + PAIRS_PER_KEY * received).max()),
+        )

@@ -1,0 +1,224 @@
+"""The steps of a call on one rank: which keys it sends and receives, and what it computes.
+
+The mask's proofs say which rank needs which chunks of another rank's keys. In a round every rank
+sends to one rank and receives from one rank at most. All ranks find the same rounds from the mask
+and the layouts, so nobody has to be asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..expr.interval import EMPTY, FULL
+from ..pieces.schedule import NO_KEYS, Piece, classes
+from ..problem.call import Array, Call
+from .layouts import Layout
+from .runs import Runs
+
+Scheme: TypeAlias = Literal["auto", "rounds", "gather"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+# Bytes of all keys and values up to which one exchange of everything takes less time than rounds.
+GATHER_UP_TO = 2**22
+MOST_REMEMBERED = 16  # calls of a layout whose steps it keeps
+
+Pair = tuple[int, int]  # the owner of keys, and the rank that uses them
+
+
+class Step(NamedTuple):
+    """What a rank does between two exchanges.
+
+    Attributes
+    ----------
+    sends, receives : dict of int to Runs
+        The positions of keys that go to, or come from, each rank, in the order of ranks.
+    keys : Runs
+        The positions of all keys that the pieces use.
+    pieces : list of Piece
+        What is computed with them. Rows and keys are positions.
+    """
+
+    sends: dict[int, Runs]
+    receives: dict[int, Runs]
+    keys: Runs
+    pieces: list[Piece]
+
+
+def check_scheme(scheme: object) -> None:
+    """Refuse a scheme that there is not."""
+    if scheme not in SCHEMES:
+        known = ", ".join(f'"{each}"' for each in SCHEMES)
+        raise ArgumentError(f"scheme: got {scheme!r}; expected one of {known}.")
+
+
+def chosen(call: Call, scheme: Scheme) -> Scheme:
+    """Return "rounds" or "gather"."""
+    if scheme != "auto":
+        return scheme
+    problem = call.problem
+    rows = (x.size // max(x.shape[-2], 1) for x in (call.k, call.v))
+    width = sum(rows) if call.k.shape[-2] else 0
+    return "gather" if width * problem.len_k * call.k.itemsize <= GATHER_UP_TO else "rounds"
+
+
+def steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
+    """Return the steps of this rank: its own keys first, then a step for each round.
+
+    The layout remembers them. A mask that reads arrays is examined in every call, because their
+    elements may have changed.
+    """
+    expr, arrays = (None, ()) if call.mask is None else call.mask.structure
+    if arrays:
+        return _steps(call, layout, layout_k, chosen(call, scheme))
+    problem = call.problem
+    key = expr, problem.lead, problem.heads, chosen(call, scheme)
+    known = layout.remembered.get(key)
+    if known is None or known[0] is not layout_k:
+        while len(layout.remembered) >= MOST_REMEMBERED:
+            del layout.remembered[next(iter(layout.remembered))]
+        known = layout_k, _steps(call, layout, layout_k, chosen(call, scheme))
+        layout.remembered[key] = known
+    made: list[Step] = known[1]
+    return made
+
+
+def _steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
+    proofs = _Proofs(call, layout, layout_k)
+    own = layout.rank
+    made = [_step(proofs, {}, {own: proofs.needed(own, own)})]
+    for pairs in _rounds(proofs.pairs(), scheme):
+        sends = {user: proofs.needed(user, own) for owner, user in pairs if owner == own}
+        receives = {owner: proofs.needed(own, owner) for owner, user in pairs if user == own}
+        made.append(_step(proofs, sends, receives))
+    made[0] = made[0]._replace(receives={})
+    return _with_first_pieces(made, layout.own)
+
+
+def _step(proofs: _Proofs, sends: dict[int, Runs], receives: dict[int, Runs]) -> Step:
+    keys = Runs.of(run for runs in receives.values() for run in runs)
+    return Step(
+        dict(sorted(sends.items())), dict(sorted(receives.items())), keys, proofs.pieces(keys)
+    )
+
+
+def _with_first_pieces(made: list[Step], rows: Runs) -> list[Step]:
+    """Say which piece is the first one of its rows. Rows without keys have a piece without keys."""
+    begun: set[range] = set()
+    result = []
+    for step in made:
+        pieces = []
+        for piece in step.pieces:
+            pieces.append(piece._replace(first=piece.rows not in begun))
+            begun.add(piece.rows)
+        result.append(step._replace(pieces=pieces))
+    rest = [Piece(run, NO_KEYS, False, True) for run in rows if run not in begun]
+    result[0].pieces.extend(rest)
+    return result
+
+
+class _Proofs:
+    """The classes of all pairs of chunks, by the ranks that hold them."""
+
+    def __init__(self, call: Call, layout: Layout, layout_k: Layout) -> None:
+        self._rows, self._row_ranks = layout.chunks
+        self._keys, self._key_ranks = layout_k.chunks
+        self._layout, self._size = layout, layout.size
+        self.classes = classes(call.mask, call.problem, self._rows, self._keys)
+        self._used = np.zeros((self._size, len(self._keys)), bool)  # by each rank
+        for rank in np.unique(self._row_ranks):
+            mine = self.classes[self._row_ranks == rank]
+            self._used[rank] = (mine != EMPTY).any(axis=0)
+
+    def needed(self, user: int, owner: int) -> Runs:
+        """Return the positions of one rank's keys that another rank needs."""
+        chunks = np.flatnonzero(self._used[user] & (self._key_ranks == owner))
+        return Runs.of(self._keys[n] for n in chunks)
+
+    def pairs(self) -> Array:
+        """Return whether a rank needs keys of another one, (owners, users)."""
+        found = np.zeros((self._size, self._size), bool)
+        for owner in range(self._size):
+            found[owner] = self._used[:, self._key_ranks == owner].any(axis=1)
+        np.fill_diagonal(found, False)
+        return found
+
+    def pieces(self, keys: Runs) -> list[Piece]:
+        """Return what this rank computes with some keys: runs of its queries by runs of keys."""
+        firsts = np.array([chunk.start for chunk in self._rows])
+        of_keys = np.array([chunk.start for chunk in self._keys])
+        found = []
+        for run in self._layout.own:
+            rows = (firsts >= run.start) & (firsts < run.stop)
+            for span in keys:
+                here = (of_keys >= span.start) & (of_keys < span.stop)
+                kinds = self.classes[np.ix_(rows, here)]
+                if (kinds != EMPTY).any():
+                    found.append(Piece(run, span, bool((kinds != FULL).any()), False))
+        return found
+
+
+def _rounds(pairs: Array, scheme: Scheme) -> list[list[Pair]]:
+    """Return which pairs exchange keys in each round."""
+    if scheme == "gather":
+        return [_listed(pairs)] if pairs.any() else []
+    size = len(pairs)
+    owners = np.arange(size)
+    found = []
+    for distance in range(1, size):
+        users = (owners + distance) % size
+        together = [(o, u) for o, u in zip(owners.tolist(), users.tolist(), strict=True)
+                    if pairs[o, u]]  # fmt: skip
+        if together:
+            found.append(together)
+    most = int(max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max(), 0)) if size else 0
+    return found if len(found) <= most else coloured(_listed(pairs), size, most)
+
+
+def _listed(pairs: Array) -> list[Pair]:
+    return [(int(owner), int(user)) for owner, user in np.argwhere(pairs)]
+
+
+def coloured(pairs: Sequence[Pair], size: int, rounds: int) -> list[list[Pair]]:
+    """Divide pairs into rounds in which a rank sends once and receives once at most.
+
+    `rounds`, the most pairs in which one rank sends or in which one receives, are always enough
+    (Koenig's theorem). Where the round that is free for the sender is taken for the receiver, the
+    pairs along the path of these two rounds are exchanged.
+    """
+    sends = [[-1] * rounds for _ in range(size)]  # whom a rank sends to in each round
+    receives = [[-1] * rounds for _ in range(size)]
+    for owner, user in pairs:
+        free, other = sends[owner].index(-1), receives[user].index(-1)
+        if receives[user][free] >= 0:
+            _swap(sends, receives, user, free, other)
+        sends[owner][free], receives[user][free] = user, owner
+    return [
+        [(owner, sends[owner][n]) for owner in range(size) if sends[owner][n] >= 0]
+        for n in range(rounds)
+    ]
+
+
+def _swap(
+    sends: list[list[int]], receives: list[list[int]], user: int, taken: int, free: int
+) -> None:
+    """Exchange two rounds along the path that begins where a rank receives in round `taken`."""
+    path = []
+    receiver, this, that = user, taken, free
+    while True:
+        owner = receives[receiver][this]
+        if owner < 0:
+            break
+        path.append((owner, receiver, this))
+        following = sends[owner][that]
+        if following < 0:
+            break
+        path.append((owner, following, that))
+        receiver = following
+    for owner, receiver, n in path:
+        sends[owner][n] = receives[receiver][n] = -1
+    for owner, receiver, n in path:
+        other = that if n == this else this
+        sends[owner][other], receives[receiver][other] = receiver, owner

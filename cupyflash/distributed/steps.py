@@ -1,0 +1,262 @@
+"""The steps of a call over ranks: check, agree with the others, allocate what is missing, run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .. import dispatch
+from ..errors import ArgumentError, ArgumentTypeError, DistributedError
+from ..execute import Vjp, check_flag
+from ..pieces import steps as pieces_steps
+from ..pieces.place import Host
+from ..problem import validate
+from ..problem.call import Call, Gradients
+from ..problem.options import Options
+from . import compute
+from .agreement import agree, bias_facts, bias_is_shared, facts_of
+from .communication import Communicator
+from .faults import gave_up
+from .layouts import Layout
+from .rounds import Step, check_scheme, chosen, steps
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who computes a call, as users pass it.
+
+    Attributes
+    ----------
+    comm, layout, layout_k, scheme, check, timeout : Any
+        As in `attention`.
+    """
+
+    comm: Any
+    layout: Any
+    layout_k: Any
+    scheme: Any
+    check: Any
+    timeout: Any
+
+    def communicator(self) -> Communicator:
+        """Return the communicator, if it is one; all other faults can be told to other ranks."""
+        if not isinstance(self.comm, Communicator):
+            raise ArgumentTypeError(
+                f"comm: got {type(self.comm).__name__}; expected what distributed.communicator "
+                "returns, as in communicator(MPI.COMM_WORLD)."
+            )
+        return self.comm
+
+    def seconds(self) -> float:
+        """Return the timeout. A wrong one is refused when the rest is checked."""
+        return self.timeout if _is_number(self.timeout) and self.timeout > 0 else 300.0
+
+    def checked(self) -> tuple[Layout, Layout]:
+        """Check all but the communicator, and return the layouts of queries and of keys."""
+        check_scheme(self.scheme)
+        check_flag(self.check, "check")
+        if not _is_number(self.timeout) or not 0 < self.timeout < math.inf:
+            raise ArgumentError(f"timeout: got {self.timeout!r}; expected seconds, more than 0.")
+        layout_k = self.layout if self.layout_k is None else self.layout_k
+        for name, layout in (("layout", self.layout), ("layout_k", layout_k)):
+            if not isinstance(layout, Layout):
+                raise ArgumentTypeError(
+                    f"{name}: got {type(layout).__name__}; expected what distributed.layout "
+                    "returns, as in layout(comm, length, mask=mask)."
+                )
+            if (layout.size, layout.rank) != (self.comm.size, self.comm.rank):
+                raise ArgumentError(
+                    f"{name}: got the layout of rank {layout.rank} of {layout.size}; expected that "
+                    f"of rank {self.comm.rank} of {self.comm.size}, made with the same comm."
+                )
+        return self.layout, layout_k
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+class Distributed:
+    """A call over ranks as the user made it. It is validated once, when that is first needed.
+
+    Parameters
+    ----------
+    q, k, v : Any
+        As users pass them.
+    options : Options
+        As users pass them.
+    ranks : Ranks
+        As users pass them.
+    """
+
+    backward_name = "cupyflash.distributed.attention_backward"
+
+    def __init__(self, q: Any, k: Any, v: Any, options: Options, ranks: Ranks) -> None:
+        self._q, self._k, self._v = q, k, v
+        self._options, self._ranks = options, ranks
+        self.comm = ranks.communicator()
+        self._bias_is_shared = False
+
+    @functools.cached_property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """The layouts of queries and of keys."""
+        return self._ranks.checked()
+
+    @functools.cached_property
+    def call(self) -> Call:
+        """The validated call. Its arrays are those of this rank, its lengths those of all."""
+        layout, layout_k = self.layouts
+        given = validate.call(self._q, self._k, self._v)
+        held = {"q": (given.problem.len_q, layout), "k": (given.problem.len_k, layout_k)}
+        for name, (count, each) in held.items():
+            if count != each.count:
+                raise ArgumentError(
+                    f"{name}: got {count} positions; expected {each.count}, those that the layout "
+                    f"gives to rank {each.rank}. layout.take(whole array) returns them."
+                )
+        # A bias has this rank's rows, and columns for all keys.
+        problem = replace(given.problem, len_k=layout_k.length)
+        arrays = given.q, given.k, given.v
+        call = validate.with_options(problem, *arrays, given.were_matrices, self._options)
+        if call.device is not None:
+            raise ArgumentTypeError(
+                "q: got a CuPy array; expected a NumPy array. Calls over many ranks compute on "
+                "the CPU."
+            )
+        return replace(call, problem=replace(call.problem, len_q=layout.length))
+
+    @functools.cached_property
+    def steps(self) -> list[Step]:
+        """What this rank sends, receives and computes."""
+        return steps(self.call, *self.layouts, self._ranks.scheme)
+
+    def rank(self) -> compute.Rank:
+        """Return what this rank computes, for one run."""
+        rows, keys = (each.own for each in self.layouts)
+        place = Host(dispatch.CPU)
+        timeout = self._ranks.seconds()
+        return compute.Rank(
+            place.ready(self.call), rows, keys, self.steps, self.comm, place, timeout
+        )
+
+    @property
+    def bias_is_shared(self) -> bool:
+        """Whether the rows of the bias are one for all ranks, after `begin`."""
+        return self._bias_is_shared
+
+    def begin(self, name: str, prepare: Callable[[], T], more: dict[str, Any]) -> T:
+        """Return what `prepare` returns, if every rank is ready for the same call.
+
+        `more` are options that have to be the same on every rank.
+        """
+        self.comm.check()
+        facts: dict[str, str] = {}
+        error: Exception | None = None
+        tells = True
+        try:
+            made = prepare()
+            layout, layout_k = self.layouts
+            bias, rows = self.call.bias, layout.count
+            # A rank with one row cannot know whether others have the same row of the bias.
+            unsure = bias is not None and any(runs.count == 1 for runs in layout.runs)
+            tells = bool(self._ranks.check) or unsure
+            self._bias_is_shared = bias is not None and (bias.ndim < 2 or bias.shape[-2] == 1)
+            if tells:
+                more = {"function": name, "scheme": chosen(self.call, self._ranks.scheme), **more}
+                facts = facts_of(self.call, layout, layout_k, more) | bias_facts(bias, rows)
+            self.steps  # noqa: B018, its faults are told like others
+        except Exception as raised:  # noqa: BLE001, every rank raises it
+            error = raised
+            tells = self._ranks.check is not False
+        if not tells:
+            if error is not None:
+                raise error
+            return made
+        of_ranks = agree(self.comm, facts, error, self._ranks.seconds())
+        if self.call.bias is not None:
+            self._bias_is_shared = bias_is_shared(of_ranks)
+        return made
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """End the communicator if this rank raises; others would wait for it."""
+        try:
+            yield
+        except DistributedError:
+            raise
+        except BaseException as error:
+            reason = gave_up(self.comm.rank, error)
+            self.comm.abort(reason)
+            if isinstance(error, Exception):
+                raise DistributedError(reason) from error
+            raise
+
+
+def _forward(
+    request: Distributed, flags: Mapping[str, Any], out: Any, lse_out: Any
+) -> tuple[Any, Any]:
+    def prepare() -> pieces_steps.Outputs:
+        for name, flag in flags.items():
+            check_flag(flag, name)
+        return pieces_steps.outputs(request.call, out, lse_out)
+
+    with request.running():
+        made = request.begin("attention", prepare, {})
+        compute.forward(request.rank(), made.out, made.lse)
+    return made.shown
+
+
+def forward(request: Distributed, return_lse: Any, out: Any, lse_out: Any) -> Any:
+    """Compute a call, into the arrays given or into new ones."""
+    shown = _forward(request, {"return_lse": return_lse}, out, lse_out)
+    return shown if return_lse else shown[0]
+
+
+def backward(
+    request: Distributed,
+    do: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    deterministic: Any,
+    grads_out: Any,
+) -> Gradients:
+    """Compute the gradients of a call, into the arrays given or into new ones."""
+
+    def prepare() -> pieces_steps.Targets:
+        check_flag(deterministic, "deterministic")
+        return pieces_steps.targets(request.call, do, out, lse, dlse, grads_out)
+
+    with request.running():
+        more = {"deterministic": bool(deterministic), "dlse": "None" if dlse is None else "given"}
+        made = request.begin("attention_backward", prepare, more)
+        compute.backward(request.rank(), made, bool(deterministic), request.bias_is_shared)
+    return made.shown
+
+
+class DistributedVjp(Vjp):
+    """The function that computes the gradients of a call over ranks."""
+
+    __slots__ = ()
+
+    def __call__(self, do: Any, dlse: Any = None) -> Gradients:
+        """Return the gradients, given those of the output and of the LSE."""
+        request: Any = self._request
+        return backward(request, do, self._out, self._lse, dlse, self._deterministic, None)
+
+
+def vjp_of(request: Distributed, return_lse: Any, deterministic: Any) -> Any:
+    """Compute a call, and return it with the function that computes its gradients."""
+    flags = {"return_lse": return_lse, "deterministic": deterministic}
+    out, lse = _forward(request, flags, None, None)
+    made: Any = request
+    vjp = DistributedVjp(made, out, lse, deterministic)
+    return (out, lse, vjp) if return_lse else (out, vjp)

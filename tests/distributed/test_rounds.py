@@ -1,0 +1,146 @@
+"""Rounds: who needs whose keys, and when they travel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from halves import mostly_thorough
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import blocks_of
+
+from cupyflash import distributed, masks
+from cupyflash.distributed import rounds
+from cupyflash.distributed.layouts import KINDS
+from cupyflash.problem import validate
+from cupyflash.problem.options import Options
+
+
+@given(st.data())
+def test_pairs_are_divided_into_the_fewest_rounds(data):
+    size = data.draw(st.integers(1, 12))
+    every = [(o, u) for o in range(size) for u in range(size) if o != u]
+    pairs = data.draw(st.lists(st.sampled_from(every), unique=True)) if every else []
+    sends, receives = (np.bincount([p[n] for p in pairs], minlength=1) for n in (0, 1))
+    most = int(max(sends.max(), receives.max()))
+    made = rounds.coloured(pairs, size, most)
+    assert len(made) == most
+    assert sorted(pair for each in made for pair in each) == sorted(pairs)
+    for each in made:
+        assert len({owner for owner, _ in each}) == len({user for _, user in each}) == len(each)
+
+
+def steps_of_all(mask, size, kind, scheme, length=96):
+    x = np.zeros((1, length, 4), np.float32)
+    made = []
+    for comm in distributed.Threads(size).ranks:
+        layout = distributed.layout(comm, length, kind=kind)
+        call = validate.call(*[x] * 3, Options(mask=mask))
+        made.append((layout, rounds.steps(call, layout, layout, scheme)))
+    return made
+
+
+@mostly_thorough(
+    ("mask", "most"),
+    [
+        (masks.causal(), 5),
+        (masks.window(10, 0), 1),
+        (masks.window(10, 10), 2),
+        (None, 5),
+        (masks.lengths(np.array([10]), np.array([20])), 1),  # most queries see no key
+    ],
+    quick=lambda case: case[1] != 2,
+    why="the same rounds for other masks",
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", ["rounds", "gather"])
+def test_every_allowed_pair_is_computed_once_and_its_keys_are_there(mask, most, kind, scheme):
+    size, length = 6, 96
+    with blocks_of(4):
+        made = steps_of_all(mask, size, kind, scheme)
+    numbers = {len(steps) for _, steps in made}
+    assert len(numbers) == 1  # every rank takes part in every round
+    if scheme == "gather":
+        assert numbers == {2}
+    elif kind == "contiguous":
+        assert numbers == {most + 1}
+    allowed = np.ones((length, length), bool) if mask is None else mask.to_array(1, 1, 96, 96)[0, 0]
+    count = np.zeros((length, length), int)
+    for rank, (layout, steps) in enumerate(made):
+        firsts = []
+        for number, step in enumerate(steps):
+            if scheme == "rounds":
+                assert len(step.sends) <= 1
+                assert len(step.receives) <= 1
+            for peer, runs in step.receives.items():
+                assert made[peer][1][number].sends[rank] == runs
+                assert set(runs) <= {range(max(a.start, b.start), min(a.stop, b.stop))
+                                     for a in runs for b in made[peer][0].own}  # fmt: skip
+            came = [n for runs in step.receives.values() for run in runs for n in run]
+            if number:
+                assert sorted(came) == [n for run in step.keys for n in run]
+            for piece in step.pieces:
+                step.keys.rows(piece.keys)  # they are there
+                assert set(piece.rows) <= set(layout.positions.tolist())
+                at = tuple(slice(x.start, x.stop) for x in (piece.rows, piece.keys))
+                assert not piece.keys or allowed[at].any()  # nothing is computed in vain
+                count[at] += 1
+                firsts += [piece.rows] if piece.first else []
+        assert sorted(firsts, key=lambda x: x.start) == list(layout.own)
+    assert count.max() == 1
+    assert np.all(count[allowed] == 1)
+
+
+def test_documents_need_as_many_rounds_as_the_rank_with_the_most_peers():
+    """Distances alone would take a round for each of them."""
+    ids = np.roll(np.repeat([0, 1, 2, 3, 4, 5, 0, 6], 12), 4)  # two documents for each rank
+    with blocks_of(4, chunks=3):
+        made = steps_of_all(masks.segments(ids), 8, "contiguous", "rounds")
+    peers = [[peer for step in steps for peer in step.receives] for _, steps in made]
+    assert max(map(len, peers)) == 4
+    assert {len(steps) for _, steps in made} == {1 + 4}
+    assert len({(peer - rank) % 8 for rank, each in enumerate(peers) for peer in each}) == 6
+
+
+def test_what_is_fully_allowed_has_no_mask():
+    with blocks_of(4):
+        made = steps_of_all(masks.causal(), 4, "contiguous", "rounds")
+    for rank, (_, steps) in enumerate(made):
+        pieces = [piece for step in steps for piece in step.pieces]
+        assert sum(piece.masked for piece in pieces) == 1  # its own keys
+        assert len(pieces) == rank + 1
+
+
+def test_steps_are_remembered_unless_the_mask_reads_arrays(monkeypatch):
+    made = []
+    compute = rounds._steps
+    monkeypatch.setattr(rounds, "_steps", lambda *x: made.append(1) or compute(*x))
+    x = np.zeros((2, 96, 4), np.float32)
+    ids = np.zeros(96, int)
+    comm = distributed.Threads(2).ranks[1]
+
+    def steps(mask, layout, layout_k, scheme="rounds"):
+        call = validate.call(*[x] * 3, Options(mask=mask))
+        return rounds.steps(call, layout, layout_k, scheme)
+
+    with blocks_of(4):
+        layout = distributed.layout(comm, 96)
+        others = [distributed.layout(comm, 96, kind="cyclic") for _ in "12"]
+        first = steps(masks.window(3, 0), layout, layout)
+        assert steps(masks.window(3, 0), layout, layout) is first
+        assert len(made) == 1
+        for n, (mask, layout_k, scheme) in enumerate([
+            (masks.window(4, 0), layout, "rounds"), (masks.window(3, 0), layout, "gather"),
+            (masks.window(3, 0), others[0], "rounds"), (masks.window(3, 0), others[1], "rounds"),
+        ]):  # fmt: skip
+            steps(mask, layout, layout_k, scheme)
+            assert len(made) == 2 + n
+        # Elements may change between two calls.
+        sends = []
+        for document in (0, 1):
+            ids[48:] = document
+            sends.append(any(step.receives for step in steps(masks.segments(ids), layout, layout)))
+        assert sends == [True, False]
+        for left in range(100):
+            steps(masks.window(left, 0), layout, layout)
+        assert len(layout.remembered) == rounds.MOST_REMEMBERED

@@ -1,0 +1,131 @@
+"""Calls over ranks, as functions of whole arrays: each rank takes its part and puts its results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from placement import same_bits
+
+from cupyflash import distributed
+from cupyflash.distributed import layouts
+from cupyflash.problem.call import Gradients
+
+TIMEOUT = 60.0
+
+
+@contextlib.contextmanager
+def blocks_of(block: int, chunks: int = 2) -> Iterator[None]:
+    """Layouts of short blocks and of few chunks, so that short sequences have many of them."""
+    with mock.patch.multiple(layouts, BLOCK=block, CHUNKS=chunks):
+        yield
+
+
+class OverRanks:
+    """The public functions on threads.
+
+    Parameters
+    ----------
+    size : int
+        The number of ranks.
+    kind, kind_k : str
+        The layouts of queries and of keys.
+    more : keywords
+        Further arguments of every call, as scheme.
+    """
+
+    def __init__(
+        self, size: int, kind: str = "contiguous", kind_k: str = "contiguous", **more: Any
+    ) -> None:
+        self.threads = distributed.Threads(size)
+        self.kinds = kind, kind_k
+        self.more = {"timeout": TIMEOUT, **more}
+
+    def layouts(self, comm: Any, q: Any, k: Any, v: Any, mask: Any = None) -> tuple[Any, Any]:
+        """Return the layouts of queries and of keys."""
+        heads = q.shape[-3] if q.ndim > 2 else 1
+        lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        layout_k = distributed.layout(comm, k.shape[-2], kind=self.kinds[1])
+        options = {"kind": self.kinds[0], "layout_k": layout_k, "lead": lead, "heads": heads}
+        if not all(q.shape[-2:] + lead):
+            mask = None
+        return distributed.layout(comm, q.shape[-2], mask=mask, **options), layout_k
+
+    def merges(self, length: int) -> int:
+        """Return how many runs of keys there are at most, each of which is a piece."""
+        made = distributed.layout(self.threads.ranks[0], length, kind=self.kinds[1])
+        return max(1, sum(len(runs.ranges) for runs in made.runs))
+
+    def attention(self, q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
+        """Compute what `cupyflash.attention` computes."""
+        lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        matrices = q.ndim == k.ndim == v.ndim == 2
+        heads = () if matrices else (*lead, q.shape[-3] if q.ndim > 2 else 1)
+        out = np.full((*heads, q.shape[-2], v.shape[-1]), np.nan, q.dtype)
+        results = []
+
+        def work(comm: Any) -> None:
+            layout, layout_k = self.layouts(comm, q, k, v, options.get("mask"))
+            arrays = layout.take(q), layout_k.take(k), layout_k.take(v)
+            ours, lse = distributed.attention(
+                *arrays, comm=comm, layout=layout, layout_k=layout_k, return_lse=True,
+                **self._own(options, layout), **self.more,
+            )  # fmt: skip
+            layout.put(ours, out)
+            results.append((layout, lse))
+
+        self.threads.run(work)
+        whole = np.full(out.shape[:-1], np.nan, results[0][1].dtype)
+        for layout, lse in results:
+            layout.put(lse, whole, axis=-1)
+        return (out, whole) if return_lse else out
+
+    def attention_backward(
+        self, do: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None,
+        **options: Any,
+    ) -> Gradients:  # fmt: skip
+        """Compute what `cupyflash.attention_backward` computes."""
+        named = {"q": q, "k": k, "v": v}
+        whole = {name: np.full(x.shape, np.nan, x.dtype) for name, x in named.items()}
+        bias = options.get("bias")
+        own_rows = bias is not None and self._has_rows(bias)
+        if own_rows:
+            whole["bias"] = np.full(bias.shape, np.nan, bias.dtype)
+
+        def work(comm: Any) -> Gradients:
+            layout, layout_k = self.layouts(comm, q, k, v, options.get("mask"))
+            arrays = (
+                layout.take(do), layout.take(q), layout_k.take(k), layout_k.take(v),
+                layout.take(out), layout.take(lse, axis=-1),
+            )  # fmt: skip
+            made = distributed.attention_backward(
+                *arrays, comm=comm, layout=layout, layout_k=layout_k,
+                dlse=None if dlse is None else layout.take(dlse, axis=-1),
+                **self._own(options, layout), **self.more,
+            )  # fmt: skip
+            for name, gradient in zip(("q", "k", "v"), made, strict=False):
+                (layout if name == "q" else layout_k).put(gradient, whole[name])
+            if own_rows:
+                layout.put(made.dbias, whole["bias"])
+            return made
+
+        made = self.threads.run(work)
+        for other in made[1:]:  # sums over all ranks
+            assert options.get("sink") is None or same_bits(other.dsink, made[0].dsink)
+            assert bias is None or own_rows or same_bits(other.dbias, made[0].dbias)
+        dbias = whole.get("bias", made[0].dbias)
+        return Gradients(whole["q"], whole["k"], whole["v"], dbias, made[0].dsink)
+
+    def _own(self, options: dict[str, Any], layout: Any) -> dict[str, Any]:
+        """Return the options with the rows of the bias that a rank has."""
+        bias = options.get("bias")
+        if bias is None or not self._has_rows(bias):
+            return options
+        return options | {"bias": layout.take(bias)}
+
+    @staticmethod
+    def _has_rows(bias: Any) -> bool:
+        return bias.ndim > 1 and bias.shape[-2] != 1
