@@ -58,7 +58,8 @@ class Mpi:
         self.rank, self.size = int(comm.rank), int(comm.size)
         names = self.comm.allgather(MPI.Get_processor_name())
         self.nodes: Sequence[int] = [names.index(name) for name in names]
-        self.tags = _Tags(int(self.comm.Get_attr(MPI.TAG_UB)))
+        highest: Any = self.comm.Get_attr(MPI.TAG_UB)
+        self.tags = _Tags(int(highest))
         self.in_use: set[Any] = set()  # transfers that have not been waited for
         self._sent: list[Any] = []  # what this rank told last, or its note
         self._exchanges = 0
