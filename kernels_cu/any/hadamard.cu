@@ -25,8 +25,8 @@ static_assert(D == FACTOR * POWER && FACTOR <= MAX_FACTOR, "there is no transfor
 // Where element e of the rows is: 8 elements behind every 64 are unused, so that threads that are
 // 64 apart have other banks.
 __host__ __device__ constexpr int place(int e) { return e + e / 64 * 8; }
-static_assert(SHARED_BYTES >= (place(BLOCK_Q * D - 1) + 1) * sizeof(accum_t) +
-                                  SIGNS * sizeof(unsigned int),
+static_assert(SHARED_BYTES >=
+                  (place(BLOCK_Q * D - 1) + 1) * sizeof(accum_t) + SIGNS * sizeof(unsigned int),
               "all rows have room");
 
 // Butterflies of neighbours, of pairs of neighbours, and so on.
@@ -163,8 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ HadamardParams p) {
   extern __shared__ Vector shared_smem[];
   accum_t* const tile = reinterpret_cast<accum_t*>(shared_smem);
-  unsigned int* const signs =
-      reinterpret_cast<unsigned int*>(tile + place(BLOCK_Q * D - 1) + 1);
+  unsigned int* const signs = reinterpret_cast<unsigned int*>(tile + place(BLOCK_Q * D - 1) + 1);
   const philox::Key key = philox::split_seed(p.seed);
 #pragma unroll 1
   for (int group = threadIdx.x; group < SIGNS; group += THREADS) {

@@ -35,12 +35,10 @@ __device__ __forceinline__ Group group_of(const QuantizeParams& p, long long ind
     scale += rest.remainder * p.scale.lead[axis];
     row = rest.quotient;
   }
-  return Group{
-      reinterpret_cast<const storage_t*>(p.x.data) + x + group * p.columns * p.x.col,
-      reinterpret_cast<unsigned char*>(p.codes.data) + codes + group * bytes * p.codes.col,
-      reinterpret_cast<float*>(p.scale.data) + scale + group * p.scale.col,
-      p.x.col,
-      p.codes.col};
+  return Group{reinterpret_cast<const storage_t*>(p.x.data) + x + group * p.columns * p.x.col,
+               reinterpret_cast<unsigned char*>(p.codes.data) + codes + group * bytes * p.codes.col,
+               reinterpret_cast<float*>(p.scale.data) + scale + group * p.scale.col, p.x.col,
+               p.codes.col};
 }
 
 template <typename T>
@@ -114,8 +112,8 @@ __device__ __forceinline__ void quantize(const QuantizeParams& p) {
   const bool is_group = by_group.quotient < p.rows;
   const long long columns = is_group ? p.columns : 0;
   const long long step = p.lanes * CHUNK, own = by_group.remainder * CHUNK;
-  const Group group = group_of(p, is_group ? by_group.quotient : 0,
-                               p.columns * code::Format<FORMAT>::BITS / 8);
+  const Group group =
+      group_of(p, is_group ? by_group.quotient : 0, p.columns * code::Format<FORMAT>::BITS / 8);
 
   accum_t first[CHUNK];  // most groups have no more
   load(group, own, columns, first);

@@ -89,8 +89,8 @@ __device__ __forceinline__ float lift(float x) {
   constexpr unsigned int RAISED = static_cast<unsigned int>(LIFT) << 23;
   const unsigned int word = __float_as_uint(x), sign = word & 0x80000000u, size = word ^ sign;
   const float unit = __uint_as_float(static_cast<unsigned int>(127 + LIFT - 149) << 23);
-  const float lifted = size >> 23 == 0 ? __fmul_rn(static_cast<float>(size), unit)
-                                       : __uint_as_float(size + RAISED);
+  const float lifted =
+      size >> 23 == 0 ? __fmul_rn(static_cast<float>(size), unit) : __uint_as_float(size + RAISED);
   return __uint_as_float(__float_as_uint(lifted) | sign);
 }
 // float64 does not need it: the smallest scale is far above its subnormal numbers.
@@ -126,8 +126,8 @@ __device__ __forceinline__ unsigned int encode(accum_t x, const Scale& scale) {
                                : product(scale.lifted ? lift(x) : x, scale.inverse);
   if constexpr (F::FRACTION == 0) {
     // A number this large has units in its last bit, so the sum has the integer in its last bits.
-    constexpr word_t UNITS = static_cast<word_t>(BIAS + FRACTION) << FRACTION |
-                             static_cast<word_t>(1) << (FRACTION - 1);
+    constexpr word_t UNITS =
+        static_cast<word_t>(BIAS + FRACTION) << FRACTION | static_cast<word_t>(1) << (FRACTION - 1);
     return static_cast<unsigned int>(word_of(sum(multiple, number_of(UNITS)))) & MASK;
   } else {
     const word_t size = magnitude(multiple);

@@ -6,9 +6,9 @@
 // Sizes in capitals come from the prelude that is put before a kernel's source.
 #pragma once
 
-constexpr int MAX_LEAD = 4;    // leading axes, after adjacent ones were merged where possible
-constexpr int MAX_AXES = 8;    // axes of a look-up table
-constexpr int MAX_PARTS = 16;  // operands of one launch of combine
+constexpr int MAX_LEAD = 4;     // leading axes, after adjacent ones were merged where possible
+constexpr int MAX_AXES = 8;     // axes of a look-up table
+constexpr int MAX_PARTS = 16;   // operands of one launch of combine
 constexpr int MAX_FACTOR = 36;  // order of the small matrix of hadamard
 
 // Element kinds of look-up tables, sinks and outputs, numbered as KINDS in

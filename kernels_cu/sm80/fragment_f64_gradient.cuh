@@ -14,6 +14,12 @@ __device__ __forceinline__ double probability(double score, double lse) {
   return power::exp2(gradient_tile::at_most_zero(score - lse) * LOG2_E);
 }
 
+// A product q k, scaled and rounded. The compiler would fuse the scale with the subtraction of lse
+// where no mask stands between them, and bits would depend on what is proven about a tile.
+__device__ __forceinline__ double scaled(double product, double scale) {
+  return __dmul_rn(product, scale);
+}
+
 // Writes adjacent columns n and n + 1 of a thread's row r to a tile whose rows are BYTES apart.
 template <int BYTES>
 __device__ __forceinline__ void store_pair(char* tile_smem, const Corner& corner, int r, int n,
@@ -46,7 +52,7 @@ __device__ __forceinline__ void recompute_probabilities(
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           const double lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, n + x)];
-          weight[x] = s[r][n + x] = probability(s[r][n + x] * scale, lse);
+          weight[x] = s[r][n + x] = probability(scaled(s[r][n + x], scale), lse);
           if (HAS_DROPOUT && (kept[r] >> (n + x) & 1) == 0) weight[x] *= 0.0;
         }
         if constexpr (KEYS_ARE_ROWS) {
@@ -78,7 +84,7 @@ __device__ __forceinline__ void recompute_probabilities(
                       box.start_k};
         double dscore = 1.0, score = -number::infinity();
         if (row <= rows && tile_column <= columns) {
-          score = tile::modify_score(p, at, tile_class == PARTIAL, s[r][x] * scale, &dscore);
+          score = tile::modify_score(p, at, tile_class == PARTIAL, scaled(s[r][x], scale), &dscore);
         }
         const double lse = lse_smem[query_of<KEYS_ARE_ROWS>(r, column + x)];
         double p_dscore = probability(score, lse);
