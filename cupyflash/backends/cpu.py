@@ -91,10 +91,9 @@ def _decode(call: Call, out: Array, lse: Array) -> int:
     """Compute a call of few queries on dense arrays, as if they were a cache that is full."""
     from cupyflash.reference.cpu import decode_launch
 
-    k, v = (x[None] if x.ndim == 3 else x for x in (call.k, call.v))
-    programs, rows = _programs(call), k.shape[-2]
+    programs, rows = _programs(call), call.k.shape[-2]
     return decode_launch.decode(
-        call.problem, programs, call.q, k, v, None, rows, call.sink, out, lse
+        call.problem, programs, call.q, call.k, call.v, None, rows, call.sink, out, lse
     )
 
 

@@ -34,7 +34,7 @@ def choose(problem: Problem) -> Plan:
 
 def has_few_queries(problem: Problem) -> bool:
     """Return whether few queries read many keys. It does not depend on the batch size."""
-    if problem.packed or problem.dropout > 0 or problem.whole or len(problem.lead) > 1:
+    if problem.packed or problem.dropout > 0 or problem.whole:
         return False
     queries, heads = int(problem.len_q), problem.heads_kv
     few = heads > 0 and queries <= MOST_QUERIES and problem.heads // heads * queries <= MOST_ROWS

@@ -11,11 +11,13 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from .jit import INT, address, helper
+from .jit import INT, INTS, address, helper
+from .layout import places_of
 from .memory import first_address, load, store
 from .structs import Struct
 from .widen import BFLOAT16, NATIVE, WIDENED, kind_of, widen, widen_several
 
+_NONE = np.empty(0, np.int64)
 FAR = 16  # bytes between elements; if there are more, rows are not loaded ahead
 
 
@@ -24,7 +26,7 @@ class Source(NamedTuple):
 
     address: int
     kind: int
-    page: int  # 0 if all batch entries share one
+    page: int
     head: int
     row: int
     column: int
@@ -33,32 +35,34 @@ class Source(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values, and the table of their pages."""
+    """Keys and values, and the table of their pages, or where those of each entry begin."""
 
     k: Source
     v: Source
+    k_places: np.ndarray[Any, Any]  # bytes from the address, (B,) int64; empty with a table
+    v_places: np.ndarray[Any, Any]
     page_size: int
     pages: int
-    table: int  # address, 0 without a table: batch entries are pages
+    table: int  # address, 0 without a table
     table_itemsize: int
     table_batch: int  # bytes
     table_step: int
 
 
 _SOURCE = Struct(Source, (INT,) * len(Source._fields))
-CACHE = Struct(Cache, (_SOURCE, _SOURCE, *(INT,) * 6))  # the type for kernels
+CACHE = Struct(Cache, (_SOURCE, _SOURCE, INTS, INTS, *(INT,) * 6))  # the type for kernels
 
 
 def source_of(array: np.ndarray[Any, Any], itemsize: int, lanes: int) -> Source:
-    """Describe keys or values, (B or P, H, rows, D), for an accumulator of this many bytes."""
+    """Describe keys or values, (..., H, rows, D), for an accumulator of this many bytes."""
     kind = kind_of(array.dtype)
-    page, head, row, column = array.strides
+    head, row, column = array.strides[-3:]
     columns = array.shape[-1]
     whole = column == itemsize and columns % lanes == 0 and array.flags.aligned
     in_place = kind == NATIVE and whole
     return Source(
-        address(array), kind, page if array.shape[0] > 1 else 0, head, row, column, columns,
-        int(in_place),
+        address(array), kind, array.strides[0] if array.ndim > 3 else 0, head, row, column,
+        columns, int(in_place),
     )  # fmt: skip
 
 
@@ -67,16 +71,18 @@ def cache_of(
     v: np.ndarray[Any, Any],
     table: np.ndarray[Any, Any] | None,
     page_size: int,
+    lead: tuple[int, ...],
     itemsize: int,
     lanes: int,
 ) -> Cache:
-    """Describe a cache."""
+    """Describe a cache. Without a table, the leading axes of k and of v broadcast to `lead`."""
     keys, values = (source_of(x, itemsize, lanes) for x in (k, v))
     if table is None:
-        return Cache(keys, values, page_size, k.shape[0], 0, 0, 0, 0)
+        of_k, of_v = (places_of(lead, x.shape[:-3], x.strides[:-3]) for x in (k, v))
+        return Cache(keys, values, of_k, of_v, page_size, 0, 0, 0, 0, 0)
     batch, step = table.strides
     place, size = address(table), table.itemsize
-    return Cache(keys, values, page_size, k.shape[0], place, size, batch, step)
+    return Cache(keys, values, _NONE, _NONE, page_size, k.shape[0], place, size, batch, step)
 
 
 @helper
@@ -88,8 +94,6 @@ def row_size(source):
 @helper
 def page_of(cache, b, number):
     """Return the page of an entry's positions, held in the range of pages."""
-    if cache.table == 0:
-        return b
     place = cache.table + b * cache.table_batch + number * cache.table_step
     page = load(place, 0) if cache.table_itemsize == 8 else np.int64(load(place, np.int32(0)))
     return max(min(page, cache.pages - 1), 0)
@@ -101,12 +105,17 @@ def find_rows(cache, b, h, first, keys, k_rows, v_rows):
     k, v = cache.k, cache.v
     j = 0
     while j < keys:
-        number = 0 if cache.table == 0 else (first + j) // cache.page_size
-        row = first + j - number * cache.page_size
-        count = keys - j if cache.table == 0 else min(keys - j, cache.page_size - row)
-        page = page_of(cache, b, number)
-        k_row = k.address + page * k.page + h * k.head + row * k.row
-        v_row = v.address + page * v.page + h * v.head + row * v.row
+        row, count = first + j, keys - j
+        if cache.table == 0:
+            k_place, v_place = cache.k_places[b], cache.v_places[b]
+        else:
+            number = row // cache.page_size
+            row -= number * cache.page_size
+            count = min(count, cache.page_size - row)
+            page = page_of(cache, b, number)
+            k_place, v_place = page * k.page, page * v.page
+        k_row = k.address + k_place + h * k.head + row * k.row
+        v_row = v.address + v_place + h * v.head + row * v.row
         for n in range(count):
             k_rows[j + n] = k_row + n * k.row
             v_rows[j + n] = v_row + n * v.row

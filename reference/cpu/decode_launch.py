@@ -52,7 +52,7 @@ def decode(
     lse_made = layout.result(lse[..., None], scratch)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     changes = changes_of(layout, programs, pointers, careful=False)
-    cache = cache_of(k, v, table, page_size, layout.itemsize, layout.lanes)
+    cache = cache_of(k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes)
     columns = round_up(shape.d_v, layout.lanes)
     plan = schedule(shape, problem.heads_kv, changes.ranges, columns, num_threads())
     kept = np.empty(plan.kept, number)

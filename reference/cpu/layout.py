@@ -141,7 +141,7 @@ def _contiguous(lead: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _places(lead: tuple[int, ...], own: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+def places_of(lead: tuple[int, ...], own: tuple[int, ...], strides: tuple[int, ...]) -> Array:
     """Return, for every batch entry, its place in an array of `own` leading axes and `strides`.
 
     The array's axes broadcast to `lead`. Nobody writes to the result.
@@ -201,7 +201,7 @@ class Layout:
 
     def entries(self, lead: tuple[int, ...]) -> Array:
         """Return, for every batch entry, the flat index of its place in an operand."""
-        return _places(self.problem.lead, lead, _contiguous(lead))
+        return places_of(self.problem.lead, lead, _contiguous(lead))
 
     def rows(self, array: Array, keys: bool = False) -> Rows:
         """Return where the rows of an array of the accumulator's type lie."""
@@ -210,7 +210,7 @@ class Layout:
         if self.problem.packed:
             batch = (self.start_k if keys else self.start_q) * row
         else:
-            batch = _places(self.problem.lead, array.shape[:-3], tuple(strides[:-3]))
+            batch = places_of(self.problem.lead, array.shape[:-3], tuple(strides[:-3]))
         batch = np.ascontiguousarray(batch)
         return Rows(address(array), batch, head, row, array.itemsize, kind_of(array.dtype))
 

@@ -373,7 +373,9 @@ def test_a_step_is_the_last_row_of_the_prompt():
     assert same_bits(step, out[:, :, -1:])
 
 
-@pytest.mark.parametrize(("lead_q", "lead_k"), [((), ()), ((3,), (3,)), ((3,), (1,)), ((1,), (3,))])
+@pytest.mark.parametrize(
+    ("lead_q", "lead_k"), [((), ()), ((3,), (3,)), ((3,), (1,)), ((2, 1), (3,)), ((1, 3), (2, 1))]
+)
 @pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(100, 0)], ids=str)
 def test_attention_with_few_queries_has_the_bits_of_a_full_cache(lead_q, lead_k, mask):
     rng = np.random.default_rng(5)
@@ -381,8 +383,10 @@ def test_attention_with_few_queries_has_the_bits_of_a_full_cache(lead_q, lead_k,
     k, v = rng.standard_normal((2, *lead_k, 2, 700, 24), np.float32)
     assert cupyflash.plan(q, k, v, mask=mask).kernel == "reference.decode"
     out, lse = cupyflash.attention(q, k, v, mask=mask, return_lse=True)
-    batch = max(lead_q + lead_k, default=1)
-    q, k, v = (np.broadcast_to(x, (batch, *x.shape[-3:])) for x in (q, k, v))
+    lead = np.broadcast_shapes(lead_q, lead_k)
+    q, k, v = (
+        np.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:]) for x in (q, k, v)
+    )
     cached = attention_cached(q, k, v, 700, mask=mask, return_lse=True)
     for got, want in zip((out, lse), cached, strict=True):
         assert same_bits(got.reshape(want.shape), want)

@@ -48,12 +48,15 @@ def plan_of(block_q: int, block_kv: int) -> Plan:
 @contextmanager
 def small_tiles(problem: Problem) -> Iterator[Subject]:
     """The package's public functions on the CPU, with the tiles that a problem says, to judge."""
-    choose = cpu_tiles.choose
+    tiled, has_few_queries = cpu_tiles.tiled, cpu_tiles.has_few_queries
 
     def chosen(of: Any) -> Plan:
-        return choose(of) if problem.tiles is None else plan_of(*problem.tiles)
+        return tiled(of) if problem.tiles is None else plan_of(*problem.tiles)
 
-    with mock.patch.object(cpu_tiles, "choose", chosen):
+    def few(of: Any) -> bool:
+        return problem.tiles is None and has_few_queries(of)
+
+    with mock.patch.multiple(cpu_tiles, tiled=chosen, has_few_queries=few):
         yield Subject(
             cupyflash.attention,
             cupyflash.attention_backward,
@@ -115,7 +118,7 @@ def run_backward(problem: Problem, out: Array, lse: Array) -> Gradients:
     owners += [problem.options.get("bias"), problem.options.get("sink")]
     made = [None if x is None else _target(problem, rng, x.shape, x.dtype) for x in owners]
     views = [None if x is None else x.view for x in made]
-    block_q = problem.tiles[0] if problem.tiles else cpu_tiles.choose(call.problem).block_q
+    block_q = problem.tiles[0] if problem.tiles else cpu_tiles.tiled(call.problem).block_q
     scratch = None
     if problem.workspace:
         size = launch.backward_scratch_size(call.problem, block_q)
