@@ -341,8 +341,8 @@ ON_A_CPU = {
     ),
     "a page ends one row early": Fault(
         CACHE_CPU,
-        "min(keys - j, cache.page_size - row)",
-        "min(keys - j, cache.page_size - row + 1)",
+        "min(count, cache.page_size - row)",
+        "min(count, cache.page_size - row + 1)",
         PAGED,
     ),
     "a leaf of 63 keys": Fault(
