@@ -154,6 +154,7 @@ def test_attention_in_bfloat16_is_near():
 # --- training ---
 
 
+@pytest.mark.thorough("a training run; its check and the run of a page are quick")
 def test_the_loss_falls(tmp_path, with_extra):
     files = ("--plot", "loss.svg", "--save", "model.safetensors")
     printed = run(tmp_path, *files, "--device", "cpu", *flags(**SMALL))
