@@ -58,8 +58,9 @@ def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
                 structure, problem.lead, problem.heads, problem.len_q, problem.len_k,
                 problem.heads_in_rows, problem.origin_q, problem.origin_k, problem.whole,
             )  # fmt: skip
-            if key in _kept:
-                return _kept[key]
+            known = _kept.get(key)  # in one step: another thread may clear them
+            if known is not None:
+                return known
     bound = trees(call)
     result = bound, None if bound.allowed is None else key_range(bound.allowed, problem)
     if key is not None:

@@ -211,7 +211,6 @@ class Layout:
             batch = (self.start_k if keys else self.start_q) * row
         else:
             batch = places_of(self.problem.lead, array.shape[:-3], tuple(strides[:-3]))
-        batch = np.ascontiguousarray(batch)
         return Rows(address(array), batch, head, row, array.itemsize, kind_of(array.dtype))
 
     def readable(self, array: Array, whole_vectors: bool) -> bool:

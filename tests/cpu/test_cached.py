@@ -398,6 +398,9 @@ def test_attention_with_more_queries_fewer_keys_or_dropout_is_tiled():
         return cupyflash.plan(q, k, k, **options).kernel
 
     assert kernel(8, 512) == kernel(8, 512, heads=8) == "reference.decode"
+    x = np.ones((1, 2, 512, 8), np.float32)
+    plan = cupyflash.plan(x[..., :1, :], x, x)
+    assert (plan.block_q, plan.block_kv) == (decode_tasks.MOST_ROWS, decode_tasks.LEAF)
     for kernel_of in (kernel(9, 512), kernel(8, 511), kernel(8, 512, heads=10)):
         assert kernel_of == "reference.forward"
     assert kernel(8, 512, dropout=0.5, seed=1) == "reference.forward"
