@@ -19,6 +19,7 @@ from cupyflash import masks
 from cupyflash.gpu import source
 from cupyflash.problem import validate
 from cupyflash.problem.call import Gradients
+from cupyflash.problem.hadamard import transform
 from cupyflash.problem.options import Options
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -323,6 +324,11 @@ def _everything(emulator):
             q, k = draw(*lead, 2, 1, 8).astype(dtype), draw(*lead, 1, 1300, 8).astype(dtype)
             emulator.forward(validate.call(q, k, k), np.empty_like(q), draw(*lead, 2, 1))
 
+    # Rows that are transformed by several passes, and by a small matrix after them.
+    for columns in (256, 4096, 640):
+        rows = draw(2, columns)
+        emulator.hadamard(transform(rows, 1, False, None), np.empty_like(rows))
+
     for order in "CF":
         run_bias(emulator, 8, order)
         # Two warpgroups.
@@ -369,9 +375,9 @@ def test_no_barrier_of_the_sources_may_be_missing(path, number):
         return text[: match.start()] + text[match.end() :].removeprefix("\n")
 
     def has_it(special):
-        # Deltas are what other kernels compute with.
+        # Deltas and pieces of tasks are what other kernels compute with.
         included = source.flatten((special.spec.source,))
-        return special.kernel == "backward_delta" or f"// {path}\n" in included
+        return special.spec.part in ("delta", "decode") or f"// {path}\n" in included
 
     with pytest.raises(
         Fault, match=r"no barrier since|fence_device since|no thread has written|has not fini"
