@@ -213,6 +213,13 @@ def add(array: Any, to: Any) -> None:
         cupy.add(to, array, to)
 
 
+def wait_for_current_stream() -> None:
+    """Return when everything that the current stream was asked for is done."""
+    import cupy
+
+    cupy.cuda.get_current_stream().synchronize()
+
+
 def empty_like(array: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     """Return an uninitialised array of a shape, with its axes in the memory order of another array.
 

@@ -32,11 +32,15 @@ class Communicator(Protocol):
         The number of this rank, and how many there are.
     nodes : sequence of int
         The machine of each rank.
+    takes_device_arrays : bool
+        Whether messages may be arrays of a GPU. Then `exchange` begins with them when what computes
+        so far on the current stream is done, and `wait` lets what computes from there on wait.
     """
 
     rank: int
     size: int
     nodes: Sequence[int]
+    takes_device_arrays: bool
 
     def tell(self, message: bytes, timeout: float) -> list[bytes]:
         """Return the messages of all ranks, in their order; each gives its own one.

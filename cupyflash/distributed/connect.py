@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 from .communication import Communicator
 
 
-def communicator(ranks: Any) -> Communicator:
+def communicator(ranks: Any, device: SupportsIndex | None = None) -> Communicator:
     """Return what the functions of this module take as `comm`.
 
     Parameters
@@ -16,6 +17,9 @@ def communicator(ranks: Any) -> Communicator:
     ranks : mpi4py.MPI.Comm or Communicator
         An intracommunicator of mpi4py, for instance ``MPI.COMM_WORLD``; all its ranks call this
         function together. A `Communicator` is returned as it is.
+    device : int, optional
+        The GPU of this rank, for calls on CuPy arrays; each rank has another one. Arrays of the
+        GPUs travel by NCCL.
 
     Returns
     -------
@@ -28,6 +32,8 @@ def communicator(ranks: Any) -> Communicator:
     ArgumentTypeError
         It is neither.
     """
+    if device is not None:
+        return _on_gpus(communicator(ranks), device)
     if type(ranks).__module__.partition(".")[0] == "mpi4py":
         from .mpi import Mpi
 
@@ -38,3 +44,26 @@ def communicator(ranks: Any) -> Communicator:
         f"communicator: got {type(ranks).__name__}; expected a communicator of mpi4py, as "
         "MPI.COMM_WORLD, or one of distributed.Threads(n).ranks."
     )
+
+
+def _on_gpus(ranks: Communicator, device: SupportsIndex) -> Communicator:
+    try:
+        number = operator.index(device)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"device: got {device!r}; expected the number of a GPU of this process."
+        ) from None
+    try:
+        import cupy
+        from cupy.cuda import nccl  # noqa: F401
+    except ImportError as error:
+        raise ArgumentError(
+            f"device: got {number}, and NCCL cannot be used ({error}). Install CuPy with NCCL, as "
+            'in pip install "cupyflash[nccl]"; without device=, calls take NumPy arrays.'
+        ) from error
+    count = cupy.cuda.runtime.getDeviceCount()
+    if not 0 <= number < count:
+        raise ArgumentError(f"device: got {number}; expected 0 to {count - 1}.")
+    from .nccl import Nccl
+
+    return Nccl(ranks, number)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import device_arrays
+from ..arrays.device_arrays import is_device_array
 from ..pieces.parts import part
 from ..pieces.place import Place
 from ..problem.call import Array
@@ -31,11 +33,11 @@ class Memory:
         shapes = [(*x.shape[:-2], rows, x.shape[-1]) for x in like]
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         self.content = place.empty((sum(sizes),), np.dtype(np.uint8))
-        first, second = self.content[: sizes[0]], self.content[sizes[0] :]
-        self.arrays: Two = (
-            first.view(dtype).reshape(shapes[0]),
-            second.view(dtype).reshape(shapes[1]),
+        first, second = (
+            _viewed(self.content, begin, shape, dtype)
+            for begin, shape in zip((0, sizes[0]), shapes, strict=True)
         )
+        self.arrays: Two = first, second
 
 
 def packed(place: Place, arrays: Two, held: Runs, wanted: Runs, dtype: np.dtype[Any]) -> Memory:
@@ -43,8 +45,18 @@ def packed(place: Place, arrays: Two, held: Runs, wanted: Runs, dtype: np.dtype[
     memory = Memory(place, arrays, wanted.count, dtype)
     for run in wanted:
         for source, target in zip(arrays, memory.arrays, strict=True):
-            part(target, wanted.rows(run))[...] = part(source, held.rows(run))
+            place.store(part(source, held.rows(run)), part(target, wanted.rows(run)))
     return memory
+
+
+def _viewed(content: Array, begin: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an array in the bytes of a message."""
+    if is_device_array(content):
+        made: Array = device_arrays.view(shape, dtype, device_arrays.memory_of(content, begin))
+        return made
+    size = math.prod(shape) * dtype.itemsize
+    own: Array = content[begin : begin + size].view(dtype).reshape(shape)
+    return own
 
 
 def joined(place: Place, like: Two, parts: Sequence[tuple[Runs, Memory]], keys: Runs) -> Two:
@@ -55,5 +67,5 @@ def joined(place: Place, like: Two, parts: Sequence[tuple[Runs, Memory]], keys: 
     for held, memory in parts:
         for run in held:
             for source, target in zip(memory.arrays, whole, strict=True):
-                part(target, keys.rows(run))[...] = part(source, held.rows(run))
+                place.store(part(source, held.rows(run)), part(target, keys.rows(run)))
     return whole

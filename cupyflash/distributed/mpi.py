@@ -46,6 +46,8 @@ class Mpi:
         The communicator.
     """
 
+    takes_device_arrays = False
+
     def __init__(self, comm: Any) -> None:
         from mpi4py import MPI
 

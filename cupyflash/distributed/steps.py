@@ -15,7 +15,8 @@ from .. import dispatch
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 from ..execute import Vjp, check_flag
 from ..pieces import steps as pieces_steps
-from ..pieces.place import Host
+from ..pieces.device import Device
+from ..pieces.place import Host, Place
 from ..problem import validate
 from ..problem.call import Call, Gradients
 from ..problem.options import Options
@@ -126,10 +127,10 @@ class Distributed:
         problem = replace(given.problem, len_k=layout_k.length)
         arrays = given.q, given.k, given.v
         call = validate.with_options(problem, *arrays, given.were_matrices, self._options)
-        if call.device is not None:
+        if call.device is not None and not self.comm.takes_device_arrays:
             raise ArgumentTypeError(
-                "q: got a CuPy array; expected a NumPy array. Calls over many ranks compute on "
-                "the CPU."
+                "q: got a CuPy array, and comm has no GPUs; expected a NumPy array, or a comm made "
+                "with communicator(ranks, device=...)."
             )
         return replace(call, problem=replace(call.problem, len_q=layout.length))
 
@@ -141,7 +142,8 @@ class Distributed:
     def rank(self) -> compute.Rank:
         """Return what this rank computes, for one run."""
         rows, keys = (each.own for each in self.layouts)
-        place = Host(dispatch.CPU)
+        device = self.call.device
+        place: Place = Host(dispatch.CPU) if device is None else Device(dispatch.GPU, device)
         timeout = self._ranks.seconds()
         return compute.Rank(
             place.ready(self.call), rows, keys, self.steps, self.comm, place, timeout

@@ -8,6 +8,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from ..arrays import device_arrays
+from ..arrays.device_arrays import is_device_array
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 from ..problem.call import Array
 from .communication import Message
@@ -85,6 +87,8 @@ class _Shared:
 class _Rank:
     """One of the ranks of `Threads`."""
 
+    takes_device_arrays = True
+
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
         self.rank, self.size = rank, size
         self.nodes: Sequence[int] = (0,) * size
@@ -113,7 +117,7 @@ class _Rank:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Transfer:
         """Send copies at once; receive when it is waited for."""
         self._exchanges += 1
-        self._send(self._exchanges, [(rank, message.copy()) for rank, message in sends])
+        self._send(self._exchanges, [(rank, _copy(message)) for rank, message in sends])
         return _Transfer(self, self._exchanges, receives)
 
     def _send(self, exchange: int, messages: Sequence[tuple[int, Any]]) -> None:
@@ -149,6 +153,18 @@ class _Rank:
             return came
 
 
+def _copy(message: Any) -> Array:
+    """Return a copy; one of a device is complete, so that any stream may read it."""
+    if not is_device_array(message):
+        own: Array = message.copy()
+        return own
+    with message.device:
+        made: Array = device_arrays.empty(message.shape, message.dtype)
+        device_arrays.convert(message, made)
+        device_arrays.wait_for_current_stream()
+    return made
+
+
 class _Transfer:
     """Messages that have been sent, and that are to be received."""
 
@@ -164,4 +180,7 @@ class _Transfer:
             if came.size != target.size:
                 self._comm.abort(wrong_size(self._comm.rank, rank, came.size, target.size, what))
                 self._comm.check()
-            target[...] = came
+            if is_device_array(target):
+                device_arrays.convert(came, target)
+            else:
+                target[...] = came

@@ -1,0 +1,208 @@
+"""Ranks that have a GPU each: arrays of the device travel by NCCL, all else by ranks of the host.
+
+Messages are ordered by events, and the host waits for none of them. A thread looks whether they
+arrive in time and whether another rank gave up, and then ends what NCCL is doing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..arrays.cuda_device import current
+from ..arrays.device_arrays import address, is_device_array
+from ..errors import DistributedError
+from .communication import Communicator, Message, Transfer
+from .faults import absent
+
+_PAUSE = 2e-3  # seconds between two looks at what is under way
+_IDLE = 1.0  # seconds without anything under way, after which the thread ends
+_ID = 60.0  # seconds in which all ranks have to begin
+
+
+class Nccl:
+    """The GPUs of some ranks.
+
+    Parameters
+    ----------
+    ranks : Communicator
+        The ranks. They agree by it, and arrays in host memory travel by it.
+    device : int
+        The GPU of this rank; each rank has another one.
+    """
+
+    takes_device_arrays = True
+
+    def __init__(self, ranks: Communicator, device: int) -> None:
+        from cupy.cuda import nccl
+
+        self._host, self._nccl, self._device = ranks, nccl, device
+        self.rank, self.size, self.nodes = ranks.rank, ranks.size, ranks.nodes
+        self._speaking = threading.RLock()  # the host's ranks are asked by one thread at a time
+        own = b"" if self.rank else bytes(_as_bytes(nccl.get_unique_id()))
+        unique = ranks.tell(own, _ID)[0]
+        with current(device):
+            self._comm = nccl.NcclCommunicator(self.size, _from_bytes(unique), self.rank)
+            import cupy
+
+            self._cuda = cupy.cuda
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._watch = _Watch(self)
+
+    def check(self) -> None:
+        """Raise `DistributedError` if a rank gave up."""
+        with self._speaking:
+            self._host.check()
+
+    def abort(self, reason: str) -> None:
+        """End the communicator on every rank, and what NCCL is doing on this one."""
+        with self._speaking:
+            self._host.abort(reason)
+        self.end()
+
+    def end(self) -> None:
+        """End what NCCL is doing: kernels that wait for a rank that does not come."""
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.abort()
+
+    def tell(self, message: bytes, timeout: float) -> list[bytes]:
+        """Return the messages of all ranks."""
+        with self._speaking:
+            return self._host.tell(message, timeout)
+
+    def synchronize(self, timeout: float = 300.0) -> None:
+        """Wait until all messages have arrived; raise `DistributedError` if a rank gave up."""
+        self._watch.wait(timeout)
+        self.check()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
+        """Start to send and to receive; the device begins when what computes so far is done."""
+        if not any(is_device_array(array) for _, array in (*sends, *receives)):
+            with self._speaking:
+                return self._host.exchange(sends, receives)
+        self.check()
+        comm, nccl, stream = self._comm, self._nccl, self._stream
+        assert comm is not None
+        with current(self._device):
+            computing = self._cuda.get_current_stream()
+            stream.wait_event(self._event(computing))
+            nccl.groupStart()
+            try:
+                for rank, array in sends:
+                    if array.size:
+                        place = address(array)
+                        comm.send(place, array.size, nccl.NCCL_UINT8, rank, stream.ptr)
+                for rank, array in receives:
+                    if array.size:
+                        place = address(array)
+                        comm.recv(place, array.size, nccl.NCCL_UINT8, rank, stream.ptr)
+            finally:
+                nccl.groupEnd()
+            arrived = self._event(stream)
+        return _Transfer(
+            self, computing, arrived, sorted({rank for rank, _ in (*sends, *receives)})
+        )
+
+    def watch(self, arrived: Any, peers: list[int], timeout: float, what: str) -> None:
+        """Look after a message until it has arrived."""
+        self._watch.add(_UnderWay(arrived, time.monotonic() + timeout, peers, timeout, what))
+
+    def gave_up(self) -> bool:
+        """Return whether a rank gave up, if nobody else is asking just now."""
+        if not self._speaking.acquire(blocking=False):
+            return False
+        try:
+            self._host.check()
+        except DistributedError:
+            return True
+        finally:
+            self._speaking.release()
+        return False
+
+    def _event(self, stream: Any) -> Any:
+        event = self._cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+
+def _as_bytes(unique: Sequence[int]) -> list[int]:
+    """Return NCCL's number of a communicator, which CuPy gives as signed bytes."""
+    return [byte % 256 for byte in unique]
+
+
+def _from_bytes(unique: bytes) -> tuple[int, ...]:
+    return tuple(byte - 256 if byte > 127 else byte for byte in unique)
+
+
+class _Transfer:
+    """Messages on the stream of a device."""
+
+    def __init__(self, comm: Nccl, computing: Any, arrived: Any, peers: list[int]) -> None:
+        self._comm, self._computing, self._arrived, self._peers = comm, computing, arrived, peers
+
+    def wait(self, timeout: float, what: str) -> None:
+        """Let what computes from here on wait for the messages."""
+        self._computing.wait_event(self._arrived)
+        self._comm.watch(self._arrived, self._peers, timeout, what)
+
+
+class _UnderWay(NamedTuple):
+    """Messages that have not been seen to arrive."""
+
+    arrived: Any
+    deadline: float
+    peers: list[int]
+    timeout: float
+    what: str
+
+
+class _Watch:
+    """A thread that looks after messages as long as there are any."""
+
+    def __init__(self, comm: Nccl) -> None:
+        self._comm = comm
+        self._changed = threading.Condition()
+        self._under_way: deque[_UnderWay] = deque()
+        self._runs = False
+
+    def add(self, message: _UnderWay) -> None:
+        """Look after a message, too."""
+        with self._changed:
+            self._under_way.append(message)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, daemon=True, name="cupyflash-nccl").start()
+            self._changed.notify_all()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until nothing is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way, timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._under_way, _IDLE):
+                    self._runs = False
+                    return
+                oldest = self._under_way[0]
+            if oldest.arrived.done:
+                with self._changed:
+                    self._under_way.popleft()
+                    self._changed.notify_all()
+                continue
+            if self._comm.gave_up():
+                self._comm.end()
+            elif time.monotonic() > oldest.deadline:
+                reason = absent(self._comm.rank, oldest.peers, oldest.timeout, oldest.what)
+                self._comm.abort(reason)
+            else:
+                time.sleep(_PAUSE)
+                continue
+            with self._changed:
+                self._under_way.clear()
+                self._changed.notify_all()
