@@ -1,0 +1,191 @@
+"""Calls by pieces on a GPU: streamed from host memory, and over ranks, on one GPU or on several."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from placement import same_bits
+
+import cupyflash
+from cupyflash import distributed, masks, scores, streamed
+from cupyflash.testing import Precision, backward_bound, forward_bound, rho
+
+pytestmark = pytest.mark.gpu
+
+HEADS, HEADS_KV, QUERIES, KEYS, D = 4, 2, 700, 900, 64
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
+KINDS = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "window, scores and sink": {
+        "mask": masks.window(200, 10),
+        "score_mod": [scores.alibi(np.full(HEADS, 0.1)), scores.softcap(20.0)],
+        "sink": np.linspace(-1, 1, HEADS),
+    },
+    "documents": {"mask": masks.segments(np.arange(QUERIES) // 250, np.arange(KEYS) // 300)},
+    "prefix and bias": {"mask": masks.prefix(128) | masks.causal(), "bias": "rows"},
+}
+CASES = [(dtype, "causal") for dtype in DTYPES] + [(BFLOAT16, kind) for kind in KINDS]
+EACH = pytest.mark.parametrize(("dtype", "kind"), CASES, ids=str)
+
+
+@pytest.fixture
+def cupy(gpu):
+    import cupy
+
+    return cupy
+
+
+def draw(dtype, kind):
+    rng = np.random.default_rng(3)
+    shapes = (1, HEADS, QUERIES, D), (1, HEADS_KV, KEYS, D), (1, HEADS_KV, KEYS, D)
+    q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+    do = rng.standard_normal(q.shape, np.float32).astype(dtype)
+    options = dict(KINDS[kind])
+    if options.get("bias") == "rows":
+        options["bias"] = rng.standard_normal((HEADS, QUERIES, KEYS)).astype(np.float32)
+    return q, k, v, do, options
+
+
+def check(dtype, arrays, do, options, out, lse, gradients, merges):
+    """Hold results in host memory to the bound."""
+    precision = Precision.of(dtype, dtype.itemsize == 2)
+    bound = forward_bound(*arrays, precision=precision, block_kv=64, splits=merges, **options)
+    assert rho(out, *bound.out).value <= 1
+    assert rho(lse, *bound.lse).value <= 1
+    limits = backward_bound(do, *arrays, precision=precision, block_kv=64, splits=merges, **options)
+    for name in ("dq", "dk", "dv"):
+        assert rho(getattr(gradients, name), *getattr(limits, name)).value <= 1, name
+
+
+@EACH
+@pytest.mark.parametrize("chunk", [(256, 300), "auto"], ids=str)
+def test_streamed_calls_are_within_the_bound(dtype, kind, chunk, cupy):
+    q, k, v, do, options = draw(dtype, kind)
+    out, lse, vjp = streamed.attention_vjp(
+        q, k, v, chunk=chunk, device=0, return_lse=True, **options
+    )
+    check(dtype, (q, k, v), do, options, out, lse, vjp(do), -(-KEYS // 128))
+
+
+def over_ranks(comms, q, k, v, do, options):
+    """Compute a call on the ranks of `comms`; return the whole results in host memory."""
+    import cupy
+
+    whole = [np.empty_like(q), np.empty(q.shape[:-1], lse_type(q))]
+    made = [np.empty_like(x) for x in (q, k, v)]
+    errors = []
+
+    def work(comm, device):
+        try:
+            with cupy.cuda.Device(device):
+                layout = distributed.layout(comm, q.shape[-2], mask=None, kind="zigzag")
+                layout_k = distributed.layout(comm, k.shape[-2], kind="contiguous")
+                own = dict(options)
+                if own.get("bias") is not None:
+                    own["bias"] = cupy.asarray(layout.take(own["bias"]))
+                if own.get("sink") is not None:
+                    own["sink"] = cupy.asarray(own["sink"])
+                arrays = [cupy.asarray(each.take(x)) for each, x in
+                          ((layout, q), (layout_k, k), (layout_k, v))]  # fmt: skip
+                out, lse, vjp = distributed.attention_vjp(
+                    *arrays, comm=comm, layout=layout, layout_k=layout_k, return_lse=True,
+                    scheme="rounds", timeout=60, **own,
+                )  # fmt: skip
+                gradients = vjp(cupy.asarray(layout.take(do)))
+                layout.put(out.get(), whole[0])
+                layout.put(lse.get(), whole[1], axis=-1)
+                for each, x, to in zip((layout, layout_k, layout_k), gradients, made, strict=False):
+                    each.put(x.get(), to)
+        except BaseException as error:
+            errors.append(error)
+            comm.abort(str(error))
+            raise
+
+    threads = [threading.Thread(target=work, args=each) for each in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return *whole, cupyflash.Gradients(*made, None, None)
+
+
+def lse_type(q):
+    return np.float64 if q.dtype == np.float64 else np.float32
+
+
+@EACH
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_that_share_a_gpu_are_within_the_bound(dtype, kind, ranks, cupy):
+    q, k, v, do, options = draw(dtype, kind)
+    comms = [(comm, 0) for comm in distributed.Threads(ranks).ranks]
+    out, lse, gradients = over_ranks(comms, q, k, v, do, options)
+    check(dtype, (q, k, v), do, options, out, lse, gradients, -(-KEYS // 128))
+
+
+def on_gpus(count):
+    """Return communicators by NCCL of ranks that are threads, with their devices."""
+    made = distributed.Threads(count).run(lambda comm: distributed.communicator(comm, comm.rank))
+    return list(zip(made, range(count), strict=True))
+
+
+@pytest.fixture
+def two(cupy):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    return on_gpus(2)
+
+
+@EACH
+def test_two_gpus_are_within_the_bound_and_repeat_their_bits(dtype, kind, two):
+    q, k, v, do, options = draw(dtype, kind)
+    first = over_ranks(two, q, k, v, do, options)
+    check(dtype, (q, k, v), do, options, *first, -(-KEYS // 128))
+    again = over_ranks(two, q, k, v, do, options)
+    assert same_bits(first[0], again[0])
+    assert same_bits(first[1], again[1])
+
+
+def test_dropout_drops_the_pairs_of_one_gpu(two, cupy):
+    q, k, v, do, _ = draw(np.dtype(np.float32), "plain")
+    options = {"dropout": 0.4, "seed": 9}
+    ours = over_ranks(two, q, k, v, do, options)
+    out, vjp = cupyflash.attention_vjp(*map(cupy.asarray, (q, k, v)), **options)
+    assert np.abs(ours[0] - out.get()).max() < 1e-5
+    assert np.abs(ours[2].dv - vjp(cupy.asarray(do)).dv.get()).max() < 1e-4
+
+
+def test_a_rank_that_gives_up_ends_the_others(two, cupy):
+    comms = [comm for comm, _ in two]
+    errors = {}
+
+    def work(comm, device):
+        with cupy.cuda.Device(device):
+            x = cupy.ones((2, 256, 64), cupy.float16)
+            layout = distributed.layout(comm, 512)
+            try:
+                if comm.rank == 1:
+                    comm.abort("rank 1 gave up")
+                distributed.attention(x, x, x, comm=comm, layout=layout, scheme="rounds")
+                comm.synchronize(10)
+            except distributed.DistributedError as error:
+                errors[comm.rank] = str(error)
+
+    began = time.monotonic()
+    threads = [
+        threading.Thread(target=work, args=each) for each in zip(comms, range(2), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert time.monotonic() - began < 20
+    assert set(errors) == {0, 1}
+    assert all("rank 1 gave up" in text for text in errors.values())
