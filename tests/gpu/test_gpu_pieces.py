@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -19,17 +20,8 @@ pytestmark = pytest.mark.gpu
 HEADS, HEADS_KV, QUERIES, KEYS, D = 4, 2, 700, 900, 64
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
-KINDS = {
-    "plain": {},
-    "causal": {"mask": masks.causal()},
-    "window, scores and sink": {
-        "mask": masks.window(200, 10),
-        "score_mod": [scores.alibi(np.full(HEADS, 0.1)), scores.softcap(20.0)],
-        "sink": np.linspace(-1, 1, HEADS),
-    },
-    "documents": {"mask": masks.segments(np.arange(QUERIES) // 250, np.arange(KEYS) // 300)},
-    "prefix and bias": {"mask": masks.prefix(128) | masks.causal(), "bias": "rows"},
-}
+BIAS = np.random.default_rng(4).standard_normal((HEADS, QUERIES, KEYS)).astype(np.float32)
+KINDS = "plain", "causal", "window, scores and sink", "documents", "prefix and bias"
 CASES = [(dtype, "causal") for dtype in DTYPES] + [(BFLOAT16, kind) for kind in KINDS]
 EACH = pytest.mark.parametrize(("dtype", "kind"), CASES, ids=str)
 
@@ -41,15 +33,27 @@ def cupy(gpu):
     return cupy
 
 
-def draw(dtype, kind):
+def options_of(kind, place=np.asarray):
+    """Return the options of a kind of call, with arrays that `place` put where they belong."""
+    if kind == "causal":
+        return {"mask": masks.causal()}
+    if kind == "window, scores and sink":
+        score_mod = [scores.alibi(place(np.full(HEADS, 0.1))), scores.softcap(20.0)]
+        sink = place(np.linspace(-1, 1, HEADS))
+        return {"mask": masks.window(200, 10), "score_mod": score_mod, "sink": sink}
+    if kind == "documents":
+        documents = np.arange(QUERIES) // 250, np.arange(KEYS) // 300
+        return {"mask": masks.segments(*map(place, documents))}
+    if kind == "prefix and bias":
+        return {"mask": masks.prefix(128) | masks.causal(), "bias": BIAS}
+    return {}
+
+
+def draw(dtype):
     rng = np.random.default_rng(3)
     shapes = (1, HEADS, QUERIES, D), (1, HEADS_KV, KEYS, D), (1, HEADS_KV, KEYS, D)
     q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
-    do = rng.standard_normal(q.shape, np.float32).astype(dtype)
-    options = dict(KINDS[kind])
-    if options.get("bias") == "rows":
-        options["bias"] = rng.standard_normal((HEADS, QUERIES, KEYS)).astype(np.float32)
-    return q, k, v, do, options
+    return q, k, v, rng.standard_normal(q.shape, np.float32).astype(dtype)
 
 
 def check(dtype, arrays, do, options, out, lse, gradients, merges):
@@ -66,7 +70,8 @@ def check(dtype, arrays, do, options, out, lse, gradients, merges):
 @EACH
 @pytest.mark.parametrize("chunk", [(256, 300), "auto"], ids=str)
 def test_streamed_calls_are_within_the_bound(dtype, kind, chunk, cupy):
-    q, k, v, do, options = draw(dtype, kind)
+    q, k, v, do = draw(dtype)
+    options = options_of(kind)
     out, lse, vjp = streamed.attention_vjp(
         q, k, v, chunk=chunk, device=0, return_lse=True, **options
     )
@@ -74,7 +79,10 @@ def test_streamed_calls_are_within_the_bound(dtype, kind, chunk, cupy):
 
 
 def over_ranks(comms, q, k, v, do, options):
-    """Compute a call on the ranks of `comms`; return the whole results in host memory."""
+    """Compute a call on the ranks of `comms`; return the whole results in host memory.
+
+    `options` returns the options, given what puts arrays on the rank's GPU.
+    """
     import cupy
 
     whole = [np.empty_like(q), np.empty(q.shape[:-1], lse_type(q))]
@@ -86,11 +94,9 @@ def over_ranks(comms, q, k, v, do, options):
             with cupy.cuda.Device(device):
                 layout = distributed.layout(comm, q.shape[-2], mask=None, kind="zigzag")
                 layout_k = distributed.layout(comm, k.shape[-2], kind="contiguous")
-                own = dict(options)
-                if own.get("bias") is not None:
+                own = options(cupy.asarray)
+                if "bias" in own:
                     own["bias"] = cupy.asarray(layout.take(own["bias"]))
-                if own.get("sink") is not None:
-                    own["sink"] = cupy.asarray(own["sink"])
                 arrays = [cupy.asarray(each.take(x)) for each, x in
                           ((layout, q), (layout_k, k), (layout_k, v))]  # fmt: skip
                 out, lse, vjp = distributed.attention_vjp(
@@ -124,10 +130,11 @@ def lse_type(q):
 @EACH
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_that_share_a_gpu_are_within_the_bound(dtype, kind, ranks, cupy):
-    q, k, v, do, options = draw(dtype, kind)
+    q, k, v, do = draw(dtype)
+    options = functools.partial(options_of, kind)
     comms = [(comm, 0) for comm in distributed.Threads(ranks).ranks]
     out, lse, gradients = over_ranks(comms, q, k, v, do, options)
-    check(dtype, (q, k, v), do, options, out, lse, gradients, -(-KEYS // 128))
+    check(dtype, (q, k, v), do, options(), out, lse, gradients, -(-KEYS // 128))
 
 
 def on_gpus(count):
@@ -145,18 +152,19 @@ def two(cupy):
 
 @EACH
 def test_two_gpus_are_within_the_bound_and_repeat_their_bits(dtype, kind, two):
-    q, k, v, do, options = draw(dtype, kind)
+    q, k, v, do = draw(dtype)
+    options = functools.partial(options_of, kind)
     first = over_ranks(two, q, k, v, do, options)
-    check(dtype, (q, k, v), do, options, *first, -(-KEYS // 128))
+    check(dtype, (q, k, v), do, options(), *first, -(-KEYS // 128))
     again = over_ranks(two, q, k, v, do, options)
     assert same_bits(first[0], again[0])
     assert same_bits(first[1], again[1])
 
 
 def test_dropout_drops_the_pairs_of_one_gpu(two, cupy):
-    q, k, v, do, _ = draw(np.dtype(np.float32), "plain")
+    q, k, v, do = draw(np.dtype(np.float32))
     options = {"dropout": 0.4, "seed": 9}
-    ours = over_ranks(two, q, k, v, do, options)
+    ours = over_ranks(two, q, k, v, do, lambda place: dict(options))
     out, vjp = cupyflash.attention_vjp(*map(cupy.asarray, (q, k, v)), **options)
     assert np.abs(ours[0] - out.get()).max() < 1e-5
     assert np.abs(ours[2].dv - vjp(cupy.asarray(do)).dv.get()).max() < 1e-4
