@@ -59,12 +59,27 @@ class Transfers:
         self._cuda, self._device = cupy.cuda, device
         with current(device):
             self._computing = cupy.cuda.get_current_stream()
-            self._up, self._down = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self._streams: dict[str, Any] = {}
         self._blocks: list[_Pinned] = []
         self._turn = 0
         self._downloads: list[_Download] = []
         self._threads = min(THREADS, os.cpu_count() or 1)
         self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def _up(self) -> Any:
+        return self._stream("up")
+
+    @property
+    def _down(self) -> Any:
+        return self._stream("down")
+
+    def _stream(self, name: str) -> Any:
+        """Return one of the streams; calls without arrays in host memory need none."""
+        if name not in self._streams:
+            with current(self._device):
+                self._streams[name] = self._cuda.Stream(non_blocking=True)
+        return self._streams[name]
 
     def mark(self) -> Any:
         """Return an event behind everything that computes so far."""
@@ -121,7 +136,8 @@ class Transfers:
     def finish(self) -> None:
         """Wait for every transfer: then the host may read what arrived and change what was sent."""
         self.receive_all()
-        self._up.synchronize()
+        if "up" in self._streams:
+            self._up.synchronize()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ..gpu.launch import CallResult
 from ..problem.append import Append
-from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotation
@@ -25,11 +25,14 @@ class Backend(Protocol):
         """Compute `out` and `lse`, which is what `empty_output` returns or like it."""
         ...
 
-    def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
-        """Compute a piece's `out` and `lse`, contiguous arrays of the accumulator's type.
+    def forward_piece(
+        self, call: Call, partial: Results, first: bool, results: Results | None = None
+    ) -> None:
+        """Compute a piece's out and lse: in `partial`, contiguous arrays of the accumulator's type.
 
-        Unless it is the `first` piece of its queries, they have the result over the pieces before
-        it, which its keys join.
+        Unless it is the `first` piece of its queries, these have the result over the pieces before
+        it, which its keys join. If `results` are given, it is the last piece, and they are written
+        instead, rounded; of a first piece, they are `partial`, too.
         """
         ...
 

@@ -13,7 +13,7 @@ from ..gpu.launch import CallResult
 from ..problem import quantize
 from ..problem.append import Append
 from ..problem.bound_exprs import Trees, trees
-from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
@@ -120,9 +120,15 @@ class Cpu:
         plan = plan or cpu_tiles.tiled(call.problem)
         return CallResult(_forward(call, out, lse, plan, resumes=False))
 
-    def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
-        """Compute a piece's `out` and `lse`, or join its keys to them."""
-        _forward(call, out, lse, cpu_tiles.tiled(call.problem), resumes=not first)
+    def forward_piece(
+        self, call: Call, partial: Results, first: bool, results: Results | None = None
+    ) -> None:
+        """Compute a piece's out and lse, or join its keys to them."""
+        _forward(call, *partial, cpu_tiles.tiled(call.problem), resumes=not first)
+        if results is not None and not first:
+            with np.errstate(all="ignore"):
+                for computed, to in zip(partial, results, strict=True):
+                    to[...] = computed.astype(to.dtype, copy=False)
 
     def backward(
         self,

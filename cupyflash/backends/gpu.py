@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..gpu import launch
+from ..gpu import launch, piece_launches
 from ..gpu.kernels import registry
 from ..gpu.kernels.spec import Request
 from ..gpu.launch import CallResult
 from ..problem import pack_gqa
 from ..problem.append import Append
-from ..problem.call import Array, Call, Gradients, Plan
+from ..problem.call import Array, Call, Gradients, Plan, Results
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotation
@@ -44,9 +44,11 @@ class Gpu:
         """Compute `out` and, unless it is None, `lse`."""
         return launch.forward(call, out, lse, plan)
 
-    def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
-        """Compute a piece's `out` and `lse`, or join its keys to them."""
-        launch.forward_piece(call, out, lse, first)
+    def forward_piece(
+        self, call: Call, partial: Results, first: bool, results: Results | None = None
+    ) -> None:
+        """Compute a piece's out and lse, or join its keys to them."""
+        piece_launches.forward(call, partial, first, results)
 
     def backward(
         self,
@@ -61,6 +63,9 @@ class Gpu:
         deterministic: bool = False,
     ) -> CallResult:
         """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
+        if call.problem.whole is not None and plan is None and workspace is None:
+            piece_launches.backward(call, do, out, lse, dlse, gradients, deterministic)
+            return CallResult()
         arrays = do, out, lse, dlse, gradients, workspace
         return launch.backward(call, *arrays, plan, deterministic=deterministic)
 

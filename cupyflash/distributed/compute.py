@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..pieces.compute import Sums
+from ..pieces.compute import Partial, Sums
 from ..pieces.parts import call_of, part, part_of_pairs, part_of_statistic
 from ..pieces.place import Place
 from ..pieces.schedule import Piece
@@ -121,23 +121,21 @@ class _Exchange:
 
 def forward(rank: Rank, out: Array, lse: Array) -> None:
     """Write out and lse of the rank's queries."""
-    place, problem = rank.place, rank.call.problem
-    partial: dict[range, Two] = {}
+    partial, last = {}, {}
     for run in rank.rows:
-        shape = *problem.lead, problem.heads, len(run)
-        wide = place.empty((*shape, problem.d_v), problem.accumulator)
-        partial[run] = wide, place.empty(shape, problem.accumulator)
+        rows = rank.rows.rows(run)
+        results = part(out, rows), part_of_statistic(lse, rows)
+        partial[run] = Partial(rank.place, rank.call.problem, *results)
+    for step in rank.steps:
+        last.update({piece.rows: piece for piece in step.pieces})
     held, keys = rank.keys, rank.own
-    with place:
+    with rank.place:
         for number, step in enumerate(rank.steps):
             exchange = _Exchange(rank, number + 1)
             for piece in step.pieces:
                 own = rank.piece(piece, held, keys)
-                place.backend.forward_piece(own, *partial[piece.rows], piece.first)
+                partial[piece.rows].compute(own, piece.first, piece is last[piece.rows])
             held, keys = exchange.wait()
-        for run, (wide, wide_lse) in partial.items():
-            place.store(wide, part(out, rank.rows.rows(run)))
-            place.store(wide_lse, part_of_statistic(lse, rank.rows.rows(run)))
 
 
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:

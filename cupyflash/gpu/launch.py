@@ -318,19 +318,6 @@ def forward(
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
 
 
-def forward_piece(call: Call, out: Array, lse: Array, first: bool) -> None:
-    """Write out and lse, of the accumulator's type, or join a piece's keys to them."""
-    if first:
-        forward(call, out, lse)
-        return
-    with cuda_device.current(_device(call)):
-        joined = device_arrays.empty(lse.shape, lse.dtype)  # lanes read the old one to the end
-        part = tuple(device_arrays.empty(x.shape, x.dtype) for x in (out, lse))
-        forward(call, part[0], part[1])
-        combine([(out, lse), (part[0], part[1])], out, joined)
-        device_arrays.convert(joined, lse)
-
-
 def backward(
     call: Call,
     do: Array,
@@ -403,10 +390,10 @@ def _device(call: Call) -> int:
     return call.device
 
 
-def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
+def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> CallResult:
     """Write the combination of several (out, lse)."""
     if not lse.size:
-        return
+        return CallResult()
     device = device_arrays.device_of(out)
     assert device is not None
     left = list(parts)
@@ -421,20 +408,22 @@ def combine(parts: list[tuple[Array, Array]], out: Array, lse: Array) -> None:
             wide = tuple(device_arrays.empty(x.shape, lse.dtype) for x in (out, lse))
             _combine(left[:MAX_PARTS], wide[0], wide[1], device, out.dtype.name)
             left[:MAX_PARTS] = [(wide[0], wide[1])]
-        _combine(left, out, lse, device, out.dtype.name)
+        compiled = _combine(left, out, lse, device, out.dtype.name)
+    return CallResult(compiled=compiled if len(left) == len(parts) else None)
 
 
 def _combine(
     parts: list[tuple[Array, Array]], out: Array, lse: Array, device: int, dtype: str
-) -> None:
+) -> CompiledRecipe:
     addresses = {"out": device_arrays.address(out), "lse": device_arrays.address(lse)}
     for n, (part_out, part_lse) in enumerate(parts):
         addresses |= {
             f"out {n}": device_arrays.address(part_out),
             f"lse {n}": device_arrays.address(part_lse),
         }
-    launch = CompiledLaunch(recipe.combine(parts, out, lse, dtype), device)
-    launch.start(addresses, driver.queue(device).pointer())
+    compiled = _compiled(Recipe((recipe.combine(parts, out, lse, dtype),)), device)
+    compiled.forward(addresses)
+    return compiled
 
 
 def append(checked: Append, out: Array | None) -> CallResult:

@@ -102,7 +102,7 @@ class Signature:
 
     def __init__(
         self,
-        call: str,
+        call: Hashable,
         read: Mapping[str, Any],
         options: Options,
         written: Mapping[str, Any],
@@ -209,7 +209,7 @@ _TAKE: dict[str, Callable[[Signature, Any], Hashable]] = {
 
 
 def signature(
-    kind: str,
+    kind: Hashable,
     read: Mapping[str, Any],
     options: Options,
     written: Mapping[str, Any],
@@ -218,8 +218,8 @@ def signature(
 
     Parameters
     ----------
-    kind : str
-        Which function.
+    kind : hashable
+        Which function, and what else tells calls of it apart.
     read, written : mapping of str to (array or None)
         Arrays by the kernels' names.
     options : Options

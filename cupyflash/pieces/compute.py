@@ -8,11 +8,12 @@ gradients are sums over pieces.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..problem.call import Array, Call, Gradients
+from ..problem.call import Array, Call, Gradients, Problem
 from .parts import call_of, part, part_of_pairs, part_of_statistic
 from .place import Parts, Place
 from .schedule import Piece, Schedule
@@ -77,13 +78,43 @@ def forward(call: Call, schedule: Schedule, place: Place, out: Array, lse: Array
     readers = _Readers(call, pieces, place, lambda _: {})
     with place:
         for rows, group in itertools.groupby(pieces, lambda piece: piece.rows):
-            shape = *problem.lead, problem.heads, len(rows)
-            wide = place.empty((*shape, problem.d_v), problem.accumulator)
-            wide_lse = place.empty(shape, problem.accumulator)
-            for piece in group:
-                place.backend.forward_piece(readers.of(piece)[0], wide, wide_lse, piece.first)
-            place.store(wide, part(out, rows))
-            place.store(wide_lse, part_of_statistic(lse, rows))
+            partial = Partial(place, problem, part(out, rows), part_of_statistic(lse, rows))
+            of_rows = list(group)
+            for piece in of_rows:
+                partial.compute(readers.of(piece)[0], piece.first, piece is of_rows[-1])
+
+
+class Partial:
+    """Out and lse of some queries, while pieces with their keys are computed.
+
+    Parameters
+    ----------
+    place : Place
+        Where they are computed.
+    problem : Problem
+        The whole call.
+    out, lse : array
+        Where they are written behind the last piece, in any memory.
+    """
+
+    def __init__(self, place: Place, problem: Problem, out: Array, lse: Array) -> None:
+        self._place, self._number, self._results = place, problem.accumulator, (out, lse)
+
+    @functools.cached_property
+    def _wide(self) -> tuple[Array, Array]:
+        out, lse = (self._place.empty(x.shape, self._number) for x in self._results)
+        return out, lse
+
+    def compute(self, piece: Call, first: bool, last: bool) -> None:
+        """Compute a piece."""
+        backend, results = self._place.backend, self._results
+        if last and self._place.has(results[0]):
+            backend.forward_piece(piece, results if first else self._wide, first, results)
+            return
+        backend.forward_piece(piece, self._wide, first)
+        if last:
+            for wide, to in zip(self._wide, results, strict=True):
+                self._place.store(wide, to)
 
 
 def backward(

@@ -101,6 +101,10 @@ class Device:
             made: Array = device_arrays.empty(shape, dtype)
         return made
 
+    def has(self, array: Array) -> bool:
+        """Return whether an array is in the memory of the device."""
+        return is_device_array(array)
+
     def sums(self, owner: Array, dtype: np.dtype[Any]) -> Array:
         """Return zeros with the shape of an array, where that array is."""
         if not is_device_array(owner):

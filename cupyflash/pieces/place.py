@@ -35,6 +35,10 @@ class Place(Protocol):
         """Return an uninitialised array at this place."""
         ...
 
+    def has(self, array: Array) -> bool:
+        """Return whether an array is in the memory of this place."""
+        ...
+
     def sums(self, owner: Array, dtype: np.dtype[Any]) -> Array:
         """Return zeros with the shape of an array, where that array lives."""
         ...
@@ -86,6 +90,10 @@ class Host:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an uninitialised array."""
         return np.empty(shape, dtype)
+
+    def has(self, array: Array) -> bool:  # noqa: ARG002, calls on the CPU have no others
+        """Return True."""
+        return True
 
     def sums(self, owner: Array, dtype: np.dtype[Any]) -> Array:
         """Return zeros with the shape of an array."""

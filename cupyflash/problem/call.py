@@ -13,6 +13,7 @@ from ..masks import Mask
 from ..scores import Score
 
 Array = np.ndarray[Any, Any]
+Results = tuple[Array, Array]  # out and lse
 
 
 class Gradients(NamedTuple):

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
-from cupyflash.gpu import driver, launch
+from cupyflash.gpu import driver, launch, launch_cache, piece_launches
 from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
@@ -26,7 +26,7 @@ from cupyflash.gpu.source import Specialisation
 from cupyflash.gpu.tma import TensorMap
 from cupyflash.gpu.writer import Launch
 from cupyflash.problem.append import Append
-from cupyflash.problem.call import Array, Call, Gradients, Problem
+from cupyflash.problem.call import Array, Call, Gradients, Problem, Results
 from cupyflash.problem.hadamard import Transform
 from cupyflash.problem.quantize import Quantisation
 from cupyflash.problem.rotary import Rotation
@@ -231,13 +231,16 @@ class Emulator:
             lambda: launch.forward(_on_device(call), out, lse, visited=visited, workspace=workspace)
         )
 
-    def forward_piece(self, call: Call, out: Array, lse: Array, first: bool) -> None:
-        """Write out and lse of a piece, as `cupyflash.launch.forward_piece`."""
-        before = out.copy(), lse.copy()
+    def forward_piece(
+        self, call: Call, partial: Results, first: bool, results: Results | None = None
+    ) -> None:
+        """Write out and lse of a piece, as `cupyflash.piece_launches.forward`."""
+        before = [x.copy() for x in partial]
 
         def work() -> None:
-            out[...], lse[...] = before  # the launches are collected before any of them is run
-            launch.forward_piece(_on_device(call), out, lse, first)
+            for array, held in zip(partial, before, strict=True):
+                array[...] = held  # the launches are collected before any of them is run
+            piece_launches.forward(_on_device(call), partial, first, results)
 
         self._run(work)
 
@@ -325,6 +328,7 @@ class Emulator:
 
         with (
             mock.patch.object(launch, "CompiledLaunch", ready),
+            mock.patch.object(launch_cache, "signature", return_value=None),  # nothing is kept
             mock.patch.object(driver, "queue", return_value=SimpleNamespace(pointer=lambda: 0)),
             mock.patch.object(registry, "select", self.blocks.choose),
             # The emulator's arrays are small.

@@ -33,8 +33,9 @@ class Late(Gpu):
     def __init__(self, cupy):
         self.cupy = cupy
 
-    def forward_piece(self, call, out, lse, first):
-        self._later(dispatch.CPU.forward_piece, call, _host(out), _host(lse), first)
+    def forward_piece(self, call, partial, first, results=None):
+        made = tuple(map(_host, partial)), first, results and tuple(map(_host, results))
+        self._later(dispatch.CPU.forward_piece, call, *made)
 
     def backward(self, call, *arrays, workspace, deterministic):
         *rows, gradients = arrays

@@ -63,7 +63,7 @@ INSIDE = {
     ],
     "distributed": [
         ["communication", "faults", "runs"],
-        ["layouts", "messages", "mpi", "sums", "threads"],
+        ["layouts", "messages", "mpi", "nccl", "sums", "threads"],
         ["agreement", "connect", "rounds"],
         ["compute"],
         ["steps"],
@@ -80,6 +80,7 @@ INSIDE = {
         ["recipe"],
         ["launch"],
         ["launch_cache"],
+        ["piece_launches"],
     ],
 }
 # The kernels' CPU twins stand beside the rows: they know nothing of cupyflash, and only these know
@@ -102,6 +103,8 @@ USERS_OF_CUPY = [
     "cupyflash.arrays.cuda_device",
     "cupyflash.arrays.device_arrays",
     "cupyflash.arrays.transfers",
+    "cupyflash.distributed.connect",
+    "cupyflash.distributed.nccl",
     "cupyflash.gpu.driver",
     "cupyflash.gpu.jit",
     "cupyflash.gpu.tma",

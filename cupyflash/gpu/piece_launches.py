@@ -1,0 +1,109 @@
+"""Launches of pieces of calls, which are recognised as calls are.
+
+A call by pieces makes the same launches every time, from other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Literal, cast
+
+from ..arrays import cuda_device, device_arrays
+from ..problem.call import Array, Call, Gradients, Results
+from ..problem.options import Options
+from . import launch, launch_cache
+
+
+def forward(call: Call, partial: Results, first: bool, results: Results | None = None) -> None:
+    """Write out and lse, of the accumulator's type, or join a piece's keys to them.
+
+    If `results` are given, these are written instead, rounded. The first piece of all has them as
+    `partial`, too.
+    """
+    if first:
+        _forward(call, *partial)
+        return
+    assert call.device is not None
+    with cuda_device.current(call.device):
+        out, lse = part = tuple(device_arrays.empty(x.shape, x.dtype) for x in partial)
+        _forward(call, out, lse)
+        if results is not None:
+            _join([partial, part], *results)
+            return
+        joined = device_arrays.empty(lse.shape, lse.dtype)  # lanes read the old one to the end
+        _join([partial, part], partial[0], joined)
+        device_arrays.convert(joined, partial[1])
+
+
+def _forward(call: Call, out: Array, lse: Array) -> None:
+    signature = _signature("forward", call, {}, {"out": out, "lse": lse})
+    if (
+        signature is not None
+        and (entry := launch_cache.find(signature)) is not None
+        and launch_cache.forward(entry, signature.addresses, out, lse) is not None
+    ):
+        return
+    result = launch.forward(call, out, lse)
+    if signature is not None:
+        launch_cache.keep(signature, result, (out, lse))
+
+
+def _join(parts: list[Results], out: Array, lse: Array) -> None:
+    """Write the combination of two parts."""
+    read = {f"out {n}": x for n, (x, _) in enumerate(parts)}
+    read |= {f"lse {n}": x for n, (_, x) in enumerate(parts)}
+    written = {"out": out, "lse": lse}
+    signature = launch_cache.signature("join", read, Options(), written)
+    if (
+        signature is not None
+        and (entry := launch_cache.find(signature)) is not None
+        and launch_cache.forward(entry, signature.addresses, out, lse) is not None
+    ):
+        return
+    result = launch.combine(parts, out, lse)
+    if signature is not None:
+        launch_cache.keep(signature, result, (out, lse))
+
+
+def backward(
+    call: Call,
+    do: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradients: Gradients,
+    deterministic: bool,
+) -> None:
+    """Write the gradients of a piece, of the accumulator's type."""
+    read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
+    kind = "deterministic backward" if deterministic else "backward"
+    signature = _signature(kind, call, read, gradients._asdict())
+    if (
+        signature is not None
+        and (entry := launch_cache.find(signature)) is not None
+        and launch_cache.backward(entry, signature.addresses, gradients, None) is not None
+    ):
+        return
+    result = launch.backward(call, do, out, lse, dlse, gradients, None, deterministic=deterministic)
+    if signature is not None:
+        launch_cache.keep(signature, result, gradients)
+
+
+def _signature(
+    part: str, call: Call, read: Mapping[str, Any], written: Mapping[str, Any]
+) -> launch_cache.Signature | None:
+    """Return what tells a piece from others, and from calls that are none."""
+    problem = call.problem
+    kind: Hashable = part, problem.origin_q, problem.origin_k, problem.whole
+    options = Options(
+        mask=call.mask,
+        score_mod=call.score_mod,
+        bias=call.bias,
+        sink=call.sink,
+        scale=problem.scale,
+        dropout=problem.dropout,
+        seed=problem.seed,
+        precision=cast(Literal["tf32x3"] | None, problem.precision),
+    )
+    named = {"q": call.q, "k": call.k, "v": call.v, **read}
+    return launch_cache.signature(kind, named, options, written)
