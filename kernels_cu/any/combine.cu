@@ -9,11 +9,63 @@
 // Grid: the rows of all entries and heads, THREADS / 32 to a block. Shared memory: none.
 #include "../common/params.cuh"
 #include "../ptx/warp.cuh"
+#include "../common/layout.cuh"
 #include "../common/number.cuh"
 
 namespace {
 
-constexpr int COLUMNS = 4;  // of a thread, at a time
+constexpr int COLUMNS = 4;  // of a thread, at a time: neighbours
+constexpr int ACCUM_KIND = sizeof(accum_t) == sizeof(float) ? KIND_FLOAT32 : KIND_FLOAT64;
+
+// The columns of a thread, as they lie in memory.
+template <class T>
+struct alignas(COLUMNS * sizeof(T) < 16 ? COLUMNS * sizeof(T) : 16) Columns {
+  T x[COLUMNS];
+};
+
+// Whether a thread's columns, from `first` on, are all there, and can be read or written at once.
+template <class T>
+__device__ __forceinline__ bool at_once(const Operand& operand, const T* first, long long left) {
+  return operand.col == 1 && left >= COLUMNS &&
+         reinterpret_cast<unsigned long long>(first) % alignof(Columns<T>) == 0;
+}
+
+// Loads a thread's columns of a row, of which `left` exist.
+__device__ __forceinline__ void load_columns(const Operand& part, int kind, long long index,
+                                             long long left, accum_t (&elements)[COLUMNS]) {
+  if (kind == ACCUM_KIND) {
+    const accum_t* const from = reinterpret_cast<const accum_t*>(part.data) + index;
+    if (at_once(part, from, left)) {
+      const Columns<accum_t> columns = *reinterpret_cast<const Columns<accum_t>*>(from);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) elements[c] = columns.x[c];
+      return;
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    elements[c] = c < left ? number::load<accum_t>(part.data, kind, index + c * part.col) : 0;
+  }
+}
+
+// Rounds and stores a thread's columns of a row, of which `left` exist.
+__device__ __forceinline__ void store_columns(const Operand& out, int kind, long long index,
+                                              long long left, const accum_t (&elements)[COLUMNS]) {
+  if (kind == number::STORAGE_KIND) {
+    storage_t* const to = reinterpret_cast<storage_t*>(out.data) + index;
+    if (at_once(out, to, left)) {
+      Columns<storage_t> columns;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) number::narrow(elements[c], &columns.x[c]);
+      *reinterpret_cast<Columns<storage_t>*>(to) = columns;
+      return;
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    if (c < left) number::store(out.data, kind, index + c * out.col, elements[c]);
+  }
+}
 
 // A row's indices in the arrays of a call.
 struct Row {
@@ -47,15 +99,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int lane = ptx::lane_index();
   long long index = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;
   Row row;
-  row.i = index % p.rows;
-  index /= p.rows;
-  row.head = index % p.heads;
-  index /= p.heads;
+  const auto take = [&](long long size) {
+    const layout::Quotient at = layout::divide(index, size);
+    index = at.quotient;
+    return at.remainder;
+  };
+  row.i = take(p.rows);
+  row.head = take(p.heads);
 #pragma unroll
-  for (int axis = MAX_LEAD - 1; axis >= 0; --axis) {
-    row.lead[axis] = index % p.lead_size[axis];
-    index /= p.lead_size[axis];
-  }
+  for (int axis = MAX_LEAD - 1; axis >= 0; --axis) row.lead[axis] = take(p.lead_size[axis]);
   if (index > 0) return;
 
   accum_t m = -number::infinity();
@@ -71,38 +123,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const accum_t inverse = accum_t(1) / l;  // where no set has keys, infinite and unused
   const long long target = offset(p.out, row);
 #pragma unroll 1
-  for (long long first = lane; first < p.columns; first += COLUMNS * ptx::WARP_SIZE) {
+  for (long long first = COLUMNS * lane; first < p.columns; first += COLUMNS * ptx::WARP_SIZE) {
     accum_t sums[COLUMNS] = {}, most[COLUMNS] = {};
-#pragma unroll 1
+#pragma unroll 2
     for (int n = 0; n < p.parts; ++n) {
       const Operand& part = p.outs[n];
       const accum_t value = lse_of(p.lses[n], row);
       if (value == -number::infinity()) continue;  // its output may be anything
       const accum_t factor = weight(value, m) * inverse;
-      const long long source = offset(part, row);
+      accum_t elements[COLUMNS];
+      load_columns(part, p.kinds[n], offset(part, row) + first * part.col, p.columns - first,
+                   elements);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
-        const long long d = first + c * ptx::WARP_SIZE;
-        if (d < p.columns) {
-          const accum_t element =
-              number::load<accum_t>(part.data, p.kinds[n], source + d * part.col);
-          sums[c] += factor * element;
-          const accum_t size = fabs(element);
-          most[c] = size > most[c] ? size : most[c];
-        }
+        sums[c] += factor * elements[c];
+        const accum_t size = fabs(elements[c]);
+        most[c] = size > most[c] ? size : most[c];
       }
     }
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-      const long long d = first + c * ptx::WARP_SIZE;
-      if (d < p.columns) {
-        // Rounded weights may add up to more than 1, but a mean must not be larger than its
-        // elements.
-        const accum_t held = sums[c] < 0 ? -most[c] : most[c];
-        number::store(p.out.data, p.kind_out, target + d * p.out.col,
-                      fabs(sums[c]) > most[c] ? held : sums[c]);
-      }
+      // Rounded weights may add up to more than 1, but a mean must not be larger than its elements.
+      const accum_t held = sums[c] < 0 ? -most[c] : most[c];
+      sums[c] = fabs(sums[c]) > most[c] ? held : sums[c];
     }
+    store_columns(p.out, p.kind_out, target + first * p.out.col, p.columns - first, sums);
   }
   if (lane == 0) {
     reinterpret_cast<accum_t*>(p.lse.data)[offset(p.lse, row)] = m + log(l);
