@@ -6,6 +6,7 @@ accumulator's type, in the order of the steps and, within a step, of the ranks.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from ..pieces.compute import Partial, Sums
@@ -13,7 +14,7 @@ from ..pieces.parts import call_of, part, part_of_pairs, part_of_statistic
 from ..pieces.place import Place
 from ..pieces.schedule import Piece
 from ..pieces.steps import Targets
-from ..problem.call import Array, Call
+from ..problem.call import Array, Call, Gradients
 from .communication import Communicator, Transfer
 from .messages import Memory, Two, joined, packed
 from .rounds import Step
@@ -140,26 +141,21 @@ def forward(rank: Rank, out: Array, lse: Array) -> None:
 
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:
     """Write the gradients of what the rank holds."""
-    call, place, number = rank.call, rank.place, rank.call.problem.accumulator
-    sums = Sums(call, place, targets.gradients)
-
-    def zeros(held: Runs) -> Memory:
-        memory = Memory(place, rank.own, held.count, number)
-        place.clear(memory.content)
-        return memory
-
-    held, keys, totals = rank.keys, rank.own, zeros(rank.keys)
-    own = totals.arrays
+    call, place = rank.call, rank.place
+    sums = Sums(call, place, targets.gradients, [rank.rows.rows(run) for run in rank.rows])
+    held, keys, totals = rank.keys, rank.own, _Totals(rank, rank.keys, rank.steps[0])
+    own = totals.memory.arrays
     returned: Memory | None = None
     with place:
         for n, step in enumerate(rank.steps):
             exchange = _Exchange(rank, n + 1, returned)
             for piece in step.pieces:
                 if piece.keys or call.sink is not None:
-                    _piece(rank, piece, held, keys, totals.arrays, sums, targets, deterministic)
-            returned = totals if n else None
+                    _piece(rank, piece, held, keys, totals, sums, targets, deterministic)
+            made = totals.whole()
+            returned = made if n else None
             held, keys = exchange.wait(own)
-            totals = zeros(held)
+            totals = _Totals(rank, held, rank.step(n + 1))
         _Exchange(rank, len(rank.steps) + 1, returned).wait(own)
         if bias_is_shared and sums.dbias is not None:
             add_over_ranks(rank.comm, place, sums.dbias, rank.timeout)
@@ -170,14 +166,54 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
         sums.store()
 
 
+class _Totals:
+    """dk and dv of the keys of a step, as sums over its pieces.
+
+    The first piece of keys that no other range of the step shares is written in place.
+    """
+
+    def __init__(self, rank: Rank, held: Runs, step: Step) -> None:
+        self._place = rank.place
+        self.memory = Memory(rank.place, rank.own, held.count, rank.call.problem.accumulator)
+        pieces = [held.rows(piece.keys) for piece in step.pieces if piece.keys]
+        ranges = sorted({(at.start, at.stop) for at in pieces})
+        apart = all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
+        covered = sum(stop - start for start, stop in ranges) == held.count
+        self._unwritten = {range(*ends) for ends in ranges} if apart and covered else set()
+        if not self._unwritten:
+            self._place.clear(self.memory.content)
+
+    def places(self, at: range) -> Two | None:
+        """Return where dk and dv of a piece are written at once, if they are."""
+        if at not in self._unwritten:
+            return None
+        dk, dv = (part(total, at) for total in self.memory.arrays)
+        return dk, dv
+
+    def add(self, computed: Gradients, at: range) -> None:
+        """Add the gradients of a piece."""
+        if at in self._unwritten:
+            self._unwritten.remove(at)
+            return
+        for summand, total in zip(computed[1:3], self.memory.arrays, strict=True):
+            self._place.add(summand, part(total, at))
+
+    def whole(self) -> Memory:
+        """Return the sums; keys that no piece was computed for have 0."""
+        for at in self._unwritten:
+            for total in self.memory.arrays:
+                self._place.clear(part(total, at))
+        return self.memory
+
+
 def _piece(
-    rank: Rank, piece: Piece, held: Runs, keys: Two, totals: Two, sums: Sums, targets: Targets,
+    rank: Rank, piece: Piece, held: Runs, keys: Two, totals: _Totals, sums: Sums, targets: Targets,
     deterministic: bool,
 ) -> None:  # fmt: skip
     """Compute the gradients of a piece, and add them."""
     rows, at = rank.rows.rows(piece.rows), held.rows(piece.keys)
     own = rank.piece(piece, held, keys)
-    computed = sums.empty(own)
+    computed = sums.empty(own, rows, totals.places(at))
     statistics = [targets.rows.get(name) for name in ("lse", "dlse")]
     lse, dlse = (None if x is None else part_of_statistic(x, rows) for x in statistics)
     assert lse is not None
@@ -186,5 +222,4 @@ def _piece(
         own, do, out, lse, dlse, computed, workspace=None, deterministic=deterministic
     )
     sums.add(computed, rows, piece.keys)
-    for summand, total in zip(computed[1:3], totals, strict=True):
-        rank.place.add(summand, part(total, at))
+    totals.add(computed, at)

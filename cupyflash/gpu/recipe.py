@@ -165,6 +165,7 @@ def combine(parts: list[tuple[Array, Array]], out: Any, lse: Any, dtype: str) ->
     })  # fmt: skip
     slots = tuple((params.combine().place(name), name) for name in (*named, "out", "lse"))
     spec, tiles = all_hardware.COMBINE, all_hardware.ROWS
-    grid = spec.grid(Extent(lse.size, 0, 1), tiles)
+    groups = lse.size // max(lse.shape[-1], 1) * -(-lse.shape[-1] // all_hardware.COMBINE_ROWS)
+    grid = spec.grid(Extent(groups, 0, 1), tiles)
     check_grid(spec.name, grid.work_tiles)
     return Launch(Specialisation(spec, dtype, 0, 0, tiles), grid.size, template, slots)

@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from ..problem.call import Array, Call, Gradients, Problem
 from .parts import call_of, part, part_of_pairs, part_of_statistic
 from .place import Parts, Place
@@ -141,7 +143,7 @@ def backward(
     pieces = [x for x in schedule.by_keys() if x.keys or call.sink is not None]
     readers = _Readers(call, pieces, place, rows_too)
     with place:
-        sums = Sums(call, place, gradients)
+        sums = Sums(call, place, gradients, schedule.rows)
         for keys in set(schedule.keys) - {x.keys for x in pieces}:  # which no query sees
             for gradient in gradients[1:3]:
                 place.clear(part(gradient, keys))
@@ -149,7 +151,7 @@ def backward(
             totals: tuple[Array, Array] | None = None  # dk and dv of these keys
             for piece in group:
                 own, rows = readers.of(piece)
-                computed = sums.empty(own)
+                computed = sums.empty(own, piece.rows)
                 do_rows, out_rows, lse_rows = rows["do"], rows["out"], rows["lse"]
                 assert do_rows is not None
                 assert out_rows is not None
@@ -176,6 +178,54 @@ def backward(
         sums.store()
 
 
+class Total:
+    """A gradient of rows as a sum over pieces; the first piece of each part is written in place.
+
+    Parameters
+    ----------
+    place : Place
+        Where pieces are computed.
+    owner : array
+        The array whose gradient it is. The sum is where that array is.
+    number : dtype
+        The accumulator's type.
+    parts : iterable of range
+        Its parts: every piece has the rows of one of them.
+    """
+
+    def __init__(
+        self, place: Place, owner: Array, number: np.dtype[Any], parts: Iterable[range]
+    ) -> None:
+        self._place, self._number, self._in_place = place, number, place.has(owner)
+        if self._in_place:
+            self._sum = place.empty(owner.shape, number)
+        else:
+            self._sum = place.sums(owner, number)
+        self._parts = frozenset(parts)
+        self._unwritten = set(self._parts) if self._in_place else set()
+
+    def empty(self, like: Array, rows: range) -> Array:
+        """Return an uninitialised array for a piece's gradient, with the shape of `like`."""
+        if rows in self._unwritten:
+            return part(self._sum, rows)
+        return self._place.empty(like.shape, self._number)
+
+    def add(self, computed: Array, rows: range) -> None:
+        """Add what was computed in an array from `empty`."""
+        assert rows in self._parts
+        if rows in self._unwritten:
+            self._unwritten.remove(rows)
+        else:
+            self._place.add(computed, part(self._sum, rows))
+
+    def whole(self) -> Array:
+        """Return the sum; parts that no piece had are 0."""
+        for rows in self._unwritten:
+            self._place.clear(part(self._sum, rows))
+        self._unwritten.clear()
+        return self._sum
+
+
 class Sums:
     """The gradients of a call but dk and dv, as sums over pieces in the accumulator's type.
 
@@ -186,10 +236,10 @@ class Sums:
         written at once.
     """
 
-    def __init__(self, call: Call, place: Place, targets: Gradients) -> None:
+    def __init__(self, call: Call, place: Place, targets: Gradients, rows: Iterable[range]) -> None:
         self._place, self._targets = place, targets
         self._number = call.problem.accumulator
-        self._dq = place.sums(call.q, self._number)
+        self._dq = Total(place, call.q, self._number, rows)
         self.dsink = None if call.sink is None else place.sums(call.sink, self._number)
         self.dbias: Array | None = None
         bias = call.bias
@@ -198,17 +248,25 @@ class Sums:
         elif bias is not None:
             place.clear(targets.dbias)  # of pieces that are not computed
 
-    def empty(self, piece: Call) -> Gradients:
-        """Return uninitialised gradients of a piece."""
-        owners = piece.q, piece.k, piece.v, piece.bias, piece.sink
-        return Gradients(*(
-            None if x is None else self._place.empty(x.shape, self._number) for x in owners
-        ))  # fmt: skip
+    def empty(
+        self, piece: Call, rows: range, of_keys: tuple[Array, Array] | None = None
+    ) -> Gradients:
+        """Return uninitialised gradients of a piece with these rows of the arrays.
+
+        `of_keys` are dk and dv, if they are to be written where they belong.
+        """
+
+        def like(owner: Array | None) -> Array | None:
+            return None if owner is None else self._place.empty(owner.shape, self._number)
+
+        dk, dv = of_keys or (like(piece.k), like(piece.v))
+        dq = self._dq.empty(piece.q, rows)
+        return Gradients(dq, dk, dv, like(piece.bias), like(piece.sink))
 
     def add(self, computed: Gradients, rows: range, keys: range) -> None:
         """Add the gradients of a piece, whose rows and keys are counted as in the arrays."""
         place = self._place
-        place.add(computed.dq, part(self._dq, rows))
+        self._dq.add(computed.dq, rows)
         if computed.dbias is not None and self.dbias is not None:
             place.add(computed.dbias, part_of_pairs(self.dbias, rows, keys))
         elif computed.dbias is not None:
@@ -218,7 +276,7 @@ class Sums:
 
     def store(self) -> None:
         """Write the sums."""
-        totals = self._dq, self.dbias, self.dsink
+        totals = self._dq.whole(), self.dbias, self.dsink
         targets = self._targets.dq, self._targets.dbias, self._targets.dsink
         for total, target in zip(totals, targets, strict=True):
             if total is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from ..problem.call import Array, Call
+from ..problem.call import Array, Call, changed
 from .schedule import Piece
 
 
@@ -38,7 +37,7 @@ def call_of(whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array
     Its positions and lengths, as masks, scores and dropout see them, are those of the whole call.
     Without keys there is nothing but the sink.
     """
-    problem = replace(
+    problem = changed(
         whole.problem,
         len_q=len(piece.rows),
         len_k=len(piece.keys),
@@ -46,7 +45,7 @@ def call_of(whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array
         origin_k=piece.keys.start,
         whole=(whole.problem.len_q, whole.problem.len_k),
     )
-    return replace(
+    return changed(
         whole,
         problem=problem,
         q=q,

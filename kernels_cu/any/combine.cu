@@ -4,9 +4,10 @@
 // lse = log sum exp(lse_n) and out = sum exp(lse_n - lse) out_n. Each part is multiplied by its
 // normalised weight before the sum, and no element of the sum is larger than the parts' largest, so
 // that finite parts have a finite mean. A set without keys has lse = -inf and is skipped, so (0,
-// -inf) is the neutral element. A warp computes a row.
+// -inf) is the neutral element. A warp computes ROWS neighbouring rows of a head.
 //
-// Grid: the rows of all entries and heads, THREADS / 32 to a block. Shared memory: none.
+// Grid: the groups of ROWS rows of all entries and heads, THREADS / 32 to a block. Shared memory:
+// none.
 #include "../common/params.cuh"
 #include "../ptx/warp.cuh"
 #include "../common/layout.cuh"
@@ -14,6 +15,7 @@
 
 namespace {
 
+constexpr int ROWS = 4;
 constexpr int COLUMNS = 4;  // of a thread, at a time: neighbours
 constexpr int ACCUM_KIND = sizeof(accum_t) == sizeof(float) ? KIND_FLOAT32 : KIND_FLOAT64;
 
@@ -67,7 +69,7 @@ __device__ __forceinline__ void store_columns(const Operand& out, int kind, long
   }
 }
 
-// A row's indices in the arrays of a call.
+// The indices of the first of a warp's rows in the arrays of a call.
 struct Row {
   long long lead[MAX_LEAD];
   long long head;
@@ -81,8 +83,12 @@ __device__ __forceinline__ long long offset(const Operand& operand, const Row& r
   return elements;
 }
 
-__device__ __forceinline__ accum_t lse_of(const Operand& operand, const Row& row) {
-  return reinterpret_cast<const accum_t*>(operand.data)[offset(operand, row)];
+// Loads the lse of a warp's rows, of which `rows` exist; -inf for the others.
+__device__ __forceinline__ void load_lse(const Operand& operand, const Row& row, int rows,
+                                         accum_t (&lse)[ROWS]) {
+  const accum_t* const from = reinterpret_cast<const accum_t*>(operand.data) + offset(operand, row);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) lse[r] = r < rows ? from[r * operand.row] : -number::infinity();
 }
 
 // exp(lse - m): exactly 1 for the largest lse, 0 for a set without keys.
@@ -104,52 +110,79 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     index = at.quotient;
     return at.remainder;
   };
-  row.i = take(p.rows);
+  row.i = ROWS * take((p.rows + ROWS - 1) / ROWS);
   row.head = take(p.heads);
 #pragma unroll
   for (int axis = MAX_LEAD - 1; axis >= 0; --axis) row.lead[axis] = take(p.lead_size[axis]);
   if (index > 0) return;
+  const int rows = static_cast<int>(p.rows - row.i < ROWS ? p.rows - row.i : ROWS);
 
-  accum_t m = -number::infinity();
+  accum_t lse[ROWS], m[ROWS], l[ROWS], inverse[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    m[r] = -number::infinity();
+    l[r] = 0;
+  }
 #pragma unroll 1
   for (int n = 0; n < p.parts; ++n) {
-    const accum_t value = lse_of(p.lses[n], row);
-    m = value > m || value != value ? value : m;
+    load_lse(p.lses[n], row, rows, lse);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) m[r] = lse[r] > m[r] || lse[r] != lse[r] ? lse[r] : m[r];
   }
-  accum_t l = 0;
 #pragma unroll 1
-  for (int n = 0; n < p.parts; ++n) l += weight(lse_of(p.lses[n], row), m);
+  for (int n = 0; n < p.parts; ++n) {
+    load_lse(p.lses[n], row, rows, lse);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) l[r] += weight(lse[r], m[r]);
+  }
+  // Where no set has keys, infinite and unused.
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) inverse[r] = accum_t(1) / l[r];
 
-  const accum_t inverse = accum_t(1) / l;  // where no set has keys, infinite and unused
   const long long target = offset(p.out, row);
 #pragma unroll 1
   for (long long first = COLUMNS * lane; first < p.columns; first += COLUMNS * ptx::WARP_SIZE) {
-    accum_t sums[COLUMNS] = {}, most[COLUMNS] = {};
-#pragma unroll 2
+    const long long left = p.columns - first;
+    accum_t sums[ROWS][COLUMNS] = {}, most[ROWS][COLUMNS] = {};
+#pragma unroll 1
     for (int n = 0; n < p.parts; ++n) {
       const Operand& part = p.outs[n];
-      const accum_t value = lse_of(p.lses[n], row);
-      if (value == -number::infinity()) continue;  // its output may be anything
-      const accum_t factor = weight(value, m) * inverse;
-      accum_t elements[COLUMNS];
-      load_columns(part, p.kinds[n], offset(part, row) + first * part.col, p.columns - first,
-                   elements);
+      const long long source = offset(part, row) + first * part.col;
+      accum_t elements[ROWS][COLUMNS];
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) {
-        sums[c] += factor * elements[c];
-        const accum_t size = fabs(elements[c]);
-        most[c] = size > most[c] ? size : most[c];
+      for (int r = 0; r < ROWS; ++r) {
+        if (r < rows) load_columns(part, p.kinds[n], source + r * part.row, left, elements[r]);
+      }
+      load_lse(p.lses[n], row, rows, lse);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        if (lse[r] == -number::infinity()) continue;  // its output may be anything
+        const accum_t factor = weight(lse[r], m[r]) * inverse[r];
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          sums[r][c] += factor * elements[r][c];
+          const accum_t size = fabs(elements[r][c]);
+          most[r][c] = size > most[r][c] ? size : most[r][c];
+        }
       }
     }
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-      // Rounded weights may add up to more than 1, but a mean must not be larger than its elements.
-      const accum_t held = sums[c] < 0 ? -most[c] : most[c];
-      sums[c] = fabs(sums[c]) > most[c] ? held : sums[c];
+    for (int r = 0; r < ROWS; ++r) {
+      if (r >= rows) break;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        // Rounded weights may add up to more than 1, but a mean must not be larger than its
+        // elements.
+        const accum_t sum = sums[r][c], held = sum < 0 ? -most[r][c] : most[r][c];
+        sums[r][c] = fabs(sum) > most[r][c] ? held : sum;
+      }
+      store_columns(p.out, p.kind_out, target + r * p.out.row + first * p.out.col, left, sums[r]);
     }
-    store_columns(p.out, p.kind_out, target + first * p.out.col, p.columns - first, sums);
   }
-  if (lane == 0) {
-    reinterpret_cast<accum_t*>(p.lse.data)[offset(p.lse, row)] = m + log(l);
+  if (lane < rows) {
+    accum_t result = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) result = lane == r ? m[r] + log(l[r]) : result;
+    reinterpret_cast<accum_t*>(p.lse.data)[offset(p.lse, row) + lane * p.lse.row] = result;
   }
 }

@@ -15,6 +15,7 @@ ANY_HEAD = 2**31 - 1
 TRANSFORMED = 4096  # elements that a block of hadamard transforms, and columns of a row at most
 RESULTS = Tiles(block_q=128, block_kv=0, threads=256, shared_memory=0)  # block_q rows of results
 SINK_THREADS = 512
+COMBINE_ROWS = 4  # neighbouring rows of a warp of combine.cu
 NODES, SHARED_MEMORY = 64, 48 << 10  # rows that decode_combine keeps at most, and their bytes
 _METHOD = "sums in {accumulator}"
 _HEADS = dict.fromkeys(FLOATS, LARGEST_HEAD)
