@@ -6,6 +6,7 @@ import operator
 from typing import Any, SupportsIndex
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..install import extra
 from .communication import Communicator
 
 
@@ -58,8 +59,8 @@ def _on_gpus(ranks: Communicator, device: SupportsIndex) -> Communicator:
         from cupy.cuda import nccl  # noqa: F401
     except ImportError as error:
         raise ArgumentError(
-            f"device: got {number}, and NCCL cannot be used ({error}). Install CuPy with NCCL, as "
-            'in pip install "cupyflash[nccl]"; without device=, calls take NumPy arrays.'
+            f"device: got {number}, and NCCL cannot be used ({error}). Install it with CuPy: "
+            f"{extra('cuda12,nccl', 'cuda13,nccl13')}. Without device=, calls take NumPy arrays."
         ) from error
     count = cupy.cuda.runtime.getDeviceCount()
     if not 0 <= number < count:

@@ -42,10 +42,10 @@ class Nccl:
         self._host, self._nccl, self._device = ranks, nccl, device
         self.rank, self.size, self.nodes = ranks.rank, ranks.size, ranks.nodes
         self._speaking = threading.RLock()  # the host's ranks are asked by one thread at a time
-        own = b"" if self.rank else _as_bytes(nccl.get_unique_id())
+        own = b"" if self.rank else nccl.get_unique_id()
         unique = ranks.tell(own, _ID)[0]
         with current(device):
-            self._comm = nccl.NcclCommunicator(self.size, _number(unique), self.rank)
+            self._comm = nccl.NcclCommunicator(self.size, unique, self.rank)
             import cupy
 
             self._cuda = cupy.cuda
@@ -127,20 +127,6 @@ class Nccl:
         event = self._cuda.Event(disable_timing=True)
         event.record(stream)
         return event
-
-
-def _as_bytes(unique: bytes | Sequence[int]) -> bytes:
-    """Return NCCL's number of a communicator, which CuPy before 14 gives as signed integers."""
-    return unique if isinstance(unique, bytes) else bytes(byte % 256 for byte in unique)
-
-
-def _number(unique: bytes) -> Any:
-    """Return what `NcclCommunicator` of the CuPy that is installed takes."""
-    import cupy
-
-    if int(cupy.__version__.partition(".")[0]) >= 14:
-        return unique
-    return tuple(byte - 256 if byte > 127 else byte for byte in unique)
 
 
 class _Transfer:

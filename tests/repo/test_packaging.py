@@ -186,7 +186,7 @@ def test_the_extras_are_those_documented():
     extras = PROJECT["project"]["optional-dependencies"]
     assert set(extras) == {
         "cuda12", "cuda13", "bf16", "bench", "docs", "examples", "verify", "test", "dev",
-        "jax", "mpi", "torch",
+        "jax", "mpi", "nccl", "nccl13", "torch",
     }  # fmt: skip
     page = (ROOT / "docs" / "install.md").read_text()
     for extra in extras:

@@ -1,0 +1,122 @@
+"""Pieces of calls that are recognised, without a GPU: what kernels are told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupyflash import masks
+from cupyflash.backends.gpu import Gpu
+from cupyflash.gpu import launch
+from cupyflash.pieces.parts import call_of, part
+from cupyflash.pieces.schedule import Piece
+from cupyflash.problem import validate
+from cupyflash.problem.call import Gradients
+from cupyflash.problem.options import Options
+
+SHAPE, HALF = (1, 2, 256, 64), range(128)
+NUMBER = np.float32
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Make every look at shapes an error: what runs now was recognised."""
+
+    def refuse(*_, **__):
+        raise AssertionError("the piece was looked at again")
+
+    def forbid():
+        for name in ("forward", "backward", "combine"):
+            monkeypatch.setattr(launch, name, refuse)
+
+    return forbid
+
+
+def made(cupy, dtype=np.float16, count=3, shape=SHAPE):
+    return [cupy.ndarray(shape, dtype) for _ in range(count)]
+
+
+def piece(q, k, v, keys=HALF, masked=True, **options):
+    """Return a piece with the first queries and some keys."""
+    mask = masks.causal() if masked else None
+    whole = validate.call(q, k, v, Options(mask=mask, **options))
+    own = Piece(HALF, keys, masked, True)
+    return call_of(whole, own, part(q, HALF), part(k, keys), part(v, keys), None)
+
+
+def results(cupy, dtype=NUMBER):
+    shape = (*SHAPE[:2], len(HALF))
+    return cupy.ndarray((*shape, SHAPE[-1]), dtype), cupy.ndarray(shape, NUMBER)
+
+
+def words(launches):
+    return [each.words for each in launches]
+
+
+def alike(one, other):
+    """Return how many words of two launches differ."""
+    return int((one != other).sum())
+
+
+def test_a_piece_that_is_recognised_tells_its_own_addresses(cupy, unchecked):
+    first, second = made(cupy), made(cupy)
+    partial = results(cupy)
+    Gpu().forward_piece(piece(*first), partial, True)
+    unchecked()
+    own = results(cupy)
+    Gpu().forward_piece(piece(*second), own, True)
+    one, other = words(cupy.launches)
+    assert [int(other[place]) for place in (0, 8, 16, 24)] == [
+        x.data.ptr for x in (*second, own[0])
+    ]
+    assert alike(one, other) == 5  # q, k, v, out and lse
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"keys": range(128, 256)}, {"masked": False}, {"scale": 0.5}, {"dropout": 0.5, "seed": 1}],
+    ids=str,
+)
+def test_what_is_not_alike_is_looked_at(cupy, unchecked, changed):
+    arrays = made(cupy)
+    Gpu().forward_piece(piece(*arrays), results(cupy), True)
+    unchecked()
+    with pytest.raises(AssertionError, match="looked at again"):
+        Gpu().forward_piece(piece(*arrays, **changed), results(cupy), True)
+
+
+def test_keys_join_and_the_last_ones_write_the_results(cupy, unchecked):
+    arrays, partial, rounded = made(cupy), results(cupy), results(cupy, np.float16)
+    held = [partial, rounded]
+    for again in range(2):
+        Gpu().forward_piece(piece(*arrays), partial, False)
+        Gpu().forward_piece(piece(*arrays), partial, False, rounded)
+        if not again:
+            unchecked()
+            partial, rounded = results(cupy), results(cupy, np.float16)
+            held += [partial, rounded]
+    names = [each.kernel.partition("__")[0] for each in cupy.launches]
+    assert names == ["forward_sm80", "combine"] * 4 or names == ["forward_sm90", "combine"] * 4
+    joins = words(each for each in cupy.launches if each.kernel.startswith("combine"))
+    for n, (own, results_of) in enumerate(zip(held[::2], held[1::2], strict=True)):
+        in_place, last = joins[2 * n : 2 * n + 2]
+        assert own[0].data.ptr in in_place
+        assert results_of[0].data.ptr not in in_place
+        assert results_of[0].data.ptr in last
+        assert results_of[1].data.ptr in last
+
+
+def test_gradients_of_pieces_are_recognised(cupy, unchecked):
+    for again in range(2):
+        arrays, (do,) = made(cupy), made(cupy, count=1)
+        out, lse = results(cupy, np.float16)
+        targets = made(cupy, NUMBER, shape=(*SHAPE[:2], len(HALF), SHAPE[-1]))
+        gradients = Gradients(*targets, None, None)
+        begin = len(cupy.launches)
+        Gpu().backward(piece(*arrays), part(do, HALF), out, lse, None, gradients, None)
+        told = {int(word) for each in cupy.launches[begin:] for word in each.words}
+        assert {x.data.ptr for x in (*arrays, do, lse, *targets[1:])} <= told
+        if not again:
+            kept = arrays, do, out, lse, targets  # no other array lies there
+            unchecked()
+    assert kept
