@@ -11,6 +11,7 @@ from .communication import Communicator
 from .connect import communicator
 from .layouts import Layout, Price, layout, prices
 from .threads import Threads
+from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 __all__ = [
     "Communicator",
@@ -20,6 +21,9 @@ __all__ = [
     "Threads",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_varlen_vjp",
     "attention_vjp",
     "communicator",
     "layout",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..pieces.compute import Sums
-from ..pieces.parts import call_of, part, part_of_pairs, part_of_statistic
+from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
 from ..pieces.schedule import Piece
 from ..pieces.steps import Targets
@@ -65,7 +65,7 @@ class Rank:
         rows, at = self.rows.rows(piece.rows), held.rows(piece.keys)
         bias = self.call.bias
         if bias is not None:
-            bias = part_of_pairs(bias, rows, piece.keys)
+            bias = part_of_bias(self.call, bias, piece, rows, piece.keys)
         k, v = (part(x, at) for x in keys)
         return call_of(self.call, piece, part(self.call.q, rows), k, v, bias)
 
@@ -123,10 +123,11 @@ def forward(rank: Rank, out: Array, lse: Array) -> None:
     """Write out and lse of the rank's queries."""
     place, problem = rank.place, rank.call.problem
     partial: dict[range, Two] = {}
-    for run in rank.rows:
-        shape = *problem.lead, problem.heads, len(run)
+    lead = () if problem.packed else problem.lead
+    for rows in dict.fromkeys(piece.rows for step in rank.steps for piece in step.pieces):
+        shape = *lead, problem.heads, len(rows)
         wide = place.empty((*shape, problem.d_v), problem.accumulator)
-        partial[run] = wide, place.empty(shape, problem.accumulator)
+        partial[rows] = wide, place.empty(shape, problem.accumulator)
     held, keys = rank.keys, rank.own
     with place:
         for number, step in enumerate(rank.steps):
@@ -135,9 +136,9 @@ def forward(rank: Rank, out: Array, lse: Array) -> None:
                 own = rank.piece(piece, held, keys)
                 place.backend.forward_piece(own, *partial[piece.rows], piece.first)
             held, keys = exchange.wait()
-        for run, (wide, wide_lse) in partial.items():
-            place.store(wide, part(out, rank.rows.rows(run)))
-            place.store(wide_lse, part_of_statistic(lse, rank.rows.rows(run)))
+        for rows, (wide, wide_lse) in partial.items():
+            place.store(wide, part(out, rank.rows.rows(rows)))
+            place.store(wide_lse, part_of_statistic(lse, rank.rows.rows(rows)))
 
 
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:
@@ -187,6 +188,6 @@ def _piece(
     rank.place.backend.backward(
         own, do, out, lse, dlse, computed, workspace=None, deterministic=deterministic
     )
-    sums.add(computed, rows, piece.keys)
+    sums.add(computed, piece, rows)
     for summand, total in zip(computed[1:3], totals, strict=True):
         rank.place.add(summand, part(total, at))

@@ -18,8 +18,10 @@ import numpy as np
 from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import Dense
+from ..expr.evaluate import host
 from ..expr.interval import EMPTY, FULL
 from ..masks import Mask
+from ..pieces.packed import Cells, Packed, pairs
 from ..pieces.schedule import chunks, classes
 from ..problem import validate
 from ..problem.call import Array
@@ -171,6 +173,8 @@ def layout(
     mask: Mask | DLPackArray | Sequence[Mask | DLPackArray | None] | None = None,
     kind: Literal["auto", "contiguous", "zigzag", "cyclic", "proofs"] = "auto",
     layout_k: Layout | None = None,
+    offsets_q: DLPackArray | Sequence[int] | None = None,
+    offsets_k: DLPackArray | Sequence[int] | None = None,
     lead: tuple[int, ...] = (),
     heads: SupportsIndex = 1,
 ) -> Layout:
@@ -190,6 +194,9 @@ def layout(
         fewest pairs so far. "auto": the cheapest of them under the mask, as `prices` says.
     layout_k : Layout, optional
         The layout of the keys, if it is another one (cross attention).
+    offsets_q, offsets_k : array of int, optional
+        The offsets of packed sequences, as in `attention_varlen`; only pairs of one sequence count.
+        By default those of the keys are those of the queries.
     lead : tuple of int
         Leading axes of the calls, if the mask depends on them.
     heads : int
@@ -219,7 +226,8 @@ def layout(
         raise ArgumentError(
             f"layout_k: got a layout of {layout_k.size} ranks; expected one of {comm.size}."
         )
-    asked = _Asked(comm.size, length, mask, layout_k, lead, heads)
+    offsets = offsets_q, offsets_k
+    asked = _Asked(comm.size, length, mask, layout_k, offsets, lead, heads)
     kinds = KINDS if kind == "auto" else (kind,)
     found = [(asked.divided(each), each) for each in kinds]
     priced = [(asked.price(runs), runs, each) for runs, each in found]
@@ -232,6 +240,8 @@ def prices(
     length: SupportsIndex,
     *,
     mask: Mask | DLPackArray | Sequence[Mask | DLPackArray | None] | None = None,
+    offsets_q: DLPackArray | Sequence[int] | None = None,
+    offsets_k: DLPackArray | Sequence[int] | None = None,
     lead: tuple[int, ...] = (),
     heads: SupportsIndex = 1,
 ) -> dict[Kind, Price]:
@@ -241,7 +251,7 @@ def prices(
     ----------
     ranks : int
         The number of ranks.
-    length, mask, lead, heads
+    length, mask, offsets_q, offsets_k, lead, heads
         As in `layout`.
 
     Returns
@@ -261,7 +271,8 @@ def prices(
     >>> {kind: round(price.imbalance, 2) for kind, price in found.items()}
     {'contiguous': 1.75, 'zigzag': 1.0, 'cyclic': 1.09, 'proofs': 1.0}
     """
-    asked = _Asked(_number(ranks, "ranks", 1), length, mask, None, lead, heads)
+    offsets = offsets_q, offsets_k
+    asked = _Asked(_number(ranks, "ranks", 1), length, mask, None, offsets, lead, heads)
     return {kind: asked.price(asked.divided(kind)) for kind in KINDS}
 
 
@@ -273,6 +284,30 @@ def _number(value: Any, name: str, least: int) -> int:
     return int(value)
 
 
+def _weights(found: Array, area: Array) -> Array:
+    """Return the pairs that are computed; what is PARTIAL counts half."""
+    weights: Array = np.where(found == EMPTY, 0, np.where(found == FULL, area, area / 2))
+    return weights
+
+
+def _packed(offsets_q: Any, offsets_k: Any, len_q: int, len_k: int, heads: int) -> Packed:
+    """Return the sizes of packed sequences."""
+    if offsets_q is None:
+        raise ArgumentError("offsets_q, offsets_k: got the latter alone; expected the former, too.")
+    ends = []
+    given = {"offsets_q": offsets_q, "offsets_k": offsets_q if offsets_k is None else offsets_k}
+    for (name, value), total in zip(given.items(), (len_q, len_k), strict=True):
+        held = host(validate.offsets_array(value, name))
+        ends.append(validate.checked_offsets(held, name, total))
+    if len(ends[0]) != len(ends[1]):
+        raise ArgumentError(
+            f"offsets_k: got {len(ends[1]) - 1} sequences, but there are {len(ends[0]) - 1} in "
+            "offsets_q; expected equal numbers."
+        )
+    lengths = (np.diff(each) for each in ends)
+    return Packed((len(ends[0]) - 1,), heads, *lengths, *(each[:-1] for each in ends))
+
+
 class _Asked:
     """A sequence that is to be divided, with the pairs of its chunks."""
 
@@ -282,6 +317,7 @@ class _Asked:
         length: Any,
         mask: Any,
         layout_k: Layout | None,
+        offsets: tuple[Any, Any],
         lead: tuple[int, ...],
         heads: Any,
     ) -> None:
@@ -295,14 +331,28 @@ class _Asked:
             of_keys, self._key_ranks = layout_k.chunks
         self._key_sizes = np.array([len(x) for x in of_keys], np.int64)
         len_k = self.length if layout_k is None else layout_k.length
-        sizes = Dense(tuple(lead), _number(heads, "heads", 1), self.length, len_k)
+        heads = _number(heads, "heads", 1)
         several = mask if isinstance(mask, (list, tuple)) else [mask]
         rows = np.array([len(x) for x in self.chunks], np.int64)
-        area = rows[:, None] * self._key_sizes
-        self.pairs = np.zeros(area.shape)  # of each chunk of queries with each chunk of keys
-        for each in several:
-            found = classes(validate.mask(each), sizes, self.chunks, of_keys)
-            self.pairs += np.where(found == EMPTY, 0, np.where(found == FULL, area, area / 2))
+        # Of each chunk of queries with each chunk of keys.
+        self.pairs = np.zeros((len(rows), len(of_keys)))
+        if offsets[0] is None and offsets[1] is None:
+            sizes = Dense(tuple(lead), heads, self.length, len_k)
+            area = rows[:, None] * self._key_sizes
+            for each in several:
+                found = classes(validate.mask(each), sizes, self.chunks, of_keys)
+                self.pairs += _weights(found, area)
+        else:
+            packed = _packed(*offsets, self.length, len_k, heads)
+            cells = [
+                Cells.of(x, starts)
+                for x, starts in ((self.chunks, packed.start_q), (of_keys, packed.start_k))
+            ]
+            for each in several:
+                found = pairs(validate.mask(each), packed, *cells)
+                area = cells[0].size[found.rows] * cells[1].size[found.keys]
+                at = cells[0].chunk[found.rows], cells[1].chunk[found.keys]
+                np.add.at(self.pairs, at, _weights(found.classes, area))
         self.work = self.pairs.sum(axis=1)
 
     def divided(self, kind: Kind) -> tuple[Runs, ...]:

@@ -7,16 +7,17 @@ and the layouts, so nobody has to be asked.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
 from ..errors import ArgumentError
-from ..expr.interval import EMPTY, FULL
-from ..pieces.schedule import NO_KEYS, Piece, classes
-from ..problem.call import Array, Call
+from ..pieces.schedule import Piece
+from ..problem.call import Array, Call, Problem
 from .layouts import Layout
+from .proofs import Proofs
 from .runs import Runs
 
 Scheme: TypeAlias = Literal["auto", "rounds", "gather"]
@@ -61,7 +62,8 @@ def chosen(call: Call, scheme: Scheme) -> Scheme:
     problem = call.problem
     rows = (x.size // max(x.shape[-2], 1) for x in (call.k, call.v))
     width = sum(rows) if call.k.shape[-2] else 0
-    return "gather" if width * problem.len_k * call.k.itemsize <= GATHER_UP_TO else "rounds"
+    keys = int(np.sum(problem.len_k))
+    return "gather" if width * keys * call.k.itemsize <= GATHER_UP_TO else "rounds"
 
 
 def steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
@@ -74,7 +76,7 @@ def steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[
     if arrays:
         return _steps(call, layout, layout_k, chosen(call, scheme))
     problem = call.problem
-    key = expr, problem.lead, problem.heads, chosen(call, scheme)
+    key = expr, problem.lead, problem.heads, _offsets(problem), chosen(call, scheme)
     known = layout.remembered.get(key)
     if known is None or known[0] is not layout_k:
         while len(layout.remembered) >= MOST_REMEMBERED:
@@ -85,94 +87,39 @@ def steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[
     return made
 
 
+def _offsets(problem: Problem) -> bytes | None:
+    """Return what tells the packed sequences of a call from those of others."""
+    return problem.len_q.tobytes() + problem.len_k.tobytes() if problem.packed else None
+
+
 def _steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
-    proofs = _Proofs(call, layout, layout_k)
+    proofs = Proofs(call, layout, layout_k)
     own = layout.rank
-    made = [_step(proofs, {}, {own: proofs.needed(own, own)})]
-    for pairs in _rounds(proofs.pairs(), scheme):
+    travel: list[tuple[dict[int, Runs], dict[int, Runs]]] = [({}, {own: proofs.needed(own, own)})]
+    for pairs in rounds_of(proofs.pairs(), scheme):
         sends = {user: proofs.needed(user, own) for owner, user in pairs if owner == own}
         receives = {owner: proofs.needed(own, owner) for owner, user in pairs if user == own}
-        made.append(_step(proofs, sends, receives))
-    made[0] = made[0]._replace(receives={})
-    return _with_first_pieces(made, layout.own)
+        travel.append((dict(sorted(sends.items())), dict(sorted(receives.items()))))
+    keys = [Runs.of(run for runs in receives.values() for run in runs) for _, receives in travel]
+    travel[0] = {}, {}
+    return [
+        Step(sends, receives, held, pieces)
+        for (sends, receives), held, pieces in zip(travel, keys, proofs.pieces(keys), strict=True)
+    ]
 
 
-def _step(proofs: _Proofs, sends: dict[int, Runs], receives: dict[int, Runs]) -> Step:
-    keys = Runs.of(run for runs in receives.values() for run in runs)
-    return Step(
-        dict(sorted(sends.items())), dict(sorted(receives.items())), keys, proofs.pieces(keys)
-    )
-
-
-def _with_first_pieces(made: list[Step], rows: Runs) -> list[Step]:
-    """Say which piece is the first one of its rows. Rows without keys have a piece without keys."""
-    begun: set[range] = set()
-    result = []
-    for step in made:
-        pieces = []
-        for piece in step.pieces:
-            pieces.append(piece._replace(first=piece.rows not in begun))
-            begun.add(piece.rows)
-        result.append(step._replace(pieces=pieces))
-    rest = [Piece(run, NO_KEYS, False, True) for run in rows if run not in begun]
-    result[0].pieces.extend(rest)
-    return result
-
-
-class _Proofs:
-    """The classes of all pairs of chunks, by the ranks that hold them."""
-
-    def __init__(self, call: Call, layout: Layout, layout_k: Layout) -> None:
-        self._rows, self._row_ranks = layout.chunks
-        self._keys, self._key_ranks = layout_k.chunks
-        self._layout, self._size = layout, layout.size
-        self.classes = classes(call.mask, call.problem, self._rows, self._keys)
-        self._used = np.zeros((self._size, len(self._keys)), bool)  # by each rank
-        for rank in np.unique(self._row_ranks):
-            mine = self.classes[self._row_ranks == rank]
-            self._used[rank] = (mine != EMPTY).any(axis=0)
-
-    def needed(self, user: int, owner: int) -> Runs:
-        """Return the positions of one rank's keys that another rank needs."""
-        chunks = np.flatnonzero(self._used[user] & (self._key_ranks == owner))
-        return Runs.of(self._keys[n] for n in chunks)
-
-    def pairs(self) -> Array:
-        """Return whether a rank needs keys of another one, (owners, users)."""
-        found = np.zeros((self._size, self._size), bool)
-        for owner in range(self._size):
-            found[owner] = self._used[:, self._key_ranks == owner].any(axis=1)
-        np.fill_diagonal(found, False)
-        return found
-
-    def pieces(self, keys: Runs) -> list[Piece]:
-        """Return what this rank computes with some keys: runs of its queries by runs of keys."""
-        firsts = np.array([chunk.start for chunk in self._rows])
-        of_keys = np.array([chunk.start for chunk in self._keys])
-        found = []
-        for run in self._layout.own:
-            rows = (firsts >= run.start) & (firsts < run.stop)
-            for span in keys:
-                here = (of_keys >= span.start) & (of_keys < span.stop)
-                kinds = self.classes[np.ix_(rows, here)]
-                if (kinds != EMPTY).any():
-                    found.append(Piece(run, span, bool((kinds != FULL).any()), False))
-        return found
-
-
-def _rounds(pairs: Array, scheme: Scheme) -> list[list[Pair]]:
+def rounds_of(pairs: Array, scheme: Scheme) -> list[list[Pair]]:
     """Return which pairs exchange keys in each round."""
     if scheme == "gather":
         return [_listed(pairs)] if pairs.any() else []
     size = len(pairs)
-    owners = np.arange(size)
-    found = []
-    for distance in range(1, size):
-        users = (owners + distance) % size
-        together = [(o, u) for o, u in zip(owners.tolist(), users.tolist(), strict=True)
-                    if pairs[o, u]]  # fmt: skip
-        if together:
-            found.append(together)
+    owners, users = np.nonzero(pairs)
+    distances = (users - owners) % max(size, 1)
+    order = np.argsort(distances, kind="stable")
+    ends = np.flatnonzero(np.diff(distances[order])) + 1
+    listed = list(zip(owners[order].tolist(), users[order].tolist(), strict=True))
+    ends_of = [0, *ends.tolist(), len(listed)]
+    found = [listed[a:b] for a, b in itertools.pairwise(ends_of) if b > a]
     most = int(max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max(), 0)) if size else 0
     return found if len(found) <= most else coloured(_listed(pairs), size, most)
 

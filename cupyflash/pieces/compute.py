@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..problem.call import Array, Call, Gradients
-from .parts import call_of, part, part_of_pairs, part_of_statistic
+from .parts import call_of, part, part_of_bias, part_of_pairs, part_of_statistic
 from .place import Parts, Place
 from .schedule import Piece, Schedule
 
@@ -133,7 +133,7 @@ def backward(
                     workspace=None,
                     deterministic=deterministic,
                 )
-                sums.add(computed, piece.rows, piece.keys)
+                sums.add(computed, piece, piece.rows)
                 if totals is None:
                     totals = computed.dk, computed.dv
                 else:
@@ -156,13 +156,14 @@ class Sums:
     """
 
     def __init__(self, call: Call, place: Place, targets: Gradients) -> None:
-        self._place, self._targets = place, targets
+        self._call, self._place, self._targets = call, place, targets
         self._number = call.problem.accumulator
         self._dq = place.sums(call.q, self._number)
         self.dsink = None if call.sink is None else place.sums(call.sink, self._number)
         self.dbias: Array | None = None
         bias = call.bias
-        if bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:]):
+        shared = bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:])
+        if bias is not None and (shared or call.problem.packed):
             self.dbias = place.sums(bias, self._number)  # several pieces have the same part of it
         elif bias is not None:
             place.clear(targets.dbias)  # of pieces that are not computed
@@ -174,16 +175,19 @@ class Sums:
             None if x is None else self._place.empty(x.shape, self._number) for x in owners
         ))  # fmt: skip
 
-    def add(self, computed: Gradients, rows: range, keys: range) -> None:
-        """Add the gradients of a piece, whose rows and keys are counted as in the arrays."""
+    def add(self, computed: Gradients, piece: Piece, rows: range) -> None:
+        """Add the gradients of a piece; `rows` says where its queries are in the arrays."""
         place = self._place
         place.add(computed.dq, part(self._dq, rows))
         if computed.dbias is not None and self.dbias is not None:
-            place.add(computed.dbias, part_of_pairs(self.dbias, rows, keys))
+            place.add(computed.dbias, self._of_bias(self.dbias, piece, rows))
         elif computed.dbias is not None:
-            place.store(computed.dbias, part_of_pairs(self._targets.dbias, rows, keys))
+            place.store(computed.dbias, self._of_bias(self._targets.dbias, piece, rows))
         if computed.dsink is not None and self.dsink is not None:
             place.add(computed.dsink, self.dsink)
+
+    def _of_bias(self, array: Array, piece: Piece, rows: range) -> Array:
+        return part_of_bias(self._call, array, piece, rows, piece.keys)
 
     def store(self) -> None:
         """Write the sums."""

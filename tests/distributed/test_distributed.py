@@ -11,44 +11,23 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from halves import mostly_thorough
-from harness import small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import same_bits
-from ranks import OverRanks, blocks_of
+from ranks import OverRanks, blocks_of, judge
 from strategies import DTYPES, MASKS, problems
 
 import cupyflash
 from cupyflash import ArgumentTypeError, distributed, masks
 from cupyflash.distributed import rounds
 from cupyflash.distributed.layouts import KINDS
-from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
-from cupyflash.testing import Subject, backward_bound, forward_bound, problem
+from cupyflash.testing import problem
 
-GRADIENTS = Gradients._fields
 SCHEMES = ("rounds", "gather")
 BY_DTYPE = mostly_thorough(
     "dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str
 )
-
-
-def judge(p, over, block):
-    """Judge the forward and the backward of a problem, a term of the bound for each merge."""
-    with small_tiles(p) as whole, blocks_of(block):
-        subject = Subject(over.attention, over.attention_backward, tiles=whole.tiles)
-        rows = subject.attend_problem(p)
-        finite = np.isfinite(rows.out).all()  # the backward reads what float16 made of O
-        gradients = subject.gradients_problem(p, rows) if finite else Gradients(None, None, None)
-        how = {"block_kv": min(whole.tiles[1], block), "splits": over.merges(p.k.shape[-2])}
-    how |= {"precision": subject.precision(p.dtype), **p.options}
-    bound = forward_bound(p.q, p.k, p.v, **how)
-    subject.judge("out", rows.out, *bound.out)
-    subject.judge("lse", rows.lse, *bound.lse)
-    bounds = backward_bound(p.do, p.q, p.k, p.v, dlse=p.dlse, **how)
-    for name, gradient in zip(GRADIENTS, gradients, strict=True):
-        if gradient is not None:
-            subject.judge(name, gradient, *getattr(bounds, name))
 
 
 @BY_DTYPE
