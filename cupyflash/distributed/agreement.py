@@ -127,14 +127,14 @@ def _short(found: Any) -> str:
     return str(found.hexdigest()[:12])
 
 
-def bias_facts(bias: Array | None, rows: int) -> Facts:
+def bias_facts(bias: Array | None, rows: int | None) -> Facts:
     """Return facts about a bias: whether it has this rank's rows, or is one for all.
 
-    `rows` are those that the rank holds; 0 if a bias with rows is one for all, too.
+    `rows` are those that the rank holds; None if a bias with rows is one for all, too.
     """
     if bias is None:
         return {}
-    if rows and bias.ndim > 1 and bias.shape[-2] != 1:
+    if rows is not None and bias.ndim > 1 and bias.shape[-2] != 1:
         return {"_bias": "own"}
     how = "either" if bias.ndim > 1 and rows == 1 else "one"
     return {"_bias": how, "_content of bias": _content(bias)}

@@ -228,11 +228,19 @@ def layout(
         )
     offsets = offsets_q, offsets_k
     asked = _Asked(comm.size, length, mask, layout_k, offsets, lead, heads)
-    kinds = KINDS if kind == "auto" else (kind,)
-    found = [(asked.divided(each), each) for each in kinds]
-    priced = [(asked.price(runs), runs, each) for runs, each in found]
-    price, runs, chosen = min(priced, key=lambda x: x[0].cost)
-    return Layout(asked.length, runs, comm.rank, chosen, asked.chunk, price)
+    return asked.cheapest(comm.rank, KINDS if kind == "auto" else (kind,))
+
+
+def cheapest_layout(
+    ranks: int,
+    length: int,
+    mask: Mask | None,
+    layout_k: Layout | None,
+    lead: tuple[int, ...],
+    heads: int,
+) -> Layout:
+    """Return what the first of so many ranks would get from `layout`, without the others."""
+    return _Asked(ranks, length, mask, layout_k, (None, None), lead, heads).cheapest(0, KINDS)
 
 
 def prices(
@@ -354,6 +362,13 @@ class _Asked:
                 at = cells[0].chunk[found.rows], cells[1].chunk[found.keys]
                 np.add.at(self.pairs, at, _weights(found.classes, area))
         self.work = self.pairs.sum(axis=1)
+
+    def cheapest(self, rank: int, kinds: Sequence[Kind]) -> Layout:
+        """Return the cheapest layout of some kinds, as a rank sees it."""
+        found = [(self.divided(kind), kind) for kind in kinds]
+        priced = [(self.price(runs), runs, kind) for runs, kind in found]
+        price, runs, chosen = min(priced, key=lambda x: x[0].cost)
+        return Layout(self.length, runs, rank, chosen, self.chunk, price)
 
     def divided(self, kind: Kind) -> tuple[Runs, ...]:
         """Return what each rank holds."""

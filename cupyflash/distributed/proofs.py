@@ -97,6 +97,25 @@ class Proofs:
         made: Array = flat.reshape(self.size, self.size)
         return made
 
+    @functools.cached_property
+    def rows(self) -> Array:
+        """How many queries of each rank see keys of each, (owners, users)."""
+        made = np.zeros((self.size, self.size), np.int64)
+        seen = np.zeros((self.size, len(self._rows.rank)), bool)
+        seen[self._keys.rank[self._at_keys], self._at_rows] = True
+        owners, cells = np.nonzero(seen)
+        np.add.at(made, (owners, self._rows.rank[cells]), self._rows.cells.size[cells])
+        return made
+
+    @property
+    def held(self) -> tuple[Array, Array]:
+        """How many queries, and how many keys, each rank holds."""
+        rows, keys = (
+            np.bincount(each.rank, each.cells.size, self.size).astype(np.int64)
+            for each in (self._rows, self._keys)
+        )
+        return rows, keys
+
     def pairs(self) -> Array:
         """Return whether a rank needs keys of another one, (owners, users)."""
         found: Array = self.keys > 0

@@ -13,18 +13,13 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from ..errors import ArgumentError
 from ..pieces.schedule import Piece
-from ..problem.call import Array, Call, Problem
-from .layouts import Layout
+from ..problem.call import Array
 from .proofs import Proofs
 from .runs import Runs
 
-Scheme: TypeAlias = Literal["auto", "rounds", "gather"]
+Scheme: TypeAlias = Literal["auto", "rounds", "gather", "heads"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
-# Bytes of all keys and values up to which one exchange of everything takes less time than rounds.
-GATHER_UP_TO = 2**22
-MOST_REMEMBERED = 16  # calls of a layout whose steps it keeps
 
 Pair = tuple[int, int]  # the owner of keys, and the rank that uses them
 
@@ -48,53 +43,8 @@ class Step(NamedTuple):
     pieces: list[Piece]
 
 
-def check_scheme(scheme: object) -> None:
-    """Refuse a scheme that there is not."""
-    if scheme not in SCHEMES:
-        known = ", ".join(f'"{each}"' for each in SCHEMES)
-        raise ArgumentError(f"scheme: got {scheme!r}; expected one of {known}.")
-
-
-def chosen(call: Call, scheme: Scheme) -> Scheme:
-    """Return "rounds" or "gather"."""
-    if scheme != "auto":
-        return scheme
-    problem = call.problem
-    rows = (x.size // max(x.shape[-2], 1) for x in (call.k, call.v))
-    width = sum(rows) if call.k.shape[-2] else 0
-    keys = int(np.sum(problem.len_k))
-    return "gather" if width * keys * call.k.itemsize <= GATHER_UP_TO else "rounds"
-
-
-def steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
-    """Return the steps of this rank: its own keys first, then a step for each round.
-
-    The layout remembers them. A mask that reads arrays is examined in every call, because their
-    elements may have changed.
-    """
-    expr, arrays = (None, ()) if call.mask is None else call.mask.structure
-    if arrays:
-        return _steps(call, layout, layout_k, chosen(call, scheme))
-    problem = call.problem
-    key = expr, problem.lead, problem.heads, _offsets(problem), chosen(call, scheme)
-    known = layout.remembered.get(key)
-    if known is None or known[0] is not layout_k:
-        while len(layout.remembered) >= MOST_REMEMBERED:
-            del layout.remembered[next(iter(layout.remembered))]
-        known = layout_k, _steps(call, layout, layout_k, chosen(call, scheme))
-        layout.remembered[key] = known
-    made: list[Step] = known[1]
-    return made
-
-
-def _offsets(problem: Problem) -> bytes | None:
-    """Return what tells the packed sequences of a call from those of others."""
-    return problem.len_q.tobytes() + problem.len_k.tobytes() if problem.packed else None
-
-
-def _steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
-    proofs = Proofs(call, layout, layout_k)
-    own = layout.rank
+def steps(proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
+    """Return the steps of a rank: its own keys first, then a step for each round."""
     travel: list[tuple[dict[int, Runs], dict[int, Runs]]] = [({}, {own: proofs.needed(own, own)})]
     for pairs in rounds_of(proofs.pairs(), scheme):
         sends = {user: proofs.needed(user, own) for owner, user in pairs if owner == own}

@@ -24,8 +24,9 @@ from . import compute
 from .agreement import agree, bias_facts, bias_is_shared, facts_of
 from .communication import Communicator
 from .faults import gave_up
+from .heads import Heads
 from .layouts import Layout
-from .rounds import Step, check_scheme, chosen, steps
+from .plans import Plan, check_scheme, plan
 
 T = TypeVar("T")
 
@@ -148,9 +149,9 @@ class Distributed:
                 )
 
     @functools.cached_property
-    def steps(self) -> list[Step]:
-        """What this rank sends, receives and computes."""
-        return steps(self.call, *self.layouts, self._ranks.scheme)
+    def plan(self) -> Plan:
+        """The scheme, and what this rank sends, receives and computes."""
+        return plan(self.call, *self.layouts, self._ranks.scheme, self.comm.nodes)
 
     def rank(self) -> compute.Rank:
         """Return what this rank computes, for one run."""
@@ -159,8 +160,12 @@ class Distributed:
         place: Place = Host(dispatch.CPU) if device is None else Device(dispatch.GPU, device)
         timeout = self._ranks.seconds()
         return compute.Rank(
-            place.ready(self.call), rows, keys, self.steps, self.comm, place, timeout
+            place.ready(self.call), rows, keys, self.plan.steps, self.comm, place, timeout
         )
+
+    def heads(self) -> Heads:
+        """Return what this rank computes if rows travel by heads, for one run."""
+        return Heads(self.rank(), self.layouts, self._bias_is_shared)
 
     @property
     def bias_is_shared(self) -> bool:
@@ -187,10 +192,10 @@ class Distributed:
                 self.has_whole_bias or bias.ndim < 2 or bias.shape[-2] == 1
             )
             if tells:
-                more = {"function": name, "scheme": chosen(self.call, self._ranks.scheme), **more}
+                more = {"function": name, "scheme": self.plan.scheme, **more}
                 facts = facts_of(self.call, layout, layout_k, more)
-                facts |= bias_facts(bias, 0 if self.has_whole_bias else rows)
-            self.steps  # noqa: B018, its faults are told like others
+                facts |= bias_facts(bias, None if self.has_whole_bias else rows)
+            self.plan  # noqa: B018, its faults are told like others
         except Exception as raised:  # noqa: BLE001, every rank raises it
             error = raised
             tells = self._ranks.check is not False
@@ -258,7 +263,10 @@ def _forward(
 
     with request.running():
         made = request.begin(request.name, prepare, {})
-        compute.forward(request.rank(), made.out, made.lse)
+        if request.plan.scheme == "heads":
+            request.heads().forward(made.out, made.lse)
+        else:
+            compute.forward(request.rank(), made.out, made.lse)
     return made.shown
 
 
@@ -286,7 +294,10 @@ def backward(
     with request.running():
         more = {"deterministic": bool(deterministic), "dlse": "None" if dlse is None else "given"}
         made = request.begin(f"{request.name}_backward", prepare, more)
-        compute.backward(request.rank(), made, bool(deterministic), request.bias_is_shared)
+        if request.plan.scheme == "heads":
+            request.heads().backward(made, bool(deterministic))
+        else:
+            compute.backward(request.rank(), made, bool(deterministic), request.bias_is_shared)
     return made.shown
 
 

@@ -19,12 +19,12 @@ from strategies import DTYPES, MASKS, problems
 
 import cupyflash
 from cupyflash import ArgumentTypeError, distributed, masks
-from cupyflash.distributed import rounds
 from cupyflash.distributed.layouts import KINDS
 from cupyflash.problem.options import Options
 from cupyflash.testing import problem
 
-SCHEMES = ("rounds", "gather")
+KEYS_TRAVEL = ("rounds", "gather")
+SCHEMES = (*KEYS_TRAVEL, "heads")
 BY_DTYPE = mostly_thorough(
     "dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str
 )
@@ -36,6 +36,8 @@ def test_all_ranks_together_are_within_the_bound(dtype):
     @given(problems(dtype), st.integers(1, 7), st.sampled_from(KINDS), st.sampled_from(KINDS),
            st.sampled_from(SCHEMES), st.sampled_from([1, 4, 8, 16]))  # fmt: skip
     def check(p, size, kind, kind_k, scheme, block):
+        if scheme == "heads":
+            size = max(1, min(size, p.k.shape[-3] if p.k.ndim > 2 else 1))
         longest = max(p.q.shape[-2], p.k.shape[-2])
         judge(p, OverRanks(size, kind, kind_k, scheme=scheme), max(block, longest // 16))
 
@@ -78,7 +80,7 @@ def draw(*shapes, dtype=np.float32, seed=0):
 
 
 @mostly_thorough(
-    ("kind", "scheme"), [(kind, scheme) for kind in KINDS for scheme in SCHEMES],
+    ("kind", "scheme"), [(kind, scheme) for kind in KINDS for scheme in KEYS_TRAVEL],
     quick=[("contiguous", "gather"), ("zigzag", "rounds")], why="the same order of sums elsewhere",
 )  # fmt: skip
 def test_repeats_are_bitwise_equal(kind, scheme):
@@ -104,7 +106,7 @@ MASKS_WITH_EMPTY_PAIRS = {
 
 
 @mostly_thorough(
-    ("name", "scheme"), [(x, y) for x in MASKS_WITH_EMPTY_PAIRS for y in SCHEMES],
+    ("name", "scheme"), [(x, y) for x in MASKS_WITH_EMPTY_PAIRS for y in KEYS_TRAVEL],
     quick=[("causal", "gather"), ("window", "rounds")], why="the same for other masks",
 )  # fmt: skip
 def test_keys_of_empty_pairs_change_no_bit(name, scheme):
@@ -133,7 +135,7 @@ def test_keys_of_empty_pairs_change_no_bit(name, scheme):
     assert tried
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", KEYS_TRAVEL)
 def test_pairs_that_are_proven_empty_neither_travel_nor_run(scheme, monkeypatch):
     sent, length = [], 64
     (x,) = draw((1, 2, length, 8))
@@ -158,7 +160,7 @@ def test_queries_without_keys_have_the_sink_alone(scheme):
     q, k, do, sink, dlse = draw((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8), (2,), (1, 2, 40))
     options = {"mask": masks.lengths(np.array([9]), np.array([13])), "sink": sink}
     out, vjp = cupyflash.attention_vjp(q, k, k, **options)
-    over = OverRanks(5, scheme=scheme)
+    over = OverRanks(2 if scheme == "heads" else 5, scheme=scheme)
     with blocks_of(4):
         ours, our_lse = over.attention(q, k, k, return_lse=True, **options)
         gradients = over.attention_backward(do, q, k, k, ours, our_lse, dlse=dlse, **options)
@@ -260,23 +262,6 @@ def test_options_are_those_of_one_rank(name):
 def test_arguments_that_a_function_does_not_have_are_explained():
     with pytest.raises(ArgumentTypeError, match=r"causal: .*say mask=masks\.causal"):
         distributed.attention(causal=True)
-
-
-def test_auto_gathers_what_is_short():
-    (x,) = draw((1, 2, 64, 8))
-
-    def made(comm, scheme, limit):
-        layout = distributed.layout(comm, 64)
-        call = cupyflash.problem.validate.call(*[layout.take(x)] * 3)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounds, "GATHER_UP_TO", limit)
-            return len(rounds.steps(call, layout, layout, scheme))
-
-    with blocks_of(4):
-        rank = distributed.Threads(4).ranks[0]
-        size = 2 * x.shape[1] * x.shape[-1] * x.itemsize * 16  # keys and values of this rank
-        assert made(rank, "auto", size) == made(rank, "gather", 0) == 2
-        assert made(rank, "auto", size - 1) == made(rank, "rounds", 0) == 4
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -15,13 +15,13 @@ from strategies import DTYPES, MASKS, problems
 
 import cupyflash
 from cupyflash import ArgumentError, ArgumentTypeError, distributed, masks, scores
-from cupyflash.distributed import DistributedError, rounds
+from cupyflash.distributed import DistributedError, plans
 from cupyflash.distributed.layouts import KINDS
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 from cupyflash.testing import problem
 
-SCHEMES = ("rounds", "gather")
+SCHEMES = ("rounds", "gather", "heads")
 
 
 @mostly_thorough("dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str)
@@ -31,6 +31,8 @@ def test_all_ranks_together_are_within_the_bound(dtype):
     @settings(max_examples=settings().max_examples // 5)
     @given(problems(dtype, packed=True), st.integers(1, 6), kinds, kinds, schemes, blocks)
     def check(p, size, kind, kind_k, scheme, block):
+        if scheme == "heads":
+            size = max(1, min(size, p.k.shape[-3]))
         longest = max(p.q.shape[-2], p.k.shape[-2])
         judge(p, OverRanks(size, kind, kind_k, scheme=scheme), max(block, longest // 16))
 
@@ -74,7 +76,7 @@ def test_sequences_that_are_whole_are_computed_together(mask):
         arrays = layouts[0].take(p.q), layouts[1].take(p.k), layouts[1].take(p.v)
         totals = tuple(each.length for each in layouts)
         call = validate.varlen_call(*arrays, *ENDS, True, totals=totals)
-        pieces = rounds.steps(call, *layouts, "rounds")[0].pieces
+        pieces = plans.plan(call, *layouts, "rounds", comm.nodes).steps[0].pieces
     assert any(len(piece.sequences) > 1 and piece.sequences.start > 1 for piece in pieces)
 
 
@@ -139,7 +141,7 @@ def steps_of_all(offsets, mask, size, kind):
         call = validate.varlen_call(
             x, x, x, offsets, offsets, True, Options(mask=mask), totals=(total, total)
         )
-        made.append((layout, rounds.steps(call, layout, layout, "rounds")))
+        made.append((layout, plans.plan(call, layout, layout, "rounds", comm.nodes).steps))
     return made
 
 

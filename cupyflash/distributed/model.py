@@ -1,0 +1,186 @@
+"""How long a call takes over ranks, by a model: what the schemes are compared with.
+
+A rank computes with the keys of a step while those of the next one arrive. A message begins when
+both of its ranks have come to it. Nothing here is measured on the machine at hand; ranks have to
+choose the same scheme, so the model of a call is that of H100s wherever it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..problem.call import Array, Call
+from .proofs import Proofs
+from .rounds import rounds_of
+
+MESSAGE = 15e-6  # seconds of a short message: measured between two H100 by NCCL
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank and its connections can do.
+
+    Attributes
+    ----------
+    flops : float
+        FLOP per second that kernels reach.
+    memory : float
+        Bytes per second to and from the memory of the rank.
+    link, network : float
+        Bytes per second that a rank sends and, at the same time, receives: within a node, and
+        between nodes.
+    """
+
+    flops: float
+    memory: float
+    link: float
+    network: float
+
+
+# 16-bit types: kernels as measured at 64k positions, NVLink as measured by NCCL in both directions
+# at once, and a network card of 400 Gbit/s for each GPU.
+H100 = Machine(620e12, 3.35e12, 266e9, 45e9)
+
+
+class Traffic:
+    """Messages of one exchange, each from a rank to a rank."""
+
+    def __init__(self, size: int, nodes: Array, machine: Machine) -> None:
+        self._nodes, self._machine, self._size = nodes, machine, size
+        self._from: list[Array] = []
+        self._to: list[Array] = []
+        self._bytes: list[Array] = []
+
+    def add(self, sender: Any, receiver: Any, count: Any) -> None:
+        """Add messages; the arguments broadcast."""
+        parts = (np.asarray(x).reshape(-1) for x in np.broadcast_arrays(sender, receiver, count))
+        for held, part in zip((self._from, self._to, self._bytes), parts, strict=True):
+            held.append(part)
+
+    def done(self, begin: Array) -> Array:
+        """Return when each rank has all of its messages, given when it comes to the exchange."""
+        if not self._from:
+            return begin
+        sender, receiver, count = (
+            np.concatenate(parts) for parts in (self._from, self._to, self._bytes)
+        )
+        some = (count > 0) & (sender != receiver)
+        sender, receiver, count = sender[some], receiver[some], count[some]
+        outside = self._nodes[sender] != self._nodes[receiver]
+        busy = np.zeros(self._size)
+        for which, speed in ((~outside, self._machine.link), (outside, self._machine.network)):
+            for ranks in (sender, receiver):
+                moved = np.bincount(ranks[which], count[which], self._size)
+                busy = np.maximum(busy, moved / speed)
+        first = np.maximum(begin[sender], begin[receiver])
+        end = first + MESSAGE + np.maximum(busy[sender], busy[receiver])
+        result = begin.copy()
+        for ranks in (sender, receiver):
+            np.maximum.at(result, ranks, end)
+        return result
+
+
+class Model:
+    """The times of a call over ranks.
+
+    Parameters
+    ----------
+    call : Call
+        The call of one rank, whose lengths are those of all.
+    proofs : Proofs
+        What each rank needs and computes.
+    nodes : sequence of int
+        The node of each rank.
+    machine : Machine
+        What they can do.
+    backward : bool
+        Whether gradients are computed.
+    """
+
+    def __init__(
+        self, call: Call, proofs: Proofs, nodes: Sequence[int], machine: Machine, backward: bool
+    ) -> None:
+        problem = call.problem
+        self._proofs, self._machine, self._backward = proofs, machine, backward
+        self._size, self._nodes = proofs.size, np.asarray(nodes)
+        self._item, self._wide = problem.dtype.itemsize, problem.accumulator.itemsize
+        self._heads_kv = problem.heads_kv
+        batch = 1 if problem.packed else problem.batch
+        d, d_v = problem.d, problem.d_v
+        each = 2 * (3 * d + 2 * d_v) if backward else 2 * (d + d_v)
+        self._of_pair = batch * problem.heads * each / machine.flops  # seconds
+        self._of_row = batch * problem.heads * (d if backward else d_v)  # numbers that are summed
+        # Numbers of a row of q and of out, and of a key and its value.
+        self._q, k, v = (math.prod(x.shape[:-2]) * x.shape[-1] for x in (call.q, call.k, call.v))
+        self._o, self.kv = batch * problem.heads * d_v, k + v
+
+    @property
+    def one_rank(self) -> float:
+        """Seconds on one rank."""
+        return float(self._proofs.work.sum() * self._of_pair)
+
+    def _traffic(self) -> Traffic:
+        return Traffic(self._size, self._nodes, self._machine)
+
+    def _compute(self, owners: Array, users: Array) -> Array:
+        """Return the seconds that each rank computes with the keys of some others."""
+        proofs, at = self._proofs, (owners, users)
+        pairs = np.bincount(users, proofs.work[at], self._size)
+        some = proofs.work[at] > 0
+        rows = np.bincount(users[some], proofs.rows[at][some], self._size)
+        moved = 2 * rows * self._of_row  # partial results are read and written
+        if self._backward:  # gradients are written, and added to the sums
+            keys = np.bincount(users, proofs.keys[at], self._size)
+            moved = 2 * moved + 4 * keys * self.kv
+        result: Array = pairs * self._of_pair + moved * self._wide / self._machine.memory
+        return result
+
+    def seconds(self, scheme: str) -> float:
+        """Return the seconds until the last rank is done."""
+        if scheme == "heads":
+            return self._heads_seconds()
+        keys, own = self._proofs.keys, np.arange(self._size)
+        steps = [(own, own)]
+        for pairs in rounds_of(self._proofs.pairs(), scheme):
+            owners, users = np.array(pairs, np.int64).T
+            steps.append((owners, users))
+        begin = np.zeros(self._size)
+        for n, step in enumerate(steps):
+            traffic = self._traffic()
+            if n + 1 < len(steps):
+                owners, users = steps[n + 1]
+                traffic.add(owners, users, keys[owners, users] * self.kv * self._item)
+            if self._backward and n > 1:
+                owners, users = steps[n - 1]
+                traffic.add(users, owners, keys[owners, users] * self.kv * self._wide)
+            begin = np.maximum(begin + self._compute(*step), traffic.done(begin))
+        if self._backward and len(steps) > 1:
+            owners, users = steps[-1]
+            traffic = self._traffic()
+            traffic.add(users, owners, keys[owners, users] * self.kv * self._wide)
+            begin = traffic.done(begin)
+        return float(begin.max(initial=0))
+
+    def _heads_seconds(self) -> float:
+        """Return the time of an exchange of rows by heads, a call on each rank, and one back."""
+        size, ranks = self._size, np.arange(self._size)
+        share = np.diff(self._heads_kv * np.arange(size + 1) // size) / self._heads_kv
+        rows, keys = self._proofs.held
+        there, back = self._traffic(), self._traffic()
+        q, o, kv = (x * self._item for x in (self._q, self._o, self.kv))
+        out = (q + 2 * o if self._backward else q), (q if self._backward else o)
+        in_keys = kv, (kv if self._backward else 0)
+        for traffic, of_row, of_key, sends in (
+            (there, out[0], in_keys[0], True), (back, out[1], in_keys[1], False),
+        ):  # fmt: skip
+            count = (rows * of_row + keys * of_key)[:, None] * share
+            ends = (ranks[:, None], ranks) if sends else (ranks, ranks[:, None])
+            traffic.add(*ends, count)
+        begin = there.done(np.zeros(size))
+        begin = begin + self._proofs.work.sum() * self._of_pair * share
+        return float(back.done(begin).max(initial=0))
