@@ -10,6 +10,7 @@ from .calls import attention, attention_backward, attention_vjp
 from .communication import Communicator
 from .connect import communicator
 from .layouts import Layout, Price, layout, prices
+from .simulation import Simulation
 from .threads import Threads
 from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
@@ -18,6 +19,7 @@ __all__ = [
     "DistributedError",
     "Layout",
     "Price",
+    "Simulation",
     "Threads",
     "attention",
     "attention_backward",

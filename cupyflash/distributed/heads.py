@@ -267,7 +267,8 @@ class Heads:
         place.clear(total)
         mine = total
         if target.ndim >= -axis and target.shape[axis] > 1:
-            mine = total[(..., self._heads, *(slice(None),) * (-axis - 1))]
+            index: tuple[Any, ...] = (..., self._heads, *(slice(None),) * (-axis - 1))
+            mine = total[index]
         place.store(computed, mine)
         add_over_ranks(self._rank.comm, place, total, self._rank.timeout)
         place.store(total, target)

@@ -19,7 +19,6 @@ from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import Dense
 from ..expr.evaluate import host
-from ..expr.interval import EMPTY, FULL
 from ..masks import Mask
 from ..pieces.packed import Cells, Packed, pairs
 from ..pieces.schedule import chunks, classes
@@ -294,7 +293,7 @@ def _number(value: Any, name: str, least: int) -> int:
 
 def _weights(found: Array, area: Array) -> Array:
     """Return the pairs that are computed; what is PARTIAL counts half."""
-    weights: Array = np.where(found == EMPTY, 0, np.where(found == FULL, area, area / 2))
+    weights: Array = np.array([0.0, 0.5, 1.0])[found] * area
     return weights
 
 
@@ -312,8 +311,8 @@ def _packed(offsets_q: Any, offsets_k: Any, len_q: int, len_k: int, heads: int) 
             f"offsets_k: got {len(ends[1]) - 1} sequences, but there are {len(ends[0]) - 1} in "
             "offsets_q; expected equal numbers."
         )
-    lengths = (np.diff(each) for each in ends)
-    return Packed((len(ends[0]) - 1,), heads, *lengths, *(each[:-1] for each in ends))
+    lengths, starts = [np.diff(each) for each in ends], [each[:-1] for each in ends]
+    return Packed((len(ends[0]) - 1,), heads, lengths[0], lengths[1], starts[0], starts[1])
 
 
 class _Asked:
@@ -357,10 +356,10 @@ class _Asked:
                 for x, starts in ((self.chunks, packed.start_q), (of_keys, packed.start_k))
             ]
             for each in several:
-                found = pairs(validate.mask(each), packed, *cells)
-                area = cells[0].size[found.rows] * cells[1].size[found.keys]
-                at = cells[0].chunk[found.rows], cells[1].chunk[found.keys]
-                np.add.at(self.pairs, at, _weights(found.classes, area))
+                at_rows, at_keys, found = pairs(validate.mask(each), packed, *cells)
+                area = cells[0].size[at_rows] * cells[1].size[at_keys]
+                at = cells[0].chunk[at_rows], cells[1].chunk[at_keys]
+                np.add.at(self.pairs, at, _weights(found, area))
         self.work = self.pairs.sum(axis=1)
 
     def cheapest(self, rank: int, kinds: Sequence[Kind]) -> Layout:

@@ -62,8 +62,8 @@ def candidates(call: Call, ranks: int) -> list[Scheme]:
     try:
         _check_heads(call, ranks)
     except ArgumentError:
-        return ["rounds", "gather"]
-    return ["rounds", "gather", "heads"]
+        ranks = 1
+    return ["rounds", "gather", "heads"] if ranks > 1 else ["rounds", "gather"]
 
 
 def cheapest(call: Call, proofs: Proofs, nodes: Sequence[int]) -> Scheme:

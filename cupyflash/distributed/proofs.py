@@ -91,9 +91,8 @@ class Proofs:
         """
         area = self._rows.cells.size[self._at_rows] * self._keys.cells.size[self._at_keys]
         owners, users = self._keys.rank[self._at_keys], self._rows.rank[self._at_rows]
-        flat = np.bincount(
-            owners * self.size + users, np.where(self._full, area, area / 2), self.size**2
-        )
+        weights = area * (0.5 + 0.5 * self._full)
+        flat = np.bincount(owners * self.size + users, weights, self.size**2)
         made: Array = flat.reshape(self.size, self.size)
         return made
 

@@ -7,7 +7,6 @@ and the layouts, so nobody has to be asked.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -47,9 +46,10 @@ def steps(proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
     """Return the steps of a rank: its own keys first, then a step for each round."""
     travel: list[tuple[dict[int, Runs], dict[int, Runs]]] = [({}, {own: proofs.needed(own, own)})]
     for pairs in rounds_of(proofs.pairs(), scheme):
-        sends = {user: proofs.needed(user, own) for owner, user in pairs if owner == own}
-        receives = {owner: proofs.needed(own, owner) for owner, user in pairs if user == own}
-        travel.append((dict(sorted(sends.items())), dict(sorted(receives.items()))))
+        users = sorted(pairs[pairs[:, 0] == own, 1].tolist())
+        owners = sorted(pairs[pairs[:, 1] == own, 0].tolist())
+        sends = {user: proofs.needed(user, own) for user in users}
+        travel.append((sends, {owner: proofs.needed(own, owner) for owner in owners}))
     keys = [Runs.of(run for runs in receives.values() for run in runs) for _, receives in travel]
     travel[0] = {}, {}
     return [
@@ -58,24 +58,21 @@ def steps(proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
     ]
 
 
-def rounds_of(pairs: Array, scheme: Scheme) -> list[list[Pair]]:
-    """Return which pairs exchange keys in each round."""
+def rounds_of(pairs: Array, scheme: Scheme) -> list[Array]:
+    """Return the pairs (owner, user) that exchange keys in each round, (pairs, 2)."""
+    found = np.argwhere(pairs)
     if scheme == "gather":
-        return [_listed(pairs)] if pairs.any() else []
+        return [found] if len(found) else []
     size = len(pairs)
-    owners, users = np.nonzero(pairs)
-    distances = (users - owners) % max(size, 1)
+    distances = (found[:, 1] - found[:, 0]) % max(size, 1)
     order = np.argsort(distances, kind="stable")
-    ends = np.flatnonzero(np.diff(distances[order])) + 1
-    listed = list(zip(owners[order].tolist(), users[order].tolist(), strict=True))
-    ends_of = [0, *ends.tolist(), len(listed)]
-    found = [listed[a:b] for a, b in itertools.pairwise(ends_of) if b > a]
-    most = int(max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max(), 0)) if size else 0
-    return found if len(found) <= most else coloured(_listed(pairs), size, most)
-
-
-def _listed(pairs: Array) -> list[Pair]:
-    return [(int(owner), int(user)) for owner, user in np.argwhere(pairs)]
+    starts = np.flatnonzero(np.diff(distances[order], prepend=-1))
+    by_distance = np.split(found[order], starts[1:]) if len(found) else []
+    most = int(max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max())) if size else 0
+    if len(by_distance) <= most:
+        return by_distance
+    listed = [(int(owner), int(user)) for owner, user in found]
+    return [np.array(each, np.int64) for each in coloured(listed, size, most)]
 
 
 def coloured(pairs: Sequence[Pair], size: int, rounds: int) -> list[list[Pair]]:

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..expr.interval import EMPTY
-from ..pieces.schedule import chunks, classes
-from ..problem.call import Call
+from ..pieces.schedule import classes
+from ..problem.call import Array, Call
 from .heads import shares
 from .layouts import BLOCK, Layout, cheapest_layout
 from .model import Machine, Model
 from .plans import candidates, cheapest
 from .proofs import Proofs
-from .rounds import rounds_of
+from .rounds import Scheme, rounds_of
 
-MOST_BLOCKS = 2**26  # pairs of chunks of queries and blocks of keys that are examined
+MOST_BLOCKS = 2**26  # pairs of blocks that are examined
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Simulation:
     moved : int
         Bytes that travel between ranks: keys and values, and for gradients theirs, too.
     needed : int or None
-        Bytes of `moved` for keys that the mask lets the receiver see, in blocks of 128, as far as
-        its proofs tell. None where rows travel by heads.
+        Bytes of `moved` for keys that the mask lets the receiver see, as far as its proofs tell for
+        blocks of 128, or of more if the sequence has more than a million positions. None where
+        rows travel by heads.
     memory : int
         Bytes that a rank allocates besides its arrays and results.
     one_rank : float or None
@@ -58,13 +59,13 @@ class Simulation:
     nodes: int
     layout: str
     imbalance: float
-    scheme: str
+    scheme: Scheme
     rounds: int
     moved: int
     needed: int | None
     memory: int
     one_rank: float | None
-    schemes: Mapping[str, float]
+    schemes: Mapping[Scheme, float]
 
     @property
     def seconds(self) -> float | None:
@@ -122,24 +123,28 @@ def simulate(
 
 
 def _needed(call: Call, layout: Layout, layout_k: Layout) -> int:
-    """Return the keys that ranks need of others, in blocks, each as often as a rank needs it."""
-    rows, owners = layout.chunks
-    of_keys, key_owners = layout_k.chunks
-    size = BLOCK * -(-len(rows) * layout_k.length // (BLOCK * MOST_BLOCKS))
-    blocks = [
-        range(chunk.start + part.start, chunk.start + part.stop)
-        for chunk in of_keys
-        for part in chunks(len(chunk), size)
-    ]
-    counts = [-(-len(chunk) // size) for chunk in of_keys]
-    ranks = np.repeat(key_owners, counts)
-    sizes = np.array([len(block) for block in blocks], np.int64)
-    seen = classes(call.mask, call.problem, rows, blocks) != EMPTY
+    """Return the keys that ranks need of others, each as often as a rank needs it.
+
+    They are counted in blocks; the longer sequences are, the larger.
+    """
+    size = BLOCK
+    while math.prod(-(-each.length // size) for each in (layout, layout_k)) > MOST_BLOCKS:
+        size += BLOCK
+    (rows, owners), (keys, ranks) = (_blocks(each, size) for each in (layout, layout_k))
+    sizes = np.array([len(block) for block in keys], np.int64)
+    seen = classes(call.mask, call.problem, rows, keys) != EMPTY
     total = 0
     for rank in np.unique(owners):
         here = seen[owners == rank].any(axis=0) & (ranks != rank)
         total += int(sizes[here].sum())
     return total
+
+
+def _blocks(layout: Layout, size: int) -> tuple[list[range], Array]:
+    """Return the blocks of all ranks, and the rank of each."""
+    of_ranks = [runs.cut(size) for runs in layout.runs]
+    owners = np.repeat(np.arange(layout.size), [len(x) for x in of_ranks])
+    return [block for each in of_ranks for block in each], owners
 
 
 class _Amounts:
@@ -148,10 +153,11 @@ class _Amounts:
     def __init__(self, call: Call, proofs: Proofs, backward: bool) -> None:
         problem = call.problem
         self._proofs, self._backward, self._problem = proofs, backward, problem
-        self._item, self._wide = problem.dtype.itemsize, problem.accumulator.itemsize
-        self._q, self._k, self._v = (math.prod(x.shape) // x.shape[-2]
-                                     for x in (call.q, call.k, call.v))  # fmt: skip
-        self._o = problem.batch * problem.heads * problem.d_v
+        self._item: int = problem.dtype.itemsize
+        self._wide: int = problem.accumulator.itemsize
+        numbers = [math.prod(map(int, x.shape)) // x.shape[-2] for x in (call.q, call.k, call.v)]
+        self._q, self._k, self._v = (int(n) for n in numbers)
+        self._o: int = problem.batch * problem.heads * problem.d_v
         self._both = 2 if backward else 1  # keys and values, and their gradients
 
     def of_keys(self, keys: int) -> int:
@@ -159,30 +165,30 @@ class _Amounts:
         each = self._item + (self._wide if self._backward else 0)
         return keys * (self._k + self._v) * each
 
-    def rounds(self, scheme: str) -> int:
+    def rounds(self, scheme: Scheme) -> int:
         """Return the exchanges."""
         if scheme == "heads":
             return 2 if self._proofs.size > 1 else 0
         return len(rounds_of(self._proofs.pairs(), scheme))
 
-    def moved(self, scheme: str) -> int:
+    def moved(self, scheme: Scheme) -> int:
         """Return the bytes that all ranks send."""
         proofs = self._proofs
         if scheme != "heads":
-            keys = proofs.keys
-            return self.of_keys(int(keys.sum() - np.trace(keys)))
-        share = np.array([len(x) for x in shares(self._problem.heads_kv, proofs.size)])
-        share = 1 - share / share.sum()  # of a rank's rows, what goes to others
-        rows, keys = (float(x @ share) for x in proofs.held)
+            return self.of_keys(int(proofs.keys.sum() - np.trace(proofs.keys)))
+        heads = np.array([len(x) for x in shares(self._problem.heads_kv, proofs.size)])
+        leaves = 1 - heads / heads.sum()  # of each rank's rows
+        count_q, count_k = (float(x @ leaves) for x in proofs.held)
         row, key = self._of_row(), self._k + self._v
         statistics = self._problem.batch * self._problem.heads * self._wide
-        return round(rows * (row * self._item + statistics) + self._both * keys * key * self._item)
+        of_keys = self._both * count_k * key * self._item
+        return round(count_q * (row * self._item + statistics) + of_keys)
 
     def _of_row(self) -> int:
         """Return the numbers of a query that travel by heads, there and back."""
         return 2 * (self._q + self._o) if self._backward else self._q + self._o
 
-    def memory(self, scheme: str) -> int:
+    def memory(self, scheme: Scheme) -> int:
         """Return the bytes that the rank with the most of them allocates."""
         rows, keys = (int(x.max()) for x in self._proofs.held)
         width = self._k + self._v

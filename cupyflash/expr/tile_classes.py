@@ -68,7 +68,8 @@ def _extremes(node: Expr, args: list[Any], machine: str) -> Any:
     ranges = np.stack([*first, *last], axis=-1)[at]
     smallest = node.op == "range_minimum"
     if machine == "exact" and array.ndim == 1 and array.size:
-        return _of_runs(array, *ranges.T, dtype, smallest)[place].reshape(shape)
+        low, high = ranges.T
+        return _of_runs(array, low, high, dtype, smallest)[place].reshape(shape)
     found: np.ndarray[Any, Any] = np.empty(len(ranges), dtype)
     for n, corners in enumerate(ranges):
         low, high = corners[: array.ndim], corners[array.ndim :]
@@ -81,14 +82,14 @@ def _of_runs(array: Any, low: Any, high: Any, dtype: type, smallest: bool) -> An
     extreme = np.minimum if smallest else np.maximum
     array, size = array.astype(dtype, copy=False), array.size
     some, to_end = (low <= high) & (high < size - 1), (low <= high) & (high == size - 1)
-    found = np.full(len(low), _without_elements(dtype, smallest), dtype)
+    found: np.ndarray[Any, Any] = np.full(len(low), _without_elements(dtype, smallest), dtype)
     if some.any():
         ends = np.stack([low[some], high[some] + 1], axis=-1).reshape(-1)
         found[some] = extreme.reduceat(array, ends)[::2]
     if to_end.any():  # each ends where the array does, so none is more than the one before it
         order = np.argsort(low[to_end])
         parts = extreme.reduceat(array, low[to_end][order])
-        made = np.empty(len(order), dtype)
+        made: np.ndarray[Any, Any] = np.empty(len(order), dtype)
         made[order] = extreme.accumulate(parts[::-1])[::-1]
         found[to_end] = made
     return found

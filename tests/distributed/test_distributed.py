@@ -264,16 +264,17 @@ def test_arguments_that_a_function_does_not_have_are_explained():
         distributed.attention(causal=True)
 
 
+@pytest.mark.parametrize("scheme", ["rounds", "heads"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_memory_is_what_the_page_says(backward):
+def test_memory_is_what_the_page_says(backward, scheme):
     """Ranks that are threads have a copy of every message in addition."""
-    ranks, c, heads, dim, size = 3, 1024, 2, 64, 4  # positions of a rank; bytes of an element
+    ranks, c, heads, dim, size = 3, 1024, 3, 64, 4  # positions of a rank; bytes of an element
     x = np.zeros((heads, ranks * c, dim), np.float32)
 
     def work(comm):
         layout = distributed.layout(comm, ranks * c)
         own = layout.take(x)
-        options = {"comm": comm, "layout": layout, "scheme": "rounds"}
+        options = {"comm": comm, "layout": layout, "scheme": scheme}
         out, lse = distributed.attention(own, own, own, return_lse=True, **options)
         if backward:
             distributed.attention_backward(out, own, own, own, out, lse, **options)
@@ -285,6 +286,8 @@ def test_memory_is_what_the_page_says(backward):
     tracemalloc.stop()
     rows, keys = size * heads * dim * c, 2 * size * heads * dim * c
     said = (2 * rows + 8 * keys) if backward else (rows + 3 * keys)
+    if scheme == "heads":
+        said = 3 * (rows + keys + (2 * rows if backward else 0))
     copies = (2 if backward else 1) * keys
     results_too = (4 if backward else 1) * rows
     assert 0.75 * said < peak < 1.05 * (said + copies + results_too)

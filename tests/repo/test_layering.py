@@ -27,7 +27,7 @@ ORDER = [
     ["gpu"],
     ["backends"],
     ["dispatch"],
-    ["execute", "explanation"],
+    ["execute"],
     ["pieces"],
     [
         "api",
@@ -40,6 +40,7 @@ ORDER = [
         "varlen",
     ],
     ["distributed"],
+    ["explanation"],
     ["jax", "torch"],
     ["testing"],
     ["bench"],
