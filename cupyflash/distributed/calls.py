@@ -58,13 +58,15 @@ def attention(
         Which rank holds which positions of the queries, and of the keys unless `layout_k` says so.
     layout_k : Layout, optional
         Which rank holds which keys, if their sequence is another one (cross attention).
-    scheme : {"auto", "rounds", "gather", "heads"}
+    scheme : {"auto", "rounds", "gather", "heads", "heads x rounds"}
         "rounds": keys and values travel from rank to rank while others are computed, and a rank
         stores those of two ranks besides its own. "gather": each rank gets all that it needs in
         one exchange. "heads": each rank computes some heads of all positions, so that rows travel
         to the ranks of their heads, and results back; there must be a key-value head or more for
-        each rank. "auto": the one that takes the least time by the model that `cupyflash.explain`
-        uses, of H100s on the nodes of `comm`.
+        each rank. "heads x rounds": ranks of a node, or as many of them as there are heads for,
+        divide the heads like that, and keys travel in rounds between such groups. "auto": the one
+        that takes the least time by the model that `cupyflash.explain` uses, of H100s on the nodes
+        of `comm`.
     check : bool
         Before anything is sent, ranks tell each other whether they are ready, and a digest of the
         call. False skips that in a loop that is known to be right.

@@ -14,7 +14,7 @@ from ..pieces.place import Place
 from ..pieces.schedule import Piece
 from ..pieces.steps import Targets
 from ..problem.call import Array, Call
-from .communication import Communicator, Transfer
+from .communication import Exchanger, Transfer
 from .messages import Memory, Two, joined, packed
 from .rounds import Step
 from .runs import Runs
@@ -35,7 +35,7 @@ class Rank:
         The positions that the rank holds.
     steps : list of Step
         What it sends, receives and computes.
-    comm : Communicator
+    comm : Exchanger
         The ranks.
     place : Place
         Where it computes.
@@ -47,7 +47,7 @@ class Rank:
     rows: Runs
     keys: Runs
     steps: list[Step]
-    comm: Communicator
+    comm: Exchanger
     place: Place
     timeout: float
 

@@ -157,6 +157,12 @@ class Layout:
             )
         return *(slice(None),) * (int(axis) % x.ndim), slice(run.start, run.stop)
 
+    def of_groups(self, size: int) -> Layout:
+        """Return who holds what if so many ranks in a row count as one."""
+        firsts = range(0, self.size, size)
+        runs = [Runs.of(run for x in self.runs[n : n + size] for run in x) for n in firsts]
+        return Layout(self.length, tuple(runs), self.rank // size, self.kind, self.chunk)
+
     @functools.cached_property
     def chunks(self) -> tuple[list[range], Array]:
         """The chunks of all ranks, one rank after the other, and the rank of each."""

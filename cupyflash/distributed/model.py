@@ -136,60 +136,82 @@ class Model:
     def _traffic(self) -> Traffic:
         return Traffic(self._size, self._nodes, self._machine)
 
-    def _compute(self, owners: Array, users: Array) -> Array:
+    def _compute(self, proofs: Proofs, owners: Array, users: Array) -> Array:
         """Return the seconds that each rank computes with the keys of some others."""
-        proofs, at = self._proofs, (owners, users)
-        pairs = np.bincount(users, proofs.work[at], self._size)
+        at, size = (owners, users), proofs.size
+        pairs = np.bincount(users, proofs.work[at], size)
         some = proofs.work[at] > 0
-        rows = np.bincount(users[some], proofs.rows[at][some], self._size)
+        rows = np.bincount(users[some], proofs.rows[at][some], size)
         moved = 2 * rows * self._of_row  # partial results are read and written
         if self._backward:  # gradients are written, and added to the sums
-            keys = np.bincount(users, proofs.keys[at], self._size)
+            keys = np.bincount(users, proofs.keys[at], size)
             moved = 2 * moved + 4 * keys * self.kv
         result: Array = pairs * self._of_pair + moved * self._wide / self._machine.memory
         return result
 
-    def seconds(self, scheme: Scheme) -> float:
-        """Return the seconds until the last rank is done."""
-        if scheme == "heads":
-            return self._heads_seconds()
-        keys, own = self._proofs.keys, np.arange(self._size)
-        steps = [(own, own)]
-        for pairs in rounds_of(self._proofs.pairs(), scheme):
-            owners, users = pairs.T
-            steps.append((owners, users))
+    def seconds(self, scheme: Scheme, group: int) -> float:
+        """Return the seconds until the last rank is done.
+
+        `group` is how many ranks in a row divide the heads among them.
+        """
+        share = np.diff(self._heads_kv * np.arange(group + 1) // group) / max(self._heads_kv, 1)
         begin = np.zeros(self._size)
+        if scheme in ("heads", "heads x rounds"):
+            begin = self._travel(begin, share, there=True)
+        if scheme == "heads":
+            begin = begin + self._proofs.work.sum() * self._of_pair * share
+        else:
+            begin = self._rounds(begin, scheme, share)
+        if scheme in ("heads", "heads x rounds"):
+            begin = self._travel(begin, share, there=False)
+        return float(begin.max(initial=0))
+
+    def _rounds(self, begin: Array, scheme: Scheme, share: Array) -> Array:
+        """Return when each rank is done with all keys, of which it computes a share of the heads.
+
+        Groups of ranks count as one; all ranks of one share do the same at the same time.
+        """
+        proofs, group = self._proofs.of_groups(len(share)), len(share)
+        keys, own = proofs.keys, np.arange(proofs.size)
+        pairs = rounds_of(proofs.pairs(), "gather" if scheme == "gather" else "rounds")
+        steps = [(own, own), *(tuple(each.T) for each in pairs)]
+
+        def add(traffic: Traffic, senders: Array, receivers: Array, count: Array) -> None:
+            numbers = np.arange(group)
+            traffic.add(
+                senders[:, None] * group + numbers, receivers[:, None] * group + numbers,
+                count[:, None] * self.kv * share,
+            )  # fmt: skip
+
+        def returned(traffic: Traffic, n: int) -> None:
+            owners, users = steps[n]
+            add(traffic, users, owners, keys[owners, users] * self._wide)
+
         for n, step in enumerate(steps):
             traffic = self._traffic()
             if n + 1 < len(steps):
                 owners, users = steps[n + 1]
-                traffic.add(owners, users, keys[owners, users] * self.kv * self._item)
+                add(traffic, owners, users, keys[owners, users] * self._item)
             if self._backward and n > 1:
-                owners, users = steps[n - 1]
-                traffic.add(users, owners, keys[owners, users] * self.kv * self._wide)
-            begin = np.maximum(begin + self._compute(*step), traffic.done(begin))
+                returned(traffic, n - 1)
+            busy = self._compute(proofs, *step)[:, None] * share
+            begin = np.maximum(begin + busy.reshape(-1), traffic.done(begin))
         if self._backward and len(steps) > 1:
-            owners, users = steps[-1]
             traffic = self._traffic()
-            traffic.add(users, owners, keys[owners, users] * self.kv * self._wide)
+            returned(traffic, len(steps) - 1)
             begin = traffic.done(begin)
-        return float(begin.max(initial=0))
+        return begin
 
-    def _heads_seconds(self) -> float:
-        """Return the time of an exchange of rows by heads, a call on each rank, and one back."""
-        size, ranks = self._size, np.arange(self._size)
-        share = np.diff(self._heads_kv * np.arange(size + 1) // size) / self._heads_kv
+    def _travel(self, begin: Array, share: Array, there: bool) -> Array:
+        """Return when rows have come to the ranks of their heads, or results back."""
+        group = len(share)
         rows, keys = self._proofs.held
-        there, back = self._traffic(), self._traffic()
         q, o, kv = (x * self._item for x in (self._q, self._o, self.kv))
-        out = (q + 2 * o if self._backward else q), (q if self._backward else o)
-        in_keys = kv, (kv if self._backward else 0)
-        for traffic, of_row, of_key, sends in (
-            (there, out[0], in_keys[0], True), (back, out[1], in_keys[1], False),
-        ):  # fmt: skip
-            count = (rows * of_row + keys * of_key)[:, None] * share
-            holder, user = ranks[:, None], ranks
-            traffic.add(*((holder, user, count) if sends else (user, holder, count)))
-        begin = there.done(np.zeros(size))
-        begin = begin + self._proofs.work.sum() * self._of_pair * share
-        return float(back.done(begin).max(initial=0))
+        of_row = (q + 2 * o if there else q) if self._backward else (q if there else o)
+        of_key = kv if there or self._backward else 0
+        count = (rows * of_row + keys * of_key)[:, None] * share
+        holders = np.arange(self._size)[:, None]
+        users = holders // group * group + np.arange(group)
+        traffic = self._traffic()
+        traffic.add(*((holders, users, count) if there else (users, holders, count)))
+        return traffic.done(begin)

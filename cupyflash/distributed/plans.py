@@ -17,6 +17,7 @@ from .model import H100, Model
 from .proofs import Proofs
 from .rounds import SCHEMES, Scheme, Step, steps
 
+BY_HEADS: tuple[Scheme, ...] = ("heads", "heads x rounds")
 MOST_REMEMBERED = 16  # calls of a layout whose plans it keeps
 
 
@@ -26,13 +27,17 @@ class Plan(NamedTuple):
     Attributes
     ----------
     scheme : str
-        "rounds", "gather" or "heads".
+        "rounds", "gather", "heads" or "heads x rounds".
     steps : list of Step
-        What is sent, received and computed between two exchanges; none if rows travel by heads.
+        What is sent, received and computed between two exchanges of keys. With "heads x rounds",
+        those of its group, whose ranks count as one; none with "heads".
+    group : int
+        How many ranks in a row divide the heads among them; 1 if none do.
     """
 
     scheme: Scheme
     steps: list[Step]
+    group: int = 1
 
 
 def check_scheme(scheme: object) -> None:
@@ -42,34 +47,64 @@ def check_scheme(scheme: object) -> None:
         raise ArgumentError(f"scheme: got {scheme!r}; expected one of {known}.")
 
 
-def _check_heads(call: Call, ranks: int) -> None:
+def _check_heads(call: Call, ranks: int, scheme: Scheme, group: int) -> None:
     """Refuse to divide heads where that cannot be done."""
     heads = call.problem.heads_kv
-    if ranks > heads:
+    if scheme == "heads" and ranks > heads:
         raise ArgumentError(
             f'scheme: got "heads" with {ranks} ranks for {heads} key-value heads; expected a head '
             'or more for each rank. Pass scheme="rounds", or repeat the heads of k and v.'
         )
+    if scheme == "heads x rounds" and group == 1:
+        raise ArgumentError(
+            f'scheme: got "heads x rounds" with {ranks} ranks for {heads} key-value heads; '
+            "expected nodes with as many ranks each, some of which, but not all ranks, divide the "
+            'heads. Pass scheme="rounds", or "heads" if there is a head for each rank.'
+        )
     if call.device is not None and call.problem.dropout:
         raise ArgumentError(
-            'scheme: got "heads" with dropout for CuPy arrays, whose kernels count heads from 0; '
-            'expected scheme="rounds" or "gather".'
+            f'scheme: got "{scheme}" with dropout for CuPy arrays, whose kernels count heads from '
+            '0; expected scheme="rounds" or "gather".'
         )
 
 
-def candidates(call: Call, ranks: int) -> list[Scheme]:
+def group_size(call: Call, scheme: Scheme, nodes: Sequence[int]) -> int:
+    """Return how many ranks in a row divide the heads of a call; 1 if none do.
+
+    With "heads x rounds" they are those of a node, or as many as divide their number.
+    """
+    ranks, heads = len(nodes), call.problem.heads_kv
+    if scheme == "heads":
+        return ranks
+    if scheme != "heads x rounds":
+        return 1
+    firsts = np.flatnonzero(np.diff(nodes, prepend=-1))
+    in_node = ranks // len(firsts)
+    if len(set(nodes)) != len(firsts) or np.any(firsts != in_node * np.arange(len(firsts))):
+        return 1
+    largest = max(n for n in range(1, in_node + 1) if n <= max(heads, 1) and in_node % n == 0)
+    return largest if largest < ranks else 1
+
+
+def candidates(call: Call, nodes: Sequence[int]) -> list[Scheme]:
     """Return the schemes that can serve a call."""
-    try:
-        _check_heads(call, ranks)
-    except ArgumentError:
-        ranks = 1
-    return ["rounds", "gather", "heads"] if ranks > 1 else ["rounds", "gather"]
+    found: list[Scheme] = ["rounds", "gather"]
+    for scheme in BY_HEADS if len(nodes) > 1 else ():
+        try:
+            _check_heads(call, len(nodes), scheme, group_size(call, scheme, nodes))
+        except ArgumentError:
+            continue
+        found.append(scheme)
+    return found
 
 
 def cheapest(call: Call, proofs: Proofs, nodes: Sequence[int]) -> Scheme:
     """Return the scheme that takes the least time for the forward, by the model of H100s."""
     model = Model(call, proofs, nodes, H100, backward=False)
-    return min(candidates(call, proofs.size), key=model.seconds)
+    return min(
+        candidates(call, nodes),
+        key=lambda scheme: model.seconds(scheme, group_size(call, scheme, nodes)),
+    )
 
 
 def plan(
@@ -79,9 +114,8 @@ def plan(
 
     A mask that reads arrays is examined in every call, because their elements may have changed.
     """
-    if scheme == "heads":
-        _check_heads(call, layout.size)
-        return Plan(scheme, [])
+    if scheme in BY_HEADS:
+        _check_heads(call, layout.size, scheme, group_size(call, scheme, nodes))
     expr, arrays = (None, ()) if call.mask is None else call.mask.structure
     if arrays:
         return _made(call, layout, layout_k, scheme, nodes)
@@ -114,7 +148,12 @@ def _offsets(problem: Problem) -> bytes | None:
 def _made(
     call: Call, layout: Layout, layout_k: Layout, scheme: Scheme, nodes: Sequence[int]
 ) -> Plan:
-    proofs = Proofs(call, layout, layout_k)
+    proofs: Proofs | None = None
     if scheme == "auto":
+        proofs = Proofs(call, layout, layout_k)
         scheme = cheapest(call, proofs, nodes)
-    return Plan(scheme, [] if scheme == "heads" else steps(proofs, layout.rank, scheme))
+    group = group_size(call, scheme, nodes)
+    if scheme == "heads":
+        return Plan(scheme, [], group)
+    proofs = (proofs or Proofs(call, layout, layout_k)).of_groups(group)
+    return Plan(scheme, steps(proofs, layout.rank // group, scheme), group)

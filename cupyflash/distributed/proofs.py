@@ -6,6 +6,7 @@ where sequences do, and only pairs of one sequence are looked at.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -74,6 +75,18 @@ class Proofs:
         self._full = kinds[seen] == FULL
         self._used = np.zeros((self.size, len(self._keys.rank)), bool)  # by each rank
         self._used[self._rows.rank[self._at_rows], self._at_keys] = True
+
+    def of_groups(self, size: int) -> Proofs:
+        """Return the proofs of groups of ranks in a row, each of which counts as one."""
+        if size == 1:
+            return self
+        made = copy.copy(self)
+        for name in ("keys", "work", "rows", "_of_owners"):
+            made.__dict__.pop(name, None)
+        made._layout, made.size = self._layout.of_groups(size), self.size // size
+        made._rows, made._keys = (x._replace(rank=x.rank // size) for x in (made._rows, made._keys))
+        made._used = np.logical_or.reduceat(self._used, np.arange(0, self.size, size), axis=0)
+        return made
 
     @functools.cached_property
     def keys(self) -> Array:

@@ -17,7 +17,7 @@ from ..problem.call import Array
 from .proofs import Proofs
 from .runs import Runs
 
-Scheme: TypeAlias = Literal["auto", "rounds", "gather", "heads"]
+Scheme: TypeAlias = Literal["auto", "rounds", "gather", "heads", "heads x rounds"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 Pair = tuple[int, int]  # the owner of keys, and the rank that uses them

@@ -14,7 +14,7 @@ from ..problem.call import Array, Call
 from .heads import shares
 from .layouts import BLOCK, Layout, cheapest_layout
 from .model import Machine, Model
-from .plans import candidates, cheapest
+from .plans import BY_HEADS, candidates, cheapest, group_size
 from .proofs import Proofs
 from .rounds import Scheme, rounds_of
 
@@ -97,25 +97,23 @@ def simulate(
     keys_of = layout if layout_k is None else layout_k
     proofs = Proofs(call, layout, keys_of)
     of_ranks = [rank * nodes // ranks for rank in range(ranks)]
-    known = candidates(call, ranks)
+    known = candidates(call, of_ranks)
     scheme = cheapest(call, proofs, of_ranks)
     one_rank, seconds = None, {}
     if machine is not None:
         model = Model(call, proofs, of_ranks, machine, backward)
         one_rank = model.one_rank
-        seconds = {each: model.seconds(each) for each in known}
-    price = layout.price
-    assert price is not None
-    amounts = _Amounts(call, proofs, backward)
+        seconds = {each: model.seconds(each, group_size(call, each, of_ranks)) for each in known}
+    amounts = _Amounts(call, proofs, group_size(call, scheme, of_ranks), backward)
     return Simulation(
         ranks=ranks,
         nodes=nodes,
         layout=layout.kind,
-        imbalance=price.imbalance,
+        imbalance=amounts.imbalance(),
         scheme=scheme,
         rounds=amounts.rounds(scheme),
         moved=amounts.moved(scheme),
-        needed=None if scheme == "heads" else amounts.of_keys(_needed(call, layout, keys_of)),
+        needed=None if scheme in BY_HEADS else amounts.of_keys(_needed(call, layout, keys_of)),
         memory=amounts.memory(scheme),
         one_rank=one_rank,
         schemes=seconds,
@@ -150,56 +148,67 @@ def _blocks(layout: Layout, size: int) -> tuple[list[range], Array]:
 class _Amounts:
     """Bytes that travel, and that a rank allocates."""
 
-    def __init__(self, call: Call, proofs: Proofs, backward: bool) -> None:
+    def __init__(self, call: Call, proofs: Proofs, group: int, backward: bool) -> None:
         problem = call.problem
+        self._group, self._of_groups = group, proofs.of_groups(group)
         self._proofs, self._backward, self._problem = proofs, backward, problem
         self._item: int = problem.dtype.itemsize
         self._wide: int = problem.accumulator.itemsize
         numbers = [math.prod(map(int, x.shape)) // x.shape[-2] for x in (call.q, call.k, call.v)]
         self._q, self._k, self._v = (int(n) for n in numbers)
         self._o: int = problem.batch * problem.heads * problem.d_v
-        self._both = 2 if backward else 1  # keys and values, and their gradients
 
     def of_keys(self, keys: int) -> int:
         """Return the bytes for keys, values and, in the backward, their gradients."""
         each = self._item + (self._wide if self._backward else 0)
         return keys * (self._k + self._v) * each
 
+    def _share(self) -> Array:
+        """Return the part of the heads that each rank of a group computes."""
+        heads = np.array([len(x) for x in shares(self._problem.heads_kv, self._group)])
+        return heads / max(int(heads.sum()), 1)
+
+    def imbalance(self) -> float:
+        """Return the pairs that the heaviest rank computes, divided by the mean."""
+        pairs = self._of_groups.work.sum(axis=0)[:, None] * self._share()
+        mean = float(pairs.mean())
+        return float(pairs.max()) / mean if mean else 1.0
+
     def rounds(self, scheme: Scheme) -> int:
         """Return the exchanges."""
-        if scheme == "heads":
-            return 2 if self._proofs.size > 1 else 0
-        return len(rounds_of(self._proofs.pairs(), scheme))
+        travels = 2 if scheme in BY_HEADS and self._group > 1 else 0
+        return travels + len(rounds_of(self._of_groups.pairs(), scheme))
 
     def moved(self, scheme: Scheme) -> int:
         """Return the bytes that all ranks send."""
-        proofs = self._proofs
-        if scheme != "heads":
-            return self.of_keys(int(proofs.keys.sum() - np.trace(proofs.keys)))
-        heads = np.array([len(x) for x in shares(self._problem.heads_kv, proofs.size)])
-        leaves = 1 - heads / heads.sum()  # of each rank's rows
-        count_q, count_k = (float(x @ leaves) for x in proofs.held)
-        row, key = self._of_row(), self._k + self._v
+        keys = self._of_groups.keys
+        in_rounds = self.of_keys(int(keys.sum() - np.trace(keys)))
+        if scheme not in BY_HEADS:
+            return in_rounds
+        leaves = np.tile(1 - self._share(), self._of_groups.size)  # of each rank's rows
+        count_q, count_k = (float(x @ leaves) for x in self._proofs.held)
         statistics = self._problem.batch * self._problem.heads * self._wide
-        of_keys = self._both * count_k * key * self._item
-        return round(count_q * (row * self._item + statistics) + of_keys)
-
-    def _of_row(self) -> int:
-        """Return the numbers of a query that travel by heads, there and back."""
-        return 2 * (self._q + self._o) if self._backward else self._q + self._o
+        of_row = 2 * (self._q + self._o) if self._backward else self._q + self._o
+        of_key = (2 if self._backward else 1) * (self._k + self._v)
+        of_rows = count_q * (of_row * self._item + statistics)
+        return in_rounds + round(of_rows + count_k * of_key * self._item)
 
     def memory(self, scheme: Scheme) -> int:
         """Return the bytes that the rank with the most of them allocates."""
         rows, keys = (int(x.max()) for x in self._proofs.held)
         width = self._k + self._v
+        there = self._q + (2 * self._o if self._backward else 0)
+        of_heads = self._item * (there * rows + width * keys)  # as many as the rank's own
         if scheme == "heads":
-            there = self._q + (2 * self._o if self._backward else 0)
-            return 3 * self._item * (there * rows + width * keys)
+            return 3 * of_heads
         if scheme == "gather":
             needed = self._proofs.keys.sum(axis=0) - np.diag(self._proofs.keys)
             keys = int(needed.max())
+        of_rounds = self._wide * self._o * rows + 3 * self._item * width * keys
         if self._backward:
-            return (
-                2 * self._wide * self._q * rows + (3 * self._item + 5 * self._wide) * width * keys
-            )
-        return self._wide * self._o * rows + 3 * self._item * width * keys
+            of_rounds = 2 * self._wide * self._q * rows
+            of_rounds += (3 * self._item + 5 * self._wide) * width * keys
+        if scheme == "heads x rounds":
+            results = width * keys + self._q * rows if self._backward else self._o * rows
+            return max(3 * of_heads, of_heads + self._item * results + of_rounds)
+        return of_rounds

@@ -26,7 +26,7 @@ from .communication import Communicator
 from .faults import gave_up
 from .heads import Heads
 from .layouts import Layout
-from .plans import Plan, check_scheme, plan
+from .plans import BY_HEADS, Plan, check_scheme, plan
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class Distributed:
 
     def heads(self) -> Heads:
         """Return what this rank computes if rows travel by heads, for one run."""
-        return Heads(self.rank(), self.layouts, self._bias_is_shared)
+        return Heads(self.rank(), self.layouts, self.plan.group, self._bias_is_shared)
 
     @property
     def bias_is_shared(self) -> bool:
@@ -263,7 +263,7 @@ def _forward(
 
     with request.running():
         made = request.begin(request.name, prepare, {})
-        if request.plan.scheme == "heads":
+        if request.plan.scheme in BY_HEADS:
             request.heads().forward(made.out, made.lse)
         else:
             compute.forward(request.rank(), made.out, made.lse)
@@ -294,7 +294,7 @@ def backward(
     with request.running():
         more = {"deterministic": bool(deterministic), "dlse": "None" if dlse is None else "given"}
         made = request.begin(f"{request.name}_backward", prepare, more)
-        if request.plan.scheme == "heads":
+        if request.plan.scheme in BY_HEADS:
             request.heads().backward(made, bool(deterministic))
         else:
             compute.backward(request.rank(), made, bool(deterministic), request.bias_is_shared)

@@ -14,7 +14,7 @@ from halves import mostly_thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import same_bits
-from ranks import OverRanks, blocks_of, judge
+from ranks import OverRanks, blocks_of, judge, served
 from strategies import DTYPES, MASKS, problems
 
 import cupyflash
@@ -24,7 +24,7 @@ from cupyflash.problem.options import Options
 from cupyflash.testing import problem
 
 KEYS_TRAVEL = ("rounds", "gather")
-SCHEMES = (*KEYS_TRAVEL, "heads")
+SCHEMES = (*KEYS_TRAVEL, "heads", "heads x rounds")
 BY_DTYPE = mostly_thorough(
     "dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str
 )
@@ -36,8 +36,7 @@ def test_all_ranks_together_are_within_the_bound(dtype):
     @given(problems(dtype), st.integers(1, 7), st.sampled_from(KINDS), st.sampled_from(KINDS),
            st.sampled_from(SCHEMES), st.sampled_from([1, 4, 8, 16]))  # fmt: skip
     def check(p, size, kind, kind_k, scheme, block):
-        if scheme == "heads":
-            size = max(1, min(size, p.k.shape[-3] if p.k.ndim > 2 else 1))
+        size, scheme = served(p, size, scheme)
         longest = max(p.q.shape[-2], p.k.shape[-2])
         judge(p, OverRanks(size, kind, kind_k, scheme=scheme), max(block, longest // 16))
 
@@ -160,7 +159,7 @@ def test_queries_without_keys_have_the_sink_alone(scheme):
     q, k, do, sink, dlse = draw((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8), (2,), (1, 2, 40))
     options = {"mask": masks.lengths(np.array([9]), np.array([13])), "sink": sink}
     out, vjp = cupyflash.attention_vjp(q, k, k, **options)
-    over = OverRanks(2 if scheme == "heads" else 5, scheme=scheme)
+    over = OverRanks({"heads": 2, "heads x rounds": 4}.get(scheme, 5), scheme=scheme)
     with blocks_of(4):
         ours, our_lse = over.attention(q, k, k, return_lse=True, **options)
         gradients = over.attention_backward(do, q, k, k, ours, our_lse, dlse=dlse, **options)
@@ -264,11 +263,12 @@ def test_arguments_that_a_function_does_not_have_are_explained():
         distributed.attention(causal=True)
 
 
-@pytest.mark.parametrize("scheme", ["rounds", "heads"])
+@pytest.mark.parametrize("scheme", ["rounds", "heads", "heads x rounds"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_is_what_the_page_says(backward, scheme):
     """Ranks that are threads have a copy of every message in addition."""
-    ranks, c, heads, dim, size = 3, 1024, 3, 64, 4  # positions of a rank; bytes of an element
+    ranks, heads = (4, 2) if scheme == "heads x rounds" else (3, 3)
+    c, dim, size = 1024, 64, 4  # positions of a rank; bytes of an element
     x = np.zeros((heads, ranks * c, dim), np.float32)
 
     def work(comm):
@@ -288,6 +288,8 @@ def test_memory_is_what_the_page_says(backward, scheme):
     said = (2 * rows + 8 * keys) if backward else (rows + 3 * keys)
     if scheme == "heads":
         said = 3 * (rows + keys + (2 * rows if backward else 0))
+    elif scheme == "heads x rounds":
+        said += (4 * rows + 2 * keys) if backward else (2 * rows + keys)
     copies = (2 if backward else 1) * keys
     results_too = (4 if backward else 1) * rows
     assert 0.75 * said < peak < 1.05 * (said + copies + results_too)

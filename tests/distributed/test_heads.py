@@ -61,17 +61,70 @@ def test_bits_are_those_of_one_rank(kind, packed, dtype):
     "shape", [(LENGTHS[0], LENGTHS[1]), (4, LENGTHS[0], 1), (2, 1, 1, LENGTHS[1]), (4, 1, 1), ()],
     ids=str,
 )  # fmt: skip
-def test_gradients_of_any_bias(shape):
+@pytest.mark.parametrize(("size", "scheme"), [(3, "heads"), (6, "heads x rounds")])
+def test_gradients_of_any_bias(shape, size, scheme):
     """Those of one bias for several heads are sums over ranks."""
     q, k, v, do = arrays_of((2,), 4, 4, np.float64)
     (bias,) = draw(shape, dtype=np.float64)
     out, vjp = cupyflash.attention_vjp(q, k, v, bias=bias)
-    over = OverRanks(3, "cyclic", "contiguous", scheme="heads")
+    over = OverRanks(size, "cyclic", "contiguous", scheme=scheme)
     with blocks_of(8):
         ours, lse = over.attention(q, k, v, bias=bias, return_lse=True)
         gradients = over.attention_backward(do, q, k, v, ours, lse, bias=bias)
-    assert same_bits(ours, out)
+    np.testing.assert_allclose(ours, out, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(gradients.dbias, vjp(do).dbias, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_groups_of_ranks_divide_the_heads(packed):
+    """Three ranks have 1, 1 and 2 of the key-value heads; two such groups exchange keys."""
+    offsets = OFFSETS if packed else ()
+    q, k, v, do = arrays_of(() if packed else (2,), 8, 4, np.float64)
+    sink, slopes = draw((8,), (8,), dtype=np.float64, seed=1)
+    options = {
+        "mask": masks.mask(lambda b, h, i, j: (i + j + h + b) % 5 != 0) & masks.window(60, 20),
+        "score_mod": scores.alibi(slopes), "sink": sink, "dropout": 0.3, "seed": 4,
+    }  # fmt: skip
+    one = cupyflash.attention_varlen_vjp if packed else cupyflash.attention_vjp
+    out, vjp = one(q, k, v, *offsets, **options)
+    over = OverRanks(6, "proofs", "zigzag", scheme="heads x rounds")
+    results = []
+    with blocks_of(8):
+        for _ in range(2):
+            ours, lse = over.attention(q, k, v, *offsets, return_lse=True, **options)
+            gradients = over.attention_backward(do, q, k, v, ours, lse, *offsets, **options)
+            results.append([ours, lse, *gradients[:3], gradients.dsink])
+    assert np.array_equal(ours == 0, out == 0)
+    for mine, theirs in zip((ours, *gradients), (out, *vjp(do)), strict=True):
+        if theirs is not None:
+            np.testing.assert_allclose(mine, theirs, rtol=1e-11, atol=1e-12)
+    for first, second in zip(*results, strict=True):
+        assert same_bits(first, second)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "heads", "group"),
+    [
+        ([0, 0, 1, 1], 8, 2),
+        ([0] * 8 + [1] * 8, 8, 8),
+        ([0] * 8 + [1] * 8, 6, 4),
+        ([0] * 4, 2, 2),
+        ([0] * 4, 4, 1),  # a head for each rank
+        ([0] * 6, 4, 3),
+        ([0, 1, 2, 3], 8, 1),
+        ([0, 1, 0, 1], 8, 1),
+        ([0, 0, 0, 1], 8, 1),
+        ([0, 0, 1, 1, 0, 0], 8, 1),
+        ([0, 0, 1, 1], 1, 1),
+    ],
+)
+def test_groups_are_in_a_node(nodes, heads, group):
+    x = np.ones((heads, 8, 4))
+    made = validate.call(x, x, x)
+    assert plans.group_size(made, "heads x rounds", nodes) == group
+    known = plans.candidates(made, nodes)
+    assert ("heads x rounds" in known) == (group > 1)
+    assert ("heads" in known) == (len(nodes) <= heads)
 
 
 def test_heads_of_ranks_are_all_heads():
@@ -96,6 +149,9 @@ def test_more_ranks_than_heads_are_refused_with_the_remedy():
     )
     with pytest.raises(DistributedError, match=words):
         distributed.Threads(3).run(lambda comm: call(comm, "heads"))
+    words = r'"heads x rounds" with 3 ranks for 2 key-value heads; expected nodes with as many'
+    with pytest.raises(DistributedError, match=words):
+        distributed.Threads(3).run(lambda comm: call(comm, "heads x rounds"))
     assert len(distributed.Threads(3).run(lambda comm: call(comm, "heads", 6))) == 3
     assert len(distributed.Threads(3).run(lambda comm: call(comm, "auto"))) == 3
 
@@ -105,7 +161,7 @@ def test_auto_takes_the_scheme_that_the_model_prefers(best, monkeypatch):
     """On every rank, and not one that cannot serve the call."""
     asked = []
 
-    def seconds(model, scheme):
+    def seconds(model, scheme, group):
         asked.append(scheme)
         return 1.0 if scheme == best else 2.0
 
@@ -120,19 +176,24 @@ def test_auto_takes_the_scheme_that_the_model_prefers(best, monkeypatch):
     assert set(asked) == {"rounds", "gather", "heads"}
 
 
-@pytest.mark.parametrize("name", ["forward", "backward"])
-def test_a_rank_that_raises_in_the_middle_ends_all(name, monkeypatch):
-    compute, threads = getattr(Cpu, name), distributed.Threads(2)
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("forward", "heads"), ("backward", "heads"), ("forward_piece", "heads x rounds"),
+     ("backward", "heads x rounds")],
+)  # fmt: skip
+def test_a_rank_that_raises_in_the_middle_ends_all(name, scheme, monkeypatch):
+    compute = getattr(Cpu, name)
+    threads = distributed.Threads(2 if scheme == "heads" else 4)
 
     def broken(self, part, *args, **options):
-        if part.problem.origin_h:
+        if part.problem.origin_h and part.problem.origin_q == 0:
             raise MemoryError("no room for a tile")
         return compute(self, part, *args, **options)
 
     def work(comm):
-        layout = distributed.layout(comm, 300)
-        own = layout.take(np.ones((2, 300, 8), np.float32))
-        options = {"comm": comm, "layout": layout, "scheme": "heads"}
+        layout = distributed.layout(comm, 600)
+        own = layout.take(np.ones((2, 600, 8), np.float32))
+        options = {"comm": comm, "layout": layout, "scheme": scheme}
         out, vjp = distributed.attention_vjp(own, own, own, **options)
         return vjp(out)
 
@@ -144,19 +205,21 @@ def test_a_rank_that_raises_in_the_middle_ends_all(name, monkeypatch):
         threads.ranks[0].check()
 
 
+@pytest.mark.parametrize("scheme", ["heads", "heads x rounds"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_lost_message_ends_all(backward, monkeypatch):
-    threads = distributed.Threads(2)
+def test_a_lost_message_ends_all(backward, scheme, monkeypatch):
+    threads = distributed.Threads(2 if scheme == "heads" else 4)
     kind = type(threads.ranks[0])
     exchange = kind.exchange
 
     def work(comm):
         if not backward:
-            return call(comm, "heads", timeout=0.2)
+            return call(comm, scheme, timeout=0.2)
         layout = distributed.layout(comm, 300)
         own = layout.take(np.ones((2, 300, 8), np.float32))
-        options = {"comm": comm, "layout": layout, "scheme": "heads", "timeout": 0.2}
+        options = {"comm": comm, "layout": layout, "scheme": scheme, "timeout": 0.2}
         out, vjp = distributed.attention_vjp(own, own, own, **options)
+        comm.tell(b"", 60.0)  # no rank is still in the forward
         monkeypatch.setattr(kind, "exchange", leaky)
         return vjp(out)
 

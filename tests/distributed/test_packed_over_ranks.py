@@ -10,7 +10,7 @@ from halves import mostly_thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import same_bits
-from ranks import OverRanks, blocks_of, judge
+from ranks import OverRanks, blocks_of, judge, served
 from strategies import DTYPES, MASKS, problems
 
 import cupyflash
@@ -21,7 +21,7 @@ from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 from cupyflash.testing import problem
 
-SCHEMES = ("rounds", "gather", "heads")
+SCHEMES = ("rounds", "gather", "heads", "heads x rounds")
 
 
 @mostly_thorough("dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str)
@@ -31,8 +31,7 @@ def test_all_ranks_together_are_within_the_bound(dtype):
     @settings(max_examples=settings().max_examples // 5)
     @given(problems(dtype, packed=True), st.integers(1, 6), kinds, kinds, schemes, blocks)
     def check(p, size, kind, kind_k, scheme, block):
-        if scheme == "heads":
-            size = max(1, min(size, p.k.shape[-3]))
+        size, scheme = served(p, size, scheme)
         longest = max(p.q.shape[-2], p.k.shape[-2])
         judge(p, OverRanks(size, kind, kind_k, scheme=scheme), max(block, longest // 16))
 

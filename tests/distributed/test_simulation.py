@@ -23,6 +23,7 @@ from cupyflash.problem import validate
 from cupyflash.problem.options import Options
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "distributed.md"
+SCHEMES = ("rounds", "gather", "heads", "heads x rounds")
 LENGTH, HEADS, HEADS_KV, DIM, DIM_V = 320, 6, 3, 8, 16
 MASKS = {
     "none": None,
@@ -81,15 +82,16 @@ def sent(mask, ranks, backward, scheme, monkeypatch):
 
 @mostly_thorough(
     ("name", "scheme", "backward"),
-    [(x, y, z) for x in MASKS for y in ("rounds", "gather", "heads") for z in (False, True)],
-    quick=[("causal", "rounds", True), ("documents", "gather", False), ("causal", "heads", True),
-           ("none", "heads", False)],
+    [(x, y, z) for x in MASKS for y in SCHEMES for z in (False, True)],
+    quick=[("causal", "heads x rounds", True), ("causal", "rounds", True),
+           ("documents", "gather", False), ("causal", "heads", True), ("none", "heads", False)],
     why="the same amounts under other masks",
 )  # fmt: skip
 def test_bytes_and_rounds_are_those_that_ranks_send(name, scheme, backward, monkeypatch):
+    ranks = 4 if scheme == "heads x rounds" else 3
     with blocks_of(16, chunks=4):
-        made = said(MASKS[name], 3, backward, scheme)
-        moved, exchanges = sent(MASKS[name], 3, backward, scheme, monkeypatch)
+        made = said(MASKS[name], ranks, backward, scheme)
+        moved, exchanges = sent(MASKS[name], ranks, backward, scheme, monkeypatch)
     assert made.moved == moved
     if not backward or scheme == "heads":
         assert made.rounds == exchanges
@@ -118,7 +120,7 @@ def test_what_is_needed_is_what_queries_see(name, monkeypatch):
     )
     assert made.needed == keys * HEADS_KV * (DIM + DIM_V) * 4
     assert made.needed <= made.moved
-    assert made.imbalance == layout.price.imbalance
+    assert made.imbalance == pytest.approx(layout.price.imbalance)
     assert made.layout == layout.kind
 
 
@@ -139,35 +141,40 @@ def test_times_of_what_can_be_worked_out_by_hand(monkeypatch):
     full = modelled(FAST)
     assert full.one_rank == pytest.approx(pairs * each / 1e12)
     for scheme in ("rounds", "gather", "heads"):  # nothing but arithmetic
-        assert full.seconds(scheme) == pytest.approx(full.one_rank / 4)
+        group = 4 if scheme == "heads" else 1
+        assert full.seconds(scheme, group) == pytest.approx(full.one_rank / 4)
+    assert full.seconds("heads x rounds", 2) == pytest.approx(full.one_rank / 4)
     backward = modelled(FAST, backward=True)
     assert backward.one_rank == pytest.approx(2.5 * full.one_rank)
     # Three rounds of keys and values, and nothing else.
     slow = modelled(Machine(1e30, 1e30, 1e9, 1e3))
     part = 2 * 8 * 128 * 2 * 2**13
-    assert slow.seconds("rounds") == pytest.approx(3 * part / 1e9)
-    assert slow.seconds("gather") == pytest.approx(3 * part / 1e9)
-    assert slow.seconds("heads") == pytest.approx(0.75 * (1.5 * part + 0.5 * part) / 1e9)
+    assert slow.seconds("rounds", 1) == pytest.approx(3 * part / 1e9)
+    assert slow.seconds("gather", 1) == pytest.approx(3 * part / 1e9)
+    assert slow.seconds("heads", 4) == pytest.approx(0.75 * (1.5 * part + 0.5 * part) / 1e9)
     # dk and dv of each round return in float32.
     slow = modelled(Machine(1e30, 1e30, 1e9, 1e3), backward=True)
-    assert slow.seconds("gather") == pytest.approx(3 * (part + 2 * part) / 1e9)
+    assert slow.seconds("gather", 1) == pytest.approx(3 * (part + 2 * part) / 1e9)
+    # Half of the rows and results travel within a pair, and half of the keys between two pairs.
+    pair = modelled(Machine(1e30, 1e30, 1e9, 1e8), nodes=[0, 0, 1, 1])
+    assert pair.seconds("heads x rounds", 2) == pytest.approx(part / 1e9 + part / 1e8)
     # The last of four nodes gets all of its keys from others.
     apart = modelled(Machine(1e30, 1e30, 1e30, 1e9), nodes=[0, 1, 2, 3])
-    assert apart.seconds("rounds") == pytest.approx(3 * part / 1e9)
+    assert apart.seconds("rounds", 1) == pytest.approx(3 * part / 1e9)
     together = modelled(Machine(1e30, 1e30, 1e30, 1e9), nodes=[0, 0, 1, 1])
-    assert together.seconds("gather") == pytest.approx(2 * part / 1e9)
+    assert together.seconds("gather", 1) == pytest.approx(2 * part / 1e9)
 
 
 def test_messages_and_partial_results_take_time(monkeypatch):
     nothing = Machine(1e30, 1e30, 1e30, 1e30)
-    assert modelled(nothing).seconds("rounds") == pytest.approx(3 * model.MESSAGE)
-    assert modelled(nothing).seconds("gather") == pytest.approx(model.MESSAGE)
-    assert modelled(nothing).seconds("heads") == pytest.approx(2 * model.MESSAGE)
+    assert modelled(nothing).seconds("rounds", 1) == pytest.approx(3 * model.MESSAGE)
+    assert modelled(nothing).seconds("gather", 1) == pytest.approx(model.MESSAGE)
+    assert modelled(nothing).seconds("heads", 4) == pytest.approx(2 * model.MESSAGE)
     monkeypatch.setattr(model, "MESSAGE", 0.0)
     memory = modelled(replace(nothing, memory=1e9))
-    assert memory.seconds("rounds") == pytest.approx(4 * 2 * 4 * 8 * 128 * 2**13 / 1e9)
+    assert memory.seconds("rounds", 1) == pytest.approx(4 * 2 * 4 * 8 * 128 * 2**13 / 1e9)
     causal = modelled(FAST, masks.causal())
-    assert causal.seconds("rounds") == pytest.approx(causal.one_rank / 4, rel=0.2)
+    assert causal.seconds("rounds", 1) == pytest.approx(causal.one_rank / 4, rel=0.2)
 
 
 def explained(mask, ranks, length, backward=False, **options):
@@ -186,7 +193,8 @@ def test_explain_has_it_with_ranks_only():
     assert told["efficiency"] == made.over_ranks.efficiency
     assert told["schemes"]["heads"] == made.over_ranks.schemes["heads"]
     assert set(made.over_ranks.schemes) == {"rounds", "gather", "heads"}
-    assert "heads" not in explained(masks.causal(), 16, 2**14).over_ranks.schemes
+    more = explained(masks.causal(), 16, 2**14).over_ranks.schemes
+    assert set(more) == {"rounds", "gather", "heads x rounds"}
     best = min(made.over_ranks.schemes.values())
     assert made.over_ranks.seconds == best == made.over_ranks.schemes[made.over_ranks.scheme]
 
@@ -198,6 +206,14 @@ def test_times_of_unknown_devices_are_not_told():
         assert made.over_ranks.efficiency is None
         assert made.over_ranks.moved > 0
         assert any(f"time over ranks: how fast {words}" in line for line in made.unknown)
+
+
+def test_heads_that_ranks_cannot_divide_evenly_are_an_imbalance():
+    with blocks_of(16, chunks=5):  # so that groups have as many positions each
+        for ranks, scheme, wanted in (
+            (2, "heads", 2 / 1.5), (4, "heads x rounds", 2 / 1.5), (3, "heads", 1.0),
+        ):  # fmt: skip
+            assert said(None, ranks, False, scheme).imbalance == pytest.approx(wanted)
 
 
 def test_one_rank_sends_nothing():
@@ -244,7 +260,7 @@ def rows():
     found = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] in PAGES_MASKS and len(cells) == 7:
+        if cells[0] in PAGES_MASKS and len(cells) == 8:
             found.append((cells[0], *(int(x.replace(",", "")) for x in cells[1:3]), line))
     return found
 
@@ -256,7 +272,7 @@ def written(mask, gpus, length):
         " / ".join(f"{x.one_rank / (gpus * x.schemes[scheme]):.0%}" for x in made)
         if scheme in made[0].schemes
         else "–"
-        for scheme in ("rounds", "gather", "heads")
+        for scheme in SCHEMES
     ]
     return f"| {mask} | {gpus:,} | {length:,} | {made[0].layout} | {' | '.join(cells)} |"
 

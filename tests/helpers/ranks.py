@@ -56,6 +56,16 @@ def judge(p: Any, over: OverRanks, block: int) -> None:
             subject.judge(name, gradient, *getattr(bounds, name))
 
 
+def served(p: Any, size: int, scheme: str) -> tuple[int, str]:
+    """Return a number of ranks and a scheme that can serve a problem."""
+    heads = p.k.shape[-3] if p.k.ndim > 2 else 1
+    if scheme == "heads":
+        return max(1, min(size, heads)), scheme
+    if scheme == "heads x rounds":
+        return (4 if heads == 3 else 2 * heads, scheme) if heads > 1 else (size, "rounds")
+    return size, scheme
+
+
 class OverRanks:
     """The public functions on threads.
 
