@@ -23,7 +23,7 @@ import math
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,12 @@ def validate(text: np.ndarray, weights: Weights, setting: Setting, xp: Any) -> f
 
 
 def train(
-    text: np.ndarray, weights: Weights, setting: Setting, rng: np.random.Generator, xp: Any
+    text: np.ndarray,
+    weights: Weights,
+    setting: Setting,
+    rng: np.random.Generator,
+    xp: Any,
+    loss_vjp: Callable[..., Any] = loss_vjp,
 ) -> Iterator[Array]:
     """Change the weights in place by AdamW, and yield the loss of each step's windows."""
     mean = {name: xp.zeros_like(w) for name, w in weights.items()}

@@ -103,15 +103,20 @@ def join_heads(o: Array) -> Array:
     return o.swapaxes(1, 2).reshape(o.shape[0] * o.shape[2], -1)
 
 
-def attend(qkv: Array, batch: int, heads: int, dtype: str, xp: Any) -> tuple[Array, Vjp]:
+def attend(
+    qkv: Array,
+    batch: int,
+    heads: int,
+    dtype: str,
+    xp: Any,
+    function: Callable[..., Any] = cupyflash.attention_vjp,
+) -> tuple[Array, Vjp]:
     """Causal attention of packed queries, keys and values, shape (T, 3 C), to shape (T, C).
 
     The model knows positions from the mask and from the penalty on distance alone.
     """
     q, k, v = split_heads(qkv.astype(dtype, copy=False), batch, heads)
-    o, attention_vjp = cupyflash.attention_vjp(
-        q, k, v, mask=masks.causal(), score_mod=penalty(heads, xp)
-    )
+    o, attention_vjp = function(q, k, v, mask=masks.causal(), score_mod=penalty(heads, xp))
 
     def vjp(dy: Array) -> Array:
         do = dy.reshape(batch, -1, heads, o.shape[-1]).swapaxes(1, 2).astype(dtype, copy=False)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..expr.key_range import KeyRange, key_range
 from ..gpu.launch import CallResult
-from ..problem import quantize
+from ..problem import positions, quantize
 from ..problem.append import Append
 from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Array, Call, Gradients, Plan, Results
@@ -54,10 +54,7 @@ def _proved(call: Call) -> tuple[Trees, KeyRange | None]:
     if call.mask is not None and call.score_mod is None and call.bias is None:
         structure, arrays = call.mask.structure
         if not arrays and not problem.packed and call.cache is None:
-            key = (
-                structure, problem.lead, problem.heads, problem.len_q, problem.len_k,
-                problem.heads_in_rows, problem.origin_q, problem.origin_k, problem.whole,
-            )  # fmt: skip
+            key = structure, positions.key_of(problem)
             known = _kept.get(key)  # in one step: another thread may clear them
             if known is not None:
                 return known

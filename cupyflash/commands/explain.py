@@ -12,6 +12,7 @@ from typing import Any
 from ..analysis import DEVICES
 from ..analysis.roofline import Roofline
 from ..arrays.dtypes import FLOATS
+from ..distributed.simulation import Simulation
 from ..explanation import Bytes, Explanation, KernelUse
 from ..explanation import explain as explained
 from ..figures.terminal import ascii_only
@@ -87,6 +88,8 @@ def explain(options: argparse.Namespace) -> int:
             deterministic=options.deterministic,
             precision=options.precision,
             compile=not options.no_compile,
+            ranks=options.ranks,
+            nodes=options.nodes,
         )
     except (ValueError, TypeError) as error:
         complain(error)
@@ -244,7 +247,30 @@ def _costs(made: Explanation) -> list[tuple[str, str]]:
             f"so these kernels can reach {100 * made.share:.0f} % of the roofline: bounds by data "
             "sheets, not measurements",
         ))  # fmt: skip
+    if made.over_ranks is not None:
+        lines += _over_ranks(made.over_ranks)
     lines += [("not told", words) for words in made.unknown]
+    return lines
+
+
+def _over_ranks(made: Simulation) -> list[tuple[str, str]]:
+    rounds = "1 exchange" if made.rounds == 1 else f"{made.rounds:,} exchanges"
+    nodes = "1 node" if made.nodes == 1 else f"{made.nodes:,} nodes"
+    needed = "" if made.needed is None else f", of which {quantity(made.needed, 'B')} are needed"
+    lines = [
+        ("over ranks", f"simulated, not measured: {made.ranks:,} GPUs on {nodes}, layout "
+         f"{made.layout}, scheme {made.scheme} with {rounds}"),
+        ("", f"the heaviest rank has {made.imbalance:.2f} times the mean of the pairs; "
+         f"{quantity(made.moved, 'B')} travel{needed}"),
+        ("", f"a rank allocates {quantity(made.memory, 'B')} besides its arrays and results"),
+    ]  # fmt: skip
+    if made.one_rank is not None:
+        times = "; ".join(
+            f"{scheme} {seconds(time)}, {made.one_rank / (made.ranks * time):.0%}"
+            for scheme, time in made.schemes.items()
+            if time
+        )
+        lines.append(("", f"time and efficiency by a model: {times}"))
     return lines
 
 
@@ -294,6 +320,16 @@ def add_command(subparsers: Any) -> None:
     )
     command.add_argument(
         "--no-compile", action="store_true", help="without registers and occupancy; quicker"
+    )
+    command.add_argument(
+        "--ranks", type=whole_number(1), metavar="N", help="simulate so many GPUs, too"
+    )
+    command.add_argument(
+        "--nodes",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="machines that have them (default: %(default)s)",
     )
     command.add_argument("--ascii", action="store_true", help="without block characters")
     command.add_argument("--svg", type=Path, metavar="FILE", help="write the tiles as SVG")

@@ -10,16 +10,22 @@ from .calls import attention, attention_backward, attention_vjp
 from .communication import Communicator
 from .connect import communicator
 from .layouts import Layout, Price, layout, prices
+from .simulation import Simulation
 from .threads import Threads
+from .varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 
 __all__ = [
     "Communicator",
     "DistributedError",
     "Layout",
     "Price",
+    "Simulation",
     "Threads",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_varlen_vjp",
     "attention_vjp",
     "communicator",
     "layout",

@@ -71,6 +71,10 @@ def facts_of(call: Call, layout: Layout, layout_k: Layout, more: Mapping[str, An
         for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
     }
     facts |= {"layout": _layout(layout), "layout_k": _layout(layout_k)}
+    if problem.packed:
+        assert call.offsets is not None
+        names = "offsets_q", "offsets_k"
+        facts |= {name: _content(x) for name, x in zip(names, call.offsets, strict=True)}
     facts |= {
         "mask": _digest(call.mask.expr, call) if call.mask is not None else "None",
         "score_mod": _digest(call.score_mod.expr, call) if call.score_mod is not None else "None",
@@ -123,11 +127,14 @@ def _short(found: Any) -> str:
     return str(found.hexdigest()[:12])
 
 
-def bias_facts(bias: Array | None, rows: int) -> Facts:
-    """Return facts about a bias that is not None: whose rows it has, this rank's or one for all."""
+def bias_facts(bias: Array | None, rows: int | None) -> Facts:
+    """Return facts about a bias: whether it has this rank's rows, or is one for all.
+
+    `rows` are those that the rank holds; None if a bias with rows is one for all, too.
+    """
     if bias is None:
         return {}
-    if bias.ndim > 1 and bias.shape[-2] != 1:
+    if rows is not None and bias.ndim > 1 and bias.shape[-2] != 1:
         return {"_bias": "own"}
     how = "either" if bias.ndim > 1 and rows == 1 else "one"
     return {"_bias": how, "_content of bias": _content(bias)}

@@ -58,10 +58,15 @@ def attention(
         Which rank holds which positions of the queries, and of the keys unless `layout_k` says so.
     layout_k : Layout, optional
         Which rank holds which keys, if their sequence is another one (cross attention).
-    scheme : {"auto", "rounds", "gather"}
+    scheme : {"auto", "rounds", "gather", "heads", "heads x rounds"}
         "rounds": keys and values travel from rank to rank while others are computed, and a rank
         stores those of two ranks besides its own. "gather": each rank gets all that it needs in
-        one exchange. "auto": "gather" where all keys and values have 4 MiB at most.
+        one exchange. "heads": each rank computes some heads of all positions, so that rows travel
+        to the ranks of their heads, and results back; there must be a key-value head or more for
+        each rank. "heads x rounds": ranks of a node, or as many of them as there are heads for,
+        divide the heads like that, and keys travel in rounds between such groups. "auto": the one
+        that takes the least time by the model that `cupyflash.explain` uses, of H100s on the nodes
+        of `comm`.
     check : bool
         Before anything is sent, ranks tell each other whether they are ready, and a digest of the
         call. False skips that in a loop that is known to be right.
@@ -96,7 +101,8 @@ def attention(
     Notes
     -----
     Results are bitwise equal in every run with the same ranks, layout, mask and scheme. With other
-    ranks, layouts or schemes they are equal within the rounding-error bound.
+    ranks, layouts or schemes they are equal within the rounding-error bound. With "heads", those
+    of NumPy arrays are bitwise those of one rank, unless that has kernels for few queries.
 
     Examples
     --------

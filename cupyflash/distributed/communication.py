@@ -22,6 +22,17 @@ class Transfer(Protocol):
         ...
 
 
+class Exchanger(Protocol):
+    """Ranks that exchange messages: a communicator, or some ranks of one."""
+
+    rank: int
+    size: int
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
+        """Start to send and to receive messages."""
+        ...
+
+
 @runtime_checkable
 class Communicator(Protocol):
     """The ranks that compute a call together, as one of them sees them.
@@ -64,3 +75,28 @@ class Communicator(Protocol):
     def check(self) -> None:
         """Raise `DistributedError` if a rank gave up."""
         ...
+
+
+class Some:
+    """Some of the ranks of a communicator, for sums and messages between them.
+
+    All ranks make the same exchanges at the same time, each among those of its own kind.
+
+    Parameters
+    ----------
+    comm : Exchanger
+        All ranks.
+    ranks : range
+        Those that this rank exchanges messages with, and itself.
+    """
+
+    def __init__(self, comm: Exchanger, ranks: range) -> None:
+        self._comm, self.ranks = comm, ranks
+        self.rank, self.size = ranks.index(comm.rank), len(ranks)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
+        """Start to send and to receive messages; ranks are counted among these."""
+        there, back = (
+            [(self.ranks[rank], content) for rank, content in each] for each in (sends, receives)
+        )
+        return self._comm.exchange(there, back)

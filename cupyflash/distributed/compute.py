@@ -10,12 +10,12 @@ import itertools
 from dataclasses import dataclass
 
 from ..pieces.compute import Partial, Sums
-from ..pieces.parts import call_of, part, part_of_pairs, part_of_statistic
+from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
 from ..pieces.schedule import Piece
 from ..pieces.steps import Targets
 from ..problem.call import Array, Call, Gradients
-from .communication import Communicator, Transfer
+from .communication import Exchanger, Transfer
 from .messages import Memory, Two, joined, packed
 from .rounds import Step
 from .runs import Runs
@@ -36,7 +36,7 @@ class Rank:
         The positions that the rank holds.
     steps : list of Step
         What it sends, receives and computes.
-    comm : Communicator
+    comm : Exchanger
         The ranks.
     place : Place
         Where it computes.
@@ -48,7 +48,7 @@ class Rank:
     rows: Runs
     keys: Runs
     steps: list[Step]
-    comm: Communicator
+    comm: Exchanger
     place: Place
     timeout: float
 
@@ -56,6 +56,10 @@ class Rank:
     def own(self) -> Two:
         """The rank's keys and values."""
         return self.call.k, self.call.v
+
+    def rows_of_pieces(self) -> list[range]:
+        """Return the positions of the queries of pieces: each query is in one of these ranges."""
+        return list(dict.fromkeys(piece.rows for step in self.steps for piece in step.pieces))
 
     def step(self, number: int) -> Step:
         """Return a step; before the first and after the last, one in which nothing is done."""
@@ -66,7 +70,7 @@ class Rank:
         rows, at = self.rows.rows(piece.rows), held.rows(piece.keys)
         bias = self.call.bias
         if bias is not None:
-            bias = part_of_pairs(bias, rows, piece.keys)
+            bias = part_of_bias(self.call, bias, piece, rows, piece.keys)
         k, v = (part(x, at) for x in keys)
         return call_of(self.call, piece, part(self.call.q, rows), k, v, bias)
 
@@ -122,13 +126,12 @@ class _Exchange:
 
 def forward(rank: Rank, out: Array, lse: Array) -> None:
     """Write out and lse of the rank's queries."""
-    partial, last = {}, {}
-    for run in rank.rows:
-        rows = rank.rows.rows(run)
-        results = part(out, rows), part_of_statistic(lse, rows)
-        partial[run] = Partial(rank.place, rank.call.problem, *results)
-    for step in rank.steps:
-        last.update({piece.rows: piece for piece in step.pieces})
+    partial = {}
+    for rows in rank.rows_of_pieces():
+        at = rank.rows.rows(rows)
+        results = part(out, at), part_of_statistic(lse, at)
+        partial[rows] = Partial(rank.place, rank.call.problem, *results)
+    last = {piece.rows: piece for step in rank.steps for piece in step.pieces}
     held, keys = rank.keys, rank.own
     with rank.place:
         for number, step in enumerate(rank.steps):
@@ -142,7 +145,7 @@ def forward(rank: Rank, out: Array, lse: Array) -> None:
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:
     """Write the gradients of what the rank holds."""
     call, place = rank.call, rank.place
-    sums = Sums(call, place, targets.gradients, [rank.rows.rows(run) for run in rank.rows])
+    sums = Sums(call, place, targets.gradients, [rank.rows.rows(x) for x in rank.rows_of_pieces()])
     held, keys, totals = rank.keys, rank.own, _Totals(rank, rank.keys, rank.steps[0])
     own = totals.memory.arrays
     returned: Memory | None = None
@@ -221,5 +224,5 @@ def _piece(
     rank.place.backend.backward(
         own, do, out, lse, dlse, computed, workspace=None, deterministic=deterministic
     )
-    sums.add(computed, rows, piece.keys)
+    sums.add(computed, piece, rows)
     totals.add(computed, at)

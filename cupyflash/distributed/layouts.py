@@ -18,8 +18,9 @@ import numpy as np
 from ..arrays.interop import DLPackArray
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import Dense
-from ..expr.interval import EMPTY, FULL
+from ..expr.evaluate import host
 from ..masks import Mask
+from ..pieces.packed import Cells, Packed, pairs
 from ..pieces.schedule import chunks, classes
 from ..problem import validate
 from ..problem.call import Array
@@ -156,6 +157,12 @@ class Layout:
             )
         return *(slice(None),) * (int(axis) % x.ndim), slice(run.start, run.stop)
 
+    def of_groups(self, size: int) -> Layout:
+        """Return who holds what if so many ranks in a row count as one."""
+        firsts = range(0, self.size, size)
+        runs = [Runs.of(run for x in self.runs[n : n + size] for run in x) for n in firsts]
+        return Layout(self.length, tuple(runs), self.rank // size, self.kind, self.chunk)
+
     @functools.cached_property
     def chunks(self) -> tuple[list[range], Array]:
         """The chunks of all ranks, one rank after the other, and the rank of each."""
@@ -171,6 +178,8 @@ def layout(
     mask: Mask | DLPackArray | Sequence[Mask | DLPackArray | None] | None = None,
     kind: Literal["auto", "contiguous", "zigzag", "cyclic", "proofs"] = "auto",
     layout_k: Layout | None = None,
+    offsets_q: DLPackArray | Sequence[int] | None = None,
+    offsets_k: DLPackArray | Sequence[int] | None = None,
     lead: tuple[int, ...] = (),
     heads: SupportsIndex = 1,
 ) -> Layout:
@@ -190,6 +199,9 @@ def layout(
         fewest pairs so far. "auto": the cheapest of them under the mask, as `prices` says.
     layout_k : Layout, optional
         The layout of the keys, if it is another one (cross attention).
+    offsets_q, offsets_k : array of int, optional
+        The offsets of packed sequences, as in `attention_varlen`; only pairs of one sequence count.
+        By default those of the keys are those of the queries.
     lead : tuple of int
         Leading axes of the calls, if the mask depends on them.
     heads : int
@@ -219,12 +231,21 @@ def layout(
         raise ArgumentError(
             f"layout_k: got a layout of {layout_k.size} ranks; expected one of {comm.size}."
         )
-    asked = _Asked(comm.size, length, mask, layout_k, lead, heads)
-    kinds = KINDS if kind == "auto" else (kind,)
-    found = [(asked.divided(each), each) for each in kinds]
-    priced = [(asked.price(runs), runs, each) for runs, each in found]
-    price, runs, chosen = min(priced, key=lambda x: x[0].cost)
-    return Layout(asked.length, runs, comm.rank, chosen, asked.chunk, price)
+    offsets = offsets_q, offsets_k
+    asked = _Asked(comm.size, length, mask, layout_k, offsets, lead, heads)
+    return asked.cheapest(comm.rank, KINDS if kind == "auto" else (kind,))
+
+
+def cheapest_layout(
+    ranks: int,
+    length: int,
+    mask: Mask | None,
+    layout_k: Layout | None,
+    lead: tuple[int, ...],
+    heads: int,
+) -> Layout:
+    """Return what the first of so many ranks would get from `layout`, without the others."""
+    return _Asked(ranks, length, mask, layout_k, (None, None), lead, heads).cheapest(0, KINDS)
 
 
 def prices(
@@ -232,6 +253,8 @@ def prices(
     length: SupportsIndex,
     *,
     mask: Mask | DLPackArray | Sequence[Mask | DLPackArray | None] | None = None,
+    offsets_q: DLPackArray | Sequence[int] | None = None,
+    offsets_k: DLPackArray | Sequence[int] | None = None,
     lead: tuple[int, ...] = (),
     heads: SupportsIndex = 1,
 ) -> dict[Kind, Price]:
@@ -241,7 +264,7 @@ def prices(
     ----------
     ranks : int
         The number of ranks.
-    length, mask, lead, heads
+    length, mask, offsets_q, offsets_k, lead, heads
         As in `layout`.
 
     Returns
@@ -261,7 +284,8 @@ def prices(
     >>> {kind: round(price.imbalance, 2) for kind, price in found.items()}
     {'contiguous': 1.75, 'zigzag': 1.0, 'cyclic': 1.09, 'proofs': 1.0}
     """
-    asked = _Asked(_number(ranks, "ranks", 1), length, mask, None, lead, heads)
+    offsets = offsets_q, offsets_k
+    asked = _Asked(_number(ranks, "ranks", 1), length, mask, None, offsets, lead, heads)
     return {kind: asked.price(asked.divided(kind)) for kind in KINDS}
 
 
@@ -273,6 +297,30 @@ def _number(value: Any, name: str, least: int) -> int:
     return int(value)
 
 
+def _weights(found: Array, area: Array) -> Array:
+    """Return the pairs that are computed; what is PARTIAL counts half."""
+    weights: Array = np.array([0.0, 0.5, 1.0])[found] * area
+    return weights
+
+
+def _packed(offsets_q: Any, offsets_k: Any, len_q: int, len_k: int, heads: int) -> Packed:
+    """Return the sizes of packed sequences."""
+    if offsets_q is None:
+        raise ArgumentError("offsets_q, offsets_k: got the latter alone; expected the former, too.")
+    ends = []
+    given = {"offsets_q": offsets_q, "offsets_k": offsets_q if offsets_k is None else offsets_k}
+    for (name, value), total in zip(given.items(), (len_q, len_k), strict=True):
+        held = host(validate.offsets_array(value, name))
+        ends.append(validate.checked_offsets(held, name, total))
+    if len(ends[0]) != len(ends[1]):
+        raise ArgumentError(
+            f"offsets_k: got {len(ends[1]) - 1} sequences, but there are {len(ends[0]) - 1} in "
+            "offsets_q; expected equal numbers."
+        )
+    lengths, starts = [np.diff(each) for each in ends], [each[:-1] for each in ends]
+    return Packed((len(ends[0]) - 1,), heads, lengths[0], lengths[1], starts[0], starts[1])
+
+
 class _Asked:
     """A sequence that is to be divided, with the pairs of its chunks."""
 
@@ -282,6 +330,7 @@ class _Asked:
         length: Any,
         mask: Any,
         layout_k: Layout | None,
+        offsets: tuple[Any, Any],
         lead: tuple[int, ...],
         heads: Any,
     ) -> None:
@@ -295,15 +344,36 @@ class _Asked:
             of_keys, self._key_ranks = layout_k.chunks
         self._key_sizes = np.array([len(x) for x in of_keys], np.int64)
         len_k = self.length if layout_k is None else layout_k.length
-        sizes = Dense(tuple(lead), _number(heads, "heads", 1), self.length, len_k)
+        heads = _number(heads, "heads", 1)
         several = mask if isinstance(mask, (list, tuple)) else [mask]
         rows = np.array([len(x) for x in self.chunks], np.int64)
-        area = rows[:, None] * self._key_sizes
-        self.pairs = np.zeros(area.shape)  # of each chunk of queries with each chunk of keys
-        for each in several:
-            found = classes(validate.mask(each), sizes, self.chunks, of_keys)
-            self.pairs += np.where(found == EMPTY, 0, np.where(found == FULL, area, area / 2))
+        # Of each chunk of queries with each chunk of keys.
+        self.pairs = np.zeros((len(rows), len(of_keys)))
+        if offsets[0] is None and offsets[1] is None:
+            sizes = Dense(tuple(lead), heads, self.length, len_k)
+            area = rows[:, None] * self._key_sizes
+            for each in several:
+                found = classes(validate.mask(each), sizes, self.chunks, of_keys)
+                self.pairs += _weights(found, area)
+        else:
+            packed = _packed(*offsets, self.length, len_k, heads)
+            cells = [
+                Cells.of(x, starts)
+                for x, starts in ((self.chunks, packed.start_q), (of_keys, packed.start_k))
+            ]
+            for each in several:
+                at_rows, at_keys, found = pairs(validate.mask(each), packed, *cells)
+                area = cells[0].size[at_rows] * cells[1].size[at_keys]
+                at = cells[0].chunk[at_rows], cells[1].chunk[at_keys]
+                np.add.at(self.pairs, at, _weights(found, area))
         self.work = self.pairs.sum(axis=1)
+
+    def cheapest(self, rank: int, kinds: Sequence[Kind]) -> Layout:
+        """Return the cheapest layout of some kinds, as a rank sees it."""
+        found = [(self.divided(kind), kind) for kind in kinds]
+        priced = [(self.price(runs), runs, kind) for runs, kind in found]
+        price, runs, chosen = min(priced, key=lambda x: x[0].cost)
+        return Layout(self.length, runs, rank, chosen, self.chunk, price)
 
     def divided(self, kind: Kind) -> tuple[Runs, ...]:
         """Return what each rank holds."""

@@ -34,7 +34,7 @@ class Memory:
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         self.content = place.empty((sum(sizes),), np.dtype(np.uint8))
         first, second = (
-            _viewed(self.content, begin, shape, dtype)
+            viewed(self.content, begin, shape, dtype)
             for begin, shape in zip((0, sizes[0]), shapes, strict=True)
         )
         self.arrays: Two = first, second
@@ -49,7 +49,7 @@ def packed(place: Place, arrays: Two, held: Runs, wanted: Runs, dtype: np.dtype[
     return memory
 
 
-def _viewed(content: Array, begin: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def viewed(content: Array, begin: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an array in the bytes of a message."""
     if is_device_array(content):
         made: Array = device_arrays.view(shape, dtype, device_arrays.memory_of(content, begin))

@@ -12,18 +12,13 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..expr.interval import EMPTY, FULL
-from ..pieces.schedule import NO_KEYS, Piece, classes
-from ..problem.call import Array, Call
-from .layouts import Layout
+from ..pieces.schedule import Piece
+from ..problem.call import Array
+from .proofs import Proofs
 from .runs import Runs
 
-Scheme: TypeAlias = Literal["auto", "rounds", "gather"]
+Scheme: TypeAlias = Literal["auto", "rounds", "gather", "heads", "heads x rounds"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
-# Bytes of all keys and values up to which one exchange of everything takes less time than rounds.
-GATHER_UP_TO = 2**22
-MOST_REMEMBERED = 16  # calls of a layout whose steps it keeps
 
 Pair = tuple[int, int]  # the owner of keys, and the rank that uses them
 
@@ -47,138 +42,37 @@ class Step(NamedTuple):
     pieces: list[Piece]
 
 
-def check_scheme(scheme: object) -> None:
-    """Refuse a scheme that there is not."""
-    if scheme not in SCHEMES:
-        known = ", ".join(f'"{each}"' for each in SCHEMES)
-        raise ArgumentError(f"scheme: got {scheme!r}; expected one of {known}.")
+def steps(proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
+    """Return the steps of a rank: its own keys first, then a step for each round."""
+    travel: list[tuple[dict[int, Runs], dict[int, Runs]]] = [({}, {own: proofs.needed(own, own)})]
+    for pairs in rounds_of(proofs.pairs(), scheme):
+        users = sorted(pairs[pairs[:, 0] == own, 1].tolist())
+        owners = sorted(pairs[pairs[:, 1] == own, 0].tolist())
+        sends = {user: proofs.needed(user, own) for user in users}
+        travel.append((sends, {owner: proofs.needed(own, owner) for owner in owners}))
+    keys = [Runs.of(run for runs in receives.values() for run in runs) for _, receives in travel]
+    travel[0] = {}, {}
+    return [
+        Step(sends, receives, held, pieces)
+        for (sends, receives), held, pieces in zip(travel, keys, proofs.pieces(keys), strict=True)
+    ]
 
 
-def chosen(call: Call, scheme: Scheme) -> Scheme:
-    """Return "rounds" or "gather"."""
-    if scheme != "auto":
-        return scheme
-    problem = call.problem
-    rows = (x.size // max(x.shape[-2], 1) for x in (call.k, call.v))
-    width = sum(rows) if call.k.shape[-2] else 0
-    return "gather" if width * problem.len_k * call.k.itemsize <= GATHER_UP_TO else "rounds"
-
-
-def steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
-    """Return the steps of this rank: its own keys first, then a step for each round.
-
-    The layout remembers them. A mask that reads arrays is examined in every call, because their
-    elements may have changed.
-    """
-    expr, arrays = (None, ()) if call.mask is None else call.mask.structure
-    if arrays:
-        return _steps(call, layout, layout_k, chosen(call, scheme))
-    problem = call.problem
-    key = expr, problem.lead, problem.heads, chosen(call, scheme)
-    known = layout.remembered.get(key)
-    if known is None or known[0] is not layout_k:
-        while len(layout.remembered) >= MOST_REMEMBERED:
-            del layout.remembered[next(iter(layout.remembered))]
-        known = layout_k, _steps(call, layout, layout_k, chosen(call, scheme))
-        layout.remembered[key] = known
-    made: list[Step] = known[1]
-    return made
-
-
-def _steps(call: Call, layout: Layout, layout_k: Layout, scheme: Scheme) -> list[Step]:
-    proofs = _Proofs(call, layout, layout_k)
-    own = layout.rank
-    made = [_step(proofs, {}, {own: proofs.needed(own, own)})]
-    for pairs in _rounds(proofs.pairs(), scheme):
-        sends = {user: proofs.needed(user, own) for owner, user in pairs if owner == own}
-        receives = {owner: proofs.needed(own, owner) for owner, user in pairs if user == own}
-        made.append(_step(proofs, sends, receives))
-    made[0] = made[0]._replace(receives={})
-    return _with_first_pieces(made, layout.own)
-
-
-def _step(proofs: _Proofs, sends: dict[int, Runs], receives: dict[int, Runs]) -> Step:
-    keys = Runs.of(run for runs in receives.values() for run in runs)
-    return Step(
-        dict(sorted(sends.items())), dict(sorted(receives.items())), keys, proofs.pieces(keys)
-    )
-
-
-def _with_first_pieces(made: list[Step], rows: Runs) -> list[Step]:
-    """Say which piece is the first one of its rows. Rows without keys have a piece without keys."""
-    begun: set[range] = set()
-    result = []
-    for step in made:
-        pieces = []
-        for piece in step.pieces:
-            pieces.append(piece._replace(first=piece.rows not in begun))
-            begun.add(piece.rows)
-        result.append(step._replace(pieces=pieces))
-    rest = [Piece(run, NO_KEYS, False, True) for run in rows if run not in begun]
-    result[0].pieces.extend(rest)
-    return result
-
-
-class _Proofs:
-    """The classes of all pairs of chunks, by the ranks that hold them."""
-
-    def __init__(self, call: Call, layout: Layout, layout_k: Layout) -> None:
-        self._rows, self._row_ranks = layout.chunks
-        self._keys, self._key_ranks = layout_k.chunks
-        self._layout, self._size = layout, layout.size
-        self.classes = classes(call.mask, call.problem, self._rows, self._keys)
-        self._used = np.zeros((self._size, len(self._keys)), bool)  # by each rank
-        for rank in np.unique(self._row_ranks):
-            mine = self.classes[self._row_ranks == rank]
-            self._used[rank] = (mine != EMPTY).any(axis=0)
-
-    def needed(self, user: int, owner: int) -> Runs:
-        """Return the positions of one rank's keys that another rank needs."""
-        chunks = np.flatnonzero(self._used[user] & (self._key_ranks == owner))
-        return Runs.of(self._keys[n] for n in chunks)
-
-    def pairs(self) -> Array:
-        """Return whether a rank needs keys of another one, (owners, users)."""
-        found = np.zeros((self._size, self._size), bool)
-        for owner in range(self._size):
-            found[owner] = self._used[:, self._key_ranks == owner].any(axis=1)
-        np.fill_diagonal(found, False)
-        return found
-
-    def pieces(self, keys: Runs) -> list[Piece]:
-        """Return what this rank computes with some keys: runs of its queries by runs of keys."""
-        firsts = np.array([chunk.start for chunk in self._rows])
-        of_keys = np.array([chunk.start for chunk in self._keys])
-        found = []
-        for run in self._layout.own:
-            rows = (firsts >= run.start) & (firsts < run.stop)
-            for span in keys:
-                here = (of_keys >= span.start) & (of_keys < span.stop)
-                kinds = self.classes[np.ix_(rows, here)]
-                if (kinds != EMPTY).any():
-                    found.append(Piece(run, span, bool((kinds != FULL).any()), False))
-        return found
-
-
-def _rounds(pairs: Array, scheme: Scheme) -> list[list[Pair]]:
-    """Return which pairs exchange keys in each round."""
+def rounds_of(pairs: Array, scheme: Scheme) -> list[Array]:
+    """Return the pairs (owner, user) that exchange keys in each round, (pairs, 2)."""
+    found = np.argwhere(pairs)
     if scheme == "gather":
-        return [_listed(pairs)] if pairs.any() else []
+        return [found] if len(found) else []
     size = len(pairs)
-    owners = np.arange(size)
-    found = []
-    for distance in range(1, size):
-        users = (owners + distance) % size
-        together = [(o, u) for o, u in zip(owners.tolist(), users.tolist(), strict=True)
-                    if pairs[o, u]]  # fmt: skip
-        if together:
-            found.append(together)
-    most = int(max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max(), 0)) if size else 0
-    return found if len(found) <= most else coloured(_listed(pairs), size, most)
-
-
-def _listed(pairs: Array) -> list[Pair]:
-    return [(int(owner), int(user)) for owner, user in np.argwhere(pairs)]
+    distances = (found[:, 1] - found[:, 0]) % max(size, 1)
+    order = np.argsort(distances, kind="stable")
+    starts = np.flatnonzero(np.diff(distances[order], prepend=-1))
+    by_distance = np.split(found[order], starts[1:]) if len(found) else []
+    most = int(max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max())) if size else 0
+    if len(by_distance) <= most:
+        return by_distance
+    listed = [(int(owner), int(user)) for owner, user in found]
+    return [np.array(each, np.int64) for each in coloured(listed, size, most)]
 
 
 def coloured(pairs: Sequence[Pair], size: int, rounds: int) -> list[list[Pair]]:

@@ -68,6 +68,19 @@ class Runs:
         start = rows[run] + positions.start - first[run]
         return range(start, start + len(positions))
 
+    def without(self, others: Iterable[range]) -> Runs:
+        """Return the positions that are in none of some ranges, each of which lies in a run."""
+        ends = sorted((each.start, each.stop) for each in others)
+        left, n = [], 0
+        for run in self.ranges:
+            first = run.start
+            while n < len(ends) and ends[n][0] < run.stop:
+                left.append(range(first, ends[n][0]))
+                first = ends[n][1]
+                n += 1
+            left.append(range(first, run.stop))
+        return Runs(tuple(each for each in left if each))
+
     def cut(self, size: int) -> list[range]:
         """Return the runs, cut at the multiples of a size."""
         return [

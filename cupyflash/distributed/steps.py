@@ -24,8 +24,9 @@ from . import compute
 from .agreement import agree, bias_facts, bias_is_shared, facts_of
 from .communication import Communicator
 from .faults import gave_up
+from .heads import Heads
 from .layouts import Layout
-from .rounds import Step, check_scheme, chosen, steps
+from .plans import BY_HEADS, Plan, check_scheme, plan
 
 T = TypeVar("T")
 
@@ -98,13 +99,19 @@ class Distributed:
         As users pass them.
     """
 
-    backward_name = "cupyflash.distributed.attention_backward"
+    name = "attention"
+    has_whole_bias = False  # the same on every rank, and not one that has its rows
 
     def __init__(self, q: Any, k: Any, v: Any, options: Options, ranks: Ranks) -> None:
         self._q, self._k, self._v = q, k, v
         self._options, self._ranks = options, ranks
         self.comm = ranks.communicator()
         self._bias_is_shared = False
+
+    @property
+    def backward_name(self) -> str:
+        """Name of the public function that computes the call's gradients."""
+        return f"cupyflash.distributed.{self.name}_backward"
 
     @functools.cached_property
     def layouts(self) -> tuple[Layout, Layout]:
@@ -114,30 +121,37 @@ class Distributed:
     @functools.cached_property
     def call(self) -> Call:
         """The validated call. Its arrays are those of this rank, its lengths those of all."""
-        layout, layout_k = self.layouts
-        given = validate.call(self._q, self._k, self._v)
-        held = {"q": (given.problem.len_q, layout), "k": (given.problem.len_k, layout_k)}
-        for name, (count, each) in held.items():
-            if count != each.count:
-                raise ArgumentError(
-                    f"{name}: got {count} positions; expected {each.count}, those that the layout "
-                    f"gives to rank {each.rank}. layout.take(whole array) returns them."
-                )
-        # A bias has this rank's rows, and columns for all keys.
-        problem = replace(given.problem, len_k=layout_k.length)
-        arrays = given.q, given.k, given.v
-        call = validate.with_options(problem, *arrays, given.were_matrices, self._options)
+        call = self._validated()
         if call.device is not None and not self.comm.takes_device_arrays:
             raise ArgumentTypeError(
                 "q: got a CuPy array, and comm has no GPUs; expected a NumPy array, or a comm made "
                 "with communicator(ranks, device=...)."
             )
+        return call
+
+    def _validated(self) -> Call:
+        layout, layout_k = self.layouts
+        given = validate.call(self._q, self._k, self._v)
+        self._check_counts(given)
+        # A bias has this rank's rows, and columns for all keys.
+        problem = replace(given.problem, len_k=layout_k.length)
+        arrays = given.q, given.k, given.v
+        call = validate.with_options(problem, *arrays, given.were_matrices, self._options)
         return replace(call, problem=replace(call.problem, len_q=layout.length))
 
+    def _check_counts(self, given: Call) -> None:
+        """Check that the arrays have the rows that the layouts give to this rank."""
+        for name, array, each in zip("qk", (given.q, given.k), self.layouts, strict=True):
+            if array.shape[-2] != each.count:
+                raise ArgumentError(
+                    f"{name}: got {array.shape[-2]} positions; expected {each.count}, those that "
+                    f"the layout gives to rank {each.rank}. layout.take(whole array) returns them."
+                )
+
     @functools.cached_property
-    def steps(self) -> list[Step]:
-        """What this rank sends, receives and computes."""
-        return steps(self.call, *self.layouts, self._ranks.scheme)
+    def plan(self) -> Plan:
+        """The scheme, and what this rank sends, receives and computes."""
+        return plan(self.call, *self.layouts, self._ranks.scheme, self.comm.nodes)
 
     def rank(self) -> compute.Rank:
         """Return what this rank computes, for one run."""
@@ -146,8 +160,12 @@ class Distributed:
         place: Place = Host(dispatch.CPU) if device is None else Device(dispatch.GPU, device)
         timeout = self._ranks.seconds()
         return compute.Rank(
-            place.ready(self.call), rows, keys, self.steps, self.comm, place, timeout
+            place.ready(self.call), rows, keys, self.plan.steps, self.comm, place, timeout
         )
+
+    def heads(self) -> Heads:
+        """Return what this rank computes if rows travel by heads, for one run."""
+        return Heads(self.rank(), self.layouts, self.plan.group, self._bias_is_shared)
 
     @property
     def bias_is_shared(self) -> bool:
@@ -169,12 +187,15 @@ class Distributed:
             bias, rows = self.call.bias, layout.count
             # A rank with one row cannot know whether others have the same row of the bias.
             unsure = bias is not None and any(runs.count == 1 for runs in layout.runs)
-            tells = bool(self._ranks.check) or unsure
-            self._bias_is_shared = bias is not None and (bias.ndim < 2 or bias.shape[-2] == 1)
+            tells = bool(self._ranks.check) or (unsure and not self.has_whole_bias)
+            self._bias_is_shared = bias is not None and (
+                self.has_whole_bias or bias.ndim < 2 or bias.shape[-2] == 1
+            )
             if tells:
-                more = {"function": name, "scheme": chosen(self.call, self._ranks.scheme), **more}
-                facts = facts_of(self.call, layout, layout_k, more) | bias_facts(bias, rows)
-            self.steps  # noqa: B018, its faults are told like others
+                more = {"function": name, "scheme": self.plan.scheme, **more}
+                facts = facts_of(self.call, layout, layout_k, more)
+                facts |= bias_facts(bias, None if self.has_whole_bias else rows)
+            self.plan  # noqa: B018, its faults are told like others
         except Exception as raised:  # noqa: BLE001, every rank raises it
             error = raised
             tells = self._ranks.check is not False
@@ -202,6 +223,36 @@ class Distributed:
             raise
 
 
+class Packed(Distributed):
+    """A call on packed sequences; `offsets` are those of queries and of keys, as users pass them.
+
+    The rest is as in `Distributed`.
+    """
+
+    name = "attention_varlen"
+    has_whole_bias = True
+
+    def __init__(
+        self, q: Any, k: Any, v: Any, offsets: tuple[Any, Any], options: Options, ranks: Ranks
+    ) -> None:
+        super().__init__(q, k, v, options, ranks)
+        self._offsets = offsets
+
+    def _validated(self) -> Call:
+        layout, layout_k = self.layouts
+        call = validate.varlen_call(
+            self._q, self._k, self._v, *self._offsets, True, self._options,
+            totals=(layout.length, layout_k.length),
+        )  # fmt: skip
+        if call.device is not None:
+            raise ArgumentTypeError(
+                "q: got a CuPy array; expected NumPy arrays for packed sequences over ranks. Join "
+                "the sequences to one by masks.segments, and call distributed.attention."
+            )
+        self._check_counts(call)
+        return call
+
+
 def _forward(
     request: Distributed, flags: Mapping[str, Any], out: Any, lse_out: Any
 ) -> tuple[Any, Any]:
@@ -211,8 +262,11 @@ def _forward(
         return pieces_steps.outputs(request.call, out, lse_out)
 
     with request.running():
-        made = request.begin("attention", prepare, {})
-        compute.forward(request.rank(), made.out, made.lse)
+        made = request.begin(request.name, prepare, {})
+        if request.plan.scheme in BY_HEADS:
+            request.heads().forward(made.out, made.lse)
+        else:
+            compute.forward(request.rank(), made.out, made.lse)
     return made.shown
 
 
@@ -239,8 +293,11 @@ def backward(
 
     with request.running():
         more = {"deterministic": bool(deterministic), "dlse": "None" if dlse is None else "given"}
-        made = request.begin("attention_backward", prepare, more)
-        compute.backward(request.rank(), made, bool(deterministic), request.bias_is_shared)
+        made = request.begin(f"{request.name}_backward", prepare, more)
+        if request.plan.scheme in BY_HEADS:
+            request.heads().backward(made, bool(deterministic))
+        else:
+            compute.backward(request.rank(), made, bool(deterministic), request.bias_is_shared)
     return made.shown
 
 

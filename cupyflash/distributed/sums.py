@@ -6,10 +6,10 @@ import numpy as np
 
 from ..pieces.place import Place
 from ..problem.call import Array
-from .communication import Communicator
+from .communication import Exchanger
 
 
-def add_over_ranks(comm: Communicator, place: Place, total: Array, timeout: float) -> None:
+def add_over_ranks(comm: Exchanger, place: Place, total: Array, timeout: float) -> None:
     """Replace a contiguous array by the sum of those of all ranks.
 
     Each rank adds one part of the elements, and sends the sum to all.

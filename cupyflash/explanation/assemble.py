@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from ..analysis import Device
 from ..arrays.device_arrays import is_device_array
 from ..arrays.dtypes import FLOATS
 from ..arrays.interop import DLPackArray, array, one_home
+from ..distributed.model import LINKS
+from ..distributed.simulation import Simulation, simulate
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.bind import in_host_memory
 from ..expr.evaluate import host
@@ -34,7 +36,7 @@ from .occupancy import LIMITS, occupancy
 from .places import Place, place
 from .registers import UnknownError, registers
 from .results import Explanation, KernelUse, Occupancy, Registers
-from .times import flops_of, rooflines, standard
+from .times import flops_of, machine, rooflines, standard
 from .works import Work, fake_array, on_cpu, on_gpu
 
 GRIDS = MOST_CELLS, MOST_SIGNS  # of the drawing, and of the picture in a terminal
@@ -54,6 +56,8 @@ def explain(
     deterministic: bool = False,
     precision: Literal["tf32x3"] | None = None,
     compile: bool = True,
+    ranks: SupportsIndex | None = None,
+    nodes: SupportsIndex = 1,
 ) -> Explanation:
     """Say what a call of attention would run, and what that costs, without running it.
 
@@ -83,13 +87,18 @@ def explain(
     compile : bool
         Whether to compile kernels, which takes a second each, to find out registers and occupancy.
         This needs NVRTC but no GPU.
+    ranks : int, optional
+        Also simulate `cupyflash.distributed.attention` over so many GPUs, each of which holds a
+        part of the sequence.
+    nodes : int
+        How many machines have these GPUs, as many each.
 
     Returns
     -------
     Explanation
         Kernels, tiles by class, traffic, FLOPs, time by the roofline, and what standard attention
         would need. Tiles are counted exactly; the memory that this takes does not grow with their
-        number.
+        number. With `ranks`, the layout, the scheme, bytes, balance, memory and a model's times.
 
     Raises
     ------
@@ -121,6 +130,10 @@ def explain(
         ),
     )
     axes, shapes = call.axes, (call.q.shape, call.k.shape, call.v.shape)
+    unknown: list[str] = []
+    over_ranks = None
+    if ranks is not None:
+        over_ranks = _over_ranks(call, where, ranks, nodes, backward, unknown)
     if where.target is not None and not backward:
         call, _ = pack_gqa.joined(call)
     problem = call.problem
@@ -129,7 +142,6 @@ def explain(
     else:
         reason, works, scratch = on_gpu(call, where, backward, deterministic)
     allowed = trees(call).allowed
-    unknown: list[str] = []
     surveys: dict[tuple[int, int], Survey] = {}
     sizes = traffic.Sizes(call)
     kernels = tuple(
@@ -181,7 +193,30 @@ def explain(
         standard=standard(call, where, backward, results),
         unknown=tuple(dict.fromkeys(unknown)),
         figure=_figure(call, found, title),
+        over_ranks=over_ranks,
     )
+
+
+def _over_ranks(
+    call: Call, where: Place, ranks: Any, nodes: Any, backward: bool, unknown: list[str]
+) -> Simulation:
+    for name, value in (("ranks", ranks), ("nodes", nodes)):
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            raise ArgumentTypeError(f"{name}: got {value!r}; expected an integer.")
+        if value < 1:
+            raise ArgumentError(f"{name}: got {value}; expected 1 or more.")
+    if ranks % nodes:
+        raise ArgumentError(
+            f"nodes: got {nodes} for {ranks} ranks; expected a divisor, so that every node has as "
+            "many GPUs."
+        )
+    made = machine(where, call)
+    if made is None:
+        unknown.append(
+            f"time over ranks: how fast {where.words.partition(',')[0]} computes, or sends to "
+            f"others, is not known; it is for {' and '.join(LINKS)}"
+        )
+    return simulate(call, int(ranks), int(nodes), backward, made)
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..analysis.roofline import Roofline
 from ..analysis.tiles import TileCount
+from ..distributed.simulation import Simulation
 from ..figures import Figure
 
 
@@ -224,6 +225,8 @@ class Explanation:
         What could not be found out, with the reason and the remedy.
     figure : Figure
         The tiles of the main kernel for the first batch entry and head.
+    over_ranks : Simulation or None
+        With `ranks`: what the call would do over so many, simulated and not measured.
     """
 
     q_shape: tuple[int, ...]
@@ -248,6 +251,7 @@ class Explanation:
     standard: Standard
     unknown: tuple[str, ...]
     figure: Figure = field(repr=False)
+    over_ranks: Simulation | None = None
 
     @property
     def main(self) -> KernelUse:
@@ -296,6 +300,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Bytes):
         words = {"reads": dict(value.reads), "writes": dict(value.writes)}
         return words | {"read": value.read, "written": value.written, "total": value.total}
+    if isinstance(value, Simulation):
+        return dataclasses.asdict(value) | {
+            "seconds": value.seconds, "efficiency": value.efficiency, "simulated": True
+        }  # fmt: skip
     if isinstance(value, TileCount):
         return value._asdict() | {"visited": value.visited, "total": value.total}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -6,6 +6,7 @@ from .. import analysis
 from ..analysis import Device
 from ..analysis.roofline import Roofline, limits
 from ..arrays.dtypes import DTYPES
+from ..distributed.model import Machine, machine_of
 from ..problem.call import Call
 from .places import Place
 from .results import Bytes, KernelUse, Standard
@@ -32,6 +33,14 @@ def _best_peak(device: Device, call: Call) -> float:
     dtype, precision = call.problem.dtype.name, call.problem.precision
     own = (_peak(device, dtype, cores, precision) for cores in (False, True))
     return max(peak for peak in own if peak is not None)
+
+
+def machine(where: Place, call: Call) -> Machine | None:
+    """Return what many such devices can do together; None if that is not known."""
+    device = where.device
+    if device is None:
+        return None
+    return machine_of(device.name, _best_peak(device, call), device.bandwidth)
 
 
 def rooflines(

@@ -67,11 +67,38 @@ def _extremes(node: Expr, args: list[Any], machine: str) -> Any:
         )
     ranges = np.stack([*first, *last], axis=-1)[at]
     smallest = node.op == "range_minimum"
+    if machine == "exact" and array.ndim == 1 and array.size:
+        low, high = ranges.T
+        return _of_runs(array, low, high, dtype, smallest)[place].reshape(shape)
     found: np.ndarray[Any, Any] = np.empty(len(ranges), dtype)
     for n, corners in enumerate(ranges):
         low, high = corners[: array.ndim], corners[array.ndim :]
         found[n] = _extreme(array, low, high, dtype, smallest, machine)
     return found[place].reshape(shape)
+
+
+def _of_runs(array: Any, low: Any, high: Any, dtype: type, smallest: bool) -> Any:
+    """Return the smallest or the largest elements of runs of an array of one axis."""
+    extreme = np.minimum if smallest else np.maximum
+    array, size = array.astype(dtype, copy=False), array.size
+    some, to_end = (low <= high) & (high < size - 1), (low <= high) & (high == size - 1)
+    found: np.ndarray[Any, Any] = np.full(len(low), _without_elements(dtype, smallest), dtype)
+    if some.any():
+        ends = np.stack([low[some], high[some] + 1], axis=-1).reshape(-1)
+        found[some] = extreme.reduceat(array, ends)[::2]
+    if to_end.any():  # each ends where the array does, so none is more than the one before it
+        order = np.argsort(low[to_end])
+        parts = extreme.reduceat(array, low[to_end][order])
+        made: np.ndarray[Any, Any] = np.empty(len(order), dtype)
+        made[order] = extreme.accumulate(parts[::-1])[::-1]
+        found[to_end] = made
+    return found
+
+
+def _without_elements(dtype: type, smallest: bool) -> Any:
+    """Return the end that every element would replace."""
+    least, most = (-np.inf, np.inf) if dtype is np.float32 else (_LOW, _HIGH)
+    return most if smallest else least
 
 
 def _extreme(array: Any, low: Any, high: Any, dtype: type, smallest: bool, machine: str) -> Any:
@@ -84,9 +111,8 @@ def _extreme(array: Any, low: Any, high: Any, dtype: type, smallest: bool, machi
         if dtype is np.bool_:
             return not smallest
         return _LOW if smallest else _HIGH
-    if not count:  # the ends that every element would replace
-        least, most = (-np.inf, np.inf) if dtype is np.float32 else (_LOW, _HIGH)
-        return most if smallest else least
+    if not count:
+        return _without_elements(dtype, smallest)
     part = array[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))].astype(dtype)
     return part.min() if smallest else part.max()
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..problem.call import Array, Call, Gradients, Problem
-from .parts import call_of, part, part_of_pairs, part_of_statistic
+from .parts import call_of, part, part_of_bias, part_of_pairs, part_of_statistic
 from .place import Parts, Place
 from .schedule import Piece, Schedule
 
@@ -166,7 +166,7 @@ def backward(
                     workspace=None,
                     deterministic=deterministic,
                 )
-                sums.add(computed, piece.rows, piece.keys)
+                sums.add(computed, piece, piece.rows)
                 if totals is None:
                     totals = computed.dk, computed.dv
                 else:
@@ -237,13 +237,14 @@ class Sums:
     """
 
     def __init__(self, call: Call, place: Place, targets: Gradients, rows: Iterable[range]) -> None:
-        self._place, self._targets = place, targets
+        self._call, self._place, self._targets = call, place, targets
         self._number = call.problem.accumulator
         self._dq = Total(place, call.q, self._number, rows)
         self.dsink = None if call.sink is None else place.sums(call.sink, self._number)
         self.dbias: Array | None = None
         bias = call.bias
-        if bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:]):
+        shared = bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:])
+        if bias is not None and (shared or call.problem.packed):
             self.dbias = place.sums(bias, self._number)  # several pieces have the same part of it
         elif bias is not None:
             place.clear(targets.dbias)  # of pieces that are not computed
@@ -263,16 +264,19 @@ class Sums:
         dq = self._dq.empty(piece.q, rows)
         return Gradients(dq, dk, dv, like(piece.bias), like(piece.sink))
 
-    def add(self, computed: Gradients, rows: range, keys: range) -> None:
-        """Add the gradients of a piece, whose rows and keys are counted as in the arrays."""
+    def add(self, computed: Gradients, piece: Piece, rows: range) -> None:
+        """Add the gradients of a piece; `rows` says where its queries are in the arrays."""
         place = self._place
         self._dq.add(computed.dq, rows)
         if computed.dbias is not None and self.dbias is not None:
-            place.add(computed.dbias, part_of_pairs(self.dbias, rows, keys))
+            place.add(computed.dbias, self._of_bias(self.dbias, piece, rows))
         elif computed.dbias is not None:
-            place.store(computed.dbias, part_of_pairs(self._targets.dbias, rows, keys))
+            place.store(computed.dbias, self._of_bias(self._targets.dbias, piece, rows))
         if computed.dsink is not None and self.dsink is not None:
             place.add(computed.dsink, self.dsink)
+
+    def _of_bias(self, array: Array, piece: Piece, rows: range) -> Array:
+        return part_of_bias(self._call, array, piece, rows, piece.keys)
 
     def store(self) -> None:
         """Write the sums."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem.call import Array, Call, changed
+from ..problem.call import Array, Call, Problem, changed
+from ..problem.positions import whole as entire
 from .schedule import Piece
 
 
@@ -31,23 +32,38 @@ def part_of_pairs(array: Array, rows: range, keys: range) -> Array:
     return view
 
 
+def part_of_bias(whole: Call, array: Array, piece: Piece, rows: range, keys: range) -> Array:
+    """Return the part for a piece of a bias, or of an array like it.
+
+    `rows` and `keys` say where the piece's queries and keys are in an array of the bias. For packed
+    sequences, every bias has all positions of the longest one.
+    """
+    problem = whole.problem
+    if not problem.packed:
+        return part_of_pairs(array, rows, keys)
+    several = array.ndim > 3 and array.shape[0] > 1
+    first, last = piece.sequences.start, piece.sequences.stop
+    if last - first > 1:
+        lengths = (x[first:last].max() for x in (problem.len_q, problem.len_k))
+        some = array[first:last] if several else array
+        return part_of_pairs(some, *(range(int(n)) for n in lengths))
+    one = array[first if several else 0] if array.ndim > 3 else array
+    local = (
+        range(positions.start - int(starts[first]), positions.stop - int(starts[first]))
+        for positions, starts in ((piece.rows, problem.start_q), (piece.keys, problem.start_k))
+    )
+    return part_of_pairs(one, *local)
+
+
 def call_of(whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array | None) -> Call:
     """Return the call of a piece, given its parts of the arrays of the whole call.
 
     Its positions and lengths, as masks, scores and dropout see them, are those of the whole call.
     Without keys there is nothing but the sink.
     """
-    problem = changed(
-        whole.problem,
-        len_q=len(piece.rows),
-        len_k=len(piece.keys),
-        origin_q=piece.rows.start,
-        origin_k=piece.keys.start,
-        whole=(whole.problem.len_q, whole.problem.len_k),
-    )
     return changed(
         whole,
-        problem=problem,
+        problem=_problem(whole.problem, piece),
         q=q,
         k=k,
         v=v,
@@ -55,4 +71,44 @@ def call_of(whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array
         score_mod=whole.score_mod if piece.keys else None,
         mask=whole.mask if piece.masked else None,
         sink=whole.sink if piece.first else None,
+        offsets=None,
+    )
+
+
+def _problem(whole: Problem, piece: Piece) -> Problem:
+    """Return the problem of a piece: that of packed sequences only if it has several of them."""
+    if not whole.packed:
+        return changed(
+            whole,
+            len_q=len(piece.rows),
+            len_k=len(piece.keys),
+            origin_q=piece.rows.start,
+            origin_k=piece.keys.start,
+            whole=entire(whole),
+        )
+    first, last = piece.sequences.start, piece.sequences.stop
+    if last - first > 1:
+        return changed(
+            whole,
+            lead=(last - first,),
+            len_q=whole.len_q[first:last],
+            len_k=whole.len_k[first:last],
+            start_q=whole.start_q[first:last] - piece.rows.start,
+            start_k=whole.start_k[first:last] - piece.keys.start,
+            origin_b=first,
+            whole=entire(whole),
+        )
+    starts = (0, 0) if last == first else (int(whole.start_q[first]), int(whole.start_k[first]))
+    return changed(
+        whole,
+        lead=(),
+        packed=False,
+        len_q=len(piece.rows),
+        len_k=len(piece.keys),
+        start_q=0,
+        start_k=0,
+        origin_q=piece.rows.start - starts[0],
+        origin_k=piece.keys.start - starts[1],
+        origin_b=first,
+        whole=entire(whole),
     )

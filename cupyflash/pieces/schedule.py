@@ -8,9 +8,9 @@ FULL, the mask is not evaluated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from ..masks import Mask
 from ..problem.call import Array, Call
 
 MOST_CLASSES = 2**22  # of pieces of single heads; with more, all heads and entries share proofs
+SPLIT = 8  # a rectangle of chunks that is PARTIAL is divided into so many by so many
+FIRST_RECTANGLES = 2**10  # that are examined first, at least
 NO_KEYS = range(0)
 
 
@@ -37,12 +39,15 @@ class Piece(NamedTuple):
     first : bool
         Whether it is the first piece of its queries, in the order of `by_rows`. The sink is part of
         it.
+    sequences : range
+        Its packed sequences. If there are several, it has all of each.
     """
 
     rows: range
     keys: range
     masked: bool
     first: bool
+    sequences: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,10 @@ def schedule(call: Call, rows: int, keys: int) -> Schedule:
 def classes(
     mask: Mask | None, problem: Sizes, rows: Sequence[range], keys: Sequence[range]
 ) -> Array:
-    """Return the class of each piece, (chunks of rows, chunks of keys): see `Schedule`."""
+    """Return the class of each piece, (chunks of rows, chunks of keys): see `Schedule`.
+
+    Chunks do not overlap, and come in any order.
+    """
     shape = len(rows), len(keys)
     batch = math.prod(problem.lead)
     if not batch * problem.heads:
@@ -102,11 +110,7 @@ def classes(
     if mask is None or not all(shape):
         return np.full(shape, FULL)
     allowed = bind(mask.expr, problem)
-    symbols = {
-        "i_low": np.array([x.start for x in rows])[:, None],
-        "i_high": np.array([x.stop - 1 for x in rows])[:, None],
-        "j_low": np.array([x.start for x in keys]),
-        "j_high": np.array([x.stop - 1 for x in keys]),
+    symbols: dict[str, Any] = {
         "len_q": np.int64(problem.len_q),
         "len_k": np.int64(problem.len_k),
         "start_q": np.int64(0),
@@ -116,16 +120,70 @@ def classes(
     entries = batch if "b" in reads else 1
     heads = problem.heads if "h" in reads else 1
     if math.prod(shape) * entries * heads > MOST_CLASSES:
+        root = _class_of_all(allowed)
         ends = {"b_low": 0, "b_high": batch - 1, "h_low": 0, "h_high": problem.heads - 1}
         symbols |= {name: np.int64(end) for name, end in ends.items()}
-        found = tile_classes(_class_of_all(allowed), symbols, "exact")
-        return np.broadcast_to(found, shape)
-    symbols["b"] = np.arange(entries)[:, None, None, None]
-    symbols["h"] = np.arange(heads)[:, None, None]
-    found = np.asarray(tile_classes(tile_class(allowed), symbols, "exact"))
-    found = np.broadcast_to(found, np.broadcast_shapes(found.shape, (1, 1, *shape)))
-    lowest, highest = found.min(axis=(0, 1)), found.max(axis=(0, 1))
-    return np.where(lowest == highest, lowest, PARTIAL)
+    else:
+        root = tile_class(allowed)
+        symbols["b"] = np.arange(entries)[:, None, None]
+        symbols["h"] = np.arange(heads)[:, None]
+
+    def of_rectangles(corners: dict[str, Array]) -> Array:
+        found = np.asarray(tile_classes(root, symbols | corners, "exact"))
+        found = np.broadcast_to(
+            found, np.broadcast_shapes(found.shape, (1, 1, len(corners["i_low"])))
+        )
+        lowest, highest = found.min(axis=(0, 1)), found.max(axis=(0, 1))
+        return np.where(lowest == highest, lowest, PARTIAL)
+
+    return _divided(of_rectangles, rows, keys)
+
+
+def _divided(
+    classes_of: Callable[[dict[str, Array]], Array], rows: Sequence[range], keys: Sequence[range]
+) -> Array:
+    """Return the class of each piece, examining many pieces at once where that proves them.
+
+    A class other than PARTIAL of a rectangle of chunks is that of each piece in it.
+    """
+    orders = [np.argsort([x.start for x in chunks], kind="stable") for chunks in (rows, keys)]
+    low_i, low_j = (
+        np.array([x.start for x in chunks])[order]
+        for chunks, order in zip((rows, keys), orders, strict=True)
+    )
+    high_i, high_j = (
+        np.array([x.stop - 1 for x in chunks])[order]
+        for chunks, order in zip((rows, keys), orders, strict=True)
+    )
+    shape = len(low_i), len(low_j)
+    step = 1
+    while math.prod(-(-n // (SPLIT * step)) for n in shape) >= FIRST_RECTANGLES:
+        step *= SPLIT
+    down, across = (-(-n // step) for n in shape)
+    made = np.empty((down * step, across * step), np.int8)  # whole rectangles
+    row, column = (x.reshape(-1) for x in np.indices((down, across)))
+    while True:
+        top, left = row * step, column * step
+        bottom, right = np.minimum(top + step, shape[0]), np.minimum(left + step, shape[1])
+        kinds = classes_of({
+            "i_low": low_i[top], "i_high": high_i[bottom - 1],
+            "j_low": low_j[left], "j_high": high_j[right - 1],
+        })  # fmt: skip
+        rectangles = made.reshape(made.shape[0] // step, step, made.shape[1] // step, step)
+        rectangles[row, :, column] = kinds[:, None, None]
+        again = kinds == PARTIAL
+        if step == 1 or not again.any():
+            break
+        step //= SPLIT
+        row, column = (
+            (x[again] * SPLIT)[:, None] + part.reshape(-1)
+            for x, part in zip((row, column), np.indices((SPLIT, SPLIT)), strict=True)
+        )
+        inside = (row * step < shape[0]) & (column * step < shape[1])
+        row, column = row[inside], column[inside]
+    result = np.empty(shape, np.int8)
+    result[np.ix_(*orders)] = made[: shape[0], : shape[1]]
+    return result
 
 
 def _class_of_all(mask: Expr) -> Expr:

@@ -70,16 +70,28 @@ class Problem:
     seed: Any = 0  # a number, or a 0-d array of uint64 in device memory
     precision: str | None = None  # "tf32x3": float32 may be multiplied by tensor cores
     heads_in_rows: int = 1  # query heads whose queries are rows of one head: see pack_gqa
-    # The problem may be a piece of a larger one. Its first query and its first key have these
-    # positions there, and `whole` has the queries and the keys of all of it: see positions.
+    # The problem may be a piece of a larger one, `whole`. Its first query, key, head and entry have
+    # these positions there: see positions.
     origin_q: int = 0
     origin_k: int = 0
-    whole: tuple[int, int] | None = None
+    origin_h: int = 0
+    origin_b: int = 0
+    whole: Problem | None = None
 
     @property
     def accumulator(self) -> np.dtype[Any]:
         """The dtype of scores, sums, LSE and every intermediate result."""
         return dtypes.accumulator(self.dtype)
+
+    @property
+    def heads_of_entry(self) -> int:
+        """Query heads of each entry of the whole problem."""
+        return self.heads if self.whole is None else self.whole.heads
+
+    @property
+    def origin_b_h(self) -> int:
+        """Number of the first head of the first entry among those of all entries."""
+        return self.origin_b * self.heads_of_entry + self.origin_h
 
     @property
     def batch(self) -> int:

@@ -118,8 +118,12 @@ def varlen_call(
     offsets_k: Any,
     check: bool,
     options: Options = DEFAULTS,
+    totals: tuple[int, int] | None = None,
 ) -> Call:
-    """Validate a call on packed arrays. Offsets in host memory are always checked."""
+    """Validate a call on packed arrays. Offsets in host memory are always checked.
+
+    The arrays may have some of the packed rows, of which there are `totals` queries and keys.
+    """
     if not isinstance(check, (bool, np.bool_)):
         raise ArgumentTypeError(f"check: got {check!r}; expected True or False.")
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -135,8 +139,8 @@ def varlen_call(
     named = {"offsets_q": offsets_q, "offsets_k": offsets_k}
     held = {name: offsets_array(value, name) for name, value in named.items()}
     ends: dict[str, Any] = {}
-    for size, packed in (("q", q), ("k", k)):
-        name, total = f"offsets_{size}", packed.shape[1]
+    for size, total in zip("qk", totals or (q.shape[1], k.shape[1]), strict=True):
+        name = f"offsets_{size}"
         held[name], read = device_args.offsets_to_check(held[name], name, q, bool(check))
         if read is None:
             longest = device_args.longest(f"len_{size}", total, *_position_arrays(options))

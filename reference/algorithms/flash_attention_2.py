@@ -60,6 +60,8 @@ class OneHead:
     start_k: int = 0
     origin_q: int = 0
     origin_k: int = 0
+    origin_b_h: int = 0
+    heads_of_entry: int = 1
     packed: bool = False
 
 

@@ -34,6 +34,8 @@ class Shape(NamedTuple):
     seed: int  # uint64 as int64
     origin_q: int  # positions of the first query and key, as dropout counts them
     origin_k: int
+    origin_b_h: int  # b Hq + h of the first head of the first entry, as dropout counts them
+    heads_of_entry: int  # Hq there
 
 
 class KeyRanges(NamedTuple):

@@ -97,6 +97,14 @@ class Problem(Protocol):
     def origin_k(self) -> int:
         """Position of the first key."""
 
+    @property
+    def origin_b_h(self) -> int:
+        """Number of the first head of the first entry, as dropout counts the heads of all."""
+
+    @property
+    def heads_of_entry(self) -> int:
+        """Heads that dropout counts for an entry."""
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -191,6 +199,8 @@ class Layout:
             seed=int(np.uint64(problem.seed).astype(np.int64)),
             origin_q=problem.origin_q,
             origin_k=problem.origin_k,
+            origin_b_h=problem.origin_b_h,
+            heads_of_entry=problem.heads_of_entry,
         )
 
     def _per_entry(self, value: Any) -> Array:

@@ -203,7 +203,7 @@ def note_seen(s, seen, count):
 @kernel
 def draw_dropout(shape, b, h, i0, ni, j0, nj, lanes, z, words):
     """Set z[j, i] = 0 for a dropped pair, else 1 / (1 - dropout); `words` is scratch."""
-    b_h = b * shape.heads + h
+    b_h = shape.origin_b_h + b * shape.heads_of_entry + h
     i0, j0 = shape.origin_q + i0, shape.origin_k + j0
     known = -1
     for j in range(nj):

@@ -11,44 +11,23 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from halves import mostly_thorough
-from harness import small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import same_bits
-from ranks import OverRanks, blocks_of
+from ranks import OverRanks, blocks_of, judge, served
 from strategies import DTYPES, MASKS, problems
 
 import cupyflash
 from cupyflash import ArgumentTypeError, distributed, masks
-from cupyflash.distributed import rounds
 from cupyflash.distributed.layouts import KINDS
-from cupyflash.problem.call import Gradients
 from cupyflash.problem.options import Options
-from cupyflash.testing import Subject, backward_bound, forward_bound, problem
+from cupyflash.testing import problem
 
-GRADIENTS = Gradients._fields
-SCHEMES = ("rounds", "gather")
+KEYS_TRAVEL = ("rounds", "gather")
+SCHEMES = (*KEYS_TRAVEL, "heads", "heads x rounds")
 BY_DTYPE = mostly_thorough(
     "dtype", DTYPES, quick=DTYPES[1:3], why="the same steps in other types", ids=str
 )
-
-
-def judge(p, over, block):
-    """Judge the forward and the backward of a problem, a term of the bound for each merge."""
-    with small_tiles(p) as whole, blocks_of(block):
-        subject = Subject(over.attention, over.attention_backward, tiles=whole.tiles)
-        rows = subject.attend_problem(p)
-        finite = np.isfinite(rows.out).all()  # the backward reads what float16 made of O
-        gradients = subject.gradients_problem(p, rows) if finite else Gradients(None, None, None)
-        how = {"block_kv": min(whole.tiles[1], block), "splits": over.merges(p.k.shape[-2])}
-    how |= {"precision": subject.precision(p.dtype), **p.options}
-    bound = forward_bound(p.q, p.k, p.v, **how)
-    subject.judge("out", rows.out, *bound.out)
-    subject.judge("lse", rows.lse, *bound.lse)
-    bounds = backward_bound(p.do, p.q, p.k, p.v, dlse=p.dlse, **how)
-    for name, gradient in zip(GRADIENTS, gradients, strict=True):
-        if gradient is not None:
-            subject.judge(name, gradient, *getattr(bounds, name))
 
 
 @BY_DTYPE
@@ -57,6 +36,7 @@ def test_all_ranks_together_are_within_the_bound(dtype):
     @given(problems(dtype), st.integers(1, 7), st.sampled_from(KINDS), st.sampled_from(KINDS),
            st.sampled_from(SCHEMES), st.sampled_from([1, 4, 8, 16]))  # fmt: skip
     def check(p, size, kind, kind_k, scheme, block):
+        size, scheme = served(p, size, scheme)
         longest = max(p.q.shape[-2], p.k.shape[-2])
         judge(p, OverRanks(size, kind, kind_k, scheme=scheme), max(block, longest // 16))
 
@@ -99,7 +79,7 @@ def draw(*shapes, dtype=np.float32, seed=0):
 
 
 @mostly_thorough(
-    ("kind", "scheme"), [(kind, scheme) for kind in KINDS for scheme in SCHEMES],
+    ("kind", "scheme"), [(kind, scheme) for kind in KINDS for scheme in KEYS_TRAVEL],
     quick=[("contiguous", "gather"), ("zigzag", "rounds")], why="the same order of sums elsewhere",
 )  # fmt: skip
 def test_repeats_are_bitwise_equal(kind, scheme):
@@ -125,7 +105,7 @@ MASKS_WITH_EMPTY_PAIRS = {
 
 
 @mostly_thorough(
-    ("name", "scheme"), [(x, y) for x in MASKS_WITH_EMPTY_PAIRS for y in SCHEMES],
+    ("name", "scheme"), [(x, y) for x in MASKS_WITH_EMPTY_PAIRS for y in KEYS_TRAVEL],
     quick=[("causal", "gather"), ("window", "rounds")], why="the same for other masks",
 )  # fmt: skip
 def test_keys_of_empty_pairs_change_no_bit(name, scheme):
@@ -154,7 +134,7 @@ def test_keys_of_empty_pairs_change_no_bit(name, scheme):
     assert tried
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", KEYS_TRAVEL)
 def test_pairs_that_are_proven_empty_neither_travel_nor_run(scheme, monkeypatch):
     sent, length = [], 64
     (x,) = draw((1, 2, length, 8))
@@ -179,7 +159,7 @@ def test_queries_without_keys_have_the_sink_alone(scheme):
     q, k, do, sink, dlse = draw((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8), (2,), (1, 2, 40))
     options = {"mask": masks.lengths(np.array([9]), np.array([13])), "sink": sink}
     out, vjp = cupyflash.attention_vjp(q, k, k, **options)
-    over = OverRanks(5, scheme=scheme)
+    over = OverRanks({"heads": 2, "heads x rounds": 4}.get(scheme, 5), scheme=scheme)
     with blocks_of(4):
         ours, our_lse = over.attention(q, k, k, return_lse=True, **options)
         gradients = over.attention_backward(do, q, k, k, ours, our_lse, dlse=dlse, **options)
@@ -283,33 +263,18 @@ def test_arguments_that_a_function_does_not_have_are_explained():
         distributed.attention(causal=True)
 
 
-def test_auto_gathers_what_is_short():
-    (x,) = draw((1, 2, 64, 8))
-
-    def made(comm, scheme, limit):
-        layout = distributed.layout(comm, 64)
-        call = cupyflash.problem.validate.call(*[layout.take(x)] * 3)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounds, "GATHER_UP_TO", limit)
-            return len(rounds.steps(call, layout, layout, scheme))
-
-    with blocks_of(4):
-        rank = distributed.Threads(4).ranks[0]
-        size = 2 * x.shape[1] * x.shape[-1] * x.itemsize * 16  # keys and values of this rank
-        assert made(rank, "auto", size) == made(rank, "gather", 0) == 2
-        assert made(rank, "auto", size - 1) == made(rank, "rounds", 0) == 4
-
-
+@pytest.mark.parametrize("scheme", ["rounds", "heads", "heads x rounds"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_memory_is_what_the_page_says(backward):
+def test_memory_is_what_the_page_says(backward, scheme):
     """Ranks that are threads have a copy of every message in addition."""
-    ranks, c, heads, dim, size = 3, 1024, 2, 64, 4  # positions of a rank; bytes of an element
+    ranks, heads = (4, 2) if scheme == "heads x rounds" else (3, 3)
+    c, dim, size = 1024, 64, 4  # positions of a rank; bytes of an element
     x = np.zeros((heads, ranks * c, dim), np.float32)
 
     def work(comm):
         layout = distributed.layout(comm, ranks * c)
         own = layout.take(x)
-        options = {"comm": comm, "layout": layout, "scheme": "rounds"}
+        options = {"comm": comm, "layout": layout, "scheme": scheme}
         out, lse = distributed.attention(own, own, own, return_lse=True, **options)
         if backward:
             distributed.attention_backward(out, own, own, own, out, lse, **options)
@@ -321,6 +286,10 @@ def test_memory_is_what_the_page_says(backward):
     tracemalloc.stop()
     rows, keys = size * heads * dim * c, 2 * size * heads * dim * c
     said = (2 * rows + 8 * keys) if backward else (rows + 3 * keys)
+    if scheme == "heads":
+        said = 3 * (rows + keys + (2 * rows if backward else 0))
+    elif scheme == "heads x rounds":
+        said += (4 * rows + 2 * keys) if backward else (2 * rows + keys)
     copies = (2 if backward else 1) * keys
     results_too = (4 if backward else 1) * rows
     assert 0.75 * said < peak < 1.05 * (said + copies + results_too)

@@ -102,8 +102,8 @@ RAISED = {
     "another flag": (with_options(check="no"), "check: got 'no'; expected True or False"),
     "dropout": (with_options(dropout=0.5), "dropout: got 0.5 without a seed"),
     "the scheme": (
-        with_options(scheme="heads"),
-        'scheme: got \'heads\'; expected one of "auto", "rounds", "gather"',
+        with_options(scheme="ring"),
+        'scheme: got \'ring\'; expected one of "auto", "rounds", "gather", "heads"',
     ),
     "the timeout": (with_options(timeout=-3.0), "timeout: got -3.0; expected seconds"),
     "no layout": (with_options(layout=None), "layout: got NoneType; expected what distributed"),

@@ -75,13 +75,69 @@ def test_the_example_on_two_processes(tmp_path):
     check_table(run("examples/ring.py", "--length", "1024", cwd=tmp_path))
 
 
-@pytest.fixture
-def ring():
+def check_training(printed, steps):
+    """Losses fall from that of a guess, and those of one process are the same."""
+    rows = [line.split() for line in printed.splitlines()[2:]]
+    assert [int(row[0]) for row in rows] == list(range(1, steps + 1))
+    losses = [float(row[1]) for row in rows]
+    assert losses[0] == 5.5452  # ln 256
+    assert losses[-1] < losses[0] - 0.02
+    assert all(row[2] == row[1] for row in rows)
+    assert all(float(row[3]) < 1e-11 for row in rows)
+
+
+@pytest.mark.thorough("processes of MPI; the same program runs on threads in a quick test")
+def test_a_model_is_trained_on_two_processes(tmp_path):
+    printed = run("examples/train_ranks.py", "--check", "--steps", "4", cwd=tmp_path)
+    assert printed.startswith("1024 positions on 2 ranks, zigzag: 512, 512\n")
+    check_training(printed, 4)
+
+
+TINY = "--context 384 --width 16 --heads 2 --layers 1 --steps 3 --batch 1".split()
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_model_is_trained_on_threads(threads, train_ranks, capsys):
+    assert train_ranks.main([*TINY, "--check", "--threads", str(threads)]) == 0
+    check_training(capsys.readouterr().out, 3)
+
+
+def test_a_training_whose_ranks_do_not_add_gradients_is_found(train_ranks, capsys, monkeypatch):
+    summed = train_ranks.summed
+    monkeypatch.setattr(
+        train_ranks, "summed", lambda comm, x: list(x) if len(x) > 1 else summed(comm, x)
+    )
+    assert train_ranks.main([*TINY, "--check", "--threads", "2"]) == 1
+    assert capsys.readouterr().out
+
+
+def test_the_training_says_what_is_wrong(train_ranks, capsys, monkeypatch):
+    assert train_ranks.main([*TINY, "--threads", "4"]) == 1
+    assert "--context: got 384 for 4 ranks; expected 512 or more" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert train_ranks.main([]) == 1
+    assert 'pip install ".[mpi]"' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_ranks.main(["--width", "65"])
+    assert "--width 65 is not a multiple of --heads 4" in capsys.readouterr().err
+
+
+def program(name):
     sys.path.insert(0, str(ROOT / "examples"))
     try:
-        yield importlib.import_module("ring")
+        yield importlib.import_module(name)
     finally:
         sys.path.remove(str(ROOT / "examples"))
+
+
+@pytest.fixture
+def ring():
+    yield from program("ring")
+
+
+@pytest.fixture
+def train_ranks():
+    yield from program("train_ranks")
 
 
 def test_the_example_on_two_threads(ring, capsys):

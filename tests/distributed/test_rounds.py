@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ranks import blocks_of
 
 from cupyflash import distributed, masks
-from cupyflash.distributed import rounds
+from cupyflash.distributed import plans, rounds
 from cupyflash.distributed.layouts import KINDS
 from cupyflash.problem import validate
 from cupyflash.problem.options import Options
@@ -36,7 +36,7 @@ def steps_of_all(mask, size, kind, scheme, length=96):
     for comm in distributed.Threads(size).ranks:
         layout = distributed.layout(comm, length, kind=kind)
         call = validate.call(*[x] * 3, Options(mask=mask))
-        made.append((layout, rounds.steps(call, layout, layout, scheme)))
+        made.append((layout, plans.plan(call, layout, layout, scheme, comm.nodes).steps))
     return made
 
 
@@ -113,15 +113,15 @@ def test_what_is_fully_allowed_has_no_mask():
 
 def test_steps_are_remembered_unless_the_mask_reads_arrays(monkeypatch):
     made = []
-    compute = rounds._steps
-    monkeypatch.setattr(rounds, "_steps", lambda *x: made.append(1) or compute(*x))
+    compute = plans._made
+    monkeypatch.setattr(plans, "_made", lambda *x: made.append(1) or compute(*x))
     x = np.zeros((2, 96, 4), np.float32)
     ids = np.zeros(96, int)
     comm = distributed.Threads(2).ranks[1]
 
     def steps(mask, layout, layout_k, scheme="rounds"):
         call = validate.call(*[x] * 3, Options(mask=mask))
-        return rounds.steps(call, layout, layout_k, scheme)
+        return plans.plan(call, layout, layout_k, scheme, comm.nodes).steps
 
     with blocks_of(4):
         layout = distributed.layout(comm, 96)
@@ -143,4 +143,4 @@ def test_steps_are_remembered_unless_the_mask_reads_arrays(monkeypatch):
         assert sends == [True, False]
         for left in range(100):
             steps(masks.window(left, 0), layout, layout)
-        assert len(layout.remembered) == rounds.MOST_REMEMBERED
+        assert len(layout.remembered) == plans.MOST_REMEMBERED

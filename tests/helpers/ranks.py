@@ -8,11 +8,19 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from harness import small_tiles
 from placement import same_bits
 
 from cupyflash import distributed
 from cupyflash.distributed import layouts
 from cupyflash.problem.call import Gradients
+from cupyflash.testing import (
+    Subject,
+    backward_bound,
+    backward_bound_varlen,
+    forward_bound,
+    forward_bound_varlen,
+)
 
 TIMEOUT = 60.0
 
@@ -22,6 +30,40 @@ def blocks_of(block: int, chunks: int = 2) -> Iterator[None]:
     """Layouts of short blocks and of few chunks, so that short sequences have many of them."""
     with mock.patch.multiple(layouts, BLOCK=block, CHUNKS=chunks):
         yield
+
+
+def judge(p: Any, over: OverRanks, block: int) -> None:
+    """Judge the forward and the backward of a problem, a term of the bound for each merge."""
+    with small_tiles(p) as whole, blocks_of(block):
+        functions = over.attention, over.attention_backward
+        subject = Subject(
+            *functions, varlen=functions[0], varlen_backward=functions[1], tiles=whole.tiles
+        )
+        rows = subject.attend_problem(p)
+        finite = np.isfinite(rows.out).all()  # the backward reads what float16 made of O
+        gradients = subject.gradients_problem(p, rows) if finite else Gradients(None, None, None)
+        how = {"block_kv": min(whole.tiles[1], block), "splits": over.merges(p.k.shape[-2])}
+    how |= {"precision": subject.precision(p.dtype), **p.options}
+    arrays, packed = (p.q, p.k, p.v, *(p.offsets or ())), p.offsets is not None
+    bound = (forward_bound_varlen if packed else forward_bound)(*arrays, **how)
+    subject.judge("out", rows.out, *bound.out)
+    subject.judge("lse", rows.lse, *bound.lse)
+    bounds = (backward_bound_varlen if packed else backward_bound)(
+        p.do, *arrays, dlse=p.dlse, **how
+    )
+    for name, gradient in zip(Gradients._fields, gradients, strict=True):
+        if gradient is not None:
+            subject.judge(name, gradient, *getattr(bounds, name))
+
+
+def served(p: Any, size: int, scheme: str) -> tuple[int, str]:
+    """Return a number of ranks and a scheme that can serve a problem."""
+    heads = p.k.shape[-3] if p.k.ndim > 2 else 1
+    if scheme == "heads":
+        return max(1, min(size, heads)), scheme
+    if scheme == "heads x rounds":
+        return (4 if heads == 3 else 2 * heads, scheme) if heads > 1 else (size, "rounds")
+    return size, scheme
 
 
 class OverRanks:
@@ -44,12 +86,15 @@ class OverRanks:
         self.kinds = kind, kind_k
         self.more = {"timeout": TIMEOUT, **more}
 
-    def layouts(self, comm: Any, q: Any, k: Any, v: Any, mask: Any = None) -> tuple[Any, Any]:
+    def layouts(
+        self, comm: Any, q: Any, k: Any, v: Any, mask: Any = None, offsets: Any = ()
+    ) -> tuple[Any, Any]:
         """Return the layouts of queries and of keys."""
         heads = q.shape[-3] if q.ndim > 2 else 1
         lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
         layout_k = distributed.layout(comm, k.shape[-2], kind=self.kinds[1])
         options = {"kind": self.kinds[0], "layout_k": layout_k, "lead": lead, "heads": heads}
+        options |= dict(zip(("offsets_q", "offsets_k"), offsets, strict=False))
         if not all(q.shape[-2:] + lead):
             mask = None
         return distributed.layout(comm, q.shape[-2], mask=mask, **options), layout_k
@@ -59,8 +104,11 @@ class OverRanks:
         made = distributed.layout(self.threads.ranks[0], length, kind=self.kinds[1])
         return max(1, sum(len(runs.ranges) for runs in made.runs))
 
-    def attention(self, q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
-        """Compute what `cupyflash.attention` computes."""
+    def attention(
+        self, q: Any, k: Any, v: Any, *offsets: Any, return_lse: bool = False, **options: Any
+    ) -> Any:
+        """Compute what `cupyflash.attention` computes; with offsets, what the packed one does."""
+        function = distributed.attention_varlen if offsets else distributed.attention
         lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
         matrices = q.ndim == k.ndim == v.ndim == 2
         heads = () if matrices else (*lead, q.shape[-3] if q.ndim > 2 else 1)
@@ -68,11 +116,11 @@ class OverRanks:
         results = []
 
         def work(comm: Any) -> None:
-            layout, layout_k = self.layouts(comm, q, k, v, options.get("mask"))
+            layout, layout_k = self.layouts(comm, q, k, v, options.get("mask"), offsets)
             arrays = layout.take(q), layout_k.take(k), layout_k.take(v)
-            ours, lse = distributed.attention(
-                *arrays, comm=comm, layout=layout, layout_k=layout_k, return_lse=True,
-                **self._own(options, layout), **self.more,
+            ours, lse = function(
+                *arrays, *offsets, comm=comm, layout=layout, layout_k=layout_k, return_lse=True,
+                **(options if offsets else self._own(options, layout)), **self.more,
             )  # fmt: skip
             layout.put(ours, out)
             results.append((layout, lse))
@@ -84,27 +132,30 @@ class OverRanks:
         return (out, whole) if return_lse else out
 
     def attention_backward(
-        self, do: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None,
-        **options: Any,
+        self, do: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *offsets: Any,
+        dlse: Any = None, **options: Any,
     ) -> Gradients:  # fmt: skip
-        """Compute what `cupyflash.attention_backward` computes."""
+        """Compute what `cupyflash.attention_backward`, or the packed one, computes."""
+        function = distributed.attention_varlen_backward if offsets else (
+            distributed.attention_backward
+        )  # fmt: skip
         named = {"q": q, "k": k, "v": v}
         whole = {name: np.full(x.shape, np.nan, x.dtype) for name, x in named.items()}
         bias = options.get("bias")
-        own_rows = bias is not None and self._has_rows(bias)
+        own_rows = bias is not None and not offsets and self._has_rows(bias)
         if own_rows:
             whole["bias"] = np.full(bias.shape, np.nan, bias.dtype)
 
         def work(comm: Any) -> Gradients:
-            layout, layout_k = self.layouts(comm, q, k, v, options.get("mask"))
+            layout, layout_k = self.layouts(comm, q, k, v, options.get("mask"), offsets)
             arrays = (
                 layout.take(do), layout.take(q), layout_k.take(k), layout_k.take(v),
                 layout.take(out), layout.take(lse, axis=-1),
             )  # fmt: skip
-            made = distributed.attention_backward(
-                *arrays, comm=comm, layout=layout, layout_k=layout_k,
+            made = function(
+                *arrays, *offsets, comm=comm, layout=layout, layout_k=layout_k,
                 dlse=None if dlse is None else layout.take(dlse, axis=-1),
-                **self._own(options, layout), **self.more,
+                **(options if offsets else self._own(options, layout)), **self.more,
             )  # fmt: skip
             for name, gradient in zip(("q", "k", "v"), made, strict=False):
                 (layout if name == "q" else layout_k).put(gradient, whole[name])

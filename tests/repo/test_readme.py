@@ -64,6 +64,8 @@ COMMANDS = {
     'pip install ".[jax]"': "an extra",
     'pip install ".[mpi]"': "an extra",
     "mpirun -n 2 python -m mpi4py examples/ring.py": "tests/distributed/test_mpi.py",
+    "mpirun -n 2 python -m mpi4py examples/train_ranks.py": "tests/distributed/test_mpi.py",
+    "mpirun -n 2 python -m mpi4py examples/train_ranks.py --check": "tests/distributed/test_mpi.py",
     "python examples/train_transformers.py": "tests/repo/test_train_transformers.py",
 }
 

@@ -1,0 +1,217 @@
+"""How long a call takes over ranks, by a model: what the schemes are compared with.
+
+A rank computes with the keys of a step while those of the next one arrive. A message begins when
+both of its ranks have come to it. Nothing here is measured on the machine at hand; ranks have to
+choose the same scheme, so the model of a call is that of H100s wherever it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..problem.call import Array, Call
+from .proofs import Proofs
+from .rounds import Scheme, rounds_of
+
+MESSAGE = 15e-6  # seconds of a short message: measured between two H100 by NCCL
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank and its connections can do.
+
+    Attributes
+    ----------
+    flops : float
+        FLOP per second that kernels reach.
+    memory : float
+        Bytes per second to and from the memory of the rank.
+    link, network : float
+        Bytes per second that a rank sends and, at the same time, receives: within a node, and
+        between nodes.
+    """
+
+    flops: float
+    memory: float
+    link: float
+    network: float
+
+
+REACHED = 0.627  # of the peak: causal forward in 16-bit types with 64k positions, on an H100
+LINKS = {"H100-SXM": 266e9, "H200": 266e9}  # NVLink as NCCL uses it, both directions at once
+NETWORK = 45e9  # a card of 400 Gbit/s for each GPU
+
+
+def machine_of(device: str, peak: float, bandwidth: float) -> Machine | None:
+    """Return what GPUs of a name can do; None if it is not known how fast they send."""
+    link = LINKS.get(device)
+    return None if link is None else Machine(REACHED * peak, bandwidth, link, NETWORK)
+
+
+H100 = Machine(REACHED * 989.4e12, 3.35e12, LINKS["H100-SXM"], NETWORK)
+
+
+class Traffic:
+    """Messages of one exchange, each from a rank to a rank."""
+
+    def __init__(self, size: int, nodes: Array, machine: Machine) -> None:
+        self._nodes, self._machine, self._size = nodes, machine, size
+        self._from: list[Array] = []
+        self._to: list[Array] = []
+        self._bytes: list[Array] = []
+
+    def add(self, sender: Any, receiver: Any, count: Any) -> None:
+        """Add messages; the arguments broadcast."""
+        parts = (np.asarray(x).reshape(-1) for x in np.broadcast_arrays(sender, receiver, count))
+        for held, part in zip((self._from, self._to, self._bytes), parts, strict=True):
+            held.append(part)
+
+    def done(self, begin: Array) -> Array:
+        """Return when each rank has all of its messages, given when it comes to the exchange."""
+        if not self._from:
+            return begin
+        sender, receiver, count = (
+            np.concatenate(parts) for parts in (self._from, self._to, self._bytes)
+        )
+        some = (count > 0) & (sender != receiver)
+        sender, receiver, count = sender[some], receiver[some], count[some]
+        outside = self._nodes[sender] != self._nodes[receiver]
+        busy = np.zeros(self._size)
+        for which, speed in ((~outside, self._machine.link), (outside, self._machine.network)):
+            for ranks in (sender, receiver):
+                moved = np.bincount(ranks[which], count[which], self._size)
+                busy = np.maximum(busy, moved / speed)
+        first = np.maximum(begin[sender], begin[receiver])
+        end = first + MESSAGE + np.maximum(busy[sender], busy[receiver])
+        result = begin.copy()
+        for ranks in (sender, receiver):
+            np.maximum.at(result, ranks, end)
+        return result
+
+
+class Model:
+    """The times of a call over ranks.
+
+    Parameters
+    ----------
+    call : Call
+        The call of one rank, whose lengths are those of all.
+    proofs : Proofs
+        What each rank needs and computes.
+    nodes : sequence of int
+        The node of each rank.
+    machine : Machine
+        What they can do.
+    backward : bool
+        Whether gradients are computed.
+    """
+
+    def __init__(
+        self, call: Call, proofs: Proofs, nodes: Sequence[int], machine: Machine, backward: bool
+    ) -> None:
+        problem = call.problem
+        self._proofs, self._machine, self._backward = proofs, machine, backward
+        self._size, self._nodes = proofs.size, np.asarray(nodes)
+        self._item, self._wide = problem.dtype.itemsize, problem.accumulator.itemsize
+        self._heads_kv = problem.heads_kv
+        batch = 1 if problem.packed else problem.batch
+        d, d_v = problem.d, problem.d_v
+        each = 2 * (3 * d + 2 * d_v) if backward else 2 * (d + d_v)
+        self._of_pair = batch * problem.heads * each / machine.flops  # seconds
+        self._of_row = batch * problem.heads * (d if backward else d_v)  # numbers that are summed
+        # Numbers of a row of q and of out, and of a key and its value.
+        self._q, k, v = (math.prod(x.shape[:-2]) * x.shape[-1] for x in (call.q, call.k, call.v))
+        self._o, self.kv = batch * problem.heads * d_v, k + v
+
+    @property
+    def one_rank(self) -> float:
+        """Seconds on one rank."""
+        return float(self._proofs.work.sum() * self._of_pair)
+
+    def _traffic(self) -> Traffic:
+        return Traffic(self._size, self._nodes, self._machine)
+
+    def _compute(self, proofs: Proofs, owners: Array, users: Array) -> Array:
+        """Return the seconds that each rank computes with the keys of some others."""
+        at, size = (owners, users), proofs.size
+        pairs = np.bincount(users, proofs.work[at], size)
+        some = proofs.work[at] > 0
+        rows = np.bincount(users[some], proofs.rows[at][some], size)
+        moved = 2 * rows * self._of_row  # partial results are read and written
+        if self._backward:  # gradients are written, and added to the sums
+            keys = np.bincount(users, proofs.keys[at], size)
+            moved = 2 * moved + 4 * keys * self.kv
+        result: Array = pairs * self._of_pair + moved * self._wide / self._machine.memory
+        return result
+
+    def seconds(self, scheme: Scheme, group: int) -> float:
+        """Return the seconds until the last rank is done.
+
+        `group` is how many ranks in a row divide the heads among them.
+        """
+        share = np.diff(self._heads_kv * np.arange(group + 1) // group) / max(self._heads_kv, 1)
+        begin = np.zeros(self._size)
+        if scheme in ("heads", "heads x rounds"):
+            begin = self._travel(begin, share, there=True)
+        if scheme == "heads":
+            begin = begin + self._proofs.work.sum() * self._of_pair * share
+        else:
+            begin = self._rounds(begin, scheme, share)
+        if scheme in ("heads", "heads x rounds"):
+            begin = self._travel(begin, share, there=False)
+        return float(begin.max(initial=0))
+
+    def _rounds(self, begin: Array, scheme: Scheme, share: Array) -> Array:
+        """Return when each rank is done with all keys, of which it computes a share of the heads.
+
+        Groups of ranks count as one; all ranks of one share do the same at the same time.
+        """
+        proofs, group = self._proofs.of_groups(len(share)), len(share)
+        keys, own = proofs.keys, np.arange(proofs.size)
+        pairs = rounds_of(proofs.pairs(), "gather" if scheme == "gather" else "rounds")
+        steps = [(own, own), *(tuple(each.T) for each in pairs)]
+
+        def add(traffic: Traffic, senders: Array, receivers: Array, count: Array) -> None:
+            numbers = np.arange(group)
+            traffic.add(
+                senders[:, None] * group + numbers, receivers[:, None] * group + numbers,
+                count[:, None] * self.kv * share,
+            )  # fmt: skip
+
+        def returned(traffic: Traffic, n: int) -> None:
+            owners, users = steps[n]
+            add(traffic, users, owners, keys[owners, users] * self._wide)
+
+        for n, step in enumerate(steps):
+            traffic = self._traffic()
+            if n + 1 < len(steps):
+                owners, users = steps[n + 1]
+                add(traffic, owners, users, keys[owners, users] * self._item)
+            if self._backward and n > 1:
+                returned(traffic, n - 1)
+            busy = self._compute(proofs, *step)[:, None] * share
+            begin = np.maximum(begin + busy.reshape(-1), traffic.done(begin))
+        if self._backward and len(steps) > 1:
+            traffic = self._traffic()
+            returned(traffic, len(steps) - 1)
+            begin = traffic.done(begin)
+        return begin
+
+    def _travel(self, begin: Array, share: Array, there: bool) -> Array:
+        """Return when rows have come to the ranks of their heads, or results back."""
+        group = len(share)
+        rows, keys = self._proofs.held
+        q, o, kv = (x * self._item for x in (self._q, self._o, self.kv))
+        of_row = (q + 2 * o if there else q) if self._backward else (q if there else o)
+        of_key = kv if there or self._backward else 0
+        count = (rows * of_row + keys * of_key)[:, None] * share
+        holders = np.arange(self._size)[:, None]
+        users = holders // group * group + np.arange(group)
+        traffic = self._traffic()
+        traffic.add(*((holders, users, count) if there else (users, holders, count)))
+        return traffic.done(begin)

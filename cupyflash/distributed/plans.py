@@ -1,0 +1,159 @@
+"""The plan of a call on one rank: its scheme, and the steps that it takes.
+
+Layouts remember plans, so that a loop of calls with one mask finds its steps once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..problem.call import Array, Call, Problem
+from .layouts import Layout
+from .model import H100, Model
+from .proofs import Proofs
+from .rounds import SCHEMES, Scheme, Step, steps
+
+BY_HEADS: tuple[Scheme, ...] = ("heads", "heads x rounds")
+MOST_REMEMBERED = 16  # calls of a layout whose plans it keeps
+
+
+class Plan(NamedTuple):
+    """What a rank does.
+
+    Attributes
+    ----------
+    scheme : str
+        "rounds", "gather", "heads" or "heads x rounds".
+    steps : list of Step
+        What is sent, received and computed between two exchanges of keys. With "heads x rounds",
+        those of its group, whose ranks count as one; none with "heads".
+    group : int
+        How many ranks in a row divide the heads among them; 1 if none do.
+    """
+
+    scheme: Scheme
+    steps: list[Step]
+    group: int = 1
+
+
+def check_scheme(scheme: object) -> None:
+    """Refuse a scheme that there is not."""
+    if scheme not in SCHEMES:
+        known = ", ".join(f'"{each}"' for each in SCHEMES)
+        raise ArgumentError(f"scheme: got {scheme!r}; expected one of {known}.")
+
+
+def _check_heads(call: Call, ranks: int, scheme: Scheme, group: int) -> None:
+    """Refuse to divide heads where that cannot be done."""
+    heads = call.problem.heads_kv
+    if scheme == "heads" and ranks > heads:
+        raise ArgumentError(
+            f'scheme: got "heads" with {ranks} ranks for {heads} key-value heads; expected a head '
+            'or more for each rank. Pass scheme="rounds", or repeat the heads of k and v.'
+        )
+    if scheme == "heads x rounds" and group == 1:
+        raise ArgumentError(
+            f'scheme: got "heads x rounds" with {ranks} ranks for {heads} key-value heads; '
+            "expected nodes with as many ranks each, some of which, but not all ranks, divide the "
+            'heads. Pass scheme="rounds", or "heads" if there is a head for each rank.'
+        )
+    if call.device is not None and call.problem.dropout:
+        raise ArgumentError(
+            f'scheme: got "{scheme}" with dropout for CuPy arrays, whose kernels count heads from '
+            '0; expected scheme="rounds" or "gather".'
+        )
+
+
+def group_size(call: Call, scheme: Scheme, nodes: Sequence[int]) -> int:
+    """Return how many ranks in a row divide the heads of a call; 1 if none do.
+
+    With "heads x rounds" they are those of a node, or as many as divide their number.
+    """
+    ranks, heads = len(nodes), call.problem.heads_kv
+    if scheme == "heads":
+        return ranks
+    if scheme != "heads x rounds":
+        return 1
+    firsts = np.flatnonzero(np.diff(nodes, prepend=-1))
+    in_node = ranks // len(firsts)
+    if len(set(nodes)) != len(firsts) or np.any(firsts != in_node * np.arange(len(firsts))):
+        return 1
+    largest = max(n for n in range(1, in_node + 1) if n <= max(heads, 1) and in_node % n == 0)
+    return largest if largest < ranks else 1
+
+
+def candidates(call: Call, nodes: Sequence[int]) -> list[Scheme]:
+    """Return the schemes that can serve a call."""
+    found: list[Scheme] = ["rounds", "gather"]
+    for scheme in BY_HEADS if len(nodes) > 1 else ():
+        try:
+            _check_heads(call, len(nodes), scheme, group_size(call, scheme, nodes))
+        except ArgumentError:
+            continue
+        found.append(scheme)
+    return found
+
+
+def cheapest(call: Call, proofs: Proofs, nodes: Sequence[int]) -> Scheme:
+    """Return the scheme that takes the least time for the forward, by the model of H100s."""
+    model = Model(call, proofs, nodes, H100, backward=False)
+    return min(
+        candidates(call, nodes),
+        key=lambda scheme: model.seconds(scheme, group_size(call, scheme, nodes)),
+    )
+
+
+def plan(
+    call: Call, layout: Layout, layout_k: Layout, scheme: Scheme, nodes: Sequence[int]
+) -> Plan:
+    """Return the plan of this rank, whose peers are on these nodes.
+
+    A mask that reads arrays is examined in every call, because their elements may have changed.
+    """
+    if scheme in BY_HEADS:
+        _check_heads(call, layout.size, scheme, group_size(call, scheme, nodes))
+    expr, arrays = (None, ()) if call.mask is None else call.mask.structure
+    if arrays:
+        return _made(call, layout, layout_k, scheme, nodes)
+    problem = call.problem
+    sizes = _sizes(call.q), _sizes(call.k), _sizes(call.v), problem.dtype, call.device is not None
+    facts = problem.lead, problem.heads, problem.heads_kv, sizes, bool(problem.dropout)
+    key = expr, facts, _offsets(problem), scheme, tuple(nodes)
+    known = layout.remembered.get(key)
+    if known is None or known[0] is not layout_k:
+        while len(layout.remembered) >= MOST_REMEMBERED:
+            del layout.remembered[next(iter(layout.remembered))]
+        known = layout_k, _made(call, layout, layout_k, scheme, nodes)
+        layout.remembered[key] = known
+    made: Plan = known[1]
+    return made
+
+
+def _sizes(x: Array) -> tuple[int, ...]:
+    """Return all sizes of an array but that of its axis of positions."""
+    return *x.shape[:-2], x.shape[-1]
+
+
+def _offsets(problem: Problem) -> bytes | None:
+    """Return what tells the packed sequences of a call from those of others."""
+    if not problem.packed:
+        return None
+    return np.stack([problem.len_q, problem.len_k]).tobytes()
+
+
+def _made(
+    call: Call, layout: Layout, layout_k: Layout, scheme: Scheme, nodes: Sequence[int]
+) -> Plan:
+    proofs: Proofs | None = None
+    if scheme == "auto":
+        proofs = Proofs(call, layout, layout_k)
+        scheme = cheapest(call, proofs, nodes)
+    group = group_size(call, scheme, nodes)
+    if scheme == "heads":
+        return Plan(scheme, [], group)
+    proofs = (proofs or Proofs(call, layout, layout_k)).of_groups(group)
+    return Plan(scheme, steps(proofs, layout.rank // group, scheme), group)

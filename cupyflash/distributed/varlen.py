@@ -1,0 +1,249 @@
+"""Attention of packed sequences that many ranks hold together: the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, SupportsIndex
+
+from ..arrays.interop import DLPackArray
+from ..masks import Mask
+from ..problem.call import Array, Gradients
+from ..problem.keywords import explained
+from ..problem.options import Options
+from ..scores import Score
+from . import steps
+from .communication import Communicator
+from .layouts import Layout
+from .rounds import Scheme
+
+__all__ = ["attention_varlen", "attention_varlen_backward", "attention_varlen_vjp"]
+
+
+@explained
+def attention_varlen(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    comm: Communicator,
+    layout: Layout,
+    layout_k: Layout | None = None,
+    scheme: Scheme = "auto",
+    check: bool = True,
+    timeout: float = 300.0,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    lse_out: Array | None = None,
+) -> Any:
+    """Compute attention within packed sequences, each of which may lie on several ranks.
+
+    Every rank makes the same call, with the rows that its layout gives it.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in `cupyflash.attention_varlen`, NumPy arrays with this rank's packed rows, as
+        `Layout.take` returns them.
+    offsets_q, offsets_k : array of int, shape (n + 1,)
+        As in `cupyflash.attention_varlen`: they count the rows of all ranks, and are the same on
+        every rank.
+    comm, layout, layout_k, scheme, check, timeout
+        As in `attention`. The positions of layouts are packed rows; `layout` takes the offsets,
+        too, so that it weighs only pairs of one sequence.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `cupyflash.attention_varlen`, and the same on every rank. Masks and scores see the
+        positions and lengths of whole sequences, and dropout drops the pairs that it drops on one
+        rank. A bias is not divided: every rank passes all of it.
+    return_lse : bool
+        Return (out, lse) instead of out.
+    out, lse_out : array, optional
+        Where to write the output and the LSE.
+
+    Returns
+    -------
+    out : array, shape (Hq, rows of this rank, Dv)
+        The output for this rank's queries.
+    lse : array, shape (Hq, rows of this rank)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    DistributedError, ArgumentTypeError
+        As in `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import distributed, masks
+    >>> x = np.random.default_rng(0).standard_normal((4, 1000, 32), dtype=np.float32)
+    >>> offsets = [0, 700, 1000]
+    >>> def work(comm):
+    ...     options = {"mask": masks.causal()}
+    ...     layout = distributed.layout(comm, 1000, offsets_q=offsets, **options)
+    ...     own = layout.take(x)
+    ...     options |= {"comm": comm, "layout": layout}
+    ...     return distributed.attention_varlen(own, own, own, offsets, offsets, **options).shape
+    >>> sorted(distributed.Threads(2).run(work))
+    [(4, 488, 32), (4, 512, 32)]
+    """
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
+    )
+    ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
+    request = steps.Packed(q, k, v, (offsets_q, offsets_k), options, ranks)
+    return steps.forward(request, return_lse, out, lse_out)
+
+
+@explained
+def attention_varlen_backward(
+    do: DLPackArray,
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    out: DLPackArray,
+    lse: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    comm: Communicator,
+    layout: Layout,
+    layout_k: Layout | None = None,
+    scheme: Scheme = "auto",
+    check: bool = True,
+    timeout: float = 300.0,
+    dlse: DLPackArray | None = None,
+    deterministic: bool = False,
+    grads_out: Gradients | Sequence[Array | None] | None = None,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+) -> Gradients:
+    """Compute the gradients of `attention_varlen` from its output and LSE.
+
+    Parameters
+    ----------
+    do, q, k, v, out, lse : array
+        As in `cupyflash.attention_varlen_backward`, with this rank's packed rows.
+    offsets_q, offsets_k : array of int, shape (n + 1,)
+        As in `attention_varlen`.
+    comm, layout, layout_k, scheme, check, timeout
+        As in `attention_varlen`.
+    dlse, deterministic, grads_out
+        As in `attention_backward`.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As given to `attention_varlen`.
+
+    Returns
+    -------
+    Gradients
+        dq, dk, dv, dbias, dsink, each with its input's shape and dtype: those of what this rank
+        holds. dbias and dsink are sums over all ranks, and the same on each.
+
+    Raises
+    ------
+    DistributedError, ArgumentTypeError
+        As in `attention`.
+    """
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
+    )
+    ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
+    request = steps.Packed(q, k, v, (offsets_q, offsets_k), options, ranks)
+    return steps.backward(request, do, out, lse, dlse, deterministic, grads_out)
+
+
+@explained
+def attention_varlen_vjp(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    offsets_q: DLPackArray | Sequence[int],
+    offsets_k: DLPackArray | Sequence[int],
+    *,
+    comm: Communicator,
+    layout: Layout,
+    layout_k: Layout | None = None,
+    scheme: Scheme = "auto",
+    check: bool = True,
+    timeout: float = 300.0,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: SupportsIndex | DLPackArray | None = None,
+    precision: Literal["tf32x3"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """Compute `attention_varlen`, and return it with a function that computes its gradients.
+
+    Parameters
+    ----------
+    q, k, v, offsets_q, offsets_k, comm, layout, layout_k, scheme, check, timeout
+        As in `attention_varlen`.
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention_varlen`.
+    return_lse : bool
+        Return (out, lse, vjp) instead of (out, vjp).
+    deterministic : bool
+        Whether gradients are bitwise equal in every run; see `cupyflash.attention_backward`.
+
+    Returns
+    -------
+    out : array
+        As returned by `attention_varlen`.
+    lse : array
+        Only with `return_lse`.
+    vjp : callable
+        ``vjp(do, dlse=None)`` returns `cupyflash.Gradients`, as the function that
+        `cupyflash.attention_vjp` returns. Every rank calls it.
+
+    Raises
+    ------
+    DistributedError, ArgumentTypeError
+        As in `attention`.
+    """
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        precision=precision,
+    )
+    ranks = steps.Ranks(comm, layout, layout_k, scheme, check, timeout)
+    request = steps.Packed(q, k, v, (offsets_q, offsets_k), options, ranks)
+    return steps.vjp_of(request, return_lse, deterministic)
