@@ -81,7 +81,9 @@ def call(
     )
     if problem.packed:
         _refuse_packed_rows(options.mask)
-    checked = validate.with_options(problem, q, k, v, (False, False, False), options)
+    checked = validate.with_options(
+        problem, q, k, v, (False, False, False), options, in_one_place=False
+    )
     if checked.problem.dropout:
         raise ArgumentError(
             f"dropout: got {checked.problem.dropout}; expected 0, because attention over a cache "

@@ -7,7 +7,7 @@ import numpy as np
 from .cache import cache_of
 from .calls import Bound
 from .decode import decode as decode_kernel
-from .decode import decode_scratch
+from .decode import decode_scratch, decode_sizes
 from .decode_tasks import LEAF, MOST_ROWS, schedule
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
@@ -56,8 +56,9 @@ def decode(
     columns = round_up(shape.d_v, layout.lanes)
     plan = schedule(shape, problem.heads_kv, changes.ranges, columns, num_threads())
     kept = np.empty(plan.kept, number)
-    taken, done = np.zeros(1, np.int64), np.zeros(len(plan.tasks), np.int64)
+    counters = np.zeros(1 + len(plan.tasks), np.int64)
     visited = np.zeros(len(plan.units), np.int64)
+    sizes = decode_sizes(shape, changes, cache, plan.top)
     most_leaves = -(-MOST_PRODUCTS // (LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)))
     leaves = int(np.maximum(plan.units[:, 3] - plan.units[:, 2], 1).sum())
     parallel(
@@ -65,7 +66,7 @@ def decode(
             decode_kernel,
             number,
             most_leaves,
-            taken,
+            counters,
             plan.tasks,
             plan.units,
             plan.level,
@@ -77,11 +78,11 @@ def decode(
             q_rows,
             sinks_of(layout, sink),
             kept,
-            done,
             out_rows,
             lse_rows,
             visited,
-            scratch=lambda: (decode_scratch(shape, changes, cache, plan.top, number),),
+            scratch=lambda: (decode_scratch(sizes, number),),
+            sizes=sizes,
         ),
         max(-(-leaves // most_leaves), min(num_threads(), len(plan.units))),
         (programs, q_read, k, v, table, out_made, lse_made),
