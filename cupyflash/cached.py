@@ -9,6 +9,7 @@ from . import dispatch, execute
 from .arrays.interop import DLPackArray
 from .masks import Mask
 from .problem.call import Array
+from .problem.codes import Given
 from .problem.keywords import explained
 from .problem.options import Options
 from .scores import Score
@@ -23,6 +24,9 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    kv_dtype: Any = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -44,6 +48,9 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    kv_dtype: Any = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -65,6 +72,9 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    kv_dtype: Any = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -163,7 +173,8 @@ def attention_cached(
         seed=None,
         precision=None,
     )
-    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q)
+    given = Given(k_scale, v_scale, kv_dtype)
+    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given)
     return execute.cached(request, return_lse, out, lse_out, workspace)
 
 
@@ -175,12 +186,17 @@ def workspace_size_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    kv_dtype: Any = None,
 ) -> int:
     """Return how many bytes of workspace `attention_cached` needs at most for these shapes.
 
     Parameters
     ----------
-    q, k, v, table, offsets_q : array
+    q, k, v, table, offsets_q, k_scale, v_scale : array
+        As in `attention_cached`.
+    kv_dtype : str or dtype_like, optional
         As in `attention_cached`.
 
     Returns
@@ -193,6 +209,7 @@ def workspace_size_cached(
     ArgumentError, ArgumentTypeError
         As in `attention_cached`.
     """
-    request = execute.CachedRequest(q, k, v, Options(), 0, table, offsets_q)
+    given = Given(k_scale, v_scale, kv_dtype)
+    request = execute.CachedRequest(q, k, v, Options(), 0, table, offsets_q, given)
     call = request.call
     return dispatch.backend_of(call.q).workspace_size_cached(call)

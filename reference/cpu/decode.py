@@ -88,6 +88,8 @@ class DecodeScratch(NamedTuple):
     k_rows: Array  # addresses of a leaf's keys and values, and of the next leaf's keys
     v_rows: Array
     next_rows: Array
+    k_scales: Array  # addresses of their scales, if they are codes
+    v_scales: Array
     k_tile: Array  # keys and values that products cannot read where they lie
     v_tile: Array
     seen: Array  # which pairs take part, (rows, LEAF)
@@ -111,7 +113,7 @@ def decode_scratch_of(number: types.Type) -> Struct:
             *(tile,) * 4,
             INTS,
             tile,
-            *(INTS,) * 3,
+            *(INTS,) * 5,
             tile,
             tile,
             vector(types.boolean),
@@ -137,9 +139,7 @@ def decode_scratch(sizes: DecodeSizes, number: np.dtype[Any]) -> DecodeScratch:
         np.empty(state * (sizes.top + 1), number),
         np.empty(sizes.top + 2, np.int64),
         np.empty(PARTS, number),
-        np.empty(LEAF, np.int64),
-        np.empty(LEAF, np.int64),
-        np.empty(LEAF, np.int64),
+        *(np.empty(LEAF, np.int64) for _ in range(5)),
         np.empty(0 if sizes.k_in_place else LEAF * width, number),
         np.empty(0 if sizes.v_in_place else LEAF * columns, number),
         np.empty(rows * LEAF if changed else 0, np.bool_),
@@ -358,6 +358,7 @@ def decode(
     filled, part, symbols = scratch.filled, scratch.part, scratch.symbols
     edges = scratch.edges
     k_rows, v_rows, next_rows = scratch.k_rows, scratch.v_rows, scratch.next_rows
+    k_scales, v_scales = scratch.k_scales, scratch.v_scales
     seen, turned = scratch.seen, scratch.turned
     has_score = changes.score.code.shape[0] > 0
     # Variables, because helpers are compiled anew for every constant that they get.
@@ -401,10 +402,10 @@ def decode(
 
             # 2 scores
             next_keys = max(min(LEAF, shape.len_k[b] - j0 - LEAF), 0)
-            find_rows(cache, b, h_kv, j0 + LEAF, next_keys, next_rows, v_rows)
-            find_rows(cache, b, h_kv, j0, keys, k_rows, v_rows)
+            find_rows(cache, b, h_kv, j0 + LEAF, next_keys, next_rows, v_rows, k_scales, v_scales)
+            find_rows(cache, b, h_kv, j0, keys, k_rows, v_rows, k_scales, v_scales)
             if not cache.k.in_place:
-                load_rows(cache.k, k_rows, keys, width, itemsize, scratch.k_tile)
+                load_rows(cache.k, k_rows, k_scales, keys, width, itemsize, scratch.k_tile)
             for j in range(keys, LEAF):
                 k_rows[j] = k_rows[keys - 1]
             multiply_keys(
@@ -448,7 +449,7 @@ def decode(
                 leaf[r], leaf[rows + r] = softmax_of_leaf(s, r * LEAF, part, shape.log2_e)
             # 7 accumulate p v
             if not cache.v.in_place:
-                load_rows(cache.v, v_rows, keys, columns, itemsize, scratch.v_tile)
+                load_rows(cache.v, v_rows, v_scales, keys, columns, itemsize, scratch.v_tile)
             if hidden and not is_finite(v_rows, keys, columns, itemsize, like):
                 multiply_seen(s, seen, v_rows, rows, keys, columns, itemsize, leaf, 2 * rows)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cache import cache_of
+from .cache import Scales, cache_of
 from .calls import Bound
 from .decode import decode as decode_kernel
 from .decode import decode_scratch, decode_sizes
@@ -33,11 +33,12 @@ def decode(
     sink: Array | None,
     out: Array,
     lse: Array,
+    scales: tuple[Scales, Scales] | None = None,
 ) -> int:
     """Write out and lse; return how many leaves were visited (not EMPTY).
 
     The lengths of keys in `problem` are those that the cache holds, one for each batch entry, and
-    `k` and `v` are the cache's arrays.
+    `k` and `v` are the cache's arrays. If they are codes, `scales` say what these mean.
     """
     number = problem.accumulator
     called = called_kernels(problem, programs, False)
@@ -52,7 +53,7 @@ def decode(
     lse_made = layout.result(lse[..., None], scratch)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     changes = changes_of(layout, programs, pointers, careful=False)
-    cache = cache_of(k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes)
+    cache = cache_of(k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales)
     columns = round_up(shape.d_v, layout.lanes)
     plan = schedule(shape, problem.heads_kv, changes.ranges, columns, num_threads())
     kept = np.empty(plan.kept, number)
@@ -85,7 +86,7 @@ def decode(
             sizes=sizes,
         ),
         max(-(-leaves // most_leaves), min(num_threads(), len(plan.units))),
-        (programs, q_read, k, v, table, out_made, lse_made),
+        (programs, q_read, k, v, table, scales, out_made, lse_made),
     )
     finish(out, out_made)
     finish(lse[..., None], lse_made)

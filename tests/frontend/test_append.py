@@ -259,7 +259,7 @@ SHARED = np.zeros((2, 2, 10, 16), F32)
 REFUSED = {
     "dtypes": (call, {"v_new": ones(2, 2, 3, 4, dtype=np.float64)}, T,
                ("k_new float32, v_new float64", "one dtype", "astype")),
-    "no floats": (call, {"k": np.zeros((2, 2, 10, 8), np.int8)}, T, ("k: got dtype int8", "float")),
+    "no floats": (call, {"k": np.zeros((2, 2, 10, 8), np.int8)}, T, ("v: got float32 with k of int8", "float")),
     "axes of k_new": (call, {"k_new": ones(2, 3, 8)}, A,
                       ("k_new: got shape (2, 3, 8)", "(B, Hkv, n, D)")),
     "axes of k": (call, {"k": ones(2, 10, 8)}, A, ("k: got shape (2, 10, 8)", "(B, Hkv, S, D)")),
