@@ -101,8 +101,8 @@ def attention_cached(
         Queries. With `offsets_q` they are packed: (Hq, total, D). Dtypes, strides and kinds of
         arrays are those of `attention`.
     k : array, shape (B, Hkv, S, D)
-        Keys, with room for S positions. The first ``lengths[b]`` are read; the others may contain
-        anything. With `table`, they are in pages of any length: (P, Hkv, page, D).
+        Keys, with room for S positions: numbers in the dtype of `q`, or codes with `k_scale`. The
+        first ``lengths[b]`` are read; the others may contain anything. With `table`, they are in pages of any length: (P, Hkv, page, D).
     v : array, shape (B, Hkv, S, Dv)
         Values. With `table`, they are in pages: (P, Hkv, page, Dv).
     lengths : int or array, shape (B,)
@@ -115,6 +115,18 @@ def attention_cached(
     offsets_q : array, shape (B + 1,), optional
         Entry b has the packed queries from ``offsets_q[b]`` to ``offsets_q[b + 1]``. Entries may
         have any number of them.
+    k_scale, v_scale : array of float32, optional
+        The scales of a cache of codes of 8 or 4 bits, on the device of `q`: the result is attention
+        over ``k_scale * k`` and ``v_scale * v``, whose products are rounded to float32 once. They
+        broadcast to (B, Hkv, S, 1), or with `table` to (P, Hkv, page, 1): there may be one for all,
+        one for each head, or one for each row, as `append` writes them. For int4 the last axis may
+        also be D / 32, and Dv / 32. Codes and scales of positions that are not in use may be
+        anything. Queries are float16, bfloat16 or float32.
+    kv_dtype : str or dtype_like, optional
+        What the bytes of `k` and `v` are if they are uint8: "int8", "float8_e4m3fn", "float8_e5m2"
+        or "int4". Arrays of int8, and those of the float8 types of ml_dtypes, say it themselves.
+        With int4, two codes share a byte as in `quantize`, so `k` and `v` have D / 2 and Dv / 2
+        columns.
     mask : Mask or array of bool, optional
         As in `attention`. An array broadcasts to (B, Hq, Lq, S).
     score_mod : Score or sequence of Score, optional

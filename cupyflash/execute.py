@@ -259,7 +259,8 @@ def append(
     """Write new rows to a cache; return queries, if there are any, rotated.
 
     `read` and `written` have the arrays of the call by the names that kernels have for them, as
-    they came, and `codes` the type of codes that it names; `check` validates the call where it is not recognised.
+    they came, and `codes` is the type of codes that it names; `check` validates the call where it
+    is not recognised.
     """
     signature = None
     if is_device_array(read["lengths"]):  # a number is part of what kernels are told

@@ -85,8 +85,8 @@ def check_queries(dtype: np.dtype[Any], name: str, codes: Codes) -> np.dtype[Any
     if dtype.name not in QUERIES:
         raise ArgumentTypeError(
             f"{name}: got {dtype} with a cache of {codes.form.name}; expected "
-            f"{', '.join(QUERIES[:-1])} or {QUERIES[-1]}, in which codes are exact. Convert it with "
-            ".astype(np.float32), or keep the cache in float64."
+            f"{', '.join(QUERIES[:-1])} or {QUERIES[-1]}. Convert it with .astype(np.float32), or "
+            "keep the cache in float64."
         )
     return dtype
 
@@ -96,8 +96,8 @@ def check_columns(x: Array, name: str, codes: Codes, cache: Array, cache_name: s
     packed = codes.form.packed
     if packed > 1 and x.shape[-1] != packed * cache.shape[-1]:
         raise ArgumentError(
-            f"{cache_name}: got shape {cache.shape} of {codes.form.name}, two codes in a byte, with "
-            f"{name} of shape {x.shape}; expected a last axis of {x.shape[-1]} / 2 bytes."
+            f"{cache_name}: got shape {cache.shape} of {codes.form.name}, two codes in a byte, "
+            f"with {name} of shape {x.shape}; expected a last axis of {x.shape[-1]} / 2 bytes."
         )
 
 

@@ -13,6 +13,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from .call import Array
 from .formats import INT4_GROUP, Format, format_of
 
+
 @dataclass(frozen=True, eq=False)
 class Quantisation:
     """A checked call of `quantize`.

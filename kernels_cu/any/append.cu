@@ -29,9 +29,12 @@ __device__ __forceinline__ long long entry_of(const AppendParams& p, long long r
   return low;
 }
 
+// Codes need many registers. Blocks that share an SM by three have enough, and spill nothing.
+constexpr int LEAST_BLOCKS = CODES == cache::NUMBERS ? 0 : 3;
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS)
     KERNEL_NAME(const __grid_constant__ AppendParams p) {
   constexpr int WARPS = THREADS / ptx::WARP_SIZE;
   const long long index = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;

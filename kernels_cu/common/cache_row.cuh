@@ -49,8 +49,8 @@ struct Row<NUMBERS> {
 template <int FORMAT>
 class Head {
  public:
-  __device__ __forceinline__ Head(const Side& side, const storage_t*, const layout::Entry& entry,
-                                  long long head)
+  __device__ __forceinline__ Head(const Side& side, const storage_t* const&,
+                                  const layout::Entry& entry, long long head)
       : side_(side),
         bytes_(reinterpret_cast<const unsigned char*>(side.rows.data) +
                layout::offset(side.rows, entry, head, true)),
@@ -71,9 +71,9 @@ class Head {
 template <>
 class Head<NUMBERS> {
  public:
-  // `first` is row 0, or that of page 0.
-  __device__ __forceinline__ Head(const Side& side, const storage_t* first, const layout::Entry&,
-                                  long long)
+  // `first` is row 0, or that of page 0; it may stay in shared memory, since registers are few.
+  __device__ __forceinline__ Head(const Side& side, const storage_t* const& first,
+                                  const layout::Entry&, long long)
       : side_(side), first_(first) {}
 
   __device__ __forceinline__ Row<NUMBERS> row(const Place& at) const {
@@ -82,7 +82,7 @@ class Head<NUMBERS> {
 
  private:
   const Side side_;
-  const storage_t* first_;
+  const storage_t* const& first_;
 };
 
 }  // namespace cache

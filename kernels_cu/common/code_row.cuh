@@ -25,7 +25,7 @@ __device__ __forceinline__ Target target(const Operand& rows, const Operand& sca
 __device__ __forceinline__ accum_t rotated(const rotary::Row& from, const rotary::Angles& by,
                                            int column) {
   if (column >= 2 * by.pairs) return number::widen(from.data[column * from.col]);
-  const int pair = by.interleaved ? column / 2 : column % by.pairs;
+  const int pair = by.interleaved ? column / 2 : column < by.pairs ? column : column - by.pairs;
   const int low = by.interleaved ? 2 * pair : pair;
   const int high = by.interleaved ? low + 1 : low + by.pairs;
   storage_t first = from.data[low * from.col], second = from.data[high * from.col];
@@ -42,6 +42,7 @@ __device__ __forceinline__ bool put(const Target& to, const rotary::Row& from, i
   } else {
     constexpr int BITS = Format<FORMAT>::BITS, IN_BYTE = 8 / BITS;
     const int lane = ptx::lane_index(), group = to.group == 0 ? columns : cache::INT4_GROUP;
+    float* scales = to.scales;
 #pragma unroll 1
     for (int begin = 0; begin < columns; begin += group) {
       word_t largest = 0;
@@ -50,13 +51,14 @@ __device__ __forceinline__ bool put(const Target& to, const rotary::Row& from, i
         const word_t size = magnitude(rotated(from, by, begin + n));
         largest = size > largest ? size : largest;
       }
-#pragma unroll
+#pragma unroll 1
       for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
         const word_t other = ptx::shuffle_xor(largest, lanes);
         largest = other > largest ? other : largest;
       }
       const Scale scale = scale_of<FORMAT>(largest);
-      if (lane == 0) to.scales[begin / cache::INT4_GROUP * to.group] = scale.value;
+      if (lane == 0) *scales = scale.value;
+      scales += to.group;
 #pragma unroll 1
       for (int n = lane; n < group / IN_BYTE; n += ptx::WARP_SIZE) {
         unsigned int byte = 0;

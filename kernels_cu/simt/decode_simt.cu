@@ -136,10 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       }
       __syncwarp();  // the queries, written by all lanes
     }
-    const long long head_kv = task.head / p.group;
-    const cache::Head<CODES> keys(cache::keys(p), task.k, task.entry(), head_kv);
-    const cache::Head<CODES> values(cache::values(p), task.v, task.entry(), head_kv);
     // 2 scores
+    const cache::Head<CODES> keys(cache::keys(p), task.k, task.entry(), task.head / p.group);
 #pragma unroll 1
     for (int first = 0; first < LEAF; first += KEYS_AT_ONCE) {
       const int key = first + lane / LANES;
@@ -196,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     __syncwarp();  // the weights, written by all lanes
     // 7 accumulate p v
+    const cache::Head<CODES> values(cache::values(p), task.v, task.entry(), task.head / p.group);
     matmul::clear(leaf.o);
 #pragma unroll 2
     for (int key = 0; key < now.keys; ++key) {

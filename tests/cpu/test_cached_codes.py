@@ -7,7 +7,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from codes import FORMATS, NAN_CODE, Coded, meaning
+from coded_caches import FORMATS, NAN_CODE, Coded, meaning
 from halves import mostly_thorough
 from placement import same_bits
 
@@ -136,7 +136,9 @@ def test_drafts_are_steps_and_entries_are_calls(form):
     offsets = np.array([0, 3, 6, 9])
     packed = q.swapaxes(0, 1).reshape(4, 9, 64)
     packed_out, packed_lse = attend(packed, held, lengths, offsets_q=offsets, mask=masks.causal())
-    same((packed_out, packed_lse), (x.swapaxes(0, 1).reshape(4, 9, *x.shape[3:]) for x in (out, lse)))
+    same(
+        (packed_out, packed_lse), (x.swapaxes(0, 1).reshape(4, 9, *x.shape[3:]) for x in (out, lse))
+    )
 
 
 @EACH
@@ -165,7 +167,10 @@ def test_an_array_says_its_codes_itself():
     (q,) = draw((3, 2, 1, 64), seed=1)
     for form in FORMATS[:3]:
         held = cache(form)
-        typed = [x.view(np.int8 if form == "int8" else getattr(ml_dtypes, form)) for x in (held.k, held.v)]
+        typed = [
+            x.view(np.int8 if form == "int8" else getattr(ml_dtypes, form))
+            for x in (held.k, held.v)
+        ]
         scales = {"k_scale": held.k_scale, "v_scale": held.v_scale}
         same([attention_cached(q, *typed, LENGTHS, **scales)], [attend(q, held)[0]])
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from caches import results
-from codes import FORMATS, Coded, meaning
+from coded_caches import FORMATS, Coded, meaning
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import REVERSE, randomly
@@ -33,9 +33,7 @@ EACH = mostly_thorough(
     quick=QUICK,
     why="each format and each type are in a quick case, or differ by constants",
 )
-FORM = mostly_thorough(
-    "form", FORMATS, quick=["int8", "int4"], why="float8 has the places of int8"
-)
+FORM = mostly_thorough("form", FORMATS, quick=["int8", "int4"], why="float8 has the places of int8")
 LENGTHS = np.array([130, 0, 65])
 
 
@@ -100,7 +98,10 @@ def test_pages_and_drafts_and_packed_queries_change_no_bit(form):
     same((out[:, :, 1:2], lse[:, :, 1:2]), step)
     packed, offsets = q.swapaxes(0, 1).reshape(4, 9, 64), np.array([0, 3, 6, 9])
     packed_out, packed_lse = run(packed, held, lengths, offsets, mask=masks.causal())
-    same((packed_out, packed_lse), (out.swapaxes(0, 1).reshape(4, 9, 32), lse.swapaxes(0, 1).reshape(4, 9)))
+    same(
+        (packed_out, packed_lse),
+        (out.swapaxes(0, 1).reshape(4, 9, 32), lse.swapaxes(0, 1).reshape(4, 9)),
+    )
 
 
 @FORM

@@ -1,82 +1,86 @@
-"""Caches of codes of 8 and 4 bits for tests, and what they mean by ml_dtypes and NumPy."""
+"""Codes of 8 and 4 bits by NumPy and ml_dtypes, and what codes mean."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from caches import in_pages
 
-from cupyflash import quantize
+from cupyflash.arrays.dtypes import accumulator
 
-FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
-NAN_CODE = {"int8": 0x80, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7E, "int4": 0x88}
+Array = np.ndarray[Any, Any]
+DTYPES = [np.dtype(x) for x in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344, "int4": 7}
+LEAST = 2.0**-126
+NAN = 0x7F
 
 
-def meaning(codes, scale, form):
-    """Return scale * code in float64, exactly."""
-    bytes_ = np.ascontiguousarray(codes).view(np.uint8)
-    if form == "int4":
-        halves = np.stack([bytes_ & 15, bytes_ >> 4], axis=-1).astype(np.int64)
-        numbers = np.where(halves > 7, halves - 16, halves).reshape(*bytes_.shape[:-1], -1)
-    elif form == "int8":
-        numbers = bytes_.view(np.int8)
+def grouped(x: Array, form: str, group: int | None) -> Array:
+    """Return rows (..., D) as (..., groups, columns), in the accumulator's type."""
+    columns = 32 if form == "int4" and group is None else group
+    wide = np.array(x, accumulator(x.dtype))
+    if columns is None:
+        return wide[..., None, :]
+    return wide.reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
+
+
+@np.errstate(all="ignore")
+def quantized(x: Array, form: str, group: int | None = None) -> tuple[Array, Array]:
+    """Return the bytes of codes (..., D), or (..., D / 2), and the scales."""
+    wide = grouped(x, form, group)
+    number = wide.dtype.type
+    largest = np.max(np.abs(wide), axis=-1, initial=0)
+    scale = np.maximum(largest / number(LARGEST[form]), number(LEAST))
+    scale = np.asarray(scale, np.float32)
+    scale[np.isnan(scale)] = np.nan  # with the bits that NumPy gives it
+    multiple = wide * (number(1) / scale.astype(number))[..., None]
+    infinite = np.isinf(wide) & ~np.isnan(scale)[..., None]
+    multiple = np.where(infinite, np.copysign(number(LARGEST[form]), wide), multiple)
+    if form.startswith("float8"):
+        codes = multiple.astype(getattr(ml_dtypes, form)).view(np.uint8)
+        codes = np.where(np.isnan(multiple), np.uint8(NAN), codes)
     else:
-        numbers = bytes_.view(getattr(ml_dtypes, form))
-    numbers = numbers.astype(np.float64)
-    scale = np.broadcast_to(scale, (*numbers.shape[:-1], np.shape(scale)[-1])).astype(np.float64)
-    return numbers * np.repeat(scale, numbers.shape[-1] // scale.shape[-1], axis=-1)
+        codes = np.rint(np.where(np.isnan(multiple), 0, multiple)).astype(np.int8).view(np.uint8)
+    codes = codes.reshape(x.shape)
+    if form == "int4":
+        codes = (codes[..., ::2] & 15) | (codes[..., 1::2] << 4)
+    return codes, scale
 
 
-@dataclass(frozen=True)
-class Coded:
-    """A cache of codes."""
+def meaning(codes: Array, form: str) -> Array:
+    """Return the numbers (..., D) that codes stand for, without their scale, in float64."""
+    held = codes.view(np.uint8)
+    if form == "int8":
+        return held.view(np.int8).astype(np.float64)
+    if form == "int4":
+        halves = np.stack([held & 15, held >> 4], axis=-1).reshape(*held.shape[:-1], -1)
+        return (halves.astype(np.float64) + 8) % 16 - 8
+    return held.view(getattr(ml_dtypes, form)).astype(np.float64)
 
-    form: str
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    table: Any = None
 
-    @classmethod
-    def of(cls, form, k, v, whole_rows=False):
-        """Quantise keys and values; `k` and `v` are bytes. Rows of int4 have groups if they can."""
-        made = []
-        for x in (k, v):
-            columns = x.shape[-1]
-            in_groups = form == "int4" and columns % 32 == 0 and not whole_rows
-            made.append(quantize(x, form, group=32 if in_groups else columns))
-        return cls(form, *(codes.view(np.uint8) for codes, _ in made), *(s for _, s in made))
+def half_step(multiple: Array, form: str) -> Array:
+    """Return half the distance of the codes on either side of numbers."""
+    if not form.startswith("float8"):
+        return np.full(multiple.shape, 0.5)
+    fraction, least = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}[form]
+    exponent = np.frexp(np.abs(multiple))[1] - 1
+    return 2.0 ** (np.maximum(exponent, least) - fraction - 1)
 
-    @property
-    def options(self):
-        """The keywords of a call."""
-        named = {"k_scale": self.k_scale, "v_scale": self.v_scale, "kv_dtype": self.form}
-        return named if self.table is None else named | {"table": self.table}
 
-    @property
-    def numbers(self):
-        """Keys and values in float64."""
-        pairs = (self.k, self.k_scale), (self.v, self.v_scale)
-        return [meaning(*pair, self.form) for pair in pairs]
-
-    def poisoned(self, lengths):
-        """Return a copy whose unused positions are codes and scales that are NaN."""
-        made = {name: getattr(self, name).copy() for name in ("k", "v", "k_scale", "v_scale")}
-        for name, x in made.items():
-            fill = np.nan if name.endswith("scale") else NAN_CODE[self.form]
-            for b, length in enumerate(lengths):
-                x[b, :, length:] = fill
-        return replace(self, **made)
-
-    def paged(self, page, seed=0):
-        """Return the same cache in pages that lie anywhere; other pages and rows are NaN."""
-        made = {}
-        for name in ("k", "v", "k_scale", "v_scale"):
-            x = getattr(self, name)
-            fill = np.nan if name.endswith("scale") else NAN_CODE[self.form]
-            made[name], table = in_pages(x, page, np.random.default_rng(seed), fill=fill)
-        return replace(self, **made, table=table)
+@np.errstate(all="ignore")
+def any_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Draw numbers of one kind: common ones, of all magnitudes, tiny ones, or any bits."""
+    dtype = np.dtype(dtype)
+    kind = rng.integers(5)
+    if kind == 0:
+        return rng.standard_normal(shape).astype(dtype)
+    bits = rng.integers(0, 2 ** (8 * dtype.itemsize), shape, np.uint64)
+    values = bits.astype(f"u{dtype.itemsize}").view(dtype)
+    if kind == 1:
+        return np.where(np.isfinite(values), values, 0).astype(dtype)
+    if kind == 2:  # float32's and bfloat16's subnormal numbers, and somewhat larger ones
+        return (rng.standard_normal(shape) * 2.0 ** rng.integers(-150, -100)).astype(dtype)
+    if kind == 3:
+        return np.zeros(shape, dtype)
+    return values
