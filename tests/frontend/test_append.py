@@ -326,7 +326,7 @@ REFUSED = {
     "values of keys of their own": (call, {"k": SHARED, "v": SHARED[..., :4],
                                            "k_new": ones(2, 2, 3, 16)}, A,
                                     ("v_new: got a separate array", "k_new[..., :4]")),
-    "others' names": (call, {"k_descale": 1}, T, ("k_descale: this", "say k_scale=")),
+    "others' names": (call, {"k_descale": 1}, T, ("k_descale: this", "take k_scale")),
     "x": (rotate, {"x": ones(3, 8)}, A, ("x: got shape (3, 8)", "(B, H, L, D)")),
     "positions of x": (rotate, {"positions": [[0, 1, 2]]}, T,
                        ("positions: got shape (1, 3)", "(2, 3) or (3,)")),
