@@ -102,7 +102,8 @@ def attention_cached(
         arrays are those of `attention`.
     k : array, shape (B, Hkv, S, D)
         Keys, with room for S positions: numbers in the dtype of `q`, or codes with `k_scale`. The
-        first ``lengths[b]`` are read; the others may contain anything. With `table`, they are in pages of any length: (P, Hkv, page, D).
+        first ``lengths[b]`` are read; the others may contain anything. With `table`, they are in
+        pages of any length: (P, Hkv, page, D).
     v : array, shape (B, Hkv, S, Dv)
         Values. With `table`, they are in pages: (P, Hkv, page, Dv).
     lengths : int or array, shape (B,)

@@ -11,7 +11,7 @@ from ..arrays.device_arrays import address
 from ..arrays.interop import floats, one_home, outputs
 from ..errors import ArgumentError
 from . import cached, codes, device_args, validate
-from .call import Array, Cache
+from .call import Array, Cache, Codes
 from .rotary import Rotary, check_positions, check_rotary, position_array
 
 
@@ -223,7 +223,7 @@ def _is_view_of_keys(v: Array, k: Array) -> bool:
     )
 
 
-def _check_scales_of_views(held: codes.Codes) -> None:
+def _check_scales_of_views(held: Codes) -> None:
     """Refuse scales of values that are not those of the keys that contain them."""
     if held.k_scale.size and not _is_view_of_keys(held.v_scale, held.k_scale):
         raise ArgumentError(

@@ -140,4 +140,4 @@ def tile_sizes(shape: Shape, changes: Changes) -> TileSizes:
 
 
 _NONE = np.empty(0, np.int64)
-NO_RANGES = KEY_RANGES.keep(KeyRanges(_NONE, _NONE, _NONE, 0))  # of a mask without, or of no mask
+NO_RANGES: KeyRanges = KEY_RANGES.keep(KeyRanges(_NONE, _NONE, _NONE, 0))  # no mask has ranges

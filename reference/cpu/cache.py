@@ -90,9 +90,11 @@ def _source_of_codes(array: np.ndarray[Any, Any], scales: Scales) -> Source:
     kind = FIRST + scales.form
     columns = array.shape[-1] * (2 if kind == INT4 else 1)
     groups = scales.array.shape[-1] if scales.array.ndim else 1
+    page, head, row, column = array.strides
+    of_page, of_head, of_row, of_group = scales.steps
     return Source(
-        address(array), kind, *array.strides, columns, 0, address(scales.array), *scales.steps,
-        columns // max(groups, 1),
+        address(array), kind, page, head, row, column, columns, 0, address(scales.array), of_page,
+        of_head, of_row, of_group, columns // max(groups, 1),
     )  # fmt: skip
 
 
