@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from coded_caches import FORMATS, NAN_CODE, Coded, meaning
 from halves import mostly_thorough
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from placement import same_bits
 
 from cupyflash import Rotary, append, attention_cached, masks, quantize, rope
@@ -45,10 +47,10 @@ def attend(q, held, lengths=LENGTHS, **options):
     return attention_cached(q, *arrays, return_lse=True, **(held.options | options))
 
 
-def check(q, held, out, lse, **options):
+def check(q, held, out, lse, lengths=LENGTHS, **options):
     """Hold every entry to the bound of attention over what its codes mean."""
     precision = Precision.of(q.dtype).with_codes()
-    for b, n in enumerate(LENGTHS):
+    for b, n in enumerate(lengths):
         k, v = (x[b, :, :n] for x in held.numbers)
         bound = forward_bound(q[b], k, v, precision=precision, **options)
         assert not bound.ill_conditioned
@@ -173,6 +175,38 @@ def test_an_array_says_its_codes_itself():
         ]
         scales = {"k_scale": held.k_scale, "v_scale": held.v_scale}
         same([attention_cached(q, *typed, LENGTHS, **scales)], [attend(q, held)[0]])
+
+
+MASKS = [None, masks.causal(), masks.window(20, 0), masks.mask(lambda b, h, i, j: (i + j) % 3 > 0)]
+
+
+@EACH
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_layout_keeps_to_the_bound_and_changes_no_bit(form, data):
+    """Pages of any length, heads inside of rows, any mask; NaN in whatever lies unused."""
+    draw_one = data.draw
+    rng = np.random.default_rng(draw_one(st.integers(0, 2**32)))
+    lengths = draw_one(st.lists(st.sampled_from([0, 1, 63, 64, 65, 130]), min_size=1, max_size=3))
+    heads, group = draw_one(st.integers(1, 2)), draw_one(st.integers(1, 5))
+    d, d_v = (draw_one(st.sampled_from([2, 8, 32, 34, 64, 80])) for _ in range(2))
+    shape = (len(lengths), heads, max(*lengths, 1) + 3)
+    k, v = (rng.standard_normal((*shape, n)).astype(np.float32) for n in (d, d_v))
+    held = Coded.of(form, k, v, whole_rows=draw_one(st.booleans()))
+    dtype = draw_one(st.sampled_from([F16, BF16, F32]))
+    q = rng.standard_normal((len(lengths), heads * group, 2, d)).astype(dtype)
+    options = {"mask": draw_one(st.sampled_from(MASKS))}
+    whole = held.poisoned(lengths)
+    out, lse = attend(q, whole, np.array(lengths), **options)
+    check(q, held, out, lse, lengths, **options)
+    paged = whole.paged(draw_one(st.sampled_from([1, 5, 64, 100])), seed=1)
+    same(attend(q, paged, np.array(lengths), **options), (out, lse))
+    turned = {
+        name: np.ascontiguousarray(getattr(paged, name).swapaxes(1, 2)).swapaxes(1, 2)
+        for name in ("k", "v", "k_scale", "v_scale")
+    }
+    inside = dataclasses.replace(paged, **turned)
+    same(attend(q, inside, np.array(lengths), **options), (out, lse))
 
 
 # New rows

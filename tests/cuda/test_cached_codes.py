@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from caches import results
 from coded_caches import FORMATS, Coded, meaning
+from cuda_specialisations import target_of
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from emulator.machine import REVERSE, randomly
@@ -18,9 +19,13 @@ from halves import mostly_thorough
 from placement import same_bits
 
 from cupyflash import Rotary, masks, rope
+from cupyflash.gpu import decode_recipe
+from cupyflash.gpu.kernels import registry
+from cupyflash.gpu.kernels.spec import Request
 from cupyflash.problem import append as appends
 from cupyflash.problem import cached
 from cupyflash.problem.codes import Given
+from cupyflash.problem.formats import FORMATS as FORMATS_BY_NAME
 from cupyflash.problem.options import Options
 from cupyflash.testing import Precision, forward_bound, rho
 
@@ -33,7 +38,7 @@ EACH = mostly_thorough(
     quick=QUICK,
     why="each format and each type are in a quick case, or differ by constants",
 )
-FORM = mostly_thorough("form", FORMATS, quick=["int8", "int4"], why="float8 has the places of int8")
+FORM = mostly_thorough("form", FORMATS, quick=["int4"], why="int4 has groups, too")
 LENGTHS = np.array([130, 0, 65])
 
 
@@ -123,6 +128,26 @@ def test_a_prompt_of_many_queries(form):
     out, lse = run(q, held, lengths, mask=masks.causal(), blocks=Blocks(hopper=True))
     last = run(np.ascontiguousarray(q[:, :, -1:]), held, lengths)
     same((out[:, :, -1:], lse[:, :, -1:]), last)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
+def test_kernels_that_read_no_codes_are_passed_over(arch):
+    """Also by prompts; and the choice says why it is not the best kernel."""
+    held = cache("int8")
+    given = Given(held.k_scale, held.v_scale, held.form)
+    for len_q, dtype in ((1, F16), (70, BF16), (70, F32)):
+        (q,) = draw((3, 2, len_q, 64), dtype=dtype)
+        call = cached.call(q, held.k, held.v, LENGTHS, None, None, Options(), given)
+        target = target_of(arch)
+        choice = registry.select("decode", Request(call.problem, target, call))
+        assert choice.spec.codes
+        why = {spec.name: words for spec, words in choice.passed_over}
+        if dtype != F32 and arch != "sm_75":
+            assert why == {"decode_sm80": "it reads no codes of 8 or 4 bits"}
+        out, lse = results(call)
+        launches = decode_recipe.forward(call, target, out, lse, True).launches
+        assert [x.special.spec.part for x in launches] == ["decode", "join"]
+        assert launches[0].special.codes == FORMATS_BY_NAME["int8"]
 
 
 # New rows
