@@ -93,7 +93,7 @@ def _widener(kind: int, lanes: int) -> Callable[..., Any]:
 _int8, _int8_one = _widener(INT8, WIDENED), _widener(INT8, 1)
 _e4m3, _e4m3_one = _widener(E4M3, WIDENED), _widener(E4M3, 1)
 _e5m2, _e5m2_one = _widener(E5M2, WIDENED), _widener(E5M2, 1)
-_int4, _int4_one = _widener(INT4, WIDENED), _widener(INT4, 1)
+_int4, _int4_one = _widener(INT4, 2 * WIDENED), _widener(INT4, 1)
 
 
 @helper
@@ -110,7 +110,7 @@ def _load_whole(kind, place, columns, itemsize, scale, target, like):
         for d in range(0, columns, WIDENED):
             _e5m2(place + d, none, scale, target + d * itemsize, like)
     else:
-        for d in range(0, columns, WIDENED):
+        for d in range(0, columns, 2 * WIDENED):
             _int4(place + d // 2, none, scale, target + d * itemsize, like)
 
 
@@ -135,7 +135,8 @@ def load_codes(source, row, scales, itemsize, target, like):
     while begin < source.columns:
         end = min(begin + source.group, source.columns)
         scale = load(scales + begin // source.group * source.scale_group, np.float32(0))
-        whole = (end - begin) // WIDENED * WIDENED if source.column == 1 else 0
+        several = 2 * WIDENED if source.kind == INT4 else WIDENED
+        whole = (end - begin) // several * several if source.column == 1 else 0
         first = row + (begin // 2 if source.kind == INT4 else begin)
         _load_whole(source.kind, first, whole, itemsize, scale, target + begin * itemsize, like)
         for d in range(begin + whole, end):
