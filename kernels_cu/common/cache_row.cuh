@@ -23,7 +23,7 @@ __device__ __forceinline__ Side values(const Params& p) {
 }
 
 template <int FORMAT>
-struct Row {
+struct CachedRow {
   const unsigned char* bytes;
   const float* scales;
   long long col, group;
@@ -36,7 +36,7 @@ struct Row {
   }
 };
 template <>
-struct Row<NUMBERS> {
+struct CachedRow<NUMBERS> {
   const storage_t* elements;
   long long col;
 
@@ -57,10 +57,10 @@ class Head {
         scales_(reinterpret_cast<const float*>(side.scales.data) +
                 layout::offset(side.scales, entry, head, true)) {}
 
-  __device__ __forceinline__ Row<FORMAT> row(const Place& at) const {
-    return Row<FORMAT>{bytes_ + at.offset(side_.page, side_.rows.row),
-                       scales_ + at.offset(side_.scale_page, side_.scales.row), side_.rows.col,
-                       side_.scales.col};
+  __device__ __forceinline__ CachedRow<FORMAT> row(const Place& at) const {
+    return CachedRow<FORMAT>{bytes_ + at.offset(side_.page, side_.rows.row),
+                             scales_ + at.offset(side_.scale_page, side_.scales.row),
+                             side_.rows.col, side_.scales.col};
   }
 
  private:
@@ -76,8 +76,8 @@ class Head<NUMBERS> {
                                   const layout::Entry&, long long)
       : side_(side), first_(first) {}
 
-  __device__ __forceinline__ Row<NUMBERS> row(const Place& at) const {
-    return Row<NUMBERS>{first_ + at.offset(side_.page, side_.rows.row), side_.rows.col};
+  __device__ __forceinline__ CachedRow<NUMBERS> row(const Place& at) const {
+    return CachedRow<NUMBERS>{first_ + at.offset(side_.page, side_.rows.row), side_.rows.col};
   }
 
  private:

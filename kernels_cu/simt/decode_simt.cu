@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       for (int r = 0; r < ROWS; ++r) s[r] = 0;
       if (exists) {
         const cache::Place at = cache::place(p, task.b, now.first_key() + key);
-        const cache::Row<CODES> row = keys.row(at);
+        const cache::CachedRow<CODES> row = keys.row(at);
 #pragma unroll 4
         for (int d = lane % LANES; d < D; d += LANES) {
           const accum_t element = row[d];
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 #pragma unroll 2
     for (int key = 0; key < now.keys; ++key) {
       const cache::Place at = cache::place(p, task.b, now.first_key() + key);
-      const cache::Row<CODES> row = values.row(at);
+      const cache::CachedRow<CODES> row = values.row(at);
 #pragma unroll
       for (int n = 0; n < COLUMNS_V; ++n) {
         const int column = lane + n * ptx::WARP_SIZE;
