@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..arrays.interop import array, floats, one_home
+from ..arrays.interop import array, floats
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.nodes import walk
 from ..masks import Mask
@@ -91,17 +91,16 @@ def call(
     )
     if problem.packed:
         _refuse_packed_rows(options.mask)
+    matrices, offsets_pair = (False, False, False), None if held is None else (held, None)
     checked = validate.with_options(
-        problem, q, k, v, (False, False, False), options, in_one_place=False
+        problem, q, k, v, matrices, options, cache=made, offsets=offsets_pair
     )
     if checked.problem.dropout:
         raise ArgumentError(
             f"dropout: got {checked.problem.dropout}; expected 0, because attention over a cache "
             "has no dropout. Leave it out, or call attention for training."
         )
-    offsets_pair = None if held is None else (held, None)
-    checked = replace(checked, cache=made, offsets=offsets_pair)
-    return replace(checked, device=one_home(validate.read_arrays(checked)))
+    return checked
 
 
 def too_few_entries(k: Array, batch: int) -> ArgumentError:

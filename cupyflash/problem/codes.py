@@ -13,7 +13,7 @@ from .call import Array, Codes
 from .formats import FORMATS, INT4_GROUP, Format, format_of
 
 QUERIES = "float16", "bfloat16", "float32"
-_OF_ARRAYS = [name for name, form in FORMATS.items() if form.packed == 1]  # types of arrays
+_TYPES = (*(name for name, form in FORMATS.items() if form.packed == 1), "uint8")  # of arrays
 _HOW = (
     "Pass the scales that append fills or quantize returns: float32, one for each row, of shape "
     "(..., 1)"
@@ -43,11 +43,10 @@ class Shaped(NamedTuple):
     shape: tuple[int, ...]
 
 
-def holds_codes(value: Any) -> bool:
+def holds_codes(value: Array) -> bool:
     """Whether an array has the type of codes, or of bytes that may be some."""
-    return getattr(value, "dtype", None) is not None and (
-        value.dtype.name in (*_OF_ARRAYS, "uint8")
-    )
+    # NumPy's names take longer to make than sizes.
+    return value.dtype.itemsize == 1 and value.dtype.name in _TYPES
 
 
 def codes_of(k: Any, v: Any, given: Given) -> tuple[Array, Array, Codes | None]:

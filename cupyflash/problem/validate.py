@@ -231,12 +231,16 @@ def with_options(
     matrices: tuple[bool, bool, bool],
     options: Options,
     in_one_place: bool = True,
+    **rest: Any,
 ) -> Call:
-    """Check every option, and put it where the problem or the call has it."""
+    """Check every option, and put it where the problem or the call has it.
+
+    `rest` are the other fields of the call.
+    """
     checked = {name: _CHECKS[name](options, problem) for name in NAMES}
     of_problem = {name: checked.pop(name) for name in NAMES if name in _OF_PROBLEM}
     problem = replace(problem, **of_problem)
-    call = Call(problem, q, k, v, **checked, were_matrices=matrices)
+    call = Call(problem, q, k, v, **checked, were_matrices=matrices, **rest)
     return replace(call, device=one_home(read_arrays(call))) if in_one_place else call
 
 

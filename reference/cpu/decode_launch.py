@@ -61,7 +61,6 @@ def decode(
     visited = np.zeros(len(plan.units), np.int64)
     sizes = decode_sizes(shape, changes, cache, plan.top)
     most_leaves = -(-MOST_PRODUCTS // (LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)))
-    leaves = int(np.maximum(plan.units[:, 3] - plan.units[:, 2], 1).sum())
     parallel(
         Bound(
             decode_kernel,
@@ -85,7 +84,7 @@ def decode(
             scratch=lambda: (decode_scratch(sizes, number),),
             sizes=sizes,
         ),
-        max(-(-leaves // most_leaves), min(num_threads(), len(plan.units))),
+        max(-(-plan.leaves // most_leaves), min(num_threads(), len(plan.units))),
         (programs, q_read, k, v, table, scales, out_made, lse_made),
     )
     finish(out, out_made)
