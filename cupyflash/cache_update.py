@@ -10,6 +10,7 @@ from .arrays.interop import DLPackArray
 from .problem.append import Append
 from .problem.append import append as checked_append
 from .problem.call import Array
+from .problem.codes import Given
 from .problem.keywords import explained
 from .problem.rotary import Rotary, Rotation, rotation
 
@@ -27,6 +28,9 @@ def append(
     q: None = None,
     rotary: Rotary | None = None,
     positions: DLPackArray | Sequence[Any] | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    kv_dtype: Any = None,
     out: None = None,
 ) -> None: ...
 
@@ -44,6 +48,9 @@ def append(
     q: DLPackArray,
     rotary: Rotary,
     positions: DLPackArray | Sequence[Any] | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    kv_dtype: Any = None,
     out: Array | None = None,
 ) -> Array: ...
 
@@ -61,6 +68,9 @@ def append(
     q: DLPackArray | None = None,
     rotary: Rotary | None = None,
     positions: DLPackArray | Sequence[Any] | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    kv_dtype: Any = None,
     out: Array | None = None,
 ) -> Array | None:
     """Write new keys and values to a cache in place, and rotate keys and queries.
@@ -77,9 +87,9 @@ def append(
     v_new : array, shape (B, Hkv, n, Dv)
         New values; with `offsets`, packed values of shape (Hkv, total, Dv).
     k : array, shape (B, Hkv, S, D)
-        The cache's keys, with room for S positions, the dtype of `k_new` and any strides. With
-        `table`, they are pages, (P, Hkv, page, D). They are written in place, and share no memory
-        with another array.
+        The cache's keys, with room for S positions, the dtype of `k_new` or codes of 8 or 4 bits,
+        and any strides. With `table`, they are pages, (P, Hkv, page, D). They are written in place,
+        and share no memory with another array.
     v : array, shape (B, Hkv, S, Dv)
         The cache's values; with `table`, (P, Hkv, page, Dv). They may be the first columns of the
         keys, ``v = k[..., :Dv]``; then ``v_new`` must be ``k_new[..., :Dv]``, and they are written
@@ -105,6 +115,13 @@ def append(
     positions : array, shape (B, n) or (total,), optional
         The positions by which rows are rotated, as int32 or int64, on the device of `k`; for
         example, the depth in a tree of drafts. By default they are the positions in the cache.
+    k_scale, v_scale : array of float32, optional
+        Where to write the scales of a cache of codes: (B, Hkv, S, 1), or with `table` (P, Hkv,
+        page, 1). New rows, after their rotation, become the codes and scales that `quantize`
+        returns for them, a scale for each row. With a last axis of D / 32 (Dv / 32), which int4 may
+        have, it is one for each 32 columns.
+    kv_dtype : str or dtype_like, optional
+        Which codes `k` and `v` hold if they are uint8; see `attention_cached`.
     out : array, shape of q, optional
         Where to write the rotated queries.
 
@@ -136,13 +153,15 @@ def append(
     """
     read = {"k_new": k_new, "v_new": v_new, "q": q, "lengths": lengths, "table": table}
     read |= {"offsets": offsets, "positions": positions}
+    given = Given(k_scale, v_scale, kv_dtype)
 
     def check() -> Append:
         return checked_append(
-            k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out
+            k_new, v_new, k, v, lengths, table, offsets, q, rotary, positions, out, given
         )
 
-    return execute.append(check, read, rotary, {"k": k, "v": v, "out": out})
+    written = {"k": k, "v": v, "out": out, "k_scale": k_scale, "v_scale": v_scale}
+    return execute.append(check, read, rotary, given.kind, written)
 
 
 @explained

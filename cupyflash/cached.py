@@ -9,6 +9,7 @@ from . import dispatch, execute
 from .arrays.interop import DLPackArray
 from .masks import Mask
 from .problem.call import Array
+from .problem.codes import Given
 from .problem.keywords import explained
 from .problem.options import Options
 from .scores import Score
@@ -23,6 +24,9 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    kv_dtype: Any = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -44,6 +48,9 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    kv_dtype: Any = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -65,6 +72,9 @@ def attention_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    kv_dtype: Any = None,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -91,8 +101,9 @@ def attention_cached(
         Queries. With `offsets_q` they are packed: (Hq, total, D). Dtypes, strides and kinds of
         arrays are those of `attention`.
     k : array, shape (B, Hkv, S, D)
-        Keys, with room for S positions. The first ``lengths[b]`` are read; the others may contain
-        anything. With `table`, they are in pages of any length: (P, Hkv, page, D).
+        Keys, with room for S positions: numbers in the dtype of `q`, or codes with `k_scale`. The
+        first ``lengths[b]`` are read; the others may contain anything. With `table`, they are in
+        pages of any length: (P, Hkv, page, D).
     v : array, shape (B, Hkv, S, Dv)
         Values. With `table`, they are in pages: (P, Hkv, page, Dv).
     lengths : int or array, shape (B,)
@@ -105,6 +116,18 @@ def attention_cached(
     offsets_q : array, shape (B + 1,), optional
         Entry b has the packed queries from ``offsets_q[b]`` to ``offsets_q[b + 1]``. Entries may
         have any number of them.
+    k_scale, v_scale : array of float32, optional
+        The scales of a cache of codes of 8 or 4 bits, on the device of `q`: the result is attention
+        over ``k_scale * k`` and ``v_scale * v``, whose products are rounded to float32 once. They
+        broadcast to (B, Hkv, S, 1), or with `table` to (P, Hkv, page, 1): there may be one for all,
+        one for each head, or one for each row, as `append` writes them. For int4 the last axis may
+        also be D / 32, and Dv / 32. Codes and scales of positions that are not in use may be
+        anything. Queries are float16, bfloat16 or float32.
+    kv_dtype : str or dtype_like, optional
+        What the bytes of `k` and `v` are if they are uint8: "int8", "float8_e4m3fn", "float8_e5m2"
+        or "int4". Arrays of int8, and those of the float8 types of ml_dtypes, say it themselves.
+        With int4, two codes share a byte as in `quantize`, so `k` and `v` have D / 2 and Dv / 2
+        columns.
     mask : Mask or array of bool, optional
         As in `attention`. An array broadcasts to (B, Hq, Lq, S).
     score_mod : Score or sequence of Score, optional
@@ -163,7 +186,8 @@ def attention_cached(
         seed=None,
         precision=None,
     )
-    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q)
+    given = Given(k_scale, v_scale, kv_dtype)
+    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given)
     return execute.cached(request, return_lse, out, lse_out, workspace)
 
 
@@ -175,12 +199,17 @@ def workspace_size_cached(
     *,
     table: DLPackArray | None = None,
     offsets_q: DLPackArray | Sequence[int] | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    kv_dtype: Any = None,
 ) -> int:
     """Return how many bytes of workspace `attention_cached` needs at most for these shapes.
 
     Parameters
     ----------
-    q, k, v, table, offsets_q : array
+    q, k, v, table, offsets_q, k_scale, v_scale : array
+        As in `attention_cached`.
+    kv_dtype : str or dtype_like, optional
         As in `attention_cached`.
 
     Returns
@@ -193,6 +222,7 @@ def workspace_size_cached(
     ArgumentError, ArgumentTypeError
         As in `attention_cached`.
     """
-    request = execute.CachedRequest(q, k, v, Options(), 0, table, offsets_q)
+    given = Given(k_scale, v_scale, kv_dtype)
+    request = execute.CachedRequest(q, k, v, Options(), 0, table, offsets_q, given)
     call = request.call
     return dispatch.backend_of(call.q).workspace_size_cached(call)

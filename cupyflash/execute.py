@@ -17,6 +17,7 @@ from .problem import cached as cached_calls
 from .problem import validate
 from .problem.append import Append
 from .problem.call import Array, Call, Gradients
+from .problem.codes import Given
 from .problem.hadamard import Transform
 from .problem.options import Options
 from .problem.quantize import Quantisation
@@ -85,12 +86,21 @@ class Request:
 
 
 class CachedRequest(Request):
-    """A call over a cache; `lengths`, `table` and `offsets_q` are as users pass them."""
+    """A call over a cache; `lengths`, `table`, `offsets_q` and `codes` are as users pass them."""
 
     def __init__(
-        self, q: Any, k: Any, v: Any, options: Options, lengths: Any, table: Any, offsets_q: Any
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        options: Options,
+        lengths: Any,
+        table: Any,
+        offsets_q: Any,
+        codes: Given,
     ) -> None:
         super().__init__(q, k, v, options)
+        self._codes = codes
         self._lengths, self._table, self._offsets_q = lengths, table, offsets_q
 
     @functools.cached_property
@@ -104,6 +114,7 @@ class CachedRequest(Request):
             self._table,
             self._offsets_q,
             self._options,
+            self._codes,
         )
 
     def signature(
@@ -117,7 +128,9 @@ class CachedRequest(Request):
             return None
         named = {"q": self._q, "k": self._k, "v": self._v, **read, "lengths": self._lengths}
         named |= {"table": self._table, "offsets_q": self._offsets_q}
-        return launch_cache.signature(kind, named, self._options, written)
+        codes = self._codes
+        named |= {"k_scale": codes.k_scale, "v_scale": codes.v_scale}
+        return launch_cache.signature(kind + codes.kind, named, self._options, written)
 
 
 def dense_or_packed(
@@ -240,16 +253,18 @@ def append(
     check: Callable[[], Append],
     read: Mapping[str, Any],
     rotary: Any,
+    codes: str,
     written: Mapping[str, Any],
 ) -> Array | None:
     """Write new rows to a cache; return queries, if there are any, rotated.
 
     `read` and `written` have the arrays of the call by the names that kernels have for them, as
-    they came; `check` validates the call where it is not recognised.
+    they came, and `codes` is the type of codes that it names; `check` validates the call where it
+    is not recognised.
     """
     signature = None
     if is_device_array(read["lengths"]):  # a number is part of what kernels are told
-        signature = _rows_signature("append", read, rotary, written)
+        signature = _rows_signature("append" + codes, read, rotary, written)
     if signature is not None and (entry := launch_cache.find(signature)) is not None:
         results = launch_cache.forward(entry, signature.addresses, written["out"], None)
         if results is not None:

@@ -10,10 +10,11 @@ import numpy as np
 
 from ..expr.key_range import KeyRange, key_range
 from ..gpu.launch import CallResult
-from ..problem import positions, quantize
+from ..problem import positions
 from ..problem.append import Append
 from ..problem.bound_exprs import Trees, trees
-from ..problem.call import Array, Call, Gradients, Plan, Results
+from ..problem.call import Array, Call, Codes, Gradients, Plan, Results, scale_steps
+from ..problem.formats import dtype_of
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
@@ -93,6 +94,15 @@ def _decode(call: Call, out: Array, lse: Array) -> int:
     return decode_launch.decode(
         call.problem, programs, call.q, call.k, call.v, None, rows, call.sink, out, lse
     )
+
+
+def _scales(codes: Codes | None) -> Any:
+    """Return what the codes of keys and of values mean."""
+    from cupyflash.reference.cpu.cache import Scales
+
+    if codes is None:
+        return None
+    return tuple(Scales(codes.form.code, x, scale_steps(x)) for x in codes.scales.values())
 
 
 def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
@@ -194,6 +204,7 @@ class Cpu:
             call.sink,
             out,
             lse,
+            _scales(cache.codes),
         )
         return CallResult(visited)
 
@@ -229,6 +240,7 @@ class Cpu:
             out,
             None if rotary is None else _angles(rotary),
             checked.positions,
+            _scales(cache.codes),
         )
         return CallResult()
 
@@ -248,7 +260,7 @@ class Cpu:
         codes = np.empty_like(x, np.uint8, subok=False, shape=checked.shape_of_codes)
         scale = np.empty_like(x, np.float32, subok=False, shape=checked.shape_of_scale)
         rows_launch.quantize(x, checked.columns, form.code, codes, scale)
-        return codes.view(quantize.dtype_of(form)), scale
+        return codes.view(dtype_of(form)), scale
 
     def hadamard(self, checked: Transform, out: Array) -> CallResult:
         """Write transformed rows to `out`."""

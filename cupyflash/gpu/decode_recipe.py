@@ -27,7 +27,7 @@ def forward(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> 
     if not want_lse:
         writer.named.remove("lse")
     few, many = _entries_by_rows(call, facts)
-    if call.cache is not None and registry.prefills(call.problem, facts):
+    if _prefills(call, facts):
         writer.told["few_rows"] = decode.MOST_CACHED_ROWS
     else:
         writer.told["few_rows"] = 2**31 - 1
@@ -57,9 +57,15 @@ def _add_decode(writer: Writer, extent: Extent) -> int:
     return _decode_bytes(call, grid, tiles)
 
 
+def _prefills(call: Call, facts: Target) -> bool:
+    """Return whether a forward kernel serves a call's entries with many queries."""
+    cache = call.cache
+    return cache is not None and cache.codes is None and registry.prefills(call.problem, facts)
+
+
 def _entries_by_rows(call: Call, facts: Target) -> tuple[bool, bool]:
     """Return whether a call may have entries for a decode kernel, and for a forward kernel."""
-    if call.cache is None or not registry.prefills(call.problem, facts):
+    if not _prefills(call, facts):
         return True, False
     rows = group_of(call.problem) * np.asarray(call.problem.len_q)
     is_few = rows <= decode.MOST_CACHED_ROWS

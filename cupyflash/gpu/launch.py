@@ -250,6 +250,8 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
                 wanted.append((name, offsets, np.dtype(np.int64)))
     if call.cache is not None:
         addresses |= _addresses({"lengths": call.cache.lengths, "table": call.cache.table})
+        if call.cache.codes is not None:
+            addresses |= _addresses(call.cache.codes.scales)
     if call.sink is not None:
         wanted.append(("sink", call.sink, call.sink.dtype))
     for name, array, dtype in wanted:
@@ -434,6 +436,8 @@ def append(checked: Append, out: Array | None) -> CallResult:
     names = "k_new", "v_new", "k", "v", "q", "positions"
     read: dict[str, Any] = {"out": out} | {name: getattr(checked, name) for name in names}
     read |= {"lengths": checked.cache.lengths, "table": checked.cache.table}
+    if checked.cache.codes is not None:
+        read |= checked.cache.codes.scales
     if checked.rotary is not None:
         read |= checked.rotary.arrays
     with cuda_device.current(checked.device):

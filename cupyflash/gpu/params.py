@@ -60,7 +60,7 @@ Fields = list[tuple[str, Any, int]]
 _FIXED: Fields = [
     *(
         (name, OPERAND, 1)
-        for name in "q k v out d_out dq dk dv dbias lse dlse delta dq_accum".split()
+        for name in "q k v out d_out dq dk dv dbias lse dlse delta dq_accum k_scale v_scale".split()
     ),
     *((name, "Q", 1) for name in "sink dsink offsets_q offsets_k seed_gmem tiles_visited".split()),
     ("batch", "q", 1),
@@ -78,6 +78,7 @@ _FIXED: Fields = [
     *((f"kind_{name}", "i", 1) for name in "sink dsink dq dk dv dbias".split()),
     *((name, "Q", 1) for name in "lengths table workspace".split()),
     *((name, "q", 1) for name in "length_step table_batch table_step pages k_page v_page".split()),
+    *((name, "q", 1) for name in "k_scale_page v_scale_page".split()),
     *((name, "i", 1) for name in "tasks slots few_rows tma_rows".split()),
     *((name, "i", 1) for name in "page_size kind_lengths kind_table held".split()),
 ]
@@ -95,7 +96,9 @@ _COMBINE: Fields = [
 _APPEND: Fields = [
     *(
         (name, OPERAND, 1)
-        for name in "k_new v_new q k v out cos sin lengths table positions".split()
+        for name in (
+            "k_new v_new q k v out cos sin lengths table positions k_scale v_scale".split()
+        )
     ),
     ("offsets", "Q", 1),
     *((name, "q", 1) for name in "batch rows length capacity pages page_size rotary_rows".split()),

@@ -6,11 +6,12 @@ As in `recipe`, nothing here touches CuPy or an array's elements.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from ..arrays.dtypes import accumulator
 from ..problem.append import Append
-from ..problem.call import Array
+from ..problem.call import Array, scale_steps
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
@@ -40,8 +41,8 @@ def append(checked: Append, out: Array | None) -> Launch:
         "page_size": cache.page_size,
         "heads": heads,
         "heads_kv": heads_kv,
-        "columns": checked.k.shape[-1],
-        "columns_v": checked.v.shape[-1],
+        "columns": checked.k_new.shape[-1],
+        "columns_v": checked.v_new.shape[-1],
     }
     integers = {"positions": (positions, _entries_and_rows)}
     integers["table"] = (cache.table, _table)
@@ -59,9 +60,15 @@ def append(checked: Append, out: Array | None) -> Launch:
         names += checked.rotary.arrays
     if packed:
         names.append("offsets")
+    form = None
+    if cache.codes is not None:
+        form = cache.codes.form
+        values |= {name: _scales(x) for name, x in cache.codes.scales.items()}
+        names += cache.codes.scales
     warps = (1 if packed else checked.batch) * rows * (2 * heads_kv + heads)
-    dtype = checked.k.dtype.name
-    return _launch(all_hardware.APPEND, params.append(), dtype, warps, values, names)
+    dtype = checked.k_new.dtype.name
+    made = _launch(all_hardware.APPEND, params.append(), dtype, warps, values, names)
+    return replace(made, special=replace(made.special, codes=form))
 
 
 def rope(checked: Rotation, out: Array) -> Launch:
@@ -153,6 +160,12 @@ def _rows(array: Array) -> Operand:
     """Return how an array (B, H, L, D), or packed (H, total, D), lies in memory."""
     step = array.strides[0] // array.itemsize if array.ndim == 4 else 0
     return strides.operand(array, _of_entries(step))
+
+
+def _scales(scale: Array) -> Operand:
+    """Return how the scales of a cache lie in memory."""
+    page, head, row, group = (step // scale.itemsize for step in scale_steps(scale))
+    return Operand(lead=_of_entries(page), head=head, row=row, col=group)
 
 
 def _entries_and_rows(array: Array) -> Operand:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..arrays.dtypes import DTYPES
 from ..expr.cuda import Functions
+from ..problem.formats import Format
 from .kernels.spec import KernelSpec, Tiles
 
 # Racecheck of CUDA's compute-sanitizer does not see the order between lanes that synchronise and
@@ -54,6 +55,8 @@ class Specialisation:
     origins, wide_result : bool
         For pieces of a larger problem: whether dropout counts positions from other numbers than 0,
         and whether the result has the accumulator's type.
+    codes : Format or None
+        The format of the cache's keys and values if they are codes.
     functions : Functions
         The functions of the call's expressions.
     """
@@ -73,6 +76,7 @@ class Specialisation:
     tma_store: bool = False
     origins: bool = False
     wide_result: bool = False
+    codes: Format | None = None
 
     @property
     def kernel(self) -> str:
@@ -101,6 +105,8 @@ class Specialisation:
             "origins": self.origins,
             "wide": self.wide_result,
         }
+        if self.codes is not None:
+            flags[self.codes.name] = True
         sizes = {"d": self.d, "dv": self.d_v}
         blocks = {"q": self.tiles.block_q, "kv": self.tiles.block_kv}
         parts = [
@@ -134,6 +140,7 @@ def prelude(special: Specialisation) -> str:
             "NUM_HEAD_CONSTANTS": max(has.num_given, 1),
             "MASK_STEPS": has.mask_steps,
             "SCORE_STEPS": has.score_steps,
+            "CODES": -1 if special.codes is None else special.codes.code,
         },
         "bool": {
             "HAS_SCORE": has.has_score,

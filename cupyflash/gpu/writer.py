@@ -21,11 +21,11 @@ from ..expr.cuda import Functions, Generated, generate
 from ..expr.key_range import key_range
 from ..expr.nodes import walk
 from ..problem.bound_exprs import Trees, trees
-from ..problem.call import Cache, Call, Plan, Problem
+from ..problem.call import Cache, Call, Codes, Plan, Problem, scale_steps
 from . import params, strides
 from .kernels import decode, registry, tma_operands
 from .kernels.spec import Extent, Grid, Request, Tiles
-from .params import KINDS
+from .params import KINDS, Operand
 from .source import NONE, Specialisation
 from .strides import Lead, lead_of
 from .tma import TensorMap
@@ -184,6 +184,9 @@ class Writer:
             self.told["k_page"], self.told["v_page"] = (
                 x.strides[0] // x.itemsize for x in (call.k, call.v)
             )
+        if cache.codes is not None:
+            self.named += cache.codes.scales
+            self.told |= _scales(cache.codes, paged=table is not None)
 
     def add(
         self,
@@ -226,6 +229,7 @@ class Writer:
             functions = NONE
             told |= {"ints": (), "floats": (), "tables": ()}
             addresses = [name for name in addresses if name not in self.tables]
+        codes = None if self.call.cache is None else self.call.cache.codes
         special = Specialisation(
             spec=spec,
             dtype=problem.dtype.name,
@@ -241,6 +245,7 @@ class Writer:
             atomic_dq=adds_dq,
             tma_store=tma.stores,
             origins=spec.scores and self.has_origins,
+            codes=codes.form if codes is not None and spec.part == "decode" else None,
             wide_result=part in _RESULT and self.arrays[_RESULT[part]].dtype != problem.dtype,
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
@@ -264,6 +269,18 @@ class Writer:
             return Extent(*totals, heads, 1, problem.batch, sms)
         lengths = self.told["len_q"], self.told["len_k"]
         return Extent(*lengths, heads, math.prod(entries), 0, sms)
+
+
+def _scales(codes: Codes, paged: bool) -> dict[str, Any]:
+    """Return how the scales of a cache lie in memory, by the names of kernels."""
+    told: dict[str, Any] = {}
+    for name, scale in codes.scales.items():
+        page, head, row, group = (step // scale.itemsize for step in scale_steps(scale))
+        entry = 0 if paged else page
+        lead = (*(0,) * (params.MAX_LEAD - 1), entry)
+        told[name] = Operand(lead=lead, head=head, row=row, col=group)
+        told[f"{name}_page"] = page if paged else 0
+    return told
 
 
 def _with_origins(generated: Generated, problem: Problem) -> Generated:

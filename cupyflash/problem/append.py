@@ -10,8 +10,8 @@ import numpy as np
 from ..arrays.device_arrays import address
 from ..arrays.interop import floats, one_home, outputs
 from ..errors import ArgumentError
-from . import cached, device_args, validate
-from .call import Array, Cache
+from . import cached, codes, device_args, validate
+from .call import Array, Cache, Codes
 from .rotary import Rotary, check_positions, check_rotary, position_array
 
 
@@ -69,20 +69,28 @@ def append(
     rotary: Any,
     positions: Any,
     out: Any,
+    given: codes.Given = codes.NONE,
 ) -> Append:
     """Validate a call of `append`."""
-    named = {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
+    named = {"k_new": k_new, "v_new": v_new}
+    k, v, held_codes = codes.codes_of(k, v, given)
+    if held_codes is None:
+        named |= {"k": k, "v": v}
     if q is not None:
         named["q"] = q
     arrays = {name: floats(x, name) for name, x in named.items()}
-    validate.same_dtype(arrays)
-    k_new, v_new, k, v = (arrays[name] for name in ("k_new", "v_new", "k", "v"))
-    q = arrays.get("q")
+    dtype = validate.same_dtype(arrays)
+    k_new, v_new, q = arrays["k_new"], arrays["v_new"], arrays.get("q")
+    if held_codes is None:
+        k, v = arrays["k"], arrays["v"]
+    else:
+        codes.check_queries(dtype, "k_new", held_codes)
     _check_options(q, rotary, positions, out)
     cache = cached.cache(k, v, table)
-    validate.heads_of(k, k, v)
-    validate.head_sizes(k, k, v, cached.MAX_HEAD_SIZE)
-    _check_rows(arrays, packed=offsets is not None)
+    keys, values = codes.widened(k, held_codes), codes.widened(v, held_codes)
+    validate.heads_of(keys, keys, values)
+    validate.head_sizes(keys, keys, values, cached.MAX_HEAD_SIZE)
+    _check_rows(arrays, keys, values, packed=offsets is not None)
     read = {name: x for name, x in arrays.items() if name not in ("k", "v")}
     total = k_new.shape[-2]
     if offsets is None:
@@ -102,6 +110,7 @@ def append(
         cache,
         table=cached.table_array(table, batch),
         lengths=cached.lengths_of(lengths, batch, cache.capacity),
+        codes=held_codes,
     )
     if counts is not None:
         cached.check_pages(cache, k.shape[0], counts)
@@ -119,13 +128,18 @@ def append(
         elif after is not None and counts is not None:
             last = np.broadcast_to(after, (batch,))[counts > 0] - 1
             check_positions(last, rotary, "lengths")
-    device = one_home(read | {"k": k, "v": v})
+    scales = {} if held_codes is None else dict(held_codes.scales)
+    device = one_home(read | {"k": k, "v": v} | scales)
+    for name, scale in scales.items():
+        codes.check_written(scale, name, k if name == "k_scale" else v)
+    written = {"k": k, "v": v} | scales
     if _is_view_of_keys(v, k):
         _check_views(v_new, k_new, rotary)
-        v_new, v, written = v_new[..., :0], v[..., :0], {"k": k}
+        if held_codes is not None:
+            _check_scales_of_views(held_codes)
+        v_new, v = v_new[..., :0], v[..., :0]
+        written = {name: x for name, x in written.items() if name not in ("v", "v_scale")}
         read["v_new"] = v_new
-    else:
-        written = {"k": k, "v": v}
     targets = {name: (x, x.shape, x.dtype) for name, x in written.items()}
     if out is not None and q is not None:
         targets["out"] = (out, q.shape, q.dtype)
@@ -151,7 +165,7 @@ def _check_options(q: Any, rotary: Any, positions: Any, out: Any) -> None:
             )
 
 
-def _check_rows(arrays: dict[str, Array], packed: bool) -> None:
+def _check_rows(arrays: dict[str, Array], keys: Any, values: Any, packed: bool) -> None:
     """Check the shapes of new rows against each other and against the cache."""
     lead, rows = ("", "total") if packed else ("B, ", "n")
     k_new = arrays["k_new"]
@@ -175,8 +189,7 @@ def _check_rows(arrays: dict[str, Array], packed: bool) -> None:
                     f"last axes (the head size D), but {x.shape[-1]} is not {k_new.shape[-1]}."
                 )
             continue
-        cache = "v" if name == "v_new" else "k"
-        into = arrays[cache]
+        cache, into = ("v", values) if name == "v_new" else ("k", keys)
         if (x.shape[-3], x.shape[-1]) != (into.shape[-3], into.shape[-1]):
             raise ArgumentError(
                 f"{name}: got shape {x.shape} with {cache} of shape {into.shape}; expected "
@@ -208,6 +221,15 @@ def _is_view_of_keys(v: Array, k: Array) -> bool:
         and v.strides == k.strides
         and v.shape[-1] <= k.shape[-1]
     )
+
+
+def _check_scales_of_views(held: Codes) -> None:
+    """Refuse scales of values that are not those of the keys that contain them."""
+    if held.k_scale.size and not _is_view_of_keys(held.v_scale, held.k_scale):
+        raise ArgumentError(
+            "v_scale: got a separate array, but v is the first columns of k, whose codes have the "
+            "scales of k; expected v_scale=k_scale, or its first columns."
+        )
 
 
 def _check_views(v_new: Array, k_new: Array, rotary: Rotary | None) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..arrays.interop import array, floats, one_home
+from ..arrays.interop import array, floats
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.nodes import walk
 from ..masks import Mask
-from . import device_args, validate
+from . import codes, device_args, validate
 from .call import Array, Cache, Call, Problem
 from .options import DEFAULTS, Options
 
@@ -34,15 +34,24 @@ def call(
     table: Any = None,
     offsets_q: Any = None,
     options: Options = DEFAULTS,
+    given: codes.Given = codes.NONE,
 ) -> Call:
     """Validate a call over a cache."""
-    operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    dtype = validate.same_dtype(operands)
-    q, k, v = operands.values()
+    q = floats(q, "q")
+    k, v, held_codes = codes.codes_of(k, v, given)
+    if held_codes is None:
+        operands = {"q": q, "k": floats(k, "k"), "v": floats(v, "v")}
+        dtype = validate.same_dtype(operands)
+        q, k, v = operands.values()
+    else:
+        dtype = codes.check_queries(q.dtype, "q", held_codes)
     q_axes = "(B, Hq, Lq, D)" if offsets_q is None else "(Hq, total, D), packed by offsets_q"
     _check_axes("q", q, 4 if offsets_q is None else 3, q_axes)
-    d, d_v = validate.head_sizes(q, k, v, MAX_HEAD_SIZE)
     made = cache(k, v, table)
+    if held_codes is not None:
+        codes.check_columns(q, "q", held_codes, k, "k")
+    shapes = codes.widened(k, held_codes), codes.widened(v, held_codes)
+    d, d_v = validate.head_sizes(q, *shapes, MAX_HEAD_SIZE)
     held: Array | None = None
     len_q: Any = q.shape[-2]
     start_q: Any = 0
@@ -62,6 +71,7 @@ def call(
         made,
         table=table_array(table, batch),
         lengths=lengths_of(lengths, batch, made.capacity),
+        codes=held_codes,
     )
     if made.table is None and k.shape[0] not in (1, batch):
         raise too_few_entries(k, batch)
@@ -81,15 +91,16 @@ def call(
     )
     if problem.packed:
         _refuse_packed_rows(options.mask)
-    checked = validate.with_options(problem, q, k, v, (False, False, False), options)
+    matrices, offsets_pair = (False, False, False), None if held is None else (held, None)
+    checked = validate.with_options(
+        problem, q, k, v, matrices, options, cache=made, offsets=offsets_pair
+    )
     if checked.problem.dropout:
         raise ArgumentError(
             f"dropout: got {checked.problem.dropout}; expected 0, because attention over a cache "
             "has no dropout. Leave it out, or call attention for training."
         )
-    offsets_pair = None if held is None else (held, None)
-    checked = replace(checked, cache=made, offsets=offsets_pair)
-    return replace(checked, device=one_home(validate.read_arrays(checked)))
+    return checked
 
 
 def too_few_entries(k: Array, batch: int) -> ArgumentError:

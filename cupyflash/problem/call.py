@@ -11,6 +11,7 @@ import numpy as np
 from ..arrays import dtypes
 from ..masks import Mask
 from ..scores import Score
+from .formats import Format
 
 Array = np.ndarray[Any, Any]
 Results = tuple[Array, Array]  # out and lse
@@ -100,6 +101,39 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
+class Codes:
+    """What the codes of a cache mean: attention is that of ``scale * code``.
+
+    Attributes
+    ----------
+    form : Format
+        Their format; two codes of int4 share a byte.
+    k_scale, v_scale : array of float32
+        They broadcast to the rows of keys and of values, with a last axis of 1, or one scale for
+        each group of columns.
+    """
+
+    form: Format
+    k_scale: Array
+    v_scale: Array
+
+    @property
+    def scales(self) -> dict[str, Array]:
+        """The scales, by name."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+
+def scale_steps(scale: Array) -> tuple[int, int, int, int]:
+    """Return the bytes between scales along pages or entries, heads, rows and groups of columns.
+
+    They are 0 where there is one scale for all.
+    """
+    steps = [0 if n == 1 else step for n, step in zip(scale.shape, scale.strides, strict=True)]
+    page, head, row, group = [0] * (4 - len(steps)) + steps
+    return page, head, row, group
+
+
+@dataclass(frozen=True, eq=False)
 class Cache:
     """Where the keys and values of a call over a cache are, and how many it holds.
 
@@ -114,12 +148,15 @@ class Cache:
         position.
     page_size : int
         Positions of a page; without a table, the capacity.
+    codes : Codes or None
+        What keys and values mean if they are codes.
     """
 
     capacity: int
     lengths: Any
     table: Array | None
     page_size: int
+    codes: Codes | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,38 +11,7 @@ import numpy as np
 from ..arrays.interop import floats, one_home
 from ..errors import ArgumentError, ArgumentTypeError
 from .call import Array
-
-INT4_GROUP = 32  # columns that share a scale, unless a call says otherwise
-
-
-@dataclass(frozen=True)
-class Format:
-    """How codes represent numbers.
-
-    Attributes
-    ----------
-    name : str
-        The name of the type in ml_dtypes or NumPy.
-    code : int
-        Its number in kernels: see kernels_cu/common/code.cuh and reference/cpu/quantize.py.
-    packed : int
-        Codes in a byte.
-    """
-
-    name: str
-    code: int
-    packed: int
-
-
-FORMATS = {
-    form.name: form
-    for form in (
-        Format("int8", 0, 1),
-        Format("float8_e4m3fn", 1, 1),
-        Format("float8_e5m2", 2, 1),
-        Format("int4", 3, 2),
-    )
-}
+from .formats import INT4_GROUP, Format, format_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,21 +49,9 @@ class Quantisation:
         return (*self.x.shape[:-1], self.groups)
 
 
-def dtype_of(form: Format) -> np.dtype[Any]:
-    """Return the type of codes on a CPU: uint8 if NumPy has no better one."""
-    if form.name.startswith("float8"):
-        try:
-            import ml_dtypes
-        except ImportError:
-            return np.dtype(np.uint8)
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, form.name))
-        return found
-    return np.dtype(np.int8 if form.packed == 1 else np.uint8)
-
-
 def quantisation(x: Any, dtype: Any, group: Any) -> Quantisation:
     """Validate a call of `quantize`."""
-    x, form = floats(x, "x"), _format_of(dtype)
+    x, form = floats(x, "x"), format_of(dtype, "dtype")
     if not x.ndim:
         raise ArgumentError(
             "x: got shape (); expected (..., D), rows of which each has a scale. Pass x[None]."
@@ -110,21 +67,6 @@ def quantisation(x: Any, dtype: Any, group: Any) -> Quantisation:
         size = _group_of(group, columns, form)
         columns, groups = size, columns // size
     return Quantisation(x, form, columns, groups, one_home({"x": x}))
-
-
-def _format_of(dtype: Any) -> Format:
-    name = dtype
-    if not isinstance(dtype, str):
-        try:
-            name = np.dtype(dtype).name
-        except TypeError:
-            name = repr(dtype)
-    if name not in FORMATS:
-        raise ArgumentTypeError(
-            f"dtype: got {name}; expected {', '.join(FORMATS)}, by name or as the type of NumPy "
-            "or ml_dtypes."
-        )
-    return FORMATS[name]
 
 
 def _group_of(value: Any, columns: int, form: Format) -> int:

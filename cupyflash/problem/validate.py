@@ -34,7 +34,7 @@ def same_dtype(arrays: dict[str, Array]) -> np.dtype[Any]:
     return common
 
 
-def head_sizes(q: Array, k: Array, v: Array, most: int = MAX_HEAD_SIZE) -> tuple[int, int]:
+def head_sizes(q: Any, k: Any, v: Any, most: int = MAX_HEAD_SIZE) -> tuple[int, int]:
     """Return the head sizes of q and k and of v, which are at most `most`."""
     d, d_v = q.shape[-1], v.shape[-1]
     if k.shape[-1] != d:
@@ -55,7 +55,7 @@ def head_sizes(q: Array, k: Array, v: Array, most: int = MAX_HEAD_SIZE) -> tuple
     return d, d_v
 
 
-def heads_of(q: Array, k: Array, v: Array) -> tuple[int, int]:
+def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
     """Return the heads of q, and of k and v."""
     heads, heads_kv = q.shape[-3], k.shape[-3]
     if v.shape[-3] != heads_kv:
@@ -235,12 +235,16 @@ def with_options(
     matrices: tuple[bool, bool, bool],
     options: Options,
     in_one_place: bool = True,
+    **rest: Any,
 ) -> Call:
-    """Check every option, and put it where the problem or the call has it."""
+    """Check every option, and put it where the problem or the call has it.
+
+    `rest` are the other fields of the call.
+    """
     checked = {name: _CHECKS[name](options, problem) for name in NAMES}
     of_problem = {name: checked.pop(name) for name in NAMES if name in _OF_PROBLEM}
     problem = replace(problem, **of_problem)
-    call = Call(problem, q, k, v, **checked, were_matrices=matrices)
+    call = Call(problem, q, k, v, **checked, were_matrices=matrices, **rest)
     return replace(call, device=one_home(read_arrays(call))) if in_one_place else call
 
 
@@ -307,6 +311,8 @@ def read_arrays(request: Call) -> dict[str, Array]:
         named |= {
             name: x for name, x in integers.items() if x is not None and not isinstance(x, int)
         }
+        if request.cache.codes is not None:
+            named |= request.cache.codes.scales
     for name, made in (("mask", request.mask), ("score_mod", request.score_mod)):
         nodes = walk(made.expr) if made is not None else ()
         looked_up = [x for node in nodes for x in _looked_up(node)]

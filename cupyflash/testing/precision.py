@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,8 @@ class Precision:
     largest : float
         Largest finite accumulator.
     product : Rounding
-        Rounding u_p of P and dS to an operand of the second matrix product; unit 0 for none.
+        Rounding u_p of P and dS to an operand of the second matrix product, and of a scale's
+        product; unit 0 for none.
     output : Rounding
         Rounding u_o of O, dQ, dK and dV when they are stored. The LSE and delta keep the
         accumulator's type.
@@ -99,8 +100,8 @@ class Precision:
         Largest absolute error of a dS below the normal range of `product`, relative to the largest
         ``|dS|``, if dS is multiplied by a power of two before it is rounded; 0 if it is not.
     split : float
-        Largest relative error of a product of two numbers that are split for tensor cores, apart
-        from the errors of its sum; 0 if they are not split.
+        Largest relative error of a product of two numbers that are split for tensor cores, or of
+        which one has a scale, apart from the errors of its sum; otherwise 0.
     lag : float
         How far below a row's largest logit the number used in its place may be. Weights are then up
         to ``exp(lag)`` before they are divided by their sum.
@@ -211,6 +212,21 @@ class Precision:
             output=held if output is None else Rounding.to(output),
             truncates=truncates,
             lag=lag,
+        )
+
+    def with_codes(self) -> Precision:
+        """Return the arithmetic over a cache of codes of 8 or 4 bits, which are exact.
+
+        A scale is a factor of every product, of the score's and of the output's, or of sums of
+        them; this is one more rounding. What ``scale * code`` loses below the normal range is a
+        part of the output.
+        """
+        product, output = self.product, self.output
+        return replace(
+            self,
+            split=self.split + self.unit,
+            product=replace(product, unit=product.unit + 2 * self.unit),
+            output=replace(output, underflow=output.underflow + 2 * self.underflow),
         )
 
     @property

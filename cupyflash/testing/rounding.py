@@ -30,6 +30,10 @@ the dropout weights::
     error of l, relative           theta_i = sum_j P_ij (exp(a_ij + gamma) - 1) + the sink's
     B_O = (1 + u_o) (N + theta |O|) / (1 - theta) + u_o |O| + lam_o
 
+Where keys and values are codes with scales, a scale is a factor of either product and rounds it
+once: `Precision.with_codes` adds u to `split` and 2u to u_p, which covers the product of both, and
+to lam_o what values lose below the normal range.
+
 A sink is one more term of l, with an exponent of its own and no numerator. Without dropout the
 computed row is a convex combination of values (and of 0, with a sink) up to gamma, so
 ``max_j |v_jc - O_ic|`` caps the bound. Rows with ``theta >= 1/2`` are ill-conditioned: nothing is

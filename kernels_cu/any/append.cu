@@ -1,5 +1,5 @@
 // Writes new keys and values to a cache, and rotates keys and queries by their positions: the twin
-// of reference/cpu/append.py.
+// of reference/cpu/append.py. Rows of a cache of codes are quantised.
 //
 // `lengths` counts what the cache holds afterwards, so an entry's last new row is its last
 // position. A row for which the cache has no room, or no such page, is not written. A warp moves a
@@ -9,6 +9,7 @@
 // none.
 #include "../common/params.cuh"
 #include "../common/cache.cuh"
+#include "../common/code_row.cuh"
 #include "../common/rotary.cuh"
 
 namespace {
@@ -28,9 +29,12 @@ __device__ __forceinline__ long long entry_of(const AppendParams& p, long long r
   return low;
 }
 
+// Codes need many registers. Blocks that share an SM by three have enough, and spill nothing.
+constexpr int LEAST_BLOCKS = CODES == cache::NUMBERS ? 0 : 3;
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS)
     KERNEL_NAME(const __grid_constant__ AppendParams p) {
   constexpr int WARPS = THREADS / ptx::WARP_SIZE;
   const long long index = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / ptx::WARP_SIZE;
@@ -59,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                         false);
   }
   rotary::Row from, to;
+  code::Target codes{};
   if (of_q) {
     head -= 2 * p.heads_kv;
     from = rotary::row_of(p.q, b, head, row);
@@ -70,10 +75,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       head -= p.heads_kv;
       from = rotary::row_of(p.v_new, b, head, row);
       to = rotary::row_of(p.v, place.page, head, place.row);
+      codes = code::target(p.v, p.v_scale, place, head);
     } else {
       from = rotary::row_of(p.k_new, b, head, row);
       to = rotary::row_of(p.k, place.page, head, place.row);
+      codes = code::target(p.k, p.k_scale, place, head);
     }
+    if (code::put<CODES>(codes, from, of_v ? p.columns_v : p.columns, by)) return;
   }
   rotary::copy_row(to, from, of_v ? p.columns_v : p.columns, by);
 }

@@ -20,10 +20,12 @@ struct Format<INT8> {
 template <>
 struct Format<E4M3> {
   static constexpr int BITS = 8, LARGEST = 448, FRACTION = 3, BIAS = 7;
+  static constexpr unsigned int SPECIAL = 0x7f;  // from this magnitude on, codes are not finite
 };
 template <>
 struct Format<E5M2> {
   static constexpr int BITS = 8, LARGEST = 57344, FRACTION = 2, BIAS = 15;
+  static constexpr unsigned int SPECIAL = 0x7c;
 };
 template <>
 struct Format<INT4> {
@@ -139,6 +141,27 @@ __device__ __forceinline__ unsigned int encode(accum_t x, const Scale& scale) {
     const word_t half = (static_cast<word_t>(1) << (SHIFT - 1)) - 1 + (size >> SHIFT & 1);
     constexpr word_t OFFSET = static_cast<word_t>(BIAS - F::BIAS) << F::FRACTION;
     return negative | static_cast<unsigned int>(((size + half) >> SHIFT) - OFFSET);
+  }
+}
+
+// The number that a code in the low bits of `bits` means, without its scale.
+template <int FORMAT>
+__device__ __forceinline__ float value(unsigned int bits) {
+  using F = Format<FORMAT>;
+  if constexpr (F::FRACTION == 0) {
+    constexpr int UNUSED = 32 - F::BITS;
+    return static_cast<float>(static_cast<int>(bits << UNUSED) >> UNUSED);
+  } else {
+    const unsigned int size = bits & 0x7f, sign = (bits & 0x80) << 24;
+    const unsigned int moved = size << (23 - F::FRACTION);
+    unsigned int word = moved + (static_cast<unsigned int>(127 - F::BIAS) << 23);
+    if (size < 1u << F::FRACTION) {  // subnormal: in units of the smallest code
+      constexpr int UNIT = 127 + 1 - F::BIAS - F::FRACTION;
+      word = __float_as_uint(__fmul_rn(static_cast<float>(size),
+                                       __uint_as_float(static_cast<unsigned int>(UNIT) << 23)));
+    }
+    if (size >= F::SPECIAL) word = moved | 0x7f800000u;
+    return __uint_as_float(word | sign);
   }
 }
 

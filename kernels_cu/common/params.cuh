@@ -54,6 +54,10 @@ struct Params {
   // in units of 16). col is the distance of a thread's elements, 32 or 1: the layouts are those of
   // sm80/fragment_product.cuh and sm90/warpgroup_gradient.cuh.
   Operand dq_accum;
+  // float32 scales of a cache of codes, whose own strides count bytes; col is the distance of
+  // groups of columns, 0 if there is one (cache_row.cuh).
+  Operand k_scale;
+  Operand v_scale;
 
   const char* sink;            // (Hq,) contiguous, or null
   char* dsink;                 // (Hq,) contiguous
@@ -100,6 +104,8 @@ struct Params {
   long long pages;   // of k and v
   long long k_page;  // elements between pages
   long long v_page;
+  long long k_scale_page;
+  long long v_scale_page;
   int tasks;  // of a decode kernel: see decode/tasks.cuh
   int slots;
   int few_rows;   // of packed queries: an entry with more rows of a key head is a forward kernel's
@@ -142,6 +148,8 @@ struct AppendParams {
   Operand lengths;    // (B,) of integers; data is null where `length` is that of all entries
   Operand table;      // (B, capacity / page_size) of integers along row and col, or null
   Operand positions;  // (B, rows) of integers, or packed; null: where the cache has a row
+  Operand k_scale;    // (pages, Hkv, page_size, groups) of float32, if the cache has codes
+  Operand v_scale;
 
   const long long* offsets;  // packed: (batch + 1,); else null
   long long batch;

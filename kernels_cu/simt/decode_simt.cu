@@ -8,6 +8,7 @@
 // Grid: a share of all units for each block; decode_combine.cu joins what they leave behind.
 // Shared memory: SharedStorage. BLOCK_KV is 64.
 #include "../common/params.cuh"
+#include "../common/cache_row.cuh"
 #include "../common/softmax.cuh"
 #include "../decode/cursor.cuh"
 
@@ -136,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       __syncwarp();  // the queries, written by all lanes
     }
     // 2 scores
+    const cache::Head<CODES> keys(cache::keys(p), task.k, task.entry(), task.head / p.group);
 #pragma unroll 1
     for (int first = 0; first < LEAF; first += KEYS_AT_ONCE) {
       const int key = first + lane / LANES;
@@ -145,10 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       for (int r = 0; r < ROWS; ++r) s[r] = 0;
       if (exists) {
         const cache::Place at = cache::place(p, task.b, now.first_key() + key);
-        const storage_t* const row = task.k + at.offset(p.k_page, p.k.row);
+        const cache::CachedRow<CODES> row = keys.row(at);
 #pragma unroll 4
         for (int d = lane % LANES; d < D; d += LANES) {
-          const accum_t element = number::widen(row[d * p.k.col]);
+          const accum_t element = row[d];
 #pragma unroll
           for (int r = 0; r < ROWS; ++r) s[r] = fma(own_smem.q[r][d], element, s[r]);
         }
@@ -192,16 +194,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     }
     __syncwarp();  // the weights, written by all lanes
     // 7 accumulate p v
+    const cache::Head<CODES> values(cache::values(p), task.v, task.entry(), task.head / p.group);
     matmul::clear(leaf.o);
 #pragma unroll 2
     for (int key = 0; key < now.keys; ++key) {
       const cache::Place at = cache::place(p, task.b, now.first_key() + key);
-      const storage_t* const row = task.v + at.offset(p.v_page, p.v.row);
+      const cache::CachedRow<CODES> row = values.row(at);
 #pragma unroll
       for (int n = 0; n < COLUMNS_V; ++n) {
         const int column = lane + n * ptx::WARP_SIZE;
         if (column >= D_V) break;
-        const accum_t element = number::widen(row[column * p.v.col]);
+        const accum_t element = row[column];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
           const accum_t weight = own_smem.p[r][key];

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from .cache import Scales
 from .rope import rope
+from .rows_launch import quantize
 
 Array = np.ndarray[Any, Any]
 Rotary = tuple[Array, Array, bool]  # cos, sin, interleaved
@@ -25,10 +27,12 @@ def append(
     out: Array | None,
     rotary: Rotary | None,
     positions: Array | None,
+    scales: tuple[Scales, Scales] | None = None,
 ) -> None:
     """Append new rows (B, H, n, D), or with offsets (H, total, D), to those of a cache.
 
-    `lengths` (B,) counts what the cache holds afterwards. All arguments are already checked.
+    `lengths` (B,) counts what the cache holds afterwards. If the cache has codes, new rows are
+    quantised, and their scales written to those in `scales`. All arguments are already checked.
     """
     rows = k_new.shape[-2]
     if offsets is None:
@@ -47,5 +51,18 @@ def append(
         k_new = rotated
         if q is not None and out is not None:
             rope(q, turned_by, *rotary, False, out)
-    for cache, new in ((k, k_new), (v, v_new)):
-        cache.swapaxes(1, 2)[page, row] = new.swapaxes(-3, -2)
+    for cache, new, of in zip((k, v), (k_new, v_new), scales or (None, None), strict=True):
+        if of is None:
+            _put(cache, page, row, new)
+        elif new.shape[-1]:  # no columns: values are columns of the keys
+            groups = of.array.shape[-1]
+            codes = np.empty((*new.shape[:-1], cache.shape[-1]), np.uint8)
+            scale = np.empty((*new.shape[:-1], groups), np.float32)
+            quantize(new, new.shape[-1] // groups, of.form, codes, scale)
+            _put(cache.view(np.uint8), page, row, codes)
+            _put(of.array, page, row, scale)
+
+
+def _put(cache: Array, page: Array, row: Array, new: Array) -> None:
+    """Write rows (..., H, n, X) to those of a cache, (pages, H, rows, X)."""
+    cache.swapaxes(1, 2)[page, row] = new.swapaxes(-3, -2)

@@ -97,6 +97,11 @@ class Registers(NamedTuple):
     float_registers: int
 
 
+def registers_of(program: Program) -> Registers:
+    """Return how many registers a program has."""
+    return Registers(program.int_registers, program.float_registers)
+
+
 class TileSizes(NamedTuple):
     """What the scratch of a tile depends on. Calls that have it in common share scratch."""
 
@@ -132,11 +137,9 @@ def tile_sizes(shape: Shape, changes: Changes) -> TileSizes:
         bool(changes.careful),
         bool(changes.pointers.widen),
         len(changes.slope.code) > 0,
-        *(Registers(x.int_registers, x.float_registers) for x in programs),
+        *map(registers_of, programs),
     )
 
 
-def no_ranges() -> KeyRanges:
-    """Return what stands for a mask without ranges of keys, or for no mask."""
-    none = np.empty(0, np.int64)
-    return KeyRanges(none, none, none, 0)
+_NONE = np.empty(0, np.int64)
+NO_RANGES: KeyRanges = KEY_RANGES.keep(KeyRanges(_NONE, _NONE, _NONE, 0))  # no mask has ranges

@@ -11,11 +11,12 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from .codes import FIRST, INT4, load_codes
 from .jit import INT, INTS, address, helper
 from .layout import places_of
 from .memory import first_address, load, store
 from .structs import Struct
-from .widen import BFLOAT16, NATIVE, WIDENED, kind_of, widen, widen_several
+from .widen import BFLOAT16, FLOAT16, NATIVE, WIDENED, kind_of, widen, widen_several
 
 _NONE = np.empty(0, np.int64)
 FAR = 16  # bytes between elements; if there are more, rows are not loaded ahead
@@ -32,6 +33,13 @@ class Source(NamedTuple):
     column: int
     columns: int
     in_place: int  # whether products can read rows in place
+    # Of codes: their scales, bytes between these, and how many columns share one.
+    scale: int
+    scale_page: int
+    scale_head: int
+    scale_row: int
+    scale_group: int
+    group: int
 
 
 class Cache(NamedTuple):
@@ -53,8 +61,20 @@ _SOURCE = Struct(Source, (INT,) * len(Source._fields))
 CACHE = Struct(Cache, (_SOURCE, _SOURCE, INTS, INTS, *(INT,) * 6))  # the type for kernels
 
 
-def source_of(array: np.ndarray[Any, Any], itemsize: int, lanes: int) -> Source:
+class Scales(NamedTuple):
+    """What the codes of an array mean."""
+
+    form: int  # see `quantize`
+    array: np.ndarray[Any, Any]  # of float32
+    steps: tuple[int, int, int, int]  # bytes between scales of pages, heads, rows and groups
+
+
+def source_of(
+    array: np.ndarray[Any, Any], itemsize: int, lanes: int, scales: Scales | None
+) -> Source:
     """Describe keys or values, (..., H, rows, D), for an accumulator of this many bytes."""
+    if scales is not None:
+        return _source_of_codes(array, scales)
     kind = kind_of(array.dtype)
     head, row, column = array.strides[-3:]
     columns = array.shape[-1]
@@ -62,7 +82,19 @@ def source_of(array: np.ndarray[Any, Any], itemsize: int, lanes: int) -> Source:
     in_place = kind == NATIVE and whole
     return Source(
         address(array), kind, array.strides[0] if array.ndim > 3 else 0, head, row, column,
-        columns, int(in_place),
+        columns, int(in_place), 0, 0, 0, 0, 0, 0,
+    )  # fmt: skip
+
+
+def _source_of_codes(array: np.ndarray[Any, Any], scales: Scales) -> Source:
+    kind = FIRST + scales.form
+    columns = array.shape[-1] * (2 if kind == INT4 else 1)
+    groups = scales.array.shape[-1] if scales.array.ndim else 1
+    page, head, row, column = array.strides
+    of_page, of_head, of_row, of_group = scales.steps
+    return Source(
+        address(array), kind, page, head, row, column, columns, 0, address(scales.array), of_page,
+        of_head, of_row, of_group, columns // max(groups, 1),
     )  # fmt: skip
 
 
@@ -74,12 +106,14 @@ def cache_of(
     lead: tuple[int, ...],
     itemsize: int,
     lanes: int,
+    scales: tuple[Scales, Scales] | None = None,
 ) -> Cache:
     """Describe a cache. Without a table, the leading axes of k and of v broadcast to `lead`."""
-    keys, values = (source_of(x, itemsize, lanes) for x in (k, v))
+    of_k, of_v = scales or (None, None)
+    keys, values = source_of(k, itemsize, lanes, of_k), source_of(v, itemsize, lanes, of_v)
     if table is None:
-        of_k, of_v = (places_of(lead, x.shape[:-3], x.strides[:-3]) for x in (k, v))
-        return Cache(keys, values, of_k, of_v, page_size, 0, 0, 0, 0, 0)
+        k_places, v_places = (places_of(lead, x.shape[:-3], x.strides[:-3]) for x in (k, v))
+        return Cache(keys, values, k_places, v_places, page_size, 0, 0, 0, 0, 0)
     batch, step = table.strides
     place, size = address(table), table.itemsize
     return Cache(keys, values, _NONE, _NONE, page_size, k.shape[0], place, size, batch, step)
@@ -88,7 +122,8 @@ def cache_of(
 @helper
 def row_size(source):
     """Return the bytes of a row, 0 where its elements lie far apart."""
-    return source.columns * source.column if 0 < source.column <= FAR else 0
+    elements = source.columns // 2 if source.kind == INT4 else source.columns
+    return elements * source.column if 0 < source.column <= FAR else 0
 
 
 @helper
@@ -100,13 +135,14 @@ def page_of(cache, b, number):
 
 
 @helper
-def find_rows(cache, b, h, first, keys, k_rows, v_rows):
-    """Write the addresses of the rows of positions from `first` on."""
+def find_rows(cache, b, h, first, keys, k_rows, v_rows, k_scales, v_scales):
+    """Write the addresses of the rows of positions from `first` on, and of their scales."""
     k, v = cache.k, cache.v
     j = 0
     while j < keys:
         row, count = first + j, keys - j
         if cache.table == 0:
+            page = b
             k_place, v_place = cache.k_places[b], cache.v_places[b]
         else:
             number = row // cache.page_size
@@ -119,6 +155,12 @@ def find_rows(cache, b, h, first, keys, k_rows, v_rows):
         for n in range(count):
             k_rows[j + n] = k_row + n * k.row
             v_rows[j + n] = v_row + n * v.row
+        if k.kind >= FIRST:
+            k_scale = k.scale + page * k.scale_page + h * k.scale_head + row * k.scale_row
+            v_scale = v.scale + page * v.scale_page + h * v.scale_head + row * v.scale_row
+            for n in range(count):
+                k_scales[j + n] = k_scale + n * k.scale_row
+                v_scales[j + n] = v_scale + n * v.scale_row
         j += count
 
 
@@ -137,17 +179,21 @@ def move(typingctx, source, target, like):
 
 
 @helper
-def load_rows(source, rows, keys, width, itemsize, tile):
+def load_rows(source, rows, scales, keys, width, itemsize, tile):
     """Copy rows to `tile`, 0 from their last column to `width`, and let `rows` say so."""
     zero = tile.dtype.type(0)
     bfloat = source.kind == BFLOAT16
-    packed = source.kind != NATIVE and source.column == 2
+    packed = source.kind in (FLOAT16, BFLOAT16) and source.column == 2
     for j in range(keys):
         place, target = rows[j], first_address(tile) + j * width * itemsize
-        whole = source.columns // WIDENED * WIDENED if packed else 0
+        columns = source.columns
+        if source.kind >= FIRST:
+            load_codes(source, place, scales[j], itemsize, target, zero)
+            columns = 0
+        whole = columns // WIDENED * WIDENED if packed else 0
         for d in range(0, whole, WIDENED):
             widen_several(place + 2 * d, bfloat, target + d * itemsize, zero)
-        for d in range(whole, source.columns):
+        for d in range(whole, columns):
             if source.kind == NATIVE:
                 move(place + d * source.column, target + d * itemsize, zero)
             else:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .arguments import CHANGES, Changes, Shape, shape_of
+from .arguments import CHANGES, Changes, Registers, Shape, registers_of, shape_of
 from .cache import CACHE, Cache, find_rows, load_rows, row_size
 from .decode_tasks import LEAF, LOG_CHILDREN
 from .elementary import exp2
@@ -43,6 +43,39 @@ Array = np.ndarray[Any, Any]
 PARTS = 16  # sums and maxima of a leaf that stand side by side
 
 
+class DecodeSizes(NamedTuple):
+    """What a thread's scratch depends on. Calls that have it in common share scratch."""
+
+    rows: int
+    d: int
+    d_v: int
+    lanes_per_vector: int
+    top: int  # levels above the leaves
+    k_in_place: int
+    v_in_place: int
+    changes: bool  # whether scores are changed or masked
+    score: Registers
+    mask: Registers
+    tile: Registers
+
+
+def decode_sizes(shape: Shape, changes: Changes, cache: Cache, top: int) -> DecodeSizes:
+    """Return the sizes of a call whose tree has `top` levels above the leaves."""
+    return DecodeSizes(
+        shape.block_q,
+        shape.d,
+        shape.d_v,
+        shape.lanes_per_vector,
+        top,
+        cache.k.in_place,
+        cache.v.in_place,
+        len(changes.score.code) > 0 or changes.pointers.classify != 0,
+        registers_of(changes.score),
+        registers_of(changes.mask),
+        registers_of(changes.tile),
+    )
+
+
 class DecodeScratch(NamedTuple):
     """What one thread needs to work on units; rows are those of a task's heads and queries."""
 
@@ -55,6 +88,8 @@ class DecodeScratch(NamedTuple):
     k_rows: Array  # addresses of a leaf's keys and values, and of the next leaf's keys
     v_rows: Array
     next_rows: Array
+    k_scales: Array  # addresses of their scales, if they are codes
+    v_scales: Array
     k_tile: Array  # keys and values that products cannot read where they lie
     v_tile: Array
     seen: Array  # which pairs take part, (rows, LEAF)
@@ -78,7 +113,7 @@ def decode_scratch_of(number: types.Type) -> Struct:
             *(tile,) * 4,
             INTS,
             tile,
-            *(INTS,) * 3,
+            *(INTS,) * 5,
             tile,
             tile,
             vector(types.boolean),
@@ -91,33 +126,33 @@ def decode_scratch_of(number: types.Type) -> Struct:
     )
 
 
-def decode_scratch(
-    shape: Shape, changes: Changes, cache: Cache, top: int, number: np.dtype[Any]
-) -> DecodeScratch:
-    """Allocate the scratch of a call whose tree has `top` levels above the leaves."""
-    rows, lanes = shape.block_q, shape.lanes_per_vector
-    width, columns = round_up(shape.d, lanes), round_up(shape.d_v, lanes)
+def decode_scratch(sizes: DecodeSizes, number: np.dtype[Any]) -> DecodeScratch:
+    """Allocate a thread's scratch."""
+    rows, lanes = sizes.rows, sizes.lanes_per_vector
+    width, columns = round_up(sizes.d, lanes), round_up(sizes.d_v, lanes)
     across, state = round_up(rows, lanes), size_of_state(rows, columns)
-    changed = len(changes.score.code) > 0 or changes.pointers.classify != 0
+    changed = sizes.changes
     return DecodeScratch(
         np.empty(rows * width, number),
         np.empty(rows * LEAF, number),
         np.empty(state, number),
-        np.empty(state * (top + 1), number),
-        np.empty(top + 2, np.int64),
+        np.empty(state * (sizes.top + 1), number),
+        np.empty(sizes.top + 2, np.int64),
         np.empty(PARTS, number),
         np.empty(LEAF, np.int64),
         np.empty(LEAF, np.int64),
         np.empty(LEAF, np.int64),
-        np.empty(0 if cache.k.in_place else LEAF * width, number),
-        np.empty(0 if cache.v.in_place else LEAF * columns, number),
+        np.empty(LEAF, np.int64),
+        np.empty(LEAF, np.int64),
+        np.empty(0 if sizes.k_in_place else LEAF * width, number),
+        np.empty(0 if sizes.v_in_place else LEAF * columns, number),
         np.empty(rows * LEAF if changed else 0, np.bool_),
         np.empty(across * LEAF if changed else 0, number),
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
-        *make_registers(changes.score, across, number),
-        *make_registers(changes.mask, across, np.dtype(np.float32)),
-        *make_registers(changes.tile, 1, np.dtype(np.float32)),
+        *make_registers(sizes.score, across, number),
+        *make_registers(sizes.mask, across, np.dtype(np.float32)),
+        *make_registers(sizes.tile, 1, np.dtype(np.float32)),
     )
 
 
@@ -301,22 +336,22 @@ def decode_combine(
 @takes(
     lambda number: (
         INT, INT, INT, INTS, TABLE, TABLE, INT, INT, shape_of(number), CHANGES, INT, CACHE, ROWS,
-        vector(number), vector(number), INTS, ROWS, ROWS, INTS, decode_scratch_of(number),
+        vector(number), vector(number), ROWS, ROWS, INTS, decode_scratch_of(number),
     )
 )  # fmt: skip
 @kernel
 def decode(
-    first, last, most_leaves, taken, tasks, units, level, top, shape, changes, merge, cache, q,
-    sink, kept, done, out, lse, visited, scratch,
+    first, last, most_leaves, counters, tasks, units, level, top, shape, changes, merge, cache, q,
+    sink, kept, out, lse, visited, scratch,
 ):  # fmt: skip
     """Compute units that nobody has taken, until none is left.
 
     A call returns early when ``(last - first) * most_leaves`` leaves are done. Who finishes a
     task's last unit finishes the task. `tasks` and `units` are what `decode_tasks` makes, `level`
     is the units', and a node of level `top` has all keys. `merge` is the kernel's address. ``kept``
-    has a place for each unit of tasks that have several. ``taken[0]`` counts the units that were
-    taken, ``done[n]`` the finished units of task n, and ``visited[n]`` the leaves of unit n that
-    were not EMPTY.
+    has a place for each unit of tasks that have several. ``counters[0]`` counts the units that were
+    taken, ``counters[1 + n]`` the finished units of task n, and ``visited[n]`` the leaves of unit n
+    that were not EMPTY.
     """
     itemsize, lanes = shape.itemsize, shape.lanes_per_vector
     like = sink.dtype.type(0)
@@ -327,6 +362,7 @@ def decode(
     filled, part, symbols = scratch.filled, scratch.part, scratch.symbols
     edges = scratch.edges
     k_rows, v_rows, next_rows = scratch.k_rows, scratch.v_rows, scratch.next_rows
+    k_scales, v_scales = scratch.k_scales, scratch.v_scales
     seen, turned = scratch.seen, scratch.turned
     has_score = changes.score.code.shape[0] > 0
     # Variables, because helpers are compiled anew for every constant that they get.
@@ -336,7 +372,7 @@ def decode(
     leaves = 0
 
     while leaves < (last - first) * most_leaves:
-        unit = arrive(first_address(taken))
+        unit = arrive(first_address(counters))
         if unit >= units.shape[0]:
             break
         task, leaf_begin, leaf_end = units[unit, 0], units[unit, 2], units[unit, 3]
@@ -370,10 +406,10 @@ def decode(
 
             # 2 scores
             next_keys = max(min(LEAF, shape.len_k[b] - j0 - LEAF), 0)
-            find_rows(cache, b, h_kv, j0 + LEAF, next_keys, next_rows, v_rows)
-            find_rows(cache, b, h_kv, j0, keys, k_rows, v_rows)
+            find_rows(cache, b, h_kv, j0 + LEAF, next_keys, next_rows, v_rows, k_scales, v_scales)
+            find_rows(cache, b, h_kv, j0, keys, k_rows, v_rows, k_scales, v_scales)
             if not cache.k.in_place:
-                load_rows(cache.k, k_rows, keys, width, itemsize, scratch.k_tile)
+                load_rows(cache.k, k_rows, k_scales, keys, width, itemsize, scratch.k_tile)
             for j in range(keys, LEAF):
                 k_rows[j] = k_rows[keys - 1]
             multiply_keys(
@@ -417,7 +453,7 @@ def decode(
                 leaf[r], leaf[rows + r] = softmax_of_leaf(s, r * LEAF, part, shape.log2_e)
             # 7 accumulate p v
             if not cache.v.in_place:
-                load_rows(cache.v, v_rows, keys, columns, itemsize, scratch.v_tile)
+                load_rows(cache.v, v_rows, v_scales, keys, columns, itemsize, scratch.v_tile)
             if hidden and not is_finite(v_rows, keys, columns, itemsize, like):
                 multiply_seen(s, seen, v_rows, rows, keys, columns, itemsize, leaf, 2 * rows)
             else:
@@ -438,7 +474,7 @@ def decode(
             at = place + (unit - first_unit) * size
             for n in range(size):
                 kept[at + n] = nodes[size * level + n]
-            if arrive(first_address(done) + 8 * task) != count - 1:
+            if arrive(first_address(counters) + 8 * (1 + task)) != count - 1:
                 continue
         decode_combine(
             merge, units, first_unit, count, level, top, kept, place, size, c, nodes, filled, shape,

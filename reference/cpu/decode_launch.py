@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cache import cache_of
+from .cache import Scales, cache_of
 from .calls import Bound
 from .decode import decode as decode_kernel
-from .decode import decode_scratch
+from .decode import decode_scratch, decode_sizes
 from .decode_tasks import LEAF, MOST_ROWS, schedule
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
@@ -33,11 +33,12 @@ def decode(
     sink: Array | None,
     out: Array,
     lse: Array,
+    scales: tuple[Scales, Scales] | None = None,
 ) -> int:
     """Write out and lse; return how many leaves were visited (not EMPTY).
 
     The lengths of keys in `problem` are those that the cache holds, one for each batch entry, and
-    `k` and `v` are the cache's arrays.
+    `k` and `v` are the cache's arrays. If they are codes, `scales` say what these mean.
     """
     number = problem.accumulator
     called = called_kernels(problem, programs, False)
@@ -52,20 +53,20 @@ def decode(
     lse_made = layout.result(lse[..., None], scratch)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     changes = changes_of(layout, programs, pointers, careful=False)
-    cache = cache_of(k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes)
+    cache = cache_of(k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales)
     columns = round_up(shape.d_v, layout.lanes)
     plan = schedule(shape, problem.heads_kv, changes.ranges, columns, num_threads())
     kept = np.empty(plan.kept, number)
-    taken, done = np.zeros(1, np.int64), np.zeros(len(plan.tasks), np.int64)
+    counters = np.zeros(1 + len(plan.tasks), np.int64)
     visited = np.zeros(len(plan.units), np.int64)
+    sizes = decode_sizes(shape, changes, cache, plan.top)
     most_leaves = -(-MOST_PRODUCTS // (LEAF * MOST_ROWS * (shape.d + shape.d_v + 1)))
-    leaves = int(np.maximum(plan.units[:, 3] - plan.units[:, 2], 1).sum())
     parallel(
         Bound(
             decode_kernel,
             number,
             most_leaves,
-            taken,
+            counters,
             plan.tasks,
             plan.units,
             plan.level,
@@ -77,14 +78,14 @@ def decode(
             q_rows,
             sinks_of(layout, sink),
             kept,
-            done,
             out_rows,
             lse_rows,
             visited,
-            scratch=lambda: (decode_scratch(shape, changes, cache, plan.top, number),),
+            scratch=lambda: (decode_scratch(sizes, number),),
+            sizes=sizes,
         ),
-        max(-(-leaves // most_leaves), min(num_threads(), len(plan.units))),
-        (programs, q_read, k, v, table, out_made, lse_made),
+        max(-(-plan.leaves // most_leaves), min(num_threads(), len(plan.units))),
+        (programs, q_read, k, v, table, scales, out_made, lse_made),
     )
     finish(out, out_made)
     finish(lse[..., None], lse_made)

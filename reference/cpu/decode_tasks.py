@@ -38,6 +38,8 @@ class Schedule(NamedTuple):
         The level of units, and a level whose first node has all keys.
     kept : int
         Number of elements that are kept for units of tasks with several units.
+    leaves : int
+        Number of leaves of all units, one at least for each.
     """
 
     tasks: Array
@@ -45,6 +47,7 @@ class Schedule(NamedTuple):
     level: int
     top: int
     kept: int
+    leaves: int
 
 
 def schedule(
@@ -90,7 +93,8 @@ def _divided(rows: Array, first: Array, last: Array, columns: int, most_units: i
     tasks = np.empty((len(rows), 9), np.int64)
     tasks[:, :6] = rows
     tasks[:, 6], tasks[:, 7], tasks[:, 8] = first_unit, counts, np.cumsum(sizes) - sizes
-    return Schedule(tasks, units, level, top, int(sizes.sum()))
+    leaves = np.maximum(units[:, 3] - units[:, 2], 1)
+    return Schedule(tasks, units, level, top, int(sizes.sum()), int(leaves.sum()))
 
 
 def _tasks(len_q: Array, group: int, heads_kv: int) -> Array:

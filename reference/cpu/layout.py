@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import philox
-from .arguments import KeyRanges, Shape, no_ranges
+from .arguments import NO_RANGES, KeyRanges, Shape
 from .calls import Bound
 from .jit import address
 from .memory import Rows
@@ -334,7 +334,7 @@ class Layout:
         may have length 1.
         """
         if ends is None:
-            return no_ranges()
+            return NO_RANGES
         # Copies: a read-only array would be another type.
         low, high = (np.array(end, np.int64).reshape(-1) for end in ends)
         queries = ends[0].shape[-1]

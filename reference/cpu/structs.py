@@ -99,7 +99,7 @@ class Packed:
         leaves: list[Any] = []
         kind.flatten(values, leaves)
         self._values = values
-        self._memory = ctypes.create_string_buffer(kind.word_count * WORD)
+        self._memory = (ctypes.c_char * (kind.word_count * WORD))()
         struct.pack_into("=" + kind.format, self._memory, 0, *leaves)
         self.address = ctypes.addressof(self._memory)
 

@@ -60,6 +60,8 @@ class Blocks:
                 continue
             if request.has_cache and not spec.caches:
                 continue
+            if request.has_codes and not spec.codes:
+                continue
             if spec.precisions.get(dtype) not in (None, problem.precision):
                 continue
             if max(problem.d, problem.d_v) > spec.heads[dtype] or spec.obstacle(request):

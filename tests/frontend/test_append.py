@@ -259,7 +259,8 @@ SHARED = np.zeros((2, 2, 10, 16), F32)
 REFUSED = {
     "dtypes": (call, {"v_new": ones(2, 2, 3, 4, dtype=np.float64)}, T,
                ("k_new float32, v_new float64", "one dtype", "astype")),
-    "no floats": (call, {"k": np.zeros((2, 2, 10, 8), np.int8)}, T, ("k: got dtype int8", "float")),
+    "no floats": (call, {"k": np.zeros((2, 2, 10, 8), np.int16)}, T,
+                  ("k: got dtype int16", "float")),
     "axes of k_new": (call, {"k_new": ones(2, 3, 8)}, A,
                       ("k_new: got shape (2, 3, 8)", "(B, Hkv, n, D)")),
     "axes of k": (call, {"k": ones(2, 10, 8)}, A, ("k: got shape (2, 10, 8)", "(B, Hkv, S, D)")),
@@ -325,7 +326,7 @@ REFUSED = {
     "values of keys of their own": (call, {"k": SHARED, "v": SHARED[..., :4],
                                            "k_new": ones(2, 2, 3, 16)}, A,
                                     ("v_new: got a separate array", "k_new[..., :4]")),
-    "others' names": (call, {"k_scale": 1}, T, ("k_scale: this function has no",)),
+    "others' names": (call, {"k_descale": 1}, T, ("k_descale: this", "take k_scale")),
     "x": (rotate, {"x": ones(3, 8)}, A, ("x: got shape (3, 8)", "(B, H, L, D)")),
     "positions of x": (rotate, {"positions": [[0, 1, 2]]}, T,
                        ("positions: got shape (1, 3)", "(2, 3) or (3,)")),

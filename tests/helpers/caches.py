@@ -20,14 +20,14 @@ def hidden(array, lengths):
     return copy
 
 
-def in_pages(array, page, rng, spare=2):
+def in_pages(array, page, rng, spare=2, fill=np.nan):
     """Return pages of a permuted cache, and the table that finds them."""
     batch, heads, size, columns = array.shape
     each = -(-size // page)
-    whole = np.full((batch, heads, each * page, columns), np.nan, array.dtype)
+    whole = np.full((batch, heads, each * page, columns), fill, array.dtype)
     whole[:, :, :size] = array
     split = whole.reshape(batch, heads, each, page, columns).swapaxes(1, 2)
     table = rng.permutation(batch * each + spare)[: batch * each].reshape(batch, each)
-    pages = np.full((batch * each + spare, heads, page, columns), np.nan, array.dtype)
+    pages = np.full((batch * each + spare, heads, page, columns), fill, array.dtype)
     pages[table.reshape(-1)] = split.reshape(-1, heads, page, columns)
     return pages, table.astype(np.int32)

@@ -20,6 +20,7 @@ from cupyflash.gpu.source import NONE, Specialisation
 from cupyflash.problem import validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Problem
+from cupyflash.problem.formats import FORMATS
 from cupyflash.problem.options import Options
 
 # Bytes of shared memory that a block may have.
@@ -69,7 +70,8 @@ class Case(NamedTuple):
     sizes: tuple[int, int]
     options: str
     packed: bool
-    cache: str = ""  # "cached", or "paged" where it lies in pages
+    # "cached", or "paged" where it lies in pages, and the format of its codes if it has some.
+    cache: str = ""
 
 
 def cases() -> list[Case]:
@@ -139,6 +141,11 @@ def cases() -> list[Case]:
         ("forward_sm90", BFLOAT16, (256, 256), "causal", False, "paged"),
     ]:
         found.append(Case(kernel, dtype, own, options, packed, cache))
+    # Caches of codes: each format, each type of queries.
+    for kernel, own in (("decode_simt", (128, 128)), ("append", sizes[0])):
+        for n, form in enumerate(FORMATS):
+            options = "causal" if kernel == "decode_simt" and n % 2 else "plain"
+            found.append(Case(kernel, dtypes[n % 3], own, options, n == 3, f"paged {form}"))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for size in (128, 96, 288):
@@ -222,7 +229,8 @@ def specialisation(case: Case, arch: str) -> Specialisation:
         tiles,
         packed=case.packed,
         cached=case.cache != "",
-        paged=case.cache == "paged",
+        paged=case.cache.startswith("paged"),
+        codes=FORMATS.get(case.cache.rpartition(" ")[2]),
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
         tma_store=not case.packed and _tma_stores(spec, problem, tiles),

@@ -14,7 +14,7 @@ from cupyflash.expr.evaluate import evaluate, evaluate_exactly
 from cupyflash.expr.lower import lower
 from cupyflash.masks import flat_sizes, position_symbols
 from cupyflash.reference.cpu import program, tile
-from cupyflash.reference.cpu.arguments import CHANGES, Changes, FunctionPointers, no_ranges
+from cupyflash.reference.cpu.arguments import CHANGES, NO_RANGES, Changes, FunctionPointers
 from cupyflash.reference.cpu.calls import Bound
 from cupyflash.reference.cpu.jit import (
     INT,
@@ -163,7 +163,7 @@ def changes_of(number=np.float32, **programs):
     )
     none = program.NO_PROGRAM
     four = [programs.get(name, none) for name in ("score", "slope", "mask", "tile")]
-    return Changes(*four, no_ranges(), pointers, careful=0, panel=PANEL)
+    return Changes(*four, NO_RANGES, pointers, careful=0, panel=PANEL)
 
 
 def machine_symbols(sizes, where_):

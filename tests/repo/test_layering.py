@@ -51,8 +51,9 @@ ORDER = [
 INSIDE = {
     "arrays": [["cuda_device", "dtypes"], ["device_arrays"], ["interop", "transfers"]],
     "problem": [
-        ["call", "options"],
-        ["keywords"],
+        ["formats", "options"],
+        ["call"],
+        ["codes", "keywords"],
         ["pack_gqa", "positions"],
         ["bound_exprs"],
         ["device_args"],

@@ -109,6 +109,7 @@ DECODE_COMBINE = KernelSpec(
     configure=_configure_decode_combine,
     grid=grid.by_rows_of_tasks,
     caches=True,
+    codes=True,
     scores=False,
     sizes=("d_v",),
 )

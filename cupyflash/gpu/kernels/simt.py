@@ -307,4 +307,5 @@ DECODE = KernelSpec(
     configure=_configure_decode,
     grid=grid.by_units,
     caches=True,
+    codes=True,
 )

@@ -100,6 +100,12 @@ class Request:
         """Whether the call is one over a cache."""
         return self.call is not None and self.call.cache is not None
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether the call is one over a cache of codes."""
+        cache = None if self.call is None else self.call.cache
+        return cache is not None and cache.codes is not None
+
     def is_paged(self, name: str) -> bool:
         """Whether an array is the pages of a cache."""
         cache = None if self.call is None else self.call.cache
@@ -262,6 +268,8 @@ class KernelSpec:
         The arrays that it copies by TMA.
     caches : bool
         Whether it reads a cache: lengths and pages that the device knows.
+    codes : bool
+        Whether keys and values may be codes of 8 or 4 bits.
     scores : bool
         Whether it evaluates masks and scores.
     slope : bool
@@ -290,6 +298,7 @@ class KernelSpec:
     chooses_tiles: bool = False
     tma: TmaOperands | None = None
     caches: bool = False
+    codes: bool = False
     scores: bool = True
     slope: bool = False
     sizes: tuple[str, ...] = ("d", "d_v")
@@ -320,6 +329,8 @@ class KernelSpec:
         problem, device = request.problem, request.device
         if request.has_cache and not self.caches:
             return "it reads no cache"
+        if request.has_codes and not self.codes:
+            return "it reads no codes of 8 or 4 bits"
         if self.scores and request.blocks is not None and not self.chooses_tiles:
             return "its tiles are not to be chosen"
         if device.capability < self.capability:

@@ -1,0 +1,70 @@
+"""The formats of codes of 8 and 4 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentTypeError
+
+INT4_GROUP = 32  # columns that share a scale, unless a call says otherwise
+
+
+@dataclass(frozen=True)
+class Format:
+    """How codes represent numbers.
+
+    Attributes
+    ----------
+    name : str
+        The name of the type in ml_dtypes or NumPy.
+    code : int
+        Its number in kernels: see kernels_cu/common/code.cuh and reference/cpu/quantize.py.
+    packed : int
+        Codes in a byte.
+    """
+
+    name: str
+    code: int
+    packed: int
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        Format("int8", 0, 1),
+        Format("float8_e4m3fn", 1, 1),
+        Format("float8_e5m2", 2, 1),
+        Format("int4", 3, 2),
+    )
+}
+
+
+def format_of(dtype: Any, name: str) -> Format:
+    """Return the format that an argument `name` says."""
+    came = dtype
+    if not isinstance(dtype, str):
+        try:
+            came = np.dtype(dtype).name
+        except TypeError:
+            came = repr(dtype)
+    if came not in FORMATS:
+        raise ArgumentTypeError(
+            f"{name}: got {came}; expected {', '.join(FORMATS)}, by name or as the type of NumPy "
+            "or ml_dtypes."
+        )
+    return FORMATS[came]
+
+
+def dtype_of(form: Format) -> np.dtype[Any]:
+    """Return the type of codes on a CPU: uint8 if NumPy has no better one."""
+    if form.name.startswith("float8"):
+        try:
+            import ml_dtypes
+        except ImportError:
+            return np.dtype(np.uint8)
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, form.name))
+        return found
+    return np.dtype(np.int8 if form.packed == 1 else np.uint8)

@@ -1,0 +1,191 @@
+"""Caches of codes of 8 and 4 bits by the CUDA kernels on the CPU: read, and written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from caches import results
+from coded_caches import FORMATS, Coded, meaning
+from cuda_specialisations import target_of
+from emulator import build
+from emulator.calls import Blocks, Emulator
+from emulator.machine import REVERSE, randomly
+from emulator.problems import HostMemory
+from gpu_arrays import Copies
+from halves import mostly_thorough
+from placement import same_bits
+
+from cupyflash import Rotary, masks, rope
+from cupyflash.gpu import decode_recipe
+from cupyflash.gpu.kernels import registry
+from cupyflash.gpu.kernels.spec import Request
+from cupyflash.problem import append as appends
+from cupyflash.problem import cached
+from cupyflash.problem.codes import Given
+from cupyflash.problem.formats import FORMATS as FORMATS_BY_NAME
+from cupyflash.problem.options import Options
+from cupyflash.testing import Precision, forward_bound, rho
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+QUICK = [("int8", BF16), ("float8_e4m3fn", F32), ("int4", F16)]
+EACH = mostly_thorough(
+    ("form", "dtype"),
+    [(form, dtype) for form in FORMATS for dtype in (F16, BF16, F32)],
+    quick=QUICK,
+    why="each format and each type are in a quick case, or differ by constants",
+)
+FORM = mostly_thorough("form", FORMATS, quick=["int4"], why="int4 has groups, too")
+LENGTHS = np.array([130, 0, 65])
+
+
+def draw(*shapes, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def cache(form, d=64, d_v=32, room=140, **rows):
+    k, v = draw((3, 2, room, d), (3, 2, room, d_v))
+    rng = np.random.default_rng(1)
+    sizes = np.exp(rng.standard_normal((2, 3, 2, room, 1)))
+    return Coded.of(form, *(x * np.float32(s) for x, s in zip((k, v), sizes, strict=True)), **rows)
+
+
+def run(q, held, lengths=LENGTHS, offsets_q=None, blocks=None, schedule=REVERSE, **options):
+    """Compute out and lse over a cache, into memory that holds NaN."""
+    given = Given(held.k_scale, held.v_scale, held.form)
+    arrays = q, held.k, held.v, lengths, held.table, offsets_q
+    call = cached.call(*arrays, Options(**options), given)
+    out, lse = results(call)
+    Emulator(blocks or Blocks(), schedule).forward(call, out, lse)
+    return out, lse
+
+
+def same(ours, expected):
+    assert all(same_bits(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@EACH
+def test_attention_is_that_over_what_codes_mean(form, dtype):
+    held = cache(form)
+    (q,) = draw((3, 6, 3, 64), dtype=dtype, seed=1)
+    out, lse = run(q, held.poisoned(LENGTHS), mask=masks.causal())
+    precision = Precision.of(dtype).with_codes()
+    for b, n in enumerate(LENGTHS):
+        k, v = (x[b, :, :n] for x in held.numbers)
+        bound = forward_bound(q[b], k, v, precision=precision, block_kv=64, mask=masks.causal())
+        assert rho(out[b], *bound.out).value <= 1
+        assert rho(lse[b], *bound.lse).value <= 1
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_code_means_its_number(form):
+    """The only key has all the weight, so the output is its value, multiplied by the scale."""
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 1, -1)
+    scale = np.full((1, 1, 1, 1), 0.375, np.float32)
+    held = Coded(form, np.zeros((1, 1, 1, 2), np.uint8), codes, scale, scale)
+    q = np.zeros((1, 1, 1, 4 if form == "int4" else 2), np.float32)
+    out, _ = run(q, held, 1)
+    expected = meaning(codes, scale, form).astype(np.float32)
+    assert np.array_equal(out, expected, equal_nan=True)
+
+
+@FORM
+def test_pages_and_drafts_and_packed_queries_change_no_bit(form):
+    held, lengths = cache(form), np.array([130, 3, 65])
+    (q,) = draw((3, 4, 3, 64), seed=1)
+    out, lse = run(q, held, lengths, mask=masks.causal())
+    same(run(q, held.paged(7), lengths, mask=masks.causal()), (out, lse))
+    step = run(np.ascontiguousarray(q[:, :, 1:2]), held, lengths - 1)
+    same((out[:, :, 1:2], lse[:, :, 1:2]), step)
+    packed, offsets = q.swapaxes(0, 1).reshape(4, 9, 64), np.array([0, 3, 6, 9])
+    packed_out, packed_lse = run(packed, held, lengths, offsets, mask=masks.causal())
+    same(
+        (packed_out, packed_lse),
+        (out.swapaxes(0, 1).reshape(4, 9, 32), lse.swapaxes(0, 1).reshape(4, 9)),
+    )
+
+
+@FORM
+def test_scales_broadcast_to_their_array(form):
+    held = cache(form, whole_rows=True)
+    (q,) = draw((3, 2, 1, 64), seed=1)
+    for shape in ((), (2, 1, 1), (3, 1, 140, 1)):
+        scale = np.random.default_rng(2).uniform(0.1, 1.0, shape).astype(np.float32)
+        whole = np.broadcast_to(scale, held.k_scale.shape).copy()
+        made = (dataclasses.replace(held, k_scale=x, v_scale=x) for x in (scale, whole))
+        same(*(run(q, x) for x in made))
+
+
+@FORM
+def test_a_prompt_of_many_queries(form):
+    """No kernel of a prompt reads codes, so the kernel of few queries has all tasks."""
+    held, lengths = cache(form), np.array([130, 80, 65])
+    (q,) = draw((3, 2, 65, 64), dtype=F16, seed=1)
+    out, lse = run(q, held, lengths, mask=masks.causal(), blocks=Blocks(hopper=True))
+    last = run(np.ascontiguousarray(q[:, :, -1:]), held, lengths)
+    same((out[:, :, -1:], lse[:, :, -1:]), last)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
+def test_kernels_that_read_no_codes_are_passed_over(arch):
+    """Also by prompts; and the choice says why it is not the best kernel."""
+    held = cache("int8")
+    given = Given(held.k_scale, held.v_scale, held.form)
+    for len_q, dtype in ((1, F16), (70, BF16), (70, F32)):
+        (q,) = draw((3, 2, len_q, 64), dtype=dtype)
+        call = cached.call(q, held.k, held.v, LENGTHS, None, None, Options(), given)
+        target = target_of(arch)
+        choice = registry.select("decode", Request(call.problem, target, call))
+        assert choice.spec.codes
+        why = {spec.name: words for spec, words in choice.passed_over}
+        if dtype != F32 and arch != "sm_75":
+            assert why == {"decode_sm80": "it reads no codes of 8 or 4 bits"}
+        out, lse = results(call)
+        launches = decode_recipe.forward(call, target, out, lse, True).launches
+        assert [x.special.spec.part for x in launches] == ["decode", "join"]
+        assert launches[0].special.codes == FORMATS_BY_NAME["int8"]
+
+
+# New rows
+
+
+@EACH
+def test_new_rows_have_the_codes_of_quantize(form, dtype):
+    """In pages, packed, rotated; and nothing else changes."""
+    k_new, v_new, q = draw((2, 7, 64), (2, 7, 32), (4, 7, 64), dtype=dtype)
+    v_new[0, 2, 5] = np.nan
+    v_new[1, 3, 5] = np.inf
+    angles = np.outer(np.arange(15), [1.0, 0.3, 0.1]).astype(np.float32)
+    positions = np.array([4, 5, 6, 7, 8, 1, 2])
+    table = np.array([[4, 1, 0], [2, 3, 5]])
+    packed = 2 if form == "int4" else 1
+    for seed, whole_rows, interleaved in ((0, False, False), (1, True, True)):
+        rotary = Rotary(np.cos(angles), np.sin(angles), interleaved)
+        copies = Copies(HostMemory())
+        held = {}
+        for name, columns in (("k", 64), ("v", 32)):
+            groups = columns // 32 if form == "int4" and not whole_rows else 1
+            held[name] = np.full((6, 2, 5, columns // packed), 0xA5, np.uint8)
+            held[f"{name}_scale"] = np.full((6, 2, 5, groups), 7.0, np.float32)
+        device = {name: copies.array(x, True, True) for name, x in held.items()}
+        turned = np.empty(q.shape, dtype)
+        target = copies.array(turned, True)
+        checked = appends.append(
+            *(copies.array(x) for x in (k_new, v_new)), device["k"], device["v"],
+            copies.array(np.array([9, 3])), copies.array(table), copies.array(np.array([0, 5, 7])),
+            copies.array(q), rotary, None, None, Given(device["k_scale"], device["v_scale"], form),
+        )  # fmt: skip
+        Emulator(schedule=randomly(seed)).append(checked, target)
+        copies.check()
+        rows = Coded.of(form, rope(k_new, positions, rotary), v_new, whole_rows)
+        entries = np.array([0] * 5 + [1] * 2)
+        page, row = table[entries, positions // 5], positions % 5
+        for name, before in held.items():
+            expected = before.copy()
+            expected.swapaxes(1, 2)[page, row] = getattr(rows, name).swapaxes(0, 1)
+            assert same_bits(copies.value(before), expected), name
+        assert same_bits(copies.value(turned), rope(q, positions, rotary))
