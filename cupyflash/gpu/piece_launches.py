@@ -9,6 +9,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, Literal, cast
 
 from ..arrays import cuda_device, device_arrays
+from ..problem import positions
 from ..problem.call import Array, Call, Gradients, Results
 from ..problem.options import Options
 from . import launch, launch_cache
@@ -92,9 +93,11 @@ def backward(
 def _signature(
     part: str, call: Call, read: Mapping[str, Any], written: Mapping[str, Any]
 ) -> launch_cache.Signature | None:
-    """Return what tells a piece from others, and from calls that are none."""
+    """Return what tells a piece from others and from calls that are none, if it is recognised."""
     problem = call.problem
-    kind: Hashable = part, problem.origin_q, problem.origin_k, problem.whole
+    if problem.packed:
+        return None  # its offsets are arrays, which may have changed
+    kind: Hashable = part, positions.key_of(problem)
     options = Options(
         mask=call.mask,
         score_mod=call.score_mod,

@@ -38,7 +38,7 @@ def run(program, *arguments, ranks=2, cwd=None):
 
 
 @pytest.mark.thorough("processes of MPI; the same ranks are threads in quick tests")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_of_mpi_give_the_bits_of_threads_and_end_when_one_fails(ranks, tmp_path):
     printed = run("tests/tools/mpi_ranks.py", ranks=ranks, cwd=tmp_path)
     for rank in range(ranks):
