@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +20,7 @@ from cupyflash.testing import Precision, backward_bound, forward_bound, rho
 
 pytestmark = pytest.mark.gpu
 
+ROOT = Path(__file__).parents[2]
 HEADS, HEADS_KV, QUERIES, KEYS, D = 4, 2, 700, 900, 64
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
@@ -197,3 +201,13 @@ def test_a_rank_that_gives_up_ends_the_others(two, cupy):
     assert time.monotonic() - began < 20
     assert set(errors) == {0, 1}
     assert all("rank 1 gave up" in text for text in errors.values())
+
+
+def test_the_example_runs_with_a_gpu_for_each_rank(cupy):
+    """As `mpirun -n 2 python -m mpi4py examples/ring.py --gpus` does, but with threads."""
+    count = cupy.cuda.runtime.getDeviceCount()
+    command = [sys.executable, "examples/ring.py", "--threads", str(count), "--gpus"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"4096 positions on {count} ranks" in done.stdout
+    assert {"none", "causal", "window", "documents"} <= set(done.stdout.split())

@@ -63,7 +63,9 @@ COMMANDS = {
     'pip install ".[torch]"': "an extra",
     'pip install ".[jax]"': "an extra",
     'pip install ".[mpi]"': "an extra",
+    'pip install ".[cuda12,nccl,mpi]"': "an extra",
     "mpirun -n 2 python -m mpi4py examples/ring.py": "tests/distributed/test_mpi.py",
+    "mpirun -n 2 python -m mpi4py examples/ring.py --gpus": "tests/gpu/test_gpu_pieces.py",
     "mpirun -n 2 python -m mpi4py examples/train_ranks.py": "tests/distributed/test_mpi.py",
     "mpirun -n 2 python -m mpi4py examples/train_ranks.py --check": "tests/distributed/test_mpi.py",
     "python examples/train_transformers.py": "tests/repo/test_train_transformers.py",
@@ -185,9 +187,9 @@ def test_commands_are_run_somewhere(command):
     if where == "ci":
         assert command in CI, f".ci/run does not run: {command}"
     elif where == "an extra":
-        extra = re.search(r"\[(\w+)\]", command)[1]
+        extras = re.search(r"\[([\w,]+)\]", command)[1].split(",")
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        assert extra in project["optional-dependencies"]
+        assert set(extras) <= project["optional-dependencies"].keys()
     else:
         text = (ROOT / where).read_text()
         assert command.split()[-1].rpartition("/")[2] in text, f"{where} does not run {command}"
