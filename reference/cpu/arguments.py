@@ -53,6 +53,8 @@ class FunctionPointers(NamedTuple):
     """Addresses of the kernels that others call; 0 for those that a call does not need."""
 
     product: int
+    accumulate: int
+    fallback: int  # what `product` calls for numbers that it does not multiply itself
     widen: int  # rows of 16-bit floats
     run_float32: int  # programs with these registers: masks
     run_number: int  # programs with registers of the accumulator's type: score changes
@@ -108,6 +110,7 @@ class TileSizes(NamedTuple):
     drops: bool
     careful: bool
     widens: bool
+    uses_tiles: bool  # of bfloat16
     changes_slope: bool
     score: Registers
     slope: Registers
@@ -129,6 +132,7 @@ def tile_sizes(shape: Shape, changes: Changes) -> TileSizes:
         shape.drop_below > 0,
         bool(changes.careful),
         bool(changes.pointers.widen),
+        changes.pointers.product != changes.pointers.fallback,
         len(changes.slope.code) > 0,
         *(Registers(x.int_registers, x.float_registers) for x in programs),
     )

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from .accumulate import accumulate_product
+from .amx import NONE, tile_unit
+from .amx_product import UNITS
 from .arguments import FunctionPointers
 from .backward import backward_dkdv, backward_dq
 from .backward_bias import backward_bias
@@ -32,14 +35,15 @@ from .tile import (
     mask_by_ranges,
     score_by_program,
 )
-from .widen import NATIVE, widen_rows
+from .widen import BFLOAT16, NATIVE, widen_rows
 
 _FLOAT32 = np.dtype(np.float32)
+_PARTS = {BFLOAT16: 1}  # of operands that are multiplied by tiles
 _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
-    product, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges, draw_dropout,
-    fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
+    product, accumulate_product, count_nonfinite, run, score_by_program, mask_by_program,
+    mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
     *_CLASSES,
 )  # fmt: skip
 
@@ -69,12 +73,21 @@ def called_kernels(
     return called
 
 
+def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
+    """Return the kernels that multiply operands whose elements are stored in some way."""
+    found = {"product": product, "accumulate": accumulate_product, "fallback": product}
+    unit = tile_unit() if number == _FLOAT32 else NONE
+    if unit != NONE and kind in _PARTS:
+        found |= UNITS[unit][_PARTS[kind]]._asdict()
+    return {name: (kernel, number) for name, kernel in found.items()}
+
+
 def made_ready(
-    problem: Problem, programs: Programs, called: dict[str, Wanted], *kernels: Kernel
+    problem: Problem, programs: Programs, called: dict[str, Wanted], kind: int, *kernels: Kernel
 ) -> FunctionPointers:
     """Compile what is missing; return the addresses of the kernels that others call."""
     number = problem.accumulator
-    called = {"product": (product, number), **called}
+    called = {**_products(number, kind), **called}
     own = [(kernel, number) for kernel in kernels]
     if programs.may_mask:
         own.append((count_nonfinite, number))
@@ -96,5 +109,7 @@ def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) 
     """Compile every kernel for these accumulators; `report` is as in `jit.prepare`."""
     wanted: list[Wanted] = [(kernel, _FLOAT32) for kernel in (*_CLASSES, run)]
     others = [kernel for kernel in KERNELS if kernel not in _CLASSES]
-    wanted += [(kernel, number) for number in numbers for kernel in others]
+    for number in numbers:
+        wanted += [(kernel, number) for kernel in others]
+        wanted += [each for kind in _PARTS for each in _products(number, kind).values()]
     prepare(wanted, report)

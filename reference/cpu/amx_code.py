@@ -1,0 +1,444 @@
+"""LLVM code for tiles of bfloat16: a matrix unit's instructions, and the same sums in vectors.
+
+A tile is 16 rows of 64 bytes. Of a contraction over 32 numbers, the words of an operand hold two
+each: number n in the low half and number n + 16 in the high one, so that nothing has to be
+shuffled. A (rows x 32) has one row of words for each row, B (32 x columns) one row of words for
+every two of its rows, and C (rows x columns) holds float32.
+
+A float32 is the sum of up to three bfloat16, its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .amx_memory import DEPTH, ROW, SIDE, TILE
+from .vectors import INT, LANE, Emitter, emit_loop
+
+_BYTE = ir.IntType(8)
+_FLOAT = ir.FloatType()
+_WORDS = ir.VectorType(LANE, SIDE)
+# C's tiles, and two of A and two of B beside them.
+_OF_A, _OF_B = 4, 6
+_CONFIGURATION = bytes([1] + 15 * [0] + 8 * [ROW, 0] + 16 * [0] + 8 * [SIDE] + 8 * [0])
+
+# Products of a part of A and one of B, from small to large. Each needs one operand's other part.
+PRODUCTS = {
+    (1, 1): ((0, 0),),
+    (3, 1): ((2, 0), (1, 0), (0, 0)),
+    (3, 3): ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0)),
+}
+# Below, a number is no normal one, or the product of two of them has parts that are none.
+NORMAL, WHOLE_PARTS = 2.0**-126, 2.0**-50
+_HIGH, _MAGNITUDE, _INFINITE, _TOP_BINADE = 0xFFFF0000, 0x7FFFFFFF, 0x7F800000, 0x7F000000
+
+
+class Special(NamedTuple):
+    """Which numbers a product by tiles does not multiply as float32 would.
+
+    Attributes
+    ----------
+    least : float
+        Those that are smaller and not 0; a power of two, or 0 for none.
+    nonfinite : bool
+        Infinity and NaN.
+    """
+
+    least: float
+    nonfinite: bool
+
+
+def _bits_of(number: float) -> int:
+    """Return the bits of a power of two as float32."""
+    mantissa, exponent = number.hex().split("p")
+    assert float.fromhex(mantissa + "p0") == 1
+    return (int(exponent) + 127) << 23
+
+
+class TileEmitter(Emitter):
+    """Emits code for vectors of 16 float32, whatever registers the CPU has."""
+
+    def __init__(self, builder: Any) -> None:
+        super().__init__(builder, _FLOAT, ROW)
+
+    def words(self, value: int) -> Any:
+        """Return a constant in every lane."""
+        return ir.Constant(_WORDS, [value] * SIDE)
+
+    def spread(self, word: Any) -> Any:
+        """Return a word in every lane."""
+        nothing = ir.Constant(_WORDS, ir.Undefined)
+        first = self.builder.insert_element(nothing, word, LANE(0))
+        return self.builder.shuffle_vector(first, nothing, self.words(0))
+
+    def normal(self, words: Any) -> list[Any]:
+        """Return the low and the high numbers of words, 0 for those that are not normal."""
+        builder, found = self.builder, []
+        for half in builder.shl(words, self.words(16)), builder.and_(words, self.words(_HIGH)):
+            exponent = builder.and_(half, self.words(_INFINITE))
+            is_normal = builder.icmp_unsigned("!=", exponent, self.words(0))
+            number = builder.bitcast(half, self.vector)
+            found.append(builder.select(is_normal, number, self.zero))
+        return found
+
+    def largest_part(self, bits: Any, nearest: bool) -> Any:
+        """Return the bits of the first part of numbers: rounded to nearest, or cut off.
+
+        Infinity and NaN stay what they are. Numbers that could be rounded to infinity are cut off.
+        """
+        builder = self.builder
+        cut = builder.and_(bits, self.words(_HIGH))
+        if not nearest:
+            return cut
+        odd = builder.and_(builder.lshr(bits, self.words(16)), self.words(1))
+        rounded = builder.add(builder.add(bits, self.words(0x7FFF)), odd)
+        rounded = builder.and_(rounded, self.words(_HIGH))
+        exponent = builder.and_(bits, self.words(_INFINITE))
+        is_large = builder.icmp_unsigned(">=", exponent, self.words(_TOP_BINADE))
+        return builder.select(is_large, cut, rounded)
+
+    def parts(self, x: Any, count: int, nearest: bool) -> list[Any]:
+        """Return the bits of the parts of numbers, largest first."""
+        builder = self.builder
+        if count == 1:
+            return [builder.bitcast(x, _WORDS)]
+        found = []
+        for n in range(count):
+            bits = builder.bitcast(x, _WORDS)
+            part = self.largest_part(bits, nearest) if n < count - 1 else bits
+            found.append(part)
+            if n < count - 1:
+                rest = builder.fsub(x, builder.bitcast(part, self.vector))
+                exponent = builder.and_(bits, self.words(_INFINITE))
+                is_finite = builder.icmp_unsigned("<", exponent, self.words(_INFINITE))
+                x = builder.select(is_finite, rest, self.zero)
+        return found
+
+    def packed(self, low: Any, high: Any, count: int, nearest: bool) -> list[Any]:
+        """Return the words of every part of two vectors."""
+        builder = self.builder
+        halves = zip(self.parts(low, count, nearest), self.parts(high, count, nearest), strict=True)
+        return [
+            builder.or_(builder.and_(b, self.words(_HIGH)), builder.lshr(a, self.words(16)))
+            for a, b in halves
+        ]
+
+    def special(self, x: Any, kind: Special) -> Any:
+        """Return which numbers are special."""
+        builder = self.builder
+        magnitude = builder.and_(builder.bitcast(x, _WORDS), self.words(_MAGNITUDE))
+        before = builder.sub(magnitude, self.words(1))  # of 0 the largest word
+        least = _bits_of(kind.least) - 1 if kind.least else 0
+        is_small = builder.icmp_unsigned("<", before, self.words(least))
+        is_infinite = builder.icmp_unsigned(">=", magnitude, self.words(_INFINITE))
+        return builder.or_(is_small, is_infinite) if kind.nonfinite else is_small
+
+    def chosen(self, n: Any, first: Any, last: Any, place: Any, other: Any) -> Any:
+        """Return an address if n lies between two numbers, else the other one."""
+        builder = self.builder
+        is_late = builder.icmp_signed(">=", n, first)
+        is_early = builder.icmp_signed("<", n, last)
+        return builder.select(builder.and_(is_late, is_early), place, other)
+
+    def lanes_of(self, flags: Any) -> Any:
+        """Return a number whose bits are the lanes' flags."""
+        return self.builder.zext(self.builder.bitcast(flags, ir.IntType(SIDE)), INT)
+
+
+def _instruction(builder: Any, name: str, *args: Any) -> None:
+    """Emit one of the matrix unit's instructions; numbers of tiles are constants."""
+    name = f"llvm.x86.{name}"
+    made = builder.module.globals.get(name)
+    if made is None:
+        kind = ir.FunctionType(ir.VoidType(), [x.type for x in args])
+        made = ir.Function(builder.module, kind, name)
+    builder.call(made, args)
+
+
+def _address(builder: Any, place: Any) -> Any:
+    return builder.inttoptr(place, _BYTE.as_pointer())
+
+
+def emit_begin(builder: Any) -> None:
+    """Emit the configuration of eight whole tiles."""
+    kind = ir.ArrayType(_BYTE, len(_CONFIGURATION))
+    value = ir.Constant(kind, bytearray(_CONFIGURATION))
+    where = cgutils.global_constant(builder.module, "tile_configuration", value)
+    _instruction(builder, "ldtilecfg", builder.bitcast(where, _BYTE.as_pointer()))
+
+
+def emit_end(builder: Any) -> None:
+    """Emit the return of the tiles, so that threads need not keep their state."""
+    _instruction(builder, "tilerelease")
+
+
+def emit_amx(
+    builder: Any, parts: tuple[int, int], high: int, wide: int, a: Any, b: Any, steps: Any, c: Any
+) -> None:
+    """Emit ``C = A B`` of `high` times `wide` tiles by the matrix unit."""
+    of_a, of_b = parts
+
+    def load(tile: int, place: Any) -> None:
+        _instruction(builder, "tileloadd64", _BYTE(tile), _address(builder, place), INT(ROW))
+
+    cells = [(m, n) for m in range(high) for n in range(wide)]
+    for m, n in cells:
+        _instruction(builder, "tilezero", _BYTE(2 * m + n))
+    a_tile, b_tile = (builder.mul(steps, INT(count * TILE)) for count in parts)
+
+    def step(_: Any, places: list[Any]) -> list[Any]:
+        a_place, b_place = places
+        held_a = held_b = -1
+        for x, y in PRODUCTS[parts]:
+            if x != held_a:
+                for m in range(high):
+                    place = builder.add(a_place, INT(x * TILE))
+                    load(_OF_A + m, builder.add(place, a_tile) if m else place)
+            if y != held_b:
+                for n in range(wide):
+                    place = builder.add(b_place, INT(y * TILE))
+                    load(_OF_B + n, builder.add(place, b_tile) if n else place)
+            held_a, held_b = x, y
+            for m, n in cells:
+                _instruction(
+                    builder, "tdpbf16ps", _BYTE(2 * m + n), _BYTE(_OF_A + m), _BYTE(_OF_B + n)
+                )
+        return [builder.add(a_place, INT(of_a * TILE)), builder.add(b_place, INT(of_b * TILE))]
+
+    emit_loop(builder, steps, [a, b], step)
+    for m, n in cells:
+        place = _address(builder, builder.add(c, INT((2 * m + n) * TILE)))
+        _instruction(builder, "tilestored64", _BYTE(2 * m + n), place, INT(ROW))
+
+
+def emit_emulated(
+    builder: Any, parts: tuple[int, int], high: int, wide: int, a: Any, b: Any, steps: Any, c: Any
+) -> None:
+    """Emit what `emit_amx` does, with its order of sums, in vectors.
+
+    The low and the high numbers have sums of their own, which join the result after each step.
+    Operands that are no normal numbers are 0.
+    """
+    emit = TileEmitter(builder)
+    a_tile, b_tile = (builder.mul(steps, INT(count * TILE)) for count in parts)
+    for m in range(high):
+        for n in range(wide):
+            a_place = builder.add(a, builder.mul(a_tile, INT(m)))
+            b_place = builder.add(b, builder.mul(b_tile, INT(n)))
+            c_place = builder.add(c, INT((2 * m + n) * TILE))
+            _emulate_tile(emit, parts, a_place, b_place, steps, c_place)
+
+
+def _emulate_tile(
+    emit: TileEmitter, parts: tuple[int, int], a: Any, b: Any, steps: Any, c: Any
+) -> None:
+    builder = emit.builder
+
+    def row(r: Any, _: list[Any]) -> list[Any]:
+        across = builder.mul(r, INT(ROW))
+
+        def step(s: Any, sums: list[Any]) -> list[Any]:
+            total = sums[0]
+            for x, y in PRODUCTS[parts]:
+                a_row = builder.add(builder.add(a, across), INT(x * TILE))
+                a_row = builder.add(a_row, builder.mul(s, INT(parts[0] * TILE)))
+                b_step = builder.add(b, INT(y * TILE))
+                b_step = builder.add(b_step, builder.mul(s, INT(parts[1] * TILE)))
+                total = builder.fadd(total, _emulate_step(emit, a_row, b_step))
+            return [total]
+
+        (total,) = emit_loop(builder, steps, [emit.zero], step)
+        emit.store(total, builder.add(c, across))
+        return []
+
+    emit_loop(builder, INT(SIDE), [], row)
+
+
+def _emulate_step(emit: TileEmitter, a_row: Any, b: Any) -> Any:
+    builder = emit.builder
+
+    def pair(k: Any, sums: list[Any]) -> list[Any]:
+        word = emit.load(builder.add(a_row, builder.mul(k, INT(4))), LANE)
+        words = emit.load(builder.add(b, builder.mul(k, INT(ROW))), _WORDS)
+        operands = zip(emit.normal(emit.spread(word)), emit.normal(words), sums, strict=True)
+        return [emit.fma(*each) for each in operands]
+
+    return builder.fadd(*emit_loop(builder, INT(SIDE), [emit.zero, emit.zero], pair))
+
+
+def block_of(emit: Callable[..., None], parts: tuple[int, int], high: int, wide: int) -> Any:
+    """Make the function that multiplies `high` tiles of A by `wide` tiles of B.
+
+    It takes the addresses of A and B, as `row_packer` and its siblings leave them, the steps of the
+    contraction, and where C's tiles go: that of row m and column n ``2 * m + n`` tiles further.
+    """
+
+    @intrinsic
+    def block(typingctx, a, b, steps, c):
+        def codegen(context, builder, sig, args):
+            emit(builder, parts, high, wide, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), codegen
+
+    return block
+
+
+def statement(emit: Callable[[Any], None] | None) -> Any:
+    """Make the function without arguments that does what `emit` emits."""
+
+    @intrinsic
+    def run(typingctx):
+        def codegen(context, builder, sig, args):
+            if emit is not None:
+                emit(builder)
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    return run
+
+
+def row_packer(count: int, nearest: bool, kind: Special) -> Any:
+    """Make the function that packs a row of A whose numbers lie side by side.
+
+    It returns whether one of them is special.
+    """
+
+    @intrinsic
+    def pack(typingctx, source, steps, target):
+        def codegen(context, builder, sig, args):
+            source, steps, target = args
+            emit = TileEmitter(builder)
+
+            def step(s, values):
+                low, high, found = values
+                place = builder.add(source, builder.mul(s, INT(4 * DEPTH)))
+                low, high = emit.load(place), emit.load(builder.add(place, INT(ROW)))
+                to = builder.add(target, builder.mul(s, INT(count * TILE)))
+                for n, words in enumerate(emit.packed(low, high, count, nearest)):
+                    emit.store(words, builder.add(to, INT(n * TILE)))
+                here = builder.or_(emit.special(low, kind), emit.special(high, kind))
+                return [low, high, builder.or_(found, here)]
+
+            none = ir.Constant(ir.VectorType(ir.IntType(1), SIDE), [0] * SIDE)
+            *_, found = emit_loop(builder, steps, [emit.zero, emit.zero, none], step)
+            return emit.lanes_of(found)
+
+        return types.int64(*[types.int64] * 3), codegen
+
+    return pack
+
+
+def _transposed(emit: TileEmitter, rows: list[Any]) -> list[Any]:
+    """Return the columns of a square."""
+    half = SIDE // 2
+    low = [n // 2 + n % 2 * SIDE for n in range(SIDE)]
+    high = [n + half for n in low]
+    for _ in range(SIDE.bit_length() - 1):
+        pairs = zip(rows[:half], rows[half:], strict=True)
+        rows = [emit.shuffle(a, b, part) for a, b in pairs for part in (low, high)]
+    return rows
+
+
+def square_packer(count: int, nearest: bool) -> Any:
+    """Make the function that packs one step of 16 rows of A, of which every column is one vector.
+
+    Columns before `first` and from `left` on are taken to be 0, which `zeros` is the address of.
+    """
+
+    @intrinsic
+    def pack(typingctx, source, step, first, left, zeros, target):
+        def codegen(context, builder, sig, args):
+            source, step, first, left, zeros, target = args
+            emit = TileEmitter(builder)
+
+            def column(k):
+                place = builder.add(source, builder.mul(step, INT(k)))
+                return emit.load(emit.chosen(INT(k), first, left, place, zeros))
+
+            low, high = (
+                _transposed(emit, [column(k + begin) for k in range(SIDE)]) for begin in (0, SIDE)
+            )
+            for r in range(SIDE):
+                for n, words in enumerate(emit.packed(low[r], high[r], count, nearest)):
+                    emit.store(words, builder.add(target, INT(n * TILE + r * ROW)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return pack
+
+
+def column_packer(count: int, nearest: bool, kind: Special) -> Any:
+    """Make the function that packs one step of 16 columns of B.
+
+    Rows before `first` and from `left` on are taken to be 0, which `zeros` is the address of. It
+    returns which columns have special numbers, as bits.
+    """
+
+    @intrinsic
+    def pack(typingctx, source, row_size, first, left, zeros, target):
+        def codegen(context, builder, sig, args):
+            source, row_size, first, left, zeros, target = args
+            emit = TileEmitter(builder)
+
+            def row(k):
+                place = builder.add(source, builder.mul(row_size, k))
+                return emit.load(emit.chosen(k, first, left, place, zeros))
+
+            def pair(k, values):
+                low, high = row(k), row(builder.add(k, INT(SIDE)))
+                to = builder.add(target, builder.mul(k, INT(ROW)))
+                for n, words in enumerate(emit.packed(low, high, count, nearest)):
+                    emit.store(words, builder.add(to, INT(n * TILE)))
+                here = builder.or_(emit.special(low, kind), emit.special(high, kind))
+                return [builder.or_(values[0], here)]
+
+            none = ir.Constant(ir.VectorType(ir.IntType(1), SIDE), [0] * SIDE)
+            (found,) = emit_loop(builder, INT(SIDE), [none], pair)
+            return emit.lanes_of(found)
+
+        return types.int64(*[types.int64] * 6), codegen
+
+    return pack
+
+
+def finisher(lanes: int, adds: bool) -> Any:
+    """Make the function that brings rows of a tile of C to where they belong.
+
+    They are multiplied by `alpha`, and the numbers at `maxima` become the maxima of themselves and
+    of them; or with `adds`, they are added to what is there.
+    """
+
+    @intrinsic
+    def finish(typingctx, tile, rows, alpha, c, row_size, maxima):
+        def codegen(context, builder, sig, args):
+            tile, rows, alpha, c, row_size, maxima = args
+            emit = Emitter(builder, _FLOAT, 4 * lanes)
+            factor = emit.splat(alpha)
+
+            def row(r, largest):
+                value = emit.load(builder.add(tile, builder.mul(r, INT(ROW))))
+                place = builder.add(c, builder.mul(r, row_size))
+                if adds:
+                    emit.store(builder.fadd(emit.load(place), value), place)
+                    return []
+                value = builder.fmul(value, factor)
+                emit.store(value, place)
+                return [emit.larger(value, largest[0])]
+
+            largest = emit_loop(builder, rows, [] if adds else [emit.load(maxima)], row)
+            if not adds:
+                emit.store(largest[0], maxima)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, alpha, *[types.int64] * 3), codegen
+
+    return finish
