@@ -40,11 +40,12 @@ from .widen import BFLOAT16, NATIVE, widen_rows
 _FLOAT32 = np.dtype(np.float32)
 _PARTS = {BFLOAT16: 1}  # of operands that are multiplied by tiles
 _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
+_BY_TILES = tuple(each for units in UNITS.values() for unit in units.values() for each in unit)
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
     product, accumulate_product, count_nonfinite, run, score_by_program, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
-    *_CLASSES,
+    *_CLASSES, *_BY_TILES,
 )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def pointers_to(called: dict[str, Wanted]) -> FunctionPointers:
 def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) -> None:
     """Compile every kernel for these accumulators; `report` is as in `jit.prepare`."""
     wanted: list[Wanted] = [(kernel, _FLOAT32) for kernel in (*_CLASSES, run)]
-    others = [kernel for kernel in KERNELS if kernel not in _CLASSES]
+    others = [kernel for kernel in KERNELS if kernel not in (*_CLASSES, *_BY_TILES)]
     for number in numbers:
         wanted += [(kernel, number) for kernel in others]
         wanted += [each for kind in _PARTS for each in _products(number, kind).values()]
