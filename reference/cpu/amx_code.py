@@ -5,13 +5,13 @@ each: number n in the low half and number n + 16 in the high one, so that nothin
 shuffled. A (rows x 32) has one row of words for each row, B (32 x columns) one row of words for
 every two of its rows, and C (rows x columns) holds float32.
 
-A float32 is the sum of up to three bfloat16, its parts.
+A float32 is the sum of three numbers of bfloat16, its parts: A can have them, B cannot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -28,37 +28,7 @@ _WORDS = ir.VectorType(LANE, SIDE)
 _OF_A, _OF_B = 4, 6
 _CONFIGURATION = bytes([1] + 15 * [0] + 8 * [ROW, 0] + 16 * [0] + 8 * [SIDE] + 8 * [0])
 
-# Products of a part of A and one of B, from small to large. Each needs one operand's other part.
-PRODUCTS = {
-    (1, 1): ((0, 0),),
-    (3, 1): ((2, 0), (1, 0), (0, 0)),
-    (3, 3): ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0)),
-}
-# Below, a number is no normal one, or the product of two of them has parts that are none.
-NORMAL, WHOLE_PARTS = 2.0**-126, 2.0**-50
-_HIGH, _MAGNITUDE, _INFINITE, _TOP_BINADE = 0xFFFF0000, 0x7FFFFFFF, 0x7F800000, 0x7F000000
-
-
-class Special(NamedTuple):
-    """Which numbers a product by tiles does not multiply as float32 would.
-
-    Attributes
-    ----------
-    least : float
-        Those that are smaller and not 0; a power of two, or 0 for none.
-    nonfinite : bool
-        Infinity and NaN.
-    """
-
-    least: float
-    nonfinite: bool
-
-
-def _bits_of(number: float) -> int:
-    """Return the bits of a power of two as float32."""
-    mantissa, exponent = number.hex().split("p")
-    assert float.fromhex(mantissa + "p0") == 1
-    return (int(exponent) + 127) << 23
+_HIGH, _MAGNITUDE, _INFINITE, _NORMAL = 0xFFFF0000, 0x7FFFFFFF, 0x7F800000, 0x00800000
 
 
 class TileEmitter(Emitter):
@@ -87,57 +57,47 @@ class TileEmitter(Emitter):
             found.append(builder.select(is_normal, number, self.zero))
         return found
 
-    def largest_part(self, bits: Any, nearest: bool) -> Any:
-        """Return the bits of the first part of numbers: rounded to nearest, or cut off.
+    def parts(self, x: Any, count: int) -> list[Any]:
+        """Return the bits of the parts of numbers, largest first: 8 bits of the numbers each.
 
-        Infinity and NaN stay what they are. Numbers that could be rounded to infinity are cut off.
+        One part is for numbers of bfloat16. Infinity and NaN are the first part, and others 0.
         """
-        builder = self.builder
-        cut = builder.and_(bits, self.words(_HIGH))
-        if not nearest:
-            return cut
-        odd = builder.and_(builder.lshr(bits, self.words(16)), self.words(1))
-        rounded = builder.add(builder.add(bits, self.words(0x7FFF)), odd)
-        rounded = builder.and_(rounded, self.words(_HIGH))
-        exponent = builder.and_(bits, self.words(_INFINITE))
-        is_large = builder.icmp_unsigned(">=", exponent, self.words(_TOP_BINADE))
-        return builder.select(is_large, cut, rounded)
-
-    def parts(self, x: Any, count: int, nearest: bool) -> list[Any]:
-        """Return the bits of the parts of numbers, largest first."""
-        builder = self.builder
-        if count == 1:
-            return [builder.bitcast(x, _WORDS)]
-        found = []
+        builder, found = self.builder, []
         for n in range(count):
             bits = builder.bitcast(x, _WORDS)
-            part = self.largest_part(bits, nearest) if n < count - 1 else bits
+            if n == count - 1:
+                return [*found, bits]
+            part = builder.and_(bits, self.words(_HIGH))
             found.append(part)
-            if n < count - 1:
-                rest = builder.fsub(x, builder.bitcast(part, self.vector))
-                exponent = builder.and_(bits, self.words(_INFINITE))
-                is_finite = builder.icmp_unsigned("<", exponent, self.words(_INFINITE))
-                x = builder.select(is_finite, rest, self.zero)
-        return found
+            x = builder.fsub(x, builder.bitcast(part, self.vector))
+            if n == 0:
+                x = builder.select(self.is_nonfinite(bits), self.zero, x)
+        raise AssertionError(count)
 
-    def packed(self, low: Any, high: Any, count: int, nearest: bool) -> list[Any]:
+    def packed(self, low: Any, high: Any, count: int) -> list[Any]:
         """Return the words of every part of two vectors."""
-        builder = self.builder
-        halves = zip(self.parts(low, count, nearest), self.parts(high, count, nearest), strict=True)
+        builder, sixteen = self.builder, self.words(16)
         return [
-            builder.or_(builder.and_(b, self.words(_HIGH)), builder.lshr(a, self.words(16)))
-            for a, b in halves
+            builder.or_(builder.and_(b, self.words(_HIGH)), builder.lshr(a, sixteen))
+            for a, b in zip(self.parts(low, count), self.parts(high, count), strict=True)
         ]
 
-    def special(self, x: Any, kind: Special) -> Any:
-        """Return which numbers are special."""
+    def is_nonfinite(self, bits: Any) -> Any:
+        """Return which numbers are infinity or NaN."""
+        exponent = self.builder.and_(bits, self.words(_INFINITE))
+        return self.builder.icmp_unsigned("==", exponent, self.words(_INFINITE))
+
+    def is_subnormal(self, bits: Any) -> Any:
+        """Return which numbers are not 0 and smaller than normal ones."""
+        magnitude = self.builder.and_(bits, self.words(_MAGNITUDE))
+        before = self.builder.sub(magnitude, self.words(1))  # of 0 the largest word
+        return self.builder.icmp_unsigned("<", before, self.words(_NORMAL - 1))
+
+    def special(self, kind: Special, *vectors: Any) -> Any:
+        """Return in which lanes a number of one of the vectors is special."""
         builder = self.builder
-        magnitude = builder.and_(builder.bitcast(x, _WORDS), self.words(_MAGNITUDE))
-        before = builder.sub(magnitude, self.words(1))  # of 0 the largest word
-        least = _bits_of(kind.least) - 1 if kind.least else 0
-        is_small = builder.icmp_unsigned("<", before, self.words(least))
-        is_infinite = builder.icmp_unsigned(">=", magnitude, self.words(_INFINITE))
-        return builder.or_(is_small, is_infinite) if kind.nonfinite else is_small
+        first, second = (kind(self, builder.bitcast(x, _WORDS)) for x in vectors)
+        return builder.or_(first, second)
 
     def chosen(self, n: Any, first: Any, last: Any, place: Any, other: Any) -> Any:
         """Return an address if n lies between two numbers, else the other one."""
@@ -149,6 +109,10 @@ class TileEmitter(Emitter):
     def lanes_of(self, flags: Any) -> Any:
         """Return a number whose bits are the lanes' flags."""
         return self.builder.zext(self.builder.bitcast(flags, ir.IntType(SIDE)), INT)
+
+
+# Says which numbers a product by tiles does not multiply as float32 would.
+Special = Callable[[TileEmitter, Any], Any]
 
 
 def _instruction(builder: Any, name: str, *args: Any) -> None:
@@ -179,10 +143,9 @@ def emit_end(builder: Any) -> None:
 
 
 def emit_amx(
-    builder: Any, parts: tuple[int, int], high: int, wide: int, a: Any, b: Any, steps: Any, c: Any
+    builder: Any, parts: int, high: int, wide: int, a: Any, b: Any, steps: Any, c: Any
 ) -> None:
     """Emit ``C = A B`` of `high` times `wide` tiles by the matrix unit."""
-    of_a, of_b = parts
 
     def load(tile: int, place: Any) -> None:
         _instruction(builder, "tileloadd64", _BYTE(tile), _address(builder, place), INT(ROW))
@@ -190,26 +153,21 @@ def emit_amx(
     cells = [(m, n) for m in range(high) for n in range(wide)]
     for m, n in cells:
         _instruction(builder, "tilezero", _BYTE(2 * m + n))
-    a_tile, b_tile = (builder.mul(steps, INT(count * TILE)) for count in parts)
+    a_tile, b_tile = (builder.mul(steps, INT(count * TILE)) for count in (parts, 1))
 
     def step(_: Any, places: list[Any]) -> list[Any]:
         a_place, b_place = places
-        held_a = held_b = -1
-        for x, y in PRODUCTS[parts]:
-            if x != held_a:
-                for m in range(high):
-                    place = builder.add(a_place, INT(x * TILE))
-                    load(_OF_A + m, builder.add(place, a_tile) if m else place)
-            if y != held_b:
-                for n in range(wide):
-                    place = builder.add(b_place, INT(y * TILE))
-                    load(_OF_B + n, builder.add(place, b_tile) if n else place)
-            held_a, held_b = x, y
+        for n in range(wide):
+            load(_OF_B + n, builder.add(b_place, b_tile) if n else b_place)
+        for part in reversed(range(parts)):
+            for m in range(high):
+                place = builder.add(a_place, INT(part * TILE))
+                load(_OF_A + m, builder.add(place, a_tile) if m else place)
             for m, n in cells:
                 _instruction(
                     builder, "tdpbf16ps", _BYTE(2 * m + n), _BYTE(_OF_A + m), _BYTE(_OF_B + n)
                 )
-        return [builder.add(a_place, INT(of_a * TILE)), builder.add(b_place, INT(of_b * TILE))]
+        return [builder.add(a_place, INT(parts * TILE)), builder.add(b_place, INT(TILE))]
 
     emit_loop(builder, steps, [a, b], step)
     for m, n in cells:
@@ -218,38 +176,25 @@ def emit_amx(
 
 
 def emit_emulated(
-    builder: Any, parts: tuple[int, int], high: int, wide: int, a: Any, b: Any, steps: Any, c: Any
+    builder: Any, parts: int, high: int, wide: int, a: Any, b: Any, steps: Any, c: Any
 ) -> None:
-    """Emit what `emit_amx` does, with its order of sums, in vectors.
+    """Emit what `emit_amx` does for one tile, with its order of sums, in vectors.
 
     The low and the high numbers have sums of their own, which join the result after each step.
     Operands that are no normal numbers are 0.
     """
+    assert (high, wide) == (1, 1)
     emit = TileEmitter(builder)
-    a_tile, b_tile = (builder.mul(steps, INT(count * TILE)) for count in parts)
-    for m in range(high):
-        for n in range(wide):
-            a_place = builder.add(a, builder.mul(a_tile, INT(m)))
-            b_place = builder.add(b, builder.mul(b_tile, INT(n)))
-            c_place = builder.add(c, INT((2 * m + n) * TILE))
-            _emulate_tile(emit, parts, a_place, b_place, steps, c_place)
-
-
-def _emulate_tile(
-    emit: TileEmitter, parts: tuple[int, int], a: Any, b: Any, steps: Any, c: Any
-) -> None:
-    builder = emit.builder
 
     def row(r: Any, _: list[Any]) -> list[Any]:
         across = builder.mul(r, INT(ROW))
 
         def step(s: Any, sums: list[Any]) -> list[Any]:
             total = sums[0]
-            for x, y in PRODUCTS[parts]:
-                a_row = builder.add(builder.add(a, across), INT(x * TILE))
-                a_row = builder.add(a_row, builder.mul(s, INT(parts[0] * TILE)))
-                b_step = builder.add(b, INT(y * TILE))
-                b_step = builder.add(b_step, builder.mul(s, INT(parts[1] * TILE)))
+            b_step = builder.add(b, builder.mul(s, INT(TILE)))
+            a_step = builder.add(builder.add(a, across), builder.mul(s, INT(parts * TILE)))
+            for part in reversed(range(parts)):
+                a_row = builder.add(a_step, INT(part * TILE))
                 total = builder.fadd(total, _emulate_step(emit, a_row, b_step))
             return [total]
 
@@ -272,8 +217,8 @@ def _emulate_step(emit: TileEmitter, a_row: Any, b: Any) -> Any:
     return builder.fadd(*emit_loop(builder, INT(SIDE), [emit.zero, emit.zero], pair))
 
 
-def block_of(emit: Callable[..., None], parts: tuple[int, int], high: int, wide: int) -> Any:
-    """Make the function that multiplies `high` tiles of A by `wide` tiles of B.
+def block_of(emit: Callable[..., None], parts: int, high: int, wide: int) -> Any:
+    """Make the function that multiplies `high` tiles of A, in parts, by `wide` tiles of B.
 
     It takes the addresses of A and B, as `row_packer` and its siblings leave them, the steps of the
     contraction, and where C's tiles go: that of row m and column n ``2 * m + n`` tiles further.
@@ -305,7 +250,7 @@ def statement(emit: Callable[[Any], None] | None) -> Any:
     return run
 
 
-def row_packer(count: int, nearest: bool, kind: Special) -> Any:
+def row_packer(count: int, kind: Special) -> Any:
     """Make the function that packs a row of A whose numbers lie side by side.
 
     It returns whether one of them is special.
@@ -322,9 +267,9 @@ def row_packer(count: int, nearest: bool, kind: Special) -> Any:
                 place = builder.add(source, builder.mul(s, INT(4 * DEPTH)))
                 low, high = emit.load(place), emit.load(builder.add(place, INT(ROW)))
                 to = builder.add(target, builder.mul(s, INT(count * TILE)))
-                for n, words in enumerate(emit.packed(low, high, count, nearest)):
+                for n, words in enumerate(emit.packed(low, high, count)):
                     emit.store(words, builder.add(to, INT(n * TILE)))
-                here = builder.or_(emit.special(low, kind), emit.special(high, kind))
+                here = emit.special(kind, low, high)
                 return [low, high, builder.or_(found, here)]
 
             none = ir.Constant(ir.VectorType(ir.IntType(1), SIDE), [0] * SIDE)
@@ -347,7 +292,7 @@ def _transposed(emit: TileEmitter, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def square_packer(count: int, nearest: bool) -> Any:
+def square_packer(count: int) -> Any:
     """Make the function that packs one step of 16 rows of A, of which every column is one vector.
 
     Columns before `first` and from `left` on are taken to be 0, which `zeros` is the address of.
@@ -367,7 +312,7 @@ def square_packer(count: int, nearest: bool) -> Any:
                 _transposed(emit, [column(k + begin) for k in range(SIDE)]) for begin in (0, SIDE)
             )
             for r in range(SIDE):
-                for n, words in enumerate(emit.packed(low[r], high[r], count, nearest)):
+                for n, words in enumerate(emit.packed(low[r], high[r], count)):
                     emit.store(words, builder.add(target, INT(n * TILE + r * ROW)))
             return context.get_dummy_value()
 
@@ -376,7 +321,7 @@ def square_packer(count: int, nearest: bool) -> Any:
     return pack
 
 
-def column_packer(count: int, nearest: bool, kind: Special) -> Any:
+def column_packer(kind: Special) -> Any:
     """Make the function that packs one step of 16 columns of B.
 
     Rows before `first` and from `left` on are taken to be 0, which `zeros` is the address of. It
@@ -396,9 +341,9 @@ def column_packer(count: int, nearest: bool, kind: Special) -> Any:
             def pair(k, values):
                 low, high = row(k), row(builder.add(k, INT(SIDE)))
                 to = builder.add(target, builder.mul(k, INT(ROW)))
-                for n, words in enumerate(emit.packed(low, high, count, nearest)):
-                    emit.store(words, builder.add(to, INT(n * TILE)))
-                here = builder.or_(emit.special(low, kind), emit.special(high, kind))
+                (words,) = emit.packed(low, high, 1)
+                emit.store(words, to)
+                here = emit.special(kind, low, high)
                 return [builder.or_(values[0], here)]
 
             none = ir.Constant(ir.VectorType(ir.IntType(1), SIDE), [0] * SIDE)

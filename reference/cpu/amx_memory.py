@@ -26,7 +26,7 @@ def size_of_packed(sizes: TileSizes, panel: int) -> int:
     rows = whole(max(sizes.block_kv, panel), 2 * SIDE)
     widest = whole(max(rows, sizes.d, sizes.d_v), 2 * SIDE)
     deep = widest + DEPTH  # rows of zeros before the first one
-    operands = (rows + widest) * deep * 2 * PARTS
+    operands = (2 * SIDE + widest) * deep * 2 * PARTS
     flags = (rows + widest) * FLAG
     spare = 4 * max(widest * (rows + DEPTH), rows * SIDE)
     return (OPERANDS + operands + flags + spare) // 4

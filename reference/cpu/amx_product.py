@@ -1,8 +1,9 @@
 """Products of small matrices by tiles of bfloat16, in place of `microkernel.product`.
 
-Operands are float32. Those that hold numbers of bfloat16 are packed as they are; others are the
-sum of three parts, and products of parts are added up. What tiles cannot multiply as float32 does
-(numbers that are tiny and, in parts, infinity and NaN) is computed by the vector units.
+Operands are float32 that hold numbers of bfloat16, except weights and gradients of scores: these
+are the sum of three parts, whose products are added up, so that nothing is rounded. What tiles do
+not multiply as float32 would (subnormal numbers; parts by infinity and NaN) is computed by the
+vector units. A product with a subnormal value may be 0 in a sum; the bound allows that.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import numpy as np
 from .accumulate import takes_accumulate
 from .amx import EMULATED, NATIVE
 from .amx_code import (
-    NORMAL,
-    WHOLE_PARTS,
     Special,
+    TileEmitter,
     block_of,
     column_packer,
     emit_amx,
@@ -84,14 +84,41 @@ def _named(function: Any, name: str) -> Any:
     return function
 
 
-def _product_steps(emit: Any, parts: tuple[int, int], of_a: Special, of_b: Special) -> Any:
+def _block_product(emit: Any, parts: int) -> Any:
+    """Make the function that multiplies up to two by two tiles."""
+    a_size = parts * TILE
+    one = block_of(emit, parts, 1, 1)
+    if emit is emit_emulated:
+
+        @helper
+        def multiply_tiles(a, b, steps, rows, columns, memory):
+            for m in range(1 + (rows > SIDE)):
+                for n in range(1 + (columns > SIDE)):
+                    result = memory + RESULT + (2 * m + n) * TILE
+                    one(a + m * steps * a_size, b + n * steps * TILE, steps, result)
+
+        return multiply_tiles
+    tall, broad, square = (block_of(emit, parts, *n) for n in ((2, 1), (1, 2), (2, 2)))
+
+    @helper
+    def multiply_block(a, b, steps, rows, columns, memory):
+        result = memory + RESULT
+        if rows > SIDE and columns > SIDE:
+            square(a, b, steps, result)
+        elif rows > SIDE:
+            tall(a, b, steps, result)
+        elif columns > SIDE:
+            broad(a, b, steps, result)
+        else:
+            one(a, b, steps, result)
+
+    return multiply_block
+
+
+def _product_steps(emit: Any, parts: int, special: Special) -> Any:
     """Make the functions that pack operands of products and multiply them."""
-    a_parts, b_parts = parts
-    nearest = b_parts > 1  # else the parts of A need not be as small as they can be
-    pack_row = row_packer(a_parts, nearest, of_a)
-    pack_square = square_packer(a_parts, nearest)
-    pack_columns = column_packer(b_parts, nearest, of_b)
-    one, tall, broad, square = (block_of(emit, parts, *n) for n in ((1, 1), (2, 1), (1, 2), (2, 2)))
+    pack_row, pack_square = row_packer(parts, special), square_packer(parts)
+    pack_columns = column_packer(special)
 
     @helper
     def pack_rows(a, a_row, rows, depth, steps, target, flags, memory):
@@ -100,7 +127,7 @@ def _product_steps(emit: Any, parts: tuple[int, int], of_a: Special, of_b: Speci
         Write for each row whether it is special, and return whether one is.
         """
         zero, any_special, complete = load(memory, np.float32(0)), 0, depth // DEPTH
-        size = steps * a_parts * TILE
+        size = steps * parts * TILE
         for r in range(rounded(rows, SIDE)):
             # Beyond the last row, it is repeated; nobody reads these results.
             source = a + min(r, rows - 1) * a_row * _SIZE
@@ -111,7 +138,7 @@ def _product_steps(emit: Any, parts: tuple[int, int], of_a: Special, of_b: Speci
                     n = complete * DEPTH + k
                     value = load(source + n * _SIZE, zero) if n < depth else zero
                     store(memory + REST + k * _SIZE, value)
-                found |= pack_row(memory + REST, 1, place + complete * a_parts * TILE)
+                found |= pack_row(memory + REST, 1, place + complete * parts * TILE)
             store(flags + r * FLAG, found)
             any_special |= found
         return any_special
@@ -124,7 +151,7 @@ def _product_steps(emit: Any, parts: tuple[int, int], of_a: Special, of_b: Speci
                 k = s * DEPTH - ahead
                 source, first = a + (r + k * a_k) * _SIZE, ahead if s == 0 else 0
                 pack_square(source, a_k * _SIZE, first, depth - k, memory + ZEROS, target)
-                target += a_parts * TILE
+                target += parts * TILE
 
     @helper
     def pack_b(b, b_row, b_pair, columns, depth, ahead, steps, target, flags, memory):
@@ -138,27 +165,14 @@ def _product_steps(emit: Any, parts: tuple[int, int], of_a: Special, of_b: Speci
                 found |= pack_columns(
                     source, b_row * _SIZE, first, depth - k, memory + ZEROS, target
                 )
-                target += b_parts * TILE
+                target += TILE
             if columns - n < SIDE:
                 found &= (1 << (columns - n)) - 1
             store(flags + n // SIDE * FLAG, found)
             any_special |= found
         return any_special
 
-    @helper
-    def multiply_block(a, b, steps, rows, columns, memory):
-        """Multiply up to four tiles."""
-        result = memory + RESULT
-        if rows > SIDE and columns > SIDE:
-            square(a, b, steps, result)
-        elif rows > SIDE:
-            tall(a, b, steps, result)
-        elif columns > SIDE:
-            broad(a, b, steps, result)
-        else:
-            one(a, b, steps, result)
-
-    return pack_rows, pack_squares, pack_b, multiply_block
+    return pack_rows, pack_squares, pack_b, _block_product(emit, parts)
 
 
 _scale, _scale_half = finisher(SIDE, False), finisher(SIDE // 2, False)
@@ -172,10 +186,9 @@ def clear_zeros(memory, like):
         store(memory + ZEROS + n * _SIZE, like - like)
 
 
-def _make_product(name: str, emit: Any, begin: Any, end: Any, parts: int) -> Kernel:
+def _make_product(name: str, emit: Any, begin: Any, end: Any) -> Kernel:
     """Make the kernel of products of which each result is one sum of products."""
-    kind = Special(NORMAL, False) if parts == 1 else Special(WHOLE_PARTS, True)
-    pack_rows, _, pack_b, multiply_block = _product_steps(emit, (parts, parts), kind, kind)
+    pack_rows, _, pack_b, multiply_block = _product_steps(emit, 1, TileEmitter.is_subnormal)
     start, stop = statement(begin), statement(end)
 
     @helper
@@ -219,26 +232,26 @@ def _make_product(name: str, emit: Any, begin: Any, end: Any, parts: int) -> Ker
         adds, maxima, memory, fallback,
     ):  # fmt: skip
         steps, width = (depth + DEPTH - 1) // DEPTH, pair_lanes(_SIZE)
-        a_size, b_size = steps * parts * TILE, steps * parts * TILE
+        size = steps * TILE
         a_tiles = memory + OPERANDS
-        b_tiles = a_tiles + rounded(rows, SIDE) // SIDE * a_size
-        a_flags = b_tiles + rounded(columns, SIDE) // SIDE * b_size
+        b_tiles = a_tiles + 2 * size
+        a_flags = b_tiles + rounded(columns, SIDE) // SIDE * size
         b_flags = a_flags + rounded(rows, SIDE) * FLAG
         spare = b_flags + rounded(columns, SIDE) * FLAG
         clear_zeros(memory, alpha)
-        special = pack_rows(a, a_row, rows, depth, steps, a_tiles, a_flags, memory)
-        special |= pack_b(b, b_row, b_pair, columns, depth, 0, steps, b_tiles, b_flags, memory)
+        any_special = pack_b(b, b_row, b_pair, columns, depth, 0, steps, b_tiles, b_flags, memory)
         start()
-        for n in range(0, columns, 2 * SIDE):
-            for m in range(0, rows, 2 * SIDE):
-                multiply_block(
-                    a_tiles + m // SIDE * a_size, b_tiles + n // SIDE * b_size, steps, rows - m,
-                    columns - n, memory,
-                )  # fmt: skip
+        for m in range(0, rows, 2 * SIDE):
+            count, source = min(rows - m, 2 * SIDE), a + m * a_row * _SIZE
+            flags = a_flags + m * FLAG
+            any_special |= pack_rows(source, a_row, count, depth, steps, a_tiles, flags, memory)
+            for n in range(0, columns, 2 * SIDE):
+                b_place = b_tiles + n // SIDE * size
+                multiply_block(a_tiles, b_place, steps, rows - m, columns - n, memory)
                 for y in range(n, min(columns, n + 2 * SIDE), SIDE):
                     target = column_at(c, y, c_pair, width)
                     largest = memory + UNUSED
-                    if maxima and not special:
+                    if maxima and not any_special:
                         largest = maxima + y * _SIZE
                     for x in range(m, min(rows, m + 2 * SIDE), SIDE):
                         tile = memory + RESULT + ((x - m) // SIDE * 2 + (y - n) // SIDE) * TILE
@@ -248,7 +261,7 @@ def _make_product(name: str, emit: Any, begin: Any, end: Any, parts: int) -> Ker
                         else:
                             _scale_half(tile, count, alpha, place, c_row * _SIZE, largest)
         stop()
-        if special:
+        if any_special:
             mend(
                 alpha, a, a_row, a_k, b, b_row, b_pair, c, c_row, c_pair, rows, columns, depth,
                 a_flags, b_flags, spare, maxima, fallback,
@@ -258,47 +271,37 @@ def _make_product(name: str, emit: Any, begin: Any, end: Any, parts: int) -> Ker
     return takes_product(kernel(_named(product, f"product_{name}")))
 
 
-def _make_accumulate(name: str, emit: Any, begin: Any, end: Any, b_parts: int) -> Kernel:
+def _make_accumulate(name: str, emit: Any, begin: Any, end: Any) -> Kernel:
     """Make the kernel that adds the product of a tile and of rows to results."""
-    parts = (PARTS, b_parts)
-    least = 0.0 if b_parts == 1 else WHOLE_PARTS
     pack_rows, pack_squares, pack_b, multiply_block = _product_steps(
-        emit, parts, Special(0.0, False), Special(least, True)
+        emit, PARTS, TileEmitter.is_nonfinite
     )
     start, stop = statement(begin), statement(end)
 
     @helper
-    def is_special(x):
-        return is_nonfinite(x) or 0 < abs(x) < least
-
-    @helper
-    def without_special(one, pairs, pair, nj, columns, target):
-        """Copy rows, with 0 for what is special."""
+    def without_nonfinite(one, pairs, pair, nj, columns, target):
+        """Copy rows, with 0 for infinity and NaN."""
         width = pair_lanes(_SIZE)
         for n in range(columns):
-            source, place = (
-                column_at(pairs, n, pair, width),
-                column_at(target, n, nj * width, width),
-            )
+            source = column_at(pairs, n, pair, width)
+            place = column_at(target, n, nj * width, width)
             for j in range(nj):
                 value = load(source + j * width * _SIZE, one)
-                store(place + j * width * _SIZE, one - one if is_special(value) else value)
+                store(place + j * width * _SIZE, one - one if is_nonfinite(value) else value)
 
     @helper
-    def add_special(
+    def add_nonfinite(
         one, tile, across, along, ni, nj, pairs, pair, columns, target, target_row, target_pair,
         careful, seen,
     ):  # fmt: skip
-        """Add what `without_special` left out, where pairs are seen."""
+        """Add what `without_nonfinite` left out, where pairs are seen."""
         width = pair_lanes(_SIZE)
         for n in range(columns):
-            source, place = (
-                column_at(pairs, n, pair, width),
-                column_at(target, n, target_pair, width),
-            )
+            source = column_at(pairs, n, pair, width)
+            place = column_at(target, n, target_pair, width)
             for j in range(nj):
                 value = load(source + j * width * _SIZE, one)
-                if is_special(value):
+                if is_nonfinite(value):
                     for i in range(ni):
                         cell = i * across + j * along
                         if not careful or seen[cell]:
@@ -313,28 +316,27 @@ def _make_accumulate(name: str, emit: Any, begin: Any, end: Any, b_parts: int) -
     ):  # fmt: skip
         """Add the product of a part of a tile and of rows."""
         steps, width = (ahead + nj + DEPTH - 1) // DEPTH, pair_lanes(_SIZE)
-        a_size, b_size = steps * PARTS * TILE, steps * b_parts * TILE
+        size = steps * TILE
         a_tiles = memory + OPERANDS
-        b_tiles = a_tiles + rounded(ni, SIDE) // SIDE * a_size
-        a_flags = b_tiles + rounded(columns, SIDE) // SIDE * b_size
-        b_flags = a_flags + rounded(ni, SIDE) * FLAG
+        b_tiles = a_tiles + 2 * PARTS * size
+        a_flags = b_tiles + rounded(columns, SIDE) // SIDE * size
+        b_flags = a_flags + 2 * SIDE * FLAG
         spare = b_flags + rounded(columns, SIDE) * FLAG
         clear_zeros(memory, one)
-        if along == 1:
-            pack_rows(tile, across, ni, nj, steps, a_tiles, a_flags, memory)
-        else:
-            pack_squares(tile, along, ni, nj, ahead, steps, a_tiles, memory)
         special = pack_b(pairs, width, pair, columns, nj, ahead, steps, b_tiles, b_flags, memory)
         if special:
-            without_special(one, pairs, pair, nj, columns, spare)
+            without_nonfinite(one, pairs, pair, nj, columns, spare)
             pack_b(spare, width, nj * width, columns, nj, ahead, steps, b_tiles, b_flags, memory)
         start()
-        for n in range(0, columns, 2 * SIDE):
-            for m in range(0, ni, 2 * SIDE):
-                multiply_block(
-                    a_tiles + m // SIDE * a_size, b_tiles + n // SIDE * b_size, steps, ni - m,
-                    columns - n, memory,
-                )  # fmt: skip
+        for m in range(0, ni, 2 * SIDE):
+            count, source = min(ni - m, 2 * SIDE), tile + m * across * _SIZE
+            if along == 1:
+                pack_rows(source, across, count, nj, steps, a_tiles, a_flags, memory)
+            else:
+                pack_squares(source, along, count, nj, ahead, steps, a_tiles, memory)
+            for n in range(0, columns, 2 * SIDE):
+                b_place = b_tiles + n // SIDE * size
+                multiply_block(a_tiles, b_place, steps, ni - m, columns - n, memory)
                 for y in range(n, min(columns, n + 2 * SIDE), SIDE):
                     result = column_at(target, y, target_pair, width)
                     for x in range(m, min(ni, m + 2 * SIDE), SIDE):
@@ -346,7 +348,7 @@ def _make_accumulate(name: str, emit: Any, begin: Any, end: Any, b_parts: int) -
                             _add_half(each, count, one, place, target_row * _SIZE, 0)
         stop()
         if special:
-            add_special(
+            add_nonfinite(
                 one, tile, across, along, ni, nj, pairs, pair, columns, target, target_row,
                 target_pair, careful, seen,
             )  # fmt: skip
@@ -369,18 +371,11 @@ def _make_accumulate(name: str, emit: Any, begin: Any, end: Any, b_parts: int) -
     return takes_accumulate(kernel(_named(accumulate, f"accumulate_{name}")))
 
 
-def _units(name: str, emit: Any, begin: Any, end: Any) -> dict[int, Unit]:
-    """Make a unit's kernels, by the parts that operands have."""
-    return {
-        parts: Unit(
-            _make_product(f"{name}_{parts}", emit, begin, end, parts),
-            _make_accumulate(f"{name}_{parts}", emit, begin, end, parts),
-        )
-        for parts in (1, 3)
-    }
+def _unit(name: str, emit: Any, begin: Any, end: Any) -> Unit:
+    return Unit(_make_product(name, emit, begin, end), _make_accumulate(name, emit, begin, end))
 
 
 UNITS = {
-    NATIVE: _units("amx", emit_amx, emit_begin, emit_end),
-    EMULATED: _units("emulated", emit_emulated, None, None),
+    NATIVE: _unit("amx", emit_amx, emit_begin, emit_end),
+    EMULATED: _unit("emulated", emit_emulated, None, None),
 }

@@ -38,9 +38,8 @@ from .tile import (
 from .widen import BFLOAT16, NATIVE, widen_rows
 
 _FLOAT32 = np.dtype(np.float32)
-_PARTS = {BFLOAT16: 1}  # of operands that are multiplied by tiles
 _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
-_BY_TILES = tuple(each for units in UNITS.values() for unit in units.values() for each in unit)
+_BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
     product, accumulate_product, count_nonfinite, run, score_by_program, mask_by_program,
@@ -78,8 +77,8 @@ def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
     """Return the kernels that multiply operands whose elements are stored in some way."""
     found = {"product": product, "accumulate": accumulate_product, "fallback": product}
     unit = tile_unit() if number == _FLOAT32 else NONE
-    if unit != NONE and kind in _PARTS:
-        found |= UNITS[unit][_PARTS[kind]]._asdict()
+    if unit != NONE and kind == BFLOAT16:
+        found |= UNITS[unit]._asdict()
     return {name: (kernel, number) for name, kernel in found.items()}
 
 
@@ -112,5 +111,5 @@ def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) 
     others = [kernel for kernel in KERNELS if kernel not in (*_CLASSES, *_BY_TILES)]
     for number in numbers:
         wanted += [(kernel, number) for kernel in others]
-        wanted += [each for kind in _PARTS for each in _products(number, kind).values()]
+        wanted += _products(number, BFLOAT16).values()
     prepare(wanted, report)
