@@ -62,7 +62,8 @@ class TileEmitter(Emitter):
 
         One part is for numbers of bfloat16. Infinity and NaN are the first part, and others 0.
         """
-        builder, found = self.builder, []
+        builder = self.builder
+        found: list[Any] = []
         for n in range(count):
             bits = builder.bitcast(x, _WORDS)
             if n == count - 1:

@@ -22,9 +22,10 @@ from .gradient_tile import (
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
 from .memory import ROWS, first_address, load, row_address, store
 from .microkernel import padded
+from .narrow import write_narrow
 from .packing import load_pairs, load_transposed, pair_lanes, store_pairs
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
-from .widen import find_rows_at
+from .widen import BFLOAT16, find_rows_at
 
 
 @helper
@@ -43,6 +44,21 @@ def clear_rows(rows, b, h, count, columns, itemsize, zero):
         target = row_address(rows, b, h, i)
         for x in range(target, target + columns * itemsize, itemsize):
             store(x, zero)
+
+
+@helper
+def store_rows(narrow, tile, count, columns, itemsize, factor, rows, place, width, wide):
+    """Write rows that lie as pairs of vectors, multiplied by a factor, to where `rows` has them.
+
+    Those of bfloat16 are rounded by the kernel at `narrow`; `wide` has memory for them.
+    """
+    if rows.kind != BFLOAT16:
+        store_pairs(tile, count, columns, itemsize, factor, place, rows.row * itemsize)
+        return
+    target, size = first_address(wide), width * itemsize
+    store_pairs(tile, count, columns, itemsize, factor, target, size)
+    rounded = (target, size, count, columns, place, rows.row * rows.itemsize)
+    write_narrow(narrow, rounded)
 
 
 @takes(
@@ -186,10 +202,13 @@ def backward_dkdv(
                                 accumulate(changes.pointers.accumulate, weighted)
                         count += is_visited
             # 7 scale and store
-            target = row_address(dk, keys, h_kv, j0)
-            store_pairs(dk_tile, nj, shape.d, itemsize, shape.scale, target, dk.row * itemsize)
-            target = row_address(dv, keys, h_kv, j0)
-            store_pairs(dv_tile, nj, shape.d_v, itemsize, one, target, dv.row * itemsize)
+            narrow = changes.pointers.narrow
+            target, wide = row_address(dk, keys, h_kv, j0), scratch.k_wide
+            store_rows(
+                narrow, dk_tile, nj, shape.d, itemsize, shape.scale, dk, target, columns, wide
+            )
+            target, wide = row_address(dv, keys, h_kv, j0), scratch.v_wide
+            store_rows(narrow, dv_tile, nj, shape.d_v, itemsize, one, dv, target, columns_v, wide)
         if adds_dq and work[place, 3] * shape.block_kv >= len_k:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]

@@ -18,6 +18,7 @@ from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
 from .memory import ROWS, aligned, first_address, row_address, store
 from .microkernel import multiply, padded, round_up
+from .narrow import write_narrow
 from .packing import load_pairs, load_transposed, pair_lanes, size_of_pairs
 from .softmax import begin_maxima, exponentiate, init_state, rescale, resume_state, row_max
 from .structs import Struct
@@ -39,7 +40,7 @@ from .tile import (
     note_seen,
     scale_tile,
 )
-from .widen import find_rows_at
+from .widen import BFLOAT16, find_rows_at
 
 Array = np.ndarray[Any, Any]
 
@@ -91,9 +92,10 @@ def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
     queries = size_of_pairs(sizes.d, lanes, sizes.itemsize)
     rows = max(sizes.block_kv, panel) if sizes.widens else 0
     wide = rows * max(columns, round_up(sizes.d, sizes.lanes_per_vector))
-    packed = size_of_packed(sizes, panel)
+    by_tiles = size_of_packed(sizes, panel)
     qt, v_pairs, s, z, wide_rows, packed, acc, m, m_new, l = aligned(
-        (queries, pairs, cells, dropped, wide, packed, lanes * columns, lanes, panel, lanes), number
+        (queries, pairs, cells, dropped, wide, by_tiles, lanes * columns, lanes, panel, lanes),
+        number,
     )
     return ForwardScratch(
         qt,
@@ -233,9 +235,17 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
             empty = scratch.l[i] == 0
             inverse = zero if empty else one / scratch.l[i]
             target = row_address(out, b, h, i0 + i)
+            if out.kind == BFLOAT16:
+                target = first_address(scratch.acc) + i * columns * itemsize
             for d in range(shape.d_v):
                 store(target + d * itemsize, scratch.acc[i * columns + d] * inverse)
             # 9 store lse
             natural = -math.inf if empty else scratch.m[i] + math.log(scratch.l[i])
             store(row_address(lse, b, h, i0 + i), sink.dtype.type(natural))
+        if out.kind == BFLOAT16:
+            rounded = (
+                first_address(scratch.acc), columns * itemsize, ni, shape.d_v,
+                row_address(out, b, h, i0), out.row * out.itemsize,
+            )  # fmt: skip
+            write_narrow(changes.pointers.narrow, rounded)
         visited[item] = count

@@ -83,10 +83,10 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
     dropped, changed = sizes.drops * cells, sizes.changes_slope * cells
     wide, wide_v = (round_up(columns, sizes.lanes_per_vector) for columns in (sizes.d, sizes.d_v))
     rows_q, rows_k = (sizes.widens * rows for rows in (lanes, sizes.block_kv))
-    packed = size_of_packed(sizes, lanes)
+    by_tiles = size_of_packed(sizes, lanes)
     p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide, packed = aligned(
         (cells, cells, dropped, changed, lanes, lanes, rows_k * wide, rows_k * wide_v,
-         rows_q * max(wide, wide_v), packed), number
+         rows_q * max(wide, wide_v), by_tiles), number
     )  # fmt: skip
     return GradientScratch(
         p,

@@ -24,6 +24,7 @@ from .jit import Kernel, Report, Wanted, pointer_of, prepare
 from .layout import Problem, Programs
 from .merge import merge
 from .microkernel import product
+from .narrow import narrow_rows
 from .nonfinite import count_nonfinite
 from .program import run
 from .quantize import quantize
@@ -44,6 +45,7 @@ KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
     product, accumulate_product, count_nonfinite, run, score_by_program, mask_by_program,
     mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
+    narrow_rows,
     *_CLASSES, *_BY_TILES,
 )  # fmt: skip
 
@@ -78,7 +80,7 @@ def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
     found = {"product": product, "accumulate": accumulate_product, "fallback": product}
     unit = tile_unit() if number == _FLOAT32 else NONE
     if unit != NONE and kind == BFLOAT16:
-        found |= UNITS[unit]._asdict()
+        found |= {**UNITS[unit]._asdict(), "narrow": narrow_rows}
     return {name: (kernel, number) for name, kernel in found.items()}
 
 

@@ -93,9 +93,9 @@ def forward(
     q_read = layout.input(q, scratch, whole_vectors=False)
     k_read = layout.input(k, scratch, whole_vectors=False)
     v_read = layout.input(v, scratch, whole_vectors=True)
-    out_made = layout.result(out, scratch)
+    out_made = layout.result(out, scratch, narrow=pointers.narrow)
     lse_made = layout.result(lse[..., None], scratch)
-    assert not resumes or out_made is out
+    assert not resumes or layout.readable(out, whole_vectors=False)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
     careful = layout.careful(programs, pointers.widen, [(v_read, v_rows, layout.len_k)])
@@ -237,7 +237,7 @@ def backward(
         dk_made = scratch.empty((*kv_lead, *dk.shape[-3:]), accumulator)
         dv_made = scratch.empty((*kv_lead, *dv.shape[-3:]), accumulator)
     else:
-        dk_made, dv_made = layout.result(dk, scratch), layout.result(dv, scratch)
+        dk_made, dv_made = (layout.result(x, scratch, narrow=pointers.narrow) for x in (dk, dv))
     heads_kv = problem.heads_kv
     kv_groups, members, starts = layout.groups(kv_lead)
     one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(

@@ -22,6 +22,7 @@ from cupyflash.reference.cpu.arguments import Registers, TileSizes
 from cupyflash.reference.cpu.jit import address, pointer_of, prepare
 from cupyflash.reference.cpu.memory import aligned
 from cupyflash.reference.cpu.microkernel import product
+from cupyflash.reference.cpu.narrow import narrow_rows
 from cupyflash.reference.cpu.packing import lanes_of_pair
 from cupyflash.testing.bound import Precision, backward_bound, forward_bound, rho
 
@@ -32,12 +33,13 @@ UNIT = Precision.of(np.float32).unit
 EMULATED = UNITS[amx.EMULATED]
 
 
-def here(kernel, *kinds):
-    """The address of a kernel, and a function that calls it."""
+def here(kernel, *kinds, number=ctypes.c_float):
+    """The address of a kernel, and a function that calls it; `number` is its first argument."""
+    kinds = kinds if number is None else (number, *kinds)
     prepare([(kernel, FLOAT32)])
     pointer = pointer_of(kernel, FLOAT32)
     results = ctypes.c_void_p, ctypes.c_void_p
-    return pointer, ctypes.CFUNCTYPE(ctypes.c_int32, *results, ctypes.c_float, *kinds)(pointer)
+    return pointer, ctypes.CFUNCTYPE(ctypes.c_int32, *results, *kinds)(pointer)
 
 
 def memory():
@@ -254,6 +256,35 @@ def test_calls_are_within_the_bounds(monkeypatch, mask):
         assert rho(actual, expected.exact, expected.bound).value <= 1
     monkeypatch.setenv(amx.VARIABLE, amx.NONE)
     assert not np.array_equal(found[1], results(mask, SHAPE)[2][1])
+
+
+def test_results_are_rounded_like_numbers_of_numpy():
+    bits = np.random.default_rng(0).integers(0, 2**32, (5, 99), np.uint32)
+    bits[0, :8] = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0x7F7FFFFF, 0x18000, 0x8000, 1]
+    numbers, found = bits.view(np.float32), np.zeros((5, 120), ml_dtypes.bfloat16)
+    _, narrow = here(narrow_rows, *[ctypes.c_int64] * 6, number=None)
+    status = np.zeros(2, int)
+    places = address(numbers), 99 * 4, 5, 99, address(found), 240
+    assert narrow(address(status), address(status) + 8, *places) == 0
+    with np.errstate(all="ignore"):
+        expected = numbers.astype(ml_dtypes.bfloat16)
+    assert np.array_equal(found[:, :99].view(np.uint16), expected.view(np.uint16))
+    assert not found[:, 99:].any()
+
+
+def test_results_are_written_in_place_whatever_their_strides(monkeypatch):
+    monkeypatch.setenv(amx.VARIABLE, amx.EMULATED)
+    (do, q, k, v), options, (out, lse, *gradients) = results("causal", SHAPE)
+    for step in 1, 2:  # rows that lie apart; elements that do
+        made = [np.zeros((*x.shape[:-1], 3 * x.shape[-1]), x.dtype) for x in (out, *gradients)]
+        views = [x[..., : step * x.shape[-1] // 3 : step] for x in made]
+        cupyflash.attention(q, k, v, out=views[0], **options)
+        into = (*views[1:], None, None)
+        cupyflash.attention_backward(do, q, k, v, out, lse, grads_out=into, **options)
+        for view, whole, expected in zip(views, made, (out, *gradients), strict=True):
+            assert np.array_equal(view, expected)
+            view[...] = 0
+            assert not whole.any()
 
 
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
