@@ -78,8 +78,8 @@ def called_kernels(
 def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
     """Return the kernels that multiply operands whose elements are stored in some way."""
     found = {"product": product, "accumulate": accumulate_product, "fallback": product}
-    unit = tile_unit() if number == _FLOAT32 else NONE
-    if unit != NONE and kind == BFLOAT16:
+    unit = tile_unit() if kind == BFLOAT16 and number == _FLOAT32 else NONE
+    if unit != NONE:
         found |= {**UNITS[unit]._asdict(), "narrow": narrow_rows}
     return {name: (kernel, number) for name, kernel in found.items()}
 
