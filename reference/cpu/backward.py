@@ -52,13 +52,13 @@ def store_rows(narrow, tile, count, columns, itemsize, factor, rows, place, widt
 
     Those of bfloat16 are rounded by the kernel at `narrow`; `wide` has memory for them.
     """
-    if rows.kind != BFLOAT16:
-        store_pairs(tile, count, columns, itemsize, factor, place, rows.row * itemsize)
-        return
-    target, size = first_address(wide), width * itemsize
+    target, size = place, rows.row * itemsize
+    if rows.kind == BFLOAT16:
+        target, size = first_address(wide), width * itemsize
     store_pairs(tile, count, columns, itemsize, factor, target, size)
-    rounded = (target, size, count, columns, place, rows.row * rows.itemsize)
-    write_narrow(narrow, rounded)
+    if rows.kind == BFLOAT16:
+        rounded = (target, size, count, columns, place, rows.row * rows.itemsize)
+        write_narrow(narrow, rounded)
 
 
 @takes(
