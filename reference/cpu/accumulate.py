@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from .jit import helper
+from numba import types
+
+from .jit import INT, caller, kernel, takes, vector
 from .microkernel import multiply
 from .packing import pair_lanes
 
+takes_accumulate = takes(lambda number: (number, *(INT,) * 15, vector(types.boolean), INT))
 
-@helper
-def accumulate(
-    one, pointers, tile, across, along, ni, nj, pairs, pair, columns, itemsize, target, target_row,
-    target_pair, careful, seen,
+
+@takes_accumulate
+@kernel
+def accumulate_product(
+    one, product, tile, across, along, ni, nj, ahead, pairs, pair, columns, itemsize, target,
+    target_row, target_pair, careful, seen, memory,
 ):  # fmt: skip
     """target[i] += sum over j < nj of tile[i * across + j * along] * row j, for i < ni.
 
-    `tile`, `pairs` and `target` are addresses. Rows are at `pairs` as `load_pairs` leaves them,
-    `pair` elements apart. Rows of the target begin `target_row` elements apart, and its pairs of
-    columns `target_pair`, if this is not 0. With `careful`, masked pairs are left out instead of
-    being multiplied by 0, because a NaN in their row must not spread.
+    `product` is the address of a kernel; `tile`, `pairs` and `target` are addresses. Rows are at
+    `pairs` as `load_pairs` leaves them, `pair` elements apart. Rows of the target begin
+    `target_row` elements apart, and its pairs of columns `target_pair`, if this is not 0. With
+    `careful`, masked pairs are left out instead of being multiplied by 0, because a NaN in their
+    row must not spread. Only sums by tiles need `memory`, and `ahead`: how many rows before the
+    first one are taken to be 0, so that sums do not depend on where a tile's rows begin.
     """
     width = pair_lanes(itemsize)
     if not careful:
         whole_tile = (
             one, tile, across, along, pairs, width, pair, target, target_row, target_pair, ni,
-            columns, nj, itemsize, 1, 0,
+            columns, nj, itemsize, 1, 0, 0, 0,
         )  # fmt: skip
-        multiply(pointers.product, whole_tile)
+        multiply(product, whole_tile)
         return
     for i in range(ni):
         for j in range(nj):
@@ -35,6 +42,9 @@ def accumulate(
                 weight, result = tile + cell * itemsize, target + i * target_row * itemsize
                 one_pair = (
                     one, weight, 1, 1, row, width, pair, result, target_row, target_pair, 1,
-                    columns, 1, itemsize, 1, 0,
+                    columns, 1, itemsize, 1, 0, 0, 0,
                 )  # fmt: skip
-                multiply(pointers.product, one_pair)
+                multiply(product, one_pair)
+
+
+accumulate = caller(accumulate_product)

@@ -55,7 +55,10 @@ class FunctionPointers(NamedTuple):
     """Addresses of the kernels that others call; 0 for those that a call does not need."""
 
     product: int
+    accumulate: int
+    fallback: int  # what `product` calls for numbers that it does not multiply itself
     widen: int  # rows of 16-bit floats
+    narrow: int  # results, to rows of bfloat16; 0 where others round them
     run_float32: int  # programs with these registers: masks
     run_number: int  # programs with registers of the accumulator's type: score changes
     classify: int
@@ -115,6 +118,7 @@ class TileSizes(NamedTuple):
     drops: bool
     careful: bool
     widens: bool
+    uses_tiles: bool  # of bfloat16
     changes_slope: bool
     score: Registers
     slope: Registers
@@ -136,6 +140,7 @@ def tile_sizes(shape: Shape, changes: Changes) -> TileSizes:
         shape.drop_below > 0,
         bool(changes.careful),
         bool(changes.pointers.widen),
+        changes.pointers.product != changes.pointers.fallback,
         len(changes.slope.code) > 0,
         *map(registers_of, programs),
     )

@@ -11,6 +11,7 @@ it.
 from __future__ import annotations
 
 from .accumulate import accumulate
+from .amx_memory import DEPTH
 from .arguments import CHANGES, shape_of
 from .gradient_tile import (
     apply_dscore,
@@ -21,9 +22,10 @@ from .gradient_tile import (
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector
 from .memory import ROWS, first_address, load, row_address, store
 from .microkernel import padded
+from .narrow import write_narrow
 from .packing import load_pairs, load_transposed, pair_lanes, store_pairs
 from .tile import EMPTY, FIRST, LAST, class_of_tile, describe_tile
-from .widen import find_rows_at
+from .widen import BFLOAT16, find_rows_at
 
 
 @helper
@@ -42,6 +44,21 @@ def clear_rows(rows, b, h, count, columns, itemsize, zero):
         target = row_address(rows, b, h, i)
         for x in range(target, target + columns * itemsize, itemsize):
             store(x, zero)
+
+
+@helper
+def store_rows(narrow, tile, count, columns, itemsize, factor, rows, place, width, wide):
+    """Write rows that lie as pairs of vectors, multiplied by a factor, to where `rows` has them.
+
+    Those of bfloat16 are rounded by the kernel at `narrow`; `wide` has memory for them.
+    """
+    target, size = place, rows.row * itemsize
+    if rows.kind == BFLOAT16:
+        target, size = first_address(wide), width * itemsize
+    store_pairs(tile, count, columns, itemsize, factor, target, size)
+    if rows.kind == BFLOAT16:
+        rounded = (target, size, count, columns, place, rows.row * rows.itemsize)
+        write_narrow(narrow, rounded)
 
 
 @takes(
@@ -90,6 +107,7 @@ def backward_dkdv(
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dk_tile.dtype.type(0), dk_tile.dtype.type(1)
     edges, width, widen = scratch.edges, pair_lanes(itemsize), changes.pointers.widen
+    packed = first_address(scratch.packed)
     for item in range(first, last):
         place = item // heads_kv
         h_kv = item % heads_kv
@@ -157,33 +175,40 @@ def backward_dkdv(
                             p, ds = first_address(scratch.p), first_address(scratch.ds)
                             # 6 accumulate dv and dk
                             target = first_address(dv_tile) + begin * width * itemsize
-                            accumulate(
-                                one, changes.pointers, p + cells, lanes, 1, nk, ni,
+                            weighted = (
+                                one, changes.pointers.product, p + cells, lanes, 1, nk, ni, 0,
                                 first_address(do_pairs), ni * width, columns_v, itemsize, target,
-                                width, pair, changes.careful, scratch.seen,
+                                width, pair, changes.careful, scratch.seen, packed,
                             )  # fmt: skip
+                            accumulate(changes.pointers.accumulate, weighted)
                             if changes.slope.code.shape[0]:
                                 apply_dscore(scratch, ni, lanes)
                             target = first_address(dk_tile) + begin * width * itemsize
-                            accumulate(
-                                one, changes.pointers, ds + cells, lanes, 1, nk, ni,
+                            weighted = (
+                                one, changes.pointers.product, ds + cells, lanes, 1, nk, ni, 0,
                                 first_address(q_pairs), ni * width, columns, itemsize, target,
-                                width, pair, changes.careful, scratch.seen,
+                                width, pair, changes.careful, scratch.seen, packed,
                             )  # fmt: skip
+                            accumulate(changes.pointers.accumulate, weighted)
                             if adds_dq:
                                 pairs = first_address(k_pairs)
                                 pairs += begin * width * itemsize
-                                accumulate(
-                                    one, changes.pointers, ds + cells, 1, lanes, ni, nk,
-                                    pairs, pair, columns, itemsize, row_address(dq, b, h, i),
-                                    dq.row, 0, changes.careful, scratch.seen,
+                                weighted = (
+                                    one, changes.pointers.product, ds + cells, 1, lanes, ni, nk,
+                                    begin % DEPTH, pairs, pair, columns, itemsize,
+                                    row_address(dq, b, h, i), dq.row, 0, changes.careful,
+                                    scratch.seen, packed,
                                 )  # fmt: skip
+                                accumulate(changes.pointers.accumulate, weighted)
                         count += is_visited
             # 7 scale and store
-            target = row_address(dk, keys, h_kv, j0)
-            store_pairs(dk_tile, nj, shape.d, itemsize, shape.scale, target, dk.row * itemsize)
-            target = row_address(dv, keys, h_kv, j0)
-            store_pairs(dv_tile, nj, shape.d_v, itemsize, one, target, dv.row * itemsize)
+            narrow = changes.pointers.narrow
+            target, wide = row_address(dk, keys, h_kv, j0), scratch.k_wide
+            store_rows(
+                narrow, dk_tile, nj, shape.d, itemsize, shape.scale, dk, target, columns, wide
+            )
+            target, wide = row_address(dv, keys, h_kv, j0), scratch.v_wide
+            store_rows(narrow, dv_tile, nj, shape.d_v, itemsize, one, dv, target, columns_v, wide)
         if adds_dq and work[place, 3] * shape.block_kv >= len_k:
             for member in range(work[place, 0], work[place, 1]):
                 b = members[member]
@@ -225,7 +250,7 @@ def backward_dq(
     itemsize, vector = shape.itemsize, shape.lanes_per_vector
     columns, columns_v = padded(shape.d, vector), padded(shape.d_v, vector)
     zero, one = dq_tile.dtype.type(0), dq_tile.dtype.type(1)
-    edges, widen = scratch.edges, changes.pointers.widen
+    edges, widen, packed = scratch.edges, changes.pointers.widen, first_address(scratch.packed)
     for item in range(first, last):
         place = item // shape.heads
         h = item % shape.heads
@@ -281,13 +306,15 @@ def backward_dq(
                     if changes.slope.code.shape[0]:
                         apply_dscore(scratch, ni, lanes)
                     begin, nk = edges[FIRST], edges[LAST] - edges[FIRST]
-                    accumulate(
-                        one, changes.pointers,
+                    weighted = (
+                        one, changes.pointers.product,
                         first_address(scratch.ds) + begin * lanes * itemsize, 1, lanes, ni, nk,
+                        begin % DEPTH,
                         first_address(k_pairs) + begin * pair_lanes(itemsize) * itemsize, pair,
                         columns, itemsize, first_address(dq_tile) + (i - i0) * columns * itemsize,
-                        columns, 0, changes.careful, scratch.seen,
+                        columns, 0, changes.careful, scratch.seen, packed,
                     )  # fmt: skip
+                    accumulate(changes.pointers.accumulate, weighted)
         # 7 scale and store
         for i in range(i0, end_i):
             target = row_address(dq, queries, h, i)

@@ -13,10 +13,12 @@ import numpy as np
 from numba import types
 
 from .accumulate import accumulate
+from .amx_memory import DEPTH, size_of_packed
 from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, kernel, takes, vector, whole_rows
 from .memory import ROWS, aligned, first_address, row_address, store
 from .microkernel import multiply, padded, round_up
+from .narrow import write_narrow
 from .packing import load_pairs, load_transposed, pair_lanes, size_of_pairs
 from .softmax import begin_maxima, exponentiate, init_state, rescale, resume_state, row_max
 from .structs import Struct
@@ -38,7 +40,7 @@ from .tile import (
     note_seen,
     scale_tile,
 )
-from .widen import find_rows_at
+from .widen import BFLOAT16, find_rows_at
 
 Array = np.ndarray[Any, Any]
 
@@ -51,6 +53,7 @@ class ForwardScratch(NamedTuple):
     s: Array  # scores, then probabilities
     z: Array  # dropout factors
     wide: Array  # rows of 16-bit floats, widened
+    packed: Array  # for products by tiles
     words: Array  # of the generator, (4, lanes)
     seen: Array  # which pairs take part
     acc: Array  # output before it is normalised, (lanes, columns)
@@ -72,7 +75,7 @@ def forward_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         ForwardScratch,
-        (tile, tile, tile, tile, tile, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
+        (*(tile,) * 6, WORDS, vector(types.boolean), *(tile,) * 4, INTS, INTS)
         + (TABLE, whole_rows(number))
         + (TABLE, of_mask) * 2,
     )
@@ -89,8 +92,10 @@ def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
     queries = size_of_pairs(sizes.d, lanes, sizes.itemsize)
     rows = max(sizes.block_kv, panel) if sizes.widens else 0
     wide = rows * max(columns, round_up(sizes.d, sizes.lanes_per_vector))
-    qt, v_pairs, s, z, wide_rows, acc, m, m_new, l = aligned(
-        (queries, pairs, cells, dropped, wide, lanes * columns, lanes, panel, lanes), number
+    by_tiles = size_of_packed(sizes, panel)
+    qt, v_pairs, s, z, wide_rows, packed, acc, m, m_new, l = aligned(
+        (queries, pairs, cells, dropped, wide, by_tiles, lanes * columns, lanes, panel, lanes),
+        number,
     )
     return ForwardScratch(
         qt,
@@ -98,6 +103,7 @@ def forward_scratch(sizes: TileSizes, number: np.dtype[Any]) -> ForwardScratch:
         s,
         z,
         wide_rows,
+        packed,
         np.empty((4, panel if sizes.drops else 0), np.uint32),
         np.empty(cells if sizes.careful else 0, np.bool_),
         acc,
@@ -134,6 +140,7 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
     s, z, seen, m_new = scratch.s, scratch.z, scratch.seen, scratch.m_new
     symbols, edges = scratch.symbols, scratch.edges
+    packed = first_address(scratch.packed)
     is_changed = changes.score.code.shape[0]
 
     for item in range(first, last):
@@ -188,7 +195,8 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                             pair * shape.d,
                             first_address(s) + j * lanes * itemsize, lanes, 0,
                             edges[part + 1] - j, lanes, shape.d, itemsize, 0,
-                            first_address(m_new) if is_whole else 0,
+                            first_address(m_new) if is_whole else 0, packed,
+                            changes.pointers.fallback,
                         )  # fmt: skip
                         multiply(changes.pointers.product, scores)
                 # 3 score mod
@@ -213,12 +221,13 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
                     words = scratch.words
                     dropout_factors(shape, changes, b, h, i0 + p0, n, j0, nj, lanes, z, words)
                     scale_tile(s, z, begin * lanes, end * lanes)
-                accumulate(
-                    one, changes.pointers, first_address(s) + begin * lanes * itemsize, 1, lanes, n,
-                    end - begin,
+                weighted = (
+                    one, changes.pointers.product, first_address(s) + begin * lanes * itemsize, 1,
+                    lanes, n, end - begin, begin % DEPTH,
                     first_address(scratch.v_pairs) + begin * pair * itemsize, nj * pair, columns,
-                    itemsize, first_address(acc), columns, 0, changes.careful, seen,
+                    itemsize, first_address(acc), columns, 0, changes.careful, seen, packed,
                 )  # fmt: skip
+                accumulate(changes.pointers.accumulate, weighted)
             count += is_visited
 
         for i in range(ni):
@@ -226,9 +235,17 @@ def forward(first, last, work, shape, changes, q, k, v, sink, resumes, out, lse,
             empty = scratch.l[i] == 0
             inverse = zero if empty else one / scratch.l[i]
             target = row_address(out, b, h, i0 + i)
+            if out.kind == BFLOAT16:
+                target = first_address(scratch.acc) + i * columns * itemsize
             for d in range(shape.d_v):
                 store(target + d * itemsize, scratch.acc[i * columns + d] * inverse)
             # 9 store lse
             natural = -math.inf if empty else scratch.m[i] + math.log(scratch.l[i])
             store(row_address(lse, b, h, i0 + i), sink.dtype.type(natural))
+        if out.kind == BFLOAT16:
+            rounded = (
+                first_address(scratch.acc), columns * itemsize, ni, shape.d_v,
+                row_address(out, b, h, i0), out.row * out.itemsize,
+            )  # fmt: skip
+            write_narrow(changes.pointers.narrow, rounded)
         visited[item] = count

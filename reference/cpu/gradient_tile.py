@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from .amx_memory import size_of_packed
 from .arguments import CHANGES, TileSizes, shape_of
 from .jit import INT, INTS, TABLE, caller, helper, kernel, takes, vector, whole_rows
 from .memory import aligned, first_address, load, row_address
@@ -51,6 +52,7 @@ class GradientScratch(NamedTuple):
     k_wide: Array  # rows of 16-bit floats, widened: the tile's keys, its values, its queries
     v_wide: Array
     q_wide: Array
+    packed: Array  # for products by tiles
     symbols: Array
     edges: Array  # of the tile's keys, see `tile.FIRST`
     score_ri: Array
@@ -68,7 +70,7 @@ def gradient_scratch_of(number: types.Type) -> Struct:
     tile, of_mask = vector(number), whole_rows(types.float32)
     return Struct(
         GradientScratch,
-        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 5, INTS, INTS)
+        (tile, tile, tile, WORDS, tile, vector(types.boolean), *(tile,) * 6, INTS, INTS)
         + (TABLE, whole_rows(number)) * 2
         + (TABLE, of_mask) * 2,
     )
@@ -81,9 +83,10 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
     dropped, changed = sizes.drops * cells, sizes.changes_slope * cells
     wide, wide_v = (round_up(columns, sizes.lanes_per_vector) for columns in (sizes.d, sizes.d_v))
     rows_q, rows_k = (sizes.widens * rows for rows in (lanes, sizes.block_kv))
-    p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide = aligned(
+    by_tiles = size_of_packed(sizes, lanes)
+    p, ds, z, slope, lse, delta, k_wide, v_wide, q_wide, packed = aligned(
         (cells, cells, dropped, changed, lanes, lanes, rows_k * wide, rows_k * wide_v,
-         rows_q * max(wide, wide_v)), number
+         rows_q * max(wide, wide_v), by_tiles), number
     )  # fmt: skip
     return GradientScratch(
         p,
@@ -97,6 +100,7 @@ def gradient_scratch(sizes: TileSizes, number: np.dtype[Any]) -> GradientScratch
         k_wide,
         v_wide,
         q_wide,
+        packed,
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
         *make_registers(sizes.score, lanes, number),
@@ -175,14 +179,14 @@ def fill_gradient_tile(
     """
     itemsize, pair = shape.itemsize, pair_lanes(shape.itemsize)
     p, ds, symbols, edges = scratch.p, scratch.ds, scratch.symbols, scratch.edges
-    one = p.dtype.type(1)
+    one, packed = p.dtype.type(1), first_address(scratch.packed)
     begin, keys, size = edges[FIRST], edges[LAST] - edges[FIRST], lanes * itemsize
     k_tile, v_tile = k + begin * k_row * itemsize, v + begin * v_row * itemsize
     p_place, ds_place = first_address(p) + begin * size, first_address(ds) + begin * size
     # 2 scores
     scores = (
         shape.scale, k_tile, k_row, 1, qt, pair, pair * shape.d, p_place, lanes, 0, keys, lanes,
-        shape.d, itemsize, 0, 0,
+        shape.d, itemsize, 0, 0, packed, changes.pointers.fallback,
     )  # fmt: skip
     multiply(changes.pointers.product, scores)
     # 3 score mod
@@ -200,7 +204,7 @@ def fill_gradient_tile(
     # 5 probabilities and the gradient of the output's weights
     dp = (
         one, v_tile, v_row, 1, dot, pair, pair * shape.d_v, ds_place, lanes, 0, keys, lanes,
-        shape.d_v, itemsize, 0, 0,
+        shape.d_v, itemsize, 0, 0, packed, changes.pointers.fallback,
     )  # fmt: skip
     multiply(changes.pointers.product, dp)
     z_place = 0

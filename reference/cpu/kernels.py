@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from .accumulate import accumulate_product
+from .amx import NONE, tile_unit
+from .amx_product import UNITS
 from .arguments import FunctionPointers
 from .backward import backward_dkdv, backward_dq
 from .backward_bias import backward_bias
@@ -21,6 +24,7 @@ from .jit import Kernel, Report, Wanted, pointer_of, prepare
 from .layout import Problem, Programs
 from .merge import merge
 from .microkernel import product
+from .narrow import narrow_rows
 from .nonfinite import count_nonfinite
 from .program import run
 from .quantize import quantize
@@ -32,15 +36,17 @@ from .tile import (
     mask_by_ranges,
     score_by_program,
 )
-from .widen import NATIVE, widen_rows
+from .widen import BFLOAT16, NATIVE, widen_rows
 
 _FLOAT32 = np.dtype(np.float32)
 _CLASSES = classify_by_program, classify_by_ranges  # the same for every accumulator
+_BY_TILES = tuple(each for unit in UNITS.values() for each in unit)
 KERNELS = (
     forward, backward_delta, backward_panels, backward_dkdv, backward_dq, backward_bias, combine,
-    product, count_nonfinite, run, score_by_program, mask_by_program, mask_by_ranges, draw_dropout,
-    fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
-    *_CLASSES,
+    product, accumulate_product, count_nonfinite, run, score_by_program, mask_by_program,
+    mask_by_ranges, draw_dropout, fill_gradient_tile, decode, merge, widen_rows, quantize, hadamard,
+    narrow_rows,
+    *_CLASSES, *_BY_TILES,
 )  # fmt: skip
 
 
@@ -69,12 +75,21 @@ def called_kernels(
     return called
 
 
+def _products(number: np.dtype[Any], kind: int) -> dict[str, Wanted]:
+    """Return the kernels that multiply operands whose elements are stored in some way."""
+    found = {"product": product, "accumulate": accumulate_product, "fallback": product}
+    unit = tile_unit() if kind == BFLOAT16 and number == _FLOAT32 else NONE
+    if unit != NONE:
+        found |= {**UNITS[unit]._asdict(), "narrow": narrow_rows}
+    return {name: (kernel, number) for name, kernel in found.items()}
+
+
 def made_ready(
-    problem: Problem, programs: Programs, called: dict[str, Wanted], *kernels: Kernel
+    problem: Problem, programs: Programs, called: dict[str, Wanted], kind: int, *kernels: Kernel
 ) -> FunctionPointers:
     """Compile what is missing; return the addresses of the kernels that others call."""
     number = problem.accumulator
-    called = {"product": (product, number), **called}
+    called = {**_products(number, kind), **called}
     own = [(kernel, number) for kernel in kernels]
     if programs.may_mask:
         own.append((count_nonfinite, number))
@@ -95,6 +110,8 @@ def pointers_to(called: dict[str, Wanted]) -> FunctionPointers:
 def prepare_all(numbers: Iterable[np.dtype[Any]], report: Report | None = None) -> None:
     """Compile every kernel for these accumulators; `report` is as in `jit.prepare`."""
     wanted: list[Wanted] = [(kernel, _FLOAT32) for kernel in (*_CLASSES, run)]
-    others = [kernel for kernel in KERNELS if kernel not in _CLASSES]
-    wanted += [(kernel, number) for number in numbers for kernel in others]
+    others = [kernel for kernel in KERNELS if kernel not in (*_CLASSES, *_BY_TILES)]
+    for number in numbers:
+        wanted += [(kernel, number) for kernel in others]
+        wanted += _products(number, BFLOAT16).values()
     prepare(wanted, report)

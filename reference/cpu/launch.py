@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .amx_memory import PANEL as TILE_PANEL
 from .arguments import Changes, FunctionPointers, tile_sizes
 from .backward import backward_dkdv, backward_dq
 from .backward_bias import backward_bias
@@ -46,6 +47,7 @@ def changes_of(
 ) -> Changes:
     """Return what happens to scores, for kernels at these addresses."""
     ranges = layout.key_ranges(programs.ranges)
+    uses_tiles = pointers.product != pointers.fallback
     # What works on whole rows of a tile costs least for long ones.
     whole_rows = (
         careful
@@ -61,7 +63,7 @@ def changes_of(
         ranges,
         pointers,
         int(careful),
-        block if whole_rows else min(block, PANEL),
+        block if whole_rows else min(block, TILE_PANEL if uses_tiles else PANEL),
     )
 
 
@@ -84,15 +86,16 @@ def forward(
     With `resumes`, out and lse have the result over other keys, and these keys join it. Kernels
     must be able to use both arrays in place, and there must be no sink.
     """
-    called = called_kernels(problem, programs, False, kind_of(q.dtype))
-    pointers = made_ready(problem, programs, called, forward_kernel)
+    kind = kind_of(q.dtype)
+    called = called_kernels(problem, programs, False, kind)
+    pointers = made_ready(problem, programs, called, kind, forward_kernel)
     layout, scratch = Layout(problem, block_q, block_kv), Scratch()
     q_read = layout.input(q, scratch, whole_vectors=False)
     k_read = layout.input(k, scratch, whole_vectors=False)
     v_read = layout.input(v, scratch, whole_vectors=True)
-    out_made = layout.result(out, scratch)
+    out_made = layout.result(out, scratch, narrow=pointers.narrow)
     lse_made = layout.result(lse[..., None], scratch)
-    assert not resumes or out_made is out
+    assert not resumes or layout.readable(out, whole_vectors=False)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     k_rows, v_rows = layout.rows(k_read, keys=True), layout.rows(v_read, keys=True)
     careful = layout.careful(programs, pointers.widen, [(v_read, v_rows, layout.len_k)])
@@ -157,9 +160,9 @@ def backward(
     kernels = [backward_delta, backward_panels, backward_dkdv]
     if dbias is not None:
         kernels.append(backward_bias)
-    pointers = made_ready(
-        problem, programs, called_kernels(problem, programs, True, kind_of(q.dtype)), *kernels
-    )
+    kind = kind_of(q.dtype)
+    called = called_kernels(problem, programs, True, kind)
+    pointers = made_ready(problem, programs, called, kind, *kernels)
     accumulator, heads = layout.number, problem.heads
     shape, itemsize = layout.shape, layout.itemsize
     columns, columns_v = (round_up(count, layout.lanes) for count in (problem.d, problem.d_v))
@@ -234,7 +237,7 @@ def backward(
         dk_made = scratch.empty((*kv_lead, *dk.shape[-3:]), accumulator)
         dv_made = scratch.empty((*kv_lead, *dv.shape[-3:]), accumulator)
     else:
-        dk_made, dv_made = layout.result(dk, scratch), layout.result(dv, scratch)
+        dk_made, dv_made = (layout.result(x, scratch, narrow=pointers.narrow) for x in (dk, dv))
     heads_kv = problem.heads_kv
     kv_groups, members, starts = layout.groups(kv_lead)
     one_pass = layout.groups(q.shape[:-3])[0] == layout.batch and is_one_pass_faster(

@@ -25,7 +25,7 @@ from .nonfinite import count_nonfinite
 from .packing import lanes_of_pair
 from .program import Program
 from .threads import parallel
-from .widen import NATIVE, kind_of
+from .widen import BFLOAT16, NATIVE, kind_of
 
 Array = np.ndarray[Any, Any]
 
@@ -227,23 +227,24 @@ class Layout:
         """Whether kernels can use an array's rows in place."""
         return (
             array.dtype == self.number
-            and array.flags.aligned
-            and (array.shape[-1] <= 1 or array.strides[-1] == self.itemsize)
-            and all(stride % self.itemsize == 0 for stride in array.strides)
+            and self._has_whole_rows(array)
             and (not whole_vectors or array.shape[-1] % self.lanes == 0)
         )
 
     def input(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
         """Return `operand`, or the array itself if kernels widen its rows of 16-bit floats."""
-        size = array.itemsize
-        if (
-            kind_of(array.dtype) != NATIVE
-            and array.flags.aligned
-            and (array.shape[-1] <= 1 or array.strides[-1] == size)
-            and all(stride % size == 0 for stride in array.strides)
-        ):
+        if kind_of(array.dtype) != NATIVE and self._has_whole_rows(array):
             return array
         return self.operand(array, scratch, whole_vectors)
+
+    def _has_whole_rows(self, array: Array) -> bool:
+        """Return whether the elements of each row lie side by side, at multiples of their size."""
+        size = array.itemsize
+        return (
+            array.flags.aligned
+            and (array.shape[-1] <= 1 or array.strides[-1] == size)
+            and all(stride % size == 0 for stride in array.strides)
+        )
 
     def operand(self, array: Array, scratch: Scratch, whole_vectors: bool) -> Array:
         """Return the array itself, or a copy of its rows that kernels can use.
@@ -261,9 +262,16 @@ class Layout:
         copy[..., width:] = 0
         return np.broadcast_to(copy, (*array.shape[:-1], columns))
 
-    def result(self, array: Array, scratch: Scratch, whole_vectors: bool = False) -> Array:
-        """Return the array itself, or a stand-in that `finish` copies to it."""
+    def result(
+        self, array: Array, scratch: Scratch, whole_vectors: bool = False, narrow: int = 0
+    ) -> Array:
+        """Return the array itself, or a stand-in that `finish` copies to it.
+
+        With `narrow`, the address of `narrow_rows`, kernels write rows of bfloat16 themselves.
+        """
         if self.readable(array, whole_vectors):
+            return array
+        if narrow and kind_of(array.dtype) == BFLOAT16 and self._has_whole_rows(array):
             return array
         columns = round_up(array.shape[-1], self.lanes) if whole_vectors else array.shape[-1]
         return scratch.empty((*array.shape[:-1], columns), self.number)
