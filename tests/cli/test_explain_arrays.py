@@ -52,7 +52,11 @@ def test_axes():
             {"bias": None},
             "bias: this function has no .*; it takes q, k, v, dtype,",
         ),
-        (((8, 64),), {"sinks": None}, "sinks: this function has no .*; it takes q, k, v, dtype"),
+        (
+            ((8, 64),),
+            {"weights": None},
+            "weights: this function has no .*; it takes q, k, v, dtype",
+        ),
         (
             ((8, 64), (8, 64), (8, 64), "causal"),
             {},

@@ -180,7 +180,7 @@ def test_an_array_says_its_codes_itself():
 MASKS = [None, masks.causal(), masks.window(20, 0), masks.mask(lambda b, h, i, j: (i + j) % 3 > 0)]
 
 
-@EACH
+@mostly_thorough("form", FORMATS, quick=["int4"], why="codes of a byte lie as other elements do")
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_layout_keeps_to_the_bound_and_changes_no_bit(form, data):
