@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from ..pieces.compute import Partial, Sums
+from ..pieces.compute import Partial, Sums, Total
 from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
 from ..pieces.schedule import Piece
@@ -155,8 +155,7 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
             for piece in step.pieces:
                 if piece.keys or call.sink is not None:
                     _piece(rank, piece, held, keys, totals, sums, targets, deterministic)
-            made = totals.whole()
-            returned = made if n else None
+            returned = totals.memory if n else None
             held, keys = exchange.wait(own)
             totals = _Totals(rank, held, rank.step(n + 1))
         _Exchange(rank, len(rank.steps) + 1, returned).wait(own)
@@ -176,37 +175,24 @@ class _Totals:
     """
 
     def __init__(self, rank: Rank, held: Runs, step: Step) -> None:
-        self._place = rank.place
         self.memory = Memory(rank.place, rank.own, held.count, rank.call.problem.accumulator)
         pieces = [held.rows(piece.keys) for piece in step.pieces if piece.keys]
         ranges = sorted({(at.start, at.stop) for at in pieces})
         apart = all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
         covered = sum(stop - start for start, stop in ranges) == held.count
-        self._unwritten = {range(*ends) for ends in ranges} if apart and covered else set()
-        if not self._unwritten:
-            self._place.clear(self.memory.content)
+        parts = [range(*ends) for ends in ranges] if apart and covered else []
+        if not parts:
+            rank.place.clear(self.memory.content)
+        self._totals = [Total(rank.place, x, parts) for x in self.memory.arrays]
 
-    def places(self, at: range) -> Two | None:
-        """Return where dk and dv of a piece are written at once, if they are."""
-        if at not in self._unwritten:
-            return None
-        dk, dv = (part(total, at) for total in self.memory.arrays)
-        return dk, dv
+    def in_place(self, at: range) -> list[Array | None]:
+        """Return where dk and dv of a piece are to be computed, if it is the first one there."""
+        return [total.in_place(at) for total in self._totals]
 
     def add(self, computed: Gradients, at: range) -> None:
-        """Add the gradients of a piece."""
-        if at in self._unwritten:
-            self._unwritten.remove(at)
-            return
-        for summand, total in zip(computed[1:3], self.memory.arrays, strict=True):
-            self._place.add(summand, part(total, at))
-
-    def whole(self) -> Memory:
-        """Return the sums; keys that no piece was computed for have 0."""
-        for at in self._unwritten:
-            for total in self.memory.arrays:
-                self._place.clear(part(total, at))
-        return self.memory
+        """Add the gradients of a piece with keys."""
+        for summand, total in zip(computed[1:3], self._totals, strict=True):
+            total.add(summand, at)
 
 
 def _piece(
@@ -216,7 +202,7 @@ def _piece(
     """Compute the gradients of a piece, and add them."""
     rows, at = rank.rows.rows(piece.rows), held.rows(piece.keys)
     own = rank.piece(piece, held, keys)
-    computed = sums.empty(own, rows, totals.places(at))
+    computed = sums.empty(own, rows, *totals.in_place(at))
     statistics = [targets.rows.get(name) for name in ("lse", "dlse")]
     lse, dlse = (None if x is None else part_of_statistic(x, rows) for x in statistics)
     assert lse is not None
@@ -225,4 +211,5 @@ def _piece(
         own, do, out, lse, dlse, computed, workspace=None, deterministic=deterministic
     )
     sums.add(computed, piece, rows)
-    totals.add(computed, at)
+    if piece.keys:
+        totals.add(computed, at)

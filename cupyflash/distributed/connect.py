@@ -56,7 +56,7 @@ def _on_gpus(ranks: Communicator, device: SupportsIndex) -> Communicator:
         ) from None
     try:
         import cupy
-        from cupy.cuda import nccl  # noqa: F401
+        from cupy.cuda import nccl  # noqa: F401, its absence is told here
     except ImportError as error:
         raise ArgumentError(
             f"device: got {number}, and NCCL cannot be used ({error}). Install it with CuPy: "

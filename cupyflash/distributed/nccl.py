@@ -37,6 +37,7 @@ class Nccl:
     takes_device_arrays = True
 
     def __init__(self, ranks: Communicator, device: int) -> None:
+        import cupy
         from cupy.cuda import nccl
 
         self._host, self._nccl, self._device = ranks, nccl, device
@@ -46,8 +47,6 @@ class Nccl:
         unique = ranks.tell(own, _ID)[0]
         with current(device):
             self._comm = nccl.NcclCommunicator(self.size, unique, self.rank)
-            import cupy
-
             self._cuda = cupy.cuda
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._watch = _Watch(self)

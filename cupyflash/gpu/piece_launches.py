@@ -5,7 +5,7 @@ A call by pieces makes the same launches every time, from other memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from ..arrays import cuda_device, device_arrays
@@ -13,6 +13,7 @@ from ..problem import positions
 from ..problem.call import Array, Call, Gradients, Results
 from ..problem.options import Options
 from . import launch, launch_cache
+from .launch import Addresses, CallResult
 
 
 def forward(call: Call, partial: Results, first: bool, results: Results | None = None) -> None:
@@ -38,32 +39,25 @@ def forward(call: Call, partial: Results, first: bool, results: Results | None =
 
 def _forward(call: Call, out: Array, lse: Array) -> None:
     signature = _signature("forward", call, {}, {"out": out, "lse": lse})
-    if (
-        signature is not None
-        and (entry := launch_cache.find(signature)) is not None
-        and launch_cache.forward(entry, signature.addresses, out, lse) is not None
-    ):
-        return
-    result = launch.forward(call, out, lse)
-    if signature is not None:
-        launch_cache.keep(signature, result, (out, lse))
+    _launch(
+        signature,
+        lambda entry, addresses: launch_cache.forward(entry, addresses, out, lse),
+        lambda: launch.forward(call, out, lse),
+        (out, lse),
+    )
 
 
 def _join(parts: list[Results], out: Array, lse: Array) -> None:
     """Write the combination of two parts."""
     read = {f"out {n}": x for n, (x, _) in enumerate(parts)}
     read |= {f"lse {n}": x for n, (_, x) in enumerate(parts)}
-    written = {"out": out, "lse": lse}
-    signature = launch_cache.signature("join", read, Options(), written)
-    if (
-        signature is not None
-        and (entry := launch_cache.find(signature)) is not None
-        and launch_cache.forward(entry, signature.addresses, out, lse) is not None
-    ):
-        return
-    result = launch.combine(parts, out, lse)
-    if signature is not None:
-        launch_cache.keep(signature, result, (out, lse))
+    signature = launch_cache.signature("join", read, Options(), {"out": out, "lse": lse})
+    _launch(
+        signature,
+        lambda entry, addresses: launch_cache.forward(entry, addresses, out, lse),
+        lambda: launch.combine(parts, out, lse),
+        (out, lse),
+    )
 
 
 def backward(
@@ -78,16 +72,28 @@ def backward(
     """Write the gradients of a piece, of the accumulator's type."""
     read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
     kind = "deterministic backward" if deterministic else "backward"
-    signature = _signature(kind, call, read, gradients._asdict())
-    if (
-        signature is not None
-        and (entry := launch_cache.find(signature)) is not None
-        and launch_cache.backward(entry, signature.addresses, gradients, None) is not None
-    ):
-        return
-    result = launch.backward(call, do, out, lse, dlse, gradients, None, deterministic=deterministic)
-    if signature is not None:
-        launch_cache.keep(signature, result, gradients)
+    _launch(
+        _signature(kind, call, read, gradients._asdict()),
+        lambda entry, addresses: launch_cache.backward(entry, addresses, gradients, None),
+        lambda: launch.backward(
+            call, do, out, lse, dlse, gradients, None, deterministic=deterministic
+        ),
+        gradients,
+    )
+
+
+def _launch(
+    signature: launch_cache.Signature | None,
+    again: Callable[[launch_cache.Entry, Addresses], Any],
+    anew: Callable[[], CallResult],
+    results: Sequence[Any],
+) -> None:
+    """Launch what is kept of a call like this one; or launch it `anew`, and keep it."""
+    entry = None if signature is None else launch_cache.find(signature)
+    if signature is None:
+        anew()
+    elif entry is None or again(entry, signature.addresses) is None:
+        launch_cache.keep(signature, anew(), results)
 
 
 def _signature(

@@ -13,8 +13,6 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from ..problem.call import Array, Call, Gradients, Problem
 from .parts import call_of, part, part_of_bias, part_of_pairs, part_of_statistic
 from .place import Parts, Place
@@ -179,51 +177,42 @@ def backward(
 
 
 class Total:
-    """A gradient of rows as a sum over pieces; the first piece of each part is written in place.
+    """A gradient of rows as a sum over pieces; the first piece of a part is written in place.
 
     Parameters
     ----------
     place : Place
         Where pieces are computed.
-    owner : array
-        The array whose gradient it is. The sum is where that array is.
-    number : dtype
-        The accumulator's type.
+    total : array
+        The sum, in any memory. It holds zeros, unless there are parts.
     parts : iterable of range
-        Its parts: every piece has the rows of one of them.
+        Rows that are written in place at first: every piece has those of one part. The sum is then
+        where pieces are computed.
     """
 
-    def __init__(
-        self, place: Place, owner: Array, number: np.dtype[Any], parts: Iterable[range]
-    ) -> None:
-        self._place, self._number, self._in_place = place, number, place.has(owner)
-        if self._in_place:
-            self._sum = place.empty(owner.shape, number)
-        else:
-            self._sum = place.sums(owner, number)
+    def __init__(self, place: Place, total: Array, parts: Iterable[range] = ()) -> None:
+        self._place, self._total = place, total
         self._parts = frozenset(parts)
-        self._unwritten = set(self._parts) if self._in_place else set()
+        self._unwritten = set(self._parts)
 
-    def empty(self, like: Array, rows: range) -> Array:
-        """Return an uninitialised array for a piece's gradient, with the shape of `like`."""
-        if rows in self._unwritten:
-            return part(self._sum, rows)
-        return self._place.empty(like.shape, self._number)
+    def in_place(self, rows: range) -> Array | None:
+        """Return where a piece's gradient is to be computed, if it is the first one there."""
+        return part(self._total, rows) if rows in self._unwritten else None
 
     def add(self, computed: Array, rows: range) -> None:
-        """Add what was computed in an array from `empty`."""
-        assert rows in self._parts
+        """Add a piece's gradient, if it was not computed in place."""
+        assert not self._parts or rows in self._parts
         if rows in self._unwritten:
             self._unwritten.remove(rows)
         else:
-            self._place.add(computed, part(self._sum, rows))
+            self._place.add(computed, part(self._total, rows))
 
     def whole(self) -> Array:
         """Return the sum; parts that no piece had are 0."""
         for rows in self._unwritten:
-            self._place.clear(part(self._sum, rows))
+            self._place.clear(part(self._total, rows))
         self._unwritten.clear()
-        return self._sum
+        return self._total
 
 
 class Sums:
@@ -239,7 +228,10 @@ class Sums:
     def __init__(self, call: Call, place: Place, targets: Gradients, rows: Iterable[range]) -> None:
         self._call, self._place, self._targets = call, place, targets
         self._number = call.problem.accumulator
-        self._dq = Total(place, call.q, self._number, rows)
+        if place.has(call.q):
+            self._dq = Total(place, place.empty(call.q.shape, self._number), rows)
+        else:
+            self._dq = Total(place, place.sums(call.q, self._number))
         self.dsink = None if call.sink is None else place.sums(call.sink, self._number)
         self.dbias: Array | None = None
         bias = call.bias
@@ -250,19 +242,18 @@ class Sums:
             place.clear(targets.dbias)  # of pieces that are not computed
 
     def empty(
-        self, piece: Call, rows: range, of_keys: tuple[Array, Array] | None = None
+        self, piece: Call, rows: range, dk: Array | None = None, dv: Array | None = None
     ) -> Gradients:
         """Return uninitialised gradients of a piece with these rows of the arrays.
 
-        `of_keys` are dk and dv, if they are to be written where they belong.
+        `dk` and `dv` are given where they are computed in place.
         """
-
-        def like(owner: Array | None) -> Array | None:
-            return None if owner is None else self._place.empty(owner.shape, self._number)
-
-        dk, dv = of_keys or (like(piece.k), like(piece.v))
-        dq = self._dq.empty(piece.q, rows)
-        return Gradients(dq, dk, dv, like(piece.bias), like(piece.sink))
+        owners = piece.q, piece.k, piece.v, piece.bias, piece.sink
+        made = self._dq.in_place(rows), dk, dv, None, None
+        return Gradients(*(
+            self._place.empty(owner.shape, self._number) if x is None and owner is not None else x
+            for x, owner in zip(made, owners, strict=True)
+        ))  # fmt: skip
 
     def add(self, computed: Gradients, piece: Piece, rows: range) -> None:
         """Add the gradients of a piece; `rows` says where its queries are in the arrays."""
