@@ -21,7 +21,7 @@ from .cache_update import append, rope
 from .cached import attention_cached, workspace_size_cached
 from .conversion import convert
 from .errors import ArgumentError, ArgumentTypeError, TraceError
-from .planning import plan, workspace_size
+from .planning import plan, plan_cached, workspace_size
 from .problem.call import Gradients, Plan
 from .problem.rotary import Rotary
 from .quantization import hadamard, quantize
@@ -29,7 +29,7 @@ from .varlen import attention_varlen, attention_varlen_backward, attention_varle
 
 if TYPE_CHECKING:
     from . import distributed, figures, streamed
-    from .explanation import Explanation, explain
+    from .explanation import Explanation, explain, explain_cached
 
 __version__ = "0.1.0"
 
@@ -54,12 +54,14 @@ __all__ = [
     "convert",
     "distributed",
     "explain",
+    "explain_cached",
     "expr",
     "figures",
     "hadamard",
     "lookup",
     "masks",
     "plan",
+    "plan_cached",
     "quantize",
     "rope",
     "scores",
@@ -72,6 +74,7 @@ _WHEN_NEEDED = {
     "Explanation": "explanation",
     "distributed": "distributed",
     "explain": "explanation",
+    "explain_cached": "explanation",
     "figures": "figures",
     "streamed": "streamed",
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from . import dispatch, execute
 from .arrays.interop import DLPackArray
 from .masks import Mask
 from .problem.call import Plan
+from .problem.codes import Given
 from .problem.keywords import explained
 from .problem.options import Options
 from .scores import Score
@@ -64,6 +65,60 @@ def plan(
         precision=precision,
     )
     call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
+    return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
+
+
+@explained
+def plan_cached(
+    q: DLPackArray,
+    k: DLPackArray,
+    v: DLPackArray,
+    lengths: SupportsIndex | DLPackArray | Sequence[int],
+    *,
+    table: DLPackArray | None = None,
+    offsets_q: DLPackArray | Sequence[int] | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    kv_dtype: Any = None,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    bias: DLPackArray | None = None,
+    sink: DLPackArray | None = None,
+    scale: float | None = None,
+) -> Plan:
+    """Say which kernel would serve a call over a cache, and why. Nothing is computed.
+
+    Parameters
+    ----------
+    q, k, v, lengths, table, offsets_q, k_scale, v_scale, kv_dtype
+        As in `attention_cached`.
+    mask, score_mod, bias, sink, scale
+        As in `attention_cached`.
+
+    Returns
+    -------
+    Plan
+        kernel, block_q, block_kv, reason, axes. If entries with few and with many queries have
+        different kernels, and a GPU holds the offsets, it is the kernel for few queries, and the
+        reason names the other one.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As in `attention_cached`.
+    """
+    options = Options.of(
+        mask=mask,
+        score_mod=score_mod,
+        bias=bias,
+        sink=sink,
+        scale=scale,
+        dropout=0.0,
+        seed=None,
+        precision=None,
+    )
+    given = Given(k_scale, v_scale, kv_dtype)
+    call = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given).call
     return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
 
 

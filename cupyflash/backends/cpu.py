@@ -96,6 +96,23 @@ def _decode(call: Call, out: Array, lse: Array) -> int:
     )
 
 
+def units_of_cached(call: Call) -> tuple[int, int]:
+    """Return the units of work of a call over a cache, and the bytes that it keeps for them."""
+    from cupyflash.reference.cpu import decode_launch
+
+    lengths = _lengths(call)
+    problem = replace(call.problem, len_k=lengths)
+    plan = decode_launch.planned(problem, _programs(call, lengths))
+    return len(plan.units), plan.kept * problem.accumulator.itemsize
+
+
+def _lengths(call: Call) -> Array:
+    """Return the lengths of entries, as a copy: they may change while a call runs."""
+    assert call.cache is not None
+    lengths = np.asarray(call.cache.lengths, np.int64)
+    return np.array(np.broadcast_to(lengths, (call.problem.batch,)))
+
+
 def _scales(codes: Codes | None) -> Any:
     """Return what the codes of keys and of values mean."""
     from cupyflash.reference.cpu.cache import Scales
@@ -115,7 +132,7 @@ class Cpu:
 
     def plan(self, call: Call) -> Plan:
         """Return which kernel serves a call, with which tiles."""
-        return cpu_tiles.choose(call.problem)
+        return cpu_tiles.choose(call.problem) if call.cache is None else cpu_tiles.cached(call)
 
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
@@ -188,11 +205,10 @@ class Cpu:
         """Compute `out` and `lse` of a call over a cache."""
         from cupyflash.reference.cpu import decode_launch
 
-        cache, batch = call.cache, call.problem.batch
+        cache = call.cache
         assert lse is not None
         assert cache is not None
-        # A copy, so that it cannot change between the ends of the mask and the kernel.
-        lengths = np.array(np.broadcast_to(np.asarray(cache.lengths, np.int64), (batch,)))
+        lengths = _lengths(call)
         visited = decode_launch.decode(
             replace(call.problem, len_k=lengths),
             _programs(call, lengths),

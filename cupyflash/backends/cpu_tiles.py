@@ -6,7 +6,7 @@ computed.
 
 from __future__ import annotations
 
-from ..problem.call import Plan, Problem
+from ..problem.call import Call, Plan, Problem
 
 # Largest head size -> (block_q, block_kv). A tile of scores, the block of queries and the
 # accumulated output share the L2 cache of a core.
@@ -16,6 +16,7 @@ TILES = ((128, (192, 128)), (512, (64, 64)))
 # Up to these, the kernel of a cache is faster on dense arrays: it reads a key once for all heads of
 # its group, where the tiled kernel computes whole vectors of queries of one head.
 MOST_QUERIES, MOST_ROWS, FEWEST_KEYS = 8, 32, 512
+LEAF = 64  # keys, of that kernel
 
 
 def choose(problem: Problem) -> Plan:
@@ -25,10 +26,22 @@ def choose(problem: Problem) -> Plan:
     return Plan(
         kernel="reference.decode",
         block_q=MOST_ROWS,
-        block_kv=64,
+        block_kv=LEAF,
         reason=f"a key head has at most {MOST_ROWS} rows of queries and there are {FEWEST_KEYS} "
-        f"keys or more, so the Numba kernel for few queries reads them in leaves of 64 in "
+        f"keys or more, so the Numba kernel for few queries reads them in leaves of {LEAF} in "
         f"{problem.accumulator}",
+    )
+
+
+def cached(call: Call) -> Plan:
+    """Return the kernel and the tiles of a call over a cache in NumPy arrays."""
+    return Plan(
+        kernel="reference.decode",
+        block_q=MOST_ROWS,
+        block_kv=LEAF,
+        reason=f"a cache in NumPy arrays is read by the Numba kernel for few queries, in leaves of "
+        f"{LEAF} keys, which serve up to {MOST_ROWS} queries of the heads that share them, in "
+        f"{call.problem.accumulator}",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..gpu import launch, piece_launches
+from ..gpu import decode_recipe, launch, piece_launches
 from ..gpu.kernels import registry
 from ..gpu.kernels.spec import Request
 from ..gpu.launch import CallResult
@@ -20,6 +20,8 @@ from .backend import output_shape
 
 def plan_on(call: Call, facts: cuda_device.Target) -> Plan:
     """Return which kernel would serve a call on a GPU that need not be there."""
+    if call.cache is not None:
+        return decode_recipe.plan(call, facts)
     if not registry.decodes(call.problem, facts):
         call, _ = pack_gqa.joined(call)
     return registry.plan(Request.of(call, facts))

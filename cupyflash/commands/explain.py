@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from ..analysis import DEVICES
 from ..analysis.roofline import Roofline
 from ..arrays.dtypes import FLOATS
 from ..distributed.simulation import Simulation
-from ..explanation import Bytes, Explanation, KernelUse
+from ..errors import ArgumentError
+from ..explanation import Bytes, Explanation, KernelUse, explain_cached
 from ..explanation import explain as explained
 from ..figures.terminal import ascii_only
 from ..files import check_writable, write_text
+from ..problem.formats import FORMATS
 from .text import complain, printable, table, whole_number, wrapped
 from .words import MASKS, read, score_words
 
@@ -64,6 +68,37 @@ def shapes(options: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
     return q, k, (*k[:-1], options.dv or q[-1])
 
 
+def lengths(text: str) -> int | list[int]:
+    """Read the length of all entries, or one for each with commas between them."""
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; expected the positions in use: N, or N,N,... for each batch entry"
+        ) from None
+    return found if len(found) > 1 else found[0]
+
+
+def _has_cache(options: argparse.Namespace) -> bool:
+    """Whether a call over a cache is asked about; refuse what such calls do not have."""
+    given = [name for name in _CACHE if getattr(options, name) is not None]
+    if not given and not options.cache:
+        return False
+    for name, (is_given, remedy) in {
+        "--backward": (options.backward, "gradients are those of a call without a cache"),
+        "--deterministic": (options.deterministic, "it is about gradients"),
+        "--precision": (options.precision, "a call over a cache has none"),
+        "--ranks": (options.ranks, "ranks have no cache"),
+    }.items():
+        if is_given:
+            said = f"--{given[0].replace('_', '-')}" if given else "--cache"
+            raise ArgumentError(f"{name}: got it with {said}; leave one of them out: {remedy}.")
+    return True
+
+
+_CACHE = "lengths", "page", "kv_dtype"
+
+
 def explain(options: argparse.Namespace) -> int:
     """Print the explanation, and write what was asked for to files."""
     q, k, v = shapes(options)
@@ -76,21 +111,24 @@ def explain(options: argparse.Namespace) -> int:
         score = None
         if options.score is not None:
             score = read(options.score, "--score", score_words(heads))
-        made = explained(
-            q,
-            k,
-            v,
-            dtype=options.dtype,
-            mask=mask,
-            score_mod=score,
-            device=options.device,
-            backward=options.backward,
-            deterministic=options.deterministic,
-            precision=options.precision,
-            compile=not options.no_compile,
-            ranks=options.ranks,
-            nodes=options.nodes,
-        )
+        more = {"dtype": options.dtype, "mask": mask, "score_mod": score, "device": options.device}
+        more["compile"] = not options.no_compile
+        if _has_cache(options):
+            made = explain_cached(
+                q, k, v, options.lengths, page=options.page, kv_dtype=options.kv_dtype, **more
+            )
+        else:
+            made = explained(
+                q,
+                k,
+                v,
+                backward=options.backward,
+                deterministic=options.deterministic,
+                precision=options.precision,
+                ranks=options.ranks,
+                nodes=options.nodes,
+                **more,
+            )
     except (ValueError, TypeError) as error:
         complain(error)
         return 2
@@ -125,6 +163,7 @@ def report(made: Explanation, mask: str | None) -> str:
     lines = [
         ("call", f"{words} of q {made.q_shape}, k {made.k_shape}, v {made.v_shape}, {made.dtype}"),
         ("axes", made.axes),
+        *([("cache", made.cache)] if made.cache else []),
         ("mask", made.mask if mask is None else f"{mask}: {made.mask}"),
         *([] if made.score == "no change" else [("score", made.score)]),
         ("device", made.device),
@@ -149,7 +188,10 @@ def report(made: Explanation, mask: str | None) -> str:
 def _kernels(kernels: Sequence[KernelUse]) -> list[list[str]]:
     """Return a column for each kernel, without lines that say nothing."""
     lines = [["kernel", *(kernel.name for kernel in kernels)]]
-    lines.append(["computes", *(kernel.computes for kernel in kernels)])
+    width = max(_WIDTH // len(kernels), 20)
+    parts = [textwrap.wrap(kernel.computes, width) for kernel in kernels]
+    for n, words in enumerate(itertools.zip_longest(*parts, fillvalue="")):
+        lines.append(["" if n else "computes", *words])
     for label, say in _LINES:
         cells = [say(kernel) for kernel in kernels]
         if any(cells):
@@ -194,6 +236,7 @@ def _waves(kernel: KernelUse) -> str:
     return f"{kernel.blocks:,}" + ("" if has is None else f" in {has.waves:.1f} waves")
 
 
+_WIDTH = 78  # of all columns but the first
 _LINES = (
     ("tile", _tile),
     ("stages", lambda kernel: "" if kernel.stages is None else str(kernel.stages)),
@@ -306,10 +349,28 @@ def add_command(subparsers: Any) -> None:
         "--heads-kv", type=whole_number(1), metavar="N", help="heads of k and v (default: q's)"
     )
     command.add_argument(
-        "--keys", type=whole_number(1), metavar="N", help="length of k and v (default: q's)"
+        "--keys",
+        type=whole_number(1),
+        metavar="N",
+        help="length of k and v, or room of a cache (default: q's)",
     )
     command.add_argument(
         "--dv", type=whole_number(1), metavar="N", help="columns of v (default: q's)"
+    )
+    command.add_argument(
+        "--cache", action="store_true", help="k and v are a cache: explain attention_cached"
+    )
+    command.add_argument(
+        "--lengths",
+        type=lengths,
+        metavar="N[,N...]",
+        help="positions of a cache that are in use, of all batch entries or of each (default: all)",
+    )
+    command.add_argument(
+        "--page", type=whole_number(1), metavar="N", help="positions of a page of a cache"
+    )
+    command.add_argument(
+        "--kv-dtype", choices=tuple(FORMATS), help="codes of a cache, with a scale for each row"
     )
     command.add_argument("--backward", action="store_true", help="gradients, not the forward")
     command.add_argument(

@@ -1,6 +1,7 @@
 """What a call would run, worked out from its sizes: kernels, tiles, memory, traffic, time."""
 
-from .assemble import explain
+from .cached import explain_cached
+from .dense import explain
 from .results import (
     Bytes,
     Explanation,
@@ -18,4 +19,5 @@ __all__ = [
     "Registers",
     "Standard",
     "explain",
+    "explain_cached",
 ]

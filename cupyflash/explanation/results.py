@@ -227,6 +227,8 @@ class Explanation:
         The tiles of the main kernel for the first batch entry and head.
     over_ranks : Simulation or None
         With `ranks`: what the call would do over so many, simulated and not measured.
+    cache : str
+        What the cache holds, and how, in words; empty for a call of `attention`.
     """
 
     q_shape: tuple[int, ...]
@@ -252,6 +254,7 @@ class Explanation:
     unknown: tuple[str, ...]
     figure: Figure = field(repr=False)
     over_ranks: Simulation | None = None
+    cache: str = ""
 
     @property
     def main(self) -> KernelUse:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .. import analysis
 from ..analysis import Device
 from ..analysis.roofline import Roofline, limits
@@ -10,6 +12,7 @@ from ..distributed.model import Machine, machine_of
 from ..problem.call import Call
 from .places import Place
 from .results import Bytes, KernelUse, Standard
+from .traffic import total
 
 
 def flops_of(pairs: int, d: int, d_v: int, backward: bool) -> int:
@@ -91,20 +94,32 @@ def rooflines(
     return best, theirs
 
 
-def standard(call: Call, where: Place, backward: bool, results: int) -> Standard:
-    """Return what standard attention would need, by `analysis`."""
+def standard(
+    call: Call,
+    where: Place,
+    backward: bool,
+    results: int,
+    lengths: Sequence[tuple[int, int]] = (),
+) -> Standard:
+    """Return what standard attention would need, by `analysis`.
+
+    `lengths` say how many batch entries have how many keys, if these are not the call's.
+    """
     problem, item = call.problem, call.problem.dtype.itemsize
-    heads = problem.batch * problem.heads
-    n_q, n_k, d, d_v = int(problem.len_q), int(problem.len_k), problem.d, problem.d_v
-    of_head = (analysis.standard_attention_backward if backward else analysis.standard_attention)(
-        n_q, n_k, d, d_v
-    )
-    moved = Bytes(
-        {name: heads * item * n for name, n in of_head.reads.items()},
-        {name: heads * item * n for name, n in of_head.writes.items()},
-    )
+    n_q, d, d_v = int(problem.len_q), problem.d, problem.d_v
+    of_head = analysis.standard_attention_backward if backward else analysis.standard_attention
+    parts, pairs = [], 0
+    for entries, n_k in lengths or [(problem.batch, int(problem.len_k))]:
+        heads, made = entries * problem.heads, of_head(n_q, n_k, d, d_v)
+        pairs += heads * n_q * n_k
+        parts.append(
+            Bytes(
+                {name: heads * item * n for name, n in made.reads.items()},
+                {name: heads * item * n for name, n in made.writes.items()},
+            )
+        )
+    moved = total(parts)
     matrices = 3 if backward else 2
-    pairs = heads * n_q * n_k
     # P exists before its gradients are computed: four products instead of five.
     flops = 2 * pairs * ((2 * d + 2 * d_v) if backward else (d + d_v))
     roofline = None

@@ -6,7 +6,7 @@ Arrays that masks and scores look up are not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..figures.survey import Survey
 from ..gpu.kernels import decode
@@ -36,12 +36,30 @@ def total(parts: list[Bytes]) -> Bytes:
 class Sizes:
     """Bytes of a call's arrays, and of their rows."""
 
-    def __init__(self, call: Call) -> None:
-        problem = call.problem
+    def __init__(self, call: Call, lengths: Sequence[int] = ()) -> None:
+        """Take the sizes of a call; over a cache, `lengths` are those of its batch entries."""
+        problem, cache = call.problem, call.cache
         self.problem = problem
         self.item, self.wide = problem.dtype.itemsize, problem.accumulator.itemsize
         self.queries = problem.batch * problem.heads * int(problem.len_q)
         self.q, self.k, self.v = (math.prod(x.shape) * self.item for x in (call.q, call.k, call.v))
+        self.key_row, self.value_row = problem.d * self.item, problem.d_v * self.item
+        self.table = 0  # the part of a table of pages that is read
+        entries: Sequence[int] = [int(problem.len_k)] * problem.batch
+        if cache is not None:
+            entries = lengths
+            if cache.codes is not None:
+                self.key_row, self.value_row = (
+                    x.shape[-1] * x.itemsize + scale.shape[-1] * scale.itemsize
+                    for x, scale in zip((call.k, call.v), cache.codes.scales.values(), strict=True)
+                )
+            rows = problem.heads_kv * sum(lengths)
+            self.k, self.v = rows * self.key_row, rows * self.value_row
+            if cache.table is not None:
+                pages = sum(-(-length // cache.page_size) for length in lengths)
+                self.table = pages * cache.table.itemsize
+        leaves = sum(max(-(-length // decode.LEAF), 1) for length in entries)
+        self.rows_of_leaves = problem.heads * int(problem.len_q) * leaves
         self.o = self.queries * problem.d_v * self.item
         self.row = self.queries * self.wide  # lse, delta
         # Sums of dq in memory: in groups of columns for 16-bit types, otherwise dq itself.
@@ -56,9 +74,10 @@ class Sizes:
         keys.
         """
         group = 1 if found.by_head else self.problem.heads // self.problem.heads_kv
-        rows = found.touched_keys // group * self.item
-        k, v = rows * self.problem.d, rows * self.problem.d_v
-        return {"k": min(self.k, k), "v": min(self.v, v)}
+        rows = found.touched_keys // group
+        k, v = rows * self.key_row, rows * self.value_row
+        table = {"table": self.table} if self.table else {}
+        return {"k": min(self.k, k), "v": min(self.v, v), **table}
 
     def least(self, backward: bool, found: Survey) -> Bytes:
         """Return what moves if every array of a call moves once, k and v as far as seen."""
@@ -88,14 +107,15 @@ class Sizes:
             rows = made({"dq_accum": sums}, {"dq": self.q})
             return rows, rows
         d, d_v = self.problem.d, self.problem.d_v
-        leaves = max(-(-int(self.problem.len_k) // decode.LEAF), 1)
-        pieces = [{"pieces": n * self.queries * self.piece_row} for n in (1, leaves)]
+        pieces = [{"pieces": n * self.piece_row} for n in (self.queries, self.rows_of_leaves)]
         if part == "join":
             results = {"o": self.o, "lse": self.row}
             return made(pieces[0], results), made(pieces[1], results)
         assert found is not None
-        keys, queries = found.visited_keys * self.item, found.visited_queries
-        again = {"k": keys * d, "v": keys * d_v}
+        keys, queries = found.visited_keys, found.visited_queries
+        again = {"k": keys * self.key_row, "v": keys * self.value_row}
+        if self.table:
+            again["table"] = self.table * self.problem.heads_kv
         statistics = {"lse": self.row, "delta": self.row}
         if part == "dkdv":
             mine = {"k": self.k, "v": self.v}
@@ -133,7 +153,7 @@ class Sizes:
             row = (d + d_v) * self.item + 2 * self.wide + (self.sum_row if atomic_dq else 0)
             group = self.problem.heads // self.problem.heads_kv
             return row * int(self.problem.len_q) * group
-        return (d + d_v) * self.item * int(self.problem.len_k)
+        return (self.key_row + self.value_row) * int(self.problem.len_k)
 
 
 def flops(part: str, atomic_dq: bool, pairs: int, d: int, d_v: int) -> int:

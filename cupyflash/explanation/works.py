@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import cpu_tiles, gpu
+from ..backends import cpu, cpu_tiles, gpu
 from ..gpu import recipe
 from ..gpu.kernels.spec import KernelSpec, Tiles
 from ..gpu.source import Specialisation
@@ -101,6 +101,17 @@ def on_cpu(call: Call, backward: bool) -> tuple[str, list[Work], int]:
     numbers = queries * (1 + problem.d + problem.d_v)
     scratch = copies + numbers * problem.accumulator.itemsize
     return plan.reason, works, scratch
+
+
+def on_cpu_cached(call: Call) -> tuple[str, list[Work], int]:
+    """Return what `on_cpu` does for a call over a cache."""
+    plan, problem = cpu_tiles.cached(call), call.problem
+    units, scratch = cpu.units_of_cached(call)
+    if problem.dtype.itemsize == 2:  # results are made in float32, and rounded at the end
+        scratch += 4 * problem.batch * problem.heads * int(problem.len_q) * problem.d_v
+    tiles = plan.block_q, plan.block_kv
+    work = Work(plan.kernel, "forward", CPU_COMPUTES["forward"], units, *tiles)
+    return plan.reason, [work], scratch
 
 
 def on_gpu(

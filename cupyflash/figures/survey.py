@@ -165,6 +165,7 @@ def survey(
     at: tuple[int, int] = (0, 0),
     count_pairs: bool = True,
     only_grids: bool = False,
+    entries: Sequence[int] | None = None,
 ) -> Survey:
     """Count the tiles of a problem.
 
@@ -187,6 +188,8 @@ def survey(
         Whether pairs are counted, too.
     only_grids : bool
         Whether only the grids are needed; the counts are then those of their batch entry and head.
+    entries : sequence of int, optional
+        The batch entries that are counted; by default all.
 
     Returns
     -------
@@ -203,13 +206,13 @@ def survey(
             f"len_q, len_k: got {sizes.len_q:,} queries and {sizes.len_k:,} keys; expected fewer "
             "than 2^62 pairs."
         )
-    batch = int(np.prod(sizes.lead))
+    counted = range(int(np.prod(sizes.lead))) if entries is None else entries
     classes = None if allowed is None else tile_class(allowed)
     nodes = () if allowed is None else walk(allowed)
     names = {node.value for node in nodes if node.op == "symbol"}
-    entries = range(batch) if "b" in names and not only_grids else (at[0],)
+    looked_at = counted if "b" in names and not only_grids else (at[0],)
     heads = range(sizes.heads) if "h" in names and not only_grids else (at[1],)
-    times = 1 if only_grids else batch * sizes.heads // (len(entries) * len(heads))
+    times = 1 if only_grids else len(counted) * sizes.heads // (len(looked_at) * len(heads))
     count_pairs = count_pairs and not only_grids
 
     shape = -(-sizes.len_q // block_q), -(-sizes.len_k // block_kv)
@@ -218,7 +221,7 @@ def survey(
     counts = np.zeros(3, np.int64)
     visited = np.zeros(3, np.int64)  # pairs, keys, queries
     pairs, asked, touched, looks = 0, 0, 0, 0
-    for b, h in itertools.product(entries, heads):
+    for b, h in itertools.product(looked_at, heads):
         entered = np.zeros(0 if only_grids else shape[1] + 1, np.int64)  # less those that were left
         partial: list[_Rectangles] = []
         for found, kinds, looked in _classes(classes, sizes, shape, blocks, machine, b, h):
@@ -267,6 +270,24 @@ def survey(
         times * touched,
         "h" in names,
         tuple(grids),
+    )
+
+
+def together(parts: Sequence[Survey]) -> Survey:
+    """Return the survey of the entries of several, with the grids of the first."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    pairs = [part.pairs for part in parts]
+    return Survey(
+        TileCount(*map(sum, zip(*(part.tiles for part in parts), strict=True))),
+        None if None in pairs else sum(n for n in pairs if n is not None),
+        sum(part.visited_pairs for part in parts),
+        sum(part.visited_keys for part in parts),
+        sum(part.visited_queries for part in parts),
+        sum(part.touched_keys for part in parts),
+        first.by_head,
+        first.grids,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..arrays.cuda_device import Target
-from ..problem.call import Array, Call
+from ..problem.call import Array, Call, Plan
 from .kernels import decode, registry
 from .kernels.spec import Extent, Grid, Request, Tiles
 from .workspace import ArraySpec
@@ -26,7 +27,7 @@ def forward(call: Call, facts: Target, out: Array, lse: Any, want_lse: bool) -> 
     writer = Writer(call, facts, arrays, False, None, False)
     if not want_lse:
         writer.named.remove("lse")
-    few, many = _entries_by_rows(call, facts)
+    few, many = entries_by_rows(call, facts)
     if _prefills(call, facts):
         writer.told["few_rows"] = decode.MOST_CACHED_ROWS
     else:
@@ -63,13 +64,26 @@ def _prefills(call: Call, facts: Target) -> bool:
     return cache is not None and cache.codes is None and registry.prefills(call.problem, facts)
 
 
-def _entries_by_rows(call: Call, facts: Target) -> tuple[bool, bool]:
+def entries_by_rows(call: Call, facts: Target) -> tuple[bool, bool]:
     """Return whether a call may have entries for a decode kernel, and for a forward kernel."""
     if not _prefills(call, facts):
         return True, False
     rows = group_of(call.problem) * np.asarray(call.problem.len_q)
     is_few = rows <= decode.MOST_CACHED_ROWS
     return bool(is_few.any()), not is_few.all()
+
+
+def plan(call: Call, facts: Target) -> Plan:
+    """Return which kernel serves a call over a cache: if there are two, that of few queries."""
+    few, many = entries_by_rows(call, facts)
+    request = Request.of(call, facts)
+    made = registry.plan(request, "decode" if few else "forward")
+    if few and many:
+        other = registry.select("forward", request).spec.name
+        most = decode.MOST_CACHED_ROWS
+        why = f"{other} serves entries whose heads that share keys have more than {most} queries"
+        made = replace(made, reason=f"{made.reason}; {why}")
+    return made
 
 
 def _extent_of_tasks(call: Call, facts: Target) -> Extent:
@@ -87,7 +101,7 @@ def _decode_bytes(call: Call, grid: Grid, tiles: Tiles) -> int:
 
 def workspace_size(call: Call, facts: Target) -> int:
     """Return the size in bytes of the workspace for a call over a cache."""
-    if not _entries_by_rows(call, facts)[0]:
+    if not entries_by_rows(call, facts)[0]:
         return 0
     choice = registry.select("decode", Request(call.problem, facts, call))
     grid = choice.spec.grid(_extent_of_tasks(call, facts), choice.tiles)

@@ -191,10 +191,15 @@ class Call:
         return f"q: {q}; k and v: {k}" if k == v else f"q: {q}; k: {k}; v: {v}"
 
     def _axes_of(self, name: str, rows: str) -> str:
-        *lead, heads, length, size = getattr(self, name).shape
+        *lead, heads, length, _ = getattr(self, name).shape
+        size = self.problem.d_v if name == "v" else self.problem.d
         words = [f"batch {' x '.join(map(str, lead))}"] if lead else []
         words += [f"heads {heads}", f"{rows} {length}"]
-        if self.problem.packed:
+        if self.cache is not None and rows == "keys":
+            words[-1] = f"room for {length} keys"
+            if self.cache.table is not None:
+                words[0], words[-1] = f"pages {lead[0]}", f"keys of a page {length}"
+        elif self.problem.packed:
             words[-1] += f" in {self.problem.batch} sequences"
         return ", ".join([*words, f"head size {size}"])
 

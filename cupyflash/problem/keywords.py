@@ -29,6 +29,7 @@ _NO_WEIGHTS = (
     "leave it out: the weights are never stored. With return_lse=True they are "
     "exp(logits - lse[..., None])"
 )
+_CACHED = "attention_cached, plan_cached and explain_cached take it, for keys in a cache"
 _PAGED = "attention_cached takes page numbers, (B, N), as table"
 _SCALE = "say scale=number"
 _SEED = "say seed=number"
@@ -75,6 +76,8 @@ _OTHER_NAMES = {  # names in other libraries, or in other functions of this one
     "key": "say k=array",
     "key_padding_mask": _LENGTHS,
     "key_value_seq_lengths": _LENGTHS,
+    "kv_dtype": _CACHED,
+    "lengths": _CACHED,
     "local_window_size": _WINDOW,
     "logit_cap": _SOFTCAP,
     "logits_soft_cap": _SOFTCAP,
@@ -87,6 +90,7 @@ _OTHER_NAMES = {  # names in other libraries, or in other functions of this one
     "offsets_k": "attention_varlen and its backward take it",
     "offsets_q": "attention_varlen and its backward take it",
     "out": "attention and attention_varlen take it",
+    "page": "explain_cached takes it",
     "page_table": _PAGED,
     "query": "say q=array",
     "query_seq_lengths": "say mask=masks.lengths(k_lengths, q_lengths)",
@@ -105,6 +109,7 @@ _OTHER_NAMES = {  # names in other libraries, or in other functions of this one
     "soft_cap": _SOFTCAP,
     "softcap": _SOFTCAP,
     "softmax_scale": _SCALE,
+    "table": _CACHED,
     "v_descale": "attention_cached and append take v_scale",
     "value": "say v=array",
     "window": _WINDOW,

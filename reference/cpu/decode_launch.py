@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from .arguments import KeyRanges
 from .cache import Scales, cache_of
 from .calls import Bound
 from .decode import decode as decode_kernel
 from .decode import decode_scratch, decode_sizes
-from .decode_tasks import LEAF, MOST_ROWS, schedule
+from .decode_tasks import LEAF, MOST_ROWS, Schedule, schedule
 from .jit import pointer_of, prepare
 from .kernels import called_kernels, pointers_to
 from .launch import QUIET, changes_of, sinks_of
@@ -19,6 +20,18 @@ from .threads import num_threads, parallel
 
 # How much a call of the kernel multiplies, so that it takes some hundredths of a second.
 MOST_PRODUCTS = 2**28
+
+
+def planned(problem: Problem, programs: Programs) -> Schedule:
+    """Return the schedule of a call, whose arguments are as in `decode`."""
+    layout = Layout(problem, MOST_ROWS, LEAF)
+    return _planned(layout, layout.key_ranges(programs.ranges))
+
+
+def _planned(layout: Layout, ranges: KeyRanges) -> Schedule:
+    columns = round_up(layout.shape.d_v, layout.lanes)
+    heads_kv = layout.problem.heads_kv
+    return schedule(layout.shape, heads_kv, ranges, columns, num_threads())
 
 
 @QUIET
@@ -54,8 +67,7 @@ def decode(
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     changes = changes_of(layout, programs, pointers, careful=False)
     cache = cache_of(k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales)
-    columns = round_up(shape.d_v, layout.lanes)
-    plan = schedule(shape, problem.heads_kv, changes.ranges, columns, num_threads())
+    plan = _planned(layout, changes.ranges)
     kept = np.empty(plan.kept, number)
     counters = np.zeros(1 + len(plan.tasks), np.int64)
     visited = np.zeros(len(plan.units), np.int64)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash import ArgumentError, ArgumentTypeError, figures, lookup, masks
-from cupyflash.explanation import assemble
+from cupyflash.explanation import cached, dense
 from cupyflash.expr.bind import Dense, bind
 from cupyflash.expr.interval import EMPTY, FULL, PARTIAL, tile_class
 from cupyflash.expr.nodes import as_expr, symbol
@@ -302,7 +302,7 @@ def test_pictures_in_a_terminal():
 
 
 def test_the_examples_of_docstrings():
-    for each in (figures.mask, assemble):
+    for each in (figures.mask, dense, cached):
         tried = doctest.testmod(each)
         assert tried.attempted > 1
         assert not tried.failed

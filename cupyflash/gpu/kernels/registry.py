@@ -90,18 +90,26 @@ def select(part: str, request: Request) -> Choice:
     )
 
 
-def plan(request: Request) -> Plan:
-    """Return the kernel and tiles of a forward, and why it is these."""
+def plan(request: Request, part: str | None = None) -> Plan:
+    """Return the kernel and tiles of a forward, and why it is these.
+
+    `part` says which kernels compute it, for a call over a cache: "decode" or "forward".
+    """
     problem, device = request.problem, request.device
-    decodes_it = decodes(problem, device) and request.blocks is None
-    choice = select("decode" if decodes_it else "forward", request)
+    if part is None:
+        decodes_it = decodes(problem, device) and request.blocks is None
+        part = "decode" if decodes_it else "forward"
+    choice = select(part, request)
     major, minor = device.capability
     why = f"{device.name} (compute capability {major}.{minor}) {choice.spec.how(problem)}"
     if choice.passed_over:
         other, reason = choice.passed_over[-1]
         why += f"; not by {other.name}, because {reason}"
-    if problem.heads_in_rows > 1:
-        why += f"; the {problem.heads_in_rows} heads that share keys are rows of one"
+    in_rows = problem.heads_in_rows
+    if part == "decode" and problem.heads_kv:
+        in_rows *= problem.heads // problem.heads_kv
+    if in_rows > 1:
+        why += f"; the {in_rows} heads that share keys are rows of one"
     block_q, block_kv = choice.tiles.block_q, choice.tiles.block_kv
     return Plan(
         kernel=choice.spec.name,

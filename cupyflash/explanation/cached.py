@@ -1,0 +1,233 @@
+"""`explain_cached`: shows from shapes what a call over a cache would run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+
+from ..analysis import Device
+from ..arrays.interop import DLPackArray
+from ..errors import ArgumentError, ArgumentTypeError
+from ..expr.functions import POSITIONS
+from ..expr.nodes import Expr, as_expr, rebuild
+from ..gpu.kernels import decode
+from ..masks import Mask
+from ..problem import cached as cached_calls
+from ..problem.bound_exprs import trees
+from ..problem.call import Call, changed
+from ..problem.codes import NONE, Given
+from ..problem.formats import INT4_GROUP, Format, format_of
+from ..problem.keywords import explained
+from ..problem.options import Options
+from ..scores import Score
+from . import traffic
+from .arguments import CACHED, dtype_of, in_host_memory, shape_of
+from .assemble import Subject, assembled
+from .places import place
+from .results import Explanation
+from .works import fake_array, on_cpu_cached, on_gpu
+
+_, _H, _I, _ = POSITIONS
+
+
+@explained
+def explain_cached(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...] | None = None,
+    lengths: SupportsIndex | DLPackArray | Sequence[int] | None = None,
+    *,
+    page: SupportsIndex | None = None,
+    dtype: Any = None,
+    kv_dtype: Any = None,
+    mask: Mask | DLPackArray | None = None,
+    score_mod: Score | Sequence[Score] | None = None,
+    device: Device | str | None = None,
+    compile: bool = True,
+) -> Explanation:
+    """Say what a call of `attention_cached` would run, and what that costs, without running it.
+
+    Parameters
+    ----------
+    q : tuple of int
+        Shape of the queries: (B, Hq, Lq, D).
+    k, v : tuple of int
+        Shape of the keys and values in numbers, also if they are codes or in pages: (B, Hkv, S, D)
+        and (B, Hkv, S, Dv), with room for S positions of each entry. By default, v is like k.
+    lengths : int or sequence of int, optional
+        How many positions are in use, of each entry or of all. Default: all S.
+    page : int, optional
+        Positions of a page, if the cache is in pages. S is rounded up to whole pages.
+    dtype : dtype or str, optional
+        Of the queries, and of keys and values that are not codes. Default: float16.
+    kv_dtype : str or dtype_like, optional
+        The type of the codes, as in `attention_cached`, if the cache has codes: with a scale for
+        each row, or for int4 for each 32 columns.
+    mask, score_mod : Mask, Score or list of Score, optional
+        As in `attention_cached`.
+    device, compile
+        As in `explain`.
+
+    Returns
+    -------
+    Explanation
+        As by `explain`, for the positions in use. A tile of the kernel for few queries has the
+        queries of all heads that share a key head. The traffic has the entries of the table that
+        are in use, too.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        If a shape, a length, the mask or the device is wrong.
+
+    Examples
+    --------
+    >>> import cupyflash
+    >>> made = cupyflash.explain_cached((8, 32, 1, 128), (8, 8, 8192, 128), lengths=5000, page=16,
+    ...                                 device="H200", compile=False)
+    >>> made.main.block_q, made.main.tiles.visited, made.least.reads["k"]
+    (16, 5056, 81920000)
+    """
+    where = place(device)
+    shapes = _shapes(q, k, v)
+    form = None if kv_dtype is None else format_of(kv_dtype, "kv_dtype")
+    options = Options(mask=in_host_memory(mask), score_mod=in_host_memory(score_mod))
+    lengths = shapes[1][2] if lengths is None else in_host_memory(lengths)
+    call = _call(shapes, dtype_of(dtype, {}), lengths, _page(page), form, options)
+    assert call.cache is not None
+    used = [int(n) for n in np.broadcast_to(call.cache.lengths, (call.problem.batch,))]
+    if not any(used):
+        raise ArgumentError("lengths: got 0 for every entry; expected 1 or more for one of them.")
+    if where.target is None:
+        reason, works, scratch = on_cpu_cached(call)
+    else:
+        reason, works, scratch = on_gpu(call, where, False, False)
+    longest = changed(call.problem, len_k=max(used))
+    main = next(work for work in works if work.block_kv)
+    allowed, rows = trees(call).allowed, 0
+    counted = changed(call, problem=longest)
+    if main.part == "decode" or where.target is None:  # a tile has rows of several heads
+        counted, allowed = _as_rows(counted, allowed)
+        group = longest.heads // longest.heads_kv
+        heads, queries = decode.rows_of_task(group, main.block_q)
+        rows = min(heads * queries, main.block_q)
+    subject = Subject(
+        call=counted,
+        shapes=shapes,
+        axes=call.axes,
+        where=where,
+        backward=False,
+        reason=reason,
+        works=works,
+        scratch=scratch,
+        sizes=traffic.Sizes(counted, used),
+        unknown=[],
+        entries=_entries(used),
+        allowed=allowed,
+        rows=rows,
+        cache=_words(call, used, form),
+    )
+    return assembled(subject, compile)
+
+
+class _Shapes(NamedTuple):
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+
+
+def _shapes(q: Any, k: Any, v: Any) -> _Shapes:
+    v = k if v is None else v
+    return _Shapes(*(shape_of(x, name, CACHED) for name, x in (("q", q), ("k", k), ("v", v))))
+
+
+def _page(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ArgumentTypeError(f"page: got {value!r}; expected a number of positions, or None.")
+    if value < 1:
+        raise ArgumentError(f"page: got {value}; expected 1 or more positions.")
+    return int(value)
+
+
+def _call(
+    shapes: _Shapes,
+    dtype: np.dtype[Any],
+    lengths: Any,
+    page: int | None,
+    form: Format | None,
+    options: Options,
+) -> Call:
+    """Return a call over a cache of such shapes, whose arrays have no elements."""
+    batch, _, room, _ = shapes.k
+    table, rows = None, (batch, shapes.k[1], room)
+    if page is not None:
+        pages = -(-room // page)
+        # Elements of tables in host memory are checked.
+        table = np.broadcast_to(np.int32(0), (shapes.q[0], pages))
+        rows = batch * pages, shapes.k[1], page
+    columns = [shapes.k[3], shapes.v[3]]
+    given, kind = NONE, dtype
+    if form is not None:
+        for name, n in zip("kv", columns, strict=True):
+            if n % form.packed:
+                raise ArgumentError(
+                    f"{name}: got {n} columns of {form.name}, two codes in a byte; expected an "
+                    "even number."
+                )
+        groups = [
+            n // INT4_GROUP if form.packed > 1 and n % INT4_GROUP == 0 else 1 for n in columns
+        ]
+        columns = [n // form.packed for n in columns]
+        k_scale, v_scale = (np.broadcast_to(np.float32(1), (*rows, n)) for n in groups)
+        given, kind = Given(k_scale, v_scale, form.name), np.dtype(np.uint8)
+    k, v = (
+        fake_array((*rows[:1], shape[1], *rows[2:], n), kind)
+        for shape, n in zip(shapes[1:], columns, strict=True)
+    )
+    if shapes.v[:3:2] != shapes.k[:3:2]:
+        raise ArgumentError(
+            f"v: got {shapes.v} with k of {shapes.k}; expected as many entries and positions."
+        )
+    q = fake_array(shapes.q, dtype)
+    return cached_calls.call(q, k, v, lengths, table, None, options, given)
+
+
+def _as_rows(call: Call, allowed: Expr | None) -> tuple[Call, Expr | None]:
+    """Return a call whose heads of a group are rows of one head, heads of a query side by side."""
+    problem = call.problem
+    group = problem.heads // problem.heads_kv
+    rows = changed(problem, heads=problem.heads_kv, len_q=group * problem.len_q)
+    if allowed is not None and group > 1:
+        symbols = {
+            "h": _H * group + _I % group,
+            "i": _I // group,
+            "len_q": as_expr(int(problem.len_q)),
+        }
+        allowed = rebuild(
+            allowed, lambda node: symbols.get(node.value) if node.op == "symbol" else None
+        )
+    return changed(call, problem=rows), allowed
+
+
+def _entries(lengths: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+    """Return the entries of each length but 0, the longest ones first."""
+    found: dict[int, list[int]] = {}
+    for entry, length in enumerate(lengths):
+        found.setdefault(length, []).append(entry)
+    return [(tuple(found[length]), length) for length in sorted(found, reverse=True) if length]
+
+
+def _words(call: Call, lengths: Sequence[int], form: Format | None) -> str:
+    cache, least, most = call.cache, min(lengths), max(lengths)
+    assert cache is not None
+    words = [f"lengths {least:,}" + (f" to {most:,}" if most > least else "")]
+    words.append(f"room for {cache.capacity:,}")
+    words.append("contiguous" if cache.table is None else f"pages of {cache.page_size:,}")
+    if form is not None:
+        groups = cache.codes.k_scale.shape[-1] if cache.codes is not None else 1
+        words.append(f"{form.name} with {groups} scale{'s' * (groups > 1)} for each row of keys")
+    return ", ".join(words)
