@@ -14,13 +14,14 @@ from .cases import Case, made, shape_of, variant_of
 from .contenders import Contender, Cupyflash, CupyflashPages, Job, RefusalError, Standard
 from .results import Report, Result, Row
 from .run import run_case
-from .suites import SUITES, Suite, own_shapes
+from .suites import PAGES, SMALL_PAGES, SUITES, Suite, own_shapes
 from .torch_peers import PEERS
 
 CONTENDERS: tuple[Contender, ...] = (
     Cupyflash(),
     Standard(),
-    CupyflashPages(),
+    CupyflashPages(PAGES, 16),
+    CupyflashPages(SMALL_PAGES, 1),
     *PEERS,
 )
 

@@ -139,9 +139,9 @@ class Cupyflash(Contender):
 class CupyflashPages(Contender):
     """The package over a cache in pages, which lie in a random order."""
 
-    name = "cupyflash-pages"
-    what = "this package over a cache in pages of 16: attention_cached"
-    page = 16
+    def __init__(self, name: str, page: int) -> None:
+        self.name, self.page = name, page
+        self.what = f"this package over a cache in pages of {page}: attention_cached"
 
     def prepare(self, meter: Meter, case: Case, inputs: Inputs) -> Job:
         """Make a case ready."""

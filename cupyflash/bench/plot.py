@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .results import MEASURED, Report, Row, rate, unit
-from .suites import OURS, PAGES
+from .suites import OURS, PAGES, SMALL_PAGES
 
 Axes = Any  # of matplotlib
 SUFFIXES = (".svg", ".png")
@@ -23,6 +23,7 @@ SUFFIXES = (".svg", ".png")
 COLOURS = {
     OURS: "#0072B2",
     PAGES: "#F0E442",
+    SMALL_PAGES: "#000000",
     "standard": "#8C8C8C",
     "torch-cudnn": "#009E73",
     "torch-flash": "#E69F00",

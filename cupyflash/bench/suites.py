@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .cases import PASSES, VARIANTS, Case, made
 
 Shape = tuple[int, int, int, int, int, int]  # B, Hq, Hkv, Lq, Lk, D
-OURS, PAGES = "cupyflash", "cupyflash-pages"
+OURS, PAGES, SMALL_PAGES = "cupyflash", "cupyflash-pages", "cupyflash-pages-of-1"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ SUITES: dict[str, dict[str, Suite]] = {
             "float32",
             ("full",),
             ("forward",),
-            (OURS, PAGES, "standard", "torch-cpu"),
+            (OURS, PAGES, SMALL_PAGES, "standard", "torch-cpu"),
         ),
     },
     "gpu": {
@@ -144,7 +144,7 @@ SUITES: dict[str, dict[str, Suite]] = {
             "bfloat16",
             ("full",),
             ("forward",),
-            (OURS, PAGES, "torch-cudnn", "torch-flash"),
+            (OURS, PAGES, SMALL_PAGES, "torch-cudnn", "torch-flash"),
         ),
     },
 }

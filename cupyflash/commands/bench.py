@@ -397,9 +397,9 @@ def add_command(subparsers: Any) -> None:
     command.add_argument("--dtype", choices=FLOATS, action="append", help="of q, k and v")
     command.add_argument(
         "--only", **many,
-        help="time these alone: cupyflash, cupyflash-pages, standard, torch-cudnn, torch-flash, "
-        "torch-efficient, torch-flex, torch-math on a GPU; cupyflash, cupyflash-pages, standard, "
-        "torch-cpu, torch-math on a CPU",
+        help="time these alone: cupyflash, cupyflash-pages (of 16), cupyflash-pages-of-1, "
+        "standard, torch-cudnn, torch-flash, torch-efficient, torch-flex, torch-math on a GPU; the "
+        "first four, torch-cpu, torch-math on a CPU",
     )  # fmt: skip
     command.add_argument(
         "--against", metavar="NAME",

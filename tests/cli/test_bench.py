@@ -319,11 +319,16 @@ def test_pytorch_agrees(direction, dtype):
 def test_pages_are_timed_beside_whole_arrays():
     suite = bench.own_shapes("cpu", [(2, 4, 2, 1, 70, 16)])
     known = {each.name: each for each in bench.CONTENDERS}
-    contenders = [known[name] for name in ("cupyflash", "cupyflash-pages")]
+    names = "cupyflash", "cupyflash-pages", "cupyflash-pages-of-1"
+    contenders = [known[name] for name in names]
+    assert [each.page for each in contenders[1:]] == [16, 1]
+    assert all(
+        set(names) <= set(bench.SUITES[kind]["decode"].contenders) for kind in ("cpu", "gpu")
+    )
     for variant, size, status in (("full", None, "measured"), ("documents", 7, "refused")):
         (case,) = suite.cases(variants=[(variant, size)])
         row = bench.run_case(measure.Cpu(), case, contenders, runs=1, seconds=0.01)
-        assert [each.status for each in row.results] == ["measured", status]
+        assert [each.status for each in row.results] == ["measured", status, status]
     (case,) = suite.cases(passes=["backward"])
     row = bench.run_case(measure.Cpu(), case, contenders[1:], runs=1, seconds=0.01)
     assert "no backward" in row.results[0].reason

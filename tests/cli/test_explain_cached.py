@@ -253,13 +253,13 @@ def test_plan_refuses_what_a_call_refuses():
 
 def test_the_command(capsys, tmp_path):
     file = tmp_path / "explained.json"
-    words = "8,32,1,128 --heads-kv 8 --keys 8192 --lengths 5000 --page 16 --device H200"
+    words = "8,32,1,128 --heads-kv 8 --keys 8192 --lengths 5000 --page 16 --device H20"
     assert main(["explain", *words.split(), "--no-compile", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
     assert "cache   lengths 5,000, room for 8,192, pages of 16" in out
     assert "decode_sm80" in out
-    made = explain((8, 32, 1, 128), (8, 8, 8192, 128), None, 5000, page=16)
+    made = explain((8, 32, 1, 128), (8, 8, 8192, 128), None, 5000, page=16, device="H20")
     assert json.loads(file.read_text()) == json.loads(made.to_json())
 
 

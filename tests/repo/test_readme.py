@@ -34,7 +34,7 @@ COMMANDS = {
     "cupyflash info": "ci",
     "cupyflash explain 2,16,4096,128 --mask causal --device H200": "ci",
     "cupyflash explain 2,16,4096,128 --mask causal --device A100-80GB": "tests/cli/test_explain.py",
-    "cupyflash explain 8,32,1,128 --heads-kv 8 --keys 8192 --lengths 5000 --page 16 --device H200": (
+    "cupyflash explain 8,32,1,128 --heads-kv 8 --keys 8192 --lengths 5000 --page 16 --device H20": (
         "tests/cli/test_explain_cached.py"
     ),
     "cupyflash verify": "tests/cli/test_verify_cli.py",
