@@ -27,6 +27,7 @@ def attention_cached(
     k_scale: DLPackArray | None = None,
     v_scale: DLPackArray | None = None,
     kv_dtype: Any = None,
+    shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -51,6 +52,7 @@ def attention_cached(
     k_scale: DLPackArray | None = None,
     v_scale: DLPackArray | None = None,
     kv_dtype: Any = None,
+    shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -75,6 +77,7 @@ def attention_cached(
     k_scale: DLPackArray | None = None,
     v_scale: DLPackArray | None = None,
     kv_dtype: Any = None,
+    shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -128,6 +131,13 @@ def attention_cached(
         or "int4". Arrays of int8, and those of the float8 types of ml_dtypes, say it themselves.
         With int4, two codes share a byte as in `quantize`, so `k` and `v` have D / 2 and Dv / 2
         columns.
+    shared : int
+        All entries have the same keys and values at their first `shared` positions: with `table`,
+        their page numbers are those of entry 0, except for a page that extends further; otherwise,
+        their rows are equal, as in arrays with a first axis of stride 0. Entries may be shorter,
+        and those of entry 0 must be there even if ``lengths[0]`` is smaller. No bit depends on it.
+        On NumPy arrays, shared keys are read once for several entries, and only as those of entry
+        0. GPUs ignore it.
     mask : Mask or array of bool, optional
         As in `attention`. An array broadcasts to (B, Hq, Lq, S).
     score_mod : Score or sequence of Score, optional
@@ -187,7 +197,7 @@ def attention_cached(
         precision=None,
     )
     given = Given(k_scale, v_scale, kv_dtype)
-    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given)
+    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given, shared)
     return execute.cached(request, return_lse, out, lse_out, workspace)
 
 

@@ -86,7 +86,7 @@ class Request:
 
 
 class CachedRequest(Request):
-    """A call over a cache; `lengths`, `table`, `offsets_q` and `codes` are as users pass them."""
+    """A call over a cache; `lengths` and what follows are as users pass them."""
 
     def __init__(
         self,
@@ -98,9 +98,10 @@ class CachedRequest(Request):
         table: Any,
         offsets_q: Any,
         codes: Given,
+        shared: Any = 0,
     ) -> None:
         super().__init__(q, k, v, options)
-        self._codes = codes
+        self._codes, self._shared = codes, shared
         self._lengths, self._table, self._offsets_q = lengths, table, offsets_q
 
     @functools.cached_property
@@ -115,6 +116,7 @@ class CachedRequest(Request):
             self._offsets_q,
             self._options,
             self._codes,
+            self._shared,
         )
 
     def signature(
@@ -128,9 +130,14 @@ class CachedRequest(Request):
             return None
         named = {"q": self._q, "k": self._k, "v": self._v, **read, "lengths": self._lengths}
         named |= {"table": self._table, "offsets_q": self._offsets_q}
-        codes = self._codes
+        codes, shared = self._codes, self._shared
         named |= {"k_scale": codes.k_scale, "v_scale": codes.v_scale}
-        return launch_cache.signature(kind + codes.kind, named, self._options, written)
+        kind += codes.kind
+        if shared != 0 or type(shared) is not int:
+            if type(shared) is not int:
+                return None
+            kind += f" with {shared} shared"
+        return launch_cache.signature(kind, named, self._options, written)
 
 
 def dense_or_packed(

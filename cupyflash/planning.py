@@ -80,6 +80,7 @@ def plan_cached(
     k_scale: DLPackArray | None = None,
     v_scale: DLPackArray | None = None,
     kv_dtype: Any = None,
+    shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: DLPackArray | None = None,
@@ -90,7 +91,7 @@ def plan_cached(
 
     Parameters
     ----------
-    q, k, v, lengths, table, offsets_q, k_scale, v_scale, kv_dtype
+    q, k, v, lengths, table, offsets_q, k_scale, v_scale, kv_dtype, shared
         As in `attention_cached`.
     mask, score_mod, bias, sink, scale
         As in `attention_cached`.
@@ -118,7 +119,8 @@ def plan_cached(
         precision=None,
     )
     given = Given(k_scale, v_scale, kv_dtype)
-    call = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given).call
+    request = execute.CachedRequest(q, k, v, options, lengths, table, offsets_q, given, shared)
+    call = request.call
     return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
 
 

@@ -100,9 +100,10 @@ def units_of_cached(call: Call) -> tuple[int, int]:
     """Return the units of work of a call over a cache, and the bytes that it keeps for them."""
     from cupyflash.reference.cpu import decode_launch
 
+    assert call.cache is not None
     lengths = _lengths(call)
     problem = replace(call.problem, len_k=lengths)
-    plan = decode_launch.planned(problem, _programs(call, lengths))
+    plan = decode_launch.planned(problem, _programs(call, lengths), call.cache.shared)
     return len(plan.units), plan.kept * problem.accumulator.itemsize
 
 
@@ -221,6 +222,7 @@ class Cpu:
             out,
             lse,
             _scales(cache.codes),
+            cache.shared,
         )
         return CallResult(visited)
 

@@ -35,14 +35,15 @@ def choose(problem: Problem) -> Plan:
 
 def cached(call: Call) -> Plan:
     """Return the kernel and the tiles of a call over a cache in NumPy arrays."""
-    return Plan(
-        kernel="reference.decode",
-        block_q=MOST_ROWS,
-        block_kv=LEAF,
-        reason=f"a cache in NumPy arrays is read by the Numba kernel for few queries, in leaves of "
-        f"{LEAF} keys, which serve up to {MOST_ROWS} queries of the heads that share them, in "
-        f"{call.problem.accumulator}",
+    why = (
+        f"a cache in NumPy arrays is read by the Numba kernel for few queries, in leaves of {LEAF} "
+        f"keys, which serve up to {MOST_ROWS} queries of the heads that share them, in "
+        f"{call.problem.accumulator}"
     )
+    assert call.cache is not None
+    if call.cache.shared:
+        why += f"; the first {call.cache.shared} positions serve the queries of several entries"
+    return Plan(kernel="reference.decode", block_q=MOST_ROWS, block_kv=LEAF, reason=why)
 
 
 def has_few_queries(problem: Problem) -> bool:

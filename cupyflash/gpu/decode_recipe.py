@@ -83,6 +83,9 @@ def plan(call: Call, facts: Target) -> Plan:
         most = decode.MOST_CACHED_ROWS
         why = f"{other} serves entries whose heads that share keys have more than {most} queries"
         made = replace(made, reason=f"{made.reason}; {why}")
+    if call.cache is not None and call.cache.shared:
+        why = f"each entry reads the first {call.cache.shared} positions by itself"
+        made = replace(made, reason=f"{made.reason}; {why}")
     return made
 
 

@@ -35,6 +35,7 @@ def call(
     offsets_q: Any = None,
     options: Options = DEFAULTS,
     given: codes.Given = codes.NONE,
+    shared: Any = 0,
 ) -> Call:
     """Validate a call over a cache."""
     q = floats(q, "q")
@@ -72,6 +73,7 @@ def call(
         table=table_array(table, batch),
         lengths=lengths_of(lengths, batch, made.capacity),
         codes=held_codes,
+        shared=_shared(shared, made.capacity),
     )
     if made.table is None and k.shape[0] not in (1, batch):
         raise too_few_entries(k, batch)
@@ -215,6 +217,21 @@ def readable(value: Any) -> Array | None:
         return None if cuda_device.is_capturing() else device_arrays.read_back(value)
 
 
+def _shared(value: Any, capacity: int) -> int:
+    """Return how many positions entries share."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ArgumentTypeError(
+            f"shared: got {value!r}; expected an integer, how many positions all batch entries "
+            "share. If some share more than others, pass what all of them share."
+        )
+    if not 0 <= value <= capacity:
+        raise ArgumentError(
+            f"shared: got {int(value)}; expected 0 to {capacity}, because the cache has room for "
+            "no more positions. Entries may be shorter than what they share."
+        )
+    return int(value)
+
+
 def check_pages(cache: Cache, pages: int, new: Array | None = None) -> None:
     """Check the page numbers in use, if they and the lengths can be read.
 
@@ -229,6 +246,8 @@ def check_pages(cache: Cache, pages: int, new: Array | None = None) -> None:
     lengths, page_size = np.broadcast_to(lengths, (len(table),)), cache.page_size
     number = np.arange(table.shape[1])
     is_used = number < -(-lengths[:, None] // page_size)
+    if cache.shared and len(table):
+        is_used = _check_shared_pages(cache, table, lengths, is_used)
     if new is not None:
         is_used &= (new[:, None] > 0) & (number >= ((lengths - new) // page_size)[:, None])
     bad = np.argwhere(is_used & ((table < 0) | (table >= pages)))
@@ -238,6 +257,25 @@ def check_pages(cache: Cache, pages: int, new: Array | None = None) -> None:
             f"table: entry ({b}, {n}) is {int(table[b, n])}, and the cache has {pages} pages; "
             f"expected 0 to {pages - 1} for the pages that lengths says are in use."
         )
+
+
+def _check_shared_pages(cache: Cache, table: Array, lengths: Array, is_used: Array) -> Array:
+    """Return which page numbers are used if entries share pages; compare them if all is checked."""
+    page_size, number = cache.page_size, np.arange(table.shape[1])
+    is_shared = number < cache.shared // page_size
+    if CHECKS_ALL:
+        differs = is_used & is_shared & (table != table[:1])
+        if differs.any():
+            b, n = (int(x) for x in np.argwhere(differs)[0])
+            raise ArgumentError(
+                f"table: entry ({b}, {n}) is {int(table[b, n])} and entry (0, {n}) is "
+                f"{int(table[0, n])}, with shared={cache.shared}; expected the same pages in all "
+                f"batch entries for the first {cache.shared} positions. Pass a smaller shared."
+            )
+    is_used = is_used & ~is_shared
+    most = min(cache.shared, int(lengths.max()))
+    is_used[0] |= number < max(-(-most // page_size), -(-int(lengths[0]) // page_size))
+    return is_used
 
 
 def _refuse_packed_rows(mask: Any) -> None:

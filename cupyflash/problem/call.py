@@ -150,6 +150,8 @@ class Cache:
         Positions of a page; without a table, the capacity.
     codes : Codes or None
         What keys and values mean if they are codes.
+    shared : int
+        Positions, from the first one on, at which all entries have the rows of entry 0.
     """
 
     capacity: int
@@ -157,6 +159,7 @@ class Cache:
     table: Array | None
     page_size: int
     codes: Codes | None = None
+    shared: int = 0
 
 
 @dataclass(frozen=True, eq=False)

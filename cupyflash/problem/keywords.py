@@ -103,6 +103,8 @@ _OTHER_NAMES = {  # names in other libraries, or in other functions of this one
     "score": "say score_mod=",
     "segment_ids": _SEGMENTS,
     "seqused_k": _LENGTHS,
+    "shared": "attention_cached and plan_cached take it",
+    "shared_prefix_len": "attention_cached takes shared, the positions that all entries share",
     "sinks": _SINK,
     "sliding_window": _WINDOW,
     "sm_scale": _SCALE,

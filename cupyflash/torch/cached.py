@@ -32,6 +32,7 @@ def attention_cached(
     *,
     table: torch.Tensor | None = None,
     offsets_q: torch.Tensor | Sequence[int] | None = None,
+    shared: int = 0,
     mask: Mask | torch.Tensor | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     bias: torch.Tensor | None = None,
@@ -59,7 +60,7 @@ def attention_cached(
         The page numbers of each sequence, of int32 or int64.
     offsets_q : torch.Tensor, shape (B + 1,), optional
         Sequence b has the packed queries from ``offsets_q[b]`` to ``offsets_q[b + 1]``.
-    mask, score_mod, bias, sink, scale
+    shared, mask, score_mod, bias, sink, scale
         As in `cupyflash.attention_cached`.
     return_lse : bool
         Return (out, lse) instead of out.
@@ -87,6 +88,7 @@ def attention_cached(
     options = {
         "table": array_of(table),
         "offsets_q": array_of(offsets_q),
+        "shared": shared,
         "mask": array_of(mask),
         "score_mod": score_mod,
         "bias": array_of(bias),

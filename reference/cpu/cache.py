@@ -1,6 +1,7 @@
 """Where the keys and values of a cache are, and a leaf of them as rows that products can read.
 
-Position j of batch entry b is row j of its k and v, or a row of page table[b, j // page].
+Position j of batch entry b is row j of its k and v, or a row of page table[b, j // page]. The first
+positions, which all entries share, are those of entry 0.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ class Cache(NamedTuple):
     table_itemsize: int
     table_batch: int  # bytes
     table_step: int
+    shared: int  # positions
 
 
 _SOURCE = Struct(Source, (INT,) * len(Source._fields))
-CACHE = Struct(Cache, (_SOURCE, _SOURCE, INTS, INTS, *(INT,) * 6))  # the type for kernels
+CACHE = Struct(Cache, (_SOURCE, _SOURCE, INTS, INTS, *(INT,) * 7))  # the type for kernels
 
 
 class Scales(NamedTuple):
@@ -107,16 +109,19 @@ def cache_of(
     itemsize: int,
     lanes: int,
     scales: tuple[Scales, Scales] | None = None,
+    shared: int = 0,
 ) -> Cache:
     """Describe a cache. Without a table, the leading axes of k and of v broadcast to `lead`."""
     of_k, of_v = scales or (None, None)
     keys, values = source_of(k, itemsize, lanes, of_k), source_of(v, itemsize, lanes, of_v)
     if table is None:
         k_places, v_places = (places_of(lead, x.shape[:-3], x.strides[:-3]) for x in (k, v))
-        return Cache(keys, values, k_places, v_places, page_size, 0, 0, 0, 0, 0)
+        return Cache(keys, values, k_places, v_places, page_size, 0, 0, 0, 0, 0, shared)
     batch, step = table.strides
     place, size = address(table), table.itemsize
-    return Cache(keys, values, _NONE, _NONE, page_size, k.shape[0], place, size, batch, step)
+    return Cache(
+        keys, values, _NONE, _NONE, page_size, k.shape[0], place, size, batch, step, shared
+    )  # fmt: skip
 
 
 @helper
@@ -140,15 +145,17 @@ def find_rows(cache, b, h, first, keys, k_rows, v_rows, k_scales, v_scales):
     k, v = cache.k, cache.v
     j = 0
     while j < keys:
-        row, count = first + j, keys - j
+        row, count, owner = first + j, keys - j, b
+        if row < cache.shared:
+            owner, count = 0, min(count, cache.shared - row)
         if cache.table == 0:
-            page = b
-            k_place, v_place = cache.k_places[b], cache.v_places[b]
+            page = owner
+            k_place, v_place = cache.k_places[owner], cache.v_places[owner]
         else:
             number = row // cache.page_size
             row -= number * cache.page_size
             count = min(count, cache.page_size - row)
-            page = page_of(cache, b, number)
+            page = page_of(cache, owner, number)
             k_place, v_place = page * k.page, page * v.page
         k_row = k.address + k_place + h * k.head + row * k.row
         v_row = v.address + v_place + h * v.head + row * v.row

@@ -2,7 +2,7 @@
 
 The sums over keys form a fixed tree (`decode_tasks`). The softmax of a leaf of 64 keys starts anew,
 leaves are merged to nodes, and threads share the nodes. A row of keys or values is read once for
-all heads that share it.
+all heads that share it, and for the queries of several entries that share it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def decode_sizes(shape: Shape, changes: Changes, cache: Cache, top: int) -> Deco
 class DecodeScratch(NamedTuple):
     """What one thread needs to work on units; rows are those of a task's heads and queries."""
 
-    panel: Array  # queries, (rows, width)
+    panel: Array  # queries, (rows, width); rows are those of all tasks of a unit
     s: Array  # scores of a leaf, then weights, (rows, LEAF)
     leaf: Array  # the state of a leaf
     nodes: Array  # a state for each level
@@ -96,6 +96,7 @@ class DecodeScratch(NamedTuple):
     turned: Array  # scores of a head as [key, query]
     symbols: Array
     edges: Array  # of a leaf's keys, see `tile.FIRST`
+    classes: Array  # of a leaf, for each task of a unit
     score_ri: Array
     score_rf: Array
     mask_ri: Array
@@ -118,6 +119,7 @@ def decode_scratch_of(number: types.Type) -> Struct:
             tile,
             vector(types.boolean),
             tile,
+            INTS,
             INTS,
             INTS,
         )
@@ -150,6 +152,7 @@ def decode_scratch(sizes: DecodeSizes, number: np.dtype[Any]) -> DecodeScratch:
         np.empty(across * LEAF if changed else 0, number),
         np.empty(SYMBOL_COUNT, np.int64),
         np.empty(4, np.int64),
+        np.empty(rows, np.int64),
         *make_registers(sizes.score, across, number),
         *make_registers(sizes.mask, across, np.dtype(np.float32)),
         *make_registers(sizes.tile, 1, np.dtype(np.float32)),
@@ -250,17 +253,18 @@ def multiply_seen(s, seen, rows, count, keys, columns, itemsize, states, first):
 
 
 @helper
-def close_nodes(pointer, states, size, rows, columns, c, filled, before, now, level, top):
+def close_nodes(pointer, states, size, rows, columns, c, filled, before, now, top):
     """Merge nodes into their parents, up to level `top`: those that hold `before`, and not `now`.
 
-    Both are nodes of `level`, and `now` is -1 behind the last one.
+    Both are leaves, and `now` is -1 behind the last one.
     """
-    for n in range(level + 1, top):
-        shift = LOG_CHILDREN * (n - level)
+    for n in range(1, top):
+        shift = LOG_CHILDREN * n
         if now >= 0 and before >> shift == now >> shift:
             return
-        add_to_node(pointer, states, size, n + 1, states, size * n, rows, columns, c, filled)
-        filled[n] = 0
+        if filled[n]:
+            add_to_node(pointer, states, size, n + 1, states, size * n, rows, columns, c, filled)
+            filled[n] = 0
 
 
 @helper
@@ -303,55 +307,54 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
 
 
 @helper
-def decode_combine(
-    merge, units, first_unit, count, level, top, kept, place, size, c, nodes, filled, shape, b,
-    head, heads, i0, queries, columns, sink, out, lse,
-):  # fmt: skip
-    """Join the units of a task, and write its out and lse.
+def keep_rows(states, at, rows, first, own, columns, target, place):
+    """Copy the state of some of the rows of a state."""
+    for r in range(own):
+        target[place + r] = states[at + first + r]
+        target[place + own + r] = states[at + rows + first + r]
+    source, result = at + 2 * rows + first * columns, place + 2 * own
+    for n in range(own * columns):
+        target[result + n] = states[source + n]
 
-    A task with several units has `kept` them from `place` on; that of another is in `nodes`.
-    """
-    result, before, none = level, -1, -1
-    if count > 1:
-        result = top
-        filled[:] = 0
-        for n in range(count):
-            index = units[first_unit + n, 1]
-            if before >= 0:
-                close_nodes(
-                    merge, nodes, size, heads * queries, columns, c, filled, before, index, level,
-                    top,
-                )  # fmt: skip
-            before = index
-            add_to_node(
-                merge, nodes, size, level + 1, kept, place + n * size, heads * queries, columns, c,
-                filled,
-            )  # fmt: skip
-        close_nodes(
-            merge, nodes, size, heads * queries, columns, c, filled, before, none, level, top
-        )
-    finish_task(shape, b, head, heads, i0, queries, nodes, size * result, columns, sink, out, lse)
+
+@helper
+def decode_combine(
+    merge, parts, first_part, count, top, kept, place, size, c, nodes, filled, shape, b, head,
+    heads, i0, queries, columns, sink, out, lse,
+):  # fmt: skip
+    """Join the parts of a task, `kept` from `place` on, and write its out and lse."""
+    before, none = np.int64(-1), np.int64(-1)
+    rows = heads * queries
+    filled[:] = 0
+    for n in range(count):
+        leaf, level = parts[first_part + n, 0], parts[first_part + n, 1]
+        if before >= 0:
+            close_nodes(merge, nodes, size, rows, columns, c, filled, before, leaf, top)
+        before = leaf
+        add_to_node(merge, nodes, size, level + 1, kept, place + n * size, rows, columns, c, filled)
+    close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, top)
+    finish_task(shape, b, head, heads, i0, queries, nodes, size * top, columns, sink, out, lse)
 
 
 @takes(
     lambda number: (
-        INT, INT, INT, INTS, TABLE, TABLE, INT, INT, shape_of(number), CHANGES, INT, CACHE, ROWS,
-        vector(number), vector(number), ROWS, ROWS, INTS, decode_scratch_of(number),
+        INT, INT, INT, INTS, TABLE, TABLE, TABLE, TABLE, INT, shape_of(number), CHANGES, INT, CACHE,
+        ROWS, vector(number), vector(number), ROWS, ROWS, INTS, decode_scratch_of(number),
     )
 )  # fmt: skip
 @kernel
 def decode(
-    first, last, most_leaves, counters, tasks, units, level, top, shape, changes, merge, cache, q,
-    sink, kept, out, lse, visited, scratch,
+    first, last, most_leaves, counters, tasks, parts, units, members, top, shape, changes, merge,
+    cache, q, sink, kept, out, lse, visited, scratch,
 ):  # fmt: skip
     """Compute units that nobody has taken, until none is left.
 
     A call returns early when ``(last - first) * most_leaves`` leaves are done. Who finishes a
-    task's last unit finishes the task. `tasks` and `units` are what `decode_tasks` makes, `level`
-    is the units', and a node of level `top` has all keys. `merge` is the kernel's address. ``kept``
-    has a place for each unit of tasks that have several. ``counters[0]`` counts the units that were
-    taken, ``counters[1 + n]`` the finished units of task n, and ``visited[n]`` the leaves of unit n
-    that were not EMPTY.
+    task's last part finishes the task. `tasks`, `parts`, `units` and `members` are what
+    `decode_tasks` makes, and a node of level `top` has all keys. `merge` is the kernel's address.
+    ``kept`` has a place for each part of tasks that have several. ``counters[0]`` counts the units
+    that were taken, ``counters[1 + n]`` the finished parts of task n, and ``visited[n]`` the leaves
+    of unit n that were not EMPTY, for each of its tasks.
     """
     itemsize, lanes = shape.itemsize, shape.lanes_per_vector
     like = sink.dtype.type(0)
@@ -360,7 +363,7 @@ def decode(
     across = padded(shape.block_q, lanes)
     panel, s, leaf, nodes = scratch.panel, scratch.s, scratch.leaf, scratch.nodes
     filled, part, symbols = scratch.filled, scratch.part, scratch.symbols
-    edges = scratch.edges
+    edges, classes = scratch.edges, scratch.classes
     k_rows, v_rows, next_rows = scratch.k_rows, scratch.v_rows, scratch.next_rows
     k_scales, v_scales = scratch.k_scales, scratch.v_scales
     seen, turned = scratch.seen, scratch.turned
@@ -375,33 +378,44 @@ def decode(
         unit = arrive(first_address(counters))
         if unit >= units.shape[0]:
             break
-        task, leaf_begin, leaf_end = units[unit, 0], units[unit, 2], units[unit, 3]
+        first_member, several = units[unit, 0], units[unit, 1]
+        leaf_begin, leaf_end, level = units[unit, 2], units[unit, 3], units[unit, 4]
+        task = members[first_member, 0]
+        # The tasks of a unit differ in their entries and first queries.
         b, h_kv, head, heads = tasks[task, 0], tasks[task, 1], tasks[task, 2], tasks[task, 3]
-        i0, queries = tasks[task, 4], tasks[task, 5]
-        first_unit, count, place = tasks[task, 6], tasks[task, 7], tasks[task, 8]
-        rows = heads * queries
+        queries = tasks[task, 5]
+        own = heads * queries
+        rows = several * own
         size = state_size(rows, columns)
         # 1 load q
-        if loaded != task:
-            load_queries(q, shape, b, head, heads, i0, queries, width, panel)
-            loaded = task
+        if several > 1 or loaded != task:
+            for x in range(several):
+                task = members[first_member + x, 0]
+                load_queries(
+                    q, shape, tasks[task, 0], head, heads, tasks[task, 4], queries, width,
+                    panel[x * own * width :],
+                )  # fmt: skip
+            loaded = task if several == 1 else -1
         filled[:] = 0
         before = none
-        leaves += max(leaf_end - leaf_begin, 1)
+        leaves += max(leaf_end - leaf_begin, 1) * several
         for n in range(leaf_begin, leaf_end):
             j0 = n * LEAF
             keys = min(LEAF, shape.len_k[b] - j0)
-            leaf_class = class_of_leaf(
-                shape, changes, symbols, b, head, heads, i0, queries, j0, keys, edges,
-                scratch.tile_ri, scratch.tile_rf,
-            )  # fmt: skip
-            if leaf_class == EMPTY:
+            looked_at, partial = 0, False
+            for x in range(several):
+                task = members[first_member + x, 0]
+                classes[x] = class_of_leaf(
+                    shape, changes, symbols, tasks[task, 0], head, heads, tasks[task, 4], queries,
+                    j0, keys, edges, scratch.tile_ri, scratch.tile_rf,
+                )  # fmt: skip
+                looked_at += classes[x] != EMPTY
+                partial |= classes[x] != FULL
+            if looked_at == 0:
                 continue
-            visited[unit] += 1
+            visited[unit] += looked_at
             if before >= 0:
-                close_nodes(
-                    merge, nodes, size, rows, columns, c, filled, before, n, leaf_level, level
-                )
+                close_nodes(merge, nodes, size, rows, columns, c, filled, before, n, level)
             before = np.int64(n)
 
             # 2 scores
@@ -416,14 +430,21 @@ def decode(
                 shape.scale, first_address(panel), width, first_address(k_rows), first_address(s),
                 LEAF, rows, keys, width, itemsize, first_address(v_rows), value_size,
             )  # fmt: skip
-            if has_score or leaf_class == PARTIAL:
+            if has_score or partial:
                 look_at_all(edges, keys)
-                for x in range(heads):
-                    block = s[x * queries * LEAF : (x + 1) * queries * LEAF]
+                for x in range(several * heads):
+                    member, block = x // heads, s[x * queries * LEAF : (x + 1) * queries * LEAF]
+                    if classes[member] == EMPTY:
+                        block[:] = -math.inf
+                        continue
+                    task = members[first_member + member, 0]
                     for i in range(queries):
                         for j in range(keys):
                             turned[j * across + i] = block[i * LEAF + j]
-                    describe_tile(symbols, shape, b, head + x, i0, queries, j0, keys)
+                    describe_tile(
+                        symbols, shape, tasks[task, 0], head + x - member * heads, tasks[task, 4],
+                        queries, j0, keys,
+                    )  # fmt: skip
                     # 3 score mod
                     if has_score:
                         apply_score(
@@ -431,7 +452,7 @@ def decode(
                             turned, turned, scratch.score_ri, scratch.score_rf,
                         )  # fmt: skip
                     # 4 mask
-                    if leaf_class == PARTIAL:
+                    if classes[member] == PARTIAL:
                         apply_mask(
                             changes, symbols, queries, edges, across, turned, scratch.mask_ri,
                             scratch.mask_rf,
@@ -443,7 +464,7 @@ def decode(
                 for j in range(keys, LEAF):
                     s[r * LEAF + j] = -math.inf
             hidden = 0
-            if has_score or leaf_class == PARTIAL:
+            if has_score or partial:
                 for r in range(rows):
                     for j in range(keys):
                         seen[r * LEAF + j] = s[r * LEAF + j] != -math.inf
@@ -465,18 +486,28 @@ def decode(
             # The leaf joins its node: merges stand for step 6.
             add_to_node(merge, nodes, size, leaf_level + 1, leaf, start, rows, columns, c, filled)
         if before >= 0:
-            close_nodes(
-                merge, nodes, size, rows, columns, c, filled, before, none, leaf_level, level
-            )
+            close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, level)
         else:
             clear(nodes, size * level, rows)
-        if count > 1:
-            at = place + (unit - first_unit) * size
-            for n in range(size):
-                kept[at + n] = nodes[size * level + n]
-            if arrive(first_address(counters) + 8 * (1 + task)) != count - 1:
-                continue
-        decode_combine(
-            merge, units, first_unit, count, level, top, kept, place, size, c, nodes, filled, shape,
-            b, head, heads, i0, queries, columns, sink, out, lse,
-        )  # fmt: skip
+        # Whoever finishes a task needs the scratch, so all parts are kept before.
+        own_size = state_size(own, columns)
+        for x in range(several):
+            task, number = members[first_member + x, 0], members[first_member + x, 1]
+            if tasks[task, 7] > 1:
+                place = tasks[task, 8] + (number - tasks[task, 6]) * own_size
+                keep_rows(nodes, size * level, rows, x * own, own, columns, kept, place)
+            else:
+                keep_rows(nodes, size * level, rows, x * own, own, columns, leaf, start)
+                finish_task(
+                    shape, tasks[task, 0], head, heads, tasks[task, 4], queries, leaf, start,
+                    columns, sink, out, lse,
+                )  # fmt: skip
+        for x in range(several):
+            task = members[first_member + x, 0]
+            count = tasks[task, 7]
+            if count > 1 and arrive(first_address(counters) + 8 * (1 + task)) == count - 1:
+                decode_combine(
+                    merge, parts, tasks[task, 6], count, top, kept, tasks[task, 8], own_size, c,
+                    nodes, filled, shape, tasks[task, 0], head, heads, tasks[task, 4], queries,
+                    columns, sink, out, lse,
+                )  # fmt: skip

@@ -22,16 +22,16 @@ from .threads import num_threads, parallel
 MOST_PRODUCTS = 2**28
 
 
-def planned(problem: Problem, programs: Programs) -> Schedule:
+def planned(problem: Problem, programs: Programs, shared: int) -> Schedule:
     """Return the schedule of a call, whose arguments are as in `decode`."""
     layout = Layout(problem, MOST_ROWS, LEAF)
-    return _planned(layout, layout.key_ranges(programs.ranges))
+    return _planned(layout, layout.key_ranges(programs.ranges), shared)
 
 
-def _planned(layout: Layout, ranges: KeyRanges) -> Schedule:
+def _planned(layout: Layout, ranges: KeyRanges, shared: int) -> Schedule:
     columns = round_up(layout.shape.d_v, layout.lanes)
     heads_kv = layout.problem.heads_kv
-    return schedule(layout.shape, heads_kv, ranges, columns, num_threads())
+    return schedule(layout.shape, heads_kv, ranges, columns, num_threads(), shared)
 
 
 @QUIET
@@ -47,11 +47,13 @@ def decode(
     out: Array,
     lse: Array,
     scales: tuple[Scales, Scales] | None = None,
+    shared: int = 0,
 ) -> int:
     """Write out and lse; return how many leaves were visited (not EMPTY).
 
     The lengths of keys in `problem` are those that the cache holds, one for each batch entry, and
-    `k` and `v` are the cache's arrays. If they are codes, `scales` say what these mean.
+    `k` and `v` are the cache's arrays. If they are codes, `scales` say what these mean. The first
+    `shared` positions of all entries are those of entry 0.
     """
     number = problem.accumulator
     called = called_kernels(problem, programs, False)
@@ -66,8 +68,10 @@ def decode(
     lse_made = layout.result(lse[..., None], scratch)
     q_rows, out_rows, lse_rows = (layout.rows(x) for x in (q_read, out_made, lse_made))
     changes = changes_of(layout, programs, pointers, careful=False)
-    cache = cache_of(k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales)
-    plan = _planned(layout, changes.ranges)
+    cache = cache_of(
+        k, v, table, page_size, problem.lead, layout.itemsize, layout.lanes, scales, shared
+    )
+    plan = _planned(layout, changes.ranges, shared)
     kept = np.empty(plan.kept, number)
     counters = np.zeros(1 + len(plan.tasks), np.int64)
     visited = np.zeros(len(plan.units), np.int64)
@@ -80,8 +84,9 @@ def decode(
             most_leaves,
             counters,
             plan.tasks,
+            plan.parts,
             plan.units,
-            plan.level,
+            plan.members,
             plan.top,
             shape,
             changes,

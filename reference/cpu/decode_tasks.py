@@ -2,10 +2,13 @@
 
 The keys of an entry are leaves of 64 keys at absolute positions, and 8 neighbouring nodes are one
 node of the next level; this tree does not depend on anything else in the call. A task is a block of
-rows, the queries of heads that share a key head, and its units are the nodes of one level that
-contain visible leaves. The level depends on the amount of work: its nodes have 512 keys, or more if
-that still occupies all threads, so that fewer results are kept. No bit of a result depends on the
-level.
+rows, the queries of heads that share a key head, and its parts are nodes that contain its visible
+leaves. Their level depends on the amount of work: nodes of 512 keys, or more if that still occupies
+all threads, so that fewer results are kept.
+
+A unit is what a thread takes: a part of a task, or of several tasks that have the same keys there,
+because their entries share the first leaves. Where a node has shared leaves and others, its parts
+are smaller nodes. No bit of a result depends on parts and units.
 """
 
 from __future__ import annotations
@@ -21,80 +24,172 @@ Array = np.ndarray[Any, Any]
 
 LEAF, LOG_LEAF, LOG_CHILDREN = 64, 6, 3
 MOST_ROWS = 32
-MOST_UNITS = 64  # units for each thread, if tasks have several
+MOST_UNITS = 64  # units for each thread, if tasks have several parts
 
 
 class Schedule(NamedTuple):
-    """Tasks and their units of one level, as tables for the kernel.
+    """Tasks, their parts, and units, as tables for the kernel.
 
     Attributes
     ----------
     tasks : array
-        (T, 9): batch entry, key head, first head, heads, first query, queries, first unit, units,
-        and the first element of its units' kept results.
+        (T, 9): batch entry, key head, first head, heads, first query, queries, first part, parts,
+        and the first element of its parts' kept results.
+    parts : array
+        (P, 2): the first leaf of its node, and the node's level. Those of a task follow each other.
     units : array
-        (U, 4): task, node, first leaf, and the leaf after the last one.
-    level, top : int
-        The level of units, and a level whose first node has all keys.
+        (U, 5): first member, members, first leaf, the leaf after the last one, and the level at
+        which the kernel has the result.
+    members : array
+        (P, 2): the task and the part of each member. Those of a unit follow each other.
+    top : int
+        A level whose first node has all keys.
     kept : int
-        Number of elements that are kept for units of tasks with several units.
+        Number of elements that are kept for parts of tasks with several parts.
     leaves : int
-        Number of leaves of all units, one at least for each.
+        Number of leaves of all parts, one at least for each.
     """
 
     tasks: Array
+    parts: Array
     units: Array
-    level: int
+    members: Array
     top: int
     kept: int
     leaves: int
 
 
+class _Parts(NamedTuple):
+    """Parts of tasks, in the order of tasks and keys."""
+
+    task: Array
+    level: Array
+    node: Array  # its first leaf, visible or not
+    begin: Array  # visible leaves
+    end: Array
+
+
 def schedule(
-    shape: Shape, heads_kv: int, ranges: KeyRanges, columns: int, threads: int
+    shape: Shape, heads_kv: int, ranges: KeyRanges, columns: int, threads: int, shared: int = 0
 ) -> Schedule:
-    """Divide a call; a row has `columns` columns of o."""
+    """Divide a call; a row has `columns` columns of o. Entries share `shared` positions."""
     sizes = shape.group, heads_kv, columns, MOST_UNITS * threads
+    if len(shape.len_k) == 1:
+        shared = 0
     if not ranges.low.size:
-        return _of_lengths(shape.len_q.tobytes(), shape.len_k.tobytes(), *sizes)
+        return _of_lengths(shape.len_q.tobytes(), shape.len_k.tobytes(), *sizes, shared)
     rows = _tasks(shape.len_q, shape.group, heads_kv)
-    return _divided(rows, *_leaves(shape, rows, ranges), *sizes[2:])
+    ends = _leaves(shape, rows, ranges)
+    return _divided(rows, *ends, _shared_leaves(rows, shape.len_k, shared), *sizes[2:])
 
 
 @functools.lru_cache(maxsize=4)  # all layers of a model have the same lengths in a step
 def _of_lengths(
-    len_q: bytes, len_k: bytes, group: int, heads_kv: int, columns: int, most_units: int
+    len_q: bytes,
+    len_k: bytes,
+    group: int,
+    heads_kv: int,
+    columns: int,
+    most_units: int,
+    shared: int,
 ) -> Schedule:
     """Divide a call whose queries see all keys."""
-    rows = _tasks(np.frombuffer(len_q, np.int64), group, heads_kv)
-    last = (np.frombuffer(len_k, np.int64)[rows[:, 0]] + LEAF - 1) >> LOG_LEAF
-    return _divided(rows, np.zeros_like(last), last, columns, most_units)
+    rows, lengths = _tasks(np.frombuffer(len_q, np.int64), group, heads_kv), len_k
+    held = np.frombuffer(lengths, np.int64)
+    last = (held[rows[:, 0]] + LEAF - 1) >> LOG_LEAF
+    edge = _shared_leaves(rows, held, shared)
+    return _divided(rows, np.zeros_like(last), last, edge, columns, most_units)
 
 
-def _divided(rows: Array, first: Array, last: Array, columns: int, most_units: int) -> Schedule:
-    """Choose the units' level, and list them."""
+def _shared_leaves(rows: Array, len_k: Array, shared: int) -> Array:
+    """Return how many leaves of each task others may have, too: none, if it has too many rows."""
+    fits = 2 * rows[:, 3] * rows[:, 5] <= MOST_ROWS
+    return np.where(fits, np.minimum(len_k[rows[:, 0]], shared) >> LOG_LEAF, 0)
+
+
+def _divided(
+    rows: Array, first: Array, last: Array, edge: Array, columns: int, most_units: int
+) -> Schedule:
+    """Choose the parts' level, and list parts and units; leaves before `edge` are shared."""
     top = max(-(-((int(last.max(initial=1)) - 1).bit_length()) // LOG_CHILDREN), 1)
+    own = rows[:, 3] * rows[:, 5]
+    most_members = MOST_ROWS // np.maximum(own, 1)
     for level in range(1, top + 1):
-        # A task without a visible leaf has a unit, too.
-        counts = np.maximum((last - 1 >> LOG_CHILDREN * level) - (first >> LOG_CHILDREN * level), 0)
-        counts += 1
-        several = np.where(counts > 1, counts, 0)
-        if several.sum() <= most_units:
+        parts = _parts(first, last, edge, level)
+        counts = np.bincount(parts.task, minlength=len(rows))
+        is_shared = parts.end <= edge[parts.task]
+        is_shared &= parts.begin < parts.end
+        several = counts[parts.task] > 1
+        units = np.where(is_shared, 1 / most_members[parts.task], 1.0)
+        if units[several].sum() <= most_units:
             break
-    shift = LOG_CHILDREN * level
-    first_unit = np.cumsum(counts) - counts
-    units = np.empty((int(counts.sum()), 4), np.int64)
-    units[:, 0] = task = np.repeat(np.arange(len(rows)), counts)
-    begin = first[task]
-    units[:, 1] = node = np.arange(len(task)) + ((first >> shift) - first_unit)[task]
-    units[:, 2] = np.maximum(node << shift, begin)
-    units[:, 3] = np.minimum((node + 1) << shift, last[task])
-    sizes = several * rows[:, 3] * rows[:, 5] * (2 + columns)
+    sizes = np.where(counts > 1, counts, 0) * own * (2 + columns)
     tasks = np.empty((len(rows), 9), np.int64)
     tasks[:, :6] = rows
-    tasks[:, 6], tasks[:, 7], tasks[:, 8] = first_unit, counts, np.cumsum(sizes) - sizes
-    leaves = np.maximum(units[:, 3] - units[:, 2], 1)
-    return Schedule(tasks, units, level, top, int(sizes.sum()), int(leaves.sum()))
+    tasks[:, 6], tasks[:, 7] = np.cumsum(counts) - counts, counts
+    tasks[:, 8] = np.cumsum(sizes) - sizes
+    order, first_members = _members(rows, parts, is_shared, most_members)
+    members = np.stack([parts.task[order], order], axis=1)
+    units = np.empty((len(first_members), 5), np.int64)
+    leader = order[first_members]
+    units[:, 0] = first_members
+    units[:, 1] = np.diff(np.append(first_members, len(order)))
+    units[:, 2], units[:, 3] = parts.begin[leader], parts.end[leader]
+    units[:, 4] = np.maximum(parts.level[leader], 1)
+    leaves = np.maximum(parts.end - parts.begin, 1)
+    nodes = np.stack([parts.node, parts.level], axis=1)
+    return Schedule(tasks, nodes, units, members, top, int(sizes.sum()), int(leaves.sum()))
+
+
+def _parts(first: Array, last: Array, edge: Array, level: int) -> _Parts:
+    """Cut visible leaves into nodes of a level, and smaller ones where shared leaves end."""
+    task, low, high = np.arange(len(first)), first, last
+    made = []
+    for size in range(level, -1, -1):
+        shift = LOG_CHILDREN * size
+        counts = (np.maximum(high - 1, low) >> shift) - (low >> shift) + 1
+        owner = np.repeat(np.arange(len(task)), counts)
+        node = np.arange(len(owner)) + ((low >> shift) - (np.cumsum(counts) - counts))[owner]
+        begin = np.maximum(node << shift, low[owner])
+        end = np.minimum((node + 1) << shift, high[owner])
+        of_task = task[owner]
+        is_cut = (begin < edge[of_task]) & (edge[of_task] < end)
+        found = _Parts(of_task, np.full(len(node), size), node << shift, begin, end)
+        if not is_cut.any():
+            made.append(found)
+            break
+        made.append(_Parts(*(x[~is_cut] for x in found)))
+        task, low, high = of_task[is_cut], begin[is_cut], end[is_cut]
+    if len(made) == 1:
+        return made[0]
+    joined = _Parts(*(np.concatenate(each) for each in zip(*made, strict=True)))
+    order = np.lexsort((joined.begin, joined.task))
+    return _Parts(*(x[order] for x in joined))
+
+
+def _members(
+    rows: Array, parts: _Parts, is_shared: Array, most_members: Array
+) -> tuple[Array, Array]:
+    """Return the order of parts in which those of a unit follow each other, and where units begin.
+
+    Parts of several tasks are one unit if they have the same leaves, the same heads and as many
+    queries.
+    """
+    count = len(parts.task)
+    if not is_shared.any():
+        return np.arange(count), np.arange(count)
+    shared, rest = np.flatnonzero(is_shared), np.flatnonzero(~is_shared)
+    task = parts.task[shared]
+    alike = (*rows[task][:, [1, 2, 3, 5]].T, parts.level[shared], parts.begin[shared])
+    alike += (parts.end[shared],)
+    order = np.lexsort((task, *alike[::-1]))
+    keys = np.stack(alike)[:, order]
+    is_new = np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0))
+    place = np.arange(len(order))
+    rank = place - np.maximum.accumulate(np.where(is_new, place, 0))
+    begins = np.flatnonzero(rank % most_members[task[order]] == 0)
+    behind = len(shared) + np.arange(len(rest))
+    return np.concatenate([shared[order], rest]), np.concatenate([begins, behind])
 
 
 def _tasks(len_q: Array, group: int, heads_kv: int) -> Array:

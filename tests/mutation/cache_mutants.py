@@ -384,8 +384,8 @@ ON_A_CPU = {
     ),
     "masks of the query behind": Fault(
         DECODE_CPU,
-        "describe_tile(symbols, shape, b, head + x, i0, queries, j0, keys)",
-        "describe_tile(symbols, shape, b, head + x, i0 + 1, queries, j0, keys)",
+        "head + x - member * heads, tasks[task, 4],",
+        "head + x - member * heads, tasks[task, 4] + 1,",
         BOUND,
         "float32",
     ),
@@ -397,10 +397,10 @@ ON_A_CPU = {
     ),
     "the last fold runs backwards": Fault(
         DECODE_CPU,
-        """        for n in range(count):
-            index = units""",
-        """        for n in range(count - 1, -1, -1):
-            index = units""",
+        """    for n in range(count):
+        leaf, level = parts""",
+        """    for n in range(count - 1, -1, -1):
+        leaf, level = parts""",
         BITS,
     ),
     "nodes are never closed": Fault(
@@ -411,8 +411,8 @@ ON_A_CPU = {
     ),
     "nobody is the last": Fault(
         DECODE_CPU,
-        "!= count - 1:",
-        "!= count:",
+        "== count - 1:",
+        "== count:",
         CACHED + "many_levels_of_nodes",
     ),
     "a sink for every unit": Fault(

@@ -1,0 +1,77 @@
+"""Faults of positions that entries of a cache share, on the CPU, each with the test that is for it.
+
+See `cache_mutants` for what a fault is.
+"""
+
+from __future__ import annotations
+
+from .cache_mutants import CACHE_CPU, DECODE_CPU, TASKS_CPU, Fault
+
+SHARED = "cpu/test_cached_shared.py::test_"
+BITS, DIVIDED = SHARED + "sharing_changes_no_bit", SHARED + "the_schedule_changes_no_bit"
+CHECKED = "cupyflash/problem/cached.py"
+
+_FAULTS = {
+    "every entry reads its own pages": Fault(
+        CACHE_CPU,
+        "owner, count = 0, min(count, cache.shared - row)",
+        "owner, count = b, min(count, cache.shared - row)",
+        BITS,
+    ),
+    "rows behind the shared ones are those of entry 0": Fault(
+        CACHE_CPU,
+        "owner, count = 0, min(count, cache.shared - row)",
+        "owner, count = 0, count",
+        BITS,
+    ),
+    "masks of the first entry of a unit": Fault(
+        DECODE_CPU,
+        "symbols, shape, tasks[task, 0], head + x - member * heads",
+        "symbols, shape, b, head + x - member * heads",
+        BITS,
+    ),
+    "classes of the first entry of a unit": Fault(
+        DECODE_CPU,
+        "shape, changes, symbols, tasks[task, 0], head, heads",
+        "shape, changes, symbols, b, head, heads",
+        BITS,
+    ),
+    "queries of the first entry of a unit": Fault(
+        DECODE_CPU,
+        "q, shape, tasks[task, 0], head, heads",
+        "q, shape, b, head, heads",
+        BITS,
+    ),
+    "queries of an earlier unit are still there": Fault(
+        DECODE_CPU,
+        "if several > 1 or loaded != task:",
+        "if loaded != task:",
+        DIVIDED,
+    ),
+    "rows of the first entry are kept": Fault(
+        DECODE_CPU,
+        "source, result = at + 2 * rows + first * columns",
+        "source, result = at + 2 * rows",
+        BITS,
+    ),
+    "nodes without keys join": Fault(
+        DECODE_CPU, "        if filled[n]:\n", "        if True:\n", BITS
+    ),
+    "parts are leaves": Fault(
+        DECODE_CPU, "nodes, size, level + 1, kept", "nodes, size, 1, kept", DIVIDED
+    ),
+    "a leaf that is shared in part": Fault(
+        TASKS_CPU,
+        "shared) >> LOG_LEAF, 0)",
+        "shared) + LEAF - 1 >> LOG_LEAF, 0)",
+        BITS,
+    ),
+    "units of parts that end elsewhere": Fault(
+        TASKS_CPU, "    alike += (parts.end[shared],)\n", "", DIVIDED
+    ),
+    "page numbers that are not read are checked": Fault(
+        CHECKED, "is_used = is_used & ~is_shared", "is_used = is_used.copy()", BITS
+    ),
+}
+
+FAULTS = {f"cpu: {name}": fault for name, fault in _FAULTS.items()}
