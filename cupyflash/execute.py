@@ -128,15 +128,23 @@ class CachedRequest(Request):
         """
         if not self._on_device or not is_device_array(self._lengths) or cached_calls.CHECKS_ALL:
             return None
-        named = {"q": self._q, "k": self._k, "v": self._v, **read, "lengths": self._lengths}
-        named |= {"table": self._table, "offsets_q": self._offsets_q}
-        codes, shared = self._codes, self._shared
-        named |= {"k_scale": codes.k_scale, "v_scale": codes.v_scale}
-        kind += codes.kind
-        if shared != 0 or type(shared) is not int:
-            if type(shared) is not int:
-                return None
-            kind += f" with {shared} shared"
+        k_scale, v_scale, _ = self._codes
+        named = {
+            "q": self._q,
+            "k": self._k,
+            "v": self._v,
+            "lengths": self._lengths,
+            "table": self._table,
+            "offsets_q": self._offsets_q,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            **read,
+        }
+        kind += self._codes.kind
+        if type(self._shared) is not int:
+            return None  # it may be wrong
+        if self._shared:
+            kind += f" with {self._shared} shared"
         return launch_cache.signature(kind, named, self._options, written)
 
 

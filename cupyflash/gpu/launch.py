@@ -117,7 +117,11 @@ class CompiledRecipe:
 
         Returns the owner of its scratch memory, which a captured graph needs as long as it exists.
         """
-        taken = self._take_scratch(addresses, workspace)
+        taken = None
+        if workspace is None:
+            taken = self._take_scratch(addresses, None)
+        else:
+            self._divide(addresses, device_arrays.address(workspace))
         stream = self.queue.pointer()
         for launch in self.launches:
             launch.start(addresses, stream)
@@ -144,14 +148,19 @@ class CompiledRecipe:
 
         The queue must be open, and `needs_arrays` False.
         """
+        self._divide(addresses, workspace)
+        for name, size, _ in self.scratch:
+            if name == "dq_accum":
+                self.queue.memset(addresses[name], 0, size, stream)
+        for launch in self.launches:
+            launch.start(addresses, stream)
+
+    def _divide(self, addresses: Addresses, workspace: int) -> None:
+        """Note where scratch lies in a workspace."""
         begin = _rounded(workspace)
         for name, size, _ in self.scratch:
             addresses[name] = begin
-            if name == "dq_accum":
-                self.queue.memset(begin, 0, size, stream)
             begin += _rounded(size)
-        for launch in self.launches:
-            launch.start(addresses, stream)
 
     def _take_scratch(
         self, addresses: Addresses, workspace: Array | None

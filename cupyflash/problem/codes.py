@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +19,7 @@ _HOW = (
 )
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """What a call says of codes, as users pass it."""
 
     k_scale: Any = None

@@ -17,11 +17,12 @@ from numba.extending import intrinsic
 
 from .arguments import CHANGES, Changes, Registers, Shape, registers_of, shape_of
 from .cache import CACHE, Cache, find_rows, load_rows, row_size
-from .decode_tasks import LEAF, LOG_CHILDREN
+from .decode_nodes import add_to_node, close_nodes, keep_rows
+from .decode_tasks import LEAF
 from .elementary import exp2
 from .jit import INT, INTS, TABLE, helper, kernel, takes, vector, whole_rows
 from .memory import ROWS, first_address, load, row_address, store
-from .merge import call_merge, clear, fma, size_of_state, state_size
+from .merge import clear, fma, size_of_state, state_size
 from .microkernel import padded, round_up
 from .rows_product import multiply_keys, multiply_values
 from .structs import Struct
@@ -253,30 +254,6 @@ def multiply_seen(s, seen, rows, count, keys, columns, itemsize, states, first):
 
 
 @helper
-def close_nodes(pointer, states, size, rows, columns, c, filled, before, now, top):
-    """Merge nodes into their parents, up to level `top`: those that hold `before`, and not `now`.
-
-    Both are leaves, and `now` is -1 behind the last one.
-    """
-    for n in range(1, top):
-        shift = LOG_CHILDREN * n
-        if now >= 0 and before >> shift == now >> shift:
-            return
-        if filled[n]:
-            add_to_node(pointer, states, size, n + 1, states, size * n, rows, columns, c, filled)
-            filled[n] = 0
-
-
-@helper
-def add_to_node(pointer, states, size, level, others, at, rows, columns, c, filled):
-    """Merge a state into the node of a level."""
-    if not filled[level]:
-        clear(states, size * level, rows)
-        filled[level] = 1
-    call_merge(pointer, (states, size * level, others, at, rows, columns, c))
-
-
-@helper
 def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, out, lse):
     """Write out and lse of a task whose state is complete."""
     zero, one = sink.dtype.type(0), sink.dtype.type(1)
@@ -307,17 +284,6 @@ def finish_task(shape, b, head, heads, i0, queries, states, at, columns, sink, o
 
 
 @helper
-def keep_rows(states, at, rows, first, own, columns, target, place):
-    """Copy the state of some of the rows of a state."""
-    for r in range(own):
-        target[place + r] = states[at + first + r]
-        target[place + own + r] = states[at + rows + first + r]
-    source, result = at + 2 * rows + first * columns, place + 2 * own
-    for n in range(own * columns):
-        target[result + n] = states[source + n]
-
-
-@helper
 def decode_combine(
     merge, parts, first_part, count, top, kept, place, size, c, nodes, filled, shape, b, head,
     heads, i0, queries, columns, sink, out, lse,
@@ -327,11 +293,11 @@ def decode_combine(
     rows = heads * queries
     filled[:] = 0
     for n in range(count):
-        leaf, level = parts[first_part + n, 0], parts[first_part + n, 1]
+        leaf, above = parts[first_part + n, 0], min(parts[first_part + n, 1] + 1, top)
         if before >= 0:
             close_nodes(merge, nodes, size, rows, columns, c, filled, before, leaf, top)
         before = leaf
-        add_to_node(merge, nodes, size, level + 1, kept, place + n * size, rows, columns, c, filled)
+        add_to_node(merge, nodes, size, above, kept, place + n * size, rows, columns, c, filled)
     close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, top)
     finish_task(shape, b, head, heads, i0, queries, nodes, size * top, columns, sink, out, lse)
 
@@ -352,9 +318,9 @@ def decode(
     A call returns early when ``(last - first) * most_leaves`` leaves are done. Who finishes a
     task's last part finishes the task. `tasks`, `parts`, `units` and `members` are what
     `decode_tasks` makes, and a node of level `top` has all keys. `merge` is the kernel's address.
-    ``kept`` has a place for each part of tasks that have several. ``counters[0]`` counts the units
-    that were taken, ``counters[1 + n]`` the finished parts of task n, and ``visited[n]`` the leaves
-    of unit n that were not EMPTY, for each of its tasks.
+    ``kept`` has a place for each part. ``counters[0]`` counts the units that were taken,
+    ``counters[1 + n]`` the finished parts of task n, and ``visited[n]`` the leaves of unit n that
+    were not EMPTY, for each of its tasks.
     """
     itemsize, lanes = shape.itemsize, shape.lanes_per_vector
     like = sink.dtype.type(0)
@@ -493,19 +459,12 @@ def decode(
         own_size = state_size(own, columns)
         for x in range(several):
             task, number = members[first_member + x, 0], members[first_member + x, 1]
-            if tasks[task, 7] > 1:
-                place = tasks[task, 8] + (number - tasks[task, 6]) * own_size
-                keep_rows(nodes, size * level, rows, x * own, own, columns, kept, place)
-            else:
-                keep_rows(nodes, size * level, rows, x * own, own, columns, leaf, start)
-                finish_task(
-                    shape, tasks[task, 0], head, heads, tasks[task, 4], queries, leaf, start,
-                    columns, sink, out, lse,
-                )  # fmt: skip
+            place = tasks[task, 8] + (number - tasks[task, 6]) * own_size
+            keep_rows(nodes, size * level, rows, x * own, own, columns, kept, place)
         for x in range(several):
             task = members[first_member + x, 0]
             count = tasks[task, 7]
-            if count > 1 and arrive(first_address(counters) + 8 * (1 + task)) == count - 1:
+            if arrive(first_address(counters) + 8 * (1 + task)) == count - 1:
                 decode_combine(
                     merge, parts, tasks[task, 6], count, top, kept, tasks[task, 8], own_size, c,
                     nodes, filled, shape, tasks[task, 0], head, heads, tasks[task, 4], queries,

@@ -45,7 +45,7 @@ class Schedule(NamedTuple):
     top : int
         A level whose first node has all keys.
     kept : int
-        Number of elements that are kept for parts of tasks with several parts.
+        Number of elements that are kept for all parts.
     leaves : int
         Number of leaves of all parts, one at least for each.
     """
@@ -123,7 +123,7 @@ def _divided(
         units = np.where(is_shared, 1 / most_members[parts.task], 1.0)
         if units[several].sum() <= most_units:
             break
-    sizes = np.where(counts > 1, counts, 0) * own * (2 + columns)
+    sizes = counts * own * (2 + columns)
     tasks = np.empty((len(rows), 9), np.int64)
     tasks[:, :6] = rows
     tasks[:, 6], tasks[:, 7] = np.cumsum(counts) - counts, counts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from coded_caches import Coded
 from halves import mostly_thorough
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import same_bits
 from strategies import DTYPES
@@ -83,6 +83,7 @@ def same(ours, theirs):
     return all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@settings(max_examples=3 * settings().max_examples)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(0, ROOM),

@@ -251,3 +251,24 @@ def test_everything_is_checked_where_that_is_asked_for(cupy, name, monkeypatch):
     call(right)
     with pytest.raises(ArgumentError, match=f"{name}: "):
         call(right | {name: wrong[name]})
+
+
+def test_what_entries_share_is_part_of_what_is_recognised(cupy, monkeypatch):
+    checked, check = [], cached_calls.call
+    monkeypatch.setattr(cached_calls, "call", lambda *x: checked.append(x[-1]) or check(*x))
+    (q,) = draw(cupy, (2, 4, 1, 16), count=1)
+    k, v = draw(cupy, (6, 2, 16, 16), count=2)
+    table = cupy.asarray(np.zeros((2, 3), np.int32))
+    lengths = cupy.asarray(np.full(2, 7, np.int32))
+
+    def call(**options):
+        return cupyflash.attention_cached(q, k, v, lengths, table=table, **options)
+
+    for shared in (0, 0, 16, 16, 0, np.int64(16), np.int64(16)):
+        call(shared=shared)
+    assert checked == [0, 16, 16, 16]  # numbers of NumPy are looked at every time
+    for shared, error in ((49, ArgumentError), (-1, ArgumentError), (True, ArgumentTypeError)):
+        with pytest.raises(error, match="shared: got"):
+            call(shared=shared)
+    plan = cupyflash.plan_cached(q, k, v, lengths, table=table, shared=16)
+    assert "each entry reads the first 16 positions by itself" in plan.reason

@@ -398,13 +398,13 @@ ON_A_CPU = {
     "the last fold runs backwards": Fault(
         DECODE_CPU,
         """    for n in range(count):
-        leaf, level = parts""",
+        leaf, above = parts""",
         """    for n in range(count - 1, -1, -1):
-        leaf, level = parts""",
+        leaf, above = parts""",
         BITS,
     ),
     "nodes are never closed": Fault(
-        DECODE_CPU,
+        "reference/cpu/decode_nodes.py",
         "if now >= 0 and before >> shift == now >> shift:",
         "if now >= 0:",
         BITS,

@@ -108,7 +108,7 @@ ON_A_CPU = {
         "int8",
     ),
     "the scales of another entry": Fault(
-        CACHE_CPU, "            page = b\n", "            page = 0\n", ON_CPU + MEANING, "int8"
+        CACHE_CPU, "            page = owner\n", "            page = 0\n", ON_CPU + MEANING, "int8"
     ),
     "no scale": Fault(
         CODES_CPU,

@@ -9,7 +9,7 @@ from .cache_mutants import CACHE_CPU, DECODE_CPU, TASKS_CPU, Fault
 
 SHARED = "cpu/test_cached_shared.py::test_"
 BITS, DIVIDED = SHARED + "sharing_changes_no_bit", SHARED + "the_schedule_changes_no_bit"
-CHECKED = "cupyflash/problem/cached.py"
+NODES_CPU, CHECKED = "reference/cpu/decode_nodes.py", "cupyflash/problem/cached.py"
 
 _FAULTS = {
     "every entry reads its own pages": Fault(
@@ -49,16 +49,16 @@ _FAULTS = {
         DIVIDED,
     ),
     "rows of the first entry are kept": Fault(
-        DECODE_CPU,
+        NODES_CPU,
         "source, result = at + 2 * rows + first * columns",
         "source, result = at + 2 * rows",
         BITS,
     ),
     "nodes without keys join": Fault(
-        DECODE_CPU, "        if filled[n]:\n", "        if True:\n", BITS
+        NODES_CPU, "        if filled[n]:\n", "        if True:\n", BITS
     ),
     "parts are leaves": Fault(
-        DECODE_CPU, "nodes, size, level + 1, kept", "nodes, size, 1, kept", DIVIDED
+        DECODE_CPU, "nodes, size, above, kept", "nodes, size, 1, kept", DIVIDED
     ),
     "a leaf that is shared in part": Fault(
         TASKS_CPU,
