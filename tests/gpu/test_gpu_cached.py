@@ -98,6 +98,22 @@ def test_pages_drafts_and_batches_change_no_bit(cupy, dtype, page):
         assert np.array_equal(bits(step), bits(out[:, :, n : n + 1]))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=["float16", "float32"])
+def test_what_entries_share_changes_no_bit(cupy, dtype):
+    q, k, v = cache(cupy, dtype, room=2400, seed=6)
+    pages_k, pages_v = (x.reshape(3, 2, 150, 16, 64).swapaxes(1, 2).reshape(-1, 2, 16, 64)
+                        for x in (k, v))  # fmt: skip
+    table = np.arange(450, dtype=np.int32).reshape(3, 150)
+    table[1:, :100] = table[0, :100]
+    table, lengths = cupy.asarray(table), cupy.asarray([2400, 1000, 1700], cupy.int32)
+    arrays = q, cupy.ascontiguousarray(pages_k), cupy.ascontiguousarray(pages_v), lengths
+    for mask in (masks.causal(), masks.window(900, 0)):
+        out = cupyflash.attention_cached(*arrays, table=table, mask=mask)
+        for shared in (1600, 1601 - 65, 3):
+            hinted = cupyflash.attention_cached(*arrays, table=table, mask=mask, shared=shared)
+            assert np.array_equal(bits(hinted), bits(out))
+
+
 def test_one_graph_serves_all_lengths(cupy):
     q, k, v = cache(cupy, seed=2)
     lengths = cupy.asarray([10, 20, 30], cupy.int32)
