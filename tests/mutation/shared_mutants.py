@@ -42,12 +42,6 @@ _FAULTS = {
         "q, shape, b, head, heads",
         BITS,
     ),
-    "queries of an earlier unit are still there": Fault(
-        DECODE_CPU,
-        "if several > 1 or loaded != task:",
-        "if loaded != task:",
-        DIVIDED,
-    ),
     "rows of the first entry are kept": Fault(
         NODES_CPU,
         "source, result = at + 2 * rows + first * columns",
