@@ -96,7 +96,7 @@ def _has_cache(options: argparse.Namespace) -> bool:
     return True
 
 
-_CACHE = "lengths", "page", "kv_dtype"
+_CACHE = "lengths", "page", "kv_dtype", "shared"
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -115,8 +115,9 @@ def explain(options: argparse.Namespace) -> int:
         more["compile"] = not options.no_compile
         if _has_cache(options):
             made = explain_cached(
-                q, k, v, options.lengths, page=options.page, kv_dtype=options.kv_dtype, **more
-            )
+                q, k, v, options.lengths, page=options.page, kv_dtype=options.kv_dtype,
+                shared=options.shared or 0, **more,
+            )  # fmt: skip
         else:
             made = explained(
                 q,
@@ -368,6 +369,12 @@ def add_command(subparsers: Any) -> None:
     )
     command.add_argument(
         "--page", type=whole_number(1), metavar="N", help="positions of a page of a cache"
+    )
+    command.add_argument(
+        "--shared",
+        type=whole_number(1),
+        metavar="N",
+        help="positions that all batch entries of a cache share",
     )
     command.add_argument(
         "--kv-dtype", choices=tuple(FORMATS), help="codes of a cache, with a scale for each row"

@@ -42,6 +42,7 @@ def explain_cached(
     page: SupportsIndex | None = None,
     dtype: Any = None,
     kv_dtype: Any = None,
+    shared: SupportsIndex = 0,
     mask: Mask | DLPackArray | None = None,
     score_mod: Score | Sequence[Score] | None = None,
     device: Device | str | None = None,
@@ -65,6 +66,8 @@ def explain_cached(
     kv_dtype : str or dtype_like, optional
         The type of the codes, as in `attention_cached`, if the cache has codes: with a scale for
         each row, or for int4 for each 32 columns.
+    shared : int
+        Positions that all entries share, as in `attention_cached`.
     mask, score_mod : Mask, Score or list of Score, optional
         As in `attention_cached`.
     device, compile
@@ -75,7 +78,7 @@ def explain_cached(
     Explanation
         As by `explain`, for the positions in use. A tile of the kernel for few queries has the
         queries of all heads that share a key head. The traffic has the entries of the table that
-        are in use, too.
+        are in use, too. Shared positions are in memory once.
 
     Raises
     ------
@@ -95,7 +98,7 @@ def explain_cached(
     form = None if kv_dtype is None else format_of(kv_dtype, "kv_dtype")
     options = Options(mask=in_host_memory(mask), score_mod=in_host_memory(score_mod))
     lengths = shapes[1][2] if lengths is None else in_host_memory(lengths)
-    call = _call(shapes, dtype_of(dtype, {}), lengths, _page(page), form, options)
+    call = _call(shapes, dtype_of(dtype, {}), lengths, _page(page), form, options, shared)
     assert call.cache is not None
     used = [int(n) for n in np.broadcast_to(call.cache.lengths, (call.problem.batch,))]
     if not any(used):
@@ -160,6 +163,7 @@ def _call(
     page: int | None,
     form: Format | None,
     options: Options,
+    shared: Any,
 ) -> Call:
     """Return a call over a cache of such shapes, whose arrays have no elements."""
     batch, _, room, _ = shapes.k
@@ -193,7 +197,7 @@ def _call(
             f"v: got {shapes.v} with k of {shapes.k}; expected as many entries and positions."
         )
     q = fake_array(shapes.q, dtype)
-    return cached_calls.call(q, k, v, lengths, table, None, options, given)
+    return cached_calls.call(q, k, v, lengths, table, None, options, given, shared)
 
 
 def _as_rows(call: Call, allowed: Expr | None) -> tuple[Call, Expr | None]:
@@ -227,6 +231,8 @@ def _words(call: Call, lengths: Sequence[int], form: Format | None) -> str:
     words = [f"lengths {least:,}" + (f" to {most:,}" if most > least else "")]
     words.append(f"room for {cache.capacity:,}")
     words.append("contiguous" if cache.table is None else f"pages of {cache.page_size:,}")
+    if cache.shared:
+        words.append(f"the first {cache.shared:,} shared")
     if form is not None:
         groups = cache.codes.k_scale.shape[-1] if cache.codes is not None else 1
         words.append(f"{form.name} with {groups} scale{'s' * (groups > 1)} for each row of keys")

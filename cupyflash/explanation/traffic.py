@@ -53,7 +53,8 @@ class Sizes:
                     x.shape[-1] * x.itemsize + scale.shape[-1] * scale.itemsize
                     for x, scale in zip((call.k, call.v), cache.codes.scales.values(), strict=True)
                 )
-            rows = problem.heads_kv * sum(lengths)
+            own = sum(max(length - cache.shared, 0) for length in lengths)
+            rows = problem.heads_kv * (min(cache.shared, max(lengths)) + own)
             self.k, self.v = rows * self.key_row, rows * self.value_row
             if cache.table is not None:
                 pages = sum(-(-length // cache.page_size) for length in lengths)

@@ -103,7 +103,7 @@ _OTHER_NAMES = {  # names in other libraries, or in other functions of this one
     "score": "say score_mod=",
     "segment_ids": _SEGMENTS,
     "seqused_k": _LENGTHS,
-    "shared": "attention_cached and plan_cached take it, for keys in a cache",
+    "shared": _CACHED,
     "shared_prefix_len": "attention_cached takes shared, the positions that all entries share",
     "sinks": _SINK,
     "sliding_window": _WINDOW,

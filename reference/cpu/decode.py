@@ -289,22 +289,23 @@ def decode_combine(
     heads, i0, queries, columns, sink, out, lse,
 ):  # fmt: skip
     """Join the parts of a task, `kept` from `place` on, and write its out and lse."""
-    before, none = np.int64(-1), np.int64(-1)
+    before, none, lowest = np.int64(-1), np.int64(-1), np.int64(1)
     rows = heads * queries
     filled[:] = 0
     for n in range(count):
-        leaf, above = parts[first_part + n, 0], min(parts[first_part + n, 1] + 1, top)
+        leaf = parts[first_part + n]
         if before >= 0:
             close_nodes(merge, nodes, size, rows, columns, c, filled, before, leaf, top)
         before = leaf
-        add_to_node(merge, nodes, size, above, kept, place + n * size, rows, columns, c, filled)
+        # A larger node than a leaf is copied to the level above its own as it is closed.
+        add_to_node(merge, nodes, size, lowest, kept, place + n * size, rows, columns, c, filled)
     close_nodes(merge, nodes, size, rows, columns, c, filled, before, none, top)
     finish_task(shape, b, head, heads, i0, queries, nodes, size * top, columns, sink, out, lse)
 
 
 @takes(
     lambda number: (
-        INT, INT, INT, INTS, TABLE, TABLE, TABLE, TABLE, INT, shape_of(number), CHANGES, INT, CACHE,
+        INT, INT, INT, INTS, TABLE, INTS, TABLE, TABLE, INT, shape_of(number), CHANGES, INT, CACHE,
         ROWS, vector(number), vector(number), ROWS, ROWS, INTS, decode_scratch_of(number),
     )
 )  # fmt: skip

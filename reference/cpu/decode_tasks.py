@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
         (T, 9): batch entry, key head, first head, heads, first query, queries, first part, parts,
         and the first element of its parts' kept results.
     parts : array
-        (P, 2): the first leaf of its node, and the node's level. Those of a task follow each other.
+        (P,): the first leaf of each part's node. Those of a task follow each other.
     units : array
         (U, 5): first member, members, first leaf, the leaf after the last one, and the level at
         which the kernel has the result.
@@ -137,8 +137,7 @@ def _divided(
     units[:, 2], units[:, 3] = parts.begin[leader], parts.end[leader]
     units[:, 4] = np.maximum(parts.level[leader], 1)
     leaves = np.maximum(parts.end - parts.begin, 1)
-    nodes = np.stack([parts.node, parts.level], axis=1)
-    return Schedule(tasks, nodes, units, members, top, int(sizes.sum()), int(leaves.sum()))
+    return Schedule(tasks, parts.node, units, members, top, int(sizes.sum()), int(leaves.sum()))
 
 
 def _parts(first: Array, last: Array, edge: Array, level: int) -> _Parts:

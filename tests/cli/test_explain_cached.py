@@ -204,6 +204,19 @@ def test_codes_move_their_bytes_and_scales(kv_dtype, row):
     assert made.main.name == "decode_simt"
 
 
+@pytest.mark.parametrize("device", ["cpu", "H200"])
+def test_shared_positions_are_in_memory_once(device):
+    made = explain(lengths=LENGTHS, shared=700, device=device, dtype="float32")
+    assert made.least.reads["k"] == 2 * 64 * 4 * (700 + 300)
+    assert "first 700 positions" in made.reason
+    assert made.cache == "lengths 65 to 1,000, room for 1,000, contiguous, the first 700 shared"
+    alone = explain(lengths=LENGTHS, device=device, dtype="float32")
+    assert (made.pairs, made.flops) == (alone.pairs, alone.flops)
+    assert made.least.reads["k"] < alone.least.reads["k"] == 2 * 64 * 4 * sum(LENGTHS)
+    with pytest.raises(ArgumentError, match="shared: got 1001; expected 0 to 1000"):
+        explain(shared=1001)
+
+
 def test_masks_that_read_arrays_by_entry():
     seen = np.arange(1000) < np.array([[100], [10], [700]])
     mask = masks.lengths(np.array([100, 10, 700]))
@@ -268,8 +281,8 @@ def test_the_command_takes_a_length_of_each_entry(capsys):
     assert main(["explain", *words, "--lengths", "1000,65,640", "--kv-dtype", "int8"]) == 0
     out = capsys.readouterr().out
     assert "lengths 65 to 1,000, room for 1,000, contiguous, int8 with 1 scale" in out
-    assert main(["explain", *words, "--cache"]) == 0
-    assert "lengths 1,000, room" in capsys.readouterr().out
+    assert main(["explain", *words, "--cache", "--shared", "500"]) == 0
+    assert "room for 1,000, contiguous, the first 500 shared" in capsys.readouterr().out
     for more in (["--cache", "--backward"], ["--page", "4", "--ranks", "2"]):
         assert main(["explain", *words, *more]) == 2
         assert "leave one of them out" in capsys.readouterr().err

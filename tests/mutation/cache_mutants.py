@@ -398,9 +398,9 @@ ON_A_CPU = {
     "the last fold runs backwards": Fault(
         DECODE_CPU,
         """    for n in range(count):
-        leaf, above = parts""",
+        leaf = parts""",
         """    for n in range(count - 1, -1, -1):
-        leaf, above = parts""",
+        leaf = parts""",
         BITS,
     ),
     "nodes are never closed": Fault(

@@ -51,8 +51,11 @@ _FAULTS = {
     "nodes without keys join": Fault(
         NODES_CPU, "        if filled[n]:\n", "        if True:\n", BITS
     ),
-    "parts are leaves": Fault(
-        DECODE_CPU, "nodes, size, above, kept", "nodes, size, 1, kept", DIVIDED
+    "parts of a task are one node": Fault(
+        TASKS_CPU,
+        "return Schedule(tasks, parts.node,",
+        "return Schedule(tasks, 0 * parts.node,",
+        DIVIDED,
     ),
     "a leaf that is shared in part": Fault(
         TASKS_CPU,
