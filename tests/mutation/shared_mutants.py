@@ -9,7 +9,7 @@ from .cache_mutants import CACHE_CPU, DECODE_CPU, TASKS_CPU, Fault
 
 SHARED = "cpu/test_cached_shared.py::test_"
 BITS, DIVIDED = SHARED + "sharing_changes_no_bit", SHARED + "the_schedule_changes_no_bit"
-NODES_CPU, CHECKED = "reference/cpu/decode_nodes.py", "cupyflash/problem/cached.py"
+NODES_CPU = "reference/cpu/decode_nodes.py"
 
 _FAULTS = {
     "every entry reads its own pages": Fault(
@@ -65,9 +65,6 @@ _FAULTS = {
     ),
     "units of parts that end elsewhere": Fault(
         TASKS_CPU, "    alike += (parts.end[shared],)\n", "", DIVIDED
-    ),
-    "page numbers that are not read are checked": Fault(
-        CHECKED, "is_used = is_used & ~is_shared", "is_used = is_used.copy()", BITS
     ),
 }
 
