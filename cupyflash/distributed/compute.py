@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ..pieces.compute import Partial, Sums, Total
 from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
-from ..pieces.schedule import Piece
 from ..pieces.steps import Targets
 from ..problem.call import Array, Call, Gradients
 from .communication import Exchanger, Transfer
@@ -20,8 +19,9 @@ from .messages import Memory, Two, joined, packed
 from .rounds import Step
 from .runs import Runs
 from .sums import add_over_ranks
+from .tasks import Task
 
-_NOTHING = Step({}, {}, Runs(()), [])
+_NOTHING = Step({}, {}, Runs(()), [], [], [])
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,22 @@ class Rank:
         """The rank's keys and values."""
         return self.call.k, self.call.v
 
-    def rows_of_pieces(self) -> list[range]:
-        """Return the positions of the queries of pieces: each query is in one of these ranges."""
-        return list(dict.fromkeys(piece.rows for step in self.steps for piece in step.pieces))
-
     def step(self, number: int) -> Step:
         """Return a step; before the first and after the last, one in which nothing is done."""
         return self.steps[number] if 0 <= number < len(self.steps) else _NOTHING
 
-    def piece(self, piece: Piece, held: Runs, keys: Two) -> Call:
-        """Return the call of a piece, from keys and values at the positions `held`."""
-        rows, at = self.rows.rows(piece.rows), held.rows(piece.keys)
-        bias = self.call.bias
+    def piece(self, task: Task, keys: Two, beside: bool) -> Call:
+        """Return the call of a task, from the keys and values of its step.
+
+        `beside` says whether messages travel meanwhile.
+        """
+        call, piece = self.call, task.piece
+        bias = call.bias
         if bias is not None:
-            bias = part_of_bias(self.call, bias, piece, rows, piece.keys)
-        k, v = (part(x, at) for x in keys)
-        return call_of(self.call, piece, part(self.call.q, rows), k, v, bias)
+            bias = part_of_bias(call, bias, piece, task.rows, piece.keys)
+        k, v = (part(x, task.keys) for x in keys)
+        q = part(call.q, task.rows)
+        return call_of(call, piece, q, k, v, bias, task.plain, beside)
 
 
 class _Exchange:
@@ -107,9 +107,10 @@ class _Exchange:
             ]
         receives = [(peer, memory.content) for peer, _, memory in (*self._keys, *self._gradients)]
         contents = [(peer, memory.content) for peer, memory in sends]
+        self.travels = bool(sends or receives)
         self._transfer: Transfer | None = rank.comm.exchange(contents, receives)
 
-    def wait(self, totals: Two | None = None) -> tuple[Runs, Two]:
+    def wait(self, totals: Two | None = None) -> Two:
         """Return the keys and values of the step; add the gradients to those of own keys."""
         rank = self._rank
         assert self._transfer is not None
@@ -121,43 +122,44 @@ class _Exchange:
                 for came, total in zip(memory.arrays, totals, strict=True):
                     rank.place.add(part(came, wanted.rows(run)), part(total, rank.keys.rows(run)))
         parts = [(wanted, memory) for _, wanted, memory in self._keys]
-        return self._step.keys, joined(rank.place, rank.own, parts, self._step.keys)
+        return joined(rank.place, rank.own, parts, self._step.keys)
 
 
 def forward(rank: Rank, out: Array, lse: Array) -> None:
     """Write out and lse of the rank's queries."""
-    partial = {}
-    for rows in rank.rows_of_pieces():
-        at = rank.rows.rows(rows)
-        results = part(out, at), part_of_statistic(lse, at)
-        partial[rows] = Partial(rank.place, rank.call.problem, *results)
-    last = {piece.rows: piece for step in rank.steps for piece in step.pieces}
-    held, keys = rank.keys, rank.own
+    last = {task.rows: task for step in rank.steps for task in step.forward}
+    partial = {
+        rows: Partial(rank.place, rank.call.problem, part(out, rows), part_of_statistic(lse, rows))
+        for rows in last
+    }
+    keys = rank.own
     with rank.place:
         for number, step in enumerate(rank.steps):
             exchange = _Exchange(rank, number + 1)
-            for piece in step.pieces:
-                own = rank.piece(piece, held, keys)
-                partial[piece.rows].compute(own, piece.first, piece is last[piece.rows])
-            held, keys = exchange.wait()
+            for task in step.forward:
+                own = rank.piece(task, keys, exchange.travels)
+                is_last = task is last[task.rows]
+                partial[task.rows].compute(own, task.piece.first, is_last)
+            keys = exchange.wait()
 
 
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:
     """Write the gradients of what the rank holds."""
     call, place = rank.call, rank.place
-    sums = Sums(call, place, targets.gradients, [rank.rows.rows(x) for x in rank.rows_of_pieces()])
-    held, keys, totals = rank.keys, rank.own, _Totals(rank, rank.keys, rank.steps[0])
+    rows = {task.rows for step in rank.steps for task in step.forward}
+    sums = Sums(call, place, targets.gradients, rows)
+    keys, totals = rank.own, _Totals(rank, rank.steps[0], rank.keys)
     own = totals.memory.arrays
     returned: Memory | None = None
     with place:
         for n, step in enumerate(rank.steps):
             exchange = _Exchange(rank, n + 1, returned)
-            for piece in step.pieces:
-                if piece.keys or call.sink is not None:
-                    _piece(rank, piece, held, keys, totals, sums, targets, deterministic)
+            for task in step.backward:
+                if task.piece.keys or call.sink is not None:
+                    _piece(rank, task, keys, totals, sums, targets, deterministic, exchange.travels)
             returned = totals.memory if n else None
-            held, keys = exchange.wait(own)
-            totals = _Totals(rank, held, rank.step(n + 1))
+            keys = exchange.wait(own)
+            totals = _Totals(rank, rank.step(n + 1), rank.step(n + 1).keys)
         _Exchange(rank, len(rank.steps) + 1, returned).wait(own)
         if bias_is_shared and sums.dbias is not None:
             add_over_ranks(rank.comm, place, sums.dbias, rank.timeout)
@@ -169,15 +171,15 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
 
 
 class _Totals:
-    """dk and dv of the keys of a step, as sums over its pieces.
+    """dk and dv of the keys of a step, as sums over its tasks.
 
-    The first piece of keys that no other range of the step shares is written in place.
+    The first task of keys that no other range of the step shares is written in place.
     """
 
-    def __init__(self, rank: Rank, held: Runs, step: Step) -> None:
+    def __init__(self, rank: Rank, step: Step, held: Runs) -> None:
         self.memory = Memory(rank.place, rank.own, held.count, rank.call.problem.accumulator)
-        pieces = [held.rows(piece.keys) for piece in step.pieces if piece.keys]
-        ranges = sorted({(at.start, at.stop) for at in pieces})
+        tasks = [task.keys for task in step.backward if task.piece.keys]
+        ranges = sorted({(at.start, at.stop) for at in tasks})
         apart = all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
         covered = sum(stop - start for start, stop in ranges) == held.count
         parts = [range(*ends) for ends in ranges] if apart and covered else []
@@ -196,20 +198,18 @@ class _Totals:
 
 
 def _piece(
-    rank: Rank, piece: Piece, held: Runs, keys: Two, totals: _Totals, sums: Sums, targets: Targets,
-    deterministic: bool,
+    rank: Rank, task: Task, keys: Two, totals: _Totals, sums: Sums, targets: Targets,
+    deterministic: bool, beside: bool,
 ) -> None:  # fmt: skip
-    """Compute the gradients of a piece, and add them."""
-    rows, at = rank.rows.rows(piece.rows), held.rows(piece.keys)
-    own = rank.piece(piece, held, keys)
+    """Compute the gradients of a task, and add them."""
+    rows, at, piece = task.rows, task.keys, task.piece
+    own = rank.piece(task, keys, beside)
     computed = sums.empty(own, rows, *totals.in_place(at))
     statistics = [targets.rows.get(name) for name in ("lse", "dlse")]
     lse, dlse = (None if x is None else part_of_statistic(x, rows) for x in statistics)
     assert lse is not None
     do, out = (part(targets.rows[name], rows) for name in ("do", "out"))
-    rank.place.backend.backward(
-        own, do, out, lse, dlse, computed, workspace=None, deterministic=deterministic
-    )
+    rank.place.backend.backward_piece(own, do, out, lse, dlse, computed, deterministic)
     sums.add(computed, piece, rows)
     if piece.keys:
         totals.add(computed, at)

@@ -48,7 +48,7 @@ class Proofs:
 
     def __init__(self, call: Call, layout: Layout, layout_k: Layout) -> None:
         problem = call.problem
-        self._layout, self.size = layout, layout.size
+        self._layout, self._layout_k, self.size = layout, layout_k, layout.size
         self._packed = problem.packed
         starts = [np.zeros(1, np.int64)] * 2
         if problem.packed:
@@ -83,7 +83,8 @@ class Proofs:
         made = copy.copy(self)
         for name in ("keys", "work", "rows", "_of_owners"):
             made.__dict__.pop(name, None)
-        made._layout, made.size = self._layout.of_groups(size), self.size // size
+        made._layout, made._layout_k = (x.of_groups(size) for x in (self._layout, self._layout_k))
+        made.size = self.size // size
         made._rows, made._keys = (x._replace(rank=x.rank // size) for x in (made._rows, made._keys))
         made._used = np.logical_or.reduceat(self._used, np.arange(0, self.size, size), axis=0)
         return made
@@ -127,6 +128,11 @@ class Proofs:
             for each in (self._rows, self._keys)
         )
         return rows, keys
+
+    @property
+    def own(self) -> tuple[Runs, Runs]:
+        """The positions of the queries, and of the keys, that this rank holds."""
+        return self._layout.own, self._layout_k.own
 
     def pairs(self) -> Array:
         """Return whether a rank needs keys of another one, (owners, users)."""

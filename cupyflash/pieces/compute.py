@@ -154,15 +154,8 @@ def backward(
                 assert do_rows is not None
                 assert out_rows is not None
                 assert lse_rows is not None
-                place.backend.backward(
-                    own,
-                    do_rows,
-                    out_rows,
-                    lse_rows,
-                    rows["dlse"],
-                    computed,
-                    workspace=None,
-                    deterministic=deterministic,
+                place.backend.backward_piece(
+                    own, do_rows, out_rows, lse_rows, rows["dlse"], computed, deterministic
                 )
                 sums.add(computed, piece, piece.rows)
                 if totals is None:
@@ -186,8 +179,8 @@ class Total:
     total : array
         The sum, in any memory. It holds zeros, unless there are parts.
     parts : iterable of range
-        Rows that are written in place at first: every piece has those of one part. The sum is then
-        where pieces are computed.
+        Rows that are written in place at first: every piece has those of one part, or of several
+        in a row. The sum is then where pieces are computed.
     """
 
     def __init__(self, place: Place, total: Array, parts: Iterable[range] = ()) -> None:
@@ -195,17 +188,30 @@ class Total:
         self._parts = frozenset(parts)
         self._unwritten = set(self._parts)
 
+    def _of(self, rows: range) -> list[range]:
+        """Return the parts that have some rows."""
+        if rows in self._parts:
+            return [rows]
+        found = [x for x in self._parts if rows.start <= x.start and x.stop <= rows.stop]
+        assert not self._parts or sum(map(len, found)) == len(rows)
+        return found
+
     def in_place(self, rows: range) -> Array | None:
         """Return where a piece's gradient is to be computed, if it is the first one there."""
-        return part(self._total, rows) if rows in self._unwritten else None
+        parts = self._of(rows)
+        return part(self._total, rows) if parts and self._unwritten.issuperset(parts) else None
 
     def add(self, computed: Array, rows: range) -> None:
         """Add a piece's gradient, if it was not computed in place."""
-        assert not self._parts or rows in self._parts
-        if rows in self._unwritten:
-            self._unwritten.remove(rows)
-        else:
-            self._place.add(computed, part(self._total, rows))
+        parts = self._of(rows)
+        if parts and self._unwritten.issuperset(parts):
+            self._unwritten.difference_update(parts)
+            return
+        for x in parts:
+            if x in self._unwritten:
+                self._place.clear(part(self._total, x))
+        self._unwritten.difference_update(parts)
+        self._place.add(computed, part(self._total, rows))
 
     def whole(self) -> Array:
         """Return the sum; parts that no piece had are 0."""

@@ -55,15 +55,25 @@ def part_of_bias(whole: Call, array: Array, piece: Piece, rows: range, keys: ran
     return part_of_pairs(one, *local)
 
 
-def call_of(whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array | None) -> Call:
+def call_of(
+    whole: Call,
+    piece: Piece,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    plain: bool = False,
+    beside: bool = False,
+) -> Call:
     """Return the call of a piece, given its parts of the arrays of the whole call.
 
-    Its positions and lengths, as masks, scores and dropout see them, are those of the whole call.
-    Without keys there is nothing but the sink.
+    Its positions and lengths, as masks, scores and dropout see them, are those of the whole call;
+    or, if it is `plain`, those of its own arrays. Without keys there is nothing but the sink.
+    `beside` says whether messages travel while it is computed.
     """
     return changed(
         whole,
-        problem=_problem(whole.problem, piece),
+        problem=_plain(whole.problem, q, k) if plain else _problem(whole.problem, piece),
         q=q,
         k=k,
         v=v,
@@ -72,7 +82,15 @@ def call_of(whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array
         mask=whole.mask if piece.masked else None,
         sink=whole.sink if piece.first else None,
         offsets=None,
+        beside=beside,
     )
+
+
+def _plain(whole: Problem, q: Array, k: Array) -> Problem:
+    """Return the problem of a piece whose positions are counted from 0."""
+    sizes = {"len_q": q.shape[-2], "len_k": k.shape[-2]}
+    outer = None if whole.whole is None else changed(whole.whole, **sizes)
+    return changed(whole, **sizes, whole=outer)
 
 
 def _problem(whole: Problem, piece: Piece) -> Problem:

@@ -180,7 +180,7 @@ def test_auto_takes_the_scheme_that_the_model_prefers(best, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [("forward", "heads"), ("backward", "heads"), ("forward_piece", "heads x rounds"),
+    [("forward_piece", "heads"), ("backward", "heads"), ("forward_piece", "heads x rounds"),
      ("backward", "heads x rounds")],
 )  # fmt: skip
 def test_a_rank_that_raises_in_the_middle_ends_all(name, scheme, monkeypatch):
