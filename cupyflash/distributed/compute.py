@@ -6,14 +6,14 @@ accumulator's type, in the order of the steps and, within a step, of the ranks.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..pieces.compute import Partial, Sums, Total
+from ..pieces.compute import Partial, Sums, Total, parts_of
 from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
 from ..pieces.steps import Targets
-from ..problem.call import Array, Call, Gradients
+from ..problem.call import Array, Call
 from .communication import Exchanger, Transfer
 from .messages import Memory, Two, joined, packed
 from .rounds import Step
@@ -99,18 +99,22 @@ class _Exchange:
             for peer, wanted in before.sends.items()
         ]
         if gradients is not None and len(before.receives) == 1:
-            sends += [(peer, gradients) for peer in before.receives]
+            sends += [(peer, gradients.contents) for peer in before.receives]
         elif gradients is not None:
             sends += [
                 (peer, packed(place, gradients.arrays, before.keys, wanted, problem.accumulator))
                 for peer, wanted in before.receives.items()
             ]
-        receives = [(peer, memory.content) for peer, _, memory in (*self._keys, *self._gradients)]
-        contents = [(peer, memory.content) for peer, memory in sends]
-        self.travels = bool(sends or receives)
-        self._transfer: Transfer | None = rank.comm.exchange(contents, receives)
+        receives = [
+            (peer, content)
+            for peer, _, memory in (*self._keys, *self._gradients)
+            for content in memory.contents
+        ]
+        messages = [(peer, content) for peer, contents in sends for content in contents]
+        self.travels = bool(messages or receives)
+        self._transfer: Transfer | None = rank.comm.exchange(messages, receives)
 
-    def wait(self, totals: Two | None = None) -> Two:
+    def wait(self, totals: _Totals | None = None) -> Two:
         """Return the keys and values of the step; add the gradients to those of own keys."""
         rank = self._rank
         assert self._transfer is not None
@@ -119,8 +123,8 @@ class _Exchange:
         for _, wanted, memory in self._gradients:
             assert totals is not None
             for run in wanted:
-                for came, total in zip(memory.arrays, totals, strict=True):
-                    rank.place.add(part(came, wanted.rows(run)), part(total, rank.keys.rows(run)))
+                came, other = (part(x, wanted.rows(run)) for x in memory.arrays)
+                totals.add((came, other), rank.keys.rows(run))
         parts = [(wanted, memory) for _, wanted, memory in self._keys]
         return joined(rank.place, rank.own, parts, self._step.keys)
 
@@ -146,70 +150,92 @@ def forward(rank: Rank, out: Array, lse: Array) -> None:
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:
     """Write the gradients of what the rank holds."""
     call, place = rank.call, rank.place
-    rows = {task.rows for step in rank.steps for task in step.forward}
-    sums = Sums(call, place, targets.gradients, rows)
-    keys, totals = rank.own, _Totals(rank, rank.steps[0], rank.keys)
-    own = totals.memory.arrays
+    rows = [x.rows for step in rank.steps for x in (*step.backward, *step.later, *step.forward)]
+    sums = Sums(call, place, targets.gradients, parts_of(rows))
+    begins = rank.steps[0]
+    keys, totals = rank.own, _Totals(rank, [*begins.backward, *begins.later], rank.keys)
+    own = totals
+    # Two gradients of the same keys: the second one has more of them, and is written in place.
+    held: list[tuple[Two, range]] | None = [] if begins.later and len(rank.steps) == 2 else None
     returned: Memory | None = None
     with place:
         for n, step in enumerate(rank.steps):
             exchange = _Exchange(rank, n + 1, returned)
             for task in step.backward:
-                if task.piece.keys or call.sink is not None:
-                    _piece(rank, task, keys, totals, sums, targets, deterministic, exchange.travels)
-            returned = totals.memory if n else None
+                piece = rank.piece(task, keys, exchange.travels)
+                aside = None if n else held
+                _compute(rank, task, piece, totals, sums, targets, deterministic, aside)
+            returned = totals.whole() if n else None
             keys = exchange.wait(own)
-            totals = _Totals(rank, rank.step(n + 1), rank.step(n + 1).keys)
-        _Exchange(rank, len(rank.steps) + 1, returned).wait(own)
+            totals = _Totals(rank, rank.step(n + 1).backward, rank.step(n + 1).keys)
+        exchange = _Exchange(rank, len(rank.steps) + 1, returned)
+        for task in begins.later:
+            piece = rank.piece(task, rank.own, exchange.travels)
+            _compute(rank, task, piece, own, sums, targets, deterministic)
+        for computed, at in held or ():
+            own.add(computed, at)
+        exchange.wait(own)
         if bias_is_shared and sums.dbias is not None:
             add_over_ranks(rank.comm, place, sums.dbias, rank.timeout)
         if sums.dsink is not None:
             add_over_ranks(rank.comm, place, sums.dsink, rank.timeout)
-        for total, gradient in zip(own, targets.gradients[1:3], strict=True):
+        for total, gradient in zip(own.whole().arrays, targets.gradients[1:3], strict=True):
             place.store(total, gradient)
         sums.store()
 
 
 class _Totals:
-    """dk and dv of the keys of a step, as sums over its tasks.
+    """dk and dv of the keys of a step, as sums over tasks."""
 
-    The first task of keys that no other range of the step shares is written in place.
-    """
-
-    def __init__(self, rank: Rank, step: Step, held: Runs) -> None:
-        self.memory = Memory(rank.place, rank.own, held.count, rank.call.problem.accumulator)
-        tasks = [task.keys for task in step.backward if task.piece.keys]
-        ranges = sorted({(at.start, at.stop) for at in tasks})
-        apart = all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
-        covered = sum(stop - start for start, stop in ranges) == held.count
-        parts = [range(*ends) for ends in ranges] if apart and covered else []
-        if not parts:
-            rank.place.clear(self.memory.content)
-        self._totals = [Total(rank.place, x, parts) for x in self.memory.arrays]
+    def __init__(self, rank: Rank, tasks: Sequence[Task], held: Runs) -> None:
+        self._memory = Memory(rank.place, rank.own, held.count, rank.call.problem.accumulator)
+        some = [task.keys for task in tasks if task.piece.keys]
+        whole = range(held.count)
+        parts = parts_of([whole, *some])
+        self._totals = [Total(rank.place, x, parts) for x in self._memory.arrays]
 
     def in_place(self, at: range) -> list[Array | None]:
-        """Return where dk and dv of a piece are to be computed, if it is the first one there."""
+        """Return where dk and dv of a task are to be computed, if it is the first one there."""
         return [total.in_place(at) for total in self._totals]
 
-    def add(self, computed: Gradients, at: range) -> None:
-        """Add the gradients of a piece with keys."""
-        for summand, total in zip(computed[1:3], self._totals, strict=True):
+    def written(self, at: range) -> None:
+        """Note that dk and dv of a task were computed in place."""
+        for total in self._totals:
+            total.written(at)
+
+    def add(self, computed: Two, at: range) -> None:
+        """Add dk and dv."""
+        for summand, total in zip(computed, self._totals, strict=True):
             total.add(summand, at)
 
+    def whole(self) -> Memory:
+        """Return the sums; those of keys that no task had are 0."""
+        for total in self._totals:
+            total.whole()
+        return self._memory
 
-def _piece(
-    rank: Rank, task: Task, keys: Two, totals: _Totals, sums: Sums, targets: Targets,
-    deterministic: bool, beside: bool,
+
+def _compute(
+    rank: Rank, task: Task, own: Call, totals: _Totals, sums: Sums, targets: Targets,
+    deterministic: bool, held: list[tuple[Two, range]] | None = None,
 ) -> None:  # fmt: skip
-    """Compute the gradients of a task, and add them."""
+    """Compute the gradients of a task, and add them; or leave those of keys to `held`."""
     rows, at, piece = task.rows, task.keys, task.piece
-    own = rank.piece(task, keys, beside)
-    computed = sums.empty(own, rows, *totals.in_place(at))
+    if not piece.keys and own.sink is None:
+        return
+    in_place = totals.in_place(at) if held is None and piece.keys else [None, None]
+    computed = sums.empty(own, rows, *in_place)
     statistics = [targets.rows.get(name) for name in ("lse", "dlse")]
     lse, dlse = (None if x is None else part_of_statistic(x, rows) for x in statistics)
     assert lse is not None
     do, out = (part(targets.rows[name], rows) for name in ("do", "out"))
     rank.place.backend.backward_piece(own, do, out, lse, dlse, computed, deterministic)
     sums.add(computed, piece, rows)
-    if piece.keys:
-        totals.add(computed, at)
+    if not piece.keys:
+        return
+    if held is not None:
+        held.append(((computed.dk, computed.dv), at))
+    elif in_place[0] is not None:
+        totals.written(at)
+    else:
+        totals.add((computed.dk, computed.dv), at)

@@ -167,35 +167,58 @@ class Proofs:
         made: list[list[Piece]] = [[] for _ in keys]
         begun: set[range] = set()
         find = self._packed_pieces if self._packed else self._dense_pieces
-        for number, piece in find(spans):
+        for number, piece in find(spans, self._layout.own.ranges):
             made[number].append(piece._replace(first=piece.rows not in begun))
             begun.add(piece.rows)
         made[0] += [Piece(rows, NO_KEYS, False, True) for rows in self._layout.own.without(begun)]
         return made
 
-    def _own_pairs(self, spans: list[tuple[int, range]]) -> tuple[Array, Array, Array, Array]:
-        """Return this rank's pairs by spans of keys, then by runs of queries.
+    def cut_pieces(self, keys: Runs) -> list[Piece]:
+        """Return what this rank computes with its own keys, in more pieces if it has one run.
+
+        Packed sequences are not cut. Nothing says which pieces are the first ones.
+        """
+        runs, spans = self._layout.own, keys
+        if len(runs.ranges) == 1:
+            chunk = self._layout.chunk
+            (run,) = runs
+            middle = (run.start + len(run) // 2) // chunk * chunk
+            runs, spans = (
+                [y for x in each for y in (range(x.start, max(x.start, min(middle, x.stop))),
+                                           range(min(x.stop, max(middle, x.start)), x.stop)) if y]
+                for each in (runs, spans)
+            )  # fmt: skip
+        found = self._dense_pieces([(0, span) for span in spans], list(runs))
+        return [piece for _, piece in found]
+
+    def _own_pairs(
+        self, spans: list[tuple[int, range]], runs: Sequence[range]
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return this rank's pairs with keys in some spans, by spans, then by runs of queries.
 
         The four arrays are the number of the span and of the run, and the cells.
         """
         own = np.flatnonzero(self._rows.rank[self._at_rows] == self._layout.rank)
-        rows, keys = self._at_rows[own], self._at_keys[own]
         firsts = np.array([span.start for _, span in spans], np.int64)
-        order = np.argsort(firsts)
-        place = np.searchsorted(firsts[order], self._keys.cells.start[keys], "right") - 1
-        span = order[place]
         stops = np.array([each.stop for _, each in spans], np.int64)
-        assert np.all(self._keys.cells.start[keys] < stops[span])
-        starts = np.array([run.start for run in self._layout.own], np.int64)
+        order = np.argsort(firsts)
+        starts = self._keys.cells.start[self._at_keys[own]]
+        place = np.searchsorted(firsts[order], starts, "right") - 1
+        span = order[place]
+        inside = (place >= 0) & (starts < stops[span])
+        own, span = own[inside], span[inside]
+        rows = self._at_rows[own]
+        starts = np.array([x.start for x in runs], np.int64)
         run = np.searchsorted(starts, self._rows.cells.start[rows], "right") - 1
         return span, run, own, np.lexsort((run, span))
 
-    def _dense_pieces(self, spans: list[tuple[int, range]]) -> Iterator[tuple[int, Piece]]:
+    def _dense_pieces(
+        self, spans: list[tuple[int, range]], runs: Sequence[range]
+    ) -> Iterator[tuple[int, Piece]]:
         """Go through runs of queries by runs of keys, step by step."""
         if not spans:
             return
-        span, run, own, _ = self._own_pairs(spans)
-        runs = self._layout.own.ranges
+        span, run, own, _ = self._own_pairs(spans, runs)
         flat = span * len(runs) + run
         some = np.bincount(flat, minlength=len(spans) * len(runs))
         full = np.bincount(flat, self._full[own], len(some))
@@ -209,11 +232,13 @@ class Proofs:
             masked = bool(full[n] < of_runs[r] * of_spans[s])
             yield spans[s][0], Piece(runs[r], spans[s][1], masked, False)
 
-    def _packed_pieces(self, spans: list[tuple[int, range]]) -> Iterator[tuple[int, Piece]]:
+    def _packed_pieces(
+        self, spans: list[tuple[int, range]], runs: Sequence[range]
+    ) -> Iterator[tuple[int, Piece]]:
         """Go through parts of sequences; those that are whole in a run and a span join."""
         if not spans:
             return
-        span, run, own, order = self._own_pairs(spans)
+        span, run, own, order = self._own_pairs(spans, runs)
         sequence = self._rows.cells.sequence[self._at_rows[own]]
         order = np.lexsort((sequence, run, span))
         span, run, sequence, full = span[order], run[order], sequence[order], self._full[own][order]
@@ -225,7 +250,6 @@ class Proofs:
         count = np.diff(np.append(new, len(order)))
         fulls = np.add.reduceat(full.astype(np.int64), new)
         span, run, sequence = span[new], run[new], sequence[new]
-        runs = self._layout.own.ranges
         rows_low, rows_high, keys_low, keys_high = (
             np.array([getattr(x, end) for x in ranges])[at]
             for ranges, at in ((runs, run), ([x for _, x in spans], span))

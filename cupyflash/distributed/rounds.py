@@ -16,7 +16,7 @@ from ..pieces.schedule import Piece
 from ..problem.call import Array, Call
 from .proofs import Proofs
 from .runs import Runs
-from .tasks import Task, tasks
+from .tasks import Task, divided, tasks
 
 Scheme: TypeAlias = Literal["auto", "rounds", "gather", "heads", "heads x rounds"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
@@ -37,6 +37,8 @@ class Step(NamedTuple):
         What is computed with them. Rows and keys are positions.
     forward, backward : list of Task
         The calls that compute them.
+    later : list of Task
+        Of own keys, what the backward computes at last, while gradients travel.
     """
 
     sends: dict[int, Runs]
@@ -45,6 +47,7 @@ class Step(NamedTuple):
     pieces: list[Piece]
     forward: list[Task]
     backward: list[Task]
+    later: list[Task] = []  # noqa: RUF012, it is never changed
 
 
 def steps(call: Call, proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
@@ -59,12 +62,18 @@ def steps(call: Call, proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
     travel[0] = {}, {}
     rows, own_keys = proofs.own
     there = [own_keys, *keys[1:]]
-    return [
+    made = [
         Step(sends, receives, held, pieces, *tasks(call, pieces, rows, positions))
         for (sends, receives), held, pieces, positions in zip(
             travel, keys, proofs.pieces(keys), there, strict=True
         )
     ]
+    if len(made) > 1 and not call.problem.packed:
+        # A sink belongs to the first piece of a whole run.
+        own_pieces = proofs.cut_pieces(keys[0]) if call.sink is None else made[0].pieces
+        early, later = divided(call, own_pieces, rows, own_keys)
+        made[0] = made[0]._replace(backward=early, later=later)
+    return made
 
 
 def rounds_of(pairs: Array, scheme: Scheme) -> list[Array]:

@@ -57,6 +57,19 @@ def tasks(
     return forward, forward if whole is None else [whole]
 
 
+def divided(
+    call: Call, pieces: Sequence[Piece], rows: Runs, keys: Runs
+) -> tuple[list[Task], list[Task]]:
+    """Return the tasks of own keys in a backward: those at first, and those at last.
+
+    Keys travel during the former, and gradients during the latter.
+    """
+    made, _ = tasks(call, pieces, rows, keys)
+    parts = list(dict.fromkeys(task.rows for task in made))
+    early = set(parts[: -(-len(parts) // 2)])
+    return [x for x in made if x.rows in early], [x for x in made if x.rows not in early]
+
+
 def _joined(call: Call, tasks: list[Task]) -> list[Task]:
     """Return tasks of the same rows, as many as can be joined to one."""
     made: list[Task] = []

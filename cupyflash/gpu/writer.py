@@ -268,9 +268,7 @@ class Writer:
             totals = self.told["total_q"], self.told["total_k"]
             return Extent(*totals, heads, 1, problem.batch, sms)
         lengths = self.told["len_q"], self.told["len_k"]
-        return Extent(
-            *lengths, heads, math.prod(entries), 0, sms, differ=self.call.beside
-        )
+        return Extent(*lengths, heads, math.prod(entries), 0, sms, differ=self.call.beside)
 
 
 def _scales(codes: Codes, paged: bool) -> dict[str, Any]:

@@ -189,28 +189,29 @@ class Total:
         self._unwritten = set(self._parts)
 
     def _of(self, rows: range) -> list[range]:
-        """Return the parts that have some rows."""
+        """Return the parts that have some of the rows."""
         if rows in self._parts:
             return [rows]
-        found = [x for x in self._parts if rows.start <= x.start and x.stop <= rows.stop]
-        assert not self._parts or sum(map(len, found)) == len(rows)
-        return found
+        return [x for x in self._parts if x.start < rows.stop and rows.start < x.stop]
 
     def in_place(self, rows: range) -> Array | None:
         """Return where a piece's gradient is to be computed, if it is the first one there."""
         parts = self._of(rows)
-        return part(self._total, rows) if parts and self._unwritten.issuperset(parts) else None
+        if not parts or not self._unwritten.issuperset(parts):
+            return None
+        assert sum(map(len, parts)) == len(rows)
+        return part(self._total, rows)
+
+    def written(self, rows: range) -> None:
+        """Note that a piece's gradient was computed in place."""
+        self._unwritten.difference_update(self._of(rows))
 
     def add(self, computed: Array, rows: range) -> None:
-        """Add a piece's gradient, if it was not computed in place."""
-        parts = self._of(rows)
-        if parts and self._unwritten.issuperset(parts):
-            self._unwritten.difference_update(parts)
-            return
-        for x in parts:
+        """Add a gradient that was computed elsewhere."""
+        for x in self._of(rows):
             if x in self._unwritten:
                 self._place.clear(part(self._total, x))
-        self._unwritten.difference_update(parts)
+                self._unwritten.remove(x)
         self._place.add(computed, part(self._total, rows))
 
     def whole(self) -> Array:
@@ -219,6 +220,17 @@ class Total:
             self._place.clear(part(self._total, rows))
         self._unwritten.clear()
         return self._total
+
+
+def parts_of(ranges: Iterable[range]) -> list[range]:
+    """Return the parts of which each of some ranges has one, or several in a row."""
+    found = [x for x in ranges if x]
+    ends = sorted({end for x in found for end in (x.start, x.stop)})
+    return [
+        range(*each)
+        for each in itertools.pairwise(ends)
+        if any(x.start <= each[0] and each[1] <= x.stop for x in found)
+    ]
 
 
 class Sums:
@@ -264,7 +276,10 @@ class Sums:
     def add(self, computed: Gradients, piece: Piece, rows: range) -> None:
         """Add the gradients of a piece; `rows` says where its queries are in the arrays."""
         place = self._place
-        self._dq.add(computed.dq, rows)
+        if self._dq.in_place(rows) is None:
+            self._dq.add(computed.dq, rows)
+        else:
+            self._dq.written(rows)
         if computed.dbias is not None and self.dbias is not None:
             place.add(computed.dbias, self._of_bias(self.dbias, piece, rows))
         elif computed.dbias is not None:
