@@ -37,9 +37,8 @@ class Late(Gpu):
         made = tuple(map(_host, partial)), first, results and tuple(map(_host, results))
         self._later(dispatch.CPU.forward_piece, call, *made)
 
-    def backward(self, call, *arrays, workspace, deterministic):
-        *rows, gradients = arrays
-        assert workspace is None
+    def backward_piece(self, call, *arrays):
+        *rows, gradients, _ = arrays
         made = [_host(x) for x in rows], Gradients(*map(_host, gradients))
         self._later(lambda call: dispatch.CPU.backward(call, *made[0], made[1], None), call)
 
