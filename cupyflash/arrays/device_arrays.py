@@ -179,6 +179,13 @@ def view(shape: tuple[int, ...], dtype: Any, memory: Any) -> Any:
     return cupy.ndarray(shape, dtype, memory)
 
 
+def strided(shape: tuple[int, ...], dtype: Any, memory: Any, strides: tuple[int, ...]) -> Any:
+    """Return an array of memory that is there already; strides are in bytes."""
+    import cupy
+
+    return cupy.ndarray(shape, dtype, memory, strides)
+
+
 def _out_of_memory() -> type[Exception]:
     import cupy
 

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class _Span(NamedTuple):
@@ -53,27 +53,62 @@ class _State:
         What is under way.
     """
 
-    __slots__ = ("addresses", "exchange", "memory", "timeout", "transfers")
+    __slots__ = ("addresses", "exchange", "made", "memory", "timeout", "transfers")
 
-    def __init__(self, slots: int, exchange: Any, timeout: float) -> None:
+    def __init__(self, made: Memory, slots: int, exchange: Any, timeout: float) -> None:
+        self.made = made
         self.memory: list[Any] = [None] * slots
         self.addresses = [0] * slots
         self.transfers: dict[int, Any] = {}
         self.exchange, self.timeout = exchange, timeout
 
     def array(self, view: _View) -> Any:
-        slot, offset, *made = view
+        slot, offset, shape, dtype, strides = view
         memory = self.memory[slot]
-        return _cupy().ndarray(made[0], made[1], memory + offset if offset else memory, made[2])
-
-
-def _cupy() -> Any:
-    import cupy
-
-    return cupy
+        return self.made.strided(shape, dtype, memory + offset if offset else memory, strides)
 
 
 Step = Callable[[_State], None]
+
+
+class Launch(Protocol):
+    """A launch of one kernel."""
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the addresses that it takes."""
+
+
+class Launches(Protocol):
+    """Launches that are made together, as `cupyflash.gpu.launch.CompiledRecipe` has them."""
+
+    @property
+    def launches(self) -> Sequence[Launch]:
+        """The launches."""
+
+    @property
+    def scratch(self) -> Sequence[tuple[str, int, Any]]:
+        """The memory that they ask for themselves; names of gradients are those that are sums."""
+
+    @property
+    def all_zero(self) -> bool:
+        """Whether all gradients are 0."""
+
+    @property
+    def adds_to_dq(self) -> bool:
+        """Whether dq is filled with 0 before."""
+
+
+class Memory(Protocol):
+    """The functions that ask for memory, and that make arrays of it."""
+
+    def memory(self, size: int) -> Any:
+        """Return so many bytes of memory."""
+
+    def strided(
+        self, shape: tuple[int, ...], dtype: Any, memory: Any, strides: tuple[int, ...]
+    ) -> Any:
+        """Return an array."""
 
 
 class Tape:
@@ -146,8 +181,8 @@ class Tape:
         self._spans.append(_Span(address, address + size, slot))
 
         def ask(state: _State) -> None:
-            made = _cupy().cuda.alloc(size)
-            state.memory[slot], state.addresses[slot] = made, made.ptr
+            memory = state.made.memory(size)
+            state.memory[slot], state.addresses[slot] = memory, memory.ptr
 
         self._add(ask, [slot])
 
@@ -161,19 +196,32 @@ class Tape:
         if all(array.size for array in arrays):
             self._add(call, [view.slot for view in views])
 
-    def launch(self, start: Callable[..., Any], addresses: Mapping[str, int], arrays: Any) -> None:
-        """Note that ``start(addresses, arrays, None)`` launches kernels.
+    def launch(
+        self,
+        compiled: Launches,
+        start: Callable[..., Any],
+        addresses: dict[str, int],
+        gradients: Any = None,
+    ) -> Any:
+        """Launch kernels, and note that; return what `start` returns.
 
-        `arrays` are None, or a named tuple of arrays and of None.
+        `start` takes the addresses and, if there are `gradients`, these and no workspace.
         """
-        places = []
-        for name, address in addresses.items():
-            slot = self._numbers.get(name)
-            places.append((name, *(self._place(address) if slot is None else (slot, 0))))
-        views = None
-        if arrays is not None:
-            views = [None if x is None else self._view(x) for x in arrays]
-        kind = type(arrays)
+        wanted = set().union(*(launch.names for launch in compiled.launches))
+        places = [
+            (name, *(self._place(place) if name not in self._numbers else (self._numbers[name], 0)))
+            for name, place in addresses.items()
+            if name in wanted
+        ]
+        views: list[_View | None] | None = None
+        if gradients is not None:
+            sums = {name for name, _, _ in compiled.scratch}
+            sums |= {"dq"} if compiled.adds_to_dq else set()
+            views = [
+                self._view(x) if x is not None and (compiled.all_zero or name in sums) else None
+                for name, x in zip(gradients._fields, gradients, strict=True)
+            ]
+        kind = type(gradients)
 
         def call(state: _State) -> None:
             at = state.addresses
@@ -185,6 +233,8 @@ class Tape:
 
         slots = [slot for _, slot, _ in places]
         self._add(call, slots + [x.slot for x in views or () if x is not None])
+        with paused():
+            return start(addresses) if views is None else start(addresses, gradients, None)
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> int:
         """Note that messages travel; return a number by which they are waited for."""
@@ -222,10 +272,18 @@ class Tape:
         self._used.clear()
 
     def play(
-        self, arrays: Mapping[str, Any], numbers: Mapping[str, int], exchange: Any, timeout: float
+        self,
+        made: Memory,
+        arrays: Mapping[str, Any],
+        numbers: Mapping[str, int],
+        exchange: Any,
+        timeout: float,
     ) -> None:
-        """Ask it all again, with other arrays and numbers of the same names."""
-        state = _State(self._slots, exchange, timeout)
+        """Ask it all again, with other arrays and numbers of the same names.
+
+        `made` makes arrays, and `exchange` starts to send and to receive.
+        """
+        state = _State(made, self._slots, exchange, timeout)
         for slot, name in enumerate(self.names):
             if name in self._numbers:
                 state.addresses[slot] = numbers[name]

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..arrays import cuda_device
+from ..arrays import cuda_device, device_arrays
 from ..arrays.device_arrays import is_device_array
 from ..arrays.tape import Tape, paused
 from ..gpu import driver, launch_cache
@@ -112,7 +112,8 @@ class Again:
                 for array, spec in zip(given, entry.specs, strict=True)
             )
             arrays = signature.arrays | dict(zip(self._names, made, strict=True))
-            kept.tape.play(arrays, self._numbers(), self._comm.exchange, self._timeout)
+            exchange = self._comm.exchange
+            kept.tape.play(device_arrays, arrays, self._numbers(), exchange, self._timeout)
         return made
 
     def _numbers(self) -> dict[str, int]:

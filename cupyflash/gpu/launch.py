@@ -122,32 +122,13 @@ class CompiledRecipe:
 
         Returns the owner of its scratch memory, which a captured graph needs as long as it exists.
         """
-        if tape.current() is not None:
-            self._write(self.forward, addresses, None, workspace)
-            with tape.paused():
-                return self.forward(addresses, workspace)
+        if (written := tape.current()) is not None and workspace is None:
+            return written.launch(self, self.forward, addresses)
         taken = self._take_scratch(addresses, workspace)
         stream = self.queue.pointer()
         for launch in self.launches:
             launch.start(addresses, stream)
         return taken
-
-    def _write(
-        self, start: Any, addresses: Addresses, gradients: Gradients | None, workspace: Array | None
-    ) -> None:
-        """Write a start to the tape of this thread."""
-        written = tape.current()
-        assert written is not None
-        if workspace is not None:
-            tape.spoil("a workspace is given")
-        wanted = {name for launch in self.launches for name in launch.names}
-        told = {name: place for name, place in addresses.items() if name in wanted}
-        if gradients is not None and not self.all_zero:
-            sums = {name for name, _, _ in self.scratch} | ({"dq"} if self.adds_to_dq else set())
-            gradients = gradients._replace(**{
-                name: None for name in gradients._fields if name not in sums
-            })  # fmt: skip
-        written.launch(start, told, gradients)
 
     @property
     def needs_arrays(self) -> bool:
@@ -197,10 +178,8 @@ class CompiledRecipe:
 
     def backward(self, addresses: Addresses, gradients: Gradients, workspace: Array | None) -> None:
         """Launch a backward; the device must be the current one. `addresses` may grow."""
-        if tape.current() is not None:
-            self._write(self.backward, addresses, gradients, workspace)
-            with tape.paused():
-                self.backward(addresses, gradients, workspace)
+        if (written := tape.current()) is not None and workspace is None:
+            written.launch(self, self.backward, addresses, gradients)
             return
         if self.all_zero:
             for gradient in gradients:

@@ -178,7 +178,7 @@ def test_outputs_may_be_given_and_must_not_overlap(cupy, played):
             found = case.comms.run(lambda comm: work(comm, 1, empty))
             assert len(played) == 2 * n
             assert all(map(same_bits, found, expected))
-        with pytest.raises(DistributedError, match=r"rank 0 raised .*: out: "):
+        with pytest.raises(DistributedError, match="out and q share memory"):
             case.comms.run(lambda comm: work(comm, 1, lambda q: q))
     assert len(played) == 2
 

@@ -65,8 +65,8 @@ INSIDE = {
     ],
     "distributed": [
         ["communication", "faults", "runs"],
-        ["layouts", "messages", "mpi", "nccl", "sums", "threads"],
-        ["agreement", "connect", "proofs", "tasks"],
+        ["layouts", "messages", "mpi", "nccl", "threads"],
+        ["agreement", "connect", "proofs", "sums", "tasks"],
         ["again", "rounds"],
         ["model"],
         ["plans"],
