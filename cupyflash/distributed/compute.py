@@ -125,6 +125,8 @@ class _Exchange:
             for run in wanted:
                 came, other = (part(x, wanted.rows(run)) for x in memory.arrays)
                 totals.add((came, other), rank.keys.rows(run))
+        if not self._keys:
+            return rank.own  # no task has keys
         parts = [(wanted, memory) for _, wanted, memory in self._keys]
         return joined(rank.place, rank.own, parts, self._step.keys)
 
@@ -167,7 +169,8 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
                 _compute(rank, task, piece, totals, sums, targets, deterministic, aside)
             returned = totals.whole() if n else None
             keys = exchange.wait(own)
-            totals = _Totals(rank, rank.step(n + 1).backward, rank.step(n + 1).keys)
+            if n + 1 < len(rank.steps):
+                totals = _Totals(rank, rank.steps[n + 1].backward, rank.steps[n + 1].keys)
         exchange = _Exchange(rank, len(rank.steps) + 1, returned)
         for task in begins.later:
             piece = rank.piece(task, rank.own, exchange.travels)

@@ -35,6 +35,16 @@ def _held(layout: Layout, starts: Array) -> _Held:
     return _Held(cells, owners[cells.chunk])
 
 
+def _cut(runs: Sequence[range], at: int) -> list[range]:
+    """Return runs, of which the one that has a position in its inside is two."""
+    return [
+        range(*ends)
+        for run in runs
+        for ends in ((run.start, min(run.stop, at)), (max(run.start, at), run.stop))
+        if ends[0] < ends[1]
+    ]
+
+
 class Proofs:
     """The classes of all pairs of cells that are not EMPTY.
 
@@ -178,17 +188,14 @@ class Proofs:
 
         Packed sequences are not cut. Nothing says which pieces are the first ones.
         """
-        runs, spans = self._layout.own, keys
-        if len(runs.ranges) == 1:
-            chunk = self._layout.chunk
+        runs, spans = list(self._layout.own), list(keys)
+        if len(runs) == 1:
             (run,) = runs
-            middle = (run.start + len(run) // 2) // chunk * chunk
-            runs, spans = (
-                [y for x in each for y in (range(x.start, max(x.start, min(middle, x.stop))),
-                                           range(min(x.stop, max(middle, x.start)), x.stop)) if y]
-                for each in (runs, spans)
-            )  # fmt: skip
-        found = self._dense_pieces([(0, span) for span in spans], list(runs))
+            middle = (run.start + len(run) // 2) // self._layout.chunk * self._layout.chunk
+            runs = _cut(runs, middle)
+            if np.any(self._keys.cells.start == middle):
+                spans = _cut(spans, middle)
+        found = self._dense_pieces([(0, span) for span in spans], runs)
         return [piece for _, piece in found]
 
     def _own_pairs(
