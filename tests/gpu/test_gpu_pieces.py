@@ -16,6 +16,7 @@ from placement import same_bits
 
 import cupyflash
 from cupyflash import distributed, masks, scores, streamed
+from cupyflash.arrays import tape
 from cupyflash.testing import Precision, backward_bound, forward_bound, rho
 
 pytestmark = pytest.mark.gpu
@@ -211,3 +212,57 @@ def test_the_example_runs_with_a_gpu_for_each_rank(cupy):
     assert done.returncode == 0, done.stderr
     assert f"4096 positions on {count} ranks" in done.stdout
     assert {"none", "causal", "window", "documents"} <= set(done.stdout.split())
+
+
+LONG = 2048  # positions, of which tiles that share a grid with messages are many
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "window"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one GPU", "two GPUs"])
+def test_calls_that_are_made_again_repeat_their_bits(kind, shared, cupy, request, monkeypatch):
+    """By tapes, with joined pieces: other arrays of the same sizes, and the first ones again."""
+    comms = [(x, 0) for x in distributed.Threads(2).ranks]
+    comms = comms if shared else request.getfixturevalue("two")
+    mask = {"none": None, "causal": masks.causal(), "window": masks.window(700, 0)}[kind]
+    played, play = [], tape.Tape.play
+    monkeypatch.setattr(tape.Tape, "play", lambda *x: (played.append(1), play(*x))[1])
+    layouts = [distributed.layout(comm, LONG, kind="zigzag") for comm, _ in comms]
+    options = {"mask": mask, "scheme": "rounds", "timeout": 60}
+
+    def draw_long(seed):
+        rng = np.random.default_rng(seed)
+        shapes = (1, 4, LONG, 128), (1, 2, LONG, 128), (1, 2, LONG, 128), (1, 4, LONG, 128)
+        return [rng.standard_normal(shape, np.float32).astype(BFLOAT16) for shape in shapes]
+
+    def run(q, k, v, do):
+        made = [np.empty_like(q), np.empty(q.shape[:-1], np.float32)]
+        made += [np.empty_like(x) for x in (q, k, v)]
+
+        def work(comm):
+            device = comms[comm.rank][1]
+            comm, layout = comms[comm.rank][0], layouts[comm.rank]
+            with cupy.cuda.Device(device):
+                arrays = [cupy.asarray(layout.take(x)) for x in (q, k, v, do)]
+                given = {"comm": comm, "layout": layout, **options}
+                out, lse = distributed.attention(*arrays[:3], return_lse=True, **given)
+                gradients = distributed.attention_backward(
+                    arrays[3], *arrays[:3], out, lse, deterministic=True, **given
+                )
+                for x, whole in zip((out, lse, *gradients[:3]), made, strict=True):
+                    layout.put(x.get(), whole, axis=-1 if whole is made[1] else -2)
+
+        distributed.Threads(2).run(work)
+        return made
+
+    arrays = draw_long(0)
+    first = run(*arrays)
+    assert not played
+    others = run(*draw_long(1))
+    assert len(played) == 4
+    again = run(*arrays)
+    assert len(played) == 8
+    assert all(map(same_bits, first, again))
+    assert not same_bits(first[0], others[0])
+    gradients = cupyflash.Gradients(*first[2:], None, None)
+    of_mask = {} if mask is None else {"mask": mask}
+    check(BFLOAT16, arrays[:3], arrays[3], of_mask, *first[:2], gradients, 4)
