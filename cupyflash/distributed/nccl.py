@@ -160,13 +160,12 @@ class _Watch:
         self._runs = False
 
     def add(self, message: _UnderWay) -> None:
-        """Look after a message, too."""
+        """Look after a message, too. The thread is not woken: it would take turns with this one."""
         with self._changed:
             self._under_way.append(message)
             if not self._runs:
                 self._runs = True
                 threading.Thread(target=self._run, daemon=True, name="cupyflash-nccl").start()
-            self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
         """Wait until nothing is under way."""
@@ -174,12 +173,17 @@ class _Watch:
             self._changed.wait_for(lambda: not self._under_way, timeout)
 
     def _run(self) -> None:
+        busy = time.monotonic()
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._under_way, _IDLE):
+                oldest = self._under_way[0] if self._under_way else None
+                if oldest is None and time.monotonic() > busy + _IDLE:
                     self._runs = False
                     return
-                oldest = self._under_way[0]
+            if oldest is None:
+                time.sleep(_PAUSE)
+                continue
+            busy = time.monotonic()
             if oldest.arrived.done:
                 with self._changed:
                     self._under_way.popleft()

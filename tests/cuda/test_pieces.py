@@ -11,6 +11,7 @@ from cuda_specialisations import SHARED_MEMORY
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from halves import mostly_thorough
+from placement import same_bits
 
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
@@ -121,3 +122,26 @@ def test_a_gpu_rounds_chunks_to_whole_tiles(monkeypatch):
     request = steps.Streamed(x, x, x, Options(), (300, 129), 0)
     assert [len(keys) for keys in request.schedule.keys] == [256, 256, 256, 232]
     assert [len(rows) for rows in request.schedule.rows] == [300, 300, 300, 100]
+
+
+@emulated
+@mostly_thorough(
+    "masked", [False, True], quick=[True], why="the same grid, whose tiles need no order"
+)
+def test_tiles_that_go_to_any_free_sm_have_the_same_bits(masked):
+    """While messages travel, no block computes tiles that were dealt to it in advance."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 3, 600, 64)).astype(BFLOAT16)
+    call = validate.call(x, x, x, Options(mask=masks.causal() if masked else None))
+    emulator, made, grids = Emulator(Blocks(hopper=True)), [], []
+    for beside in (False, True):
+        results = np.full(x.shape, np.nan, BFLOAT16), np.full(x.shape[:-1], np.nan, np.float32)
+        own = dataclasses.replace(call, beside=beside)
+        emulator.forward_piece(own, results, True)
+        made.append(results)
+        few = dataclasses.replace(H200, multiprocessors=4)
+        own = dataclasses.replace(own, device=0)
+        (launch,) = recipe.forward(own, few, *results).launches
+        grids.append(launch.grid)
+    assert all(same_bits(one, other) for one, other in zip(*made, strict=True))
+    assert grids[0] == 4 < grids[1]
