@@ -61,11 +61,6 @@ def _check_heads(call: Call, ranks: int, scheme: Scheme, group: int) -> None:
             "expected nodes with as many ranks each, some of which, but not all ranks, divide the "
             'heads. Pass scheme="rounds", or "heads" if there is a head for each rank.'
         )
-    if call.device is not None and call.problem.dropout:
-        raise ArgumentError(
-            f'scheme: got "{scheme}" with dropout for CuPy arrays, whose kernels count heads from '
-            '0; expected scheme="rounds" or "gather".'
-        )
 
 
 def group_size(call: Call, scheme: Scheme, nodes: Sequence[int]) -> int:

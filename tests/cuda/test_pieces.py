@@ -145,3 +145,32 @@ def test_tiles_that_go_to_any_free_sm_have_the_same_bits(masked):
         grids.append(launch.grid)
     assert all(same_bits(one, other) for one, other in zip(*made, strict=True))
     assert grids[0] == 4 < grids[1]
+
+
+@emulated
+@mostly_thorough(
+    "kernels", ["simt", "sm80"], quick=["sm80"], why="the same count of heads in other kernels"
+)
+def test_dropout_of_some_heads_is_that_of_the_whole_call(kernels):
+    """Ranks that divide heads, and packed sequences in pieces, count heads from elsewhere."""
+    rng = np.random.default_rng(0)
+    q, do = (rng.standard_normal((2, 4, 40, 16)).astype(BFLOAT16) for _ in "12")
+    k, v = (rng.standard_normal((2, 2, 50, 16)).astype(BFLOAT16) for _ in "12")
+    backend = Emulator(KERNELS[kernels])
+
+    def work(call, do):
+        out, lse = np.empty_like(call.q), np.empty(call.q.shape[:-1], np.float32)
+        backend.forward_piece(call, (out, lse), True)
+        made = Gradients(*(np.empty_like(x) for x in (call.q, call.k, call.v)))
+        backend.backward(call, do, out, lse, None, made, deterministic=True)
+        return out, lse, *made[:3]
+
+    whole = validate.call(q, k, v, Options(dropout=0.4, seed=7))
+    expected = work(whole, do)
+    some = validate.call(*(x[1:, x.shape[1] // 2 :] for x in (q, k, v)), Options())
+    problem = dataclasses.replace(
+        whole.problem, lead=(1,), heads=2, heads_kv=1, origin_h=2, origin_b=1, whole=whole.problem
+    )
+    found = work(dataclasses.replace(some, problem=problem), do[1:, 2:])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert same_bits(ours, theirs[1:, theirs.shape[1] // 2 :])

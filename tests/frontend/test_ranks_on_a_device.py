@@ -122,6 +122,7 @@ class Case:
 OPTIONS = {
     "none": lambda _: {},
     "causal": lambda _: {"mask": masks.causal()},
+    "dropout": lambda _: {"mask": masks.window(40, 3), "dropout": 0.4, "seed": 3},
     "alibi": lambda place: {
         "mask": masks.window(20, 3), "score_mod": scores.alibi(place(np.ones(4, np.float32)))
     },
