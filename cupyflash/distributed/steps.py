@@ -279,11 +279,6 @@ class Packed(Distributed):
             self._q, self._k, self._v, *self._offsets, True, self._options,
             totals=(layout.length, layout_k.length),
         )  # fmt: skip
-        if call.device is not None:
-            raise ArgumentTypeError(
-                "q: got a CuPy array; expected NumPy arrays for packed sequences over ranks. Join "
-                "the sequences to one by masks.segments, and call distributed.attention."
-            )
         self._check_counts(call)
         return call
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ..problem.call import Array, Call, Problem, changed
 from ..problem.positions import whole as entire
 from .schedule import Piece
@@ -71,9 +73,10 @@ def call_of(
     or, if it is `plain`, those of its own arrays. Without keys there is nothing but the sink.
     `beside` says whether messages travel while it is computed.
     """
+    problem = _plain(whole.problem, q, k) if plain else _problem(whole.problem, piece)
     return changed(
         whole,
-        problem=_plain(whole.problem, q, k) if plain else _problem(whole.problem, piece),
+        problem=problem,
         q=q,
         k=k,
         v=v,
@@ -81,9 +84,18 @@ def call_of(
         score_mod=whole.score_mod if piece.keys else None,
         mask=whole.mask if piece.masked else None,
         sink=whole.sink if piece.first else None,
-        offsets=None,
+        offsets=_offsets(problem, q, k) if problem.packed else None,
         beside=beside,
     )
+
+
+def _offsets(problem: Problem, q: Array, k: Array) -> tuple[Array, Array]:
+    """Return the offsets of packed sequences, in host memory."""
+    first, second = (
+        np.append(starts, x.shape[-2]).astype(np.int64)
+        for starts, x in ((problem.start_q, q), (problem.start_k, k))
+    )
+    return first, second
 
 
 def _plain(whole: Problem, q: Array, k: Array) -> Problem:

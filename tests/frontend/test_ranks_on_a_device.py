@@ -9,6 +9,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from halves import mostly_thorough
 from host_cupy import HostCupy, in_host, read_in_host
 from placement import same_bits
 from ranks import blocks_of
@@ -66,6 +67,7 @@ class Cupy(HostCupy):
     def __init__(self):
         super().__init__()
         self.ndarray.get = lambda array: array.host.copy()
+        self.ndarray.copy = lambda array: self.asarray(array.host)
 
     def alloc(self, size):
         made = super().alloc(size)
@@ -130,9 +132,17 @@ OPTIONS = {
 SCHEMES = [(2, "rounds"), (3, "rounds"), (3, "gather"), (2, "heads"), (4, "heads x rounds")]
 
 
-@pytest.mark.parametrize(("size", "scheme"), SCHEMES)
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_a_call_that_is_made_again_has_the_bits_of_numpy(size, scheme, kind, cupy, played):
+QUICK = [("none", 3, "gather"), ("causal", 2, "rounds"), ("dropout", 2, "heads"),
+         ("alibi", 4, "heads x rounds")]  # fmt: skip
+
+
+@mostly_thorough(
+    ("kind", "size", "scheme"),
+    [(kind, *scheme) for kind in OPTIONS for scheme in SCHEMES],
+    quick=QUICK,
+    why="each scheme with each kind of options",
+)
+def test_a_call_that_is_made_again_has_the_bits_of_numpy(kind, size, scheme, cupy, played):
     with blocks_of(4):
         case = Case(size, "zigzag", scheme, OPTIONS[kind], check=kind != "alibi")
         for n in range(3):
@@ -231,3 +241,26 @@ def test_another_layout_of_the_same_sizes_has_its_own_tape(cupy, played):
             ours = second.run(draw(n), cupy.asarray)
             assert all(map(same_bits, ours, second.run(draw(n), np.asarray)))
     assert len(played) == 4
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(3, "rounds"), (2, "heads")])
+def test_packed_sequences_have_the_bits_of_numpy(size, scheme, cupy, played):
+    offsets = np.array([0, 20, 20, 27, 70, LENGTH])
+    with blocks_of(4):
+        comms = distributed.Threads(size)
+        arrays = [x[0] for x in draw(5)]
+        made = []
+        for place in (cupy.asarray, np.asarray):
+
+            def work(comm, place=place):
+                layout = distributed.layout(comm, LENGTH, offsets_q=offsets)
+                q, k, v, do = (place(np.ascontiguousarray(layout.take(x))) for x in arrays)
+                options = {"comm": comm, "layout": layout, "scheme": scheme}
+                options |= {"mask": masks.causal(), "dropout": 0.3, "seed": 2}
+                ends = place(offsets), place(offsets)
+                out, vjp = distributed.attention_varlen_vjp(q, k, v, *ends, **options)
+                return out, *vjp(do)[:3]
+
+            made.append([x for of_rank in comms.run(work) for x in map(in_host, of_rank)])
+    assert all(map(same_bits, *made))
+    assert not played  # what offsets hold is read every time

@@ -17,7 +17,14 @@ from placement import same_bits
 import cupyflash
 from cupyflash import distributed, masks, scores, streamed
 from cupyflash.arrays import tape
-from cupyflash.testing import Precision, backward_bound, forward_bound, rho
+from cupyflash.testing import (
+    Precision,
+    backward_bound,
+    backward_bound_varlen,
+    forward_bound,
+    forward_bound_varlen,
+    rho,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -266,3 +273,40 @@ def test_calls_that_are_made_again_repeat_their_bits(kind, shared, cupy, request
     gradients = cupyflash.Gradients(*first[2:], None, None)
     of_mask = {} if mask is None else {"mask": mask}
     check(BFLOAT16, arrays[:3], arrays[3], of_mask, *first[:2], gradients, 4)
+
+
+@pytest.mark.parametrize("scheme", ["rounds", "heads"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one GPU", "two GPUs"])
+def test_packed_sequences_over_ranks_are_within_the_bound(scheme, shared, cupy, request):
+    """With dropout, which counts heads and sequences from elsewhere in pieces."""
+    comms = [(x, 0) for x in distributed.Threads(2).ranks]
+    comms = comms if shared else request.getfixturevalue("two")
+    offsets = np.array([0, 300, 300, 333, 1100, 1200, 1500])
+    rng = np.random.default_rng(7)
+    shapes = [(heads, 1500, 64) for heads in (4, 2, 2, 4)]
+    q, k, v, do = (rng.standard_normal(shape, np.float32).astype(BFLOAT16) for shape in shapes)
+    options = {"mask": masks.causal(), "dropout": 0.3, "seed": 11}
+    made = [np.empty_like(q), np.empty(q.shape[:-1], np.float32)]
+    made += [np.empty_like(x) for x in (q, k, v)]
+
+    def work(rank):
+        comm, device = comms[rank.rank]
+        with cupy.cuda.Device(device):
+            layout = distributed.layout(comm, 1500, offsets_q=offsets)
+            arrays = [cupy.asarray(layout.take(x)) for x in (q, k, v, do)]
+            given = {"comm": comm, "layout": layout, "scheme": scheme, "timeout": 60, **options}
+            ends = cupy.asarray(offsets), cupy.asarray(offsets)
+            out, lse, vjp = distributed.attention_varlen_vjp(
+                *arrays[:3], *ends, return_lse=True, **given
+            )
+            for x, whole in zip((out, lse, *vjp(arrays[3])[:3]), made, strict=True):
+                layout.put(x.get(), whole, axis=-1 if whole is made[1] else -2)
+
+    distributed.Threads(2).run(work)
+    how = {"precision": Precision.of(BFLOAT16, True), "block_kv": 64, "splits": 3, **options}
+    bound = forward_bound_varlen(q, k, v, offsets, offsets, **how)
+    assert rho(made[0], *bound.out).value <= 1
+    assert rho(made[1], *bound.lse).value <= 1
+    bounds = backward_bound_varlen(do, q, k, v, offsets, offsets, **how)
+    for name, x in zip(("dq", "dk", "dv"), made[2:], strict=True):
+        assert rho(x, *getattr(bounds, name)).value <= 1, name
