@@ -20,6 +20,7 @@ from .faults import absent
 
 _PAUSE = 2e-3  # seconds between two looks at what is under way
 _IDLE = 1.0  # seconds without anything under way, after which the thread ends
+_HIGHEST = -5  # priority of a stream; CUDA takes its own highest one, if that is lower
 _ID = 60.0  # seconds in which all ranks have to begin
 
 
@@ -48,7 +49,8 @@ class Nccl:
         with current(device):
             self._comm = nccl.NcclCommunicator(self.size, unique, self.rank)
             self._cuda = cupy.cuda
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            # What travels begins as soon as an SM is free, though attention waits for SMs, too.
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
         self._watch = _Watch(self)
 
     def check(self) -> None:
