@@ -138,13 +138,12 @@ def _is_plain(call: Call, tasks: list[Task], rows: range, keys: range) -> bool:
             assert call.mask is not None
             if not unchanged(call.mask.expr, moved):
                 return False
-    of_rows, of_keys = {task.rows for task in tasks}, {task.keys for task in tasks}
     kinds = {(task.rows, task.keys): None if task.piece.masked else FULL for task in tasks}
-    if all(kind == FULL for kind in kinds.values()) and len(kinds) == _rectangles(tasks):
-        return True
+    if not any(task.piece.masked for task in tasks):
+        return len(kinds) == _rectangles(tasks)  # masks that hide rectangles only are rare
     return all(
         _class(call, here, _from(rows, x), _from(keys, y)) == kind
-        for x, y in itertools.product(of_rows, of_keys)
+        for x, y in itertools.product({x.rows for x in tasks}, {x.keys for x in tasks})
         if (kind := kinds.get((x, y), EMPTY)) is not None
     )
 
