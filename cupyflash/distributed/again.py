@@ -19,7 +19,7 @@ from ..gpu import driver, launch_cache
 from ..gpu.launch_cache import Signature
 from ..masks import Mask
 from ..problem.options import Options
-from .agreement import Facts, agree
+from .agreement import Facts, agree_on, digest
 from .communication import Communicator, Exchanger, Message, Transfer
 from .layouts import Layout
 
@@ -30,8 +30,17 @@ class _Kept:
     def __init__(
         self, tape: Tape, owners: tuple[Any, ...], facts: Facts, names: Sequence[str]
     ) -> None:
-        self.tape, self.facts, self.names = tape, facts, names
+        self.tape, self.names = tape, names
+        self._told = digest(facts), facts
         self._owners = tuple(map(weakref.ref, owners))
+
+    def told(self, seed: int) -> tuple[bytes, Facts]:
+        """Return what ranks tell each other of a call with a seed: a digest, and the facts."""
+        _, facts = self._told
+        if facts["seed"] != repr(seed):
+            facts = facts | {"seed": repr(seed)}
+            self._told = digest(facts), facts
+        return self._told
 
     def is_of(self, owners: tuple[Any, ...]) -> bool:
         """Whether these are the layouts and the communicator for which it was made."""
@@ -104,7 +113,7 @@ class Again:
             return None
         self._comm.check()
         if self._check:
-            agree(self._comm, kept.facts | self._seed(kept.facts), None, self._timeout)
+            agree_on(self._comm, *kept.told(self._numbers()["seed"]), None, self._timeout)
         with cuda_device.current(queue.device):
             given = [self._written.get(name) for name in self._names]
             made = tuple(
@@ -119,9 +128,6 @@ class Again:
     def _numbers(self) -> dict[str, int]:
         assert self._signature is not None
         return {"seed": self._signature.addresses["seed"]}
-
-    def _seed(self, facts: Facts) -> Facts:
-        return {"seed": repr(self._numbers()["seed"])} if facts["seed"] != "None" else {}
 
     def tape(self, made: Sequence[Any]) -> Tape | None:
         """Return a tape for a call that is about to be made, with the memory of its results."""
