@@ -90,7 +90,7 @@ def test_streamed_calls_are_within_the_bound(dtype, kind, chunk, cupy):
     check(dtype, (q, k, v), do, options, out, lse, vjp(do), -(-KEYS // 128))
 
 
-def over_ranks(comms, q, k, v, do, options):
+def over_ranks(comms, q, k, v, do, options, scheme="rounds"):
     """Compute a call on the ranks of `comms`; return the whole results in host memory.
 
     `options` returns the options, given what puts arrays on the rank's GPU.
@@ -113,7 +113,7 @@ def over_ranks(comms, q, k, v, do, options):
                           ((layout, q), (layout_k, k), (layout_k, v))]  # fmt: skip
                 out, lse, vjp = distributed.attention_vjp(
                     *arrays, comm=comm, layout=layout, layout_k=layout_k, return_lse=True,
-                    scheme="rounds", timeout=60, **own,
+                    scheme=scheme, timeout=60, **own,
                 )  # fmt: skip
                 gradients = vjp(cupy.asarray(layout.take(do)))
                 layout.put(out.get(), whole[0])
@@ -173,10 +173,11 @@ def test_two_gpus_are_within_the_bound_and_repeat_their_bits(dtype, kind, two):
     assert same_bits(first[1], again[1])
 
 
-def test_dropout_drops_the_pairs_of_one_gpu(two, cupy):
+@pytest.mark.parametrize("scheme", ["rounds", "heads"])
+def test_dropout_drops_the_pairs_of_one_gpu(scheme, two, cupy):
     q, k, v, do = draw(np.dtype(np.float32))
     options = {"dropout": 0.4, "seed": 9}
-    ours = over_ranks(two, q, k, v, do, lambda place: dict(options))
+    ours = over_ranks(two, q, k, v, do, lambda place: dict(options), scheme)
     out, vjp = cupyflash.attention_vjp(*map(cupy.asarray, (q, k, v)), **options)
     assert np.abs(ours[0] - out.get()).max() < 1e-5
     assert np.abs(ours[2].dv - vjp(cupy.asarray(do)).dv.get()).max() < 1e-4
