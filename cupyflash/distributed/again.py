@@ -113,7 +113,8 @@ class Again:
             return None
         self._comm.check()
         if self._check:
-            agree_on(self._comm, *kept.told(self._numbers()["seed"]), None, self._timeout)
+            of_facts, facts = kept.told(self._numbers()["seed"])
+            agree_on(self._comm, of_facts, facts, None, self._timeout)
         with cuda_device.current(queue.device):
             given = [self._written.get(name) for name in self._names]
             made = tuple(

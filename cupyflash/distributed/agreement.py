@@ -21,6 +21,7 @@ from .faults import caused, named
 from .layouts import Layout
 
 Facts = dict[str, str]
+_IN_WORDS = b"?"  # instead of a digest, where facts may differ, or where an error is told
 
 
 def agree(
@@ -31,7 +32,7 @@ def agree(
     Facts whose name begins with an underscore may differ.
     """
     differ = error is not None or any(name[0] == "_" for name in facts)
-    return agree_on(comm, b"" if differ else digest(facts), facts, error, timeout)
+    return agree_on(comm, _IN_WORDS if differ else digest(facts), facts, error, timeout)
 
 
 def digest(facts: Mapping[str, str]) -> bytes:
@@ -48,11 +49,10 @@ def agree_on(
 ) -> list[Facts]:
     """Return the facts of every rank, as `agree` does.
 
-    If all ranks have the same digest of their facts, they tell each other no more. It is empty
-    where facts may differ, or where there are none because of an error.
+    If all ranks have the same digest of their facts, they tell each other no more.
     """
     told_first = comm.tell(of_facts, timeout)
-    if of_facts and all(each == of_facts for each in told_first):
+    if of_facts != _IN_WORDS and all(each == of_facts for each in told_first):
         return [dict(facts)] * comm.size
     own = {"error": caused(comm.rank, error) if error else "", "facts": dict(facts)}
     told = [json.loads(text) for text in comm.tell(json.dumps(own).encode(), timeout)]
