@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from . import tape
 from .cuda_device import current
 
 
@@ -96,6 +97,7 @@ def _stream(pointer: int) -> Any:
 
 def read_back(array: Any) -> np.ndarray[Any, Any]:
     """Copy an array to host memory, and wait for it."""
+    tape.spoil("an array is read back")
     with array.device:
         return np.asarray(array.get())
 
@@ -121,6 +123,7 @@ class OutputSpec:
 
     def empty(self) -> Any:
         """Return such an array, uninitialised, on the current device."""
+        tape.spoil("an array is made by its spec")
         try:
             if self._strides is None:
                 return self._ndarray(self._shape, self._dtype)  # what cupy.empty calls
@@ -136,10 +139,13 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     import cupy
 
     try:
-        return cupy.ndarray(shape, dtype)
+        made = cupy.ndarray(shape, dtype)
     except _out_of_memory() as error:
         _add_note(error, shape, dtype)
         raise
+    if (written := tape.current()) is not None:
+        written.allocated(made.data, made.nbytes)
+    return made
 
 
 def memory(size: int) -> Any:
@@ -147,10 +153,13 @@ def memory(size: int) -> Any:
     import cupy
 
     try:
-        return cupy.cuda.alloc(size)
+        made = cupy.cuda.alloc(size)
     except _out_of_memory() as error:
         _add_note(error, (size,), np.uint8)
         raise
+    if (written := tape.current()) is not None:
+        written.allocated(made, size)
+    return made
 
 
 def keep_with(array: Any, held: object) -> None:
@@ -168,6 +177,13 @@ def view(shape: tuple[int, ...], dtype: Any, memory: Any) -> Any:
     import cupy
 
     return cupy.ndarray(shape, dtype, memory)
+
+
+def strided(shape: tuple[int, ...], dtype: Any, memory: Any, strides: tuple[int, ...]) -> Any:
+    """Return an array of memory that is there already; strides are in bytes."""
+    import cupy
+
+    return cupy.ndarray(shape, dtype, memory, strides)
 
 
 def _out_of_memory() -> type[Exception]:
@@ -189,6 +205,8 @@ def _slowest_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 def fill(array: Any, value: float) -> None:
     """Write one number to every element."""
+    if (written := tape.current()) is not None:
+        written.elementwise(lambda x: fill(x, value), array)
     with array.device:
         array.fill(value)
 
@@ -202,6 +220,8 @@ def _converter() -> Any:
 
 def convert(array: Any, to: Any) -> None:
     """Write the elements of an array, rounded, to another one on the current device."""
+    if (written := tape.current()) is not None:
+        written.elementwise(convert, array, to)
     _converter()(array, to)  # in half the host time of an assignment
 
 
@@ -209,6 +229,8 @@ def add(array: Any, to: Any) -> None:
     """Add the elements of an array to another one of the same dtype."""
     import cupy
 
+    if (written := tape.current()) is not None:
+        written.elementwise(add, array, to)
     with to.device:
         cupy.add(to, array, to)
 
@@ -238,4 +260,5 @@ def to_device(array: Any, dtype: Any) -> Any:
     """Return a contiguous copy of an array, of either memory, in the current device's memory."""
     import cupy
 
+    tape.spoil("an array is copied")
     return cupy.ascontiguousarray(cupy.asarray(array), dtype)

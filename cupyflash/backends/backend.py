@@ -36,6 +36,19 @@ class Backend(Protocol):
         """
         ...
 
+    def backward_piece(
+        self,
+        call: Call,
+        do: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        gradients: Gradients,
+        deterministic: bool,
+    ) -> None:
+        """Compute the gradients of a piece, of the accumulator's type, as `backward` does."""
+        ...
+
     def backward(
         self,
         call: Call,

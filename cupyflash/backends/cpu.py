@@ -155,6 +155,19 @@ class Cpu:
                 for computed, to in zip(partial, results, strict=True):
                     to[...] = computed.astype(to.dtype, copy=False)
 
+    def backward_piece(
+        self,
+        call: Call,
+        do: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        gradients: Gradients,
+        deterministic: bool,
+    ) -> None:
+        """Compute the gradients of a piece."""
+        self.backward(call, do, out, lse, dlse, gradients, None, deterministic=deterministic)
+
     def backward(
         self,
         call: Call,

@@ -52,6 +52,19 @@ class Gpu:
         """Compute a piece's out and lse, or join its keys to them."""
         piece_launches.forward(call, partial, first, results)
 
+    def backward_piece(
+        self,
+        call: Call,
+        do: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        gradients: Gradients,
+        deterministic: bool,
+    ) -> None:
+        """Compute the gradients of a piece."""
+        piece_launches.backward(call, do, out, lse, dlse, gradients, deterministic)
+
     def backward(
         self,
         call: Call,
@@ -65,9 +78,6 @@ class Gpu:
         deterministic: bool = False,
     ) -> CallResult:
         """Compute `gradients`; unless `deterministic`, dq may be summed in any order."""
-        if call.problem.whole is not None and plan is None and workspace is None:
-            piece_launches.backward(call, do, out, lse, dlse, gradients, deterministic)
-            return CallResult()
         arrays = do, out, lse, dlse, gradients, workspace
         return launch.backward(call, *arrays, plan, deterministic=deterministic)
 

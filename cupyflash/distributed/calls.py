@@ -50,7 +50,7 @@ def attention(
     Parameters
     ----------
     q, k, v : array
-        As in `cupyflash.attention`, NumPy arrays with this rank's positions, as `Layout.take`
+        As in `cupyflash.attention`, with this rank's positions, as `Layout.take`
         returns them. All but their axes of positions is the same on every rank.
     comm : Communicator
         The ranks, as `communicator` returns them.

@@ -6,22 +6,22 @@ accumulator's type, in the order of the steps and, within a step, of the ranks.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..pieces.compute import Partial, Sums, Total
+from ..pieces.compute import Partial, Sums, Total, parts_of
 from ..pieces.parts import call_of, part, part_of_bias, part_of_statistic
 from ..pieces.place import Place
-from ..pieces.schedule import Piece
 from ..pieces.steps import Targets
-from ..problem.call import Array, Call, Gradients
+from ..problem.call import Array, Call
 from .communication import Exchanger, Transfer
 from .messages import Memory, Two, joined, packed
 from .rounds import Step
 from .runs import Runs
 from .sums import add_over_ranks
+from .tasks import Task
 
-_NOTHING = Step({}, {}, Runs(()), [])
+_NOTHING = Step({}, {}, Runs(()), [], [], [])
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,22 @@ class Rank:
         """The rank's keys and values."""
         return self.call.k, self.call.v
 
-    def rows_of_pieces(self) -> list[range]:
-        """Return the positions of the queries of pieces: each query is in one of these ranges."""
-        return list(dict.fromkeys(piece.rows for step in self.steps for piece in step.pieces))
-
     def step(self, number: int) -> Step:
         """Return a step; before the first and after the last, one in which nothing is done."""
         return self.steps[number] if 0 <= number < len(self.steps) else _NOTHING
 
-    def piece(self, piece: Piece, held: Runs, keys: Two) -> Call:
-        """Return the call of a piece, from keys and values at the positions `held`."""
-        rows, at = self.rows.rows(piece.rows), held.rows(piece.keys)
-        bias = self.call.bias
+    def piece(self, task: Task, keys: Two, beside: bool) -> Call:
+        """Return the call of a task, from the keys and values of its step.
+
+        `beside` says whether messages travel meanwhile.
+        """
+        call, piece = self.call, task.piece
+        bias = call.bias
         if bias is not None:
-            bias = part_of_bias(self.call, bias, piece, rows, piece.keys)
-        k, v = (part(x, at) for x in keys)
-        return call_of(self.call, piece, part(self.call.q, rows), k, v, bias)
+            bias = part_of_bias(call, bias, piece, task.rows, piece.keys)
+        k, v = (part(x, task.keys) for x in keys)
+        q = part(call.q, task.rows)
+        return call_of(call, piece, q, k, v, bias, task.plain, beside)
 
 
 class _Exchange:
@@ -99,17 +99,22 @@ class _Exchange:
             for peer, wanted in before.sends.items()
         ]
         if gradients is not None and len(before.receives) == 1:
-            sends += [(peer, gradients) for peer in before.receives]
+            sends += [(peer, gradients.contents) for peer in before.receives]
         elif gradients is not None:
             sends += [
                 (peer, packed(place, gradients.arrays, before.keys, wanted, problem.accumulator))
                 for peer, wanted in before.receives.items()
             ]
-        receives = [(peer, memory.content) for peer, _, memory in (*self._keys, *self._gradients)]
-        contents = [(peer, memory.content) for peer, memory in sends]
-        self._transfer: Transfer | None = rank.comm.exchange(contents, receives)
+        receives = [
+            (peer, content)
+            for peer, _, memory in (*self._keys, *self._gradients)
+            for content in memory.contents
+        ]
+        messages = [(peer, content) for peer, contents in sends for content in contents]
+        self.travels = bool(messages or receives)
+        self._transfer: Transfer | None = rank.comm.exchange(messages, receives)
 
-    def wait(self, totals: Two | None = None) -> tuple[Runs, Two]:
+    def wait(self, totals: _Totals | None = None) -> Two:
         """Return the keys and values of the step; add the gradients to those of own keys."""
         rank = self._rank
         assert self._transfer is not None
@@ -118,98 +123,122 @@ class _Exchange:
         for _, wanted, memory in self._gradients:
             assert totals is not None
             for run in wanted:
-                for came, total in zip(memory.arrays, totals, strict=True):
-                    rank.place.add(part(came, wanted.rows(run)), part(total, rank.keys.rows(run)))
+                came, other = (part(x, wanted.rows(run)) for x in memory.arrays)
+                totals.add((came, other), rank.keys.rows(run))
+        if not self._keys:
+            return rank.own  # no task has keys
         parts = [(wanted, memory) for _, wanted, memory in self._keys]
-        return self._step.keys, joined(rank.place, rank.own, parts, self._step.keys)
+        return joined(rank.place, rank.own, parts, self._step.keys)
 
 
 def forward(rank: Rank, out: Array, lse: Array) -> None:
     """Write out and lse of the rank's queries."""
-    partial = {}
-    for rows in rank.rows_of_pieces():
-        at = rank.rows.rows(rows)
-        results = part(out, at), part_of_statistic(lse, at)
-        partial[rows] = Partial(rank.place, rank.call.problem, *results)
-    last = {piece.rows: piece for step in rank.steps for piece in step.pieces}
-    held, keys = rank.keys, rank.own
+    last = {task.rows: task for step in rank.steps for task in step.forward}
+    partial = {
+        rows: Partial(rank.place, rank.call.problem, part(out, rows), part_of_statistic(lse, rows))
+        for rows in last
+    }
+    keys = rank.own
     with rank.place:
         for number, step in enumerate(rank.steps):
             exchange = _Exchange(rank, number + 1)
-            for piece in step.pieces:
-                own = rank.piece(piece, held, keys)
-                partial[piece.rows].compute(own, piece.first, piece is last[piece.rows])
-            held, keys = exchange.wait()
+            for task in step.forward:
+                own = rank.piece(task, keys, exchange.travels)
+                is_last = task is last[task.rows]
+                partial[task.rows].compute(own, task.piece.first, is_last)
+            keys = exchange.wait()
 
 
 def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: bool) -> None:
     """Write the gradients of what the rank holds."""
     call, place = rank.call, rank.place
-    sums = Sums(call, place, targets.gradients, [rank.rows.rows(x) for x in rank.rows_of_pieces()])
-    held, keys, totals = rank.keys, rank.own, _Totals(rank, rank.keys, rank.steps[0])
-    own = totals.memory.arrays
+    rows = [x.rows for step in rank.steps for x in (*step.backward, *step.later, *step.forward)]
+    sums = Sums(call, place, targets.gradients, parts_of(rows))
+    begins = rank.steps[0]
+    keys, totals = rank.own, _Totals(rank, [*begins.backward, *begins.later], rank.keys)
+    own = totals
+    # Two gradients of the same keys: the second one has more of them, and is written in place.
+    held: list[tuple[Two, range]] | None = [] if begins.later and len(rank.steps) == 2 else None
     returned: Memory | None = None
     with place:
         for n, step in enumerate(rank.steps):
             exchange = _Exchange(rank, n + 1, returned)
-            for piece in step.pieces:
-                if piece.keys or call.sink is not None:
-                    _piece(rank, piece, held, keys, totals, sums, targets, deterministic)
-            returned = totals.memory if n else None
-            held, keys = exchange.wait(own)
-            totals = _Totals(rank, held, rank.step(n + 1))
-        _Exchange(rank, len(rank.steps) + 1, returned).wait(own)
+            for task in step.backward:
+                piece = rank.piece(task, keys, exchange.travels)
+                aside = None if n else held
+                _compute(rank, task, piece, totals, sums, targets, deterministic, aside)
+            returned = totals.whole() if n else None
+            keys = exchange.wait(own)
+            if n + 1 < len(rank.steps):
+                totals = _Totals(rank, rank.steps[n + 1].backward, rank.steps[n + 1].keys)
+        exchange = _Exchange(rank, len(rank.steps) + 1, returned)
+        for task in begins.later:
+            piece = rank.piece(task, rank.own, exchange.travels)
+            _compute(rank, task, piece, own, sums, targets, deterministic)
+        for computed, at in held or ():
+            own.add(computed, at)
+        exchange.wait(own)
         if bias_is_shared and sums.dbias is not None:
             add_over_ranks(rank.comm, place, sums.dbias, rank.timeout)
         if sums.dsink is not None:
             add_over_ranks(rank.comm, place, sums.dsink, rank.timeout)
-        for total, gradient in zip(own, targets.gradients[1:3], strict=True):
+        for total, gradient in zip(own.whole().arrays, targets.gradients[1:3], strict=True):
             place.store(total, gradient)
         sums.store()
 
 
 class _Totals:
-    """dk and dv of the keys of a step, as sums over its pieces.
+    """dk and dv of the keys of a step, as sums over tasks."""
 
-    The first piece of keys that no other range of the step shares is written in place.
-    """
-
-    def __init__(self, rank: Rank, held: Runs, step: Step) -> None:
-        self.memory = Memory(rank.place, rank.own, held.count, rank.call.problem.accumulator)
-        pieces = [held.rows(piece.keys) for piece in step.pieces if piece.keys]
-        ranges = sorted({(at.start, at.stop) for at in pieces})
-        apart = all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
-        covered = sum(stop - start for start, stop in ranges) == held.count
-        parts = [range(*ends) for ends in ranges] if apart and covered else []
-        if not parts:
-            rank.place.clear(self.memory.content)
-        self._totals = [Total(rank.place, x, parts) for x in self.memory.arrays]
+    def __init__(self, rank: Rank, tasks: Sequence[Task], held: Runs) -> None:
+        self._memory = Memory(rank.place, rank.own, held.count, rank.call.problem.accumulator)
+        some = [task.keys for task in tasks if task.piece.keys]
+        whole = range(held.count)
+        parts = parts_of([whole, *some])
+        self._totals = [Total(rank.place, x, parts) for x in self._memory.arrays]
 
     def in_place(self, at: range) -> list[Array | None]:
-        """Return where dk and dv of a piece are to be computed, if it is the first one there."""
+        """Return where dk and dv of a task are to be computed, if it is the first one there."""
         return [total.in_place(at) for total in self._totals]
 
-    def add(self, computed: Gradients, at: range) -> None:
-        """Add the gradients of a piece with keys."""
-        for summand, total in zip(computed[1:3], self._totals, strict=True):
+    def written(self, at: range) -> None:
+        """Note that dk and dv of a task were computed in place."""
+        for total in self._totals:
+            total.written(at)
+
+    def add(self, computed: Two, at: range) -> None:
+        """Add dk and dv."""
+        for summand, total in zip(computed, self._totals, strict=True):
             total.add(summand, at)
 
+    def whole(self) -> Memory:
+        """Return the sums; those of keys that no task had are 0."""
+        for total in self._totals:
+            total.whole()
+        return self._memory
 
-def _piece(
-    rank: Rank, piece: Piece, held: Runs, keys: Two, totals: _Totals, sums: Sums, targets: Targets,
-    deterministic: bool,
+
+def _compute(
+    rank: Rank, task: Task, own: Call, totals: _Totals, sums: Sums, targets: Targets,
+    deterministic: bool, held: list[tuple[Two, range]] | None = None,
 ) -> None:  # fmt: skip
-    """Compute the gradients of a piece, and add them."""
-    rows, at = rank.rows.rows(piece.rows), held.rows(piece.keys)
-    own = rank.piece(piece, held, keys)
-    computed = sums.empty(own, rows, *totals.in_place(at))
+    """Compute the gradients of a task, and add them; or leave those of keys to `held`."""
+    rows, at, piece = task.rows, task.keys, task.piece
+    if not piece.keys and own.sink is None:
+        return
+    in_place = totals.in_place(at) if held is None and piece.keys else [None, None]
+    computed = sums.empty(own, rows, *in_place)
     statistics = [targets.rows.get(name) for name in ("lse", "dlse")]
     lse, dlse = (None if x is None else part_of_statistic(x, rows) for x in statistics)
     assert lse is not None
     do, out = (part(targets.rows[name], rows) for name in ("do", "out"))
-    rank.place.backend.backward(
-        own, do, out, lse, dlse, computed, workspace=None, deterministic=deterministic
-    )
+    rank.place.backend.backward_piece(own, do, out, lse, dlse, computed, deterministic)
     sums.add(computed, piece, rows)
-    if piece.keys:
-        totals.add(computed, at)
+    if not piece.keys:
+        return
+    if held is not None:
+        held.append(((computed.dk, computed.dv), at))
+    elif in_place[0] is not None:
+        totals.written(at)
+    else:
+        totals.add((computed.dk, computed.dv), at)

@@ -256,7 +256,7 @@ class Heads:
             made = place.empty(shape, problem.dtype)
             statistics = place.empty(shape[:-1], problem.accumulator)
             if self._same.size == 1:
-                place.backend.forward(call, made, statistics)
+                place.backend.forward_piece(call, (made, statistics), True)
             else:
                 compute.forward(self._of_group(call), made, statistics)
             del call
@@ -279,10 +279,9 @@ class Heads:
             lse, dlse = (got[name][..., 0] if name in got else None for name in ("lse", "dlse"))
             assert lse is not None
             if self._same.size == 1:
-                place.backend.backward(
-                    call, got["do"], got["out"], lse, dlse, gradients,
-                    workspace=None, deterministic=deterministic,
-                )  # fmt: skip
+                place.backend.backward_piece(
+                    call, got["do"], got["out"], lse, dlse, gradients, deterministic
+                )
             else:
                 rows = {"do": got["do"], "out": got["out"], "lse": lse}
                 made = Targets(

@@ -1,4 +1,4 @@
-"""Keys and values, or their gradients, as one message of bytes, and back."""
+"""Keys and values, or their gradients, as messages of bytes, and back."""
 
 from __future__ import annotations
 
@@ -19,34 +19,43 @@ Two = tuple[Array, Array]  # k and v, or dk and dv
 
 
 class Memory:
-    """Memory for a message.
+    """Memory for two messages.
 
     Attributes
     ----------
-    content : array of uint8
-        The message.
     arrays : tuple of 2 array
-        The same bytes as two arrays.
+        Arrays in C order.
     """
 
     def __init__(self, place: Place, like: Two, rows: int, dtype: np.dtype[Any]) -> None:
-        shapes = [(*x.shape[:-2], rows, x.shape[-1]) for x in like]
-        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        self.content = place.empty((sum(sizes),), np.dtype(np.uint8))
-        first, second = (
-            viewed(self.content, begin, shape, dtype)
-            for begin, shape in zip((0, sizes[0]), shapes, strict=True)
-        )
+        first, second = (place.empty((*x.shape[:-2], rows, x.shape[-1]), dtype) for x in like)
         self.arrays: Two = first, second
 
+    @property
+    def contents(self) -> Two:
+        """The messages: the same bytes."""
+        return bytes_of(self.arrays[0]), bytes_of(self.arrays[1])
 
-def packed(place: Place, arrays: Two, held: Runs, wanted: Runs, dtype: np.dtype[Any]) -> Memory:
-    """Return a message with the rows of some positions, of arrays that hold others, too."""
+
+def packed(place: Place, arrays: Two, held: Runs, wanted: Runs, dtype: np.dtype[Any]) -> Two:
+    """Return messages with the rows of some positions, of arrays that hold others, too."""
+    if wanted == held and all(x.flags.c_contiguous for x in arrays):
+        return bytes_of(arrays[0]), bytes_of(arrays[1])
     memory = Memory(place, arrays, wanted.count, dtype)
     for run in wanted:
         for source, target in zip(arrays, memory.arrays, strict=True):
             place.store(part(source, held.rows(run)), part(target, wanted.rows(run)))
-    return memory
+    return memory.contents
+
+
+def bytes_of(array: Array) -> Array:
+    """Return the bytes of an array in C order."""
+    if is_device_array(array):
+        memory = device_arrays.memory_of(array, 0)
+        made: Array = device_arrays.view((array.nbytes,), np.dtype(np.uint8), memory)
+        return made
+    own: Array = array.reshape(-1).view(np.uint8)
+    return own
 
 
 def viewed(content: Array, begin: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -20,6 +20,7 @@ from .faults import absent
 
 _PAUSE = 2e-3  # seconds between two looks at what is under way
 _IDLE = 1.0  # seconds without anything under way, after which the thread ends
+_HIGHEST = -5  # priority of a stream; CUDA takes its own highest one, if that is lower
 _ID = 60.0  # seconds in which all ranks have to begin
 
 
@@ -48,7 +49,8 @@ class Nccl:
         with current(device):
             self._comm = nccl.NcclCommunicator(self.size, unique, self.rank)
             self._cuda = cupy.cuda
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            # What travels begins as soon as an SM is free, though attention waits for SMs, too.
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
         self._watch = _Watch(self)
 
     def check(self) -> None:
@@ -160,13 +162,12 @@ class _Watch:
         self._runs = False
 
     def add(self, message: _UnderWay) -> None:
-        """Look after a message, too."""
+        """Look after a message, too. The thread is not woken: it would take turns with this one."""
         with self._changed:
             self._under_way.append(message)
             if not self._runs:
                 self._runs = True
                 threading.Thread(target=self._run, daemon=True, name="cupyflash-nccl").start()
-            self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
         """Wait until nothing is under way."""
@@ -174,12 +175,17 @@ class _Watch:
             self._changed.wait_for(lambda: not self._under_way, timeout)
 
     def _run(self) -> None:
+        busy = time.monotonic()
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._under_way, _IDLE):
+                oldest = self._under_way[0] if self._under_way else None
+                if oldest is None and time.monotonic() > busy + _IDLE:
                     self._runs = False
                     return
-                oldest = self._under_way[0]
+            if oldest is None:
+                time.sleep(_PAUSE)
+                continue
+            busy = time.monotonic()
             if oldest.arrived.done:
                 with self._changed:
                     self._under_way.popleft()

@@ -61,11 +61,6 @@ def _check_heads(call: Call, ranks: int, scheme: Scheme, group: int) -> None:
             "expected nodes with as many ranks each, some of which, but not all ranks, divide the "
             'heads. Pass scheme="rounds", or "heads" if there is a head for each rank.'
         )
-    if call.device is not None and call.problem.dropout:
-        raise ArgumentError(
-            f'scheme: got "{scheme}" with dropout for CuPy arrays, whose kernels count heads from '
-            '0; expected scheme="rounds" or "gather".'
-        )
 
 
 def group_size(call: Call, scheme: Scheme, nodes: Sequence[int]) -> int:
@@ -122,7 +117,9 @@ def plan(
     problem = call.problem
     sizes = _sizes(call.q), _sizes(call.k), _sizes(call.v), problem.dtype, call.device is not None
     facts = problem.lead, problem.heads, problem.heads_kv, sizes, bool(problem.dropout)
-    key = expr, facts, _offsets(problem), scheme, tuple(nodes)
+    options = None if call.score_mod is None else call.score_mod.structure[0], call.sink is None
+    bias = None if call.bias is None else call.bias.shape[-1:]
+    key = expr, facts, options, bias, _offsets(problem), scheme, tuple(nodes)
     known = layout.remembered.get(key)
     if known is None or known[0] is not layout_k:
         while len(layout.remembered) >= MOST_REMEMBERED:
@@ -156,4 +153,4 @@ def _made(
     if scheme == "heads":
         return Plan(scheme, [], group)
     proofs = (proofs or Proofs(call, layout, layout_k)).of_groups(group)
-    return Plan(scheme, steps(proofs, layout.rank // group, scheme), group)
+    return Plan(scheme, steps(call, proofs, layout.rank // group, scheme), group)

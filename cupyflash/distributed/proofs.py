@@ -35,6 +35,16 @@ def _held(layout: Layout, starts: Array) -> _Held:
     return _Held(cells, owners[cells.chunk])
 
 
+def _cut(runs: Sequence[range], at: int) -> list[range]:
+    """Return runs, of which the one that has a position in its inside is two."""
+    return [
+        range(*ends)
+        for run in runs
+        for ends in ((run.start, min(run.stop, at)), (max(run.start, at), run.stop))
+        if ends[0] < ends[1]
+    ]
+
+
 class Proofs:
     """The classes of all pairs of cells that are not EMPTY.
 
@@ -48,7 +58,7 @@ class Proofs:
 
     def __init__(self, call: Call, layout: Layout, layout_k: Layout) -> None:
         problem = call.problem
-        self._layout, self.size = layout, layout.size
+        self._layout, self._layout_k, self.size = layout, layout_k, layout.size
         self._packed = problem.packed
         starts = [np.zeros(1, np.int64)] * 2
         if problem.packed:
@@ -83,7 +93,8 @@ class Proofs:
         made = copy.copy(self)
         for name in ("keys", "work", "rows", "_of_owners"):
             made.__dict__.pop(name, None)
-        made._layout, made.size = self._layout.of_groups(size), self.size // size
+        made._layout, made._layout_k = (x.of_groups(size) for x in (self._layout, self._layout_k))
+        made.size = self.size // size
         made._rows, made._keys = (x._replace(rank=x.rank // size) for x in (made._rows, made._keys))
         made._used = np.logical_or.reduceat(self._used, np.arange(0, self.size, size), axis=0)
         return made
@@ -128,6 +139,11 @@ class Proofs:
         )
         return rows, keys
 
+    @property
+    def own(self) -> tuple[Runs, Runs]:
+        """The positions of the queries, and of the keys, that this rank holds."""
+        return self._layout.own, self._layout_k.own
+
     def pairs(self) -> Array:
         """Return whether a rank needs keys of another one, (owners, users)."""
         found: Array = self.keys > 0
@@ -161,35 +177,55 @@ class Proofs:
         made: list[list[Piece]] = [[] for _ in keys]
         begun: set[range] = set()
         find = self._packed_pieces if self._packed else self._dense_pieces
-        for number, piece in find(spans):
+        for number, piece in find(spans, self._layout.own.ranges):
             made[number].append(piece._replace(first=piece.rows not in begun))
             begun.add(piece.rows)
         made[0] += [Piece(rows, NO_KEYS, False, True) for rows in self._layout.own.without(begun)]
         return made
 
-    def _own_pairs(self, spans: list[tuple[int, range]]) -> tuple[Array, Array, Array, Array]:
-        """Return this rank's pairs by spans of keys, then by runs of queries.
+    def cut_pieces(self, keys: Runs) -> list[Piece]:
+        """Return what this rank computes with its own keys, in more pieces if it has one run.
+
+        Packed sequences are not cut. Nothing says which pieces are the first ones.
+        """
+        runs, spans = list(self._layout.own), list(keys)
+        if len(runs) == 1:
+            (run,) = runs
+            middle = (run.start + len(run) // 2) // self._layout.chunk * self._layout.chunk
+            runs = _cut(runs, middle)
+            if np.any(self._keys.cells.start == middle):
+                spans = _cut(spans, middle)
+        found = self._dense_pieces([(0, span) for span in spans], runs)
+        return [piece for _, piece in found]
+
+    def _own_pairs(
+        self, spans: list[tuple[int, range]], runs: Sequence[range]
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return this rank's pairs with keys in some spans, by spans, then by runs of queries.
 
         The four arrays are the number of the span and of the run, and the cells.
         """
         own = np.flatnonzero(self._rows.rank[self._at_rows] == self._layout.rank)
-        rows, keys = self._at_rows[own], self._at_keys[own]
         firsts = np.array([span.start for _, span in spans], np.int64)
-        order = np.argsort(firsts)
-        place = np.searchsorted(firsts[order], self._keys.cells.start[keys], "right") - 1
-        span = order[place]
         stops = np.array([each.stop for _, each in spans], np.int64)
-        assert np.all(self._keys.cells.start[keys] < stops[span])
-        starts = np.array([run.start for run in self._layout.own], np.int64)
+        order = np.argsort(firsts)
+        starts = self._keys.cells.start[self._at_keys[own]]
+        place = np.searchsorted(firsts[order], starts, "right") - 1
+        span = order[place]
+        inside = (place >= 0) & (starts < stops[span])
+        own, span = own[inside], span[inside]
+        rows = self._at_rows[own]
+        starts = np.array([x.start for x in runs], np.int64)
         run = np.searchsorted(starts, self._rows.cells.start[rows], "right") - 1
         return span, run, own, np.lexsort((run, span))
 
-    def _dense_pieces(self, spans: list[tuple[int, range]]) -> Iterator[tuple[int, Piece]]:
+    def _dense_pieces(
+        self, spans: list[tuple[int, range]], runs: Sequence[range]
+    ) -> Iterator[tuple[int, Piece]]:
         """Go through runs of queries by runs of keys, step by step."""
         if not spans:
             return
-        span, run, own, _ = self._own_pairs(spans)
-        runs = self._layout.own.ranges
+        span, run, own, _ = self._own_pairs(spans, runs)
         flat = span * len(runs) + run
         some = np.bincount(flat, minlength=len(spans) * len(runs))
         full = np.bincount(flat, self._full[own], len(some))
@@ -203,11 +239,13 @@ class Proofs:
             masked = bool(full[n] < of_runs[r] * of_spans[s])
             yield spans[s][0], Piece(runs[r], spans[s][1], masked, False)
 
-    def _packed_pieces(self, spans: list[tuple[int, range]]) -> Iterator[tuple[int, Piece]]:
+    def _packed_pieces(
+        self, spans: list[tuple[int, range]], runs: Sequence[range]
+    ) -> Iterator[tuple[int, Piece]]:
         """Go through parts of sequences; those that are whole in a run and a span join."""
         if not spans:
             return
-        span, run, own, order = self._own_pairs(spans)
+        span, run, own, order = self._own_pairs(spans, runs)
         sequence = self._rows.cells.sequence[self._at_rows[own]]
         order = np.lexsort((sequence, run, span))
         span, run, sequence, full = span[order], run[order], sequence[order], self._full[own][order]
@@ -219,7 +257,6 @@ class Proofs:
         count = np.diff(np.append(new, len(order)))
         fulls = np.add.reduceat(full.astype(np.int64), new)
         span, run, sequence = span[new], run[new], sequence[new]
-        runs = self._layout.own.ranges
         rows_low, rows_high, keys_low, keys_high = (
             np.array([getattr(x, end) for x in ranges])[at]
             for ranges, at in ((runs, run), ([x for _, x in spans], span))

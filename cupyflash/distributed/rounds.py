@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from ..pieces.schedule import Piece
-from ..problem.call import Array
+from ..problem.call import Array, Call
 from .proofs import Proofs
 from .runs import Runs
+from .tasks import Task, divided, tasks
 
 Scheme: TypeAlias = Literal["auto", "rounds", "gather", "heads", "heads x rounds"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
@@ -34,15 +35,22 @@ class Step(NamedTuple):
         The positions of all keys that the pieces use.
     pieces : list of Piece
         What is computed with them. Rows and keys are positions.
+    forward, backward : list of Task
+        The calls that compute them.
+    later : list of Task
+        Of own keys, what the backward computes at last, while gradients travel.
     """
 
     sends: dict[int, Runs]
     receives: dict[int, Runs]
     keys: Runs
     pieces: list[Piece]
+    forward: list[Task]
+    backward: list[Task]
+    later: list[Task] = []  # noqa: RUF012, it is never changed
 
 
-def steps(proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
+def steps(call: Call, proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
     """Return the steps of a rank: its own keys first, then a step for each round."""
     travel: list[tuple[dict[int, Runs], dict[int, Runs]]] = [({}, {own: proofs.needed(own, own)})]
     for pairs in rounds_of(proofs.pairs(), scheme):
@@ -52,10 +60,20 @@ def steps(proofs: Proofs, own: int, scheme: Scheme) -> list[Step]:
         travel.append((sends, {owner: proofs.needed(own, owner) for owner in owners}))
     keys = [Runs.of(run for runs in receives.values() for run in runs) for _, receives in travel]
     travel[0] = {}, {}
-    return [
-        Step(sends, receives, held, pieces)
-        for (sends, receives), held, pieces in zip(travel, keys, proofs.pieces(keys), strict=True)
+    rows, own_keys = proofs.own
+    there = [own_keys, *keys[1:]]
+    made = [
+        Step(sends, receives, held, pieces, *tasks(call, pieces, rows, positions))
+        for (sends, receives), held, pieces, positions in zip(
+            travel, keys, proofs.pieces(keys), there, strict=True
+        )
     ]
+    if len(made) > 1 and not call.problem.packed:
+        # A sink belongs to the first piece of a whole run.
+        own_pieces = proofs.cut_pieces(keys[0]) if call.sink is None else made[0].pieces
+        early, later = divided(call, own_pieces, rows, own_keys)
+        made[0] = made[0]._replace(backward=early, later=later)
+    return made
 
 
 def rounds_of(pairs: Array, scheme: Scheme) -> list[Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import dispatch
+from ..arrays.device_arrays import is_device_array
+from ..arrays.tape import Tape
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 from ..execute import Vjp, check_flag
 from ..pieces import steps as pieces_steps
@@ -21,7 +23,8 @@ from ..problem import validate
 from ..problem.call import Call, Gradients
 from ..problem.options import Options
 from . import compute
-from .agreement import agree, bias_facts, bias_is_shared, facts_of
+from .again import Again, Written
+from .agreement import Facts, agree, bias_facts, bias_is_shared, facts_of
 from .communication import Communicator
 from .faults import gave_up
 from .heads import Heads
@@ -107,6 +110,7 @@ class Distributed:
         self._options, self._ranks = options, ranks
         self.comm = ranks.communicator()
         self._bias_is_shared = False
+        self.facts: Facts = {}
 
     @property
     def backward_name(self) -> str:
@@ -153,19 +157,46 @@ class Distributed:
         """The scheme, and what this rank sends, receives and computes."""
         return plan(self.call, *self.layouts, self._ranks.scheme, self.comm.nodes)
 
-    def rank(self) -> compute.Rank:
-        """Return what this rank computes, for one run."""
+    def again(
+        self,
+        name: str,
+        read: Mapping[str, Any],
+        written: Mapping[str, Any],
+        names: Sequence[str],
+        more: tuple[Any, ...],
+    ) -> Again | None:
+        """Return what recognises the call if it was made before; the rest is as in `Again`."""
+        if not is_device_array(self._q):
+            return None
+        ranks = self._ranks
+        layouts = ranks.layout, ranks.layout if ranks.layout_k is None else ranks.layout_k
+        return Again(
+            name,
+            {"q": self._q, "k": self._k, "v": self._v, **read},
+            written,
+            names,
+            self._options,
+            self.comm,
+            layouts,
+            (*more, ranks.scheme),
+            ranks.check,
+            ranks.timeout,
+        )
+
+    def rank(self, tape: Tape | None = None) -> compute.Rank:
+        """Return what this rank computes, for one run that may be written to a tape."""
         rows, keys = (each.own for each in self.layouts)
         device = self.call.device
         place: Place = Host(dispatch.CPU) if device is None else Device(dispatch.GPU, device)
         timeout = self._ranks.seconds()
+        comm = self.comm if tape is None else Written(self.comm, tape)
         return compute.Rank(
-            place.ready(self.call), rows, keys, self.plan.steps, self.comm, place, timeout
+            place.ready(self.call), rows, keys, self.plan.steps, comm, place, timeout
         )
 
-    def heads(self) -> Heads:
+    def heads(self, tape: Tape | None = None) -> Heads:
         """Return what this rank computes if rows travel by heads, for one run."""
-        return Heads(self.rank(), self.layouts, self.plan.group, self._bias_is_shared)
+        return Heads(self.rank(tape), self.layouts, self.plan.group, self._bias_is_shared)
 
     @property
     def bias_is_shared(self) -> bool:
@@ -203,6 +234,7 @@ class Distributed:
             if error is not None:
                 raise error
             return made
+        self.facts = facts
         of_ranks = agree(self.comm, facts, error, self._ranks.seconds())
         if self.call.bias is not None:
             self._bias_is_shared = bias_is_shared(of_ranks)
@@ -238,17 +270,15 @@ class Packed(Distributed):
         super().__init__(q, k, v, options, ranks)
         self._offsets = offsets
 
+    def again(self, *_: Any) -> None:
+        """Return None: what the offsets hold is read in every call."""
+
     def _validated(self) -> Call:
         layout, layout_k = self.layouts
         call = validate.varlen_call(
             self._q, self._k, self._v, *self._offsets, True, self._options,
             totals=(layout.length, layout_k.length),
         )  # fmt: skip
-        if call.device is not None:
-            raise ArgumentTypeError(
-                "q: got a CuPy array; expected NumPy arrays for packed sequences over ranks. Join "
-                "the sequences to one by masks.segments, and call distributed.attention."
-            )
         self._check_counts(call)
         return call
 
@@ -261,13 +291,32 @@ def _forward(
             check_flag(flag, name)
         return pieces_steps.outputs(request.call, out, lse_out)
 
+    written = {"out": out, "lse": lse_out}
+    more = tuple(flags.values())
+    again = request.again(request.name, {}, written, tuple(written), more)
     with request.running():
+        if again is not None and (results := again.results()) is not None:
+            return results[0], results[1]
         made = request.begin(request.name, prepare, {})
-        if request.plan.scheme in BY_HEADS:
-            request.heads().forward(made.out, made.lse)
-        else:
-            compute.forward(request.rank(), made.out, made.lse)
+        with _recording(again, made.shown) as tape:
+            if request.plan.scheme in BY_HEADS:
+                request.heads(tape).forward(made.out, made.lse)
+            else:
+                compute.forward(request.rank(tape), made.out, made.lse)
+        if again is not None:
+            again.keep(request.facts, made.shown)
     return made.shown
+
+
+@contextmanager
+def _recording(again: Again | None, shown: Sequence[Any]) -> Iterator[Tape | None]:
+    """Write down what is asked of the device, if the call is one that is recognised."""
+    tape = None if again is None else again.tape(shown)
+    if tape is None:
+        yield None
+        return
+    with tape.recording():
+        yield tape
 
 
 def forward(request: Distributed, return_lse: Any, out: Any, lse_out: Any) -> Any:
@@ -291,13 +340,27 @@ def backward(
         check_flag(deterministic, "deterministic")
         return pieces_steps.targets(request.call, do, out, lse, dlse, grads_out)
 
+    name = f"{request.name}_backward"
+    read = {"d_out": do, "out": out, "lse": lse, "dlse": dlse}
+    written: dict[str, Any] = {}
+    again = None
+    if type(grads_out) is Gradients:
+        written = grads_out._asdict()
+    if grads_out is None or written:
+        again = request.again(name, read, written, Gradients._fields, (deterministic,))
     with request.running():
+        if again is not None and (results := again.results()) is not None:
+            return Gradients(*results)
         more = {"deterministic": bool(deterministic), "dlse": "None" if dlse is None else "given"}
-        made = request.begin(f"{request.name}_backward", prepare, more)
-        if request.plan.scheme in BY_HEADS:
-            request.heads().backward(made, bool(deterministic))
-        else:
-            compute.backward(request.rank(), made, bool(deterministic), request.bias_is_shared)
+        made = request.begin(name, prepare, more)
+        with _recording(again, made.shown) as tape:
+            if request.plan.scheme in BY_HEADS:
+                request.heads(tape).backward(made, bool(deterministic))
+            else:
+                rank = request.rank(tape)
+                compute.backward(rank, made, bool(deterministic), request.bias_is_shared)
+        if again is not None:
+            again.keep(request.facts, made.shown)
     return made.shown
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..pieces.place import Place
 from ..problem.call import Array
 from .communication import Exchanger
+from .messages import bytes_of
 
 
 def add_over_ranks(comm: Exchanger, place: Place, total: Array, timeout: float) -> None:
@@ -25,18 +24,17 @@ def add_over_ranks(comm: Exchanger, place: Place, total: Array, timeout: float) 
     mine = at(comm.rank)
     came = {rank: place.empty(mine.shape, mine.dtype) for rank in others}
     comm.exchange(
-        [(rank, _bytes(at(rank))) for rank in others],
-        [(rank, _bytes(array)) for rank, array in came.items()],
+        [(rank, bytes_of(at(rank))) for rank in others],
+        [(rank, bytes_of(array)) for rank, array in came.items()],
     ).wait(timeout, "a sum over ranks")
-    summands = [mine.copy() if rank == comm.rank else came[rank] for rank in range(comm.size)]
-    mine[...] = summands[0]
-    for summand in summands[1:]:
-        place.add(summand, mine)
+    if comm.rank:
+        own = place.empty(mine.shape, mine.dtype)
+        place.store(mine, own)
+        place.store(came[0], mine)
+        came[comm.rank] = own
+    for rank in range(1, comm.size):
+        place.add(came[rank], mine)
     comm.exchange(
-        [(rank, _bytes(mine)) for rank in others],
-        [(rank, _bytes(at(rank))) for rank in others],
+        [(rank, bytes_of(mine)) for rank in others],
+        [(rank, bytes_of(at(rank))) for rank in others],
     ).wait(timeout, "a sum over ranks")
-
-
-def _bytes(array: Array) -> Array:
-    return array.view(np.uint8)

@@ -52,7 +52,7 @@ def attention_varlen(
     Parameters
     ----------
     q, k, v : array
-        As in `cupyflash.attention_varlen`, NumPy arrays with this rank's packed rows, as
+        As in `cupyflash.attention_varlen`, with this rank's packed rows, as
         `Layout.take` returns them.
     offsets_q, offsets_k : array of int, shape (n + 1,)
         As in `cupyflash.attention_varlen`: they count the rows of all ranks, and are the same on

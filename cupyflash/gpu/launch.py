@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import cuda_device, device_arrays
+from ..arrays import cuda_device, device_arrays, tape
 from ..errors import ArgumentError
 from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
@@ -59,6 +59,11 @@ class CompiledLaunch:
         )
         self._unused: list[driver.Buffer] = []  # one for each thread that has launched
         self.name = special.name
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the addresses that it takes."""
+        return {name for _, name in self._slots} | {name for _, name, _ in self._maps}
 
     def start(self, addresses: Mapping[str, int], stream: int | None) -> None:
         """Launch on the current device's current stream.
@@ -117,6 +122,8 @@ class CompiledRecipe:
 
         Returns the owner of its scratch memory, which a captured graph needs as long as it exists.
         """
+        if (written := tape.current()) is not None and workspace is None:
+            return written.launch(self, self.forward, addresses)
         taken = None
         if workspace is None:
             taken = self._take_scratch(addresses, None)
@@ -180,6 +187,9 @@ class CompiledRecipe:
 
     def backward(self, addresses: Addresses, gradients: Gradients, workspace: Array | None) -> None:
         """Launch a backward; the device must be the current one. `addresses` may grow."""
+        if (written := tape.current()) is not None and workspace is None:
+            written.launch(self, self.backward, addresses, gradients)
+            return
         if self.all_zero:
             for gradient in gradients:
                 if gradient is not None:

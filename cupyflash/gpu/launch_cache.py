@@ -23,7 +23,7 @@ from ..masks import Mask
 from ..problem.call import Gradients
 from ..problem.options import Options
 from ..scores import Score
-from .launch import Addresses, CallResult, CompiledRecipe
+from .launch import Addresses, CallResult
 
 MOST = 512  # signatures that are remembered
 
@@ -33,7 +33,7 @@ class Entry:
 
     Attributes
     ----------
-    compiled : CompiledRecipe
+    compiled : CompiledRecipe, or what else is kept
         Its launches.
     specs : tuple of (OutputSpec or None)
         The specs of its results.
@@ -49,7 +49,7 @@ class Entry:
 
     def __init__(
         self,
-        compiled: CompiledRecipe,
+        compiled: Any,
         specs: tuple[OutputSpec | None, ...],
         tables: tuple[tuple[str, str], ...],
         pairs: tuple[Pair, ...],
@@ -311,11 +311,18 @@ def keep(seen: Signature, result: CallResult, results: Sequence[Any]) -> None:
         if not found:
             return  # a copy, made for this call
         tables.append((f"table {n}", f"read {found[0]}"))
+    keep_as(seen, result.compiled, tables, results)
+
+
+def keep_as(
+    seen: Signature, kept: Any, tables: Sequence[tuple[str, str]], results: Sequence[Any]
+) -> None:
+    """Keep something of a call that was checked, with the results that it had."""
     specs = tuple(None if x is None else OutputSpec(x) for x in results)
     with _lock:
         before = _entries.get(seen.key)
         pairs = _pairs(seen, () if before is None else before.pairs)
-        _entries[seen.key] = Entry(result.compiled, specs, tuple(tables), pairs)
+        _entries[seen.key] = Entry(kept, specs, tuple(tables), pairs)
         while len(_entries) > MOST:
             del _entries[min(_entries, key=lambda key: _entries[key].used)]
 
@@ -329,9 +336,9 @@ def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:
     arrays = seen.arrays
     others = [name for name in arrays if name not in seen.written]
     for written in seen.written:
-        low, high = _reach(arrays[written])
+        low, high = reach(arrays[written])
         for other in others:
-            other_low, other_high = _reach(arrays[other])
+            other_low, other_high = reach(arrays[other])
             least, most = low - other_high, high - other_low
             distance = seen.addresses[other] - seen.addresses[written]
             checked = {distance} if least < distance < most else set()
@@ -342,7 +349,7 @@ def _pairs(seen: Signature, before: Sequence[Pair]) -> tuple[Pair, ...]:
     return tuple(pairs)
 
 
-def _reach(array: Any) -> tuple[int, int]:
+def reach(array: Any) -> tuple[int, int]:
     """Return where an array's memory begins and ends, in bytes from its first element."""
     steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
     if not array.size:

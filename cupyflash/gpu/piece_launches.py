@@ -103,7 +103,7 @@ def _signature(
     problem = call.problem
     if problem.packed:
         return None  # its offsets are arrays, which may have changed
-    kind: Hashable = part, positions.key_of(problem)
+    kind: Hashable = part, positions.key_of(problem), call.beside
     options = Options(
         mask=call.mask,
         score_mod=call.score_mod,

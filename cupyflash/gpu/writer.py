@@ -268,7 +268,7 @@ class Writer:
             totals = self.told["total_q"], self.told["total_k"]
             return Extent(*totals, heads, 1, problem.batch, sms)
         lengths = self.told["len_q"], self.told["len_k"]
-        return Extent(*lengths, heads, math.prod(entries), 0, sms)
+        return Extent(*lengths, heads, math.prod(entries), 0, sms, differ=self.call.beside)
 
 
 def _scales(codes: Codes, paged: bool) -> dict[str, Any]:
@@ -284,9 +284,10 @@ def _scales(codes: Codes, paged: bool) -> dict[str, Any]:
 
 
 def _with_origins(generated: Generated, problem: Problem) -> Generated:
-    """Return expressions whose last numbers are a piece's first query and its first key."""
-    functions = replace(generated.functions, num_ints=generated.functions.num_ints + 2)
-    ints = (*generated.ints, problem.origin_q, problem.origin_k)
+    """Return expressions whose last numbers say where a piece begins, as dropout counts."""
+    origins = problem.origin_q, problem.origin_k, problem.origin_b_h, problem.heads_of_entry
+    functions = replace(generated.functions, num_ints=generated.functions.num_ints + len(origins))
+    ints = (*generated.ints, *origins)
     return replace(generated, functions=functions, ints=ints)
 
 

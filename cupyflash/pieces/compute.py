@@ -154,15 +154,8 @@ def backward(
                 assert do_rows is not None
                 assert out_rows is not None
                 assert lse_rows is not None
-                place.backend.backward(
-                    own,
-                    do_rows,
-                    out_rows,
-                    lse_rows,
-                    rows["dlse"],
-                    computed,
-                    workspace=None,
-                    deterministic=deterministic,
+                place.backend.backward_piece(
+                    own, do_rows, out_rows, lse_rows, rows["dlse"], computed, deterministic
                 )
                 sums.add(computed, piece, piece.rows)
                 if totals is None:
@@ -186,8 +179,8 @@ class Total:
     total : array
         The sum, in any memory. It holds zeros, unless there are parts.
     parts : iterable of range
-        Rows that are written in place at first: every piece has those of one part. The sum is then
-        where pieces are computed.
+        Rows that are written in place at first: every piece has those of one part, or of several
+        in a row. The sum is then where pieces are computed.
     """
 
     def __init__(self, place: Place, total: Array, parts: Iterable[range] = ()) -> None:
@@ -195,17 +188,31 @@ class Total:
         self._parts = frozenset(parts)
         self._unwritten = set(self._parts)
 
+    def _of(self, rows: range) -> list[range]:
+        """Return the parts that have some of the rows."""
+        if rows in self._parts:
+            return [rows]
+        return [x for x in self._parts if x.start < rows.stop and rows.start < x.stop]
+
     def in_place(self, rows: range) -> Array | None:
         """Return where a piece's gradient is to be computed, if it is the first one there."""
-        return part(self._total, rows) if rows in self._unwritten else None
+        parts = self._of(rows)
+        if not parts or not self._unwritten.issuperset(parts):
+            return None
+        assert sum(map(len, parts)) == len(rows)
+        return part(self._total, rows)
+
+    def written(self, rows: range) -> None:
+        """Note that a piece's gradient was computed in place."""
+        self._unwritten.difference_update(self._of(rows))
 
     def add(self, computed: Array, rows: range) -> None:
-        """Add a piece's gradient, if it was not computed in place."""
-        assert not self._parts or rows in self._parts
-        if rows in self._unwritten:
-            self._unwritten.remove(rows)
-        else:
-            self._place.add(computed, part(self._total, rows))
+        """Add a gradient that was computed elsewhere."""
+        for x in self._of(rows):
+            if x in self._unwritten:
+                self._place.clear(part(self._total, x))
+                self._unwritten.remove(x)
+        self._place.add(computed, part(self._total, rows))
 
     def whole(self) -> Array:
         """Return the sum; parts that no piece had are 0."""
@@ -213,6 +220,17 @@ class Total:
             self._place.clear(part(self._total, rows))
         self._unwritten.clear()
         return self._total
+
+
+def parts_of(ranges: Iterable[range]) -> list[range]:
+    """Return the parts of which each of some ranges has one, or several in a row."""
+    found = [x for x in ranges if x]
+    ends = sorted({end for x in found for end in (x.start, x.stop)})
+    return [
+        range(*each)
+        for each in itertools.pairwise(ends)
+        if any(x.start <= each[0] and each[1] <= x.stop for x in found)
+    ]
 
 
 class Sums:
@@ -258,7 +276,10 @@ class Sums:
     def add(self, computed: Gradients, piece: Piece, rows: range) -> None:
         """Add the gradients of a piece; `rows` says where its queries are in the arrays."""
         place = self._place
-        self._dq.add(computed.dq, rows)
+        if self._dq.in_place(rows) is None:
+            self._dq.add(computed.dq, rows)
+        else:
+            self._dq.written(rows)
         if computed.dbias is not None and self.dbias is not None:
             place.add(computed.dbias, self._of_bias(self.dbias, piece, rows))
         elif computed.dbias is not None:

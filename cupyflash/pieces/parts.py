@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ..problem.call import Array, Call, Problem, changed
 from ..problem.positions import whole as entire
 from .schedule import Piece
@@ -55,15 +57,26 @@ def part_of_bias(whole: Call, array: Array, piece: Piece, rows: range, keys: ran
     return part_of_pairs(one, *local)
 
 
-def call_of(whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array | None) -> Call:
+def call_of(
+    whole: Call,
+    piece: Piece,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    plain: bool = False,
+    beside: bool = False,
+) -> Call:
     """Return the call of a piece, given its parts of the arrays of the whole call.
 
-    Its positions and lengths, as masks, scores and dropout see them, are those of the whole call.
-    Without keys there is nothing but the sink.
+    Its positions and lengths, as masks, scores and dropout see them, are those of the whole call;
+    or, if it is `plain`, those of its own arrays. Without keys there is nothing but the sink.
+    `beside` says whether messages travel while it is computed.
     """
+    problem = _plain(whole.problem, q, k) if plain else _problem(whole.problem, piece)
     return changed(
         whole,
-        problem=_problem(whole.problem, piece),
+        problem=problem,
         q=q,
         k=k,
         v=v,
@@ -71,8 +84,25 @@ def call_of(whole: Call, piece: Piece, q: Array, k: Array, v: Array, bias: Array
         score_mod=whole.score_mod if piece.keys else None,
         mask=whole.mask if piece.masked else None,
         sink=whole.sink if piece.first else None,
-        offsets=None,
+        offsets=_offsets(problem, q, k) if problem.packed else None,
+        beside=beside,
     )
+
+
+def _offsets(problem: Problem, q: Array, k: Array) -> tuple[Array, Array]:
+    """Return the offsets of packed sequences, in host memory."""
+    first, second = (
+        np.append(starts, x.shape[-2]).astype(np.int64)
+        for starts, x in ((problem.start_q, q), (problem.start_k, k))
+    )
+    return first, second
+
+
+def _plain(whole: Problem, q: Array, k: Array) -> Problem:
+    """Return the problem of a piece whose positions are counted from 0."""
+    sizes = {"len_q": q.shape[-2], "len_k": k.shape[-2]}
+    outer = None if whole.whole is None else changed(whole.whole, **sizes)
+    return changed(whole, **sizes, whole=outer)
 
 
 def _problem(whole: Problem, piece: Piece) -> Problem:

@@ -178,6 +178,7 @@ class Call:
     offsets: tuple[Any, Any] | None = None  # of packed arrays, as passed; a cache has the first
     cache: Cache | None = None  # k and v are its arrays, and lengths of keys lie in its capacity
     device: int | None = None  # the device of all arrays of the call; None: host memory
+    beside: bool = False  # other kernels, which send and receive, hold some SMs for a while
 
     @property
     def matrices(self) -> bool:

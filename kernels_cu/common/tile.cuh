@@ -164,15 +164,25 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
   load_cells<STRIDE>(s, tile_smem);
 }
 
-// The first query and the first key of a launch, as dropout counts them. A piece of a larger
-// problem has them as the last two numbers of its expressions.
+// The first query and the first key of a launch, and the head of a tile among those of all entries,
+// as dropout counts them. A piece of a larger problem has where it begins there, and the heads of an
+// entry, as the last numbers of its expressions.
 __device__ __forceinline__ long long origin_q(const Params& p) {
-  if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 2];
+  if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 4];
   return 0;
 }
 __device__ __forceinline__ long long origin_k(const Params& p) {
-  if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 1];  // a multiple of 4
+  if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 3];  // a multiple of 4
   return 0;
+}
+__device__ __forceinline__ unsigned long long number_of_head(const Params& p, const TileBox& box) {
+  long long b_h = 0;
+  if constexpr (HAS_ORIGINS) {
+    b_h = p.ints[NUM_INTS - 2] + box.b * p.ints[NUM_INTS - 1] + box.h;
+  } else {
+    b_h = box.b * p.heads + box.h;
+  }
+  return static_cast<unsigned long long>(b_h);
 }
 
 // Applies dropout to a tile of weights and writes the result to `to_smem`, which may be the tile
@@ -185,7 +195,7 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
   const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
   const philox::Key key = philox::split_seed(seed);
   const accum_t keep_scale = static_cast<accum_t>(p.keep_scale);
-  const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
+  const unsigned long long b_h = number_of_head(p, box);
 #pragma unroll 1
   for (int n = threadIdx.x; n < BLOCK_Q * BLOCK_KV / 4; n += THREADS) {
     // Neighbouring threads work on neighbouring cells.

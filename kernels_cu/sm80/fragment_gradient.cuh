@@ -84,7 +84,7 @@ __device__ __forceinline__ void draw_dropout(const Params& p, const TileBox& box
   static_assert(COLUMNS <= 32, "a bit for each column");
   const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
   const philox::Key key = philox::split_seed(seed);
-  const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
+  const unsigned long long b_h = tile::number_of_head(p, box);
   constexpr int STEP = KEYS_ARE_ROWS ? 4 : 2;
   const int index = KEYS_ARE_ROWS ? ptx::lane_index() / 4 % 4 : ptx::lane_index() % 2;
   const int at = KEYS_ARE_ROWS ? corner.column + index / 2 * 8 + index % 2 : corner.row + 8 * index;

@@ -237,7 +237,7 @@ __device__ __forceinline__ void apply_dropout(const Params& p, const TileBox& bo
                                               accum_t (&s)[ROWS][COLUMNS]) {
   const unsigned long long seed = p.seed_gmem != nullptr ? *p.seed_gmem : p.seed;
   const philox::Key key = philox::split_seed(seed);
-  const unsigned long long b_h = static_cast<unsigned long long>(box.b * p.heads + box.h);
+  const unsigned long long b_h = tile::number_of_head(p, box);
   const bool second = ptx::lane_index() % 2 != 0;
   const unsigned int i =
       static_cast<unsigned int>(tile::origin_q(p) + box.i_low + fragment::warp_row() +

@@ -11,6 +11,7 @@ from cuda_specialisations import SHARED_MEMORY
 from emulator import build
 from emulator.calls import Blocks, Emulator
 from halves import mostly_thorough
+from placement import same_bits
 
 from cupyflash import masks, scores
 from cupyflash.arrays.cuda_device import Target
@@ -121,3 +122,55 @@ def test_a_gpu_rounds_chunks_to_whole_tiles(monkeypatch):
     request = steps.Streamed(x, x, x, Options(), (300, 129), 0)
     assert [len(keys) for keys in request.schedule.keys] == [256, 256, 256, 232]
     assert [len(rows) for rows in request.schedule.rows] == [300, 300, 300, 100]
+
+
+@emulated
+@mostly_thorough(
+    "masked", [False, True], quick=[True], why="the same grid, whose tiles need no order"
+)
+def test_tiles_that_go_to_any_free_sm_have_the_same_bits(masked):
+    """While messages travel, no block computes tiles that were dealt to it in advance."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 3, 600, 64)).astype(BFLOAT16)
+    call = validate.call(x, x, x, Options(mask=masks.causal() if masked else None))
+    emulator, made, grids = Emulator(Blocks(hopper=True)), [], []
+    for beside in (False, True):
+        results = np.full(x.shape, np.nan, BFLOAT16), np.full(x.shape[:-1], np.nan, np.float32)
+        own = dataclasses.replace(call, beside=beside)
+        emulator.forward_piece(own, results, True)
+        made.append(results)
+        few = dataclasses.replace(H200, multiprocessors=4)
+        own = dataclasses.replace(own, device=0)
+        (launch,) = recipe.forward(own, few, *results).launches
+        grids.append(launch.grid)
+    assert all(same_bits(one, other) for one, other in zip(*made, strict=True))
+    assert grids[0] == 4 < grids[1]
+
+
+@emulated
+@mostly_thorough(
+    "kernels", ["simt", "sm80"], quick=["sm80"], why="the same count of heads in other kernels"
+)
+def test_dropout_of_some_heads_is_that_of_the_whole_call(kernels):
+    """Ranks that divide heads, and packed sequences in pieces, count heads from elsewhere."""
+    rng = np.random.default_rng(0)
+    q, do = (rng.standard_normal((2, 4, 40, 16)).astype(BFLOAT16) for _ in "12")
+    k, v = (rng.standard_normal((2, 2, 50, 16)).astype(BFLOAT16) for _ in "12")
+    backend = Emulator(KERNELS[kernels])
+
+    def work(call, do):
+        out, lse = np.empty_like(call.q), np.empty(call.q.shape[:-1], np.float32)
+        backend.forward_piece(call, (out, lse), True)
+        made = Gradients(*(np.empty_like(x) for x in (call.q, call.k, call.v)))
+        backend.backward(call, do, out, lse, None, made, deterministic=True)
+        return out, lse, *made[:3]
+
+    whole = validate.call(q, k, v, Options(dropout=0.4, seed=7))
+    expected = work(whole, do)
+    some = validate.call(*(x[1:, x.shape[1] // 2 :] for x in (q, k, v)), Options())
+    problem = dataclasses.replace(
+        whole.problem, lead=(1,), heads=2, heads_kv=1, origin_h=2, origin_b=1, whole=whole.problem
+    )
+    found = work(dataclasses.replace(some, problem=problem), do[1:, 2:])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert same_bits(ours, theirs[1:, theirs.shape[1] // 2 :])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import blocks_of
 
-from cupyflash import distributed, masks
+from cupyflash import distributed, masks, scores
 from cupyflash.distributed import plans, rounds
 from cupyflash.distributed.layouts import KINDS
 from cupyflash.problem import validate
@@ -144,3 +144,45 @@ def test_steps_are_remembered_unless_the_mask_reads_arrays(monkeypatch):
         for left in range(100):
             steps(masks.window(left, 0), layout, layout)
         assert len(layout.remembered) == plans.MOST_REMEMBERED
+
+
+def test_runs_of_a_zigzag_layout_are_one_causal_call():
+    """In a rank's own arrays, a causal mask is causal; other ranks' keys are seen as a whole."""
+    with blocks_of(4):
+        made = steps_of_all(masks.causal(), 2, "zigzag", "rounds")
+    (_, first), (_, second) = made
+
+    def shown(tasks):
+        return [(x.rows, x.keys, x.piece.masked, x.plain) for x in tasks]
+
+    low, high, all_rows = range(24), range(24, 48), range(48)
+    halves = [(low, low, True, True), (high, all_rows, True, True)]
+    assert shown(first[0].forward) == halves
+    assert shown(second[0].forward) == [(all_rows, all_rows, True, True)]
+    for steps in (first, second):  # of own keys, while keys and while gradients travel
+        assert shown(steps[0].backward) == halves[:1]
+        assert shown(steps[0].later) == halves[1:]
+    assert shown(first[1].forward) == shown(first[1].backward) == [(high, all_rows, False, True)]
+    assert shown(second[1].forward) == [(all_rows, low, False, True)]
+
+
+@pytest.mark.parametrize(
+    ("more", "plain"),
+    [("score", [True, False, True]), ("bias", [True, True, True]), ("dropout", [False] * 3)],
+)
+def test_what_sees_positions_is_computed_piece_by_piece(more, plain):
+    """Pieces are only joined where neither scores nor dropout count from elsewhere."""
+    x, bias = np.zeros((2, 96, 4), np.float32), np.zeros((96, 96), np.float32)
+    options = {
+        "score": {"score_mod": scores.alibi(np.ones(2, np.float32))},
+        "bias": {"bias": bias},
+        "dropout": {"dropout": 0.5, "seed": 1},
+    }
+    call = validate.call(x, x, x, Options(mask=masks.causal(), **options[more]))
+    with blocks_of(4):
+        comm = distributed.Threads(2).ranks[0]
+        layout = distributed.layout(comm, 96, kind="zigzag")
+        own, other = plans.plan(call, layout, layout, "rounds", comm.nodes).steps
+    assert [task.plain for task in own.forward] == plain
+    assert len(own.pieces) == 3
+    assert len(other.forward) == 1

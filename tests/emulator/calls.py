@@ -246,6 +246,19 @@ class Emulator:
 
         self._run(work)
 
+    def backward_piece(
+        self,
+        call: Call,
+        do: Array,
+        out: Array,
+        lse: Array,
+        dlse: Array | None,
+        gradients: Gradients,
+        deterministic: bool,
+    ) -> None:
+        """Write the gradients of a piece, as `cupyflash.launch.backward`."""
+        self.backward(call, do, out, lse, dlse, gradients, deterministic=deterministic)
+
     def backward(
         self,
         call: Call,

@@ -10,21 +10,17 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
+from host_cupy import in_host, read_in_host
 from placement import same_bits
 from stream_cupy import StreamCupy
 
 from cupyflash import ArgumentError, ArgumentTypeError, dispatch, masks, scores, streamed
 from cupyflash.arrays import transfers
 from cupyflash.backends.gpu import Gpu
-from cupyflash.expr.nodes import rebuild
 from cupyflash.problem.call import Gradients
 
 HOST, DEVICE = "host", "device"
 ROWS, KEYS = 70, 400
-
-
-def _host(x):
-    return x if x is None or isinstance(x, np.ndarray) else x.host
 
 
 class Late(Gpu):
@@ -34,38 +30,21 @@ class Late(Gpu):
         self.cupy = cupy
 
     def forward_piece(self, call, partial, first, results=None):
-        made = tuple(map(_host, partial)), first, results and tuple(map(_host, results))
+        made = tuple(map(in_host, partial)), first, results and tuple(map(in_host, results))
         self._later(dispatch.CPU.forward_piece, call, *made)
 
-    def backward(self, call, *arrays, workspace, deterministic):
-        *rows, gradients = arrays
-        assert workspace is None
-        made = [_host(x) for x in rows], Gradients(*map(_host, gradients))
+    def backward_piece(self, call, *arrays):
+        *rows, gradients, _ = arrays
+        made = [in_host(x) for x in rows], Gradients(*map(in_host, gradients))
         self._later(lambda call: dispatch.CPU.backward(call, *made[0], made[1], None), call)
 
     def _later(self, work, call, *arguments):
-        def of_host(made):
-            if made is None:
-                return None
-            return type(made)(rebuild(made.expr, _looked_up_in_host))
-
         for name in ("q", "k", "v", "bias", "sink"):
             assert not isinstance(getattr(call, name), np.ndarray), f"{name} is not on the device"
-        changed = {name: _host(getattr(call, name)) for name in ("q", "k", "v", "bias", "sink")}
-        changed |= {"mask": of_host(call.mask), "score_mod": of_host(call.score_mod)}
+        changed = {name: in_host(getattr(call, name)) for name in ("q", "k", "v", "bias", "sink")}
+        changed |= {"mask": read_in_host(call.mask), "score_mod": read_in_host(call.score_mod)}
         call = dataclasses.replace(call, device=None, **changed)
         self.cupy.enqueue(lambda: work(call, *arguments))
-
-
-def _looked_up_in_host(node):
-    if node.op not in ("lookup", "aligned"):
-        return None
-    args = tuple(rebuild(arg, _looked_up_in_host) for arg in node.args)
-    if node.op == "lookup":
-        array = _host(node.value[0])
-        return type(node)(node.op, args, node.type, (array, *node.value[1:]))
-    value = dataclasses.replace(node.value, array=_host(node.value.array))
-    return type(node)(node.op, args, node.type, value)
 
 
 @pytest.fixture
@@ -130,7 +109,7 @@ def compare(cupy, arrays, homes, chunk, options):
     pairs += [*zip(Gradients._fields, theirs, gradients, strict=True)]
     for name, x, y in pairs:
         if x is not None:
-            assert same_bits(_host(x), y), name
+            assert same_bits(in_host(x), y), name
 
 
 @pytest.mark.parametrize("homes", ["hhhhh", "dhhdh", "ddhhd", "hdddd"])

@@ -16,7 +16,15 @@ from placement import same_bits
 
 import cupyflash
 from cupyflash import distributed, masks, scores, streamed
-from cupyflash.testing import Precision, backward_bound, forward_bound, rho
+from cupyflash.arrays import tape
+from cupyflash.testing import (
+    Precision,
+    backward_bound,
+    backward_bound_varlen,
+    forward_bound,
+    forward_bound_varlen,
+    rho,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +90,7 @@ def test_streamed_calls_are_within_the_bound(dtype, kind, chunk, cupy):
     check(dtype, (q, k, v), do, options, out, lse, vjp(do), -(-KEYS // 128))
 
 
-def over_ranks(comms, q, k, v, do, options):
+def over_ranks(comms, q, k, v, do, options, scheme="rounds"):
     """Compute a call on the ranks of `comms`; return the whole results in host memory.
 
     `options` returns the options, given what puts arrays on the rank's GPU.
@@ -105,7 +113,7 @@ def over_ranks(comms, q, k, v, do, options):
                           ((layout, q), (layout_k, k), (layout_k, v))]  # fmt: skip
                 out, lse, vjp = distributed.attention_vjp(
                     *arrays, comm=comm, layout=layout, layout_k=layout_k, return_lse=True,
-                    scheme="rounds", timeout=60, **own,
+                    scheme=scheme, timeout=60, **own,
                 )  # fmt: skip
                 gradients = vjp(cupy.asarray(layout.take(do)))
                 layout.put(out.get(), whole[0])
@@ -165,10 +173,11 @@ def test_two_gpus_are_within_the_bound_and_repeat_their_bits(dtype, kind, two):
     assert same_bits(first[1], again[1])
 
 
-def test_dropout_drops_the_pairs_of_one_gpu(two, cupy):
+@pytest.mark.parametrize("scheme", ["rounds", "heads"])
+def test_dropout_drops_the_pairs_of_one_gpu(scheme, two, cupy):
     q, k, v, do = draw(np.dtype(np.float32))
     options = {"dropout": 0.4, "seed": 9}
-    ours = over_ranks(two, q, k, v, do, lambda place: dict(options))
+    ours = over_ranks(two, q, k, v, do, lambda place: dict(options), scheme)
     out, vjp = cupyflash.attention_vjp(*map(cupy.asarray, (q, k, v)), **options)
     assert np.abs(ours[0] - out.get()).max() < 1e-5
     assert np.abs(ours[2].dv - vjp(cupy.asarray(do)).dv.get()).max() < 1e-4
@@ -211,3 +220,94 @@ def test_the_example_runs_with_a_gpu_for_each_rank(cupy):
     assert done.returncode == 0, done.stderr
     assert f"4096 positions on {count} ranks" in done.stdout
     assert {"none", "causal", "window", "documents"} <= set(done.stdout.split())
+
+
+LONG = 2048  # positions, of which tiles that share a grid with messages are many
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "window"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one GPU", "two GPUs"])
+def test_calls_that_are_made_again_repeat_their_bits(kind, shared, cupy, request, monkeypatch):
+    """By tapes, with joined pieces: other arrays of the same sizes, and the first ones again."""
+    comms = [(x, 0) for x in distributed.Threads(2).ranks]
+    comms = comms if shared else request.getfixturevalue("two")
+    mask = {"none": None, "causal": masks.causal(), "window": masks.window(700, 0)}[kind]
+    played, play = [], tape.Tape.play
+    monkeypatch.setattr(tape.Tape, "play", lambda *x: (played.append(1), play(*x))[1])
+    layouts = [distributed.layout(comm, LONG, kind="zigzag") for comm, _ in comms]
+    options = {"mask": mask, "scheme": "rounds", "timeout": 60}
+
+    def draw_long(seed):
+        rng = np.random.default_rng(seed)
+        shapes = (1, 4, LONG, 128), (1, 2, LONG, 128), (1, 2, LONG, 128), (1, 4, LONG, 128)
+        return [rng.standard_normal(shape, np.float32).astype(BFLOAT16) for shape in shapes]
+
+    def run(q, k, v, do):
+        made = [np.empty_like(q), np.empty(q.shape[:-1], np.float32)]
+        made += [np.empty_like(x) for x in (q, k, v)]
+
+        def work(comm):
+            device = comms[comm.rank][1]
+            comm, layout = comms[comm.rank][0], layouts[comm.rank]
+            with cupy.cuda.Device(device):
+                arrays = [cupy.asarray(layout.take(x)) for x in (q, k, v, do)]
+                given = {"comm": comm, "layout": layout, **options}
+                out, lse = distributed.attention(*arrays[:3], return_lse=True, **given)
+                gradients = distributed.attention_backward(
+                    arrays[3], *arrays[:3], out, lse, deterministic=True, **given
+                )
+                for x, whole in zip((out, lse, *gradients[:3]), made, strict=True):
+                    layout.put(x.get(), whole, axis=-1 if whole is made[1] else -2)
+
+        distributed.Threads(2).run(work)
+        return made
+
+    arrays = draw_long(0)
+    first = run(*arrays)
+    assert not played
+    others = run(*draw_long(1))
+    assert len(played) == 4
+    again = run(*arrays)
+    assert len(played) == 8
+    assert all(map(same_bits, first, again))
+    assert not same_bits(first[0], others[0])
+    gradients = cupyflash.Gradients(*first[2:], None, None)
+    of_mask = {} if mask is None else {"mask": mask}
+    check(BFLOAT16, arrays[:3], arrays[3], of_mask, *first[:2], gradients, 4)
+
+
+@pytest.mark.parametrize("scheme", ["rounds", "heads"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one GPU", "two GPUs"])
+def test_packed_sequences_over_ranks_are_within_the_bound(scheme, shared, cupy, request):
+    """With dropout, which counts heads and sequences from elsewhere in pieces."""
+    comms = [(x, 0) for x in distributed.Threads(2).ranks]
+    comms = comms if shared else request.getfixturevalue("two")
+    offsets = np.array([0, 300, 300, 333, 1100, 1200, 1500])
+    rng = np.random.default_rng(7)
+    shapes = [(heads, 1500, 64) for heads in (4, 2, 2, 4)]
+    q, k, v, do = (rng.standard_normal(shape, np.float32).astype(BFLOAT16) for shape in shapes)
+    options = {"mask": masks.causal(), "dropout": 0.3, "seed": 11}
+    made = [np.empty_like(q), np.empty(q.shape[:-1], np.float32)]
+    made += [np.empty_like(x) for x in (q, k, v)]
+
+    def work(rank):
+        comm, device = comms[rank.rank]
+        with cupy.cuda.Device(device):
+            layout = distributed.layout(comm, 1500, offsets_q=offsets)
+            arrays = [cupy.asarray(layout.take(x)) for x in (q, k, v, do)]
+            given = {"comm": comm, "layout": layout, "scheme": scheme, "timeout": 60, **options}
+            ends = cupy.asarray(offsets), cupy.asarray(offsets)
+            out, lse, vjp = distributed.attention_varlen_vjp(
+                *arrays[:3], *ends, return_lse=True, **given
+            )
+            for x, whole in zip((out, lse, *vjp(arrays[3])[:3]), made, strict=True):
+                layout.put(x.get(), whole, axis=-1 if whole is made[1] else -2)
+
+    distributed.Threads(2).run(work)
+    how = {"precision": Precision.of(BFLOAT16, True), "block_kv": 64, "splits": 3, **options}
+    bound = forward_bound_varlen(q, k, v, offsets, offsets, **how)
+    assert rho(made[0], *bound.out).value <= 1
+    assert rho(made[1], *bound.lse).value <= 1
+    bounds = backward_bound_varlen(do, q, k, v, offsets, offsets, **how)
+    for name, x in zip(("dq", "dk", "dv"), made[2:], strict=True):
+        assert rho(x, *getattr(bounds, name)).value <= 1, name

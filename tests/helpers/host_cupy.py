@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import threading
 from contextlib import contextmanager
@@ -11,6 +12,29 @@ from typing import NamedTuple
 
 import numpy as np
 from fake_cupy import H200
+
+from cupyflash.expr.nodes import rebuild
+
+
+def in_host(x):
+    """Return an array of a device, or None, as one of NumPy's."""
+    return x if x is None or isinstance(x, np.ndarray) else x.host
+
+
+def read_in_host(made):
+    """Return a mask or score changes that read arrays of a device as arrays of NumPy's."""
+    return None if made is None else type(made)(rebuild(made.expr, _looked_up_in_host))
+
+
+def _looked_up_in_host(node):
+    if node.op not in ("lookup", "aligned"):
+        return None
+    args = tuple(rebuild(arg, _looked_up_in_host) for arg in node.args)
+    if node.op == "lookup":
+        array = in_host(node.value[0])
+        return type(node)(node.op, args, node.type, (array, *node.value[1:]))
+    value = dataclasses.replace(node.value, array=in_host(node.value.array))
+    return type(node)(node.op, args, node.type, value)
 
 
 class OutOfMemoryError(MemoryError):

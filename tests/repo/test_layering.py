@@ -49,7 +49,7 @@ ORDER = [
 # The same inside of folders whose modules depend on each other one way, too. Modules of the other
 # folders may import each other.
 INSIDE = {
-    "arrays": [["cuda_device", "dtypes"], ["device_arrays"], ["interop", "transfers"]],
+    "arrays": [["cuda_device", "dtypes", "tape"], ["device_arrays"], ["interop", "transfers"]],
     "problem": [
         ["formats", "options"],
         ["call"],
@@ -65,9 +65,9 @@ INSIDE = {
     ],
     "distributed": [
         ["communication", "faults", "runs"],
-        ["layouts", "messages", "mpi", "nccl", "sums", "threads"],
-        ["agreement", "connect", "proofs"],
-        ["rounds"],
+        ["layouts", "messages", "mpi", "nccl", "threads"],
+        ["agreement", "connect", "proofs", "sums", "tasks"],
+        ["again", "rounds"],
         ["model"],
         ["plans"],
         ["compute"],

@@ -41,7 +41,8 @@ def shared_by_queries(extent: Extent, tiles: Tiles) -> Grid:
     """Return a grid of tiles of queries that are shared among as many blocks as there are SMs.
 
     Tiles are dealt out in advance, and a block prepares its next one. Tiles of packed sequences and
-    of caches may take very different times, so each has its own block, which goes to any free SM.
+    of caches may take very different times, and so do blocks that wait until another kernel leaves
+    their SM: then each tile has its own block, which goes to any free SM.
     """
     grid = by_queries(extent, tiles)
     if extent.sequences or extent.differ:

@@ -151,7 +151,8 @@ class Extent(NamedTuple):
     group : int
         Query heads that share a key head.
     differ : bool
-        Whether entries may have keys of different number, as the device knows.
+        Whether blocks take different times in a way that only the device knows: entries have keys
+        of different number, or other kernels hold some SMs for a while.
     """
 
     queries: int
