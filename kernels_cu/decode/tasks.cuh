@@ -120,8 +120,11 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   if constexpr (PACKED) idle = idle || !cache::has_few_rows(p, task.len_q);
   task.heads = idle ? 0 : tile::smaller(p.group - part, heads);
   task.rows = tile::smaller(task.len_q - task.i0, queries) * task.heads;
-  task.k = reinterpret_cast<const storage_t*>(p.k.data) + layout::offset(p.k, entry, head_kv, true);
-  task.v = reinterpret_cast<const storage_t*>(p.v.data) + layout::offset(p.v, entry, head_kv, true);
+  constexpr int STEP = CODES < 0 ? sizeof(storage_t) : 1;  // bytes
+  task.k = reinterpret_cast<const storage_t*>(p.k.data +
+                                              STEP * layout::offset(p.k, entry, head_kv, true));
+  task.v = reinterpret_cast<const storage_t*>(p.v.data +
+                                              STEP * layout::offset(p.v, entry, head_kv, true));
   task.first = task.last = 0;
   long long begin = 0, end = task.len_k;
   if constexpr (HAS_RANGE) {
