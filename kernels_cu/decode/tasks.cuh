@@ -18,8 +18,8 @@ constexpr int MOST_ROWS = BLOCK_Q;
 constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
 // Units of a block that keep its warps busy enough, the part of its leaves by which a block may
-// have more than others, and most units for each block.
-constexpr int FILL = 3, EVEN = 24, MOST_UNITS = 64;
+// have more than others, and most units for each block. Codes need more instructions for each byte.
+constexpr int FILL = CODES < 0 ? 3 : 7, EVEN = 24, MOST_UNITS = 64;
 constexpr int MOST_OF_THREAD = 1 << 22;  // units that a thread counts: more are too many anyway
 
 // A task's heads, and the queries of its block.

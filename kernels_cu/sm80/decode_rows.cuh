@@ -249,12 +249,11 @@ __device__ __forceinline__ void load_queries(const Params& p, const decode::Task
 // The words of a stage's rows that a lane looks at.
 template <int KEYS, int WIDTH, class Function>
 __device__ __forceinline__ void for_words(char* stage_smem, const Function& function) {
-  constexpr int UNITS = fragment_codes::units(WIDTH);
-  constexpr int WORDS = fragment::whole_columns(UNITS) / 2;
+  constexpr int WORDS = fragment::whole_columns(WIDTH) / 2;
 #pragma unroll 4
   for (int n = ptx::lane_index(); n < KEYS * WORDS; n += ptx::WARP_SIZE) {
     const int row = n / WORDS, word = n % WORDS;
-    const int at = fragment::swizzled_offset<fragment::row_bytes(UNITS)>(row, word / 4);
+    const int at = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(row, word / 4);
     function(reinterpret_cast<unsigned int*>(stage_smem + at)[word % 4]);
   }
 }
@@ -264,23 +263,15 @@ template <int KEYS, int WIDTH>
 __device__ __forceinline__ bool is_finite(char* stage_smem) {
   unsigned int carried = 0;
   for_words<KEYS, WIDTH>(stage_smem, [&](unsigned int word) {
-    if constexpr (fragment_codes::HAS_CODES) {
-      carried |= fragment_codes::specials(word);
-    } else {
-      carried |= ((word & fragment::EXPONENTS) + fragment::LAST) & fragment::SIGNS;
-    }
+    carried |= (word & fragment::EXPONENTS) + fragment::LAST;
   });
-  return !ptx::any_lane(carried != 0);
+  return !ptx::any_lane((carried & fragment::SIGNS) != 0);
 }
 
 // Sets to 0 what is not finite.
 template <int KEYS, int WIDTH>
 __device__ __forceinline__ void clear_nonfinite(char* stage_smem) {
   for_words<KEYS, WIDTH>(stage_smem, [](unsigned int& word) {
-    if constexpr (fragment_codes::HAS_CODES) {
-      word &= ~((fragment_codes::specials(word) >> 7) * 255u);
-      return;
-    }
     const unsigned int carried = (word & fragment::EXPONENTS) + fragment::LAST;
     if (carried & 0x8000u) word &= 0xffff0000u;
     if (carried & 0x80000000u) word &= 0x0000ffffu;

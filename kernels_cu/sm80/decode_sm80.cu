@@ -201,15 +201,7 @@ __device__ __forceinline__ void accumulate(accum_t (&o)[ROWS][COLUMNS_V], const 
                                            char* v_smem, const decltype(Scales::v)& scales,
                                            bool has_masked) {
   if constexpr (HAS_CODES) {
-    if constexpr (CODES == code::E4M3 || CODES == code::E5M2) {
-      if (has_masked && !decode_rows::is_finite<STEP_KEYS, D_V>(v_smem)) {
-        fragment_codes::add_specials<D_V, FIRST, STEP_KEYS / 4>(o, p.of, v_smem, scales);
-        __syncwarp();  // the values, read by all lanes as they were copied
-        decode_rows::clear_nonfinite<STEP_KEYS, D_V>(v_smem);
-        __syncwarp();  // the values, made finite by all lanes
-      }
-    }
-    fragment_codes::multiply_add<D_V, FIRST, STEP_KEYS / 4>(o, p.of, v_smem, scales);
+    fragment_codes::multiply_add<D_V, FIRST, STEP_KEYS / 4>(o, p.of, v_smem, scales, has_masked);
   } else {
     fragment::word_t weights[ROWS][STEP_KEYS / 8];
 #pragma unroll
@@ -384,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
       accum_t part[ROWS][STEP_KEYS / 4];
       const char* const k_smem = wait_for_step(step);
       if constexpr (HAS_CODES) {
-        fragment_codes::multiply<D, 4 * FIRST>(part, q, k_smem, scales.k);
+        fragment_codes::multiply<D, 4 * FIRST>(part, q, q_smem, k_smem, scales.k);
       } else {
         fragment::multiply(part, q, k_smem);
       }

@@ -88,17 +88,26 @@ __device__ __forceinline__ unsigned int bytes(unsigned int word) {
     constexpr int SHIFT = Is<To>::HALVES ? (E4M3 ? 1 : 0) : (E4M3 ? 4 : 3);
     constexpr unsigned int FACTOR =
         Is<To>::HALVES ? (E4M3 ? 0x5c005c00u : To::ONE) : (E4M3 ? 0x7b807b80u : 0x77807780u);
-    const unsigned int high = (N == 0 ? word << 8 : word) & 0xff00ff00u;
+    const unsigned int high = N == 0 ? word << 8 : word;
     if constexpr (Is<To>::HALVES && !E4M3) {
-      return high;
+      return high & 0xff00ff00u;
     } else {
-      const unsigned int sign = high & 0x80008000u, size = high & 0x7f007f00u;
-      const unsigned int number = To::fma(size >> SHIFT, FACTOR, 0);
-      // Codes that are not finite carry into the sign, from which come the bits of an exponent.
-      const unsigned int carry = (size + (E4M3 ? 0x01000100u : 0x04000400u)) & 0x80008000u;
-      return number | sign | (carry - (carry >> (Is<To>::HALVES ? 5 : 8)));
+      constexpr unsigned int SIZES = 0x7f007f00u >> SHIFT;
+      const unsigned int moved = N == 0 ? word << (8 - SHIFT) : word >> SHIFT;
+      return To::fma((moved & SIZES) | (high & 0x80008000u), FACTOR, 0);
     }
   }
+}
+
+// Codes that are not finite are so only as float16 of e5m2; as other types they become finite.
+template <class To>
+constexpr bool LOSES_SPECIALS = (CODES == code::E4M3 || CODES == code::E5M2) &&
+                                !(Is<To>::HALVES && CODES == code::E5M2);
+
+// The bits of four codes that are not finite: the sign of each.
+__device__ __forceinline__ unsigned int specials(unsigned int word) {
+  constexpr unsigned int LAST = CODES == code::E4M3 ? 0x01010101u : 0x04040404u;
+  return ((word & 0x7f7f7f7fu) + LAST) & 0x80808080u;
 }
 
 // Codes N and N + 4 of the eight of a word, N from 0 to 3, as two numbers.
@@ -145,19 +154,63 @@ struct Scales {
 
 // -- products -------------------------------------------------------------------------------------
 
-// c = a b^T for 4 COLUMNS rows b of codes with their scales, from row FIRST of their leaf on.
+// c += a b for the codes of b that are not finite, which the products have taken for others: rows a
+// of queries and 4 COLUMNS rows b. The loops keep what is rare short.
+template <int WIDTH, int FIRST, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_special_keys(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                                 const char* b_smem, const Scales<1>& scales) {
+  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+#pragma unroll 1
+  for (int n = 0; n < COLUMNS; n += 2) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int key = 4 * n + fragment::lane_column() + x, leaf_key = FIRST + key;
+      const float low = ptx::shuffle(scales.of[0][0], leaf_key % ptx::WARP_SIZE);
+      const float high = ptx::shuffle(scales.of[1][0], leaf_key % ptx::WARP_SIZE);
+      const float scale = leaf_key < ptx::WARP_SIZE ? low : high;
+#pragma unroll 1
+      for (int d = 0; d < WIDTH; ++d) {
+        const int at = fragment::swizzled_offset<BYTES>(key, d / 16) + d % 16;
+        const unsigned int byte = static_cast<unsigned char>(b_smem[at]);
+        if (specials(byte) == 0) continue;
+        const float value = code::product(scale, code::value<CODES>(byte));
+        const int column = query_column(d);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const int place = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(
+              fragment::lane_row() + 8 * r, column / STORED_VECTOR);
+          c[r][x] += number::widen(reinterpret_cast<const storage_t*>(
+                         a_smem + place)[column % STORED_VECTOR]) *
+                     value;
+        }
+      }
+    }
+    fragment::rotate<2>(c);
+  }
+}
+
+// c = a b^T for queries a, which begin at a_smem, and 4 COLUMNS rows b of codes with their scales,
+// from row FIRST of their leaf on.
 template <int WIDTH, int FIRST, bool IN_REGISTERS, int ROWS, int COLUMNS, int GROUPS>
 __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
                                          const fragment::Left<WIDTH, IN_REGISTERS, false>& a,
-                                         const char* b_smem, const Scales<GROUPS>& scales) {
+                                         const char* a_smem, const char* b_smem,
+                                         const Scales<GROUPS>& scales) {
   constexpr int BYTES = fragment::row_bytes(units(WIDTH));
   const auto rows = fragment::right_rows<BYTES>(b_smem);
+  unsigned int seen = 0;  // of codes that are not finite
   matmul::clear(c);
 #pragma unroll
   for (int pair = 0; pair < pairs(WIDTH); ++pair) {
     unsigned int words[COLUMNS / 4][4];  // of 8 rows and a piece, 8 rows and the next one, ...
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n += 4) ptx::ldmatrix_x4(words[n / 4], rows.at(4 * n, pair));
+    for (int n = 0; n < COLUMNS; n += 4) {
+      ptx::ldmatrix_x4(words[n / 4], rows.at(4 * n, pair));
+      if constexpr (LOSES_SPECIALS<Queries>) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) seen |= specials(words[n / 4][x]);
+      }
+    }
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
       if ((2 * pair + piece) * PIECE >= WIDTH) break;
@@ -201,6 +254,9 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
       for (int r = 0; r < ROWS; ++r) c[r][n] *= scale;
     }
   }
+  if constexpr (LOSES_SPECIALS<Queries>) {
+    if (ptx::any_lane(seen != 0)) add_special_keys<WIDTH, FIRST>(c, a_smem, b_smem, scales);
+  }
 }
 
 // The elements of a thread's row of a result over values: of each 16-byte piece PIECE / 4 adjacent
@@ -224,7 +280,7 @@ struct Weights {
 
   template <int FIRST, int GROUPS, int ALL>
   __device__ __forceinline__ void set(const float (&p)[ROWS][ALL], const Scales<GROUPS>& scales,
-                                      int group) {
+                                      int group, bool masked) {
 #pragma unroll
     for (int k = 0; k < DEPTH; k += 2) {
       const float scale[2] = {scales.key(FIRST / 4 + k, group), scales.key(FIRST / 4 + k + 1, group)};
@@ -234,7 +290,7 @@ struct Weights {
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           const float own = p[r][FIRST / 4 + k + x];
-          weight[x] = matmul::is_unmasked(own) ? own * scale[x] : own;
+          weight[x] = masked && !matmul::is_unmasked(own) ? own : own * scale[x];
         }
         words[0][r][k / 2] = ptx::floats_to_bfloats(weight[0], weight[1]);
         if constexpr (TERMS == 2) {
@@ -268,53 +324,12 @@ __device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS], const 
   }
 }
 
-// c += a b for weights p of DEPTH keys of a thread, from key FIRST of their leaf on, and rows b of
-// codes with their scales.
-template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS, int GROUPS>
-__device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const float (&p)[ROWS][ALL],
-                                             const char* b_smem, const Scales<GROUPS>& scales) {
-  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
-  const auto rows = fragment::left_rows<BYTES>(b_smem);
-  Weights<ROWS, DEPTH> weights[GROUPS > 1 ? 2 : 1];
-  if constexpr (GROUPS == 1) weights[0].template set<FIRST>(p, scales, 0);
-#pragma unroll
-  for (int pair = 0; pair < pairs(WIDTH); ++pair) {
-    if constexpr (GROUPS > 1) {
-#pragma unroll
-      for (int piece = 0; piece < 2; ++piece) {
-        const int group = 2 * pair + piece;
-        weights[piece].template set<FIRST>(p, scales, group < GROUPS ? group : 0);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < DEPTH; k += 4) {  // 16 keys
-      unsigned int words[4];              // 8 keys and a piece, 8 keys and the piece, ...
-      ptx::ldmatrix_x4_trans(words, rows.at(4 * k, pair));
-#pragma unroll
-      for (int piece = 0; piece < 2; ++piece) {
-        if ((2 * pair + piece) * PIECE >= WIDTH) break;
-        const Weights<ROWS, DEPTH>& own = weights[GROUPS > 1 ? piece : 0];
-        const int first = (2 * pair + piece) * Result::EACH;
-        multiply_piece<0>(c, own, k, words[2 * piece], words[2 * piece + 1], first);
-      }
-    }
-  }
-}
-
-// -- values that are not finite ---------------------------------------------------------------------
-
-// The bits of four codes that are not finite: the sign of each.
-__device__ __forceinline__ unsigned int specials(unsigned int word) {
-  constexpr unsigned int LAST = CODES == code::E4M3 ? 0x01010101u : 0x04040404u;
-  return ((word & 0x7f7f7f7fu) + LAST) & 0x80808080u;
-}
-
-// c += a b for codes of b alone that are not finite, skipping masked pairs; the main product then
-// runs with zeros in their place. Every thread fetches the weights of its rows from the lane that
-// holds them.
+// c += a b for the codes of b that are not finite, which the products have taken for others. Masked
+// pairs are skipped. Every thread fetches the weights of its rows from the lane that holds them.
 template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS>
-__device__ __forceinline__ void add_specials(float (&c)[ROWS][COLUMNS], const float (&p)[ROWS][ALL],
-                                             const char* b_smem, const Scales<1>& scales) {
+__device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
+                                                   const float (&p)[ROWS][ALL],
+                                                   const char* b_smem, const Scales<1>& scales) {
   constexpr int BYTES = fragment::row_bytes(units(WIDTH));
   float weights[ROWS][DEPTH];
 #pragma unroll
@@ -347,6 +362,48 @@ __device__ __forceinline__ void add_specials(float (&c)[ROWS][COLUMNS], const fl
       }
     }
     if (key % 8 == 7) fragment::rotate<2>(weights);
+  }
+}
+
+// c += a b for weights p of DEPTH keys of a thread, from key FIRST of their leaf on, and rows b of
+// codes with their scales; some pairs may be `masked`.
+template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS, int GROUPS>
+__device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const float (&p)[ROWS][ALL],
+                                             const char* b_smem, const Scales<GROUPS>& scales,
+                                             bool masked) {
+  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+  const auto rows = fragment::left_rows<BYTES>(b_smem);
+  unsigned int seen = 0;  // of codes that are not finite
+  Weights<ROWS, DEPTH> weights[GROUPS > 1 ? 2 : 1];
+  if constexpr (GROUPS == 1) weights[0].template set<FIRST>(p, scales, 0, masked);
+#pragma unroll
+  for (int pair = 0; pair < pairs(WIDTH); ++pair) {
+    if constexpr (GROUPS > 1) {
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) {
+        const int group = 2 * pair + piece;
+        weights[piece].template set<FIRST>(p, scales, group < GROUPS ? group : 0, masked);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 4) {  // 16 keys
+      unsigned int words[4];              // 8 keys and a piece, 8 keys and the piece, ...
+      ptx::ldmatrix_x4_trans(words, rows.at(4 * k, pair));
+      if constexpr (LOSES_SPECIALS<Bfloats>) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) seen |= specials(words[x]);
+      }
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) {
+        if ((2 * pair + piece) * PIECE >= WIDTH) break;
+        const Weights<ROWS, DEPTH>& own = weights[GROUPS > 1 ? piece : 0];
+        const int first = (2 * pair + piece) * Result::EACH;
+        multiply_piece<0>(c, own, k, words[2 * piece], words[2 * piece + 1], first);
+      }
+    }
+  }
+  if constexpr (LOSES_SPECIALS<Bfloats>) {
+    if (ptx::any_lane(seen != 0)) add_special_values<WIDTH, FIRST, DEPTH>(c, p, b_smem, scales);
   }
 }
 
