@@ -18,8 +18,8 @@ constexpr int MOST_ROWS = BLOCK_Q;
 constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
 // Units of a block that keep its warps busy enough, the part of its leaves by which a block may
-// have more than others, and most units for each block.
-constexpr int FILL = 3, EVEN = 24, MOST_UNITS = 64;
+// have more than others, and most units for each block. Codes need more instructions for each byte.
+constexpr int FILL = CODES < 0 ? 3 : 7, EVEN = 24, MOST_UNITS = 64;
 constexpr int MOST_OF_THREAD = 1 << 22;  // units that a thread counts: more are too many anyway
 
 // A task's heads, and the queries of its block.
@@ -120,8 +120,11 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
   if constexpr (PACKED) idle = idle || !cache::has_few_rows(p, task.len_q);
   task.heads = idle ? 0 : tile::smaller(p.group - part, heads);
   task.rows = tile::smaller(task.len_q - task.i0, queries) * task.heads;
-  task.k = reinterpret_cast<const storage_t*>(p.k.data) + layout::offset(p.k, entry, head_kv, true);
-  task.v = reinterpret_cast<const storage_t*>(p.v.data) + layout::offset(p.v, entry, head_kv, true);
+  constexpr int STEP = CODES < 0 ? sizeof(storage_t) : 1;  // bytes
+  task.k = reinterpret_cast<const storage_t*>(p.k.data +
+                                              STEP * layout::offset(p.k, entry, head_kv, true));
+  task.v = reinterpret_cast<const storage_t*>(p.v.data +
+                                              STEP * layout::offset(p.v, entry, head_kv, true));
   task.first = task.last = 0;
   long long begin = 0, end = task.len_k;
   if constexpr (HAS_RANGE) {

@@ -3,6 +3,7 @@
 #pragma once
 #include "../decode/cursor.cuh"
 #include "fragment.cuh"
+#include "fragment_codes.cuh"
 
 namespace decode_rows {
 
@@ -34,15 +35,15 @@ struct LeafPlaces {
   }
 };
 
-// Keys or values of a task.
+// Keys or values of a task; of codes, strides count bytes.
 struct Source {
   const storage_t* data;  // row 0 of its head
   long long page, row, col;
 
   // 16-byte copies are possible: rows are contiguous and begin at 16 bytes.
-  __device__ __forceinline__ bool vectors() const {
+  __device__ __forceinline__ bool vectors(int whole = STORED_VECTOR) const {
     const long long steps = row | (PAGED ? page : 0);
-    return col == 1 && steps % STORED_VECTOR == 0 &&
+    return col == 1 && steps % whole == 0 &&
            reinterpret_cast<unsigned long long>(data) % sizeof(StoredVector) == 0;
   }
 };
@@ -93,11 +94,74 @@ __device__ __forceinline__ void copy_vectors(unsigned int stage_address, const S
   }
 }
 
+// begin_copy of codes: of their bytes, two to an element.
+template <int FIRST, int KEYS, int WIDTH>
+__device__ __forceinline__ void begin_copy_of_codes(char* stage_smem, const Source& from,
+                                                    const LeafPlaces& places, int valid) {
+  constexpr int UNITS = fragment_codes::units(WIDTH), BYTES = WIDTH * fragment_codes::BITS / 8;
+  if (BYTES % 2 == 0 && from.vectors(sizeof(StoredVector))) {
+    const Source halved{from.data, from.page / 2, from.row / 2, 1};
+    const Lanes<UNITS> lanes;
+    const storage_t* const source = halved.data + (places.first + FIRST + lanes.row) * halved.row +
+                                    STORED_VECTOR * lanes.piece;
+    copy_vectors<FIRST, KEYS, UNITS>(ptx::shared_address(stage_smem), halved, source, places, lanes,
+                                     lanes.bytes(), valid - FIRST - lanes.row);
+    return;
+  }
+  constexpr int WHOLE = fragment::whole_columns(UNITS);
+  const long long own[2] = {places.own(0, from.page, from.row), places.own(1, from.page, from.row)};
+#pragma unroll 1
+  for (int row = 0; row < KEYS; ++row) {
+    const int key = FIRST + row;
+    const char* const source = reinterpret_cast<const char*>(from.data) +
+                               places.of(key, own[key < ptx::WARP_SIZE ? 0 : 1], from.row);
+#pragma unroll 1
+    for (int n = ptx::lane_index(); n < WHOLE; n += ptx::WARP_SIZE) {
+      const int at =
+          fragment::swizzled_offset<fragment::row_bytes(UNITS)>(row, n / STORED_VECTOR);
+      unsigned int unit = 0;
+#pragma unroll
+      for (int byte = 0; byte < 2; ++byte) {
+        if (key >= valid || 2 * n + byte >= BYTES) continue;
+        unit |= static_cast<unsigned char>(source[(2 * n + byte) * from.col]) << 8 * byte;
+      }
+      reinterpret_cast<unsigned short*>(stage_smem + at)[n % STORED_VECTOR] =
+          static_cast<unsigned short>(unit);
+    }
+  }
+}
+
+// Loads the scales of a leaf's rows: lane n has those of keys n and 32 + n. Beyond its keys they
+// are 0 and are not read.
+template <int GROUPS>
+__device__ __forceinline__ fragment_codes::Scales<GROUPS> load_scales(
+    const Operand& scales, long long page_step, const decode::Leaf& leaf, const decode::Task& task,
+    long long head_kv, const LeafPlaces& places) {
+  fragment_codes::Scales<GROUPS> made;
+  const float* const first = reinterpret_cast<const float*>(scales.data) +
+                             layout::offset(scales, task.entry(), head_kv, true);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
+    const float* const row = first + (PAGED ? places.own(half, page_step, scales.row)
+                                            : (places.first + key) * scales.row);
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+      made.of[half][group] = leaf.exists && key < leaf.keys ? row[group * scales.col] : 0.0f;
+    }
+  }
+  return made;
+}
+
 // Starts the copy of KEYS rows of a leaf, from row FIRST on, to a stage. What lies beyond `valid`
 // rows and WIDTH columns becomes 0 and is not read.
 template <int FIRST, int KEYS, int WIDTH>
 __device__ __forceinline__ void begin_copy(char* stage_smem, const Source& from,
                                            const LeafPlaces& places, int valid) {
+  if constexpr (fragment_codes::HAS_CODES) {
+    begin_copy_of_codes<FIRST, KEYS, WIDTH>(stage_smem, from, places, valid);
+    return;
+  }
   if (from.vectors()) {
     const Lanes<WIDTH> lanes;
     const storage_t* const source =
@@ -136,7 +200,7 @@ __device__ __forceinline__ const storage_t* query_row(const Params& p, const dec
 // exist become 0.
 __device__ __forceinline__ void load_queries(const Params& p, const decode::Task& task,
                                              char* q_smem) {
-  using Row = Lanes<D>;
+  using Row = Lanes<fragment_codes::columns(D)>;
   constexpr int STEPS = 16 / Row::AT_ONCE;
   const Row lanes;
   const storage_t* const first = query_row(p, task, 0);
@@ -156,17 +220,26 @@ __device__ __forceinline__ void load_queries(const Params& p, const decode::Task
     }
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      if (has_piece) {
+      if (!has_piece) continue;
+      if constexpr (!fragment_codes::HAS_CODES) {
         *reinterpret_cast<StoredVector*>(q_smem + lanes.at(step * Row::AT_ONCE)) = pieces[step];
+        continue;
+      }
+#pragma unroll
+      for (int x = 0; x < STORED_VECTOR; ++x) {
+        const int column = fragment_codes::query_column(STORED_VECTOR * lanes.piece + x);
+        const int at = fragment::swizzled_offset<Row::ROW_BYTES>(step * Row::AT_ONCE + lanes.row,
+                                                                 column / STORED_VECTOR);
+        reinterpret_cast<storage_t*>(q_smem + at)[column % STORED_VECTOR] = pieces[step].x[x];
       }
     }
   } else {
-    constexpr int COLUMNS = fragment::whole_columns(D);
+    constexpr int COLUMNS = fragment_codes::columns(D);
 #pragma unroll 1
     for (int n = ptx::lane_index(); n < 16 * COLUMNS; n += ptx::WARP_SIZE) {
-      const int row = n / COLUMNS, column = n % COLUMNS;
-      const int at = fragment::swizzled_offset<Row::ROW_BYTES>(row, column / STORED_VECTOR);
-      reinterpret_cast<storage_t*>(q_smem + at)[column % STORED_VECTOR] =
+      const int row = n / COLUMNS, column = n % COLUMNS, to = fragment_codes::query_column(column);
+      const int at = fragment::swizzled_offset<Row::ROW_BYTES>(row, to / STORED_VECTOR);
+      reinterpret_cast<storage_t*>(q_smem + at)[to % STORED_VECTOR] =
           row < task.rows && column < D ? query_row(p, task, row)[column * p.q.col] : storage_t(0);
     }
   }

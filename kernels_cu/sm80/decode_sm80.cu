@@ -19,14 +19,17 @@ namespace {
 using decode::LEAF;
 constexpr int ROWS = 2;  // of a thread
 constexpr int COLUMNS = LEAF / 4;
-constexpr int COLUMNS_V = fragment::whole_columns(D_V) / 4;
-constexpr int Q_BYTES = fragment::row_bytes(D), V_BYTES = fragment::row_bytes(D_V);
-constexpr int ROW_BYTES = matmul::larger(Q_BYTES, V_BYTES);
+using fragment_codes::HAS_CODES;
+using fragment_codes::Result;
+constexpr int COLUMNS_V = Result::elements(D_V);
+constexpr int K_BYTES = fragment::row_bytes(fragment_codes::units(D));
+constexpr int V_BYTES = fragment::row_bytes(fragment_codes::units(D_V));
+constexpr int ROW_BYTES = matmul::larger(K_BYTES, V_BYTES);
 constexpr int STAGE_BYTES = 8192;
 constexpr int STEP_KEYS = STAGE_BYTES / ROW_BYTES < LEAF ? STAGE_BYTES / ROW_BYTES : LEAF;
 constexpr int STEPS = LEAF / STEP_KEYS;    // of keys, and as many of values
 constexpr bool IN_REGISTERS = D_V <= 128;  // the node of level 1
-constexpr int QUERY_BYTES = 16 * Q_BYTES;
+constexpr int QUERY_BYTES = 16 * fragment::row_bytes(D);
 
 struct SharedStorage {
   decode::Schedule schedule;
@@ -150,16 +153,87 @@ __device__ __forceinline__ bool apply_score_mod(const Params& p, const decode::T
   return ptx::any_lane(!finite);
 }
 
+// The scales of a leaf's keys and values, if these are codes.
+struct Scales {
+  fragment_codes::Scales<fragment_codes::groups(D)> k;
+  fragment_codes::Scales<fragment_codes::groups(D_V)> v;
+};
+
+__device__ __forceinline__ Scales load_scales(const Params& p, const decode::Leaf& leaf,
+                                              const decode::Task& task,
+                                              const decode_rows::LeafPlaces& places) {
+  Scales scales{};
+  if (HAS_CODES && leaf.exists) {
+    const long long head = task.head / p.group;
+    scales.k = decode_rows::load_scales<fragment_codes::groups(D)>(p.k_scale, p.k_scale_page, leaf,
+                                                                   task, head, places);
+    scales.v = decode_rows::load_scales<fragment_codes::groups(D_V)>(p.v_scale, p.v_scale_page,
+                                                                     leaf, task, head, places);
+  }
+  return scales;
+}
+
+// The weights of a leaf as its values need them: rounded, or still to be multiplied by scales.
+template <bool = HAS_CODES>
+struct Weights {
+  accum_t of[ROWS][COLUMNS];
+
+  __device__ __forceinline__ explicit Weights(const accum_t (&p)[ROWS][COLUMNS]) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) of[r][n] = p[r][n];
+    }
+  }
+};
+template <>
+struct Weights<false> {
+  fragment::word_t of[ROWS][COLUMNS / 2];
+
+  __device__ __forceinline__ explicit Weights(const accum_t (&p)[ROWS][COLUMNS]) {
+    fragment::narrow(p, of);
+  }
+};
+
+// o += p v for the values of a step, from key FIRST of the leaf on.
+template <int FIRST>
+__device__ __forceinline__ void accumulate(accum_t (&o)[ROWS][COLUMNS_V], const Weights<>& p,
+                                           char* v_smem, const decltype(Scales::v)& scales,
+                                           bool has_masked) {
+  if constexpr (HAS_CODES) {
+    fragment_codes::multiply_add<D_V, FIRST, STEP_KEYS / 4>(o, p.of, v_smem, scales, has_masked);
+  } else {
+    fragment::word_t weights[ROWS][STEP_KEYS / 8];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int n = 0; n < STEP_KEYS / 8; ++n) weights[r][n] = p.of[r][FIRST / 8 + n];
+    }
+    if (has_masked && !decode_rows::is_finite<STEP_KEYS, D_V>(v_smem)) {
+      fragment::add_nonfinite<D_V>(o, weights, v_smem);
+      __syncwarp();  // the values, read by all lanes as they were copied
+      decode_rows::clear_nonfinite<STEP_KEYS, D_V>(v_smem);
+      __syncwarp();  // the values, made finite by all lanes
+    }
+    fragment::multiply_add<D_V>(o, weights, v_smem);
+  }
+}
+
 // A warp's rows: their statistics, and their part of o.
 struct State {
   merge::Statistics row[ROWS];
   accum_t o[ROWS][COLUMNS_V];
 };
 
-// Elements n and n + 1 of a thread's row of o, n even, are at columns 4 n + lane_column() and on.
+// Elements n and n + 1 of a thread's row of o, n even, are at columns Result::column(n) and on.
 struct alignas(8) Pair {
   accum_t x, y;
 };
+
+// Whether a slot has the columns of elements n and n + 1.
+__device__ __forceinline__ bool has_room(int n) {
+  return 4 * COLUMNS_V <= decode::COLUMNS || Result::column(n) < decode::COLUMNS;
+}
 
 // Stores a state in a slot.
 __device__ __forceinline__ void store_slot(const decode::Workspace& workspace, long long slot,
@@ -169,10 +243,11 @@ __device__ __forceinline__ void store_slot(const decode::Workspace& workspace, l
     const int row = fragment::lane_row() + 8 * r;
     if (row >= rows) continue;
     accum_t* const to = workspace.row(slot, row);
-    accum_t* const sums = to + decode::STATISTICS + fragment::lane_column();
+    accum_t* const sums = to + decode::STATISTICS;
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; n += 2) {
-      *reinterpret_cast<Pair*>(sums + 4 * n) = Pair{state.o[r][n], state.o[r][n + 1]};
+      if (!has_room(n)) continue;
+      *reinterpret_cast<Pair*>(sums + Result::column(n)) = Pair{state.o[r][n], state.o[r][n + 1]};
     }
     if (ptx::lane_index() % 4 == 0) decode::statistics_of(to) = state.row[r];
   }
@@ -186,10 +261,11 @@ __device__ __forceinline__ void load_slot(const decode::Workspace& workspace, lo
     if (row >= rows) continue;
     accum_t* const from = workspace.row(slot, row);
     state.row[r] = decode::statistics_of(from);
-    const accum_t* const sums = from + decode::STATISTICS + fragment::lane_column();
+    const accum_t* const sums = from + decode::STATISTICS;
 #pragma unroll
     for (int n = 0; n < COLUMNS_V; n += 2) {
-      const Pair pair = *reinterpret_cast<const Pair*>(sums + 4 * n);
+      if (!has_room(n)) continue;
+      const Pair pair = *reinterpret_cast<const Pair*>(sums + Result::column(n));
       state.o[r][n] = pair.x;
       state.o[r][n + 1] = pair.y;
     }
@@ -277,6 +353,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
   const fragment::Left<D, false> q(q_smem);
   State node;  // of level 1, if it is in registers
   clear(node);
+  Scales scales = load_scales(p, now, task_of(now), places);
+  Scales next_scales = load_scales(p, next, task_of(next), next_places);
   unsigned int fresh = ~0u;  // bit n: nothing is in the node of level n
   int loaded = -1;           // the number of the task whose queries are loaded
 
@@ -296,7 +374,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     for_steps<0, STEPS>([&](auto step) {
       constexpr int FIRST = decltype(step)::value * STEP_KEYS / 4;
       accum_t part[ROWS][STEP_KEYS / 4];
-      fragment::multiply(part, q, wait_for_step(step));
+      const char* const k_smem = wait_for_step(step);
+      if constexpr (HAS_CODES) {
+        fragment_codes::multiply<D, 4 * FIRST>(part, q, q_smem, k_smem, scales.k);
+      } else {
+        fragment::multiply(part, q, k_smem);
+      }
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -332,26 +415,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     fragment_softmax::row_sum(l);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) leaf.row[r] = merge::Statistics{m_new[r], l[r]};
-    fragment::word_t weights[ROWS][COLUMNS / 2];
-    fragment::narrow(s, weights);
+    const Weights<> p_of_leaf(s);
     // 7 accumulate p v
     matmul::clear(leaf.o);
     for_steps<STEPS, 2 * STEPS>([&](auto step) {
-      constexpr int FIRST = (decltype(step)::value - STEPS) * STEP_KEYS / 8;
+      constexpr int FIRST = (decltype(step)::value - STEPS) * STEP_KEYS;
       char* const v_smem = wait_for_step(step);
-      fragment::word_t part[ROWS][STEP_KEYS / 8];
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-        for (int n = 0; n < STEP_KEYS / 8; ++n) part[r][n] = weights[r][FIRST + n];
-      }
-      if (MAY_MASK && has_masked && !decode_rows::is_finite<STEP_KEYS, D_V>(v_smem)) {
-        fragment::add_nonfinite<D_V>(leaf.o, part, v_smem);
-        __syncwarp();  // the values, read by all lanes as they were copied
-        decode_rows::clear_nonfinite<STEP_KEYS, D_V>(v_smem);
-        __syncwarp();  // the values, made finite by all lanes
-      }
-      fragment::multiply_add<D_V>(leaf.o, part, v_smem);
+      accumulate<FIRST>(leaf.o, p_of_leaf, v_smem, scales.v, MAY_MASK && has_masked);
     });
     // The leaf joins its node: merges stand for step 6.
     int level = 1;
@@ -386,9 +456,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     if (!next.exists || next.unit != now.unit) fresh = ~0u;
     now = next;
     places = next_places;
+    scales = next_scales;
     if (now.exists) {
       next = cursor.next();
       next_places = places_of(next);
+      next_scales = load_scales(p, next, task_of(next), next_places);
     }
   }
 }

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from caches import results
-from coded_caches import FORMATS, Coded, meaning
+from coded_caches import FORMATS, NAN_CODE, Coded, meaning
 from cuda_specialisations import target_of
 from emulator import build
 from emulator.calls import Blocks, Emulator
@@ -18,7 +18,7 @@ from gpu_arrays import Copies
 from halves import mostly_thorough
 from placement import same_bits
 
-from cupyflash import Rotary, masks, rope
+from cupyflash import Rotary, lookup, masks, rope
 from cupyflash.gpu import decode_recipe
 from cupyflash.gpu.kernels import registry
 from cupyflash.gpu.kernels.spec import Request
@@ -73,7 +73,7 @@ def test_attention_is_that_over_what_codes_mean(form, dtype):
     held = cache(form)
     (q,) = draw((3, 6, 3, 64), dtype=dtype, seed=1)
     out, lse = run(q, held.poisoned(LENGTHS), mask=masks.causal())
-    precision = Precision.of(dtype).with_codes()
+    precision = Precision.of(dtype, dtype != F32).with_codes()
     for b, n in enumerate(LENGTHS):
         k, v = (x[b, :, :n] for x in held.numbers)
         bound = forward_bound(q[b], k, v, precision=precision, block_kv=64, mask=masks.causal())
@@ -81,16 +81,81 @@ def test_attention_is_that_over_what_codes_mean(form, dtype):
         assert rho(lse[b], *bound.lse).value <= 1
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_code_means_its_number(form):
-    """The only key has all the weight, so the output is its value, multiplied by the scale."""
-    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 1, -1)
-    scale = np.full((1, 1, 1, 1), 0.375, np.float32)
-    held = Coded(form, np.zeros((1, 1, 1, 2), np.uint8), codes, scale, scale)
-    q = np.zeros((1, 1, 1, 4 if form == "int4" else 2), np.float32)
-    out, _ = run(q, held, 1)
-    expected = meaning(codes, scale, form).astype(np.float32)
-    assert np.array_equal(out, expected, equal_nan=True)
+@EACH
+def test_every_code_means_its_number(form, dtype):
+    """The only key has all the weight, so the output is its value, multiplied by the scale.
+
+    And queries of which one element is 1 have scores that are keys, multiplied by theirs.
+    """
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 4, 64)
+    scale = np.array([0.375, 1.0, 0.5, 1.5], np.float32).reshape(1, 1, 4, 1)
+    numbers = meaning(codes, scale, form)
+    columns = numbers.shape[-1]
+    zeros = np.zeros((1, 1, 4, 2), np.uint8)
+    held = Coded(form, zeros, codes, scale, scale)
+    q = np.zeros((1, 1, 4, 4 if form == "int4" else 2), dtype)
+    out, _ = run(q, held, 4, mask=masks.mask(lambda b, h, i, j: i == j))
+    with np.errstate(over="ignore"):
+        assert np.array_equal(out, numbers.astype(dtype), equal_nan=True)
+    finite = np.isfinite(meaning(codes, np.ones_like(scale), form))
+    if form != "int4":
+        codes = np.where(finite, codes, 0)
+        numbers = meaning(codes, scale, form)
+    held = Coded(form, codes.astype(np.uint8), zeros, scale, scale)
+    q = np.eye(columns, dtype=dtype)[None, None]
+    for j in range(4):
+        mask = masks.mask(lambda b, h, i, key, j=j: key == j)
+        _, lse = run(q, held, 4, scale=1.0, mask=mask)
+        np.testing.assert_allclose(lse[0, 0], numbers[0, 0, j], rtol=2.0**-20, atol=2.0**-20)
+
+
+@EACH
+def test_what_is_not_finite_stays_with_its_pairs(form, dtype):
+    """Codes and scales that are NaN or infinite, of keys that some queries do not see."""
+    held, lengths = cache(form), np.array([140, 140, 140])
+    (q,) = draw((3, 2, 1, 64), dtype=dtype, seed=4)
+    spoilt = held.poisoned([139, 135, 140])
+    spoilt.k_scale[2, :, 70:80] = np.inf
+    spoilt.v[2, :, 3] = NAN_CODE[form]
+    spoilt.v_scale[2, :, 3] = np.nan
+    unseen = np.zeros((3, 140), bool)
+    unseen[0, 139:] = unseen[1, 135:] = unseen[2, 70:80] = unseen[2, 3] = True
+    hidden = lookup(unseen)
+    seen = masks.mask(lambda b, h, i, j: ~hidden[b, j])
+    same(run(q, spoilt, lengths, mask=seen), run(q, held, lengths, mask=seen))
+    out, _ = run(q, spoilt, lengths)
+    assert np.isnan(out).all()
+
+
+SIZES = mostly_thorough(
+    ("form", "d", "d_v"),
+    [
+        *((form, *own) for form in FORMATS for own in ((40, 72), (96, 24), (136, 64), (256, 256))),
+        *((form, 33, 17) for form in FORMATS if form != "int4"),
+    ],
+    quick=[("float8_e5m2", 33, 17), ("int4", 40, 72)],
+    why="sizes whose rows are whole vectors are quick above",
+)
+
+
+@SIZES
+def test_head_sizes_and_strides(form, d, d_v):
+    held = cache(form, d, d_v)
+    apart = {}
+    for name in ("k", "v"):
+        x = getattr(held, name)
+        wide = np.full((*x.shape[:-1], 2 * x.shape[-1] + 3), 0xA5, np.uint8)
+        wide[..., : 2 * x.shape[-1] : 2] = x
+        apart[name] = wide[..., : 2 * x.shape[-1] : 2]
+    (q,) = draw((3, 6, 2, d), dtype=BF16, seed=5)
+    out, lse = run(q, held, mask=masks.causal())
+    precision = Precision.of(BF16, True).with_codes()
+    for b, n in enumerate(LENGTHS):
+        k, v = (x[b, :, :n] for x in held.numbers)
+        bound = forward_bound(q[b], k, v, precision=precision, block_kv=64, mask=masks.causal())
+        assert rho(out[b], *bound.out).value <= 1
+        assert rho(lse[b], *bound.lse).value <= 1
+    same(run(q, dataclasses.replace(held, **apart), mask=masks.causal()), (out, lse))
 
 
 @FORM
@@ -131,8 +196,8 @@ def test_a_prompt_of_many_queries(form):
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
-def test_kernels_that_read_no_codes_are_passed_over(arch):
-    """Also by prompts; and the choice says why it is not the best kernel."""
+def test_the_kernel_of_few_queries_serves_prompts(arch):
+    """Whatever the type of the queries, because the kernels of prompts read no codes."""
     held = cache("int8")
     given = Given(held.k_scale, held.v_scale, held.form)
     for len_q, dtype in ((1, F16), (70, BF16), (70, F32)):
@@ -141,9 +206,8 @@ def test_kernels_that_read_no_codes_are_passed_over(arch):
         target = target_of(arch)
         choice = registry.select("decode", Request(call.problem, target, call))
         assert choice.spec.codes
-        why = {spec.name: words for spec, words in choice.passed_over}
-        if dtype != F32 and arch != "sm_75":
-            assert why == {"decode_sm80": "it reads no codes of 8 or 4 bits"}
+        tensor = dtype != F32 and arch != "sm_75"
+        assert choice.spec.name == ("decode_sm80" if tensor else "decode_simt")
         out, lse = results(call)
         launches = decode_recipe.forward(call, target, out, lse, True).launches
         assert [x.special.spec.part for x in launches] == ["decode", "join"]

@@ -109,6 +109,27 @@ def _spoilt_alike(infinite: int) -> Callable[[Array, Array, Array], Array]:
     return alike
 
 
+def _to_convert(steps: list[int], dtype: Any) -> Array:
+    """Pairs of integers, and of numbers from subnormal ones on; factors; what makes up for it."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 0x1000, (20_000, 2)).astype(np.uint16)
+    parts = [
+        np.stack([bits.view(dtype), np.full(bits.shape, 2.0**step, dtype), np.zeros(bits.shape)], 1)
+        for step in steps
+    ]
+    whole = rng.integers(0, 128, (20_000, 2))
+    ones = rng.choice([1.0, -1.0], (20_000, 2))
+    parts.append(np.stack([128 + whole, ones, rng.integers(-128, 128, (20_000, 2))], 1))
+    triples = np.concatenate(parts).astype(dtype)
+    return np.ascontiguousarray(triples).view(np.uint32)[..., 0]
+
+
+def _fma(given: Array, dtype: Any) -> Array:
+    halves = np.ascontiguousarray(given).view(dtype).reshape(-1, 3, 2).astype(np.float64)
+    result = halves[:, 0] * halves[:, 1] + halves[:, 2]
+    return np.ascontiguousarray(result.astype(dtype)).view(np.uint32)
+
+
 # -- 2^x ------------------------------------------------------------------------------------------
 
 
@@ -323,6 +344,19 @@ CASES = [
             TENSOR_CORES,
         )
         for kind, infinite in (("halves", 0x7C00), ("bfloats", 0x7F80))
+    ),
+    *(
+        Case(
+            f"fma_{kind}",
+            f"out[0] = ptx::fma_{kind}(in[0], in[1], in[2]);",
+            lambda steps=steps, dtype=dtype: _to_convert(steps, dtype),
+            lambda x, dtype=dtype: _fma(x, dtype),
+            since=TENSOR_CORES,
+        )
+        for kind, steps, dtype in (
+            ("halves", [0, 8], np.float16),
+            ("bfloats", [0, 112, 120], ml_dtypes.bfloat16),
+        )
     ),
     Case(
         "multiply_wide",

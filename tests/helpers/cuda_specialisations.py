@@ -142,10 +142,11 @@ def cases() -> list[Case]:
     ]:
         found.append(Case(kernel, dtype, own, options, packed, cache))
     # Caches of codes: each format, each type of queries.
-    for kernel, own in (("decode_simt", (128, 128)), ("append", sizes[0])):
-        for n, form in enumerate(FORMATS):
-            options = "causal" if kernel == "decode_simt" and n % 2 else "plain"
-            found.append(Case(kernel, dtypes[n % 3], own, options, n == 3, f"paged {form}"))
+    for n, form in enumerate(FORMATS):
+        own = (128, 128), "causal" if n % 2 else "plain", n == 3, f"paged {form}"
+        found.append(Case("decode_simt", dtypes[n % 3], *own))
+        found.append(Case("decode_sm80", dtypes[1 + n // 2], *own))
+        found.append(Case("append", dtypes[n % 3], sizes[0], "plain", n == 3, f"paged {form}"))
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for size in (128, 96, 288):

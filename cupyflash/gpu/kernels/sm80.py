@@ -231,4 +231,5 @@ DECODE = KernelSpec(
     configure=_configure_decode,
     grid=grid.by_units,
     caches=True,
+    codes=True,
 )

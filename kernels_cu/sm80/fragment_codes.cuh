@@ -1,0 +1,410 @@
+// Codes of 8 and 4 bits as operands of tensor cores: they become 16-bit numbers exactly in
+// registers. Scales are factors of scores and of weights, in float32.
+//
+// A row of codes lies in shared memory as a row of 16-bit elements does, so that ldmatrix gives each
+// lane four bytes of a row. Which columns these are is no matter to a product over columns if the
+// queries have the same order: `query_column`. Of values they are columns of the result: `Result`.
+#pragma once
+#include "../common/cache_row.cuh"
+#include "../ptx/convert.cuh"
+#include "../ptx/pair.cuh"
+#include "fragment.cuh"
+
+namespace fragment_codes {
+
+constexpr bool HAS_CODES = CODES != cache::NUMBERS;
+constexpr int BITS = CODES == cache::NUMBERS ? 16 : CODES == code::INT4 ? 4 : 8;
+constexpr int PIECE = 128 / BITS;                // codes in 16 bytes
+constexpr int PAIR = 2 * PIECE;                  // and in the two pieces that ldmatrix reads of a row
+constexpr int STEPS_OF_PIECE = PIECE / 16;       // products of 16 codes
+constexpr int GROUPS_AT_MOST = BITS == 4 ? 8 : 1;  // scales of a row
+
+// Elements of 16 bits that have room for the codes of a row, and columns of queries beside them.
+__device__ constexpr int units(int width) { return (width * BITS + 15) / 16; }
+__device__ constexpr int pairs(int width) { return (width + PAIR - 1) / PAIR; }
+__device__ constexpr int columns(int width) {
+  return HAS_CODES ? pairs(width) * PAIR : fragment::whole_columns(width);
+}
+// The scales of a row of `width` codes.
+__device__ constexpr int groups(int width) {
+  return BITS == 4 ? (width + cache::INT4_GROUP - 1) / cache::INT4_GROUP : 1;
+}
+
+// Where a column of queries belongs, so that products over codes find it. Four bytes are codes
+// 4 c to 4 c + 3, or 8 c to 8 c + 7, of lane c of four.
+__device__ __forceinline__ int query_column(int column) {
+  if constexpr (!HAS_CODES) return column;
+  const int first = column / PIECE * PIECE, n = column % PIECE;
+  if constexpr (BITS == 8) return first + n / 4 * 2 + n % 4 / 2 + n % 2 * 8;
+  return first + n % 4 / 2 * 16 + n % 2 * 8 + n / 8 * 2 + n % 8 / 4;
+}
+
+// -- numbers --------------------------------------------------------------------------------------
+
+// 16-bit types to which codes are converted: two numbers in a word, constants for both of them.
+struct Halves {
+  static constexpr unsigned int ONE = 0x3c003c00u, MINUS_ONE = 0xbc00bc00u;
+  static constexpr unsigned int MINUS_1152 = 0xe480e480u, MINUS_1032 = 0xe408e408u;
+  static constexpr unsigned int UNITS = 0x64006400u;  // 1024, whose last bit is 1
+  static __device__ __forceinline__ unsigned int fma(unsigned int x, unsigned int y,
+                                                     unsigned int z) {
+    return ptx::fma_halves(x, y, z);
+  }
+};
+struct Bfloats {
+  static constexpr unsigned int ONE = 0x3f803f80u, MINUS_ONE = 0xbf80bf80u;
+  static constexpr unsigned int MINUS_136 = 0xc308c308u;
+  static constexpr unsigned int UNITS = 0x43004300u;  // 128, whose last bit is 1
+  static __device__ __forceinline__ unsigned int fma(unsigned int x, unsigned int y,
+                                                     unsigned int z) {
+    return ptx::fma_bfloats(x, y, z);
+  }
+};
+constexpr unsigned int MINUS_ZEROS = 0x80008000u;
+
+template <class To>
+struct Is {
+  static constexpr bool HALVES = false;
+};
+template <>
+struct Is<Halves> {
+  static constexpr bool HALVES = true;
+};
+
+// Codes N and N + 2 of the four bytes of a word, N 0 or 1, as two numbers.
+template <class To, int N>
+__device__ __forceinline__ unsigned int bytes(unsigned int word) {
+  if constexpr (CODES == code::INT8) {
+    const unsigned int low = N == 0 ? word : word >> 8;
+    if constexpr (Is<To>::HALVES) {  // 1024 + 128 + code
+      return To::fma((low & 0x00ff00ffu) ^ (To::UNITS | 0x00800080u), To::ONE, To::MINUS_1152);
+    } else {  // 128 and the lower bits, without 128 or, if the code is negative, 256
+      const unsigned int lower = (low & 0x007f007fu) | To::UNITS;
+      return To::fma((low & 0x00800080u) | To::UNITS, To::MINUS_ONE, lower);
+    }
+  } else {
+    // Exponent and fraction move to where the type has them, and a factor makes up for its bias.
+    constexpr bool E4M3 = CODES == code::E4M3;
+    constexpr int SHIFT = Is<To>::HALVES ? (E4M3 ? 1 : 0) : (E4M3 ? 4 : 3);
+    constexpr unsigned int FACTOR =
+        Is<To>::HALVES ? (E4M3 ? 0x5c005c00u : To::ONE) : (E4M3 ? 0x7b807b80u : 0x77807780u);
+    const unsigned int high = N == 0 ? word << 8 : word;
+    if constexpr (Is<To>::HALVES && !E4M3) {
+      return high & 0xff00ff00u;
+    } else {
+      constexpr unsigned int SIZES = 0x7f007f00u >> SHIFT;
+      const unsigned int moved = N == 0 ? word << (8 - SHIFT) : word >> SHIFT;
+      return To::fma((moved & SIZES) | (high & 0x80008000u), FACTOR, 0);
+    }
+  }
+}
+
+// Codes that are not finite are so only as float16 of e5m2; as other types they become finite.
+template <class To>
+constexpr bool LOSES_SPECIALS = (CODES == code::E4M3 || CODES == code::E5M2) &&
+                                !(Is<To>::HALVES && CODES == code::E5M2);
+
+// The bits of four codes that are not finite: the sign of each.
+__device__ __forceinline__ unsigned int specials(unsigned int word) {
+  constexpr unsigned int LAST = CODES == code::E4M3 ? 0x01010101u : 0x04040404u;
+  return ((word & 0x7f7f7f7fu) + LAST) & 0x80808080u;
+}
+
+// Codes N and N + 4 of the eight of a word, N from 0 to 3, as two numbers.
+template <class To, int N>
+__device__ __forceinline__ unsigned int nibbles(unsigned int word) {
+  const unsigned int moved = ((word >> 4 * N) & 0x000f000fu) ^ (To::UNITS | 0x00080008u);
+  if constexpr (Is<To>::HALVES) {
+    return To::fma(moved, To::ONE, To::MINUS_1032);
+  } else {
+    return To::fma(moved, To::ONE, To::MINUS_136);
+  }
+}
+
+// Numbers of a word: pair N of `STEPS_OF_PIECE` times two.
+template <class To, int N>
+__device__ __forceinline__ unsigned int numbers(unsigned int word) {
+  if constexpr (BITS == 8) return bytes<To, N>(word);
+  return nibbles<To, N>(word);
+}
+
+template <bool>
+struct Choose {
+  using type = Bfloats;
+};
+template <>
+struct Choose<true> {
+  using type = Halves;
+};
+using Queries = Choose<IS_FLOAT16>::type;
+
+// -- scales ---------------------------------------------------------------------------------------
+
+// The scales of a leaf's rows: lane n has those of keys n and 32 + n.
+template <int GROUPS>
+struct Scales {
+  float of[2][GROUPS];
+
+  // The scale of the key of a thread's element n of a row of scores. All lanes call it together.
+  __device__ __forceinline__ float key(int n, int group) const {
+    const int key = 8 * (n / 2) + fragment::lane_column() + n % 2;
+    return ptx::shuffle(of[n / 2 / 4][group], key % ptx::WARP_SIZE);
+  }
+};
+
+// -- products -------------------------------------------------------------------------------------
+
+// c += a b for the codes of b that are not finite, which the products have taken for others: rows a
+// of queries and 4 COLUMNS rows b. The loops keep what is rare short.
+template <int WIDTH, int FIRST, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_special_keys(float (&c)[ROWS][COLUMNS], const char* a_smem,
+                                                 const char* b_smem, const Scales<1>& scales) {
+  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+#pragma unroll 1
+  for (int n = 0; n < COLUMNS; n += 2) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int key = 4 * n + fragment::lane_column() + x, leaf_key = FIRST + key;
+      const float low = ptx::shuffle(scales.of[0][0], leaf_key % ptx::WARP_SIZE);
+      const float high = ptx::shuffle(scales.of[1][0], leaf_key % ptx::WARP_SIZE);
+      const float scale = leaf_key < ptx::WARP_SIZE ? low : high;
+#pragma unroll 1
+      for (int d = 0; d < WIDTH; ++d) {
+        const int at = fragment::swizzled_offset<BYTES>(key, d / 16) + d % 16;
+        const unsigned int byte = static_cast<unsigned char>(b_smem[at]);
+        if (specials(byte) == 0) continue;
+        const float value = code::product(scale, code::value<CODES>(byte));
+        const int column = query_column(d);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const int place = fragment::swizzled_offset<fragment::row_bytes(WIDTH)>(
+              fragment::lane_row() + 8 * r, column / STORED_VECTOR);
+          c[r][x] += number::widen(reinterpret_cast<const storage_t*>(
+                         a_smem + place)[column % STORED_VECTOR]) *
+                     value;
+        }
+      }
+    }
+    fragment::rotate<2>(c);
+  }
+}
+
+// c = a b^T for queries a, which begin at a_smem, and 4 COLUMNS rows b of codes with their scales,
+// from row FIRST of their leaf on.
+template <int WIDTH, int FIRST, bool IN_REGISTERS, int ROWS, int COLUMNS, int GROUPS>
+__device__ __forceinline__ void multiply(float (&c)[ROWS][COLUMNS],
+                                         const fragment::Left<WIDTH, IN_REGISTERS, false>& a,
+                                         const char* a_smem, const char* b_smem,
+                                         const Scales<GROUPS>& scales) {
+  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+  const auto rows = fragment::right_rows<BYTES>(b_smem);
+  unsigned int seen = 0;  // of codes that are not finite
+  matmul::clear(c);
+#pragma unroll
+  for (int pair = 0; pair < pairs(WIDTH); ++pair) {
+    unsigned int words[COLUMNS / 4][4];  // of 8 rows and a piece, 8 rows and the next one, ...
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n += 4) {
+      ptx::ldmatrix_x4(words[n / 4], rows.at(4 * n, pair));
+      if constexpr (LOSES_SPECIALS<Queries>) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) seen |= specials(words[n / 4][x]);
+      }
+    }
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      if ((2 * pair + piece) * PIECE >= WIDTH) break;
+      constexpr bool BY_PIECES = GROUPS > 1;
+      float part[ROWS][BY_PIECES ? COLUMNS : 1];
+      if constexpr (BY_PIECES) matmul::clear(part);
+#pragma unroll
+      for (int step = 0; step < STEPS_OF_PIECE; ++step) {
+        unsigned int left[fragment::M_TILES][4];
+        a.load(left, (2 * pair + piece) * STEPS_OF_PIECE + step);
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n += 2) {
+          const unsigned int word = words[n / 4][n / 2 % 2 * 2 + piece];
+          const unsigned int low =
+              step == 0 ? numbers<Queries, 0>(word) : numbers<Queries, BITS == 4 ? 2 : 0>(word);
+          const unsigned int high =
+              step == 0 ? numbers<Queries, 1>(word) : numbers<Queries, BITS == 4 ? 3 : 1>(word);
+          if constexpr (BY_PIECES) {
+            fragment::mma(part[0][n], part[0][n + 1], part[1][n], part[1][n + 1], left[0], low,
+                          high);
+          } else {
+            fragment::mma(c[0][n], c[0][n + 1], c[1][n], c[1][n + 1], left[0], low, high);
+          }
+        }
+      }
+      if constexpr (BY_PIECES) {
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) {
+          const float scale = scales.key(FIRST / 4 + n, 2 * pair + piece);
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r) c[r][n] = fma(part[r][n], scale, c[r][n]);
+        }
+      }
+    }
+  }
+  if constexpr (GROUPS == 1) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const float scale = scales.key(FIRST / 4 + n, 0);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) c[r][n] *= scale;
+    }
+  }
+  if constexpr (LOSES_SPECIALS<Queries>) {
+    if (ptx::any_lane(seen != 0)) add_special_keys<WIDTH, FIRST>(c, a_smem, b_smem, scales);
+  }
+}
+
+// The elements of a thread's row of a result over values: of each 16-byte piece PIECE / 4 adjacent
+// columns, or without codes two of each 8.
+struct Result {
+  static constexpr int EACH = HAS_CODES ? PIECE / 4 : 2;
+  static __device__ constexpr int elements(int width) { return columns(width) / 4; }
+  // The column of element n.
+  static __device__ __forceinline__ int column(int n) {
+    return n / EACH * 4 * EACH + ptx::lane_index() % 4 * EACH + n % EACH;
+  }
+};
+
+// Weights times the scale of a piece, rounded to bfloat16, whose range is that of float32; with
+// queries in float16, which have three more bits, as sums of two numbers. Masked pairs keep their
+// weight whatever the scale is.
+template <int ROWS, int DEPTH>
+struct Weights {
+  static constexpr int TERMS = IS_FLOAT16 ? 2 : 1;
+  unsigned int words[TERMS][ROWS][DEPTH / 2];
+
+  template <int FIRST, int GROUPS, int ALL>
+  __device__ __forceinline__ void set(const float (&p)[ROWS][ALL], const Scales<GROUPS>& scales,
+                                      int group, bool masked) {
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 2) {
+      const float scale[2] = {scales.key(FIRST / 4 + k, group), scales.key(FIRST / 4 + k + 1, group)};
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        float weight[2];
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const float own = p[r][FIRST / 4 + k + x];
+          weight[x] = masked && !matmul::is_unmasked(own) ? own : own * scale[x];
+        }
+        words[0][r][k / 2] = ptx::floats_to_bfloats(weight[0], weight[1]);
+        if constexpr (TERMS == 2) {
+          const unsigned int large = words[0][r][k / 2];
+          const float rest[2] = {weight[0] - __uint_as_float(large << 16),
+                                 weight[1] - __uint_as_float(large & 0xffff0000u)};
+          words[TERMS - 1][r][k / 2] = ptx::floats_to_bfloats(rest[0], rest[1]);
+        }
+      }
+    }
+  }
+};
+
+// Products of 16 keys with a 16-byte piece of their rows: elements N, N + 1 and on.
+template <int N, int ROWS, int COLUMNS, class Weights>
+__device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS], const Weights& weights,
+                                               int k, unsigned int low, unsigned int high,
+                                               int first) {
+  constexpr int HALF = Result::EACH / 2;
+  if constexpr (N < HALF) {
+    const unsigned int b0 = numbers<Bfloats, N>(low), b1 = numbers<Bfloats, N>(high);
+    const int n = first + N;
+#pragma unroll
+    for (int term = 0; term < Weights::TERMS; ++term) {
+      const auto& own = weights.words[term];
+      const unsigned int left[4] = {own[0][k / 2], own[1][k / 2], own[0][k / 2 + 1],
+                                    own[1][k / 2 + 1]};
+      ptx::mma_m16n8k16_bf16(c[0][n], c[0][n + HALF], c[1][n], c[1][n + HALF], left, b0, b1);
+    }
+    multiply_piece<N + 1>(c, weights, k, low, high, first);
+  }
+}
+
+// c += a b for the codes of b that are not finite, which the products have taken for others. Masked
+// pairs are skipped. Every thread fetches the weights of its rows from the lane that holds them.
+template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS>
+__device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
+                                                   const float (&p)[ROWS][ALL],
+                                                   const char* b_smem, const Scales<1>& scales) {
+  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+  float weights[ROWS][DEPTH];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int k = 0; k < DEPTH; ++k) weights[r][k] = p[r][FIRST / 4 + k];
+  }
+#pragma unroll 1
+  for (int key = 0; key < 4 * DEPTH; ++key) {
+    const int owner = ptx::lane_index() / 4 * 4 + key % 8 / 2, leaf_key = FIRST + key;
+    const float scale = ptx::shuffle(leaf_key < ptx::WARP_SIZE ? scales.of[0][0] : scales.of[1][0],
+                                     leaf_key % ptx::WARP_SIZE);
+    float weight[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      weight[r] = ptx::shuffle(key % 2 == 0 ? weights[r][0] : weights[r][1], owner);
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int column = Result::column(n);
+      if (column >= WIDTH) continue;
+      const int at = fragment::swizzled_offset<BYTES>(key, column / 16) + column % 16;
+      const unsigned int byte = static_cast<unsigned char>(b_smem[at]);
+      if (specials(byte) == 0) continue;
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        if (matmul::is_unmasked(weight[r])) {
+          c[r][n] += weight[r] * code::product(scale, code::value<CODES>(byte));
+        }
+      }
+    }
+    if (key % 8 == 7) fragment::rotate<2>(weights);
+  }
+}
+
+// c += a b for weights p of DEPTH keys of a thread, from key FIRST of their leaf on, and rows b of
+// codes with their scales; some pairs may be `masked`.
+template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS, int GROUPS>
+__device__ __forceinline__ void multiply_add(float (&c)[ROWS][COLUMNS], const float (&p)[ROWS][ALL],
+                                             const char* b_smem, const Scales<GROUPS>& scales,
+                                             bool masked) {
+  constexpr int BYTES = fragment::row_bytes(units(WIDTH));
+  const auto rows = fragment::left_rows<BYTES>(b_smem);
+  unsigned int seen = 0;  // of codes that are not finite
+  Weights<ROWS, DEPTH> weights[GROUPS > 1 ? 2 : 1];
+  if constexpr (GROUPS == 1) weights[0].template set<FIRST>(p, scales, 0, masked);
+#pragma unroll
+  for (int pair = 0; pair < pairs(WIDTH); ++pair) {
+    if constexpr (GROUPS > 1) {
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) {
+        const int group = 2 * pair + piece;
+        weights[piece].template set<FIRST>(p, scales, group < GROUPS ? group : 0, masked);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 4) {  // 16 keys
+      unsigned int words[4];              // 8 keys and a piece, 8 keys and the piece, ...
+      ptx::ldmatrix_x4_trans(words, rows.at(4 * k, pair));
+      if constexpr (LOSES_SPECIALS<Bfloats>) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) seen |= specials(words[x]);
+      }
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) {
+        if ((2 * pair + piece) * PIECE >= WIDTH) break;
+        const Weights<ROWS, DEPTH>& own = weights[GROUPS > 1 ? piece : 0];
+        const int first = (2 * pair + piece) * Result::EACH;
+        multiply_piece<0>(c, own, k, words[2 * piece], words[2 * piece + 1], first);
+      }
+    }
+  }
+  if constexpr (LOSES_SPECIALS<Bfloats>) {
+    if (ptx::any_lane(seen != 0)) add_special_values<WIDTH, FIRST, DEPTH>(c, p, b_smem, scales);
+  }
+}
+
+}  // namespace fragment_codes
