@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from . import dispatch, execute
 from .arrays.interop import DLPackArray
@@ -31,6 +31,11 @@ def plan(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
 ) -> Plan:
     """Say which kernel would serve a call, with which tiles, and why. Nothing is computed.
 
@@ -41,6 +46,8 @@ def plan(
     offsets_q, offsets_k : array of int, optional
         As in `attention_varlen`.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention`.
+    q_scale, k_scale, v_scale, qkv_dtype, out_dtype
         As in `attention`.
 
     Returns
@@ -63,7 +70,8 @@ def plan(
         seed=seed,
         precision=precision,
     )
-    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
+    given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
+    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options, given)
     return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
 
 

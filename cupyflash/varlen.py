@@ -32,6 +32,11 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: Literal[False] = False,
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -55,6 +60,11 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: Literal[True],
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -78,6 +88,11 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -101,6 +116,11 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -126,6 +146,8 @@ def attention_varlen(
         As in `attention`. In masks and scores, b is the sequence, i and j count within it, and the
         default offset of `masks.causal` is that sequence's Lk - Lq. `bias` and a mask array
         broadcast to (n, Hq, max Lq, max Lk); `masks.segments` takes packed arrays.
+    q_scale, k_scale, v_scale, qkv_dtype, out_dtype
+        As in `attention`; scales broadcast to (H, total, 1).
 
     Returns
     -------
@@ -153,7 +175,8 @@ def attention_varlen(
         seed=seed,
         precision=precision,
     )
-    request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
+    request = execute.request_of(q, k, v, options, given, (offsets_q, offsets_k), check)
     return execute.forward(request, return_lse, out, lse_out)
 
 
