@@ -20,9 +20,17 @@ from .backend import output_shape
 
 def plan_on(call: Call, facts: cuda_device.Target) -> Plan:
     """Return which kernel would serve a call on a GPU that need not be there."""
+    before = ""
+    if call.codes is not None:
+        why = registry.widens(Request.of(call, facts))
+        if why is None:
+            return registry.plan(Request.of(call, facts))
+        form, dtype = call.codes.form.name, call.problem.dtype
+        call = launch.of_numbers(call)
+        before = f"turns codes of {form} into {dtype} first, because {why}; then it "
     if not registry.decodes(call.problem, facts):
         call, _ = pack_gqa.joined(call)
-    return registry.plan(Request.of(call, facts))
+    return registry.plan(Request.of(call, facts), before)
 
 
 def _device(array: Array) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -252,6 +252,8 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
         addresses |= _addresses({"lengths": call.cache.lengths, "table": call.cache.table})
         if call.cache.codes is not None:
             addresses |= _addresses(call.cache.codes.scales)
+    if call.codes is not None:
+        addresses |= _addresses(call.codes.scales)
     if call.sink is not None:
         wanted.append(("sink", call.sink, call.sink.dtype))
     for name, array, dtype in wanted:
@@ -302,6 +304,8 @@ def forward(
     """
     device = _device(call)
     with cuda_device.current(device):
+        if call.codes is not None and registry.widens(Request.of(call, cuda_device.of(device))):
+            return _forward_of_numbers(call, out, lse, plan, visited)
         if call.cache is not None and workspace is None and cuda_device.is_capturing():
             size = workspace_size_cached(call)
             if size:
@@ -318,6 +322,31 @@ def forward(
         if compiled.scratch and workspace is None and cuda_device.is_capturing():
             device_arrays.keep_with(out, scratch)
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
+
+
+def of_numbers(call: Call) -> Call:
+    """Return a call on numbers of the output's type, which are not there yet, instead of codes."""
+    made = {name: ArraySpec(getattr(call, name).shape, call.problem.dtype) for name in "qkv"}
+    return replace(call, codes=None, **made)
+
+
+def _forward_of_numbers(
+    call: Call, out: Array, lse: Array | None, plan: Plan | None, visited: Array | None
+) -> CallResult:
+    """Write out and lse of codes that become numbers first; the device is the current one."""
+    assert call.codes is not None
+    made = {}
+    for name in "qkv":
+        codes, scale = getattr(call, name), call.codes.scales[f"{name}_scale"]
+        x = device_arrays.empty_like(codes, codes.shape, call.problem.dtype)
+        widened = rows_recipe.widen(codes, scale, call.codes.form, x)
+        addresses = _addresses({"x": x, "codes": codes, "scale": scale})
+        _on_rows(widened, addresses, call.device)
+        made[name] = x
+    forward(replace(call, codes=None, **made), out, lse, plan, visited)
+    if cuda_device.is_capturing():
+        device_arrays.keep_with(out, list(made.values()))
+    return CallResult()
 
 
 def backward(

@@ -54,7 +54,8 @@ def operands(
                 "codes. Pass what quantize returns: float32, one for each row, of shape (..., 1); "
                 "or np.ones((1, 1), np.float32) for codes that are numbers themselves."
             )
-        scales[name] = codes.scale_of(scale, name, x, form, name[0])
+        checked = codes.scale_of(scale, name, x, form, name[0])
+        scales[name] = checked[(None,) * (max(x.ndim, 3) - checked.ndim)]
     return held, Codes(form, **scales), _result(given.out_dtype)
 
 

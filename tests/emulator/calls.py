@@ -82,6 +82,7 @@ class Blocks:
             multiprocessors=self.multiprocessors,
             shared_memory=SHARED_MEMORY,
             capability=(9, 0) if self.hopper else (8, 0) if self.tensor else (7, 5),
+            lacks="",
         )
 
     def _has(self, spec: KernelSpec) -> bool:

@@ -146,6 +146,17 @@ QUANTIZE = KernelSpec(
     scores=False,
     sizes=(),
 )
+WIDEN = KernelSpec(
+    source="any/widen.cu",
+    part="widen",
+    computes="numbers, from codes of float8 and their scales",
+    method="multiplies in float32",
+    heads=dict.fromkeys(("float16", "bfloat16", "float32"), ANY_HEAD),
+    configure=lambda request: ROWS,
+    grid=grid.by_warps,
+    scores=False,
+    sizes=(),
+)
 HADAMARD = KernelSpec(
     source="any/hadamard.cu",
     part="hadamard",
