@@ -227,17 +227,13 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
 
     // Logits are `factor` times a score of codes, which is multiplied by it or, if it is `direct`,
     // left as it is.
-    float factor[2], unit[2], c[2];
-    float of_values = 1;
+    float factor[2];
     bool direct = !HAS_SCORE;
     {
       const long long head = layout::divide(work.head, p.group).quotient;
       float of_keys = 1;
       if (!K_SCALE_ROWS && work.rows > 0) {
         of_keys = scale_at(p.k_scale, layout::offset(p.k_scale, work.entry, head, true));
-      }
-      if (!V_SCALE_ROWS && work.rows > 0) {
-        of_values = scale_at(p.v_scale, layout::offset(p.v_scale, work.entry, head, true));
       }
       const long long begin = layout::offset(p.q_scale, work.entry, work.head, false);
 #pragma unroll
@@ -250,12 +246,8 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         direct = direct && factor[r] >= LEAST_FACTOR && factor[r] <= LARGEST_FACTOR;
       }
       direct = !ptx::any_lane(!direct);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        unit[r] = direct ? factor[r] : 1.0f;
-        c[r] = unit[r] * tile::LOG2_E;
-      }
     }
+    const auto unit = [&](int r) { return direct ? factor[r] : 1.0f; };
 
     float alpha[2] = {1, 1}, pending[2] = {1, 1};  // `pending` belongs to the weights
     float s[2][COLUMNS], part[BUFFERS][2][PART_COLUMNS];
@@ -355,6 +347,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     };
     // Turns the scores of a tile into weights, which are not rounded yet.
     const auto weigh = [&](int n, int tile, bool masked, bool hides) {
+      const float c[2] = {unit(0) * tile::LOG2_E, unit(1) * tile::LOG2_E};
       // 5 row max
       codes_softmax::raise_max(s, m, l, alpha, c);
       codes_softmax::exponentiate(s, m, l, c, hides);
@@ -482,7 +475,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     fragment_softmax::row_sum(l);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (m[r] != -number::infinity()) m[r] *= unit[r];
+      if (m[r] != -number::infinity()) m[r] *= unit(r);
       l[r] *= codes_softmax::UNSHIFTED;
     }
     float weight[2];
@@ -491,10 +484,14 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
                                     ? -number::infinity()
                                     : number::load<float>(p.sink, p.kind_sink, work.head));
     // 8 normalise
-    const float keep_scale = HAS_DROPOUT ? static_cast<float>(p.keep_scale) : 1.0f;
+    float common = codes_softmax::UNSHIFTED;
+    if constexpr (HAS_DROPOUT) common *= static_cast<float>(p.keep_scale);
+    if (!V_SCALE_ROWS && work.rows > 0) {
+      const long long head = layout::divide(work.head, p.group).quotient;
+      common *= scale_at(p.v_scale, layout::offset(p.v_scale, work.entry, head, true));
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float common = codes_softmax::UNSHIFTED * of_values * keep_scale;
       weight[r] = l[r] == 0.0f ? 0.0f : common * weight[r] * ptx::reciprocal(l[r]);
     }
     more_work = shared.has_work(w + 1);  // asked where registers are free, before the stores

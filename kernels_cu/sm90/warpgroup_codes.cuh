@@ -149,13 +149,17 @@ __device__ __forceinline__ void add_nonfinite(float (&c)[2][COLUMNS], unsigned i
         seen[r] = pair >= 0x100u;
       }
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        const int column = 8 * (n / 2) + fragment::lane_column() + n % 2;
-        const char* const at = tile_smem + transposed_offset(column, group, byte);
-        const float value = code::value<CODES>(*reinterpret_cast<const unsigned char*>(at));
+      for (int x = 0; x < 2; ++x) {
+        const char* const column_smem =
+            tile_smem + transposed_offset(fragment::lane_column() + x, group, byte);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (seen[r] && !number::is_finite(value)) c[r][n] += weight[r] * value;
+        for (int n = x; n < COLUMNS; n += 2) {
+          const char* const at = column_smem + n / 2 * 8 * warpgroup::SLAB_ROW_BYTES;
+          const float value = code::value<CODES>(*reinterpret_cast<const unsigned char*>(at));
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (seen[r] && !number::is_finite(value)) c[r][n] += weight[r] * value;
+          }
         }
       }
     }
