@@ -142,12 +142,14 @@ def attention_varlen(
         Whether offsets on a GPU are read back and checked, which waits for them. With False they
         are not read, and kernels keep them within the arrays. Offsets in host memory are always
         checked.
-    mask, score_mod, bias, sink, scale, dropout, seed, precision, return_lse, out, lse_out
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
         As in `attention`. In masks and scores, b is the sequence, i and j count within it, and the
         default offset of `masks.causal` is that sequence's Lk - Lq. `bias` and a mask array
         broadcast to (n, Hq, max Lq, max Lk); `masks.segments` takes packed arrays.
     q_scale, k_scale, v_scale, qkv_dtype, out_dtype
         As in `attention`; scales broadcast to (H, total, 1).
+    return_lse, out, lse_out
+        As in `attention`.
 
     Returns
     -------

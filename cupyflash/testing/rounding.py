@@ -34,6 +34,11 @@ Where keys and values are codes with scales, a scale is a factor of either produ
 once: `Precision.with_codes` adds u to `split` and 2u to u_p, which covers the product of both, and
 to lam_o what values lose below the normal range.
 
+Where queries, keys and values are codes of float8, their numbers ``scale * code`` are exact, and
+`Precision.of_codes` says what is rounded. If they become numbers of another type first, `split` has
+the roundings of q and k, and u_p that of v. If tensor cores multiply the codes, their sums keep few
+bits: `code_errors` follows the sums of a score, step by step, and u_p has those of a tile of keys.
+
 A sink is one more term of l, with an exponent of its own and no numerator. Without dropout the
 computed row is a convex combination of values (and of 0, with a sink) up to gamma, so
 ``max_j |v_jc - O_ic|`` caps the bound. Rows with ``theta >= 1/2`` are ill-conditioned: nothing is
@@ -78,12 +83,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .precision import CODE_TERMS
+
 if TYPE_CHECKING:
     from cupyflash.reference.spec.naive import Backward, Forward
 
     from .precision import Precision, Rounding
 
 Floats = NDArray[np.float64]
+CODE_DEPTH = 32  # products of codes that tensor cores add at a time
 
 
 class Errors(NamedTuple):
@@ -204,7 +212,10 @@ def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -
     if precision.split:
         sizes = magnitude(f.q).sum(axis=-1)[..., None] + magnitude(f.k).sum(axis=-1)[..., None, :]
         error = error + scale * (1.01 * precision.split * products + 2 * lam * sizes)
+        error = error + 1.01 * scale * precision.operand_underflow * sizes
         products = np.maximum(products, sizes)  # a split number may be rounded up
+    if precision.code_unit:
+        error = error + 1.01 * scale * code_errors(f.q, f.k, precision.code_unit)
     # Products that may overflow the accumulator, before or after the scale.
     safe = np.maximum(products, scale * products) < precision.largest / 2
     error = np.where(f.allowed, np.where(safe, error, np.inf), 0)
@@ -225,6 +236,26 @@ def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -
         return np.where(f.allowed, np.where(np.isnan(x), np.inf, x), 0)
 
     return clean(error), clean(slope_error)
+
+
+def code_errors(q: Any, k: Any, unit: float) -> Floats:
+    """Bound the errors of q k^T as tensor cores add products of codes, `CODE_DEPTH` at a time.
+
+    A step cuts off each of its products, and the sum before it, at `unit` times the largest of
+    them, and then its sum at `unit` times that.
+    """
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64).swapaxes(-1, -2)
+    sums = np.zeros((*q.shape[:-1], k.shape[-1]))
+    error = np.zeros(sums.shape)
+    for begin in range(0, q.shape[-1], CODE_DEPTH):
+        here = slice(begin, begin + CODE_DEPTH)
+        largest = magnitude(sums) + error
+        for c in range(*here.indices(q.shape[-1])):
+            largest = np.maximum(largest, magnitude(q[..., c, None] * k[..., c, None, :]))
+        sums = sums + q[..., here] @ k[..., here, :]
+        error = error + CODE_TERMS * unit * largest
+        error = error + unit * (magnitude(sums) + error)
+    return error
 
 
 def spread(f: Forward) -> Floats:

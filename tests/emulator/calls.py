@@ -346,6 +346,7 @@ class Emulator:
                 device_arrays,
                 device_of=lambda _: 0,
                 empty=_poisoned,
+                empty_like=_poisoned_like,
                 memory=lambda size: Memory(_poisoned((size,), np.uint8)),
                 memory_of=lambda array, begin: Memory(array[begin:]),
                 view=lambda shape, dtype, memory: memory.view(shape, dtype),
@@ -382,6 +383,11 @@ class Memory:
 
 def _on_device(call: Call) -> Call:
     return dataclasses.replace(call, device=0)
+
+
+def _poisoned_like(array: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
+    """Memory of a pool, in C order."""
+    return _poisoned(shape, array.dtype if dtype is None else dtype)
 
 
 def _poisoned(shape: tuple[int, ...], dtype: Any) -> Array:
