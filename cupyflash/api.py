@@ -153,16 +153,12 @@ def attention(
     precision : {None, "tf32x3"}
         For float32 arrays only. With "tf32x3", a GPU of compute capability 8.0 or newer may
         multiply on its tensor cores, for head sizes up to 256. Each product is then the sum of
-        three (relative error 2^-21 instead of 2^-24). NumPy arrays are computed in float32 all the
-        same.
+        three (relative error 2^-21 instead of 2^-24). A CPU computes in float32 all the same.
     q_scale, k_scale, v_scale : array of float32, optional
-        For codes of float8 in `q`, `k` and `v`, which `quantize` makes: the result is attention of
-        ``scale * code``. A scale broadcasts to (..., L, 1) of its array: there may be one for all,
-        one for each head, or one for each row. Codes have no gradients, so keep copies of 16 bits
-        for training.
+        For codes of float8 in `q`, `k` and `v`, as of `quantize`: the result is attention of
+        ``scale * code``. A scale broadcasts to (..., L, 1). Codes have no gradients.
     qkv_dtype : dtype_like, optional
-        What the bytes of codes in uint8 are: "float8_e4m3fn" or "float8_e5m2". CuPy has no arrays
-        of these types.
+        What codes in uint8 are: "float8_e4m3fn" or "float8_e5m2".
     out_dtype : dtype_like, optional
         The type of the output of codes: bfloat16 by default, float16 or float32.
     return_lse : bool
@@ -195,9 +191,9 @@ def attention(
     ``1 / (1 - dropout)``. Beyond that, a result may be infinite or NaN. The remedy is to scale `v`:
     out is linear in it.
 
-    Codes are multiplied as they are by GPUs of compute capability 9.0, for 512 queries and keys or
-    more, with weights that are rounded to float8_e4m3fn. Other GPUs first round ``scale * code`` to
-    `out_dtype`, and a CPU to float32. `plan` says which. Each has its own bound of the error.
+    GPUs of compute capability 9.0 multiply codes as they are, for 512 queries and keys or more, and
+    round weights to float8_e4m3fn. Otherwise, a GPU first rounds ``scale * code`` to `out_dtype`,
+    and a CPU to float32; `plan` says which.
 
     References
     ----------

@@ -107,9 +107,7 @@ class CodedRequest(Request):
         qkv, given = (self._q, self._k, self._v), self._given
         if self._offsets is None:
             return validate.call(*qkv, self._options, given=given)
-        return validate.varlen_call(
-            *qkv, *self._offsets, self._check, self._options, given=given
-        )
+        return validate.varlen_call(*qkv, *self._offsets, self._check, self._options, given=given)
 
     def signature(
         self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]

@@ -33,7 +33,11 @@ from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
-_RESULT = {"forward": "out", "forward_codes": "out", "dq_rows": "dq"}  # the result of parts that know two types of it
+_RESULT = {
+    "forward": "out",
+    "forward_codes": "out",
+    "dq_rows": "dq",
+}  # the result of parts that know two types of it
 
 
 @dataclass(frozen=True)

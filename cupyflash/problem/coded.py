@@ -40,9 +40,7 @@ class Given:
         return {f"{name}_scale": getattr(self, f"{name}_scale") for name in _NAMES}
 
 
-def operands(
-    q: Any, k: Any, v: Any, given: Given
-) -> tuple[dict[str, Array], Codes, np.dtype[Any]]:
+def operands(q: Any, k: Any, v: Any, given: Given) -> tuple[dict[str, Array], Codes, np.dtype[Any]]:
     """Return codes, what they mean and the type of the output, of a call that has scales."""
     held = {name: array(x, name) for name, x in zip(_NAMES, (q, k, v), strict=True)}
     form = _format_of(held, given)

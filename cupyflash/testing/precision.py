@@ -30,8 +30,8 @@ SPLIT_UNDERFLOW = 2.0**-125
 # that shares this power to this number at least.
 LEAST_LARGEST = 2.0**7
 
-# Hopper's tensor cores add 32 products of codes of 8 bits to a sum at a time. These 33 terms are cut
-# off at 2**-13 of the largest of them, and so is their sum. Weights are multiplied by 2**8 and
+# Hopper's tensor cores add 32 products of codes of 8 bits to a sum at a time. These 33 terms are
+# cut off at 2**-13 of the largest of them, and so is their sum. Weights are multiplied by 2**8 and
 # rounded to float8_e4m3fn, whose spacing is 2**-9 below its normal range. The sums over the keys of
 # a tile, at most 128, are taken up in float32 after at most 4 such steps.
 CODE_UNIT, CODE_TERMS = 2.0**-13, 33

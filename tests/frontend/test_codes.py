@@ -196,7 +196,7 @@ def test_codes_without_scales_are_refused(name):
     y = np.zeros((1, 4, 8), np.float16)
     lse = np.zeros((1, 4), np.float32)
     arrays = (y, x, x, x, y, lse) if name == "attention_backward" else (x, x, x)
-    with pytest.raises(ArgumentTypeError, match="q: got dtype float8_e4m3fn.*of 16 bits"):
+    with pytest.raises(ArgumentTypeError, match=r"q: got dtype float8_e4m3fn.*of 16 bits"):
         getattr(cupyflash, name)(*arrays)
 
 

@@ -1,8 +1,9 @@
-"""The kernel for codes of float8 on compute capability 9.0: tiles, the calls that it serves, spec."""
+"""The kernel for codes of float8 on compute capability 9.0: tiles, calls that it serves, spec."""
 
 from __future__ import annotations
 
 from ...problem import codes
+from ...problem.call import Problem
 from . import grid, sm90, tma_operands
 from .sm80 import HALVES
 from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head
@@ -39,8 +40,8 @@ def fit(d: int, d_v: int) -> Tiles:
     return tiles(*at_head(TILES, d, d_v), d, d_v)
 
 
-def _has_room(request: Request, made: Tiles) -> bool:
-    problem = request.problem
+def results_have_room(made: Tiles, problem: Problem) -> bool:
+    """Whether tiles have room for results from where TMA can store them."""
     least = _bytes(made.block_q, made.block_kv, problem.d, problem.d_v)
     return made.shared_memory > least and problem.dtype.name in HALVES
 
@@ -73,7 +74,7 @@ FORWARD = KernelSpec(
         stores=("out",),
         # a consumer's queries; a tile's keys; a warp's rows
         rows=lambda made: {"q": 64, "k": made.block_kv, "v": made.block_kv, "out": 16},
-        has_room=_has_room,
+        has_room=lambda request, made: results_have_room(made, request.problem),
     ),
     codes=True,
 )

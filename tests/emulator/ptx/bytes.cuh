@@ -14,19 +14,22 @@ inline unsigned int select_bytes(unsigned int low, unsigned int high, unsigned i
 }
 
 // A number of units of the last place, as in convert.cuh.
-inline unsigned int float_to_e4m3(float value) {
-  if (value != value) return 0x7f;
-  const unsigned int sign = __builtin_signbit(value) ? 0x80 : 0;
-  const float magnitude = __builtin_fabsf(value);
-  if (magnitude >= 448.0f) return sign | 0x7e;
-  const int exponent = magnitude < 0x1p-6f ? -6 : __builtin_ilogbf(magnitude);
-  const int units = static_cast<int>(__builtin_nearbyintf(__builtin_ldexpf(magnitude, 3 - exponent)));
-  const unsigned int code = static_cast<unsigned int>(((exponent + 6) << 3) + units);
-  return sign | (code > 0x7e ? 0x7e : code);
-}
-
 inline unsigned short floats_to_e4m3(float low, float high) {
-  return static_cast<unsigned short>(float_to_e4m3(low) | float_to_e4m3(high) << 8);
+  unsigned int both = 0;
+  const float values[2] = {high, low};
+  for (const float value : values) {
+    unsigned int code = 0x7f;
+    if (value == value) {
+      const float magnitude = __builtin_fabsf(value);
+      const int exponent = magnitude < 0x1p-6f ? -6 : __builtin_ilogbf(magnitude);
+      const float units = __builtin_nearbyintf(__builtin_ldexpf(magnitude, 3 - exponent));
+      code = magnitude >= 448.0f ? 0x7e : static_cast<unsigned int>((exponent + 6) * 8) + units;
+      if (code > 0x7e) code = 0x7e;
+      if (__builtin_signbit(value)) code |= 0x80;
+    }
+    both = both << 8 | code;
+  }
+  return static_cast<unsigned short>(both);
 }
 
 }  // namespace ptx
