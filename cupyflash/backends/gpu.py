@@ -135,7 +135,7 @@ class Gpu:
         """Return out and lse as they are, or uninitialised; no LSE that nobody wants."""
         shape = output_shape(call)
         if out is None:
-            out = device_arrays.empty_like(call.q, shape)
+            out = device_arrays.empty_like(call.q, shape, call.problem.dtype)
         if lse is None and want_lse:
             with cuda_device.current(_device(call.q)):
                 lse = device_arrays.empty(shape[:-1], call.problem.accumulator)

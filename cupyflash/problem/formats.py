@@ -85,6 +85,6 @@ def values(form: Format) -> np.ndarray[Any, Any]:
     number[magnitude >= special] = np.nan
     if form.name == "float8_e5m2":
         number[magnitude == special] = np.inf
-    result = (sign * number).astype(np.float32)
+    result: np.ndarray[Any, Any] = (sign * number).astype(np.float32)
     result.flags.writeable = False
     return result
