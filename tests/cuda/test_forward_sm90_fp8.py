@@ -79,7 +79,7 @@ def test_sizes_at_the_edges_of_tiles(form, d, edge):
     [("head", "row", "all"), ("row", "head", "row"), ("all", "head", "head"), ("row",) * 3],
     quick=[("row",) * 3],
     why="other scales of the same code",
-    ids=str,
+    ids="-".join,
 )
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
 def test_scales_belong_to_rows_heads_or_all(form, by, out_dtype):
@@ -177,7 +177,7 @@ def test_unseen_keys_change_no_bit(form, by):
     [{"mask": masks.causal()}, {}, {"bias": np.zeros((1, 1), np.float32)}],
     quick=lambda options: "mask" in options,
     why="without a mask every query sees every key",
-    ids=str,
+    ids=lambda options: next(iter(options), "full"),
 )
 def test_what_is_not_finite_is_where_the_cpu_has_it(form, where, options):
     held = Coded.of(form, *draw(*[(1, 150, 64)] * 3), by="head")
