@@ -7,7 +7,7 @@ from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 
-from . import dispatch, execute
+from . import coded_request, dispatch, execute
 from .arrays import interop
 from .arrays.interop import DLPackArray
 from .execute import Vjp
@@ -218,7 +218,7 @@ def attention(
         precision=precision,
     )
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
-    request = execute.request_of(q, k, v, options, given)
+    request = coded_request.request_of(q, k, v, options, given)
     return execute.forward(request, return_lse, out, lse_out)
 
 

@@ -14,7 +14,7 @@ from .arrays.device_arrays import is_device_array
 from .errors import ArgumentError, ArgumentTypeError
 from .gpu import launch_cache
 from .problem import cached as cached_calls
-from .problem import coded, validate
+from .problem import validate
 from .problem.append import Append
 from .problem.call import Array, Call, Gradients
 from .problem.codes import Given
@@ -85,53 +85,6 @@ class Request:
         return launch_cache.signature(kind, named, self._options, written)
 
 
-class CodedRequest(Request):
-    """A call on codes of float8; `given` says what they mean, as users pass it."""
-
-    def __init__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        options: Options,
-        given: coded.Given,
-        offsets: tuple[Any, Any] | None = None,
-        check: Any = True,
-    ) -> None:
-        super().__init__(q, k, v, options, offsets, check)
-        self._given = given
-
-    @functools.cached_property
-    def call(self) -> Call:
-        """The validated call."""
-        qkv, given = (self._q, self._k, self._v), self._given
-        if self._offsets is None:
-            return validate.call(*qkv, self._options, given=given)
-        return validate.varlen_call(*qkv, *self._offsets, self._check, self._options, given=given)
-
-    def signature(
-        self, kind: str, read: Mapping[str, Any], written: Mapping[str, Any]
-    ) -> launch_cache.Signature | None:
-        """Return what tells the call from others, if it is one that is recognised."""
-        given = self._given
-        return super().signature(kind + given.kind, {**given.scales, **read}, written)
-
-
-def request_of(
-    q: Any,
-    k: Any,
-    v: Any,
-    options: Options,
-    given: tuple[Any, ...],
-    offsets: tuple[Any, Any] | None = None,
-    check: Any = True,
-) -> Request:
-    """Return the request of a forward; `given` are the fields of `coded.Given`."""
-    if all(value is None for value in given):
-        return Request(q, k, v, options, offsets, check)
-    return CodedRequest(q, k, v, options, coded.Given(*given), offsets, check)
-
-
 class CachedRequest(Request):
     """A call over a cache; `lengths`, `table`, `offsets_q` and `codes` are as users pass them."""
 
@@ -181,24 +134,19 @@ class CachedRequest(Request):
 
 
 def dense_or_packed(
-    q: Any,
-    k: Any,
-    v: Any,
-    offsets_q: Any,
-    offsets_k: Any,
-    options: Options,
-    given: tuple[Any, ...] = (),
+    q: Any, k: Any, v: Any, offsets_q: Any, offsets_k: Any, options: Options
 ) -> Call:
-    """Validate a call on dense arrays, or with offsets one on packed arrays.
+    """Validate a call on dense arrays, or with offsets one on packed arrays."""
+    return Request(q, k, v, options, both_offsets(offsets_q, offsets_k)).call
 
-    `given` are the fields of `coded.Given`.
-    """
+
+def both_offsets(offsets_q: Any, offsets_k: Any) -> tuple[Any, Any] | None:
+    """Return the offsets of packed arrays, or None of dense ones."""
     if (offsets_q is None) != (offsets_k is None):
         raise ArgumentError(
             "offsets_q, offsets_k: got one without the other; expected both or neither."
         )
-    offsets = None if offsets_q is None else (offsets_q, offsets_k)
-    return request_of(q, k, v, options, given, offsets).call
+    return None if offsets_q is None else (offsets_q, offsets_k)
 
 
 def check_flag(value: Any, name: str) -> None:

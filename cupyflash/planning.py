@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, SupportsIndex
 
-from . import dispatch, execute
+from . import coded_request, dispatch, execute
 from .arrays.interop import DLPackArray
 from .masks import Mask
 from .problem.call import Plan
@@ -71,7 +71,8 @@ def plan(
         precision=precision,
     )
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
-    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options, given)
+    offsets = execute.both_offsets(offsets_q, offsets_k)
+    call = coded_request.request_of(q, k, v, options, given, offsets).call
     return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
 
 

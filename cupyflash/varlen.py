@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, SupportsIndex, overload
 
-from . import execute
+from . import coded_request, execute
 from .arrays.interop import DLPackArray
 from .execute import Vjp
 from .masks import Mask
@@ -178,7 +178,7 @@ def attention_varlen(
         precision=precision,
     )
     given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
-    request = execute.request_of(q, k, v, options, given, (offsets_q, offsets_k), check)
+    request = coded_request.request_of(q, k, v, options, given, (offsets_q, offsets_k), check)
     return execute.forward(request, return_lse, out, lse_out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..gpu import launch, piece_launches
+from ..gpu import code_launches, launch, piece_launches
 from ..gpu.kernels import registry
 from ..gpu.kernels.spec import Request
 from ..gpu.launch import CallResult
@@ -26,7 +26,7 @@ def plan_on(call: Call, facts: cuda_device.Target) -> Plan:
         if why is None:
             return registry.plan(Request.of(call, facts))
         form, dtype = call.codes.form.name, call.problem.dtype
-        call = launch.of_numbers(call)
+        call = code_launches.of_numbers(call)
         before = f"turns codes of {form} into {dtype} first, because {why}; then it "
     if not registry.decodes(call.problem, facts):
         call, _ = pack_gqa.joined(call)
@@ -50,6 +50,8 @@ class Gpu:
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
     ) -> CallResult:
         """Compute `out` and, unless it is None, `lse`."""
+        if call.codes is not None:
+            return code_launches.forward(call, out, lse, plan)
         return launch.forward(call, out, lse, plan)
 
     def forward_piece(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,11 +249,11 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
             if offsets is not None:
                 wanted.append((name, offsets, np.dtype(np.int64)))
     if call.cache is not None:
-        addresses |= _addresses({"lengths": call.cache.lengths, "table": call.cache.table})
+        addresses |= addresses_of({"lengths": call.cache.lengths, "table": call.cache.table})
         if call.cache.codes is not None:
-            addresses |= _addresses(call.cache.codes.scales)
+            addresses |= addresses_of(call.cache.codes.scales)
     if call.codes is not None:
-        addresses |= _addresses(call.codes.scales)
+        addresses |= addresses_of(call.codes.scales)
     if call.sink is not None:
         wanted.append(("sink", call.sink, call.sink.dtype))
     for name, array, dtype in wanted:
@@ -304,8 +304,6 @@ def forward(
     """
     device = _device(call)
     with cuda_device.current(device):
-        if call.codes is not None and registry.widens(Request.of(call, cuda_device.of(device))):
-            return _forward_of_numbers(call, out, lse, plan, visited)
         if call.cache is not None and workspace is None and cuda_device.is_capturing():
             size = workspace_size_cached(call)
             if size:
@@ -322,31 +320,6 @@ def forward(
         if compiled.scratch and workspace is None and cuda_device.is_capturing():
             device_arrays.keep_with(out, scratch)
     return CallResult(compiled=None if copies else compiled, tables=made.tables)
-
-
-def of_numbers(call: Call) -> Call:
-    """Return a call on numbers of the output's type, which are not there yet, instead of codes."""
-    made = {name: ArraySpec(getattr(call, name).shape, call.problem.dtype) for name in "qkv"}
-    return replace(call, codes=None, **made)
-
-
-def _forward_of_numbers(
-    call: Call, out: Array, lse: Array | None, plan: Plan | None, visited: Array | None
-) -> CallResult:
-    """Write out and lse of codes that become numbers first; the device is the current one."""
-    assert call.codes is not None
-    made = {}
-    for name in "qkv":
-        codes, scale = getattr(call, name), call.codes.scales[f"{name}_scale"]
-        x = device_arrays.empty_like(codes, codes.shape, call.problem.dtype)
-        widened = rows_recipe.widen(codes, scale, call.codes.form, x)
-        addresses = _addresses({"x": x, "codes": codes, "scale": scale})
-        _on_rows(widened, addresses, call.device)
-        made[name] = x
-    forward(replace(call, codes=None, **made), out, lse, plan, visited)
-    if cuda_device.is_capturing():
-        device_arrays.keep_with(out, list(made.values()))
-    return CallResult()
 
 
 def backward(
@@ -474,7 +447,7 @@ def append(checked: Append, out: Array | None) -> CallResult:
         if offsets is not None:
             read["offsets"] = _whole(offsets, "offsets", np.dtype(np.int64))
         compiled = _compiled(Recipe((rows_recipe.append(checked, out),)), checked.device)
-        compiled.forward(_addresses(read))
+        compiled.forward(addresses_of(read))
     # Without columns of values, the memory of the keys has them: which memory decides that.
     was_copied = offsets is not None and read["offsets"] is not offsets
     return CallResult(compiled=None if was_copied or not checked.v.size else compiled)
@@ -483,22 +456,22 @@ def append(checked: Append, out: Array | None) -> CallResult:
 def rope(checked: Rotation, out: Array) -> CallResult:
     """Write rotated rows to `out`."""
     read = {"x": checked.x, "out": out, "positions": checked.positions, **checked.rotary.arrays}
-    return _on_rows(rows_recipe.rope(checked, out), _addresses(read), checked.device)
+    return on_rows(rows_recipe.rope(checked, out), addresses_of(read), checked.device)
 
 
 def quantize(checked: Quantisation, codes: Array, scale: Array) -> CallResult:
     """Write codes, as bytes, and scales."""
-    addresses = _addresses({"x": checked.x, "codes": codes, "scale": scale})
-    return _on_rows(rows_recipe.quantize(checked, codes, scale), addresses, checked.device)
+    addresses = addresses_of({"x": checked.x, "codes": codes, "scale": scale})
+    return on_rows(rows_recipe.quantize(checked, codes, scale), addresses, checked.device)
 
 
 def hadamard(checked: Transform, out: Array) -> CallResult:
     """Write transformed rows to `out`."""
-    addresses = _addresses({"x": checked.x, "out": out}) | {"seed": checked.seed}
-    return _on_rows(rows_recipe.hadamard(checked, out), addresses, checked.device)
+    addresses = addresses_of({"x": checked.x, "out": out}) | {"seed": checked.seed}
+    return on_rows(rows_recipe.hadamard(checked, out), addresses, checked.device)
 
 
-def _on_rows(launch: Launch, addresses: Addresses, device: int | None) -> CallResult:
+def on_rows(launch: Launch, addresses: Addresses, device: int | None) -> CallResult:
     """Launch a kernel, if there are rows, on the device that has them."""
     if not launch.grid:
         return CallResult()
@@ -509,7 +482,8 @@ def _on_rows(launch: Launch, addresses: Addresses, device: int | None) -> CallRe
     return CallResult(compiled=compiled)
 
 
-def _addresses(arrays: Mapping[str, Any]) -> Addresses:
+def addresses_of(arrays: Mapping[str, Any]) -> Addresses:
+    """Return the addresses of arrays, without those that are None or numbers."""
     return {
         name: device_arrays.address(array)
         for name, array in arrays.items()

@@ -1,4 +1,4 @@
-"""The launches that work on rows, as data: of append, rope, quantize, widen and hadamard.
+"""The launches that work on rows, as data: of append, rope, quantize and its inverse, hadamard.
 
 As in `recipe`, nothing here touches CuPy or an array's elements.
 """
@@ -92,7 +92,7 @@ def rope(checked: Rotation, out: Array) -> Launch:
     return _launch(all_hardware.ROPE, params.rope(), x.dtype.name, warps, values, names)
 
 
-def widen(codes: Array, scale: Array, form: Format, x: Array) -> Launch:
+def numbers(codes: Array, scale: Array, form: Format, x: Array) -> Launch:
     """Return the launch that writes ``scale * code`` to `x`."""
     columns = x.shape[-1]
     rows = math.prod(x.shape[:-1])
@@ -100,7 +100,7 @@ def widen(codes: Array, scale: Array, form: Format, x: Array) -> Launch:
     arrays = {"x": x, "codes": codes, "scale": scale}
     values = _leading(arrays)
     values |= {"rows": rows, "columns": columns, "lanes": lanes, "format": form.code}
-    spec, layout = all_hardware.WIDEN, params.quantize()
+    spec, layout = all_hardware.DEQUANTIZE, params.quantize()
     return _launch(spec, layout, x.dtype.name, -(-rows * lanes // 32), values, list(arrays))
 
 

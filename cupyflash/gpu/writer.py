@@ -24,7 +24,6 @@ from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Cache, Call, Codes, Plan, Problem, scale_steps
 from . import params, strides
 from .kernels import decode, registry, tma_operands
-from .kernels.sm80 import HALVES
 from .kernels.spec import Extent, Grid, Request, Tiles
 from .params import KINDS, Operand
 from .source import NONE, Specialisation
@@ -244,8 +243,8 @@ class Writer:
             codes = cache.codes
         result = self.arrays[_RESULT[part]].dtype if part in _RESULT else problem.dtype
         stored, wide_result = problem.dtype.name, result != problem.dtype
-        if part == "forward_codes" and stored not in HALVES:
-            stored, wide_result = HALVES[0], True
+        if part == "forward_codes" and problem.dtype.itemsize > 2:
+            stored, wide_result = "bfloat16", True
         special = Specialisation(
             spec=spec,
             dtype=stored,

@@ -83,7 +83,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .precision import CODE_TERMS
+from .code_sums import code_errors
 
 if TYPE_CHECKING:
     from cupyflash.reference.spec.naive import Backward, Forward
@@ -91,7 +91,6 @@ if TYPE_CHECKING:
     from .precision import Precision, Rounding
 
 Floats = NDArray[np.float64]
-CODE_DEPTH = 32  # products of codes that tensor cores add at a time
 
 
 class Errors(NamedTuple):
@@ -236,26 +235,6 @@ def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -
         return np.where(f.allowed, np.where(np.isnan(x), np.inf, x), 0)
 
     return clean(error), clean(slope_error)
-
-
-def code_errors(q: Any, k: Any, unit: float) -> Floats:
-    """Bound the errors of q k^T as tensor cores add products of codes, `CODE_DEPTH` at a time.
-
-    A step cuts off each of its products, and the sum before it, at `unit` times the largest of
-    them, and then its sum at `unit` times that.
-    """
-    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64).swapaxes(-1, -2)
-    sums = np.zeros((*q.shape[:-1], k.shape[-1]))
-    error = np.zeros(sums.shape)
-    for begin in range(0, q.shape[-1], CODE_DEPTH):
-        here = slice(begin, begin + CODE_DEPTH)
-        largest = magnitude(sums) + error
-        for c in range(*here.indices(q.shape[-1])):
-            largest = np.maximum(largest, magnitude(q[..., c, None] * k[..., c, None, :]))
-        sums = sums + q[..., here] @ k[..., here, :]
-        error = error + CODE_TERMS * unit * largest
-        error = error + unit * (magnitude(sums) + error)
-    return error
 
 
 def spread(f: Forward) -> Floats:

@@ -28,13 +28,13 @@ constexpr bool SCALE_ROWS = K_SCALE_ROWS || V_SCALE_ROWS;
 
 constexpr int LINE = warpgroup::SLAB_ROW_BYTES;  // codes
 constexpr int D_LINES = (D + LINE - 1) / LINE, V_LINES = (D_V + LINE - 1) / LINE;
-constexpr int V_ROWS = matmul::round_up(D_V, 64);  // of transposed values
+constexpr int V_ROWS = matmul::round_up(D_V, 64);                         // of transposed values
 constexpr int Q_TILE_BYTES = warpgroup::WARPGROUP_ROWS * D_LINES * LINE;  // of one consumer
 constexpr int K_TILE_BYTES = BLOCK_KV * D_LINES * LINE, V_TILE_BYTES = BLOCK_KV * V_LINES * LINE;
 constexpr int TRANSPOSED_BYTES = V_ROWS * LINE;
 constexpr int OUT_ROW_BYTES = fragment::row_bytes(D_V), OUT_BYTES = BLOCK_Q * OUT_ROW_BYTES;
-constexpr int TILES_BYTES = CONSUMERS * Q_TILE_BYTES +
-                            KV_STAGES * (K_TILE_BYTES + V_TILE_BYTES + TRANSPOSED_BYTES);
+constexpr int TILES_BYTES =
+    CONSUMERS * Q_TILE_BYTES + KV_STAGES * (K_TILE_BYTES + V_TILE_BYTES + TRANSPOSED_BYTES);
 
 // Named barriers. PING_PONG + c: the turn of consumer c to issue products; the consumer before it
 // arrives. ALL_CONSUMERS: all of their threads, for a tile of v with non-finite values.

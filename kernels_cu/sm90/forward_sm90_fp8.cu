@@ -1,8 +1,8 @@
 // Tiled attention, forward, of codes of float8 by the tensor cores of compute capability 9.0: the
 // twin of reference/cpu/forward.py.
 //
-// A persistent, warp-specialised kernel as forward_sm90.cu, with these differences. Two warps of the
-// producer transpose values, because wgmma takes codes only with rows along the depth
+// A persistent, warp-specialised kernel as forward_sm90.cu, with these differences. Two warps of
+// the producer transpose values, because wgmma takes codes only with rows along the depth
 // (warpgroup_codes.cuh). Weights are rounded to e4m3. wgmma's sums of codes keep fewer bits than
 // float32, so the product of a tile's weights and values is a sum of its own, which is then added
 // to the output in float32; this also rescales the output (`absorb`).
@@ -18,6 +18,7 @@
 #include "../common/params.cuh"
 #include "../ptx/reciprocal.cuh"
 #include "../sm80/fragment_tile.cuh"
+#include "codes_producer.cuh"
 #include "codes_softmax.cuh"
 #include "codes_storage.cuh"
 #include "warpgroup_codes.cuh"
@@ -26,6 +27,7 @@
 namespace {
 
 using namespace codes_storage;
+using codes_producer::scale_at;
 
 constexpr int COLUMNS = BLOCK_KV / 4;                 // scores of a thread in each of its two rows
 constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is evaluated
@@ -48,142 +50,6 @@ static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
 // Factors of scores that are outside are multiplied by the scores: negative ones, 0, NaN, and those
 // whose product with log2 e may not be a normal number.
 constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
-
-__device__ __forceinline__ float scale_at(const Operand& scale, long long offset) {
-  return reinterpret_cast<const float*>(scale.data)[offset];
-}
-
-// -- roles of the producer warpgroup --------------------------------------------------------------
-
-// One warp: publishes the block's work tiles.
-__device__ __forceinline__ void scheduler_warp(const Params& p, const SharedMemory& smem) {
-  SharedStorage& shared = *smem.storage;
-  TileScheduler& scheduler = shared.scheduler;
-  if (ptx::lane_index() == 0) scheduler = TileScheduler(p);
-  __syncwarp();  // the scheduler, which lane 0 wrote
-#pragma unroll 1
-  for (int w = 0; w < scheduler.rounds; ++w) {
-    shared.work_pipeline.wait_empty(w);
-    tile_scheduler::publish_work_tile(p, scheduler, w, shared.work_tile(w));
-    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.work_pipeline.full_barrier(w));
-  }
-}
-
-// Copies the scales of a tile's rows to shared memory: those of k by the first warp, and those of v
-// by the second. Rows that do not exist have those of the last one.
-__device__ __forceinline__ void stage_scales(const Params& p, const ScheduledTile& work, int tile,
-                                             SharedStorage& shared, int stage, int warp) {
-  const long long head = layout::divide(work.head, p.group).quotient;
-  const Operand& operand = warp == 0 ? p.k_scale : p.v_scale;
-  const long long begin = layout::offset(operand, work.entry, head, true);
-  float values[BLOCK_KV / ptx::WARP_SIZE];
-  float largest = 0;
-#pragma unroll
-  for (int n = 0; n < BLOCK_KV / ptx::WARP_SIZE; ++n) {
-    const long long key = static_cast<long long>(tile) * BLOCK_KV + n * ptx::WARP_SIZE +
-                          ptx::lane_index(), last = work.entry.len_k - 1;
-    values[n] = scale_at(operand, begin + (key < last ? key : last) * operand.row);
-    const float size = fabs(values[n]);
-    if (size > largest && number::is_finite(size)) largest = size;
-  }
-  if (warp == 0) {
-#pragma unroll
-    for (int n = 0; n < BLOCK_KV / ptx::WARP_SIZE; ++n) {
-      shared.scales[stage].k[n * ptx::WARP_SIZE + ptx::lane_index()] = values[n];
-    }
-    return;
-  }
-#pragma unroll
-  for (int lanes = ptx::WARP_SIZE / 2; lanes > 0; lanes /= 2) {
-    largest = fmax(largest, ptx::shuffle_xor(largest, lanes));
-  }
-  // The power of two that is not smaller, and its inverse; infinite scales become NaN.
-  const unsigned int bits = __float_as_uint(largest) + 0x7fffffu;
-  const unsigned int exponent = bits < 2u << 23 ? 1 : bits > 253u << 23 ? 253 : bits >> 23;
-  const float inverse = __uint_as_float((254 - exponent) << 23);
-#pragma unroll
-  for (int n = 0; n < BLOCK_KV / ptx::WARP_SIZE; ++n) {
-    const float value = number::is_finite(values[n]) ? values[n] * inverse : values[n] - values[n];
-    shared.scales[stage].v[n * ptx::WARP_SIZE + ptx::lane_index()] = value;
-  }
-  if (ptx::lane_index() == 0) shared.v_scale[stage] = __uint_as_float(exponent << 23);
-}
-
-// Two warps: transpose the values of every tile, and check whether those of masked tiles are finite.
-__device__ __forceinline__ void transposer_warps(const Params& p, const SharedMemory& smem,
-                                                 int warp) {
-  SharedStorage& shared = *smem.storage;
-  const unsigned int v_address = ptx::shared_address(smem.v);
-  const unsigned int transposed_address = ptx::shared_address(smem.transposed);
-  int n = 0;
-#pragma unroll 1
-  for (int w = 0; shared.has_work(w); ++w) {
-    shared.work_pipeline.wait_full(w);
-    const ScheduledTile& work = shared.work_tile(w);
-#pragma unroll 1
-    for (int tile = work.last_tile(); tile >= 0; ++n, tile = work.tile_before(tile)) {
-      const int stage = KvPipeline::stage_of(n);
-      shared.v_pipeline.wait_full(n);
-      shared.transposed_pipeline.wait_empty(n);
-      const bool found = warpgroup_codes::transpose<BLOCK_KV, V_ROWS, TRANSPOSERS>(
-          v_address + stage * V_TILE_BYTES, transposed_address + stage * TRANSPOSED_BYTES, warp);
-      warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
-      if (warp == 0 ? K_SCALE_ROWS : V_SCALE_ROWS) stage_scales(p, work, tile, shared, stage, warp);
-      if constexpr (CHECK_FINITE) {
-        const bool has_nonfinite = ptx::any_lane(found);
-        if (ptx::lane_index() == 0) shared.has_nonfinite[stage][warp] = has_nonfinite ? 1 : 0;
-      }
-      ptx::fence_proxy_async();
-      warpgroup::arrive_warp(shared.transposed_pipeline.full_barrier(n));
-    }
-    warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
-  }
-}
-
-// One thread: issues the TMA loads of every work tile.
-__device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::TensorMap& q_map,
-                                         const ptx::TensorMap& k_map,
-                                         const ptx::TensorMap& v_map) {
-  SharedStorage& shared = *smem.storage;
-  const unsigned int q_address = ptx::shared_address(smem.q);
-  const unsigned int k_address = ptx::shared_address(smem.k);
-  const unsigned int v_address = ptx::shared_address(smem.v);
-  // Two codes are an element of a tensor map.
-  constexpr int WIDTH = (D + 1) / 2, WIDTH_V = (D_V + 1) / 2;
-  int n = 0, q_uses = 0;
-#pragma unroll 1
-  for (int w = 0; shared.has_work(w); ++w) {
-    shared.work_pipeline.wait_full(w);
-    const ScheduledTile& work = shared.work_tile(w);
-    const int last = work.last_tile();
-#pragma unroll 1
-    for (int tile = last; tile >= 0; ++n, tile = work.tile_before(tile)) {
-      const int first_row = work.first_row_k + tile * BLOCK_KV;
-      const int stage = KvPipeline::stage_of(n);
-      shared.k_pipeline.wait_empty(n);
-      ptx::mbarrier_arrive_expect_tx(shared.k_pipeline.full_barrier(n), K_TILE_BYTES);
-      warpgroup::tma_load_tile<BLOCK_KV, WIDTH>(k_address + stage * K_TILE_BYTES, k_map, work.k,
-                                                first_row, shared.k_pipeline.full_barrier(n));
-      if (tile == last) {
-        // 1 load q
-#pragma unroll 1
-        for (int c = 0; c < CONSUMERS; ++c) {
-          warpgroup::mbarrier_wait(shared.q_empty_barrier(c), q_uses % 2 ^ 1);
-          ptx::mbarrier_arrive_expect_tx(shared.q_full_barrier(c), Q_TILE_BYTES);
-          warpgroup::tma_load_tile<warpgroup::WARPGROUP_ROWS, WIDTH>(
-              q_address + c * Q_TILE_BYTES, q_map, work.q,
-              work.first_row_q + c * warpgroup::WARPGROUP_ROWS, shared.q_full_barrier(c));
-        }
-        ++q_uses;
-      }
-      shared.v_pipeline.wait_empty(n);
-      ptx::mbarrier_arrive_expect_tx(shared.v_pipeline.full_barrier(n), V_TILE_BYTES);
-      warpgroup::tma_load_tile<BLOCK_KV, WIDTH_V>(v_address + stage * V_TILE_BYTES, v_map, work.v,
-                                                  first_row, shared.v_pipeline.full_barrier(n));
-    }
-    ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));
-  }
-}
 
 // -- the role of a consumer warpgroup -------------------------------------------------------------
 
@@ -284,7 +150,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         }
       }
     };
-    // 7 accumulate p v, with nothing to overlap with but other parts.
+    // acc = pending acc + weights v, with nothing to overlap with but other parts.
     const auto finish_pv = [&](int n) {
       shared.transposed_pipeline.wait_full(n);
       const float of_tile = factor_of(n);
@@ -348,7 +214,6 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     // Turns the scores of a tile into weights, which are not rounded yet.
     const auto weigh = [&](int n, int tile, bool masked, bool hides) {
       const float c[2] = {unit(0) * tile::LOG2_E, unit(1) * tile::LOG2_E};
-      // 5 row max
       codes_softmax::raise_max(s, m, l, alpha, c);
       codes_softmax::exponentiate(s, m, l, c, hides);
       if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
@@ -418,8 +283,9 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // 3 score mod
       // 4 mask
       const bool hides = change_scores(kv_uses, first, first_masked, warpgroup::Bool<true>());
+      // 5 row max
       weigh(kv_uses, first, first_masked, hides);
-      // 6 rescale, with the product of the weights
+      // 6 rescale
       pending[0] = alpha[0];
       pending[1] = alpha[1];
       warpgroup_codes::narrow(s, weights);
@@ -439,6 +305,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         ptx::wgmma_fence();
         issue_qk(n);
         if constexpr (OVERLAP) {
+          // 7 accumulate p v
           shared.transposed_pipeline.wait_full(n - 1);
           ptx::wgmma_fence();  // again: the compiler sees a branch behind the first
           issue_pv(n - 1, 0);
@@ -555,11 +422,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
     const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
     if (warp == 1) {
-      scheduler_warp(p, smem);
+      tile_scheduler::publish_work_tiles(p, *smem.storage);
     } else if (warp > 1) {
-      transposer_warps(p, smem, warp - 2);
+      codes_producer::transposer_warps(p, smem, warp - 2);
     } else if (threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
-      producer(smem, q_map, k_map, v_map);
+      codes_producer::producer(smem, q_map, k_map, v_map);
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGS>();

@@ -3,8 +3,8 @@
 // reference/cpu/microkernel.py for the tensor cores of compute capability 9.0.
 //
 // wgmma takes codes only with rows along the depth, so values are transposed: a row of a transposed
-// tile is a column of v. Of 16 keys, key 8 a + 2 b + c has byte 4 b + 2 a + c there: in this order a
-// thread of the scores' product holds four keys of a word, which is the layout of a left operand.
+// tile is a column of v. Of 16 keys, key 8 a + 2 b + c has byte 4 b + 2 a + c there: in this order
+// a thread of the scores' product holds four keys of a word, which is the layout of a left operand.
 #pragma once
 #include "../common/code.cuh"
 #include "../ptx/bytes.cuh"

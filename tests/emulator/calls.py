@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
-from cupyflash.gpu import driver, launch, launch_cache, piece_launches
+from cupyflash.gpu import code_launches, driver, launch, launch_cache, piece_launches
 from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
@@ -230,6 +230,9 @@ class Emulator:
         workspace: Array | None = None,
     ) -> None:
         """Write out and lse, as `cupyflash.launch.forward`."""
+        if call.codes is not None:
+            self._run(lambda: code_launches.forward(_on_device(call), out, lse, visited=visited))
+            return
         self._run(
             lambda: launch.forward(_on_device(call), out, lse, visited=visited, workspace=workspace)
         )

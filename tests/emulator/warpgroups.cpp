@@ -245,8 +245,7 @@ void compute_codes(const char* what, Where where, int first, std::size_t number)
       for (unsigned int x = 0; x < 16; ++x) {
         const unsigned int row = t / 32 * 16 + t % 32 / 4 + x / 4 % 2 * 8;
         const unsigned int k = t % 4 * 4 + x / 8 * 16 + x % 4;
-        left[row * DEEP + k] =
-            widened_code(own.a[x / 4] >> x % 4 * 8 & 0xff, one.a_codes == E4M3);
+        left[row * DEEP + k] = widened_code(own.a[x / 4] >> x % 4 * 8 & 0xff, one.a_codes == E4M3);
       }
     }
   } else {

@@ -158,7 +158,7 @@ def cases() -> list[Case]:
         form = f"{scales}float8_{'e5m2' if n % 3 == 1 else 'e4m3fn'}"
         dtype = dtypes[(1, 1, 2, 1, 0)[n % 5]]
         found.append(Case("forward_sm90_fp8", dtype, own, options, packed, form))
-    found += [Case("widen", dtype, sizes[0], "plain", False) for dtype in dtypes[:3]]
+    found += [Case("dequantize", dtype, sizes[0], "plain", False) for dtype in dtypes]
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for size in (128, 96, 288):
@@ -247,7 +247,7 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     wide = of_codes and case.dtype == np.float32
     return Specialisation(
         spec,
-        "float16" if wide else problem.dtype.name,
+        "bfloat16" if wide else problem.dtype.name,
         problem.d if "d" in spec.sizes else 0,
         problem.d_v if "d_v" in spec.sizes else 0,
         tiles,

@@ -8,8 +8,10 @@ from __future__ import annotations
 from .cache_mutants import Fault
 
 KERNEL = "kernels_cu/sm90/forward_sm90_fp8.cu"
-PRODUCTS, SOFTMAX = (f"kernels_cu/sm90/{x}.cuh" for x in ("warpgroup_codes", "codes_softmax"))
-WIDEN = "kernels_cu/any/widen.cu"
+PRODUCTS, SOFTMAX, PRODUCER = (
+    f"kernels_cu/sm90/{x}.cuh" for x in ("warpgroup_codes", "codes_softmax", "codes_producer")
+)
+DEQUANTIZE = "kernels_cu/any/dequantize.cu"
 TESTS = "cuda/test_forward_sm90_fp8.py::test_"
 SCALES = TESTS + "scales_belong_to_rows_heads_or_all"
 BY_ROW = "float32 and e4m3 and row-row-row"
@@ -57,7 +59,7 @@ FAULTS = {
         KERNEL, "begin + (work.first + row) * p.q_scale.row", "begin", SCALES, BY_ROW
     ),
     "fp8: the scale of another key": Fault(
-        KERNEL, "(key < last ? key : last) * operand.row", "last * operand.row", SCALES, BY_ROW
+        PRODUCER, "(key < last ? key : last) * operand.row", "last * operand.row", SCALES, BY_ROW
     ),
     "fp8: scales of keys are not used": Fault(KERNEL, "s[1][x] *= own;", "", SCALES, BY_ROW),
     "fp8: the power of two of a tile's values is lost": Fault(
@@ -92,22 +94,22 @@ FAULTS = {
         "e4m3 and mask and -v-",
     ),
     "fp8: transposed values are not published": Fault(
-        KERNEL,
+        PRODUCER,
         "      ptx::fence_proxy_async();\n      warpgroup::arrive_warp(shared.transposed",
         "      warpgroup::arrive_warp(shared.transposed",
         EDGES,
         "1-64 and e4m3",
     ),
     "fp8: v is released before it is transposed": Fault(
-        KERNEL, "      shared.v_pipeline.wait_full(n);\n", "", EDGES, "1-64 and e4m3"
+        PRODUCER, "      shared.v_pipeline.wait_full(n);\n", "", EDGES, "1-64 and e4m3"
     ),
     "fp8: transposed values are overwritten early": Fault(
-        KERNEL, "      shared.transposed_pipeline.wait_empty(n);\n", "", EDGES, "1-64 and e4m3"
+        PRODUCER, "      shared.transposed_pipeline.wait_empty(n);\n", "", EDGES, "1-64 and e4m3"
     ),
     "fp8: the scale is not applied before rounding": Fault(
-        WIDEN, "code::product(value, factor)", "value", WIDENED, "float32 and e4m3"
+        DEQUANTIZE, "code::product(value, factor)", "value", WIDENED, "float32 and e4m3"
     ),
     "fp8: the other format": Fault(
-        WIDEN, "p.format == code::E4M3", "p.format != code::E4M3", WIDENED, "float32 and e4m3"
+        DEQUANTIZE, "p.format == code::E4M3", "p.format != code::E4M3", WIDENED, "float32 and e4m3"
     ),
 }

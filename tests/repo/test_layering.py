@@ -28,6 +28,7 @@ ORDER = [
     ["backends"],
     ["dispatch"],
     ["execute"],
+    ["coded_request"],
     ["pieces"],
     [
         "api",
@@ -54,6 +55,7 @@ INSIDE = {
         ["formats", "options"],
         ["call"],
         ["codes", "keywords"],
+        ["coded"],
         ["pack_gqa", "positions"],
         ["bound_exprs"],
         ["device_args"],
@@ -85,6 +87,7 @@ INSIDE = {
         ["decode_recipe", "rows_recipe"],
         ["recipe"],
         ["launch"],
+        ["code_launches"],
         ["launch_cache"],
         ["piece_launches"],
     ],

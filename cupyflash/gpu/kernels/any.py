@@ -146,12 +146,12 @@ QUANTIZE = KernelSpec(
     scores=False,
     sizes=(),
 )
-WIDEN = KernelSpec(
-    source="any/widen.cu",
-    part="widen",
+DEQUANTIZE = KernelSpec(
+    source="any/dequantize.cu",
+    part="dequantize",
     computes="numbers, from codes of float8 and their scales",
     method="multiplies in float32",
-    heads=dict.fromkeys(("float16", "bfloat16", "float32"), ANY_HEAD),
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),
     configure=lambda request: ROWS,
     grid=grid.by_warps,
     scores=False,

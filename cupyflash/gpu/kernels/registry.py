@@ -33,7 +33,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "append": (all_hardware.APPEND,),
     "rope": (all_hardware.ROPE,),
     "quantize": (all_hardware.QUANTIZE,),
-    "widen": (all_hardware.WIDEN,),
+    "dequantize": (all_hardware.DEQUANTIZE,),
     "hadamard": (all_hardware.HADAMARD,),
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}

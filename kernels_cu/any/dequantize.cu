@@ -1,6 +1,5 @@
-// Turns codes of float8 into numbers of the storage type, x = scale * code rounded once: the twin of
-// reference/cpu/codes.py. `lanes` neighbouring lanes of a warp have a row, 8 columns a lane at a
-// time.
+// Turns codes of float8 into numbers of the storage type, x = scale * code rounded once. `lanes`
+// neighbouring lanes of a warp have a row, 8 columns a lane at a time.
 //
 // Grid: the rows, THREADS / lanes to a block. Shared memory: none.
 #include "../common/params.cuh"
@@ -14,7 +13,7 @@ namespace {
 constexpr int CHUNK = 8;  // columns of a lane, at a time
 
 template <int FORMAT>
-__device__ __forceinline__ void widen(const QuantizeParams& p) {
+__device__ __forceinline__ void dequantize(const QuantizeParams& p) {
   const long long thread = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
   const layout::Quotient by_row = layout::divide(thread, p.lanes);
   if (by_row.quotient >= p.rows) return;
@@ -47,8 +46,8 @@ __device__ __forceinline__ void widen(const QuantizeParams& p) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL_NAME(const __grid_constant__ QuantizeParams p) {
   if (p.format == code::E4M3) {
-    widen<code::E4M3>(p);
+    dequantize<code::E4M3>(p);
   } else {
-    widen<code::E5M2>(p);
+    dequantize<code::E5M2>(p);
   }
 }
