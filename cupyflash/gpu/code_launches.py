@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from ..arrays import cuda_device, device_arrays
 from ..problem.call import Array, Call, Plan
@@ -13,9 +15,19 @@ from .launch import CallResult
 from .workspace import ArraySpec
 
 
+class _Planned(ArraySpec):
+    """An array that is not there yet, and will begin where memory begins."""
+
+    @property
+    def ctypes(self) -> SimpleNamespace:
+        """Its address."""
+        return SimpleNamespace(data=0)
+
+
 def of_numbers(call: Call) -> Call:
     """Return a call on numbers of the output's type, which are not there yet, instead of codes."""
-    made = {name: ArraySpec(getattr(call, name).shape, call.problem.dtype) for name in "qkv"}
+    dtype = call.problem.dtype
+    made: dict[str, Any] = {name: _Planned(getattr(call, name).shape, dtype) for name in "qkv"}
     return replace(call, codes=None, **made)
 
 
@@ -32,7 +44,7 @@ def forward(
     with cuda_device.current(call.device):
         if registry.widens(Request.of(call, cuda_device.of(call.device))) is None:
             return launch.forward(call, out, lse, plan, visited)
-        made = {}
+        made: dict[str, Any] = {}
         for name in "qkv":
             codes, scale = getattr(call, name), call.codes.scales[f"{name}_scale"]
             x = device_arrays.empty_like(codes, codes.shape, call.problem.dtype)

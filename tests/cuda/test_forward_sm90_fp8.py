@@ -227,10 +227,7 @@ def arrays(*lead, length=512, d=64):
     ],
     ids=["served", "short", "unaligned", "wide", "A100"],
 )
-def test_when_codes_are_multiplied_as_they_are(held, arch, expected, monkeypatch):
-    from cupyflash.arrays import device_arrays
-
-    monkeypatch.setattr(device_arrays, "address", lambda array: 256)
+def test_when_codes_are_multiplied_as_they_are(held, arch, expected):
     made = plan_on(call_of(held, "bfloat16"), target_of(arch))
     assert (made.kernel == "forward_sm90_fp8") == (expected is None)
     if expected is not None:

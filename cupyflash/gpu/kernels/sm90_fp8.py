@@ -6,7 +6,7 @@ from ...problem import codes
 from ...problem.call import Problem
 from . import grid, sm90, tma_operands
 from .sm80 import HALVES
-from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head
+from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
 
 LINE = 128  # codes in a row of a slab
 # Largest head -> queries and keys of a tile of forward_sm90_fp8.cu.
@@ -30,7 +30,7 @@ def _bytes(block_q: int, block_kv: int, d: int, d_v: int) -> int:
 def tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
     """Return tiles of forward_sm90_fp8.cu, with room for results if there is enough."""
     least = _bytes(block_q, block_kv, d, d_v)
-    whole = least + block_q * sm90.row_bytes(d_v)
+    whole = least + block_q * row_bytes(d_v)
     shared = whole if whole <= sm90.SHARED_MEMORY else least
     return Tiles(block_q, block_kv, 2 * block_q + 128, shared, stages=sm90.KV_STAGES)
 
