@@ -71,7 +71,8 @@ __device__ __forceinline__ void transposer_warps(const Params& p, const SharedMe
       shared.v_pipeline.wait_full(n);
       shared.transposed_pipeline.wait_empty(n);
       const bool found = warpgroup_codes::transpose<BLOCK_KV, V_ROWS, TRANSPOSERS>(
-          v_address + stage * V_TILE_BYTES, transposed_address + stage * TRANSPOSED_BYTES, warp);
+          v_address + VPipeline::stage_of(n) * V_TILE_BYTES,
+          transposed_address + stage * TRANSPOSED_BYTES, warp);
       warpgroup::arrive_warp(shared.v_pipeline.empty_barrier(n));
       if (warp == 0 ? K_SCALE_ROWS : V_SCALE_ROWS) stage_scales(p, work, tile, shared, stage, warp);
       if constexpr (CHECK_FINITE) {
@@ -122,8 +123,9 @@ __device__ __forceinline__ void producer(const SharedMemory& smem, const ptx::Te
       }
       shared.v_pipeline.wait_empty(n);
       ptx::mbarrier_arrive_expect_tx(shared.v_pipeline.full_barrier(n), V_TILE_BYTES);
-      warpgroup::tma_load_tile<BLOCK_KV, WIDTH_V>(v_address + stage * V_TILE_BYTES, v_map, work.v,
-                                                  first_row, shared.v_pipeline.full_barrier(n));
+      warpgroup::tma_load_tile<BLOCK_KV, WIDTH_V>(v_address + VPipeline::stage_of(n) * V_TILE_BYTES,
+                                                  v_map, work.v, first_row,
+                                                  shared.v_pipeline.full_barrier(n));
     }
     ptx::mbarrier_arrive(shared.work_pipeline.empty_barrier(w));
   }

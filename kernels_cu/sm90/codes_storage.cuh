@@ -19,6 +19,7 @@ constexpr int CONSUMER_THREADS = CONSUMERS * warpgroup::WARPGROUP_SIZE;
 constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
 constexpr int TRANSPOSERS = 2;  // warps
 constexpr int KV_STAGES = 2;
+constexpr int V_STAGES = D_V <= 128 ? 2 : 1;  // of values as they come
 constexpr int WORK_STAGES = 3;  // work tiles: the one before, the current and the next one
 
 constexpr bool ENDS_ON_DEVICE = PACKED;
@@ -31,10 +32,11 @@ constexpr int D_LINES = (D + LINE - 1) / LINE, V_LINES = (D_V + LINE - 1) / LINE
 constexpr int V_ROWS = matmul::round_up(D_V, 64);                         // of transposed values
 constexpr int Q_TILE_BYTES = warpgroup::WARPGROUP_ROWS * D_LINES * LINE;  // of one consumer
 constexpr int K_TILE_BYTES = BLOCK_KV * D_LINES * LINE, V_TILE_BYTES = BLOCK_KV * V_LINES * LINE;
-constexpr int TRANSPOSED_BYTES = V_ROWS * LINE;
+constexpr int SLAB_BYTES = V_ROWS * LINE;  // of transposed values, for 128 keys
+constexpr int TRANSPOSED_BYTES = (BLOCK_KV + LINE - 1) / LINE * SLAB_BYTES;
 constexpr int OUT_ROW_BYTES = fragment::row_bytes(D_V), OUT_BYTES = BLOCK_Q * OUT_ROW_BYTES;
-constexpr int TILES_BYTES =
-    CONSUMERS * Q_TILE_BYTES + KV_STAGES * (K_TILE_BYTES + V_TILE_BYTES + TRANSPOSED_BYTES);
+constexpr int TILES_BYTES = CONSUMERS * Q_TILE_BYTES +
+                            KV_STAGES * (K_TILE_BYTES + TRANSPOSED_BYTES) + V_STAGES * V_TILE_BYTES;
 
 // Named barriers. PING_PONG + c: the turn of consumer c to issue products; the consumer before it
 // arrives. ALL_CONSUMERS: all of their threads, for a tile of v with non-finite values.
@@ -42,6 +44,7 @@ constexpr int PING_PONG = 1, ALL_CONSUMERS = PING_PONG + CONSUMERS;
 constexpr int TWO_CONSUMERS = 2 * warpgroup::WARPGROUP_SIZE;  // threads
 
 using KvPipeline = warpgroup::Pipeline<KV_STAGES>;
+using VPipeline = warpgroup::Pipeline<V_STAGES>;
 using WorkPipeline = warpgroup::Pipeline<WORK_STAGES>;
 
 // The scales of the rows of a tile, by which scores and weights are multiplied. Those of v are
@@ -54,7 +57,8 @@ struct RowScales {
 struct SharedStorage {
   ScheduledTile work_tiles[WORK_STAGES];
   TileScheduler scheduler;
-  KvPipeline k_pipeline, v_pipeline;
+  KvPipeline k_pipeline;
+  VPipeline v_pipeline;
   KvPipeline transposed_pipeline;  // of transposed values, and of what is found with them:
   RowScales scales[KV_STAGES];
   float v_scale[KV_STAGES];                  // that power of two
@@ -103,7 +107,7 @@ struct SharedMemory {
       : q(begin),
         k(q + CONSUMERS * Q_TILE_BYTES),
         v(k + KV_STAGES * K_TILE_BYTES),
-        transposed(v + KV_STAGES * V_TILE_BYTES),
+        transposed(v + V_STAGES * V_TILE_BYTES),
         out(transposed + KV_STAGES * TRANSPOSED_BYTES),
         storage(reinterpret_cast<SharedStorage*>(out + (TMA_STORE ? OUT_BYTES : 0))) {}
 };
@@ -117,7 +121,7 @@ static_assert(IS_16_BIT, "the type of the output, or with WIDE_RESULT any of 16 
 static_assert(THREADS == CONSUMER_THREADS + warpgroup::WARPGROUP_SIZE && fragment::WARP_ROWS == 16,
               "BLOCK_Q, THREADS");
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
-static_assert(BLOCK_KV % 32 == 0 && BLOCK_KV <= LINE, "BLOCK_KV");
+static_assert(BLOCK_KV % 32 == 0, "BLOCK_KV");
 static_assert(SHARED_BYTES == TILES_BYTES + OUT_BYTES + SHARED_STORAGE_BYTES ||
                   (SHARED_BYTES == TILES_BYTES + SHARED_STORAGE_BYTES && !TMA_STORE),
               "SHARED_BYTES");

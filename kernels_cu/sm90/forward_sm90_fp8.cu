@@ -34,12 +34,12 @@ constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is e
 constexpr int SCORE_COLUMNS = fragment_tile::columns_at_once(COLUMNS);
 constexpr int COLUMNS_V = V_ROWS / 4;
 constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES;  // of one warp
-// Whether a tile's product with v is computed while the next tile's scores become weights. Wide
-// heads have no registers for both, and compute the product in parts of 64 columns.
-constexpr bool OVERLAP = D_V <= 128;
-constexpr int PART_ROWS = OVERLAP ? V_ROWS : 64, PARTS = V_ROWS / PART_ROWS;
-constexpr int PART_COLUMNS = PART_ROWS / 4;
+// The product of a tile's weights and values is computed in parts of 64 columns.
+constexpr int PART_ROWS = 64, PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
 constexpr int BUFFERS = PARTS > 1 ? 2 : 1;
+// Whether a consumer computes that product in its turn, before the next scores. With wide heads the
+// weights would take registers that the parts need.
+constexpr bool PV_IN_TURN = D_V <= 128;
 // Registers of a thread of the producer and of the consumers. With more than the block was launched
 // with in all, setmaxnreg would wait for ever.
 constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 160;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     }
     const auto unit = [&](int r) { return direct ? factor[r] : 1.0f; };
 
-    float alpha[2] = {1, 1}, pending[2] = {1, 1};  // `pending` belongs to the weights
+    float alpha[2] = {1, 1};  // the factor of the output when the weights are multiplied
     float s[2][COLUMNS], part[BUFFERS][2][PART_COLUMNS];
     unsigned int weights[2][COLUMNS / 4];
     unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
@@ -137,7 +137,7 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
     const auto factor_of = [&](int n) {
       return V_SCALE_ROWS ? shared.v_scale[KvPipeline::stage_of(n)] : 1.0f;
     };
-    // acc = pending acc + part.
+    // acc = alpha acc + part.
     const auto absorb = [&](int x, float of_tile) {
       ptx::fence_accumulator(part[x % BUFFERS]);
 #pragma unroll
@@ -146,12 +146,12 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
         for (int column = 0; column < PART_COLUMNS; ++column) {
           float& sum = acc[r][x * PART_COLUMNS + column];
           const float own = part[x % BUFFERS][r][column];
-          sum = fma(sum, pending[r], V_SCALE_ROWS ? own * of_tile : own);
+          sum = fma(sum, alpha[r], V_SCALE_ROWS ? own * of_tile : own);
         }
       }
     };
-    // acc = pending acc + weights v, with nothing to overlap with but other parts.
-    const auto finish_pv = [&](int n) {
+    // acc = alpha acc + weights v.
+    const auto accumulate_pv = [&](int n) {
       shared.transposed_pipeline.wait_full(n);
       const float of_tile = factor_of(n);
       ptx::wgmma_fence();
@@ -286,30 +286,24 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
       // 5 row max
       weigh(kv_uses, first, first_masked, hides);
       // 6 rescale
-      pending[0] = alpha[0];
-      pending[1] = alpha[1];
       warpgroup_codes::narrow(s, weights);
       if (HAS_SCORE || (CHECK_FINITE && first_masked)) repair_nonfinite(kv_uses, first);
-      if (!OVERLAP) finish_pv(kv_uses);
+      if constexpr (!PV_IN_TURN) accumulate_pv(kv_uses);
 
       ++kv_uses;
-      // The other tiles: the scores of each are issued with the output of the tile before, which
-      // the tensor cores multiply while the scores become weights.
+      // The other tiles: the scores of each are issued behind the output of the tile before. In its
+      // turn, a consumer has the tensor cores, while the scores of the others become weights.
 #pragma unroll 1
       for (; next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0); ++kv_uses) {
         const int n = kv_uses;
         const int tile = next_code / 2;
         const bool masked = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
-        shared.k_pipeline.wait_full(n);
         ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
+        // 7 accumulate p v
+        if constexpr (PV_IN_TURN) accumulate_pv(n - 1);
+        shared.k_pipeline.wait_full(n);
         ptx::wgmma_fence();
         issue_qk(n);
-        if constexpr (OVERLAP) {
-          // 7 accumulate p v
-          shared.transposed_pipeline.wait_full(n - 1);
-          ptx::wgmma_fence();  // again: the compiler sees a branch behind the first
-          issue_pv(n - 1, 0);
-        }
         ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
         if (HAS_EDGES && tile > run) {
           next_code -= 2;
@@ -317,25 +311,17 @@ __device__ __forceinline__ void consumer(const Params& p, const SharedMemory& sm
           advance(tile);
         }
         evaluate_mask(tile, masked);
-        ptx::wgmma_wait<OVERLAP ? 1 : 0>();  // the scores
+        ptx::wgmma_wait<0>();  // the scores
         ptx::fence_accumulator(s);
         warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
         if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
         const bool hides = change_scores(n, tile, masked, warpgroup::Bool<false>());
         weigh(n, tile, masked, hides);
-        if constexpr (OVERLAP) {
-          const float of_tile = factor_of(n - 1);
-          ptx::wgmma_wait<0>();  // the output, and the weights that it was multiplied with
-          absorb(0, of_tile);
-          warpgroup::arrive_warpgroup(shared.transposed_pipeline.empty_barrier(n - 1));
-        }
-        pending[0] = alpha[0];
-        pending[1] = alpha[1];
         warpgroup_codes::narrow(s, weights);
         if (HAS_SCORE || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);
-        if constexpr (!OVERLAP) finish_pv(n);
+        if constexpr (!PV_IN_TURN) accumulate_pv(n);
       }
-      if constexpr (OVERLAP) finish_pv(kv_uses - 1);
+      if constexpr (PV_IN_TURN) accumulate_pv(kv_uses - 1);
       more_tiles = HAS_EDGES && next_code >= 0;
     }
 

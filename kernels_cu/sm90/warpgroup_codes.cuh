@@ -9,6 +9,7 @@
 #include "../common/code.cuh"
 #include "../ptx/bytes.cuh"
 #include "../ptx/wgmma_codes.cuh"
+#include "codes_storage.cuh"
 #include "warpgroup.cuh"
 
 namespace warpgroup_codes {
@@ -45,10 +46,12 @@ __device__ __forceinline__ void multiply_weights(float (&c)[2][COLUMNS],
 #pragma unroll
   for (int k = 0; k < WORDS; k += 2) {
     const unsigned int left[4] = {a[0][k], a[1][k], a[0][k + 1], a[1][k + 1]};
+    const ptx::SmemDesc right =
+        warpgroup::wgmma_desc(b + (k / 8 * codes_storage::SLAB_BYTES / 16 + k % 8));
     if constexpr (IS_E4M3) {
-      ptx::wgmma_rs_e4m3(c, left, warpgroup::wgmma_desc(b + k), k > 0);
+      ptx::wgmma_rs_e4m3(c, left, right, k > 0);
     } else {
-      ptx::wgmma_rs_e5m2(c, left, warpgroup::wgmma_desc(b + k), k > 0);
+      ptx::wgmma_rs_e5m2(c, left, right, k > 0);
     }
   }
 }
@@ -103,8 +106,9 @@ __device__ __forceinline__ bool transpose(unsigned int tile_address, unsigned in
           ptx::select_bytes(words[2], words[3], 0x6420),
           ptx::select_bytes(words[2], words[3], 0x7531),
       };
-      const int piece = (2 * block + matrix / 2) ^ first_row % 8;
-      ptx::stmatrix_x4(row_address + 16 * piece, transposed);
+      const int piece = (2 * (block % 4) + matrix / 2) ^ first_row % 8;
+      ptx::stmatrix_x4(row_address + block / 4 * codes_storage::SLAB_BYTES + 16 * piece,
+                       transposed);
     }
   }
   return found != 0;
@@ -112,7 +116,8 @@ __device__ __forceinline__ bool transpose(unsigned int tile_address, unsigned in
 
 // The place of the code of a column of v and of a key, by its byte among those of 16 keys.
 __device__ __forceinline__ int transposed_offset(int column, int group, int byte) {
-  return column * warpgroup::SLAB_ROW_BYTES + ((group ^ column % 8) << 4) + byte;
+  return group / 8 * codes_storage::SLAB_BYTES + column * warpgroup::SLAB_ROW_BYTES +
+         ((group % 8 ^ column % 8) << 4) + byte;
 }
 
 // Sets to 0 what is not finite in a transposed tile of ROWS rows, by THREAD_COUNT threads.

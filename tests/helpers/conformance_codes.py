@@ -91,7 +91,7 @@ def product(form: str, name: str, columns: int, whole: bool) -> Case:
     )
     body = (
         warpgroups.ALIGNED
-        + f"constexpr int COLUMNS = {columns};\n"
+        + f"constexpr int COLUMNS = {columns};  // {'whole' if whole else 'any'} numbers\n"
         + ("" if form == "rs" else warpgroups.LEFT["ss"])
         + f"""
       for (int k = 0; k < COLUMNS / 16; ++k) {{
@@ -157,13 +157,13 @@ def product(form: str, name: str, columns: int, whole: bool) -> Case:
     )
 
 
-WIDTHS = {"ss": (96, 128), "rs": (64, 128)}
+WIDTHS = {"ss": (96, 128, 192), "rs": (64,)}
 PRODUCTS = [
     product(form, name, columns, whole)
     for form, widths in WIDTHS.items()
     for name in TYPES
     for columns in widths
-    for whole in ((True, False) if columns == 128 else (True,))
+    for whole in ((True, False) if columns in (64, 128) else (True,))
 ]
 CASES = [
     Case(
