@@ -31,8 +31,8 @@ FAULTS = {
     ),
     "fp8: transposed rows without the swizzle": Fault(
         PRODUCTS,
-        "(2 * block + matrix / 2) ^ first_row % 8",
-        "2 * block + matrix / 2",
+        "(2 * (block % 4) + matrix / 2) ^ first_row % 8",
+        "2 * (block % 4) + matrix / 2",
         EDGES,
         "1-64 and e4m3",
     ),
@@ -42,8 +42,22 @@ FAULTS = {
     "fp8: parts of wide heads are the first one": Fault(
         KERNEL, "x * PART_ROWS * LINE", "0 * PART_ROWS * LINE", EDGES, "1-256 and e4m3"
     ),
+    "fp8: transposed keys of the second slab are in the first one": Fault(
+        PRODUCTS,
+        "block / 4 * codes_storage::SLAB_BYTES",
+        "0 * codes_storage::SLAB_BYTES",
+        EDGES,
+        "1-64 and e4m3",
+    ),
+    "fp8: weights of the second slab meet the first one": Fault(
+        PRODUCTS,
+        "k / 8 * codes_storage::SLAB_BYTES",
+        "0 * codes_storage::SLAB_BYTES",
+        EDGES,
+        "1-64 and e4m3",
+    ),
     "fp8: the output is not rescaled": Fault(
-        KERNEL, "fma(sum, pending[r],", "fma(sum, 1.0f,", EDGES, "1-64 and e4m3"
+        KERNEL, "fma(sum, alpha[r],", "fma(sum, 1.0f,", EDGES, "1-64 and e4m3"
     ),
     "fp8: weights are as large as the row's sum": Fault(
         KERNEL, "l[r] *= codes_softmax::UNSHIFTED;", "", EDGES, "1-64 and e4m3"
