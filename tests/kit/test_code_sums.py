@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cupyflash.gpu.kernels import sm90_fp8
 from cupyflash.testing import Precision, forward_bound, rho
 from cupyflash.testing.code_sums import CODE_DEPTH, code_errors
-from cupyflash.testing.precision import CODE_UNIT
+from cupyflash.testing.precision import CODE_STEPS, CODE_UNIT
 
 
 def cut(x, unit):
@@ -53,6 +54,11 @@ def test_sums_that_keep_fewer_bits_are_not():
     assert max(worst(seed, 4 * CODE_UNIT) for seed in range(6)) > 1
 
 
+def test_tiles_have_no_more_steps_than_the_bound_assumes():
+    tiles = [tile for table in sm90_fp8.TILES.values() for tile in table.values()]
+    assert max(keys for _, keys in tiles) == CODE_STEPS * CODE_DEPTH
+
+
 def test_the_bound_does_not_grow_with_the_number_of_keys():
     """A tile's sums are taken up in float32."""
     precision = Precision.of_codes("float32", "codes")
@@ -62,4 +68,4 @@ def test_the_bound_does_not_grow_with_the_number_of_keys():
         out = forward_bound(np.zeros((1, 4)), np.zeros((keys, 4)), v, precision=precision).out
         bounds.append(float(out.bound[0, 0]))
         assert rho(out.exact, *out).value == 0
-    assert bounds[1] < 1.1 * bounds[0] < 0.1
+    assert bounds[1] < 1.1 * bounds[0] < 0.12
