@@ -47,14 +47,14 @@ FAULTS = {
         "block / 4 * codes_storage::SLAB_BYTES",
         "0 * codes_storage::SLAB_BYTES",
         EDGES,
-        "1-64 and e4m3",
+        "1-128 and e4m3",
     ),
     "fp8: weights of the second slab meet the first one": Fault(
         PRODUCTS,
         "k / 8 * codes_storage::SLAB_BYTES",
         "0 * codes_storage::SLAB_BYTES",
         EDGES,
-        "1-64 and e4m3",
+        "1-128 and e4m3",
     ),
     "fp8: the output is not rescaled": Fault(
         KERNEL, "fma(sum, alpha[r],", "fma(sum, 1.0f,", EDGES, "1-64 and e4m3"
