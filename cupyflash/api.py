@@ -7,7 +7,7 @@ from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 
-from . import dispatch, execute
+from . import coded_request, dispatch, execute
 from .arrays import interop
 from .arrays.interop import DLPackArray
 from .execute import Vjp
@@ -34,6 +34,11 @@ def attention(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: Literal[False] = False,
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -54,6 +59,11 @@ def attention(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: Literal[True],
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -74,6 +84,11 @@ def attention(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -94,6 +109,11 @@ def attention(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -133,8 +153,14 @@ def attention(
     precision : {None, "tf32x3"}
         For float32 arrays only. With "tf32x3", a GPU of compute capability 8.0 or newer may
         multiply on its tensor cores, for head sizes up to 256. Each product is then the sum of
-        three (relative error 2^-21 instead of 2^-24). NumPy arrays are computed in float32 all the
-        same.
+        three (relative error 2^-21 instead of 2^-24). A CPU computes in float32 all the same.
+    q_scale, k_scale, v_scale : array of float32, optional
+        For codes of float8 in `q`, `k` and `v`, as of `quantize`: the result is attention of
+        ``scale * code``. A scale broadcasts to (..., L, 1). Codes have no gradients.
+    qkv_dtype : dtype_like, optional
+        What codes in uint8 are: "float8_e4m3fn" or "float8_e5m2".
+    out_dtype : dtype_like, optional
+        The type of the output of codes: bfloat16 by default, float16 or float32.
     return_lse : bool
         Return (out, lse) instead of out.
     out : array, optional
@@ -165,6 +191,10 @@ def attention(
     ``1 / (1 - dropout)``. Beyond that, a result may be infinite or NaN. The remedy is to scale `v`:
     out is linear in it.
 
+    GPUs of compute capability 9.0 multiply codes as they are, for 512 queries and keys or more, and
+    round weights to float8_e4m3fn. Otherwise, a GPU first rounds ``scale * code`` to `out_dtype`,
+    and a CPU to float32; `plan` says which.
+
     References
     ----------
     T. Dao, "FlashAttention-2", 2023, Algorithm 1.
@@ -187,7 +217,9 @@ def attention(
         seed=seed,
         precision=precision,
     )
-    return execute.forward(execute.Request(q, k, v, options), return_lse, out, lse_out)
+    given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
+    request = coded_request.request_of(q, k, v, options, given)
+    return execute.forward(request, return_lse, out, lse_out)
 
 
 @explained

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, SupportsIndex, overload
 
-from . import execute
+from . import execute_rows
 from .arrays.interop import DLPackArray
 from .problem.append import Append
 from .problem.append import append as checked_append
@@ -161,7 +161,7 @@ def append(
         )
 
     written = {"k": k, "v": v, "out": out, "k_scale": k_scale, "v_scale": v_scale}
-    return execute.append(check, read, rotary, given.kind, written)
+    return execute_rows.append(check, read, rotary, given.kind, written)
 
 
 @explained
@@ -224,4 +224,4 @@ def rope(
     def check() -> Rotation:
         return rotation(x, positions, rotary, inverse, out)
 
-    return execute.rope(check, x, positions, rotary, inverse, out)
+    return execute_rows.rope(check, x, positions, rotary, inverse, out)

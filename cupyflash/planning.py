@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, SupportsIndex
 
-from . import dispatch, execute
+from . import coded_request, dispatch, execute
 from .arrays.interop import DLPackArray
 from .masks import Mask
 from .problem.call import Plan
@@ -32,6 +32,11 @@ def plan(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
 ) -> Plan:
     """Say which kernel would serve a call, with which tiles, and why. Nothing is computed.
 
@@ -42,6 +47,8 @@ def plan(
     offsets_q, offsets_k : array of int, optional
         As in `attention_varlen`.
     mask, score_mod, bias, sink, scale, dropout, seed, precision
+        As in `attention`.
+    q_scale, k_scale, v_scale, qkv_dtype, out_dtype
         As in `attention`.
 
     Returns
@@ -64,7 +71,9 @@ def plan(
         seed=seed,
         precision=precision,
     )
-    call = execute.dense_or_packed(q, k, v, offsets_q, offsets_k, options)
+    given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
+    offsets = execute.both_offsets(offsets_q, offsets_k)
+    call = coded_request.request_of(q, k, v, options, given, offsets).call
     return replace(dispatch.backend_of(call.q).plan(call), axes=call.axes)
 
 

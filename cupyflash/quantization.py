@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, SupportsIndex
 
-from . import execute
+from . import execute_rows
 from .arrays.interop import DLPackArray
 from .problem.call import Array
 from .problem.hadamard import Transform, transform
@@ -73,7 +73,7 @@ def quantize(
     >>> bool((abs(x - scale * codes) <= 0.5 * scale).all())
     True
     """
-    return execute.quantize(quantisation(x, dtype, group))
+    return execute_rows.quantize(quantisation(x, dtype, group))
 
 
 @explained
@@ -138,4 +138,4 @@ def hadamard(
     def check() -> Transform:
         return transform(x, seed, inverse, out)
 
-    return execute.hadamard(check, x, seed, inverse, out)
+    return execute_rows.hadamard(check, x, seed, inverse, out)

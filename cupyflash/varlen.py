@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, SupportsIndex, overload
 
-from . import execute
+from . import coded_request, execute
 from .arrays.interop import DLPackArray
 from .execute import Vjp
 from .masks import Mask
@@ -32,6 +32,11 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: Literal[False] = False,
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -55,6 +60,11 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: Literal[True],
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -78,6 +88,11 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -101,6 +116,11 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: SupportsIndex | DLPackArray | None = None,
     precision: Literal["tf32x3"] | None = None,
+    q_scale: DLPackArray | None = None,
+    k_scale: DLPackArray | None = None,
+    v_scale: DLPackArray | None = None,
+    qkv_dtype: Any = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
     out: Array | None = None,
     lse_out: Array | None = None,
@@ -122,10 +142,14 @@ def attention_varlen(
         Whether offsets on a GPU are read back and checked, which waits for them. With False they
         are not read, and kernels keep them within the arrays. Offsets in host memory are always
         checked.
-    mask, score_mod, bias, sink, scale, dropout, seed, precision, return_lse, out, lse_out
+    mask, score_mod, bias, sink, scale, dropout, seed, precision
         As in `attention`. In masks and scores, b is the sequence, i and j count within it, and the
         default offset of `masks.causal` is that sequence's Lk - Lq. `bias` and a mask array
         broadcast to (n, Hq, max Lq, max Lk); `masks.segments` takes packed arrays.
+    q_scale, k_scale, v_scale, qkv_dtype, out_dtype
+        As in `attention`; scales broadcast to (H, total, 1).
+    return_lse, out, lse_out
+        As in `attention`.
 
     Returns
     -------
@@ -153,7 +177,8 @@ def attention_varlen(
         seed=seed,
         precision=precision,
     )
-    request = execute.Request(q, k, v, options, (offsets_q, offsets_k), check)
+    given = q_scale, k_scale, v_scale, qkv_dtype, out_dtype
+    request = coded_request.request_of(q, k, v, options, given, (offsets_q, offsets_k), check)
     return execute.forward(request, return_lse, out, lse_out)
 
 

@@ -262,9 +262,12 @@ def floats(value: Any, name: str) -> Array:
     """Return an argument as an array of one of the four float dtypes."""
     result = array(value, name)
     if result.dtype.name not in FLOATS or not result.dtype.isnative:
+        codes = " Codes of 8 bits are for attention and attention_varlen, with their scales; "
+        codes += "keep copies of 16 bits for gradients." if name in ("q", "k", "v") else ""
         raise ArgumentTypeError(
             f"{name}: got dtype {result.dtype}; expected {WORDS} (bfloat16 is the type of "
             "ml_dtypes) in native byte order. Convert it with .astype(...)."
+            + (codes if result.dtype.name.startswith("float8") else "")
         )
     return result
 

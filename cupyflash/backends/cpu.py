@@ -14,7 +14,7 @@ from ..problem import positions
 from ..problem.append import Append
 from ..problem.bound_exprs import Trees, trees
 from ..problem.call import Array, Call, Codes, Gradients, Plan, Results, scale_steps
-from ..problem.formats import dtype_of
+from ..problem.formats import dtype_of, values
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
@@ -123,6 +123,18 @@ def _scales(codes: Codes | None) -> Any:
     return tuple(Scales(codes.form.code, x, scale_steps(x)) for x in codes.scales.values())
 
 
+def _widened(call: Call) -> Call:
+    """Return a call on ``scale * code`` in float32 instead of a call on codes."""
+    assert call.codes is not None
+    table, made = values(call.codes.form), {}
+    for name, scale in call.codes.scales.items():
+        codes = getattr(call, name[0])
+        with np.errstate(all="ignore"):
+            made[name[0]] = table[codes.view(np.uint8)] * scale
+    problem = replace(call.problem, dtype=np.dtype(np.float32))
+    return replace(call, problem=problem, codes=None, **made)
+
+
 def _angles(rotary: Rotary) -> tuple[Array, Array, bool]:
     arrays = rotary.arrays
     return arrays["cos"], arrays["sin"], rotary.interleaved
@@ -133,17 +145,38 @@ class Cpu:
 
     def plan(self, call: Call) -> Plan:
         """Return which kernel serves a call, with which tiles."""
-        return cpu_tiles.choose(call.problem) if call.cache is None else cpu_tiles.cached(call)
+        if call.cache is not None:
+            return cpu_tiles.cached(call)
+        made = cpu_tiles.choose(call.problem)
+        if call.codes is None:
+            return made
+        why = f"codes of {call.codes.form.name} become float32 with their scales first; "
+        return replace(made, reason=why + made.reason)
 
     def forward(
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
     ) -> CallResult:
         """Compute `out` and `lse`."""
         assert lse is not None
+        if call.codes is not None:
+            return self._forward_of_codes(call, out, lse, plan)
         if plan is None and cpu_tiles.has_few_queries(call.problem):
             return CallResult(_decode(call, out, lse))
         plan = plan or cpu_tiles.tiled(call.problem)
         return CallResult(_forward(call, out, lse, plan, resumes=False))
+
+    def _forward_of_codes(
+        self, call: Call, out: Array, lse: Array, plan: Plan | None
+    ) -> CallResult:
+        """Compute `out` and `lse` of codes in float32, and round `out` at the end."""
+        made = _widened(call)
+        if out.dtype == np.float32:
+            return self.forward(made, out, lse, plan)
+        wide = np.empty_like(out, np.float32)
+        result = self.forward(made, wide, lse, plan)
+        with np.errstate(all="ignore"):
+            out[...] = wide.astype(out.dtype)
+        return result
 
     def forward_piece(
         self, call: Call, partial: Results, first: bool, results: Results | None = None
@@ -319,7 +352,7 @@ class Cpu:
             q = call.q
             if not call.problem.packed:
                 q = np.broadcast_to(q, (*call.problem.lead, *q.shape[-3:]))
-            out = np.empty_like(q, shape=shape, subok=False)
+            out = np.empty_like(q, call.problem.dtype, shape=shape, subok=False)
         if lse is None:
             lse = np.empty(shape[:-1], call.problem.accumulator)
         return out, lse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import cuda_device, device_arrays
-from ..gpu import decode_recipe, launch, piece_launches
+from ..gpu import code_launches, decode_recipe, launch, piece_launches, row_launches
 from ..gpu.kernels import registry
 from ..gpu.kernels.spec import Request
 from ..gpu.launch import CallResult
@@ -22,9 +22,17 @@ def plan_on(call: Call, facts: cuda_device.Target) -> Plan:
     """Return which kernel would serve a call on a GPU that need not be there."""
     if call.cache is not None:
         return decode_recipe.plan(call, facts)
+    before = ""
+    if call.codes is not None:
+        why = registry.widens(Request.of(call, facts))
+        if why is None:
+            return registry.plan(Request.of(call, facts))
+        form, dtype = call.codes.form.name, call.problem.dtype
+        call = code_launches.of_numbers(call)
+        before = f"turns codes of {form} into {dtype} first, because {why}; then it "
     if not registry.decodes(call.problem, facts):
         call, _ = pack_gqa.joined(call)
-    return registry.plan(Request.of(call, facts))
+    return registry.plan(Request.of(call, facts), before=before)
 
 
 def _device(array: Array) -> int:
@@ -44,6 +52,8 @@ class Gpu:
         self, call: Call, out: Array, lse: Array | None, plan: Plan | None = None
     ) -> CallResult:
         """Compute `out` and, unless it is None, `lse`."""
+        if call.codes is not None:
+            return code_launches.forward(call, out, lse, plan)
         return launch.forward(call, out, lse, plan)
 
     def forward_piece(
@@ -106,23 +116,23 @@ class Gpu:
 
     def append(self, checked: Append, out: Array | None) -> CallResult:
         """Write new rows to a cache, and rotated queries to `out`."""
-        return launch.append(checked, out)
+        return row_launches.append(checked, out)
 
     def rope(self, checked: Rotation, out: Array) -> CallResult:
         """Write rotated rows to `out`."""
-        return launch.rope(checked, out)
+        return row_launches.rope(checked, out)
 
     def quantize(self, checked: Quantisation) -> tuple[Array, Array]:
         """Return new codes and scales; CuPy has no float8, so these codes are bytes."""
         dtype = np.int8 if checked.form.name == "int8" else np.uint8
         codes: Array = device_arrays.empty_like(checked.x, checked.shape_of_codes, dtype)
         scale: Array = device_arrays.empty_like(checked.x, checked.shape_of_scale, np.float32)
-        launch.quantize(checked, codes, scale)
+        row_launches.quantize(checked, codes, scale)
         return codes, scale
 
     def hadamard(self, checked: Transform, out: Array) -> CallResult:
         """Write transformed rows to `out`."""
-        return launch.hadamard(checked, out)
+        return row_launches.hadamard(checked, out)
 
     def empty_like(self, array: Array) -> Array:
         """Return an uninitialised array of the same shape, dtype and memory order."""
@@ -139,7 +149,7 @@ class Gpu:
         """Return out and lse as they are, or uninitialised; no LSE that nobody wants."""
         shape = output_shape(call)
         if out is None:
-            out = device_arrays.empty_like(call.q, shape)
+            out = device_arrays.empty_like(call.q, shape, call.problem.dtype)
         if lse is None and want_lse:
             with cuda_device.current(_device(call.q)):
                 lse = device_arrays.empty(shape[:-1], call.problem.accumulator)

@@ -17,12 +17,8 @@ import numpy as np
 
 from ..arrays import cuda_device, device_arrays, tape
 from ..errors import ArgumentError
-from ..problem.append import Append
 from ..problem.call import Array, Call, Gradients, Plan
-from ..problem.hadamard import Transform
-from ..problem.quantize import Quantisation
-from ..problem.rotary import Rotation
-from . import decode_recipe, driver, recipe, rows_recipe, tma
+from . import decode_recipe, driver, recipe, tma
 from . import jit as compiler
 from .kernels import registry
 from .kernels.spec import Request
@@ -228,7 +224,7 @@ class CallResult(NamedTuple):
     tables: tuple[Any, ...] = ()
 
 
-def _compiled(made: Recipe, device: int) -> CompiledRecipe:
+def compiled_recipe(made: Recipe, device: int) -> CompiledRecipe:
     launches = tuple(CompiledLaunch(each, device) for each in made.launches)
     scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
     return CompiledRecipe(driver.queue(device), launches, scratch, made.all_zero, made.atomic_dq)
@@ -268,13 +264,15 @@ def _read_in_place(call: Call, made: Recipe) -> tuple[Addresses, list[Array]]:
             if offsets is not None:
                 wanted.append((name, offsets, np.dtype(np.int64)))
     if call.cache is not None:
-        addresses |= _addresses({"lengths": call.cache.lengths, "table": call.cache.table})
+        addresses |= addresses_of({"lengths": call.cache.lengths, "table": call.cache.table})
         if call.cache.codes is not None:
-            addresses |= _addresses(call.cache.codes.scales)
+            addresses |= addresses_of(call.cache.codes.scales)
+    if call.codes is not None:
+        addresses |= addresses_of(call.codes.scales)
     if call.sink is not None:
         wanted.append(("sink", call.sink, call.sink.dtype))
     for name, array, dtype in wanted:
-        held = _whole(array, name, dtype)
+        held = whole(array, name, dtype)
         if held is not array:
             copies.append(held)
         addresses[name] = device_arrays.address(held)
@@ -285,7 +283,7 @@ def _contiguous(array: Array) -> bool:
     return bool(array.flags.c_contiguous)
 
 
-def _whole(array: Array, name: str, dtype: Any) -> Array:
+def whole(array: Array, name: str, dtype: Any) -> Array:
     """Return an array of this type without gaps in device memory: itself, or a copy."""
     on_device = device_arrays.is_device_array(array)
     if on_device and array.dtype == dtype and _contiguous(array):
@@ -326,7 +324,7 @@ def forward(
             if size:
                 raise _no_workspace(size)
         made = recipe.forward(call, cuda_device.of(device), out, lse, plan, visited is not None)
-        compiled = _compiled(made, device)
+        compiled = compiled_recipe(made, device)
         addresses, copies = _read_in_place(call, made)
         addresses["out"] = device_arrays.address(out)
         if lse is not None:
@@ -363,7 +361,7 @@ def backward(
         arrays = (do, out, lse, dlse, gradients)
         counts = visited is not None
         made = recipe.backward(call, facts, *arrays, plan, counts, deterministic)
-        compiled = _compiled(made, device)
+        compiled = compiled_recipe(made, device)
         addresses, copies = _read_in_place(call, made)
         addresses |= backward_addresses(do, out, lse, dlse, gradients)
         if visited is not None:
@@ -442,64 +440,13 @@ def _combine(
             f"out {n}": device_arrays.address(part_out),
             f"lse {n}": device_arrays.address(part_lse),
         }
-    compiled = _compiled(Recipe((recipe.combine(parts, out, lse, dtype),)), device)
+    compiled = compiled_recipe(Recipe((recipe.combine(parts, out, lse, dtype),)), device)
     compiled.forward(addresses)
     return compiled
 
 
-def append(checked: Append, out: Array | None) -> CallResult:
-    """Write new rows to a cache, and rotated queries to `out`."""
-    if not checked.k_new.size or not checked.batch:
-        return CallResult()
-    assert checked.device is not None
-    names = "k_new", "v_new", "k", "v", "q", "positions"
-    read: dict[str, Any] = {"out": out} | {name: getattr(checked, name) for name in names}
-    read |= {"lengths": checked.cache.lengths, "table": checked.cache.table}
-    if checked.cache.codes is not None:
-        read |= checked.cache.codes.scales
-    if checked.rotary is not None:
-        read |= checked.rotary.arrays
-    with cuda_device.current(checked.device):
-        offsets = checked.offsets
-        if offsets is not None:
-            read["offsets"] = _whole(offsets, "offsets", np.dtype(np.int64))
-        compiled = _compiled(Recipe((rows_recipe.append(checked, out),)), checked.device)
-        compiled.forward(_addresses(read))
-    # Without columns of values, the memory of the keys has them: which memory decides that.
-    was_copied = offsets is not None and read["offsets"] is not offsets
-    return CallResult(compiled=None if was_copied or not checked.v.size else compiled)
-
-
-def rope(checked: Rotation, out: Array) -> CallResult:
-    """Write rotated rows to `out`."""
-    read = {"x": checked.x, "out": out, "positions": checked.positions, **checked.rotary.arrays}
-    return _on_rows(rows_recipe.rope(checked, out), _addresses(read), checked.device)
-
-
-def quantize(checked: Quantisation, codes: Array, scale: Array) -> CallResult:
-    """Write codes, as bytes, and scales."""
-    addresses = _addresses({"x": checked.x, "codes": codes, "scale": scale})
-    return _on_rows(rows_recipe.quantize(checked, codes, scale), addresses, checked.device)
-
-
-def hadamard(checked: Transform, out: Array) -> CallResult:
-    """Write transformed rows to `out`."""
-    addresses = _addresses({"x": checked.x, "out": out}) | {"seed": checked.seed}
-    return _on_rows(rows_recipe.hadamard(checked, out), addresses, checked.device)
-
-
-def _on_rows(launch: Launch, addresses: Addresses, device: int | None) -> CallResult:
-    """Launch a kernel, if there are rows, on the device that has them."""
-    if not launch.grid:
-        return CallResult()
-    assert device is not None
-    with cuda_device.current(device):
-        compiled = _compiled(Recipe((launch,)), device)
-        compiled.forward(addresses)
-    return CallResult(compiled=compiled)
-
-
-def _addresses(arrays: Mapping[str, Any]) -> Addresses:
+def addresses_of(arrays: Mapping[str, Any]) -> Addresses:
+    """Return the addresses of arrays, without those that are None or numbers."""
     return {
         name: device_arrays.address(array)
         for name, array in arrays.items()

@@ -43,16 +43,21 @@ def forward(
         plan is None
         and not count_tiles
         and call.problem.whole is None
+        and call.codes is None
         and registry.decodes(call.problem, facts)
     ):
         return decode_recipe.forward(call, facts, out, rows, lse is not None)
-    call, (out, rows) = pack_gqa.joined(call, (out, 3), (rows, 2))
+    part = "forward" if call.codes is None else "forward_codes"
+    if call.codes is None:
+        call, (out, rows) = pack_gqa.joined(call, (out, 3), (rows, 2))
     arrays: dict[str, tuple[Any, int]] = {"q": (call.q, 3), "k": (call.k, 3), "v": (call.v, 3)}
     arrays |= {"out": (out, 3), "lse": (rows, 2)}
+    if call.codes is not None:
+        arrays |= {name: (scale, 3) for name, scale in call.codes.scales.items()}
     writer = Writer(call, facts, arrays, False, plan, count_tiles)
     if lse is None:
         writer.named.remove("lse")
-    writer.add("forward", writer.extent(writer.lead.sizes))
+    writer.add(part, writer.extent(writer.lead.sizes))
     return Recipe(tuple(writer.launches), {}, writer.generated.arrays)
 
 

@@ -1,4 +1,4 @@
-"""The launches that work on rows, as data: of append, rope, quantize and hadamard.
+"""The launches that work on rows, as data: of append, rope, quantize and its inverse, hadamard.
 
 As in `recipe`, nothing here touches CuPy or an array's elements.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from ..arrays.dtypes import accumulator
 from ..problem.append import Append
 from ..problem.call import Array, scale_steps
+from ..problem.formats import Format
 from ..problem.hadamard import Transform
 from ..problem.quantize import Quantisation
 from ..problem.rotary import Rotary, Rotation
@@ -91,12 +92,28 @@ def rope(checked: Rotation, out: Array) -> Launch:
     return _launch(all_hardware.ROPE, params.rope(), x.dtype.name, warps, values, names)
 
 
+def numbers(codes: Array, scale: Array, form: Format, x: Array) -> Launch:
+    """Return the launch that writes ``scale * code`` to `x`."""
+    columns = x.shape[-1]
+    rows = math.prod(x.shape[:-1])
+    lanes = _lanes(columns)
+    arrays = {"x": x, "codes": codes, "scale": scale}
+    values = _leading(arrays)
+    values |= {"rows": rows, "columns": columns, "lanes": lanes, "format": form.code}
+    spec, layout = all_hardware.DEQUANTIZE, params.quantize()
+    return _launch(spec, layout, x.dtype.name, -(-rows * lanes // 32), values, list(arrays))
+
+
+def _lanes(columns: int) -> int:
+    """Return how many lanes share columns, of which each has 8 at a time."""
+    return min(32, 1 << max(0, -(-columns // 8) - 1).bit_length())
+
+
 def quantize(checked: Quantisation, codes: Array, scale: Array) -> Launch:
     """Return the launch that writes codes, as bytes, and scales."""
     x, columns = checked.x, checked.columns
     groups = scale.size
-    # Each lane has 8 columns of a group at a time.
-    lanes = min(32, 1 << max(0, -(-columns // 8) - 1).bit_length())
+    lanes = _lanes(columns)
     arrays = {"x": x, "codes": codes, "scale": scale}
     values = _leading(arrays)
     values |= {

@@ -56,7 +56,9 @@ class Specialisation:
         For pieces of a larger problem: whether dropout counts positions from other numbers than 0,
         and whether the result has the accumulator's type.
     codes : Format or None
-        The format of the cache's keys and values if they are codes.
+        The format of keys and values, or of queries, too, if they are codes.
+    k_rows, v_rows : bool
+        Whether rows of keys or of values have scales of their own, where all are codes.
     functions : Functions
         The functions of the call's expressions.
     """
@@ -77,6 +79,8 @@ class Specialisation:
     origins: bool = False
     wide_result: bool = False
     codes: Format | None = None
+    k_rows: bool = False
+    v_rows: bool = False
 
     @property
     def kernel(self) -> str:
@@ -104,6 +108,8 @@ class Specialisation:
             "boxes": self.tma_store,
             "origins": self.origins,
             "wide": self.wide_result,
+            "krows": self.k_rows,
+            "vrows": self.v_rows,
         }
         if self.codes is not None:
             flags[self.codes.name] = True
@@ -158,6 +164,8 @@ def prelude(special: Specialisation) -> str:
             "TMA_STORE": special.tma_store,
             "HAS_ORIGINS": special.origins,
             "WIDE_RESULT": special.wide_result,
+            "K_SCALE_ROWS": special.k_rows,
+            "V_SCALE_ROWS": special.v_rows,
             "EACH_LANE_ARRIVES": EACH_LANE_ARRIVES,
         },
     }

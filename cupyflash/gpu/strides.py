@@ -96,6 +96,15 @@ def operand(array: Any, lead: Strides = (0,) * MAX_LEAD, columns: bool = True) -
     return Operand(0, lead, steps[0], steps[1], steps[2] if columns else 0)
 
 
+def rows_of_scale(scale: Any, lead: Strides) -> Operand:
+    """Return how scales (..., H, L, 1) lie in memory, with 0 along axes for which there is one."""
+    steps = [
+        0 if size == 1 else stride // scale.itemsize
+        for size, stride in zip(scale.shape, scale.strides, strict=True)
+    ]
+    return Operand(0, lead, steps[-3], steps[-2], 0)
+
+
 def table(array: Any) -> Table:
     """Return how a looked-up array lies in memory."""
     padding = (0,) * (MAX_AXES - array.ndim)

@@ -32,7 +32,11 @@ from .tma import TensorMap
 from .workspace import ArraySpec
 
 _ADDRESS = struct.Struct("=Q")
-_RESULT = {"forward": "out", "dq_rows": "dq"}  # the result of parts that know two types of it
+_RESULT = {
+    "forward": "out",
+    "forward_codes": "out",
+    "dq_rows": "dq",
+}  # the result of parts that know two types of it
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,11 @@ class Writer:
             self.named += [name for name, offsets in named if offsets is not None]
         if call.cache is not None:
             self._tell_cache(call.cache)
+        if call.codes is not None:
+            self.told |= {
+                name: strides.rows_of_scale(scale, self.lead.strides[name])
+                for name, scale in call.codes.scales.items()
+            }
         if call.sink is not None:
             self.named.append("sink")
             self.told["kind_sink"] = KINDS[call.sink.dtype.name]
@@ -229,10 +238,16 @@ class Writer:
             functions = NONE
             told |= {"ints": (), "floats": (), "tables": ()}
             addresses = [name for name in addresses if name not in self.tables]
-        codes = None if self.call.cache is None else self.call.cache.codes
+        cache, codes = self.call.cache, self.call.codes
+        if cache is not None and spec.part == "decode":
+            codes = cache.codes
+        result = self.arrays[_RESULT[part]].dtype if part in _RESULT else problem.dtype
+        stored, wide_result = problem.dtype.name, result != problem.dtype
+        if part == "forward_codes" and problem.dtype.itemsize > 2:
+            stored, wide_result = "bfloat16", True
         special = Specialisation(
             spec=spec,
-            dtype=problem.dtype.name,
+            dtype=stored,
             d=problem.d if "d" in spec.sizes else 0,
             d_v=problem.d_v if "d_v" in spec.sizes else 0,
             tiles=tiles,
@@ -245,8 +260,10 @@ class Writer:
             atomic_dq=adds_dq,
             tma_store=tma.stores,
             origins=spec.scores and self.has_origins,
-            codes=codes.form if codes is not None and spec.part == "decode" else None,
-            wide_result=part in _RESULT and self.arrays[_RESULT[part]].dtype != problem.dtype,
+            codes=codes.form if codes is not None else None,
+            wide_result=wide_result,
+            k_rows=self.call.codes is not None and self.told["k_scale"].row != 0,
+            v_rows=self.call.codes is not None and self.told["v_scale"].row != 0,
         )
         check_grid(spec.name, max(grid.work_tiles, grid.size))
         if part == "decode":

@@ -102,7 +102,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """What the codes of a cache mean: attention is that of ``scale * code``.
+    """What codes mean: attention is that of ``scale * code``.
 
     Attributes
     ----------
@@ -111,16 +111,20 @@ class Codes:
     k_scale, v_scale : array of float32
         They broadcast to the rows of keys and of values, with a last axis of 1, or one scale for
         each group of columns.
+    q_scale : array of float32 or None
+        The same of queries; None if these are numbers.
     """
 
     form: Format
     k_scale: Array
     v_scale: Array
+    q_scale: Array | None = None
 
     @property
     def scales(self) -> dict[str, Array]:
         """The scales, by name."""
-        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        of_queries = {} if self.q_scale is None else {"q_scale": self.q_scale}
+        return of_queries | {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
 def scale_steps(scale: Array) -> tuple[int, int, int, int]:
@@ -179,6 +183,7 @@ class Call:
     cache: Cache | None = None  # k and v are its arrays, and lengths of keys lie in its capacity
     device: int | None = None  # the device of all arrays of the call; None: host memory
     beside: bool = False  # other kernels, which send and receive, hold some SMs for a while
+    codes: Codes | None = None  # what q, k and v mean if all three are codes
 
     @property
     def matrices(self) -> bool:

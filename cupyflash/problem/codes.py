@@ -66,7 +66,7 @@ def codes_of(k: Any, v: Any, given: Given) -> tuple[Array, Array, Codes | None]:
                 f"{name}: got None with {cache} of {form.name}; expected the scales of its codes. "
                 f"{_HOW}{' or (..., D / 32)' if form.packed > 1 else ''}."
             )
-        checked.append(_scale(scale, name, cache, x, form))
+        checked.append(scale_of(scale, name, x, form, cache))
     return held["k"], held["v"], Codes(form, *checked)
 
 
@@ -153,8 +153,8 @@ def _format_of_cache(held: dict[str, Array], kv_dtype: Any) -> Format:
     return forms[0]
 
 
-def _scale(value: Any, name: str, cache: str, x: Array, form: Format) -> Array:
-    """Return scales that broadcast to the rows of a cache."""
+def scale_of(value: Any, name: str, x: Array, form: Format, name_of_x: str) -> Array:
+    """Return scales that broadcast to the rows of codes."""
     scale = array(value, name)
     columns = x.shape[-1] * form.packed if x.ndim else 0
     lengths = {1}
@@ -172,7 +172,7 @@ def _scale(value: Any, name: str, cache: str, x: Array, form: Format) -> Array:
     fits = len(own) == x.ndim and own[-1:] and own[-1] in lengths
     if not fits or any(n not in (1, most) for n, most in zip(own[:-1], rows, strict=True)):
         raise ArgumentError(
-            f"{name}: got shape {scale.shape} with {cache} of shape {x.shape} in {form.name}; "
+            f"{name}: got shape {scale.shape} with {name_of_x} of shape {x.shape} in {form.name}; "
             f"expected {wanted}: one scale for all, for each head, or for each row. Add axes, as "
             "in scale[:, None, None], where there is one for each head."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ FORMATS = {
         Format("int4", 3, 2),
     )
 }
+# float8 format -> bits of the fraction, bias of the exponent, the least magnitude not finite.
+_FLOAT8 = {"float8_e4m3fn": (3, 7, 0x7F), "float8_e5m2": (2, 15, 0x7C)}
 
 
 def format_of(dtype: Any, name: str) -> Format:
@@ -68,3 +71,20 @@ def dtype_of(form: Format) -> np.dtype[Any]:
         found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, form.name))
         return found
     return np.dtype(np.int8 if form.packed == 1 else np.uint8)
+
+
+@functools.cache
+def values(form: Format) -> np.ndarray[Any, Any]:
+    """Return the numbers in float32 that the 256 codes of a float8 format mean."""
+    fraction_bits, bias, special = _FLOAT8[form.name]
+    code = np.arange(256)
+    magnitude, sign = code & 0x7F, np.where(code & 0x80, -1.0, 1.0)
+    exponent, fraction = magnitude >> fraction_bits, magnitude & ((1 << fraction_bits) - 1)
+    significand = fraction + np.where(exponent > 0, 1 << fraction_bits, 0)
+    number = np.ldexp(significand.astype(float), np.maximum(exponent, 1) - bias - fraction_bits)
+    number[magnitude >= special] = np.nan
+    if form.name == "float8_e5m2":
+        number[magnitude == special] = np.inf
+    result: np.ndarray[Any, Any] = (sign * number).astype(np.float32)
+    result.flags.writeable = False
+    return result

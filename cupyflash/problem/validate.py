@@ -18,8 +18,8 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..expr.nodes import Expr, LookupTable, walk
 from ..masks import Mask, dense
 from ..scores import Score, chain
-from . import device_args, scalars
-from .call import Array, Call, Gradients, Problem
+from . import coded, device_args, scalars
+from .call import Array, Call, Codes, Gradients, Problem
 from .options import DEFAULTS, NAMES, Options
 
 MAX_HEAD_SIZE = 512
@@ -73,10 +73,27 @@ def heads_of(q: Any, k: Any, v: Any) -> tuple[int, int]:
     return heads, heads_kv
 
 
-def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS, in_one_place: bool = True) -> Call:
-    """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
+def _operands(
+    q: Any, k: Any, v: Any, given: coded.Given | None
+) -> tuple[dict[str, Array], np.dtype[Any], Codes | None]:
+    """Return arrays, the type of the output, and what the arrays mean if they are codes."""
+    if given is not None:
+        operands, codes, dtype = coded.operands(q, k, v, given)
+        return operands, dtype, codes
     operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    dtype = same_dtype(operands)
+    return operands, same_dtype(operands), None
+
+
+def call(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options = DEFAULTS,
+    in_one_place: bool = True,
+    given: coded.Given | None = None,
+) -> Call:
+    """Validate a call on dense arrays. Those of streamed calls need not be in one place."""
+    operands, dtype, codes = _operands(q, k, v, given)
     for name, x in operands.items():
         if x.ndim < 2:
             raise ArgumentError(
@@ -107,7 +124,7 @@ def call(q: Any, k: Any, v: Any, options: Options = DEFAULTS, in_one_place: bool
         d_v=d_v,
         dtype=dtype,
     )
-    return with_options(problem, q, k, v, matrices, options, in_one_place)
+    return with_options(problem, q, k, v, matrices, options, in_one_place, codes=codes)
 
 
 def varlen_call(
@@ -119,6 +136,7 @@ def varlen_call(
     check: bool,
     options: Options = DEFAULTS,
     totals: tuple[int, int] | None = None,
+    given: coded.Given | None = None,
 ) -> Call:
     """Validate a call on packed arrays. Offsets in host memory are always checked.
 
@@ -126,8 +144,7 @@ def varlen_call(
     """
     if not isinstance(check, (bool, np.bool_)):
         raise ArgumentTypeError(f"check: got {check!r}; expected True or False.")
-    operands = {name: floats(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
-    dtype = same_dtype(operands)
+    operands, dtype, codes = _operands(q, k, v, given)
     for name, x in operands.items():
         if x.ndim != 3:
             raise ArgumentError(
@@ -163,7 +180,7 @@ def varlen_call(
         d_v=d_v,
         dtype=dtype,
     )
-    call = with_options(problem, q, k, v, (False, False, False), options)
+    call = with_options(problem, q, k, v, (False, False, False), options, codes=codes)
     return replace(call, offsets=(held["offsets_q"], held["offsets_k"]))
 
 
@@ -306,6 +323,8 @@ def read_arrays(request: Call) -> dict[str, Array]:
     named |= {name: option for name, option in options.items() if option is not None}
     if is_device_array(request.problem.seed):
         named["seed"] = request.problem.seed
+    if request.codes is not None:
+        named |= request.codes.scales
     if request.cache is not None:
         integers = {"lengths": request.cache.lengths, "table": request.cache.table}
         named |= {

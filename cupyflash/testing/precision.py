@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -29,6 +29,14 @@ SPLIT_UNDERFLOW = 2.0**-125
 # Before dS is rounded to float16, it is multiplied by a power of two that brings the largest dS
 # that shares this power to this number at least.
 LEAST_LARGEST = 2.0**7
+
+# Hopper's tensor cores add 32 products of codes of 8 bits to a sum at a time. These 33 terms are
+# cut off at 2**-13 of the largest of them, and so is their sum. Weights are multiplied by 2**8 and
+# rounded to float8_e4m3fn, whose spacing is 2**-9 below its normal range. The sums over the keys of
+# a tile, at most 192, are taken up in float32 after at most 6 such steps.
+CODE_UNIT, CODE_TERMS = 2.0**-13, 33
+E4M3_UNIT, E4M3_UNDERFLOW = 2.0**-4, 2.0**-10 / 2**8
+CODE_STEPS = 6
 
 # Kernels for tensor cores of 16-bit types keep an old maximum as long as no weight exceeds 2^8.
 LAG = 8 * math.log(2)
@@ -105,6 +113,12 @@ class Precision:
     lag : float
         How far below a row's largest logit the number used in its place may be. Weights are then up
         to ``exp(lag)`` before they are divided by their sum.
+    code_unit : float
+        Where scores are sums of products of codes of 8 bits on tensor cores: the share of the
+        largest term at which the terms of a step, and their sum, are cut off; otherwise 0.
+    operand_underflow : float
+        Largest absolute error of a number below the normal range when it is rounded to the type in
+        which it is multiplied; 0 if it is not rounded.
     """
 
     unit: float
@@ -117,6 +131,8 @@ class Precision:
     scaled_underflow: float = 0.0
     split: float = 0.0
     lag: float = 0.0
+    code_unit: float = 0.0
+    operand_underflow: float = 0.0
 
     @classmethod
     def of(
@@ -227,6 +243,49 @@ class Precision:
             split=self.split + self.unit,
             product=replace(product, unit=product.unit + 2 * self.unit),
             output=replace(output, underflow=output.underflow + 2 * self.underflow),
+        )
+
+    @classmethod
+    def of_codes(
+        cls, out_dtype: DTypeLike, how: Literal["float32", "out_dtype", "codes"] = "float32"
+    ) -> Precision:
+        """Return the arithmetic of calls whose queries, keys and values are codes of float8.
+
+        The exact numbers are ``scale * code``.
+
+        Parameters
+        ----------
+        out_dtype : dtype_like
+            The type of the output: float16, bfloat16 or float32.
+        how : {"float32", "out_dtype", "codes"}
+            What is multiplied: numbers that are rounded to float32, on a CPU; to the output's type,
+            on GPUs without a kernel for codes; or the codes themselves, on Hopper.
+
+        Returns
+        -------
+        Precision
+            Its constants.
+        """
+        output = Rounding.to(out_dtype)
+        if how == "codes":
+            made = cls.of("float32")
+            # Of the tile's sum, and of the product with the scales of values.
+            sums = CODE_STEPS * (CODE_TERMS + 1) * CODE_UNIT + 4 * made.unit
+            product = Rounding(
+                (1 + E4M3_UNIT) * (1 + sums) - 1, E4M3_UNDERFLOW, made.product.largest
+            )
+            return replace(
+                made, product=product, output=output, split=4 * made.unit, code_unit=CODE_UNIT
+            )
+        numbers = Rounding.to("float32") if how == "float32" else output
+        made = cls.of("float32") if how == "float32" else cls.of(out_dtype, tensor_cores=True)
+        product = made.product
+        return replace(
+            made,
+            split=made.split + 2 * numbers.unit + numbers.unit**2,
+            product=replace(product, unit=(1 + product.unit) * (1 + numbers.unit) - 1),
+            output=replace(output, underflow=output.underflow + numbers.underflow),
+            operand_underflow=numbers.underflow,
         )
 
     @property

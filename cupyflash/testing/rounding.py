@@ -34,6 +34,11 @@ Where keys and values are codes with scales, a scale is a factor of either produ
 once: `Precision.with_codes` adds u to `split` and 2u to u_p, which covers the product of both, and
 to lam_o what values lose below the normal range.
 
+Where queries, keys and values are codes of float8, their numbers ``scale * code`` are exact, and
+`Precision.of_codes` says what is rounded. If they become numbers of another type first, `split` has
+the roundings of q and k, and u_p that of v. If tensor cores multiply the codes, their sums keep few
+bits: `code_errors` follows the sums of a score, step by step, and u_p has those of a tile of keys.
+
 A sink is one more term of l, with an exponent of its own and no numerator. Without dropout the
 computed row is a convex combination of values (and of 0, with a sink) up to gamma, so
 ``max_j |v_jc - O_ic|`` caps the bound. Rows with ``theta >= 1/2`` are ill-conditioned: nothing is
@@ -77,6 +82,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .code_sums import code_errors
 
 if TYPE_CHECKING:
     from cupyflash.reference.spec.naive import Backward, Forward
@@ -204,7 +211,10 @@ def logit_errors(f: Forward, score_mod: tuple[Any, ...], precision: Precision) -
     if precision.split:
         sizes = magnitude(f.q).sum(axis=-1)[..., None] + magnitude(f.k).sum(axis=-1)[..., None, :]
         error = error + scale * (1.01 * precision.split * products + 2 * lam * sizes)
+        error = error + 1.01 * scale * precision.operand_underflow * sizes
         products = np.maximum(products, sizes)  # a split number may be rounded up
+    if precision.code_unit:
+        error = error + 1.01 * scale * code_errors(f.q, f.k, precision.code_unit)
     # Products that may overflow the accumulator, before or after the scale.
     safe = np.maximum(products, scale * products) < precision.largest / 2
     error = np.where(f.allowed, np.where(safe, error, np.inf), 0)

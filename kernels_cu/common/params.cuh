@@ -54,10 +54,11 @@ struct Params {
   // in units of 16). col is the distance of a thread's elements, 32 or 1: the layouts are those of
   // sm80/fragment_product.cuh and sm90/warpgroup_gradient.cuh.
   Operand dq_accum;
-  // float32 scales of a cache of codes, whose own strides count bytes; col is the distance of
-  // groups of columns, 0 if there is one (cache_row.cuh).
+  // float32 scales of codes, whose own strides count bytes; col is the distance of groups of
+  // columns, 0 if there is one (cache_row.cuh). A cache has none of queries.
   Operand k_scale;
   Operand v_scale;
+  Operand q_scale;
 
   const char* sink;            // (Hq,) contiguous, or null
   char* dsink;                 // (Hq,) contiguous

@@ -51,20 +51,6 @@ static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
 
 // -- roles of the producer warpgroup --------------------------------------------------------------
 
-// One warp: publishes the block's work tiles.
-__device__ __forceinline__ void scheduler_warp(const Params& p, const SharedMemory& smem) {
-  SharedStorage& shared = *smem.storage;
-  TileScheduler& scheduler = shared.scheduler;
-  if (ptx::lane_index() == 0) scheduler = TileScheduler(p);
-  __syncwarp();  // the scheduler, which lane 0 wrote
-#pragma unroll 1
-  for (int w = 0; w < scheduler.rounds; ++w) {
-    shared.work_pipeline.wait_empty(w);
-    tile_scheduler::publish_work_tile(p, scheduler, w, shared.work_tile(w));
-    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.work_pipeline.full_barrier(w));
-  }
-}
-
 // Two warps: check whether all values of each masked tile are finite.
 __device__ __forceinline__ void finite_check_warps(const SharedMemory& smem, int warp) {
   constexpr int CHECKERS = CHECKER_WARPS * ptx::WARP_SIZE;
@@ -472,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     ptx::setmaxnreg_dec<PRODUCER_REGS>();
     const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
     if (warp == 1) {
-      scheduler_warp(p, smem);
+      tile_scheduler::publish_work_tiles(p, *smem.storage);
     } else if (warp > 1) {
       if (CHECK_FINITE) finite_check_warps(smem, warp);
     } else if (PAGED || threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {

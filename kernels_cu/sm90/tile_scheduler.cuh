@@ -138,4 +138,19 @@ __device__ __forceinline__ void publish_work_tile(const Params& p, const TileSch
   }
 }
 
+// One warp: publishes all of the block's work tiles. `shared` has the scheduler, the work tiles and
+// their pipeline.
+template <class SharedStorage>
+__device__ __forceinline__ void publish_work_tiles(const Params& p, SharedStorage& shared) {
+  TileScheduler& scheduler = shared.scheduler;
+  if (ptx::lane_index() == 0) scheduler = TileScheduler(p);
+  __syncwarp();  // the scheduler, which lane 0 wrote
+#pragma unroll 1
+  for (int w = 0; w < scheduler.rounds; ++w) {
+    shared.work_pipeline.wait_empty(w);
+    publish_work_tile(p, scheduler, w, shared.work_tile(w));
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.work_pipeline.full_barrier(w));
+  }
+}
+
 }  // namespace tile_scheduler

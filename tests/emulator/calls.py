@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from cupyflash.arrays import cuda_device, device_arrays
-from cupyflash.gpu import driver, launch, launch_cache, piece_launches
+from cupyflash.gpu import code_launches, driver, launch, launch_cache, piece_launches, row_launches
 from cupyflash.gpu.kernels import registry, simt, sm80, sm80_f64, sm90
 from cupyflash.gpu.kernels.registry import Choice
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
@@ -82,6 +82,7 @@ class Blocks:
             multiprocessors=self.multiprocessors,
             shared_memory=SHARED_MEMORY,
             capability=(9, 0) if self.hopper else (8, 0) if self.tensor else (7, 5),
+            lacks="",
         )
 
     def _has(self, spec: KernelSpec) -> bool:
@@ -229,6 +230,9 @@ class Emulator:
         workspace: Array | None = None,
     ) -> None:
         """Write out and lse, as `cupyflash.launch.forward`."""
+        if call.codes is not None:
+            self._run(lambda: code_launches.forward(_on_device(call), out, lse, visited=visited))
+            return
         self._run(
             lambda: launch.forward(_on_device(call), out, lse, visited=visited, workspace=workspace)
         )
@@ -292,24 +296,24 @@ class Emulator:
         self._run(lambda: launch.combine(parts, out, lse))
 
     def append(self, checked: Append, out: Array | None) -> None:
-        """Write new rows to a cache, as `cupyflash.launch.append`."""
+        """Write new rows to a cache, as `gpu.row_launches.append`."""
         checked = dataclasses.replace(checked, device=0)
-        self._run(lambda: launch.append(checked, out))
+        self._run(lambda: row_launches.append(checked, out))
 
     def rope(self, checked: Rotation, out: Array) -> None:
-        """Write rotated rows, as `cupyflash.launch.rope`."""
+        """Write rotated rows, as `gpu.row_launches.rope`."""
         checked = dataclasses.replace(checked, device=0)
-        self._run(lambda: launch.rope(checked, out))
+        self._run(lambda: row_launches.rope(checked, out))
 
     def quantize(self, checked: Quantisation, codes: Array, scale: Array) -> None:
-        """Write codes and scales, as `cupyflash.launch.quantize`."""
+        """Write codes and scales, as `gpu.row_launches.quantize`."""
         checked = dataclasses.replace(checked, device=0)
-        self._run(lambda: launch.quantize(checked, codes, scale))
+        self._run(lambda: row_launches.quantize(checked, codes, scale))
 
     def hadamard(self, checked: Transform, out: Array) -> None:
-        """Write transformed rows, as `cupyflash.launch.hadamard`."""
+        """Write transformed rows, as `gpu.row_launches.hadamard`."""
         checked = dataclasses.replace(checked, device=0)
-        self._run(lambda: launch.hadamard(checked, out))
+        self._run(lambda: row_launches.hadamard(checked, out))
 
     def _run(self, work: Callable[[], Any]) -> None:
         specials: list[Specialisation] = []
@@ -358,6 +362,7 @@ class Emulator:
                 device_arrays,
                 device_of=lambda _: 0,
                 empty=_poisoned,
+                empty_like=_poisoned_like,
                 memory=lambda size: Memory(_poisoned((size,), np.uint8)),
                 memory_of=lambda array, begin: Memory(array[begin:]),
                 view=lambda shape, dtype, memory: memory.view(shape, dtype),
@@ -394,6 +399,11 @@ class Memory:
 
 def _on_device(call: Call) -> Call:
     return dataclasses.replace(call, device=0)
+
+
+def _poisoned_like(array: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
+    """Memory of a pool, in C order."""
+    return _poisoned(shape, array.dtype if dtype is None else dtype)
 
 
 def _poisoned(shape: tuple[int, ...], dtype: Any) -> Array:

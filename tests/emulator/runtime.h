@@ -129,6 +129,11 @@ void begin_product(const char* what, Where where, float* d, int columns, const u
 // The same of float32, 8 deep, with a in registers and b of rows that are as deep as the product.
 void begin_product_of_floats(const char* what, Where where, float* d, int columns,
                              const unsigned int* a, unsigned long long b_described, bool add);
+// The same of codes of 8 bits, 32 deep; both operands in shared memory are as deep as the product.
+enum Codes { NO_CODES, E4M3, E5M2 };
+void begin_product_of_codes(const char* what, Where where, float* d, int columns,
+                            const unsigned int* a, unsigned long long a_described,
+                            unsigned long long b_described, bool add, Codes a_codes, Codes b_codes);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(const char* what, Where where, unsigned int pending);

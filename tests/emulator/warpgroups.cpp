@@ -99,10 +99,12 @@ struct Product {
   Wide wide;
   unsigned int a[4];
   unsigned long long a_described, b_described;
+  Codes a_codes = NO_CODES, b_codes = NO_CODES;
 
   bool is_like(const Product& other) const {
     return columns == other.columns && in_registers == other.in_registers && add == other.add &&
-           floats == other.floats && wide == other.wide && a_described == other.a_described &&
+           floats == other.floats && wide == other.wide && a_codes == other.a_codes &&
+           b_codes == other.b_codes && a_described == other.a_described &&
            b_described == other.b_described;
   }
 };
@@ -153,6 +155,10 @@ struct SmemDesc {
     std::memcpy(&bits, at(row, 2 * column), sizeof(bits));
     return cut_number(bits);
   }
+  double code(unsigned int row, unsigned int column, Codes codes) const {
+    const unsigned char bits = static_cast<unsigned char>(at(row, column / 2)[column % 2]);
+    return widened_code(bits, codes == E4M3);
+  }
   void read(unsigned int rows, unsigned int columns) const {
     for (unsigned int r = 0; r < rows; ++r) {
       for (unsigned int c = 0; c < columns; c += 8) races::read_published(at(r, c), 16);
@@ -163,7 +169,7 @@ struct SmemDesc {
 void read_operands(const char* what, Where where, const Product& product) {
   const auto n = static_cast<unsigned int>(product.columns);
   const SmemDesc b(what, where, product.b_described);
-  if (!product.floats && (product.in_registers || product.wide != NONE_WIDE)) {
+  if (!product.floats && !product.b_codes && (product.in_registers || product.wide != NONE_WIDE)) {
     b.read(16, n);
   } else {
     b.read(n, 16);
@@ -224,9 +230,52 @@ void compute_floats(const char* what, Where where, int first, std::size_t number
   add_product(first, number, left, right, 8, 4);
 }
 
+void compute_codes(const char* what, Where where, int first, std::size_t number) {
+  constexpr unsigned int DEEP = 32;
+  const Product& one = issuers[first].products[number];
+  const SmemDesc b(what, where, one.b_described);
+  const auto columns = static_cast<unsigned int>(one.columns);
+  std::vector<double> right(DEEP * columns), left(64 * DEEP);
+  for (unsigned int k = 0; k < DEEP; ++k) {
+    for (unsigned int n = 0; n < columns; ++n) right[n * DEEP + k] = b.code(n, k, one.b_codes);
+  }
+  if (one.in_registers) {
+    for (unsigned int t = 0; t < WARPGROUP; ++t) {
+      const Product& own = issuers[first + static_cast<int>(t)].products[number];
+      for (unsigned int x = 0; x < 16; ++x) {
+        const unsigned int row = t / 32 * 16 + t % 32 / 4 + x / 4 % 2 * 8;
+        const unsigned int k = t % 4 * 4 + x / 8 * 16 + x % 4;
+        left[row * DEEP + k] = widened_code(own.a[x / 4] >> x % 4 * 8 & 0xff, one.a_codes == E4M3);
+      }
+    }
+  } else {
+    const SmemDesc a(what, where, one.a_described);
+    for (unsigned int row = 0; row < 64; ++row) {
+      for (unsigned int k = 0; k < DEEP; ++k) left[row * DEEP + k] = a.code(row, k, one.a_codes);
+    }
+  }
+  for (unsigned int t = 0; t < WARPGROUP; ++t) {
+    Issuer& issuer = issuers[first + static_cast<int>(t)];
+    const Product& own = issuer.products[number];
+    std::vector<float>& d = issuer.held[own.d];
+    for (unsigned int x = 0; x < columns / 2; ++x) {
+      const unsigned int r = x / (columns / 4), n = x % (columns / 4);
+      const unsigned int row = t / 32 * 16 + t % 32 / 4 + 8 * r;
+      const unsigned int column = n / 2 * 8 + t % 4 * 2 + n % 2;
+      double terms[DEEP + 1];
+      for (unsigned int k = 0; k < DEEP; ++k) {
+        terms[k] = left[row * DEEP + k] * right[column * DEEP + k];
+      }
+      terms[DEEP] = own.add ? static_cast<double>(d[x]) : 0.0;
+      d[x] = sum_of_codes(terms, DEEP + 1);
+    }
+  }
+}
+
 // Computes one product of a whole warpgroup, whose threads hold their parts of d.
 void compute(const char* what, Where where, int first, std::size_t number) {
   const Product& one = issuers[first].products[number];
+  if (one.b_codes) return compute_codes(what, where, first, number);
   if (one.floats) return compute_floats(what, where, first, number);
   const SmemDesc b(what, where, one.b_described);
   const auto columns = static_cast<unsigned int>(one.columns);
@@ -430,6 +479,17 @@ void begin_product_of_floats(const char* what, Where where, float* d, int column
                              const unsigned int* a, unsigned long long b_described, bool add) {
   const bool floats = true;
   const Product made = {0, d, columns, true, add, false, floats, NONE_WIDE, {}, 0, b_described};
+  begin(what, where, made, a);
+}
+
+void begin_product_of_codes(const char* what, Where where, float* d, int columns,
+                            const unsigned int* a, unsigned long long a_described,
+                            unsigned long long b_described, bool add, Codes a_codes,
+                            Codes b_codes) {
+  Product made = {0,     d,         columns, a != nullptr, add,        false,
+                  false, NONE_WIDE, {},      a_described,  b_described};
+  made.a_codes = a_codes;
+  made.b_codes = b_codes;
   begin(what, where, made, a);
 }
 

@@ -106,12 +106,14 @@ SCORES = {"alibi", "alibi_slopes", "relative_bias", "score", "softcap"}
 # parameters of the signature in its order, each with a description, and what is returned.
 SUMMARY = {"GL03", "GL05", "GL06", "GL07", "GL08", "GL10", "SS01", "SS02", "SS03", "SS04", "SS06"}
 PARAMETERS = {"PR01", "PR02", "PR03", "PR05", "PR07", "PR10", "RT01", "YD01"}
+# What those take that may get codes of float8.
+CODES = {"q_scale", "k_scale", "v_scale", "qkv_dtype", "out_dtype"}
 # What the functions that compute a call take in addition to its options.
 TAKES_OPTIONS = {
-    "attention": {"return_lse", "out", "lse_out"},
+    "attention": {"return_lse", "out", "lse_out", *CODES},
     "attention_backward": {"dlse", "deterministic", "grads_out", "workspace"},
     "attention_vjp": {"deterministic", "return_lse"},
-    "plan": {"offsets_q", "offsets_k"},
+    "plan": {"offsets_q", "offsets_k", *CODES},
     "workspace_size": {"offsets_q", "offsets_k"},
 }
 TAKES_OPTIONS |= {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import conformance_codes
 import conformance_matrices
 import conformance_warpgroups
 import ml_dtypes
@@ -308,8 +309,6 @@ def _shuffle(kind: Any) -> Case:
     return Case(name, body, lambda: blocks_of(1, 3, kind), partners)
 
 
-# -------------------------------------------------------------------------------------------------
-
 CASES = [
     Case(
         "half_to_float",
@@ -530,4 +529,5 @@ CASES = [
     ),
     *conformance_matrices.CASES,
     *conformance_warpgroups.CASES,
+    *conformance_codes.CASES,
 ]

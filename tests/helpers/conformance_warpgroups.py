@@ -218,7 +218,7 @@ def _operands(given: Array, columns: int, kind: Any, form: str) -> tuple[Array, 
     return a, b, d
 
 
-def _of_lanes(d: Array) -> Array:
+def of_lanes(d: Array) -> Array:
     columns = d.shape[-1]
     held = [
         d[:, LANE_ROWS + x // (columns // 4) * 8, n // 2 * 8 + LANE_COLUMNS + n % 2]
@@ -230,7 +230,7 @@ def _of_lanes(d: Array) -> Array:
 
 # A row of a's is 128 bytes, of which a product's 16 columns are 32 from byte 32 on; so are b's,
 # from byte 64 on. Where rows are as wide as the result, 64 columns of 16 rows are a slab.
-_LEFT = {
+LEFT = {
     "rs": "",
     "ss": """
   for (int k = 0; k < 4; ++k) {
@@ -242,12 +242,12 @@ _LEFT = {
   for (int k = 0; k < 4; ++k) words[t / 8 * 32 + (t % 8 ^ t / 8 % 8) * 4 + k] = in[k];
 """,
 }
-_RIGHT = {
+RIGHT = {
     False: "const unsigned int row = n / 8, at = row * 128 + ((n % 8 * 4 + 64) ^ row % 8 << 4);",
     True: """const unsigned int row = n / (COLUMNS / 2), pair = n % (COLUMNS / 2);
       const unsigned int at = pair / 32 * 2048 + row * 128 + (pair % 32 * 4 ^ row % 8 << 4);""",
 }
-_DESCRIBED = {
+DESCRIBED = {
     "ss": """
   const unsigned long long kind = 1ull << 62 | 64ull << 32;
   const unsigned long long a = kind | (begin + 32) / 16, b = kind | (begin + 8192 + 64) / 16;
@@ -269,11 +269,11 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
     body = (
         ALIGNED
         + f"constexpr int COLUMNS = {columns};\n"
-        + _LEFT.get(form, _LEFT["ss"])
+        + LEFT.get(form, LEFT["ss"])
         + f"""
       for (int k = 0; k < COLUMNS / 16; ++k) {{
         const int n = t * (COLUMNS / 16) + k;
-        {_RIGHT[form != "ss"]}
+        {RIGHT[form != "ss"]}
         words[2048 + at / 4] = in[4 + k];
       }}
       float d[2][COLUMNS / 4];
@@ -291,7 +291,7 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
       ptx::wgmma_rs_TYPE(d, a, b);
       """
             if of_registers
-            else _DESCRIBED[form]
+            else DESCRIBED[form]
             + f"""
       ptx::wgmma_{form}_TYPE(d, a, b, blockIdx.x % 2 == 0);
       """
@@ -323,7 +323,7 @@ def product(form: str, name: str, columns: int, whole: bool, others: str = "") -
         a, b, d = (of(x) for x in _operands(given, columns, kind, form))
         if not of_registers:
             d[1::2] = 0  # not added
-        return _of_lanes(d + a @ b)
+        return of_lanes(d + a @ b)
 
     def wanted(given: Array) -> Array:
         return exact(given, np.positive).astype(np.float32)
@@ -357,7 +357,7 @@ def product_of_floats(columns: int, whole: bool) -> Case:
         + f"""
       for (int k = 0; k < COLUMNS / 16; ++k) {{
         const int n = t * (COLUMNS / 16) + k;
-        {_RIGHT[False]}
+        {RIGHT[False]}
         words[2048 + at / 4] = in[4 + k];
       }}"""
         + """
@@ -398,7 +398,7 @@ def product_of_floats(columns: int, whole: bool) -> Case:
             r, column = x // (columns // 4), x % (columns // 4)
             d[:, LANE_ROWS + 8 * r, column // 2 * 8 + LANE_COLUMNS + column % 2] = sums[..., x]
         d[1::2] = 0  # not added
-        return _of_lanes(of(d) + of(a) @ of(b))
+        return of_lanes(of(d) + of(a) @ of(b))
 
     def wanted(given: Array) -> Array:
         return exact(given, np.positive).astype(np.float32)

@@ -13,11 +13,11 @@ from cupyflash.arrays.cuda_device import Target
 from cupyflash.expr import tanh
 from cupyflash.expr.cuda import generate
 from cupyflash.expr.key_range import key_range
-from cupyflash.gpu.kernels import simt, sm80, sm80_f64, sm90
+from cupyflash.gpu.kernels import simt, sm80, sm80_f64, sm90, sm90_fp8
 from cupyflash.gpu.kernels.registry import SPECS
 from cupyflash.gpu.kernels.spec import KernelSpec, Request, Tiles
 from cupyflash.gpu.source import NONE, Specialisation
-from cupyflash.problem import validate
+from cupyflash.problem import coded, validate
 from cupyflash.problem.bound_exprs import trees
 from cupyflash.problem.call import Problem
 from cupyflash.problem.formats import FORMATS
@@ -70,7 +70,8 @@ class Case(NamedTuple):
     sizes: tuple[int, int]
     options: str
     packed: bool
-    # "cached", or "paged" where it lies in pages, and the format of its codes if it has some.
+    # "cached", or "paged" where it lies in pages, and the format of its codes if it has some. Of
+    # codes without a cache "rows", if rows have scales, and their format; dtype is the result's.
     cache: str = ""
 
 
@@ -147,6 +148,17 @@ def cases() -> list[Case]:
         found.append(Case("decode_simt", dtypes[n % 3], *own))
         found.append(Case("decode_sm80", dtypes[1 + n // 2], *own))
         found.append(Case("append", dtypes[n % 3], sizes[0], "plain", n == 3, f"paged {form}"))
+    # Codes: each format, type of the result and tile.
+    for n, (own, options, packed, scales) in enumerate([
+        ((64, 64), "plain", False, ""), ((128, 128), "plain", False, ""),
+        ((256, 256), "plain", False, ""), ((128, 128), "causal", False, ""),
+        ((64, 64), "causal", False, "rows "), ((256, 256), "causal", True, ""),
+        ((192, 80), "alibi", False, "rows "), ((96, 112), "everything", True, "rows "),
+    ]):  # fmt: skip
+        form = f"{scales}float8_{'e5m2' if n % 3 == 1 else 'e4m3fn'}"
+        dtype = dtypes[(1, 1, 2, 1, 0)[n % 5]]
+        found.append(Case("forward_sm90_fp8", dtype, own, options, packed, form))
+    found += [Case("dequantize", dtype, sizes[0], "plain", False) for dtype in dtypes[1::2]]
     for n, kernel in enumerate(("backward_delta", "backward_sink", "combine")):
         found += [Case(kernel, dtype, sizes[n], "plain", bool(n % 2)) for dtype in dtypes]
     for size in (128, 96, 288):
@@ -182,6 +194,8 @@ def runs_on(case: Case, arch: str) -> bool:
 def _tma_stores(spec: KernelSpec, problem: Problem, tiles: Tiles) -> bool:
     if spec is sm90.FORWARD:
         return sm90.results_have_room(tiles, problem.d, problem.d_v)
+    if spec is sm90_fp8.FORWARD:
+        return sm90_fp8.results_have_room(tiles, problem)
     return spec.tma is not None
 
 
@@ -205,15 +219,23 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     """Return what a case is compiled for on a GPU."""
     cores = case.kernel in ("forward_sm80", "forward_sm90_tf32") and case.dtype == np.float32
     options = OPTIONS[case.options] | {"precision": "tf32x3" if cores else None}
-    q = np.zeros((4, 24, case.sizes[0]), case.dtype)
-    v = np.zeros((4, 24, case.sizes[1]), case.dtype)
+    form = case.cache.rpartition(" ")[2]
+    held = "" if case.cache.startswith(("rows", "float8")) else case.cache
+    of_codes = case.kernel == "forward_sm90_fp8"
+    stored, given = case.dtype, None
+    if of_codes:
+        ones = (np.ones((1, 1), np.float32),) * 3
+        stored, given = np.uint8, coded.Given(*ones, form, case.dtype)
+    q = np.zeros((4, 24, case.sizes[0]), stored)
+    v = np.zeros((4, 24, case.sizes[1]), stored)
     if case.packed:
-        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], True, Options(**options))
+        more = {"check": True, "options": Options(**options), "given": given}
+        call = validate.varlen_call(q, q, v, [0, 24], [0, 24], **more)
     else:
-        call = validate.call(q, q, v, Options(**options))
+        call = validate.call(q, q, v, Options(**options), given=given)
     spec, problem, made = SPECS[case.kernel], call.problem, trees(call)
     keys = None if made.allowed is None else key_range(made.allowed, problem)
-    slope = made.slope if spec.part not in ("forward", "decode") else None
+    slope = made.slope if spec.part not in ("forward", "forward_codes", "decode") else None
     parts = made.allowed, made.classes, made.changed, slope, keys
     functions = generate(*parts, short=True).functions if spec.scores else NONE
     if not spec.slope:
@@ -222,16 +244,20 @@ def specialisation(case: Case, arch: str) -> Specialisation:
     request = Request(problem, target_of(arch), call, slope=functions.has_slope, blocks=blocks)
     assert spec.is_for(problem, request.device)
     tiles = _tiles(spec, case, request)
+    wide = of_codes and case.dtype == np.float32
     return Specialisation(
         spec,
-        problem.dtype.name,
+        "bfloat16" if wide else problem.dtype.name,
         problem.d if "d" in spec.sizes else 0,
         problem.d_v if "d_v" in spec.sizes else 0,
         tiles,
         packed=case.packed,
-        cached=case.cache != "",
-        paged=case.cache.startswith("paged"),
-        codes=FORMATS.get(case.cache.rpartition(" ")[2]),
+        cached=held != "",
+        paged=held.startswith("paged"),
+        codes=FORMATS.get(form),
+        wide_result=wide,
+        k_rows=case.cache.startswith("rows"),
+        v_rows=case.cache.startswith("rows"),
         dropout=problem.dropout > 0 and spec.scores,
         functions=functions,
         tma_store=not case.packed and _tma_stores(spec, problem, tiles),

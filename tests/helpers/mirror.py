@@ -11,7 +11,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = ROOT / "kernels_cu"
 
-HARDWARE = ("simt", "sm80", "f64", "sm90", "tf32")  # suffixes of kernels for one kind of hardware
+HARDWARE = (
+    "simt",
+    "sm80",
+    "f64",
+    "sm90",
+    "tf32",
+    "fp8",
+)  # suffixes of kernels for one kind of hardware
 
 _DEFINITION = re.compile(
     r"^ *(?:template <[^;{}()]*> )?(?:static |inline |__\w+__ )*?"

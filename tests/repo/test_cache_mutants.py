@@ -10,17 +10,24 @@ from pathlib import Path
 
 import pytest
 from emulator import build
-from mutation import cache_mutants, cached_code_mutants, code_mutants, shared_mutants
+from mutation import (
+    cache_mutants,
+    cached_code_mutants,
+    code_mutants,
+    fp8_mutants,
+    shared_mutants,
+)
 from mutation.changed_file import GIVEN, changed
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = cache_mutants.FAULTS | code_mutants.FAULTS | cached_code_mutants.FAULTS
-FAULTS |= shared_mutants.FAULTS
+FAULTS |= shared_mutants.FAULTS | fp8_mutants.FAULTS
 # All of them take half an hour; a few show that the tests find what they are there for.
 TRIED = list(FAULTS)
 if os.environ.get("CUPYFLASH_EVERY_FAULT") != "1":
     TRIED = [name for name in FAULTS if name.startswith("gpu")][::8]
     TRIED += [name for name in FAULTS if name.startswith("cpu")][::11]
+    TRIED += [name for name in FAULTS if name.startswith("fp8")][::7]
 FAILED = 1  # what pytest returns
 
 

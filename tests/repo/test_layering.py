@@ -27,7 +27,8 @@ ORDER = [
     ["gpu"],
     ["backends"],
     ["dispatch"],
-    ["execute"],
+    ["execute", "execute_rows"],
+    ["coded_request"],
     ["pieces"],
     [
         "api",
@@ -54,6 +55,7 @@ INSIDE = {
         ["formats", "options"],
         ["call"],
         ["codes", "keywords"],
+        ["coded"],
         ["pack_gqa", "positions"],
         ["bound_exprs"],
         ["device_args"],
@@ -85,7 +87,8 @@ INSIDE = {
         ["decode_recipe", "rows_recipe"],
         ["recipe"],
         ["launch"],
-        ["launch_cache"],
+        ["row_launches"],
+        ["code_launches", "launch_cache"],
         ["piece_launches"],
     ],
 }

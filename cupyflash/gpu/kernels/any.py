@@ -146,6 +146,17 @@ QUANTIZE = KernelSpec(
     scores=False,
     sizes=(),
 )
+DEQUANTIZE = KernelSpec(
+    source="any/dequantize.cu",
+    part="dequantize",
+    computes="numbers, from codes of float8 and their scales",
+    method="multiplies in float32",
+    heads=dict.fromkeys(FLOATS, ANY_HEAD),
+    configure=lambda request: ROWS,
+    grid=grid.by_warps,
+    scores=False,
+    sizes=(),
+)
 HADAMARD = KernelSpec(
     source="any/hadamard.cu",
     part="hadamard",

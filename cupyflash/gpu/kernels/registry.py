@@ -14,12 +14,13 @@ from ...arrays.cuda_device import OLDEST_CAPABILITY, Target
 from ...errors import ArgumentError
 from ...problem.call import Plan, Problem
 from . import any as all_hardware
-from . import decode, simt, sm80, sm80_f64, sm90
+from . import decode, simt, sm80, sm80_f64, sm90, sm90_fp8
 from .spec import KernelSpec, Request, Tiles
 
 # Part of a call -> its kernels, the best first.
 KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "forward": (sm90.FORWARD, sm90.TF32_FORWARD, sm80.FORWARD, simt.FORWARD),
+    "forward_codes": (sm90_fp8.FORWARD,),
     "decode": (sm80.DECODE, simt.DECODE),
     "join": (all_hardware.DECODE_COMBINE,),
     "delta": (all_hardware.DELTA,),
@@ -32,6 +33,7 @@ KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "append": (all_hardware.APPEND,),
     "rope": (all_hardware.ROPE,),
     "quantize": (all_hardware.QUANTIZE,),
+    "dequantize": (all_hardware.DEQUANTIZE,),
     "hadamard": (all_hardware.HADAMARD,),
 }
 SPECS: dict[str, KernelSpec] = {spec.name: spec for specs in KERNELS.values() for spec in specs}
@@ -90,18 +92,35 @@ def select(part: str, request: Request) -> Choice:
     )
 
 
-def plan(request: Request, part: str | None = None) -> Plan:
+def widens(request: Request) -> str | None:
+    """Return None, or in words why codes have to become numbers before they are multiplied."""
+    problem, device = request.problem, request.device
+    for spec in KERNELS["forward_codes"]:
+        if not spec.is_for(problem, device):
+            major, minor = spec.capability
+            return f"{spec.name} is for compute capability {major}.{minor}"
+        why = spec.serves(request)
+        if why is not None:
+            return f"{spec.name} does not serve the call: {why}"
+    return None
+
+
+def plan(request: Request, part: str | None = None, before: str = "") -> Plan:
     """Return the kernel and tiles of a forward, and why it is these.
 
-    `part` says which kernels compute it, for a call over a cache: "decode" or "forward".
+    `part` says which kernels compute it, for a call over a cache: "decode" or "forward". `before`
+    says what is done first.
     """
     problem, device = request.problem, request.device
     if part is None:
         decodes_it = decodes(problem, device) and request.blocks is None
         part = "decode" if decodes_it else "forward"
+        if request.call is not None and request.call.codes is not None:
+            part = "forward_codes"
     choice = select(part, request)
     major, minor = device.capability
-    why = f"{device.name} (compute capability {major}.{minor}) {choice.spec.how(problem)}"
+    why = f"{device.name} (compute capability {major}.{minor}) {before}"
+    why += choice.spec.how(problem)
     if choice.passed_over:
         other, reason = choice.passed_over[-1]
         why += f"; not by {other.name}, because {reason}"

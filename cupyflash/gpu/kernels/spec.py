@@ -102,9 +102,11 @@ class Request:
 
     @property
     def has_codes(self) -> bool:
-        """Whether the call is one over a cache of codes."""
-        cache = None if self.call is None else self.call.cache
-        return cache is not None and cache.codes is not None
+        """Whether keys and values are codes: those of a cache, or with queries that are, too."""
+        call = self.call
+        if call is None:
+            return False
+        return call.codes is not None or (call.cache is not None and call.cache.codes is not None)
 
     def is_paged(self, name: str) -> bool:
         """Whether an array is the pages of a cache."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from ...arrays import device_arrays
 from .. import tma
+from ..params import Operand
 from .spec import Request, Tiles, TmaOperands, TmaUse
 
 # Initcheck of CUDA's compute-sanitizer does not see that TMA writes to memory, and reports reads of
@@ -23,10 +24,35 @@ def obstacle(request: Request, names: Iterable[str]) -> str | None:
         if request.is_paged(name) and not request.operand(name).lead[-1]:
             return f"of {name}, its pages repeat"
         address = device_arrays.address(request.array(name))
-        why = tma.obstacle(request.operand(name), address, request.sizes(name))
+        operand, sizes = request.operand(name), request.sizes(name)
+        if _is_codes(request, name):
+            if any(x % 2 for x in (*operand.lead, operand.head, operand.row, sizes[-1])):
+                return f"of {name}, rows do not begin at multiples of 16 bytes"
+            operand, sizes = _in_pairs(operand, sizes)
+        why = tma.obstacle(operand, address, sizes)
         if why is not None:
             return f"of {_SAID.get(name, name)}, {why}"
     return None
+
+
+def _is_codes(request: Request, name: str) -> bool:
+    return request.call is not None and request.call.codes is not None and name in ("q", "k", "v")
+
+
+def _in_pairs(operand: Operand, sizes: tuple[int, ...]) -> tuple[Operand, tuple[int, ...]]:
+    """Return the strides and sizes of codes in elements of 16 bits, of which each is two codes."""
+    halved = Operand(
+        lead=tuple(step // 2 for step in operand.lead),
+        head=operand.head // 2,
+        row=operand.row // 2,
+        col=operand.col,
+    )
+    return halved, (*sizes[:-1], sizes[-1] // 2)
+
+
+def _described(request: Request, name: str) -> tuple[Operand, tuple[int, ...]]:
+    described = request.operand(name), request.sizes(name)
+    return _in_pairs(*described) if _is_codes(request, name) else described
 
 
 def page_rows(request: Request, rows: int) -> int:
@@ -63,7 +89,7 @@ def use(operands: TmaOperands | None, request: Request, tiles: Tiles) -> TmaUse:
     for name in filter(request.is_paged, loads):
         rows[name] = page_rows(request, rows[name])
     maps = tuple(
-        tma.of(name, dtype, request.operand(name), request.sizes(name), rows[name])
+        tma.of(name, dtype, *_described(request, name), rows[name])
         for name in (*loads, *(stores if stored else ()))
     )
     return TmaUse(maps if stored else (*maps, *maps[: len(stores)]), stored)

@@ -1,0 +1,92 @@
+"""The kernel for codes of float8 on compute capability 9.0: tiles, calls that it serves, spec."""
+
+from __future__ import annotations
+
+from ...problem import codes
+from ...problem.call import Problem
+from . import grid, sm90, tma_operands
+from .sm80 import HALVES
+from .spec import KernelSpec, Request, Tiles, TmaOperands, at_head, row_bytes
+
+LINE = 128  # codes in a row of a slab
+# Largest head -> queries and keys of a tile of forward_sm90_fp8.cu. A word has the bits of a row's
+# masked pairs, so tiles have at most 128 keys where pairs may be masked.
+TILES: dict[str, dict[int, tuple[int, int]]] = {
+    "plain": {64: (192, 128), 128: (128, 192), 256: (128, 128)},
+    "masks": {64: (192, 128), 128: (128, 128), 256: (128, 128)},
+}
+# In addition to work tiles: barriers, what is found of a stage's values, and scales of rows.
+_STORAGE_BYTES = 64 + 24
+_QUERY_BYTES, _SCALE_BYTES = 16, 16  # barriers of a consumer; scales of a key's stages
+
+
+def _lines(columns: int) -> int:
+    return -(-columns // LINE) * LINE
+
+
+def _bytes(block_q: int, block_kv: int, d: int, d_v: int) -> int:
+    q, v, transposed = _lines(d), _lines(d_v), -(-d_v // 64) * 64 * _lines(block_kv)
+    v_stages = sm90.KV_STAGES if d_v <= LINE else 1
+    held = block_q * q + sm90.KV_STAGES * (block_kv * q + transposed) + v_stages * block_kv * v
+    storage = sm90.SCHEDULER_BYTES + _STORAGE_BYTES + 16 * v_stages
+    return held + storage + _QUERY_BYTES * (block_q // 64) + _SCALE_BYTES * block_kv
+
+
+def tiles(block_q: int, block_kv: int, d: int, d_v: int) -> Tiles:
+    """Return tiles of forward_sm90_fp8.cu, with room for results if there is enough."""
+    least = _bytes(block_q, block_kv, d, d_v)
+    whole = least + block_q * row_bytes(d_v)
+    shared = whole if whole <= sm90.SHARED_MEMORY else least
+    return Tiles(block_q, block_kv, 2 * block_q + 128, shared, stages=sm90.KV_STAGES)
+
+
+def fit(d: int, d_v: int, masks: bool = False) -> Tiles:
+    """Return the tiles of forward_sm90_fp8.cu; `masks`: whether masks or scores are evaluated."""
+    return tiles(*at_head(TILES["masks" if masks else "plain"], d, d_v), d, d_v)
+
+
+def _configure(request: Request) -> Tiles:
+    call, problem = request.call, request.problem
+    assert call is not None
+    changes = call.mask, call.score_mod, call.bias
+    return fit(problem.d, problem.d_v, any(x is not None for x in changes))
+
+
+def results_have_room(made: Tiles, problem: Problem) -> bool:
+    """Whether tiles have room for results from where TMA can store them."""
+    least = _bytes(made.block_q, made.block_kv, problem.d, problem.d_v)
+    return made.shared_memory > least and problem.dtype.name in HALVES
+
+
+def _obstacle(request: Request) -> str | None:
+    if request.call is None or request.call.codes is None:
+        return "it is for queries, keys and values that are codes"
+    problem = request.problem
+    if not problem.packed and min(problem.len_q, problem.len_k) < sm90.SHORTEST:
+        return f"it is for {sm90.SHORTEST} queries and keys or more"
+    return tma_operands.obstacle(request, ("q", "k", "v"))
+
+
+FORWARD = KernelSpec(
+    source="sm90/forward_sm90_fp8.cu",
+    part="forward_codes",
+    computes="out and log-sum-exp of codes",
+    method="multiplies codes by the tensor cores of warpgroups",
+    heads=dict.fromkeys(codes.QUERIES, 256),
+    capability=sm90.CAPABILITY,
+    architecture=sm90.ARCHITECTURE,
+    tensor_cores=True,
+    condition=f"codes of float8; {sm90.SHORTEST} queries and keys or more, or packed; TMA can load "
+    "q, k and v",
+    obstacle=_obstacle,
+    configure=_configure,
+    grid=grid.shared_by_queries,
+    tma=TmaOperands(
+        loads=("q", "k", "v"),
+        stores=("out",),
+        # a consumer's queries; a tile's keys; a warp's rows
+        rows=lambda made: {"q": 64, "k": made.block_kv, "v": made.block_kv, "out": 16},
+        has_room=lambda request, made: results_have_room(made, request.problem),
+    ),
+    codes=True,
+)

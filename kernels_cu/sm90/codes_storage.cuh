@@ -1,0 +1,129 @@
+// The shared memory of a block of forward_sm90_fp8.cu, and the constants that it depends on: tiles
+// of codes in their stages, values as they come and transposed, the output on its way to the array,
+// work tiles, and their barriers.
+//
+// A tile of codes is a sequence of slabs of 128 columns, whose rows have 128 bytes in wgmma's
+// swizzle. Tensor maps describe pairs of codes as elements of 16 bits.
+#pragma once
+#include "../sm80/fragment_tile.cuh"
+#include "warpgroup.cuh"
+#include "tile_scheduler.cuh"
+
+namespace codes_storage {
+
+using tile_scheduler::ScheduledTile;
+using tile_scheduler::TileScheduler;
+
+constexpr int CONSUMERS = BLOCK_Q / warpgroup::WARPGROUP_ROWS;  // warpgroups of 64 queries each
+constexpr int CONSUMER_THREADS = CONSUMERS * warpgroup::WARPGROUP_SIZE;
+constexpr int CONSUMER_WARPS = CONSUMER_THREADS / ptx::WARP_SIZE;
+constexpr int TRANSPOSERS = 2;  // warps
+constexpr int KV_STAGES = 2;
+constexpr int V_STAGES = D_V <= 128 ? 2 : 1;  // of values as they come
+constexpr int WORK_STAGES = 3;  // work tiles: the one before, the current and the next one
+
+constexpr bool ENDS_ON_DEVICE = PACKED;
+// Whether keys may take no part although they are in the tile: their values may be anything.
+constexpr bool CHECK_FINITE = MAY_MASK || ENDS_ON_DEVICE;
+constexpr bool SCALE_ROWS = K_SCALE_ROWS || V_SCALE_ROWS;
+
+constexpr int LINE = warpgroup::SLAB_ROW_BYTES;  // codes
+constexpr int D_LINES = (D + LINE - 1) / LINE, V_LINES = (D_V + LINE - 1) / LINE;
+constexpr int V_ROWS = matmul::round_up(D_V, 64);                         // of transposed values
+constexpr int Q_TILE_BYTES = warpgroup::WARPGROUP_ROWS * D_LINES * LINE;  // of one consumer
+constexpr int K_TILE_BYTES = BLOCK_KV * D_LINES * LINE, V_TILE_BYTES = BLOCK_KV * V_LINES * LINE;
+constexpr int SLAB_BYTES = V_ROWS * LINE;  // of transposed values, for 128 keys
+constexpr int TRANSPOSED_BYTES = (BLOCK_KV + LINE - 1) / LINE * SLAB_BYTES;
+constexpr int OUT_ROW_BYTES = fragment::row_bytes(D_V), OUT_BYTES = BLOCK_Q * OUT_ROW_BYTES;
+constexpr int TILES_BYTES = CONSUMERS * Q_TILE_BYTES +
+                            KV_STAGES * (K_TILE_BYTES + TRANSPOSED_BYTES) + V_STAGES * V_TILE_BYTES;
+
+// Named barriers. PING_PONG + c: the turn of consumer c to issue products; the consumer before it
+// arrives. ALL_CONSUMERS: all of their threads, for a tile of v with non-finite values.
+constexpr int PING_PONG = 1, ALL_CONSUMERS = PING_PONG + CONSUMERS;
+constexpr int TWO_CONSUMERS = 2 * warpgroup::WARPGROUP_SIZE;  // threads
+
+using KvPipeline = warpgroup::Pipeline<KV_STAGES>;
+using VPipeline = warpgroup::Pipeline<V_STAGES>;
+using WorkPipeline = warpgroup::Pipeline<WORK_STAGES>;
+
+// The scales of the rows of a tile, by which scores and weights are multiplied. Those of v are
+// divided by a power of two, so that none is larger than 1.
+struct RowScales {
+  float k[BLOCK_KV], v[BLOCK_KV];
+};
+
+// Work tiles and the mbarriers of everything.
+struct SharedStorage {
+  ScheduledTile work_tiles[WORK_STAGES];
+  TileScheduler scheduler;
+  KvPipeline k_pipeline;
+  VPipeline v_pipeline;
+  KvPipeline transposed_pipeline;  // of transposed values, and of what is found with them:
+  RowScales scales[KV_STAGES];
+  float v_scale[KV_STAGES];                  // that power of two
+  unsigned int has_nonfinite[KV_STAGES][2];  // of masked tiles, by each of the two warps
+  unsigned long long q_full[CONSUMERS], q_empty[CONSUMERS];
+  WorkPipeline work_pipeline;
+
+  __device__ __forceinline__ ScheduledTile& work_tile(int w) {
+    return work_tiles[WorkPipeline::stage_of(w)];
+  }
+  // Whether the block has work tile w. Every block has one, with which the number of rounds comes.
+  __device__ __forceinline__ bool has_work(int w) const { return w == 0 || w < scheduler.rounds; }
+
+  __device__ __forceinline__ unsigned int q_full_barrier(int consumer) const {
+    return ptx::shared_address(&q_full[consumer]);
+  }
+  __device__ __forceinline__ unsigned int q_empty_barrier(int consumer) const {
+    return ptx::shared_address(&q_empty[consumer]);
+  }
+
+  // Gives each mbarrier the number of arrivals that complete its phase; called by one thread.
+  __device__ __forceinline__ void init_barriers() {
+    constexpr int OF_CONSUMERS = CONSUMERS * warpgroup::ARRIVALS_OF_WARPGROUP;
+    constexpr int OF_TRANSPOSERS = TRANSPOSERS * warpgroup::ARRIVALS_OF_WARP;
+    k_pipeline.init(1, OF_CONSUMERS);
+    v_pipeline.init(1, OF_TRANSPOSERS);
+    transposed_pipeline.init(OF_TRANSPOSERS, OF_CONSUMERS);
+#pragma unroll
+    for (int c = 0; c < CONSUMERS; ++c) {
+      ptx::mbarrier_init(q_full_barrier(c), 1);
+      ptx::mbarrier_init(q_empty_barrier(c), warpgroup::ARRIVALS_OF_WARPGROUP);
+    }
+    // Work tiles are read by the producer, the transposers and the consumers.
+    work_pipeline.init(1, CONSUMER_WARPS * warpgroup::ARRIVALS_OF_WARP + 1 + OF_TRANSPOSERS);
+    ptx::fence_mbarrier_init();
+  }
+};
+constexpr int SHARED_STORAGE_BYTES = static_cast<int>(sizeof(SharedStorage));
+
+// Where the tiles of q, k, v and the output lie, and the storage behind them.
+struct SharedMemory {
+  char *q, *k, *v, *transposed, *out;
+  SharedStorage* storage;
+
+  __device__ __forceinline__ explicit SharedMemory(char* begin)
+      : q(begin),
+        k(q + CONSUMERS * Q_TILE_BYTES),
+        v(k + KV_STAGES * K_TILE_BYTES),
+        transposed(v + V_STAGES * V_TILE_BYTES),
+        out(transposed + KV_STAGES * TRANSPOSED_BYTES),
+        storage(reinterpret_cast<SharedStorage*>(out + (TMA_STORE ? OUT_BYTES : 0))) {}
+};
+
+// TMA and wgmma need tiles that begin at multiples of 1024 bytes.
+struct alignas(1024) Aligned {
+  char x[1024];
+};
+
+static_assert(IS_16_BIT, "the type of the output, or with WIDE_RESULT any of 16 bits");
+static_assert(THREADS == CONSUMER_THREADS + warpgroup::WARPGROUP_SIZE && fragment::WARP_ROWS == 16,
+              "BLOCK_Q, THREADS");
+static_assert(CONSUMERS == 2 || CONSUMERS == 3, "BLOCK_Q");
+static_assert(BLOCK_KV % 32 == 0, "BLOCK_KV");
+static_assert(SHARED_BYTES == TILES_BYTES + OUT_BYTES + SHARED_STORAGE_BYTES ||
+                  (SHARED_BYTES == TILES_BYTES + SHARED_STORAGE_BYTES && !TMA_STORE),
+              "SHARED_BYTES");
+
+}  // namespace codes_storage

@@ -1,0 +1,421 @@
+// Tiled attention, forward, of codes of float8 by the tensor cores of compute capability 9.0: the
+// twin of reference/cpu/forward.py.
+//
+// A persistent, warp-specialised kernel as forward_sm90.cu, with these differences. Two warps of
+// the producer transpose values, because wgmma takes codes only with rows along the depth
+// (warpgroup_codes.cuh). Weights are rounded to e4m3. wgmma's sums of codes keep fewer bits than
+// float32, so the product of a tile's weights and values is a sum of its own, which is then added
+// to the output in float32; this also rescales the output (`absorb`).
+//
+// Scales: those of heads and of queries are factors of the logits (codes_softmax.cuh). With
+// K_SCALE_ROWS scores are multiplied by those of their keys, and with V_SCALE_ROWS weights by those
+// of their values before they are rounded; without, the result is multiplied by its head's.
+//
+// Grid: no more blocks than work tiles, of which there are prod(own_size) * heads * blocks, with
+// own_size = lead_size; packed: heads * blocks. Shared memory: SharedMemory in codes_storage.cuh.
+// BLOCK_Q is 64 times the consumers, BLOCK_KV one of the widths in ptx/wgmma_codes.cuh. Behind the
+// parameters come the tensor maps of q, k, v and, where TMA_STORE, out.
+#include "../common/params.cuh"
+#include "../ptx/reciprocal.cuh"
+#include "../sm80/fragment_tile.cuh"
+#include "codes_producer.cuh"
+#include "codes_softmax.cuh"
+#include "codes_storage.cuh"
+#include "warpgroup_codes.cuh"
+#include "warpgroup_rows.cuh"
+
+namespace {
+
+using namespace codes_storage;
+using codes_producer::scale_at;
+
+constexpr int COLUMNS = BLOCK_KV / 4;                 // scores of a thread in each of its two rows
+constexpr int MASK_COLUMNS = MAY_MASK ? COLUMNS : 2;  // for which the mask is evaluated
+constexpr int SCORE_COLUMNS = fragment_tile::columns_at_once(COLUMNS);
+constexpr int COLUMNS_V = V_ROWS / 4;
+constexpr int OUT_SLAB_BYTES = fragment::WARP_ROWS * warpgroup::SLAB_ROW_BYTES;  // of one warp
+// The product of a tile's weights and values is computed in parts of 64 columns.
+constexpr int PART_ROWS = 64, PARTS = V_ROWS / PART_ROWS, PART_COLUMNS = PART_ROWS / 4;
+constexpr int BUFFERS = PARTS > 1 ? 2 : 1;
+// Whether a consumer computes that product in its turn, before the next scores. With wide heads the
+// weights would take registers that the parts need.
+constexpr bool PV_IN_TURN = D_V <= 128;
+// Registers of a thread of the producer and of the consumers. With more than the block was launched
+// with in all, setmaxnreg would wait for ever.
+constexpr int PRODUCER_REGS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGS = CONSUMERS == 2 ? 232 : 160;
+static_assert(PRODUCER_REGS + CONSUMERS * CONSUMER_REGS <=
+                  65536 / THREADS / 8 * 8 * (CONSUMERS + 1),
+              "registers");
+
+// Factors of scores that are outside are multiplied by the scores: negative ones, 0, NaN, and those
+// whose product with log2 e may not be a normal number.
+constexpr float LEAST_FACTOR = 0x1p-120f, LARGEST_FACTOR = 0x1p120f;
+
+// -- the role of a consumer warpgroup -------------------------------------------------------------
+
+// A warpgroup: computes 64 queries of every work tile.
+__device__ __forceinline__ void consumer(const Params& p, const SharedMemory& smem,
+                                         const ptx::TensorMap& out_map) {
+  SharedStorage& shared = *smem.storage;
+  const int index = warpgroup::index();
+  const float scale = ptx::shuffle(static_cast<float>(p.scale), 0);  // once, and kept
+  const warpgroup::SmemDesc q =
+      warpgroup::make_smem_desc(ptx::shared_address(smem.q) + index * Q_TILE_BYTES, 0);
+  const warpgroup::SmemDesc k = warpgroup::make_smem_desc(ptx::shared_address(smem.k), 0);
+  const warpgroup::SmemDesc v = warpgroup::make_smem_desc(ptx::shared_address(smem.transposed), 0);
+  const unsigned int out_address =  // of the warp's 16 rows
+      ptx::shared_address(smem.out) + ptx::shuffle(fragment::warp_row(), 0) * OUT_ROW_BYTES;
+  const int next_consumer = index + 1 < CONSUMERS ? index + 1 : 0;
+  if (next_consumer == 0) {
+    ptx::named_barrier_arrive(PING_PONG, TWO_CONSUMERS);  // the first turn is consumer 0's
+  }
+
+  // Uses of the pipelines so far: tiles of k and v, work tiles with queries.
+  int kv_uses = 0, q_uses = 0;
+  float m[2], l[2], acc[2][COLUMNS_V];
+  fragment_softmax::init_state(m, l, acc);
+  bool more_work = true;
+#pragma unroll 1
+  for (int w = 0; more_work; ++w) {
+    shared.work_pipeline.wait_full(w);
+    const ScheduledTile& work = shared.work_tile(w);
+    // The code of the next tile; where that is FULL and the mask has edges, the first tile of its
+    // run. Shuffles tell the compiler that lanes agree; without them it serialises the products.
+    int next_code = ptx::shuffle(work.first_code, 0), run = ptx::shuffle(work.first_run, 0);
+    const auto advance = [&](int tile) {
+      next_code = work.code_of(work.tile_before(tile));
+      if constexpr (HAS_MASK) next_code = ptx::shuffle(next_code, 0);
+      if (HAS_EDGES && next_code >= 0 && next_code % 2 == 0) {
+        run = ptx::shuffle(work.run_from(next_code / 2), 0);
+      }
+    };
+    const HeadConstants head_constants = tile::head_constants_of(p, work.box_of(0));
+
+    // Logits are `factor` times a score of codes, which is multiplied by it or, if it is `direct`,
+    // left as it is.
+    float factor[2];
+    bool direct = !HAS_SCORE;
+    {
+      const long long head = layout::divide(work.head, p.group).quotient;
+      float of_keys = 1;
+      if (!K_SCALE_ROWS && work.rows > 0) {
+        of_keys = scale_at(p.k_scale, layout::offset(p.k_scale, work.entry, head, true));
+      }
+      const long long begin = layout::offset(p.q_scale, work.entry, work.head, false);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row =
+            tile::smaller(fragment::warp_row() + 8 * r + fragment::lane_row(), work.rows - 1);
+        const float of_row =
+            work.rows > 0 ? scale_at(p.q_scale, begin + (work.first + row) * p.q_scale.row) : 1.0f;
+        factor[r] = of_row * of_keys * (HAS_SCORE ? 1.0f : scale);
+        direct = direct && factor[r] >= LEAST_FACTOR && factor[r] <= LARGEST_FACTOR;
+      }
+      direct = !ptx::any_lane(!direct);
+    }
+    const auto unit = [&](int r) { return direct ? factor[r] : 1.0f; };
+
+    float alpha[2] = {1, 1};  // the factor of the output when the weights are multiplied
+    float s[2][COLUMNS], part[BUFFERS][2][PART_COLUMNS];
+    unsigned int weights[2][COLUMNS / 4];
+    unsigned int mask[2];  // bit n of word r: whether pair (r, n) takes part
+    // s = q k^T.
+    const auto issue_qk = [&](int n) {
+      warpgroup_codes::multiply<D, BLOCK_KV>(s, q,
+                                             k + KvPipeline::stage_of(n) * (K_TILE_BYTES / 16));
+      ptx::wgmma_commit();
+    };
+    // part = weights v, for some of the columns.
+    const auto issue_pv = [&](int n, int x) {
+      warpgroup_codes::multiply_weights(
+          part[x % BUFFERS], weights,
+          v + (KvPipeline::stage_of(n) * TRANSPOSED_BYTES + x * PART_ROWS * LINE) / 16);
+      ptx::wgmma_commit();
+    };
+    // The factor of a tile's part. It is read before the part is waited for, so that all threads
+    // have read it when one of them releases the stage.
+    const auto factor_of = [&](int n) {
+      return V_SCALE_ROWS ? shared.v_scale[KvPipeline::stage_of(n)] : 1.0f;
+    };
+    // acc = alpha acc + part.
+    const auto absorb = [&](int x, float of_tile) {
+      ptx::fence_accumulator(part[x % BUFFERS]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int column = 0; column < PART_COLUMNS; ++column) {
+          float& sum = acc[r][x * PART_COLUMNS + column];
+          const float own = part[x % BUFFERS][r][column];
+          sum = fma(sum, alpha[r], V_SCALE_ROWS ? own * of_tile : own);
+        }
+      }
+    };
+    // acc = alpha acc + weights v.
+    const auto accumulate_pv = [&](int n) {
+      shared.transposed_pipeline.wait_full(n);
+      const float of_tile = factor_of(n);
+      ptx::wgmma_fence();
+      issue_pv(n, 0);
+#pragma unroll
+      for (int x = 1; x < PARTS; ++x) {
+        ptx::wgmma_fence();
+        issue_pv(n, x);
+        ptx::wgmma_wait<1>();
+        absorb(x - 1, of_tile);
+      }
+      ptx::wgmma_wait<0>();
+      absorb(PARTS - 1, of_tile);
+      warpgroup::arrive_warpgroup(shared.transposed_pipeline.empty_barrier(n));
+    };
+    // Evaluates the mask of a masked tile.
+    const auto evaluate_mask = [&](int tile, bool masked) {
+      if (MAY_MASK && masked) {
+        fragment_tile::evaluate_mask<MASK_COLUMNS, fragment_tile::MASK_COLUMNS_AT_ONCE>(
+            p, work.box_of(tile),
+            HAS_RANGE ? PARTIAL : warpgroup_tile::class_of(work.classes, tile), mask);
+      }
+    };
+    // Changes the scores, and gives pairs that take no part the score -inf. Returns whether the
+    // weights have to mark these pairs: nothing else marks those that a score change hides.
+    // `keys_end`: whether keys may end in the tile, which is possible in the first one only.
+    const auto change_scores = [&](int n, int tile, bool masked, auto keys_end) {
+      if constexpr (SCALE_ROWS) shared.transposed_pipeline.wait_full(n);
+      if constexpr (K_SCALE_ROWS) {
+        const float* const of_keys =
+            shared.scales[KvPipeline::stage_of(n)].k + fragment::lane_column();
+#pragma unroll
+        for (int x = 0; x < COLUMNS; ++x) {
+          const float own = of_keys[fragment_tile::Pairs::key_of(x)];
+          s[0][x] *= own;
+          s[1][x] *= own;
+        }
+      }
+      if (!direct) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+          for (int x = 0; x < COLUMNS; ++x) s[r][x] *= factor[r];
+        }
+      }
+      bool hides = false;
+      if constexpr (HAS_SCORE) {
+        const bool hidden =
+            fragment_tile::apply_score_mod<decltype(keys_end)::value, SCORE_COLUMNS>(
+                p, head_constants, work.box_of(tile), s, scale);
+        hides = ptx::any_lane(hidden) || masked;
+      }
+      if constexpr (MAY_MASK) {
+        if (masked) fragment_tile::apply_mask(s, mask);
+      } else {
+        if (masked) fragment_tile::mask_missing_keys(s, work.rows_in(tile));
+      }
+      return hides;
+    };
+    // Turns the scores of a tile into weights, which are not rounded yet.
+    const auto weigh = [&](int n, int tile, bool masked, bool hides) {
+      const float c[2] = {unit(0) * tile::LOG2_E, unit(1) * tile::LOG2_E};
+      codes_softmax::raise_max(s, m, l, alpha, c);
+      codes_softmax::exponentiate(s, m, l, c, hides);
+      if constexpr (HAS_DROPOUT) fragment_tile::apply_dropout(p, work.box_of(tile), s);
+      if constexpr (V_SCALE_ROWS) {
+        const float* const of_values =
+            shared.scales[KvPipeline::stage_of(n)].v + fragment::lane_column();
+#pragma unroll
+        for (int x = 0; x < COLUMNS; ++x) {
+          const float own = of_values[fragment_tile::Pairs::key_of(x)];
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            // The scales of keys that take no part may be anything.
+            const float product = s[r][x] * own;
+            s[r][x] = (HAS_SCORE || masked) && s[r][x] == 0 ? s[r][x] : product;
+          }
+        }
+      }
+    };
+    // If a masked tile has NaN or infinities, which is rare, adds their products to the output one
+    // by one, without pairs that take no part, and sets them to 0 in v.
+    const auto repair_nonfinite = [&](int n, int tile) {
+      shared.transposed_pipeline.wait_full(n);
+      const unsigned int (&has_nonfinite)[2] = shared.has_nonfinite[KvPipeline::stage_of(n)];
+      if ((has_nonfinite[0] | has_nonfinite[1]) == 0) return;
+      char* const tile_smem = smem.transposed + KvPipeline::stage_of(n) * TRANSPOSED_BYTES;
+      const int keys = work.rows_in(tile) - fragment::lane_column();
+      const auto takes_part = [&](int r, int column, unsigned int weight) {
+        if constexpr (HAS_SCORE) return weight != 0x80;
+        if constexpr (HAS_MASK) return (mask[r] >> column & 1) != 0;
+        return fragment_tile::Pairs::key_of(column) < keys;
+      };
+      warpgroup_codes::add_nonfinite(acc, weights, tile_smem, takes_part);
+      ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, read as it came
+      warpgroup_codes::clear_nonfinite<BLOCK_KV, V_ROWS, CONSUMER_THREADS>(tile_smem, threadIdx.x);
+      ptx::fence_proxy_async();
+      ptx::named_barrier_sync(ALL_CONSUMERS, CONSUMER_THREADS);  // v, now finite
+    };
+
+    const int first_kv_use = kv_uses;
+    const bool has_tiles = !HAS_MASK && !ENDS_ON_DEVICE || next_code >= 0;
+    if (has_tiles) {
+      warpgroup::mbarrier_wait(shared.q_full_barrier(index), q_uses % 2);
+      ++q_uses;
+    }
+    bool more_tiles = has_tiles;
+#pragma unroll 1
+    while (more_tiles) {
+      // The first tile, and with a mask that has edges each PARTIAL one: no product of the tile
+      // before overlaps with its softmax.
+      // 2 scores
+      shared.k_pipeline.wait_full(kv_uses);
+      ptx::wgmma_fence();
+      issue_qk(kv_uses);
+      const int first = next_code / 2;
+      const bool first_masked = HAS_MASK ? next_code % 2 != 0 : work.is_masked(first);
+      if (HAS_MASK && kv_uses == first_kv_use) {
+        next_code = ptx::shuffle(work.second_code, 0);
+        if constexpr (HAS_EDGES) run = ptx::shuffle(work.second_run, 0);
+      } else {
+        advance(first);
+      }
+      evaluate_mask(first, first_masked);
+      ptx::wgmma_wait<0>();
+      ptx::fence_accumulator(s);
+      warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(kv_uses));
+      if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
+      // 3 score mod
+      // 4 mask
+      const bool hides = change_scores(kv_uses, first, first_masked, warpgroup::Bool<true>());
+      // 5 row max
+      weigh(kv_uses, first, first_masked, hides);
+      // 6 rescale
+      warpgroup_codes::narrow(s, weights);
+      if (HAS_SCORE || (CHECK_FINITE && first_masked)) repair_nonfinite(kv_uses, first);
+      if constexpr (!PV_IN_TURN) accumulate_pv(kv_uses);
+
+      ++kv_uses;
+      // The other tiles: the scores of each are issued behind the output of the tile before. In its
+      // turn, a consumer has the tensor cores, while the scores of the others become weights.
+#pragma unroll 1
+      for (; next_code >= 0 && !(HAS_EDGES && next_code % 2 != 0); ++kv_uses) {
+        const int n = kv_uses;
+        const int tile = next_code / 2;
+        const bool masked = !HAS_EDGES && MAY_MASK && next_code % 2 != 0;
+        ptx::named_barrier_sync(PING_PONG + index, TWO_CONSUMERS);  // this consumer's turn
+        // 7 accumulate p v
+        if constexpr (PV_IN_TURN) accumulate_pv(n - 1);
+        shared.k_pipeline.wait_full(n);
+        ptx::wgmma_fence();
+        issue_qk(n);
+        ptx::named_barrier_arrive(PING_PONG + next_consumer, TWO_CONSUMERS);  // the next turn
+        if (HAS_EDGES && tile > run) {
+          next_code -= 2;
+        } else {
+          advance(tile);
+        }
+        evaluate_mask(tile, masked);
+        ptx::wgmma_wait<0>();  // the scores
+        ptx::fence_accumulator(s);
+        warpgroup::arrive_warpgroup(shared.k_pipeline.empty_barrier(n));
+        if (next_code < 0) warpgroup::arrive_warpgroup(shared.q_empty_barrier(index));
+        const bool hides = change_scores(n, tile, masked, warpgroup::Bool<false>());
+        weigh(n, tile, masked, hides);
+        warpgroup_codes::narrow(s, weights);
+        if (HAS_SCORE || (CHECK_FINITE && masked)) repair_nonfinite(n, tile);
+        if constexpr (!PV_IN_TURN) accumulate_pv(n);
+      }
+      if constexpr (PV_IN_TURN) accumulate_pv(kv_uses - 1);
+      more_tiles = HAS_EDGES && next_code >= 0;
+    }
+
+    fragment_softmax::row_sum(l);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (m[r] != -number::infinity()) m[r] *= unit(r);
+      l[r] *= codes_softmax::UNSHIFTED;
+    }
+    float weight[2];
+    fragment_softmax::join_sink(m, l, weight, 1.0f,
+                                p.sink == nullptr
+                                    ? -number::infinity()
+                                    : number::load<float>(p.sink, p.kind_sink, work.head));
+    // 8 normalise
+    float common = codes_softmax::UNSHIFTED;
+    if constexpr (HAS_DROPOUT) common *= static_cast<float>(p.keep_scale);
+    if (!V_SCALE_ROWS && work.rows > 0) {
+      const long long head = layout::divide(work.head, p.group).quotient;
+      common *= scale_at(p.v_scale, layout::offset(p.v_scale, work.entry, head, true));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      weight[r] = l[r] == 0.0f ? 0.0f : common * weight[r] * ptx::reciprocal(l[r]);
+    }
+    more_work = shared.has_work(w + 1);  // asked where registers are free, before the stores
+    if constexpr (WIDE_RESULT) {
+      fragment::store_wide<D_V>(acc, weight, p.out,
+                                layout::offset(p.out, work.entry, work.head, false) +
+                                    (work.first + fragment::warp_row()) * p.out.row,
+                                work.rows - fragment::warp_row());
+    } else {
+      unsigned int out[2][COLUMNS_V / 2];
+      warpgroup_rows::narrow_rows(acc, weight, out);
+      if constexpr (TMA_STORE) {
+        if (work.rows > 0) {
+          warpgroup_rows::tma_store_wait();
+          warpgroup_rows::tma_store_rows<D_V, OUT_SLAB_BYTES>(
+              out, out_address, out_map, work.out, work.first_row_q + fragment::warp_row());
+        }
+      } else {
+        warpgroup_rows::store_rows<D_V>(
+            out, p.out,
+            layout::offset(p.out, work.entry, work.head, false) + work.first * p.out.row,
+            work.rows);
+      }
+    }
+    // 9 store lse
+    if (p.lse.data != nullptr) {
+      const memory::RowStatistic to = memory::row_statistic(p.lse, work.entry, work.head);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = fragment::warp_row() + 8 * r + fragment::lane_row();
+        if (ptx::lane_index() % 4 == 0 && row < work.rows) {
+          to.data[(work.first + row) * to.row] =
+              l[r] == 0.0f ? -number::infinity() : m[r] + log(l[r]);
+        }
+      }
+    }
+    fragment_softmax::init_state(m, l, acc);
+    tile::count_tiles(p, kv_uses - first_kv_use);
+    warpgroup::arrive_warp(shared.work_pipeline.empty_barrier(w));
+  }
+  if (index == 0) {
+    ptx::named_barrier_sync(PING_PONG, TWO_CONSUMERS);  // the last turn, which nobody takes
+  }
+  // Shared memory outlives the stores that read it.
+  if (TMA_STORE && ptx::lane_index() == 0) ptx::tma_store_wait_read();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
+    KERNEL_NAME(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
+                const __grid_constant__ ptx::TensorMap k_map,
+                const __grid_constant__ ptx::TensorMap v_map,
+                const __grid_constant__ ptx::TensorMap out_map) {
+  extern __shared__ Aligned shared_smem[];
+  const SharedMemory smem(shared_smem[0].x);
+  if (threadIdx.x == 0) smem.storage->init_barriers();
+  __syncthreads();  // the mbarriers, initialised
+
+  if (warpgroup::index() == CONSUMERS) {
+    ptx::setmaxnreg_dec<PRODUCER_REGS>();
+    const int warp = threadIdx.x % warpgroup::WARPGROUP_SIZE / ptx::WARP_SIZE;
+    if (warp == 1) {
+      tile_scheduler::publish_work_tiles(p, *smem.storage);
+    } else if (warp > 1) {
+      codes_producer::transposer_warps(p, smem, warp - 2);
+    } else if (threadIdx.x % warpgroup::WARPGROUP_SIZE == 0) {
+      codes_producer::producer(smem, q_map, k_map, v_map);
+    }
+  } else {
+    ptx::setmaxnreg_inc<CONSUMER_REGS>();
+    consumer(p, smem, out_map);
+  }
+}

@@ -1,0 +1,129 @@
+"""Faults of calls on codes of float8, each with the test that is there to find it.
+
+They are as those in `cache_mutants`.
+"""
+
+from __future__ import annotations
+
+from .cache_mutants import Fault
+
+KERNEL = "kernels_cu/sm90/forward_sm90_fp8.cu"
+PRODUCTS, SOFTMAX, PRODUCER = (
+    f"kernels_cu/sm90/{x}.cuh" for x in ("warpgroup_codes", "codes_softmax", "codes_producer")
+)
+DEQUANTIZE = "kernels_cu/any/dequantize.cu"
+TESTS = "cuda/test_forward_sm90_fp8.py::test_"
+SCALES = TESTS + "scales_belong_to_rows_heads_or_all"
+BY_ROW = "float32 and e4m3 and row-row-row"
+BY_HEAD = "float32 and e4m3 and head-row-all"
+UNSEEN, WIDENED = TESTS + "unseen_keys_change_no_bit", TESTS + "other_gpus_widen_codes_first"
+SPOILT, EDGES = (
+    TESTS + "what_is_not_finite_is_where_the_cpu_has_it",
+    TESTS + "sizes_at_the_edges_of_tiles",
+)
+
+FAULTS = {
+    "fp8: columns of a word are swapped": Fault(
+        PRODUCTS, "words[0], words[1], 0x6420", "words[0], words[1], 0x7531", EDGES, "1-64 and e4m3"
+    ),
+    "fp8: keys of a word are not in the order of weights": Fault(
+        PRODUCTS, "words[2], words[3], 0x6420", "words[2], words[3], 0x6240", EDGES, "1-64 and e4m3"
+    ),
+    "fp8: transposed rows without the swizzle": Fault(
+        PRODUCTS,
+        "(2 * (block % 4) + matrix / 2) ^ first_row % 8",
+        "2 * (block % 4) + matrix / 2",
+        EDGES,
+        "1-64 and e4m3",
+    ),
+    "fp8: the second slab of v is the first one": Fault(
+        PRODUCTS, "group / 8 * (KEYS", "0 * (KEYS", EDGES, "1-256 and e4m3"
+    ),
+    "fp8: parts of wide heads are the first one": Fault(
+        KERNEL, "x * PART_ROWS * LINE", "0 * PART_ROWS * LINE", EDGES, "1-256 and e4m3"
+    ),
+    "fp8: transposed keys of the second slab are in the first one": Fault(
+        PRODUCTS,
+        "block / 4 * codes_storage::SLAB_BYTES",
+        "0 * codes_storage::SLAB_BYTES",
+        EDGES,
+        "1-128 and e4m3",
+    ),
+    "fp8: weights of the second slab meet the first one": Fault(
+        PRODUCTS,
+        "k / 8 * codes_storage::SLAB_BYTES",
+        "0 * codes_storage::SLAB_BYTES",
+        EDGES,
+        "1-128 and e4m3",
+    ),
+    "fp8: the output is not rescaled": Fault(
+        KERNEL, "fma(sum, alpha[r],", "fma(sum, 1.0f,", EDGES, "1-64 and e4m3"
+    ),
+    "fp8: weights are as large as the row's sum": Fault(
+        KERNEL, "l[r] *= codes_softmax::UNSHIFTED;", "", EDGES, "1-64 and e4m3"
+    ),
+    "fp8: weights larger than e4m3": Fault(
+        SOFTMAX,
+        "SHIFT = 8, UNSHIFTED = 1.0f / 256",
+        "SHIFT = 10, UNSHIFTED = 1.0f / 1024",
+        EDGES,
+        "1-64 and e4m3",
+    ),
+    "fp8: the scale of the first row": Fault(
+        KERNEL, "begin + (work.first + row) * p.q_scale.row", "begin", SCALES, BY_ROW
+    ),
+    "fp8: the scale of another key": Fault(
+        PRODUCER, "(key < last ? key : last) * operand.row", "last * operand.row", SCALES, BY_ROW
+    ),
+    "fp8: scales of keys are not used": Fault(KERNEL, "s[1][x] *= own;", "", SCALES, BY_ROW),
+    "fp8: the power of two of a tile's values is lost": Fault(
+        KERNEL, "V_SCALE_ROWS ? own * of_tile : own", "own", SCALES, BY_ROW
+    ),
+    "fp8: the scale of the query's head for values": Fault(
+        KERNEL,
+        "layout::offset(p.v_scale, work.entry, head, true)",
+        "layout::offset(p.v_scale, work.entry, 0, true) + 1",
+        SCALES,
+        BY_HEAD,
+    ),
+    "fp8: scales of unseen values are multiplied": Fault(
+        KERNEL,
+        "(HAS_SCORE || masked) && s[r][x] == 0 ? s[r][x] : product",
+        "product",
+        UNSEEN,
+        "e4m3 and row",
+    ),
+    "fp8: values that are not finite stay": Fault(
+        PRODUCTS,
+        "piece.x[x] &= ~((nonfinite_bytes(piece.x[x]) >> 7) * 0xffu)",
+        "piece.x[x] &= ~0u",
+        UNSEEN,
+        "e4m3 and head",
+    ),
+    "fp8: values that are not finite are not added": Fault(
+        PRODUCTS,
+        "c[r][n] += weight[r] * value",
+        "c[r][n] += 0",
+        SPOILT,
+        "e4m3 and mask and -v-",
+    ),
+    "fp8: transposed values are not published": Fault(
+        PRODUCER,
+        "      ptx::fence_proxy_async();\n      warpgroup::arrive_warp(shared.transposed",
+        "      warpgroup::arrive_warp(shared.transposed",
+        EDGES,
+        "1-64 and e4m3",
+    ),
+    "fp8: v is released before it is transposed": Fault(
+        PRODUCER, "      shared.v_pipeline.wait_full(n);\n", "", EDGES, "1-64 and e4m3"
+    ),
+    "fp8: transposed values are overwritten early": Fault(
+        PRODUCER, "      shared.transposed_pipeline.wait_empty(n);\n", "", EDGES, "1-64 and e4m3"
+    ),
+    "fp8: the scale is not applied before rounding": Fault(
+        DEQUANTIZE, "code::product(value, factor)", "value", WIDENED, "float32 and e4m3"
+    ),
+    "fp8: the other format": Fault(
+        DEQUANTIZE, "p.format == code::E4M3", "p.format != code::E4M3", WIDENED, "float32 and e4m3"
+    ),
+}
