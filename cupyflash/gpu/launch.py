@@ -225,6 +225,7 @@ class CallResult(NamedTuple):
 
 
 def compiled_recipe(made: Recipe, device: int) -> CompiledRecipe:
+    """Return a recipe's launches with kernels that are loaded."""
     launches = tuple(CompiledLaunch(each, device) for each in made.launches)
     scratch = tuple((name, part.nbytes, part) for name, part in made.scratch.items())
     return CompiledRecipe(driver.queue(device), launches, scratch, made.all_zero, made.atomic_dq)
