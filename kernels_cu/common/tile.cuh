@@ -165,8 +165,8 @@ __device__ __forceinline__ void apply_score_and_mask(const Params& p, const Tile
 }
 
 // The first query and the first key of a launch, and the head of a tile among those of all entries,
-// as dropout counts them. A piece of a larger problem has where it begins there, and the heads of an
-// entry, as the last numbers of its expressions.
+// as dropout counts them. A piece of a larger problem has where it begins there, and the heads of
+// an entry, as the last numbers of its expressions.
 __device__ __forceinline__ long long origin_q(const Params& p) {
   if constexpr (HAS_ORIGINS) return p.ints[NUM_INTS - 4];
   return 0;

@@ -11,8 +11,7 @@ __device__ __forceinline__ unsigned int zero_times_halves(unsigned int x, unsign
 }
 
 // x y + z, rounded once.
-__device__ __forceinline__ unsigned int fma_halves(unsigned int x, unsigned int y,
-                                                   unsigned int z) {
+__device__ __forceinline__ unsigned int fma_halves(unsigned int x, unsigned int y, unsigned int z) {
   unsigned int result;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
   return result;

@@ -102,8 +102,8 @@ __device__ __forceinline__ void begin_copy_of_codes(char* stage_smem, const Sour
   if (BYTES % 2 == 0 && from.vectors(sizeof(StoredVector))) {
     const Source halved{from.data, from.page / 2, from.row / 2, 1};
     const Lanes<UNITS> lanes;
-    const storage_t* const source = halved.data + (places.first + FIRST + lanes.row) * halved.row +
-                                    STORED_VECTOR * lanes.piece;
+    const storage_t* const source =
+        halved.data + (places.first + FIRST + lanes.row) * halved.row + STORED_VECTOR * lanes.piece;
     copy_vectors<FIRST, KEYS, UNITS>(ptx::shared_address(stage_smem), halved, source, places, lanes,
                                      lanes.bytes(), valid - FIRST - lanes.row);
     return;
@@ -117,8 +117,7 @@ __device__ __forceinline__ void begin_copy_of_codes(char* stage_smem, const Sour
                                places.of(key, own[key < ptx::WARP_SIZE ? 0 : 1], from.row);
 #pragma unroll 1
     for (int n = ptx::lane_index(); n < WHOLE; n += ptx::WARP_SIZE) {
-      const int at =
-          fragment::swizzled_offset<fragment::row_bytes(UNITS)>(row, n / STORED_VECTOR);
+      const int at = fragment::swizzled_offset<fragment::row_bytes(UNITS)>(row, n / STORED_VECTOR);
       unsigned int unit = 0;
 #pragma unroll
       for (int byte = 0; byte < 2; ++byte) {

@@ -1,9 +1,10 @@
 // Codes of 8 and 4 bits as operands of tensor cores: they become 16-bit numbers exactly in
 // registers. Scales are factors of scores and of weights, in float32.
 //
-// A row of codes lies in shared memory as a row of 16-bit elements does, so that ldmatrix gives each
-// lane four bytes of a row. Which columns these are is no matter to a product over columns if the
-// queries have the same order: `query_column`. Of values they are columns of the result: `Result`.
+// A row of codes lies in shared memory as a row of 16-bit elements does, so that ldmatrix gives
+// each lane four bytes of a row. Which columns these are is no matter to a product over columns if
+// the queries have the same order: `query_column`. Of values they are columns of the result:
+// `Result`.
 #pragma once
 #include "../common/cache_row.cuh"
 #include "../ptx/convert.cuh"
@@ -14,9 +15,9 @@ namespace fragment_codes {
 
 constexpr bool HAS_CODES = CODES != cache::NUMBERS;
 constexpr int BITS = CODES == cache::NUMBERS ? 16 : CODES == code::INT4 ? 4 : 8;
-constexpr int PIECE = 128 / BITS;                // codes in 16 bytes
-constexpr int PAIR = 2 * PIECE;                  // and in the two pieces that ldmatrix reads of a row
-constexpr int STEPS_OF_PIECE = PIECE / 16;       // products of 16 codes
+constexpr int PIECE = 128 / BITS;           // codes in 16 bytes
+constexpr int PAIR = 2 * PIECE;             // and in the two pieces that ldmatrix reads of a row
+constexpr int STEPS_OF_PIECE = PIECE / 16;  // products of 16 codes
 constexpr int GROUPS_AT_MOST = BITS == 4 ? 8 : 1;  // scales of a row
 
 // Elements of 16 bits that have room for the codes of a row, and columns of queries beside them.
@@ -101,8 +102,8 @@ __device__ __forceinline__ unsigned int bytes(unsigned int word) {
 
 // Codes that are not finite are so only as float16 of e5m2; as other types they become finite.
 template <class To>
-constexpr bool LOSES_SPECIALS = (CODES == code::E4M3 || CODES == code::E5M2) &&
-                                !(Is<To>::HALVES && CODES == code::E5M2);
+constexpr bool LOSES_SPECIALS =
+    (CODES == code::E4M3 || CODES == code::E5M2) && !(Is<To>::HALVES && CODES == code::E5M2);
 
 // The bits of four codes that are not finite: the sign of each.
 __device__ __forceinline__ unsigned int specials(unsigned int word) {
@@ -283,7 +284,8 @@ struct Weights {
                                       int group, bool masked) {
 #pragma unroll
     for (int k = 0; k < DEPTH; k += 2) {
-      const float scale[2] = {scales.key(FIRST / 4 + k, group), scales.key(FIRST / 4 + k + 1, group)};
+      const float scale[2] = {scales.key(FIRST / 4 + k, group),
+                              scales.key(FIRST / 4 + k + 1, group)};
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         float weight[2];
@@ -328,8 +330,8 @@ __device__ __forceinline__ void multiply_piece(float (&c)[ROWS][COLUMNS], const 
 // pairs are skipped. Every thread fetches the weights of its rows from the lane that holds them.
 template <int WIDTH, int FIRST, int DEPTH, int ROWS, int ALL, int COLUMNS>
 __device__ __forceinline__ void add_special_values(float (&c)[ROWS][COLUMNS],
-                                                   const float (&p)[ROWS][ALL],
-                                                   const char* b_smem, const Scales<1>& scales) {
+                                                   const float (&p)[ROWS][ALL], const char* b_smem,
+                                                   const Scales<1>& scales) {
   constexpr int BYTES = fragment::row_bytes(units(WIDTH));
   float weights[ROWS][DEPTH];
 #pragma unroll
