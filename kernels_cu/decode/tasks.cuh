@@ -19,7 +19,7 @@ constexpr int LEVELS = 4;  // units are nodes of levels 0, leaves, to LEVELS - 1
 constexpr int WARPS = THREADS / ptx::WARP_SIZE;
 // Units of a block that keep its warps busy enough, the part of its leaves by which a block may
 // have more than others, and most units for each block. Codes need more instructions for each byte.
-constexpr int FILL = CODES < 0 ? 3 : 7, EVEN = 24, MOST_UNITS = 64;
+constexpr int FILL = 3, FILL_OF_CODES = 7, EVEN = 24, MOST_UNITS = 64;
 constexpr int MOST_OF_THREAD = 1 << 22;  // units that a thread counts: more are too many anyway
 
 // A task's heads, and the queries of its block.
@@ -36,8 +36,9 @@ __device__ __forceinline__ int head_blocks(const Params& p) {
 
 // Row r of a task is query i0 + r / heads of head `head` + r % heads.
 struct Task {
-  const storage_t *k, *v;  // row 0 of its head's keys and values, or of page 0
-  long long start_q;       // of its entry, as the next ones
+  const storage_t *k, *v;          // row 0 of its head's keys and values, or of page 0
+  const float *k_scale, *v_scale;  // theirs, if they are codes
+  long long start_q;               // of its entry, as the next ones
   int b, lead[MAX_LEAD], len_q, len_k;
   int number, i0, head, heads, rows;  // no heads: no such task, as packed sequences may have
   int first, last;                    // visible leaves: from `first` to before `last`
@@ -125,6 +126,15 @@ __device__ __forceinline__ Task task_of(const Params& p, int number) {
                                               STEP * layout::offset(p.k, entry, head_kv, true));
   task.v = reinterpret_cast<const storage_t*>(p.v.data +
                                               STEP * layout::offset(p.v, entry, head_kv, true));
+  task.k_scale = task.v_scale = nullptr;
+  if constexpr (CODES >= 0) {
+    const auto scales_of = [&](const Operand& scales) {
+      return reinterpret_cast<const float*>(scales.data) +
+             layout::offset(scales, entry, head_kv, true);
+    };
+    task.k_scale = scales_of(p.k_scale);
+    task.v_scale = scales_of(p.v_scale);
+  }
   task.first = task.last = 0;
   long long begin = 0, end = task.len_k;
   if constexpr (HAS_RANGE) {
@@ -168,7 +178,7 @@ __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]
 #pragma unroll
   for (int n = 1; n < LEVELS; ++n) {
     const unsigned int most = (totals[n] + blocks - 1) / blocks << (LOG_CHILDREN * n);
-    if (totals[n] >= FILL * blocks && most <= leaves + leaves / EVEN) level = n;
+    if (totals[n] >= (CODES < 0 ? FILL : FILL_OF_CODES) * blocks && most <= leaves + leaves / EVEN) level = n;
   }
 #pragma unroll
   for (int n = 0; n < LEVELS - 1; ++n) {

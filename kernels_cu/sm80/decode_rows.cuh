@@ -130,23 +130,23 @@ __device__ __forceinline__ void begin_copy_of_codes(char* stage_smem, const Sour
   }
 }
 
-// Loads the scales of a leaf's rows: lane n has those of keys n and 32 + n. Beyond its keys they
-// are 0 and are not read.
+// Loads the scales of a leaf's rows, the first of which are at `scales`: lane n has those of keys n
+// and 32 + n. Beyond its keys they are 0 and are not read.
 template <int GROUPS>
-__device__ __forceinline__ fragment_codes::Scales<GROUPS> load_scales(
-    const Operand& scales, long long page_step, const decode::Leaf& leaf, const decode::Task& task,
-    long long head_kv, const LeafPlaces& places) {
+__device__ __forceinline__ fragment_codes::Scales<GROUPS> load_scales(const float* scales,
+                                                                      const Operand& steps,
+                                                                      long long page_step,
+                                                                      const decode::Leaf& leaf,
+                                                                      const LeafPlaces& places) {
   fragment_codes::Scales<GROUPS> made;
-  const float* const first = reinterpret_cast<const float*>(scales.data) +
-                             layout::offset(scales, task.entry(), head_kv, true);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = ptx::lane_index() + half * ptx::WARP_SIZE;
-    const float* const row = first + (PAGED ? places.own(half, page_step, scales.row)
-                                            : (places.first + key) * scales.row);
+    const float* const row = scales + (PAGED ? places.own(half, page_step, steps.row)
+                                             : (places.first + key) * steps.row);
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
-      made.of[half][group] = leaf.exists && key < leaf.keys ? row[group * scales.col] : 0.0f;
+      made.of[half][group] = key < leaf.keys ? row[group * steps.col] : 0.0f;
     }
   }
   return made;

@@ -164,11 +164,10 @@ __device__ __forceinline__ Scales load_scales(const Params& p, const decode::Lea
                                               const decode_rows::LeafPlaces& places) {
   Scales scales{};
   if (HAS_CODES && leaf.exists) {
-    const long long head = task.head / p.group;
-    scales.k = decode_rows::load_scales<fragment_codes::groups(D)>(p.k_scale, p.k_scale_page, leaf,
-                                                                   task, head, places);
-    scales.v = decode_rows::load_scales<fragment_codes::groups(D_V)>(p.v_scale, p.v_scale_page,
-                                                                     leaf, task, head, places);
+    scales.k = decode_rows::load_scales<fragment_codes::groups(D)>(task.k_scale, p.k_scale,
+                                                                   p.k_scale_page, leaf, places);
+    scales.v = decode_rows::load_scales<fragment_codes::groups(D_V)>(task.v_scale, p.v_scale,
+                                                                     p.v_scale_page, leaf, places);
   }
   return scales;
 }

@@ -18,7 +18,6 @@ constexpr int BITS = CODES == cache::NUMBERS ? 16 : CODES == code::INT4 ? 4 : 8;
 constexpr int PIECE = 128 / BITS;           // codes in 16 bytes
 constexpr int PAIR = 2 * PIECE;             // and in the two pieces that ldmatrix reads of a row
 constexpr int STEPS_OF_PIECE = PIECE / 16;  // products of 16 codes
-constexpr int GROUPS_AT_MOST = BITS == 4 ? 8 : 1;  // scales of a row
 
 // Elements of 16 bits that have room for the codes of a row, and columns of queries beside them.
 __device__ constexpr int units(int width) { return (width * BITS + 15) / 16; }
