@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from . import tape
-from .cuda_device import current
+from .cuda_device import current, quick_stream
 
 
 def is_device_array(value: Any) -> bool:
@@ -233,6 +234,45 @@ def add(array: Any, to: Any) -> None:
         written.elementwise(add, array, to)
     with to.device:
         cupy.add(to, array, to)
+
+
+class _Sides(threading.local):
+    """The streams of a thread on which `beside` works, by device."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Any] = {}
+
+
+_sides = _Sides()
+
+
+def mark() -> Any:
+    """Return an event behind all that the current stream was asked for so far."""
+    import cupy
+
+    made = cupy.cuda.Event(disable_timing=True)
+    made.record(cupy.cuda.get_current_stream())
+    if (written := tape.current()) is not None:
+        written.marked(made)
+    return made
+
+
+@contextmanager
+def beside(marked: Any) -> Iterator[None]:
+    """Make another stream the current one for a while; it begins when a mark is reached.
+
+    No memory is asked for meanwhile: the pool would give it to this stream only.
+    """
+    import cupy
+
+    device = cupy.cuda.runtime.getDevice()
+    side = _sides.streams.get(device)
+    if side is None:
+        side = _sides.streams[device] = quick_stream()
+    side.wait_event(marked)
+    written = tape.current()
+    with side, nullcontext() if written is None else written.beside(marked):
+        yield
 
 
 def wait_for_current_stream() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -53,6 +54,17 @@ class Place(Protocol):
 
     def store(self, computed: Array, to: Array) -> None:
         """Write what was computed at this place, or summed by `add`, to an array, rounded."""
+        ...
+
+    def mark(self) -> Any:
+        """Return a mark behind all that was asked for; None if that is done, as all that will be.
+
+        What is asked for within `beside` of a mark waits for that only, and not for what follows.
+        """
+        ...
+
+    def beside(self, mark: Any) -> AbstractContextManager[None]:
+        """Ask for work beside what was asked for behind a mark, in memory that is there already."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -112,6 +124,13 @@ class Host:
         """Write an array to another one, rounded."""
         with np.errstate(all="ignore"):
             to[...] = computed.astype(to.dtype, copy=False)
+
+    def mark(self) -> None:
+        """Return None."""
+
+    def beside(self, mark: Any) -> AbstractContextManager[None]:  # noqa: ARG002, there are none
+        """Change nothing."""
+        return nullcontext()
 
     def __enter__(self) -> Self:
         return self
