@@ -15,8 +15,12 @@ from ranks import blocks_of
 from stream_cupy import StreamCupy
 
 from cupyflash import dispatch, distributed, masks
+from cupyflash.arrays import device_arrays
 from cupyflash.arrays import tape as tapes
 from cupyflash.backends.gpu import Gpu
+from cupyflash.distributed.again import Written
+from cupyflash.distributed.messages import bytes_of
+from cupyflash.gpu import launch_cache
 from cupyflash.problem.call import Gradients
 
 LENGTH = 96
@@ -159,7 +163,12 @@ def both(arrays, comm, layout, scheme):
 
 @pytest.mark.parametrize(
     ("size", "kind", "scheme"),
-    [(2, "zigzag", "rounds"), (2, "contiguous", "gather"), (3, "cyclic", "rounds")],
+    [
+        (2, "zigzag", "rounds"),
+        (2, "contiguous", "gather"),
+        (3, "cyclic", "rounds"),
+        (3, "cyclic", "gather"),
+    ],
 )
 def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
     size, kind, scheme, install, monkeypatch
@@ -190,4 +199,63 @@ def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
                 asked.append(list(cupy.asked))
             assert asked[-1] == asked[-3]  # made for the first time, and from a tape
     assert any("copy" in each for each in asked) == (kind != "contiguous")
-    assert all(each[0] == "piece" for each in asked)
+    assert all(each[: each.index("exchange")].count("piece") == 1 for each in asked)
+
+
+def test_a_tape_keeps_what_is_read_beside_until_its_messages_are_waited_for(install):
+    """By what is asked for next, which gets memory that is let go."""
+    for seed in range(8):
+        cupy = install(Device(seed))
+        content = cupy.asarray(np.arange(64, dtype=np.float32))
+        ranks = Sender(cupy)
+        tape = tapes.Tape({"x": content}, {}, launch_cache.reach)
+
+        def call(content=content, ranks=ranks, tape=tape):
+            source, message = (device_arrays.empty((64,), np.float32) for _ in "12")
+            device_arrays.convert(content, source)
+            mark = device_arrays.mark()
+            with device_arrays.beside(mark):
+                device_arrays.convert(source, message)
+                transfer = Written(ranks, tape).exchange([(1, bytes_of(message))], [])
+            device_arrays.fill(device_arrays.empty((64,), np.float32), 0)
+            transfer.wait(1, "a message")
+
+        with tape.recording():
+            call()
+        tape.finish()
+        tape.play(device_arrays, {"x": content}, {}, ranks.exchange, 1)
+        cupy.run_all()
+        assert [x.view(np.float32).tolist() for x in ranks.sent] == [list(range(64))] * 2
+
+
+class Sender:
+    """A rank on the device, to which nothing comes."""
+
+    rank, size = 0, 2
+
+    def __init__(self, cupy):
+        self._cupy, self.sent = cupy, []
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def exchange(self, sends, receives):
+        assert not receives
+        ready, arrived = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        ready.record(self._cupy.cuda.get_current_stream())
+        self._stream.wait_event(ready)
+        for _, message in sends:
+            self._cupy.enqueue(self._sending(message.host), self._stream.ptr)
+        arrived.record(self._stream)
+        return Sent(self._cupy, arrived)
+
+    def _sending(self, host):
+        return lambda: self.sent.append(host.copy())
+
+
+class Sent:
+    """Its messages."""
+
+    def __init__(self, cupy, arrived):
+        self._cupy, self._arrived = cupy, arrived
+
+    def wait(self, timeout, what):
+        self._cupy.cuda.get_current_stream().wait_event(self._arrived)

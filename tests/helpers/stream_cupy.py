@@ -130,8 +130,8 @@ class StreamCupy(HostCupy):
     def alloc(self, size):
         assert self.current == 0, "memory of another stream"
         fits = [held for held in self._free if held.size >= size]
-        held = fits[0] if fits else np.zeros(max(size, 1), np.uint8)
-        self._free = [each for each in self._free if each is not held]
+        held = fits[-1] if fits else np.zeros(max(size, 1), np.uint8)
+        self._free[:] = [each for each in self._free if each is not held]
         held_part = held[:size]
         self._later(_fill_bytes, held_part)
         owner = Owner()
