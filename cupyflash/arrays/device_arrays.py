@@ -212,11 +212,18 @@ def fill(array: Any, value: float) -> None:
         array.fill(value)
 
 
+MOST_SUMMANDS = 4
+
+
 @functools.cache
-def _converter() -> Any:
+def _converter(summands: int = 1) -> Any:
     import cupy
 
-    return cupy.ElementwiseKernel("T x", "U y", "y = x", "cupyflash_convert")
+    names = [f"x{n}" for n in range(summands)]
+    inputs = ", ".join(f"T {name}" for name in names)
+    return cupy.ElementwiseKernel(
+        inputs, "U y", f"y = {' + '.join(names)}", f"cupyflash_convert{summands}"
+    )
 
 
 def convert(array: Any, to: Any) -> None:
@@ -224,6 +231,16 @@ def convert(array: Any, to: Any) -> None:
     if (written := tape.current()) is not None:
         written.elementwise(convert, array, to)
     _converter()(array, to)  # in half the host time of an assignment
+
+
+def add_up(*arrays: Any) -> None:
+    """Write the sum of arrays of one dtype, added in their order and rounded, to the last one.
+
+    There are `MOST_SUMMANDS` of them and the last one at most, on the current device.
+    """
+    if (written := tape.current()) is not None:
+        written.elementwise(add_up, *arrays)
+    _converter(len(arrays) - 1)(*arrays)
 
 
 def add(array: Any, to: Any) -> None:

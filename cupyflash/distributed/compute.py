@@ -6,7 +6,7 @@ accumulator's type, in the order of the steps and, within a step, of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -129,23 +129,25 @@ class _Exchange:
             sends = [(peer, x) for peer, packed in self._sends for x in packed.contents]
             self._transfer = rank.comm.exchange(sends, receives)
 
-    def wait(self, totals: _Totals | None = None) -> Two:
-        """Return the keys and values of the step; add the gradients to those of own keys."""
+    def wait(self) -> Two:
+        """Return the keys and values of the step."""
         rank = self._rank
         self.start()
         assert self._transfer is not None
         self._transfer.wait(rank.timeout, self._what)
         self._transfer = None
         self._sends.clear()  # what was sent may be let go, and what was packed
-        for _, wanted, memory in self._gradients:
-            assert totals is not None
-            for run in wanted:
-                came, other = (part(x, wanted.rows(run)) for x in memory.arrays)
-                totals.add((came, other), rank.keys.rows(run))
         if not self._keys:
             return rank.own  # no task has keys
         parts = [(wanted, memory) for _, wanted, memory in self._keys]
         return joined(rank.place, rank.own, parts, self._step.keys)
+
+    def gradients(self) -> Iterator[tuple[Two, range]]:
+        """Yield dk and dv that were waited for, and the rows of own keys that have them."""
+        for _, wanted, memory in self._gradients:
+            for run in wanted:
+                dk, dv = (part(x, wanted.rows(run)) for x in memory.arrays)
+                yield (dk, dv), self._rank.keys.rows(run)
 
 
 def forward(rank: Rank, out: Array, lse: Array) -> None:
@@ -187,7 +189,9 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
                 _compute(rank, task, piece, totals, sums, targets, deterministic, aside)
                 exchange.start()
             returned = totals.whole() if n else None
-            keys = exchange.wait(own)
+            keys = exchange.wait()
+            for computed, at in exchange.gradients():
+                own.add(computed, at)
             if n + 1 < len(rank.steps):
                 totals = _Totals(rank, rank.steps[n + 1].backward, rank.steps[n + 1].keys)
         exchange = _Exchange(rank, len(rank.steps) + 1, returned)
@@ -195,15 +199,12 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
             piece = rank.piece(task, rank.own, exchange.travels)
             _compute(rank, task, piece, own, sums, targets, deterministic)
             exchange.start()
-        for computed, at in held or ():
-            own.add(computed, at)
-        exchange.wait(own)
+        exchange.wait()
         if bias_is_shared and sums.dbias is not None:
             add_over_ranks(rank.comm, place, sums.dbias, rank.timeout)
         if sums.dsink is not None:
             add_over_ranks(rank.comm, place, sums.dsink, rank.timeout)
-        for total, gradient in zip(own.whole().arrays, targets.gradients[1:3], strict=True):
-            place.store(total, gradient)
+        own.store(targets.gradients[1:3], [*(held or ()), *exchange.gradients()])
         sums.store()
 
 
@@ -230,6 +231,11 @@ class _Totals:
         """Add dk and dv."""
         for summand, total in zip(computed, self._totals, strict=True):
             total.add(summand, at)
+
+    def store(self, targets: Sequence[Array], more: Sequence[tuple[Two, range]]) -> None:
+        """Write the sums, rounded, with dk and dv that are added last."""
+        for n, (total, target) in enumerate(zip(self._totals, targets, strict=True)):
+            total.store(target, [(computed[n], at) for computed, at in more])
 
     def whole(self) -> Memory:
         """Return the sums; those of keys that no task had are 0."""

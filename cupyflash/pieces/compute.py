@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..problem.call import Array, Call, Gradients, Problem
@@ -213,6 +213,16 @@ class Total:
                 self._place.clear(part(self._total, x))
                 self._unwritten.remove(x)
         self._place.add(computed, part(self._total, rows))
+
+    def store(self, target: Array, more: Sequence[tuple[Array, range]]) -> None:
+        """Write the sum to an array, rounded, with gradients of some rows that are added last."""
+        total = self.whole()
+        for rows in parts_of([range(total.shape[-2]), *(at for _, at in more)]):
+            summands = [part(total, rows)]
+            for array, at in more:
+                if at.start <= rows.start and rows.stop <= at.stop:
+                    summands.append(part(array, range(rows.start - at.start, rows.stop - at.start)))
+            self._place.store_sum(summands, part(target, rows))
 
     def whole(self) -> Array:
         """Return the sum; parts that no piece had are 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self
 
@@ -54,6 +54,13 @@ class Place(Protocol):
 
     def store(self, computed: Array, to: Array) -> None:
         """Write what was computed at this place, or summed by `add`, to an array, rounded."""
+        ...
+
+    def store_sum(self, summands: Sequence[Array], to: Array) -> None:
+        """Write the sum of arrays, added in their order, to another one, rounded.
+
+        All are where `sums` are; the first one may be changed.
+        """
         ...
 
     def mark(self) -> Any:
@@ -124,6 +131,13 @@ class Host:
         """Write an array to another one, rounded."""
         with np.errstate(all="ignore"):
             to[...] = computed.astype(to.dtype, copy=False)
+
+    def store_sum(self, summands: Sequence[Array], to: Array) -> None:
+        """Write the sum of arrays to another one, rounded."""
+        first, *others = summands
+        for each in others:
+            self.add(each, first)
+        self.store(first, to)
 
     def mark(self) -> None:
         """Return None."""

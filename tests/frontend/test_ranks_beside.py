@@ -21,6 +21,7 @@ from cupyflash.backends.gpu import Gpu
 from cupyflash.distributed.again import Written
 from cupyflash.distributed.messages import bytes_of
 from cupyflash.gpu import launch_cache
+from cupyflash.pieces.device import Device as Gpus
 from cupyflash.problem.call import Gradients
 
 LENGTH = 96
@@ -65,16 +66,22 @@ class Late(Gpu):
 
 
 class Device(StreamCupy):
-    """It writes down in which order pieces, copies beside them and exchanges are asked for."""
+    """It writes down in which order pieces, exchanges, copies and sums are asked for."""
 
     def __init__(self, seed):
         super().__init__(seed)
         self.asked = []
 
-    def _convert(self, array, to):
+    def _convert(self, *arrays):
         if self.current:
             self.asked.append("copy")
-        super()._convert(array, to)
+        elif len(arrays) > 2:
+            self.asked.append(f"sum of {len(arrays) - 1}")
+        super()._convert(*arrays)
+
+    def add(self, a, b, out):
+        self.asked.append("add")
+        super().add(a, b, out)
 
 
 class Spy:
@@ -200,6 +207,28 @@ def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
             assert asked[-1] == asked[-3]  # made for the first time, and from a tape
     assert any("copy" in each for each in asked) == (kind != "contiguous")
     assert all(each[: each.index("exchange")].count("piece") == 1 for each in asked)
+    if size == 2:  # gradients that come back are added while dk and dv are rounded
+        ends = [each[-each[::-1].index("piece") :] for each in asked]
+        assert all(each.count("add") <= 1 for each in ends)  # of dq
+        assert any(each.count("sum of 2") + each.count("sum of 3") >= 2 for each in ends)
+
+
+def test_sums_that_are_rounded_are_one_pass_in_their_order(install):
+    cupy = install(Device(0))
+    rng = np.random.default_rng(0)
+    place = Gpus(Late(cupy), 0)
+    for count in range(1, 8):
+        arrays = (3.0 * rng.standard_normal((count, 500))).astype(np.float32)
+        rounded = cupy.ndarray((500,), np.float32)
+        cupy.asked.clear()
+        place.store_sum(list(map(cupy.asarray, arrays)), rounded)
+        cupy.run_all()
+        expected = arrays[0].copy()
+        for each in arrays[1:]:
+            expected += each
+        assert same_bits(rounded.host, expected)
+        adds = ["add"] * max(count - 4, 0)
+        assert cupy.asked == [*adds, *[f"sum of {min(count, 4)}"] * (count > 1)]
 
 
 def test_a_tape_keeps_what_is_read_beside_until_its_messages_are_waited_for(install):

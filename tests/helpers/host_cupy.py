@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import math
 import threading
 from contextlib import contextmanager
@@ -174,8 +175,9 @@ class HostCupy(ModuleType):
         def properties(_):
             return H200
 
-        def convert(array, to):
-            to[...] = array
+        def convert(*arrays):
+            *summands, to = arrays
+            to.host[...] = functools.reduce(np.add, [x.host for x in summands])
 
         self.ElementwiseKernel = lambda *_: convert
         self.RawModule = lambda **_: SimpleNamespace(get_function=Kernel)

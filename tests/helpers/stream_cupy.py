@@ -9,6 +9,7 @@ that is let go too early, changes results.
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections import deque
 from types import SimpleNamespace
@@ -112,8 +113,9 @@ class StreamCupy(HostCupy):
     def _later(self, work, *hosts):
         self.enqueue(lambda: work(*hosts))
 
-    def _convert(self, array, to):
-        self._later(_write, to.host, array.host)
+    def _convert(self, *arrays):
+        *summands, to = (x.host for x in arrays)
+        self._later(lambda: _write(to, functools.reduce(np.add, summands)))
 
     def add(self, a, b, out):
         self._later(lambda x, y, z: np.add(x, y, out=z), a.host, b.host, out.host)
