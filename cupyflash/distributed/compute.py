@@ -197,7 +197,8 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
         exchange = _Exchange(rank, len(rank.steps) + 1, returned)
         for task in begins.later:
             piece = rank.piece(task, rank.own, exchange.travels)
-            _compute(rank, task, piece, own, sums, targets, deterministic)
+            is_last = task is begins.later[-1]
+            _compute(rank, task, piece, own, sums, targets, deterministic, None, is_last)
             exchange.start()
         exchange.wait()
         if bias_is_shared and sums.dbias is not None:
@@ -246,9 +247,12 @@ class _Totals:
 
 def _compute(
     rank: Rank, task: Task, own: Call, totals: _Totals, sums: Sums, targets: Targets,
-    deterministic: bool, held: list[tuple[Two, range]] | None = None,
+    deterministic: bool, held: list[tuple[Two, range]] | None = None, last: bool = False,
 ) -> None:  # fmt: skip
-    """Compute the gradients of a task, and add them; or leave those of keys to `held`."""
+    """Compute the gradients of a task, and add them; or leave those of keys to `held`.
+
+    `last` says that there is no task behind it.
+    """
     rows, at, piece = task.rows, task.keys, task.piece
     if not piece.keys and own.sink is None:
         return
@@ -259,7 +263,7 @@ def _compute(
     assert lse is not None
     do, out = (part(targets.rows[name], rows) for name in ("do", "out"))
     rank.place.backend.backward_piece(own, do, out, lse, dlse, computed, deterministic)
-    sums.add(computed, piece, rows)
+    sums.add(computed, piece, rows, last)
     if not piece.keys:
         return
     if held is not None:
