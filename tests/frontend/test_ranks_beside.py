@@ -21,7 +21,9 @@ from cupyflash.backends.gpu import Gpu
 from cupyflash.distributed.again import Written
 from cupyflash.distributed.messages import bytes_of
 from cupyflash.gpu import launch_cache
+from cupyflash.pieces.compute import Total
 from cupyflash.pieces.device import Device as Gpus
+from cupyflash.pieces.place import Host
 from cupyflash.problem.call import Gradients
 
 LENGTH = 96
@@ -229,6 +231,22 @@ def test_sums_that_are_rounded_are_one_pass_in_their_order(install):
         assert same_bits(rounded.host, expected)
         adds = ["add"] * max(count - 4, 0)
         assert cupy.asked == [*adds, *[f"sum of {min(count, 4)}"] * (count > 1)]
+
+
+def test_what_is_added_last_may_have_some_rows_of_a_sum():
+    rng = np.random.default_rng(0)
+    draw = {at: rng.standard_normal((3, len(at), 4)) for at in map(range, (0, 2, 5), (5, 8, 10))}
+    first = rng.standard_normal((3, 6, 4))
+    made, rounded = np.full((3, 10, 4), np.nan), np.empty((3, 10, 4), np.float32)
+    total = Total(Host(dispatch.CPU), made, [range(6), range(6, 10)])
+    total.in_place(range(6))[...] = first
+    total.written(range(6))
+    total.store(rounded, [(x, at) for at, x in draw.items()])
+    expected = np.zeros((3, 10, 4))
+    expected[:, :6] = first
+    for at, x in draw.items():
+        expected[:, at.start : at.stop] += x
+    assert same_bits(rounded, expected.astype(np.float32))
 
 
 def test_a_tape_keeps_what_is_read_beside_until_its_messages_are_waited_for(install):
