@@ -97,6 +97,19 @@ def synchronize() -> None:
     cupy.cuda.get_current_stream().synchronize()
 
 
+_HIGHEST = -5  # priority of a stream; CUDA takes its own highest one, if that is lower
+
+
+def quick_stream() -> Any:
+    """Return a new stream of the current device.
+
+    Its work begins as soon as an SM is free, though that of other streams waits for SMs, too.
+    """
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
+
+
 def current(device: int) -> AbstractContextManager[Any]:
     """Make a device the current one for a while; quick where it is already."""
     import cupy

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 
@@ -49,16 +49,19 @@ class _State:
         Of each slot, as CuPy's arrays have it; None where it is not there yet, or not any more.
     addresses : list of int
         Where each slot's memory begins.
+    marks : dict
+        Events behind which something is to begin.
     transfers : dict
         What is under way.
     """
 
-    __slots__ = ("addresses", "exchange", "made", "memory", "timeout", "transfers")
+    __slots__ = ("addresses", "exchange", "made", "marks", "memory", "timeout", "transfers")
 
     def __init__(self, made: Memory, slots: int, exchange: Any, timeout: float) -> None:
         self.made = made
         self.memory: list[Any] = [None] * slots
         self.addresses = [0] * slots
+        self.marks: dict[int, Any] = {}
         self.transfers: dict[int, Any] = {}
         self.exchange, self.timeout = exchange, timeout
 
@@ -100,7 +103,7 @@ class Launches(Protocol):
 
 
 class Memory(Protocol):
-    """The functions that ask for memory, and that make arrays of it."""
+    """The functions that ask for memory, that make arrays of it, and that choose the stream."""
 
     def memory(self, size: int) -> Any:
         """Return so many bytes of memory."""
@@ -109,6 +112,12 @@ class Memory(Protocol):
         self, shape: tuple[int, ...], dtype: Any, memory: Any, strides: tuple[int, ...]
     ) -> Any:
         """Return an array."""
+
+    def mark(self) -> Any:
+        """Return an event behind all that the current stream was asked for so far."""
+
+    def beside(self, marked: Any) -> AbstractContextManager[None]:
+        """Make another stream the current one; it begins when a mark is reached."""
 
 
 class Tape:
@@ -135,6 +144,8 @@ class Tape:
         self._numbers = {name: n for n, name in enumerate(self.names) if name in numbers}
         self._steps: list[Step] = []
         self._used: list[set[int]] = []  # by each step
+        self._travelling: list[set[int]] = []  # what each exchange uses until it is waited for
+        self._marks: list[Any] = []
         self._spans: list[_Span] = []
         self._slots = len(self.names)
         self.why: str | None = None  # it cannot be played
@@ -238,7 +249,7 @@ class Tape:
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> int:
         """Note that messages travel; return a number by which they are waited for."""
-        number = len(self._steps)
+        number = len(self._travelling)
         there, back = (
             [(rank, self._view(content)) for rank, content in each] for each in (sends, receives)
         )
@@ -250,7 +261,40 @@ class Tape:
             )
 
         self._add(call, [view.slot for _, view in (*there, *back) if view.shape[0]])
+        self._travelling.append(self._used[-1])
         return number
+
+    def marked(self, mark: Any) -> None:
+        """Note that a mark is set."""
+        number = len(self._marks)
+        self._marks.append(mark)
+
+        def call(state: _State) -> None:
+            state.marks[number] = state.made.mark()
+
+        self._add(call, [])
+
+    @contextmanager
+    def beside(self, mark: Any) -> Iterator[None]:
+        """Note that what follows is asked of another stream, which begins when a mark is reached.
+
+        What it uses stays until its exchanges are waited for: only then is it done.
+        """
+        number = next(n for n, each in enumerate(self._marks) if each is mark)
+        first = len(self._travelling)
+        before, self._steps, self._used = (self._steps, self._used), [], []
+        yield
+        steps, used = self._steps, set().union(*self._used)
+        self._steps, self._used = before
+        for travelling in self._travelling[first:]:
+            travelling.update(used)
+
+        def call(state: _State) -> None:
+            with state.made.beside(state.marks.pop(number)):
+                for step in steps:
+                    step(state)
+
+        self._add(call, list(used))
 
     def wait(self, number: int, what: str) -> None:
         """Note that messages are waited for."""
@@ -258,7 +302,7 @@ class Tape:
         def call(state: _State) -> None:
             state.transfers.pop(number).wait(state.timeout, what)
 
-        self._add(call, list(self._used[number]))
+        self._add(call, list(self._travelling[number]))
 
     def finish(self) -> None:
         """Let memory go behind what uses it last."""
@@ -270,6 +314,8 @@ class Tape:
                 self._steps[n] = _forgetting(self._steps[n], slot)
         self._spans.clear()
         self._used.clear()
+        self._travelling.clear()
+        self._marks.clear()
 
     def play(
         self,

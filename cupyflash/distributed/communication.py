@@ -45,7 +45,8 @@ class Communicator(Protocol):
         The machine of each rank.
     takes_device_arrays : bool
         Whether messages may be arrays of a GPU. Then `exchange` begins with them when what computes
-        so far on the current stream is done, and `wait` lets what computes from there on wait.
+        so far on the current stream is done, and `wait` lets what computes from there on wait, on
+        the stream that is the current one then. What is sent and received is kept by the caller.
     """
 
     rank: int

@@ -6,7 +6,8 @@ accumulator's type, in the order of the steps and, within a step, of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ..pieces.compute import Partial, Sums, Total, parts_of
@@ -15,7 +16,7 @@ from ..pieces.place import Place
 from ..pieces.steps import Targets
 from ..problem.call import Array, Call
 from .communication import Exchanger, Transfer
-from .messages import Memory, Two, joined, packed
+from .messages import Memory, Packed, Two, joined
 from .rounds import Step
 from .runs import Runs
 from .sums import add_over_ranks
@@ -79,6 +80,9 @@ class _Exchange:
     """The keys and values of a step, and the gradients of those of the step two before it.
 
     `gradients` are dk and dv of the keys of that step, which return to their owners.
+
+    Where a place computes later than it is asked to, messages wait for `start`, but not for what it
+    is asked to compute before that: so it has something to do while they are packed and posted.
     """
 
     def __init__(self, rank: Rank, number: int, gradients: Memory | None = None) -> None:
@@ -86,8 +90,8 @@ class _Exchange:
         self._what = f"round {min(number, len(rank.steps) - 1)} of {len(rank.steps) - 1}"
         self._step = rank.step(number)
         before = _NOTHING if gradients is None else rank.step(number - 2)
-        sends = [
-            (peer, packed(place, rank.own, rank.keys, wanted, problem.dtype))
+        self._sends = [
+            (peer, Packed(place, rank.own, rank.keys, wanted, problem.dtype))
             for peer, wanted in self._step.sends.items()
         ]
         self._keys = [
@@ -98,37 +102,52 @@ class _Exchange:
             (peer, wanted, Memory(place, rank.own, wanted.count, problem.accumulator))
             for peer, wanted in before.sends.items()
         ]
-        if gradients is not None and len(before.receives) == 1:
-            sends += [(peer, gradients.contents) for peer in before.receives]
-        elif gradients is not None:
-            sends += [
-                (peer, packed(place, gradients.arrays, before.keys, wanted, problem.accumulator))
+        if gradients is not None:
+            self._sends += [
+                (peer, Packed(place, gradients.arrays, before.keys, wanted, problem.accumulator))
                 for peer, wanted in before.receives.items()
             ]
+        self.travels = bool(self._sends or self._keys or self._gradients)
+        self._transfer: Transfer | None = None
+        self._mark = place.mark() if self.travels else None  # all its memory is there
+        if self._mark is None:
+            self.start()
+
+    def start(self) -> None:
+        """Pack and post the messages, if that has not been done."""
+        if self._transfer is not None:
+            return
+        rank = self._rank
         receives = [
             (peer, content)
             for peer, _, memory in (*self._keys, *self._gradients)
             for content in memory.contents
         ]
-        messages = [(peer, content) for peer, contents in sends for content in contents]
-        self.travels = bool(messages or receives)
-        self._transfer: Transfer | None = rank.comm.exchange(messages, receives)
+        with nullcontext() if self._mark is None else rank.place.beside(self._mark):
+            for _, packed in self._sends:
+                packed.pack()
+            sends = [(peer, x) for peer, packed in self._sends for x in packed.contents]
+            self._transfer = rank.comm.exchange(sends, receives)
 
-    def wait(self, totals: _Totals | None = None) -> Two:
-        """Return the keys and values of the step; add the gradients to those of own keys."""
+    def wait(self) -> Two:
+        """Return the keys and values of the step."""
         rank = self._rank
+        self.start()
         assert self._transfer is not None
         self._transfer.wait(rank.timeout, self._what)
-        self._transfer = None  # and with it what was sent
-        for _, wanted, memory in self._gradients:
-            assert totals is not None
-            for run in wanted:
-                came, other = (part(x, wanted.rows(run)) for x in memory.arrays)
-                totals.add((came, other), rank.keys.rows(run))
+        self._transfer = None
+        self._sends.clear()  # what was sent may be let go, and what was packed
         if not self._keys:
             return rank.own  # no task has keys
         parts = [(wanted, memory) for _, wanted, memory in self._keys]
         return joined(rank.place, rank.own, parts, self._step.keys)
+
+    def gradients(self) -> Iterator[tuple[Two, range]]:
+        """Yield dk and dv that were waited for, and the rows of own keys that have them."""
+        for _, wanted, memory in self._gradients:
+            for run in wanted:
+                dk, dv = (part(x, wanted.rows(run)) for x in memory.arrays)
+                yield (dk, dv), self._rank.keys.rows(run)
 
 
 def forward(rank: Rank, out: Array, lse: Array) -> None:
@@ -146,6 +165,7 @@ def forward(rank: Rank, out: Array, lse: Array) -> None:
                 own = rank.piece(task, keys, exchange.travels)
                 is_last = task is last[task.rows]
                 partial[task.rows].compute(own, task.piece.first, is_last)
+                exchange.start()
             keys = exchange.wait()
 
 
@@ -167,23 +187,25 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
                 piece = rank.piece(task, keys, exchange.travels)
                 aside = None if n else held
                 _compute(rank, task, piece, totals, sums, targets, deterministic, aside)
+                exchange.start()
             returned = totals.whole() if n else None
-            keys = exchange.wait(own)
+            keys = exchange.wait()
+            for computed, at in exchange.gradients():
+                own.add(computed, at)
             if n + 1 < len(rank.steps):
                 totals = _Totals(rank, rank.steps[n + 1].backward, rank.steps[n + 1].keys)
         exchange = _Exchange(rank, len(rank.steps) + 1, returned)
         for task in begins.later:
             piece = rank.piece(task, rank.own, exchange.travels)
-            _compute(rank, task, piece, own, sums, targets, deterministic)
-        for computed, at in held or ():
-            own.add(computed, at)
-        exchange.wait(own)
+            is_last = task is begins.later[-1]
+            _compute(rank, task, piece, own, sums, targets, deterministic, None, is_last)
+            exchange.start()
+        exchange.wait()
         if bias_is_shared and sums.dbias is not None:
             add_over_ranks(rank.comm, place, sums.dbias, rank.timeout)
         if sums.dsink is not None:
             add_over_ranks(rank.comm, place, sums.dsink, rank.timeout)
-        for total, gradient in zip(own.whole().arrays, targets.gradients[1:3], strict=True):
-            place.store(total, gradient)
+        own.store(targets.gradients[1:3], [*(held or ()), *exchange.gradients()])
         sums.store()
 
 
@@ -211,6 +233,11 @@ class _Totals:
         for summand, total in zip(computed, self._totals, strict=True):
             total.add(summand, at)
 
+    def store(self, targets: Sequence[Array], more: Sequence[tuple[Two, range]]) -> None:
+        """Write the sums, rounded, with dk and dv that are added last."""
+        for n, (total, target) in enumerate(zip(self._totals, targets, strict=True)):
+            total.store(target, [(computed[n], at) for computed, at in more])
+
     def whole(self) -> Memory:
         """Return the sums; those of keys that no task had are 0."""
         for total in self._totals:
@@ -220,9 +247,12 @@ class _Totals:
 
 def _compute(
     rank: Rank, task: Task, own: Call, totals: _Totals, sums: Sums, targets: Targets,
-    deterministic: bool, held: list[tuple[Two, range]] | None = None,
+    deterministic: bool, held: list[tuple[Two, range]] | None = None, last: bool = False,
 ) -> None:  # fmt: skip
-    """Compute the gradients of a task, and add them; or leave those of keys to `held`."""
+    """Compute the gradients of a task, and add them; or leave those of keys to `held`.
+
+    `last` says that there is no task behind it.
+    """
     rows, at, piece = task.rows, task.keys, task.piece
     if not piece.keys and own.sink is None:
         return
@@ -233,7 +263,7 @@ def _compute(
     assert lse is not None
     do, out = (part(targets.rows[name], rows) for name in ("do", "out"))
     rank.place.backend.backward_piece(own, do, out, lse, dlse, computed, deterministic)
-    sums.add(computed, piece, rows)
+    sums.add(computed, piece, rows, last)
     if not piece.keys:
         return
     if held is not None:

@@ -37,15 +37,34 @@ class Memory:
         return bytes_of(self.arrays[0]), bytes_of(self.arrays[1])
 
 
-def packed(place: Place, arrays: Two, held: Runs, wanted: Runs, dtype: np.dtype[Any]) -> Two:
-    """Return messages with the rows of some positions, of arrays that hold others, too."""
-    if wanted == held and all(x.flags.c_contiguous for x in arrays):
-        return bytes_of(arrays[0]), bytes_of(arrays[1])
-    memory = Memory(place, arrays, wanted.count, dtype)
-    for run in wanted:
-        for source, target in zip(arrays, memory.arrays, strict=True):
-            place.store(part(source, held.rows(run)), part(target, wanted.rows(run)))
-    return memory.contents
+class Packed:
+    """Messages with the rows of some positions, of arrays that hold others, too.
+
+    Attributes
+    ----------
+    contents : tuple of 2 array
+        The messages, after `pack`.
+    """
+
+    def __init__(
+        self, place: Place, arrays: Two, held: Runs, wanted: Runs, dtype: np.dtype[Any]
+    ) -> None:
+        self._place, self._arrays, self._held, self._wanted = place, arrays, held, wanted
+        self._memory: Memory | None = None
+        if wanted != held or not all(x.flags.c_contiguous for x in arrays):
+            self._memory = Memory(place, arrays, wanted.count, dtype)
+            self.contents = self._memory.contents
+        else:
+            self.contents = bytes_of(arrays[0]), bytes_of(arrays[1])
+
+    def pack(self) -> None:
+        """Copy the rows to the messages, if these are not the arrays themselves."""
+        if self._memory is None:
+            return
+        for run in self._wanted:
+            for source, target in zip(self._arrays, self._memory.arrays, strict=True):
+                rows, to = self._held.rows(run), self._wanted.rows(run)
+                self._place.store(part(source, rows), part(target, to))
 
 
 def bytes_of(array: Array) -> Array:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..arrays.cuda_device import current
+from ..arrays.cuda_device import current, quick_stream
 from ..arrays.device_arrays import address, is_device_array
 from ..errors import DistributedError
 from .communication import Communicator, Message, Transfer
@@ -20,7 +20,6 @@ from .faults import absent
 
 _PAUSE = 2e-3  # seconds between two looks at what is under way
 _IDLE = 1.0  # seconds without anything under way, after which the thread ends
-_HIGHEST = -5  # priority of a stream; CUDA takes its own highest one, if that is lower
 _ID = 60.0  # seconds in which all ranks have to begin
 
 
@@ -49,8 +48,7 @@ class Nccl:
         with current(device):
             self._comm = nccl.NcclCommunicator(self.size, unique, self.rank)
             self._cuda = cupy.cuda
-            # What travels begins as soon as an SM is free, though attention waits for SMs, too.
-            self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
+            self._stream = quick_stream()
         self._watch = _Watch(self)
 
     def check(self) -> None:
@@ -89,8 +87,7 @@ class Nccl:
         comm, nccl, stream = self._comm, self._nccl, self._stream
         assert comm is not None
         with current(self._device):
-            computing = self._cuda.get_current_stream()
-            stream.wait_event(self._event(computing))
+            stream.wait_event(self._event(self._cuda.get_current_stream()))
             nccl.groupStart()
             try:
                 for rank, array in sends:
@@ -104,9 +101,12 @@ class Nccl:
             finally:
                 nccl.groupEnd()
             arrived = self._event(stream)
-        return _Transfer(
-            self, computing, arrived, sorted({rank for rank, _ in (*sends, *receives)})
-        )
+        return _Transfer(self, arrived, sorted({rank for rank, _ in (*sends, *receives)}))
+
+    def let_wait(self, arrived: Any) -> None:
+        """Let what the current stream is asked for from here on wait for messages."""
+        with current(self._device):
+            self._cuda.get_current_stream().wait_event(arrived)
 
     def watch(self, arrived: Any, peers: list[int], timeout: float, what: str) -> None:
         """Look after a message until it has arrived."""
@@ -133,12 +133,12 @@ class Nccl:
 class _Transfer:
     """Messages on the stream of a device."""
 
-    def __init__(self, comm: Nccl, computing: Any, arrived: Any, peers: list[int]) -> None:
-        self._comm, self._computing, self._arrived, self._peers = comm, computing, arrived, peers
+    def __init__(self, comm: Nccl, arrived: Any, peers: list[int]) -> None:
+        self._comm, self._arrived, self._peers = comm, arrived, peers
 
     def wait(self, timeout: float, what: str) -> None:
         """Let what computes from here on wait for the messages."""
-        self._computing.wait_event(self._arrived)
+        self._comm.let_wait(self._arrived)
         self._comm.watch(self._arrived, self._peers, timeout, what)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..problem.call import Array, Call, Gradients, Problem
@@ -214,6 +214,16 @@ class Total:
                 self._unwritten.remove(x)
         self._place.add(computed, part(self._total, rows))
 
+    def store(self, target: Array, more: Sequence[tuple[Array, range]]) -> None:
+        """Write the sum to an array, rounded, with gradients of some rows that are added last."""
+        total = self.whole()
+        for rows in parts_of([range(total.shape[-2]), *(at for _, at in more)]):
+            summands = [part(total, rows)]
+            for array, at in more:
+                if at.start <= rows.start and rows.stop <= at.stop:
+                    summands.append(part(array, range(rows.start - at.start, rows.stop - at.start)))
+            self._place.store_sum(summands, part(target, rows))
+
     def whole(self) -> Array:
         """Return the sum; parts that no piece had are 0."""
         for rows in self._unwritten:
@@ -252,6 +262,7 @@ class Sums:
             self._dq = Total(place, place.sums(call.q, self._number))
         self.dsink = None if call.sink is None else place.sums(call.sink, self._number)
         self.dbias: Array | None = None
+        self._last_dq: list[tuple[Array, range]] = []  # to be added while the sum is rounded
         bias = call.bias
         shared = bias is not None and (bias.ndim < 2 or 1 in bias.shape[-2:])
         if bias is not None and (shared or call.problem.packed):
@@ -273,13 +284,18 @@ class Sums:
             for x, owner in zip(made, owners, strict=True)
         ))  # fmt: skip
 
-    def add(self, computed: Gradients, piece: Piece, rows: range) -> None:
-        """Add the gradients of a piece; `rows` says where its queries are in the arrays."""
+    def add(self, computed: Gradients, piece: Piece, rows: range, last: bool = False) -> None:
+        """Add the gradients of a piece; `rows` says where its queries are in the arrays.
+
+        `last` says that no piece follows, at a place that has all arrays.
+        """
         place = self._place
-        if self._dq.in_place(rows) is None:
-            self._dq.add(computed.dq, rows)
-        else:
+        if self._dq.in_place(rows) is not None:
             self._dq.written(rows)
+        elif last:
+            self._last_dq.append((computed.dq, rows))
+        else:
+            self._dq.add(computed.dq, rows)
         if computed.dbias is not None and self.dbias is not None:
             place.add(computed.dbias, self._of_bias(self.dbias, piece, rows))
         elif computed.dbias is not None:
@@ -292,8 +308,11 @@ class Sums:
 
     def store(self) -> None:
         """Write the sums."""
-        totals = self._dq.whole(), self.dbias, self.dsink
-        targets = self._targets.dq, self._targets.dbias, self._targets.dsink
-        for total, target in zip(totals, targets, strict=True):
+        if self._last_dq:
+            self._dq.store(self._targets.dq, self._last_dq)
+        else:
+            self._place.store(self._dq.whole(), self._targets.dq)
+        sums = (self.dbias, self._targets.dbias), (self.dsink, self._targets.dsink)
+        for total, target in sums:
             if total is not None:
                 self._place.store(total, target)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -143,6 +144,25 @@ class Device:
                 with cuda_device.current(self._device):
                     device_arrays.convert(computed, rounded)
             self._transfers.download(rounded, to)
+
+    def store_sum(self, summands: Sequence[Array], to: Array) -> None:
+        """Write the sum of arrays in device memory to another one there, rounded."""
+        first, *others = summands
+        while len(others) >= device_arrays.MOST_SUMMANDS:
+            device_arrays.add(others.pop(0), first)
+        with cuda_device.current(self._device):
+            device_arrays.add_up(first, *others, to)
+
+    def mark(self) -> Any:
+        """Return an event behind all that was asked for."""
+        with cuda_device.current(self._device):
+            return device_arrays.mark()
+
+    @contextmanager
+    def beside(self, mark: Any) -> Iterator[None]:
+        """Ask a stream of its own, which begins when a mark is reached."""
+        with cuda_device.current(self._device), device_arrays.beside(mark):
+            yield
 
     def __enter__(self) -> Self:
         return self

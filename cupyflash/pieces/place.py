@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -53,6 +54,24 @@ class Place(Protocol):
 
     def store(self, computed: Array, to: Array) -> None:
         """Write what was computed at this place, or summed by `add`, to an array, rounded."""
+        ...
+
+    def store_sum(self, summands: Sequence[Array], to: Array) -> None:
+        """Write the sum of arrays, added in their order, to another one, rounded.
+
+        All are where `sums` are; the first one may be changed.
+        """
+        ...
+
+    def mark(self) -> Any:
+        """Return a mark behind all that was asked for; None if that is done, as all that will be.
+
+        What is asked for within `beside` of a mark waits for that only, and not for what follows.
+        """
+        ...
+
+    def beside(self, mark: Any) -> AbstractContextManager[None]:
+        """Ask for work beside what was asked for behind a mark, in memory that is there already."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -112,6 +131,20 @@ class Host:
         """Write an array to another one, rounded."""
         with np.errstate(all="ignore"):
             to[...] = computed.astype(to.dtype, copy=False)
+
+    def store_sum(self, summands: Sequence[Array], to: Array) -> None:
+        """Write the sum of arrays to another one, rounded."""
+        first, *others = summands
+        for each in others:
+            self.add(each, first)
+        self.store(first, to)
+
+    def mark(self) -> None:
+        """Return None."""
+
+    def beside(self, mark: Any) -> AbstractContextManager[None]:  # noqa: ARG002, there are none
+        """Change nothing."""
+        return nullcontext()
 
     def __enter__(self) -> Self:
         return self

@@ -23,6 +23,7 @@ def install(monkeypatch):
         monkeypatch.setattr(compiler, "_kernels", {})
         monkeypatch.setattr(launch_cache, "_entries", {})
         monkeypatch.setattr(driver, "_thread", driver._Thread())
+        monkeypatch.setattr(device_arrays, "_sides", device_arrays._Sides())
         for cached in REMEMBERED:
             cached.cache_clear()
         return cupy

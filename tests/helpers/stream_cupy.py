@@ -9,6 +9,7 @@ that is let go too early, changes results.
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections import deque
 from types import SimpleNamespace
@@ -57,6 +58,7 @@ class StreamCupy(HostCupy):
         self.queues = {0: deque()}
         self.copies, self.pinned = [], pinned
         self._free = []
+        self.current = 0
         module = self
 
         class Event:
@@ -71,7 +73,7 @@ class StreamCupy(HostCupy):
                 module.run_until(lambda: self.marker.done)
 
         class Stream:
-            def __init__(self, ptr=None, non_blocking=False):
+            def __init__(self, ptr=None, non_blocking=False, priority=0):
                 self.ptr = len(module.queues) if ptr is None else ptr
                 module.queues.setdefault(self.ptr, deque())
 
@@ -85,12 +87,18 @@ class StreamCupy(HostCupy):
             def is_capturing():
                 return False
 
+            def __enter__(self):
+                self.before, module.current = module.current, self.ptr
+
+            def __exit__(self, *_):
+                module.current = self.before
+
         def copy(to, source, size, kind, stream):
             module.copies.append((kind, size))
             module.enqueue(lambda: ctypes.memmove(to, source, size), stream)
 
         self.cuda.Stream, self.cuda.Event = Stream, Event
-        self.cuda.get_current_stream = lambda: Stream(0)
+        self.cuda.get_current_stream = lambda: Stream(module.current)
         self.cuda.alloc_pinned_memory = lambda size: np.zeros(size, np.uint8).view(Pinned)
         self.cuda.runtime.memcpyAsync = copy
         place = SimpleNamespace(devicePointer=int(pinned), hostPointer=int(pinned))
@@ -98,15 +106,16 @@ class StreamCupy(HostCupy):
         self.ElementwiseKernel = lambda *_: self._convert
         self.ndarray.fill = lambda array, value: self._later(_fill, array.host, value)
 
-    def enqueue(self, work, stream=0):
-        """Let work be done on a stream."""
-        self.queues[stream].append(work)
+    def enqueue(self, work, stream=None):
+        """Let work be done on a stream, the current one if none is given."""
+        self.queues[self.current if stream is None else stream].append(work)
 
     def _later(self, work, *hosts):
         self.enqueue(lambda: work(*hosts))
 
-    def _convert(self, array, to):
-        self._later(_write, to.host, array.host)
+    def _convert(self, *arrays):
+        *summands, to = (x.host for x in arrays)
+        self._later(lambda: _write(to, functools.reduce(np.add, summands)))
 
     def add(self, a, b, out):
         self._later(lambda x, y, z: np.add(x, y, out=z), a.host, b.host, out.host)
@@ -121,9 +130,10 @@ class StreamCupy(HostCupy):
         return array
 
     def alloc(self, size):
+        assert self.current == 0, "memory of another stream"
         fits = [held for held in self._free if held.size >= size]
-        held = fits[0] if fits else np.zeros(max(size, 1), np.uint8)
-        self._free = [each for each in self._free if each is not held]
+        held = fits[-1] if fits else np.zeros(max(size, 1), np.uint8)
+        self._free[:] = [each for each in self._free if each is not held]
         held_part = held[:size]
         self._later(_fill_bytes, held_part)
         owner = Owner()

@@ -1,0 +1,308 @@
+"""Calls over ranks on a device whose streams are late: what travels is packed beside a piece.
+
+One rank computes on the device. The messages of the others are those of a call on NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from host_cupy import in_host, read_in_host
+from placement import same_bits
+from ranks import blocks_of
+from stream_cupy import StreamCupy
+
+from cupyflash import dispatch, distributed, masks
+from cupyflash.arrays import device_arrays
+from cupyflash.arrays import tape as tapes
+from cupyflash.backends.gpu import Gpu
+from cupyflash.distributed.again import Written
+from cupyflash.distributed.messages import bytes_of
+from cupyflash.gpu import launch_cache
+from cupyflash.pieces.compute import Total
+from cupyflash.pieces.device import Device as Gpus
+from cupyflash.pieces.place import Host
+from cupyflash.problem.call import Gradients
+
+LENGTH = 96
+
+
+class Late(Gpu):
+    """A back end that computes on the CPU, when the stream comes to it; its work is on tapes."""
+
+    def __init__(self, cupy):
+        self.cupy, self.asked = cupy, cupy.asked
+
+    def forward_piece(self, call, partial, first, results=None):
+        def work(own, *made):
+            dispatch.CPU.forward_piece(own, made[:2], first, made[2:] or None)
+
+        self._later(work, call, [*partial, *(results or ())])
+
+    def backward_piece(self, call, do, out, lse, dlse, gradients, deterministic):
+        def work(own, *made):
+            every = Gradients(*made[3:], None, None)
+            dispatch.CPU.backward_piece(own, *made[:3], None, every, deterministic)
+
+        assert dlse is None
+        self._later(work, call, [do, out, lse, *gradients[:3]])
+
+    def _later(self, function, call, arrays):
+        read = {"mask": read_in_host(call.mask), "score_mod": read_in_host(call.score_mod)}
+
+        def work(*given):
+            hosts = list(map(in_host, given))
+            own = dataclasses.replace(
+                call, device=None, **read, **dict(zip("qkv", hosts[:3], strict=True))
+            )
+            self.cupy.enqueue(lambda: function(own, *hosts[3:]))
+            self.asked.append("piece")
+
+        call_arrays = call.q, call.k, call.v
+        call = dataclasses.replace(call, q=None, k=None, v=None)  # so that it holds no memory
+        if (written := tapes.current()) is not None:
+            written.elementwise(work, *call_arrays, *arrays)
+        work(*call_arrays, *arrays)
+
+
+class Device(StreamCupy):
+    """It writes down in which order pieces, exchanges, copies and sums are asked for."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.asked = []
+
+    def _convert(self, *arrays):
+        if self.current:
+            self.asked.append("copy")
+        elif len(arrays) > 2:
+            self.asked.append(f"sum of {len(arrays) - 1}")
+        super()._convert(*arrays)
+
+    def add(self, a, b, out):
+        self.asked.append("add")
+        super().add(a, b, out)
+
+
+class Spy:
+    """A rank of NumPy arrays, whose messages are written down."""
+
+    takes_device_arrays = True
+
+    def __init__(self, comm):
+        self._comm, self.messages = comm, []
+        self.rank, self.size, self.nodes = comm.rank, comm.size, comm.nodes
+        self.tell, self.check, self.abort = comm.tell, comm.check, comm.abort
+
+    def exchange(self, sends, receives):
+        sent = [(rank, x.copy()) for rank, x in sends]
+        transfer, messages = self._comm.exchange(sends, receives), self.messages
+
+        class Transfer:
+            def wait(self, *how):
+                transfer.wait(*how)
+                messages.append((sent, [(rank, x.copy()) for rank, x in receives]))
+
+        return Transfer()
+
+
+class Replay:
+    """A rank on the device, to which come the messages that a `Spy` saw."""
+
+    takes_device_arrays = True
+
+    def __init__(self, spy, cupy):
+        self.rank, self.size, self.nodes = spy.rank, spy.size, spy.nodes
+        self._spy, self._cupy, self._number = spy, cupy, 0
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.sent = []  # what was there when it was sent, and what ought to be
+
+    def exchange(self, sends, receives):
+        cupy, stream = self._cupy, self._stream
+        expected, comes = self._spy.messages[self._number % len(self._spy.messages)]
+        self._number += 1
+        stream.wait_event(self._event(cupy.cuda.get_current_stream()))
+        assert [rank for rank, _ in sends] == [rank for rank, _ in expected]
+        for (_, x), (_, like) in zip(sends, expected, strict=True):
+            cupy.enqueue(self._sending(x.host, like), stream.ptr)
+        for (_, x), (_, content) in zip(receives, comes, strict=True):
+            cupy.enqueue(self._receiving(x.host, content), stream.ptr)
+        arrived = self._event(stream)
+        cupy.asked.append("exchange" if sends or receives else "nothing")
+
+        class Transfer:
+            def wait(self, timeout, what):
+                cupy.cuda.get_current_stream().wait_event(arrived)
+
+        return Transfer()
+
+    def _event(self, stream):
+        event = self._cupy.cuda.Event()
+        event.record(stream)
+        return event
+
+    def _sending(self, host, like):
+        return lambda: self.sent.append((host.copy(), like))
+
+    def _receiving(self, host, content):
+        def work():
+            host[...] = content
+
+        return work
+
+    def tell(self, message, timeout):
+        return [message] * self.size
+
+    def check(self):
+        pass
+
+    def abort(self, reason):
+        raise AssertionError(reason)
+
+
+def both(arrays, comm, layout, scheme):
+    q, k, v, do = arrays
+    options = {"comm": comm, "layout": layout, "scheme": scheme, "mask": masks.causal()}
+    out, lse = distributed.attention(q, k, v, return_lse=True, **options)
+    gradients = distributed.attention_backward(do, q, k, v, out, lse, **options)
+    return out, lse, *gradients[:3]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "scheme"),
+    [
+        (2, "zigzag", "rounds"),
+        (2, "contiguous", "gather"),
+        (3, "cyclic", "rounds"),
+        (3, "cyclic", "gather"),
+    ],
+)
+def test_messages_are_packed_beside_a_piece_and_hold_what_they_ought_to(
+    size, kind, scheme, install, monkeypatch
+):
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 2, LENGTH, 12), (2, 4, LENGTH, 12)
+    whole = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+    with blocks_of(4):
+        comms = distributed.Threads(size)
+
+        def on_host(comm):
+            spy, layout = Spy(comm), distributed.layout(comm, LENGTH, kind=kind)
+            own = [np.ascontiguousarray(layout.take(x)) for x in whole]
+            return spy, own, both(own, spy, layout, scheme)
+
+        asked = []
+        for spy, own, expected in comms.run(on_host):
+            cupy = install(Device(seed=spy.rank))
+            monkeypatch.setattr(dispatch, "GPU", Late(cupy))
+            comm = Replay(spy, cupy)
+            layout = distributed.layout(comm, LENGTH, kind=kind)
+            for again in range(3):
+                cupy.asked.clear()
+                results = both(list(map(cupy.asarray, own)), comm, layout, scheme)
+                cupy.run_all()
+                assert all(map(same_bits, map(in_host, results), expected)), again
+                assert all(same_bits(x, like) for x, like in comm.sent)
+                asked.append(list(cupy.asked))
+            assert asked[-1] == asked[-3]  # made for the first time, and from a tape
+    assert any("copy" in each for each in asked) == (kind != "contiguous")
+    assert all(each[: each.index("exchange")].count("piece") == 1 for each in asked)
+    if size == 2:  # what comes at last is added while the sums are rounded
+        ends = [each[-each[::-1].index("piece") :] for each in asked]
+        assert not any("add" in each for each in ends)
+        assert any(each.count("sum of 2") + each.count("sum of 3") >= 3 for each in ends)
+
+
+def test_sums_that_are_rounded_are_one_pass_in_their_order(install):
+    cupy = install(Device(0))
+    rng = np.random.default_rng(0)
+    place = Gpus(Late(cupy), 0)
+    for count in range(1, 8):
+        arrays = (3.0 * rng.standard_normal((count, 500))).astype(np.float32)
+        rounded = cupy.ndarray((500,), np.float32)
+        cupy.asked.clear()
+        place.store_sum(list(map(cupy.asarray, arrays)), rounded)
+        cupy.run_all()
+        expected = arrays[0].copy()
+        for each in arrays[1:]:
+            expected += each
+        assert same_bits(rounded.host, expected)
+        adds = ["add"] * max(count - 4, 0)
+        assert cupy.asked == [*adds, *[f"sum of {min(count, 4)}"] * (count > 1)]
+
+
+def test_what_is_added_last_may_have_some_rows_of_a_sum():
+    rng = np.random.default_rng(0)
+    draw = {at: rng.standard_normal((3, len(at), 4)) for at in map(range, (0, 2, 5), (5, 8, 10))}
+    first = rng.standard_normal((3, 6, 4))
+    made, rounded = np.full((3, 10, 4), np.nan), np.empty((3, 10, 4), np.float32)
+    total = Total(Host(dispatch.CPU), made, [range(6), range(6, 10)])
+    total.in_place(range(6))[...] = first
+    total.written(range(6))
+    total.store(rounded, [(x, at) for at, x in draw.items()])
+    expected = np.zeros((3, 10, 4))
+    expected[:, :6] = first
+    for at, x in draw.items():
+        expected[:, at.start : at.stop] += x
+    assert same_bits(rounded, expected.astype(np.float32))
+
+
+def test_a_tape_keeps_what_is_read_beside_until_its_messages_are_waited_for(install):
+    """By what is asked for next, which gets memory that is let go."""
+    for seed in range(8):
+        cupy = install(Device(seed))
+        content = cupy.asarray(np.arange(64, dtype=np.float32))
+        ranks = Sender(cupy)
+        tape = tapes.Tape({"x": content}, {}, launch_cache.reach)
+
+        def call(content=content, ranks=ranks, tape=tape):
+            source, message = (device_arrays.empty((64,), np.float32) for _ in "12")
+            device_arrays.convert(content, source)
+            mark = device_arrays.mark()
+            with device_arrays.beside(mark):
+                device_arrays.convert(source, message)
+                transfer = Written(ranks, tape).exchange([(1, bytes_of(message))], [])
+            device_arrays.fill(device_arrays.empty((64,), np.float32), 0)
+            transfer.wait(1, "a message")
+
+        with tape.recording():
+            call()
+        tape.finish()
+        tape.play(device_arrays, {"x": content}, {}, ranks.exchange, 1)
+        cupy.run_all()
+        assert [x.view(np.float32).tolist() for x in ranks.sent] == [list(range(64))] * 2
+
+
+class Sender:
+    """A rank on the device, to which nothing comes."""
+
+    rank, size = 0, 2
+
+    def __init__(self, cupy):
+        self._cupy, self.sent = cupy, []
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def exchange(self, sends, receives):
+        assert not receives
+        ready, arrived = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        ready.record(self._cupy.cuda.get_current_stream())
+        self._stream.wait_event(ready)
+        for _, message in sends:
+            self._cupy.enqueue(self._sending(message.host), self._stream.ptr)
+        arrived.record(self._stream)
+        return Sent(self._cupy, arrived)
+
+    def _sending(self, host):
+        return lambda: self.sent.append(host.copy())
+
+
+class Sent:
+    """Its messages."""
+
+    def __init__(self, cupy, arrived):
+        self._cupy, self._arrived = cupy, arrived
+
+    def wait(self, timeout, what):
+        self._cupy.cuda.get_current_stream().wait_event(self._arrived)
