@@ -178,7 +178,8 @@ __device__ __forceinline__ int choose_level(const unsigned int (&totals)[LEVELS]
 #pragma unroll
   for (int n = 1; n < LEVELS; ++n) {
     const unsigned int most = (totals[n] + blocks - 1) / blocks << (LOG_CHILDREN * n);
-    if (totals[n] >= (CODES < 0 ? FILL : FILL_OF_CODES) * blocks && most <= leaves + leaves / EVEN) level = n;
+    if (totals[n] >= (CODES < 0 ? FILL : FILL_OF_CODES) * blocks && most <= leaves + leaves / EVEN)
+      level = n;
   }
 #pragma unroll
   for (int n = 0; n < LEVELS - 1; ++n) {
