@@ -81,8 +81,7 @@ class _Exchange:
 
     `gradients` are dk and dv of the keys of that step, which return to their owners.
 
-    Where a place computes later than it is asked to, messages wait for `start`, but not for what it
-    is asked to compute before that: so it has something to do while they are packed and posted.
+    Where a place computes later than it is asked to, messages are packed beside what it computes next.
     """
 
     def __init__(self, rank: Rank, number: int, gradients: Memory | None = None) -> None:
@@ -108,31 +107,25 @@ class _Exchange:
                 for peer, wanted in before.receives.items()
             ]
         self.travels = bool(self._sends or self._keys or self._gradients)
-        self._transfer: Transfer | None = None
-        self._mark = place.mark() if self.travels else None  # all its memory is there
-        if self._mark is None:
-            self.start()
+        mark = place.mark() if self.travels else None  # all its memory is there
+        with nullcontext() if mark is None else place.beside(mark):
+            self._transfer: Transfer | None = self._posted()
 
-    def start(self) -> None:
-        """Pack and post the messages, if that has not been done."""
-        if self._transfer is not None:
-            return
-        rank = self._rank
+    def _posted(self) -> Transfer:
+        """Pack and post the messages."""
         receives = [
             (peer, content)
             for peer, _, memory in (*self._keys, *self._gradients)
             for content in memory.contents
         ]
-        with nullcontext() if self._mark is None else rank.place.beside(self._mark):
-            for _, packed in self._sends:
-                packed.pack()
-            sends = [(peer, x) for peer, packed in self._sends for x in packed.contents]
-            self._transfer = rank.comm.exchange(sends, receives)
+        for _, packed in self._sends:
+            packed.pack()
+        sends = [(peer, x) for peer, packed in self._sends for x in packed.contents]
+        return self._rank.comm.exchange(sends, receives)
 
     def wait(self) -> Two:
         """Return the keys and values of the step."""
         rank = self._rank
-        self.start()
         assert self._transfer is not None
         self._transfer.wait(rank.timeout, self._what)
         self._transfer = None
@@ -165,7 +158,6 @@ def forward(rank: Rank, out: Array, lse: Array) -> None:
                 own = rank.piece(task, keys, exchange.travels)
                 is_last = task is last[task.rows]
                 partial[task.rows].compute(own, task.piece.first, is_last)
-                exchange.start()
             keys = exchange.wait()
 
 
@@ -187,7 +179,6 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
                 piece = rank.piece(task, keys, exchange.travels)
                 aside = None if n else held
                 _compute(rank, task, piece, totals, sums, targets, deterministic, aside)
-                exchange.start()
             returned = totals.whole() if n else None
             keys = exchange.wait()
             for computed, at in exchange.gradients():
@@ -199,7 +190,6 @@ def backward(rank: Rank, targets: Targets, deterministic: bool, bias_is_shared: 
             piece = rank.piece(task, rank.own, exchange.travels)
             is_last = task is begins.later[-1]
             _compute(rank, task, piece, own, sums, targets, deterministic, None, is_last)
-            exchange.start()
         exchange.wait()
         if bias_is_shared and sums.dbias is not None:
             add_over_ranks(rank.comm, place, sums.dbias, rank.timeout)
