@@ -81,7 +81,8 @@ class _Exchange:
 
     `gradients` are dk and dv of the keys of that step, which return to their owners.
 
-    Where a place computes later than it is asked to, messages are packed beside what it computes next.
+    Where a place computes later than it is asked to, messages are packed beside what it computes
+    next.
     """
 
     def __init__(self, rank: Rank, number: int, gradients: Memory | None = None) -> None:

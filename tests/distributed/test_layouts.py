@@ -36,7 +36,7 @@ def test_every_position_is_held_once_in_whole_blocks(length, size, kind, block, 
             assert run.start % block == 0
             assert run.stop % block == 0 or run.stop == length
     counts = [each.count for each in made]
-    stripes = {"zigzag": 2}.get(kind, 1)
+    stripes = {"zigzag": 2, "proofs": 2}.get(kind, 1)  # proofs balance pairs
     assert max(counts) - min(counts) <= stripes * made[0].chunk * 2
 
 
