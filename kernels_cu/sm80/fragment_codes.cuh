@@ -30,8 +30,8 @@ __device__ constexpr int groups(int width) {
   return BITS == 4 ? (width + cache::INT4_GROUP - 1) / cache::INT4_GROUP : 1;
 }
 
-// Where a column of queries belongs, so that products over codes find it. Four bytes are codes
-// 4 c to 4 c + 3, or 8 c to 8 c + 7, of lane c of four.
+// Where a column of queries belongs, so that products over codes find it. Four bytes of lane c of
+// four are codes 4 c to 4 c + 3, or 8 c to 8 c + 7.
 __device__ __forceinline__ int query_column(int column) {
   if constexpr (!HAS_CODES) return column;
   const int first = column / PIECE * PIECE, n = column % PIECE;
